@@ -87,21 +87,24 @@ class EntryResults(NamedTuple):
 
 
 class Save(NamedTuple):
-    """A copy of a cached device block to a slot of a tier below."""
+    """A copy of a cached device block, or of a snapshot, to a slot of a tier below."""
 
     tier: "Tier"
     block: int
     slot: int
     block_hash: bytes
+    is_state: bool = False
 
 
 class Load(NamedTuple):
-    """A copy of a cached block in a tier below, read into a device block of a request."""
+    """A copy of a cached block in a tier below, read into a device block of a request; or of a
+    snapshot, read into its state slot."""
 
     request: "Request"
     tier: "Tier"
     block: int
     block_hash: bytes
+    is_state: bool = False
 
 
 class Swaps(NamedTuple):

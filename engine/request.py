@@ -227,6 +227,7 @@ class Request:
     block_hashes: list[bytes] = field(default_factory=list)  # as far as needed: engine.kv.prefix
     num_matched: int = 0  # leading blocks that were on the device
     num_evictions_seen: int = 0  # when `num_matched` was last checked: engine.kv.prefix_index
+    num_drops_seen: int = 0  # in the tiers below, likewise
     num_reusable: int = 0  # leading blocks behind which it can start: engine.kv.prefix_search
     reusable_at: tuple[int, int] | None = None  # for which `num_reusable` was found
     num_preemptions: int = 0  # times that its KV was dropped, to be recomputed

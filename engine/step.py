@@ -295,7 +295,8 @@ class StepResult:
     entry, with one item per target id. Both are empty if no entry requests any. The tokens of
     entries in `faults` are meaningless. So are those of the entries numbered in `late`: their
     last token has to be computed again in a later step. `seconds` is the worker's own time.
-    `unread` are device blocks that moves from the disk could not fill. `vectors` has one vector for
+    `unread` are device blocks that moves from the disk could not fill, `unread_states` the state
+    slots. `vectors` has one vector for
     each entry with `pooling`, in their order, as little-endian float32. `proposals` has the
     proposed tokens of each entry with `proposal`; `proposal_seconds`, a part of `seconds`, is the
     draft model's time.
@@ -313,6 +314,7 @@ class StepResult:
     vectors: tuple[bytes, ...] = ()
     proposals: tuple[tuple[int, ...], ...] = ()
     proposal_seconds: float = 0.0
+    unread_states: tuple[int, ...] = ()
 
 
 class StepTimes(NamedTuple):

@@ -115,7 +115,8 @@ class WorkerReport:
 
     `num_parameters` is of the whole model; `bytes_per_block` and `threads` are this worker's own.
     `kernels` describes the kernels in use, for logs. `disk_hashes` are the contents of the disk
-    tier's slots, `HASH_BYTES` each, zeros for an unused one. `loras` answers the settings' adapters
+    tier's slots, `HASH_BYTES` each, zeros for an unused one; `disk_state_hashes` those of its slots
+    for snapshots. `loras` answers the settings' adapters
     in their order. `windows` has the sliding window of each layer group, None for a group that
     keeps the KV of all tokens; `bytes_per_block` is the size of a block of one group. `pooling` is
     None if the model generates text. `num_draft_parameters` is the size of the draft model, or
@@ -146,3 +147,4 @@ class WorkerReport:
     bytes_per_state: int = 0
     pooling: PoolingReport | None = None
     num_draft_parameters: int = 0
+    disk_state_hashes: bytes = b""

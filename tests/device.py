@@ -7,6 +7,7 @@ submission: moves, then compute.
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from engine.iteration import Iteration
 from engine.request import Request, State
@@ -19,11 +20,19 @@ from engine.step import (
     StateSlots,
     Step,
     StepEntry,
+    Tier,
 )
 from engine.worker.sampling.outputs import OutputMemory
 
 # By slot: the layer group, and all tokens up to the one whose KV is there.
-Tier = dict[int, tuple[int, ...]]
+Memory = dict[int, tuple[int, ...]]
+
+
+class UnreadRows(NamedTuple):
+    """The device blocks and state slots that moves from the disk could not fill."""
+
+    blocks: tuple[int, ...]
+    states: tuple[int, ...]
 
 
 def tables_of(entry: StepEntry) -> tuple[BlockTable, ...]:
@@ -39,28 +48,42 @@ class RememberingDevice:
     def __init__(self, block_size: int, windows: Sequence[int | None] = (None,)) -> None:
         self._block_size = block_size
         self._windows = windows
-        self._device: Tier = {}
-        self._host: Tier = {}
-        self._states: Tier = {}
-        self._host_states: Tier = {}
+        self._device: Memory = {}
+        self._states: Memory = {}
+        self._below: dict[tuple[Tier, bool], Memory] = {
+            (tier, is_state): {} for tier in Tier for is_state in (False, True)
+        }
         self._outputs = OutputMemory()
+        self.unreadable: set[int] = set()  # disk slots
+        self.num_loaded = 0  # blocks and states of prefixes
 
     def forget(self) -> None:
         """The worker died."""
         self._outputs = OutputMemory()
         self._device.clear()
-        self._host.clear()
         self._states.clear()
-        self._host_states.clear()
+        for (tier, _), memory in self._below.items():
+            if tier is Tier.HOST:
+                memory.clear()
 
-    def run(self, iteration: Iteration) -> None:
-        """Carry out the oldest step in flight, except for requests that are leaving."""
-        for move in iteration.step.moves:
-            self._copy(move)
+    def run(self, iteration: Iteration) -> UnreadRows:
+        """Carry out the oldest step in flight, except for requests that are leaving or have KV that
+        cannot be read."""
+        unread = UnreadRows(*(self._move_all(iteration.step.moves, one) for one in (False, True)))
+        failed = {
+            load.request
+            for load in iteration.loads
+            if load.block in (unread.states if load.is_state else unread.blocks)
+        }
         for entry, request in zip(iteration.step.entries, iteration.requests, strict=True):
-            if request.state is State.RUNNING:
+            if request.state is State.RUNNING and request not in failed:
                 self._compute(entry, request)
         self._check_outputs(iteration)
+        return unread
+
+    def _move_all(self, moves: Iterable[BlockMove], is_state: bool) -> tuple[int, ...]:
+        """Make the moves of blocks, or those of states; returns what could not be read."""
+        return tuple(row for move in moves if move.is_state is is_state for row in self._copy(move))
 
     def _check_outputs(self, iteration: Iteration) -> None:
         """What the worker reads is the whole output, though most steps carry one token of it."""
@@ -80,17 +103,23 @@ class RememberingDevice:
             assert sample.prompt == (request.spec.prompt if is_repetition else ())
             assert sample.grammar == request.spec.grammar
 
-    def _copy(self, move: BlockMove) -> None:
+    def _copy(self, move: BlockMove) -> list[int]:
         size = 1 if move.is_state else self._block_size
+        unread = []
         for device, host in zip(array("i", move.device), array("i", move.host), strict=True):
+            is_in = move.direction is Direction.IN
+            self.num_loaded += is_in and bool(move.hashes)
+            is_lost = is_in and move.tier is Tier.DISK and host in self.unreadable
+            if is_lost:
+                unread.append(device)
             for offset in range(size):
-                source, target = self._device, self._host
-                if move.is_state:
-                    source, target = self._states, self._host_states
+                source = self._states if move.is_state else self._device
+                target = self._below[move.tier, move.is_state]
                 at, to = device * size + offset, host * size + offset
-                if move.direction is Direction.IN:
+                if is_in:
                     source, target, at, to = target, source, to, at
-                target[to] = source.get(at, ())
+                target[to] = () if is_lost else source.get(at, ())
+        return unread
 
     def _compute(self, entry: StepEntry, request: Request) -> None:
         """Attend to all tokens before, whose KV must be there, and write the new ones."""
@@ -152,8 +181,13 @@ def check_moves(newest: Step, in_flight: Iterable[Iteration], block_size: int) -
     }
     for is_state in (False, True):
         moves = [move for step in steps for move in step.moves if move.is_state == is_state]
-        host = [block for move in moves for block in array("i", move.host)]
-        assert len(host) == len(set(host)), "a host block moves twice"
+        written = [
+            (move.tier, block)
+            for move in moves
+            for block in array("i", move.host)
+            if move.direction is Direction.OUT or not move.hashes
+        ]
+        assert len(written) == len(set(written)), "a block of a lower tier moves twice"
     for entry in newest.entries:
         end = entry.start + len(entry.tokens)
         for table in tables_of(entry):
@@ -167,9 +201,11 @@ def _check_states(newest: Step, steps: Iterable[Step]) -> None:
     """No entry writes a state that another entry reads or writes, or that moves beside the step."""
     moves = [move for step in steps for move in step.moves if move.is_state and not move.is_awaited]
     moving = {slot for move in moves for slot in array("i", move.device)}
+    coming = {s for m in moves if m.direction is Direction.IN for s in array("i", m.device)}
     states = [entry.state for entry in newest.entries if entry.state is not None]
     written = [slot for state in states for slot in (state.slot, *(s for _, s in state.snapshots))]
     assert len(written) == len(set(written)), "two entries write one state"
     for state in states:
         assert state.source == state.slot or state.source not in written, "read and written"
-    assert not moving & {*written, *[state.source for state in states]}, "used while it moves"
+    assert not moving & set(written), "written while it moves"
+    assert not coming & {state.source for state in states}, "read before it is there"

@@ -13,7 +13,7 @@ from engine.loop import Engine
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.request import FinishReason, Request, RequestSpec
 from engine.speculation.drafter import Drafter
-from engine.step import Step, StepResult, TokenLogprobs
+from engine.step import HASH_BYTES, Step, StepResult, TokenLogprobs
 from engine.transport.inline import InlineExecutor, ResultFuture
 from engine.worker.process.worker import Worker
 
@@ -73,21 +73,26 @@ def play(
     dies_in: Sequence[int] = (),
     lookahead: int = 0,
     drafter: Drafter | None = None,
+    saves_on_host: bool = False,
     **bounds: object,
 ) -> list[RequestOutcome]:
     """Serve all requests at once, to their end; fewer `num_blocks` or `num_states` than the worker
-    has lead to preemptions."""
+    has lead to preemptions. The worker's disk tier is used if it has one."""
     report = worker.report
     settings = SchedulerSettings(max_model_len=report.max_model_len, **bounds)  # type: ignore[arg-type]
     ledger = KVLedger(
         num_blocks or report.num_blocks,
         report.block_size,
         report.num_host_blocks,
+        len(report.disk_hashes) // HASH_BYTES,
+        saves_on_host=saves_on_host,
         windows=report.windows,
         chunk=settings.max_batch_tokens * (1 + lookahead),
         num_states=num_states or report.num_states,
         num_host_states=report.num_host_states,
+        num_disk_states=len(report.disk_state_hashes) // HASH_BYTES,
     )
+    ledger.below.restore_disk(report.disk_hashes, report.disk_state_hashes)
     scheduler = IterationScheduler(settings, ledger, FirstComeFirstServed(), drafter=drafter)
     executor = Mortal(worker, dies_in, 1 + lookahead)
     engine = Engine(scheduler, executor, time.perf_counter, lookahead=lookahead)

@@ -61,6 +61,15 @@ _OPTIONAL = {
 }
 
 
+_ABSENT_IF_0 = (
+    "saves_on_host",
+    "num_disk_blocks",
+    "num_states",
+    "num_host_states",
+    "num_disk_states",
+)
+
+
 class _Blocks(NamedTuple):
     """The content of a request's blocks from block `first` on; hashed only when it is written."""
 
@@ -94,6 +103,7 @@ class RecordingHeader:
     windows: tuple[int | None, ...] = (None,)  # of the layer groups
     num_states: int = 0  # slots for recurrent states
     num_host_states: int = 0
+    num_disk_states: int = 0
 
     @property
     def _kept(self) -> tuple[int | None, ...]:
@@ -121,6 +131,7 @@ class RecordingHeader:
             chunk=self.scheduler.max_batch_tokens * (1 + self.lookahead),
             num_states=self.num_states,
             num_host_states=self.num_host_states,
+            num_disk_states=self.num_disk_states,
         )
         return IterationScheduler(self.scheduler, ledger, policy, observer, cost, drafter)
 
@@ -131,7 +142,7 @@ class RecordingHeader:
         row = asdict(self)
         if not self.cost.per_piece:
             del row["cost"]["per_piece"]
-        for name in ("saves_on_host", "num_disk_blocks", "num_states", "num_host_states"):
+        for name in _ABSENT_IF_0:
             if not row[name]:
                 del row[name]
         if self.windows == (None,):

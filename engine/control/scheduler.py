@@ -336,7 +336,9 @@ class IterationScheduler:
         if result.prompt_logprobs:
             for request, scores in zip(iteration.requests, result.prompt_logprobs, strict=True):
                 request.prompt_logprobs += scores
-        return self.kv.finish_loads(iteration, result.unread) if iteration.loads else ()
+        if not iteration.loads:
+            return ()
+        return self.kv.copies.finish_loads(iteration, result.unread, result.unread_states)
 
     def _produce(self, request: Request, token: int, now: float) -> None:
         request.num_pending -= 1

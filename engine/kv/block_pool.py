@@ -10,6 +10,7 @@ from engine.kv.prefix_index import PrefixIndex
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from engine.kv.prefix_index import PrefixListener
     from engine.kv.saved_blocks import LowerTiers
 
 
@@ -64,6 +65,11 @@ class BlockPool:
         """Cached blocks that are not saved in every tier."""
         return len(self._unsaved)
 
+    def listen(self, listener: "PrefixListener") -> None:
+        """Report to `listener` which blocks are cached, and which copies there are."""
+        self.prefixes.listener = listener
+        self.lower.listen(listener)
+
     def num_holders(self, block: int) -> int:
         """Tables that have this block."""
         return self._holders[block]
@@ -73,14 +79,14 @@ class BlockPool:
         return block in self._cached
 
     def num_idle(self, hashes: "Sequence[bytes]") -> int:
-        """How many of these published blocks are cached: sharing them reduces `num_available`.
-        The last hash stands for all of them."""
+        """How many of the blocks with these hashes are cached: sharing them reduces
+        `num_available`. The last hash stands for all of them."""
         if not hashes:
             return 0
         last = hashes[-1]
         if last not in self._idle:
-            block = self.prefixes.block
-            self._idle[last] = sum(block(block_hash) in self._cached for block_hash in hashes)
+            find = self.prefixes.find
+            self._idle[last] = sum(find(block_hash) in self._cached for block_hash in hashes)
         return self._idle[last]
 
     def allocate(self, count: int) -> list[int]:
@@ -132,6 +138,15 @@ class BlockPool:
         if block in self._cached:
             self._cached.move_to_end(block, last=False)
             self._evict()
+
+    def postpone_save(self, block: int) -> None:
+        """Do not save a cached block before `allow_save`, since it may soon be discarded."""
+        self._unsaved.pop(block, None)
+
+    def allow_save(self, block: int) -> None:
+        """Save a block whose save was postponed, if it is still cached."""
+        if block in self._cached and self.lower.without(self.prefixes.hash_of(block)):
+            self._unsaved[block] = None
 
     def begin_save(self, most: int) -> "list[Save]":
         """Let the step being planned copy at most so many cached blocks, the least recently used

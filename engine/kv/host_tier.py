@@ -32,8 +32,8 @@ class HostTier:
         self._copies: dict[RequestId, array[int]] = {}
         self._written: set[RequestId] = set()  # owners of copies that are not complete yet
         self._read: set[int] = set()
+        self._free.extend(range(num_blocks - 1, -1, -1))
         self.cached = SavedBlocks(self._free)
-        self.reset()
 
     def __repr__(self) -> str:
         return (

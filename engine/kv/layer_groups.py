@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Container, Iterator, Sequence
 
+    from engine.kv.tables import Table
+
 
 class LayerGroup(NamedTuple):
     """What one group keeps of each request: the KV of all tokens, or of a window.
@@ -102,6 +104,20 @@ class LayerGroups(tuple[LayerGroup, ...]):
             if name_in_group(hashes[place], number) not in published:
                 return place
         return -1
+
+    def shortage(self, tables: "Sequence[Table] | None", stop: int) -> list[int]:
+        """For each group, the blocks by which its table is too short to cover the first `stop`
+        blocks of a request; None means no tables yet."""
+        if tables is None:
+            return [group.stop(stop, 0) for group in self]
+        pairs = zip(self, tables, strict=True)
+        return [max(0, group.stop(stop, table.first) - table.stop) for group, table in pairs]
+
+    def num_behind(self, prefix: int, stop: int) -> int:
+        """The blocks, over all groups, that cover the first `stop` blocks of a request behind a
+        prefix of `prefix` blocks."""
+        ends = [one.stop(stop, one.first_needed(prefix * one.block_size)) for one in self]
+        return sum([max(0, end - prefix) for end in ends])
 
     def longest_request(self, num_blocks: int) -> int | None:
         """The most blocks of tokens that a request alone can have in so many blocks; None if there

@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING
 from engine.kv.block_pool import BlockPool
 from engine.kv.host_tier import HostTier
 from engine.kv.layer_groups import LayerGroups, name_in_group
-from engine.kv.saved_blocks import LowerTiers, SavedBlocks
+from engine.kv.saved_blocks import LowerTiers, SavedBlocks, TiersBelow
 from engine.kv.state_ledger import StateLedger
-from engine.kv.tables import BlockPairs, Copied, Holding, Table
-from engine.step import BlockTable, Tier
+from engine.kv.tables import BlockPairs, Copied, Holding, Missing, Table
+from engine.step import BlockTable
 
 if TYPE_CHECKING:
     from collections.abc import Container, Sequence
 
+    from engine.kv.prefix_index import PrefixListener
     from engine.step import RequestId
 
 NO_LIMIT = 1 << 40  # slots
@@ -55,28 +56,27 @@ class KVLedger:
         chunk: int = 0,
         num_states: int = 0,
         num_host_states: int = 0,
+        num_disk_states: int = 0,
     ) -> None:
         """`windows` has the window of each layer group, None for one that keeps all KV; a model
         without groups keeps no KV, and its requests hold no blocks. At most `chunk` tokens of a
         request are planned beyond those that are computed. A model with recurrent layers has
         `num_states` slots for states. With `saves_on_host` the host tier also keeps copies of
-        cached blocks. A model with windows or states saves none in lower tiers.
+        cached blocks and snapshots.
         """
-        assert num_blocks > 0, "a ledger has at least one block"
-        assert block_size > 0, "a block has at least one slot"
+        assert num_blocks > 0 and block_size > 0, "a ledger has at least one slot"  # noqa: PT018
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.groups = LayerGroups.of(windows, block_size, chunk)
-        self.states = StateLedger(num_states, num_host_states) if num_states else None
+        counts = (num_states, num_host_states, num_disk_states)
+        group = len(self.groups)
+        self.states = StateLedger(*counts, saves_on_host, group=group) if num_states else None
         self.keeps_all = self.groups.keeps_all and self.states is None
         self.host = HostTier(num_host_blocks)
-        self.disk = SavedBlocks(list(range(num_disk_blocks - 1, -1, -1)))
-        tiers: dict[Tier, SavedBlocks] = {}
-        if num_host_blocks and saves_on_host and self.keeps_all:
-            tiers[Tier.HOST] = self.host.cached
-        if num_disk_blocks and self.keeps_all:
-            tiers[Tier.DISK] = self.disk
-        self.lower = LowerTiers(tiers)
+        self.disk = SavedBlocks.of_size(num_disk_blocks)
+        self.lower = LowerTiers.of(self.host.cached if saves_on_host else None, self.disk)
+        self.saves = bool(self.lower)
+        self.below = TiersBelow(self.lower, self.states.lower if self.states else LowerTiers())
         self.pool = BlockPool(num_blocks, self.lower)
         self.prefixes = self.pool.prefixes
         # Requests whose device blocks a step in flight copies, with the blocks that become free.
@@ -145,37 +145,48 @@ class KVLedger:
 
     def blocks_of(self, hashes: "Sequence[bytes]") -> set[int]:
         """The published blocks of a prefix."""
-        return {self.prefixes.block(name) for name in self.groups.names(hashes)}
+        names, published = self.groups.names(hashes), self.prefixes
+        return {published.block(name) for name in names if name in published}
 
-    def adopt(self, request_id: "RequestId", hashes: "Sequence[bytes]") -> None:
-        """Let a request that holds no blocks share the published blocks of a prefix."""
+    def adopt(self, request_id: "RequestId", hashes: "Sequence[bytes]") -> Missing:
+        """Let a request that holds no blocks share the published blocks of a prefix. Returns its
+        other blocks, which are new and have to be loaded."""
         assert request_id not in self._held, "a prefix is adopted before any block is reserved"
-        stop = len(hashes) * self.block_size
+        stop, published = len(hashes) * self.block_size, self.prefixes
+        names = [list(self.groups.names_in(number, hashes)) for number in range(len(self.groups))]
+        wanted = [name for part in names for name in part if name not in published]
+        for part in names:
+            for name in part:
+                if name in published:
+                    self.pool.share(name)
+        new = self.pool.allocate(len(wanted)) if wanted else []
+        loaded = dict(zip(wanted, new, strict=True))
         tables = []
-        for number, group in enumerate(self.groups):
-            names = self.groups.names_in(number, hashes)
-            blocks = array("i", [self.pool.share(name) for name in names])
-            tables.append(Table(group.first_needed(stop), len(hashes), blocks))
+        for group, part in zip(self.groups, names, strict=True):
+            blocks = [loaded[name] if name in loaded else published.block(name) for name in part]
+            first = group.first_needed(stop)
+            later = (place for place, name in enumerate(part, first) if name in loaded)
+            tables.append(Table(first, next(later, len(hashes)), array("i", blocks)))
         self._held[request_id] = Holding(tuple(tables), stop)
-        if self.states is not None:
-            self.states.start(request_id, hashes)
+        states = [] if self.states is None else self.states.start(request_id, hashes)
+        return Missing([(block, name) for name, block in loaded.items()], states)
 
-    def publish(self, request_id: "RequestId", hashes: "Sequence[bytes]") -> list[int]:
+    def publish(self, request_id: "RequestId", hashes: "Sequence[bytes]") -> list[list[int]]:
         """Publish the request's leading blocks, which are full and computed, under `hashes`.
 
-        Returns the places of the newly published ones in the request, in the first layer group. A
+        Returns the places of the newly published ones in the request, for each layer group. A
         block whose content is already published stays private and is freed with its request.
         """
-        published: list[int] = []
+        published: list[list[int]] = []
         for number, table in enumerate(self._held[request_id].tables):
+            published.append([])
             for place in range(table.num_published, len(hashes)):
                 name = name_in_group(hashes[place], number)
                 if name in self.prefixes:
                     continue
                 depth = None if number else place
                 self.prefixes.publish(table.blocks[place - table.first], name, depth)
-                if not number:
-                    published.append(place)
+                published[number].append(place)
             table.num_published = max(table.num_published, len(hashes))
         return published
 
@@ -183,11 +194,7 @@ class KVLedger:
 
     def _shortage(self, holding: Holding | None, num_slots: int) -> list[int]:
         """For each layer group, the blocks by which its table is too short for so many slots."""
-        stop = self.blocks_for(num_slots)
-        if holding is None:
-            return [group.stop(stop, 0) for group in self.groups]
-        tables = zip(self.groups, holding.tables, strict=True)
-        return [max(0, group.stop(stop, table.first) - table.stop) for group, table in tables]
+        return self.groups.shortage(holding and holding.tables, self.blocks_for(num_slots))
 
     def num_slots_of(self, request_id: "RequestId") -> int:
         """Slots that the request holds on the device."""
@@ -201,16 +208,20 @@ class KVLedger:
         """Blocks that a request allocates to hold so many slots without any prefix."""
         return sum(self._shortage(None, num_slots))
 
-    def num_to_start(self, request_id: "RequestId", num_slots: int, prefix: int) -> int:
+    def num_to_start(
+        self, request_id: "RequestId", num_slots: int, prefix: "Sequence[bytes]"
+    ) -> int:
         """Blocks that a request without device blocks allocates to hold so many slots behind a
-        prefix of `prefix` blocks; it is swapped in if it has a host copy."""
-        stop, start = self.blocks_for(num_slots), prefix * self.block_size
-        copied = self._copied.get(request_id)
+        prefix, of which some blocks may have to be loaded; it is swapped in if it has a host
+        copy."""
+        stop, copied = self.blocks_for(num_slots), self._copied.get(request_id)
         if copied is not None and not self.keeps_all:
             spans = zip(self.groups, copied, strict=True)
             return sum(group.stop(stop, span.first) - span.first for group, span in spans)
-        ends = [group.stop(stop, group.first_needed(start)) for group in self.groups]
-        return sum([max(0, end - prefix) for end in ends])
+        num_behind = self.groups.num_behind(len(prefix), stop)
+        if self.keeps_all or not self.saves:
+            return num_behind
+        return num_behind + sum(name not in self.prefixes for name in self.groups.names(prefix))
 
     def reserve(self, request_id: "RequestId", num_slots: int) -> bool:
         """Make the request hold at least `num_slots` slots, or, in a group with a window, as many
@@ -274,10 +285,9 @@ class KVLedger:
         """Allocate host blocks for a copy of the request's first `num_slots` slots; None, and no
         change, if too few are free. The device blocks are free now if the copy is awaited, else
         after `finish_swap_out`."""
-        holding, copied = self._held[request_id], array("i")
+        holding = self._held[request_id]
         spans = holding.to_copy(self.blocks_for(num_slots))
-        for table, span in zip(holding.tables, spans, strict=True):
-            copied += table.blocks[: span.num_blocks]
+        copied = holding.copied(spans)
         if self.states is not None and not self.states.host.num_free:
             return None
         copy = self.host.begin_write(request_id, len(copied))
@@ -312,15 +322,13 @@ class KVLedger:
         assert self.keeps_all or not prefix, "only a whole prefix is shared while swapping in"
         spans = self._copied.pop(request_id)
         self.adopt(request_id, prefix)
-        tables = self._held[request_id].tables
-        for table, span in zip(tables, spans, strict=True):
-            if not prefix:
-                table.first = table.num_published = span.first
+        holding = self._held[request_id]
+        if not prefix:
+            holding.begin_at(spans)
         reserved = self.reserve(request_id, num_slots)
         assert reserved, "a request is swapped in only if its blocks are available"
-        copy, filled = self.host.begin_read(request_id, len(prefix)), array("i")
-        for table, span in zip(tables, spans, strict=True):
-            filled += table.blocks[len(prefix) : span.num_blocks]
+        copy = self.host.begin_read(request_id, len(prefix))
+        filled = holding.copied(spans, len(prefix))
         if filled and not is_awaited:
             self._in_motion[request_id] = 0
         state = None if self.states is None else self.states.begin_swap_in(request_id)
@@ -346,12 +354,11 @@ class KVLedger:
             self.pool.drop(block)
         return len(blocks)
 
-    # Copies in the tiers below
-
-    @property
-    def saves(self) -> bool:
-        """Whether cached blocks are saved in any tier."""
-        return bool(self.lower)
+    def listen(self, listener: "PrefixListener") -> None:
+        """Report to `listener` which blocks and snapshots are cached, and their copies below."""
+        self.pool.listen(listener)
+        if self.states is not None:
+            self.states.pool.listen(listener)
 
     def release(self, request_id: "RequestId") -> int:
         """Free the request's blocks in both tiers; the number of device blocks that it held."""
@@ -382,19 +389,15 @@ class KVLedger:
         """Assert that every block is in exactly one state and that all counts agree."""
         holders = [0] * self.num_blocks
         for holding in self._held.values():
-            blocks = list(holding.blocks())
-            assert len(set(blocks)) == len(blocks), "a block twice in the tables of a request"
-            for block in blocks:
+            holding.check(self.groups)
+            for block in holding.blocks():
                 holders[block] += 1
-            for group, table in zip(self.groups, holding.tables, strict=True):
-                assert group.most_blocks is None or len(table.blocks) <= group.most_blocks, (
-                    f"a table of {len(table.blocks)} blocks for a window of {group.window}"
-                )
         self.pool.check(holders)
         assert self._in_motion.keys() <= self._held.keys(), "a request moves and holds no block"
         counts = (self.num_free - self.num_cached, self.num_held, self.num_cached, self.num_moving)
         assert min(counts) >= 0, f"a negative count: {self!r}"
         assert sum(counts) == self.num_blocks, f"the counts are not all: {self!r}"
         self.host.check()
+        self.disk.check()
         if self.states is not None:
             self.states.check(self._held)

@@ -9,14 +9,15 @@ swaps out are free in the plan that orders it, and a request that it swaps in ma
 from array import array
 from typing import TYPE_CHECKING
 
-from engine.iteration import NO_SWAPS, Iteration, Load, Save, Swaps
+from engine.iteration import NO_SWAPS, Iteration, Swaps
+from engine.kv.cached_copies import CachedCopies
 from engine.kv.prefix import extend_hashes
 from engine.kv.prefix_search import PrefixSearch
 from engine.request import Move, Request, State
-from engine.step import BlockMove, Direction, Tier
+from engine.step import BlockMove, Direction
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Sequence
+    from collections.abc import Container, Iterator, Sequence
 
     from engine.events import Observer
     from engine.kv.ledger import KVLedger
@@ -52,8 +53,7 @@ class KVManager:
         self.search = PrefixSearch(ledger, is_on=self._reuses_prefixes)
         self._moves: list[BlockMove] = []  # of the plan being made
         self._swapping: list[Request] = []  # whose KV they copy, without being in the batch
-        self._saves: list[Save] = []
-        self._loads: list[Load] = []
+        self.copies = CachedCopies(ledger, self._moves)
 
     @property
     def num_free(self) -> int:
@@ -80,10 +80,11 @@ class KVManager:
         if num_full > start // size and self._reuses_prefixes:
             extend_hashes(request, size, num_full)
             hashes = request.block_hashes[:num_full]
-            depths = self.ledger.publish(request.request_id, hashes)
-            listener = self.ledger.prefixes.listener
-            if depths and listener is not None:
-                listener.stored(request, depths)
+            published = self.ledger.publish(request.request_id, hashes)
+            if (listener := self.ledger.prefixes.listener) is not None:
+                for group, places in enumerate(published):
+                    if places:
+                        listener.stored(request, places, group)
         if not self.keeps_all:
             self.ledger.give_back(request.request_id, request.num_computed)
             if self.states is not None:
@@ -95,7 +96,11 @@ class KVManager:
         if self._reuses_prefixes:
             extend_hashes(request, size, num_computed // size)
             hashes = request.block_hashes
-        states.commit(request.request_id, num_computed, request.prompt_len, hashes, size)
+        prompt_len = request.prompt_len
+        places = states.commit(request.request_id, num_computed, prompt_len, hashes, size)
+        if places and (listener := states.snapshots.listener) is not None:
+            for place in places:
+                listener.stored(request, [place], states.group)
 
     def num_to_compute(self, request: Request) -> int:
         """Known tokens of a request without KV whose KV is not in the cache, as far as it was
@@ -104,8 +109,8 @@ class KVManager:
         return request.num_tokens - request.num_matched * self.block_size
 
     def prefix(self, request: Request) -> "Sequence[bytes]":
-        """Hashes of the request's leading blocks that are on the device, held or cached, and that
-        it can start behind."""
+        """Hashes of the request's leading blocks that it can start behind. They are on the device,
+        held or cached; where layers do not keep all their KV, also in the tiers below."""
         if request.state is SWAPPED and not self.keeps_all:
             return ()  # all that it needs is in its copy
         self.search.find(request)
@@ -120,7 +125,7 @@ class KVManager:
     def num_missing_to_start(self, request: Request, num_slots: int) -> int:
         """The same for a waiting or swapped request, which can share a prefix."""
         prefix = self.prefix(request)
-        need = self.ledger.num_to_start(request.request_id, num_slots, len(prefix))
+        need = self.ledger.num_to_start(request.request_id, num_slots, prefix)
         return need + self.ledger.num_idle(prefix) - self.ledger.num_free
 
     def num_states_missing(self, request: Request) -> int:
@@ -153,32 +158,23 @@ class KVManager:
         if request.state is SWAPPED:
             self._swap_in(request, prefix, num_slots, now, is_awaited=is_awaited)
             return
-        self.ledger.adopt(request.request_id, prefix)
+        missing = self.ledger.adopt(request.request_id, prefix)
         reserved = self.ledger.reserve(request.request_id, num_slots)
         assert reserved, "a request is started only if its blocks are available"
         self._pool.move(request, Move.ADMIT)
-        num_loaded = self._load(request, len(prefix)) if self.ledger.saves else 0
+        num_loaded = 0
+        if missing.blocks or missing.states:
+            self.copies.load(request, missing.blocks)
+            self.copies.load(request, missing.states, is_state=True)
+        elif self.ledger.saves and self.keeps_all:
+            num_loaded = self.copies.load(request, self._behind(request, len(prefix)))
         request.reset_to((len(prefix) + num_loaded) * self.block_size)
 
-    def _load(self, request: Request, first: int) -> int:
-        """Order awaited moves of the request's blocks from number `first` on, as far as a tier
-        below has them; returns their number."""
+    def _behind(self, request: Request, first: int) -> "Iterator[tuple[int, bytes]]":
+        """The request's blocks from number `first` on that may be loaded, with their hashes."""
         stop = self._most_reusable(request) // self.block_size
         table = memoryview(self.ledger.table(request.request_id)).cast("i")
-        by_tier: dict[Tier, list[tuple[int, int, bytes]]] = {}
-        num_loaded = 0
-        for block, block_hash in zip(table[first:], request.block_hashes[first:stop], strict=False):
-            found = self.ledger.lower.begin_load(block_hash)
-            if found is None:
-                break
-            tier, slot = found
-            by_tier.setdefault(tier, []).append((block, slot, block_hash))
-            self._loads.append(Load(request, tier, block, block_hash))
-            num_loaded += 1
-        for tier, copies in by_tier.items():
-            blocks, slots, hashes = zip(*copies, strict=True)
-            self._moves.append(_move(Direction.IN, tier, blocks, slots, hashes, is_awaited=True))
-        return num_loaded
+        return zip(table[first:], request.block_hashes[first:stop], strict=False)
 
     def _most_reusable(self, request: Request) -> int:
         """How many of the known tokens may come from the cache: a request that is not swapped
@@ -192,13 +188,7 @@ class KVManager:
     def save(self, most: int) -> None:
         """Order copies of at most so many cached blocks to the tiers below, beside the step being
         planned."""
-        saves = self.ledger.pool.begin_save(most)
-        self._saves += saves
-        for tier in dict.fromkeys(save.tier for save in saves):
-            mine = [save for save in saves if save.tier is tier]
-            blocks, slots = [save.block for save in mine], [save.slot for save in mine]
-            hashes = [save.block_hash for save in mine]
-            self._moves.append(_move(Direction.OUT, tier, blocks, slots, hashes, is_awaited=False))
+        self.copies.save(most)
 
     def with_blocks(self, request: Request, entry: "StepEntry") -> "StepEntry":
         """The entry with the request's blocks as they are now, in all layer groups."""
@@ -323,9 +313,12 @@ class KVManager:
             return NO_SWAPS
         self._moves.sort(key=lambda move: not move.is_awaited)  # stable: out before in, as ordered
         swaps = Swaps(
-            tuple(self._moves), tuple(self._swapping), tuple(self._saves), tuple(self._loads)
+            tuple(self._moves),
+            tuple(self._swapping),
+            tuple(self.copies.saves),
+            tuple(self.copies.loads),
         )
-        for ordered in (self._moves, self._swapping, self._saves, self._loads):
+        for ordered in (self._moves, self._swapping, self.copies.saves, self.copies.loads):
             ordered.clear()
         return swaps
 
@@ -333,7 +326,7 @@ class KVManager:
         """A step has returned, so its moves have ended. Returns the swapping requests whose end
         was decided meanwhile; their blocks are still held."""
         self._free_read_blocks(iteration)
-        self.ledger.pool.finish_save(iteration.saves, is_complete=True)
+        self.copies.finish_saves(iteration, is_complete=True)
         for request in iteration.swapping:
             request.num_in_flight -= 1
             if request.state is State.SWAPPING_OUT:
@@ -348,8 +341,8 @@ class KVManager:
         """A step failed or is lost, and its moves may not have been made: the swapping requests
         have no KV any more. Returns those whose end was decided meanwhile."""
         self._free_read_blocks(iteration)
-        self.ledger.pool.finish_save(iteration.saves, is_complete=False)
-        self.finish_loads(iteration)
+        self.copies.finish_saves(iteration, is_complete=False)
+        self.copies.finish_loads(iteration)
         for request in iteration.swapping:
             request.num_in_flight -= 1
             if request.state is not State.LEAVING:
@@ -357,17 +350,6 @@ class KVManager:
                 request.reset_to(0)
                 self._pool.move(request, Move.LOSE)
         return [request for request in iteration.swapping if request.state is State.LEAVING]
-
-    def finish_loads(self, iteration: Iteration, unread: "Container[int]" = ()) -> set[Request]:
-        """A step has returned, or will not return: what it read may be replaced. Returns the
-        requests with blocks that it could not read; these copies are dropped."""
-        failed = set()
-        for request, tier, block, block_hash in iteration.loads:
-            is_readable = block not in unread
-            self.ledger.lower.finish_load(tier, block_hash, is_readable=is_readable)
-            if not is_readable:
-                failed.add(request)
-        return failed
 
     def _free_read_blocks(self, iteration: Iteration) -> None:
         """The host blocks that swapped requests were read from are free."""
@@ -378,17 +360,3 @@ class KVManager:
                 states = self.ledger.states if move.is_state else None
                 tier = self.ledger.host if states is None else states.host
                 tier.finish_read(blocks)
-
-
-def _move(
-    direction: Direction,
-    tier: Tier,
-    device: "Sequence[int]",
-    slots: "Sequence[int]",
-    hashes: "Sequence[bytes]",
-    *,
-    is_awaited: bool,
-) -> BlockMove:
-    """A move of cached blocks, which have hashes."""
-    tables = array("i", device).tobytes(), array("i", slots).tobytes()
-    return BlockMove(direction, *tables, is_awaited, tier, b"".join(hashes))

@@ -19,12 +19,13 @@ MOST_EVICTIONS = 4096  # in the log; a request that missed some looks up all its
 class PrefixListener(Protocol):
     """Called synchronously when the set of cached prefixes changes. Must not wait or raise."""
 
-    def stored(self, request: "Request", depths: "Sequence[int]") -> None:
-        """These blocks of the request, by their place in it, can be reused from now on."""
+    def stored(self, request: "Request", places: "Sequence[int]", group: int) -> None:
+        """These blocks of the request, by their place in it, can be reused from now on in a layer
+        group. Snapshots of recurrent layers are reported as the group behind the last one."""
         ...
 
     def removed(self, block_hash: bytes) -> None:
-        """The block with this hash cannot be reused any more."""
+        """The block with this name in its group (`name_in_group`) cannot be reused any more."""
         ...
 
     def cleared(self) -> None:
@@ -76,9 +77,13 @@ class PrefixIndex:
         """The block that is published under this hash."""
         return self._blocks[block_hash]
 
+    def find(self, block_hash: bytes) -> int | None:
+        """The block that is published under this hash; None if there is none."""
+        return self._blocks.get(block_hash)
+
     def publish(self, block: int, block_hash: bytes, depth: int | None) -> None:
         """Publish a block under a hash that is not published, the `depth`th of its chain. Blocks
-        in no chain are not reported, nor logged when they are evicted."""
+        in no chain are not logged when they are evicted."""
         self.version += 1
         self._blocks[block_hash] = block
         self._published[block] = _Published(block_hash, depth)
@@ -88,10 +93,10 @@ class PrefixIndex:
         self.version += 1
         evicted = self._published.pop(block)
         del self._blocks[evicted.block_hash]
-        if evicted.depth is None:
-            return
         if self.listener is not None:
             self.listener.removed(evicted.block_hash)
+        if evicted.depth is None:
+            return
         self._evictions.append(evicted)
         if len(self._evictions) > 2 * MOST_EVICTIONS:
             del self._evictions[:MOST_EVICTIONS]

@@ -28,6 +28,8 @@ class PrefixSearch:
         self._states = ledger.states
         self._block_size = ledger.block_size
         self._has_chain = ledger.groups.has_full_group
+        self._has_holes = ledger.saves and not ledger.keeps_all
+        self._cached = _InAnyTier(ledger) if self._has_holes else self._index
         self._is_on = is_on
         self.hashes_left = HASHES_PER_PLAN
         self._prefills: dict[bytes, Request] = {}  # in flight, by the hash of their next block
@@ -57,9 +59,11 @@ class PrefixSearch:
         if request.num_evictions_seen != self._index.num_evictions:
             matched = self._index.num_matched(hashes, matched, request.num_evictions_seen)
             request.num_evictions_seen = self._index.num_evictions
-        matched = self._first_missing(request, matched, num_full, self._index.__contains__)
+        if self._has_holes and request.num_drops_seen != self._ledger.lower.num_drops:
+            matched, request.num_drops_seen = 0, self._ledger.lower.num_drops
+        matched = self._first_missing(request, matched, num_full, self._cached.__contains__)
         request.num_matched = found = matched
-        if self._ledger.saves and found < len(hashes):
+        if self._ledger.saves and not self._has_holes and found < len(hashes):
             found = self._first_missing(request, found, num_full, self._ledger.lower.has)
         return found == num_full or found < len(hashes)
 
@@ -70,8 +74,8 @@ class PrefixSearch:
         found = request.num_matched if self._has_chain else len(hashes)
         count = min(found, most)
         if count and not self._ledger.keeps_all:
-            snapshots = 0 if self._states is None else self._states.snapshots.version
-            key = (count, self._index.version + snapshots)
+            states = 0 if self._states is None else self._states.version
+            key = (count, self._index.version + self._ledger.lower.version + states)
             if request.reusable_at != key:
                 request.num_reusable = self._num_reusable(hashes, count)
                 request.reusable_at = key
@@ -84,7 +88,7 @@ class PrefixSearch:
         groups, count = self._ledger.groups, most
         while True:
             found = count if self._states is None else self._states.longest(hashes, count)
-            count = groups.num_reusable(hashes, found, self._index)
+            count = groups.num_reusable(hashes, found, self._cached)
             if count == found:
                 return count
 
@@ -129,6 +133,17 @@ class PrefixSearch:
             reusable = (request.num_tokens - 1) // size * size  # a request computes one at least
             least, common = size, min(common, reusable - cached)
         return common >= least and 2 * common >= request.num_tokens - cached
+
+
+class _InAnyTier:
+    """The names of the blocks that are on the device or in a tier below."""
+
+    def __init__(self, ledger: "KVLedger") -> None:
+        self._index = ledger.prefixes
+        self._lower = ledger.lower
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._index or any(name in copies for copies in self._lower.values())
 
 
 def _num_common(one: "Sequence[int]", other: "Sequence[int]", start: int) -> int:

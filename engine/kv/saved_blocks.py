@@ -8,7 +8,7 @@ that evicting the block later costs nothing. Requests find copies as they find c
 from collections import OrderedDict
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from engine.step import HASH_BYTES, Tier
 
@@ -28,11 +28,19 @@ class SavedBlocks:
     `free` are the tier's free slots; another owner of the tier may share this list.
     """
 
+    @classmethod
+    def of_size(cls, num_slots: int) -> "SavedBlocks":
+        """A tier of so many free slots, which no other owner shares."""
+        return cls(list(range(num_slots - 1, -1, -1)))
+
     def __init__(self, free: list[int]) -> None:
         self._free = free
+        self.num_slots = len(free)  # at first, where another owner shares the list
         self._saved: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
         self._written: dict[bytes, int] = {}
         self._pins: dict[bytes, int] = {}  # loads in flight
+        self.num_drops = 0
+        self.version = 0  # changes whenever the copies change
         self.on_change: Callable[[bytes, bool], object] | None = None  # with True when saved
 
     def __contains__(self, block_hash: object) -> bool:
@@ -63,6 +71,7 @@ class SavedBlocks:
     def restore(self, copies: "Iterable[tuple[int, bytes]]") -> None:
         """Copies that exist already, by their slots, which are free. A second copy of a block is
         not kept."""
+        self.version += 1
         for slot, block_hash in copies:
             self._saved.setdefault(block_hash, slot)
         taken = set(self._saved.values())
@@ -83,6 +92,7 @@ class SavedBlocks:
             return
         if is_complete:
             self._saved[block_hash] = slot
+            self.version += 1
             self._report(block_hash, is_saved=True)
         else:
             self._free.append(slot)
@@ -118,12 +128,22 @@ class SavedBlocks:
 
     def clear(self) -> None:
         """All copies are lost. The caller makes the slots free."""
+        self.num_drops += len(self._saved)
+        self.version += 1
         self._saved.clear()
         self._written.clear()
         self._pins.clear()
 
+    def check(self) -> None:
+        """Assert that every slot is in exactly one state, if no other owner has any."""
+        slots = sorted([*self._free, *self.slots()])
+        assert slots == list(range(self.num_slots)), "a slot of a tier is lost or owned twice"
+        assert self._pins.keys() <= self._saved.keys(), "a copy is read that is not saved"
+
     def _drop(self, block_hash: bytes) -> None:
         self._free.append(self._saved.pop(block_hash))
+        self.num_drops += 1
+        self.version += 1
         self._report(block_hash, is_saved=False)
 
     def _report(self, block_hash: bytes, *, is_saved: bool) -> None:
@@ -132,7 +152,23 @@ class SavedBlocks:
 
 
 class LowerTiers(dict[Tier, SavedBlocks]):
-    """The tiers in which cached blocks are saved, the fastest first."""
+    """The tiers in which cached blocks, or snapshots, are saved, the fastest first."""
+
+    @classmethod
+    def of(cls, host: SavedBlocks | None, disk: SavedBlocks) -> "LowerTiers":
+        """Those of the two tiers that have slots."""
+        tiers = {} if host is None or not host.num_slots else {Tier.HOST: host}
+        return cls(tiers | ({Tier.DISK: disk} if disk.num_slots else {}))
+
+    @property
+    def version(self) -> int:
+        """Changes whenever the copies change."""
+        return sum([copies.version for copies in self.values()])
+
+    @property
+    def num_drops(self) -> int:
+        """Copies that were dropped so far."""
+        return sum([copies.num_drops for copies in self.values()])
 
     def has(self, block_hash: bytes) -> bool:
         """Whether a tier has a copy of the block."""
@@ -164,3 +200,19 @@ class LowerTiers(dict[Tier, SavedBlocks]):
         """Report to `listener` which copies there are."""
         for tier, copies in self.items():
             copies.on_change = partial(listener.copied, tier)
+
+
+class TiersBelow(NamedTuple):
+    """The tiers below the device: those of blocks, and those of snapshots of recurrent layers."""
+
+    blocks: LowerTiers
+    states: LowerTiers
+
+    def of(self, *, is_state: bool) -> LowerTiers:
+        """Those of snapshots, or of blocks."""
+        return self.states if is_state else self.blocks
+
+    def restore_disk(self, hashes: bytes, state_hashes: bytes = b"") -> None:
+        """The disk tier has these blocks and snapshots from earlier (`LowerTiers.restore_disk`)."""
+        self.blocks.restore_disk(hashes)
+        self.states.restore_disk(state_hashes)

@@ -4,7 +4,9 @@ A recurrent layer keeps one state of fixed size per request, whatever the number
 slot has the states of all recurrent layers of all stages. Each started request owns one slot, which
 its steps read and write. A *snapshot* is a slot with the state after a prefix: a step writes it
 beside the request's own slot, and when the step has returned it is published under the hash of that
-prefix. A request that starts behind the prefix reads the snapshot in its first step.
+prefix. A request that starts behind the prefix reads the snapshot in its first step. Snapshots are
+saved in the tiers below like cached blocks, but those within an output only when its request has
+ended, since a newer one replaces them. A snapshot is loaded into the own slot of its request.
 
 A step with drafts writes the state after each of its rows to a slot of its own, and the state after
 the last row to the request's slot. If it accepts only some drafts, the request's next step reads
@@ -25,7 +27,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from engine.kv.block_pool import BlockPool
 from engine.kv.host_tier import HostTier
-from engine.kv.saved_blocks import LowerTiers
+from engine.kv.layer_groups import name_in_group
+from engine.kv.saved_blocks import LowerTiers, SavedBlocks
 from engine.step import NO_STATE, Snapshot, StateSlots
 
 if TYPE_CHECKING:
@@ -72,12 +75,24 @@ class _Held:
 class StateLedger:
     """Allocates state slots on the device and on the host."""
 
-    def __init__(self, num_states: int, num_host_states: int = 0) -> None:
+    def __init__(
+        self,
+        num_states: int,
+        num_host_states: int = 0,
+        num_disk_states: int = 0,
+        saves_on_host: bool = False,
+        *,
+        group: int = 0,
+    ) -> None:
+        """`group` is the number of layer groups: in names, the snapshots are one more."""
         assert num_states >= LEAST_STATES, "a request can start behind a snapshot"
         self.num_states = num_states
-        self.pool = BlockPool(num_states, LowerTiers())
-        self.snapshots = self.pool.prefixes
+        self.group = group
         self.host = HostTier(num_host_states)
+        self.disk = SavedBlocks.of_size(num_disk_states)
+        self.lower = LowerTiers.of(self.host.cached if saves_on_host else None, self.disk)
+        self.pool = BlockPool(num_states, self.lower)
+        self.snapshots = self.pool.prefixes
         self._held: dict[RequestId, _Held] = {}
 
     def __repr__(self) -> str:
@@ -87,13 +102,26 @@ class StateLedger:
     # Prefixes
 
     def longest(self, hashes: "Sequence[bytes]", most: int) -> int:
-        """The largest number of hashes, at most `most`, behind which there is a snapshot."""
-        snapshots = self.snapshots
-        return next((n for n in range(most, 0, -1) if hashes[n - 1] in snapshots), 0)
+        """The largest number of hashes, at most `most`, behind which there is a snapshot, or a copy
+        of one."""
+        return next((n for n in range(most, 0, -1) if self._has(self._name(hashes[n - 1]))), 0)
+
+    def _has(self, name: bytes) -> bool:
+        return name in self.snapshots or self.lower.has(name)
+
+    def _name(self, block_hash: bytes) -> bytes:
+        """The name of the snapshot behind the block with this hash."""
+        return name_in_group(block_hash, self.group)
+
+    @property
+    def version(self) -> int:
+        """Changes whenever the snapshots and their copies change."""
+        return self.snapshots.version + self.lower.version
 
     def num_missing(self, hashes: "Sequence[bytes]") -> int:
         """Slots that lack for a request to start behind this prefix; 0 or negative if none do."""
-        return 1 + self.pool.num_idle(hashes[-1:]) - self.pool.num_available
+        names = [self._name(block_hash) for block_hash in hashes[-1:]]
+        return 1 + self.pool.num_idle(names) - self.pool.num_available
 
     def interval(self, prompt_len: int) -> int:
         """The tokens between two snapshots of a prompt: all its snapshots are at most a quarter of
@@ -103,13 +131,17 @@ class StateLedger:
 
     # Slots of requests
 
-    def start(self, request_id: "RequestId", hashes: "Sequence[bytes]") -> None:
-        """Give a request a slot of its own, and the snapshot behind the prefix that it shares."""
+    def start(self, request_id: "RequestId", hashes: "Sequence[bytes]") -> list[tuple[int, bytes]]:
+        """Give a request a slot of its own, and the snapshot behind the prefix that it shares. If
+        that is not on the device, returns the slot to load it into, with its name."""
         assert request_id not in self._held, "a request has one state"
-        snapshot = self.pool.share(hashes[-1]) if hashes else None
+        names = [self._name(block_hash) for block_hash in hashes[-1:]]
+        missing = [name for name in names if name not in self.snapshots]
+        snapshot = self.pool.share(names[0]) if names and not missing else None
         (slot,) = self.pool.allocate(1)
         source = NO_STATE if snapshot is None else snapshot
-        self._held[request_id] = _Held(slot, source, snapshot)
+        self._held[request_id] = _Held(slot, slot if missing else source, snapshot)
+        return [(slot, name) for name in missing]
 
     def plan(self, request_id: "RequestId", start: int, ends: "Sequence[int]") -> StateSlots:
         """The slots of a step that computes the request's tokens from `start` on, and writes
@@ -162,11 +194,11 @@ class StateLedger:
         prompt_len: int,
         hashes: "Sequence[bytes]",
         block_size: int,
-    ) -> None:
+    ) -> list[int]:
         """A step of the request has returned, with which so many tokens are computed: publish its
         snapshots, which are at the ends of blocks. Of those within the output only the newest is
-        kept."""
-        held = self._held[request_id]
+        kept. Returns the places of the blocks behind which they are."""
+        held, places = self._held[request_id], []
         if held.read_once is not None:
             self.pool.drop(held.read_once)
             held.read_once = None
@@ -174,9 +206,10 @@ class StateLedger:
         held.written = [one for one in held.written if one.num_tokens > num_computed]
         for end, slot in done:
             if not end % block_size and end // block_size <= len(hashes):
-                self._publish(
-                    held, slot, hashes[end // block_size - 1], is_output=end >= prompt_len
-                )
+                place = end // block_size - 1
+                name = self._name(hashes[place])
+                if self._publish(held, slot, name, is_output=end >= prompt_len):
+                    places.append(place)
             if end == num_computed and held.drafted_end not in (None, end):
                 held.source = held.read_once = slot
             else:
@@ -185,14 +218,20 @@ class StateLedger:
             for _, slot in held.written:  # of rejected drafts
                 self.pool.drop(slot)
             held.written, held.drafted_end = [], None
+        newest = self.snapshots.find(held.last_of_output or b"")
+        if newest is not None:
+            self.pool.postpone_save(newest)
+        return places
 
-    def _publish(self, held: _Held, slot: int, name: bytes, *, is_output: bool) -> None:
+    def _publish(self, held: _Held, slot: int, name: bytes, *, is_output: bool) -> bool:
+        """Returns False if there is such a snapshot already."""
         if name in self.snapshots:
-            return
+            return False
         self.snapshots.publish(slot, name, None)
         if is_output:
             self._forget(held.last_of_output)
             held.last_of_output = name
+        return True
 
     def _forget(self, name: bytes | None) -> None:
         """Evict a snapshot that no request reads."""
@@ -219,6 +258,9 @@ class StateLedger:
         if held is not None:
             for slot in held.slots():
                 self.pool.drop(slot)
+            slot_of_output = self.snapshots.find(held.last_of_output or b"")
+            if slot_of_output is not None:
+                self.pool.allow_save(slot_of_output)
 
     def release(self, request_id: "RequestId") -> None:
         """Free the request's slots in both tiers."""
@@ -228,6 +270,7 @@ class StateLedger:
     def reset(self) -> None:
         """The worker is lost: all slots are free."""
         self.host.reset()
+        self.disk.abandon()
         self._held.clear()
         self.pool.reset()
 
@@ -246,3 +289,4 @@ class StateLedger:
             assert holders[held.slot] == 1, "a request's own state is shared"
         self.pool.check(holders)
         self.host.check()
+        self.disk.check()

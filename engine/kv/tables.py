@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
+    from engine.kv.layer_groups import LayerGroup
     from engine.kv.state_ledger import StatePair
 
 
@@ -43,12 +44,40 @@ class Holding:
         """What a copy of the first `stop` blocks of the request has."""
         return tuple([Copied(one.first, min(stop, one.stop) - one.first) for one in self.tables])
 
+    def begin_at(self, spans: "Sequence[Copied]") -> None:
+        """The tables, which are empty, begin where these spans do."""
+        for table, span in zip(self.tables, spans, strict=True):
+            table.first = table.num_published = span.first
+
+    def copied(self, spans: "Sequence[Copied]", num_skipped: int = 0) -> "array[int]":
+        """The blocks that a copy with these spans has, without the first ones of each table."""
+        blocks = array("i")
+        for table, span in zip(self.tables, spans, strict=True):
+            blocks += table.blocks[num_skipped : span.num_blocks]
+        return blocks
+
+    def check(self, groups: "Sequence[LayerGroup]") -> None:
+        """Assert that no block is in the tables twice, and that no table has too many."""
+        blocks = list(self.blocks())
+        assert len(set(blocks)) == len(blocks), "a block twice in the tables of a request"
+        for group, table in zip(groups, self.tables, strict=True):
+            assert group.most_blocks is None or len(table.blocks) <= group.most_blocks, (
+                f"a table of {len(table.blocks)} blocks for a window of {group.window}"
+            )
+
 
 class Copied(NamedTuple):
     """The blocks of one table that a copy has."""
 
     first: int
     num_blocks: int
+
+
+class Missing(NamedTuple):
+    """Device blocks and state slots of a prefix that have to be loaded, with their names."""
+
+    blocks: list[tuple[int, bytes]]
+    states: list[tuple[int, bytes]]
 
 
 class BlockPairs(NamedTuple):

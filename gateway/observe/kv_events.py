@@ -25,6 +25,7 @@ import msgspec
 
 from engine.errors import StartupError
 from engine.events import NullObserver
+from engine.kv.layer_groups import name_in_group
 from engine.step import Tier
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ REPLAY_POLL_SECONDS = 0.05
 CLOSE_SECONDS = 1.0
 DEVICE = "GPU"  # vLLM's names of the media; this one is where attention reads KV
 MEDIA = {Tier.HOST: "CPU", Tier.DISK: "STORAGE"}
+FULL, WINDOW, RECURRENT = "full_attention", "sliding_window", "mamba"  # vLLM's `KVCacheSpecKind`
 
 
 class KVEventsConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
@@ -62,8 +64,8 @@ class KVEventsConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
-    """Consecutive blocks of one prefix are cached. `extra_keys` has, for each block, the digest of
-    the LoRA adapter that computed it, and the salt of a first block."""
+    """Consecutive blocks of one prefix are cached in a layer group. `extra_keys` has, for each
+    block, the digest of the LoRA adapter that computed it, and the salt of a first block."""
 
     block_hashes: list[int]
     parent_block_hash: int | None
@@ -73,13 +75,17 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
     medium: str | None
     lora_name: str | None
     extra_keys: list[tuple[str, ...] | None] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
 
 
 class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
-    """Blocks are no longer cached."""
+    """Blocks of a layer group are no longer cached."""
 
     block_hashes: list[int]
     medium: str | None
+    group_idx: int | None = None
 
 
 class AllBlocksCleared(msgspec.Struct, tag=True, gc=False):
@@ -114,20 +120,56 @@ def check_config(value: object) -> str:
     return msgspec.json.encode(config).decode()
 
 
-class KVEvents(NullObserver):
-    """A `PrefixListener` and an observer: batches the changes of each iteration."""
+class GroupSpec(NamedTuple):
+    """What a layer group keeps, in vLLM's words."""
 
-    def __init__(self, block_size: int, publish: Callable[[Batch], None]) -> None:
+    number: int
+    kind: str
+    window: int | None = None
+
+    @classmethod
+    def all_of(cls, windows: Sequence[int | None]) -> "list[GroupSpec]":
+        """The layer groups with these windows, and behind them the recurrent layers as one group,
+        of which each snapshot is reported as the block that it is behind."""
+        attention = [
+            cls(n, FULL if window is None else WINDOW, window) for n, window in enumerate(windows)
+        ]
+        return [*attention, cls(len(windows), RECURRENT)]
+
+
+class KVEvents(NullObserver):
+    """A `PrefixListener` and an observer: batches the changes of each iteration.
+
+    A block has the same hash in all layer groups; a group is named by its number, as in vLLM. A
+    router that does not know groups takes the first one, which keeps the most tokens.
+    """
+
+    def __init__(
+        self,
+        block_size: int,
+        publish: Callable[[Batch], None],
+        windows: Sequence[int | None] = (None,),
+    ) -> None:
+        """`windows` has the sliding window of each layer group, None for all tokens."""
         self._block_size = block_size
         self._publish = publish
+        self._specs = GroupSpec.all_of(windows)
+        self._groups: dict[bytes, int] = {}  # of the names that are stored on any medium
+        self._stored_on: dict[str, set[bytes]] = {
+            medium: set() for medium in (DEVICE, *MEDIA.values())
+        }
         self._events: list[Event] = []
 
-    def stored(self, request: "Request", depths: Sequence[int]) -> None:
+    def stored(self, request: "Request", places: Sequence[int], group: int) -> None:
         """One event for each run of consecutive blocks."""
-        for first, last in _runs(depths):
-            self._events.append(self._stored(request, first, last + 1))
+        for place in places:
+            name = name_in_group(request.block_hashes[place], group)
+            self._groups[name] = group
+            self._stored_on[DEVICE].add(name)
+        for first, last in _runs(places):
+            self._events.append(self._stored(request, first, last + 1, self._specs[group]))
 
-    def _stored(self, request: "Request", first: int, stop: int) -> BlockStored:
+    def _stored(self, request: "Request", first: int, stop: int, group: GroupSpec) -> BlockStored:
         hashes, size, spec = request.block_hashes, self._block_size, request.spec
         lora = spec.lora
         return BlockStored(
@@ -139,26 +181,57 @@ class KVEvents(NullObserver):
             medium=DEVICE,
             lora_name=None if lora is None else lora.name,
             extra_keys=_extra_keys(spec, first, stop),
+            group_idx=group.number,
+            kv_cache_spec_kind=group.kind,
+            kv_cache_spec_sliding_window=group.window,
         )
 
     def removed(self, block_hash: bytes) -> None:
+        self._remove(block_hash, DEVICE)
+
+    def _remove(self, name: bytes, medium: str) -> None:
+        group = self._groups.get(name, 0)
+        self._stored_on[medium].discard(name)
+        if not any(name in names for names in self._stored_on.values()):
+            self._groups.pop(name, None)
         last = self._events[-1] if self._events else None
-        if not isinstance(last, BlockRemoved) or last.medium != DEVICE:
-            last = BlockRemoved([], DEVICE)
+        if not isinstance(last, BlockRemoved) or (last.medium, last.group_idx) != (medium, group):
+            last = BlockRemoved([], medium, group)
             self._events.append(last)
-        last.block_hashes.append(_integer(block_hash))
+        last.block_hashes.append(_integer(name_in_group(name, group)))
 
     def cleared(self) -> None:
-        self._events.append(AllBlocksCleared())
+        """The device and the host tier are empty; vLLM has one event for all media."""
+        for medium in (DEVICE, MEDIA[Tier.HOST]):
+            self._stored_on[medium].clear()
+        kept = set().union(*self._stored_on.values())
+        self._groups = {name: group for name, group in self._groups.items() if name in kept}
+        if not self._events or not isinstance(self._events[-1], AllBlocksCleared):
+            self._events.append(AllBlocksCleared())
 
     def copied(self, tier: Tier, block_hash: bytes, is_saved: bool) -> None:
         """A copy in a lower tier: an event without tokens, as vLLM's offloading sends them."""
-        names, medium = [_integer(block_hash)], MEDIA[tier]
-        if is_saved:
-            event: Event = BlockStored(names, None, [], self._block_size, None, medium, None)
-        else:
-            event = BlockRemoved(names, medium)
-        self._events.append(event)
+        medium = MEDIA[tier]
+        if not is_saved:
+            self._remove(block_hash, medium)
+            return
+        group = self._specs[self._groups.setdefault(block_hash, 0)]
+        self._stored_on[medium].add(block_hash)
+        name = _integer(name_in_group(block_hash, group.number))
+        self._events.append(
+            BlockStored(
+                [name],
+                None,
+                [],
+                self._block_size,
+                None,
+                medium,
+                None,
+                group_idx=group.number,
+                kv_cache_spec_kind=group.kind,
+                kv_cache_spec_sliding_window=group.window,
+            )
+        )
 
     def planned(self, iteration: "Iteration", now: float) -> None:
         self._flush()

@@ -88,7 +88,8 @@ def lacks(request: "Request", scheduler: "IterationScheduler", num_requests: int
     grows = scheduler.settings.admission is Admission.GROW
     slots = request.num_tokens if grows else request.max_slots
     headroom = scheduler.pool.num_admitted * len(ledger.groups) if grows else 0
-    needed = ledger.num_to_start(request.request_id, slots, request.num_matched)
+    found = request.block_hashes[: request.num_matched]
+    needed = ledger.num_to_start(request.request_id, slots, found)
     if needed + headroom > ledger.num_free:
         return Cause.KV
     if num_requests >= scheduler.settings.max_batch_size:

@@ -256,10 +256,10 @@ def build_control_plane(
     lengths = loaded.lengths_file.load(LearnedLengths.parse) or LearnedLengths()
     stack.callback(_save_if_learned, loaded.lengths_file, lengths, lengths.num_observed)
     scheduler = header.build(cost, ObserverGroup(*observers), drafter, lengths)
+    ledger = scheduler.ledger
     if kv_events is not None:
-        scheduler.ledger.prefixes.listener = kv_events
-        scheduler.ledger.lower.listen(kv_events)
-    scheduler.ledger.lower.restore_disk(loaded.report.disk_hashes)
+        ledger.listen(kv_events)
+    ledger.below.restore_disk(loaded.report.disk_hashes, loaded.report.disk_state_hashes)
     timelines.attach(scheduler)
     return ControlPlane(
         scheduler, metrics, quotas, live, timelines, request_log, traces, lengths, lora_usage
@@ -280,7 +280,7 @@ def _kv_events(
         return None
     publisher = ZmqPublisher(config, topic_of(config, loaded.name), metrics)
     stack.callback(publisher.close)
-    return KVEvents(loaded.report.block_size, publisher.publish)
+    return KVEvents(loaded.report.block_size, publisher.publish, loaded.report.windows)
 
 
 def _recording_header(settings: Settings, loaded: LoadedModel) -> RecordingHeader:
@@ -317,6 +317,7 @@ def _recording_header(settings: Settings, loaded: LoadedModel) -> RecordingHeade
         windows=report.windows,
         num_states=report.num_states,
         num_host_states=report.num_host_states,
+        num_disk_states=len(report.disk_state_hashes) // HASH_BYTES,
     )
 
 

@@ -90,6 +90,13 @@ def as_bytes(numbers: Tensor) -> Tensor:
     return numbers.view(torch.uint8) if is_small else numbers
 
 
+class Unread(NamedTuple):
+    """The device blocks and state slots that moves from the disk could not fill."""
+
+    blocks: tuple[int, ...] = ()
+    states: tuple[int, ...] = ()
+
+
 class BlockMover(Protocol):
     """Copies KV blocks between the device and a host pool, around the compute of a step.
 
@@ -98,7 +105,7 @@ class BlockMover(Protocol):
     beside the compute. Moves of a step begin after the compute of all earlier steps.
     """
 
-    def moving(self, moves: Sequence[BlockMove]) -> AbstractContextManager[tuple[int, ...]]:
-        """Inside the context the awaited moves are done; on exit all moves are done. Its value are
-        the device blocks that could not be filled from the disk."""
+    def moving(self, moves: Sequence[BlockMove]) -> AbstractContextManager[Unread]:
+        """Inside the context the awaited moves are done; on exit all moves are done. Its value is
+        what could not be filled from the disk."""
         ...

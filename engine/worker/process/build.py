@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 from torch import Tensor
 
@@ -18,9 +17,7 @@ from engine.worker.device import (
 )
 from engine.worker.lora.loading import Loras
 from engine.worker.model.kv.data_plane import DataPlane
-from engine.worker.model.kv.disk_pool import DiskFiles, TieredPool, folder_of
 from engine.worker.model.kv.kv_groups import KVGroups
-from engine.worker.model.kv.kv_tensors import size_text
 from engine.worker.model.kv.recurrent_states import RecurrentStates
 from engine.worker.model.layout import LayoutLimits
 from engine.worker.model.pooler import Pooler, report_of
@@ -34,6 +31,7 @@ from engine.worker.ports import (
     StepLimits,
 )
 from engine.worker.process.attention_choice import StageAttention, attention_specs
+from engine.worker.process.disk_tier import DiskTier, kv_facts
 from engine.worker.process.draft_model import DraftModel, LoadedDraft, load_draft
 from engine.worker.process.model_build import build_model, linear_sizes_of, load_loras
 from engine.worker.process.mtp_head import LoadedMtp, MtpHead, check_mtp, load_mtp
@@ -96,46 +94,6 @@ def _stage_and_launcher(
     return device.captured(whole, shard, progress), None
 
 
-def _kv_facts(
-    settings: WorkerSettings, checkpoint: Checkpoint, device: Device, max_model_len: int
-) -> str:
-    """All that the bytes of KV blocks depend on, beside the tokens."""
-    numbers: tuple[object, ...] = (
-        device.dtype,
-        device.kv_dtype,
-        device.weights,
-        settings.activation_bits,
-    )
-    paths = () if checkpoint.files is None else checkpoint.files.files
-    stats = [(path.name, path.stat()) for path in paths]
-    files = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
-    model = files or str(checkpoint.directory)
-    original = checkpoint.family.shape.original_positions
-    if original is not None:
-        numbers += ("long" if max_model_len > original else "short",)
-    return f"{model} {checkpoint.architecture} {numbers} {settings.block_size} {device.kernels}"
-
-
-def _disk_files(settings: WorkerSettings, facts: str, kv: StageKV) -> DiskFiles | None:
-    """The disk tier of the only worker of a model; None without one. Raises `StartupError`."""
-    block_bytes = kv.block_bytes
-    if not settings.disk_kv_dir:
-        return None
-    if not kv.groups.keeps_all or kv.shard.shape.recurrent_layers:
-        raise StartupError(
-            "--disk-kv does not support models with sliding-window or recurrent layers"
-        )
-    if settings.placement.num_workers > 1:
-        raise StartupError("--disk-kv needs a single worker: no stages and no ranks")
-    if settings.disk_kv_bytes < block_bytes:
-        raise StartupError(
-            f"--disk-kv-memory {size_text(settings.disk_kv_bytes)} is less than one block "
-            f"({size_text(block_bytes)})"
-        )
-    folder = folder_of(Path(settings.disk_kv_dir), facts)
-    return DiskFiles(folder, settings.disk_kv_bytes // block_bytes, block_bytes)
-
-
 def _weight_bytes(checkpoint: Checkpoint, device: Device, num_parameters: int) -> int:
     """The least memory that the whole model's weights take in the device's format."""
     if device.linear_format is not None:
@@ -165,7 +123,7 @@ class WorkerParts:
     pooler: Pooler | None  # None if the model generates text
     constraints: Constraints
     mover: BlockMover
-    files: DiskFiles | None  # of the disk tier
+    disk: DiskTier | None
     launcher: LaunchesSteps | None  # None with several stages, or on the CPU
     loras: Loras
     limits: LayoutLimits
@@ -240,8 +198,8 @@ def build_worker(
     counts = kv.choose_counts(capacity, max_model_len, plane)
     cache, states = kv.allocate(counts.blocks), kv.states(counts.states)
     mover = kv.state_mover(kv.mover(cache, counts.host_blocks), states, counts.host_states)
-    files = _disk_files(settings, _kv_facts(settings, checkpoint, device, max_model_len), kv)
-    mover = mover if files is None else TieredPool(cache, mover, files)
+    disk = DiskTier.open(settings, kv_facts(settings, checkpoint, device, max_model_len), kv)
+    mover = mover if disk is None else disk.mover(mover, cache, states)
     whole = WholeModel(
         stage=make_stage(cache, states),
         constraints=constraints,
@@ -261,7 +219,7 @@ def build_worker(
         pooler=Pooler.of(checkpoint.pooling, built.model.features, built.head),
         constraints=constraints,
         mover=whole.mover,
-        files=files,
+        disk=disk,
         launcher=launcher,
         loras=loras,
         limits=whole.limits,
@@ -281,7 +239,8 @@ def build_worker(
             threads=device.threads,
             weights=device.weights,
             num_host_blocks=counts.host_blocks,
-            disk_hashes=b"" if files is None else files.hashes(),
+            disk_hashes=b"" if disk is None else disk.blocks.hashes(),
+            disk_state_hashes=disk.states.hashes() if disk and disk.states else b"",
             kernels=device.kernels,
             loras=tuple(load_loras(loras, settings, progress)),
             windows=kv.groups.windows,

@@ -56,7 +56,7 @@ class Worker:
         self._pooler = parts.pooler
         self._reader = OutputReader(parts.stage.head, parts.sampler, parts.constraints)
         self._mover = parts.mover
-        self._files = parts.files
+        self._disk = parts.disk
         self._launcher = parts.launcher
         self._loras = parts.loras
         self._device = parts.device
@@ -130,11 +130,13 @@ class Worker:
         began = time.monotonic()
         with torch.inference_mode(), self._mover.moving(step.moves) as unread:
             pass
-        if self._files is not None:
-            self._files.wait()
+        if self._disk is not None:
+            self._disk.wait()
         ended = time.monotonic()
         self.times = StepTimes(None, began, ended)
-        return StepResult(step.step_id, (), ended - began, unread=unread)
+        return StepResult(
+            step.step_id, (), ended - began, unread=unread.blocks, unread_states=unread.states
+        )
 
     def _run(self, step: Step) -> StepResult:
         self._held.open(step)
@@ -168,7 +170,8 @@ class Worker:
         return StepResult(
             step_id=step.step_id,
             seconds=seconds,
-            unread=unread,
+            unread=unread.blocks,
+            unread_states=unread.states,
             proposals=proposals,
             proposal_seconds=self.times.ended_at - drafting_at if proposals else 0.0,
             **output._asdict(),

@@ -62,13 +62,6 @@ def test_a_stage_without_attention_is_rejected(tmp_path: Path) -> None:
         _ = kv.block_bytes
 
 
-def test_a_disk_tier_is_rejected(tmp_path: Path) -> None:
-    directory = make_checkpoint(tmp_path / "model", "qwen3_5")
-    settings = replace(
-        settings_for(directory), disk_kv_dir=str(tmp_path / "disk"), disk_kv_bytes=1 << 20
-    )
-    with pytest.raises(StartupError, match="--disk-kv does not support models with"):
-        Worker.load(settings, lambda *_: None)
 
 
 def test_too_little_memory_for_two_states_is_an_error_at_start(tmp_path: Path) -> None:

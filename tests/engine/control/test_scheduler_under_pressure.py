@@ -7,6 +7,7 @@ switched policies on the way. PODWAY_EXAMPLES=10000 plays as many cases.
 import os
 from collections import Counter, deque
 from random import Random
+from typing import Any
 
 from engine.control.admission import Admission, SwapMode
 from engine.control.scheduler import IterationScheduler
@@ -85,6 +86,7 @@ class Case:
             chunk=2 * self.settings.max_batch_tokens,
             num_states=random.choice([0, 0, 2, 3, 9]),
             num_host_states=random.choice([1, 3]),
+            **self.tiers(seed),
         )
         self.cost = LiveCost(HAND_COST)
         self.scheduler = IterationScheduler(
@@ -92,11 +94,24 @@ class Case:
         )
         self.seen.scheduler = self.scheduler
         self.device = RememberingDevice(size, windows)
+        self.device.unreadable = self.unreadable
         self.in_flight: deque[Iteration] = deque()
         self.requests: list[Request] = []
         self.to_come = random.randint(2, 14)
         self.has_trouble = random.random() < 0.5
         self.now = 0.0
+
+    def tiers(self, seed: int) -> dict[str, Any]:
+        """Which tiers keep cached blocks; some slots of the disk cannot be read."""
+        random = Random(f"tiers {seed}")
+        sizes = random.choice([(0, 0), (3, 1), (20, 4), (200, 40)])
+        num_unreadable = random.choice([0, 0, 1, 5])
+        self.unreadable = set(random.sample(range(20), num_unreadable))
+        return {
+            "num_disk_blocks": sizes[0],
+            "num_disk_states": sizes[1],
+            "saves_on_host": random.random() < 0.5,
+        }
 
     def policy(self) -> Policy:
         settings = PolicySettings(self.random.choice([4.0, 20.0]), seats=2)
@@ -175,10 +190,16 @@ class Case:
 
     def commit(self, iteration: Iteration) -> None:
         samples = sum(entry.sample is not None for entry in iteration.step.entries)
-        self.device.run(iteration)
+        unread, unread_states = self.device.run(iteration)
         seconds = HAND_COST.step(iteration.step)
         self.now += seconds
-        result = StepResult(iteration.step.step_id, (5,) * samples, seconds)
+        result = StepResult(
+            iteration.step.step_id,
+            (5,) * samples,
+            seconds,
+            unread=unread,
+            unread_states=unread_states,
+        )
         self.scheduler.commit(iteration, result, self.now)
 
     def check(self) -> None:
@@ -203,5 +224,11 @@ def test_under_any_load_every_request_is_served_and_no_block_is_lost() -> None:
             error.add_note(f"the case of seed {seed}: {case.settings}")
             raise
         kinds += case.seen.kinds
+        kinds["loaded"] += case.device.num_loaded
+        ledger = case.scheduler.ledger
+        kinds["loaded beside windows or states"] += (
+            0 if ledger.keeps_all else case.device.num_loaded
+        )
     assert min(kinds[kind] for kind in ("recompute", "out awaited", "in awaited")) > NUM_CASES // 20
     assert min(kinds[kind] for kind in ("out ahead", "in ahead")) > 0
+    assert min(kinds[kind] for kind in kinds if kind.startswith("loaded")) > NUM_CASES // 20

@@ -1,6 +1,7 @@
 """KV events: what the prefix cache reports, vLLM's wire format, replay, and a full queue."""
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import zmq
 from engine.control.scheduler import IterationScheduler
 from engine.control.settings import SchedulerSettings
 from engine.errors import StartupError
+from engine.kv.layer_groups import name_in_group
 from engine.kv.ledger import KVLedger
 from engine.lora import LoraAdapter
 from engine.policy import build
@@ -38,12 +40,14 @@ GOLDEN = Path(__file__).parent / "kv_events.golden.json"
 class Rig:
     """A scheduler whose prefix cache reports to `events`."""
 
-    def __init__(self, num_blocks: int = 8) -> None:
+    def __init__(
+        self, num_blocks: int = 8, windows: tuple[int | None, ...] = (None,), num_states: int = 0
+    ) -> None:
         self.batches: list[Batch] = []
-        self.events = KVEvents(BLOCK, self.batches.append)
+        self.events = KVEvents(BLOCK, self.batches.append, windows)
         settings = SchedulerSettings(max_model_len=64, max_batch_size=4, max_batch_tokens=64)
-        ledger = KVLedger(num_blocks, BLOCK)
-        ledger.prefixes.listener = self.events
+        ledger = KVLedger(num_blocks, BLOCK, windows=windows, chunk=64, num_states=num_states)
+        ledger.listen(self.events)
         policy = build("fcfs", HAND_COST)
         self.scheduler = IterationScheduler(settings, ledger, policy, self.events)
 
@@ -94,6 +98,62 @@ def test_a_computed_prompt_is_stored_as_one_run_of_blocks() -> None:
     assert stored.token_ids == list(range(100, 108))
     assert stored.block_hashes == [int.from_bytes(one[:8], "big") for one in request.block_hashes]
     assert (stored.parent_block_hash, stored.block_size, stored.medium) == (None, BLOCK, "GPU")
+    assert (stored.group_idx, stored.kv_cache_spec_kind) == (0, "full_attention")
+
+
+def test_each_layer_group_reports_its_blocks_under_the_same_hashes() -> None:
+    rig = Rig(num_blocks=40, windows=(None, 6))
+    (request,) = rig.serve(prompt(100, 17))
+    events = rig.all_events()
+    hashes = [int.from_bytes(one[:8], "big") for one in request.block_hashes]
+    stored = [event for event in events if isinstance(event, BlockStored)]
+    assert [(one.group_idx, one.kv_cache_spec_kind) for one in stored] == [
+        (0, "full_attention"),
+        (1, "sliding_window"),
+    ]
+    assert [one.kv_cache_spec_sliding_window for one in stored] == [None, 6]
+    assert [one.block_hashes for one in stored] == [hashes, hashes]
+
+
+def test_a_snapshot_is_reported_as_the_block_that_it_is_behind() -> None:
+    rig = Rig(num_blocks=40, num_states=8)
+    (request,) = rig.serve(prompt(100, 17))
+    *_, stored = rig.all_events()
+    assert isinstance(stored, BlockStored)
+    before, behind = (int.from_bytes(one[:8], "big") for one in request.block_hashes[2:4])
+    assert (stored.group_idx, stored.kv_cache_spec_kind) == (1, "mamba")
+    assert (stored.parent_block_hash, stored.block_hashes) == (before, [behind])
+    assert stored.token_ids == list(range(112, 116))
+
+
+@pytest.mark.parametrize(("windows", "num_states"), [((None, 6), 0), ((None,), 5), ((6, None), 5)])
+def test_a_router_that_follows_the_events_knows_the_blocks_of_every_group(
+    windows: tuple[int | None, ...], num_states: int
+) -> None:
+    rig = Rig(num_blocks=24, windows=windows, num_states=num_states)
+    known: set[tuple[int | None, int]] = set()
+    for first in (100, 200, 300, 100, 400, 200, 500):
+        rig.serve(prompt(first, 13), prompt(first, 17))
+        for event in rig.all_events():
+            assert not isinstance(event, AllBlocksCleared)
+            blocks = {(event.group_idx, one) for one in event.block_hashes}
+            if isinstance(event, BlockStored):
+                assert known.isdisjoint(blocks), "stored twice"
+                known |= blocks
+            else:
+                assert blocks <= known, "removed and not stored"
+                known -= blocks
+        rig.batches.clear()
+        ledger = rig.scheduler.ledger
+        groups = [
+            len(ledger.prefixes.blocks),
+            len(ledger.states.snapshots.blocks if num_states else ()),
+        ]  # type: ignore[union-attr] # has states
+        counts = Counter(group == len(windows) for group, _ in known)
+        assert [counts[False], counts[True]] == groups
+    rig.scheduler.ledger.reset()
+    rig.events.worker_lost(0.0)
+    assert rig.all_events() == [AllBlocksCleared()]
 
 
 def test_a_longer_prompt_with_the_same_prefix_names_its_parent() -> None:
@@ -160,12 +220,30 @@ def test_copies_in_lower_tiers_are_events_with_the_tiers_medium() -> None:
     rig.events.removed(name)
     rig.events.planned(None, 0.0)  # type: ignore[arg-type] # not read
     names = [int.from_bytes(name[:8], "big")]
+    group = {"group_idx": 0, "kv_cache_spec_kind": "full_attention"}
     assert rig.all_events() == [
-        BlockStored(names, None, [], BLOCK, None, "CPU", None),
-        BlockStored(names, None, [], BLOCK, None, "STORAGE", None),
-        BlockRemoved(names, "CPU"),
-        BlockRemoved(names, "GPU"),
+        BlockStored(names, None, [], BLOCK, None, "CPU", None, **group),
+        BlockStored(names, None, [], BLOCK, None, "STORAGE", None, **group),
+        BlockRemoved(names, "CPU", 0),
+        BlockRemoved(names, "GPU", 0),
     ]
+
+
+def test_a_copy_in_a_lower_tier_is_reported_with_its_layer_group() -> None:
+    rig = Rig(num_blocks=40, windows=(None, 6))
+    (request,) = rig.serve(prompt(100, 5))
+    rig.batches.clear()
+    name = name_in_group(request.block_hashes[0], 1)
+    rig.events.copied(Tier.DISK, name, True)
+    rig.events.removed(name)
+    rig.events.copied(Tier.DISK, name, False)
+    rig.events.planned(None, 0.0)  # type: ignore[arg-type] # not read
+    hashes = [int.from_bytes(request.block_hashes[0][:8], "big")]
+    stored, *removed = rig.all_events()
+    assert isinstance(stored, BlockStored)
+    assert (stored.block_hashes, stored.group_idx, stored.medium) == (hashes, 1, "STORAGE")
+    assert stored.kv_cache_spec_sliding_window == 6
+    assert removed == [BlockRemoved(hashes, "GPU", 1), BlockRemoved(hashes, "STORAGE", 1)]
 
 
 def test_the_payload_is_that_of_vllm() -> None:
@@ -174,6 +252,20 @@ def test_the_payload_is_that_of_vllm() -> None:
     events: list[Event] = [stored, BlockRemoved([3], "GPU"), AllBlocksCleared()]
     payload = msgspec.msgpack.encode(Batch(1.5, events))
     assert payload.hex() == json.loads(GOLDEN.read_text())["payload"]
+
+
+def test_the_payload_with_layer_groups_is_that_of_vllm() -> None:
+    """The golden frame was decoded as the structs of vLLM's `kv_events` when it was written."""
+    window = {"group_idx": 1, "kv_cache_spec_kind": "sliding_window"}
+    events: list[Event] = [
+        BlockStored(
+            [1], 7, [5, 6], 2, None, "GPU", None, kv_cache_spec_sliding_window=512, **window
+        ),
+        BlockStored([2], 1, [8, 9], 2, None, "GPU", None, None, 2, "mamba"),
+        BlockRemoved([1], "GPU", 1),
+    ]
+    payload = msgspec.msgpack.encode(Batch(1.5, events))
+    assert payload.hex() == json.loads(GOLDEN.read_text())["groups"]
 
 
 @pytest.fixture

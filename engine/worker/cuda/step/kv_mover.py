@@ -21,7 +21,7 @@ from torch import Tensor
 from engine.step import BlockMove, Direction
 from engine.worker.cuda.transfers import put
 from engine.worker.model.kv.host_pool import read_blocks
-from engine.worker.ports import KVTensors, as_bytes
+from engine.worker.ports import KVTensors, Unread, as_bytes
 from engine.worker.streams import StreamEvent, Streams
 
 STAGING_BYTES = 64 << 20  # device memory for staging, at least one block
@@ -54,10 +54,10 @@ class DeviceMover:
         self._max_blocks = max(1, STAGING_BYTES // max(1, block_bytes))
 
     @contextmanager
-    def moving(self, moves: Sequence[BlockMove]) -> Iterator[tuple[int, ...]]:
+    def moving(self, moves: Sequence[BlockMove]) -> Iterator[Unread]:
         """Launch the moves; on leaving the block the host waits until all are done."""
         ended = self.launch(moves)
-        yield ()
+        yield Unread()
         if ended is not None:
             ended.wait()
 

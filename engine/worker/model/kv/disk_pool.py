@@ -13,20 +13,16 @@ import logging
 import os
 import threading
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 from queue import SimpleQueue
 
 import numpy as np
-import torch
 
 from engine.errors import StartupError
-from engine.step import HASH_BYTES, BlockMove, Direction, Tier
-from engine.worker.model.kv.host_pool import read_blocks
-from engine.worker.ports import BlockMover, KVTensors
+from engine.step import HASH_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -149,64 +145,3 @@ def _open(path: Path, num_bytes: int) -> int:
     if os.fstat(descriptor).st_size < num_bytes:
         os.ftruncate(descriptor, num_bytes)
     return descriptor
-
-
-class TieredPool:
-    """A `BlockMover` over a host pool and the disk tier, for KV in host memory."""
-
-    def __init__(self, device: KVTensors, host: BlockMover, files: DiskFiles) -> None:
-        self._device = device
-        self._host = host
-        self._files = files
-
-    @contextmanager
-    def moving(self, moves: Sequence[BlockMove]) -> Iterator[tuple[int, ...]]:
-        """Make the copies, in the order given; yields the device blocks that were not read."""
-        unread: list[int] = []
-        for move in moves:
-            if move.tier is Tier.HOST:
-                with self._host.moving([move]):
-                    continue
-            elif move.direction is Direction.OUT:
-                self._write(move)
-            else:
-                unread += self._read(move)
-        yield tuple(unread)
-
-    def _write(self, move: BlockMove) -> None:
-        device, slots, hashes = self._sides(move)
-        columns = [
-            tensor.index_select(0, device).flatten(1).contiguous().view(torch.uint8)
-            for tensor in self._device.in_memory_order()
-        ]
-        content = torch.cat(columns, dim=1).numpy()
-        for slot, block_hash, row in zip(slots, hashes, content, strict=True):
-            self._files.write(slot, block_hash, row)
-
-    def _read(self, move: BlockMove) -> list[int]:
-        """Fill the device blocks; returns those that could not be filled."""
-        device, slots, hashes = self._sides(move)
-        found = self._files.read(slots, hashes)
-        readable = [number for number, content in enumerate(found) if content is not None]
-        if readable:
-            contents = [content for content in found if content is not None]
-            self._fill(device[readable], torch.from_numpy(np.stack(contents)))
-        return [int(device[n]) for n, one in enumerate(found) if one is None]
-
-    def _fill(self, device: torch.Tensor, content: torch.Tensor) -> None:
-        start = 0
-        for tensor in self._device.in_memory_order():
-            width = tensor[0].numel() * tensor.itemsize
-            column = content[:, start : start + width].contiguous().view(tensor.dtype)
-            tensor.index_copy_(0, device, column.view(len(device), *tensor.shape[1:]))
-            start += width
-
-    def _sides(self, move: BlockMove) -> tuple[torch.Tensor, list[int], list[bytes]]:
-        """Device blocks, disk slots and hashes of a move; raises `ValueError` if out of range."""
-        device = read_blocks(move.device, self._device.num_blocks, "device")
-        slots = read_blocks(move.host, self._files.num_slots, "disk").tolist()
-        cut = range(0, len(move.hashes), HASH_BYTES)
-        hashes = [move.hashes[at : at + HASH_BYTES] for at in cut]
-        if not len(device) == len(slots) == len(hashes):
-            raise ValueError(f"a move of {len(device)} blocks, {len(slots)} slots")
-        return device, slots, hashes

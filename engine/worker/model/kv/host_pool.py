@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.errors import StartupError
 from engine.step import BlockMove, Direction
 from engine.worker.model.kv.kv_tensors import size_text
-from engine.worker.ports import KVTensors
+from engine.worker.ports import KVTensors, Unread
 from engine.worker_settings import WorkerSettings
 
 
@@ -43,7 +43,7 @@ class HostPool:
         self._host = host
 
     @contextmanager
-    def moving(self, moves: Sequence[BlockMove]) -> Iterator[tuple[int, ...]]:
+    def moving(self, moves: Sequence[BlockMove]) -> Iterator[Unread]:
         """Make the copies, in the order given. Raises `ValueError` for a block out of range."""
         for move in moves:
             device = read_blocks(move.device, self._device.num_blocks, "device")
@@ -54,7 +54,7 @@ class HostPool:
                 _copy(self._device, device, self._host, host)
             else:
                 _copy(self._host, host, self._device, device)
-        yield ()
+        yield Unread()
 
 
 def read_blocks(table: bytes, limit: int, tier: str) -> Tensor:

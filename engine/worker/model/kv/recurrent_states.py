@@ -16,6 +16,7 @@ from engine.worker.ports import (
     RecurrentState,
     StateRuns,
     StepStates,
+    Unread,
 )
 
 BYTES = torch.float32.itemsize
@@ -82,7 +83,7 @@ class StateMover:
         self._kv = kv
 
     @contextmanager
-    def moving(self, moves: Sequence[BlockMove]) -> Iterator[tuple[int, ...]]:
+    def moving(self, moves: Sequence[BlockMove]) -> Iterator[Unread]:
         """Make the copies; moves of blocks and of states are independent of each other."""
         for move in moves:
             if move.is_state:

@@ -12,10 +12,11 @@ import torch
 from engine.errors import StartupError
 from engine.step import BlockMove, Direction, Tier
 from engine.worker.model.kv import disk_pool
-from engine.worker.model.kv.disk_pool import HEADER, DiskFiles, TieredPool, folder_of
+from engine.worker.model.kv.disk_pool import HEADER, DiskFiles, folder_of
 from engine.worker.model.kv.host_pool import HostPool
 from engine.worker.model.kv.kv_tensors import allocate, bytes_per_block
-from engine.worker.ports import KVTensors
+from engine.worker.model.kv.tiered_pool import StoredTensors, TieredPool
+from engine.worker.ports import KVTensors, Unread
 from engine.worker.ports.shapes import ModelShape
 
 SHAPE = ModelShape(2, 4, 2, 8, 32, 64, 1, 100, 64)
@@ -172,6 +173,12 @@ def move(
     return BlockMove(direction, *tables, True, Tier.DISK, b"".join(hashes))
 
 
+def tiered(device: KVTensors, dtype: torch.dtype, files: DiskFiles) -> TieredPool:
+    """A disk tier below a host tier without blocks."""
+    host = HostPool(device, allocate(SHAPE, 2, 0, BLOCK, dtype))
+    return TieredPool(host, StoredTensors(device.in_memory_order(), device.num_blocks, files))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int8])
 def test_blocks_come_back_bit_by_bit_and_the_missing_ones_are_named(
     tmp_path: Path, dtype: torch.dtype
@@ -179,11 +186,11 @@ def test_blocks_come_back_bit_by_bit_and_the_missing_ones_are_named(
     device = filled(6, dtype)
     before = [tensor.clone() for tensor in device.in_memory_order()]
     files = DiskFiles(tmp_path, 4, bytes_per_block(SHAPE, 2, BLOCK, dtype))
-    pool = TieredPool(device, HostPool(device, allocate(SHAPE, 2, 0, BLOCK, dtype)), files)
+    pool = tiered(device, dtype, files)
     with pool.moving([move(Direction.OUT, [1, 4], [3, 0], [A, B])]) as unread:
-        assert unread == ()
+        assert unread == Unread()
     with pool.moving([move(Direction.IN, [5, 2, 0], [0, 1, 3], [B, C, A])]) as unread:
-        assert unread == (2,)
+        assert unread == Unread((2,))
     for tensor, old in zip(device.in_memory_order(), before, strict=True):
         assert torch.equal(tensor[5], old[4])
         assert torch.equal(tensor[0], old[1])
@@ -194,7 +201,7 @@ def test_blocks_come_back_bit_by_bit_and_the_missing_ones_are_named(
 def test_moves_out_of_range_are_rejected(tmp_path: Path) -> None:
     device = filled(2, torch.float32)
     files = DiskFiles(tmp_path, 2, bytes_per_block(SHAPE, 2, BLOCK, torch.float32))
-    pool = TieredPool(device, HostPool(device, allocate(SHAPE, 2, 0, BLOCK, torch.float32)), files)
+    pool = tiered(device, torch.float32, files)
     for wrong in (
         move(Direction.OUT, [2], [0], [A]),
         move(Direction.OUT, [0], [2], [A]),

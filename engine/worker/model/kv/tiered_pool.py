@@ -1,0 +1,92 @@
+"""TieredPool: the moves between the device and the tiers below, in host memory and in a store."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.step import HASH_BYTES, BlockMove, Direction, Tier
+from engine.worker.model.kv.disk_pool import DiskFiles
+from engine.worker.model.kv.host_pool import read_blocks
+from engine.worker.ports import BlockMover, Unread
+
+
+class StoredTensors:
+    """Copies between tensors in host memory and the disk tier: KV blocks, or recurrent states."""
+
+    def __init__(self, tensors: Sequence[Tensor], num_rows: int, files: DiskFiles) -> None:
+        """A copy has row i of each of the tensors, `[num_rows or more, …]` each."""
+        self._tensors = tensors
+        self._num_rows = num_rows
+        self._files = files
+
+    def write(self, move: BlockMove) -> None:
+        """Queue copies of the rows."""
+        device, slots, hashes = self._sides(move)
+        columns = [
+            tensor.index_select(0, device).flatten(1).contiguous().view(torch.uint8)
+            for tensor in self._tensors
+        ]
+        content = torch.cat(columns, dim=1).numpy()
+        for slot, block_hash, row in zip(slots, hashes, content, strict=True):
+            self._files.write(slot, block_hash, row)
+
+    def read(self, move: BlockMove) -> list[int]:
+        """Fill the rows; returns those that could not be filled."""
+        device, slots, hashes = self._sides(move)
+        found = self._files.read(slots, hashes)
+        readable = [number for number, content in enumerate(found) if content is not None]
+        if readable:
+            contents = [content for content in found if content is not None]
+            self._fill(device[readable], torch.from_numpy(np.stack(contents)))
+        return [int(device[n]) for n, one in enumerate(found) if one is None]
+
+    def _fill(self, rows: Tensor, content: Tensor) -> None:
+        start = 0
+        for tensor in self._tensors:
+            width = tensor[0].numel() * tensor.itemsize
+            column = content[:, start : start + width].contiguous().view(tensor.dtype)
+            tensor.index_copy_(0, rows, column.view(len(rows), *tensor.shape[1:]))
+            start += width
+
+    def _sides(self, move: BlockMove) -> tuple[Tensor, list[int], list[bytes]]:
+        """Rows, disk slots and hashes of a move; raises `ValueError` if out of range."""
+        device = read_blocks(move.device, self._num_rows, "device")
+        slots = read_blocks(move.host, self._files.num_slots, "disk").tolist()
+        cut = range(0, len(move.hashes), HASH_BYTES)
+        hashes = [move.hashes[at : at + HASH_BYTES] for at in cut]
+        if not len(device) == len(slots) == len(hashes):
+            raise ValueError(f"a move of {len(device)} blocks, {len(slots)} slots")
+        return device, slots, hashes
+
+
+class TieredPool:
+    """A `BlockMover` over the host tier's mover and the disk tier, for KV in host memory."""
+
+    def __init__(
+        self, host: BlockMover, blocks: StoredTensors, states: StoredTensors | None = None
+    ) -> None:
+        """`states` is for a model with recurrent layers."""
+        self._host = host
+        self._blocks = blocks
+        self._states = states
+
+    @contextmanager
+    def moving(self, moves: Sequence[BlockMove]) -> Iterator[Unread]:
+        """Make the copies, in the order given."""
+        blocks: list[int] = []
+        states: list[int] = []
+        for move in moves:
+            if move.tier is Tier.HOST:
+                with self._host.moving([move]):
+                    continue
+            stored = self._states if move.is_state else self._blocks
+            if stored is None:
+                raise ValueError("a move of states of a model without recurrent layers")
+            if move.direction is Direction.OUT:
+                stored.write(move)
+            else:
+                (states if move.is_state else blocks).extend(stored.read(move))
+        yield Unread(tuple(blocks), tuple(states))

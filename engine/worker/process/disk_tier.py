@@ -1,0 +1,97 @@
+"""The disk tier of a worker: its files, their sizes, and what their contents depend on."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.errors import StartupError
+from engine.worker.device import Device
+from engine.worker.model.kv.disk_pool import DiskFiles, folder_of
+from engine.worker.model.kv.kv_tensors import size_text
+from engine.worker.model.kv.recurrent_states import RecurrentStates
+from engine.worker.model.kv.tiered_pool import StoredTensors, TieredPool
+from engine.worker.ports import BlockMover, KVTensors
+from engine.worker.process.stage_kv import StageKV
+from engine.worker.weights.checkpoint import Checkpoint
+from engine.worker_settings import WorkerSettings
+
+STATES = "states"  # folder of the snapshots of recurrent layers, within that of the blocks
+
+
+@dataclass(frozen=True, slots=True)
+class DiskTier:
+    """The files of KV blocks, and of snapshots if the model has recurrent layers."""
+
+    blocks: DiskFiles
+    states: DiskFiles | None
+
+    @classmethod
+    def open(cls, settings: WorkerSettings, facts: str, kv: StageKV) -> "DiskTier | None":
+        """The disk tier of the only worker of a model; None without one. Snapshots have half of
+        its bytes. Raises `StartupError`."""
+        if not settings.disk_kv_dir:
+            return None
+        if settings.placement.num_workers > 1:
+            raise StartupError("--disk-kv needs a single worker: no stages and no ranks")
+        if kv.device.place.type != "cpu":
+            raise StartupError("--disk-kv needs KV in host memory; use --device cpu")
+        if not kv.groups.windows:
+            raise StartupError("--disk-kv is for models that keep KV; an encoder keeps none")
+        memory, folder = settings.disk_kv_bytes, folder_of(Path(settings.disk_kv_dir), facts)
+        states = None
+        if kv.shard.shape.recurrent_layers:
+            memory //= 2
+            states = _files(folder / STATES, memory, kv.state_bytes, "snapshot")
+        return cls(_files(folder, memory, kv.block_bytes, "block"), states)
+
+    def mover(
+        self, host: BlockMover, cache: KVTensors, states: RecurrentStates | None
+    ) -> TieredPool:
+        """Moves blocks and states to and from the host tier, by `host`, and these files."""
+        blocks = StoredTensors(cache.in_memory_order(), cache.num_blocks, self.blocks)
+        stored = None
+        if states is not None and self.states is not None:
+            stored = StoredTensors(list(states.tensors()), states.num_slots, self.states)
+        return TieredPool(host, blocks, stored)
+
+    def wait(self) -> None:
+        """Wait until all queued copies are written."""
+        for files in self._all():
+            files.wait()
+
+    def close(self) -> None:
+        """Write what is queued and close the files."""
+        for files in self._all():
+            files.close()
+
+    def _all(self) -> Sequence[DiskFiles]:
+        return (self.blocks,) if self.states is None else (self.blocks, self.states)
+
+
+def _files(folder: Path, num_bytes: int, slot_bytes: int, what: str) -> DiskFiles:
+    if num_bytes < slot_bytes:
+        raise StartupError(
+            f"--disk-kv-memory: {size_text(num_bytes)} for {what}s are less than one {what} "
+            f"({size_text(slot_bytes)})"
+        )
+    return DiskFiles(folder, num_bytes // slot_bytes, slot_bytes)
+
+
+def kv_facts(
+    settings: WorkerSettings, checkpoint: Checkpoint, device: Device, max_model_len: int
+) -> str:
+    """All that the bytes of KV blocks depend on, beside the tokens."""
+    numbers: tuple[object, ...] = (
+        device.dtype,
+        device.kv_dtype,
+        device.weights,
+        settings.activation_bits,
+    )
+    paths = () if checkpoint.files is None else checkpoint.files.files
+    stats = [(path.name, path.stat()) for path in paths]
+    files = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+    model = files or str(checkpoint.directory)
+    original = checkpoint.family.shape.original_positions
+    if original is not None:
+        numbers += ("long" if max_model_len > original else "short",)
+    return f"{model} {checkpoint.architecture} {numbers} {settings.block_size} {device.kernels}"

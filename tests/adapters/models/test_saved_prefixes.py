@@ -1,0 +1,85 @@
+"""Prefixes in the tiers below the device, for every kind of layer group: windows, recurrent states
+and layers that read the KV of others. What comes back is what was computed."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from engine.errors import StartupError
+from engine.request import RequestSpec
+from engine.worker.process.worker import Worker
+from engine.worker_settings import WorkerSettings
+from tests.checkpoints import make_checkpoint
+from tests.engine.worker.process.driving import settings_for
+from tests.inline import RequestOutcome, play
+from tests.scheduling import GREEDY
+
+KINDS = ["llama", "gemma3", "gemma4", "qwen3_5"]
+CHAT = tuple(range(3, 75))
+OTHERS = [tuple(range(first, first + 70)) for first in (20, 25, 10, 15)]
+
+
+def settings(directory: Path, kind: str) -> WorkerSettings:
+    model = make_checkpoint(directory / "model", kind)
+    return replace(settings_for(model), block_size=4, kv_slots=2048, num_states=12, threads=1)
+
+
+def serve(worker: Worker, *prompts: tuple[int, ...], **options: object) -> list[RequestOutcome]:
+    specs = [RequestSpec(prompt, 9, GREEDY) for prompt in prompts]
+    return play(worker, specs, max_batch_tokens=64, **options)  # type: ignore[arg-type]
+
+
+def next_message(first: RequestOutcome) -> tuple[int, ...]:
+    """The next prompt of a chat: the first one, its answer, and a new message."""
+    return (*CHAT, *first.tokens, *range(40, 53))
+
+
+def num_cached(outcome: RequestOutcome) -> int:
+    assert outcome.request is not None
+    return outcome.request.num_cached
+
+
+def end(worker: Worker) -> None:
+    """As at the end of the process."""
+    assert worker._disk is not None
+    worker._disk.close()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_after_a_restart_the_next_message_of_a_chat_finds_its_prefix_on_the_disk(
+    tmp_path: Path, kind: str
+) -> None:
+    without = settings(tmp_path, kind)
+    (first,) = serve(Worker.load(without, lambda *_: None), CHAT)
+    (expected,) = serve(Worker.load(without, lambda *_: None), next_message(first))
+    on_disk = replace(without, disk_kv_dir=str(tmp_path / "disk"), disk_kv_bytes=4 << 20)
+    worker = Worker.load(on_disk, lambda *_: None)
+    serve(worker, CHAT)
+    end(worker)
+    worker = Worker.load(on_disk, lambda *_: None)
+    (found,) = serve(worker, next_message(first))
+    end(worker)
+    assert num_cached(found) == (len(CHAT) + 8) // 4 * 4
+    assert found.tokens == expected.tokens
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_evicted_prefix_comes_back_from_the_host(tmp_path: Path, kind: str) -> None:
+    base = replace(settings(tmp_path, kind), num_states=8)
+    (alone,) = serve(Worker.load(base, lambda *_: None), CHAT)
+    worker = Worker.load(replace(base, host_kv_bytes=4 << 20), lambda *_: None)
+    num_blocks = 48 * len(worker.report.windows)
+    prompts = (CHAT, *OTHERS, CHAT)
+    for saves_on_host, cached in ((False, 0), (True, 68)):
+        first, *_, last = serve(
+            worker, *prompts, num_blocks=num_blocks, max_batch_size=1, saves_on_host=saves_on_host
+        )
+        assert num_cached(last) == cached
+        assert first.tokens == last.tokens == alone.tokens
+
+
+def test_too_little_disk_for_a_snapshot_is_an_error_at_start(tmp_path: Path) -> None:
+    base = replace(settings(tmp_path, "qwen3_5"), disk_kv_dir=str(tmp_path / "disk"))
+    with pytest.raises(StartupError, match="for snapshots are less than one snapshot"):
+        Worker.load(replace(base, disk_kv_bytes=1000), lambda *_: None)
