@@ -9,7 +9,7 @@ those of the disk tier.
 """
 
 from array import array
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from engine.kv.block_pool import BlockPool
 from engine.kv.host_tier import HostTier
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from engine.kv.prefix_index import PrefixListener
     from engine.step import RequestId
 
+Hashes: TypeAlias = "Sequence[bytes]"
 NO_LIMIT = 1 << 40  # slots
 
 
@@ -208,9 +209,7 @@ class KVLedger:
         """Blocks that a request allocates to hold so many slots without any prefix."""
         return sum(self._shortage(None, num_slots))
 
-    def num_to_start(
-        self, request_id: "RequestId", num_slots: int, prefix: "Sequence[bytes]"
-    ) -> int:
+    def num_to_start(self, request_id: "RequestId", num_slots: int, prefix: Hashes) -> int:
         """Blocks that a request without device blocks allocates to hold so many slots behind a
         prefix, of which some blocks may have to be loaded; it is swapped in if it has a host
         copy."""
