@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from engine.errors import EngineError, RequestCancelled, StepFailed, Unavailable, WorkerLost
 from engine.request import Abort, Request, RequestSpec
+from engine.step import ReadAhead
 from engine.stream import TokenStream
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from engine.control.scheduler import IterationScheduler
     from engine.iteration import Iteration
@@ -72,14 +73,18 @@ class Engine:
         ready_seconds: float = 30.0,
         lookahead: int = 0,
         depth: int | None = None,
+        read_ahead: "Callable[[ReadAhead], object] | None" = None,
     ) -> None:
         """At most `depth` iterations are in flight, `executor.depth` if it is None; `lookahead` of
         them are for iterations planned ahead. `is_ready` turns False if no iteration returns for
-        `ready_seconds`."""
+        `ready_seconds`. `read_ahead` is called with what workers should read from the disk for a
+        request that has to wait, and again when it has ended."""
         self.scheduler = scheduler
         scheduler.looks_ahead = lookahead > 0
         self._executor = executor
         self._clock = clock
+        self._read_ahead = read_ahead
+        self._reads: set[RequestId] = set()  # live requests for which copies were read ahead
         self._ready_seconds = ready_seconds
         self._lookahead = lookahead
         self._depth = executor.depth if depth is None else depth
@@ -157,12 +162,25 @@ class Engine:
         self._streams[request.request_id] = stream
         if stream.spec.deadline is not None:
             self._watch_deadlines()
+        if self._read_ahead is not None and self._in_flight:
+            self._begin_read(request, self._read_ahead)
         self._wakeup.set()
         return request
 
+    def _begin_read(self, request: Request, read: "Callable[[ReadAhead], object]") -> None:
+        """Let the workers read what the request will load, while it waits for an iteration."""
+        copies = self.scheduler.kv.read_ahead(request)
+        if copies is not None:
+            self._reads.add(request.request_id)
+            read(copies)
+
     def close_stream(self, stream: TokenStream, reason: Abort) -> None:
         """End the stream's request if it is still live."""
-        if self._streams.pop(stream.request.request_id, None) is not None:
+        request_id = stream.request.request_id
+        if request_id in self._reads and self._read_ahead is not None:
+            self._reads.remove(request_id)
+            self._read_ahead(ReadAhead(request_id))
+        if self._streams.pop(request_id, None) is not None:
             self.scheduler.cancel(stream.request, reason, self._clock())
             self._wakeup.set()
 

@@ -208,6 +208,16 @@ class Tier(StrEnum):
     DISK = "disk"
 
 
+class ReadAhead(NamedTuple):
+    """Copies in the disk tier that a waiting request will load: slots, and the hashes of what they
+    have. A worker reads them into host memory meanwhile. With no copies the request needs none any
+    more, and what was read for it is dropped."""
+
+    request_id: RequestId
+    blocks: tuple[tuple[int, bytes], ...] = ()
+    states: tuple[tuple[int, bytes], ...] = ()
+
+
 class BlockMove(NamedTuple):
     """A copy of KV blocks between device and a tier below: `device[i]` to or from `host[i]`.
 

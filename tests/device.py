@@ -181,13 +181,13 @@ def check_moves(newest: Step, in_flight: Iterable[Iteration], block_size: int) -
     }
     for is_state in (False, True):
         moves = [move for step in steps for move in step.moves if move.is_state == is_state]
-        written = [
+        below = [
             (move.tier, block)
             for move in moves
             for block in array("i", move.host)
             if move.direction is Direction.OUT or not move.hashes
         ]
-        assert len(written) == len(set(written)), "a block of a lower tier moves twice"
+        assert len(below) == len(set(below)), "a block of a lower tier moves twice"
     for entry in newest.entries:
         end = entry.start + len(entry.tokens)
         for table in tables_of(entry):

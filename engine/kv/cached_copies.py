@@ -4,13 +4,14 @@ from array import array
 from typing import TYPE_CHECKING
 
 from engine.iteration import Load, Save
-from engine.step import BlockMove, Direction, Tier
+from engine.step import BlockMove, Direction, ReadAhead, Tier
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Sequence
 
     from engine.iteration import Iteration
     from engine.kv.ledger import KVLedger
+    from engine.kv.saved_blocks import LowerTiers
     from engine.request import Request
 
 BLOCKS_PER_STATE = 16  # saved blocks for one saved snapshot, which is about as large
@@ -67,6 +68,18 @@ class CachedCopies:
             self._moves.append(move._replace(is_state=is_state))
         return num_loaded
 
+    def ahead(
+        self, request: "Request", names: "Sequence[bytes]", state_names: "Sequence[bytes]"
+    ) -> ReadAhead | None:
+        """Those of these names of blocks and snapshots that only the disk has; None if there are
+        none. They may be replaced before the request loads them."""
+        ledger = self._ledger
+        blocks = _only_on_disk(names, ledger.prefixes, ledger.below.blocks)
+        states: tuple[tuple[int, bytes], ...] = ()
+        if ledger.states is not None:
+            states = _only_on_disk(state_names, ledger.states.snapshots, ledger.below.states)
+        return ReadAhead(request.request_id, blocks, states) if blocks or states else None
+
     def finish_saves(self, iteration: "Iteration", *, is_complete: bool) -> None:
         """A step has returned, or will not return."""
         blocks = [save for save in iteration.saves if not save.is_state]
@@ -91,6 +104,18 @@ class CachedCopies:
             if not is_readable:
                 failed.add(request)
         return failed
+
+
+def _only_on_disk(
+    names: "Iterable[bytes]", on_device: "Container[bytes]", lower: "LowerTiers"
+) -> tuple[tuple[int, bytes], ...]:
+    disk, host = lower[Tier.DISK], lower.get(Tier.HOST, ())
+    slots = ((disk.slot_of(name), name) for name in names)
+    return tuple(
+        (slot, name)
+        for slot, name in slots
+        if slot is not None and name not in on_device and name not in host
+    )
 
 
 def _move(

@@ -113,6 +113,15 @@ class LayerGroups(tuple[LayerGroup, ...]):
         pairs = zip(self, tables, strict=True)
         return [max(0, group.stop(stop, table.first) - table.stop) for group, table in pairs]
 
+    def check(self, tables: "Sequence[Table]") -> None:
+        """Assert that no block is in a request's tables twice, and that no table has too many."""
+        blocks = [block for table in tables for block in table.blocks]
+        assert len(set(blocks)) == len(blocks), "a block twice in the tables of a request"
+        for group, table in zip(self, tables, strict=True):
+            assert group.most_blocks is None or len(table.blocks) <= group.most_blocks, (
+                f"a table of {len(table.blocks)} blocks for a window of {group.window}"
+            )
+
     def num_behind(self, prefix: int, stop: int) -> int:
         """The blocks, over all groups, that cover the first `stop` blocks of a request behind a
         prefix of `prefix` blocks."""

@@ -123,11 +123,6 @@ class KVLedger:
         return sum(self._in_motion.values()) + self.pool.num_to_be_saved
 
     @property
-    def num_slots(self) -> int:
-        """Slots of all device blocks, each of one token in one layer group."""
-        return self.num_blocks * self.block_size
-
-    @property
     def longest_request(self) -> int:
         """The most slots that a request alone can hold on the device."""
         most = self.groups.longest_request(self.num_blocks)
@@ -195,7 +190,8 @@ class KVLedger:
 
     def _shortage(self, holding: Holding | None, num_slots: int) -> list[int]:
         """For each layer group, the blocks by which its table is too short for so many slots."""
-        return self.groups.shortage(holding and holding.tables, self.blocks_for(num_slots))
+        tables = None if holding is None else holding.tables
+        return self.groups.shortage(tables, self.blocks_for(num_slots))
 
     def num_slots_of(self, request_id: "RequestId") -> int:
         """Slots that the request holds on the device."""
@@ -388,7 +384,7 @@ class KVLedger:
         """Assert that every block is in exactly one state and that all counts agree."""
         holders = [0] * self.num_blocks
         for holding in self._held.values():
-            holding.check(self.groups)
+            self.groups.check(holding.tables)
             for block in holding.blocks():
                 holders[block] += 1
         self.pool.check(holders)

@@ -14,7 +14,7 @@ from engine.kv.cached_copies import CachedCopies
 from engine.kv.prefix import extend_hashes
 from engine.kv.prefix_search import PrefixSearch
 from engine.request import Move, Request, State
-from engine.step import BlockMove, Direction
+from engine.step import BlockMove, Direction, Tier
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterator, Sequence
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from engine.kv.state_ledger import StateLedger
     from engine.kv.tables import BlockPairs
     from engine.pool import RequestPool
-    from engine.step import StateSlots, StepEntry
+    from engine.step import ReadAhead, StateSlots, StepEntry
 
 SWAPPED = State.SWAPPED  # bound once (see engine.pool)
 
@@ -189,6 +189,18 @@ class KVManager:
         """Order copies of at most so many cached blocks to the tiers below, beside the step being
         planned."""
         self.copies.save(most)
+
+    def read_ahead(self, request: Request) -> "ReadAhead | None":
+        """The copies on the disk that a waiting request would load if it started now; None if there
+        are none."""
+        if Tier.DISK not in self.ledger.lower:
+            return None
+        prefix = self.prefix(request)
+        if self.keeps_all:
+            most = self._most_reusable(request) // self.block_size
+            return self.copies.ahead(request, request.block_hashes[len(prefix) : most], ())
+        states = [] if self.states is None else self.states.names(prefix)
+        return self.copies.ahead(request, self.ledger.groups.names(prefix), states)
 
     def with_blocks(self, request: Request, entry: "StepEntry") -> "StepEntry":
         """The entry with the request's blocks as they are now, in all layer groups."""

@@ -64,6 +64,10 @@ class SavedBlocks:
         yield from self._saved.values()
         yield from self._written.values()
 
+    def slot_of(self, block_hash: bytes) -> int | None:
+        """The slot of a copy; None if there is none."""
+        return self._saved.get(block_hash)
+
     def has_or_writes(self, block_hash: bytes) -> bool:
         """Whether there is a copy, or will be when the steps in flight return."""
         return block_hash in self._saved or block_hash in self._written

@@ -109,6 +109,10 @@ class StateLedger:
     def _has(self, name: bytes) -> bool:
         return name in self.snapshots or self.lower.has(name)
 
+    def names(self, hashes: "Sequence[bytes]") -> list[bytes]:
+        """The name of the snapshot behind a prefix; none if the prefix is empty."""
+        return [self._name(block_hash) for block_hash in hashes[-1:]]
+
     def _name(self, block_hash: bytes) -> bytes:
         """The name of the snapshot behind the block with this hash."""
         return name_in_group(block_hash, self.group)
@@ -120,8 +124,7 @@ class StateLedger:
 
     def num_missing(self, hashes: "Sequence[bytes]") -> int:
         """Slots that lack for a request to start behind this prefix; 0 or negative if none do."""
-        names = [self._name(block_hash) for block_hash in hashes[-1:]]
-        return 1 + self.pool.num_idle(names) - self.pool.num_available
+        return 1 + self.pool.num_idle(self.names(hashes)) - self.pool.num_available
 
     def interval(self, prompt_len: int) -> int:
         """The tokens between two snapshots of a prompt: all its snapshots are at most a quarter of
@@ -135,7 +138,7 @@ class StateLedger:
         """Give a request a slot of its own, and the snapshot behind the prefix that it shares. If
         that is not on the device, returns the slot to load it into, with its name."""
         assert request_id not in self._held, "a request has one state"
-        names = [self._name(block_hash) for block_hash in hashes[-1:]]
+        names = self.names(hashes)
         missing = [name for name in names if name not in self.snapshots]
         snapshot = self.pool.share(names[0]) if names and not missing else None
         (slot,) = self.pool.allocate(1)

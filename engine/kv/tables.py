@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from engine.kv.layer_groups import LayerGroup
     from engine.kv.state_ledger import StatePair
 
 
@@ -55,15 +54,6 @@ class Holding:
         for table, span in zip(self.tables, spans, strict=True):
             blocks += table.blocks[num_skipped : span.num_blocks]
         return blocks
-
-    def check(self, groups: "Sequence[LayerGroup]") -> None:
-        """Assert that no block is in the tables twice, and that no table has too many."""
-        blocks = list(self.blocks())
-        assert len(set(blocks)) == len(blocks), "a block twice in the tables of a request"
-        for group, table in zip(groups, self.tables, strict=True):
-            assert group.most_blocks is None or len(table.blocks) <= group.most_blocks, (
-                f"a table of {len(table.blocks)} blocks for a window of {group.window}"
-            )
 
 
 class Copied(NamedTuple):

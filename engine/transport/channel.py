@@ -16,13 +16,14 @@ from typing import NamedTuple
 
 from engine.errors import StepFailed, WorkerLost
 from engine.lora import LoraReport, LoraSpec, common_report
-from engine.step import Step, StepId, StepResult
+from engine.step import ReadAhead, Step, StepId, StepResult
 from engine.transport.connection import ConnectionLost, WorkerConnection
 from engine.transport.trace import TraceFile
 from engine.transport.wire import (
     FromWorker,
     LoadLora,
     LoraLoaded,
+    ReadCopies,
     RunStep,
     StepFailure,
     StepRan,
@@ -132,6 +133,11 @@ class StepChannel:
         """Let all workers free an adapter, which no step in flight uses."""
         if self._ended is None:
             self._send_all(frame(UnloadLora(lora_id)))
+
+    def read_ahead(self, copies: ReadAhead) -> None:
+        """Let all workers read copies in the disk tier for a waiting request."""
+        if self._ended is None:
+            self._send_all(frame(ReadCopies(copies)))
 
     def _send_all(self, data: bytearray) -> None:
         for connection in self._connections:

@@ -23,7 +23,7 @@ from engine.errors import EngineError, StartupError, Unavailable, WorkerLost
 from engine.lora import LoraReport, LoraSpec
 from engine.pooling import PoolSpec
 from engine.ports import Clock
-from engine.step import RequestId, SampleSpec, SamplingParams, Step, StepEntry, StepId
+from engine.step import ReadAhead, RequestId, SampleSpec, SamplingParams, Step, StepEntry, StepId
 from engine.transport.channel import ResultFuture, StepChannel
 from engine.transport.launcher import LaunchedWorker, Launcher, WorkerExit
 from engine.transport.process import LocalLauncher
@@ -168,6 +168,11 @@ class MultiprocessExecutor:
         self._forget_lora(lora_id)
         if self._channel is not None:
             self._channel.unload_lora(lora_id)
+
+    def read_ahead(self, copies: ReadAhead) -> None:
+        """Let the workers read copies in the disk tier for a waiting request, beside steps."""
+        if self._channel is not None:
+            self._channel.read_ahead(copies)
 
     def _forget_lora(self, lora_id: int) -> None:
         left = tuple(spec for spec in self._worker.loras if spec.lora_id != lora_id)

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from engine.lora import LoraReport, LoraSpec
-from engine.step import Step, StepId, StepResult, StepTimes
+from engine.step import ReadAhead, Step, StepId, StepResult, StepTimes
 from engine.worker_settings import WorkerReport, WorkerSettings
 
 MAX_FRAME_BYTES = 64 << 20  # a step of 256 requests with 128k tokens of context is about 8 MiB
@@ -44,6 +44,12 @@ class UnloadLora(Struct, frozen=True, tag="unload_lora", array_like=True):
     """Free a LoRA adapter, which no later step uses."""
 
     lora_id: int
+
+
+class ReadCopies(Struct, frozen=True, tag="read_ahead", array_like=True):
+    """Read copies in the disk tier ahead of the step that loads them, beside other steps."""
+
+    copies: ReadAhead
 
 
 class Goodbye(Struct, frozen=True, tag="goodbye", array_like=True):
@@ -97,7 +103,7 @@ class TraceEvents(Struct, frozen=True, tag="traced", array_like=True):
     times: StepTimes
 
 
-ToWorker: TypeAlias = LoadWorker | RunStep | LoadLora | UnloadLora | Goodbye
+ToWorker: TypeAlias = LoadWorker | RunStep | LoadLora | UnloadLora | ReadCopies | Goodbye
 FromWorker: TypeAlias = (
     LoadProgress | WorkerLoaded | LoadFailed | StepRan | StepFailure | LoraLoaded | TraceEvents
 )

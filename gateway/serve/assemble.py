@@ -163,7 +163,17 @@ def build_service(
     scheduler, metrics = plane.scheduler, plane.metrics
     ahead = loaded.lookahead
     depth = settings.pipeline_stages + ahead
-    engine = Engine(scheduler, loaded.executor, time.perf_counter, lookahead=ahead, depth=depth)
+    read_ahead = None
+    if settings.disk_kv is not None and settings.disk_kv_read_ahead:
+        read_ahead = loaded.executor.read_ahead
+    engine = Engine(
+        scheduler,
+        loaded.executor,
+        time.perf_counter,
+        lookahead=ahead,
+        depth=depth,
+        read_ahead=read_ahead,
+    )
     model = _served_model(settings, loaded, engine)
     loras = LoraRegistry(loaded.executor, plane.lora_usage, model.names, engine.fail_lora)
     loras.start(lora_specs(settings), loaded.report.loras, unix_now())

@@ -193,6 +193,11 @@ class EngineSettings(BaseSettings):
     disk_kv_memory: ByteSize = _option(
         ByteSize(10 << 30), "memory", "size of the disk tier of one model", "SIZE", ge=1
     )
+    disk_kv_read_ahead: bool = _option(
+        True,
+        "memory",
+        "read what a waiting request will load from the disk tier into host memory while it waits",
+    )
     gpu_memory_utilization: float = _option(
         0.9,
         "memory",

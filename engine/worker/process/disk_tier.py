@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.errors import StartupError
+from engine.step import ReadAhead
 from engine.worker.device import Device
 from engine.worker.model.kv.disk_pool import DiskFiles, folder_of
 from engine.worker.model.kv.kv_tensors import size_text
@@ -53,6 +54,12 @@ class DiskTier:
         if states is not None and self.states is not None:
             stored = StoredTensors(list(states.tensors()), states.num_slots, self.states)
         return TieredPool(host, blocks, stored)
+
+    def read_ahead(self, copies: ReadAhead) -> None:
+        """Begin to read the copies; does not wait."""
+        self.blocks.read_ahead(copies.request_id, copies.blocks)
+        if self.states is not None:
+            self.states.read_ahead(copies.request_id, copies.states)
 
     def wait(self) -> None:
         """Wait until all queued copies are written."""

@@ -29,7 +29,7 @@ from typing import Protocol, Self, TypeAlias
 
 from engine.errors import StartupError, WorkerLost
 from engine.lora import LoraReport, LoraSpec
-from engine.step import Step, StepTimes
+from engine.step import ReadAhead, Step, StepTimes
 from engine.transport.wire import (
     FrameReader,
     Goodbye,
@@ -38,6 +38,7 @@ from engine.transport.wire import (
     LoadProgress,
     LoadWorker,
     LoraLoaded,
+    ReadCopies,
     RunStep,
     ToWorker,
     UnloadLora,
@@ -91,6 +92,10 @@ class LoadableWorker(Protocol):
 
     def unload_lora(self, lora_id: int) -> None:
         """Free a LoRA adapter, in that thread."""
+        ...
+
+    def read_ahead(self, copies: ReadAhead) -> None:
+        """Begin to read copies in the disk tier; returns at once."""
         ...
 
     def learn(self, step: Step) -> None:
@@ -234,6 +239,9 @@ def orders(parent: Parent, worker: LoadableWorker, received: Received) -> Iterat
     def listen() -> None:
         try:
             while not isinstance(message := parent.receive(), Goodbye | LoadWorker):
+                if isinstance(message, ReadCopies):
+                    worker.read_ahead(message.copies)
+                    continue
                 if not isinstance(message, RunStep):
                     lora_thread.put(message)
                     continue

@@ -13,6 +13,7 @@ from engine.pooling import PoolSpec
 from engine.step import (
     Fault,
     ProposalSpec,
+    ReadAhead,
     RequestId,
     SampleSpec,
     SamplingParams,
@@ -89,6 +90,11 @@ class Worker:
     def load_lora(self, spec: LoraSpec) -> LoraReport:
         """Load a LoRA adapter beside the steps; the report has the error if that fails."""
         return self._loras.load(spec)
+
+    def read_ahead(self, copies: ReadAhead) -> None:
+        """Begin to read copies in the disk tier that a waiting request will load."""
+        if self._disk is not None:
+            self._disk.read_ahead(copies)
 
     @property
     def lora_linears(self) -> Sequence[LoraLinear]:

@@ -105,6 +105,7 @@ def test_every_setting_can_be_set_by_flag_environment_and_file(
         "host_kv_memory": "3MiB",
         "disk_kv": "kv",
         "disk_kv_memory": "4MiB",
+        "disk_kv_read_ahead": "false",
         "swap": "reactive",
         "max_step_seconds": "0.25",
         "itl_goal": "50ms",

@@ -144,11 +144,9 @@ def test_a_router_that_follows_the_events_knows_the_blocks_of_every_group(
                 assert blocks <= known, "removed and not stored"
                 known -= blocks
         rig.batches.clear()
-        ledger = rig.scheduler.ledger
-        groups = [
-            len(ledger.prefixes.blocks),
-            len(ledger.states.snapshots.blocks if num_states else ()),
-        ]  # type: ignore[union-attr] # has states
+        ledger, states = rig.scheduler.ledger, rig.scheduler.ledger.states
+        num_snapshots = 0 if states is None else len(states.snapshots.blocks)
+        groups = [len(ledger.prefixes.blocks), num_snapshots]
         counts = Counter(group == len(windows) for group, _ in known)
         assert [counts[False], counts[True]] == groups
     rig.scheduler.ledger.reset()
@@ -220,10 +218,10 @@ def test_copies_in_lower_tiers_are_events_with_the_tiers_medium() -> None:
     rig.events.removed(name)
     rig.events.planned(None, 0.0)  # type: ignore[arg-type] # not read
     names = [int.from_bytes(name[:8], "big")]
-    group = {"group_idx": 0, "kv_cache_spec_kind": "full_attention"}
+    group = (None, 0, "full_attention")
     assert rig.all_events() == [
-        BlockStored(names, None, [], BLOCK, None, "CPU", None, **group),
-        BlockStored(names, None, [], BLOCK, None, "STORAGE", None, **group),
+        BlockStored(names, None, [], BLOCK, None, "CPU", None, *group),
+        BlockStored(names, None, [], BLOCK, None, "STORAGE", None, *group),
         BlockRemoved(names, "CPU", 0),
         BlockRemoved(names, "GPU", 0),
     ]
@@ -256,11 +254,8 @@ def test_the_payload_is_that_of_vllm() -> None:
 
 def test_the_payload_with_layer_groups_is_that_of_vllm() -> None:
     """The golden frame was decoded as the structs of vLLM's `kv_events` when it was written."""
-    window = {"group_idx": 1, "kv_cache_spec_kind": "sliding_window"}
     events: list[Event] = [
-        BlockStored(
-            [1], 7, [5, 6], 2, None, "GPU", None, kv_cache_spec_sliding_window=512, **window
-        ),
+        BlockStored([1], 7, [5, 6], 2, None, "GPU", None, None, 1, "sliding_window", 512),
         BlockStored([2], 1, [8, 9], 2, None, "GPU", None, None, 2, "mamba"),
         BlockRemoved([1], "GPU", 1),
     ]
