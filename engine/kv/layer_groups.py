@@ -6,6 +6,8 @@ holds the KV of `block_size` tokens in as many layers. So no memory is set aside
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from engine.kv.prefix import name_in_group
+
 if TYPE_CHECKING:
     from collections.abc import Container, Iterator, Sequence
 
@@ -138,8 +140,3 @@ class LayerGroups(tuple[LayerGroup, ...]):
             num_growing -= 1  # a table of this group grows no further
             left -= most
         return left // num_growing if num_growing else None
-
-
-def name_in_group(block_hash: bytes, group: int) -> bytes:
-    """The hash under which a group's block is published; the first group has the plain hash."""
-    return block_hash if not group else bytes((block_hash[0] ^ group,)) + block_hash[1:]

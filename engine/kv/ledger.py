@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from engine.kv.block_pool import BlockPool
 from engine.kv.host_tier import HostTier
-from engine.kv.layer_groups import LayerGroups, name_in_group
+from engine.kv.layer_groups import LayerGroups
+from engine.kv.prefix import name_in_group
 from engine.kv.saved_blocks import LowerTiers, SavedBlocks, TiersBelow
 from engine.kv.state_ledger import StateLedger
 from engine.kv.tables import BlockPairs, Copied, Holding, Missing, Table
@@ -68,6 +69,7 @@ class KVLedger:
         assert num_blocks > 0 and block_size > 0, "a ledger has at least one slot"  # noqa: PT018
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.num_slots = num_blocks * block_size  # each of one token in one layer group
         self.groups = LayerGroups.of(windows, block_size, chunk)
         counts = (num_states, num_host_states, num_disk_states)
         group = len(self.groups)

@@ -45,6 +45,11 @@ def hash_blocks(
     return hashes
 
 
+def name_in_group(block_hash: bytes, group: int) -> bytes:
+    """The hash under which a group's block is published; the first group has the plain hash."""
+    return block_hash if not group else bytes((block_hash[0] ^ group,)) + block_hash[1:]
+
+
 def _next(before: bytes, tokens: "Sequence[int]") -> bytes:
     digest = blake2b(before, digest_size=DIGEST_BYTES)
     digest.update(array("i", tokens))

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from engine.kv.block_pool import BlockPool
 from engine.kv.host_tier import HostTier
-from engine.kv.layer_groups import name_in_group
+from engine.kv.prefix import name_in_group
 from engine.kv.saved_blocks import LowerTiers, SavedBlocks
 from engine.step import NO_STATE, Snapshot, StateSlots
 

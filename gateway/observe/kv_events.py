@@ -25,7 +25,7 @@ import msgspec
 
 from engine.errors import StartupError
 from engine.events import NullObserver
-from engine.kv.layer_groups import name_in_group
+from engine.kv.prefix import name_in_group
 from engine.step import Tier
 
 if TYPE_CHECKING:

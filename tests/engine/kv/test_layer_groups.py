@@ -7,8 +7,9 @@ import pytest
 from engine.control.scheduler import IterationScheduler
 from engine.control.settings import SchedulerSettings
 from engine.errors import ContextTooLong
-from engine.kv.layer_groups import LayerGroups, name_in_group
+from engine.kv.layer_groups import LayerGroups
 from engine.kv.ledger import NO_LIMIT, KVLedger
+from engine.kv.prefix import name_in_group
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.request import Request, RequestSpec
 from engine.step import RequestId, StepEntry, StepResult

@@ -12,8 +12,8 @@ import zmq
 from engine.control.scheduler import IterationScheduler
 from engine.control.settings import SchedulerSettings
 from engine.errors import StartupError
-from engine.kv.layer_groups import name_in_group
 from engine.kv.ledger import KVLedger
+from engine.kv.prefix import name_in_group
 from engine.lora import LoraAdapter
 from engine.policy import build
 from engine.request import Request, RequestSpec
