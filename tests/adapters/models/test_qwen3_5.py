@@ -62,8 +62,6 @@ def test_a_stage_without_attention_is_rejected(tmp_path: Path) -> None:
         _ = kv.block_bytes
 
 
-
-
 def test_too_little_memory_for_two_states_is_an_error_at_start(tmp_path: Path) -> None:
     settings = replace(
         settings_for(make_checkpoint(tmp_path, "qwen3_5")), kv_slots=0, kv_bytes=1 << 12
