@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from engine.errors import EngineError, RequestCancelled, StepFailed, Unavailable, WorkerLost
 from engine.request import Abort, Request, RequestSpec
-from engine.step import ReadAhead
+from engine.step import ReadAhead, Tier
 from engine.stream import TokenStream
 
 if TYPE_CHECKING:
@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 
     from engine.control.scheduler import IterationScheduler
     from engine.iteration import Iteration
+    from engine.kv.saved_blocks import StoreNames
     from engine.policy.port import Policy
-    from engine.ports import Clock, StepExecutor, StepFuture
+    from engine.ports import Clock, StepExecutor, StepFuture, StoreLookup
     from engine.step import RequestId
 
 logger = logging.getLogger(__name__)
@@ -74,16 +75,20 @@ class Engine:
         lookahead: int = 0,
         depth: int | None = None,
         read_ahead: "Callable[[ReadAhead], object] | None" = None,
+        lookup: "StoreLookup | None" = None,
     ) -> None:
         """At most `depth` iterations are in flight, `executor.depth` if it is None; `lookahead` of
         them are for iterations planned ahead. `is_ready` turns False if no iteration returns for
         `ready_seconds`. `read_ahead` is called with what workers should read from the disk for a
-        request that has to wait, and again when it has ended."""
+        request that has to wait, and again when it has ended. Before a request starts, `lookup`
+        finds what a shared store has of its prompt."""
         self.scheduler = scheduler
         scheduler.looks_ahead = lookahead > 0
         self._executor = executor
         self._clock = clock
         self._read_ahead = read_ahead
+        self._lookup = lookup
+        self._lookups: set[asyncio.Task[None]] = set()
         self._reads: set[RequestId] = set()  # live requests for which copies were read ahead
         self._ready_seconds = ready_seconds
         self._lookahead = lookahead
@@ -164,8 +169,27 @@ class Engine:
             self._watch_deadlines()
         if self._read_ahead is not None and self._in_flight:
             self._begin_read(request, self._read_ahead)
+        if self._lookup is not None:
+            self._begin_lookup(request, self._lookup)
         self._wakeup.set()
         return request
+
+    def _begin_lookup(self, request: Request, lookup: "StoreLookup") -> None:
+        names = self.scheduler.kv.to_look_up(request)
+        if names.blocks or names.states:
+            request.awaits_lookup = True
+            task = asyncio.get_running_loop().create_task(self._look_up(request, names, lookup))
+            self._lookups.add(task)
+            task.add_done_callback(self._lookups.discard)
+
+    async def _look_up(self, request: Request, names: "StoreNames", lookup: "StoreLookup") -> None:
+        """Let the scheduler know what the store has of a prompt; then the request may start."""
+        try:
+            found = await lookup.find([*names.blocks, *names.states])
+            self.scheduler.ledger.below.learn(Tier.STORE, found, names)
+        finally:
+            request.awaits_lookup = False
+            self._wakeup.set()
 
     def _begin_read(self, request: Request, read: "Callable[[ReadAhead], object]") -> None:
         """Let the workers read what the request will load, while it waits for an iteration."""

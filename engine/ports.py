@@ -4,6 +4,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Container, Sequence
+
     from engine.lora import LoraReport, LoraSpec
     from engine.step import Step, StepResult
 
@@ -52,6 +54,15 @@ class StepExecutor(Protocol):
 
         Raises `Unavailable` if they crashed too often in a row without completing a step.
         """
+        ...
+
+
+class StoreLookup(Protocol):
+    """Asks a store of KV that servers share."""
+
+    async def find(self, names: "Sequence[bytes]") -> "Container[bytes]":
+        """Those of the names that the store has. Returns within a bounded time, with nothing if the
+        store does not answer; does not raise."""
         ...
 
 

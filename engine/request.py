@@ -225,6 +225,7 @@ class Request:
     num_in_flight: int = 0  # iterations in flight that compute it or swap its KV
     num_cached: int = 0  # prompt tokens found in the prefix cache at first admission
     block_hashes: list[bytes] = field(default_factory=list)  # as far as needed: engine.kv.prefix
+    awaits_lookup: bool = False  # until a shared store has answered what it has of the prompt
     num_matched: int = 0  # leading blocks that were on the device
     num_evictions_seen: int = 0  # when `num_matched` was last checked: engine.kv.prefix_index
     num_drops_seen: int = 0  # in the tiers below, likewise

@@ -206,6 +206,7 @@ class Tier(StrEnum):
 
     HOST = "host"
     DISK = "disk"
+    STORE = "store"  # shared with other servers
 
 
 class ReadAhead(NamedTuple):
@@ -305,8 +306,8 @@ class StepResult:
     entry, with one item per target id. Both are empty if no entry requests any. The tokens of
     entries in `faults` are meaningless. So are those of the entries numbered in `late`: their
     last token has to be computed again in a later step. `seconds` is the worker's own time.
-    `unread` are device blocks that moves from the disk could not fill, `unread_states` the state
-    slots. `vectors` has one vector for
+    `unread` are device blocks that moves from the disk or a store could not fill, `unread_states`
+    the state slots. `vectors` has one vector for
     each entry with `pooling`, in their order, as little-endian float32. `proposals` has the
     proposed tokens of each entry with `proposal`; `proposal_seconds`, a part of `seconds`, is the
     draft model's time.

@@ -59,7 +59,8 @@ class WorkerSettings:
     `kv_slots` 0: as many as fit in `kv_bytes`, the total over all workers; both 0: the worker
     chooses from the free memory; so it does for `num_states` 0, the state slots of a model with
     recurrent layers. `host_kv_bytes`, also a total over all workers, is for KV that is
-    swapped out. `disk_kv_bytes` bounds the disk tier in `disk_kv_dir`; "" disables it.
+    swapped out. `disk_kv_bytes` bounds the disk tier in `disk_kv_dir`; "" disables it. `kv_store`
+    is the URL of a store that servers share; "": none.
     `threads` 0: a fair share of the cores; `thread_wait`, "spin" or "sleep", is how threads wait
     between kernels. `max_model_len` 0: the checkpoint's own limit. With `traces` the
     worker reports the times of each step. With `lookahead`, a step may use tokens that only the
@@ -88,6 +89,7 @@ class WorkerSettings:
     host_kv_bytes: int = 0
     disk_kv_dir: str = ""
     disk_kv_bytes: int = 0
+    kv_store: str = ""
     max_model_len: int = 0
     max_batch_tokens: int = 2048
     max_batch_size: int = 64
@@ -120,7 +122,8 @@ class WorkerReport:
     in their order. `windows` has the sliding window of each layer group, None for a group that
     keeps the KV of all tokens; `bytes_per_block` is the size of a block of one group. `pooling` is
     None if the model generates text. `num_draft_parameters` is the size of the draft model, or
-    of the layer for multi-token prediction and the head; 0 without one.
+    of the layer for multi-token prediction and the head; 0 without one. `kv_store_keys` names all
+    that the contents of the shared store depend on.
     """
 
     architecture: str
@@ -147,4 +150,5 @@ class WorkerReport:
     bytes_per_state: int = 0
     pooling: PoolingReport | None = None
     num_draft_parameters: int = 0
+    kv_store_keys: str = ""
     disk_state_hashes: bytes = b""

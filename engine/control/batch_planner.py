@@ -197,7 +197,7 @@ class BatchPlanner:
     def _admit(self, batch: "BatchBuilder", request: Request, now: float) -> bool:
         """Start a request without device KV if it fits. Returns whether requests behind it may be
         admitted in this plan."""
-        if request.is_suspect and batch.excludes_suspect(request):
+        if request.awaits_lookup or (request.is_suspect and batch.excludes_suspect(request)):
             return True
         if self._swap_planner.may_wait(request, self._ready_left(batch) - batch.seats):
             return True

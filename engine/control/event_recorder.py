@@ -67,6 +67,7 @@ _ABSENT_IF_0 = (
     "num_states",
     "num_host_states",
     "num_disk_states",
+    "num_store_names",
 )
 
 
@@ -104,6 +105,7 @@ class RecordingHeader:
     num_states: int = 0  # slots for recurrent states
     num_host_states: int = 0
     num_disk_states: int = 0
+    num_store_names: int = 0
 
     @property
     def _kept(self) -> tuple[int | None, ...]:
@@ -132,6 +134,7 @@ class RecordingHeader:
             num_states=self.num_states,
             num_host_states=self.num_host_states,
             num_disk_states=self.num_disk_states,
+            num_store_names=self.num_store_names,
         )
         return IterationScheduler(self.scheduler, ledger, policy, observer, cost, drafter)
 

@@ -4,6 +4,8 @@ from array import array
 from typing import TYPE_CHECKING
 
 from engine.iteration import Load, Save
+from engine.kv.prefix import name_in_group
+from engine.kv.saved_blocks import StoreNames
 from engine.step import BlockMove, Direction, ReadAhead, Tier
 
 if TYPE_CHECKING:
@@ -79,6 +81,20 @@ class CachedCopies:
         if ledger.states is not None:
             states = _only_on_disk(state_names, ledger.states.snapshots, ledger.below.states)
         return ReadAhead(request.request_id, blocks, states) if blocks or states else None
+
+    def unknown(self, hashes: "Sequence[bytes]") -> StoreNames:
+        """The names of blocks and snapshots of a prompt that are not on the device and, as far as
+        is known, in no tier below."""
+        ledger, (lower, states_lower) = self._ledger, self._ledger.below
+        groups = range(len(ledger.groups))
+        names = [name_in_group(one, group) for group in groups for one in hashes]
+        blocks = [name for name in names if name not in ledger.prefixes and not lower.has(name)]
+        states: list[bytes] = []
+        if ledger.states is not None:
+            snapshots = ledger.states.snapshots
+            names = [name_in_group(one, ledger.states.group) for one in hashes]
+            states = [one for one in names if one not in snapshots and not states_lower.has(one)]
+        return StoreNames(blocks, states)
 
     def finish_saves(self, iteration: "Iteration", *, is_complete: bool) -> None:
         """A step has returned, or will not return."""

@@ -59,25 +59,30 @@ class KVLedger:
         num_states: int = 0,
         num_host_states: int = 0,
         num_disk_states: int = 0,
+        num_store_names: int = 0,
     ) -> None:
         """`windows` has the window of each layer group, None for one that keeps all KV; a model
         without groups keeps no KV, and its requests hold no blocks. At most `chunk` tokens of a
         request are planned beyond those that are computed. A model with recurrent layers has
         `num_states` slots for states. With `saves_on_host` the host tier also keeps copies of
-        cached blocks and snapshots.
+        cached blocks and snapshots. `num_store_names` bounds what is known of a shared store.
         """
         assert num_blocks > 0 and block_size > 0, "a ledger has at least one slot"  # noqa: PT018
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.num_slots = num_blocks * block_size  # each of one token in one layer group
         self.groups = LayerGroups.of(windows, block_size, chunk)
-        counts = (num_states, num_host_states, num_disk_states)
+        counts = (num_states, num_host_states, num_disk_states, num_store_names)
         group = len(self.groups)
         self.states = StateLedger(*counts, saves_on_host, group=group) if num_states else None
         self.keeps_all = self.groups.keeps_all and self.states is None
         self.host = HostTier(num_host_blocks)
         self.disk = SavedBlocks.of_size(num_disk_blocks)
-        self.lower = LowerTiers.of(self.host.cached if saves_on_host else None, self.disk)
+        host, store = (
+            self.host.cached if saves_on_host else None,
+            SavedBlocks.of_size(num_store_names),
+        )
+        self.lower = LowerTiers.of(host, self.disk, store)
         self.saves = bool(self.lower)
         self.below = TiersBelow(self.lower, self.states.lower if self.states else LowerTiers())
         self.pool = BlockPool(num_blocks, self.lower)
@@ -372,7 +377,7 @@ class KVLedger:
         self._held.clear()
         self._copied.clear()
         self.pool.reset()
-        self.disk.abandon()
+        self.lower.abandon()
         if self.states is not None:
             self.states.reset()
 

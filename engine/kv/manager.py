@@ -13,6 +13,7 @@ from engine.iteration import NO_SWAPS, Iteration, Swaps
 from engine.kv.cached_copies import CachedCopies
 from engine.kv.prefix import extend_hashes
 from engine.kv.prefix_search import PrefixSearch
+from engine.kv.saved_blocks import StoreNames
 from engine.request import Move, Request, State
 from engine.step import BlockMove, Direction, Tier
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from engine.pool import RequestPool
     from engine.step import ReadAhead, StateSlots, StepEntry
 
+MOST_LOOKED_UP = 512  # blocks of a prompt, which are about 1 ms of hashing
 SWAPPED = State.SWAPPED  # bound once (see engine.pool)
 
 
@@ -189,6 +191,12 @@ class KVManager:
         """Order copies of at most so many cached blocks to the tiers below, beside the step being
         planned."""
         self.copies.save(most)
+
+    def to_look_up(self, request: Request) -> StoreNames:
+        """What a shared store may have of a request's prompt, of its first blocks."""
+        most = min(self._most_reusable(request) // self.block_size, MOST_LOOKED_UP)
+        extend_hashes(request, self.block_size, most)
+        return self.copies.unknown(request.block_hashes[:most])
 
     def read_ahead(self, request: Request) -> "ReadAhead | None":
         """The copies on the disk that a waiting request would load if it started now; None if there

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from engine.step import HASH_BYTES, Tier
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Container, Iterable, Iterator
 
     from engine.kv.prefix_index import PrefixListener
 
@@ -80,6 +80,12 @@ class SavedBlocks:
             self._saved.setdefault(block_hash, slot)
         taken = set(self._saved.values())
         self._free[:] = [slot for slot in self._free if slot not in taken]
+
+    def learn(self, names: "Iterable[bytes]") -> None:
+        """The tier, which others write to, has these copies."""
+        for name in names:
+            if not self.has_or_writes(name) and self.begin_save(name) is not None:
+                self.finish_save(name, is_complete=True)
 
     def begin_save(self, block_hash: bytes) -> int | None:
         """The slot for a new copy; None if every slot is in use by a step in flight."""
@@ -159,10 +165,10 @@ class LowerTiers(dict[Tier, SavedBlocks]):
     """The tiers in which cached blocks, or snapshots, are saved, the fastest first."""
 
     @classmethod
-    def of(cls, host: SavedBlocks | None, disk: SavedBlocks) -> "LowerTiers":
-        """Those of the two tiers that have slots."""
-        tiers = {} if host is None or not host.num_slots else {Tier.HOST: host}
-        return cls(tiers | ({Tier.DISK: disk} if disk.num_slots else {}))
+    def of(cls, host: SavedBlocks | None, disk: SavedBlocks, store: SavedBlocks) -> "LowerTiers":
+        """Those of the tiers that have slots."""
+        tiers = {Tier.HOST: host, Tier.DISK: disk, Tier.STORE: store}
+        return cls({tier: one for tier, one in tiers.items() if one is not None and one.num_slots})
 
     @property
     def version(self) -> int:
@@ -193,6 +199,12 @@ class LowerTiers(dict[Tier, SavedBlocks]):
         """The step that read the copy has returned. A copy that is not readable is dropped."""
         self[tier].unpin(block_hash, is_readable=is_readable)
 
+    def abandon(self) -> None:
+        """No step in flight will return; what outlives the worker is kept."""
+        for tier, copies in self.items():
+            if tier is not Tier.HOST:
+                copies.abandon()
+
     def restore_disk(self, hashes: bytes) -> None:
         """The disk tier has these contents from earlier: `HASH_BYTES` for each slot, zeros for an
         unused one."""
@@ -206,6 +218,13 @@ class LowerTiers(dict[Tier, SavedBlocks]):
             copies.on_change = partial(listener.copied, tier)
 
 
+class StoreNames(NamedTuple):
+    """Names of blocks and of snapshots that a shared store may have."""
+
+    blocks: list[bytes]
+    states: list[bytes]
+
+
 class TiersBelow(NamedTuple):
     """The tiers below the device: those of blocks, and those of snapshots of recurrent layers."""
 
@@ -215,6 +234,12 @@ class TiersBelow(NamedTuple):
     def of(self, *, is_state: bool) -> LowerTiers:
         """Those of snapshots, or of blocks."""
         return self.states if is_state else self.blocks
+
+    def learn(self, tier: Tier, found: "Container[bytes]", names: "StoreNames") -> None:
+        """Of these names, a tier that others write to has `found`."""
+        self.blocks[tier].learn(name for name in names.blocks if name in found)
+        if tier in self.states:
+            self.states[tier].learn(name for name in names.states if name in found)
 
     def restore_disk(self, hashes: bytes, state_hashes: bytes = b"") -> None:
         """The disk tier has these blocks and snapshots from earlier (`LowerTiers.restore_disk`)."""

@@ -80,6 +80,7 @@ class StateLedger:
         num_states: int,
         num_host_states: int = 0,
         num_disk_states: int = 0,
+        num_store_names: int = 0,
         saves_on_host: bool = False,
         *,
         group: int = 0,
@@ -90,7 +91,8 @@ class StateLedger:
         self.group = group
         self.host = HostTier(num_host_states)
         self.disk = SavedBlocks.of_size(num_disk_states)
-        self.lower = LowerTiers.of(self.host.cached if saves_on_host else None, self.disk)
+        store = SavedBlocks.of_size(num_store_names)
+        self.lower = LowerTiers.of(self.host.cached if saves_on_host else None, self.disk, store)
         self.pool = BlockPool(num_states, self.lower)
         self.snapshots = self.pool.prefixes
         self._held: dict[RequestId, _Held] = {}
@@ -273,7 +275,7 @@ class StateLedger:
     def reset(self) -> None:
         """The worker is lost: all slots are free."""
         self.host.reset()
-        self.disk.abandon()
+        self.lower.abandon()
         self._held.clear()
         self.pool.reset()
 

@@ -21,6 +21,7 @@ from prometheus_client.registry import Collector
 
 from engine.policy import name_of
 from engine.request import State
+from engine.step import Tier
 from gateway.observe.families import Described, histograms_of, labelled, table
 
 if TYPE_CHECKING:
@@ -224,6 +225,7 @@ class Exposition(Collector):
             ("host", "cached", len(ledger.host.cached)),
             ("host", "moving", ledger.host.num_moving),
             ("disk", "cached", len(ledger.disk)),
+            ("store", "cached", len(ledger.lower.get(Tier.STORE, ()))),
         ):
             slots.add_metric([tier, state], num_blocks * ledger.block_size)
         yield slots
@@ -263,6 +265,12 @@ class Exposition(Collector):
             "Requests that were preempted.",
             "kind",
             metrics.preemptions,
+        )
+        yield labelled(
+            "podway_kv_store_lookups_total",
+            "Prompts that were looked up in the store of --kv-store.",
+            "outcome",
+            metrics.kv_lookups,
         )
         yield labelled(
             "podway_swapped_blocks_total",

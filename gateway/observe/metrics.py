@@ -75,6 +75,7 @@ class Metrics(NullObserver):
         self.num_workers_lost = 0
         self.num_dropped_traces = 0
         self.num_dropped_kv_events = 0  # batches
+        self.kv_lookups = dict.fromkeys(("found", "missing", "failed"), 0)  # in a shared store
         self.iteration_seconds = Histogram(SECONDS)
         self.iteration_requests = Histogram(SIZES)
         self.iteration_tokens = Histogram(SIZES)

@@ -28,6 +28,7 @@ from engine.control.scheduler import IterationScheduler
 from engine.control.settings import SchedulerSettings
 from engine.cost.live import LiveCost
 from engine.events import Observer, ObserverGroup
+from engine.kv_store import MOST_NAMES
 from engine.loop import Engine
 from engine.policy import PolicySettings
 from engine.policy.estimates.lengths import LearnedLengths
@@ -55,6 +56,7 @@ from gateway.observe.traces import Traces
 from gateway.schema.fields.sampling import Vocabulary
 from gateway.serve.connection import ConnectionBounds
 from gateway.serve.credentials import Credentials, load_credentials
+from gateway.serve.kv_lookup import KVLookup
 from gateway.serve.load import LoadedModel, OnProgress, load_model, lora_specs, served_name
 from gateway.serve.saved import SavedFile
 from gateway.serve.server import Server, Signals, bind, raise_file_limit, unless_stopped
@@ -126,7 +128,8 @@ async def _serve(
                 port = listener.getsockname()[1]
                 cost = LiveCost(loaded.calibration.model)
                 plane = build_control_plane(settings, loaded, cost, stack)
-                service = build_service(settings, loaded, plane, credentials, store)
+                lookup = _kv_lookup(settings, loaded, plane.metrics, stack)
+                service = build_service(settings, loaded, plane, credentials, store, lookup)
                 server = build_server(settings, service, credentials)
                 await server.serve(listener, signals, lambda: announce(port, loaded))
                 if (errors := cost.errors.summary()) is not None:
@@ -158,6 +161,7 @@ def build_service(
     plane: ControlPlane,
     credentials: Credentials,
     store: Store,
+    lookup: KVLookup | None = None,
 ) -> Service:
     """The engine over a loaded model and its scheduler, and what routes use besides."""
     scheduler, metrics = plane.scheduler, plane.metrics
@@ -173,6 +177,7 @@ def build_service(
         lookahead=ahead,
         depth=depth,
         read_ahead=read_ahead,
+        lookup=lookup,
     )
     model = _served_model(settings, loaded, engine)
     loras = LoraRegistry(loaded.executor, plane.lora_usage, model.names, engine.fail_lora)
@@ -282,6 +287,18 @@ def _save_if_learned(file: SavedFile, lengths: LearnedLengths, num_before: int) 
         file.save(lengths.as_json())
 
 
+def _kv_lookup(
+    settings: Settings, loaded: LoadedModel, metrics: Metrics, stack: AsyncExitStack
+) -> KVLookup | None:
+    """A client of the shared store, which the workers read and write."""
+    keys = loaded.report.kv_store_keys
+    if not keys:
+        return None
+    lookup = KVLookup.open(settings.kv_store, keys, metrics)
+    stack.callback(lookup.close)
+    return lookup
+
+
 def _kv_events(
     settings: Settings, loaded: LoadedModel, metrics: Metrics, stack: AsyncExitStack
 ) -> KVEvents | None:
@@ -328,6 +345,7 @@ def _recording_header(settings: Settings, loaded: LoadedModel) -> RecordingHeade
         num_states=report.num_states,
         num_host_states=report.num_host_states,
         num_disk_states=len(report.disk_state_hashes) // HASH_BYTES,
+        num_store_names=MOST_NAMES if report.kv_store_keys else 0,
     )
 
 

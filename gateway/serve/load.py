@@ -238,6 +238,7 @@ def _worker_settings(settings: Settings, directory: Path) -> WorkerSettings:
         host_kv_bytes=int(settings.host_kv_memory),
         disk_kv_dir=str(settings.disk_kv.expanduser()) if settings.disk_kv is not None else "",
         disk_kv_bytes=int(settings.disk_kv_memory),
+        kv_store=settings.kv_store,
         max_model_len=settings.max_model_len,
         max_batch_tokens=settings.max_batch_tokens,
         max_batch_size=settings.max_batch_size,

@@ -193,6 +193,14 @@ class EngineSettings(BaseSettings):
     disk_kv_memory: ByteSize = _option(
         ByteSize(10 << 30), "memory", "size of the disk tier of one model", "SIZE", ge=1
     )
+    kv_store: str = _option(
+        "",
+        "memory",
+        "store of KV blocks that servers of one model share, as mooncake://HOST:PORT (the address "
+        "of mooncake_master; options: protocol, metadata, devices, host, segment); for a CPU and "
+        "a single worker. The store gets what prompts were about",
+        "URL",
+    )
     disk_kv_read_ahead: bool = _option(
         True,
         "memory",

@@ -39,16 +39,16 @@ def text(answer: dict[str, Any]) -> str:
     return content
 
 
-def until_saved(url: str) -> None:
-    """Wait until all cached blocks are on the disk."""
+def until_saved(url: str, tier: str = "disk") -> None:
+    """Wait until all cached blocks are in a tier."""
     for _ in range(600):
         slots = {
             line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1])
             for line in httpx.get(f"{url}/metrics").text.splitlines()
             if line.startswith("podway_kv_slots{")
         }
-        on_disk = slots['podway_kv_slots{state="cached",tier="disk"}']
-        if 0 < on_disk >= slots['podway_kv_slots{state="cached",tier="device"}']:
+        saved = slots[f'podway_kv_slots{{state="cached",tier="{tier}"}}']
+        if 0 < saved >= slots['podway_kv_slots{state="cached",tier="device"}']:
             return
         time.sleep(0.05)
     raise AssertionError(f"not saved: {slots}")

@@ -15,7 +15,7 @@ from engine.worker.ports.attention import (
     ThreadPool,
 )
 from engine.worker.ports.experts import Experts, ExpertWeights, Routing
-from engine.worker.ports.kv import BlockMover, Bytes, KVCapacity, KVTensors, Unread, as_bytes
+from engine.worker.ports.kv import BlockMover, KVCapacity, KVTensors, Unread, as_bytes
 from engine.worker.ports.layout import Int32s, Int64s, LoraSegment, RaggedLayout
 from engine.worker.ports.model import (
     BuildsMtp,
@@ -75,7 +75,6 @@ __all__ = [
     "AttentionSpec",
     "BlockMover",
     "BuildsMtp",
-    "Bytes",
     "CapturableAttention",
     "ChoosesShapes",
     "DeferredWeight",

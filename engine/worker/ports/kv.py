@@ -5,7 +5,6 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -89,9 +88,6 @@ def as_bytes(numbers: Tensor) -> Tensor:
     """
     is_small = numbers.is_floating_point() and numbers.itemsize == 1
     return numbers.view(torch.uint8) if is_small else numbers
-
-
-Bytes = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 
 
 class Unread(NamedTuple):

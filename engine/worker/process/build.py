@@ -31,8 +31,8 @@ from engine.worker.ports import (
     StepLimits,
 )
 from engine.worker.process.attention_choice import StageAttention, attention_specs
-from engine.worker.process.disk_tier import DiskTier, kv_facts
 from engine.worker.process.draft_model import DraftModel, LoadedDraft, load_draft
+from engine.worker.process.kept_kv import KeptKV
 from engine.worker.process.model_build import build_model, linear_sizes_of, load_loras
 from engine.worker.process.mtp_head import LoadedMtp, MtpHead, check_mtp, load_mtp
 from engine.worker.process.profile_run import ProfileRun
@@ -123,7 +123,7 @@ class WorkerParts:
     pooler: Pooler | None  # None if the model generates text
     constraints: Constraints
     mover: BlockMover
-    disk: DiskTier | None
+    kept: KeptKV
     launcher: LaunchesSteps | None  # None with several stages, or on the CPU
     loras: Loras
     limits: LayoutLimits
@@ -198,8 +198,8 @@ def build_worker(
     counts = kv.choose_counts(capacity, max_model_len, plane)
     cache, states = kv.allocate(counts.blocks), kv.states(counts.states)
     mover = kv.state_mover(kv.mover(cache, counts.host_blocks), states, counts.host_states)
-    disk = DiskTier.open(settings, kv_facts(settings, checkpoint, device, max_model_len), kv)
-    mover = mover if disk is None else disk.mover(mover, cache, states)
+    kept = KeptKV.open(settings, checkpoint, kv, max_model_len)
+    disk, mover = kept.disk, kept.mover(mover, cache, states)
     whole = WholeModel(
         stage=make_stage(cache, states),
         constraints=constraints,
@@ -219,7 +219,7 @@ def build_worker(
         pooler=Pooler.of(checkpoint.pooling, built.model.features, built.head),
         constraints=constraints,
         mover=whole.mover,
-        disk=disk,
+        kept=kept,
         launcher=launcher,
         loras=loras,
         limits=whole.limits,
@@ -240,6 +240,7 @@ def build_worker(
             weights=device.weights,
             num_host_blocks=counts.host_blocks,
             disk_hashes=b"" if disk is None else disk.blocks.hashes(),
+            kv_store_keys=kept.keys,
             disk_state_hashes=disk.states.hashes() if disk and disk.states else b"",
             kernels=device.kernels,
             loras=tuple(load_loras(loras, settings, progress)),

@@ -1,4 +1,4 @@
-"""The disk tier of a worker: its files, their sizes, and what their contents depend on."""
+"""The disk tier of a worker: its files and their sizes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,14 +6,9 @@ from pathlib import Path
 
 from engine.errors import StartupError
 from engine.step import ReadAhead
-from engine.worker.device import Device
 from engine.worker.model.kv.disk_pool import DiskFiles, folder_of
 from engine.worker.model.kv.kv_tensors import size_text
-from engine.worker.model.kv.recurrent_states import RecurrentStates
-from engine.worker.model.kv.tiered_pool import StoredTensors, TieredPool
-from engine.worker.ports import BlockMover, KVTensors
 from engine.worker.process.stage_kv import StageKV
-from engine.worker.weights.checkpoint import Checkpoint
 from engine.worker_settings import WorkerSettings
 
 STATES = "states"  # folder of the snapshots of recurrent layers, within that of the blocks
@@ -32,28 +27,13 @@ class DiskTier:
         its bytes. Raises `StartupError`."""
         if not settings.disk_kv_dir:
             return None
-        if settings.placement.num_workers > 1:
-            raise StartupError("--disk-kv needs a single worker: no stages and no ranks")
-        if kv.device.place.type != "cpu":
-            raise StartupError("--disk-kv needs KV in host memory; use --device cpu")
-        if not kv.groups.windows:
-            raise StartupError("--disk-kv is for models that keep KV; an encoder keeps none")
+        check_kept(settings, "--disk-kv", kv)
         memory, folder = settings.disk_kv_bytes, folder_of(Path(settings.disk_kv_dir), facts)
         states = None
         if kv.shard.shape.recurrent_layers:
             memory //= 2
             states = _files(folder / STATES, memory, kv.state_bytes, "snapshot")
         return cls(_files(folder, memory, kv.block_bytes, "block"), states)
-
-    def mover(
-        self, host: BlockMover, cache: KVTensors, states: RecurrentStates | None
-    ) -> TieredPool:
-        """Moves blocks and states to and from the host tier, by `host`, and these files."""
-        blocks = StoredTensors(cache.in_memory_order(), cache.num_blocks, self.blocks)
-        stored = None
-        if states is not None and self.states is not None:
-            stored = StoredTensors(list(states.tensors()), states.num_slots, self.states)
-        return TieredPool(host, blocks, stored)
 
     def read_ahead(self, copies: ReadAhead) -> None:
         """Begin to read the copies; does not wait."""
@@ -84,21 +64,11 @@ def _files(folder: Path, num_bytes: int, slot_bytes: int, what: str) -> DiskFile
     return DiskFiles(folder, num_bytes // slot_bytes, slot_bytes)
 
 
-def kv_facts(
-    settings: WorkerSettings, checkpoint: Checkpoint, device: Device, max_model_len: int
-) -> str:
-    """All that the bytes of KV blocks depend on, beside the tokens."""
-    numbers: tuple[object, ...] = (
-        device.dtype,
-        device.kv_dtype,
-        device.weights,
-        settings.activation_bits,
-    )
-    paths = () if checkpoint.files is None else checkpoint.files.files
-    stats = [(path.name, path.stat()) for path in paths]
-    files = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
-    model = files or str(checkpoint.directory)
-    original = checkpoint.family.shape.original_positions
-    if original is not None:
-        numbers += ("long" if max_model_len > original else "short",)
-    return f"{model} {checkpoint.architecture} {numbers} {settings.block_size} {device.kernels}"
+def check_kept(settings: WorkerSettings, flag: str, kv: StageKV) -> None:
+    """Raise `StartupError` if this worker's KV cannot be kept outside the process."""
+    if settings.placement.num_workers > 1:
+        raise StartupError(f"{flag} needs a single worker: no stages and no ranks")
+    if kv.device.place.type != "cpu":
+        raise StartupError(f"{flag} needs KV in host memory; use --device cpu")
+    if not kv.groups.windows:
+        raise StartupError(f"{flag} is for models that keep KV; an encoder keeps none")

@@ -57,7 +57,7 @@ class Worker:
         self._pooler = parts.pooler
         self._reader = OutputReader(parts.stage.head, parts.sampler, parts.constraints)
         self._mover = parts.mover
-        self._disk = parts.disk
+        self._kept = parts.kept
         self._launcher = parts.launcher
         self._loras = parts.loras
         self._device = parts.device
@@ -93,8 +93,7 @@ class Worker:
 
     def read_ahead(self, copies: ReadAhead) -> None:
         """Begin to read copies in the disk tier that a waiting request will load."""
-        if self._disk is not None:
-            self._disk.read_ahead(copies)
+        self._kept.read_ahead(copies)
 
     @property
     def lora_linears(self) -> Sequence[LoraLinear]:
@@ -136,8 +135,7 @@ class Worker:
         began = time.monotonic()
         with torch.inference_mode(), self._mover.moving(step.moves) as unread:
             pass
-        if self._disk is not None:
-            self._disk.wait()
+        self._kept.wait()
         ended = time.monotonic()
         self.times = StepTimes(None, began, ended)
         return StepResult(

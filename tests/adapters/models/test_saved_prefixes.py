@@ -42,8 +42,7 @@ def num_cached(outcome: RequestOutcome) -> int:
 
 def end(worker: Worker) -> None:
     """As at the end of the process."""
-    assert worker._disk is not None
-    worker._disk.close()
+    worker._kept.close()
 
 
 @pytest.mark.parametrize("kind", KINDS)

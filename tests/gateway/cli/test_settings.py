@@ -106,6 +106,7 @@ def test_every_setting_can_be_set_by_flag_environment_and_file(
         "disk_kv": "kv",
         "disk_kv_memory": "4MiB",
         "disk_kv_read_ahead": "false",
+        "kv_store": "mooncake://10.0.0.1:50051",
         "swap": "reactive",
         "max_step_seconds": "0.25",
         "itl_goal": "50ms",

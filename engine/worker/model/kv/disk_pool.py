@@ -23,9 +23,9 @@ from queue import SimpleQueue
 import numpy as np
 
 from engine.errors import StartupError
+from engine.kv_store import Bytes
 from engine.step import HASH_BYTES, RequestId
 from engine.worker.model.kv.read_ahead import ReadAheadBuffer
-from engine.worker.ports import Bytes
 
 logger = logging.getLogger(__name__)
 

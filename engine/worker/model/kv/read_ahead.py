@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
+from engine.kv_store import Bytes
 from engine.step import RequestId
-from engine.worker.ports import Bytes
 
 THREADS = 2
 

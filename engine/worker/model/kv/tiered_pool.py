@@ -1,26 +1,27 @@
 """TieredPool: the moves between the device and the tiers below, in host memory and in a store."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from engine.kv_store import KVStore
 from engine.step import HASH_BYTES, BlockMove, Direction, Tier
-from engine.worker.model.kv.disk_pool import DiskFiles
 from engine.worker.model.kv.host_pool import read_blocks
 from engine.worker.ports import BlockMover, Unread
 
 
 class StoredTensors:
-    """Copies between tensors in host memory and the disk tier: KV blocks, or recurrent states."""
+    """Copies between tensors in host memory and a store: KV blocks, or recurrent states."""
 
-    def __init__(self, tensors: Sequence[Tensor], num_rows: int, files: DiskFiles) -> None:
+    def __init__(self, tensors: Sequence[Tensor], num_rows: int, store: KVStore) -> None:
         """A copy has row i of each of the tensors, `[num_rows or more, …]` each."""
         self._tensors = tensors
         self._num_rows = num_rows
-        self._files = files
+        self._row_bytes = sum(tensor[:1].numel() * tensor.itemsize for tensor in tensors)
+        self._store = store
 
     def write(self, move: BlockMove) -> None:
         """Queue copies of the rows."""
@@ -31,17 +32,21 @@ class StoredTensors:
         ]
         content = torch.cat(columns, dim=1).numpy()
         for slot, block_hash, row in zip(slots, hashes, content, strict=True):
-            self._files.write(slot, block_hash, row)
+            self._store.write(slot, block_hash, row)
 
     def read(self, move: BlockMove) -> list[int]:
         """Fill the rows; returns those that could not be filled."""
         device, slots, hashes = self._sides(move)
-        found = self._files.read(slots, hashes)
-        readable = [number for number, content in enumerate(found) if content is not None]
-        if readable:
-            contents = [content for content in found if content is not None]
-            self._fill(device[readable], torch.from_numpy(np.stack(contents)))
-        return [int(device[n]) for n, one in enumerate(found) if one is None]
+        found = dict(enumerate(self._store.read(slots, hashes)))
+        contents = {
+            number: content
+            for number, content in found.items()
+            if content is not None and len(content) == self._row_bytes
+        }
+        if contents:
+            stacked = torch.from_numpy(np.stack(list(contents.values())))
+            self._fill(device[list(contents)], stacked)
+        return [int(device[number]) for number in found if number not in contents]
 
     def _fill(self, rows: Tensor, content: Tensor) -> None:
         start = 0
@@ -52,9 +57,9 @@ class StoredTensors:
             start += width
 
     def _sides(self, move: BlockMove) -> tuple[Tensor, list[int], list[bytes]]:
-        """Rows, disk slots and hashes of a move; raises `ValueError` if out of range."""
+        """Rows, slots and hashes of a move; raises `ValueError` if out of range."""
         device = read_blocks(move.device, self._num_rows, "device")
-        slots = read_blocks(move.host, self._files.num_slots, "disk").tolist()
+        slots = read_blocks(move.host, self._store.num_slots, str(move.tier)).tolist()
         cut = range(0, len(move.hashes), HASH_BYTES)
         hashes = [move.hashes[at : at + HASH_BYTES] for at in cut]
         if not len(device) == len(slots) == len(hashes):
@@ -63,15 +68,19 @@ class StoredTensors:
 
 
 class TieredPool:
-    """A `BlockMover` over the host tier's mover and the disk tier, for KV in host memory."""
+    """A `BlockMover` over the host tier's mover and the stores of other tiers, for KV in host
+    memory."""
 
     def __init__(
-        self, host: BlockMover, blocks: StoredTensors, states: StoredTensors | None = None
+        self,
+        host: BlockMover,
+        blocks: Mapping[Tier, StoredTensors],
+        states: Mapping[Tier, StoredTensors] | None = None,
     ) -> None:
         """`states` is for a model with recurrent layers."""
         self._host = host
         self._blocks = blocks
-        self._states = states
+        self._states = states or {}
 
     @contextmanager
     def moving(self, moves: Sequence[BlockMove]) -> Iterator[Unread]:
@@ -82,9 +91,9 @@ class TieredPool:
             if move.tier is Tier.HOST:
                 with self._host.moving([move]):
                     continue
-            stored = self._states if move.is_state else self._blocks
+            stored = (self._states if move.is_state else self._blocks).get(move.tier)
             if stored is None:
-                raise ValueError("a move of states of a model without recurrent layers")
+                raise ValueError(f"a move to or from the tier {move.tier}, which there is not")
             if move.direction is Direction.OUT:
                 stored.write(move)
             else:

@@ -176,7 +176,8 @@ def move(
 def tiered(device: KVTensors, dtype: torch.dtype, files: DiskFiles) -> TieredPool:
     """A disk tier below a host tier without blocks."""
     host = HostPool(device, allocate(SHAPE, 2, 0, BLOCK, dtype))
-    return TieredPool(host, StoredTensors(device.in_memory_order(), device.num_blocks, files))
+    stored = StoredTensors(device.in_memory_order(), device.num_blocks, files)
+    return TieredPool(host, {Tier.DISK: stored})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int8])

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from engine.kv_store import Bytes
 from engine.step import RequestId
 from engine.worker.model.kv.disk_pool import DiskFiles
 from engine.worker.model.kv.read_ahead import ReadAheadBuffer
-from engine.worker.ports import Bytes
 
 A, B, C = (bytes([number]) * 16 for number in (1, 2, 3))
 ONE, OTHER = RequestId(1), RequestId(2)

@@ -1,0 +1,114 @@
+"""KV that outlives a worker: the disk tier and a shared store, and what their contents depend
+on."""
+
+from dataclasses import dataclass
+from hashlib import file_digest, sha256
+from pathlib import Path
+
+from engine.kv_store import KVStore, SharedStore, open_store
+from engine.step import ReadAhead, Tier
+from engine.worker.device import Device
+from engine.worker.model.kv.recurrent_states import RecurrentStates
+from engine.worker.model.kv.tiered_pool import StoredTensors, TieredPool
+from engine.worker.ports import BlockMover, KVTensors
+from engine.worker.process.disk_tier import DiskTier, check_kept
+from engine.worker.process.stage_kv import StageKV
+from engine.worker.weights.checkpoint import Checkpoint
+from engine.worker_settings import WorkerSettings
+
+KEY_DIGITS = 24
+
+
+@dataclass(frozen=True, slots=True)
+class KeptKV:
+    """The disk tier and the shared store of a worker, each None if it has none. `keys` names what
+    the contents of the store depend on."""
+
+    disk: DiskTier | None
+    store: SharedStore | None
+    keys: str = ""
+
+    @classmethod
+    def open(
+        cls, settings: WorkerSettings, checkpoint: Checkpoint, kv: StageKV, max_model_len: int
+    ) -> "KeptKV":
+        """Raises `StartupError`."""
+        facts = _kv_facts(settings, checkpoint, kv.device, max_model_len)
+        disk = DiskTier.open(settings, f"{_stats(checkpoint)} {facts}", kv)
+        if not settings.kv_store:
+            return cls(disk, None)
+        check_kept(settings, "--kv-store", kv)
+        keys = sha256(f"{_digests(checkpoint)} {facts}".encode()).hexdigest()[:KEY_DIGITS]
+        return cls(disk, open_store(settings.kv_store, keys, lends_memory=True), keys)
+
+    def mover(
+        self, host: BlockMover, cache: KVTensors, states: RecurrentStates | None
+    ) -> BlockMover:
+        """Moves blocks and states to and from the host tier, by `host`, and the tiers here."""
+        stores: dict[Tier, tuple[KVStore, KVStore | None]] = {}
+        if self.disk is not None:
+            stores[Tier.DISK] = self.disk.blocks, self.disk.states
+        if self.store is not None:
+            stores[Tier.STORE] = self.store, self.store
+        if not stores:
+            return host
+        of_blocks, of_states = {}, {}
+        for tier, (blocks, snapshots) in stores.items():
+            of_blocks[tier] = StoredTensors(cache.in_memory_order(), cache.num_blocks, blocks)
+            if states is not None and snapshots is not None:
+                tensors = list(states.tensors())
+                of_states[tier] = StoredTensors(tensors, states.num_slots, snapshots)
+        return TieredPool(host, of_blocks, of_states)
+
+    def read_ahead(self, copies: ReadAhead) -> None:
+        """Begin to read copies on the disk; does not wait."""
+        if self.disk is not None:
+            self.disk.read_ahead(copies)
+
+    def wait(self) -> None:
+        """Wait until all queued copies are written."""
+        for one in (self.disk, self.store):
+            if one is not None:
+                one.wait()
+
+    def close(self) -> None:
+        """Write what is queued and close the files and the store."""
+        for one in (self.disk, self.store):
+            if one is not None:
+                one.close()
+
+
+def _kv_facts(
+    settings: WorkerSettings, checkpoint: Checkpoint, device: Device, max_model_len: int
+) -> str:
+    """All that the bytes of KV blocks depend on, beside the tokens and the weights."""
+    numbers: tuple[object, ...] = (
+        device.dtype,
+        device.kv_dtype,
+        device.weights,
+        settings.activation_bits,
+    )
+    original = checkpoint.family.shape.original_positions
+    if original is not None:
+        numbers += ("long" if max_model_len > original else "short",)
+    return f"{checkpoint.architecture} {numbers} {settings.block_size} {device.kernels}"
+
+
+def _stats(checkpoint: Checkpoint) -> str:
+    """The weights, as this machine names them."""
+    stats = [(path.name, path.stat()) for path in _weight_files(checkpoint)]
+    files = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+    return str(files or checkpoint.directory)
+
+
+def _digests(checkpoint: Checkpoint) -> str:
+    """The weights by their bytes, which are the same on every machine."""
+    digests = []
+    for path in _weight_files(checkpoint):
+        with path.open("rb") as file:
+            digests.append((path.name, file_digest(file, "blake2b").hexdigest()))
+    return str(digests or checkpoint.directory)
+
+
+def _weight_files(checkpoint: Checkpoint) -> "tuple[Path, ...]":
+    return () if checkpoint.files is None else tuple(checkpoint.files.files)
