@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 from engine.errors import StartupError
 from engine.step import ReadAhead
-from engine.worker.model.kv.disk_pool import DiskFiles, folder_of
+from engine.worker.model.kv.disk_pool import DiskFiles, folder_of, remove_unused
 from engine.worker.model.kv.kv_tensors import size_text
 from engine.worker.process.stage_kv import StageKV
 from engine.worker_settings import WorkerSettings
@@ -28,12 +29,15 @@ class DiskTier:
         if not settings.disk_kv_dir:
             return None
         check_kept(settings, "--disk-kv", kv)
-        memory, folder = settings.disk_kv_bytes, folder_of(Path(settings.disk_kv_dir), facts)
+        directory = Path(settings.disk_kv_dir)
+        memory, folder = settings.disk_kv_bytes, folder_of(directory, facts)
         states = None
         if kv.shard.shape.recurrent_layers:
             memory //= 2
             states = _files(folder / STATES, memory, kv.state_bytes, "snapshot")
-        return cls(_files(folder, memory, kv.block_bytes, "block"), states)
+        blocks = _files(folder, memory, kv.block_bytes, "block")
+        remove_unused(directory, folder, datetime.now(UTC).timestamp())
+        return cls(blocks, states)
 
     def read_ahead(self, copies: ReadAhead) -> None:
         """Begin to read the copies; does not wait."""

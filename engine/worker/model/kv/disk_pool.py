@@ -12,10 +12,13 @@ Copies that a waiting request will load are read ahead, into a bounded buffer in
 import fcntl
 import logging
 import os
+import re
+import shutil
 import threading
 import zlib
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
 from queue import SimpleQueue
@@ -31,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 VERSION = 1  # of the files
 FOLDER_DIGITS = 24
+HEADERS = "headers"  # the file that the server which uses a folder locks
+UNUSED_DAYS = 30
 HEADER = np.dtype([("hash", f"V{HASH_BYTES}"), ("checksum", "<u4"), ("is_used", "<u4")])
 READERS = 4  # threads
 MOST_QUEUED_BYTES = 256 << 20  # waiting for the disk; copies beyond that are not written
@@ -46,7 +51,8 @@ class DiskFiles:
     """The slots of the disk tier, `block_bytes` each."""
 
     def __init__(self, folder: Path, num_slots: int, block_bytes: int) -> None:
-        """Open or create the files. Raises `StartupError`."""
+        """Open or create the files, which are sparse and have this size from now on: a smaller one
+        keeps the first slots. Raises `StartupError`."""
         self.num_slots = num_slots
         self.block_bytes = block_bytes
         self._queue: SimpleQueue[tuple[int, bytes, Bytes] | None] = SimpleQueue()
@@ -56,9 +62,11 @@ class DiskFiles:
         self._has_failed = False
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            self._blocks = _open(folder / "blocks", num_slots * block_bytes)
-            self._headers = _open(folder / "headers", num_slots * HEADER.itemsize)
+            self._headers = _open(folder / HEADERS)
             fcntl.flock(self._headers, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._blocks = _open(folder / "blocks")
+            os.ftruncate(self._headers, num_slots * HEADER.itemsize)
+            os.ftruncate(self._blocks, num_slots * block_bytes)
         except BlockingIOError:
             raise StartupError(f"--disk-kv {folder} is in use by another server") from None
         except OSError as error:
@@ -155,10 +163,18 @@ def _header(block_hash: bytes, content: bytes) -> bytes:
     return np.array((block_hash, zlib.crc32(content), 1), HEADER).tobytes()
 
 
-def _open(path: Path, num_bytes: int) -> int:
-    """A sparse file of at least this size; it is not truncated, so that a smaller setting keeps
-    the first slots."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    if os.fstat(descriptor).st_size < num_bytes:
-        os.ftruncate(descriptor, num_bytes)
-    return descriptor
+def remove_unused(directory: Path, keep: Path, now: float) -> None:
+    """Delete the folders of models and formats that no server has written to for `UNUSED_DAYS`, so
+    that each update of a model does not leave its files forever."""
+    for folder in directory.iterdir():
+        headers = folder / HEADERS
+        is_ours = re.fullmatch(f"[0-9a-f]{{{FOLDER_DIGITS}}}", folder.name) and headers.is_file()
+        if is_ours and folder != keep and now - headers.stat().st_mtime > UNUSED_DAYS * 86400:
+            with headers.open("rb") as file, suppress(OSError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder)
+                logger.info("--disk-kv: removed %s, unused for %d days", folder, UNUSED_DAYS)
+
+
+def _open(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT, 0o600)

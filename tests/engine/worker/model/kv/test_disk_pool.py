@@ -154,6 +154,42 @@ def test_a_folder_that_cannot_be_written_fails_the_start(tmp_path: Path) -> None
         DiskFiles(tmp_path / "file" / "x", 4, 100)
 
 
+def test_a_smaller_setting_gives_back_the_disk_and_keeps_the_first_slots(tmp_path: Path) -> None:
+    first = DiskFiles(tmp_path, 4, 100)
+    for slot, name in enumerate((A, B, C)):
+        first.write(slot, name, content(slot, 100))
+    first.close()
+    smaller = DiskFiles(tmp_path, 2, 100)
+    assert (tmp_path / "blocks").stat().st_size == 200
+    assert smaller.hashes() == A + B
+    smaller.close()
+
+
+def test_a_server_that_finds_the_folder_in_use_changes_no_file(
+    tmp_path: Path, files: DiskFiles
+) -> None:
+    with pytest.raises(StartupError, match="is in use by another server"):
+        DiskFiles(tmp_path, 1, 100)
+    assert (tmp_path / "blocks").stat().st_size == 400
+
+
+def test_folders_that_are_long_unused_are_removed_unless_a_server_has_them(tmp_path: Path) -> None:
+    names = ("used", "unused", "locked", "recent")
+    folders = {name: folder_of(tmp_path, name) for name in names}
+    opened = {name: DiskFiles(folder, 2, 100) for name, folder in folders.items()}
+    for name in names[:3]:
+        os.utime(folders[name] / "headers", (0, 0))
+    for name in ("used", "unused", "recent"):
+        opened[name].close()
+    other = tmp_path / "not-ours"
+    other.mkdir()
+    now = (folders["recent"] / "headers").stat().st_mtime
+    disk_pool.remove_unused(tmp_path, folders["used"], now)
+    left = {folder.name for folder in tmp_path.iterdir()}
+    assert left == {"not-ours", *(folders[name].name for name in ("used", "locked", "recent"))}
+    opened["locked"].close()
+
+
 def test_another_model_or_format_has_another_folder(tmp_path: Path) -> None:
     assert folder_of(tmp_path, "m float32") != folder_of(tmp_path, "m int8")
 
