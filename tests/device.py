@@ -54,7 +54,7 @@ class RememberingDevice:
             (tier, is_state): {} for tier in Tier for is_state in (False, True)
         }
         self._outputs = OutputMemory()
-        self.unreadable: set[int] = set()  # disk slots
+        self.unreadable: set[int] = set()  # slots of the disk and of a shared store
         self.num_loaded = 0  # blocks and states of prefixes
 
     def forget(self) -> None:
@@ -109,7 +109,8 @@ class RememberingDevice:
         for device, host in zip(array("i", move.device), array("i", move.host), strict=True):
             is_in = move.direction is Direction.IN
             self.num_loaded += is_in and bool(move.hashes)
-            is_lost = is_in and move.tier is Tier.DISK and host in self.unreadable
+            is_lost = is_in and move.tier is not Tier.HOST and host in self.unreadable
+            is_lost &= bool(move.hashes)
             if is_lost:
                 unread.append(device)
             for offset in range(size):

@@ -111,6 +111,7 @@ class Case:
             "num_disk_blocks": sizes[0],
             "num_disk_states": sizes[1],
             "saves_on_host": random.random() < 0.5,
+            "num_store_names": random.choice([0, 0, 2, 50]),
         }
 
     def policy(self) -> Policy:
