@@ -213,9 +213,11 @@ class LowerTiers(dict[Tier, SavedBlocks]):
             self[Tier.DISK].restore((slot, one) for slot, one in enumerate(slots) if any(one))
 
     def listen(self, listener: "PrefixListener") -> None:
-        """Report to `listener` which copies there are."""
+        """Report to `listener` which copies this server has; those of a shared store are not its
+        own."""
         for tier, copies in self.items():
-            copies.on_change = partial(listener.copied, tier)
+            if tier is not Tier.STORE:
+                copies.on_change = partial(listener.copied, tier)
 
 
 class StoreNames(NamedTuple):

@@ -42,7 +42,7 @@ END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 REPLAY_POLL_SECONDS = 0.05
 CLOSE_SECONDS = 1.0
 DEVICE = "GPU"  # vLLM's names of the media; this one is where attention reads KV
-MEDIA = {Tier.HOST: "CPU", Tier.DISK: "STORAGE", Tier.STORE: "STORE"}
+MEDIA = {Tier.HOST: "CPU", Tier.DISK: "STORAGE"}
 FULL, WINDOW, RECURRENT = "full_attention", "sliding_window", "mamba"  # vLLM's `KVCacheSpecKind`
 
 

@@ -244,6 +244,15 @@ def test_a_copy_in_a_lower_tier_is_reported_with_its_layer_group() -> None:
     assert removed == [BlockRemoved(hashes, "GPU", 1), BlockRemoved(hashes, "STORAGE", 1)]
 
 
+def test_what_a_shared_store_has_is_not_reported() -> None:
+    rig = Rig()
+    ledger = KVLedger(8, BLOCK, num_store_names=4)
+    ledger.listen(rig.events)
+    ledger.lower[Tier.STORE].learn([bytes(range(16))])
+    rig.events.planned(None, 0.0)  # type: ignore[arg-type] # not read
+    assert not rig.all_events()
+
+
 def test_the_payload_is_that_of_vllm() -> None:
     """The golden frame was decoded by vLLM 0.32's own `KVEventBatch` when it was written."""
     stored = BlockStored([1, 2**64 - 1], None, [5, 6, 7, 8], 2, None, "GPU", None, [("s",), None])
