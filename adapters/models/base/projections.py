@@ -86,7 +86,7 @@ def embedding_and_head(
     part, hidden = shard.vocabulary, shard.shape.hidden_size
     embedding = head = None
     if shard.is_first:
-        tokens = weights.tensor(TensorSlice(name, (part.size, hidden), rows=part.run))
+        tokens = weights.lookup(TensorSlice(name, (part.size, hidden), rows=part.run))
         embedding = Embedding(tokens, part, shard.all_reduce)
     if not shard.has_logits:
         if weights.has("lm_head.weight"):

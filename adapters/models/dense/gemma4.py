@@ -142,7 +142,7 @@ class Gemma4(RotaryFamily):
         projection = TensorSlice(f"{root}.per_layer_model_projection.weight", (size, hidden))
         norm = weights.tensor(TensorSlice(f"{root}.per_layer_projection_norm.weight", (width,)))
         return LayerInputs(
-            rows=weights.tensor(
+            rows=weights.lookup(
                 TensorSlice(f"{root}.embed_tokens_per_layer.weight", (self._input_vocab, size))
             ),
             scale=width**0.5,

@@ -89,7 +89,7 @@ class Bert:
         )
         return Encoder(
             blocks,
-            tokens=Embedding(weights.tensor(tokens), part, shard.all_reduce),
+            tokens=Embedding(weights.lookup(tokens), part, shard.all_reduce),
             learned_positions=weights.tensor(positions),
             token_types=weights.tensor(types),
             embedding_norm=self._norm(weights, f"{at}.LayerNorm", operators),

@@ -89,7 +89,7 @@ class ModernBert:
         )
         return Encoder(
             blocks,
-            tokens=Embedding(weights.tensor(tokens), part, shard.all_reduce),
+            tokens=Embedding(weights.lookup(tokens), part, shard.all_reduce),
             ropes=ropes,
             norm=norm,
             embedding_norm=self._norm(weights, f"{root}embeddings.norm", operators),

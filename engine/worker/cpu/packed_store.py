@@ -16,6 +16,7 @@ from engine.worker.ports import (
     DeferredWeight,
     LinearFormat,
     LinearWeight,
+    Lookup,
     TensorSlice,
     Weight,
     WeightSource,
@@ -52,6 +53,9 @@ class DeferredWeights:
 
     def weight(self, part: TensorSlice) -> DeferredWeight:
         return DeferredWeight(part, self._read, self._weights.skip)
+
+    def lookup(self, part: TensorSlice) -> Lookup:
+        return self._weights.lookup(part)
 
     def skip(self, name: str) -> None:
         self._weights.skip(name)

@@ -10,16 +10,15 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from engine.worker.ports import Linear, Norm
+from engine.worker.ports import Linear, Lookup, Norm
 
 
 @dataclass(frozen=True, slots=True)
 class LayerInputs:
     """Computes the inputs of all layers, once per step."""
 
-    rows: Tensor  # [vocab, layers * width]
+    rows: Lookup  # [vocab, layers * width]
     scale: float  # of the rows
     projection: Linear  # hidden to layers * width
     norm: Norm  # over width
@@ -28,7 +27,7 @@ class LayerInputs:
 
     def __call__(self, ids: Tensor, hidden: Tensor) -> Tensor:
         """`[tokens, layers, width]` from token ids and their embeddings `[tokens, hidden]`."""
-        own = F.embedding(ids, self.rows) * self.scale
+        own = self.rows(ids) * self.scale
         projected = self.norm(self.projection(hidden).view(-1, self.width)).view(own.shape)
         return ((projected + own) * self.result_scale).view(len(ids), -1, self.width)
 

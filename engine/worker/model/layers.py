@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from engine.worker.model.layer_inputs import LayerInput, StageInputs
 from engine.worker.model.rope import Rope
-from engine.worker.ports import AllReduce, Linear, Norm, RankPart, RopeAngles, StepContext
+from engine.worker.ports import AllReduce, Linear, Lookup, Norm, RankPart, RopeAngles, StepContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,16 +34,16 @@ class RowParallelLinear:
 class Embedding:
     """Embeddings of the ids in `part`; with `all_reduce` the other ranks hold the other ids."""
 
-    rows: Tensor  # [part, hidden]
+    rows: Lookup  # [part, hidden]
     part: RankPart
     all_reduce: AllReduce | None = None
 
     def __call__(self, ids: Tensor) -> Tensor:
         if self.all_reduce is None:
-            return F.embedding(ids, self.rows)
+            return self.rows(ids)
         place = ids - self.part.run.start
         elsewhere = (place < 0) | (place >= len(self.part.run))
-        hidden = F.embedding(place.masked_fill(elsewhere, 0), self.rows)
+        hidden = self.rows(place.masked_fill(elsewhere, 0))
         hidden.masked_fill_(elsewhere[:, None], 0.0)
         self.all_reduce(hidden)
         return hidden

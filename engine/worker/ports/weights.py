@@ -65,6 +65,7 @@ class DeferredWeight:
 
 
 LinearWeight: TypeAlias = Weight | DeferredWeight
+Lookup: TypeAlias = Callable[[Tensor], Tensor]  # int64 [n] to [n, columns] in the worker's dtype
 
 
 def loaded(weight: LinearWeight) -> Weight:
@@ -178,6 +179,13 @@ class WeightSource(Protocol):
 
     def weight(self, part: TensorSlice) -> LinearWeight:
         """The slice of a linear's weight `[out, in]`, which may be quantized, or read later.
+
+        Raises `StartupError` if missing or misshapen.
+        """
+        ...
+
+    def lookup(self, part: TensorSlice) -> Lookup:
+        """Reads rows of a matrix, an embedding, by their indices.
 
         Raises `StartupError` if missing or misshapen.
         """

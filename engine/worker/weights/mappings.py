@@ -3,9 +3,11 @@
 import ctypes
 import sys
 from collections.abc import Iterable, Iterator
-from mmap import MADV_DONTNEED
+from mmap import MADV_DONTNEED, PAGESIZE
 from pathlib import Path
 from typing import NamedTuple
+
+from torch import Tensor
 
 SMAPS = Path("/proc/self/smaps")
 
@@ -25,14 +27,36 @@ def drop_pages(paths: Iterable[Path]) -> None:
     What is read again comes from the system's page cache, or from the file. A mapping that was
     written to is left alone: its changes would be lost.
     """
-    if sys.platform != "linux":
-        return
-    wanted = {str(path.resolve()) for path in paths}
+    for mapping in _unwritten(paths):
+        drop(range(mapping.start, mapping.stop))
+
+
+def file_pages(tensors: Iterable[Tensor], paths: Iterable[Path]) -> list[range]:
+    """The addresses of those pages of mapped files that hold nothing but one of these tensors.
+
+    Empty for tensors that are not views of these files.
+    """
+    found = []
+    for tensor in tensors:
+        start, stop = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        pages = range(-(-start // PAGESIZE) * PAGESIZE, stop // PAGESIZE * PAGESIZE)
+        if any(each.start <= start and stop <= each.stop for each in _unwritten(paths)):
+            found.append(pages)
+    return found
+
+
+def drop(pages: range) -> None:
+    """Give back pages of a mapped file, which must not have been written to."""
     madvise = ctypes.CDLL(None).madvise
-    for mapping in _mappings():
-        if mapping.path in wanted and not mapping.own_bytes:
-            length = ctypes.c_size_t(mapping.stop - mapping.start)
-            madvise(ctypes.c_void_p(mapping.start), length, MADV_DONTNEED)
+    madvise(ctypes.c_void_p(pages.start), ctypes.c_size_t(len(pages)), MADV_DONTNEED)
+
+
+def _unwritten(paths: Iterable[Path]) -> list[Mapping]:
+    """The mappings of these files of which this process has no pages of its own."""
+    if sys.platform != "linux":
+        return []
+    wanted = {str(path.resolve()) for path in paths}
+    return [each for each in _mappings() if each.path in wanted and not each.own_bytes]
 
 
 def _mappings() -> Iterator[Mapping]:

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from engine.errors import StartupError
 from engine.worker.model.kv.kv_tensors import available_bytes, size_text
-from engine.worker.ports import TensorSlice
-from engine.worker.weights.source import Outline
+from engine.worker.ports import Lookup, TensorSlice
+from engine.worker.weights.source import Outline, StoredRows
 
 SPREAD = 0.02 * 3**0.5  # half-width of a uniform distribution of standard deviation 0.02
 CHUNK = 1 << 20  # elements made by one generator
@@ -91,6 +91,9 @@ class RandomWeights:
 
     def weight(self, part: TensorSlice) -> Tensor:
         return self.tensor(part)
+
+    def lookup(self, part: TensorSlice) -> Lookup:
+        return StoredRows(self.tensor(part), self._dtype)
 
     def _vector(self, name: str, size: int) -> Tensor:
         if name.endswith(".bias"):

@@ -1,21 +1,27 @@
 """The tensors of a checkpoint as a model reads them: by name, shape and slice.
 
 A tensor in the worker's dtype is a view of the mapped file; other dtypes are converted, one tensor
-at a time. Every tensor of the checkpoint must have a place in the model: each worker first builds
-the whole model without its contents, and a tensor left over is an error.
+at a time, and an embedding one row at a time. Every tensor of the checkpoint must have a place in
+the model: each worker first builds the whole model without its contents, and a tensor left over is
+an error.
 """
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Sequence, Set
 from fnmatch import fnmatch
 from math import prod
+from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from engine.errors import StartupError
-from engine.worker.ports import TensorSlice, Weight, dequantize
+from engine.worker.ports import Lookup, TensorSlice, Weight, dequantize
 from engine.worker.weights.checkpoint_files import CheckpointFiles
+from engine.worker.weights.mappings import drop, file_pages
+
+MAX_ROWS = 256  # of an embedding, read before its pages are given back: 16 MiB
 
 
 class Weights:
@@ -79,6 +85,10 @@ class Weights:
         found = found.to(self._dtype)
         return found.t() if part.is_transposed else found
 
+    def lookup(self, part: TensorSlice) -> Lookup:
+        """The matrix stays in the file, in its dtype or format: only rows are converted."""
+        return StoredRows(self._read(part), self._dtype, self._files.files)
+
     def _read(self, part: TensorSlice) -> Weight:
         """As it is stored, so perhaps transposed."""
         self.check(part)
@@ -101,6 +111,41 @@ class Weights:
     def expect(self, num_tensors: int) -> None:
         """Set the number of tensors that progress counts up to."""
         self._num_expected = num_tensors
+
+
+class StoredRows:
+    """A `Lookup` in a matrix that is stored in any dtype or format, perhaps in mapped files.
+
+    For each row that is read the system maps 16 pages. They are given back after `MAX_ROWS` rows,
+    or most of an embedding would be counted as this process's memory.
+    """
+
+    def __init__(self, weight: Weight, dtype: torch.dtype, files: Sequence[Path] = ()) -> None:
+        self._weight = weight
+        self._dtype = dtype
+        self._files = files
+        self._pages: list[range] | None = None  # of the matrix, once they are known
+        self._num_rows = 0  # read since pages were given back
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        weight = self._weight
+        if isinstance(weight, Tensor):
+            found = F.embedding(ids, weight)
+        else:
+            found = weight.map(lambda tensor: tensor[ids]).dequantize()
+        self._num_rows += len(ids)
+        if self._files and self._num_rows > MAX_ROWS:
+            self._drop_pages()
+        return found.to(self._dtype)
+
+    def _drop_pages(self) -> None:
+        self._num_rows = 0
+        if self._pages is None:
+            weight = self._weight
+            tensors = [weight] if isinstance(weight, Tensor) else [*weight.tensors.values()]
+            self._pages = file_pages(tensors, self._files)
+        for pages in self._pages:
+            drop(pages)
 
 
 class Surveyed(Protocol):
@@ -135,6 +180,9 @@ class Outline:
 
     def weight(self, part: TensorSlice) -> Tensor:
         return self.tensor(part)
+
+    def lookup(self, part: TensorSlice) -> Lookup:
+        return StoredRows(self.tensor(part), torch.float32)
 
     def skip(self, name: str) -> None:
         self.requested[name] = 0

@@ -3,12 +3,14 @@
 The host reads the next piece of the file into one buffer while the GPU copies the other.
 """
 
+from functools import partial
 from weakref import WeakValueDictionary
 
 from torch import Tensor
+from torch.nn import functional as F
 
 from engine.worker.cuda.gpu import Gpu
-from engine.worker.ports import TensorSlice, Weight, WeightSource, loaded
+from engine.worker.ports import Lookup, TensorSlice, Weight, WeightSource, loaded
 
 PIECE_BYTES = 32 << 20
 
@@ -34,6 +36,10 @@ class OnDevice:
         found = self._copy(self._weights.tensor(part))
         self._on_gpu[part] = found
         return found
+
+    def lookup(self, part: TensorSlice) -> Lookup:
+        """As `WeightSource`, of a matrix on the GPU."""
+        return partial(F.embedding, weight=self.tensor(part))
 
     def weight(self, part: TensorSlice) -> Weight:
         """As `WeightSource`; a tied output head reuses the embedding that is already on the GPU."""

@@ -4,8 +4,10 @@ import mmap
 from pathlib import Path
 
 import pytest
+import torch
 
 from engine.worker.weights.mappings import SMAPS, drop_pages
+from engine.worker.weights.source import StoredRows
 from tests.checkpoints import make_checkpoint
 from tests.engine.worker.process.driving import Driver, load_worker
 
@@ -45,6 +47,21 @@ def test_pages_are_dropped_unless_they_were_written_to(tmp_path: Path, is_writte
     assert maps[0][5] == (1 if is_written else ord("x"))
     for mapped in maps:
         mapped.close()
+
+
+def test_pages_of_an_embedding_are_dropped_after_many_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.worker.weights.source.MAX_ROWS", 8)
+    rows = torch.arange(512.0)[:, None].expand(512, 1024)
+    path = tmp_path / "rows"
+    path.write_bytes(rows.numpy().tobytes())
+    stored = torch.from_file(str(path), shared=False, size=rows.numel(), dtype=torch.float32)
+    lookup = StoredRows(stored.view(rows.shape), torch.float32, [path])
+    for first in range(0, 500, 40):
+        for ids, is_kept in ((range(first, first + 4), True), (range(first, first + 8), False)):
+            assert torch.equal(lookup(torch.tensor(ids)), rows[ids.start : ids.stop])
+            assert (resident(path) > 0) == is_kept
 
 
 def test_a_loaded_worker_keeps_few_file_pages_and_computes_the_same(tmp_path: Path) -> None:
