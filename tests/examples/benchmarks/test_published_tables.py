@@ -1,5 +1,6 @@
 """Pages whose tables are written from the JSON of their runs: each row is on its page."""
 
+from examples.benchmarks import fractions
 from examples.benchmarks.virtual_time.policy_tables import report_on
 from tests.examples.benchmarks.published import RESULTS, plain, read
 
@@ -153,3 +154,26 @@ def test_the_time_to_first_token_after_a_restart_is_that_of_its_run() -> None:
     assert f"`--disk-kv` | {1e3 * medians['after_restart']:.0f} ms |" in page
     assert f"without | {1e3 * medians['after_restart_without']:.0f} ms |" in page
     assert f"| next message | {1e3 * medians['next_message']:.0f} ms |" in page
+
+
+# Fractions of the machine's limits
+
+
+def test_each_page_of_fractions_is_that_of_its_runs() -> None:
+    for path in (RESULTS / "offline").glob("*/figures.json"):
+        page = fractions.page(read(str(path.relative_to(RESULTS))))
+        assert path.with_name("README.md").read_text() == page
+
+
+def test_fractions_name_the_limit_of_each_step() -> None:
+    row = {"kind": "decode", "num_requests": 1, "num_tokens": 1, "seconds": 0.012, "fraction": 0.9}
+    prefill = {**row, "kind": "prefill", "num_tokens": 128, "bound": "compute"}
+    run = {
+        "rows": [{**row, "bound": "read"}, prefill],
+        "load": [0.1, 1.2],
+        "limits": {"read": {"rate": 48.5e9}, "int8": {"rate": 9e11}},
+    }
+    page = fractions.page({"cpu": "Zen", "cores": 2, "shape": "M500", "runs": {"int8": run}})
+    assert "| | 1 row | prefill 128 |" in page
+    assert "| int8 | 90 % read | 90 % compute |" in page
+    assert "48.5 GB/s read, 900 Gint8 operations/s" in page
