@@ -76,12 +76,10 @@ def _quantize(
     values: Tensor,
     scales: Tensor,
 ) -> None:
-    scratch = torch.empty(pool.threads * 2 * GROUP)
     operands = QuantizeOperands(
         x=weight.data_ptr(),
         width=weight.shape[1],
         values=values.data_ptr(),
         scales=scales.data_ptr(),
-        scratch=scratch.data_ptr(),
     )
     KernelCall(pool, kernel, operands).over_rows(len(weight))

@@ -18,8 +18,6 @@ from engine.worker.weights.formats.int4 import FRACTIONS, GROUP, MIDDLE
 from engine.worker.weights.formats.int8 import MAX_INT8
 
 HALF_BYTES = 2
-# Added and subtracted, this rounds a small float32 to the nearest integer, ties to even.
-ROUNDING = np.float32(12582912.0)
 
 
 @operands
@@ -30,7 +28,6 @@ class QuantizeOperands(ctypes.Structure):
     width: int  # of int4 a multiple of GROUP
     values: int  # int8 [rows, width], or two of int4 in a byte
     scales: int  # float32 [rows], or float16 [rows, groups]
-    scratch: int  # of int4: float32 [threads, 2, GROUP]
     rows: int
     rows_per_chunk: int
 
@@ -48,25 +45,19 @@ def quantize_int8(operands, chunk, thread):
         scale = largest_magnitude(int32s(at, a.width)) / np.float32(MAX_INT8)
         step = scale if scale > 0 else np.float32(1)
         for k in range(len(x)):
-            values[k] = np.int8((x[k] / step + ROUNDING) - ROUNDING)
+            values[k] = np.int8(np.rint(x[k] / step))
         scales[row] = scale
 
 
-@leaf
-def _to_steps(x, steps, scale):
-    """Round a group to its nearest steps; they are floats from -MIDDLE on."""
-    inverse = np.float32(1) / scale if scale != 0 else np.float32(0)
-    for k in range(GROUP):
-        step = (x[k] * inverse + ROUNDING) - ROUNDING
-        step = np.float32(-MIDDLE) if step < np.float32(-MIDDLE) else step
-        steps[k] = np.float32(MIDDLE - 1) if step > np.float32(MIDDLE - 1) else step
-
-
 @fast_leaf
-def _squared_error(x, steps, scale):
-    total = np.float32(0)
+def _squared_error(x, scale, inverse):
+    """Of a group in steps of `scale`."""
+    least, most, total = np.float32(-MIDDLE), np.float32(MIDDLE - 1), np.float32(0)
     for k in range(GROUP):
-        error = steps[k] * scale - x[k]
+        step = np.rint(x[k] * inverse)
+        step = least if step < least else step
+        step = most if step > most else step
+        error = step * scale - x[k]
         total += error * error
     return total
 
@@ -81,32 +72,37 @@ def _largest(x):
 
 
 @leaf
-def _quantize_group(x, nibbles, scale_at, steps, best):
+def _nibble(step):
+    """A step, rounded, as an unsigned number of 4 bits."""
+    least, most = np.int32(0), np.int32(2 * MIDDLE - 1)
+    nibble = np.int32(np.rint(step)) + np.int32(MIDDLE)
+    nibble = least if nibble < least else nibble
+    return most if nibble > most else nibble
+
+
+@leaf
+def _quantize_group(x, nibbles, scale_at):
     largest, best_error, best_scale = _largest(x), np.float32(np.inf), np.float32(0)
-    for k in range(GROUP):
-        best[k] = np.float32(0)
     for fraction in FRACTIONS:
         store_one(FLOAT16, scale_at, largest * np.float32(-fraction / MIDDLE))
         scale = load_one(FLOAT16, scale_at)
-        _to_steps(x, steps, scale)
-        error = _squared_error(x, steps, scale)
+        inverse = np.float32(1) / scale if scale != 0 else np.float32(0)
+        error = _squared_error(x, scale, inverse)
         if error < best_error:
             best_error, best_scale = error, scale
-            for k in range(GROUP):
-                best[k] = steps[k]
     store_one(FLOAT16, scale_at, best_scale)
+    inverse = np.float32(1) / best_scale if best_scale != 0 else np.float32(0)
     for pair in range(GROUP // 2):
-        low, high = np.int32(best[2 * pair]) + MIDDLE, np.int32(best[2 * pair + 1]) + MIDDLE
+        low, high = _nibble(x[2 * pair] * inverse), _nibble(x[2 * pair + 1] * inverse)
         nibbles[pair] = np.int8(low | high << 4)
 
 
 def quantize_int4(operands, chunk, thread):
     """`QuantizeOperands` with a scale per group: of several ranges, that of the least error."""
     a = _read_operands(operands)
-    groups, own = a.width // GROUP, a.scratch + thread * 2 * GROUP * BYTES
-    steps, best = float32s(own, GROUP), float32s(own + GROUP * BYTES, GROUP)
+    groups = a.width // GROUP
     for row in range(chunk * a.rows_per_chunk, min(a.rows, (chunk + 1) * a.rows_per_chunk)):
         for group in range(row * groups, (row + 1) * groups):
             x = float32s(a.x + group * GROUP * BYTES, GROUP)
             nibbles = int8s(a.values + group * GROUP // 2, GROUP // 2)
-            _quantize_group(x, nibbles, a.scales + group * HALF_BYTES, steps, best)
+            _quantize_group(x, nibbles, a.scales + group * HALF_BYTES)
