@@ -3,12 +3,16 @@
 Each token costs one wakeup and one write of its stream. If the loop is saturated, streams wait
 `gap` seconds after each write, so that the next event carries several tokens. The gap grows while
 the loop's thread is busy and shrinks otherwise. On an idle server every token is written at once.
+
+The thread is busy if it runs for most of the time in which it does not wait for a core. Time in
+which other processes have all cores says nothing about the loop's own work: it would delay tokens
+whenever workers compute long steps on the same cores.
 """
 
 import asyncio
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,45 +21,60 @@ if TYPE_CHECKING:
     from gateway.observe.metrics import Histogram
 
 PROBE_SECONDS = 0.05
-BUSY = 0.9  # fraction of the time above which the gap grows
+BUSY = 0.9  # fraction of that time above which the gap grows
 CALM = 0.75  # fraction below which it shrinks
 FIRST_GAP = 0.01
 MAX_GAP = 0.25
 _SCHEDSTAT = Path("/proc/thread-self/schedstat")  # Linux: nanoseconds running, and runnable
 
 
-def thread_seconds() -> float:
-    """Seconds that this thread has been running or runnable; sleeping does not count."""
+class ThreadTimes(NamedTuple):
+    """Seconds in which a thread was running, and in which it waited for a core."""
+
+    running: float
+    queued: float
+
+    def share_since(self, before: "ThreadTimes", seconds: float) -> float:
+        """The fraction of the last `seconds`, without those for a core, in which it was running."""
+        running = self.running - before.running
+        return running / max(running, seconds - (self.queued - before.queued), 1e-9)
+
+
+def thread_times() -> ThreadTimes:
+    """The times of the calling thread; elsewhere than on Linux it seems never to be queued."""
     try:
         running, queued, _ = _SCHEDSTAT.read_bytes().split()
     except OSError:
-        return time.thread_time()
-    return (int(running) + int(queued)) * 1e-9
+        return ThreadTimes(time.thread_time(), 0.0)
+    return ThreadTimes(int(running) * 1e-9, int(queued) * 1e-9)
 
 
 class LoopWatch:
     """Probes the loop it runs on; observes in `lag` how late each probe was, in seconds."""
 
     def __init__(
-        self, clock: "Clock", lag: "Histogram", spent: "Callable[[], float]" = thread_seconds
+        self,
+        clock: "Clock",
+        lag: "Histogram",
+        times: "Callable[[], ThreadTimes]" = thread_times,
     ) -> None:
         self.gap = 0.0
         self.last_lag = 0.0  # seconds, of the latest probe
         self.is_busy = False  # in the latest period
         self._clock = clock
         self._lag = lag
-        self._spent = spent
+        self._times = times
 
     async def run(self) -> None:
         """Probe until cancelled."""
-        clock, spent_before, woke_at = self._clock, self._spent(), self._clock()
+        clock, before, woke_at = self._clock, self._times(), self._clock()
         while True:
             await asyncio.sleep(PROBE_SECONDS)
-            now, spent = clock(), self._spent()
+            now, times = clock(), self._times()
             self.last_lag = max(0.0, now - woke_at - PROBE_SECONDS)
             self._lag.add(self.last_lag)
-            self.update((spent - spent_before) / (now - woke_at))
-            woke_at, spent_before = now, spent
+            self.update(times.share_since(before, now - woke_at))
+            woke_at, before = now, times
 
     def update(self, share: float) -> None:
         """Set the gap after a period in which the loop was busy for this fraction of the time."""

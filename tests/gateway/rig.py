@@ -37,7 +37,7 @@ from gateway.access.quotas import Quotas
 from gateway.batch.lines import LineLimits
 from gateway.batch.runner import BatchRunner
 from gateway.loras import LoraRegistry
-from gateway.observe.backpressure import LoopWatch
+from gateway.observe.backpressure import LoopWatch, ThreadTimes
 from gateway.observe.exposition import Exposition
 from gateway.observe.live import LiveView
 from gateway.observe.loras import LoraUsage
@@ -220,7 +220,7 @@ def build_rig(setting: Setting) -> Rig:
         grammars=GrammarCheck(CheckedOnLoop()),
         exposition=Exposition(metrics, scheduler, MODEL, store.database, request_log, lora_usage),
         loras=LoraRegistry(loader, lora_usage, (MODEL, *setting.aliases), engine.fail_lora),
-        watch=LoopWatch(clock, metrics.loop_lag, spent=lambda: 0.0),
+        watch=LoopWatch(clock, metrics.loop_lag, times=lambda: ThreadTimes(0.0, 0.0)),
         clock=clock,
         unix_now=lambda: EPOCH + int(clock() - born_at),
         random=random.Random(setting.seed),

@@ -3,7 +3,15 @@
 import asyncio
 
 from engine.simulated.virtual_loop import run_virtual
-from gateway.observe.backpressure import FIRST_GAP, MAX_GAP, LoopWatch, thread_seconds
+from gateway.observe.backpressure import (
+    BUSY,
+    CALM,
+    FIRST_GAP,
+    MAX_GAP,
+    LoopWatch,
+    ThreadTimes,
+    thread_times,
+)
 from gateway.observe.metrics import Histogram
 from tests.gateway.rig import CHAT, Rig, Setting, chat, play
 
@@ -51,7 +59,9 @@ def test_a_late_probe_is_counted_as_lag() -> None:
         return now
 
     async def main() -> None:
-        watching = asyncio.create_task(LoopWatch(late_clock, lag, lambda: 0.0).run())
+        watching = asyncio.create_task(
+            LoopWatch(late_clock, lag, lambda: ThreadTimes(0.0, 0.0)).run()
+        )
         await asyncio.sleep(0.06)
         watching.cancel()
 
@@ -60,9 +70,19 @@ def test_a_late_probe_is_counted_as_lag() -> None:
 
 
 def test_a_running_thread_accumulates_seconds() -> None:
-    before = thread_seconds()
+    before = thread_times()
     sum(range(2_000_000))
-    assert thread_seconds() > before
+    assert thread_times().running > before.running
+
+
+def test_time_in_which_other_threads_have_the_cores_does_not_count_as_work() -> None:
+    """Of 100 ms the thread runs for 10, waits 82 for a core, and sleeps for 8."""
+    before = ThreadTimes(1.0, 2.0)
+    share = ThreadTimes(1.010, 2.082).share_since(before, 0.100)
+    assert share < CALM
+    assert ThreadTimes(1.030, 2.069).share_since(before, 0.100) > BUSY, "it sleeps for 1 ms only"
+    assert ThreadTimes(1.1, 2.0).share_since(before, 0.1) == 1.0
+    assert ThreadTimes(1.0, 2.1).share_since(before, 0.1) == 0.0
 
 
 def test_streams_of_a_busy_loop_carry_several_tokens_an_event() -> None:
