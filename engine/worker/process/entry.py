@@ -62,10 +62,6 @@ from engine.worker_settings import WorkerReport, WorkerSettings
 logger = logging.getLogger("engine.worker")  # the module itself runs as __main__
 
 RECEIVE_BYTES = 1 << 18
-# After which a thread that waits for the interpreter's lock gets it from one that runs Python code.
-# A step's thread gives the lock up at each kernel; made to hand it over, it would wait until a
-# thread of lower priority, such as one that computes slow masks, is scheduled.
-SWITCH_SECONDS = 1.0
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 PR_SET_NAME = 15
 
@@ -202,8 +198,6 @@ def serve(parent: Parent, worker_path: str, listener: int | None = None) -> int:
         logger.exception("the worker could not load")
         parent.send(frame(LoadFailed(f"the worker could not load: {describe(error)}")))
         return 1
-    if worker.report.device == "cpu":
-        sys.setswitchinterval(SWITCH_SECONDS)
     gc.freeze()  # later collections skip the model; a collection now would delay the first step
     received: Received = SimpleQueue()
     placement = settings.placement
