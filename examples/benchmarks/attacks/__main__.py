@@ -46,12 +46,15 @@ def rss_mib(server: psutil.Process) -> float:
 
 
 async def window(streams: HonestStreams, seconds: float) -> Figures:
-    """The ITL of the next `seconds`, or longer if no chunk arrives in them."""
-    start, gaps = time.perf_counter(), list[float]()
+    """The ITL of the next `seconds`, or longer if no chunk arrives in them; with the longest one
+    and the longest time to the first chunk of a request."""
+    start = end = time.perf_counter()
+    gaps: list[float] = []
     while not gaps:
         await asyncio.sleep(seconds)
-        gaps = streams.between(start, time.perf_counter())
-    return quantiles(gaps)
+        gaps = streams.between(start, end := time.perf_counter())
+    longest = {"max": gaps[-1], "first_token_max": streams.longest_wait(start, end)}
+    return quantiles(gaps) | {name: round(1e3 * each, 2) for name, each in longest.items()}
 
 
 @dataclass

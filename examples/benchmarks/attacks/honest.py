@@ -13,12 +13,14 @@ MAX_TOKENS = 2000
 
 @dataclass
 class HonestStreams:
-    """Streams that are read until `stop`; `gaps` are pairs of a chunk's time and its delay."""
+    """Streams that are read until `is_over`; `gaps` are pairs of a chunk's time and its delay,
+    `waits` those of the first chunks of requests."""
 
     session: aiohttp.ClientSession
     url: str
     model: str
     gaps: list[tuple[float, float]] = field(default_factory=list)
+    waits: list[tuple[float, float]] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     is_over: bool = False
 
@@ -37,6 +39,7 @@ class HonestStreams:
             "max_tokens": MAX_TOKENS, "ignore_eos": True, "temperature": 0,
         }  # fmt: skip
         last: float | None = None
+        sent = time.perf_counter()
         async with self.session.post(f"{self.url}/v1/completions", json=body) as response:
             if response.status != 200:
                 raise RuntimeError(f"status {response.status}: {await response.text()}")
@@ -44,7 +47,9 @@ class HonestStreams:
                 now = time.perf_counter()
                 if b'"error"' in piece:
                     raise RuntimeError(piece[:300].decode(errors="replace"))
-                if last is not None:
+                if last is None:
+                    self.waits.append((now, now - sent))
+                else:
                     self.gaps.append((now, now - last))
                 last = now
                 if self.is_over:
@@ -53,3 +58,8 @@ class HonestStreams:
     def between(self, start: float, end: float) -> list[float]:
         """The sorted delays of chunks that arrived between two moments."""
         return sorted(gap for at, gap in self.gaps if start <= at <= end)
+
+    def longest_wait(self, start: float, end: float) -> float:
+        """Seconds until the first chunk, of the requests that got it between two moments; 0.0 if
+        there are none."""
+        return max((wait for at, wait in self.waits if start <= at <= end), default=0.0)
