@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _VALID_ID = re.compile(r"[A-Za-z0-9._:/+=@#-]{1,128}")
 OPENAI_VERSION = "2020-10-01"
+MAX_COMMAS = 1 << 18  # of a JSON body
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,7 @@ class BodyLimits:
 
     max_bytes: int = 16 << 20
     seconds: float = 60.0
-    max_commas: int = 1 << 19
+    max_commas: int = MAX_COMMAS
 
 
 async def read_body(

@@ -35,7 +35,7 @@ from engine.policy.estimates.lengths import LearnedLengths
 from engine.speculation.drafter import Drafter
 from engine.step import HASH_BYTES
 from engine.transport.process import LocalLauncher
-from gateway.access.callers import BodyLimits
+from gateway.access.callers import MAX_COMMAS, BodyLimits
 from gateway.access.grammar_check import GrammarCheck
 from gateway.access.origins import OriginPolicy, is_loopback
 from gateway.access.quotas import Quotas
@@ -200,7 +200,11 @@ def build_service(
         unix_now=unix_now,
         random=random.SystemRandom(),
         keys=credentials.keys,
-        limits=BodyLimits(int(settings.max_body_bytes), settings.body_seconds),
+        limits=BodyLimits(
+            int(settings.max_body_bytes),
+            settings.body_seconds,
+            max(MAX_COMMAS, 2 * loaded.report.max_model_len),
+        ),
         pace=Pace(stall=settings.stall_seconds),
         quotas=plane.quotas,
         origins=OriginPolicy(

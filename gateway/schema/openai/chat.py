@@ -22,6 +22,7 @@ from gateway.schema.unknown_fields import UnknownFields
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 MAX_TEMPLATE = 1 << 16  # characters
+MAX_MESSAGES = 16_384  # each takes about 2 us of the event loop to check
 NO_EFFECT: dict[str, tuple[object, ...]] = {
     "modalities": (["text"], []),
     "audio": (),
@@ -87,6 +88,12 @@ class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
             reject_unless(self, name, *no_effect)
         if not self.messages:
             raise InvalidRequest("Invalid 'messages': expected at least one message.", "messages")
+        if len(self.messages) > MAX_MESSAGES:
+            raise InvalidRequest(
+                f"Invalid 'messages': expected at most {MAX_MESSAGES} messages, but got "
+                f"{len(self.messages)}.",
+                "messages",
+            )
         for i, message in enumerate(self.messages):
             message.check(f"messages[{i}]")
         if self.prediction is not None:

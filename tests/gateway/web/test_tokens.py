@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from gateway.schema.openai.chat import MAX_MESSAGES
 from tests.gateway.rig import CHAT, CONTEXT, MODEL, USER, Rig, chat, play
 from tests.gateway.scripted_model import END
 
@@ -106,5 +107,16 @@ def test_the_error_names_text_with_an_unpaired_surrogate() -> None:
         for field in (b'"prompt":"\\ud800"', b'"prompt":"\\ud800","add_special_tokens":false'):
             error = (await posted(rig, "/tokenize", b"{" + field + b"}"))["error"]
             assert error["type"] == "invalid_request_error"
+
+    play(scene)
+
+
+def test_more_messages_than_allowed_are_rejected_before_each_is_checked() -> None:
+    async def scene(rig: Rig) -> None:
+        wrong = {"role": "wrong", "content": "x"}
+        async with rig.client.post(CHAT, chat(messages=[wrong] * (MAX_MESSAGES + 1))) as exchange:
+            error = (await exchange.json())["error"]
+        assert (exchange.status, error["param"]) == (400, "messages")
+        assert "expected at most 16384 messages, but got 16385" in error["message"]
 
     play(scene)
