@@ -34,9 +34,11 @@ class HonestStreams:
                 await asyncio.sleep(0.1)
 
     async def _request(self, number: int) -> None:
+        """One request; each of its tokens is a chunk, since control tokens are sent as text."""
         body = {
             "model": self.model, "prompt": f"Client {number}. " + WORDS * 2, "stream": True,
             "max_tokens": MAX_TOKENS, "ignore_eos": True, "temperature": 0,
+            "skip_special_tokens": False,
         }  # fmt: skip
         last: float | None = None
         sent = time.perf_counter()
