@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer
 
-from tests.checkpoints import make_checkpoint, make_model
+from tests.models.checkpoints import make_checkpoint, make_model
 
 VARIANT = "qwen3_5"
 FULL_LAYER = 2  # of the variant: one with attention

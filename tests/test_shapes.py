@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.shapes import chunk_complaints, complaints, shape_of, whole_complaints
+from tests.models.shapes import chunk_complaints, complaints, shape_of, whole_complaints
 from tests.witness import Witness
 
 MODEL: dict[str, Any] = {"id": "x", "object": "model", "created": 1, "owned_by": "x"}

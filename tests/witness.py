@@ -1,11 +1,11 @@
-"""A witness reads along with every response of an ASGI app and holds it to `tests.shapes`."""
+"""A witness that reads every response of an ASGI app and holds it to `tests.models.shapes`."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from tests.shapes import chunk_complaints, whole_complaints
+from tests.models.shapes import chunk_complaints, whole_complaints
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send

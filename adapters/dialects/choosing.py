@@ -4,14 +4,10 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TypeVar
 
-from adapters.dialects import python_call
-from adapters.dialects.bare_call import BareCallMarks, bare_call_pattern, make_bare_reader
-from adapters.dialects.dialect import ModelDialect, ToolStyle, short_id
-from adapters.dialects.harmony import CALL_STYLE, CHANNEL, REASONING, HarmonyDialect
-from adapters.dialects.message_tools import reads_tools_of_messages
-from adapters.dialects.parser import ReasoningMarkers
-from adapters.dialects.python_call import python_call_pattern, read_python_calls
-from adapters.dialects.tool_calls import (
+from adapters.dialects.calls import python_call
+from adapters.dialects.calls.bare_call import BareCallMarks, bare_call_pattern, make_bare_reader
+from adapters.dialects.calls.python_call import python_call_pattern, read_python_calls
+from adapters.dialects.calls.tool_calls import (
     GRANITE_CALLS,
     HERMES_CLOSE,
     HERMES_OPEN,
@@ -26,7 +22,11 @@ from adapters.dialects.tool_calls import (
     read_marked_array,
     read_mistral,
 )
-from adapters.dialects.xml_call import read_xml_calls, xml_call_pattern
+from adapters.dialects.calls.xml_call import read_xml_calls, xml_call_pattern
+from adapters.dialects.dialect import ModelDialect, ToolStyle, short_id
+from adapters.dialects.harmony import CALL_STYLE, CHANNEL, REASONING, HarmonyDialect
+from adapters.dialects.message_tools import reads_tools_of_messages
+from adapters.dialects.parser import ReasoningMarkers
 from engine.errors import StartupError
 
 T = TypeVar("T")

@@ -6,9 +6,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from adapters.dialects.calls.tool_calls import ParseOutput
 from adapters.dialects.parser import MessageParser, ReasoningMarkers
 from adapters.dialects.reader import TextReader
-from adapters.dialects.tool_calls import ParseOutput
 from engine.errors import InvalidRequest
 from engine.step import Grammar, GrammarKind
 from gateway.ports import StreamParser, ToolCallGrammar, ToolChoice

@@ -15,10 +15,10 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from adapters.dialects.calls.tool_calls import OfferedTools, content
 from adapters.dialects.dialect import Bits, ModelDialect, ToolStyle, long_id
 from adapters.dialects.parser import ReasoningMarkers
 from adapters.dialects.reader import Parsing, TextReader
-from adapters.dialects.tool_calls import OfferedTools, content
 from engine.step import Grammar
 from gateway.ports import Piece, Reasoning, StreamParser, ToolCallGrammar, ToolChoice
 

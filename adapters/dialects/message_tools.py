@@ -8,7 +8,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from adapters.dialects.tool_calls import GRANITE_CALLS, PHI_CLOSE, PHI_OPEN
+from adapters.dialects.calls.tool_calls import GRANITE_CALLS, PHI_CLOSE, PHI_OPEN
 
 Message = Mapping[str, Any]
 

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
+from adapters.dialects.calls.tool_calls import OfferedTools, ParseOutput, emit_rest
 from adapters.dialects.reader import Parsing, TextReader
-from adapters.dialects.tool_calls import OfferedTools, ParseOutput, emit_rest
 from gateway.ports import Piece, Reasoning
 
 

@@ -11,7 +11,7 @@ import aiohttp
 import psutil
 import pytest
 
-from examples.benchmarks.routers import free_port
+from examples.benchmarks.cluster.routers import free_port
 from examples.ray_serve.ingress import MAX_BODY_BYTES, Request, responses_through
 
 pytest.importorskip("ray")

@@ -13,9 +13,9 @@ import torch
 from engine.step import Step
 from engine.worker.launched import StepInFlight
 from engine.worker.process.worker import Worker
-from tests.checkpoints import make_checkpoint
 from tests.engine.worker.cuda.step.test_generations import serve
 from tests.engine.worker.process.driving import settings_for
+from tests.models.checkpoints import make_checkpoint
 
 pytestmark = [
     pytest.mark.gpu,

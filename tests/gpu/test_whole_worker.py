@@ -29,8 +29,8 @@ from engine.request import RequestSpec
 from engine.step import SamplingParams
 from engine.transport.inline import InlineExecutor
 from engine.worker.process.worker import Worker
-from tests.checkpoints import VARIANTS, make_model
 from tests.engine.worker.process.driving import GREEDY, Driver, settings_for
+from tests.models.checkpoints import VARIANTS, make_model
 
 WIDE = {
     "hidden_size": 256,

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from engine.request import RequestSpec
 from engine.step import SamplingParams
 from engine.worker.process.worker import Worker
-from tests.checkpoints import make_checkpoint, make_model
 from tests.engine.worker.process.driving import load_worker
 from tests.inline import play
+from tests.models.checkpoints import make_checkpoint, make_model
 
 VOCAB = 97
 COUNT = 4000

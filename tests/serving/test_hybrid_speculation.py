@@ -16,9 +16,9 @@ from engine.request import RequestSpec
 from engine.step import SamplingParams
 from engine.worker.process.worker import Worker
 from engine.worker_settings import WorkerSettings
-from tests.checkpoints import make_checkpoint
-from tests.drafts import a_drafter, a_model_drafter
 from tests.inline import RequestOutcome, play
+from tests.models.checkpoints import make_checkpoint
+from tests.models.drafts import a_drafter, a_model_drafter
 from tests.mtp import make_mtp_checkpoint
 
 BLOCK_SIZE = 4

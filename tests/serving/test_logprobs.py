@@ -16,9 +16,9 @@ from engine.request import RequestSpec
 from engine.step import SamplingParams, TokenLogprobs
 from engine.worker.process.worker import Worker
 from engine.worker.sampling.logits_output import SLICE_BYTES
-from tests.checkpoints import make_checkpoint, make_model
 from tests.engine.worker.process.driving import load_worker
 from tests.inline import RequestOutcome, play
+from tests.models.checkpoints import make_checkpoint, make_model
 
 TOLERANCE = 1e-4
 GREEDY = SamplingParams(temperature=0.0)

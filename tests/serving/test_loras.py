@@ -11,8 +11,8 @@ import aiohttp
 import psutil
 import pytest
 
-from tests.builtin_loras import builtin_lora
 from tests.conftest import Server, read_url, start_server
+from tests.models.builtin_loras import builtin_lora
 from tests.serving.client import Json, streamed_text
 
 NAMES = ("builtin", "one", "two")

@@ -18,8 +18,8 @@ from engine.step import Grammar, GrammarKind, SamplingParams
 from engine.worker.process.worker import Worker
 from engine.worker_settings import WorkerSettings
 from examples.benchmarks.grammar.random_schemas import random_schemas
-from tests.checkpoints import make_checkpoint
 from tests.inline import RequestOutcome, play
+from tests.models.checkpoints import make_checkpoint
 
 BUILTIN = Path(adapters.__file__).parent / "builtin"
 

@@ -19,8 +19,8 @@ from engine.request import RequestSpec
 from engine.step import Grammar, GrammarKind, SamplingParams
 from engine.worker.process.worker import Worker
 from engine.worker_settings import WorkerSettings
-from tests.drafts import a_drafter, a_model_drafter, first_layers
 from tests.inline import RequestOutcome, play
+from tests.models.drafts import a_drafter, a_model_drafter, first_layers
 
 BUILTIN = Path(adapters.__file__).parent / "builtin"
 GRAMMARS = (

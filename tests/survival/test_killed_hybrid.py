@@ -16,7 +16,7 @@ from engine.request import RequestSpec
 from engine.step import SamplingParams, TokenLogprobs
 from engine.transport.multiprocess import MultiprocessExecutor, MultiprocessSettings
 from engine.worker_settings import WorkerSettings
-from tests.checkpoints import make_checkpoint
+from tests.models.checkpoints import make_checkpoint
 
 pytestmark = pytest.mark.process
 

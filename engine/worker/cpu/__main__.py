@@ -5,8 +5,8 @@ import sys
 from engine.worker.cpu.attention import paged_kernels, rope_and_cache_write
 from engine.worker.cpu.build import compile_all
 from engine.worker.cpu.linears import FORMATS, linears_of
+from engine.worker.cpu.linears.packed_store import PackedStore
 from engine.worker.cpu.operators import NativeOperators
-from engine.worker.cpu.packed_store import PackedStore
 from engine.worker.cpu.thread_pool import NativeThreadPool
 
 

@@ -11,14 +11,14 @@ from engine.errors import StartupError
 from engine.worker.cpu.attention import paged_kernels, rope_and_cache_write
 from engine.worker.cpu.build import compile_all
 from engine.worker.cpu.kernels.dtypes import dtype_code, has_half
-from engine.worker.cpu.kernels.tile_formats import HAS_BFLOAT16
+from engine.worker.cpu.kernels.linears.tile_formats import HAS_BFLOAT16
 from engine.worker.cpu.kernels.vectors import INSTRUCTIONS
 from engine.worker.cpu.linears import FORMATS as CPU_FORMATS
 from engine.worker.cpu.linears import describe, linears_of
 from engine.worker.cpu.linears.packed import CpuLinears
+from engine.worker.cpu.linears.packed_store import DeferredWeights, PackedStore, layout_of
 from engine.worker.cpu.native_formats import native_format
 from engine.worker.cpu.operators import NativeOperators
-from engine.worker.cpu.packed_store import DeferredWeights, PackedStore, layout_of
 from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.device import LaunchesSteps, Progress, WholeModel, attentions_for, choose_dtype
 from engine.worker.model.kv.data_plane import HostTransport

@@ -18,7 +18,7 @@ from engine.worker.cpu.kernels import delta_rule, elementwise, experts, sampling
 from engine.worker.cpu.linears.experts import ExpertLinear, NativeExperts
 from engine.worker.cpu.linears.floats import FLOAT32
 from engine.worker.cpu.linears.packed import MixedLinear, NativeLowRank, PackedLinear
-from engine.worker.cpu.packed_store import PackedStore
+from engine.worker.cpu.linears.packed_store import PackedStore
 from engine.worker.cpu.recorded_decoder import RecordedDecoder
 from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.model.layers import Decoder

@@ -31,10 +31,10 @@ from engine.worker.ports import (
     StepLimits,
 )
 from engine.worker.process.attention_choice import StageAttention, attention_specs
-from engine.worker.process.draft_model import DraftModel, LoadedDraft, load_draft
+from engine.worker.process.drafts.draft_model import DraftModel, LoadedDraft, load_draft
+from engine.worker.process.drafts.mtp_head import LoadedMtp, MtpHead, check_mtp, load_mtp
 from engine.worker.process.kept_kv import KeptKV
 from engine.worker.process.model_build import build_model, linear_sizes_of, load_loras
-from engine.worker.process.mtp_head import LoadedMtp, MtpHead, check_mtp, load_mtp
 from engine.worker.process.profile_run import ProfileRun
 from engine.worker.process.stage_kv import StageKV
 from engine.worker.sampling.constraints import Constraints

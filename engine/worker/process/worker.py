@@ -31,9 +31,9 @@ from engine.worker.model.last_tokens import LastTokens
 from engine.worker.model.layout import build_layout
 from engine.worker.ports import RaggedLayout
 from engine.worker.process.build import WorkerParts, build_worker
-from engine.worker.process.draft_rows import accept_drafts, last_tokens, split_drafts
+from engine.worker.process.drafts.draft_rows import accept_drafts, last_tokens, split_drafts
+from engine.worker.process.drafts.mtp_head import MtpHead
 from engine.worker.process.inbox import Inbox
-from engine.worker.process.mtp_head import MtpHead
 from engine.worker.process.token_return import TokenReturn
 from engine.worker.sampling.constraints import MaskRequest
 from engine.worker.sampling.logits_output import LogitsOutput, OutputReader

@@ -33,7 +33,7 @@ import uvloop
 from examples.benchmarks.attacks.catalog import CASES, trusting
 from examples.benchmarks.attacks.honest import HonestStreams
 from examples.benchmarks.attacks.report import HEAD, Figures, quantiles, row, write_table
-from examples.benchmarks.soak import serving, until_idle
+from examples.benchmarks.server.soak import serving, until_idle
 
 SETTLE_SECONDS = 0.8
 LOAD_BEFORE = round(os.getloadavg()[0], 2)  # processes that wanted to run, in the last minute

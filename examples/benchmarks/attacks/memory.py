@@ -19,7 +19,7 @@ import psutil
 
 from examples.benchmarks.attacks.catalog import chat, trailers
 from examples.benchmarks.attacks.sending import Attacker
-from examples.benchmarks.soak import serving
+from examples.benchmarks.server.soak import serving
 
 SAMPLES = 10
 CLIENTS = 16

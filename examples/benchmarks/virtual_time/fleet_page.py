@@ -68,9 +68,9 @@ def beside_servers(check: Found) -> str:
     lines = [
         "## Two real servers behind smg, and the simulation",
         "",
-        "`python -m examples.benchmarks.fleet_check --smg PATH`: the same chats at the same times",
-        "at two servers of the built-in model behind smg 1.13, and at two simulated replicas",
-        "behind *smg-cache-aware* or *round-robin*. Each replica has the cost that one of the",
+        "`python -m examples.benchmarks.cluster.fleet_check --smg PATH`: the same chats at the",
+        "same times at two servers of the built-in model behind smg 1.13, and at two simulated",
+        "replicas behind *smg-cache-aware* or *round-robin*. Each replica has the cost that one of the",
         "servers recorded while both servers, smg and the clients shared 2 cores, at a load",
         f"average of up to {max(loads):.0f}. smg chooses among equal workers at random: simulated",
         "values are means of 20 seeds. JCT is for information: that of the servers includes HTTP,",

@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from adapters.dialects.bare_call import NotACall
+from adapters.dialects.calls.bare_call import NotACall
+from adapters.dialects.calls.python_call import parse_python_calls
+from adapters.dialects.calls.xml_call import parse_parameters, typed_value
 from adapters.dialects.jinja_template import JinjaTemplate
-from adapters.dialects.python_call import parse_python_calls
-from adapters.dialects.xml_call import parse_parameters, typed_value
 from tests.adapters.dialects.test_round_trip import GRANITE_3, called
 
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from adapters.gguf.tensors import GgufTensors
 from adapters.models.checkpoint import read_config
 from engine.worker.ports import PreferredFormat, dequantize
-from tests.checkpoints import LLAMA3_ROPE, LONGROPE, YARN
 from tests.engine.worker.process.driving import Driver, load_worker
-from tests.gguf_files import Gguf
+from tests.models.checkpoints import LLAMA3_ROPE, LONGROPE, YARN
+from tests.models.gguf_files import Gguf
 
 TOKENS = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38]
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
@@ -32,7 +32,7 @@ PLAIN = (
     *("mixtral", "mixtral_window", "qwen3_moe_renormalized", "olmoe"),
     *("qwen2_moe", "qwen3_5", "qwen3_5_grouped", "qwen3_5_moe"),
 )
-# Variants of `tests.checkpoints`, with what llama.cpp's form of the model needs beside them.
+# Variants of `tests.models.checkpoints`, with what llama.cpp's form of the model needs beside them.
 VARIANTS: dict[str, dict[str, Any]] = {
     **{name: {} for name in PLAIN},
     "gpt_oss": {

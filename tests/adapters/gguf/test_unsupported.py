@@ -11,7 +11,7 @@ from adapters.models.checkpoint import resolve_checkpoint
 from engine.errors import StartupError
 from engine.worker.weights.checkpoint import Checkpoint
 from tests.engine.worker.process.driving import load_worker
-from tests.gguf_files import Gguf
+from tests.models.gguf_files import Gguf
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from adapters.models.checkpoint import end_token_ids
 from adapters.tokenizers import load_token_table, load_tokenizer
 from engine.errors import StartupError
 from tests.adapters.tokenizers import families
-from tests.gguf_files import Gguf
+from tests.models.gguf_files import Gguf
 
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m['content'] }}{{ eos_token }}{% endfor %}"
 

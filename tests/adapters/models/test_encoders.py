@@ -13,8 +13,8 @@ from engine.request import RequestSpec
 from engine.step import RequestId, SamplingParams, Step, StepEntry, StepId
 from engine.worker.process.worker import Worker
 from tests.adapters.models.test_pooled_decoders import a_worker, vectors
-from tests.encoders import VARIANTS, describe_pooling, make_encoder
 from tests.inline import play
+from tests.models.encoders import VARIANTS, describe_pooling, make_encoder
 
 PROMPTS = [tuple(range(3, 3 + length)) for length in (1, 2, 9, 23, 40, 62)]
 WHOLE: dict[str, Any] = {"chunks_prompts": False, "max_batch_tokens": 70, "max_batch_size": 4}

@@ -11,8 +11,8 @@ from adapters.models import FAMILIES
 from adapters.models.base.pooling import GENERATORS
 from tests.adapters.gguf.test_logits import VARIANTS as GGUF_VARIANTS
 from tests.adapters.models.test_in_the_engine import VARIANTS as ENGINE_VARIANTS
-from tests.checkpoints import VARIANTS
 from tests.engine.worker.model.test_shards import VARIANTS as SHARD_VARIANTS
+from tests.models.checkpoints import VARIANTS
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "adapters" / "models" / "FAMILIES.md").read_text()

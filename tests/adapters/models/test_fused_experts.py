@@ -6,9 +6,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.checkpoints import make_checkpoint
 from tests.engine.worker.process.driving import Driver, load_worker
 from tests.engine.worker.process.fleet import fleet
+from tests.models.checkpoints import make_checkpoint
 
 TOKENS = [5, 80, 3, 3, 41, 17, 9, 60, 22, 71, 11]
 

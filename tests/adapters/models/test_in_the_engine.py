@@ -9,10 +9,10 @@ import pytest
 from engine.request import RequestSpec
 from engine.step import SamplingParams
 from engine.worker.process.worker import Worker
-from tests.checkpoints import make_checkpoint
-from tests.drafts import a_drafter
 from tests.engine.worker.process.driving import Driver, settings_for
 from tests.inline import RequestOutcome, play
+from tests.models.checkpoints import make_checkpoint
+from tests.models.drafts import a_drafter
 
 VARIANTS = (
     *("llama", "mistral", "qwen2", "qwen3", "gpt2", "opt", "smollm3", "granite"),

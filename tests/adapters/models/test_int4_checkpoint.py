@@ -14,8 +14,8 @@ from engine.errors import StartupError
 from engine.worker.ports import dequantize
 from engine.worker.weights.checkpoint import Checkpoint
 from engine.worker.weights.int4_files import Int4Files
-from tests.checkpoints import make_checkpoint, make_model
 from tests.engine.worker.process.driving import Driver, load_worker
+from tests.models.checkpoints import make_checkpoint, make_model
 
 TOKENS = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38]
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}

@@ -10,12 +10,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine.errors import StartupError
-from engine.worker.cpu.kernels.tile_formats import HAS_VNNI
+from engine.worker.cpu.kernels.linears.tile_formats import HAS_VNNI
 from engine.worker.weights.checkpoint import Checkpoint
 from engine.worker.weights.checkpoint_files import QuantizedFiles
 from engine.worker.weights.formats.int8 import quantize
-from tests.checkpoints import make_checkpoint, make_model
 from tests.engine.worker.process.driving import Driver, load_worker
+from tests.models.checkpoints import make_checkpoint, make_model
 
 TOKENS = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38]
 SCHEME: dict[str, Any] = {

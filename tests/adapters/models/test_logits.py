@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from engine.worker.process.worker import Worker
-from tests.checkpoints import VARIANTS, make_checkpoint, make_model
 from tests.engine.worker.process.driving import Driver, load_worker
+from tests.models.checkpoints import VARIANTS, make_checkpoint, make_model
 
 TOLERANCE = 1e-4
 # Unit vectors of few dimensions amplify rounding: transformers' own logits differ by 1.2e-4 between

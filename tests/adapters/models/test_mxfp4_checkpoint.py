@@ -14,9 +14,9 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from engine.errors import StartupError
 from engine.worker.weights.expert_files import ExpertFiles
 from engine.worker.weights.formats.mxfp4 import EXPONENTS, mxfp4_weight
-from tests.checkpoints import make_model
 from tests.engine.worker.process.driving import Driver, load_worker
 from tests.engine.worker.process.fleet import fleet
+from tests.models.checkpoints import make_model
 
 SIZES = {"intermediate_size": 64, "hidden_size": 64}
 

@@ -13,8 +13,8 @@ from engine.request import RequestSpec
 from engine.step import SamplingParams
 from engine.worker.process.worker import Worker
 from engine.worker_settings import WorkerSettings
-from tests.checkpoints import make_checkpoint, make_model
 from tests.inline import play
+from tests.models.checkpoints import make_checkpoint, make_model
 
 VARIANTS = ("llama", "mistral_window", "qwen2_tied", "qwen3", "gpt2")
 PROMPTS = [

@@ -9,9 +9,9 @@ import pytest
 from engine.worker.process.worker import Worker
 from tests.adapters.models.test_encoders import PROMPTS, WHOLE
 from tests.adapters.models.test_pooled_decoders import a_worker, vectors
-from tests.checkpoints import make_checkpoint
-from tests.encoders import VARIANTS, describe_pooling, make_encoder
 from tests.engine.worker.process.fleet import Fleet, fleet
+from tests.models.checkpoints import make_checkpoint
+from tests.models.encoders import VARIANTS, describe_pooling, make_encoder
 
 
 def vectors_of(workers: Fleet, **fields: Any) -> list[Any]:

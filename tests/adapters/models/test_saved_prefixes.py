@@ -10,9 +10,9 @@ from engine.errors import StartupError
 from engine.request import RequestSpec
 from engine.worker.process.worker import Worker
 from engine.worker_settings import WorkerSettings
-from tests.checkpoints import make_checkpoint
 from tests.engine.worker.process.driving import settings_for
 from tests.inline import RequestOutcome, play
+from tests.models.checkpoints import make_checkpoint
 from tests.scheduling import GREEDY
 
 KINDS = ["llama", "gemma3", "gemma4", "qwen3_5"]

@@ -12,8 +12,8 @@ import transformers
 from engine.errors import StartupError
 from tests.adapters.models.test_encoders import PROMPTS, WHOLE
 from tests.adapters.models.test_pooled_decoders import a_worker, vectors
-from tests.checkpoints import SMALL, make_checkpoint, make_model
-from tests.encoders import make_encoder
+from tests.models.checkpoints import SMALL, make_checkpoint, make_model
+from tests.models.encoders import make_encoder
 
 TOLERANCE = 1e-5
 

@@ -15,8 +15,8 @@ from adapters.models.checkpoint import end_token_ids, resolve_checkpoint
 from engine.errors import StartupError
 from engine.worker.process.worker import Worker
 from engine.worker_settings import WorkerSettings
-from tests.checkpoints import LLAMA3_ROPE, LONGROPE, make_checkpoint, make_model
 from tests.engine.worker.process.driving import Driver, load_worker, settings_for
+from tests.models.checkpoints import LLAMA3_ROPE, LONGROPE, make_checkpoint, make_model
 
 
 def edit_config(directory: Path, **changes: Any) -> None:

@@ -17,7 +17,7 @@ from engine.request import Abort, FinishReason, Request, RequestSpec, State
 from engine.simulated.executor import SimulatedExecutor
 from engine.simulated.virtual_loop import run_virtual
 from engine.step import LAST_TOKEN, SamplingParams, StepResult
-from tests.drafts import a_drafter
+from tests.models.drafts import a_drafter
 from tests.scheduling import GREEDY, HAND_COST, a_scheduler, a_spec
 
 END = 9

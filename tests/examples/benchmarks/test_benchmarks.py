@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from examples.benchmarks import speculation
+from examples.benchmarks.server import speculation
 from tests.examples.running import ROOT, run_here, run_module
 
 

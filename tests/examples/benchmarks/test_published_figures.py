@@ -16,8 +16,8 @@ import torch
 
 from engine.worker.model.kv.kv_tensors import bytes_per_block
 from engine.worker.ports.shapes import ModelShape
-from examples.benchmarks import prefill_slowdown
 from examples.benchmarks.attacks import report
+from examples.benchmarks.server import prefill_slowdown
 from tests.examples.benchmarks.published import RESULTS, plain, read
 from tests.examples.benchmarks.scheduling_claims import (
     accuracy,

@@ -1,6 +1,6 @@
 """Pages whose tables are written from the JSON of their runs: each row is on its page."""
 
-from examples.benchmarks import fractions
+from examples.benchmarks.layers import fractions
 from examples.benchmarks.virtual_time.policy_tables import report_on
 from tests.examples.benchmarks.published import RESULTS, plain, read
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from engine.worker.cpu.intrinsics import call_kernel, float32s, int32s, int64s
 from engine.worker.cpu.kernels.elementwise import BYTES, exp_float
-from engine.worker.cpu.kernels.linear import LinearOperands
+from engine.worker.cpu.kernels.linears.linear import LinearOperands
 from engine.worker.cpu.operands import make_reader, operands
 
 WORD = 8  # bytes of an operand

@@ -12,8 +12,8 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from engine.worker.cpu.intrinsics import INT32, int64, int64s
-from engine.worker.cpu.kernels import tile_formats
-from engine.worker.cpu.kernels.packed_tiles import pinned
+from engine.worker.cpu.kernels.linears import tile_formats
+from engine.worker.cpu.kernels.linears.packed_tiles import pinned
 from engine.worker.cpu.kernels.vectors import INT32S, LANES, LINE, pointer, prefetch
 from engine.worker.cpu.operands import make_reader, operands
 

@@ -12,7 +12,7 @@ from engine.worker.cpu.build import fast_leaf, leaf
 from engine.worker.cpu.intrinsics import float32s, int8s, int32s
 from engine.worker.cpu.kernels.dtypes import FLOAT16, load_one, store_one
 from engine.worker.cpu.kernels.elementwise import BYTES
-from engine.worker.cpu.kernels.int8_linear import largest_magnitude
+from engine.worker.cpu.kernels.linears.int8_linear import largest_magnitude
 from engine.worker.cpu.operands import make_reader, operands
 from engine.worker.weights.formats.int4 import FRACTIONS, GROUP, MIDDLE
 from engine.worker.weights.formats.int8 import MAX_INT8

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from engine.errors import StartupError
-from engine.worker.cpu.kernels.tile_formats import HAS_VNNI
+from engine.worker.cpu.kernels.linears.tile_formats import HAS_VNNI
 from engine.worker.cpu.linears import int8
 from engine.worker.cpu.linears.floats import BFLOAT16, FLOAT32
 from engine.worker.cpu.linears.grouped import grouped_linears

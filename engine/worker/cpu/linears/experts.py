@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.worker.cpu.build import kernel
 from engine.worker.cpu.kernel_call import KernelCall
 from engine.worker.cpu.kernels import experts as kernels
-from engine.worker.cpu.kernels.linear import InputOperands, LinearOperands
+from engine.worker.cpu.kernels.linears.linear import InputOperands, LinearOperands
 from engine.worker.cpu.linears.packed import (
     CpuLinears,
     InputFormat,

@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from engine.worker.cpu.kernels import linear
-from engine.worker.cpu.kernels.packing import pack
-from engine.worker.cpu.kernels.tile_formats import HAS_BFLOAT16, PAIR, UNROLL
+from engine.worker.cpu.kernels.linears import linear
+from engine.worker.cpu.kernels.linears.packing import pack
+from engine.worker.cpu.kernels.linears.tile_formats import HAS_BFLOAT16, PAIR, UNROLL
 from engine.worker.cpu.linears.packed import InputFormat, PackedWeights
 from engine.worker.cpu.pages import WeightPages
 from engine.worker.ports import Weight, dequantize

@@ -8,15 +8,15 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from engine.worker.cpu.kernels import grouped_linear
-from engine.worker.cpu.kernels.grouped_tiles import (
+from engine.worker.cpu.kernels.linears import grouped_linear
+from engine.worker.cpu.kernels.linears.grouped_tiles import (
     INT8_STEPS,
     INT16_STEPS,
     WORD,
     Panel,
     StepFormat,
 )
-from engine.worker.cpu.kernels.packed_tiles import WIDTH
+from engine.worker.cpu.kernels.linears.packed_tiles import WIDTH
 from engine.worker.cpu.linears.packed import InputFormat, PackedWeights
 from engine.worker.cpu.pages import WeightPages
 from engine.worker.ports import Weight

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.worker.cpu.kernels import int8_linear
-from engine.worker.cpu.kernels.packed_tiles import WIDTH
-from engine.worker.cpu.kernels.packing import pack
-from engine.worker.cpu.kernels.tile_formats import HAS_VNNI, PAIR, QUAD, UNROLL
+from engine.worker.cpu.kernels.linears import int8_linear
+from engine.worker.cpu.kernels.linears.packed_tiles import WIDTH
+from engine.worker.cpu.kernels.linears.packing import pack
+from engine.worker.cpu.kernels.linears.tile_formats import HAS_VNNI, PAIR, QUAD, UNROLL
 from engine.worker.cpu.linears.packed import InputFormat, PackedWeights
 from engine.worker.cpu.pages import WeightPages
 from engine.worker.ports import Weight

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from engine.worker.cpu.kernel_call import KernelCall
-from engine.worker.cpu.kernels.linear import ROWS_AT_ONCE, InputOperands, LinearOperands
-from engine.worker.cpu.kernels.packed_tiles import WIDTH
+from engine.worker.cpu.kernels.linears.linear import ROWS_AT_ONCE, InputOperands, LinearOperands
+from engine.worker.cpu.kernels.linears.packed_tiles import WIDTH
 from engine.worker.cpu.pages import WeightPages
 from engine.worker.ports import LowRankUp, ThreadPool, Weight
 

@@ -1,8 +1,8 @@
 """Operators that quantize float weights, for tests of int8 linears."""
 
 from engine.worker.cpu.linears.int8 import FASTEST, Int8Linears
+from engine.worker.cpu.linears.packed_store import PackedStore
 from engine.worker.cpu.operators import NativeOperators
-from engine.worker.cpu.packed_store import PackedStore
 from engine.worker.cpu.thread_pool import NativeThreadPool
 
 

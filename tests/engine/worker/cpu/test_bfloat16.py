@@ -10,13 +10,13 @@ from torch import Tensor
 from engine.worker.cpu import device as cpu
 from engine.worker.cpu.device import CpuDevice
 from engine.worker.cpu.linears.floats import BFLOAT16
+from engine.worker.cpu.linears.packed_store import PackedStore
 from engine.worker.cpu.operators import NativeOperators
-from engine.worker.cpu.packed_store import PackedStore
 from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.ports import PreferredFormat
 from engine.worker_settings import WorkerSettings
-from tests.checkpoints import make_checkpoint, make_model
 from tests.engine.worker.process.driving import Driver, load_worker
+from tests.models.checkpoints import make_checkpoint, make_model
 
 SIZES = [(16, 4), (32, 97), (37, 9), (5, 1), (48, 32), (1500, 70), (2100, 33)]
 TOKENS = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38]

@@ -6,8 +6,8 @@ from torch import Tensor
 
 from engine.worker.cpu.linears import linears_of
 from engine.worker.cpu.linears.experts import NativeExperts
+from engine.worker.cpu.linears.packed_store import PackedStore
 from engine.worker.cpu.operators import NativeOperators
-from engine.worker.cpu.packed_store import PackedStore
 from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.model.experts import TorchExperts, route
 from engine.worker.model.torch_operators import TorchOperators

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.worker.cpu.kernels.int8_linear import MAX_8_BITS, MAX_14_BITS
-from engine.worker.cpu.kernels.tile_formats import HAS_VNNI
+from engine.worker.cpu.kernels.linears.int8_linear import MAX_8_BITS, MAX_14_BITS
+from engine.worker.cpu.kernels.linears.tile_formats import HAS_VNNI
 from engine.worker.cpu.linears.grouped import grouped_linears
+from engine.worker.cpu.linears.packed_store import PackedStore
 from engine.worker.cpu.operators import NativeOperators
-from engine.worker.cpu.packed_store import PackedStore
 from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.ports import Weight
 from engine.worker.weights.formats import LAYOUTS

@@ -7,11 +7,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine.worker.cpu.kernels.tile_formats import HAS_VNNI
+from engine.worker.cpu.kernels.linears.tile_formats import HAS_VNNI
 from engine.worker.ports import dequantize
 from engine.worker.weights.formats.int4 import GROUP, SCALES, quantize
-from tests.checkpoints import make_checkpoint
 from tests.engine.worker.process.driving import Driver, load_worker
+from tests.models.checkpoints import make_checkpoint
 
 VNNI = pytest.mark.skipif(not HAS_VNNI, reason="8-bit activations need a CPU with VNNI")
 TOKENS = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38]

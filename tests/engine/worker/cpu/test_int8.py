@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.worker.cpu.kernels.int8_linear import DEPTH, MAX_8_BITS, MAX_14_BITS
+from engine.worker.cpu.kernels.linears.int8_linear import DEPTH, MAX_8_BITS, MAX_14_BITS
 from engine.worker.cpu.linears.int8 import WITH_8_BITS, WITH_14_BITS, Int8Linears
 from engine.worker.cpu.operators import NativeOperators
 from engine.worker.cpu.thread_pool import NativeThreadPool

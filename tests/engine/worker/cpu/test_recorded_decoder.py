@@ -12,8 +12,8 @@ from engine.worker.cpu.recorded_decoder import RecordedDecoder
 from engine.worker.lora.model import LoraModel
 from engine.worker.ports import StageModel
 from engine.worker.process.worker import Worker
-from tests.checkpoints import make_checkpoint
 from tests.engine.worker.process.driving import Driver, load_worker
+from tests.models.checkpoints import make_checkpoint
 
 VOCAB = 97
 

@@ -21,9 +21,9 @@ from engine.worker.process.worker import Worker
 from engine.worker.weights.checkpoint import Checkpoint
 from engine.worker.weights.packed_cache import PackedCache
 from engine.worker_settings import WorkerSettings
-from tests.checkpoints import make_checkpoint
 from tests.engine.worker.cuda.standing import StandingGpu
 from tests.engine.worker.process.driving import GREEDY, Driver, load_worker, settings_for
+from tests.models.checkpoints import make_checkpoint
 
 MIB = 1 << 20
 SHAPE = ModelShape(3, 4, 2, 8, 32, 48, 1, 97, 256)

@@ -8,9 +8,9 @@ from torch import distributed
 
 from engine.errors import StartupError
 from engine.worker.cuda.nccl import NcclTransport
-from tests.checkpoints import make_checkpoint
 from tests.engine.worker.cuda.fleet import gpus
 from tests.engine.worker.process.driving import Driver, load_worker
+from tests.models.checkpoints import make_checkpoint
 
 
 @pytest.mark.parametrize(("stages", "ranks", "groups"), [(2, 1, 1), (1, 2, 1), (2, 2, 2)])

@@ -15,10 +15,10 @@ from engine.worker.lora.loading import Loras
 from engine.worker.lora.model import LoraModel
 from engine.worker.model.torch_operators import TorchOperators
 from engine.worker.process.worker import Worker
-from tests.checkpoints import make_checkpoint
 from tests.engine.worker.process.driving import GREEDY, Driver, load_worker
 from tests.engine.worker.process.fleet import fleet
-from tests.loras import ALL, ATTENTION, adapted_model, logits_of, make_lora
+from tests.models.checkpoints import make_checkpoint
+from tests.models.loras import ALL, ATTENTION, adapted_model, logits_of, make_lora
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "all_linears": {},

@@ -29,8 +29,8 @@ from engine.transport.inline import InlineExecutor
 from engine.worker.model.last_tokens import PLACEHOLDER, LastTokens
 from engine.worker.model.layout import LayoutLimits, build_layout
 from engine.worker.process.worker import Worker
-from tests.checkpoints import make_checkpoint
 from tests.engine.worker.process.driving import GREEDY, load_worker
+from tests.models.checkpoints import make_checkpoint
 
 VOCAB = 97
 LIMITS = LayoutLimits(VOCAB, 64, 16, 4)

@@ -28,9 +28,9 @@ from engine.worker.ports.shard import layer_spans
 from engine.worker.process.worker import Worker
 from engine.worker.weights.checkpoint import Checkpoint
 from engine.worker_settings import Placement
-from tests.checkpoints import make_checkpoint
 from tests.engine.worker.process.driving import GREEDY, Driver, load_worker
 from tests.engine.worker.process.fleet import Fleet, fleet
+from tests.models.checkpoints import make_checkpoint
 
 SHAPE = ModelShape(
     num_layers=12, num_heads=8, num_kv_heads=2, head_dim=16, hidden_size=128, inner_size=256,

@@ -21,7 +21,7 @@ from engine.worker.model.torch_operators import TorchOperators
 from engine.worker.ports import AttentionSpec, ModelFamily, RaggedLayout, Shard
 from engine.worker.weights.checkpoint_files import SafetensorsFiles
 from engine.worker.weights.source import Weights
-from tests.checkpoints import make_checkpoint
+from tests.models.checkpoints import make_checkpoint
 
 LAYERS = 3
 

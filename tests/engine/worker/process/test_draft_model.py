@@ -9,12 +9,12 @@ import pytest
 import adapters
 from engine.errors import StartupError
 from engine.step import ProposalSpec, RequestId, SampleSpec, SamplingParams, Step, StepEntry, StepId
-from engine.worker.process.draft_model import load_draft
+from engine.worker.process.drafts.draft_model import load_draft
 from engine.worker.process.worker import Worker
 from engine.worker.weights.checkpoint import Checkpoint
 from engine.worker_settings import Placement, WorkerSettings
-from tests.checkpoints import make_checkpoint
-from tests.drafts import first_layers
+from tests.models.checkpoints import make_checkpoint
+from tests.models.drafts import first_layers
 
 BUILTIN = Path(adapters.__file__).parent / "builtin"
 SETTINGS = WorkerSettings(str(BUILTIN), block_size=4, kv_slots=256, threads=1, max_model_len=512)

@@ -20,10 +20,10 @@ from engine.policy.priority import LowestPriorityFirst
 from engine.request import Request, RequestSpec
 from engine.speculation.drafter import Drafter
 from engine.step import BlockMove, SamplingParams
-from tests.checkpoints import make_checkpoint
-from tests.drafts import a_drafter
 from tests.engine.worker.process.driving import Driver, load_worker
 from tests.engine.worker.process.fleet import Fleet, FleetExecutor, fleet
+from tests.models.checkpoints import make_checkpoint
+from tests.models.drafts import a_drafter
 
 COUNT = 10
 

@@ -16,10 +16,10 @@ from engine.request import RequestSpec
 from engine.step import ProposalSpec, SampleSpec, SamplingParams, Step, StepEntry, StepId
 from engine.worker.process.worker import Worker
 from engine.worker_settings import Placement
-from tests.checkpoints import make_checkpoint, make_model
-from tests.drafts import a_model_drafter
 from tests.engine.worker.process.driving import GREEDY, Driver, settings_for
 from tests.inline import play
+from tests.models.checkpoints import make_checkpoint, make_model
+from tests.models.drafts import a_model_drafter
 from tests.mtp import VARIANT, make_exact_mtp_checkpoint, make_mtp_checkpoint, mtp_layer
 
 PROMPT = tuple(range(3, 15))
@@ -119,7 +119,7 @@ def test_right_proposals_are_all_accepted(tmp_path: Path, temperature: float) ->
 def test_of_a_long_prompt_the_last_rows_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.worker.process.mtp_head.MAX_ROWS", 16)
+    monkeypatch.setattr("engine.worker.process.drafts.mtp_head.MAX_ROWS", 16)
     stepper = Stepper(load(make_exact_mtp_checkpoint(tmp_path)))
     prompt = [number % 90 for number in range(100)]
     for at in range(0, 90, 10):

@@ -16,8 +16,8 @@ from engine.worker.cpu.linears.int8 import FASTEST
 from engine.worker.process.worker import Worker
 from engine.worker.weights.checkpoint import Checkpoint
 from engine.worker_settings import WorkerSettings
-from tests.checkpoints import make_checkpoint
 from tests.engine.worker.process.driving import GREEDY, Driver, load_worker
+from tests.models.checkpoints import make_checkpoint
 
 VOCAB = 97
 

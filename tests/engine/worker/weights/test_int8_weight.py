@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from engine.worker.cpu.linears.int8 import WITH_8_BITS, WITH_14_BITS
+from engine.worker.cpu.linears.packed_store import PackedStore
 from engine.worker.cpu.operators import NativeOperators
-from engine.worker.cpu.packed_store import PackedStore
 from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.model.torch_operators import TorchOperators
 from engine.worker.ports import dequantize

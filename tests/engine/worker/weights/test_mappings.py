@@ -8,8 +8,8 @@ import torch
 
 from engine.worker.weights.mappings import SMAPS, drop_pages
 from engine.worker.weights.source import StoredRows
-from tests.checkpoints import make_checkpoint
 from tests.engine.worker.process.driving import Driver, load_worker
+from tests.models.checkpoints import make_checkpoint
 
 SIZE = 1 << 20
 

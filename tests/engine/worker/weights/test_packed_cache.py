@@ -24,9 +24,9 @@ from engine.worker.weights.checkpoint import Checkpoint
 from engine.worker.weights.packed_cache import SUFFIX, PackedCache
 from engine.worker.weights.packed_file import SYNC_THREAD, PackedEntry, PackedFile
 from engine.worker.weights.source import Weights
-from tests.checkpoints import make_checkpoint
 from tests.engine.worker.process.driving import Driver, settings_for
-from tests.gguf_files import Gguf
+from tests.models.checkpoints import make_checkpoint
+from tests.models.gguf_files import Gguf
 
 TOKENS = [3, 14, 15, 92, 65, 35]
 LARGE = 1 << 30

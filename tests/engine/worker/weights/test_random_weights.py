@@ -13,8 +13,8 @@ from engine.worker.process.worker import Worker
 from engine.worker.weights import random as random_weights
 from engine.worker.weights.random import SPREAD, RandomWeights
 from engine.worker_settings import WorkerSettings
-from tests.checkpoints import make_checkpoint
 from tests.engine.worker.process.driving import Driver, load_worker
+from tests.models.checkpoints import make_checkpoint
 
 
 def source(dtype: torch.dtype = torch.float32) -> RandomWeights:

@@ -10,10 +10,10 @@ from engine.lora import LoraSpec
 from engine.step import SampleSpec, Step, StepId, StepResult
 from engine.worker.process.worker import Worker
 from engine.worker_settings import WorkerReport
-from tests.checkpoints import make_checkpoint
 from tests.engine.worker.cuda.launching import OnStandIns, on_stand_ins
 from tests.engine.worker.process.driving import GREEDY, Driver, load_worker
-from tests.loras import make_lora
+from tests.models.checkpoints import make_checkpoint
+from tests.models.loras import make_lora
 
 
 @dataclass

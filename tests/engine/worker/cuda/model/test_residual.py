@@ -16,10 +16,10 @@ from engine.worker.cuda.kernels.library import TritonKernels
 from engine.worker.cuda.model.kernels import FlashInferKernels
 from engine.worker.cuda.model.residual import Pending, ResidualKernels, Summand
 from engine.worker.process.worker import Worker
-from tests.checkpoints import make_checkpoint
 from tests.engine.worker.cuda.fleet import gpus
 from tests.engine.worker.cuda.standing import StandingGpu
 from tests.engine.worker.process.driving import Driver, load_worker, settings_for
+from tests.models.checkpoints import make_checkpoint
 
 PIECES = ((0, range(1, 20)), (1, (5,)), (0, (7,)))
 # Sums of each family's three layers: in a norm behind, or in a post norm that no norm follows.

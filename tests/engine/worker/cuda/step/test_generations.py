@@ -21,10 +21,10 @@ from engine.policy.priority import LowestPriorityFirst
 from engine.request import Request, RequestSpec
 from engine.step import BlockMove, SamplingParams
 from engine.worker.process.worker import Worker
-from tests.checkpoints import make_checkpoint
 from tests.engine.worker.cuda.launching import LaunchesSteps, LaunchingExecutor, on_stand_ins
 from tests.engine.worker.process.driving import load_worker
 from tests.inline import play
+from tests.models.checkpoints import make_checkpoint
 
 VOCAB = 97
 COUNT = 14

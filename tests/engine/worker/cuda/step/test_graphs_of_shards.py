@@ -24,12 +24,12 @@ from engine.worker.cuda.step.stage_graphs import StageGraphs
 from engine.worker.launched import StepInFlight
 from engine.worker.ports import RaggedLayout
 from engine.worker.process.worker import Worker
-from tests.checkpoints import make_checkpoint
 from tests.engine.worker.cuda.fleet import Watched, gpus
 from tests.engine.worker.cuda.standin import StandInStreams
 from tests.engine.worker.cuda.step.test_launcher import entry, step
 from tests.engine.worker.process.driving import GREEDY, Driver, load_worker
 from tests.engine.worker.process.fleet import Fleet
+from tests.models.checkpoints import make_checkpoint
 
 LIMITS = {"dtype": "float32", "max_batch_size": 4, "max_batch_tokens": 16}
 PENALISED = SampleSpec(SamplingParams(temperature=0.0, presence_penalty=1.5))

@@ -22,10 +22,10 @@ from engine.step import (
 )
 from engine.worker.cuda.step.arena import NUM_BUFFERS, StepArena
 from engine.worker.cuda.step.graphs import graph_sizes
-from tests.checkpoints import make_checkpoint
 from tests.engine.worker.cuda.launching import OnStandIns, on_stand_ins
 from tests.engine.worker.cuda.standin import StandInStreams
 from tests.engine.worker.process.driving import load_worker
+from tests.models.checkpoints import make_checkpoint
 
 GREEDY = SampleSpec(SamplingParams(temperature=0.0))
 PENALISED = SampleSpec(SamplingParams(temperature=0.0, presence_penalty=1.5))

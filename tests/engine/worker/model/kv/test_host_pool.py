@@ -21,9 +21,9 @@ from engine.worker.model.kv.kv_tensors import allocate
 from engine.worker.ports import ModelShape
 from engine.worker.process.worker import Worker
 from engine.worker_settings import WorkerSettings
-from tests.checkpoints import make_checkpoint
 from tests.engine.worker.process.driving import GREEDY, settings_for
 from tests.engine.worker.process.fleet import Fleet, fleet
+from tests.models.checkpoints import make_checkpoint
 
 SHAPE = ModelShape(
     num_layers=2, num_heads=2, num_kv_heads=1, head_dim=4, hidden_size=1, vocab_size=1,

@@ -1,0 +1,1 @@
+"""The forms of tool calls, parsed while they are generated."""

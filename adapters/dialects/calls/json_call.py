@@ -1,0 +1,142 @@
+"""Parses a tool call in JSON, `{"name": …, "arguments": {…}}`, and streams its arguments.
+
+In this order of keys the call is emitted when its arguments begin, and they are emitted as they
+arrive. An object with another order is parsed when it is complete. Text that is not a call stays
+in the reader.
+"""
+
+import json
+import re
+from collections.abc import Container
+from typing import Any, NamedTuple
+
+from adapters.dialects.calls.json_span import JsonSpan
+from adapters.dialects.reader import Parsing, TextReader
+
+_HEADER = re.compile(
+    r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+)
+_MAX_HEADER = 512  # characters; a call with a longer header is parsed when it is complete
+_FIRST_KEY = re.compile(r'\s*\{\s*(?:"([^"\\]*)"|[^"\s])')
+_KEYS = frozenset({"name", "arguments", "parameters", "type", "function", "id"})
+
+
+class AnyName:
+    """A container of all names, so that a call of any tool is accepted."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+
+class _Call(NamedTuple):
+    name: str
+    arguments: str
+
+
+def read_call(reader: TextReader, names: Container[str]) -> Parsing[bool]:
+    """Parse one call of a tool in `names`, with its closing brace if there is one.
+
+    Returns False and takes no text if there is no call.
+    """
+    span, num_scanned = JsonSpan(), 0
+    while True:
+        header = _HEADER.match(reader.text[:_MAX_HEADER])
+        name = None if header is None else _string(header[1])
+        if header is not None and name is not None:
+            if name not in names:
+                return False
+            reader.take(header.end())
+            reader.begin_call(name)
+            yield from read_arguments(reader)
+            yield from _close(reader)
+            reader.skipped = ""
+            return True
+        end = span.feed(reader.text[num_scanned:])
+        if end is not None:
+            return _read_whole(reader, num_scanned + end, names)
+        num_scanned = len(reader.text)
+        if span.is_invalid or reader.is_ended or not _may_be_call(reader.text):
+            return False
+        yield
+
+
+def read_arguments(reader: TextReader) -> Parsing[None]:
+    """Emit the next JSON object as arguments, up to its end or to the first invalid character."""
+    span = JsonSpan()
+    while True:
+        end = span.feed(reader.text)
+        if text := reader.take(len(reader.text) if end is None else end):
+            reader.emit_arguments(text)
+        if end is not None or reader.is_ended:
+            return
+        yield
+
+
+def _close(reader: TextReader) -> Parsing[None]:
+    """Skip the rest of the object around the arguments; its closing brace may be missing."""
+    following = yield from reader.peek()
+    if following == "}":
+        yield from reader.accept("}")
+    elif following == ",":
+        yield from _skip_object(reader)
+
+
+def _skip_object(reader: TextReader) -> Parsing[None]:
+    """Skip other fields of a call, such as an id."""
+    span = JsonSpan(depth=1)
+    while True:
+        end = span.feed(reader.text)
+        reader.take(len(reader.text) if end is None else end)
+        if end is not None or reader.is_ended:
+            return
+        yield
+
+
+def _read_whole(reader: TextReader, size: int, names: Container[str]) -> bool:
+    found = _parsed(reader.text[:size])
+    if found is None or found.name not in names:
+        return False
+    reader.take(size)
+    reader.skipped = ""
+    reader.begin_call(*found)
+    return True
+
+
+def _parsed(text: str) -> _Call | None:
+    """A call with any order of keys, or in the form `{"type": "function", "function": {…}}`."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    if isinstance(value, dict) and isinstance(value.get("function"), dict):
+        value = value["function"]
+    match value:
+        case {"name": str(name)} if name:
+            given = [value[key] for key in ("arguments", "parameters") if key in value]
+            arguments = _arguments(given[0] if given else {})
+            return None if arguments is None else _Call(name, arguments)
+    return None
+
+
+def _arguments(given: Any) -> str | None:
+    if isinstance(given, str):
+        return given
+    return json.dumps(given, ensure_ascii=False) if isinstance(given, dict) else None
+
+
+def _may_be_call(text: str) -> bool:
+    """Whether more text could turn `text` into a call."""
+    if not text.lstrip():
+        return True
+    if not text.lstrip().startswith("{"):
+        return False
+    first = _FIRST_KEY.match(text)
+    return first is None or first[1] in _KEYS
+
+
+def _string(literal: str) -> str | None:
+    try:
+        name = json.loads(literal)
+    except ValueError:
+        return None
+    return name if isinstance(name, str) and name else None

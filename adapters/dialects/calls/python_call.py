@@ -1,0 +1,93 @@
+"""Parses tool calls in the form of Python calls: OLMo 3 writes
+
+    <function_calls>NAME(key=VALUE, key=VALUE)
+    NAME()</function_calls>
+
+with values in JSON, or as literals of Python without braces. The calls are emitted when the block
+is complete, their arguments as JSON.
+"""
+
+import ast
+import json
+import re
+from typing import Any, NamedTuple
+
+from adapters.dialects.calls.bare_call import NotACall
+from adapters.dialects.calls.tool_calls import OfferedTools, content, emit_skipped
+from adapters.dialects.reader import Parsing, TextReader
+
+OPEN, CLOSE = "<function_calls>", "</function_calls>"
+_HEAD = re.compile(r"\s*([\w.\-]{1,64})\(\s*")
+_KEY = re.compile(r"([A-Za-z_]\w*)\s*=\s*")
+_NEXT = re.compile(r"\s*,\s*")
+_END = re.compile(r"\s*\)\s*")
+_LITERAL = re.compile(r"'(?:[^'\\\n]|\\.)*'|True|False|None")
+_DECODER = json.JSONDecoder()
+
+
+class PythonCall(NamedTuple):
+    """The name of a tool and its arguments."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+def read_python_calls(reader: TextReader, tools: OfferedTools) -> Parsing[None]:
+    """The parser of outputs with such calls."""
+    while (yield from reader.emit_until(content, OPEN)):
+        while CLOSE not in reader.text and not reader.is_ended:
+            yield
+        body, close, _ = reader.text.partition(CLOSE)
+        try:
+            calls = parse_python_calls(body)
+        except NotACall:
+            emit_skipped(reader)
+            continue
+        reader.take(len(body) + len(close))
+        reader.skipped = ""
+        for call in calls:
+            reader.begin_call(call.name, json.dumps(call.arguments, ensure_ascii=False))
+
+
+def parse_python_calls(text: str) -> list[PythonCall]:
+    """The calls in `text`, at least one. Raises `NotACall`."""
+    calls, at = [], 0
+    while at < len(text):
+        head = _HEAD.match(text, at)
+        if head is None:
+            raise NotACall
+        arguments, at = _arguments(text, head.end())
+        calls.append(PythonCall(head[1], arguments))
+    if not calls:
+        raise NotACall
+    return calls
+
+
+def _arguments(text: str, at: int) -> tuple[dict[str, Any], int]:
+    """The arguments from `at` on, and the position after the closing parenthesis."""
+    found: dict[str, Any] = {}
+    while (end := _END.match(text, at)) is None:
+        key = _KEY.match(text, at)
+        if key is None:
+            raise NotACall
+        found[key[1]], at = _value(text, key.end())
+        after = _NEXT.match(text, at)
+        if after is None and _END.match(text, at) is None:
+            raise NotACall
+        at = at if after is None else after.end()
+    return found, end.end()
+
+
+def _value(text: str, at: int) -> tuple[Any, int]:
+    literal = _LITERAL.match(text, at)
+    try:
+        if literal is not None:
+            return ast.literal_eval(literal[0]), literal.end()
+        return _DECODER.raw_decode(text, at)
+    except (ValueError, SyntaxError, RecursionError):
+        raise NotACall from None
+
+
+def python_call_pattern(names: str) -> str:
+    """A regular expression for a call of a tool that matches `names`, with any arguments."""
+    return rf"{OPEN}(?:{names})\([^<]*\){CLOSE}"

@@ -1,0 +1,1 @@
+"""Linear layers: packed weights times rows, in each format."""

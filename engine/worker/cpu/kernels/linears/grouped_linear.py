@@ -1,0 +1,131 @@
+"""The linear layer over weights in groups, in two kernels: quantize the inputs of each token, then
+multiply.
+
+Inputs are quantized as for int8 weights: 8 bits if the CPU has VNNI, else 14, with one scale per
+token.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+from collections.abc import Callable
+from functools import cache
+from types import FunctionType
+
+import numpy as np
+from numba import njit
+
+from engine.worker.cpu.intrinsics import float32s, int8s, int16s, int32s
+from engine.worker.cpu.kernels.elementwise import BYTES
+from engine.worker.cpu.kernels.linears.grouped_tiles import (
+    INT8_STEPS,
+    INT16_STEPS,
+    MAX_ROWS,
+    SUM_BYTES,
+    Panel,
+    StepFormat,
+    make_grouped_tile,
+)
+from engine.worker.cpu.kernels.linears.int8_linear import (
+    MAX_8_BITS,
+    MAX_14_BITS,
+    largest_magnitude,
+)
+from engine.worker.cpu.kernels.linears.linear import begin_row, input_operands, multiply
+from engine.worker.cpu.kernels.linears.packed_tiles import WIDTH
+from engine.worker.weights.formats.grouped import GroupLayout
+
+DEPTH = 1024  # of k
+ACTIVATION_BITS = {INT8_STEPS: 8, INT16_STEPS: 14}
+TILE = BLOCK = BLOCK_BYTES = X_BLOCK_BYTES = None  # of the format that a kernel is made for
+
+
+@njit(inline="always")
+def _quantize_groups(x, y_at, padded, group, integers, item_bytes, factor, middle):
+    """A row of x to y: for each group its sum, then its inputs; zeros beyond the end of x."""
+    for first in range(0, padded, group):
+        y = integers(y_at + SUM_BYTES, group)
+        total = np.int32(0)
+        if first + group <= len(x):
+            for k in range(group):
+                number = x[first + k]
+                value = np.int32(number * factor + np.float32(0.5 if number >= 0 else -0.5))
+                y[k] = value
+                total += value
+        else:
+            for k in range(group):
+                value = np.int32(0)
+                if first + k < len(x):
+                    number = x[first + k]
+                    value = np.int32(number * factor + np.float32(0.5 if number >= 0 else -0.5))
+                y[k] = value
+                total += value
+        if middle != 0:
+            int32s(y_at, 1)[0] = -middle * total
+        else:
+            float32s(y_at, 1)[0] = np.float32(total)
+        y_at += SUM_BYTES + group * item_bytes
+
+
+@njit(inline="always")
+def _quantize(operands, chunk, integers, item_bytes, most):
+    a = input_operands(operands)
+    scales = float32s(a.scale, a.rows)
+    y_stride = a.padded // a.group * (SUM_BYTES + a.group * item_bytes)
+    for row in range(chunk * a.rows_per_chunk, min(a.rows, (chunk + 1) * a.rows_per_chunk)):
+        x_at, y = a.x + row * a.x_stride * BYTES, a.y + row * y_stride
+        x = float32s(x_at, a.width)
+        largest = largest_magnitude(int32s(x_at, a.width))
+        factor = np.float32(most) / largest if largest > 0 else np.float32(0)
+        if a.group == 32:  # constants, so that each loop is compiled for its length
+            _quantize_groups(x, y, a.padded, 32, integers, item_bytes, factor, a.middle)
+        elif a.group == 16:
+            _quantize_groups(x, y, a.padded, 16, integers, item_bytes, factor, a.middle)
+        else:
+            _quantize_groups(x, y, a.padded, a.group, integers, item_bytes, factor, a.middle)
+        scales[row] = largest * np.float32(1 / most)
+
+
+def quantize_groups_to_8_bits(operands, chunk, thread):
+    """`InputOperands` with groups as `grouped_tiles` reads them, inputs in int8."""
+    _quantize(operands, chunk, int8s, 1, MAX_8_BITS)
+
+
+def quantize_groups_to_14_bits(operands, chunk, thread):
+    """`InputOperands` with groups as `grouped_tiles` reads them, inputs in int16."""
+    _quantize(operands, chunk, int16s, 2, MAX_14_BITS)
+
+
+@njit(inline="always")
+def _finish(sums, scales, bias_at, y_at, y_stride, columns, rows, is_first, adds):
+    """Add the sums of a tile, times the scale of each row of x, to y."""
+    bias, x_scales = float32s(bias_at, columns), float32s(scales[2], rows)
+    for m in range(rows):
+        row = float32s(sums + m * WIDTH * BYTES, columns)
+        y = float32s(y_at + m * y_stride * BYTES, columns)
+        if is_first:
+            begin_row(y, bias, adds)
+        scale = x_scales[m]
+        for n in range(columns):
+            y[n] += row[n] * scale
+
+
+def _linear(operands, chunk, thread):
+    """`LinearOperands` with weights in groups."""
+    multiply(operands, chunk, TILE, _finish, MAX_ROWS, DEPTH, BLOCK, BLOCK_BYTES, X_BLOCK_BYTES)
+
+
+@cache
+def linear_kernel(layout: GroupLayout, steps: StepFormat) -> Callable[..., None]:
+    """The kernel of `LinearOperands` for one layout and width of inputs.
+
+    It is `_linear` with constants of its own. Its name is part of the name of its compiled code.
+    """
+    name = f"linear_{layout.name}_{ACTIVATION_BITS[steps]}_bits"
+    constants = {
+        "TILE": make_grouped_tile(layout, steps),
+        "BLOCK": layout.block,
+        "BLOCK_BYTES": Panel(layout).block_bytes,
+        "X_BLOCK_BYTES": layout.groups * steps.x_group_bytes(layout.group),
+    }
+    function = FunctionType(_linear.__code__, {**globals(), **constants}, name)
+    function.__qualname__ = name
+    return function

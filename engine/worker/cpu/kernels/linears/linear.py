@@ -1,0 +1,177 @@
+"""The linear layer: packed weights times rows of x, for every tile format; in float32 and bfloat16.
+
+A chunk is a run of panels. k is cut into the same pieces for any number of rows, and each row has
+its own sums, so a row's result has the same bits whatever rows are beside it.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+import ctypes
+
+import numpy as np
+from numba import njit
+
+from engine.worker.cpu.intrinsics import float32s
+from engine.worker.cpu.kernels.dtypes import BFLOAT16, store_one
+from engine.worker.cpu.kernels.elementwise import BYTES
+from engine.worker.cpu.kernels.linears.packed_tiles import (
+    WIDTH,
+    bfloat16_tile,
+    float32_tile,
+    tile_sums,
+)
+from engine.worker.cpu.kernels.linears.tile_formats import MAX_ROWS, PAIR
+from engine.worker.cpu.operands import make_reader, operands
+
+ROWS_AT_ONCE = 48  # rows of x that are multiplied by weights while these are in cache
+FLOAT_DEPTH = 512  # of k, added up in registers
+# How far ahead of its loads a single tile prefetches. A whole piece ahead (64 KiB of float32) was
+# out of the L1 cache again before it was used: 26 to 27 instead of 29 to 35 GB/s for one row of
+# float32 on a core of Zen 5, beside other computation; 512 to 2048 and 16384 bytes lie between.
+PREFETCH_BYTES = 4096
+
+
+@operands
+class LinearOperands(ctypes.Structure):
+    """`y[rows, outputs] = x wᵀ + bias`, or `+=` if `adds`; w is packed."""
+
+    weight: int
+    weight_scale: int  # float32 [outputs], of quantized weights; else 0
+    offset: int  # int32 [pieces of k, panels * WIDTH], subtracted from the sums; or 0
+    bias: int
+    inputs: int  # padded to a multiple of what the format requires
+    outputs: int
+    columns: int  # of a chunk, whole panels
+    x: int
+    x_stride: int  # bytes
+    x_scale: int  # float32 [rows], of quantized inputs; else 0
+    y: int
+    y_stride: int  # floats
+    rows: int
+    adds: int
+
+
+_linear_operands = make_reader(LinearOperands)
+
+
+@njit(inline="always")
+def begin_row(y, bias, adds):
+    """What the products are added to: the bias, and what y holds if `adds`."""
+    for n in range(len(y)):
+        y[n] = bias[n] + (y[n] if adds != 0 else np.float32(0))
+
+
+@njit(inline="always")
+def multiply(operands, chunk, tile, finish, max_rows, depth, group, group_bytes, x_group_bytes):
+    """Compute a chunk of `LinearOperands` with tiles of at most `max_rows`.
+
+    `group` inputs have `group_bytes` in a panel of w, and `x_group_bytes` in a row of x. A tile
+    takes in at most `depth` inputs.
+
+    `finish(sums, scales, bias, y, y_stride, columns, rows, is_first, adds)` adds the sums of a
+    tile to y; `scales` are the addresses of offsets, weight scales and input scales.
+    """
+    a = _linear_operands(operands)
+    sums = tile_sums()
+    panel_bytes = a.inputs // group * group_bytes
+    padded = (a.outputs + WIDTH - 1) // WIDTH * WIDTH
+    first, last = chunk * a.columns, min(a.outputs, (chunk + 1) * a.columns)
+    # Few rows: read the weights in the order of their addresses. Many: keep a piece in cache.
+    block = WIDTH if a.rows <= ROWS_AT_ONCE else a.columns
+    for start in range(first, last, block):
+        for k in range(0, a.inputs, depth):
+            groups = min(depth, a.inputs - k) // group
+            for top in range(0, a.rows, ROWS_AT_ONCE):
+                bottom = min(top + ROWS_AT_ONCE, a.rows)
+                tiles = (bottom - top + max_rows - 1) // max_rows
+                for n in range(start, min(start + block, last), WIDTH):
+                    weights = a.weight + n // WIDTH * panel_bytes + k // group * group_bytes
+                    m = top
+                    for left in range(tiles, 0, -1):  # rows are shared out evenly among tiles
+                        count = (bottom - m + left - 1) // left
+                        # Of several tiles each prefetches its share of the piece that comes next.
+                        ahead = groups * group_bytes // tiles * (2 * tiles - left)
+                        if tiles == 1:  # reads every weight once, so only a little before
+                            ahead = PREFETCH_BYTES
+                        tile(
+                            weights,
+                            a.x + m * a.x_stride + k // group * x_group_bytes,
+                            a.x_stride,
+                            count,
+                            groups,
+                            sums,
+                            weights + ahead,
+                            group_bytes // tiles,
+                        )
+                        finish(
+                            sums,
+                            (
+                                a.offset + (k // depth * padded + n) * BYTES,
+                                a.weight_scale + n * BYTES,
+                                a.x_scale + m * BYTES,
+                            ),
+                            a.bias + n * BYTES,
+                            a.y + (m * a.y_stride + n) * BYTES,
+                            a.y_stride,
+                            min(WIDTH, a.outputs - n),
+                            count,
+                            k == 0,
+                            a.adds,
+                        )
+                        m += count
+
+
+@njit(inline="always")
+def _finish_floats(sums, scales, bias_at, y_at, y_stride, columns, rows, is_first, adds):
+    bias = float32s(bias_at, columns)
+    for m in range(rows):
+        row = float32s(sums + m * WIDTH * BYTES, columns)
+        y = float32s(y_at + m * y_stride * BYTES, columns)
+        if is_first:
+            begin_row(y, bias, adds)
+        for n in range(columns):
+            y[n] += row[n]
+
+
+def linear_float32(operands, chunk, thread):
+    """`LinearOperands` with float32 x and weights."""
+    multiply(operands, chunk, float32_tile, _finish_floats, MAX_ROWS, FLOAT_DEPTH, 1, 4 * WIDTH, 4)
+
+
+def linear_bfloat16(operands, chunk, thread):
+    """`LinearOperands` with bfloat16 x and weights, added in float32."""
+    multiply(
+        operands, chunk, bfloat16_tile, _finish_floats, MAX_ROWS, FLOAT_DEPTH, PAIR, 4 * WIDTH, 4
+    )
+
+
+@operands
+class InputOperands(ctypes.Structure):
+    """`y = x` in another format, each row padded to `padded` items; `scale` if it is quantized.
+
+    The padding is multiplied by zeros; it must be finite.
+    """
+
+    x: int
+    x_stride: int  # floats
+    width: int
+    y: int
+    padded: int
+    scale: int  # float32 [rows], or 0
+    group: int  # inputs whose sum stands before them in y; 1: none
+    middle: int  # sums are int32 times -middle; 0: sums are float32
+    rows: int
+    rows_per_chunk: int
+
+
+input_operands = make_reader(InputOperands)
+
+
+def convert_to_bfloat16(operands, chunk, thread):
+    """`InputOperands` with y in bfloat16, rounded to nearest even."""
+    a = input_operands(operands)
+    for row in range(chunk * a.rows_per_chunk, min(a.rows, (chunk + 1) * a.rows_per_chunk)):
+        x, y = float32s(a.x + row * a.x_stride * BYTES, a.width), a.y + row * a.padded * 2
+        for k in range(a.width):
+            store_one(BFLOAT16, y + k * 2, x[k])
+        for k in range(a.width, a.padded):
+            store_one(BFLOAT16, y + k * 2, np.float32(0))

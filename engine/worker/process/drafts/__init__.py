@@ -1,0 +1,1 @@
+"""Models that propose drafts for speculation, and how drafts are computed."""

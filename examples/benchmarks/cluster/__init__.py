@@ -1,0 +1,1 @@
+"""Benchmarks of several servers behind a router."""

@@ -1,0 +1,1 @@
+"""Malformed requests, and a server that gets them."""

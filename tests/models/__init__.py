@@ -1,0 +1,1 @@
+"""Checkpoints, adapters and shapes of models that tests make."""

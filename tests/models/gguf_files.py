@@ -1,0 +1,351 @@
+"""GGUF files written by the `gguf` package from the models of `tests.models.checkpoints`.
+
+Names, types of tensors and the turned rows of Llama's q and k are as llama.cpp's converter has
+them; the vocabulary is that of a `tokenizers` object.
+"""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import tokenizers
+import torch
+from gguf.constants import GGMLQuantizationType as Kind
+from torch import Tensor
+
+from tests.models.checkpoints import make_model
+from tests.models.gguf_k_blocks import quantize_k
+
+# Hugging Face model types whose name in llama.cpp is another one.
+ARCHITECTURES = {
+    "mixtral": "llama",
+    "qwen3_moe": "qwen3moe",
+    "gpt_oss": "gpt-oss",
+    "mistral": "llama",
+    "olmo3": "olmo2",
+    "gemma3_text": "gemma3",
+    "gemma4_text": "gemma4",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_5_text": "qwen35",
+    "qwen3_5_moe_text": "qwen35moe",
+}
+INTERLEAVED = ("llama", "granite", "smollm3")  # whose converters reorder the rows of q and k
+PARTIAL = ("phi3", "stablelm")
+FLOATS = {Kind.F32: torch.float32, Kind.F16: torch.float16, Kind.BF16: torch.bfloat16}
+
+
+@dataclass
+class Gguf:
+    """What a file is to hold; `more` and `without` are keys of its metadata."""
+
+    variant: str
+    kind: Kind = Kind.F32
+    kinds: dict[str, Kind] = field(default_factory=dict)  # of tensors whose names have this part
+    tokenizer: tokenizers.Tokenizer | None = None
+    pre: str = "llama-bpe"
+    more: dict[str, Any] = field(default_factory=dict)
+    without: frozenset[str] = frozenset()
+    changes: dict[str, Any] = field(default_factory=dict)  # of the model's config
+    extra: dict[str, Tensor] = field(default_factory=dict)  # tensors beside the model's
+
+    def write(self, path: Path) -> Any:
+        """Write the file; returns transformers' model with what the file's tensors stand for."""
+        model = make_model(self.variant, **self.changes)
+        family = model.config.model_type
+        architecture = ARCHITECTURES.get(family, family)
+        model.config.allow_global_per_layer_attribute_access = True  # Gemma 4's head size
+        writer = gguf.GGUFWriter(path, architecture)
+        values = _sizes(model.config, architecture) | (
+            {} if self.tokenizer is None else _byte_level(self.tokenizer, self.pre)
+        )
+        for key, value in (values | self.more).items():
+            if key not in self.without:
+                _add(writer, key, value)
+        self._add_tensors(writer, model, architecture)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+        return model
+
+    def _add_tensors(self, writer: gguf.GGUFWriter, model: Any, architecture: str) -> None:
+        names = gguf.get_tensor_name_map(
+            gguf.MODEL_ARCH[architecture.upper().replace("-", "_")],
+            model.config.num_hidden_layers,
+        )
+        tensors = dict(model.named_parameters())
+        tensors |= {name: each for name, each in model.named_buffers() if "layer_scalar" in name}
+        for name, tensor in tensors.items():
+            if ".experts." in name:
+                self._add_experts(writer, name, tensor, is_interleaved=architecture == "gpt-oss")
+            elif ".linear_attn." in name:
+                _add_delta_net(writer, _own_name(names, name), tensor.detach(), model.config)
+            else:
+                own = _own_name(names, name)
+                stored = self._add_tensor(writer, own, name, tensor.detach(), model.config)
+                tensor.data.copy_(stored)
+        for own, values in self.extra.items():
+            writer.add_tensor(own, values.numpy())
+
+    def _add_tensor(
+        self, writer: gguf.GGUFWriter, own: str, name: str, values: Tensor, config: Any
+    ) -> Tensor:
+        """Returns what the file's tensor stands for, in Hugging Face's layout."""
+        is_transposed = writer.arch == "gpt2" and _is_conv(name)
+        is_reordered = writer.arch in INTERLEAVED and any(f"{part}_proj" in name for part in "qk")
+        offset = 1 if _has_offset(writer.arch, name) else 0
+        values = values.t() if is_transposed else values + offset
+        if is_reordered:
+            values = _turned(values, config, is_key="k_proj" in name)
+        stored = self._store(writer, own, values.contiguous())
+        if is_reordered:
+            stored = _turned_back(stored, config, is_key="k_proj" in name)
+        return stored.t() if is_transposed else stored - offset
+
+    def _add_experts(
+        self, writer: gguf.GGUFWriter, name: str, tensor: Any, *, is_interleaved: bool
+    ) -> None:
+        """One tensor for each linear of all experts; gpt-oss has them as [experts, in, out]."""
+        layer, linear = name.split(".")[2], name.rpartition(".")[2]
+        kind = "bias" if linear.endswith("_bias") else "weight"
+        values = tensor.detach()
+        if is_interleaved and kind == "weight":
+            values = values.transpose(1, 2)
+        if not linear.startswith("gate_up"):
+            parts = {"down": values}
+        elif is_interleaved:
+            parts = {"gate": values[:, ::2], "up": values[:, 1::2]}
+        else:
+            half = values.shape[1] // 2
+            parts = {"gate": values[:, :half], "up": values[:, half:]}
+        for part, each in parts.items():
+            own = f"blk.{layer}.ffn_{part}_exps.{kind}"
+            each.copy_(self._store(writer, own, each.contiguous(), is_matrix=kind == "weight"))
+
+    def _store(
+        self, writer: gguf.GGUFWriter, own: str, values: Tensor, *, is_matrix: bool = True
+    ) -> Tensor:
+        """Put a tensor into the file; returns what it stands for there, as floats."""
+        kind = next((kind for part, kind in self.kinds.items() if part in own), self.kind)
+        kind = kind if is_matrix and values.dim() > 1 else Kind.F32
+        if kind is Kind.F32:
+            writer.add_tensor(own, values.numpy())
+            return values
+        quantize = quantize_k if kind in (Kind.Q4_K, Kind.Q6_K) else gguf.quants.quantize
+        data = quantize(values.numpy(), kind)
+        writer.add_tensor(own, data, raw_dtype=kind)
+        return torch.from_numpy(gguf.quants.dequantize(data, kind))
+
+
+def _own_name(names: Any, name: str) -> str:
+    """llama.cpp's name; some tensors have another suffix than in Hugging Face's."""
+    renamed = name.replace(".dt_bias", ".dt_proj.bias")
+    own = names.get_name(renamed, try_suffixes=(".weight", ".bias"))
+    assert own is not None, name
+    return f"{own}.weight" if name.endswith(("sinks", "layer_scalar")) else str(own)
+
+
+def _has_offset(architecture: str, name: str) -> bool:
+    """Whether the converter adds 1 to this norm."""
+    if architecture in ("qwen35", "qwen35moe"):
+        return name.endswith("norm.weight") and ".linear_attn." not in name
+    return architecture in ("gemma2", "gemma3") and name.endswith("norm.weight")
+
+
+def _add_delta_net(writer: gguf.GGUFWriter, own: str, values: Tensor, config: Any) -> None:
+    """A tensor of a Gated DeltaNet as the converter writes it, but unquantized: value heads in the
+    order in which key heads repeat."""
+    keys, heads = config.linear_num_key_heads, config.linear_num_value_heads
+
+    def tiled(each: Tensor, width: int) -> Tensor:
+        split = each.reshape(keys, heads // keys, width, *each.shape[1:])
+        return split.transpose(0, 1).reshape(each.shape)
+
+    part, width = own.split(".")[2], config.linear_value_head_dim
+    before = 2 * keys * config.linear_key_head_dim
+    match part:
+        case "ssm_a":
+            values = tiled(-values.exp(), 1)
+        case "ssm_dt" | "ssm_alpha" | "ssm_beta":
+            values = tiled(values, 1)
+        case "attn_gate":
+            values = tiled(values, width)
+        case "ssm_out":
+            values = tiled(values.t().contiguous(), width).t()
+        case "attn_qkv" | "ssm_conv1d":
+            values = values.reshape(len(values), -1)
+            values = torch.cat((values[:before], tiled(values[before:], width)))
+    writer.add_tensor(own, values.contiguous().numpy())
+
+
+def _is_conv(name: str) -> bool:
+    return name.endswith(".weight") and (".attn.c_" in name or ".mlp.c_" in name)
+
+
+def _heads(config: Any, is_key: bool) -> int:
+    return int(config.num_key_value_heads if is_key else config.num_attention_heads)
+
+
+def _turned(values: Tensor, config: Any, *, is_key: bool) -> Tensor:
+    """Rows of a head, first half and second half in turn."""
+    halves = values.view(_heads(config, is_key), 2, -1, *values.shape[1:])
+    return halves.transpose(1, 2).reshape(values.shape)
+
+
+def _turned_back(values: Tensor, config: Any, *, is_key: bool) -> Tensor:
+    pairs = values.view(_heads(config, is_key), -1, 2, *values.shape[1:])
+    return pairs.transpose(1, 2).reshape(values.shape)
+
+
+def _sizes(config: Any, architecture: str) -> dict[str, Any]:
+    sizes = {
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "attention.head_count": config.num_attention_heads,
+    }
+    if architecture == "gpt2":
+        sizes["feed_forward_length"] = config.n_inner or 4 * config.hidden_size
+        sizes["attention.layer_norm_epsilon"] = config.layer_norm_epsilon
+    else:
+        head_dim = getattr(config, "head_dim", None)
+        head_dim = head_dim or config.hidden_size // config.num_attention_heads
+        sizes |= {
+            "feed_forward_length": config.intermediate_size,
+            "attention.head_count_kv": config.num_key_value_heads,
+            **({} if architecture in PARTIAL else {"attention.key_length": head_dim}),
+            "attention.value_length": head_dim,
+            "rope.dimension_count": head_dim,
+            **_norm_and_rope(config, head_dim),
+        }
+        sizes |= {
+            key: getattr(config, name)
+            for key, name in OTHERS.items()
+            if getattr(config, name, None) is not None
+            and architecture not in ("qwen2", "qwen2moe", "qwen3")
+        }
+    if architecture == "gemma4":
+        sizes |= _of_gemma4(config)
+    if architecture.startswith("qwen35"):
+        sizes |= _of_qwen35(config)
+    if getattr(config, "shared_expert_intermediate_size", None):
+        sizes |= {
+            "expert_count": config.num_experts,
+            "expert_used_count": config.num_experts_per_tok,
+            "expert_feed_forward_length": config.moe_intermediate_size,
+            "expert_shared_feed_forward_length": config.shared_expert_intermediate_size,
+        }
+    return {f"{architecture}.{name}": value for name, value in sizes.items()}
+
+
+# Keys of families beyond Llama's, as llama.cpp's converter writes them, and their config fields.
+OTHERS = {
+    "attention.sliding_window": "sliding_window",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+    "use_parallel_residual": "use_parallel_residual",
+    "expert_count": "num_local_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "ssm.state_size": "linear_key_head_dim",
+    "ssm.group_count": "linear_num_key_heads",
+    "ssm.time_step_rank": "linear_num_value_heads",
+}
+
+
+def _of_gemma4(config: Any) -> dict[str, Any]:
+    """The keys of Gemma 4, whose layer types differ in head size and MLP."""
+    own = config.num_hidden_layers - config.num_kv_shared_layers
+    inner = config.intermediate_size
+    wide = 2 * inner if config.use_double_wide_mlp else inner
+    full = config.per_layer_config[config.layer_types.index("full_attention")].head_dim
+    return {
+        "attention.key_length": full,
+        "attention.value_length": full,
+        "rope.dimension_count": full,
+        "attention.key_length_swa": config.head_dim,
+        "attention.value_length_swa": config.head_dim,
+        "rope.dimension_count_swa": config.head_dim,
+        "rope.freq_base_swa": float(config.rope_parameters["sliding_attention"]["rope_theta"]),
+        "attention.shared_kv_layers": config.num_kv_shared_layers,
+        "embedding_length_per_layer_input": config.hidden_size_per_layer_input,
+        "attention.sliding_window_pattern": [
+            each == "sliding_attention" for each in config.layer_types
+        ],
+        "feed_forward_length": [inner] * own + [wide] * config.num_kv_shared_layers,
+    }
+
+
+def _of_qwen35(config: Any) -> dict[str, Any]:
+    """The keys of Qwen 3.5 that are not equal to a field."""
+    return {
+        "ssm.inner_size": config.linear_num_value_heads * config.linear_value_head_dim,
+        "attention.recurrent_layers": [each == "linear_attention" for each in config.layer_types],
+        "rope.dimension_sections": [11, 11, 10, 0],
+        "full_attention_interval": 4,
+    }
+
+
+def _norm_and_rope(config: Any, head_dim: int) -> dict[str, Any]:
+    rope = config.rope_parameters
+    full = rope.get("full_attention", rope)
+    found: dict[str, Any] = {"rope.freq_base": float(full["rope_theta"])}
+    if "partial_rotary_factor" in full:
+        found["rope.dimension_count"] = int(head_dim * full["partial_rotary_factor"])
+    if hasattr(config, "layer_norm_eps"):
+        found["attention.layer_norm_epsilon"] = config.layer_norm_eps
+    else:
+        found["attention.layer_norm_rms_epsilon"] = config.rms_norm_eps
+    if full["rope_type"] == "yarn":
+        found |= {
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": full["factor"],
+            "rope.scaling.original_context_length": full["original_max_position_embeddings"],
+        }
+    if full["rope_type"] == "longrope":
+        found |= {
+            "rope.scaling.attn_factor": full["attention_factor"],
+            "rope.scaling.original_context_length": config.original_max_position_embeddings,
+        }
+    return found
+
+
+def _byte_level(tokenizer: tokenizers.Tokenizer, pre: str) -> dict[str, Any]:
+    data = json.loads(tokenizer.to_str())
+    added = {token["id"]: token for token in data["added_tokens"]}
+    tokens = sorted(tokenizer.get_vocab(with_added_tokens=True).items(), key=lambda each: each[1])
+    kinds = [
+        1 if place not in added else 3 if added[place]["special"] else 4 for _, place in tokens
+    ]
+    merges = [
+        merge if isinstance(merge, str) else " ".join(merge) for merge in data["model"]["merges"]
+    ]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": [token for token, _ in tokens],
+        "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.merges": merges,
+    }
+
+
+def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    match value:
+        case bool():
+            writer.add_bool(key, value)
+        case int():
+            writer.add_uint32(key, value)
+        case float() | np.floating():
+            writer.add_float32(key, float(value))
+        case str():
+            writer.add_string(key, value)
+        case _:
+            writer.add_array(key, value)
