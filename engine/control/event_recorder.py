@@ -139,8 +139,9 @@ class RecordingHeader:
         return IterationScheduler(self.scheduler, ledger, policy, observer, cost, drafter)
 
     def line(self) -> str:
-        """The first line of a recording, without tiers that are not there, settings that are
-        infinite, fair shares and windows if there are none, and a cost of prompt pieces that is 0.
+        """The first line of a recording, without tiers that are not there, limits that are
+        infinite, goals, fair shares and windows if there are none, and a cost of prompt pieces that
+        is 0.
         """
         row = asdict(self)
         if not self.cost.per_piece:
@@ -150,7 +151,7 @@ class RecordingHeader:
                 del row[name]
         if self.windows == (None,):
             del row["windows"]
-        for name, default in (("ttft_goal", inf), ("fair_keys", False), ("fcfs_slack", 0.0)):
+        for name, default in (("ttft_goal", 0.0), ("fair_keys", False), ("fcfs_slack", 0.0)):
             if row["policies"][name] == default:
                 del row["policies"][name]
         bounds = row["scheduler"].items()

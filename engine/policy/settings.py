@@ -1,7 +1,6 @@
 """The settings of all policies; each policy reads those that concern it."""
 
 from dataclasses import dataclass
-from math import inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,9 +15,9 @@ class PolicySettings:
     gittins: the order is first come, first served until `min_outputs` outputs have ended by
     themselves. Without `starvation_seconds` a request goes first if its tokens are later than first
     come, first served would have produced them, by more than `fcfs_slack` times its age.
-    Over any policy: requests that can have their first token within `ttft_goal` precede those that
-    cannot (`GoodputFirst`); with `fair_keys` API keys get equal shares, and the policy orders the
-    requests of each key (`VirtualTokenCounter`, as under fair).
+    Over any policy: requests that can have their first token within `ttft_goal` seconds precede
+    those that cannot (`GoodputFirst`; 0: no goal); with `fair_keys` API keys get equal shares, and
+    the policy orders the requests of each key (`VirtualTokenCounter`, as under fair).
     fair: a prompt token counts `input_weight`, an output token `output_weight`.
     """
 
@@ -32,7 +31,7 @@ class PolicySettings:
     fcfs_slack: float = 0.0
     input_weight: float = 1.0
     output_weight: float = 2.0
-    ttft_goal: float = inf
+    ttft_goal: float = 0.0
     fair_keys: bool = False
 
     def __post_init__(self) -> None:
@@ -41,7 +40,7 @@ class PolicySettings:
         assert self.ratio > 1.0, "ratio is above 1"
         assert self.num_levels > 0, "num_levels is positive"
         assert self.min_outputs > 0, "min_outputs is positive"
-        assert self.ttft_goal > 0.0, "ttft_goal is positive"
+        assert self.ttft_goal >= 0.0, "ttft_goal is not negative"
         assert self.fcfs_slack >= 0.0, "fcfs_slack is not negative"
         assert self.input_weight > 0.0, "input_weight is positive"
         assert self.output_weight > 0.0, "output_weight is positive"

@@ -2,7 +2,6 @@
 
 from functools import partial
 from importlib import import_module
-from math import inf
 from typing import TYPE_CHECKING, cast
 
 from engine.policy.background import BackgroundLast
@@ -54,7 +53,7 @@ def build(
     if lengths is not None and isinstance(first, LearnsLengths):
         first.lengths = lengths
     policy, another = first, partial(_another, known[name], cost, settings, first)
-    if settings.ttft_goal < inf:
+    if settings.ttft_goal > 0.0:
         policy = GoodputFirst(first, another(), cost, settings)
         another = partial(_within_goal, another, cost, settings)
     if settings.fair_keys and name != "fair":

@@ -366,7 +366,7 @@ def _policy_settings(settings: Settings) -> PolicySettings:
         input_weight=settings.input_weight,
         output_weight=settings.output_weight,
         fair_keys=settings.fair_keys,
-        ttft_goal=settings.ttft_goal or inf,
+        ttft_goal=settings.ttft_goal,
     )
 
 

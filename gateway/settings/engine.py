@@ -5,13 +5,12 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, ByteSize
-from pydantic_settings import NoDecode
+from pydantic_settings import BaseSettings, NoDecode
 
 from gateway.settings.flags import duration
 from gateway.settings.generation_config import check_override
 from gateway.settings.options import option as _option
 from gateway.settings.options import split
-from gateway.settings.policy import PolicyFields
 from gateway.settings.speculative_config import check_speculative_config
 
 BUILTIN_MODEL = "builtin"
@@ -36,7 +35,7 @@ def _factor_above_1(factor: float) -> float:
     return factor
 
 
-class EngineSettings(PolicyFields):
+class EngineSettings(BaseSettings):
     """The fields under `model`, `memory`, `scheduling` and `workers` of `podway serve --help`."""
 
     model: str = _option(

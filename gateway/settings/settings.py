@@ -25,10 +25,11 @@ from gateway.settings.engine import EngineSettings
 from gateway.settings.flags import did_you_mean
 from gateway.settings.lora import LoraSettings
 from gateway.settings.options import PREFIX, Option, allowed, as_option
+from gateway.settings.policy import PolicyFields
 from gateway.settings.server import LOCAL_FILE, ServerSettings
 
 
-class Settings(ServerSettings, LoraSettings, EngineSettings):
+class Settings(ServerSettings, LoraSettings, PolicyFields, EngineSettings):
     """All settings of `podway serve`. Immutable; durations are float seconds, sizes are bytes."""
 
     model_config = SettingsConfigDict(

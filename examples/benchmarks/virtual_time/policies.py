@@ -17,7 +17,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from math import inf
 from pathlib import Path
 from random import Random
 
@@ -61,7 +60,7 @@ class System:
     admission: Admission = Admission.GROW
     swap: SwapMode = SwapMode.PROACTIVE
     preempts: bool = False
-    ttft_goal: float = inf
+    ttft_goal: float = 0.0
 
     def build(self, seats: int, cost: Cost) -> Policy:
         settings = PolicySettings(self.starvation, seats=seats, ttft_goal=self.ttft_goal)
@@ -78,9 +77,9 @@ GITTINS = System("gittins", "gittins")
 SYSTEMS = (FCFS, MLFQ, GITTINS, System("srpt (oracle)", "srpt"))
 WITH_GOAL = (
     FCFS,
-    replace(FCFS, name="fcfs, TTFT goal", ttft_goal=GOAL.ttft or inf),
+    replace(FCFS, name="fcfs, TTFT goal", ttft_goal=GOAL.ttft or 0.0),
     GITTINS,
-    replace(GITTINS, name="gittins, TTFT goal", ttft_goal=GOAL.ttft or inf),
+    replace(GITTINS, name="gittins, TTFT goal", ttft_goal=GOAL.ttft or 0.0),
 )
 SPLIT = (
     System("fcfs, KV reserved (Orca)", "fcfs", admission=Admission.RESERVE),

@@ -13,7 +13,7 @@ from tests.gateway.rig import CHAT, Rig, chat, play
 ROOT = Path(gateway.__file__).parents[1]
 PACKAGES = ("gateway", "engine")
 HARNESS = "engine/simulated/"  # instead of a worker process and the clock
-MAX_MODULES = 57
+MAX_MODULES = 60
 
 
 def test_a_streamed_chat_runs_few_modules_before_its_first_token() -> None:

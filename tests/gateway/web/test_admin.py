@@ -22,7 +22,7 @@ SETTINGS = {
     "input_weight": 1.0,
     "output_weight": 2.0,
     "fair_keys": False,
-    "ttft_goal": None,
+    "ttft_goal": 0.0,
 }
 
 

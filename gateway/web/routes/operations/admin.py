@@ -73,8 +73,6 @@ class PolicyChoice(msgspec.Struct, forbid_unknown_fields=True):
     def applied_to(self, settings: PolicySettings) -> PolicySettings:
         """These settings, changed by those that the body has."""
         values = {own: getattr(self, name) for name, own in _FIELDS.items()}
-        if self.ttft_goal == 0.0:
-            values["ttft_goal"] = inf
         return replace(settings, **{k: value for k, value in values.items() if value is not None})
 
 
@@ -95,10 +93,7 @@ async def policy(http: "HttpRequest") -> "Response":
         "admission": scheduler.settings.admission.value,
         "policies": list(POLICIES),
         "itl_goal": _finite(scheduler.settings.itl_goal),
-        "settings": {
-            name: getattr(settings, own) for name, own in _FIELDS.items() if own != "ttft_goal"
-        }
-        | {"ttft_goal": _finite(settings.ttft_goal)},
+        "settings": {name: getattr(settings, own) for name, own in _FIELDS.items()},
         "learned_lengths": _learned(service.lengths),
     }
     return json_response(orjson.dumps(body), caller_of(http), service.clock)
