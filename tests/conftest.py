@@ -23,8 +23,8 @@ TIERS = {  # path below tests/ -> its marker; `make test` runs what has none of 
     "examples": "examples",
     "clients": "clients",
     "page": "clients",
-    "gateway/web/test_fuzz.py": "fuzz",
-    "gateway/web/test_schemathesis.py": "fuzz",
+    "gateway/web/bodies/test_fuzz.py": "fuzz",
+    "gateway/web/bodies/test_schemathesis.py": "fuzz",
 }
 
 

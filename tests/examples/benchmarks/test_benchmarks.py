@@ -12,7 +12,7 @@ from tests.examples.running import ROOT, run_here, run_module
 
 def test_iteration_and_request_level_scheduling_are_measured_on_a_real_server() -> None:
     shown = run_module(
-        "benchmarks.iteration_against_request",
+        "benchmarks.server.iteration_against_request",
         *("--rates", "40", "--seconds", "0.5", "--output-tokens", "1..8"),
     )
     heads, row = shown.splitlines()[:2]
@@ -24,14 +24,14 @@ def test_iteration_and_request_level_scheduling_are_measured_on_a_real_server() 
 def test_a_streamed_token_is_compared_with_a_bare_write(tmp_path: Path) -> None:
     profile = tmp_path / "profile.txt"
     load = ("--streams", "1", "--seconds", "0.3", "--settle", "0.1")
-    shown = run_module("benchmarks.streaming_cost", *load, "--profile", profile)
+    shown = run_module("benchmarks.server.streaming_cost", *load, "--profile", profile)
     assert {"bare write", "gateway"} <= {line[:20].strip() for line in shown.splitlines()}
     assert "scheduler.py" in profile.read_text()
 
 
 def test_a_whole_server_is_measured_with_two_clients() -> None:
     load = ("-c", "4", "-n", "8", "--output-tokens", "4", "--highest-id", "300")
-    shown = run_module("benchmarks.front_end", ROOT / "adapters" / "builtin", *load)
+    shown = run_module("benchmarks.server.front_end", ROOT / "adapters" / "builtin", *load)
     assert shown.count("bench, ") == shown.count("raw, ") == 2
 
 
@@ -46,7 +46,7 @@ def test_a_whole_server_is_measured_with_two_clients() -> None:
 def test_a_quantized_model_reads_the_texts_of_float32(
     formats: tuple[str, ...], least: float, most: float
 ) -> None:
-    shown = run_here("benchmarks.quantization_quality", "--tokens", "4", *formats)
+    shown = run_here("benchmarks.layers.quantization_quality", "--tokens", "4", *formats)
     figures = dict(line.rsplit("  ", 1) for line in shown.splitlines() if "  " in line)
     assert least <= float(figures["divergence, mean   "].split()[0]) < most
     assert shown.splitlines()[-2].endswith("%")
@@ -55,7 +55,7 @@ def test_a_quantized_model_reads_the_texts_of_float32(
 def test_speculation_is_measured_off_and_on_and_changes_no_token(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     flags = ("--texts", "loops", "--clients", "2", "--rounds", "1", "--threads", "1")
-    run_module("benchmarks.speculation", *flags, "--clock", "cpu", "--out", file)
+    run_module("benchmarks.server.speculation", *flags, "--clock", "cpu", "--out", file)
     rows = json.loads(file.read_text())
     assert [row["method"] for row in rows] == ["ngram", "suffix"]
     assert all(row["same_tokens"] and row["off"] > 0 for row in rows)
@@ -73,7 +73,7 @@ def test_the_page_of_speculation_has_the_table_of_its_figures() -> None:
 
 def test_attention_is_timed_with_every_kv_dtype() -> None:
     few = ("--seconds", "0.001", "--contexts", "16", "--batch", "2")
-    shown = run_here("benchmarks.attention_speed", *few).splitlines()
+    shown = run_here("benchmarks.layers.attention_speed", *few).splitlines()
     assert shown[0].split(" | ")[2:-1] == ["float32", "float16", "bfloat16", "int8"]
     assert len(shown) == 2 + 2 * 2
 
@@ -154,8 +154,8 @@ def test_the_simulator_is_compared_with_the_real_engine(tmp_path: Path) -> None:
 
 
 def test_an_itl_goal_is_compared_with_fixed_budgets(tmp_path: Path) -> None:
-    run_here("benchmarks.itl_goal", "--requests", "12", "--out", tmp_path)
-    run_here("benchmarks.itl_goal", "--real", "--tiny", "--requests", "8", "--out", tmp_path)
+    run_here("benchmarks.server.itl_goal", "--requests", "12", "--out", tmp_path)
+    run_here("benchmarks.server.itl_goal", "--real", "--tiny", "--requests", "8", "--out", tmp_path)
     page = (tmp_path / "README.md").read_text()
     assert page.count("| ITL p99 at most |") == 2
     assert (tmp_path / "itl_goal.png").exists()

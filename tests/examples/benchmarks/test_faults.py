@@ -9,7 +9,7 @@ from tests.examples.running import run_module
 def test_texts_are_unchanged_when_workers_are_killed() -> None:
     """Each kill waits for a restarted worker; every text is compared with its own reference."""
     load = ("--kills", "2", "--streams", "6", "--bodies", "6")
-    shown = run_module("benchmarks.kill_workers", *load)
+    shown = run_module("benchmarks.server.kill_workers", *load)
     assert "| workers killed | 2" in shown
     assert "| failed or different | 0 |" in shown
 
@@ -17,14 +17,14 @@ def test_texts_are_unchanged_when_workers_are_killed() -> None:
 def test_requests_cancelled_by_their_clients_leave_nothing_behind(tmp_path: Path) -> None:
     flags = ("--requests", "150", "--out", tmp_path)
     server_flags = ("--pipeline-stages", "2", "--cost-model", "none")
-    shown = run_module("benchmarks.soak", *flags, "--", *server_flags)
+    shown = run_module("benchmarks.server.soak", *flags, "--", *server_flags)
     assert "0 failures" in shown
     assert (tmp_path / "soak.json").exists()
 
 
 def test_lookahead_is_measured_off_and_on(tmp_path: Path) -> None:
     flags = ("--clients", "2", "--rounds", "1", "--seconds", "0.5", "--out", tmp_path)
-    shown = run_module("benchmarks.lookahead", *flags)
+    shown = run_module("benchmarks.server.lookahead", *flags)
     assert shown.splitlines()[-1].startswith("| 2 |")
     assert (tmp_path / "lookahead.json").exists()
 
@@ -49,7 +49,7 @@ def test_streams_are_measured_beside_an_attack(tmp_path: Path) -> None:
 
 def test_prompts_are_measured_with_and_without_a_bound(tmp_path: Path) -> None:
     load = ("--rounds", "1", "--streams", "2", "--tokens", "3000", "--factors", "0", "2")
-    shown = run_module("benchmarks.prefill_slowdown", *load, "--out", tmp_path)
+    shown = run_module("benchmarks.server.prefill_slowdown", *load, "--out", tmp_path)
     assert "| 0 | " in shown
     assert "(1.00 x)" in shown
     found = json.loads((tmp_path / "prefill_slowdown.json").read_text())["factors"]
