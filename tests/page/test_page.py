@@ -65,10 +65,13 @@ def test_editing_and_regenerating_add_branches(page: Page, page_url: str) -> Non
 
 def test_the_stop_button_frees_the_slots(page: Page, page_url: str) -> None:
     seed_chat(page, page_url, min_tokens=1900, max_tokens=1950)
-    ask(page, "Tell me a story.")
-    expect(page.locator(".message.assistant .body")).not_to_be_empty()
-    page.locator("#stop").click()
-    expect(page.locator(".figures")).to_contain_text("stopped")
+    body = {"model": "builtin", "prompt": "a", "max_tokens": 1900, "ignore_eos": True, "n": 12}
+    others = httpx.stream("POST", f"{page_url}/v1/completions", json=body | {"stream": True})
+    with others:  # so that the answer takes long enough to be stopped on any machine
+        ask(page, "Tell me a story.")
+        expect(page.locator(".message.assistant .body")).not_to_be_empty()
+        page.locator("#stop").click()
+        expect(page.locator(".figures")).to_contain_text("stopped")
     page.get_by_role("link", name="Engine").click()
     expect(page.locator(".kv-held").first).to_have_text("0")
     expect(page.locator("[data-figure=running]")).to_have_text("0")
@@ -107,7 +110,7 @@ def test_a_wrong_key_is_reported_and_a_right_one_opens_the_page(
 
 def test_two_hundred_requests_are_seen_in_the_engine_view(page: Page, page_url: str) -> None:
     def generate(number: int) -> int:
-        body = {"model": "builtin", "prompt": f"{number}", "max_tokens": 60, "ignore_eos": True}
+        body = {"model": "builtin", "prompt": f"{number}", "max_tokens": 250, "ignore_eos": True}
         return httpx.post(f"{page_url}/v1/completions", json=body, timeout=120).status_code
 
     page.goto(f"{page_url}/#engine")

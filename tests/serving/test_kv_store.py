@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from tests.conftest import read_url, start_server
-from tests.mooncake_master import running_master
+from tests.mooncake_master import need_mooncake, running_master
 from tests.serving.test_disk_tier import FLAGS, STORY, cached, chat, text, until_saved
 
 pytestmark = pytest.mark.process
@@ -47,6 +47,7 @@ def test_a_prefix_that_one_server_computed_is_found_by_another(store: str, tmp_p
 
 
 def test_a_store_that_is_down_costs_no_request(tmp_path: Path) -> None:
+    need_mooncake()
     with start_server(tmp_path, *FLAGS, "--kv-store", "mooncake://127.0.0.1:9") as server:
         url = read_url(server)
         for _ in range(3):

@@ -137,7 +137,8 @@ def itl_goal() -> list[str]:
 
 def fleet() -> list[str]:
     """The whole page, as the command writes it."""
-    return [plain(fleet_page.report(read("fleet/fleet.json"), read("fleet/fleet_check.json")))]
+    found = [read(f"fleet/{name}.json") for name in ("fleet", "fleet_check", "autoscaling")]
+    return [plain(fleet_page.report(*found))]
 
 
 def accuracy() -> list[str]:
