@@ -51,23 +51,41 @@ def peers(shape: str, server: str, load: str, key: str = "output_rate") -> float
     return median(float(run["loads"][load][key]) for run in runs)
 
 
-ROWS = {
-    "Podway, float32": "Podway float32",
-    "vLLM 0.32 (CPU build), float32": "vLLM float32",
-    "llama-server (llama-cpp-python 0.3.36), float32": "llama-server f32",
-    "Podway, `--weights int8`": "Podway int8",
-    "llama-server, q8_0": "llama-server q8_0",
+FORMATS = {  # row of README.md: Podway's server and the group of servers
+    "float32": ("Podway float32", "M500, float32"),
+    "bfloat16": ("Podway bfloat16", "M500, bfloat16"),
+    "int8": ("Podway int8", "M500, 8 bits"),
+    "Q4_0": ("Podway Q4_0 file", "M500, 4 bits"),
 }
+COLUMNS = (  # the key of a load or of a run, and whether more is better
+    ("C=1", "output_rate", True),
+    ("C=8", "output_rate", True),
+    ("C=32", "output_rate", True),
+    ("C=1", "ttft_p50", False),
+    ("", "pss_mib_after", False),
+    ("", "first_token_seconds", False),
+)
 
 
-def peer_row(title: str, server: str) -> str:
-    speeds = [peers("m500", server, f"C={streams}") for streams in (1, 8, 32)]
-    rates = [f"{speed:.1f}" if speed < 100 else f"{speed:.0f}" for speed in speeds]
-    ttft = f"{1e3 * peers('m500', server, 'C=1', 'ttft_p50'):,.0f}"
-    memory = f"{peers('m500', server, '', 'pss_mib_after'):,.0f}"
-    start = peers("m500", server, "", "first_token_seconds")
-    seconds = f"{start:.1f}" if start < 99 else f"{start:.0f}"
-    return "| " + " | ".join([title, *rates, ttft, memory, seconds]) + " |"
+def number(value: float, key: str) -> str:
+    if key in ("ttft_p50", "pss_mib_after"):
+        return f"{value * (1e3 if key == 'ttft_p50' else 1):,.0f}"
+    return f"{value:.1f}" if value < 99 else f"{value:.0f}"
+
+
+def beside_others() -> list[str]:
+    """Two rows for each format: Podway, and the best of the others with its first letter."""
+    runs, rows = read("peers/m500_avx512/figures.json"), []
+    for title, (ours, group) in FORMATS.items():
+        others = {r["server"] for r in runs if r["group"] == group and "Podway" not in r["server"]}
+        own, best = [f"Podway, {title}"], ["best of the others"]
+        for load, key, more in COLUMNS:
+            values = [(peers("m500_avx512", server, load, key), server[0]) for server in others]
+            value, letter = max(values) if more else min(values)
+            own.append(number(peers("m500_avx512", ours, load, key), key))
+            best.append(f"{number(value, key)} {letter.upper()}")
+        rows += [f"| {' | '.join(row)} |" for row in (own, best)]
+    return rows
 
 
 def ratio(shape: str, ours: str, theirs: str, streams: int = 32) -> float:
@@ -83,12 +101,6 @@ def span(ours: str, theirs: str) -> str:
 def slower(shape: str) -> str:
     lost = 1 / ratio(shape, "Podway float32", "llama-server f32", 1) - 1
     return f"{100 * lost:.0f} %"
-
-
-def beside_peers() -> list[str]:
-    return [peer_row(title, server) for title, server in ROWS.items()] + [
-        f"llama-server is {slower('m500')} faster for a single float32 stream",
-    ]
 
 
 def beside_peers_in_both_sizes() -> list[str]:
@@ -228,7 +240,7 @@ def kills() -> list[str]:
 
 
 CLAIMS: list[tuple[Path, Callable[[], list[str]]]] = [
-    (README, beside_peers),
+    (README, beside_others),
     (README, iteration_level),
     (README, orca),
     (README, streamed_token),
