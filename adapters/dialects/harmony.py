@@ -102,7 +102,8 @@ class HarmonyParser:
             yield from self._read_message(header)
         while reader.text or not reader.is_ended:
             header = yield from self._read_header()
-            yield from self._read_message(header or Header(FINAL, ""))
+            after_header = header is not None
+            yield from self._read_message(header or Header(FINAL, ""), after_header=after_header)
 
     def _read_header(self) -> Parsing[Header | None]:
         """Take a header; None, and nothing is taken, if other text comes next."""
@@ -117,17 +118,20 @@ class HarmonyParser:
         reader.take(found.end())
         return Header.read(found)
 
-    def _read_message(self, header: Header) -> Parsing[None]:
-        """Emit the text of a message, and take the mark at its end."""
-        reader = self._reader
+    def _read_message(self, header: Header, *, after_header: bool = True) -> Parsing[None]:
+        """Emit the text of a message, and take the mark at its end. Without a header, a mark at its
+        beginning is text, since it starts no header."""
+        reader, at = self._reader, 0
+        if not after_header and (found := _STOP.match(reader.text)):
+            at = found.end() if found[0] in (START, CHANNEL) else 0
         if header.tool and self._has_tools:
             reader.begin_call(header.tool)
-            yield from self._emit_text(lambda size: reader.emit_arguments(reader.take(size)))
+            yield from self._emit_text(lambda size: reader.emit_arguments(reader.take(size)), at)
         else:
             kind: Callable[[str], Piece] = Reasoning if header.channel == ANALYSIS else content
             self.is_reasoning = kind is Reasoning
             self._needs_gap = kind in self._kinds
-            yield from self._emit_text(lambda size: self._emit(kind, size))
+            yield from self._emit_text(lambda size: self._emit(kind, size), at)
             self.is_reasoning = False
         for mark in (END, CALL, RETURN):
             if reader.text.startswith(mark):
@@ -141,12 +145,9 @@ class HarmonyParser:
         self._kinds.add(kind)
         self._reader.emit(kind, size)
 
-    def _emit_text(self, emit: Callable[[int], None]) -> Parsing[None]:
-        """Emit text up to a mark that ends it. A mark at its beginning that starts no header is
-        text."""
-        reader, at = self._reader, 0
-        if (found := _STOP.match(reader.text)) and found[0] in (START, CHANNEL):
-            at = found.end()
+    def _emit_text(self, emit: Callable[[int], None], at: int) -> Parsing[None]:
+        """Emit text up to a mark that ends it, from `at` on."""
+        reader = self._reader
         while (stop := _STOP.search(reader.text, at)) is None:
             size = len(reader.text) if reader.is_ended else len(reader.text) - _withheld(reader)
             if size:
