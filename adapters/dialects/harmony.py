@@ -34,7 +34,7 @@ _HEADER = re.compile(
     rf"(?:{re.escape(CHANNEL)}(?P<channel>\w+){_RECIPIENT.format('after')}(?:{_TYPE}|\s*\w+)?)?"
     rf"(?:{_TYPE})?\s*{re.escape(MESSAGE)}"
 )
-_BEGINNINGS = (START, CHANNEL, "to=", MESSAGE)  # of a header
+_BEGINNINGS = (START, CHANNEL, CONSTRAIN, "to=", MESSAGE)  # of a header
 _MAX_HEADER = 256  # characters
 _STOPS = (END, CALL, RETURN, START, CHANNEL)  # of the text of a message
 _STOP = re.compile("|".join(map(re.escape, _STOPS)))

@@ -118,6 +118,7 @@ FRAGMENTS = st.sampled_from(
 @settings(deadline=None, max_examples=400)
 @given(parts=st.lists(FRAGMENTS, max_size=14), size=st.integers(1, 9))
 @example([" to=functions.f", "<|message|>", "<|start|>"], 1)
+@example(["<|constrain|>", "assistant", "<|message|>"], 1)
 def test_any_split_gives_the_same_message(parts: list[str], size: int) -> None:
     text = "".join(parts)
     assert message(parse(text, size=size)) == message(parse(text))
