@@ -15,7 +15,7 @@ from engine.control.lifecycle import Lifecycle
 from engine.control.settings import SchedulerSettings
 from engine.control.swap_planner import SwapPlanner
 from engine.cost.live import LiveCost
-from engine.cost.model import CostModel
+from engine.cost.model import UNMEASURED
 from engine.errors import (
     ContextTooLong,
     EngineError,
@@ -26,7 +26,7 @@ from engine.errors import (
 )
 from engine.events import NullObserver, Observer, ObserverGroup
 from engine.iteration import Delivery, Iteration, SampledToken
-from engine.kv.manager import KVManager
+from engine.kv.manager import IDLE_SAVES_PER_STEP, SAVES_PER_STEP, KVManager
 from engine.pool import RequestPool
 from engine.request import Abort, FinishReason, Move, Request, RequestSpec, State
 from engine.step import RequestId, Step, StepId
@@ -41,9 +41,6 @@ if TYPE_CHECKING:
 
 
 WAITING, LEAVING, COMMIT = State.WAITING, State.LEAVING, Move.COMMIT  # bound once (engine.pool)
-SAVES_PER_STEP = 16  # cached blocks that are copied to the tiers below, beside an iteration
-IDLE_SAVES_PER_STEP = 64
-UNMEASURED = CostModel.linear(per_step=0.01, per_token=0.001, per_slot=1e-7)
 
 
 class IterationScheduler:
@@ -213,8 +210,7 @@ class IterationScheduler:
         return iteration
 
     def save(self) -> Iteration | None:
-        """An iteration without requests that saves cached blocks in the tiers below; None if there
-        are none to save. Only to be planned while no request is live."""
+        """An iteration that saves cached blocks in the tiers below, if any; no request is live."""
         assert not self.pool, "live requests come first"
         self.kv.save(IDLE_SAVES_PER_STEP)
         swaps = self.kv.collect_swaps()

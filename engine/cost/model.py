@@ -161,3 +161,7 @@ def _points(value: object) -> tuple[tuple[int, float], ...]:
         return tuple((int(tokens), _seconds("curve", seconds)) for tokens, seconds in value)
     except TypeError as error:
         raise ValueError(f"curve must be a list of [tokens, seconds] pairs: {error}") from error
+
+
+# Until a machine is measured, and where measuring failed
+UNMEASURED = CostModel.linear(per_step=0.01, per_token=0.001, per_slot=1e-7)

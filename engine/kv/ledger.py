@@ -4,8 +4,7 @@ A slot is the KV memory of one token in all layers of all stages (Orca, section 
 fixed run of slots. If layers keep different parts of their KV, they are divided into groups of
 equally many layers (`engine.kv.layer_groups`), and a block has the slots of one group. Every device
 block is free, held by requests, cached, or moving (held only by requests that are being swapped, or
-being saved): free + held + cached + moving = all. `host` counts the blocks of the host tier, `disk`
-those of the disk tier.
+being saved): free + held + cached + moving = all. `host` and `disk` count blocks of these tiers.
 """
 
 from array import array
@@ -33,17 +32,14 @@ NO_LIMIT = 1 << 40  # slots
 class KVLedger:
     """Allocates and frees blocks; an allocation succeeds completely or changes nothing.
 
-    The states of a block are drawn at `BlockPool`. A block is published under the chained hash of
-    all tokens up to its end, so equal hash means equal content; only full, computed blocks are
-    published. The scheduler must not release a request that is in an iteration in flight: the
-    workers may still write to its blocks. Blocks before the window of a layer group are given back
-    while the request runs: no later step reads them.
+    A full, computed block is published under the chained hash of all tokens up to its end, so equal
+    hash means equal content. Requests in an iteration in flight must not be released: workers may
+    still write to their blocks. Blocks before a layer group's window are given back meanwhile.
 
     A request that is swapped out by a move that is not awaited keeps its device blocks until the
     step returns. Until then they are *moving*: not free yet, but counted in `num_to_be_freed`.
-    Published blocks are copied like all others and stay cached on the device. When the request is
-    swapped in, it adopts the blocks that are still cached, and only the rest is copied back; with
-    several layer groups, or a window, all blocks are copied back.
+    Published blocks stay cached on the device. When the request is swapped in, it adopts those that
+    are still cached, and the rest is copied back; all are, with several layer groups or a window.
     """
 
     def __init__(
@@ -142,8 +138,7 @@ class KVLedger:
     # Shared prefixes
 
     def num_idle(self, hashes: "Sequence[bytes]") -> int:
-        """How many of the published blocks of a prefix are cached: adopting them reduces
-        `num_free`."""
+        """Published blocks of a prefix that are cached: adopting them reduces `num_free`."""
         return self.pool.num_idle(self.groups.names(hashes))
 
     def blocks_of(self, hashes: "Sequence[bytes]") -> set[int]:

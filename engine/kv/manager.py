@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 MOST_LOOKED_UP = 512  # blocks of a prompt, which are about 1 ms of hashing
 SWAPPED = State.SWAPPED  # bound once (see engine.pool)
 
+SAVES_PER_STEP = 16  # cached blocks that are copied to the tiers below, beside an iteration
+IDLE_SAVES_PER_STEP = 64
+
 
 class KVManager:
     """Gives requests KV blocks, takes them back, swaps them, and finds shared prefixes."""

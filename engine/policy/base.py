@@ -1,5 +1,6 @@
 """PolicyBase: what a policy does that rejects nothing and keeps no queue of started requests."""
 
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -9,7 +10,7 @@ if TYPE_CHECKING:
     from engine.request import Request, RequestSpec
 
 
-class PolicyBase:
+class PolicyBase(ABC):
     """Derives the answers to rare questions from `sort_keys`. A policy under which thousands of
     requests may be started overrides `started_order`."""
 
@@ -22,8 +23,9 @@ class PolicyBase:
     def ran(self, request: "Request", num_tokens: int, seconds: float, now: float) -> None:
         return None
 
+    @abstractmethod
     def sort_keys(self, requests: "Sequence[Request]", now: float) -> "list[SortKey]":
-        raise NotImplementedError
+        """As `Policy` says."""
 
     def started_order(
         self, started: "Collection[Request]", now: float, *, reverse: bool = False

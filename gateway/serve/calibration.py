@@ -13,8 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.control.scheduler import UNMEASURED
-from engine.cost.model import CostModel
+from engine.cost.model import UNMEASURED, CostModel
 from engine.cost.profiler import ProbeLimits, measure
 from engine.errors import EngineError
 from gateway.serve.saved import SavedFile, model_facts

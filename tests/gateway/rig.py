@@ -15,10 +15,10 @@ from typing import Any
 from starlette.types import ASGIApp
 
 from engine.control.admission import Admission
-from engine.control.scheduler import UNMEASURED, IterationScheduler
+from engine.control.scheduler import IterationScheduler
 from engine.control.settings import SchedulerSettings
 from engine.cost.live import LiveCost
-from engine.cost.model import CostModel
+from engine.cost.model import UNMEASURED, CostModel
 from engine.events import NullObserver, ObserverGroup
 from engine.kv.ledger import KVLedger
 from engine.loop import Engine

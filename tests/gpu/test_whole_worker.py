@@ -18,9 +18,10 @@ import transformers
 from torch import Tensor
 
 from engine.control.admission import SwapMode
-from engine.control.scheduler import UNMEASURED, IterationScheduler
+from engine.control.scheduler import IterationScheduler
 from engine.control.settings import SchedulerSettings
 from engine.cost.live import LiveCost
+from engine.cost.model import UNMEASURED
 from engine.kv.ledger import KVLedger
 from engine.loop import Engine
 from engine.policy import build

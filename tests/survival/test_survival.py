@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from engine.control.scheduler import UNMEASURED, IterationScheduler
+from engine.control.scheduler import IterationScheduler
 from engine.control.settings import SchedulerSettings
 from engine.cost.live import LiveCost
+from engine.cost.model import UNMEASURED
 from engine.errors import EngineError, Unavailable, WorkerLost
 from engine.events import NullObserver, Observer
 from engine.iteration import Iteration

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.control.scheduler import UNMEASURED
-from engine.cost.model import CostModel
+from engine.cost.model import UNMEASURED, CostModel
 from engine.cost.profiler import ProbeLimits
 from engine.errors import WorkerLost
 from engine.simulated.executor import SimulatedExecutor

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from engine.control.admission import SwapMode
-from engine.control.scheduler import UNMEASURED, IterationScheduler
+from engine.control.scheduler import IterationScheduler
 from engine.control.settings import SchedulerSettings
 from engine.cost.live import LiveCost
+from engine.cost.model import UNMEASURED
 from engine.errors import StartupError
 from engine.kv.ledger import KVLedger
 from engine.policy import build
