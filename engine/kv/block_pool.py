@@ -1,4 +1,4 @@
-"""BlockPool: the state of each device block, whoever's table it is in. Integers only."""
+"""BlockPool: the state of each device block, in whichever tables it is. Integers only."""
 
 from collections import OrderedDict
 from itertools import islice

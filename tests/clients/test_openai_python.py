@@ -96,10 +96,10 @@ def test_a_tool_is_called_and_its_result_answered(client: openai.OpenAI, choice:
     assert call.type == "function"
     assert call.function.name == "get_weather"
     assert isinstance(json.loads(call.function.arguments)["city"], str)
-    spoken: Any = called.message.model_dump(exclude_none=True)
+    answer: Any = called.message.model_dump(exclude_none=True)
     result: Any = {"role": "tool", "tool_call_id": call.id, "content": "sunny, 20 degrees"}
     answer = client.chat.completions.create(
-        model="builtin", messages=[*WEATHER, spoken, result], tools=[TOOL], temperature=0
+        model="builtin", messages=[*WEATHER, answer, result], tools=[TOOL], temperature=0
     ).choices[0]
     assert answer.message.content or answer.message.tool_calls
 

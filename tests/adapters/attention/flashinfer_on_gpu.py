@@ -172,7 +172,7 @@ def _cached_slots(layout: RaggedLayout, i: int) -> Tensor:
 
 @contextmanager
 def poisoned() -> Iterator[None]:
-    """What is allocated has NaN in it, so that rows nobody writes are seen."""
+    """What is allocated has NaN in it, so that a row that is never written is found."""
     real = torch.empty
 
     def empty(*sizes: object, **options: object) -> Tensor:

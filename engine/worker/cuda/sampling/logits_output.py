@@ -64,19 +64,19 @@ class PendingOutput:
             sampled = pending.finish(copy.wait())
         entries = [at for at, entry in enumerate(self.step.entries) if entry.sample is not None]
         faults = [fault_of(entries[row], fault) for row, fault in sampled.faults]
-        told = self._prompt_logprobs()
+        logprobs = self._prompt_logprobs()
         line = "the model computed NaN or infinite logits for the prompt"
-        faults += [Fault(at, line) for at, found in enumerate(told) if None in found]
-        scores = tuple(tuple(one for one in found if one is not None) for found in told)
+        faults += [Fault(at, line) for at, found in enumerate(logprobs) if None in found]
+        scores = tuple(tuple(one for one in found if one is not None) for found in logprobs)
         late = tuple(entries[row] for row in late_rows)
         return LogitsOutput(sampled.tokens, sampled.logprobs, scores, tuple(faults), late)
 
     def _prompt_logprobs(self) -> list[list[TokenLogprobs | None]]:
         if not self.scoring:
             return []
-        told = iter([one for part in self.scoring for one in part.read()])
+        logprobs = iter([one for part in self.scoring for one in part.read()])
         orders = [entry.prompt_logprobs for entry in self.step.entries]
-        return [[next(told) for _ in order.ids] if order else [] for order in orders]
+        return [[next(logprobs) for _ in order.ids] if order else [] for order in orders]
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,9 +72,9 @@ def edit(
     rows, some, vocab = list(specs), list(specs.values()), logits.shape[1]
     bias, amounts = _bias(rows, some, vocab)
     seen, penalties = _repetition(rows, some)
-    told, costs = _presence_and_frequency(rows, some)
+    generated, costs = _presence_and_frequency(rows, some)
     places, numbers = _UploadedEdits(np.int64), _UploadedEdits(np.float32)
-    for one in (bias, indices_of(rows, [spec.banned for spec in some]), seen, told):
+    for one in (bias, indices_of(rows, [spec.banned for spec in some]), seen, generated):
         places.load(one.rows * vocab + one.ids)
     for each in (amounts, penalties, costs):
         numbers.load(each)

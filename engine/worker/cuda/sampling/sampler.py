@@ -58,8 +58,8 @@ class Pending:
         if not likely:
             return SampledBatch(tuple(tokens), (), tuple(faults.items()))
         tops = [spec.logprobs for spec in self.specs if spec.logprobs is not None]
-        told = iter(to_token_logprobs(RowLogprobs(*likely), tops))
-        logprobs = [None if spec.logprobs is None else next(told) for spec in self.specs]
+        found = iter(to_token_logprobs(RowLogprobs(*likely), tops))
+        logprobs = [None if spec.logprobs is None else next(found) for spec in self.specs]
         return SampledBatch(tuple(tokens), tuple(logprobs), tuple(faults.items()))
 
 

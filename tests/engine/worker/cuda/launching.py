@@ -159,5 +159,5 @@ class LaunchingExecutor:
             if isinstance(launched, Exception):
                 raise launched
             answer.set_result(launched.collect().result)
-        except Exception as error:  # the doorway of a worker without a process
+        except Exception as error:  # the entry point of a worker without a process
             answer.set_exception(error)

@@ -199,8 +199,8 @@ def test_steps_continue_from_tokens_that_only_the_workers_know(
                 )
                 steps.append(Step(StepId(len(steps)), (entry,)))
         answers = workers.on_all(lambda worker: [worker.run(step).tokens for step in steps])
-    told = [token for (token,) in next(each for each in answers if each[0])]
-    assert {request: told[request::stages] for request in prompts} == expected
+    scores = [token for (token,) in next(each for each in answers if each[0])]
+    assert {request: scores[request::stages] for request in prompts} == expected
 
 
 def test_the_first_stage_continues_after_a_failed_step(tmp_path: Path) -> None:
@@ -312,12 +312,12 @@ def test_a_layer_that_ranks_cannot_divide_is_rejected(shape: ModelShape, line: s
 
 def test_log_probabilities_of_a_prompt_come_from_all_ranks(alone: Worker, together: Fleet) -> None:
     prompt, targets = (1, 2, 3, 4, 5), PromptTargets(3, 0, (2, 3, 4, 5))
-    told = []
+    scores = []
     for runs in (alone, together):
         entry = Driver(runs).entry(0, prompt, SampleSpec(GREEDY, logprobs=2))
         result = runs.run(Step(StepId(0), (entry._replace(prompt_logprobs=targets),)))
-        told.append([*result.prompt_logprobs[0], *result.logprobs])
-    for one, many in zip(*told, strict=True):
+        scores.append([*result.prompt_logprobs[0], *result.logprobs])
+    for one, many in zip(*scores, strict=True):
         assert one is not None
         assert many is not None
         assert many.logprob == pytest.approx(one.logprob, abs=1e-4)

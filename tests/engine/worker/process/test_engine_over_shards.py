@@ -28,8 +28,8 @@ from tests.models.drafts import a_drafter
 COUNT = 10
 
 
-class Told(NullObserver):
-    """Counts what the room was short of."""
+class EventCounts(NullObserver):
+    """Counts preemptions and swaps."""
 
     def __init__(self) -> None:
         self.num_swaps = self.num_recomputed = self.num_mixed = 0
@@ -68,7 +68,7 @@ async def read(engine: Engine, ask: RequestSpec, until: int) -> list[int]:
 
 
 async def serve(
-    workers: Fleet, lookahead: int, told: Told, drafter: Drafter | None = None
+    workers: Fleet, lookahead: int, counts: EventCounts, drafter: Drafter | None = None
 ) -> list[list[int]]:
     """All requests one after the other in time, more urgent ones later; every third leaves."""
     report = workers.report
@@ -82,7 +82,7 @@ async def serve(
         num_states=report.num_states,
         num_host_states=report.num_host_states,
     )
-    scheduler = IterationScheduler(bounds, ledger, LowestPriorityFirst(), told, drafter=drafter)
+    scheduler = IterationScheduler(bounds, ledger, LowestPriorityFirst(), counts, drafter=drafter)
     executor = FleetExecutor(workers, lookahead)
     engine = Engine(scheduler, executor, asyncio.get_running_loop().time, lookahead=lookahead)
     running = asyncio.create_task(engine.run())
@@ -120,7 +120,7 @@ async def test_answers_are_those_of_each_request_alone(
         alone.generate(number, an_ask(number).prompt, an_ask(number).max_tokens)
         for number in range(COUNT)
     ]
-    told = Told()
+    counts = EventCounts()
     with fleet(
         tmp_path,
         stages,
@@ -130,12 +130,12 @@ async def test_answers_are_those_of_each_request_alone(
         lookahead=lookahead,
         host_kv_bytes=host_kv_bytes,
     ) as workers:
-        answers = await serve(workers, lookahead, told)
+        answers = await serve(workers, lookahead, counts)
     for number, (answer, whole) in enumerate(zip(answers, expected, strict=True)):
         assert answer == whole[: len(answer)]
         assert len(answer) == len(whole) or number % 3 == 0
-    assert told.num_mixed
-    assert told.num_swaps if host_kv_bytes else told.num_recomputed
+    assert counts.num_mixed
+    assert counts.num_swaps if host_kv_bytes else counts.num_recomputed
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ async def test_drafts_change_no_answer(
     with fleet(
         tmp_path, stages, ranks, kv_slots=120, lookahead=lookahead, host_kv_bytes=1 << 16
     ) as workers:
-        answers = await serve(workers, lookahead, Told(), drafter)
+        answers = await serve(workers, lookahead, EventCounts(), drafter)
     for answer, whole in zip(answers, expected, strict=True):
         assert answer == whole[: len(answer)]
     assert drafter.counts.num_drafts > drafter.counts.num_accepted > 0

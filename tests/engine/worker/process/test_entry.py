@@ -1,4 +1,4 @@
-"""The doorway of a worker, spoken to over a socket pair, in this process where that is enough."""
+"""The entry point of a worker, over a socket pair; in this process where that is enough."""
 
 import gc
 import os
@@ -119,7 +119,7 @@ def test_a_worker_whose_device_is_lost_sends_no_result(line: Line) -> None:
 
 
 def process_of(theirs: socket.socket, parent: int) -> subprocess.Popen[bytes]:
-    """A worker process at that end, told that `parent` is its parent."""
+    """A worker process at that end, which takes `parent` for its parent."""
     fd = theirs.fileno()
     arguments = ["--socket", str(fd), "--parent", str(parent), ECHO]
     return subprocess.Popen(
@@ -140,7 +140,7 @@ def test_the_process_exits_with_1_after_an_unknown_message(line: Line) -> None:
 
 
 def test_the_process_does_not_stay_with_a_parent_that_is_not_its_own(line: Line) -> None:
-    """As when the parent dies before the child can ask to be told."""
+    """As when the parent dies before the child can ask to be notified."""
     with process_of(line.theirs, os.getpid() + 1) as process:
         assert process.wait(60) == 0
 

@@ -1,4 +1,4 @@
-"""Log-probabilities as the sampler tells them: of what the model said, to who asks."""
+"""Log-probabilities of the model's own logits, for the requests that ask for them."""
 
 import numpy as np
 import pytest

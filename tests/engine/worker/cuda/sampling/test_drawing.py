@@ -137,7 +137,7 @@ def test_a_row_that_is_nothing_yields_an_id_of_the_vocabulary_and_harms_nobody(
 
 
 def test_nothing_of_a_draw_is_read_by_the_host() -> None:
-    """On the meta device there are no values: whoever reads one fails."""
+    """On the meta device there are no values: code that reads one fails."""
     nowhere = torch.device("meta")
     for asked in (
         SamplingParams(top_p=0.9, top_k=7, min_p=0.1),

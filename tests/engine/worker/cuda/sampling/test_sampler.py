@@ -108,7 +108,7 @@ def test_both_samplers_say_the_same(
 
 
 def test_the_first_half_reads_nothing_from_the_device() -> None:
-    """On the meta device there are no values: whoever reads one fails."""
+    """On the meta device there are no values: code that reads one fails."""
     sampling = SamplingParams(top_p=0.9, logit_bias=((1, 1.0),), repetition_penalty=1.2)
     all_bits = np.full(5, 255, dtype=np.uint8).tobytes()
     asked = [

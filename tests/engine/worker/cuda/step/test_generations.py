@@ -66,8 +66,8 @@ class Said:
 
 
 @dataclass
-class Told(NullObserver):
-    """Counts what the room was short of."""
+class EventCounts(NullObserver):
+    """Counts preemptions and swaps."""
 
     num_swaps: int = 0
     num_recomputed: int = 0
@@ -98,12 +98,12 @@ async def read(engine: Engine, ask: RequestSpec, until: int) -> Said:
 
 async def serve(
     on_gpu: LaunchesSteps, lookahead: int, num_blocks: int, seed: int
-) -> tuple[list[Said], Told]:
+) -> tuple[list[Said], EventCounts]:
     """All at once, the more urgent later; every fourth leaves in the middle."""
-    report, told = on_gpu.worker.report, Told()
+    report, counts = on_gpu.worker.report, EventCounts()
     ledger = KVLedger(num_blocks, report.block_size, report.num_host_blocks)
     bounds = SchedulerSettings(max_model_len=60, max_batch_size=6, max_batch_tokens=13)
-    scheduler = IterationScheduler(bounds, ledger, LowestPriorityFirst(), told)
+    scheduler = IterationScheduler(bounds, ledger, LowestPriorityFirst(), counts)
     executor = LaunchingExecutor(on_gpu, 1 + lookahead, Random(seed))
     engine = Engine(scheduler, executor, asyncio.get_running_loop().time, lookahead=lookahead)
     async with asyncio.timeout(60), asyncio.TaskGroup() as group:
@@ -115,7 +115,7 @@ async def serve(
         running.cancel()
     ledger.check()
     assert ledger.num_held == 0
-    return said, told
+    return said, counts
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +165,7 @@ async def test_what_is_launched_ahead_says_what_the_cpu_says(
         max_batch_size=6,
         max_batch_tokens=13,
     )
-    said, told = await serve(on_gpu, lookahead, num_blocks, seed=num_blocks)
+    said, counts = await serve(on_gpu, lookahead, num_blocks, seed=num_blocks)
     for number, (one, whole) in enumerate(zip(said, expected, strict=True)):
         assert one.error == whole.error
         assert one.tokens == whole.tokens[: len(one.tokens)]
@@ -175,6 +175,6 @@ async def test_what_is_launched_ahead_says_what_the_cpu_says(
         assert one.prompt_logprobs == pytest.approx(whole.prompt_logprobs, abs=1e-4)
     assert {one.error for one in said} == {"", "NoAllowedToken"}
     if num_blocks < 128:
-        assert told.num_swaps if host_kv_bytes else told.num_recomputed
+        assert counts.num_swaps if host_kv_bytes else counts.num_recomputed
     replays = sum(graph.num_replays for graph in on_gpu.device.streams.graphs)
     assert (replays > 5) == cuda_graphs
