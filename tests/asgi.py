@@ -2,7 +2,7 @@
 
 Unlike httpx's transport it yields chunks as they arrive, can disconnect at any moment, and can
 stop reading: then the app's `send` waits, as behind a full socket. Every response is checked
-against OpenAI's own schema (`tests.witness`).
+against OpenAI's own schema (`tests.response_check`).
 """
 
 import asyncio
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import orjson
 
-from tests.witness import Witness, data_of, parsed
+from tests.response_check import ResponseCheck, data_of, parsed
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message
@@ -32,7 +32,7 @@ class Exchange:
         self._messages: asyncio.Queue[Message] = asyncio.Queue()
         self._reads = asyncio.Event()
         self._reads.set()
-        self._witness = Witness(scope["method"], scope["path"])
+        self._check = ResponseCheck(scope["method"], scope["path"])
         self._task: asyncio.Task[None]
 
     def hold_back(self, num_pieces: int) -> None:
@@ -51,7 +51,7 @@ class Exchange:
         await asyncio.wait((self._task,))
         if not self._task.cancelled() and (error := self._task.exception()) is not None:
             raise error
-        assert self._witness.complaints == [], self._witness.complaints
+        assert self._check.complaints == [], self._check.complaints
 
     def disconnect(self) -> None:
         """Disconnect now."""
@@ -128,7 +128,7 @@ class Exchange:
 
     async def _send(self, message: "Message") -> None:
         await self._reads.wait()
-        self._witness.take(message)
+        self._check.take(message)
         self._messages.put_nowait(message)
 
 

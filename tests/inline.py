@@ -20,7 +20,7 @@ from engine.worker.process.worker import Worker
 
 @dataclass
 class RequestOutcome:
-    """All that came out of one stream."""
+    """The tokens, log-probabilities and end of one stream."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.models.shapes import chunk_complaints, complaints, shape_of, whole_complaints
-from tests.witness import Witness
+from tests.response_check import ResponseCheck
 
 MODEL: dict[str, Any] = {"id": "x", "object": "model", "created": 1, "owned_by": "x"}
 CHUNK: dict[str, Any] = {
@@ -103,12 +103,12 @@ def test_a_path_that_nobody_described_is_wrong_and_ours_are_not() -> None:
     assert whole_complaints("POST", "/v1/surprise", 200, {})
 
 
-def started(path: str, media_type: bytes, status: int = 200) -> Witness:
-    witness = Witness("POST", path)
+def started(path: str, media_type: bytes, status: int = 200) -> ResponseCheck:
+    check = ResponseCheck("POST", path)
     names = (b"x-request-id", b"openai-processing-ms", b"openai-version")
     headers = [(b"content-type", media_type), *((name, b"1") for name in names)]
-    witness.take({"type": "http.response.start", "status": status, "headers": headers})
-    return witness
+    check.take({"type": "http.response.start", "status": status, "headers": headers})
+    return check
 
 
 @pytest.mark.parametrize(
@@ -122,17 +122,15 @@ def started(path: str, media_type: bytes, status: int = 200) -> Witness:
         (b"text/event-stream", 200, b"data: [DONE]"),
     ],
 )
-def test_the_witness_complains_of_what_it_reads(
-    media_type: bytes, status: int, body: bytes
-) -> None:
-    witness = started("/v1/completions", media_type, status)
-    assert witness.complaints == []
-    witness.take({"type": "http.response.body", "body": body})
-    assert len(witness.complaints) == 1 or b"{}" in body
-    assert witness.complaints
+def test_the_check_finds_what_is_wrong(media_type: bytes, status: int, body: bytes) -> None:
+    check = started("/v1/completions", media_type, status)
+    assert check.complaints == []
+    check.take({"type": "http.response.body", "body": body})
+    assert len(check.complaints) == 1 or b"{}" in body
+    assert check.complaints
 
 
-def test_the_witness_misses_headers_that_every_response_has() -> None:
-    witness = Witness("GET", "/health")
-    witness.take({"type": "http.response.start", "status": 200, "headers": []})
-    assert len(witness.complaints) == 3
+def test_the_check_finds_missing_headers_that_every_response_has() -> None:
+    check = ResponseCheck("GET", "/health")
+    check.take({"type": "http.response.start", "status": 200, "headers": []})
+    assert len(check.complaints) == 3

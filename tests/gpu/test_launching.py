@@ -1,4 +1,4 @@
-"""Steps launched ahead on a real GPU say what they say one at a time: streams, events, moves.
+"""Steps launched ahead on a real GPU give the results of single steps: streams, events, moves.
 
 In float32 with plain attention, where batch mates do not change the likeliest token of these small
 models; graphs need FlashInfer, and are held to transformers by `test_whole_worker`.
@@ -25,7 +25,7 @@ pytestmark = [
 
 @dataclass(frozen=True)
 class OnGpu:
-    """A worker on the real thing."""
+    """A worker on a real GPU."""
 
     worker: Worker
 

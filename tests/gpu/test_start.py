@@ -1,4 +1,4 @@
-"""What `podway serve` says on the machine that it finds."""
+"""What `podway serve` prints on a machine with a GPU."""
 
 import subprocess
 import sys

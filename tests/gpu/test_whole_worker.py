@@ -1,4 +1,4 @@
-"""A worker on each kind of device beside transformers in float32: logits, texts, leaving, swapping.
+"""A worker on each device beside transformers in float32: logits, outputs, cancelling, swapping.
 
 Weights are rounded to bfloat16 beforehand, so that both hold the same numbers. On a GPU the
 allowed error is relative (L2): 2e-2, or twice that of transformers' own bfloat16 where that is

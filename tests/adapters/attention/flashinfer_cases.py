@@ -19,7 +19,7 @@ SPARE = 1
 
 
 class Made(NamedTuple):
-    """A backend of one layer and what lies around it."""
+    """A backend of one layer, with its stand-in library and KV tensors."""
 
     attention: FlashInferAttention
     stand_in: StandIn

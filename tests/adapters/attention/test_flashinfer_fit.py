@@ -1,4 +1,4 @@
-"""Where FlashInfer does not serve, one line says why, and what does."""
+"""Where FlashInfer cannot be used, the error is one line with the reason and an alternative."""
 
 import importlib.util
 

@@ -66,7 +66,7 @@ def _replay(gpu: OnGpu, captured: Captured, layout: RaggedLayout) -> None:
 
 
 def decodes(turn: int, most: int) -> Paged:
-    """Between one and `most` requests whose contexts grow with the turn."""
+    """Between one and `most` requests whose contexts grow with each round."""
     count = 1 + turn % most
     return Paged(tuple((turn * (i + 1) + 3 * i, 1) for i in range(count)), 16, seed=turn)
 

@@ -1,4 +1,4 @@
-"""What we call FlashInfer with is what the installed FlashInfer takes; skips where it is not."""
+"""Our calls match the signatures of the installed FlashInfer; skipped without it."""
 
 import importlib
 import inspect
@@ -130,7 +130,7 @@ def test_packed_decodes_reach_the_kernel_with_our_tables(
 
 
 class Kernels:
-    """In the place of a compiled module: what the wrappers' own Python hands down to it."""
+    """Stands in for a compiled module: the arguments that the wrappers' Python passes to it."""
 
     def __init__(self) -> None:
         self.plans: list[tuple[Any, ...]] = []

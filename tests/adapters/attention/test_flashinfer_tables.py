@@ -1,4 +1,4 @@
-"""What FlashInfer is told of a step is what the page tables say, read one token at a time."""
+"""The tables passed to FlashInfer name the slots of the page tables, read token by token."""
 
 from collections.abc import Mapping
 

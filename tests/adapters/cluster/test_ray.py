@@ -1,4 +1,4 @@
-"""What Ray is asked to reserve for each worker, and where the workers are."""
+"""The resources that Ray reserves for each worker, and where the workers are."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ ray = pytest.importorskip("ray", reason="ray is not installed")
 cluster = pytest.importorskip("adapters.cluster.ray")
 
 
-class Asked(Exception):
+class Reserved(Exception):
     """Ends a launch after the reservation."""
 
 
@@ -22,13 +22,13 @@ async def test_each_worker_reserves_its_cpus_and_gpus(
 
     def remote(**resources: Any) -> Any:
         asked.append(resources)
-        raise Asked
+        raise Reserved
 
     monkeypatch.setattr(ray, "init", lambda **_: None)
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
     monkeypatch.setattr(ray, "remote", remote)
     launcher = cluster.RayLauncher("worker", "auto", 3, gpus)
-    with pytest.raises(Asked):
+    with pytest.raises(Reserved):
         await launcher.launch(2, 1)
     assert asked == [{"num_cpus": 3, "num_gpus": gpus, "scheduling_strategy": "SPREAD"}]
 

@@ -103,7 +103,7 @@ async def test_waiting_for_a_seat_is_limited_and_the_seat_is_free_afterwards() -
 
 
 def complaint(grammar: Grammar) -> str:
-    """What the real library has against it, nothing if it consents."""
+    """The real library's error; empty if it accepts the grammar."""
 
     async def main() -> str:
         check = GrammarCheck(CheckedOnLoop())

@@ -1,4 +1,4 @@
-"""What a key may use in a minute and at once: the book alone, then through HTTP."""
+"""What a key may use in a minute and at once: the counters alone, then through HTTP."""
 
 import asyncio
 from pathlib import Path

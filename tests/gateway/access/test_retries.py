@@ -184,7 +184,7 @@ def test_the_newer_attempt_counts_against_the_limits() -> None:
 def test_every_api_ends_a_superseded_stream_with_its_own_error_event(
     path: str, body: dict[str, Any]
 ) -> None:
-    """The witness of each exchange knows those words."""
+    """The check of each exchange verifies the shapes of these events."""
 
     async def scene(rig: Rig) -> None:
         asked = {"model": MODEL, "stream": True, **body}

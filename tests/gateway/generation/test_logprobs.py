@@ -24,7 +24,7 @@ async def chunks_of(rig: Rig, path: str, body: dict[str, Any]) -> list[Any]:
 
 
 def entry(data: bytes, *top: int) -> dict[str, Any]:
-    """What chat says of a token of the rig, which is a byte."""
+    """Chat's entry for a token of the rig, which is a byte."""
     (byte,) = data
     result = {"token": data.decode(), "logprob": -byte / 100, "bytes": [byte]}
     likeliest = [{"token": chr(other), "logprob": -other / 100, "bytes": [other]} for other in top]

@@ -20,7 +20,7 @@ class Pieces:
 
 
 def said(stream: TextStream, calls: list[list[int]]) -> list[str]:
-    """What each call adds; the last is `finish`."""
+    """The text that each call adds; the last call is `finish`."""
     return [*(stream.feed(call) for call in calls), stream.finish()]
 
 

@@ -14,7 +14,7 @@ from gateway.serve.connection import ConnectionBounds
 from gateway.serve.server import Server, Signals, bind
 from gateway.store.database import StoreThread
 from tests.gateway.rig import Rig, Setting, build_rig
-from tests.witness import Witnessed
+from tests.response_check import CheckedApp
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,16 +47,16 @@ def listening(
     """Serve in a thread; afterwards no request lives, every slot is free, the port is closed."""
     ready = threading.Event()
     born: list[Live] = []
-    witnessed: list[Witnessed] = []
+    checked: list[CheckedApp] = []
 
     async def main() -> None:
         rig, signals = build_rig(replace(setting, store_executor=StoreThread)), Signals()
         with bind("127.0.0.1", 0) as listener:
             port = listener.getsockname()[1]
             born.append(Live(port, rig, asyncio.get_running_loop(), signals))
-            witnessed.append(Witnessed(rig.app))
+            checked.append(CheckedApp(rig.app))
             server = Server(
-                app=witnessed[0],
+                app=checked[0],
                 engine=rig.engine,
                 watch=rig.service.watch,
                 runner=rig.runner,
@@ -82,7 +82,7 @@ def listening(
             born[0].stop()
         thread.join(30)
     assert not thread.is_alive(), "the server did not stop"
-    assert witnessed[0].complaints == []
+    assert checked[0].complaints == []
     scheduler = born[0].rig.engine.scheduler
     assert not scheduler.pool
     assert scheduler.ledger.num_held == 0

@@ -1,4 +1,4 @@
-"""A real port: the official client, broken HTTP, clients that hang up, and the way out."""
+"""A real port: the official client, broken HTTP, clients that disconnect, and shutdown."""
 
 import asyncio
 import gc

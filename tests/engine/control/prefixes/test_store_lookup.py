@@ -1,4 +1,4 @@
-"""A request waits until a shared store has said what it has of its prompt, and loads that."""
+"""A request waits until a shared store has answered which of its blocks it has, and loads them."""
 
 import asyncio
 from collections.abc import Callable, Container, Coroutine, Sequence

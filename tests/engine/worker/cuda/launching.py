@@ -29,7 +29,7 @@ from tests.engine.worker.process.driving import settings_for
 
 
 class CapturableReference(ReferenceAttention):
-    """Holds to it that each run of the layers has a plan of its own, and graphs one of theirs."""
+    """Asserts that each run of the layers has its own plan, and each graph one, too."""
 
     def __init__(self, spec: AttentionSpec, cache: KVTensors, pool: NoThreadPool) -> None:
         super().__init__(spec, cache, pool)
@@ -66,7 +66,7 @@ class CapturableReference(ReferenceAttention):
 
 
 class StandInDevice(CudaDevice):
-    """A GPU of nothing but rules."""
+    """A stand-in for a GPU that only checks rules."""
 
     def __init__(self, settings: WorkerSettings, gpu: StandingGpu | None = None) -> None:
         gpu = gpu or StandingGpu(total_bytes=1 << 31)
@@ -92,7 +92,7 @@ class LaunchesSteps(Protocol):
 
 @dataclass(frozen=True)
 class OnStandIns:
-    """A worker, and the device it believes in."""
+    """A worker and its stand-in for a GPU."""
 
     worker: Worker
     device: StandInDevice
@@ -115,8 +115,8 @@ def on_stand_ins(model: object, **changes: object) -> OnStandIns:
 
 @dataclass(eq=False)
 class LaunchingExecutor:
-    """A `StepExecutor` that launches a step when it is submitted and collects it some turns of the
-    loop later, in order, as the answering thread of a worker would."""
+    """A `StepExecutor` that launches a step when it is submitted and collects it, in order, some
+    iterations of the event loop later, as the thread that answers for a worker would."""
 
     worker: LaunchesSteps
     depth: int

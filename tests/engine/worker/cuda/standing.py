@@ -1,4 +1,4 @@
-"""A GPU that stands in for one: its tensors lie on the CPU, or nowhere; tests say what it uses."""
+"""A stand-in for a GPU: tensors are on the CPU or the meta device; tests set the memory used."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""A worker as it stands on a GPU, with tensors on the CPU, or nowhere, in place of the GPU's."""
+"""A GPU's worker whose tensors are on the CPU or on the meta device."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +32,7 @@ DTYPES = {"bfloat16": 0.15, "float16": 0.02, "float32": 1e-4}
 
 
 def nothing(*_: object) -> None:
-    """Hears progress."""
+    """Ignores progress."""
 
 
 def on_gpu(settings: WorkerSettings, gpu: StandingGpu) -> Worker:

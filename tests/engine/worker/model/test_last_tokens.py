@@ -55,7 +55,7 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Worker:
 def texts(
     worker: Worker, asks: Sequence[RequestSpec], lookahead: int, num_blocks: int
 ) -> list[list[int]]:
-    """What the worker says to each, all of them asking at once."""
+    """The outputs of all requests, served at once."""
 
     async def main() -> list[list[int]]:
         settings = SchedulerSettings(max_model_len=60, max_batch_size=8, max_batch_tokens=16)

@@ -1,4 +1,4 @@
-"""The ragged layout, on paper; and what a wrong step could do to memory is refused."""
+"""The ragged layout, computed by hand; steps with slots out of range are rejected."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Which device a worker gets, and what it says when that one cannot be had."""
+"""Which device a worker gets, and the error if it is not available."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""The engine over many workers, short of room: answers are those of each request alone.
+"""The engine over many workers, with too few KV blocks: outputs are those of lone requests.
 
 Prompts in pieces beside decodes, clients that leave, preemption by swapping and by computing anew,
 each with several iterations in flight.
@@ -70,7 +70,8 @@ async def read(engine: Engine, ask: RequestSpec, until: int) -> list[int]:
 async def serve(
     workers: Fleet, lookahead: int, counts: EventCounts, drafter: Drafter | None = None
 ) -> list[list[int]]:
-    """All requests one after the other in time, more urgent ones later; every third leaves."""
+    """Serve all requests, which arrive one after the other, more urgent ones later; every third
+    is cancelled."""
     report = workers.report
     bounds = SchedulerSettings(max_model_len=100, max_batch_size=4, max_batch_tokens=12)
     ledger = KVLedger(

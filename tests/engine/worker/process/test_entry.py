@@ -42,7 +42,7 @@ LOADING = [LoadProgress("weights", 0, 2), LoadProgress("weights", 2, 2), WorkerL
 
 @dataclass
 class Line:
-    """Both ends of a conversation; the worker's end blocks."""
+    """Both ends of a socket pair; the worker's end blocks."""
 
     ours: socket.socket
     theirs: socket.socket

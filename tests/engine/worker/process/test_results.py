@@ -1,4 +1,4 @@
-"""Late steps are answered in order by a thread of their own, while others are launched."""
+"""Results of late steps are sent in order by a thread of their own, while others are launched."""
 
 import threading
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""A worker from load to tokens: its report, what batch mates change (nothing), failures."""
+"""A worker from load to tokens: its report, failures, and rows that do not depend on the batch."""
 
 import struct
 import threading

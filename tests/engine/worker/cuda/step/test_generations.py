@@ -1,4 +1,4 @@
-"""Steps launched ahead on stand-ins of a GPU say what the CPU's worker says, token by token.
+"""Steps launched ahead on stand-ins for a GPU produce the same tokens as the CPU's worker.
 
 Prompts in pieces beside decodes, clients that leave, preemption with and without a host tier,
 penalties, grammars' bans, log-probabilities and requests that fail, all with two steps in flight.
@@ -56,8 +56,8 @@ def an_ask(number: int) -> RequestSpec:
 
 
 @dataclass
-class Said:
-    """What came out of one stream."""
+class StreamOutcome:
+    """The tokens and the end of one stream."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -79,27 +79,27 @@ class EventCounts(NullObserver):
         self.num_swaps += 1
 
 
-async def read(engine: Engine, ask: RequestSpec, until: int) -> Said:
-    said = Said([], [], [], "")
+async def read(engine: Engine, ask: RequestSpec, until: int) -> StreamOutcome:
+    outcome = StreamOutcome([], [], [], "")
     with engine.stream(ask) as stream:
-        while len(said.tokens) < until:
+        while len(outcome.tokens) < until:
             try:
                 chunk = await stream.next()
             except EngineError as error:
-                said.error = type(error).__name__
+                outcome.error = type(error).__name__
                 break
-            said.tokens += chunk.tokens
-            said.logprobs += [one.logprob for one in chunk.logprobs]
-            said.prompt_logprobs += [one.logprob for one in chunk.prompt_logprobs]
+            outcome.tokens += chunk.tokens
+            outcome.logprobs += [one.logprob for one in chunk.logprobs]
+            outcome.prompt_logprobs += [one.logprob for one in chunk.prompt_logprobs]
             if chunk.finish is not None:
                 break
-    return said
+    return outcome
 
 
 async def serve(
     on_gpu: LaunchesSteps, lookahead: int, num_blocks: int, seed: int
-) -> tuple[list[Said], EventCounts]:
-    """All at once, the more urgent later; every fourth leaves in the middle."""
+) -> tuple[list[StreamOutcome], EventCounts]:
+    """Serve all requests, more urgent ones later; every fourth is cancelled in the middle."""
     report, counts = on_gpu.worker.report, EventCounts()
     ledger = KVLedger(num_blocks, report.block_size, report.num_host_blocks)
     bounds = SchedulerSettings(max_model_len=60, max_batch_size=6, max_batch_tokens=13)
@@ -108,14 +108,14 @@ async def serve(
     engine = Engine(scheduler, executor, asyncio.get_running_loop().time, lookahead=lookahead)
     async with asyncio.timeout(60), asyncio.TaskGroup() as group:
         running = group.create_task(engine.run())
-        said = await asyncio.gather(
+        outcomes = await asyncio.gather(
             *(read(engine, an_ask(number), 3 if number % 4 == 3 else 99) for number in range(COUNT))
         )
         await engine.drain(30)
         running.cancel()
     ledger.check()
     assert ledger.num_held == 0
-    return said, counts
+    return outcomes, counts
 
 
 @pytest.fixture(scope="module")
@@ -124,11 +124,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def expected(model: Path) -> list[Said]:
-    """What the CPU's worker says, without lookahead and with room for all."""
+def expected(model: Path) -> list[StreamOutcome]:
+    """The outputs of the CPU's worker, without lookahead and with KV blocks for all."""
     worker: Worker = load_worker(model)
     return [
-        Said(
+        StreamOutcome(
             outcome.tokens,
             [one.logprob for one in outcome.logprobs],
             [one.logprob for one in outcome.prompt_logprobs],
@@ -151,7 +151,7 @@ def expected(model: Path) -> list[Said]:
 )
 async def test_what_is_launched_ahead_says_what_the_cpu_says(
     model: Path,
-    expected: list[Said],
+    expected: list[StreamOutcome],
     lookahead: int,
     num_blocks: int,
     host_kv_bytes: int,
@@ -165,15 +165,15 @@ async def test_what_is_launched_ahead_says_what_the_cpu_says(
         max_batch_size=6,
         max_batch_tokens=13,
     )
-    said, counts = await serve(on_gpu, lookahead, num_blocks, seed=num_blocks)
-    for number, (one, whole) in enumerate(zip(said, expected, strict=True)):
+    outcomes, counts = await serve(on_gpu, lookahead, num_blocks, seed=num_blocks)
+    for number, (one, whole) in enumerate(zip(outcomes, expected, strict=True)):
         assert one.error == whole.error
         assert one.tokens == whole.tokens[: len(one.tokens)]
         assert len(one.tokens) == len(whole.tokens) or number % 4 == 3
         assert one.logprobs == pytest.approx(whole.logprobs[: len(one.logprobs)], abs=1e-4)
         assert len(one.logprobs) == (len(one.tokens) if number % 2 else 0)
         assert one.prompt_logprobs == pytest.approx(whole.prompt_logprobs, abs=1e-4)
-    assert {one.error for one in said} == {"", "NoAllowedToken"}
+    assert {one.error for one in outcomes} == {"", "NoAllowedToken"}
     if num_blocks < 128:
         assert counts.num_swaps if host_kv_bytes else counts.num_recomputed
     replays = sum(graph.num_replays for graph in on_gpu.device.streams.graphs)

@@ -1,4 +1,4 @@
-"""Steps launched by hand: what fails answers for itself, and the next one runs all the same."""
+"""Steps launched by hand: a failed one reports its own error, and the next one runs."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -153,7 +153,7 @@ def runner(
 def serve(
     runner: Worker | Fleet, swap: SwapMode, num_blocks: int, asks: list[RequestSpec]
 ) -> list[Request]:
-    """All asks at once, on so many blocks of a real device, to their last tokens."""
+    """Serve all requests at once with so many device blocks, to their last tokens."""
     report = runner.report
     assert report.num_host_blocks == 64
     bounds = SchedulerSettings(

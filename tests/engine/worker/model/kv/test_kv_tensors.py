@@ -1,4 +1,4 @@
-"""How much room for KV a worker makes, and that asking for too much is refused."""
+"""How many KV blocks a worker allocates; more than fit are rejected."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A witness that reads every response of an ASGI app and holds it to `tests.models.shapes`."""
+"""Checks every response of an ASGI app against the schemas of `tests.models.shapes`."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -14,20 +14,20 @@ ON_EVERY_RESPONSE = ("x-request-id", "openai-processing-ms", "openai-version")
 CLIENT_GONE = 499
 
 
-class Witness:
-    """Of one response. `complaints` grows as its messages go by."""
+class ResponseCheck:
+    """Checks one response; `complaints` has what was wrong with the messages so far."""
 
     def __init__(self, method: str, path: str) -> None:
         self.complaints: list[str] = []
         self._method = method
         self._path = path
-        self._is_preflight = method == "OPTIONS"  # CORS's own business
+        self._is_preflight = method == "OPTIONS"  # answered by CORS
         self._status = 0
         self._media_type = ""
         self._rest = b""
 
     def take(self, message: "Message") -> None:
-        """Look at what the app sends."""
+        """Check the next message of the app."""
         if self._is_preflight:
             return
         if message["type"] == "http.response.start":
@@ -79,8 +79,8 @@ def data_of(event: bytes) -> bytes:
     return b"\n".join(line[6:] for line in lines if line.startswith(b"data: "))
 
 
-class Witnessed:
-    """The app, and in `complaints` all that was wrong with its responses."""
+class CheckedApp:
+    """An app whose responses are checked; `complaints` has all that was wrong with them."""
 
     def __init__(self, app: "ASGIApp") -> None:
         self.complaints: list[str] = []
@@ -90,15 +90,15 @@ class Witnessed:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        witness = Witness(scope["method"], scope["path"])
+        check = ResponseCheck(scope["method"], scope["path"])
 
-        async def tell(message: "Message") -> None:
-            witness.take(message)
-            self.complaints += witness.complaints
-            witness.complaints = []
+        async def send_checked(message: "Message") -> None:
+            check.take(message)
+            self.complaints += check.complaints
+            check.complaints = []
             await send(message)
 
-        await self._app(scope, receive, tell)
+        await self._app(scope, receive, send_checked)
 
 
 def parsed(data: bytes) -> Any:
