@@ -6,8 +6,8 @@ from typing import Any
 
 import orjson
 
-from tests.asgi import Client, Exchange
 from tests.gateway.rig import CHAT, Rig, chat
+from tests.wire.asgi import Client, Exchange
 
 BOUNDARY = "----a-boundary"
 FORM = {"content-type": f"multipart/form-data; boundary={BOUNDARY}"}

@@ -53,7 +53,6 @@ from gateway.store.store import open_store
 from gateway.store.usage import StoreLimits
 from gateway.web.app import build_app
 from gateway.web.routes.batches import ENDPOINTS
-from tests.asgi import Client
 from tests.gateway.lora_loader import ScriptedLoader
 from tests.gateway.scripted_model import (
     END,
@@ -64,6 +63,7 @@ from tests.gateway.scripted_model import (
     ScoringExecutor,
     ScriptedTexts,
 )
+from tests.wire.asgi import Client
 
 STEP = 0.25
 EPOCH = 1_700_000_001

@@ -1,6 +1,6 @@
 """A small client for tests that disconnect, read slowly, and read the server's metrics.
 
-Responses are checked against OpenAI's description (`tests.models.shapes`).
+Responses are checked against OpenAI's description (`tests.wire.openai_shapes`).
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.models.shapes import chunk_complaints, whole_complaints
+from tests.wire.openai_shapes import chunk_complaints, whole_complaints
 
 Json = dict[str, Any]
 

@@ -13,7 +13,7 @@ from adapters.cluster import mooncake
 from adapters.cluster.mooncake import MooncakeStore, StoreOptions
 from engine.errors import StartupError
 from engine.worker.model.kv.disk_pool import DiskFiles
-from tests.kv_store_contract import SIZE, A, B, check_store, content
+from tests.contracts.kv_store import SIZE, A, B, check_store, content
 from tests.mooncake_master import running_master
 
 OPTIONS = StoreOptions("127.0.0.1:1")

@@ -5,7 +5,7 @@ from pathlib import Path
 from adapters.gguf.names import MTP, NAMES
 from tests.engine.worker.process.test_mtp_head import PROMPT, Reference, Stepper, load
 from tests.models.gguf_files import Gguf
-from tests.mtp import VARIANT, mtp_layer
+from tests.models.mtp import VARIANT, mtp_layer
 
 NUM_LAYERS = 6  # of the variant
 

@@ -14,7 +14,7 @@ from gateway.serve.connection import ConnectionBounds
 from gateway.serve.server import Server, Signals, bind
 from gateway.store.database import StoreThread
 from tests.gateway.rig import Rig, Setting, build_rig
-from tests.response_check import CheckedApp
+from tests.wire.response_check import CheckedApp
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from tests.engine.worker.process.driving import GREEDY, Driver, settings_for
 from tests.inline import play
 from tests.models.checkpoints import make_checkpoint, make_model
 from tests.models.drafts import a_model_drafter
-from tests.mtp import VARIANT, make_exact_mtp_checkpoint, make_mtp_checkpoint, mtp_layer
+from tests.models.mtp import VARIANT, make_exact_mtp_checkpoint, make_mtp_checkpoint, mtp_layer
 
 PROMPT = tuple(range(3, 15))
 

@@ -19,7 +19,7 @@ from engine.worker_settings import WorkerSettings
 from tests.inline import RequestOutcome, play
 from tests.models.checkpoints import make_checkpoint
 from tests.models.drafts import a_drafter, a_model_drafter
-from tests.mtp import make_mtp_checkpoint
+from tests.models.mtp import make_mtp_checkpoint
 
 BLOCK_SIZE = 4
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from tests.models.shapes import chunk_complaints, complaints, shape_of, whole_complaints
-from tests.response_check import ResponseCheck
+from tests.wire.openai_shapes import chunk_complaints, complaints, shape_of, whole_complaints
+from tests.wire.response_check import ResponseCheck
 
 MODEL: dict[str, Any] = {"id": "x", "object": "model", "created": 1, "owned_by": "x"}
 CHUNK: dict[str, Any] = {

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import jsonschema_rs
 
-from tests import anthropic_shapes
+from tests.wire import anthropic_shapes
 
 Json = dict[str, Any]
 
@@ -237,7 +237,7 @@ def whole_complaints(method: str, path: str, status: int, body: object) -> list[
         return (
             []
             if known
-            else [f"{method} {path}: no shape is named for it in tests/models/shapes.py"]
+            else [f"{method} {path}: no shape is named for it in tests/wire/openai_shapes.py"]
         )
     return complaints(shape.whole, body) if shape.whole else []
 

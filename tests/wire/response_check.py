@@ -1,11 +1,11 @@
-"""Checks every response of an ASGI app against the schemas of `tests.models.shapes`."""
+"""Checks every response of an ASGI app against the schemas of `tests.wire.openai_shapes`."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from tests.models.shapes import chunk_complaints, whole_complaints
+from tests.wire.openai_shapes import chunk_complaints, whole_complaints
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send

@@ -2,7 +2,7 @@
 
 Unlike httpx's transport it yields chunks as they arrive, can disconnect at any moment, and can
 stop reading: then the app's `send` waits, as behind a full socket. Every response is checked
-against OpenAI's own schema (`tests.response_check`).
+against OpenAI's own schema (`tests.wire.response_check`).
 """
 
 import asyncio
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import orjson
 
-from tests.response_check import ResponseCheck, data_of, parsed
+from tests.wire.response_check import ResponseCheck, data_of, parsed
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message

@@ -9,7 +9,7 @@ import pytest
 
 from tests.conftest import read_url, start_server
 from tests.mooncake_master import need_mooncake, running_master
-from tests.serving.test_disk_tier import FLAGS, STORY, cached, chat, text, until_saved
+from tests.serving.prefixes.test_disk_tier import FLAGS, STORY, cached, chat, text, until_saved
 
 pytestmark = pytest.mark.process
 

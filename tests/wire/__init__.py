@@ -1,0 +1,1 @@
+"""An in-process client, and checks of responses against the shapes of OpenAI and Anthropic."""
