@@ -162,8 +162,6 @@ def build_worker(
     kv = StageKV(device, settings, shard, KVGroups.of(shape))
     attention = StageAttention(device, specs, settings.block_size, kv.layer_groups)
     constraints = Constraints(checkpoint.open_grammars)
-    if shard.is_last and shard.rank == 0 and checkpoint.pooling is None:
-        constraints.open()  # beside the loading of weights
 
     device.prepare(progress)
     weights = checkpoint.open_weights(device.dtype, progress)

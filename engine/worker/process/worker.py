@@ -81,8 +81,6 @@ class Worker:
         """Build a worker and run two warm-up steps; raises `StartupError`."""
         parts = build_worker(settings, progress, device)
         worker = cls(parts)
-        if worker._samples and parts.pooler is None:
-            parts.constraints.open_now()
         if faults := worker._warm_up():
             raise StartupError(f"{settings.model} cannot be served: {faults[0].message}")
         return worker

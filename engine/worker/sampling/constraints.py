@@ -186,8 +186,9 @@ class _Collected:
 class Constraints:
     """Computes grammar masks with the compiler that `open_compiler` opens.
 
-    Opening reads the vocabulary, which holds the GIL for up to a second. So a worker opens the
-    compiler while it loads, and the first request with a grammar delays no step.
+    The first row with a grammar opens it: opening takes a second of CPU time and 120 MiB for
+    151,000 tokens, which a start and a server without grammars need not spend. It holds the GIL
+    several times, each for less than half a second, so it has a thread of the usual priority.
     """
 
     def __init__(self, open_compiler: Callable[[], GrammarCompiler]) -> None:
@@ -201,15 +202,13 @@ class Constraints:
         self._slow_to_compile: WeakSet[Future[Matcher]] = WeakSet()
         self._positions: OrderedDict[RequestId, _MatcherPosition] = OrderedDict()
 
-    def open(self) -> "Future[GrammarCompiler]":
-        """Open the compiler, once, in the compiling thread; errors are those of the first mask."""
+    def _open(self) -> "Future[GrammarCompiler]":
+        """Open the compiler, once; errors are those of the first mask."""
         if self._opened is None:
-            self._opened = self._compiling.submit(self._open_compiler)
+            opening = ThreadPoolExecutor(1, "open grammars")
+            self._opened = opening.submit(self._open_compiler)
+            opening.shutdown(wait=False)
         return self._opened
-
-    def open_now(self) -> None:
-        """Open the compiler, if that has not begun, and wait until it is open or has failed."""
-        wait([self.open()])
 
     def begin(self, step: Step) -> MaskRequest:
         """Start computing the masks of a step whose tokens are all known."""
@@ -344,7 +343,7 @@ class Constraints:
     def _compile(self, grammar: Grammar) -> "Future[Matcher]":
         compiled = self._compiled.pop(grammar, None)
         if compiled is None:
-            opened = self.open()
+            opened = self._open()
             compiled = self._compiling.submit(lambda: opened.result().compile(grammar))
         self._compiled[grammar] = compiled
         if len(self._compiled) > MAX_GRAMMARS:

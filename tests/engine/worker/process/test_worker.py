@@ -1,8 +1,6 @@
 """A worker from load to tokens: its report, failures, and rows that do not depend on the batch."""
 
 import struct
-import threading
-import time
 from pathlib import Path
 from random import Random
 
@@ -10,8 +8,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from engine.errors import StartupError
-from engine.step import RequestId, SampleSpec, SamplingParams, Step, StepEntry, StepId
+from engine.errors import EngineError, StartupError
+from engine.step import (
+    Grammar,
+    GrammarKind,
+    RequestId,
+    SampleSpec,
+    SamplingParams,
+    Step,
+    StepEntry,
+    StepId,
+)
 from engine.worker.cpu.linears.int8 import FASTEST
 from engine.worker.process.worker import Worker
 from engine.worker.weights.checkpoint import Checkpoint
@@ -47,19 +54,25 @@ def alone(worker: Worker, request: int, prompt: list[int], count: int) -> list[i
     return out
 
 
-def test_the_grammar_compiler_is_open_before_the_first_step(
+def test_the_first_row_with_a_grammar_opens_the_compiler(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Opening holds the GIL, so beside steps it would delay them."""
-    is_open = threading.Event()
+    """Opening takes a second and 120 MiB with a large vocabulary, so a start does not do it."""
+    opened: list[Checkpoint] = []
 
-    def open_slowly(_: Checkpoint) -> None:
-        time.sleep(0.5)
-        is_open.set()
+    def fail_to_open(checkpoint: Checkpoint) -> None:
+        opened.append(checkpoint)
+        raise EngineError("there is no vocabulary")
 
-    monkeypatch.setattr(Checkpoint, "open_grammars", open_slowly)
-    load_worker(make_checkpoint(tmp_path), attention="cpu")
-    assert is_open.is_set()
+    monkeypatch.setattr(Checkpoint, "open_grammars", fail_to_open)
+    worker = load_worker(make_checkpoint(tmp_path), attention="cpu")
+    driver = Driver(worker)
+    driver.tokens((0, text(3, 1), GREEDY))
+    assert not opened
+    spec = SampleSpec(GREEDY, grammar=Grammar(GrammarKind.REGEX, "a"))
+    result = worker.run(Step(StepId(1), (driver.entry(1, text(3, 2), spec),)))
+    assert len(opened) == 1
+    assert [fault.message for fault in result.faults] == ["grammar: there is no vocabulary"]
 
 
 def test_the_text_of_64_requests_together_is_the_text_of_each_alone(worker: Worker) -> None:
