@@ -5,9 +5,10 @@ import sys
 from collections.abc import Iterable, Iterator
 from mmap import MADV_DONTNEED, PAGESIZE
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SMAPS = Path("/proc/self/smaps")
 
@@ -31,7 +32,20 @@ def drop_pages(paths: Iterable[Path]) -> None:
         drop(range(mapping.start, mapping.stop))
 
 
-def file_pages(tensors: Iterable[Tensor], paths: Iterable[Path]) -> list[range]:
+def drop_library_pages() -> None:
+    """Give back the code of all shared libraries, of which serving runs little; Linux only.
+
+    Imports and the loading of kernels have read 100 MiB of torch's and LLVM's code. What runs again
+    is mapped again, without reading the file.
+    """
+    if sys.platform != "linux":
+        return
+    for mapping in _mappings():
+        if ".so" in Path(mapping.path).suffixes and not mapping.own_bytes:
+            drop(range(mapping.start, mapping.stop))
+
+
+def file_pages(tensors: Iterable["Tensor"], paths: Iterable[Path]) -> list[range]:
     """The addresses of those pages of mapped files that hold nothing but one of these tensors.
 
     Empty for tensors that are not views of these files.

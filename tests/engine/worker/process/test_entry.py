@@ -83,6 +83,16 @@ def test_a_worker_sends_progress_then_its_report_then_results_in_order(line: Lin
     ]
 
 
+def test_a_worker_gives_the_code_of_libraries_back_once_it_has_loaded(
+    line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent_before: list[list[FromWorker]] = []
+    monkeypatch.setattr(entry, "drop_library_pages", lambda: sent_before.append(line.received()))
+    line.send(LOAD, RunStep(a_step(1, 10)), Goodbye())
+    assert line.serve() == 0
+    assert sent_before == [LOADING]
+
+
 @pytest.mark.parametrize("before", [[], [LOAD], [LOAD, RunStep(a_step(1, 10))]])
 def test_a_worker_ends_when_its_parent_hangs_up(line: Line, before: list[ToWorker]) -> None:
     line.send(*before)

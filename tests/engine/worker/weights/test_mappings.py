@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.worker.weights.mappings import SMAPS, drop_pages
+from engine.worker.weights.mappings import SMAPS, drop_library_pages, drop_pages
 from engine.worker.weights.source import StoredRows
 from tests.engine.worker.process.driving import Driver, load_worker
 from tests.models.checkpoints import make_checkpoint
@@ -47,6 +47,16 @@ def test_pages_are_dropped_unless_they_were_written_to(tmp_path: Path, is_writte
     assert maps[0][5] == (1 if is_written else ord("x"))
     for mapped in maps:
         mapped.close()
+
+
+def test_the_code_of_libraries_is_given_back_and_still_runs() -> None:
+    (library,) = (Path(torch.__file__).parent / "lib").glob("libtorch_cpu.so")
+    x = torch.arange(64.0).view(8, 8)
+    product = x @ x
+    before = resident(library)
+    drop_library_pages()
+    assert resident(library) < before / 2
+    assert torch.equal(x @ x, product)
 
 
 def test_pages_of_an_embedding_are_dropped_after_many_rows(
