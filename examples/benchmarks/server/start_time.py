@@ -4,18 +4,20 @@
         [--only NAME ...] [--out DIR]
 
 SERVERS.toml names the servers as in `examples.benchmarks.peers`; each also has the files that it
-reads. A cold start is one whose files are not in the page cache. The very first start of Podway,
-which compiles kernels and packs the weights, has to be done before. Writes figures.json and
-README.md with the table beside SERVERS.toml.
+reads and, if it is a Podway server, a `cache`, a directory inside `$CACHE`. This is a new directory
+for each run, so the first start of these servers compiles kernels, packs the weights and measures
+the cost of iterations; later starts find all of it. A cold start is one whose files are not in the
+page cache. Writes figures.json and README.md with the table beside SERVERS.toml.
 """
 
 import argparse
 import json
 import os
 import sys
+import tempfile
 import time
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,31 +28,45 @@ from examples.benchmarks.peers.servers import Server, Up, answer, read_servers, 
 
 Figures = dict[str, Any]
 PROMPT, OUTPUT = 128, 64  # tokens of the request after which memory is measured again
-COLUMNS = {
-    "warm_seconds": "first token, warm s",
-    "cold_seconds": "first token, cold s",
-    "restart_seconds": "token after kill -9, s",
-    "pss_mib_at_rest": "PSS at rest MiB",
-    "pss_mib_after": "PSS after a request MiB",
-}
+WEIGHT_FILES = (".packed", ".gguf")
+FLUSH_SECONDS = 120.0  # until a first start's packed weights are on the disk
+COLUMNS: tuple[tuple[str, Callable[[Figures], float | None]], ...] = (
+    ("very first start s", lambda one: one.get("first_seconds")),
+    ("first token, warm s", lambda one: one.get("warm_seconds")),
+    ("first token, cold s", lambda one: one.get("cold_seconds")),
+    ("token after kill -9, s", lambda one: one.get("restart_seconds")),
+    ("PSS at rest MiB", lambda one: one.get("pss_mib_at_rest")),
+    ("PSS after a request MiB", lambda one: one.get("pss_mib_after")),
+    ("weights + KV in use MiB", lambda one: needed_mib(one)),
+    ("PSS / (weights + KV)", lambda one: ratio(one)),
+)
 
 
 def main() -> None:
     options = parse()
-    tables = tomllib.loads(options.servers.read_text())
-    chosen = {one.name: one for one in read_servers(tables) if is_chosen(one.name, options.only)}
-    files = {
-        one["name"]: [os.path.expandvars(name) for name in one["files"]] for one in tables["server"]
-    }
-    out: Path = options.out or options.servers.parent
-    rounds: list[Figures] = []
-    for number in range(options.rounds):
-        for name, server in chosen.items():
-            print(f"round {number + 1}: {name}", file=sys.stderr, flush=True)
-            found = measure(server, [Path(each) for each in files[name]])
-            rounds.append({"round": number, "server": name, "load": os.getloadavg()[0], **found})
-            print(rounds[-1], file=sys.stderr, flush=True)
-            write(out, rounds)
+    with tempfile.TemporaryDirectory(prefix="podway-start-", dir=options.scratch) as cache:
+        os.environ["CACHE"] = cache
+        tables = tomllib.loads(options.servers.read_text())
+        chosen = [
+            (one, server)
+            for one, server in zip(tables["server"], read_servers(tables), strict=True)
+            if not options.only or server.name in options.only
+        ]
+        out: Path = options.out or options.servers.parent
+        rounds = [
+            {"round": 0, "server": server.name, "first_seconds": first_start(server, Path(cache))}
+            for one, server in chosen
+            if one.get("cache")
+        ]
+        for number in range(options.rounds):
+            for one, server in chosen:
+                found = {"round": number, "server": server.name, "load": os.getloadavg()[0]}
+                files = [Path(os.path.expandvars(name)) for name in one["files"]]
+                found |= measure(server, files)
+                found["kv_mib"] = (PROMPT + OUTPUT) * one["kv_bytes_per_token"] / (1 << 20)
+                rounds.append(found)
+                print(found, file=sys.stderr, flush=True)
+                write(out, rounds)
     print((out / "README.md").read_text())
 
 
@@ -68,11 +84,20 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME")
     parser.add_argument("--out", type=Path, metavar="DIR")
+    parser.add_argument(
+        "--scratch", type=Path, metavar="DIR", help="where $CACHE is made, on a disk (not tmpfs)"
+    )
     return parser.parse_args()
 
 
-def is_chosen(name: str, only: list[str]) -> bool:
-    return not only or name in only
+def first_start(server: Server, cache: Path) -> float:
+    """The seconds to the first token with an empty cache; what it caches is on the disk then."""
+    with running(server) as up:
+        until = time.monotonic() + FLUSH_SECONDS
+        while any(cache.rglob("*.new")) and time.monotonic() < until:
+            time.sleep(0.1)
+        print(f"{server.name}: {up.first_token_seconds:.2f} s first", file=sys.stderr, flush=True)
+        return up.first_token_seconds
 
 
 def measure(server: Server, files: Iterable[Path]) -> Figures:
@@ -83,7 +108,7 @@ def measure(server: Server, files: Iterable[Path]) -> Figures:
     with running(server) as up:
         found |= {"warm_seconds": up.first_token_seconds, "pss_mib_at_rest": up.pss_mib()}
         answer(up.url, up.model, [300 + token for token in range(PROMPT)], OUTPUT)
-        found["pss_mib_after"] = up.pss_mib()
+        found |= {"pss_mib_after": up.pss_mib(), "weights_mib": weight_bytes(up) / (1 << 20)}
         if (worker := worker_of(up)) is not None:
             found["restart_seconds"] = seconds_after_kill(up, worker)
     return found
@@ -107,6 +132,17 @@ def seconds_after_kill(up: Up, worker: psutil.Process) -> float:
             time.sleep(0.01)
 
 
+def weight_bytes(up: Up) -> int:
+    """The sizes of the weight files that the server's processes have mapped, each once."""
+    paths = {
+        mapping.path
+        for process in up.tree()
+        for mapping in process.memory_maps()
+        if mapping.path.endswith(WEIGHT_FILES)
+    }
+    return sum(os.path.getsize(path) for path in paths)
+
+
 def drop_from_page_cache(files: Iterable[Path]) -> None:
     """Drop these files, and those in these directories, unless another process maps them."""
     for path in files:
@@ -122,24 +158,39 @@ def cpu_name() -> str:
     return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
 
 
+def needed_mib(one: Figures) -> float | None:
+    """The weights and the KV of the request's tokens; None if no weight file is mapped."""
+    return one["weights_mib"] + one["kv_mib"] if one.get("weights_mib") else None
+
+
+def ratio(one: Figures) -> float | None:
+    needed = needed_mib(one)
+    return None if needed is None else one["pss_mib_after"] / needed
+
+
 def page(rounds: list[Figures]) -> str:
     """The medians of all rounds as a table."""
-    by_server: dict[str, list[Mapping[str, Any]]] = {}
-    for one in rounds:
+    by_server: dict[str, list[Figures]] = {}
+    for one in sorted(rounds, key=lambda one: one["round"]):
         by_server.setdefault(one["server"], []).append(one)
+    loads = [one["load"] for one in rounds if "load" in one]
     lines = [
         "# From the start to the first token",
         "",
-        "Written by `python -m examples.benchmarks.server.start_time`: medians of at most "
-        f"{max(one['round'] for one in rounds) + 1} rounds. Cold: without the files in the page "
-        f"cache. {cpu_name()}, {os.cpu_count()} cores; the load before each start is in "
-        "[figures.json](figures.json).",
+        "Written by `python -m examples.benchmarks.server.start_time servers.toml`: medians of "
+        f"{max(one['round'] for one in rounds) + 1} rounds, {cpu_name()}, {os.cpu_count()} cores, "
+        f"load {min(loads, default=0):.1f} to {max(loads, default=0):.1f}. The very first start, "
+        "measured once, compiles kernels, packs the weights and measures the cost of iterations. "
+        "Cold: the files that a start reads, also those of Python packages, are not in the page "
+        f"cache. The request has {PROMPT} tokens of prompt and {OUTPUT} of output; weights are the "
+        "weight files that processes map.",
         "",
-        "| server | " + " | ".join(COLUMNS.values()) + " |",
+        "| server | " + " | ".join(title for title, _ in COLUMNS) + " |",
         "|---|" + "---|" * len(COLUMNS),
     ]
     for name, found in by_server.items():
-        cells = [cell([one[key] for one in found if key in one]) for key in COLUMNS]
+        columns = [[value(one) for one in found] for _, value in COLUMNS]
+        cells = [cell([each for each in column if each is not None]) for column in columns]
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
