@@ -7,12 +7,12 @@ that is missing, or that has read another output (after a preemption, in a new w
 again from the output. Grammars are compiled in a thread of their own.
 
 A row whose grammar is not compiled yet, or whose mask takes long, is late: the other rows of the
-batch do not wait for it, and its token is sampled in a later step, which takes the mask that is
-still being computed. If that takes more than `MASK_SECONDS` of CPU time, or `WITHOUT_CORE` times as
-long on a busy machine, the row fails. Rows whose last mask was slow are not waited for at all,
-unless no row of the batch has its mask. They have a thread of their own, so that other rows do not
-queue behind them. It has the lowest priority: it uses what the compute threads leave of the cores,
-since a step waits for each of these threads.
+batch wait for it for at most a share of the step's time, and its token is sampled in a later step,
+which takes the mask that is still being computed. If that takes more than `MASK_SECONDS` of CPU
+time, or `WITHOUT_CORE` times as long on a busy machine, the row fails. Rows whose last mask was
+slow are not waited for at all, unless no row of the batch has its mask. They have a thread of their
+own, so that other rows do not queue behind them. It has the lowest priority: it uses what the
+compute threads leave of the cores, since a step waits for each of these threads.
 
 Drafts of a request are rows behind its own, with equal request id. Their masks are computed after
 its mask, by a copy of its matcher that reads the drafts. They are only waited for as late rows are:
@@ -25,21 +25,21 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import groupby
 from typing import NamedTuple, cast
 from weakref import WeakSet
 
 from engine.errors import EngineError
 from engine.grammar import GrammarCompiler, GrammarError, Mask, Matcher
-from engine.priority import LOWEST, lower_thread_priority
+from engine.priority import lower_thread_priority
 from engine.step import Grammar, RequestId, SampleSpec, Step
+from engine.worker.sampling.mask_threads import MASK_WAIT_SECONDS, MaskThreads, ThreadClock
 from engine.worker.sampling.sampler import Masks, RowFault
 
-MASK_THREADS = 2
 MAX_GRAMMARS = 64  # compiled grammars in the cache
 MAX_MATCHERS = 512
-MASK_WAIT_SECONDS = 0.005  # that a batch waits for late rows; a mask that takes more is slow
+MASK_WAIT_SHARE = 0.25  # of a step's time so far: that it waits for late rows
+LEAST_WAIT_SECONDS = 0.0005  # the same in a step that has just begun
 MASK_WAIT_SECONDS_ALONE = 0.1  # the same, for the first mask, if all rows of the batch are late
 MASK_SECONDS = 2.0  # of CPU time, after which a row fails
 WITHOUT_CORE = 10.0  # times `MASK_SECONDS`, after which it fails in any case
@@ -55,7 +55,7 @@ class _MatcherPosition:
         self.matcher = matcher
         self.seen: tuple[int, ...] = ()
         self.mask: Future[Mask] | None = None  # after the tokens `seen`
-        self.clock: _ThreadClock | None = None  # while a thread computes the mask
+        self.clock: ThreadClock | None = None  # while a thread computes the mask
         self.is_slow = False  # whether the last mask was
         self.drafts: _DraftMasks | None = None  # of the last step, if it had any
 
@@ -64,12 +64,12 @@ class _MatcherPosition:
             return False  # the matcher is in use
         return self.grammar == spec.grammar and spec.output[: len(self.seen)] == self.seen
 
-    def start(self, pool: ThreadPoolExecutor, output: tuple[int, ...]) -> "Future[Mask]":
+    def start(self, threads: "MaskThreads", output: tuple[int, ...]) -> None:
         """Compute the mask after `output`, unless that has already begun."""
         if self.mask is None or output != self.seen:
             unread, self.seen = output[len(self.seen) :], output
-            self.mask = pool.submit(self._compute, unread)
-        return self.mask
+            pool = threads.masking(is_slow=self.is_slow)
+            self.mask = pool.submit(self._compute, unread, threads, self.is_slow)
 
     @property
     def is_overdue(self) -> bool:
@@ -78,37 +78,17 @@ class _MatcherPosition:
             return False
         return clock.seconds > MASK_SECONDS or clock.age > WITHOUT_CORE * MASK_SECONDS
 
-    def _compute(self, unread: tuple[int, ...]) -> Mask:
-        self.clock = clock = _ThreadClock()
+    def _compute(self, unread: tuple[int, ...], threads: "MaskThreads", was_slow: bool) -> Mask:
+        self.clock = clock = ThreadClock()
         try:
-            self.matcher.feed(unread)
+            if was_slow:
+                threads.reading.submit(threads.read_slowly, self.matcher, unread).result()
+            else:
+                threads.read(self.matcher, unread)
             return self.matcher.mask()
         finally:
             self.clock = None
-            self.is_slow = clock.seconds > MASK_WAIT_SECONDS
-
-
-class _ThreadClock:
-    """The CPU time of the thread that makes it, which other threads can read; elsewhere than on
-    Linux, wall time. A thread that has to wait for a core is not slow."""
-
-    def __init__(self) -> None:
-        has_clock = hasattr(time, "pthread_getcpuclockid")
-        self._clock = time.pthread_getcpuclockid(threading.get_ident()) if has_clock else None
-        self._made_at, self._began_at = time.perf_counter(), self._now()
-
-    @property
-    def age(self) -> float:
-        """Seconds of wall time since it was made."""
-        return time.perf_counter() - self._made_at
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of CPU time since it was made; the thread still exists."""
-        return self._now() - self._began_at
-
-    def _now(self) -> float:
-        return time.perf_counter() if self._clock is None else time.clock_gettime(self._clock)
+            self.is_slow = clock.seconds > threads.wait_seconds
 
 
 class _DraftMasks:
@@ -172,6 +152,13 @@ class MaskRequest:
 
     rows: list[_MaskJob] = field(default_factory=list)
     num_rows: int = 0
+    begun_at: float = field(default_factory=time.perf_counter)
+
+    @property
+    def wait_seconds(self) -> float:
+        """Seconds that the step still waits for late rows: a share of its time so far."""
+        share = MASK_WAIT_SHARE * (time.perf_counter() - self.begun_at)
+        return min(max(share, LEAST_WAIT_SECONDS), MASK_WAIT_SECONDS)
 
 
 @dataclass(slots=True)
@@ -195,9 +182,7 @@ class Constraints:
         self._open_compiler = open_compiler
         self._opened: Future[GrammarCompiler] | None = None
         self._compiling = ThreadPoolExecutor(1, "grammar", lower_thread_priority)
-        self._masking = ThreadPoolExecutor(MASK_THREADS, thread_name_prefix="mask")
-        lowest = partial(lower_thread_priority, LOWEST)
-        self._slow_masking = ThreadPoolExecutor(1, "slow mask", lowest)
+        self._threads = MaskThreads()
         self._compiled: OrderedDict[Grammar, Future[Matcher]] = OrderedDict()
         self._slow_to_compile: WeakSet[Future[Matcher]] = WeakSet()
         self._positions: OrderedDict[RequestId, _MatcherPosition] = OrderedDict()
@@ -216,6 +201,7 @@ class Constraints:
             (entry.request_id, entry.sample) for entry in step.entries if entry.sample is not None
         ]
         rows: list[_MaskJob] = []
+        self._threads.has_others = not all(self._was_slow(request_id) for request_id, _ in specs)
         for request_id, group in groupby(enumerate(specs), lambda numbered: numbered[1][0]):
             places = [(row, spec) for row, (_, spec) in group]
             (row, spec), behind = places[0], places[1:]
@@ -234,16 +220,19 @@ class Constraints:
         """Compute the masks after each draft, once the mask before the first one is there."""
         assert position.mask is not None, "the mask before the drafts is being computed"
         masks = position.drafts = _DraftMasks(position.matcher, drafts)
-        pool = self._slow_masking if position.is_slow else self._masking
+        pool = self._threads.masking(is_slow=position.is_slow)
         position.mask.add_done_callback(lambda _: pool.submit(masks.compute))
 
     def collect(self, wanted: MaskRequest) -> Masks:
         """The masks, waited for; rows that may be late are waited for only briefly."""
         found = _Collected()
-        deadline = time.perf_counter() + MASK_WAIT_SECONDS
+        if not wanted.rows:
+            return Masks({}, {}, frozenset())
+        wait_seconds = self._threads.wait_seconds = wanted.wait_seconds
+        deadline = time.perf_counter() + wait_seconds
         for one in wanted.rows:
             self._collect_row(one, 0.0 if self._is_slow(one) else deadline, found)
-        if wanted.rows and len(found.late) == wanted.num_rows:  # no row has a token otherwise
+        if len(found.late) == wanted.num_rows:  # no row has a token otherwise
             late = [one for one in found.late.values() if not one.num_drafts]
             wait(map(self._pending, late), MASK_WAIT_SECONDS_ALONE, FIRST_COMPLETED)
             for one in late:
@@ -285,6 +274,11 @@ class Constraints:
         if one.position is None:
             return one.compiled in self._slow_to_compile
         return one.position.is_slow
+
+    def _was_slow(self, request_id: RequestId) -> bool:
+        """Whether the last mask of the request was slow."""
+        position = self._positions.get(request_id)
+        return position is not None and position.is_slow
 
     def _want(self, row: int, request_id: RequestId, spec: SampleSpec) -> _MaskJob:
         position = self._positions.pop(request_id, None)
@@ -333,7 +327,7 @@ class Constraints:
 
     def _start(self, request_id: RequestId, position: _MatcherPosition, spec: SampleSpec) -> None:
         self._keep(request_id, position)
-        position.start(self._slow_masking if position.is_slow else self._masking, spec.output)
+        position.start(self._threads, spec.output)
 
     def _keep(self, request_id: RequestId, position: _MatcherPosition) -> None:
         self._positions[request_id] = position

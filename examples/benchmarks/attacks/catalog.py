@@ -17,6 +17,7 @@ LARK = 'start: s\ns: s s s | s s | "a" | "b" |'
 LARK_NESTED = 'start: (a+)+\na: (b | b b)*\nb: "x" | "y" | /[a-z]{0,40}/'
 LONG_IDS = 100_000  # tokens
 WORDS = "The quick brown fox jumps over the lazy dog and counts to twelve. "
+LONG_TEXT = WORDS * 60_000  # 4 MB
 
 
 class Case(NamedTuple):
@@ -223,7 +224,7 @@ async def tokenize_flood(attacker: Attacker) -> None:
     """Texts of 4 MB to /tokenize."""
 
     async def one(number: int) -> None:
-        body = {"model": attacker.model, "prompt": f"{number} " + WORDS * 60_000}
+        body = {"model": attacker.model, "prompt": f"{number} {LONG_TEXT}"}
         await attacker.post("/tokenize", body)
 
     await attacker.repeat(one, 4)

@@ -1,6 +1,7 @@
-"""The server's memory while it rejects 20,000 requests, and ten times 200 MiB of trailers.
+"""The server's memory while it rejects 20,000 requests, reads ten times 200 MiB of trailers and
+tokenizes 240 texts of 4 MB.
 
-    python -m examples.benchmarks.attacks.memory [--requests 20000] [--out DIR]
+    python -m examples.benchmarks.attacks.memory [--requests 20000] [--texts 240] [--out DIR]
 
 Resident memory of the server's own process, sampled ten times; the slope is that of the second
 half. Exits with 1 if the server needs more than 16 MiB more at the end than after the first tenth.
@@ -17,12 +18,13 @@ from pathlib import Path
 import aiohttp
 import psutil
 
-from examples.benchmarks.attacks.catalog import chat, trailers
+from examples.benchmarks.attacks.catalog import LONG_TEXT, chat, trailers
 from examples.benchmarks.attacks.sending import Attacker
 from examples.benchmarks.server.soak import serving
 
 SAMPLES = 10
 CLIENTS = 16
+TOKENIZING_CLIENTS = 4
 ALLOWED_MIB = 16.0
 NO_END = float("inf")
 Series = dict[str, list[float]]  # MiB by load
@@ -43,6 +45,18 @@ async def rejections(attacker: Attacker, requests: int) -> None:
     await asyncio.gather(*(client() for _ in range(CLIENTS)))
 
 
+async def texts(attacker: Attacker, number: int) -> None:
+    """So many texts to `/tokenize`, `TOKENIZING_CLIENTS` at a time."""
+    numbers = iter(range(number))
+
+    async def client() -> None:
+        for each in numbers:
+            body = {"model": attacker.model, "prompt": f"{each} {LONG_TEXT}"}
+            await attacker.post("/tokenize", body)
+
+    await asyncio.gather(*(client() for _ in range(TOKENIZING_CLIENTS)))
+
+
 async def sampled(server: psutil.Process, step: Callable[[], Awaitable[object]]) -> list[float]:
     """MiB after each of `SAMPLES` steps."""
     sizes = []
@@ -61,23 +75,31 @@ def slope(sizes: list[float]) -> float:
     return sum((x - mean_x) * (y - mean_y) for x, y in zip(count(), half, strict=False)) / spread
 
 
-async def measure(server: psutil.Process, url: str, requests: int) -> Series:
-    """Both series."""
+async def measure(server: psutil.Process, url: str, arguments: argparse.Namespace) -> Series:
+    """The series of each load, one load after the other."""
+    requests, num_texts = arguments.requests, arguments.texts
     async with aiohttp.ClientSession() as session:
         attacker = Attacker(session, url, "builtin", NO_END)
-        rejected = await sampled(server, lambda: rejections(attacker, requests // SAMPLES))
-        cut = await sampled(server, lambda: trailers(attacker))
+        loads: dict[str, Callable[[], Awaitable[object]]] = {
+            f"{requests} rejected requests": lambda: rejections(attacker, requests // SAMPLES),
+            "10 x 200 MiB of trailers": lambda: trailers(attacker),
+            f"{num_texts} texts of 4 MB to /tokenize": lambda: texts(
+                attacker, num_texts // SAMPLES
+            ),
+        }
+        series = {name: await sampled(server, step) for name, step in loads.items()}
     print(dict(attacker.outcomes))
-    return {f"{requests} rejected requests": rejected, "10 x 200 MiB of trailers": cut}
+    return series
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure memory under rejected requests.")
     parser.add_argument("--requests", type=int, default=20_000)
+    parser.add_argument("--texts", type=int, default=240, help="of 4 MB for /tokenize")
     parser.add_argument("--out", type=Path, help="directory of memory.json")
     arguments = parser.parse_args()
     with serving(["builtin", "--store", "memory"]) as (server, url):
-        series = asyncio.run(measure(server, url, arguments.requests))
+        series = asyncio.run(measure(server, url, arguments))
     for name, sizes in series.items():
         print(f"{name}: MiB {sizes}, slope {slope(sizes):.2f} MiB per sample")
     if arguments.out is not None:

@@ -1,6 +1,7 @@
 """Matchers and masks: cached, made again when missing, not waited for by other rows of a batch."""
 
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from typing import Any
@@ -22,11 +23,12 @@ from engine.step import (
 )
 from engine.worker.model.torch_operators import TorchOperators
 from engine.worker.sampling.constraints import (
-    MASK_THREADS,
     MASK_WAIT_SECONDS_ALONE,
     MAX_MATCHERS,
     Constraints,
+    MaskRequest,
 )
+from engine.worker.sampling.mask_threads import MASK_THREADS, MASK_WAIT_SECONDS
 from engine.worker.sampling.sampler import HostSampler, Masks, RowFault, constrain
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -42,11 +44,14 @@ class Count:
 
     def feed(self, tokens: Sequence[int]) -> None:
         self.owner.num_fed += len(tokens)
+        self.owner.most_fed = max(self.owner.most_fed, len(tokens))
+        self.owner.note_thread()
         self.seen += tuple(tokens)
         if 13 in self.seen:
             raise GrammarError("unlucky")
 
     def mask(self) -> Mask:
+        self.owner.note_thread()
         if 12 in self.seen:
             self.owner.mask_gate.wait()
         bits = np.packbits(np.arange(VOCAB) <= len(self.seen), bitorder="little").tobytes()
@@ -65,6 +70,11 @@ class Counting:
         self.compiled: list[str] = []
         self.num_opened = 0
         self.num_fed = 0
+        self.most_fed = 0  # tokens at once
+        self.threads: list[str] = []  # that read outputs and computed masks, without their numbers
+
+    def note_thread(self) -> None:
+        self.threads.append(threading.current_thread().name.rpartition("_")[0])
 
     def open(self) -> "Counting":
         self.num_opened += 1
@@ -200,6 +210,37 @@ def test_a_row_that_was_late_once_is_not_waited_for_beside_other_rows(
     assert waits[-2:] == [MASK_WAIT_SECONDS_ALONE, 0.0]
     compiler.gate.set()
     compiler.mask_gate.set()
+
+
+def test_late_rows_are_waited_for_for_a_share_of_the_time_of_the_step() -> None:
+    now = time.perf_counter()
+    short, long = (MaskRequest(begun_at=now - age).wait_seconds for age in (0.004, 10.0))
+    assert 0.001 <= short < long == MASK_WAIT_SECONDS
+
+
+def test_outputs_are_read_token_by_token() -> None:
+    """Between two tokens other threads can take the interpreter's lock."""
+    compiler = Counting()
+    masks_of(Constraints(compiler.open), an_entry(0, "a", (3, 4, 5)))
+    assert (compiler.num_fed, compiler.most_fed) == (3, 1)
+
+
+def test_outputs_of_slow_rows_are_read_in_another_thread_than_their_masks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """That thread has ordinary priority; it rests if other rows of the batch have tokens."""
+    monkeypatch.setattr("engine.worker.sampling.constraints.MASK_WAIT_SECONDS", 0.0)  # all are slow
+    rests: list[float] = []
+    monkeypatch.setattr("engine.worker.sampling.mask_threads.time.sleep", rests.append)
+    compiler = Counting()
+    constraints = Constraints(compiler.open)
+    for length in range(4):
+        alone = length < 2
+        others = () if alone else (an_entry(1, None),)
+        masks_of(constraints, an_entry(0, "a", (1,) * length), *others)
+        assert compiler.threads == (["mask"] if not length else ["slow output", "slow mask"])
+        compiler.threads.clear()
+    assert len(rests) == 2
 
 
 def test_slow_rows_do_not_occupy_the_threads_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
