@@ -51,6 +51,7 @@ NUM_LEVELS = 26  # level 0 is for requests that go first until they end
 STARTED = 0.5  # factor on the rank of a started request
 ENDS_PER_UPDATE = 16  # of outputs; ranks are computed again after so many
 SECONDS_PER_UPDATE = 1.0  # at most
+KINDS_PER_PLAN = 16  # of waiting requests, which get new ranks in one plan
 PLANS_PER_CHECK = 4  # requests that lag behind FCFS are looked for in every fourth plan
 MOST_AT_ONCE = 64  # requests of a kind or level that starve at once, and so go first
 
@@ -95,6 +96,7 @@ class GittinsIndex(PolicyBase):
         self._num_arrived = 0
         self._waiting: dict[_Kind, dict[Request, None]] = {}
         self._levels: dict[_Kind, int] = {}  # of waiting requests
+        self._outdated: list[_Kind] = []  # whose levels are by ranks of an earlier version
         self._started: list[list[tuple[int, Request]]] = [[] for _ in range(NUM_LEVELS)]
         self._new: dict[Request, None] = {}  # have KV, and were not in an iteration yet
         self._outlooks: dict[tuple[int, _Kind], Outlook] = {}  # of the present version
@@ -165,8 +167,9 @@ class GittinsIndex(PolicyBase):
             self._ordered_at = now
             self._num_plans += 1
             is_due = self._num_ends >= ENDS_PER_UPDATE or now >= self._update_at
-            if is_due:
+            if is_due := is_due and not self._outdated:
                 self._update(now)
+            self._update_levels()
             if is_due or self._num_plans % PLANS_PER_CHECK == 0:
                 self._find_late(now)
         return self._walk()
@@ -321,9 +324,18 @@ class GittinsIndex(PolicyBase):
         if self._is_ranked != (is_learned and self.variation.is_large):
             self._is_ranked = not self._is_ranked
             self._sort_started()
-        for kind, queue in self._waiting.items():
-            job = self._jobs[next(iter(queue))]
-            self._levels[kind] = self._level_of(self._outlook(job).rank)
+        self._outdated = [*self._waiting]
+
+    def _update_levels(self) -> None:
+        """Levels of waiting requests by the new ranks: of a few kinds in each plan, so that no plan
+        takes long."""
+        kinds = self._outdated[:KINDS_PER_PLAN]
+        del self._outdated[:KINDS_PER_PLAN]
+        for kind in kinds:
+            queue = self._waiting.get(kind)
+            if queue is not None:
+                job = self._jobs[next(iter(queue))]
+                self._levels[kind] = self._level_of(self._outlook(job).rank)
 
     def _sort_started(self) -> None:
         """Started requests to their levels, which those that do not run keep otherwise."""

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from engine.policy import PolicySettings, build, lengths_of
 from engine.policy.estimates.course import LEAST_RANK, Course, Outlook
 from engine.policy.estimates.lengths import EDGES, NUM_BINS, LearnedLengths, bin_of
-from engine.policy.gittins import PLANS_PER_CHECK, GittinsIndex
+from engine.policy.gittins import KINDS_PER_PLAN, PLANS_PER_CHECK, GittinsIndex
 from engine.request import Abort, FinishReason, Request, State
 from tests.scheduling import HAND_COST, a_request, a_scheduler, a_spec, learned_lengths, play
 
@@ -225,6 +225,29 @@ def test_many_waiting_requests_of_one_kind_cost_one_rank(monkeypatch: pytest.Mon
     monkeypatch.setattr(Course, "outlook", counted)
     next(policy.order(0.0))
     assert len(calls) == 1
+
+
+def test_new_ranks_of_many_kinds_are_computed_over_several_plans(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    policy = a_policy(SKEWED)
+    requests = [arrived(policy, number, prompt_len=1 + number * number) for number in range(100)]
+    strata: list[int] = []
+    hazards = LearnedLengths.stratum_hazards
+
+    def counted(lengths: LearnedLengths, stratum: int, general: list[float]) -> list[float]:
+        strata.append(stratum)
+        return hazards(lengths, stratum, general)
+
+    monkeypatch.setattr(LearnedLengths, "stratum_hazards", counted)
+    for plan in range(10):
+        num_known = len(strata)
+        assert len([*policy.order(0.001 * plan)]) == 100
+        assert len(strata) <= num_known + KINDS_PER_PLAN
+    assert len(strata) == len(set(strata)) > KINDS_PER_PLAN, "each kind's ranks are computed once"
+    levels = [policy.level(request) for request in requests]
+    assert levels == sorted(levels), "shorter prompts precede longer ones"
+    assert len(set(levels)) > 5
 
 
 def test_a_skewed_load_is_served_in_full_with_a_lower_mean_than_fcfs() -> None:
