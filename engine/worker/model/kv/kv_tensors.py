@@ -4,12 +4,13 @@ A slot holds the KV of one token in all layers of the stage; a block is `block_s
 Only the scheduler's ledger knows which request owns which block.
 """
 
+import mmap
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from math import prod
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -119,10 +120,10 @@ def allocate(
     slot, keys dimension by dimension.
     """
     heads, dim = shape.num_kv_heads, shape.head_dim
-    keys = _zeros((num_layers, num_blocks, heads, dim, block_size), dtype)
-    values = _zeros((num_layers, num_blocks, heads, block_size, dim), dtype)
+    keys = untouched_zeros((num_layers, num_blocks, heads, dim, block_size), dtype)
+    values = untouched_zeros((num_layers, num_blocks, heads, block_size, dim), dtype)
     sizes = (2, num_layers if is_scaled(dtype) else 0, num_blocks, heads, block_size)
-    scales = _zeros(sizes, torch.float32)
+    scales = untouched_zeros(sizes, torch.float32)
     return KVTensors(
         keys=tuple(keys.permute(0, 1, 4, 2, 3)),
         values=tuple(values.permute(0, 1, 3, 2, 4)),
@@ -131,8 +132,17 @@ def allocate(
     )
 
 
-def _zeros(sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def untouched_zeros(sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros in small pages, none of which takes memory before it is written.
+
+    In huge pages of 2 MiB the first token of a model with 24 layers takes 96 MiB. Both are read at
+    the same rate; small ones are slower to write for the first time, by 4 µs of CPU time each.
+    """
     num_bytes = prod(sizes) * dtype.itemsize
     if num_bytes == 0:
         return torch.empty(sizes, dtype=dtype)
-    return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(sizes)
+    mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        with suppress(OSError):  # the system has no huge pages
+            mapping.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(mapping, dtype=torch.uint8).view(dtype).view(sizes)

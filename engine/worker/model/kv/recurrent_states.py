@@ -9,6 +9,7 @@ from torch import Tensor
 
 from engine.step import NO_STATE, BlockMove, Direction, StateSlots
 from engine.worker.model.kv.host_pool import read_blocks
+from engine.worker.model.kv.kv_tensors import untouched_zeros
 from engine.worker.ports import (
     BlockMover,
     RaggedLayout,
@@ -43,8 +44,8 @@ class RecurrentStates:
 def _zeros(shape: RecurrentShape, num_slots: int) -> RecurrentState:
     heads = shape.num_value_heads
     return RecurrentState(
-        torch.zeros(num_slots, shape.kernel - 1, shape.channels),
-        torch.zeros(num_slots, heads, shape.key_dim, shape.value_dim),
+        untouched_zeros((num_slots, shape.kernel - 1, shape.channels), torch.float32),
+        untouched_zeros((num_slots, heads, shape.key_dim, shape.value_dim), torch.float32),
     )
 
 

@@ -1,5 +1,8 @@
 """How many KV blocks a worker allocates; more than fit are rejected."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -10,6 +13,7 @@ from engine.worker.model.kv.kv_tensors import (
     available_bytes,
     bytes_per_block,
     choose_num_blocks,
+    untouched_zeros,
 )
 from engine.worker.ports import KVCapacity, ModelShape
 from engine.worker_settings import WorkerSettings
@@ -80,6 +84,31 @@ def test_keys_and_values_of_layers_do_not_overlap() -> None:
         assert tensor.shape == (5, 16, 2, 16)
         tensor.fill_(number)
     assert [int(t.float().mean()) for t in tensors] == list(range(6))
+
+
+SMAPS = Path("/proc/self/smaps")
+
+
+def resident_kib(tensor: torch.Tensor) -> int:
+    """The memory behind the mapping in which the tensor begins."""
+    is_its = False
+    for line in SMAPS.read_text().splitlines():
+        if (found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)) is not None:
+            start, stop = (int(address, 16) for address in found.groups())
+            is_its = start <= tensor.data_ptr() < stop
+        elif is_its and line.startswith("Rss:"):
+            return int(line.split()[1])
+    raise AssertionError("the tensor is in no mapping")
+
+
+@pytest.mark.skipif(not SMAPS.exists(), reason="only Linux reports it")
+def test_kv_takes_memory_only_where_it_is_written() -> None:
+    zeros = untouched_zeros((24, 8 << 20), torch.float32)  # 768 MiB
+    assert resident_kib(zeros) < 64
+    for layer in zeros:
+        layer[:16] = 1
+    assert 24 * 4 <= resident_kib(zeros) < 24 * 4 + 64
+    assert float(zeros[3, :32].sum()) == 16
 
 
 def test_the_machine_has_some_memory() -> None:
