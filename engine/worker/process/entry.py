@@ -57,7 +57,7 @@ from engine.worker.process.results import (
     one_line,
 )
 from engine.worker.process.torch_import import skip_meta_registrations, skip_scipy
-from engine.worker.weights.mappings import drop_library_pages
+from engine.worker.weights.mappings import drop_library_pages, trim_heap
 from engine.worker_settings import WorkerReport, WorkerSettings
 
 logger = logging.getLogger("engine.worker")  # the module itself runs as __main__
@@ -200,6 +200,7 @@ def serve(parent: Parent, worker_path: str, listener: int | None = None) -> int:
         parent.send(frame(LoadFailed(f"the worker could not load: {describe(error)}")))
         return 1
     drop_library_pages()  # while the server gets ready
+    trim_heap()
     gc.freeze()  # later collections skip the model; a collection now would delay the first step
     received: Received = SimpleQueue()
     placement = settings.placement

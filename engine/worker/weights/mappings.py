@@ -1,4 +1,4 @@
-"""Pages of mapped files that were read once and need not stay in this process's memory."""
+"""Memory that a start has used and serving does not need: pages of files, and freed heap."""
 
 import ctypes
 import sys
@@ -43,6 +43,13 @@ def drop_library_pages() -> None:
     for mapping in _mappings():
         if ".so" in Path(mapping.path).suffixes and not mapping.own_bytes:
             drop(range(mapping.start, mapping.stop))
+
+
+def trim_heap() -> None:
+    """Give back what was allocated and freed, as by packing weights: 250 MiB; glibc only."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(ctypes.c_size_t(0))
 
 
 def file_pages(tensors: Iterable["Tensor"], paths: Iterable[Path]) -> list[range]:

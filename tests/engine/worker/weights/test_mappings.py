@@ -3,10 +3,11 @@
 import mmap
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
-from engine.worker.weights.mappings import SMAPS, drop_library_pages, drop_pages
+from engine.worker.weights.mappings import SMAPS, drop_library_pages, drop_pages, trim_heap
 from engine.worker.weights.source import StoredRows
 from tests.engine.worker.process.driving import Driver, load_worker
 from tests.models.checkpoints import make_checkpoint
@@ -57,6 +58,14 @@ def test_the_code_of_libraries_is_given_back_and_still_runs() -> None:
     drop_library_pages()
     assert resident(library) < before / 2
     assert torch.equal(x @ x, product)
+
+
+def test_freed_memory_between_memory_in_use_is_given_back() -> None:
+    tensors = [torch.ones(25_000) for _ in range(1000)]
+    del tensors[:-1]
+    before = psutil.Process().memory_info().rss
+    trim_heap()
+    assert psutil.Process().memory_info().rss < before - 50 * SIZE
 
 
 def test_pages_of_an_embedding_are_dropped_after_many_rows(
