@@ -72,6 +72,7 @@ class Podway:
         self, model: str = "builtin", *, progress: bool = True, **settings: object
     ) -> None:
         defaults = {"max_queue_requests": NO_LIMIT, "max_queue_tokens": NO_LIMIT}
+        defaults["prefill_slowdown"] = "0"  # no bound: throughput counts, not the ITL
         given = {name: value if value is True else str(value) for name, value in settings.items()}
         self._settings = load({**defaults, **given, "model": model})
         self._progress = progress

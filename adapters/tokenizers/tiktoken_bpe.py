@@ -23,7 +23,7 @@ from adapters.tokenizers.definition import (
 from adapters.tokenizers.huggingface import HuggingFaceTokenizer
 from adapters.tokenizers.huggingface import open_tokenizer as open_huggingface
 from adapters.tokenizers.patterns import split_pattern
-from adapters.tokenizers.pieces import may_be_cut, pieces
+from adapters.tokenizers.pieces import may_be_cut, pieces, places
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -73,6 +73,7 @@ class TiktokenTokenizer:
         )
         self._added = frozenset(added)
         self._may_cut = may_be_cut(pattern) and not any(" " in content for content in added)
+        self._places = places(added)
         self._exact = exact
         self.vocab_size = definition.vocab_size
         self.special_ids = definition.special_ids
@@ -98,7 +99,7 @@ class TiktokenTokenizer:
             return
         around = self._special_ids_around if add_special_tokens else SpecialTokenIds()
         yield list(around.before)
-        yield from map(self._plain, pieces(text))
+        yield from map(self._plain, pieces(text, self._places))
         yield list(around.after)
 
     def _plain(self, text: str) -> list[int]:

@@ -11,6 +11,7 @@ for `FAILED_SECONDS`, and then the server ends with an error.
 
 import asyncio
 import contextlib
+import ctypes
 import gc
 import logging
 import os
@@ -43,6 +44,9 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 BACKLOG = 2048
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+LARGE_BLOCK_BYTES = 1 << 20  # a larger block is a mapping of its own, which free() removes
+FREE_BYTES = 4 << 20  # at the end of a heap; more are returned
 INTERRUPTED = 130
 KEEP_ALIVE_SECONDS = 75
 RESERVED_FILES = 128  # reserved for weights, pipes to workers, the store
@@ -172,6 +176,7 @@ class Server:
             await server.listens.wait()
             accepting = group.create_task(self._accept_tls(server, listener))
             tune_collector()
+            return_large_blocks()
             on_ready()
             await self._until_stopped(signals)
             batching.cancel()  # unfinished lines run after the next start
@@ -232,6 +237,18 @@ def tune_collector() -> None:
     gc.enable()
     gc.freeze()
     gc.set_threshold(50_000, 20, 10)
+
+
+def return_large_blocks() -> None:
+    """Return the memory of large objects to the system when they are freed (glibc only).
+
+    By default glibc keeps up to 64 MiB for each of its heaps once blocks of up to 32 MiB have been
+    freed: token ids of long texts, and bodies.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
+        mallopt(M_TRIM_THRESHOLD, FREE_BYTES)
 
 
 def raise_file_limit() -> int:

@@ -255,7 +255,7 @@ class EngineSettings(BaseSettings):
         ge=0,
     )
     prefill_slowdown: Annotated[float, AfterValidator(_factor_above_1)] = _option(
-        3.0,
+        2.0,
         "scheduling",
         "how much longer an iteration with running requests may take because of prompts, as a "
         "factor; their chunks are shorter then, and a prompt takes F / (F - 1) times as long; "

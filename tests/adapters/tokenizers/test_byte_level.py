@@ -17,7 +17,7 @@ from adapters.tokenizers.byte_level import TokenBytes, byte_alphabet, merge_tabl
 from adapters.tokenizers.definition import NotRepresentable
 from adapters.tokenizers.huggingface import HuggingFaceTokenizer
 from adapters.tokenizers.patterns import BYTE_LEVEL_PATTERN
-from adapters.tokenizers.pieces import may_be_cut
+from adapters.tokenizers.pieces import PIECE_CHARS, may_be_cut, pieces, places
 from adapters.tokenizers.tiktoken_bpe import TiktokenTokenizer
 from gateway.ports import Tokenizer
 from tests.adapters.tokenizers import families
@@ -115,6 +115,7 @@ def test_a_megabyte_of_whitespace_does_not_overflow(tmp_path: Path) -> None:
             st.text(max_size=12),
             st.sampled_from(families.PIECES),
             st.sampled_from([" ", "  ", "a ", " b", "'s", "\n", "\x1c", "\u2003", "1 2", "., "]),
+            st.sampled_from(["a1", "1a", "a'", "e\u0301", "1234", "a_", "_(", "it's1", "。", "中"]),
         ),
         max_size=12,
     )
@@ -131,8 +132,17 @@ def test_a_text_cut_wherever_it_may_be_has_the_same_ids(pair: Pair, parts: list[
 
 def test_a_long_text_is_cut_into_many_pieces(pair: Pair) -> None:
     assert isinstance(pair[0], TiktokenTokenizer)
-    found = [*pair[0].encode_pieces("ab cd. " * 100_000, add_special_tokens=False)]
-    assert max(map(len, found)) * 20 < sum(map(len, found))
+    for part in ("ab cd. ", "aGVsbG8gd29ybGQ4", "f(x){y=z;}"):
+        found = [*pair[0].encode_pieces(part * 50_000, add_special_tokens=False)]
+        assert max(map(len, found)) * 20 < sum(map(len, found))
+
+
+def test_texts_without_spaces_are_cut_but_never_within_an_added_token() -> None:
+    code, chinese = "ab1|" * 20_000, "日本語，" * 20_000
+    assert max(map(len, pieces(code + chinese, places(())))) < PIECE_CHARS + 4
+    where = places(["<|im|>", "b1"])
+    assert list(pieces(code, where)) == [code]
+    assert {piece[0] for piece in [*pieces(chinese, where)][1:]} == {"，"}
 
 
 @pytest.mark.parametrize(

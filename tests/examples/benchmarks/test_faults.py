@@ -57,6 +57,6 @@ def test_prompts_are_measured_with_and_without_a_bound(tmp_path: Path) -> None:
 
 
 def test_memory_is_measured_under_rejected_requests(tmp_path: Path) -> None:
-    run_module("benchmarks.attacks.memory", "--requests", "100", "--out", tmp_path)
+    run_module("benchmarks.attacks.memory", "--requests", "100", "--texts", "10", "--out", tmp_path)
     found = json.loads((tmp_path / "memory.json").read_text())
-    assert [len(sizes) for sizes in found.values()] == [10, 10]
+    assert [len(sizes) for sizes in found.values()] == [10, 10, 10]
