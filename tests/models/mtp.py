@@ -1,5 +1,7 @@
 """Tiny Qwen 3.5 checkpoints with a layer for multi-token prediction."""
 
+import shutil
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +35,9 @@ def mtp_layer(seed: int = 7) -> tuple[Any, dict[str, Tensor]]:
     return layer, around | {"mtp.fc.weight": noise(hidden, 2 * hidden)}
 
 
-def make_mtp_checkpoint(folder: Path) -> Path:
-    """A checkpoint whose layer has random weights."""
-    directory = make_checkpoint(folder, VARIANT)
+def make_mtp_checkpoint(folder: Path, **changes: Any) -> Path:
+    """A checkpoint whose layer has random weights; `changes` as of `make_checkpoint`."""
+    directory = make_checkpoint(folder, VARIANT, **changes)
     layer, tensors = mtp_layer()
     for name, tensor in layer.state_dict().items():
         tensors[f"mtp.layers.0.{name}"] = tensor
@@ -44,10 +46,10 @@ def make_mtp_checkpoint(folder: Path) -> Path:
     return directory
 
 
-def make_exact_mtp_checkpoint(folder: Path) -> Path:
+def make_exact_mtp_checkpoint(folder: Path, **changes: Any) -> Path:
     """A checkpoint whose next token depends on the last one only, and whose layer computes the same
     function: so every proposal is right."""
-    directory = make_mtp_checkpoint(folder)
+    directory = make_mtp_checkpoint(folder, **changes)
     path = directory / "model.safetensors"
     tensors = load_file(path)
     for name in tensors:
@@ -58,4 +60,13 @@ def make_exact_mtp_checkpoint(folder: Path) -> Path:
     tensors["mtp.pre_fc_norm_embedding.weight"] = torch.zeros(hidden)
     tensors["mtp.norm.weight"] = tensors["model.norm.weight"].clone()
     save_file(tensors, path)
+    return directory
+
+
+def make_chat_mtp_checkpoint(folder: Path) -> Path:
+    """The checkpoint with right proposals, with the tokenizer and chat template of the built-in
+    model."""
+    directory = make_exact_mtp_checkpoint(folder, vocab_size=2048, max_position_embeddings=512)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(str(files("adapters") / "builtin" / name), directory / name)
     return directory

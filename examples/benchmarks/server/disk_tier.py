@@ -2,9 +2,12 @@
 
     python -m examples.benchmarks.server.disk_tier [MODEL] [--out FILE] [--read-ahead]
 
+With `--read-ahead` a page of Markdown is written beside the JSON file.
+
 The chat has a system prompt of `WORDS` words; every server gets a warm-up request first. With
-`--read-ahead` the next message arrives while another request's prompt is computed, with and without
-read-ahead; the files are not in the page cache.
+`--read-ahead` the next messages of chats with `CHAT_TOKENS` tokens arrive while another request's
+prompt of `--other-tokens` tokens is computed, on servers with and without read-ahead in turns; the
+files are not in the page cache.
 """
 
 import argparse
@@ -15,19 +18,22 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from random import Random
 from statistics import median
 from typing import Any, NamedTuple
 
 import httpx
 
 from examples.benchmarks.cluster.routers import free_port
+from examples.benchmarks.server.start_time import cpu_name
 
 WORDS, ROUNDS = 1200, 3
-CHATS = 6  # of a server, with --read-ahead
-LEAD_SECONDS = 0.1  # from the other request to the chat's next message
+CHATS, CHAT_TOKENS = 6, 3000  # of a server, with --read-ahead
+LEAD_SECONDS = 0.05  # from the other request to the chat's next message
 
 
 class Reply(NamedTuple):
@@ -115,27 +121,29 @@ def evict_from_page_cache(folder: Path) -> None:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def words_of(name: str) -> str:
-    return " ".join(f"{name}x{index}" for index in range(WORDS))
+def ids_of(name: str, count: int) -> list[int]:
+    """Token ids that every vocabulary has."""
+    return Random(name).choices(range(300, 2000), k=count)
 
 
-def while_busy(server: Server, number: int, other: str) -> tuple[float, int]:
-    """TTFT and cached tokens of chat `number`'s next message beside another request's prompt."""
+def while_busy(server: Server, number: int, other: list[int]) -> Reply:
+    """Chat `number`'s next message beside another request's prompt."""
     with ThreadPoolExecutor(1) as threads:
-        busy = threads.submit(server.ask, words_of(other))
+        busy = threads.submit(server.complete, other, 1)
         time.sleep(LEAD_SECONDS)
-        found = server.ask(words_of(f"chat{number}"), "and then")
+        found = server.complete(ids_of(f"chat{number}", CHAT_TOKENS) + ids_of("next", 8), 2)
         busy.result()
     return found
 
 
-def read_ahead(model: str, folder: Path) -> dict[str, Any]:
+def read_ahead(model: str, other_tokens: int, folder: Path) -> dict[str, Any]:
     """The same chats after restarts with and without read-ahead, in turns."""
     tier = ("--disk-kv", str(folder))
     server = Server(model, *tier)
     for number in range(CHATS):
-        server.ask(words_of(f"chat{number}"))
+        server.complete(ids_of(f"chat{number}", CHAT_TOKENS), 2)
     server.end()
+    stored = sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
     found: dict[str, list[float]] = {"with": [], "without": []}
     cached: dict[str, list[int]] = {"with": [], "without": []}
     for turn in range(4):
@@ -144,12 +152,51 @@ def read_ahead(model: str, folder: Path) -> dict[str, Any]:
         flag = "--disk-kv-read-ahead" if name == "with" else "--no-disk-kv-read-ahead"
         server = Server(model, *tier, flag)
         for number in range(CHATS):
-            ttft, tokens = while_busy(server, number, f"other{turn}x{number}")
-            found[name].append(ttft)
-            cached[name].append(tokens)
+            reply = while_busy(server, number, ids_of(f"other{turn}x{number}", other_tokens))
+            found[name].append(reply.ttft)
+            cached[name].append(reply.cached_tokens)
         server.end()
     medians = {name: median(values) for name, values in found.items()}
-    return {"model": model, "medians": medians, "ttft": found, "cached": cached}
+    return {
+        "model": model,
+        "chat_tokens": CHAT_TOKENS,
+        "other_tokens": other_tokens,
+        "chat_mib": stored / CHATS / 2**20,
+        "medians": medians,
+        "ttft": found,
+        "cached": cached,
+    }
+
+
+def read_ahead_page(found: Mapping[str, Any]) -> str:
+    """The page of results with read-ahead."""
+    rows = [
+        f"| {name} read-ahead | {1e3 * min(found['ttft'][name]):.0f} ms | "
+        f"{1e3 * found['medians'][name]:.0f} ms | {1e3 * max(found['ttft'][name]):.0f} ms |"
+        for name in ("without", "with")
+    ]
+    cached = [count for counts in found["cached"].values() for count in counts]
+    return "\n".join(
+        [
+            "# Reading ahead what a waiting request will load",
+            "",
+            f"`python -m examples.benchmarks.server.disk_tier {found['model']} --read-ahead "
+            f"--other-tokens {found['other_tokens']}`:",
+            f"time to the first token of a chat's next message, of which {min(cached):,} to "
+            f"{max(cached):,} of {found['chat_tokens']:,} tokens came from the disk tier",
+            f"({found['chat_mib']:.0f} MiB per chat, not in the page cache), and which arrived "
+            f"while a prompt of {found['other_tokens']:,} tokens was computed.",
+            f"{len(found['ttft']['with'])} messages each, on servers in turns; {found['cpu']}, "
+            f"load average {found['load']:.1f} ([JSON](read_ahead.json)).",
+            "",
+            "| | least | median | most |",
+            "|---|---|---|---|",
+            *rows,
+            "",
+            f"The medians' ratio is {found['medians']['with'] / found['medians']['without']:.2f}.",
+            "",
+        ]
+    )
 
 
 def main() -> None:
@@ -157,13 +204,15 @@ def main() -> None:
     parser.add_argument("model", nargs="?", default="random:Qwen2.5-0.5B")
     parser.add_argument("--out", type=Path, default=Path("disk_tier.json"))
     parser.add_argument("--read-ahead", action="store_true")
+    parser.add_argument("--other-tokens", type=int, default=1024)
     arguments = parser.parse_args()
     if arguments.read_ahead:
         with tempfile.TemporaryDirectory() as folder:
-            ahead = read_ahead(arguments.model, Path(folder))
-        ahead["load"] = os.getloadavg()[0]
+            ahead = read_ahead(arguments.model, arguments.other_tokens, Path(folder))
+        ahead |= {"cpu": cpu_name(), "load": os.getloadavg()[0]}
         arguments.out.write_text(json.dumps(ahead, indent=1) + "\n")
-        print(json.dumps(ahead["medians"], indent=1))
+        arguments.out.with_suffix(".md").write_text(read_ahead_page(ahead))
+        print(read_ahead_page(ahead))
         return
     with tempfile.TemporaryDirectory() as folder:
         rounds = [one_round(arguments.model, n, Path(folder)) for n in range(ROUNDS)]

@@ -6,7 +6,9 @@ base model and the four adapters in turn. `merged` is what merged weights would 
 each with a fifth of the streams. Kinds alternate; the medians of the rounds are reported, and CPU
 seconds of the servers, which other processes on the machine disturb less than elapsed time.
 
-    python -m examples.benchmarks.server.lora_server [--shape M110] [--weights int8] [--json FILE]
+    python -m examples.benchmarks.server.lora_server [--shape M110] [--weights int8] [--out DIR]
+
+With `--out` it writes `server.json`, and `server.md` with the table.
 """
 
 import argparse
@@ -15,7 +17,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
@@ -29,6 +31,7 @@ import psutil
 from adapters.models.named_shapes import SHAPES
 from examples.benchmarks.layers.lora import NUM_LORAS, make_lora
 from examples.benchmarks.server.disk_tier import Server
+from examples.benchmarks.server.start_time import cpu_name
 
 LORAS = [f"lora{number}" for number in range(1, NUM_LORAS + 1)]
 FLAGS = ("--threads", "1", "--max-model-len", "512", "--cost-model", "none", "--no-prefix-cache")
@@ -64,7 +67,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--output-tokens", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--out", type=Path, help="folder of server.json and server.md")
     return parser.parse_args()
 
 
@@ -174,6 +177,49 @@ def measure(
     }
 
 
+COLUMNS = {
+    "base": "base requests, adapters loaded",
+    "mixed": "base and four adapters",
+    "merged": "five servers of merged weights",
+}
+
+
+def page(found: Mapping[str, Any]) -> str:
+    """The page of results; each ratio is that of a kind to the server without adapters."""
+    kinds: Mapping[str, Mapping[str, float]] = found["kinds"]
+    plain = kinds["plain"]
+    before, after = found["load"]
+    lines = [
+        "# LoRA adapters in a whole server",
+        "",
+        f"`python -m examples.benchmarks.server.lora_server --shape {found['shape']} --weights "
+        f"{found['weights']} --streams {found['streams']}`: "
+        f"{found['streams']} streams of {found['prompt_tokens']} prompt and "
+        f"{found['output_tokens']} output tokens; random weights, four adapters of rank 16 on",
+        f"all linears, servers of one compute thread on {found['cpu']}, load average {before:.1f} "
+        f"before and {after:.1f} after. Kinds alternate; medians of {found['rounds']} rounds "
+        "([JSON](server.json)).",
+        "",
+        f"A server without adapters: ITL {plain['itl_ms']:.1f} ms, "
+        f"{plain['tokens_per_second']:.0f} tokens/s, {plain['cpu_ms_per_token']:.2f} ms of CPU per "
+        "token with its prompt's share. The other kinds, beside it:",
+        "",
+        "| requests | ITL | tokens/s | CPU per token |",
+        "|---|---|---|---|",
+    ]
+    for kind, title in COLUMNS.items():
+        ratios = [f"{kinds[kind][field] / plain[field]:.2f} ×" for field in Figures._fields]
+        lines.append(f"| {title} | {' | '.join(ratios)} |")
+    lines += [
+        "",
+        "The five servers of merged weights run at the same time on the same cores; their CPU per "
+        "token is what merging costs.",
+        "Steps alone, without a server: [README.md](README.md).",
+        "",
+    ]
+    return "\n".join(lines)
+
+
 def main() -> None:
     options = parse()
     load_before = os.getloadavg()[0]
@@ -186,11 +232,14 @@ def main() -> None:
             return server
 
         found = measure(start, options, Path(folder))
-    given = {key: value for key, value in vars(options).items() if key != "json"}
-    result = {**given, "load": [load_before, os.getloadavg()[0]], "kinds": found}
-    print(json.dumps(result, indent=1))
-    if options.json is not None:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    given = {key: value for key, value in vars(options).items() if key != "out"}
+    load = [round(load_before, 2), round(os.getloadavg()[0], 2)]
+    result = {**given, "cpu": cpu_name(), "load": load, "kinds": found}
+    print(page(result))
+    if options.out is not None:
+        options.out.mkdir(parents=True, exist_ok=True)
+        (options.out / "server.json").write_text(json.dumps(result, indent=1) + "\n")
+        (options.out / "server.md").write_text(page(result))
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
@@ -53,7 +53,7 @@ from engine.loop import Engine
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.ports import Clock
 from engine.request import RequestSpec
-from engine.speculation.drafter import Drafter
+from engine.speculation.drafter import DraftCounts, Drafter
 from engine.speculation.settings import SpeculationSettings
 from engine.step import SamplingParams, Step, StepResult
 from engine.transport.inline import InlineExecutor
@@ -113,9 +113,18 @@ class Run:
     tokens_per_second: float
     num_drafts: int = 0
     num_accepted: int = 0
+    by_position: tuple[int, ...] = ()  # of the accepted ones, by the number of drafts before them
 
 
-def load(model: str, draft_model: str, weights: str, threads: int, clock: Clock) -> Machine:
+def load(
+    model: str,
+    draft_model: str,
+    weights: str,
+    threads: int,
+    clock: Clock,
+    *,
+    has_mtp: bool = False,
+) -> Machine:
     """Load a model and measure its steps, as the server does at its start."""
     settings = WorkerSettings(
         model,
@@ -125,6 +134,7 @@ def load(model: str, draft_model: str, weights: str, threads: int, clock: Clock)
         max_batch_size=MAX_CLIENTS,
         threads=threads,
         draft_model=draft_model,
+        has_mtp=has_mtp,
     )
     loaded = Worker.load(settings, lambda *_: None)
     worker, report = TimedWorker(loaded, clock), loaded.report
@@ -184,12 +194,12 @@ async def serve(
     machine: Machine,
     specs: Sequence[RequestSpec],
     clients: int,
-    method: str | None,
+    config: Mapping[str, object] | None,
     *,
     is_again: bool,
 ) -> Run:
-    """Serve the requests, `clients` at once. With `is_again` they were all served before, by the
-    same engine."""
+    """Serve the requests, `clients` at once; `config` as of `--speculative-config`, None for none.
+    With `is_again` they were all served before, by the same engine."""
     report, cost = machine.report, LiveCost(machine.cost)
     settings = SchedulerSettings(
         max_model_len=report.max_model_len,
@@ -198,8 +208,7 @@ async def serve(
         reuses_prefixes=False,
     )
     drafter = None
-    if method is not None:
-        config = {"method": method} | ({"model": "loaded"} if method == "draft_model" else {})
+    if config is not None:
         size_ratio = report.num_draft_parameters / report.num_parameters
         drafter = Drafter.build(SpeculationSettings.parse(config), cost, size_ratio)
     ledger = KVLedger(report.num_blocks, report.block_size)
@@ -211,11 +220,14 @@ async def serve(
     if is_again:
         await _closed_loop(engine, specs, clients, machine.clock)
         if drafter is not None:
-            drafter.counts.num_drafts = drafter.counts.num_accepted = 0
+            drafter.counts = DraftCounts(by_position=[0] * len(drafter.counts.by_position))
     outputs, rate = await _closed_loop(engine, specs, clients, machine.clock)
     running.cancel()
-    counts = (drafter.counts.num_drafts, drafter.counts.num_accepted) if drafter else (0, 0)
-    return Run(outputs, rate, *counts)
+    if drafter is None:
+        return Run(outputs, rate)
+    counts = drafter.counts
+    accepted = tuple(counts.by_position)
+    return Run(outputs, rate, counts.num_drafts, counts.num_accepted, accepted)
 
 
 async def _closed_loop(
@@ -247,7 +259,10 @@ def compare(machine: Machine, text: str, clients: int, rounds: int) -> list[dict
     plain_specs = specs_of(text, max(clients, MIN_REQUESTS))
 
     def run(specs: Sequence[RequestSpec], method: str | None) -> Run:
-        return asyncio.run(serve(machine, specs, clients, method, is_again=text in SERVED_BEFORE))
+        config = None if method is None else {"method": method}
+        if method == "draft_model":
+            config = {"method": method, "model": "loaded"}
+        return asyncio.run(serve(machine, specs, clients, config, is_again=text in SERVED_BEFORE))
 
     reference = run(plain_specs, None)
     random = Random(1)

@@ -99,7 +99,15 @@ class Backbone(nn.Module):
         self.norm = nn.RMSNorm(shape.hidden_size, eps=shape.norm_eps)
 
 
-class Llama(nn.Module):
+class LanguageModel(nn.Module):
+    """A model that `train` can train."""
+
+    def loss(self, tokens: Tensor, weights: Tensor) -> Tensor:
+        """Of a batch, [rows, length] each; `weights` are zero for tokens without a loss."""
+        raise NotImplementedError
+
+
+class Llama(LanguageModel):
     """`loss(tokens, weights)`: weights are zero for tokens without a loss."""
 
     def __init__(self, shape: Shape, longest: int) -> None:

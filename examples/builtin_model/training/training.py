@@ -11,7 +11,7 @@ from torch import Tensor
 
 from examples.builtin_model.training.batches import Batch
 from examples.builtin_model.training.checkpoint import Trained
-from examples.builtin_model.training.llama import Llama
+from examples.builtin_model.training.llama import LanguageModel
 from examples.builtin_model.training.optimiser import optimisers
 
 Save = Callable[[dict[str, Tensor], Trained], None]
@@ -38,7 +38,10 @@ def rate(course: Course, step: int, progress: float) -> float:
 
 
 def train(
-    model: Llama, lessons: tuple[Iterator[Batch], Iterator[Batch]], course: Course, save: Save
+    model: LanguageModel,
+    lessons: tuple[Iterator[Batch], Iterator[Batch]],
+    course: Course,
+    save: Save,
 ) -> None:
     """Train on early batches, then later ones; save averaged weights regularly and at the end."""
     parts = optimisers(model, course.peak_lr)
@@ -77,7 +80,7 @@ def train(
 
 
 @torch.no_grad()
-def _follow(average: dict[str, Tensor], model: Llama, keep: float) -> None:
+def _follow(average: dict[str, Tensor], model: LanguageModel, keep: float) -> None:
     """The exponential moving average of the weights."""
     for name, weight in model.named_parameters():
         average[name].lerp_(weight, 1 - keep)
