@@ -200,6 +200,22 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma4TextConfig",
         GEMMA4 | {"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
     ),
+    "gemma4_moe": (  # as 26B-A4B; in layers with full attention the values are the keys
+        "Gemma4TextConfig",
+        GEMMA4
+        | {
+            "hidden_size_per_layer_input": 0,
+            "num_kv_shared_layers": 0,
+            "num_key_value_heads": 4,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 2,
+            "enable_moe_block": True,
+            "num_experts": 6,
+            "top_k_experts": 2,
+            "moe_intermediate_size": 40,
+            "use_double_wide_mlp": False,
+        },
+    ),
     "qwen3_5_moe": (
         "Qwen3_5MoeTextConfig",
         QWEN3_5 | SHARED_EXPERTS | {"linear_key_head_dim": 32, "linear_value_head_dim": 32},

@@ -1,9 +1,9 @@
 """A rank's shard of the linears around attention and MLP, of the embedding and of the head."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -31,6 +31,9 @@ class Fused(NamedTuple):
         ]
 
 
+Parts: TypeAlias = Sequence[tuple[str, RankPart]]  # a tensor may occur twice
+
+
 @dataclass(frozen=True, slots=True)
 class Projections:
     """Builds linears from weights stored as `[out, in]`. Names are without `.weight`; those of
@@ -41,13 +44,16 @@ class Projections:
     operators: Operators
     root: str = "model"
 
-    def from_hidden(self, outputs: Mapping[str, RankPart] | Fused, *, has_bias: bool) -> Linear:
+    def from_hidden(
+        self, outputs: Mapping[str, RankPart] | Parts | Fused, *, has_bias: bool
+    ) -> Linear:
         """One fused linear of several that read the hidden states, stacked along the outputs."""
         hidden = self.shard.shape.hidden_size
         if isinstance(outputs, Fused):
             slices = [(outputs.name, outputs.size, run) for run in outputs.runs]
         else:
-            slices = [(name, part.size, part.run) for name, part in outputs.items()]
+            pairs = outputs.items() if isinstance(outputs, Mapping) else outputs
+            slices = [(name, part.size, part.run) for name, part in pairs]
         weights = [
             self.weights.weight(TensorSlice(f"{name}.weight", (size, hidden), rows=run))
             for name, size, run in slices

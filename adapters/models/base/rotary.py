@@ -193,10 +193,12 @@ class RotaryFamily(ABC):
         dim = shard.shape.head_dim
         width, kv_width = shard.heads.times(dim), shard.kv_heads.times(dim)
         has_own_kv = self.shape.layer_attention[layer].kv_layer is None
-        parts = {f"{at}.q_proj": width}
+        parts = [(f"{at}.q_proj", width)]
         if has_own_kv:
-            parts |= {f"{at}.k_proj": kv_width, f"{at}.v_proj": kv_width}
-        fused = Fused(f"{at}.qkv_proj", tuple(parts.values())) if traits.is_fused else parts
+            value = self.value_projection(layer)
+            parts += [(f"{at}.k_proj", kv_width), (f"{at}.{value}", kv_width)]
+        runs = tuple(part for _, part in parts)
+        fused = Fused(f"{at}.qkv_proj", runs) if traits.is_fused else parts
         norms = self._head_norms(projections, at, has_own_kv=has_own_kv)
         return AttentionBlock(
             layer - shard.span.start,
@@ -211,6 +213,10 @@ class RotaryFamily(ABC):
             has_own_kv=has_own_kv,
             sinks=self._sinks(projections, at, layer),
         )
+
+    def value_projection(self, layer: int) -> str:
+        """The tensor that computes v."""
+        return "v_proj"
 
     def _sinks(self, projections: Projections, at: str, layer: int) -> Tensor | None:
         """This rank's scores of `AttentionOptions.has_sinks`, in float32."""

@@ -1,10 +1,11 @@
-"""Gemma 4, text (E2B, E4B and other dense models): Gemma 3 with embeddings per layer, two head
-sizes, and last layers that read the KV of earlier ones. Of multimodal checkpoints the text model is
-served."""
+"""Gemma 4, text: Gemma 3 with two kinds of heads. E2B and E4B have embeddings per layer, and last
+layers that read the KV of earlier ones; in larger models the values of full attention are its keys,
+and 26B-A4B has experts. Of multimodal checkpoints the text model is served."""
 
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -20,6 +21,7 @@ from adapters.models.base.traits import (
     every_nth_full,
     layer_types,
 )
+from adapters.models.dense.gemma4_experts import Gemma4Experts
 from engine.errors import StartupError
 from engine.worker.model.layer_inputs import LayerInput, LayerInputs, StageInputs
 from engine.worker.model.layers import AttentionBlock, Decoder, DecoderLayer, FeedForward, Mixer
@@ -37,9 +39,15 @@ logger = logging.getLogger(__name__)
 PERIOD = 6
 
 
+class _KVSize(NamedTuple):
+    """The KV heads of a layer, and their size."""
+
+    heads: int
+    dim: int
+
+
 class Gemma4(RotaryFamily):
-    """The text model. Mixtures of experts, and layers whose keys are their values, are not
-    supported."""
+    """The text model."""
 
     activation_field = "hidden_activation"
     defaults: Mapping[str, object] = {
@@ -55,8 +63,7 @@ class Gemma4(RotaryFamily):
     def __init__(self, config: Mapping[str, object]) -> None:
         super().__init__(config)
         fields = Fields({**self.defaults, **self.text_config(config)})
-        fields.reject_unless("enable_moe_block", False)
-        fields.reject_unless("attention_k_eq_v", False)
+        self._keys_are_values = fields.flag("attention_k_eq_v", False)
         fields.reject_unless("use_bidirectional_attention", False, "vision")
         self._input_width = fields.count("hidden_size_per_layer_input", 256)
         self._input_vocab = fields.integer("vocab_size_per_layer_input", self.shape.vocab_size)
@@ -66,8 +73,7 @@ class Gemma4(RotaryFamily):
             for layer, options in enumerate(self.shape.attention)
             if options.kv_layer is not None
         ]
-        largest = max(options.head_dim or 0 for options in self.shape.attention)
-        self.shape = replace(self.shape, head_dim=largest, layer_input_width=self._input_width)
+        self.shape = replace(self.shape, layer_input_width=self._input_width)
         self.ignored_weights = (
             *type(self).ignored_weights,
             *(f"*.layers.{layer}.self_attn.[kv]_*" for layer in shared),
@@ -85,7 +91,7 @@ class Gemma4(RotaryFamily):
         )
 
     def attention(self, fields: Fields, num_layers: int) -> tuple[AttentionOptions, ...]:
-        types, dims = self._types(fields, num_layers), self._head_dims(fields, num_layers)
+        types, sizes = self._types(fields, num_layers), self._kv_sizes(fields, num_layers)
         window = fields.integer("sliding_window")
         num_own = num_layers - fields.count("num_kv_shared_layers", 0)
         last = {kind: layer for layer, kind in enumerate(types[:num_own])}
@@ -97,36 +103,56 @@ class Gemma4(RotaryFamily):
             AttentionOptions(
                 window=window if kind == SLIDING else None,
                 scale=1.0,
-                head_dim=dims[kind],
+                head_dim=sizes[kind].dim,
+                num_kv_heads=sizes[kind].heads,
                 kv_layer=None if layer < num_own else last[kind],
             )
             for layer, kind in enumerate(types)
         )
 
+    def sized(self, fields: Fields, shape: ModelShape) -> ModelShape:
+        """With room for the layers' widest KV, and with experts."""
+        kinds = {_KVSize(each.num_kv_heads or 0, each.head_dim or 0) for each in shape.attention}
+        for kind in kinds:
+            if shape.num_heads % kind.heads:
+                raise StartupError(
+                    f"{fields.where}: num_key_value_heads={kind.heads} of some layers does not "
+                    f"divide num_attention_heads={shape.num_heads}"
+                )
+        widest = max(kind.heads * kind.dim for kind in kinds)
+        shape = replace(shape, head_dim=-(-widest // shape.num_kv_heads))
+        self._experts = Gemma4Experts.of(fields)
+        return shape if self._experts is None else self._experts.sized(shape)
+
     def ropes(self, fields: Fields, shape: ModelShape) -> LayerRopes:
         types = self._types(fields, shape.num_layers)
         thetas = {FULL: 1000000.0, SLIDING: 10000.0}
-        dims = self._head_dims(fields, shape.num_layers)
+        sizes = self._kv_sizes(fields, shape.num_layers)
+        dims = {kind: size.dim for kind, size in sizes.items()}
         return ropes_by_type(fields, shape, types, thetas, dims)
 
     def _types(self, fields: Fields, num_layers: int) -> tuple[str, ...]:
         return layer_types(fields, num_layers, every_nth_full(num_layers, PERIOD))
 
-    def _head_dims(self, fields: Fields, num_layers: int) -> dict[str, int]:
-        """The head size of each layer type: `global_head_dim`, or newer configs' options of each
-        layer."""
-        types, own = self._types(fields, num_layers), fields.integer("head_dim")
+    def _kv_sizes(self, fields: Fields, num_layers: int) -> dict[str, _KVSize]:
+        """The heads of each layer type: `global_head_dim` and `num_global_key_value_heads`, or
+        newer configs' options of each layer."""
+        types = self._types(fields, num_layers)
+        own = _KVSize(fields.integer("num_key_value_heads"), fields.integer("head_dim"))
         per_layer = fields.child("per_layer_config")
         if per_layer is None:
-            return {SLIDING: own, FULL: fields.integer("global_head_dim")}
-        dims: dict[str, set[int]] = {SLIDING: set(), FULL: set()}
+            heads = own.heads
+            if fields.flag("attention_k_eq_v", False):
+                heads = fields.integer("num_global_key_value_heads", heads)
+            return {SLIDING: own, FULL: _KVSize(heads, fields.integer("global_head_dim"))}
+        sizes: dict[str, set[_KVSize]] = {SLIDING: set(), FULL: set()}
         for layer, kind in enumerate(types):
             options = per_layer.child(str(layer)) or Fields({}, per_layer.where)
-            options.reject_unless("num_key_value_heads", fields.get("num_key_value_heads"))
-            dims[kind].add(options.integer("head_dim", own))
-        if any(len(found) > 1 for found in dims.values()):
-            raise StartupError(f"{per_layer.where}: layers of a type have different head sizes")
-        return {kind: next(iter(found), own) for kind, found in dims.items()}
+            heads = options.integer("num_key_value_heads", own.heads)
+            sizes[kind].add(_KVSize(heads, options.integer("head_dim", own.dim)))
+        if any(len(found) > 1 for found in sizes.values()):
+            raise StartupError(f"{per_layer.where}: layers of a type have different heads")
+        return {kind: next(iter(found), own) for kind, found in sizes.items()}
 
     def build(self, weights: WeightSource, shard: Shard, operators: Operators) -> Decoder:
         decoder = super().build(weights, shard, operators)
@@ -157,6 +183,15 @@ class Gemma4(RotaryFamily):
         block, at = super()._block(projections, layer), f"{projections.root}.layers.{layer}"
         scalar = projections.weights.tensor(TensorSlice(f"{at}.layer_scalar", (1,)))
         scale = projections.operators.scale(float(scalar[0]))
+        if self._experts is not None:
+            block = self._experts.beside(
+                block,
+                projections,
+                at,
+                lambda name: self._norm(projections, f"{at}.{name}"),
+                self._settings.eps,
+                projections.operators.activation(self._settings.activation, is_gated=True),
+            )
         if not self._input_width:
             return replace(block, scale=scale)
         operators, size = projections.operators, (self._input_width, self.shape.hidden_size)
@@ -178,7 +213,11 @@ class Gemma4(RotaryFamily):
 
     def _attention(self, projections: Projections, at: str, layer: int) -> Mixer:
         options = self.shape.attention[layer]
-        shape = replace(projections.shard.shape, head_dim=options.head_dim or 0)
+        shape = replace(
+            projections.shard.shape,
+            head_dim=options.head_dim or 0,
+            num_kv_heads=options.num_kv_heads or 0,
+        )
         own = replace(projections, shard=replace(projections.shard, shape=shape))
         block = super()._attention(own, at, layer)
         if options.kv_layer is not None or not isinstance(block, AttentionBlock):
@@ -186,6 +225,10 @@ class Gemma4(RotaryFamily):
         part = TensorSlice(f"{at}.self_attn.q_norm.weight", (shape.head_dim,))
         ones = torch.ones_like(projections.weights.tensor(part))  # v's norm has no weight
         return replace(block, v_norm=projections.operators.rms_norm(ones, self._settings.eps))
+
+    def value_projection(self, layer: int) -> str:
+        is_full = self.shape.attention[layer].window is None
+        return "k_proj" if self._keys_are_values and is_full else "v_proj"
 
     def _mlp(self, projections: Projections, at: str) -> FeedForward:
         layer = int(at.rpartition(".layers.")[2].partition(".")[0])

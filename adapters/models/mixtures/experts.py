@@ -81,7 +81,9 @@ class ExpertFamily(RotaryFamily):
         bias = None
         if names.has_biases:
             bias = weights.tensor(TensorSlice(f"{at}.{names.router}.bias", (count,)))
-        experts = [self._expert(projections, f"{at}.experts.{each}") for each in range(count)]
+        experts = [
+            expert_weights(projections, f"{at}.experts.{each}", names) for each in range(count)
+        ]
         return SparseMlp(
             router=operators.linear([router], bias),
             experts=operators.experts(experts, self._routing, self.activation(operators)),
@@ -119,22 +121,24 @@ class ExpertFamily(RotaryFamily):
         """The gate of an expert's MLP."""
         return operators.activation(self._settings.activation, is_gated=True)
 
-    def _expert(self, projections: Projections, at: str) -> ExpertWeights:
-        weights, inner, names = projections.weights, projections.shard.inner, self.names
-        hidden = projections.shard.shape.hidden_size
-        gate, up = (
-            weights.weight(TensorSlice(f"{at}.{name}.weight", (inner.size, hidden), rows=inner.run))
-            for name in (names.gate, names.up)
-        )
-        down = weights.weight(
-            TensorSlice(f"{at}.{names.down}.weight", (hidden, inner.size), columns=inner.run)
-        )
-        if not names.has_biases:
-            return ExpertWeights(gate, up, down)
-        up_biases = [
-            weights.tensor(TensorSlice(f"{at}.{name}.bias", (inner.size,), rows=inner.run))
-            for name in (names.gate, names.up)
-        ]
-        down_bias = weights.tensor(TensorSlice(f"{at}.{names.down}.bias", (hidden,)))
-        is_first = projections.shard.rank == 0  # the ranks' results are summed
-        return ExpertWeights(gate, up, down, torch.cat(up_biases), down_bias if is_first else None)
+
+def expert_weights(projections: Projections, at: str, names: ExpertNames) -> ExpertWeights:
+    """This rank's columns of the expert named `at`."""
+    weights, inner = projections.weights, projections.shard.inner
+    hidden = projections.shard.shape.hidden_size
+    gate, up = (
+        weights.weight(TensorSlice(f"{at}.{name}.weight", (inner.size, hidden), rows=inner.run))
+        for name in (names.gate, names.up)
+    )
+    down = weights.weight(
+        TensorSlice(f"{at}.{names.down}.weight", (hidden, inner.size), columns=inner.run)
+    )
+    if not names.has_biases:
+        return ExpertWeights(gate, up, down)
+    up_biases = [
+        weights.tensor(TensorSlice(f"{at}.{name}.bias", (inner.size,), rows=inner.run))
+        for name in (names.gate, names.up)
+    ]
+    down_bias = weights.tensor(TensorSlice(f"{at}.{names.down}.bias", (hidden,)))
+    is_first = projections.shard.rank == 0  # the ranks' results are summed
+    return ExpertWeights(gate, up, down, torch.cat(up_biases), down_bias if is_first else None)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.worker.ports import AllReduce, Experts, Linear, Routing
+from engine.worker.ports import AllReduce, Experts, Linear, Norm, Routing
 
 
 def route(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
@@ -15,6 +15,8 @@ def route(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
     weights, ids = probabilities.topk(routing.top_k, dim=-1)
     if routing.renormalizes:
         weights = weights / weights.sum(dim=-1, keepdim=True)
+    if routing.scales is not None:
+        weights = weights * routing.scales[ids]
     return ids, weights
 
 
@@ -70,4 +72,30 @@ class SparseMlp:
         if self.all_reduce is None:
             return y
         self.all_reduce(y)
+        return y if add_to is None else add_to.add_(y)
+
+
+@dataclass(frozen=True, slots=True)
+class MlpBesideExperts:
+    """An MLP and a mixture of experts that read the same hidden states, each behind a norm of its
+    own; the norms of their results are summed. The router has a norm of its own, too (Gemma 4)."""
+
+    mlp_norm: Norm
+    mlp: Callable[[Tensor], Tensor]
+    mlp_post_norm: Norm
+    router_norm: Norm
+    router: Linear
+    experts_norm: Norm
+    experts: Experts
+    experts_post_norm: Norm
+    all_reduce: AllReduce | None = None
+
+    def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
+        """`x` are hidden states without a norm."""
+        logits = self.router(self.router_norm(x))
+        y = self.experts(self.experts_norm(x), logits)
+        if self.all_reduce is not None:
+            self.all_reduce(y)
+        self.experts_post_norm.apply_(y[:, None])
+        y = self.mlp_post_norm(self.mlp(self.mlp_norm(x)), y)
         return y if add_to is None else add_to.add_(y)

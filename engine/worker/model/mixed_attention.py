@@ -56,7 +56,7 @@ def attention_over(
     places: dict[int, _Place] = {}
     planned: list[_Planned] = []
     for (spec, group), layers in kinds.items():
-        backend = make(spec, cache.of_layers(layers).narrowed(spec.head_dim))
+        backend = make(spec, cache.of_layers(layers).narrowed(spec.num_kv_heads, spec.head_dim))
         planned.append(_Planned(backend, group))
         places |= {layer: _Place(backend, at) for at, layer in enumerate(layers)}
     if all(isinstance(each.backend, RecordableAttention) for each in planned):

@@ -1,6 +1,6 @@
 """A mixture of experts: which experts each token uses, their weights, and what computes them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -13,11 +13,13 @@ class Routing:
     """Each token uses the `top_k` experts with the largest router logits.
 
     An expert's output is multiplied by its probability, the softmax over the logits of all experts;
-    with `renormalizes` the probabilities of the chosen ones are divided by their sum.
+    with `renormalizes` the probabilities of the chosen ones are divided by their sum. With `scales`
+    they are then multiplied by the experts' own (Gemma 4).
     """
 
     top_k: int
     renormalizes: bool
+    scales: Tensor | None = field(default=None, compare=False)  # [experts], float32
 
 
 class ExpertWeights(NamedTuple):

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
@@ -61,14 +61,19 @@ class KVTensors:
         keys, values, *scales = (tuple(each[at] for at in layers if each) for each in fields)
         return KVTensors(keys, values, self.num_spare, *scales)
 
-    def narrowed(self, head_dim: int) -> "KVTensors":
-        """Views for layers that use only the first `head_dim` elements of each head."""
-        if self.keys[0].shape[-1] == head_dim:
+    def narrowed(self, num_heads: int, head_dim: int) -> "KVTensors":
+        """Views for layers whose heads take no more room than this cache's."""
+        if self.keys[0].shape[2:] == (num_heads, head_dim):
             return self
         keys, values = (
-            tuple(each[..., :head_dim] for each in part) for part in (self.keys, self.values)
+            tuple(_with_heads(each, num_heads, head_dim) for each in part)
+            for part in (self.keys, self.values)
         )
-        return replace(self, keys=keys, values=values)
+        scales = (
+            tuple(each[..., :num_heads] for each in part)
+            for part in (self.key_scales, self.value_scales)
+        )
+        return KVTensors(keys, values, self.num_spare, *scales)
 
     def in_memory_order(self) -> list[Tensor]:
         """All tensors of the cache, `[num_blocks, …]` each, with dimensions in memory order.
@@ -79,6 +84,16 @@ class KVTensors:
             as_bytes(one.permute(sorted(range(one.dim()), key=one.stride, reverse=True)))
             for one in (*self.keys, *self.values, *self.key_scales, *self.value_scales)
         ]
+
+
+def _with_heads(pages: Tensor, num_heads: int, head_dim: int) -> Tensor:
+    """A view of the front of each block's memory, `[blocks, block_size, num_heads, head_dim]`, with
+    the dimensions in the same memory order."""
+    order = sorted((1, 2, 3), key=pages.stride, reverse=True)
+    sizes = (pages.shape[1], num_heads, head_dim)
+    blocks = pages.permute(0, *order).flatten(1)[:, : sizes[0] * sizes[1] * sizes[2]]
+    view = blocks.unflatten(1, [sizes[dimension - 1] for dimension in order])
+    return view.permute(0, *(1 + order.index(dimension) for dimension in (1, 2, 3)))
 
 
 def as_bytes(numbers: Tensor) -> Tensor:

@@ -22,9 +22,9 @@ class AttentionOptions:
     layer is not causal, tokens attend in both directions, each at most a window away. Scores are
     `q · k * scale` (None: head_dim ** -0.5); with `soft_cap` they become
     `soft_cap * tanh(score / soft_cap)` (Gemma 2). With `has_sinks` each head has a learned score
-    that joins the denominator of the softmax and has no value (gpt-oss). `head_dim` None is the
-    model's. With `kv_layer` the layer has no keys and values of its own and reads those of that
-    earlier layer, whose options are otherwise the same (Gemma 4).
+    that joins the denominator of the softmax and has no value (gpt-oss). `head_dim` and
+    `num_kv_heads` None are the model's. With `kv_layer` the layer has no keys and values of its own
+    and reads those of that earlier layer, whose options are otherwise the same (Gemma 4).
     """
 
     window: int | None = None
@@ -33,6 +33,7 @@ class AttentionOptions:
     has_sinks: bool = False
     is_causal: bool = True
     head_dim: int | None = None
+    num_kv_heads: int | None = None
     kv_layer: int | None = None
 
 
@@ -48,7 +49,8 @@ class ModelShape:
     means `FULL_ATTENTION` in all. `recurrent` has the shape of each layer with a recurrent state
     instead of attention, None for the others; empty means none has. With LongRoPE,
     `original_positions` is the context length beyond which other frequencies are used. Workers
-    lower `max_positions` to the served context length. `head_dim` is the largest of any layer.
+    lower `max_positions` to the served context length. Where layers differ in their heads, the KV
+    of `num_kv_heads` heads of `head_dim` is as wide as the widest layer's.
     With `layer_input_width` each layer has an input of its own, which stages send on with the
     hidden states (Gemma 4).
     """

@@ -117,7 +117,12 @@ class Shard:
             num_layers=len(self.span),
             num_heads=len(self.heads.run),
             num_kv_heads=len(self.kv_heads.run),
-            attention=self.shape.attention[self.span.start : self.span.stop],
+            attention=tuple(
+                replace(options, num_kv_heads=options.num_kv_heads // self.num_ranks)
+                if options.num_kv_heads
+                else options
+                for options in self.shape.attention[self.span.start : self.span.stop]
+            ),
             recurrent=tuple(
                 shape and self.recurrent_part(shape)
                 for shape in self.shape.recurrent[self.span.start : self.span.stop]
@@ -151,10 +156,11 @@ class Shard:
                     f"{layer.num_key_heads} key heads of recurrent layers cannot be divided evenly "
                     f"among {ranks} ranks"
                 )
-        count = shape.num_kv_heads
-        if count % ranks and ranks % count:
+        count, own = shape.num_kv_heads, {each.num_kv_heads for each in shape.attention}
+        odd = [each for each in own if each is not None and each % ranks]
+        if odd or (count % ranks and ranks % count):
             raise StartupError(
-                f"{count} key-value heads cannot be divided evenly among {ranks} ranks"
+                f"{(*odd, count)[0]} key-value heads cannot be divided evenly among {ranks} ranks"
             )
 
 

@@ -31,10 +31,11 @@ def attention_specs(
     choices: str = "",
 ) -> tuple[AttentionSpec, ...]:
     """Attention over the heads of one worker, for each attention layer of its stage."""
+    width = local.num_kv_heads * local.head_dim
     return tuple(
         AttentionSpec(
             num_heads=local.num_heads,
-            num_kv_heads=local.num_kv_heads,
+            num_kv_heads=options.num_kv_heads or local.num_kv_heads,
             head_dim=options.head_dim or local.head_dim,
             scale=options.scale or (options.head_dim or local.head_dim) ** -0.5,
             window=options.window,
@@ -45,7 +46,7 @@ def attention_specs(
             has_sinks=options.has_sinks,
             is_causal=options.is_causal,
             has_own_kv=options.kv_layer is None,
-            cache_head_dim=local.head_dim,
+            cache_head_dim=width // (options.num_kv_heads or local.num_kv_heads),
             choices=choices,
         )
         for options in (local.layer_attention[number] for number in local.attention_layers)

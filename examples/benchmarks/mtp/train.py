@@ -2,14 +2,17 @@
 
     python -m examples.benchmarks.mtp.train --out /tmp/hybrid [--minutes 6]
 
-Checkpoints with a trained layer are large, so this one has the size, the tokenizer, the texts and
-the training of the built-in model, and starts from its embedding and MLPs. The layer learns the
-token after the next (DeepSeek-V3, arXiv:2412.19437, section 2.2, one depth).
+Checkpoints with a trained layer are large, so this one is made from the built-in model, with its
+tokenizer, texts and training: its layers become layers of gated attention, and recurrent layers are
+put between them, which at first add nothing. The norms of q and k, which a Llama does not have,
+make it another model, which has to be trained again. The layer for multi-token prediction learns
+the token after the next (DeepSeek-V3, arXiv:2412.19437, section 2.2, one depth).
 """
 
 import argparse
 import logging
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +33,9 @@ from examples.builtin_model.training.training import Course, train
 BUILTIN = Path(adapters.__file__).parent / "builtin"
 MTP_SHARE = 0.5  # of the layer's loss
 LONGEST = 512  # tokens of one example
-EPS = 1e-6
+LAYERS = (0, None, 1, 2, None, 3)  # those of the built-in model, and recurrent ones
+HEAD_DIM = 32
+EPS = 1e-5
 log = logging.getLogger("train")
 
 
@@ -39,10 +44,16 @@ def config_of(tokenizer: Tokenizer) -> Qwen3_5TextConfig:
         vocab_size=2048,
         hidden_size=192,
         intermediate_size=512,
-        num_hidden_layers=4,  # three with a recurrent state, one with attention
-        num_attention_heads=3,
-        num_key_value_heads=1,
-        head_dim=64,
+        num_hidden_layers=len(LAYERS),
+        layer_types=["linear_attention" if each is None else "full_attention" for each in LAYERS],
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=HEAD_DIM,
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 1.0,
+        },
         linear_num_key_heads=3,
         linear_num_value_heads=3,
         linear_key_head_dim=64,
@@ -53,6 +64,25 @@ def config_of(tokenizer: Tokenizer) -> Qwen3_5TextConfig:
         eos_token_id=tokenizer.token_to_id("<|im_end|>"),
         pad_token_id=tokenizer.token_to_id("<|endoftext|>"),
     )
+
+
+def gated(weights: Mapping[str, Tensor], number: int) -> dict[str, Tensor]:
+    """A layer of the built-in model as one of gated attention: all gates are a half, and the norms
+    of q and k leave their size about as it is."""
+    at = f"model.layers.{number}."
+    own = {name[len(at) :]: one.float() for name, one in weights.items() if name.startswith(at)}
+    for name in ("input_layernorm.weight", "post_attention_layernorm.weight"):
+        own[name] -= 1  # norms add one to their weights
+    before = 1 + own["input_layernorm.weight"]
+    for name in "qk":
+        rows = (own[f"self_attn.{name}_proj.weight"] * before).square().sum(dim=1)
+        size = rows.view(-1, HEAD_DIM).mean(dim=1).sqrt().mean()
+        own[f"self_attn.{name}_norm.weight"] = (size - 1).expand(HEAD_DIM).clone()
+    q = own["self_attn.q_proj.weight"].unflatten(0, (-1, HEAD_DIM))
+    gates = torch.zeros_like(q)  # [heads, dim, hidden]
+    own["self_attn.q_proj.weight"] = torch.cat((q, gates), dim=1).flatten(0, 1)
+    own["self_attn.o_proj.weight"] *= 2
+    return own
 
 
 class Mtp(nn.Module):
@@ -66,9 +96,6 @@ class Mtp(nn.Module):
         self.norm = Qwen3_5RMSNorm(hidden, EPS)
         self.pre_fc_norm_embedding = Qwen3_5RMSNorm(hidden, EPS)
         self.pre_fc_norm_hidden = Qwen3_5RMSNorm(hidden, EPS)
-        for weight in self.parameters():
-            if weight.ndim == 2:
-                nn.init.normal_(weight, std=0.02)
 
     def forward(self, embedded: Tensor, features: Tensor, rope: Any) -> Tensor:
         """[rows, length, hidden] each."""
@@ -85,11 +112,21 @@ class HybridWithMtp(LanguageModel):
         self.trunk: Any = Qwen3_5ForCausalLM(config)
         self.mtp = Mtp(config)
 
-    def start_from(self, weights: dict[str, Tensor]) -> None:
-        """Copy the tensors that have the same names and shapes: the embedding and the MLPs."""
-        own = self.trunk.state_dict()
-        names = [name for name in own if "embed_tokens" in name or ".mlp." in name]
-        self.trunk.load_state_dict({name: weights[name].float() for name in names}, strict=False)
+    def start_from(self, weights: Mapping[str, Tensor]) -> None:
+        """Copy the layers of the built-in model; the layer for multi-token prediction starts as the
+        last one behind the features."""
+        self.trunk.model.embed_tokens.weight.data.copy_(weights["model.embed_tokens.weight"])
+        for layer, source in zip(self.trunk.model.layers, LAYERS, strict=True):
+            if source is None:
+                layer.linear_attn.out_proj.weight.data.zero_()
+                layer.mlp.down_proj.weight.data.zero_()
+            else:
+                layer.load_state_dict(gated(weights, source))
+        self.trunk.model.norm.weight.data.copy_(weights["model.norm.weight"].float() - 1)
+        self.mtp.layers[0].load_state_dict(gated(weights, LAYERS[-1] or 0))
+        nn.init.normal_(self.mtp.fc.weight, std=0.02)
+        hidden = self.mtp.fc.out_features
+        self.mtp.fc.weight.data[:, hidden:] += torch.eye(hidden)
 
     def loss(self, tokens: Tensor, weights: Tensor) -> Tensor:
         """Cross-entropy of the next tokens, and a share of that of the tokens after the next."""
@@ -125,7 +162,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=6.0)
     parser.add_argument("--steps", type=int, default=0, help="train by steps, not by minutes")
     parser.add_argument("--batch-tokens", type=int, default=2048)
-    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--lr", type=float, default=1.5e-3)
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     torch.set_num_threads(1)
@@ -140,7 +177,9 @@ def main() -> None:
         write(options.out, config, weights)
         log.info("saved %s: %s", options.out, now)
 
-    course = Course(options.steps, options.minutes, peak_lr=options.lr, warm_up_steps=20)
+    course = Course(
+        options.steps, options.minutes, peak_lr=options.lr, warm_up_steps=20, early_share=0.0
+    )
     plans = (Plan(seed, seed == 1, options.batch_tokens, LONGEST) for seed in (1, 2))
     early, later = (batches(tokenizer, plan) for plan in plans)
     train(model, (early, later), course, save)

@@ -16,7 +16,7 @@ from tests.models.drafts import a_drafter
 
 VARIANTS = (
     *("llama", "mistral", "qwen2", "qwen3", "gpt2", "opt", "smollm3", "granite"),
-    *("phi3_long", "stablelm", "olmo2", "olmo3", "gemma2", "gemma3", "gemma4"),
+    *("phi3_long", "stablelm", "olmo2", "olmo3", "gemma2", "gemma3", "gemma4", "gemma4_moe"),
     *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "qwen3_5", "qwen3_5_moe"),
 )
 COUNT, NEW_TOKENS, SHARED = 4, 32, 16

@@ -43,6 +43,7 @@ class CpuAttention(RecordableAttention):
         self._has_sinks, self._has_own_kv = spec.has_sinks, spec.has_own_kv
         page_stride, _, head_stride, _ = cache.keys[0].stride()
         slot_stride = cache.values[0].stride(1)
+        scale_stride = cache.key_scales[0].stride(0) if cache.key_scales else 0
         self._tokens_per_task = max(1, ROWS // group)
         max_rows = self._tokens_per_task * group
         self._partial_floats = partial_floats(max_rows, spec.head_dim)
@@ -63,6 +64,7 @@ class CpuAttention(RecordableAttention):
                 page_stride=page_stride,
                 head_stride=head_stride,
                 slot_stride=slot_stride,
+                scale_stride=scale_stride,
                 window=self._window,
                 ahead=spec.tokens_ahead,
                 scale=spec.scale,
@@ -86,6 +88,7 @@ class CpuAttention(RecordableAttention):
                 page_stride=page_stride,
                 head_stride=head_stride,
                 slot_stride=slot_stride,
+                scale_stride=scale_stride,
             ),
         )
 

@@ -73,6 +73,7 @@ class AttentionOperands(ctypes.Structure):
     page_stride: int  # items between blocks of keys or values
     head_stride: int  # items between heads in a block
     slot_stride: int  # items between slots of values
+    scale_stride: int  # floats between the scales of blocks
     window: int  # tokens, 0 for all
     ahead: int  # tokens behind itself that a token sees; 0 if attention is causal
     scale: float
@@ -245,7 +246,7 @@ def _pages_of(a, task, keys_or_values, scales, dtype, head):
         keys_or_values + head * a.head_stride * ITEM_BYTES[dtype],
         scales + head * a.block_size * BYTES,
         a.page_stride * ITEM_BYTES[dtype],
-        a.kv_heads * a.block_size * BYTES,
+        a.scale_stride * BYTES,
         a.block_size,
         a.tables + task.table * 8,
         (task.high + a.block_size - 1) // a.block_size,

@@ -33,6 +33,7 @@ class RopeWriteOperands(ctypes.Structure):
     page_stride: int  # items between blocks of keys or values
     head_stride: int  # items between heads in a block
     slot_stride: int  # items between slots of values
+    scale_stride: int  # floats between the scales of blocks
     qkv: int
     stride: int  # floats
     half: int  # of the rotated dimensions of a head; 0: no RoPE
@@ -88,7 +89,7 @@ def _rope_write(operands, chunk, dtype):
         k = q + a.heads * dim * BYTES
         block, offset = slots[row] // a.block_size, slots[row] % a.block_size
         for head in range(a.kv_heads):
-            scale = ((block * a.kv_heads + head) * a.block_size + offset) * BYTES
+            scale = (block * a.scale_stride + head * a.block_size + offset) * BYTES
             page, key = block * a.page_stride + head * a.head_stride, k + head * dim * BYTES
             target = a.keys + (page + offset) * ITEM_BYTES[dtype]
             _store_head(dtype, key, target, a.block_size, a.key_scales + scale, dim)

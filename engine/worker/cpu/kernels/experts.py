@@ -10,6 +10,7 @@ results have the same bits as those of a dense linear, whatever other rows a ste
 import ctypes
 
 import numpy as np
+from numba import njit
 
 from engine.worker.cpu.intrinsics import call_kernel, float32s, int32s, int64s
 from engine.worker.cpu.kernels.elementwise import BYTES, exp_float
@@ -34,6 +35,7 @@ class RouteOperands(ctypes.Structure):
     num_experts: int
     top_k: int
     renormalizes: int
+    scales: int  # float32 [num_experts], or 0
     ids: int  # int32 [pairs], the result
     weights: int  # float32 [pairs], the result
     rows: int
@@ -41,6 +43,15 @@ class RouteOperands(ctypes.Structure):
 
 
 _route_operands = make_reader(RouteOperands)
+
+
+@njit(inline="always")
+def _scale(weights, ids, scales, num_experts):
+    """Multiply the weights of a row by the experts' own, if there are any."""
+    if scales != 0:
+        own = float32s(scales, num_experts)
+        for k in range(len(weights)):
+            weights[k] *= own[ids[k]]
 
 
 def route(operands, chunk, thread):
@@ -73,6 +84,7 @@ def route(operands, chunk, thread):
         if a.renormalizes != 0:
             for k in range(a.top_k):
                 weights[k] /= chosen
+        _scale(weights, ids, a.scales, a.num_experts)
 
 
 @operands

@@ -147,7 +147,11 @@ class NativeExperts:
         self._route = KernelCall(
             pool,
             kernels.route,
-            kernels.RouteOperands(top_k=top_k, renormalizes=routing.renormalizes),
+            kernels.RouteOperands(
+                top_k=top_k,
+                renormalizes=routing.renormalizes,
+                scales=address_of(routing.scales),
+            ),
         )
         self._sort = KernelCall(pool, kernels.sort_pairs, kernels.SortOperands())
         self._gather = KernelCall(pool, kernels.gather_pairs, kernels.GatherOperands(top_k=top_k))

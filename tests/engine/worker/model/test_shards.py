@@ -57,6 +57,7 @@ VARIANTS = {
     "gemma2": "cpu",
     "gemma3": "cpu",
     "gemma4": "cpu",
+    "gemma4_moe": "cpu",
     "olmoe": "cpu",
     "gpt_oss": "cpu",
     "qwen3_5": "cpu",
