@@ -92,7 +92,7 @@ def _with_heads(pages: Tensor, num_heads: int, head_dim: int) -> Tensor:
     order = sorted((1, 2, 3), key=pages.stride, reverse=True)
     sizes = (pages.shape[1], num_heads, head_dim)
     blocks = pages.permute(0, *order).flatten(1)[:, : sizes[0] * sizes[1] * sizes[2]]
-    view = blocks.unflatten(1, [sizes[dimension - 1] for dimension in order])
+    view = blocks.view(len(blocks), *(sizes[dimension - 1] for dimension in order))
     return view.permute(0, *(1 + order.index(dimension) for dimension in (1, 2, 3)))
 
 

@@ -39,7 +39,7 @@ FREE = CostModel.linear(per_step=1.0, per_token=1e-9, per_slot=0.0)
 
 def prompts_of(tokenizer: Tokenizer, count: int) -> list[tuple[int, ...]]:
     """The beginnings of chats, up to the assistant's first token."""
-    random, found = Random(SEED), []
+    random, found = Random(SEED), list[tuple[int, ...]]()
     while len(found) < count:
         ids, weights = encode(tokenizer, draw(random, False))
         start = weights.index(1.0)
@@ -49,7 +49,8 @@ def prompts_of(tokenizer: Tokenizer, count: int) -> list[tuple[int, ...]]:
 
 
 def specs_of(tokenizer: Tokenizer, count: int, temperature: float) -> list[RequestSpec]:
-    ends = frozenset(tokenizer.token_to_id(name) for name in ("<|im_end|>", "<|endoftext|>"))
+    ids = (tokenizer.token_to_id(name) for name in ("<|im_end|>", "<|endoftext|>"))
+    ends = frozenset(number for number in ids if number is not None)
     return [
         RequestSpec(prompt, OUTPUT_LEN, SamplingParams(temperature, seed=number), end_ids=ends)
         for number, prompt in enumerate(prompts_of(tokenizer, count))

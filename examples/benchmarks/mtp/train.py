@@ -78,7 +78,7 @@ def gated(weights: Mapping[str, Tensor], number: int) -> dict[str, Tensor]:
         rows = (own[f"self_attn.{name}_proj.weight"] * before).square().sum(dim=1)
         size = rows.view(-1, HEAD_DIM).mean(dim=1).sqrt().mean()
         own[f"self_attn.{name}_norm.weight"] = (size - 1).expand(HEAD_DIM).clone()
-    q = own["self_attn.q_proj.weight"].unflatten(0, (-1, HEAD_DIM))
+    q = own["self_attn.q_proj.weight"].view(-1, HEAD_DIM, before.numel())
     gates = torch.zeros_like(q)  # [heads, dim, hidden]
     own["self_attn.q_proj.weight"] = torch.cat((q, gates), dim=1).flatten(0, 1)
     own["self_attn.o_proj.weight"] *= 2

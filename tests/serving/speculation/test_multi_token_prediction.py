@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from tests.conftest import Server, read_url, start_server
-from tests.mtp import make_chat_mtp_checkpoint
+from tests.models.mtp import make_chat_mtp_checkpoint
 from tests.serving.client import Json, metrics, stream, until_idle, whole
 
 pytestmark = pytest.mark.process
