@@ -1,8 +1,9 @@
 """Mixtral: Mistral with a mixture of experts in every layer."""
 
+from adapters.models.base.expert_weights import ExpertNames
 from adapters.models.base.fields import Fields
 from adapters.models.dense.mistral import Mistral
-from adapters.models.mixtures.experts import ExpertFamily, ExpertNames
+from adapters.models.mixtures.experts import ExpertFamily
 from engine.worker.ports import Routing
 
 
