@@ -21,7 +21,7 @@ from adapters.models.base.traits import (
     every_nth_full,
     layer_types,
 )
-from adapters.models.dense.gemma4_experts import Gemma4Experts
+from adapters.models.mixtures.gemma4_experts import Gemma4Experts
 from engine.errors import StartupError
 from engine.worker.model.layer_inputs import LayerInput, LayerInputs, StageInputs
 from engine.worker.model.layers import AttentionBlock, Decoder, DecoderLayer, FeedForward, Mixer
