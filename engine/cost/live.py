@@ -63,6 +63,11 @@ class LiveCost:
         """The factor by which at most a tenth of the recent steps exceeded their prediction."""
         return self.errors.margin
 
+    @property
+    def calibrated(self) -> "CostModel":
+        """The model before the first iteration."""
+        return self._start
+
     def compute(self, num_tokens: int, start: int) -> float:
         return self.model.compute(num_tokens, start)
 

@@ -32,7 +32,14 @@ import uvloop
 
 from examples.benchmarks.attacks.catalog import CASES, trusting
 from examples.benchmarks.attacks.honest import HonestStreams
-from examples.benchmarks.attacks.report import HEAD, Figures, quantiles, row, write_table
+from examples.benchmarks.attacks.report import (
+    COLUMNS,
+    Figures,
+    quantiles,
+    row,
+    table_head,
+    write_table,
+)
 from examples.benchmarks.server.soak import serving, until_idle
 
 SETTLE_SECONDS = 0.8
@@ -145,7 +152,7 @@ def run(
 ) -> dict[str, dict[str, Any]]:
     """Every attack; those that need the same flags share a server."""
     results: dict[str, dict[str, Any]] = {}
-    print(HEAD)
+    print(table_head(COLUMNS))
     for flags, group in groupby(sorted(names, key=_flags), key=_flags):
         own = [flag.format(tls=scratch) for flag in flags] + ["--store", "memory"]
         if any("{tls}" in flag for flag in flags):

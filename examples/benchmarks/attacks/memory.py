@@ -19,6 +19,7 @@ import aiohttp
 import psutil
 
 from examples.benchmarks.attacks.catalog import LONG_TEXT, chat, trailers
+from examples.benchmarks.attacks.report import replace_rows
 from examples.benchmarks.attacks.sending import Attacker
 from examples.benchmarks.server.soak import serving
 
@@ -26,6 +27,7 @@ SAMPLES = 10
 CLIENTS = 16
 TOKENIZING_CLIENTS = 4
 ALLOWED_MIB = 16.0
+COLUMNS = ("load", "first part", "last part", "largest difference")
 NO_END = float("inf")
 Series = dict[str, list[float]]  # MiB by load
 
@@ -92,11 +94,19 @@ async def measure(server: psutil.Process, url: str, arguments: argparse.Namespac
     return series
 
 
+def rows(series: Series) -> list[str]:
+    """The table's rows."""
+    return [
+        f"| {name} | {sizes[0]:.1f} | {sizes[-1]:.1f} | {max(sizes) - min(sizes):.1f} |"
+        for name, sizes in series.items()
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure memory under rejected requests.")
     parser.add_argument("--requests", type=int, default=20_000)
     parser.add_argument("--texts", type=int, default=240, help="of 4 MB for /tokenize")
-    parser.add_argument("--out", type=Path, help="directory of memory.json")
+    parser.add_argument("--out", type=Path, help="directory of memory.json and a README.md")
     arguments = parser.parse_args()
     with serving(["builtin", "--store", "memory"]) as (server, url):
         series = asyncio.run(measure(server, url, arguments))
@@ -104,6 +114,9 @@ def main() -> None:
         print(f"{name}: MiB {sizes}, slope {slope(sizes):.2f} MiB per sample")
     if arguments.out is not None:
         (arguments.out / "memory.json").write_text(json.dumps(series, indent=1) + "\n")
+        page = arguments.out / "README.md"
+        if page.exists():
+            page.write_text(replace_rows(page.read_text(), COLUMNS, rows(series)))
     sys.exit(any(sizes[-1] - sizes[0] > ALLOWED_MIB for sizes in series.values()))
 
 

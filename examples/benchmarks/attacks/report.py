@@ -14,7 +14,6 @@ COLUMNS = (
     "ratio of p99 to that",
     "memory, MiB",
 )
-HEAD = f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}"
 
 
 def quantiles(gaps: Sequence[float]) -> Figures:
@@ -58,9 +57,19 @@ def _latencies(rounds: Sequence[Figures]) -> str:
 
 
 def write_table(page: str, results: Mapping[str, Figures]) -> str:
-    """The page with these results instead of its first table."""
-    lines = page.splitlines()
-    first = next(at for at, line in enumerate(lines) if line.startswith("|"))
-    behind = next(at for at in range(first, len(lines)) if not lines[at].startswith("|"))
-    table = [HEAD, *(row(name, result) for name, result in results.items())]
-    return "\n".join([*lines[:first], *table, *lines[behind:]]) + "\n"
+    """The page with these results instead of its first table of attacks."""
+    return replace_rows(page, COLUMNS, [row(name, result) for name, result in results.items()])
+
+
+def table_head(columns: Sequence[str]) -> str:
+    """The first two lines of a Markdown table."""
+    return f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}"
+
+
+def replace_rows(page: str, columns: Sequence[str], rows: Sequence[str]) -> str:
+    """The page with these rows in the first table that has these columns."""
+    before, head, rest = page.partition(table_head(columns) + "\n")
+    lines = rest.splitlines(keepends=True)
+    behind = next((at for at, line in enumerate(lines) if not line.startswith("|")), len(lines))
+    assert head, f"the page has no table with the columns {columns}"
+    return before + head + "".join(f"{row}\n" for row in rows) + "".join(lines[behind:])

@@ -23,7 +23,7 @@ import uvloop
 
 from examples.benchmarks.attacks.__main__ import LOAD_BEFORE, machine
 from examples.benchmarks.attacks.honest import HonestStreams
-from examples.benchmarks.attacks.report import quantiles
+from examples.benchmarks.attacks.report import quantiles, replace_rows, table_head
 from examples.benchmarks.server.soak import serving, until_idle
 
 FACTORS = ("0", "8", "4", "3", "2")
@@ -87,7 +87,7 @@ def main() -> None:
     parser.add_argument(
         "--factors", nargs="+", default=FACTORS, help="the first is compared with the others"
     )
-    parser.add_argument("--out", type=Path, help="directory of prefill_slowdown.json")
+    parser.add_argument("--out", type=Path, help="directory of prefill_slowdown.json and a README")
     arguments = parser.parse_args()
     found: dict[str, list[dict[str, Any]]] = {factor: [] for factor in arguments.factors}
     with ExitStack() as stack:
@@ -98,11 +98,14 @@ def main() -> None:
         for number in range(arguments.rounds):
             for factor in arguments.factors:
                 found[factor].append(uvloop.run(measure(urls[factor], number, arguments)))
-    print(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
+    print(table_head(COLUMNS))
     print("\n".join(rows(found)))
     if arguments.out is not None:
         text = {"machine": machine(), "load_before": LOAD_BEFORE, "factors": found}
         (arguments.out / "prefill_slowdown.json").write_text(json.dumps(text, indent=1) + "\n")
+        page = arguments.out / "README.md"
+        if page.exists():
+            page.write_text(replace_rows(page.read_text(), COLUMNS, rows(found)))
 
 
 if __name__ == "__main__":

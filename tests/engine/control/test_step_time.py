@@ -212,20 +212,33 @@ def test_far_behind_its_start_a_prompt_makes_iterations_longer_by_the_same_facto
 
 
 def test_the_factor_is_relative_to_iterations_of_decodes_that_were_measured() -> None:
-    """They took twice as long as calibrated; since then the model ascribes more to decodes."""
+    """They took twice as long as calibrated; since then the model ascribes more to all sizes."""
     scheduler = make(inf, max_batch_size=200, max_prefill_slowdown=4.0)
     now = decoding(scheduler, 20)
     for _ in range(40):
         iteration = planned(scheduler, now)
         returned(scheduler, iteration, 2 * HAND_COST.step(iteration.step))
     model = scheduler.cost.model
-    curve = tuple((size, 1.5 * seconds) for size, seconds in model.curve)
+    curve = tuple((size, 2.0 * seconds) for size, seconds in model.curve)
     scheduler.cost.model = replace(model, curve=curve)
     scheduler.add(a_spec(490, 2), now)
     iteration = planned(scheduler, now)
     assert sizes(iteration)[-1] > LEAST_PIECE
     decodes = 2 * HAND_COST.decodes(20, 0)
     assert scheduler.cost.model.step(iteration.step) == pytest.approx(4 * decodes, rel=0.03)
+
+
+def test_a_size_that_the_live_model_underestimates_is_bounded_by_the_calibration() -> None:
+    """Sizes in use became slower, and larger ones seem to take no longer than these."""
+    scheduler = make(inf, max_batch_size=200, max_prefill_slowdown=4.0)
+    now = decoding(scheduler, 20)
+    for _ in range(40):
+        iteration = planned(scheduler, now)
+        returned(scheduler, iteration, 2 * HAND_COST.step(iteration.step))
+    flat = ((0, 21.0), (512, 21.5), (1024, 22.0))
+    scheduler.cost.model = replace(scheduler.cost.model, curve=flat)
+    scheduler.add(a_spec(490, 2), now)
+    assert sizes(planned(scheduler, now)) == [1] * 20 + [63]
 
 
 def test_prompts_that_slow_decodes_down_share_the_time_and_keep_no_request_waiting() -> None:

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from examples.benchmarks.attacks import report
 from tests.examples.running import run_module
 
 
@@ -32,7 +33,8 @@ def test_lookahead_is_measured_off_and_on(tmp_path: Path) -> None:
 def test_streams_are_measured_beside_an_attack(tmp_path: Path) -> None:
     names = ("equal prompts, retried", "rejected requests")
     load = ("--rounds", "2", "--seconds", "0.3", "--streams", "2", "--only", *names)
-    (tmp_path / "README.md").write_text("# Attacks\n\n| a |\n| b |\n\n| another |\n")
+    head = report.table_head(report.COLUMNS)
+    (tmp_path / "README.md").write_text(f"# Attacks\n\n{head}\n| b |\n\n| another |\n")
     run_module("benchmarks.attacks", *load, "--out", tmp_path)
     found = json.loads((tmp_path / "attacks.json").read_text())["attacks"]
     assert set(found) == set(names)

@@ -16,7 +16,7 @@ import torch
 
 from engine.worker.model.kv.kv_tensors import bytes_per_block
 from engine.worker.ports.shapes import ModelShape
-from examples.benchmarks.attacks import report
+from examples.benchmarks.attacks import memory, report
 from examples.benchmarks.server import prefill_slowdown
 from tests.examples.benchmarks.published import RESULTS, plain, read
 from tests.examples.benchmarks.scheduling_claims import (
@@ -205,10 +205,7 @@ def prompts_beside_streams() -> list[str]:
 
 
 def memory_under_attack() -> list[str]:
-    return [
-        f"| {name} | {sizes[0]:.1f} | {sizes[-1]:.1f} | {max(sizes) - min(sizes):.1f} |"
-        for name, sizes in read("attacks/memory.json").items()
-    ]
+    return [plain(row) for row in memory.rows(read("attacks/memory.json"))]
 
 
 def fuzzed() -> list[str]:
@@ -296,6 +293,17 @@ def test_a_page_states_no_other_number(page: Path) -> None:
         assert setting in text
         text = text.replace(setting, "")
     assert [found[0] for found in NUMBER.finditer(text)] == []
+
+
+def test_measurements_of_attacks_replace_the_rows_of_their_own_tables() -> None:
+    page = (RESULTS / "attacks" / "README.md").read_text()
+    factors = prefill_slowdown.rows(read("attacks/prefill_slowdown.json")["factors"])
+    series = memory.rows(read("attacks/memory.json"))
+    assert report.write_table(page, read("attacks/attacks.json")["attacks"]) == page
+    assert report.replace_rows(page, prefill_slowdown.COLUMNS, factors) == page
+    assert report.replace_rows(page, memory.COLUMNS, series) == page
+    other = report.replace_rows(page, memory.COLUMNS, ["| x | 1 | 2 | 3 |"])
+    assert len(other.splitlines()) == len(page.splitlines()) - len(series) + 1
 
 
 def test_the_score_of_the_built_in_model_is_that_of_its_card() -> None:
