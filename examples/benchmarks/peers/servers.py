@@ -85,12 +85,17 @@ def running(server: Server) -> Iterator[Up]:
         _wait_for_a_token(process, url, server.model)
         yield Up(process, url, server.model, time.monotonic() - began)
     finally:
-        everyone = [process, *process.children(recursive=True)]
-        process.send_signal(signal.SIGTERM)
-        _, left = psutil.wait_procs(everyone, timeout=STOP_SECONDS)
-        for one in left:
-            one.kill()
-        psutil.wait_procs(left)
+        if process.poll() is None:
+            _stop(process)
+
+
+def _stop(process: psutil.Popen) -> None:
+    everyone = [process, *process.children(recursive=True)]
+    process.send_signal(signal.SIGTERM)
+    _, left = psutil.wait_procs(everyone, timeout=STOP_SECONDS)
+    for one in left:
+        one.kill()
+    psutil.wait_procs(left)
 
 
 def answer(url: str, model: str, prompt: str | list[int], max_tokens: int) -> bytes:
