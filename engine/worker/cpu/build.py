@@ -73,7 +73,8 @@ def kernel(function: Callable[..., Any]) -> Any:
 
 
 def compile_all(
-    functions: Sequence[Callable[..., None]], progress: Callable[[str, int, int], None]
+    functions: Sequence[Callable[..., None]],
+    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> None:
     """Compile these kernels; takes seconds on the first start of a version, then milliseconds."""
     progress("kernels", 0, len(functions))

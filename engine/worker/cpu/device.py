@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -17,7 +18,7 @@ from engine.worker.cpu.linears import FORMATS as CPU_FORMATS
 from engine.worker.cpu.linears import describe, linears_of
 from engine.worker.cpu.linears.packed import CpuLinears
 from engine.worker.cpu.linears.packed_store import DeferredWeights, PackedStore, layout_of
-from engine.worker.cpu.native_formats import native_format
+from engine.worker.cpu.native_formats import conversion_kernels, native_format
 from engine.worker.cpu.operators import NativeOperators
 from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.device import LaunchesSteps, Progress, WholeModel, attentions_for, choose_dtype
@@ -99,6 +100,7 @@ class CpuDevice:
         neighbours = settings.placement.num_local_workers
         self.threads = settings.threads or max(1, _num_cores() // neighbours)
         self._settings = settings
+        self._compiling: Future[None] | None = None  # of attention kernels, from `prepare` on
         self._pool = NativeThreadPool(self.threads, settings.thread_wait)
         torch.set_num_threads(self.threads if self._is_plain else 1)
 
@@ -157,14 +159,21 @@ class CpuDevice:
         return "torch" if self._is_plain else INSTRUCTIONS
 
     def prepare(self, progress: Progress) -> None:
-        if not self._is_plain:
-            dtype = dtype_code(self.kv_dtype)
-            attention = (
-                paged_kernels.BY_DTYPE[dtype],
-                paged_kernels.merge_partials,
-                rope_and_cache_write.BY_DTYPE[dtype],
-            )
-            compile_all((*self._native_operators().kernels, *attention), progress)
+        """Compile the usual kernels. Those of attention, which take as long as all others together,
+        are compiled in a thread while weights are packed."""
+        if self._is_plain:
+            return
+        conversion = conversion_kernels(self.linear_format)
+        compile_all((*self._native_operators().usual_kernels, *conversion), progress)
+        dtype = dtype_code(self.kv_dtype)
+        attention = (
+            paged_kernels.BY_DTYPE[dtype],
+            paged_kernels.merge_partials,
+            rope_and_cache_write.BY_DTYPE[dtype],
+        )
+        compiler = ThreadPoolExecutor(1, "compile")
+        self._compiling = compiler.submit(compile_all, attention)
+        compiler.shutdown(wait=False)
 
     def operators(self) -> Operators:
         return TorchOperators() if self._is_plain else self._native_operators()
@@ -201,6 +210,8 @@ class CpuDevice:
     def backend(
         self, makes: MakesAttention, spec: AttentionSpec, cache: KVTensors
     ) -> AttentionBackend:
+        if self._compiling is not None:
+            self._compiling.result()
         return makes(spec, cache, self._pool)
 
     def block_bytes(self, shape: ModelShape) -> int:

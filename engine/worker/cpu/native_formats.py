@@ -27,6 +27,13 @@ def native_format(pool: NativeThreadPool, format: LinearFormat | None) -> Linear
     return format
 
 
+def conversion_kernels(format: LinearFormat | None) -> tuple[Callable[..., None], ...]:
+    """The kernels that convert weights to the format."""
+    if format is INT8:
+        return (quantize_int8,)
+    return (quantize_int4,) if format is INT4 and has_half() else ()
+
+
 class NativeFormat:
     """A `LinearFormat` that converts float32 weights by `convert`."""
 

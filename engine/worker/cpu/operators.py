@@ -148,6 +148,12 @@ class NativeOperators:
             *sampling.KERNELS,
         )
 
+    @property
+    def usual_kernels(self) -> tuple[Callable[..., None], ...]:
+        """The kernels of a dense model. Others are compiled when a layer is made that runs them."""
+        norm_and_rope = elementwise.rms_norm, elementwise.apply_rope
+        return *norm_and_rope, elementwise.activation, *self._store.kernels, *sampling.KERNELS
+
     def recorded(self, model: StageModel, num_ranks: int) -> StageModel:
         """The same model; decode steps replay recorded kernels if all its layers are kernels."""
         if isinstance(model, Decoder) and self.is_native and num_ranks == 1:

@@ -1,13 +1,18 @@
 """Which device a worker gets, and the error if it is not available."""
 
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from engine.errors import StartupError
 from engine.worker.cpu import device as cpu
+from engine.worker.cpu.attention.paged_kernels import merge_partials
+from engine.worker.cpu.kernels import delta_rule, experts
+from engine.worker.cpu.kernels.quantize import quantize_int8
 from engine.worker.cuda import requirements as lacking
 from engine.worker.cuda.device import gpu_index
 from engine.worker.device import open_device
@@ -49,6 +54,28 @@ def test_without_a_gpu_the_cpu_is_used(device: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     opened = open_device(replace(SETTINGS, device=device, threads=1))
     assert (opened.name, opened.place.type, opened.dtype) == ("cpu", "cpu", torch.float32)
+
+
+def test_only_kernels_of_a_dense_model_are_compiled_first_and_those_of_attention_beside_the_packing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiled: list[set[Callable[..., None]]] = []
+    is_packed = threading.Event()
+
+    def compile_all(functions: Sequence[Callable[..., None]], progress: object = None) -> None:
+        if merge_partials in functions:
+            assert is_packed.wait(10)
+        compiled.append(set(functions))
+
+    monkeypatch.setattr(cpu, "compile_all", compile_all)
+    device = cpu.CpuDevice(replace(SETTINGS, threads=1, weights="int8"))
+    device.prepare(lambda what, done, total: None)
+    (first,) = compiled
+    assert quantize_int8 in first
+    assert first.isdisjoint({*delta_rule.KERNELS, *experts.KERNELS})
+    is_packed.set()
+    found = device.backend(lambda *_: cast(Any, len(compiled)), cast(Any, None), cast(Any, None))
+    assert cast(Any, found) == 2
 
 
 def test_a_kv_dtype_that_the_cpu_does_not_support_is_rejected(
