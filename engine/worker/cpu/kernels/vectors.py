@@ -84,13 +84,18 @@ def largest_of(typing, address, count):
     return types.float32(types.int64, types.int64), build
 
 
-@intrinsic
-def prefetch_lines(typing, address):
-    """Prefetch `PREFETCHED_AT_ONCE` bytes from an address on; never faults."""
+def make_prefetch(num_bytes):
+    """An intrinsic `prefetch(address)` of so many bytes; never faults."""
 
     def build(context, builder, signature, args):
-        for line in range(0, PREFETCHED_AT_ONCE, LINE):
+        for line in range(0, num_bytes, LINE):
             prefetch(builder, builder.add(args[0], int64(line)))
         return context.get_dummy_value()
 
-    return types.void(types.int64), build
+    def prefetch_bytes(typing, address):
+        return types.void(types.int64), build
+
+    return intrinsic(prefetch_bytes)
+
+
+prefetch_lines = make_prefetch(PREFETCHED_AT_ONCE)

@@ -20,6 +20,7 @@ from engine.worker.cpu.kernels.linears.packed_tiles import (
     tile_sums,
 )
 from engine.worker.cpu.kernels.linears.tile_formats import MAX_ROWS, PAIR
+from engine.worker.cpu.kernels.vectors import make_prefetch
 from engine.worker.cpu.operands import make_reader, operands
 
 ROWS_AT_ONCE = 48  # rows of x that are multiplied by weights while these are in cache
@@ -51,6 +52,7 @@ class LinearOperands(ctypes.Structure):
 
 
 _linear_operands = make_reader(LinearOperands)
+_prefetch_panel = make_prefetch(WIDTH * BYTES)  # one number for each output channel of a panel
 
 
 @njit(inline="always")
@@ -58,6 +60,22 @@ def begin_row(y, bias, adds):
     """What the products are added to: the bias, and what y holds if `adds`."""
     for n in range(len(y)):
         y[n] = bias[n] + (y[n] if adds != 0 else np.float32(0))
+
+
+@njit(inline="always")
+def _prefetch_outputs(a, n, m, count, offset):
+    """Prefetch what `finish` reads and writes for a tile, while the tile reads its weights.
+
+    Otherwise reading weights stops at the end of each panel until these lines arrive.
+    """
+    shift = n * BYTES
+    _prefetch_panel(a.bias + shift)
+    if a.weight_scale != 0:
+        _prefetch_panel(a.weight_scale + shift)
+    if a.offset != 0:
+        _prefetch_panel(a.offset + offset * BYTES)
+    for row in range(m, m + count):
+        _prefetch_panel(a.y + row * a.y_stride * BYTES + shift)
 
 
 @njit(inline="always")
@@ -92,6 +110,8 @@ def multiply(operands, chunk, tile, finish, max_rows, depth, group, group_bytes,
                         ahead = groups * group_bytes // tiles * (2 * tiles - left)
                         if tiles == 1:  # reads every weight once, so only a little before
                             ahead = PREFETCH_BYTES
+                        offset = k // depth * padded + n
+                        _prefetch_outputs(a, n, m, count, offset)
                         tile(
                             weights,
                             a.x + m * a.x_stride + k // group * x_group_bytes,
@@ -105,7 +125,7 @@ def multiply(operands, chunk, tile, finish, max_rows, depth, group, group_bytes,
                         finish(
                             sums,
                             (
-                                a.offset + (k // depth * padded + n) * BYTES,
+                                a.offset + offset * BYTES,
                                 a.weight_scale + n * BYTES,
                                 a.x_scale + m * BYTES,
                             ),
