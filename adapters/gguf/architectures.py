@@ -65,6 +65,9 @@ GEMMA4_FIELDS = {
     "embedding_length_per_layer_input": "hidden_size_per_layer_input",
     "final_logit_softcapping": "final_logit_softcapping",
     "rope.freq_base_swa": "rope_local_base_freq",
+    "expert_count": "num_experts",
+    "expert_used_count": "top_k_experts",
+    **EXPERT_WIDTH,
 }
 GEMMA4_HEAD_SIZES = {
     "attention.value_length": "global_head_dim",
@@ -150,17 +153,33 @@ def _gemma3(file: GgufFile, config: Config) -> None:
 def _gemma4(file: GgufFile, config: Config) -> None:
     """Layers without KV of their own may have an MLP twice as wide. Full attention's RoPE has
     divisors as Llama 3's, of which those that are not 1 stop the rotation."""
-    config["layer_types"] = _types(config["layer_types"], "sliding_attention", "full_attention")
-    for name in ("intermediate_size", "num_key_value_heads"):
-        if isinstance(config[name], list):
-            config[name], *others = dict.fromkeys(config[name])
-            is_double = name == "intermediate_size" and others == [2 * config[name]]
-            if others and not is_double:
-                raise file.error(f"layers have {name} of {config[name]} and {others[0]}")
-            config["use_double_wide_mlp"] = config.get("use_double_wide_mlp", False) or is_double
+    is_sliding = config["layer_types"]
+    config["layer_types"] = _types(is_sliding, "sliding_attention", "full_attention")
+    if isinstance(config["intermediate_size"], list):
+        inner, *others = dict.fromkeys(config["intermediate_size"])
+        if others not in ([], [2 * inner]):
+            raise file.error(f"layers have intermediate_size of {inner} and {others[0]}")
+        config["intermediate_size"], config["use_double_wide_mlp"] = inner, bool(others)
+    if isinstance(config["num_key_value_heads"], list):
+        _kv_heads_by_type(file, config, is_sliding)
+    config["enable_moe_block"] = "num_experts" in config
+    first = next((at for at, each in enumerate(is_sliding) if not each), None)
+    config["attention_k_eq_v"] = (
+        first is not None and f"blk.{first}.attn_v.weight" not in file.tensors
+    )
     local = config.pop("rope_local_base_freq", 10000.0)
     sliding = {"rope_type": "default", "rope_theta": local}
     _by_type(config, config["rope_parameters"], sliding)
+
+
+def _kv_heads_by_type(file: GgufFile, config: Config, is_sliding: list[bool]) -> None:
+    heads = config["num_key_value_heads"]
+    found: dict[bool, int] = {}
+    for count, kind in zip(heads, is_sliding, strict=True):
+        if found.setdefault(kind, count) != count:
+            raise file.error(f"layers of a type have {found[kind]} and {count} KV heads")
+    config["num_key_value_heads"] = found.get(True, heads[0])
+    config["num_global_key_value_heads"] = found.get(False, heads[0])
 
 
 def _types(flags: list[bool], if_set: str, otherwise: str) -> list[str]:

@@ -59,6 +59,13 @@ GEMMA_4_BLOCK = {
     "inp_gate": "per_layer_input_gate",
     "proj": "per_layer_projection",
     "post_norm": "post_per_layer_input_norm",
+    "ffn_gate_inp": "router.proj",
+    "ffn_gate_exps": "experts.{}.gate_proj",
+    "ffn_up_exps": "experts.{}.up_proj",
+    "ffn_down_exps": "experts.{}.down_proj",
+    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+    "post_ffw_norm_1": "post_feedforward_layernorm_1",
+    "post_ffw_norm_2": "post_feedforward_layernorm_2",
 }
 # Of the layers for multi-token prediction, beside those of other layers.
 MTP = {
@@ -71,6 +78,8 @@ MTP = {
 EXACT = {
     "attn_sinks.weight": "self_attn.sinks",
     "layer_output_scale.weight": "layer_scalar",
+    "ffn_gate_inp.scale": "router.scale",
+    "ffn_down_exps.scale": "router.per_expert_scale",
     "ssm_a": "linear_attn.A_log",
     "ssm_dt.bias": "linear_attn.dt_bias",
 }

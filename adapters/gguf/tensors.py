@@ -28,6 +28,7 @@ FLOATS = {Kind.F32: torch.float32, Kind.F16: torch.float16, Kind.BF16: torch.bfl
 OTHERS = {Kind.Q2_K, Kind.Q3_K, Kind.IQ4_NL, Kind.IQ4_XS}  # dequantized when they are read
 ELEMENTS_AT_ONCE = 1 << 20
 EXPERTS_SUFFIX = "_exps"
+GATE_UP = "gate_up_exps"
 
 
 class GgufTensors:
@@ -213,17 +214,23 @@ def _num_layers(file: GgufFile, architecture: str) -> int:
 
 
 def split_experts(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
-    """The tensors, those of all experts as one for each: `blk.0.ffn_up_exps.3.weight`."""
+    """The tensors, those of all experts as one for each: `blk.0.ffn_up_exps.3.weight`. Gate and up
+    may be the halves of one tensor."""
     found: dict[str, TensorEntry] = {}
     for name, entry in tensors.items():
         stem, _, kind = name.rpartition(".")
-        if not stem.endswith(EXPERTS_SUFFIX):
+        if not stem.endswith(EXPERTS_SUFFIX) or kind == "scale":
             found[name] = entry
             continue
         count, *shape = entry.shape
-        for expert in range(count):
-            start = entry.start + expert * entry.num_bytes // count
-            found[f"{stem}.{expert}.{kind}"] = TensorEntry(entry.kind, tuple(shape), start)
+        stems = [stem]
+        if stem.endswith(GATE_UP):
+            stems = [stem.replace(GATE_UP, f"{part}{EXPERTS_SUFFIX}") for part in ("gate", "up")]
+            shape[0] //= 2
+        for number in range(count * len(stems)):
+            expert, part = divmod(number, len(stems))
+            start = entry.start + number * entry.num_bytes // (count * len(stems))
+            found[f"{stems[part]}.{expert}.{kind}"] = TensorEntry(entry.kind, tuple(shape), start)
     return found
 
 

@@ -81,6 +81,8 @@ class Gguf:
         for name, tensor in tensors.items():
             if ".experts." in name:
                 self._add_experts(writer, name, tensor, is_interleaved=architecture == "gpt-oss")
+            elif name.endswith("scale") and ".router." in name:
+                self._store(writer, _scale_name(name), tensor.detach())
             elif ".linear_attn." in name:
                 _add_delta_net(writer, _own_name(names, name), tensor.detach(), model.config)
             else:
@@ -116,6 +118,8 @@ class Gguf:
             values = values.transpose(1, 2)
         if not linear.startswith("gate_up"):
             parts = {"down": values}
+        elif writer.arch == "gemma4":
+            parts = {"gate_up": values}
         elif is_interleaved:
             parts = {"gate": values[:, ::2], "up": values[:, 1::2]}
         else:
@@ -146,6 +150,12 @@ def _own_name(names: Any, name: str) -> str:
     own = names.get_name(renamed, try_suffixes=(".weight", ".bias"))
     assert own is not None, name
     return f"{own}.weight" if name.endswith(("sinks", "layer_scalar")) else str(own)
+
+
+def _scale_name(name: str) -> str:
+    """llama.cpp's name of Gemma 4's scales of the router and of experts."""
+    part = "ffn_gate_inp" if name.endswith("router.scale") else "ffn_down_exps"
+    return f"blk.{name.split('.')[2]}.{part}.scale"
 
 
 def _has_offset(architecture: str, name: str) -> bool:
@@ -281,7 +291,19 @@ def _of_gemma4(config: Any) -> dict[str, Any]:
             each == "sliding_attention" for each in config.layer_types
         ],
         "feed_forward_length": [inner] * own + [wide] * config.num_kv_shared_layers,
-    }
+        "attention.head_count_kv": [
+            config.per_layer_config[each].num_key_value_heads
+            for each in range(config.num_hidden_layers)
+        ],
+    } | (
+        {
+            "expert_count": config.num_experts,
+            "expert_used_count": config.top_k_experts,
+            "expert_feed_forward_length": config.moe_intermediate_size,
+        }
+        if config.enable_moe_block
+        else {}
+    )
 
 
 def _of_qwen35(config: Any) -> dict[str, Any]:

@@ -46,6 +46,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "phi3_long": {"extra": LONG_TENSORS},
     "gemma4": {"extra": PROPORTIONAL},
     "gemma4_plain": {"extra": PROPORTIONAL},
+    "gemma4_moe": {"extra": PROPORTIONAL},
     # every fourth layer has no RoPE, every sixth one of Gemma 3 has full attention
     "smollm3": {"changes": {"no_rope_layer_interval": 4}},
     "gemma3": {"changes": {"num_hidden_layers": 6, "layer_types": None}},

@@ -87,25 +87,31 @@ def test_a_mixed_stage_is_recordable_if_all_its_backends_are() -> None:
 
 
 NARROW = replace(WINDOWED, head_dim=8, has_sinks=False, cache_head_dim=DIM)
-SHARED = (PLAIN, NARROW, replace(NARROW, has_own_kv=False), replace(PLAIN, has_own_kv=False))
+WIDE = replace(WINDOWED, num_kv_heads=1, head_dim=2 * DIM, has_sinks=False, cache_head_dim=32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
-def test_layers_with_smaller_heads_or_the_kv_of_others_are_exact(dtype: torch.dtype) -> None:
-    """Layers 2 and 3 read what layers 1 and 0 have written; layers 1 and 2 have half a slot."""
+@pytest.mark.parametrize("other", [NARROW, WIDE], ids=["smaller heads", "fewer, larger heads"])
+def test_layers_with_other_heads_or_the_kv_of_others_are_exact(
+    other: AttentionSpec, dtype: torch.dtype
+) -> None:
+    """Layers 2 and 3 read what layers 1 and 0 have written; the heads of layers 1 and 2 take half a
+    slot, or a whole one."""
+    specs = (PLAIN, other, replace(other, has_own_kv=False), replace(PLAIN, has_own_kv=False))
     found: list[list[Tensor]] = []
     for name in ("cpu", "reference"):
         own = cache_of(2, dtype)
-        attention = attention_over(SHARED, own.of_layers((0, 1, 1, 0)), partial(make, name))
+        attention = attention_over(specs, own.of_layers((0, 1, 1, 0)), partial(make, name))
         table = np.arange(BLOCKS, dtype="<i4").tobytes()
         step = Step(StepId(0), (StepEntry(RequestId(0), 0, (0,) * 60, table, None),))
         attention.plan(build_layout(step, LayoutLimits(1, 4096, BLOCKS, SIZE)))
         found.append([])
-        for layer, spec in enumerate(SHARED):
+        for layer, spec in enumerate(specs):
             generator = torch.Generator().manual_seed(layer)
-            fused = torch.randn(60, HEADS + 2 * KV_HEADS, spec.head_dim, generator=generator)
+            count, dim = spec.num_kv_heads, spec.head_dim
+            fused = torch.randn(60, HEADS + 2 * count, dim, generator=generator)
             if spec.has_own_kv:
-                q, k, v = torch.split(fused, [HEADS, KV_HEADS, KV_HEADS], dim=1)
+                q, k, v = torch.split(fused, [HEADS, count, count], dim=1)
                 found[-1].append(attention.run(layer, q, k, v, None).clone())
             else:
                 q = fused[:, :HEADS].contiguous()
