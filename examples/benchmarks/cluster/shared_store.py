@@ -4,9 +4,9 @@
 
 Starts `mooncake_master` and three servers on this machine: two with `--kv-store mooncake://`, and
 one without. In each round the first server answers the first message of a new chat, of
-`PROMPT_TOKENS` tokens; when its KV is in the store, the next message goes to the first server, to
-the second one, and to the one without a store, neither of which has seen the chat. A page of
-Markdown is written beside the JSON file.
+`PROMPT_TOKENS` tokens; when its KV is in the store, the next message goes to the second server,
+which has not seen the chat, then to the first one, and to the one without a store. A page is
+written beside the JSON file.
 """
 
 import argparse
@@ -79,7 +79,7 @@ def one_round(number: int, first: Server, second: Server, without: Server) -> di
     replies = {"first_message": first.complete(prompt, 16)}
     wait_until_saved(first)
     following = prompt + replies["first_message"].token_ids + ids_of("next", NEXT_TOKENS)
-    for name, server in (("same", first), ("other", second), ("without", without)):
+    for name, server in (("other", second), ("same", first), ("without", without)):
         replies[name] = server.complete(following, 16)
     answers = {tuple(replies[name].token_ids) for name in ("same", "other", "without")}
     return {**{name: _figures(each) for name, each in replies.items()}, "answers": len(answers)}

@@ -63,8 +63,8 @@ def config_of(num_drafts: int) -> Mapping[str, object]:
 
 def accepted(machine: Machine, specs: Sequence[RequestSpec], num_drafts: int) -> dict[str, Any]:
     """The share of accepted drafts by position, where all are computed."""
-    free = replace(machine, cost=FREE)
-    plain = asyncio.run(serve(free, specs, 1, None, is_again=False))
+    free = replace(machine, draft_cost=FREE)
+    plain = asyncio.run(serve(machine, specs, 1, None, is_again=False))
     found = asyncio.run(serve(free, specs, 1, config_of(num_drafts), is_again=False))
     return {
         "temperature": specs[0].sampling.temperature,
@@ -124,14 +124,16 @@ def page(found: Mapping[str, Any]) -> str:
         "",
         "Where each decode has as many drafts as allowed:",
         "",
-        "| temperature | drafts at most | accepted of drafts | tokens per decode |",
-        "|---|---|---|---|",
+        "| temperature | drafts at most | accepted of drafts | first, second, … | "
+        "tokens per decode |",
+        "|---|---|---|---|---|",
     ]
     for row in found["acceptance"]:
         tokens = row["output_tokens"]
         lines.append(
             f"| {row['temperature']:g} | {row['num_drafts']} | {row['accepted']:,} of "
             f"{row['drafts']:,} ({100 * row['accepted'] / row['drafts']:.0f} %) | "
+            f"{', '.join(f'{count:,}' for count in row['by_position'])} | "
             f"{tokens / (tokens - row['accepted']):.2f} |"
         )
     lines += [

@@ -176,14 +176,15 @@ def read_ahead_page(found: Mapping[str, Any]) -> str:
         for name in ("without", "with")
     ]
     cached = [count for counts in found["cached"].values() for count in counts]
+    span = " to ".join(f"{count:,}" for count in sorted({min(cached), max(cached)}))
     return "\n".join(
         [
             "# Reading ahead what a waiting request will load",
             "",
             f"`python -m examples.benchmarks.server.disk_tier {found['model']} --read-ahead "
             f"--other-tokens {found['other_tokens']}`:",
-            f"time to the first token of a chat's next message, of which {min(cached):,} to "
-            f"{max(cached):,} of {found['chat_tokens']:,} tokens came from the disk tier",
+            f"time to the first token of a chat's next message, of which {span} "
+            f"of {found['chat_tokens']:,} tokens came from the disk tier",
             f"({found['chat_mib']:.0f} MiB per chat, not in the page cache), and which arrived "
             f"while a prompt of {found['other_tokens']:,} tokens was computed.",
             f"{len(found['ttft']['with'])} messages each, on servers in turns; {found['cpu']}, "
@@ -204,7 +205,7 @@ def main() -> None:
     parser.add_argument("model", nargs="?", default="random:Qwen2.5-0.5B")
     parser.add_argument("--out", type=Path, default=Path("disk_tier.json"))
     parser.add_argument("--read-ahead", action="store_true")
-    parser.add_argument("--other-tokens", type=int, default=1024)
+    parser.add_argument("--other-tokens", type=int, default=512)
     arguments = parser.parse_args()
     if arguments.read_ahead:
         with tempfile.TemporaryDirectory() as folder:

@@ -103,6 +103,7 @@ class Machine:
     report: WorkerReport
     cost: CostModel
     clock: Clock
+    draft_cost: CostModel | None = None  # with which drafts are chosen; None: `cost`, as it learns
 
 
 @dataclass(frozen=True)
@@ -210,7 +211,8 @@ async def serve(
     drafter = None
     if config is not None:
         size_ratio = report.num_draft_parameters / report.num_parameters
-        drafter = Drafter.build(SpeculationSettings.parse(config), cost, size_ratio)
+        draft_cost = cost if machine.draft_cost is None else LiveCost(machine.draft_cost)
+        drafter = Drafter.build(SpeculationSettings.parse(config), draft_cost, size_ratio)
     ledger = KVLedger(report.num_blocks, report.block_size)
     scheduler = IterationScheduler(
         settings, ledger, FirstComeFirstServed(), cost=cost, drafter=drafter
