@@ -2,6 +2,7 @@
 
 import signal
 from collections.abc import Iterator
+from math import inf
 from types import FrameType
 
 import pytest
@@ -36,6 +37,10 @@ def test_prompts_share_iterations(model: Podway) -> None:
     before = scheduler.num_committed
     model.generate(["one", "two", "three", "four"], max_tokens=20, ignore_eos=True)
     assert 20 <= scheduler.num_committed - before < 40
+
+
+def test_prompts_take_whole_iterations_beside_decodes(model: Podway) -> None:
+    assert model._service.engine.scheduler.settings.max_prefill_slowdown == inf
 
 
 def test_conversations_are_answered(model: Podway) -> None:

@@ -42,6 +42,7 @@ from examples.benchmarks.attacks.report import (
 )
 from examples.benchmarks.server.soak import serving, until_idle
 
+SERVER_FLAGS = ("--store", "memory", "--cost-model", "measure")  # not one saved on a busy machine
 SETTLE_SECONDS = 0.8
 LOAD_BEFORE = round(os.getloadavg()[0], 2)  # processes that wanted to run, in the last minute
 REST_SECONDS = 0.5  # after an attack, until streams count as undisturbed
@@ -154,7 +155,7 @@ def run(
     results: dict[str, dict[str, Any]] = {}
     print(table_head(COLUMNS))
     for flags, group in groupby(sorted(names, key=_flags), key=_flags):
-        own = [flag.format(tls=scratch) for flag in flags] + ["--store", "memory"]
+        own = [flag.format(tls=scratch) for flag in flags] + [*SERVER_FLAGS]
         if any("{tls}" in flag for flag in flags):
             certificate(scratch)
         with serving([arguments.model, *own]) as (server, url):

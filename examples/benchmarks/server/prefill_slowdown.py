@@ -21,7 +21,7 @@ from typing import Any
 import aiohttp
 import uvloop
 
-from examples.benchmarks.attacks.__main__ import LOAD_BEFORE, machine
+from examples.benchmarks.attacks.__main__ import LOAD_BEFORE, SERVER_FLAGS, machine
 from examples.benchmarks.attacks.honest import HonestStreams
 from examples.benchmarks.attacks.report import quantiles, replace_rows, table_head
 from examples.benchmarks.server.soak import serving, until_idle
@@ -93,7 +93,7 @@ def main() -> None:
     with ExitStack() as stack:
         urls = {}
         for factor in arguments.factors:
-            flags = ["builtin", "--store", "memory", "--prefill-slowdown", factor]
+            flags = ["builtin", *SERVER_FLAGS, "--prefill-slowdown", factor]
             _, urls[factor] = stack.enter_context(serving(flags))
         for number in range(arguments.rounds):
             for factor in arguments.factors:
