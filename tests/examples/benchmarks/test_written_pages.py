@@ -5,12 +5,16 @@ from typing import Any
 
 import pytest
 
+from examples.benchmarks.cluster import shared_store
+from examples.benchmarks.mtp import acceptance
 from examples.benchmarks.server import disk_tier, lora_server
 from tests.examples.benchmarks.published import RESULTS, read
 
 Page = Callable[[Mapping[str, Any]], str]
 PAGES: dict[str, Page] = {
     "lora/server": lora_server.page,
+    "speculation/mtp": acceptance.page,
+    "disk_tier/shared_store": shared_store.page,
     "disk_tier/read_ahead": disk_tier.read_ahead_page,
 }
 
@@ -19,3 +23,12 @@ PAGES: dict[str, Page] = {
 def test_the_page_is_that_of_its_run(name: str) -> None:
     found = read(f"{name}.json")
     assert (RESULTS / f"{name}.md").read_text() == PAGES[name](found)
+
+
+def test_drafts_changed_no_token() -> None:
+    found = read("speculation/mtp.json")
+    assert all(row["same_tokens"] for key in ("acceptance", "speed") for row in found[key])
+
+
+def test_a_shared_store_changed_no_answer() -> None:
+    assert all(one["answers"] == 1 for one in read("disk_tier/shared_store.json")["rounds"])
