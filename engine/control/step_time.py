@@ -123,8 +123,9 @@ class StepTime:
         self, decodes: _Decodes, batch: "BatchBuilder", request: "Request", num_tokens: int
     ) -> int:
         """How many of the prompt's tokens there would be time for on the machine as calibrated."""
-        model = self._cost.calibrated
-        count, slots, _ = decodes
+        model, (count, slots, _) = self._cost.calibrated, decodes
+        if model is None:
+            return num_tokens
         bound = self._slowdown * (model.decodes(count, slots) + model.idle(count))
         beside = count + sum(len(entry.tokens) for _, entry in batch.prefills)
         left = bound - self._besides_tokens(model, decodes, batch)

@@ -10,7 +10,7 @@ from engine.control.scheduler import IterationScheduler
 from engine.control.settings import SchedulerSettings
 from engine.control.step_time import LEAST_FIRST, LEAST_PIECE, LEAST_SHARE
 from engine.cost.live import LiveCost
-from engine.cost.model import CostModel
+from engine.cost.model import UNMEASURED, CostModel
 from engine.iteration import Iteration
 from engine.kv.ledger import KVLedger
 from engine.policy import build
@@ -239,6 +239,19 @@ def test_a_size_that_the_live_model_underestimates_is_bounded_by_the_calibration
     scheduler.cost.model = replace(scheduler.cost.model, curve=flat)
     scheduler.add(a_spec(490, 2), now)
     assert sizes(planned(scheduler, now)) == [1] * 20 + [63]
+
+
+def test_a_model_that_was_not_measured_does_not_bound_prompts_for_good() -> None:
+    """It is fitted while serving, to a machine that computes prompts ten times as fast."""
+    cost = LiveCost(UNMEASURED)
+    settings = SchedulerSettings(
+        max_model_len=600, max_batch_size=SEATS, max_batch_tokens=512, max_prefill_slowdown=2.0
+    )
+    scheduler = IterationScheduler(settings, KVLedger(10_000, 1), FirstComeFirstServed(), cost=cost)
+    now = decoding(scheduler, 20)
+    cost.model = replace(UNMEASURED, curve=((0, 0.010), (512, 0.010 + 512 * 0.0001)))
+    scheduler.add(a_spec(490, 2), now)
+    assert sizes(planned(scheduler, now))[-1] > 100
 
 
 def test_prompts_that_slow_decodes_down_share_the_time_and_keep_no_request_waiting() -> None:
