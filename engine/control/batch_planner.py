@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from engine.control.admission import Admission
 from engine.control.background_time import BackgroundTime
+from engine.control.prefix_first import PrefixFirst
 from engine.control.step_time import LEAST_PIECE, StepTime
 from engine.request import Move, Request, State
 
@@ -46,10 +47,11 @@ class BatchPlanner:
         self._swap_planner = swap_planner
         self._cost = cost
         self.step_time = StepTime(settings, pool, cost)
+        self._prefix_first = PrefixFirst(settings.prefix_first, kv.search)
 
     def fill(self, batch: "BatchBuilder", now: float) -> None:
         """Take requests in the policy's order; when no more may be admitted, only started ones."""
-        order = self._pool.policy.order(now)
+        order = self._prefix_first.order(self._pool.policy.order(now))
         admits = not (self._takes_whole_batch and self._pool.num_admitted)
         request: Request | None = None
         ahead = batch.ahead
@@ -217,6 +219,7 @@ class BatchPlanner:
             return False
         if self._admission.admit(request, now):
             self.step_time.started(request)
+            self._prefix_first.started(request)
             for other in batch.not_admitted:
                 other.num_step_overs += 1
             self._take(batch, request, now)

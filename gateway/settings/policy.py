@@ -17,7 +17,7 @@ def _known_policy(name: str) -> str:
 
 
 class PolicyFields(BaseSettings):
-    """The fields under `scheduling` of `podway serve --help` that only policies read."""
+    """The fields under `scheduling` of `podway serve --help` that choose and change the order."""
 
     policy: Annotated[str, AfterValidator(_known_policy)] = _option(
         "fcfs", "scheduling", "scheduling policy: " + ", ".join(POLICIES), "NAME"
@@ -68,6 +68,15 @@ class PolicyFields(BaseSettings):
         False,
         "scheduling",
         "API keys get equal shares, and --policy orders the requests of each key",
+    )
+    prefix_first: int = _option(
+        0,
+        "scheduling",
+        "of the first N waiting requests in the policy's order, the one with the longest cached "
+        "prefix starts first; each is overtaken at most N times; 0: the policy's order",
+        "N",
+        ge=0,
+        le=1024,
     )
     ttft_goal: Annotated[float, BeforeValidator(duration)] = _option(
         0.0,

@@ -155,8 +155,14 @@ async def prefix(on: Machine, count: int) -> tuple[Table, Results]:
     rows: Table = [["KV", "tokens found", "of the best", "TTFT mean s", "p50", "p95", "JCT mean s"]]
     results: Results = {"best_hit_rate": best, "rate": 0.9 * plain}
     whole = on.report.num_blocks
-    for name, blocks in (("no reuse", 0), ("32,768 slots", whole), ("8,192 slots", whole // 4)):
-        header = on.header("fcfs", reuses_prefixes=bool(blocks))
+    few = "8,192 slots"
+    for name, blocks, first in (
+        ("no reuse", 0, 0),
+        ("32,768 slots", whole, 0),
+        (few, whole // 4, 0),
+        (f"{few}, --prefix-first 16", whole // 4, 16),
+    ):
+        header = on.header("fcfs", reuses_prefixes=bool(blocks), prefix_first=first)
         run = await measure(on, replace(header, num_blocks=blocks or whole), arrivals)
         ttft = [one.ttft for one in run.played.outcomes]
         hit = run.figures.cached_tokens / total

@@ -8,7 +8,7 @@ name only writes these. The production traces are in the folder TRACES (azure_20
 azure_2023_code.csv.gz, mooncake_conversation.jsonl.gz); without it only the distributions are run.
 
     python -m examples.benchmarks.virtual_time.policies [--traces TRACES] [--seeds 5]
-        [--cases conv code mooncake skewed alike swapping] [--systems gittins] [--requests 1000]
+        [--cases conv code mooncake skewed alike prefixes] [--systems gittins] [--requests 1000]
         [--out DIR]
 """
 
@@ -37,6 +37,7 @@ from examples.benchmarks.virtual_time.policy_tables import (
     BASE,
     GOAL,
     Run,
+    TenantRun,
     draw,
     main_runs,
     report_on,
@@ -61,9 +62,13 @@ class System:
     swap: SwapMode = SwapMode.PROACTIVE
     preempts: bool = False
     ttft_goal: float = 0.0
+    fair_keys: bool = False
+    prefix_first: int = 0
 
     def build(self, seats: int, cost: Cost) -> Policy:
-        settings = PolicySettings(self.starvation, seats=seats, ttft_goal=self.ttft_goal)
+        settings = PolicySettings(
+            self.starvation, seats=seats, ttft_goal=self.ttft_goal, fair_keys=self.fair_keys
+        )
         policy = build(self.policy, cost, settings, serves=False)
         if self.preempts:
             assert isinstance(policy, BackgroundLast), "every policy is wrapped"
@@ -80,6 +85,10 @@ WITH_GOAL = (
     replace(FCFS, name="fcfs, TTFT goal", ttft_goal=GOAL.ttft or 0.0),
     GITTINS,
     replace(GITTINS, name="gittins, TTFT goal", ttft_goal=GOAL.ttft or 0.0),
+)
+CACHED_FIRST = (
+    FCFS,
+    *(replace(FCFS, name=f"fcfs, --prefix-first {n}", prefix_first=n) for n in (16, 64)),
 )
 SPLIT = (
     System("fcfs, KV reserved (Orca)", "fcfs", admission=Admission.RESERVE),
@@ -101,6 +110,7 @@ class Case:
     model: str = "llama-3.1-8b"
     seats: int = 64
     systems: tuple[System, ...] = SYSTEMS
+    kv: float = 1.0  # the part of the accelerator's KV that is used, without a host tier if below 1
     whole: bool = False  # every request of the trace, once, whatever the seeds
 
 
@@ -120,6 +130,13 @@ CASES = {
     "goal": Case("goal, skewed lengths", (12, 20), model="gpt3-13b", seats=16, systems=WITH_GOAL),
     "goal-conv": Case(
         "goal, Azure conversations", (6, 8), "azure_2023_conv.csv.gz", systems=WITH_GOAL
+    ),
+    "prefixes": Case(
+        "little KV, Mooncake ÷ 8",
+        (4, 6),
+        "mooncake_conversation.jsonl.gz",
+        systems=CACHED_FIRST,
+        kv=0.3,
     ),
     "swapping": Case("split, skewed", (12, 16), model="gpt3-13b", seats=16, systems=SPLIT),
     "swapping-conv": Case("split, conv", (6, 8), "azure_2023_conv.csv.gz", systems=SPLIT),
@@ -161,7 +178,8 @@ def arrivals_of(
     return at_rate(whole[start : start + count], load)
 
 
-def run(case: Case, load: float, system: System, seed: int, arrivals: Sequence[Arrival]) -> Run:
+def setup_of(case: Case, system: System) -> Setup:
+    """The simulated accelerator of a case, under a policy."""
     hardware = Deployment(DEVICE, SHAPES[case.model])
     settings = SchedulerSettings(
         max_model_len=32_768,
@@ -172,22 +190,26 @@ def run(case: Case, load: float, system: System, seed: int, arrivals: Sequence[A
         admission=system.admission,
         swap=system.swap,
         reuses_prefixes="mooncake" in case.trace,
+        prefix_first=system.prefix_first,
     )
-    is_oracle = system.policy in ORACLES
-    if system.admission is Admission.GROW and not is_oracle:
-        arrivals = with_unknown_lengths(arrivals, 4096)
-    setup = Setup(
+    return Setup(
         label=system.name,
         settings=settings,
         policy=lambda cost: system.build(case.seats, cost),
         cost=hardware.cost(),
-        num_slots=hardware.num_slots,
-        num_host_slots=int(HOST_BYTES / hardware.shape.kv_bytes),
+        num_slots=int(case.kv * hardware.num_slots),
+        num_host_slots=0 if case.kv < 1.0 else int(HOST_BYTES / hardware.shape.kv_bytes),
         slot_seconds=hardware.slot_seconds,
         slo=GOAL,
     )
+
+
+def run(case: Case, load: float, system: System, seed: int, arrivals: Sequence[Arrival]) -> Run:
+    is_oracle = system.policy in ORACLES
+    if system.admission is Admission.GROW and not is_oracle:
+        arrivals = with_unknown_lengths(arrivals, 4096)
     computed = _Computed()
-    found = simulate(setup, arrivals, computed)
+    found = simulate(setup_of(case, system), arrivals, computed)
     assert found.num_finished == len(arrivals), "every request is served to its end"
     needed = sum(one.prompt_len + one.output_len - 1 for one in arrivals) - found.cached_tokens
     return Run(
@@ -210,7 +232,7 @@ def run(case: Case, load: float, system: System, seed: int, arrivals: Sequence[A
     )
 
 
-def write(path: Path, runs: Sequence[Run]) -> None:
+def write(path: Path, runs: Sequence[Run] | Sequence[TenantRun]) -> None:
     """One run a line."""
     path.write_text("[\n" + ",\n".join(json.dumps(one) for one in runs) + "\n]\n")
 

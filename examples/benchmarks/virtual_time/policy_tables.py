@@ -41,6 +41,17 @@ class Run(TypedDict):
     cached: int  # tokens
 
 
+class TenantRun(TypedDict):
+    """One run with a large tenant and four small ones: means and p95 of TTFT and JCT in seconds."""
+
+    load: float
+    system: str
+    seed: int
+    requests: int
+    large: dict[str, float]
+    small: dict[str, float]
+
+
 class PlanCosts(TypedDict):
     """Of all policies; `milliseconds` by policy and number of waiting requests."""
 
@@ -100,6 +111,15 @@ def table(runs: Sequence[Run]) -> str:
     return "\n".join(lines)
 
 
+def in_common(runs: Sequence[Run]) -> list[Run]:
+    """The runs with seeds that all policies of their case have."""
+    seeds: dict[str, dict[str, set[int]]] = {}
+    for one in runs:
+        seeds.setdefault(one["case"], {}).setdefault(one["system"], set()).add(one["seed"])
+    common = {case: set.intersection(*found.values()) for case, found in seeds.items()}
+    return [one for one in runs if one["seed"] in common[one["case"]]]
+
+
 def sizes(runs: Sequence[Run]) -> str:
     """Requests of a run and number of seeds, by case."""
     lines = []
@@ -111,20 +131,31 @@ def sizes(runs: Sequence[Run]) -> str:
     return "\n".join(lines)
 
 
-def losses(runs: Sequence[Run], system: str) -> str:
-    """The loads at which a policy's mean or p99 is more than 2 % above that of FCFS."""
+def against_fcfs(runs: Sequence[Run], system: str) -> str:
+    """A policy's mean and p99 at each load over all its seeds, and at which loads one of them is
+    more than 2 % above that of FCFS."""
     lines = [
-        "does at these:\n",
-        "| load | requests/s | mean against FCFS | least of a seed | p99 against FCFS "
+        "| load | requests/s | seeds | mean against FCFS | least of a seed | p99 against FCFS "
         "| least of a seed |",
-        "|---" * 6 + "|",
+        "|---" * 7 + "|",
     ]
+    lost = []
     for case, load, name, own, base in groups(runs):
+        if name != system:
+            continue
         found = [ratios(own, base, latency) for latency in ("mean", "p99")]
-        if name == system and min(map(fmean, found)) < MOST_LOST:
-            cells = [f"{spread(each, 'ratio')} × | {min(each):.2f} ×" for each in found]
-            lines.append(f"| {case} | {load:g} | " + " | ".join(cells) + " |")
-    return "\n".join(lines) if len(lines) > 3 else "does at none of these loads."
+        cells = [f"{exact(each)} | {min(each):.3f} ×" for each in found]
+        lines.append(f"| {case} | {load:g} | {len(own)} | " + " | ".join(cells) + " |")
+        if min(map(fmean, found)) < MOST_LOST:
+            lost.append(f"{case} at {load:g} requests/s")
+    sentence = f"`{system}` does at " + (", ".join(lost) or "none of these loads") + "."
+    return sentence + "\n\n" + "\n".join(lines)
+
+
+def exact(samples: Sequence[float]) -> str:
+    """A mean ratio in thousandths, with its interval."""
+    mean, half = interval(samples)
+    return f"{mean:.3f} ± {half:.3f} ×" if len(samples) > 1 else f"{mean:.3f} ×"
 
 
 def draw(path: Path, runs: Sequence[Run]) -> None:
@@ -164,14 +195,19 @@ def draw(path: Path, runs: Sequence[Run]) -> None:
 
 
 def main_runs(runs: Sequence[Run]) -> list[Run]:
-    """Without those of a split gain or of a TTFT goal."""
-    return [one for one in runs if not one["case"].startswith(("split", "goal"))]
+    """Without those of a split gain, of a TTFT goal or of little KV."""
+    return [one for one in runs if not one["case"].startswith(("split", "goal", "little"))]
 
 
-def report(runs: Sequence[Run], plans: PlanCosts | None = None) -> str:
+def report(
+    runs: Sequence[Run],
+    plans: PlanCosts | None = None,
+    tenants: Sequence[TenantRun] = (),
+) -> str:
     main = main_runs(runs)
     goal = [one for one in runs if one["case"].startswith("goal")]
     split = [one for one in runs if one["case"].startswith("split")]
+    little = [one for one in runs if one["case"].startswith("little")]
     parts = [
         f"""# Policies beside first come, first served, in virtual time
 
@@ -185,19 +221,19 @@ virtual, so that the machine and its load change no figure. In columns "against 
 above 1 is better than FCFS: its latency over the policy's.
 Goodput: requests/s with a TTFT of at most {GOAL.ttft:g} s and a TPOT of at most {GOAL.tpot:g} s.
 
-{sizes(runs)}
+{sizes(in_common(runs))}
 
 ![completion times against FCFS](policies.png)
 
-{table(main)}""",
+{table(in_common(main))}""",
         f"""## The tail of `gittins`
 
 A request goes first once FCFS, of which a shadow schedule runs beside the real one, would have
 produced more of its tokens (`--fcfs-slack` 0). What the index has to give are the seats of requests
 that ended sooner than under FCFS: a larger slack gives a lower mean and a longer tail.
 
-A default may not lose more than 2 % against FCFS, in mean or p99, at any load. `gittins`
-{losses(main, "gittins")}""",
+A default may not lose more than 2 % against FCFS, in mean or p99, at any load.
+{against_fcfs(main, "gittins")}""",
     ]
     if goal:
         parts.append(f"""## With a TTFT goal
@@ -206,6 +242,23 @@ A default may not lose more than 2 % against FCFS, in mean or p99, at any load. 
 run before those that cannot. Under overload goodput is higher, and late requests pay for it.
 
 {table(goal)}""")
+    if little:
+        parts.append(f"""## With cached prefixes first
+
+`--prefix-first N`: of the first N waiting requests the one with the longest cached prefix starts
+first. {little[0]["requests"]:,} requests of the trace, on three tenths of the KV and without a host
+tier, so that cached blocks are evicted soon. A long cached prefix mostly belongs to a long chat,
+whose prefill takes long too, so that more cached tokens need not mean a shorter wait.
+
+{prefix_table(little)}""")
+    if tenants:
+        parts.append(f"""## With fair shares
+
+Skewed lengths; of {tenants[0]["requests"]:,} requests a large tenant sends three quarters, and each
+of four small ones a sixteenth. Seconds; with `--fair-keys` each tenant gets an equal share, and the
+policy orders the requests of each. `python -m examples.benchmarks.virtual_time.tenants`
+
+{tenant_table(tenants)}""")
     if split:
         parts.append(f"""## FastServe's gain, split
 
@@ -231,7 +284,37 @@ def report_on(folder: Path) -> str:
     """The page of the runs and plan costs that are in a folder."""
     costs = folder / "plan_cost.json"
     plans = json.loads(costs.read_text()) if costs.exists() else None
-    return report(json.loads((folder / "policies.json").read_text()), plans)
+    path = folder / "tenants.json"
+    tenants = json.loads(path.read_text()) if path.exists() else ()
+    return report(json.loads((folder / "policies.json").read_text()), plans, tenants)
+
+
+def prefix_table(runs: Sequence[Run]) -> str:
+    lines = [
+        "| requests/s | policy | cached tokens | against FCFS | TTFT p99 against FCFS "
+        "| mean JCT against FCFS |",
+        "|---" * 6 + "|",
+    ]
+    for _, load, system, own, base in groups(runs):
+        more = [o["cached"] / b["cached"] for o, b in zip(own, base, strict=True)]
+        cells = [spread([one["cached"] for one in own]), exact(more)]
+        cells += [exact(ratios(own, base, latency)) for latency in ("ttft", "mean")]
+        lines.append(f"| {load:g} | {system} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def tenant_table(runs: Sequence[TenantRun]) -> str:
+    lines = [
+        "| requests/s | policy | small: TTFT mean | p95 | JCT mean | p95 "
+        "| large: TTFT mean | p95 | JCT mean | p95 |",
+        "|---" * 10 + "|",
+    ]
+    for load, system in dict.fromkeys((one["load"], one["system"]) for one in runs):
+        own = [one for one in runs if (one["load"], one["system"]) == (load, system)]
+        small, large = [one["small"] for one in own], [one["large"] for one in own]
+        cells = [spread([one[name] for one in each]) for each in (small, large) for name in each[0]]
+        lines.append(f"| {load:g} | {system} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
 
 def plan_table(costs: PlanCosts) -> str:

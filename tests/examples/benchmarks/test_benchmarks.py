@@ -103,6 +103,15 @@ def test_policies_are_compared_over_seeds_as_table_plot_and_figures(tmp_path: Pa
     assert "| split, skewed | 12 | mlfq, recompute |" in shown
 
 
+def test_a_large_tenant_is_played_beside_small_ones_under_each_policy(tmp_path: Path) -> None:
+    flags = ("--out", tmp_path, "--requests", "40", "--seeds", "2")
+    shown = run_here("benchmarks.virtual_time.tenants", *flags)
+    assert [path.name for path in tmp_path.iterdir()] == ["tenants.json"]
+    for load in (8, 12):
+        for policy in ("fcfs", "fcfs, --fair-keys", "gittins", "gittins, --fair-keys"):
+            assert f"| {load} | {policy} |" in shown
+
+
 def test_the_cost_of_a_plan_is_measured_for_every_policy(tmp_path: Path) -> None:
     flags = ("--out", tmp_path, "--waiting", "2000", "--plans", "5")
     shown = run_here("benchmarks.virtual_time.plan_cost", *flags)
