@@ -62,6 +62,26 @@ def test_speculation_is_measured_off_and_on_and_changes_no_token(tmp_path: Path)
     assert all(0 <= row["accepted"] <= row["drafts"] for row in rows)  # how many, speed decides
 
 
+def test_the_acceptance_of_a_trained_mtp_layer_is_measured(tmp_path: Path) -> None:
+    model, file = tmp_path / "model", tmp_path / "mtp.json"
+    run_module("benchmarks.mtp.train", *("--out", model, "--steps", "2", "--batch-tokens", "512"))
+    load = ("--requests", "2", "--rounds", "1", "--drafts", "2")
+    shown = run_module("benchmarks.mtp.acceptance", model, *load, "--out", file)
+    assert shown.strip() == file.with_suffix(".md").read_text().strip()
+    found = json.loads(file.read_text())
+    for row in found["acceptance"]:
+        assert row["drafts"] >= row["accepted"] == sum(row["by_position"])
+    assert all(row["same_tokens"] for key in ("acceptance", "speed") for row in found[key])
+
+
+def test_lora_adapters_are_measured_in_a_whole_server(tmp_path: Path) -> None:
+    load = ("--streams", "5", "--output-tokens", "4", "--rounds", "1", "--shape", "M110")
+    shown = run_module("benchmarks.server.lora_server", *load, "--out", tmp_path)
+    assert shown.strip() == (tmp_path / "server.md").read_text().strip()
+    kinds = json.loads((tmp_path / "server.json").read_text())["kinds"]
+    assert all(kinds[name]["tokens_per_second"] > 0 for name in ("plain", "base", "mixed"))
+
+
 def test_the_page_of_speculation_has_the_table_of_its_figures() -> None:
     folder = ROOT / "examples" / "benchmarks" / "results" / "speculation"
     rows = json.loads((folder / "figures.json").read_text())
