@@ -290,13 +290,23 @@ def main() -> None:
     path = args.out / "figures.json"
     results = (json.loads(path.read_text()) if path.exists() else {}) | measured
     path.write_text(json.dumps(results))
-    pages = [_HEAD]
+    for name in filter(_is_drawn(results), results):
+        draw(results[name], args.out / f"jct_{name}.png")
+    (args.out / "README.md").write_text(page_of(results))
+
+
+def _is_drawn(results: Results) -> Callable[[str], bool]:
+    return lambda name: "capacity" in results[name] and name != "deadline"
+
+
+def page_of(results: Results) -> str:
+    """The page, from figures.json."""
+    pages, is_drawn = [_HEAD], _is_drawn(results)
     for name in (name for name in EXPERIMENTS if name in results):
         pages.append(results[name]["page"])
-        if "capacity" in results[name] and name != "deadline":
-            draw(results[name], args.out / f"jct_{name}.png")
+        if is_drawn(name):
             pages.append(f"![distribution of JCT](jct_{name}.png)")
-    (args.out / "README.md").write_text("\n\n".join(pages) + "\n")
+    return "\n\n".join(pages) + "\n"
 
 
 _HEAD = """# Policies on the real engine

@@ -196,20 +196,28 @@ def draw(results: dict[str, dict[str, object]], path: Path) -> None:
     figure.savefig(path, dpi=100)
 
 
-def write(out: Path) -> None:
-    """README.md and the plot, from the JSON files that are there."""
-    results = {
+def results_in(out: Path) -> dict[str, dict[str, object]]:
+    """The JSON files that are there."""
+    return {
         name: json.loads((out / f"{name}.json").read_text())
         for name in ("virtual", "real")
         if (out / f"{name}.json").exists()
     }
+
+
+def page_of(results: dict[str, dict[str, object]]) -> str:
     pages = [HEAD]
     pages += [
         f"## {name}\n\n{found['where']}.\n\n{table(found)}" for name, found in results.items()
     ]
+    return "\n\n".join([*pages, "![goodput over ITL p99](itl_goal.png)\n"])
+
+
+def write(out: Path) -> None:
+    """README.md and the plot, from the JSON files that are there."""
+    results = results_in(out)
     draw(results, out / "itl_goal.png")
-    pages.append("![goodput over ITL p99](itl_goal.png)\n")
-    (out / "README.md").write_text("\n\n".join(pages))
+    (out / "README.md").write_text(page_of(results))
 
 
 HEAD = """# Steps bounded by time

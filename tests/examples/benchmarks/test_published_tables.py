@@ -1,6 +1,8 @@
 """Pages whose tables are written from the JSON of their runs: each row is on its page."""
 
 from examples.benchmarks.layers import fractions
+from examples.benchmarks.real_engine import policies
+from examples.benchmarks.server import itl_goal
 from examples.benchmarks.virtual_time.policy_tables import report_on
 from tests.examples.benchmarks.published import RESULTS, plain, read
 
@@ -8,6 +10,16 @@ from tests.examples.benchmarks.published import RESULTS, plain, read
 def test_the_page_about_policies_is_that_of_its_runs() -> None:
     folder = RESULTS / "policies"
     assert (folder / "README.md").read_text() == report_on(folder)
+
+
+def test_the_page_about_policies_on_the_real_engine_is_that_of_its_runs() -> None:
+    page = (RESULTS / "real_engine" / "README.md").read_text()
+    assert page == policies.page_of(read("real_engine/figures.json"))
+
+
+def test_the_page_about_itl_goals_is_that_of_its_runs() -> None:
+    folder = RESULTS / "itl_goal"
+    assert (folder / "README.md").read_text() == itl_goal.page_of(itl_goal.results_in(folder))
 
 
 # Beside other servers, one round
