@@ -18,7 +18,8 @@ relative to iterations of decodes only that were measured (`LiveCost.decodes`): 
 is computed there are none, and the model may ascribe some of its time to the decodes. Nor do
 prompts get more tokens than make an iteration longer by the factor on the machine as calibrated:
 when other processes slow down the sizes in use, the live model takes much larger ones, which it has
-not seen for a while, to be as fast.
+not seen for a while, to be as fast. But they get at least a half (`LARGEST_CUT`) of what the live
+model allows, since a calibration on a busy machine is wrong, too.
 
 No starvation. The first prompt of an iteration gets a piece that adds `LEAST_SHARE` of the goal
 even if the decodes alone take all of it, so a prompt that takes P seconds alone is computed within
@@ -50,6 +51,7 @@ READY = State.READY
 LEAST_PIECE = 16  # tokens of a prompt's piece; less is not worth a row of the step
 LEAST_FIRST = 4  # tokens of the first prompt's piece without a goal, which it gets in any case
 LEAST_SHARE = 0.1  # of the goal: the time that the first prompt of an iteration gets in any case
+LARGEST_CUT = 2  # by which a piece is divided at most because of the calibration
 LEAST_BATCH = 1.5  # seconds of a lone decode: below this the goal does not keep requests waiting
 
 
@@ -106,17 +108,18 @@ class StepTime:
         model, start = self._cost.model, request.num_planned
         beside = decodes.num_rows + sum(len(entry.tokens) for _, entry in batch.prefills)
         taken = self._besides_tokens(model, decodes, batch)
-        most = num_tokens
-        if decodes.goal == inf:
-            most = self._calibrated_piece(decodes, batch, request, num_tokens)
-        in_time = model.tokens_within(goal - taken, most, start, beside)
-        enough = LEAST_PIECE
-        if all(len(entry.tokens) == 1 for _, entry in batch.prefills):  # it is the first prompt
+        in_time = model.tokens_within(goal - taken, num_tokens, start, beside)
+        enough, is_first = LEAST_PIECE, all(len(entry.tokens) == 1 for _, entry in batch.prefills)
+        if is_first:
             enough = LEAST_PIECE if decodes.goal < inf else LEAST_FIRST
-            least = model.tokens(beside) + LEAST_SHARE * (
-                decodes.goal if decodes.goal < inf else goal
-            )
-            in_time = max(in_time, model.tokens_within(least, most, start, beside), enough)
+            of_goal = decodes.goal if decodes.goal < inf else goal
+            least = model.tokens(beside) + LEAST_SHARE * of_goal
+            in_time = max(in_time, model.tokens_within(least, num_tokens, start, beside))
+        if decodes.goal == inf:
+            calibrated = self._calibrated_piece(decodes, batch, request, num_tokens)
+            in_time = min(in_time, max(calibrated, in_time // LARGEST_CUT))
+        if is_first:
+            in_time = max(in_time, enough)
         return min(num_tokens, in_time) if in_time >= min(enough, num_tokens) else 0
 
     def _calibrated_piece(

@@ -8,7 +8,7 @@ import pytest
 
 from engine.control.scheduler import IterationScheduler
 from engine.control.settings import SchedulerSettings
-from engine.control.step_time import LEAST_FIRST, LEAST_PIECE, LEAST_SHARE
+from engine.control.step_time import LARGEST_CUT, LEAST_FIRST, LEAST_PIECE, LEAST_SHARE
 from engine.cost.live import LiveCost
 from engine.cost.model import UNMEASURED, CostModel
 from engine.iteration import Iteration
@@ -228,8 +228,12 @@ def test_the_factor_is_relative_to_iterations_of_decodes_that_were_measured() ->
     assert scheduler.cost.model.step(iteration.step) == pytest.approx(4 * decodes, rel=0.03)
 
 
-def test_a_size_that_the_live_model_underestimates_is_bounded_by_the_calibration() -> None:
-    """Sizes in use became slower, and larger ones seem to take no longer than these."""
+@pytest.mark.parametrize(("prompt_len", "piece"), [(100, 63), (490, 490 // LARGEST_CUT)])
+def test_a_size_that_the_live_model_underestimates_is_bounded_by_the_calibration(
+    prompt_len: int, piece: int
+) -> None:
+    """Sizes in use became slower, and larger ones seem to take no longer than these: so all of a
+    prompt seems to fit. It gets what fits as calibrated, but at least half of it."""
     scheduler = make(inf, max_batch_size=200, max_prefill_slowdown=4.0)
     now = decoding(scheduler, 20)
     for _ in range(40):
@@ -237,8 +241,8 @@ def test_a_size_that_the_live_model_underestimates_is_bounded_by_the_calibration
         returned(scheduler, iteration, 2 * HAND_COST.step(iteration.step))
     flat = ((0, 21.0), (512, 21.5), (1024, 22.0))
     scheduler.cost.model = replace(scheduler.cost.model, curve=flat)
-    scheduler.add(a_spec(490, 2), now)
-    assert sizes(planned(scheduler, now)) == [1] * 20 + [63]
+    scheduler.add(a_spec(prompt_len, 2), now)
+    assert sizes(planned(scheduler, now)) == [1] * 20 + [piece]
 
 
 def test_a_model_that_was_not_measured_does_not_bound_prompts_for_good() -> None:
