@@ -1,9 +1,4 @@
-"""Memory for packed weights, in few large mappings.
-
-Huge pages are not requested: a single decode step of 494 M parameters took 75 to 82 ms without and
-75 to 90 ms with them, and in a virtual machine whose host reclaims free ones, touching them takes
-seconds per GiB.
-"""
+"""Memory for packed weights, in few large mappings."""
 
 import mmap
 from collections.abc import Callable, Sequence
@@ -12,13 +7,10 @@ from math import prod
 import torch
 from torch import Tensor
 
+from engine.worker.weights.packed_file import anonymous
+
 SLAB_BYTES = 64 << 20
 ALIGNMENT = 64
-
-
-def anonymous(num_bytes: int) -> mmap.mmap:
-    """A new mapping of so many bytes."""
-    return mmap.mmap(-1, num_bytes)
 
 
 class WeightPages:

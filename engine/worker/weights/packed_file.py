@@ -55,6 +55,20 @@ class PackedEntry(NamedTuple):
     is_sparse: bool = False
 
 
+def anonymous(num_bytes: int) -> mmap.mmap:
+    """A new mapping of so many bytes, in huge pages if the system allows it.
+
+    Weights are read from beginning to end in every step: two cores of Zen 5 read 61 GB/s in pages
+    of 4 KiB and 68 GB/s in huge ones. Pages of a mapped file are as fast as huge pages there.
+    """
+    if sys.platform != "linux":
+        return mmap.mmap(-1, num_bytes)
+    mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without huge pages
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    return mapping
+
+
 class PackedFile:
     """A cache file that is open: read, or written, or neither.
 
@@ -76,7 +90,7 @@ class PackedFile:
 
     def grow(self, num_bytes: int) -> mmap.mmap:
         """Memory to pack into."""
-        return mmap.mmap(-1, num_bytes)
+        return anonymous(num_bytes)
 
     def add(self, key: str, entry: PackedEntry) -> None:
         """Keep an entry for the next start. Its large tensors lie in memory from `grow`."""

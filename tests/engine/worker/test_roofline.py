@@ -37,7 +37,7 @@ def test_a_read_kernel_loads_every_byte(streams_and_prefetch: tuple[int, int]) -
         operands = ReadOperands(
             address=memory.data_ptr(), chunk_bytes=memory.nbytes, total=total.data_ptr()
         )
-        cpu_limits._seconds(NativeThreadPool(1), kernel.address, operands, 1)
+        cpu_limits.seconds_of(NativeThreadPool(1), kernel.address, operands, 1)
         assert total.item() == 5
 
 

@@ -1,6 +1,6 @@
 """Pages whose tables are written from the JSON of their runs: each row is on its page."""
 
-from examples.benchmarks.layers import fractions
+from examples.benchmarks.layers import decode_step, fractions
 from examples.benchmarks.real_engine import policies
 from examples.benchmarks.server import itl_goal
 from examples.benchmarks.virtual_time.policy_tables import report_on
@@ -189,3 +189,38 @@ def test_fractions_name_the_limit_of_each_step() -> None:
     assert "| | 1 row | prefill 128 |" in page
     assert "| int8 | 90 % read | 90 % compute |" in page
     assert "48.5 GB/s read, 900 Gint8 operations/s" in page
+
+
+# Where the time of a decode step goes
+
+
+def test_each_page_about_decode_steps_is_that_of_its_run() -> None:
+    paths = list((RESULTS / "offline").glob("*/decode_step.json"))
+    assert paths
+    for path in paths:
+        page = decode_step.page(read(str(path.relative_to(RESULTS))))
+        assert path.with_suffix(".md").read_text() == page
+
+
+def test_the_note_on_decode_steps_is_that_of_its_runs() -> None:
+    page = plain((RESULTS / "offline" / "README.md").read_text())
+    rows = read("offline/m500_avx512/decode_step.json")["rows"]
+    lone = next(row for row in rows if (row["format"], row["rows"]) == ("int8", 1))
+    assert f"takes {lone['step']:.1f} ms in int8" in page
+    assert f"plain reads {100 * decode_step.share(lone):.0f} % of it" in page
+    assert f"Python and sampling {lone['python']:.1f} ms" in page
+    assert f"the head {lone['head'] - lone['read_head']:.1f} ms more" in page
+    assert f"the linears {lone['linears'] - lone['read_layers']:.1f} ms more" in page
+    assert f"the other kernels {lone['other']:.1f} ms" in page
+    assert f"calls alone {lone['empty']:.1f} ms" in page
+    rates = read("offline/m500_avx512/page_sizes.json")["rates"]
+    small, huge = rates["anonymous"]["median"], rates["anonymous, huge"]["median"]
+    assert f"{small:.1f} GB/s in pages of 4 KiB and {huge:.1f} in huge pages" in page
+    assert f"a mapped file {rates['file']['median']:.1f}" in page
+    runs = read("offline/m500_avx512/panel_prefetch.json")
+    (was, was_bf16), (now, now_bf16) = (
+        [runs[when][name]["linears"] / runs[when][name]["read"] for name in ("int8", "bfloat16")]
+        for when in ("before", "after")
+    )
+    assert f"took {was:.2f} times as long as plain reads with one stream in int8" in page
+    assert f"and {was_bf16:.2f} times in bfloat16; they take {now:.2f} and {now_bf16:.2f}" in page

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from engine.worker.weights.mappings import SMAPS, drop_library_pages, drop_pages, trim_heap
+from engine.worker.weights.packed_file import address_of, anonymous
 from engine.worker.weights.source import StoredRows
 from tests.engine.worker.process.driving import Driver, load_worker
 from tests.models.checkpoints import make_checkpoint
@@ -92,3 +93,20 @@ def test_a_loaded_worker_keeps_few_file_pages_and_computes_the_same(tmp_path: Pa
     assert resident(path) == 0
     assert Driver(worker).generate(0, [1, 2, 3], 5) == said
     assert resident(path) > 0
+
+
+@pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="no huge pages here"
+)
+def test_huge_pages_are_requested_for_anonymous_memory() -> None:
+    mapping = anonymous(3 * SIZE)
+    first = address_of(mapping)
+    is_ours, flags = False, ""
+    for line in SMAPS.read_text().splitlines():
+        name, *words = line.split()
+        if "-" in name and not name.endswith(":"):
+            start, end = (int(each, 16) for each in name.split("-"))
+            is_ours = start <= first < end
+        elif name == "VmFlags:" and is_ours:
+            flags = " ".join(words)
+    assert "hg" in flags.split()

@@ -1,0 +1,256 @@
+"""Where the time of a decode step goes, beside a plain read of the same weights.
+
+    python -m examples.benchmarks.layers.decode_step OUT [--shape Qwen2.5-0.5B]
+        [--formats int8 bfloat16] [--rows 1 8] [--repeats 25] [--realtime]
+
+A worker holds random weights in this process. The kernels that its decode step recorded are
+replayed whole and in part, in turn with whole steps and with plain reads of the same bytes. Medians
+go to OUT/decode_step.json, and the table to OUT/decode_step.md. With --realtime the process has
+priority over all others while it measures, for some seconds at a time, which needs root.
+"""
+
+# mypy: disable-error-code="no-untyped-call"
+import argparse
+import ctypes
+import json
+import os
+import time
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from numba import cfunc
+from numpy.typing import NDArray
+from torch import Tensor
+
+from engine.step import RequestId, SampleSpec, SamplingParams, Step, StepEntry, StepId
+from engine.worker.cpu.build import KERNEL
+from engine.worker.cpu.kernels.limits import ReadOperands, make_read_kernel
+from engine.worker.process.worker import Worker
+from engine.worker_settings import WorkerSettings
+from examples.benchmarks.server.start_time import cpu_name
+
+FORMATS = ("float32", "bfloat16", "int8", "int4")
+CONTEXT = 160  # tokens of each request
+GREEDY = SampleSpec(SamplingParams(temperature=0.0))
+READ_PATTERN = 2, 512  # streams and bytes of prefetch of each thread's plain read
+READ_CHUNK = 64 << 10
+# What is measured, and how the page names it. The last two are differences.
+PARTS = {
+    "step": "whole step",
+    "layers": "kernels of the layers",
+    "linears": "of these the linears alone",
+    "read_layers": "a plain read of their weights",
+    "head": "head",
+    "read_head": "a plain read of its weights",
+    "empty": "empty kernels in place of the layers'",
+    "other": "layers without the linears",
+    "python": "Python and sampling",
+}
+
+
+def main() -> None:
+    options = parse()
+    rows = []
+    for name in options.formats:
+        for count in options.rows:
+            before = os.getloadavg()[0]
+            found = measure(options, name, count)
+            rows.append({"format": name, "rows": count, "load": before, **found})
+    figures = {"cpu": cpu_name(), "cores": os.cpu_count(), "shape": options.shape, "rows": rows}
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "decode_step.json").write_text(json.dumps(figures, indent=1) + "\n")
+    (options.out / "decode_step.md").write_text(page(figures))
+    print(page(figures))
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--shape", default="Qwen2.5-0.5B")
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--repeats", type=int, default=25, help="of each part; the median counts")
+    parser.add_argument("--realtime", action="store_true", help="priority over other processes")
+    return parser.parse_args()
+
+
+def measure(options: argparse.Namespace, name: str, rows: int) -> dict[str, float]:
+    """Median milliseconds of each part, and the bytes of the weights."""
+    replays = StepReplays(load(f"random:{options.shape}", name, rows), rows)
+    parts: dict[str, Callable[[], float]] = {
+        "step": replays.step,
+        "layers": replays.of(replays.table),
+        "linears": replays.of(replays.table[replays.is_linear]),
+        "read_layers": replays.of(replays.reads(replays.weights)),
+        "head": replays.head,
+        "read_head": replays.of(replays.reads([replays.head_weights])),
+        "empty": replays.of(replays.emptied()),
+    }
+    seconds: dict[str, list[float]] = {part: [] for part in parts}
+    with realtime(options.realtime):
+        for _ in range(options.repeats):
+            for part, run in parts.items():
+                seconds[part].append(run())
+    found = {part: round(1e3 * median(each), 3) for part, each in seconds.items()}
+    found["other"] = round(found["layers"] - found["linears"], 3)
+    found["python"] = round(found["step"] - found["layers"] - found["head"], 3)
+    weights = [*replays.weights, replays.head_weights]
+    return {**found, "weight_bytes": sum(each.nbytes for each in weights)}
+
+
+def load(model: str, weights: str, rows: int) -> Worker:
+    settings = WorkerSettings(
+        model=model,
+        weights=weights,
+        kv_slots=2 * rows * CONTEXT,
+        max_batch_size=rows,
+        max_batch_tokens=max(rows, 64),
+    )
+    return Worker.load(settings, lambda what, done, total: None)
+
+
+class StepReplays:
+    """Runs parts of one worker's decode step; each method returns elapsed seconds."""
+
+    def __init__(self, worker: Worker, rows: int) -> None:
+        self._worker, self._rows, self._number = worker, rows, 0
+        self._kept: list[ReadOperands] = []  # tables hold addresses
+        self._total = torch.zeros(1, dtype=torch.int64)
+        for _ in range(3):  # the first one is recorded
+            self.step()
+        model: Any = worker._stage.model
+        self._recorded = model.base  # without LoRA
+        self._pool = self._recorded._pool
+        graph = next(reversed(self._recorded._recordings.values())).graph
+        self.table: NDArray[np.int64] = graph.table()
+        self.is_linear = np.array([each is not None for each in graph._weights])
+        self.weights: list[Tensor] = [each for each in graph._weights if each is not None]
+        self.head_weights: Tensor = self._recorded._decoder.head._weights.packed
+        width = self._recorded._decoder.norm._dim
+        self._hidden = torch.randn(rows, width)
+        self._read = cfunc(KERNEL, nogil=True)(make_read_kernel(*READ_PATTERN))
+        self._empty = cfunc(KERNEL, nogil=True)(nothing)
+
+    def step(self) -> float:
+        """A step of `rows` requests that decode one token each."""
+        size = self._worker.report.block_size
+        each = -(-CONTEXT // size)
+        entries = tuple(
+            StepEntry(
+                RequestId(i),
+                CONTEXT - 1,
+                (7,),
+                array("i", range(i * each, (i + 1) * each)).tobytes(),
+                GREEDY,
+            )
+            for i in range(self._rows)
+        )
+        self._number += 1
+        began = time.perf_counter()
+        result = self._worker.run(Step(StepId(self._number), entries))
+        seconds = time.perf_counter() - began
+        assert not result.faults
+        return seconds
+
+    def head(self) -> float:
+        """The final norm and the head."""
+        with torch.inference_mode(), self._pool.awake():
+            began = time.perf_counter()
+            self._recorded.logits(self._hidden)
+            return time.perf_counter() - began
+
+    def of(self, table: NDArray[np.int64]) -> Callable[[], float]:
+        """Replays the calls of a table, `KernelGraph.table` or rows of it."""
+        kept = np.ascontiguousarray(table)
+
+        def replay() -> float:
+            with self._pool.awake():
+                began = time.perf_counter()
+                self._pool._replay(self._pool._control, int(kept.ctypes.data), len(kept))
+                return time.perf_counter() - began
+
+        return replay
+
+    def reads(self, weights: Sequence[Tensor]) -> NDArray[np.int64]:
+        """A table with a plain read in place of each linear."""
+        rows = []
+        for each in weights:
+            operands = ReadOperands(
+                address=each.data_ptr(), chunk_bytes=READ_CHUNK, total=self._total.data_ptr()
+            )
+            self._kept.append(operands)
+            chunks = each.nbytes // READ_CHUNK
+            rows.append((self._read.address, ctypes.addressof(operands), chunks, 0, 0))
+        return np.array(rows, dtype=np.int64)
+
+    def emptied(self) -> NDArray[np.int64]:
+        """The same calls of a kernel that does nothing: what sharing out chunks costs."""
+        table = self.table.copy()
+        table[:, 0], table[:, 3:] = self._empty.address, 0
+        return table
+
+
+def nothing(operands: int, chunk: int, thread: int) -> None:
+    """A kernel."""
+
+
+@contextmanager
+def realtime(is_on: bool) -> Iterator[None]:
+    """All threads of this process run before those of other processes."""
+    try:
+        if is_on:
+            _schedule(os.SCHED_RR, 1)
+        yield
+    finally:
+        if is_on:
+            _schedule(os.SCHED_OTHER, 0)
+
+
+def _schedule(policy: int, priority: int) -> None:
+    for thread in os.listdir("/proc/self/task"):
+        os.sched_setscheduler(int(thread), policy, os.sched_param(priority))
+
+
+def page(figures: Mapping[str, Any]) -> str:
+    """The parts as a table, one column for each format and number of rows."""
+    runs: Sequence[Mapping[str, Any]] = figures["rows"]
+    loads = [each["load"] for each in runs]
+    titles = [f"{each['format']}, {each['rows']}" for each in runs]
+    lines = [
+        "# Where the time of a decode step goes",
+        "",
+        "Written by `python -m examples.benchmarks.layers.decode_step`: milliseconds by format and "
+        f"rows. {figures['shape']}, random weights, {CONTEXT} tokens of context. "
+        f"{figures['cpu']}, {figures['cores']} cores, "
+        f"load average {min(loads):.1f} to {max(loads):.1f}.",
+        "",
+        f"| | {' | '.join(titles)} |",
+        "|---|" + "---|" * len(titles),
+    ]
+    for part, title in PARTS.items():
+        lines.append(f"| {title} | {' | '.join(f'{each[part]:.2f}' for each in runs)} |")
+    shares = [f"{100 * share(each):.0f} %" for each in runs]
+    rates = [f"{read_rate(each) / 1e9:.1f}" for each in runs]
+    lines.append(f"| plain reads / step | {' | '.join(shares)} |")
+    lines.append(f"| GB/s of the plain reads | {' | '.join(rates)} |")
+    return "\n".join([*lines, ""])
+
+
+def share(row: Mapping[str, Any]) -> float:
+    """The share of a step that a plain read of all its weights takes."""
+    return float(row["read_layers"] + row["read_head"]) / float(row["step"])
+
+
+def read_rate(row: Mapping[str, Any]) -> float:
+    """Bytes per second of the plain reads."""
+    return 1e3 * float(row["weight_bytes"]) / float(row["read_layers"] + row["read_head"])
+
+
+if __name__ == "__main__":
+    main()
