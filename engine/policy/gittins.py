@@ -129,14 +129,16 @@ class GittinsIndex(PolicyBase):
 
     def ran(self, request: "Request", num_tokens: int, seconds: float, now: float) -> None:
         job = self._jobs[request]
-        before, moves = 0.0, not job.is_started or job.version != self._version
+        before = after = 0.0  # seconds of prefill that are left
+        moves = not job.is_started or job.version != self._version
         if job.prefill or num_tokens > 1:
-            before = self._units(request.remaining + num_tokens, request.num_computed - num_tokens)
+            units = self._units(request.remaining + num_tokens, request.num_computed - num_tokens)
             job.prefill = self._prefill(request)
+            before, after = self._added(units), self._added(job.prefill)
             moves = True
         if not job.is_started:
-            self._fcfs.start(request, self._added(before))
-        self._fcfs.ran(self._added(before) - self._added(job.prefill), seconds, now)
+            self._fcfs.start(request, before)
+        self._fcfs.ran(before - after, seconds, now)
         job.waits_since = now
         if request.produced + 1 >= job.next_edge:
             self._age(job, bin_of(request.produced + 1))
@@ -355,11 +357,8 @@ class GittinsIndex(PolicyBase):
         if limit is not None:
             late = self._starving(now - limit)
         elif self._is_ranked:
-            late = [
-                r
-                for r in self._fcfs.lagging(self._settings.fcfs_slack, now)
-                if not self._jobs[r].is_first
-            ]
+            lagging = self._fcfs.lagging(self._settings.fcfs_slack, now)
+            late = [request for request in lagging if not self._jobs[request].is_first]
         else:
             return
         for request in late:
