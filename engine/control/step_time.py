@@ -15,11 +15,7 @@ Without a goal, prompts make an iteration with decodes longer by at most a facto
 all streams down to one token per `max_batch_tokens` tokens of the prompt. The price is paid by the
 prompt: with a factor F it gets (F - 1) / F of the time while other requests decode. The factor is
 relative to iterations of decodes only that were measured (`LiveCost.decodes`): while a long prompt
-is computed there are none, and the model may ascribe some of its time to the decodes. Nor do
-prompts get more tokens than make an iteration longer by the factor on the machine as calibrated:
-when other processes slow down the sizes in use, the live model takes much larger ones, which it has
-not seen for a while, to be as fast. But they get at least a half (`LARGEST_CUT`) of what the live
-model allows, since a calibration on a busy machine is wrong, too.
+is computed there are none, and the model may ascribe some of its time to the decodes.
 
 No starvation. The first prompt of an iteration gets a piece that adds `LEAST_SHARE` of the goal
 even if the decodes alone take all of it, so a prompt that takes P seconds alone is computed within
@@ -43,7 +39,6 @@ if TYPE_CHECKING:
     from engine.control.batch_builder import BatchBuilder
     from engine.control.settings import SchedulerSettings
     from engine.cost.live import LiveCost
-    from engine.cost.model import CostModel
     from engine.pool import RequestPool
     from engine.request import Request
 
@@ -51,7 +46,6 @@ READY = State.READY
 LEAST_PIECE = 16  # tokens of a prompt's piece; less is not worth a row of the step
 LEAST_FIRST = 4  # tokens of the first prompt's piece without a goal, which it gets in any case
 LEAST_SHARE = 0.1  # of the goal: the time that the first prompt of an iteration gets in any case
-LARGEST_CUT = 2  # by which a piece is divided at most because of the calibration
 LEAST_BATCH = 1.5  # seconds of a lone decode: below this the goal does not keep requests waiting
 
 
@@ -107,32 +101,16 @@ class StepTime:
             return num_tokens
         model, start = self._cost.model, request.num_planned
         beside = decodes.num_rows + sum(len(entry.tokens) for _, entry in batch.prefills)
-        taken = self._besides_tokens(model, decodes, batch)
+        taken = self._besides_tokens(decodes, batch)
         in_time = model.tokens_within(goal - taken, num_tokens, start, beside)
-        enough, is_first = LEAST_PIECE, all(len(entry.tokens) == 1 for _, entry in batch.prefills)
-        if is_first:
+        enough = LEAST_PIECE
+        if all(len(entry.tokens) == 1 for _, entry in batch.prefills):  # it is the first prompt
             enough = LEAST_PIECE if decodes.goal < inf else LEAST_FIRST
-            of_goal = decodes.goal if decodes.goal < inf else goal
-            least = model.tokens(beside) + LEAST_SHARE * of_goal
-            in_time = max(in_time, model.tokens_within(least, num_tokens, start, beside))
-        if decodes.goal == inf:
-            calibrated = self._calibrated_piece(decodes, batch, request, num_tokens)
-            in_time = min(in_time, max(calibrated, in_time // LARGEST_CUT))
-        if is_first:
-            in_time = max(in_time, enough)
+            least = model.tokens(beside) + LEAST_SHARE * (
+                decodes.goal if decodes.goal < inf else goal
+            )
+            in_time = max(in_time, model.tokens_within(least, num_tokens, start, beside), enough)
         return min(num_tokens, in_time) if in_time >= min(enough, num_tokens) else 0
-
-    def _calibrated_piece(
-        self, decodes: _Decodes, batch: "BatchBuilder", request: "Request", num_tokens: int
-    ) -> int:
-        """How many of the prompt's tokens there would be time for on the machine as calibrated."""
-        model, (count, slots, _) = self._cost.calibrated, decodes
-        if model is None:
-            return num_tokens
-        bound = self._slowdown * (model.decodes(count, slots) + model.idle(count))
-        beside = count + sum(len(entry.tokens) for _, entry in batch.prefills)
-        left = bound - self._besides_tokens(model, decodes, batch)
-        return model.tokens_within(left, num_tokens, request.num_planned, beside)
 
     def _bound(self, decodes: _Decodes) -> float:
         """Seconds that an iteration with these decodes may take; infinite without any."""
@@ -153,8 +131,7 @@ class StepTime:
             return True
         least = LEAST_BATCH * self._cost.model.compute(1, request.num_tokens)
         count, slots = started.num_rows + 1, started.slots + request.num_tokens
-        seconds = _seconds(self._cost.model, count, slots)
-        return seconds <= max(goal / self._cost.margin, least)
+        return self._seconds(count, slots) <= max(goal / self._cost.margin, least)
 
     def started(self, request: "Request") -> None:
         """The request has started in this plan."""
@@ -184,16 +161,16 @@ class StepTime:
                 goal = min(goal, self.goal_of(request))
         return _Decodes(count, slots, goal)
 
-    @staticmethod
-    def _besides_tokens(model: "CostModel", decodes: _Decodes, batch: "BatchBuilder") -> float:
+    def _seconds(self, count: int, slots: int) -> float:
+        """Seconds of an iteration of `count` decodes that read `slots` slots, and of the loop."""
+        model = self._cost.model
+        rows = model.per_draw * count + model.per_slot * slots + model.idle(count)
+        return model.tokens(count) + rows
+
+    def _besides_tokens(self, decodes: _Decodes, batch: "BatchBuilder") -> float:
         """Seconds of the decodes and of the pieces in the batch that do not depend on the number
         of tokens beside them: attention, sampling and the loop; with the next piece's sampling."""
+        model = self._cost.model
         pieces = sum(model.attention(len(e.tokens), e.start) for _, e in batch.prefills)
         count = decodes.num_rows + len(batch.prefills) + 1
-        return _seconds(model, count, decodes.slots) - model.tokens(count) + pieces
-
-
-def _seconds(model: "CostModel", count: int, slots: int) -> float:
-    """Seconds of an iteration of `count` decodes that read `slots` slots, and of the loop."""
-    rows = model.per_draw * count + model.per_slot * slots + model.idle(count)
-    return model.tokens(count) + rows
+        return self._seconds(count, decodes.slots) - model.tokens(count) + pieces

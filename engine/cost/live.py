@@ -24,7 +24,6 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from engine.cost.errors import PredictionErrors
-from engine.cost.model import UNMEASURED
 
 if TYPE_CHECKING:
     from engine.cost.model import CostModel, StepParts
@@ -63,12 +62,6 @@ class LiveCost:
     def margin(self) -> float:
         """The factor by which at most a tenth of the recent steps exceeded their prediction."""
         return self.errors.margin
-
-    @property
-    def calibrated(self) -> "CostModel | None":
-        """The model before the first iteration, with the faster points that were confirmed since;
-        None if it was not measured."""
-        return None if self._start is UNMEASURED else self.confirmed() or self._start
 
     def compute(self, num_tokens: int, start: int) -> float:
         return self.model.compute(num_tokens, start)
