@@ -33,6 +33,7 @@ FLUSH_SECONDS = 120.0  # until a first start's packed weights are on the disk
 COLUMNS: tuple[tuple[str, Callable[[Figures], float | None]], ...] = (
     ("very first start s", lambda one: one.get("first_seconds")),
     ("first token, warm s", lambda one: one.get("warm_seconds")),
+    ("CPU s of a warm start", lambda one: one.get("cpu_seconds")),
     ("first token, cold s", lambda one: one.get("cold_seconds")),
     ("token after kill -9, s", lambda one: one.get("restart_seconds")),
     ("PSS at rest MiB", lambda one: one.get("pss_mib_at_rest")),
@@ -75,7 +76,7 @@ def write(out: Path, rounds: list[Figures]) -> None:
     out.mkdir(parents=True, exist_ok=True)
     figures = {"cpu": cpu_name(), "cores": os.cpu_count(), "rounds": rounds}
     (out / "figures.json").write_text(json.dumps(figures, indent=1) + "\n")
-    (out / "README.md").write_text(page(rounds))
+    (out / "README.md").write_text(page(figures))
 
 
 def parse() -> argparse.Namespace:
@@ -106,7 +107,8 @@ def measure(server: Server, files: Iterable[Path]) -> Figures:
     with running(server) as up:
         found: Figures = {"cold_seconds": up.first_token_seconds}
     with running(server) as up:
-        found |= {"warm_seconds": up.first_token_seconds, "pss_mib_at_rest": up.pss_mib()}
+        found |= {"warm_seconds": up.first_token_seconds, "cpu_seconds": up.cpu_seconds()}
+        found["pss_mib_at_rest"] = up.pss_mib()
         answer(up.url, up.model, [300 + token for token in range(PROMPT)], OUTPUT)
         found |= {"pss_mib_after": up.pss_mib(), "weights_mib": weight_bytes(up) / (1 << 20)}
         if (worker := worker_of(up)) is not None:
@@ -168,17 +170,19 @@ def ratio(one: Figures) -> float | None:
     return None if needed is None else one["pss_mib_after"] / needed
 
 
-def page(rounds: list[Figures]) -> str:
+def page(figures: Figures) -> str:
     """The medians of all rounds as a table."""
+    rounds: list[Figures] = figures["rounds"]
     by_server: dict[str, list[Figures]] = {}
     for one in sorted(rounds, key=lambda one: one["round"]):
         by_server.setdefault(one["server"], []).append(one)
     loads = [one["load"] for one in rounds if "load" in one]
+    num_rounds = max(one["round"] for one in rounds) + 1
     lines = [
         "# From the start to the first token",
         "",
         "Written by `python -m examples.benchmarks.server.start_time servers.toml`: medians of "
-        f"{max(one['round'] for one in rounds) + 1} rounds, {cpu_name()}, {os.cpu_count()} cores, "
+        f"{num_rounds} rounds, {figures['cpu']}, {figures['cores']} cores, "
         f"load {min(loads, default=0):.1f} to {max(loads, default=0):.1f}. The very first start, "
         "measured once, compiles kernels, packs the weights and measures the cost of iterations. "
         "Cold: the files that a start reads, also those of Python packages, are not in the page "

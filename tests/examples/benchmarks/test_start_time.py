@@ -1,6 +1,7 @@
 """The page of starts: what was measured in which column, and memory beside weights and KV."""
 
 from examples.benchmarks.server.start_time import COLUMNS, page
+from tests.examples.benchmarks.published import RESULTS, read
 
 ROUNDS = [
     {"round": 0, "server": "ours", "first_seconds": 20.0},
@@ -11,6 +12,7 @@ ROUNDS = [
             "load": 0.5 + number,
             "cold_seconds": 5.0 + number,
             "warm_seconds": 2.0 + number,
+            "cpu_seconds": 2.5,
             "pss_mib_at_rest": 550,
             "pss_mib_after": 600,
             "weights_mib": 480.0,
@@ -23,8 +25,12 @@ ROUNDS = [
 
 
 def test_the_page_has_medians_and_the_memory_beside_weights_and_kv() -> None:
-    lines = page(ROUNDS).splitlines()
-    assert "| ours | 20.00 | 3.00 | 6.00 |  | 550 | 600 | 500 | 1.20 |" in lines
+    lines = page({"cpu": "Zen", "cores": 2, "rounds": ROUNDS}).splitlines()
+    assert "| ours | 20.00 | 3.00 | 2.50 | 6.00 |  | 550 | 600 | 500 | 1.20 |" in lines
     assert "| theirs |  | 1.00 |" + "  |" * (len(COLUMNS) - 2) in lines
     assert "medians of 3 rounds" in lines[2]
     assert "load 0.0 to 2.5" in lines[2]
+
+
+def test_the_published_page_is_that_of_its_figures() -> None:
+    assert (RESULTS / "start" / "README.md").read_text() == page(read("start/figures.json"))
