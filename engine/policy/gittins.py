@@ -168,9 +168,8 @@ class GittinsIndex(PolicyBase):
         if now != self._ordered_at:
             self._ordered_at = now
             self._num_plans += 1
-            is_due = self._num_ends >= ENDS_PER_UPDATE or now >= self._update_at
-            is_due = is_due and not self._outdated
-            if is_due:
+            is_time = self._num_ends >= ENDS_PER_UPDATE or now >= self._update_at
+            if is_due := is_time and not self._outdated:
                 self._update(now)
             self._update_levels()
             if is_due or self._num_plans % PLANS_PER_CHECK == 0:
