@@ -159,8 +159,8 @@ class CpuDevice:
         return "torch" if self._is_plain else INSTRUCTIONS
 
     def prepare(self, progress: Progress) -> None:
-        """Compile the usual kernels. Those of attention, which take as long as all others together,
-        are compiled in a thread while weights are packed."""
+        """Compile the usual kernels. Those of attention, a third of the work, are compiled in a
+        thread while weights are packed."""
         if self._is_plain:
             return
         conversion = conversion_kernels(self.linear_format)
