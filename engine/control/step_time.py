@@ -13,7 +13,9 @@ steps that fill a bound exactly take longer than predicted.
 Without a goal, prompts make an iteration with decodes longer by at most a factor
 (`max_prefill_slowdown`), and no request waits for that reason. One long prompt would otherwise slow
 all streams down to one token per `max_batch_tokens` tokens of the prompt. The price is paid by the
-prompt: with a factor F it gets (F - 1) / F of the time while other requests decode. The factor is
+prompt: with a factor F it gets (F - 1) / F of the time while other requests decode. If more prompts
+than decodes have a seat, each of both gets an equal share of the time: when many requests arrive at
+once, the first few that decode do not keep the others waiting for half of the time. The factor is
 relative to iterations of decodes only that were measured (`LiveCost.decodes`): while a long prompt
 is computed there are none, and the model may ascribe some of its time to the decodes.
 
@@ -42,7 +44,7 @@ if TYPE_CHECKING:
     from engine.pool import RequestPool
     from engine.request import Request
 
-READY = State.READY
+READY, WAITING = State.READY, State.WAITING  # bound once (see engine.pool)
 LEAST_PIECE = 16  # tokens of a prompt's piece; less is not worth a row of the step
 LEAST_FIRST = 4  # tokens of the first prompt's piece without a goal, which it gets in any case
 LEAST_SHARE = 0.1  # of the goal: the time that the first prompt of an iteration gets in any case
@@ -65,6 +67,7 @@ class StepTime:
     ) -> None:
         self._goal = settings.itl_goal
         self._slowdown = settings.max_prefill_slowdown
+        self._seats = settings.max_batch_size
         self._pool = pool
         self._cost = cost
         self._started: _Decodes | None = None  # all started requests, as if all were decodes
@@ -119,7 +122,15 @@ class StepTime:
         if not decodes.num_rows or self._slowdown == inf:
             return inf
         idle = self._cost.model.idle(decodes.num_rows)
-        return self._slowdown * (self._cost.decodes(decodes.num_rows, decodes.slots) + idle)
+        factor = max(self._slowdown, 1.0 + self._num_prompts() / decodes.num_rows)
+        return factor * (self._cost.decodes(decodes.num_rows, decodes.slots) + idle)
+
+    def _num_prompts(self) -> int:
+        """Requests that have a prompt to compute, and a seat; without background requests."""
+        pool = self._pool
+        waiting = pool.count(WAITING) - pool.num_background_waiting
+        started = sum(r.unplanned > 1 and not r.spec.is_background for r in pool.started)
+        return started + max(0, min(waiting, self._seats - pool.num_admitted))
 
     def may_start(self, request: "Request") -> bool:
         """Whether the goals would be met with this request as one more decode."""

@@ -34,7 +34,7 @@ from examples.benchmarks.server.disk_tier import Server
 from examples.benchmarks.server.start_time import cpu_name
 
 LORAS = [f"lora{number}" for number in range(1, NUM_LORAS + 1)]
-FLAGS = ("--threads", "1", "--max-model-len", "512", "--cost-model", "none", "--no-prefix-cache")
+FLAGS = ("--threads", "1", "--max-model-len", "512", "--cost-model", "measure", "--no-prefix-cache")
 
 
 class Target(NamedTuple):

@@ -181,6 +181,18 @@ def test_a_prompt_makes_an_iteration_with_decodes_longer_by_a_bounded_factor(
     assert iteration.itl_goal == inf
 
 
+@pytest.mark.parametrize(("num_prompts", "factor"), [(1, 2.0), (4, 2.0), (12, 4.0), (30, 5.0)])
+def test_prompts_and_decodes_share_the_time_equally_if_there_are_more_prompts(
+    num_prompts: int, factor: float
+) -> None:
+    """Beside four decodes, with 20 seats: 2.5 seconds, times the factor."""
+    scheduler = make(inf, max_batch_size=20, max_prefill_slowdown=2.0)
+    now = decoding(scheduler, 4)
+    for _ in range(num_prompts):
+        scheduler.add(a_spec(490, 2), now)
+    assert HAND_COST.step(planned(scheduler, now).step) == 2.5 * factor
+
+
 def returned(scheduler: IterationScheduler, iteration: Iteration, seconds: float) -> None:
     """Commit an iteration that took so many seconds."""
     tokens = (7,) * sum(entry.sample is not None for entry in iteration.step.entries)
