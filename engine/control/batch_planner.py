@@ -47,11 +47,14 @@ class BatchPlanner:
         self._swap_planner = swap_planner
         self._cost = cost
         self.step_time = StepTime(settings, pool, cost)
-        self._prefix_first = PrefixFirst(settings.prefix_first, kv.search)
+        window = settings.prefix_first
+        self._prefix_first = PrefixFirst(window, kv.search) if window else None
 
     def fill(self, batch: "BatchBuilder", now: float) -> None:
         """Take requests in the policy's order; when no more may be admitted, only started ones."""
-        order = self._prefix_first.order(self._pool.policy.order(now))
+        order = self._pool.policy.order(now)
+        if self._prefix_first is not None:
+            order = self._prefix_first.order(order)
         admits = not (self._takes_whole_batch and self._pool.num_admitted)
         request: Request | None = None
         ahead = batch.ahead
@@ -219,7 +222,8 @@ class BatchPlanner:
             return False
         if self._admission.admit(request, now):
             self.step_time.started(request)
-            self._prefix_first.started(request)
+            if self._prefix_first is not None:
+                self._prefix_first.started(request)
             for other in batch.not_admitted:
                 other.num_step_overs += 1
             self._take(batch, request, now)

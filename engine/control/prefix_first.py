@@ -27,7 +27,7 @@ class PrefixFirst:
     """Changes the order of waiting requests within a window."""
 
     def __init__(self, size: int, search: "PrefixSearch") -> None:
-        """`size`: requests in the window, and how often a request may be overtaken; 0: never."""
+        """`size`: requests in the window, and how often a request may be overtaken."""
         self._size = size
         self._search = search
         self._taken: Request | None = None  # the last one that was taken from the window,
@@ -36,9 +36,6 @@ class PrefixFirst:
     def order(self, order: "Iterator[Request]") -> "Iterator[Request]":
         """The requests of a policy's order. It looks for the cached prefix of each request in the
         window, once per plan."""
-        return self._by_prefix(order) if self._size else order
-
-    def _by_prefix(self, order: "Iterator[Request]") -> "Iterator[Request]":
         window: list[Request] = []
         for request in order:
             if request.state is WAITING:

@@ -36,5 +36,6 @@ def run_here(name: str, *arguments: str | Path) -> str:
         if name.endswith(".py"):
             runpy.run_path(str(EXAMPLES / name), run_name="__main__")
         else:
+            sys.modules.pop(f"examples.{name}", None)  # runpy warns if another test has imported it
             runpy.run_module(f"examples.{name}", run_name="__main__", alter_sys=True)
     return printed.getvalue()

@@ -225,11 +225,17 @@ def test_outputs_are_read_token_by_token() -> None:
     assert (compiler.num_fed, compiler.most_fed) == (3, 1)
 
 
+def make_all_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every mask takes longer than a batch waits for it, before the first step and behind it."""
+    for module in ("constraints", "mask_threads"):
+        monkeypatch.setattr(f"engine.worker.sampling.{module}.MASK_WAIT_SECONDS", 0.0)
+
+
 def test_outputs_of_slow_rows_are_read_in_another_thread_than_their_masks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """That thread has ordinary priority; it rests if other rows of the batch have tokens."""
-    monkeypatch.setattr("engine.worker.sampling.constraints.MASK_WAIT_SECONDS", 0.0)  # all are slow
+    make_all_slow(monkeypatch)
     rests: list[float] = []
     monkeypatch.setattr("engine.worker.sampling.mask_threads.time.sleep", rests.append)
     compiler = Counting()
@@ -245,7 +251,7 @@ def test_outputs_of_slow_rows_are_read_in_another_thread_than_their_masks(
 
 def test_slow_rows_do_not_occupy_the_threads_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """More slow rows than mask threads: after each was slow once, they share one thread."""
-    monkeypatch.setattr("engine.worker.sampling.constraints.MASK_WAIT_SECONDS", 0.0)
+    make_all_slow(monkeypatch)
     compiler = Counting()
     constraints = Constraints(compiler.open)
     compiler.mask_gate.set()
