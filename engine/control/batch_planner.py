@@ -221,11 +221,7 @@ class BatchPlanner:
         if not whole_batch and self._is_used_up(batch, request):
             return False
         if self._admission.admit(request, now):
-            self.step_time.started(request)
-            if self._prefix_first is not None:
-                self._prefix_first.started(request)
-            for other in batch.not_admitted:
-                other.num_step_overs += 1
+            self._count_start(batch, request)
             self._take(batch, request, now)
         else:
             batch.not_admitted.append(request)
@@ -234,3 +230,11 @@ class BatchPlanner:
         bound = self._settings.max_step_overs
         must_stop = any(other.num_step_overs >= bound for other in batch.not_admitted)
         return not must_stop and len(batch.not_admitted) < self._settings.scan_limit
+
+    def _count_start(self, batch: "BatchBuilder", request: Request) -> None:
+        """A request got its KV: it has overtaken those that did not fit."""
+        self.step_time.started(request)
+        if self._prefix_first is not None:
+            self._prefix_first.started(request)
+        for other in batch.not_admitted:
+            other.num_step_overs += 1

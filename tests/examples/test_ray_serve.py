@@ -96,7 +96,13 @@ async def test_a_body_that_is_too_large_is_answered_without_a_replica() -> None:
 def url() -> Iterator[str]:
     """The URL of two replicas of the built-in model."""
     port = free_port()
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="error")
+    ray.init(
+        address="local",  # not a cluster that other tests may have left
+        num_cpus=4,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="error",
+    )
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": port})
         settings = {"model": "builtin", "served_model_name": "m", "threads": "1"}
