@@ -13,11 +13,12 @@ steps that fill a bound exactly take longer than predicted.
 Without a goal, prompts make an iteration with decodes longer by at most a factor
 (`max_prefill_slowdown`), and no request waits for that reason. One long prompt would otherwise slow
 all streams down to one token per `max_batch_tokens` tokens of the prompt. The price is paid by the
-prompt: with a factor F it gets (F - 1) / F of the time while other requests decode. If more prompts
-than decodes have a seat, each of both gets an equal share of the time: when many requests arrive at
-once, the first few that decode do not keep the others waiting for half of the time. The factor is
-relative to iterations of decodes only that were measured (`LiveCost.decodes`): while a long prompt
-is computed there are none, and the model may ascribe some of its time to the decodes.
+prompt: with a factor F it gets (F - 1) / F of the time while other requests decode. If many more
+requests have a prompt to compute than decode, the factor is larger: each of them counts as
+`PROMPT_SHARE` of a decode. So when many requests arrive at once, the first one that decodes does
+not keep the others waiting for half of the time. The factor is relative to iterations of decodes
+only that were measured (`LiveCost.decodes`): while a long prompt is computed there are none, and
+the model may ascribe some of its time to the decodes.
 
 No starvation. The first prompt of an iteration gets a piece that adds `LEAST_SHARE` of the goal
 even if the decodes alone take all of it, so a prompt that takes P seconds alone is computed within
@@ -48,6 +49,7 @@ READY, WAITING = State.READY, State.WAITING  # bound once (see engine.pool)
 LEAST_PIECE = 16  # tokens of a prompt's piece; less is not worth a row of the step
 LEAST_FIRST = 4  # tokens of the first prompt's piece without a goal, which it gets in any case
 LEAST_SHARE = 0.1  # of the goal: the time that the first prompt of an iteration gets in any case
+PROMPT_SHARE = 0.25  # of a decode's time, for each prompt, if that is more than the factor allows
 LEAST_BATCH = 1.5  # seconds of a lone decode: below this the goal does not keep requests waiting
 
 
@@ -122,7 +124,7 @@ class StepTime:
         if not decodes.num_rows or self._slowdown == inf:
             return inf
         idle = self._cost.model.idle(decodes.num_rows)
-        factor = max(self._slowdown, 1.0 + self._num_prompts() / decodes.num_rows)
+        factor = max(self._slowdown, 1.0 + PROMPT_SHARE * self._num_prompts() / decodes.num_rows)
         return factor * (self._cost.decodes(decodes.num_rows, decodes.slots) + idle)
 
     def _num_prompts(self) -> int:

@@ -258,7 +258,7 @@ class EngineSettings(BaseSettings):
         2.0,
         "scheduling",
         "how much longer an iteration with running requests may take because of prompts, as a "
-        "factor, while at least as many decode as have a prompt to compute; a prompt takes "
+        "factor (more while few decode and many have a prompt to compute); a prompt takes "
         "F / (F - 1) times as long; "
         "0: no limit but --max-step-seconds. With --itl-goal the goal alone counts",
         "FACTOR",
