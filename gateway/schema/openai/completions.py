@@ -69,12 +69,6 @@ class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=T
         """Maximum output tokens."""
         return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
 
-    @property
-    def num_ids(self) -> int:
-        """Tokens of a single prompt of token ids; 0 for other prompts."""
-        is_ids = isinstance(self.prompt, list) and self.prompt and isinstance(self.prompt[0], int)
-        return len(self.prompt) if is_ids else 0
-
     def prompts(self, vocabulary: Vocabulary) -> list[Prompt]:
         """The prompts in order, each a text or a tuple of token ids."""
         if isinstance(self.prompt, str):
@@ -98,7 +92,33 @@ class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=T
         ]
 
 
+class CompletionSize(msgspec.Struct):
+    """What decides whether a single prompt of token ids fits, which are not decoded: a prompt that
+    is far too long would delay the event loop by milliseconds."""
+
+    prompt: msgspec.Raw = msgspec.Raw()
+    max_tokens: int | None = None
+    truncate_prompt_tokens: int | None = None
+
+    @property
+    def num_ids(self) -> int:
+        """Tokens of a single prompt of token ids; 0 for another one, and for one to be cut."""
+        prompt = bytes(self.prompt)
+        is_ids = prompt[:1] == b"[" and b'"' not in prompt and prompt.count(b"[") == 1
+        return prompt.count(b",") + 1 if is_ids and self.truncate_prompt_tokens is None else 0
+
+
 _DECODER = msgspec.json.Decoder(CompletionRequest)
+_SIZE_DECODER = msgspec.json.Decoder(CompletionSize)
+
+
+def size_of(body: bytes) -> CompletionSize:
+    """The size of a request; an empty one if the body is not valid, as `decode_completion` reports
+    then."""
+    try:
+        return _SIZE_DECODER.decode(body)
+    except (msgspec.DecodeError, RecursionError):
+        return CompletionSize()
 
 
 def decode_completion(body: bytes, unknown: UnknownFields | None = None) -> CompletionRequest:

@@ -9,7 +9,7 @@ from gateway.generation.event_stream import respond
 from gateway.generation.plan import GenerationPlan, build_plan, check_fits, longest_prompt
 from gateway.generation.prompt import tokenize_prompts
 from gateway.schema.openai.completion_renderer import CompletionRenderer
-from gateway.schema.openai.completions import decode_completion
+from gateway.schema.openai.completions import DEFAULT_MAX_TOKENS, decode_completion, size_of
 from gateway.schema.openai.event_envelope import token_formatter
 from gateway.service import caller_of, service_of
 
@@ -30,12 +30,11 @@ async def create_completion(http: "HttpRequest") -> "ASGIApp":
 
 def plan_completion(body: bytes, caller: "Caller", service: "Service") -> GenerationPlan:
     """The plan of a request body; raises `InvalidRequest` for what cannot be served."""
+    _check_size(body, service)
     request = decode_completion(body, caller.unknown_fields)
     service.check_generates(request.model)
     model = service.model
     most = longest_prompt(request, service)
-    if most is not None and request.num_ids > most:  # before each id is checked
-        check_fits(request.num_ids, request.max_output, "prompt", service)
     prompts = request.prompts(model.vocabulary)
     tokenize = partial(tokenize_prompts, model.tokenizer, prompts, most)
     renderer = CompletionRenderer(
@@ -45,3 +44,13 @@ def plan_completion(body: bytes, caller: "Caller", service: "Service") -> Genera
     )
     plan = build_plan(request, tokenize, renderer, caller, service)
     return replace(plan, constraint=request.constraint(), prompt_field="prompt")
+
+
+def _check_size(body: bytes, service: "Service") -> None:
+    """Raise `ContextTooLong` for a prompt of far too many token ids, before they are decoded."""
+    if body.count(b",") < service.engine.scheduler.settings.max_model_len:
+        return
+    size = size_of(body)
+    max_tokens = DEFAULT_MAX_TOKENS if size.max_tokens is None else size.max_tokens
+    if size.num_ids > service.engine.scheduler.settings.max_model_len:
+        check_fits(size.num_ids, max_tokens, "prompt", service)

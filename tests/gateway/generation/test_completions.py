@@ -100,3 +100,35 @@ def test_the_error_names_an_invalid_prompt(prompt: object, param: str) -> None:
         assert error["param"] == param
 
     play(scene)
+
+
+def test_far_too_many_token_ids_are_rejected_before_they_are_decoded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def scene(rig: Rig) -> None:
+        prompt = [104] * 600
+        with monkeypatch.context() as patch:
+            patch.delattr("gateway.web.routes.completions.decode_completion")
+            async with rig.client.post(TEXT, text(prompt=prompt, max_tokens=5)) as exchange:
+                error = (await exchange.json())["error"]
+        assert (exchange.status, error["code"]) == (400, "context_length_exceeded")
+        assert "600" in error["message"]
+        assert "5" in error["message"]
+        for allowed in ({"prompt": prompt, "truncate_prompt_tokens": 9}, {"prompt": [prompt[:9]]}):
+            async with rig.client.post(TEXT, text(**allowed, max_tokens=5)) as exchange:
+                assert (await exchange.json())["object"] == "text_completion"
+
+    play(scene, Setting(context=500))
+
+
+@pytest.mark.parametrize(
+    "prompt", [b"[" + b"1," * 600, b"[" * 600 + b",1" * 600, b'["' + b"," * 600]
+)
+def test_a_long_body_that_is_not_json_is_rejected_as_a_short_one(prompt: bytes) -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(TEXT, b'{"prompt":' + prompt) as exchange:
+            message = (await exchange.json())["error"]["message"]
+        assert exchange.status == 400
+        assert "JSON" in message
+
+    play(scene, Setting(context=500))
