@@ -15,7 +15,7 @@ the change of the arrival rate at which the simulation has the measured mean JCT
 figures.json and errors.png.
 
     python -m examples.benchmarks.real_engine.simulator_accuracy
-        [--requests 10000] [--loads 0.5 0.7 0.9] [--out DIR]
+        [--requests 5000] [--loads 0.5 0.7 0.9] [--out DIR]
 
 The default takes about four minutes of a quiet machine. With `--clock cpu` other load may run.
 """
@@ -41,7 +41,7 @@ from engine.simulated.trace import at_rate, read_trace
 from examples.benchmarks.real_engine import loads
 from examples.benchmarks.real_engine.accuracy_page import draw, report, table
 from examples.benchmarks.real_engine.machine import (
-    SMALL,
+    MEDIUM,
     TINY,
     Machine,
     circumstances,
@@ -227,7 +227,7 @@ async def run_all(model: Path, args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--requests", type=int, default=10_000)
+    parser.add_argument("--requests", type=int, default=5000)
     parser.add_argument("--loads", type=float, nargs="+", default=[0.5, 0.7, 0.9])
     parser.add_argument("--tiny", action="store_true", help="a tiny model")
     parser.add_argument("--threads", type=int, default=1)
@@ -235,7 +235,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
     with TemporaryDirectory() as scratch:
-        model = make_model(Path(scratch) / "model", TINY if args.tiny else SMALL)
+        model = make_model(Path(scratch) / "model", TINY if args.tiny else MEDIUM)
         asyncio.run(run_all(model, args))
 
 
