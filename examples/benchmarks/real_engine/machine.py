@@ -43,7 +43,6 @@ class Size:
 
 LARGE = Size()  # 19 M parameters: a step takes some milliseconds
 MEDIUM = Size(hidden=320, layers=6, feed_forward=864, head_dim=32)  # a step takes about 2 ms
-SMALL = Size(hidden=128, layers=3, feed_forward=352, head_dim=32)  # a step takes under 1 ms
 TINY = Size(hidden=64, layers=2, feed_forward=128, head_dim=16)  # for tests
 
 

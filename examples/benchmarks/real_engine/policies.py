@@ -206,7 +206,7 @@ EXPERIMENTS: dict[str, tuple[str, str, Experiment, int]] = {
         "knows the length of an output before it ends. Good: at most 15 times a single decode step "
         "per token.",
         three,
-        120,
+        400,
     ),
     "fair": (
         "fair against fcfs, with one large tenant",

@@ -32,7 +32,7 @@ from engine.simulated.run import Setup, simulate
 from engine.simulated.trace import at_rate
 from examples.benchmarks.real_engine.loads import Call
 from examples.benchmarks.real_engine.machine import (
-    SMALL,
+    MEDIUM,
     TINY,
     Machine,
     circumstances,
@@ -238,7 +238,7 @@ def main() -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     if args.real:
         with TemporaryDirectory() as scratch:
-            model = make_model(Path(scratch) / "model", TINY if args.tiny else SMALL)
+            model = make_model(Path(scratch) / "model", TINY if args.tiny else MEDIUM)
             found = asyncio.run(run_real(model, args.requests))
     else:
         found = virtual(args.requests)
