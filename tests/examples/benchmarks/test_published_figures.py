@@ -112,6 +112,26 @@ def beside_peers_in_both_sizes() -> list[str]:
     ]
 
 
+def starts() -> list[str]:
+    found: dict[str, dict[str, list[float]]] = {}
+    for one in read("start/figures.json")["rounds"]:
+        for key in ("warm_seconds", "cold_seconds"):
+            if key in one:
+                kinds = found.setdefault(one["server"].split()[0].strip(","), {})
+                kinds.setdefault(f"{one['server']} {key}", []).append(one[key])
+
+    def span(kind: str, key: str) -> str:
+        medians = [median(times) for name, times in found[kind].items() if name.endswith(key)]
+        ends = sorted({f"{end:.1f}" for end in (min(medians), max(medians))})
+        return " to ".join(ends)
+
+    own, other = "Podway", "llama-server"
+    return [
+        f"later ones have their first token after {span(own, 'warm_seconds')} s, "
+        f"cold {span(own, 'cold_seconds')} s, llama-server after {span(other, 'warm_seconds')} s"
+    ]
+
+
 # Cost of a token, and of bits
 
 
@@ -238,6 +258,7 @@ def kills() -> list[str]:
 
 CLAIMS: list[tuple[Path, Callable[[], list[str]]]] = [
     (README, beside_others),
+    (README, starts),
     (README, iteration_level),
     (README, orca),
     (README, streamed_token),
