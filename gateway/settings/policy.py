@@ -20,7 +20,7 @@ class PolicyFields(BaseSettings):
     """The fields under `scheduling` of `podway serve --help` that choose and change the order."""
 
     policy: Annotated[str, AfterValidator(_known_policy)] = _option(
-        "gittins", "scheduling", "scheduling policy: " + ", ".join(POLICIES), "NAME"
+        "fcfs", "scheduling", "scheduling policy: " + ", ".join(POLICIES), "NAME"
     )
     starvation_seconds: float | None = _option(
         None,

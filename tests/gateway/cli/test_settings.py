@@ -23,7 +23,7 @@ def startup_error(**flags: str) -> str:
 def test_by_default_the_builtin_model_is_served_on_loopback() -> None:
     settings = load({})
     assert (settings.model, settings.host, settings.port) == (BUILTIN_MODEL, "127.0.0.1", 8000)
-    assert (settings.policy, settings.admission) == ("gittins", "grow")
+    assert (settings.policy, settings.admission) == ("fcfs", "grow")
 
 
 def test_flags_override_environment_then_named_file_then_local_file_then_defaults(

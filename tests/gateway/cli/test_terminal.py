@@ -37,7 +37,7 @@ def test_the_banner_has_address_model_and_memory() -> None:
     )
     for fact in ("demo at http://127.0.0.1:8000", "3.1 M", "16,384 slots", "1,024 MiB",
                  "1 worker, 2 threads (spin-wait), AVX2",
-                 "float32 on cpu", "policy gittins", "admission grow"):  # fmt: skip
+                 "float32 on cpu", "policy fcfs", "admission grow"):  # fmt: skip
         assert fact in text
     small = banner("u", "demo", replace(REPORT, kv_dtype="int8"), load({}), {"cost": "2 ms"})
     assert "1,024 MiB of int8" in small
