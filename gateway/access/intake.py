@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from engine.ports import Clock
     from gateway.observe.request_log import RequestRecord
 
-SHARE = 0.4  # of the loop's time, while the engine generates
+SHARE = 0.2  # of the loop's time, while the engine generates
 BUSY_SHARE = 0.1  # the same while the loop is busy
-MAX_CREDIT_SECONDS = 0.004  # of unused time that may be used at once
+MAX_CREDIT_SECONDS = 0.002  # of unused time that may be used at once
 
 
 @dataclass(slots=True, eq=False)
