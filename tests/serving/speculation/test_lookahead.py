@@ -55,16 +55,19 @@ async def test_lookahead_changes_no_text_and_is_late_by_no_more_than_an_iteratio
         assert len(set(plain)) > len(WAYS)
         random = Random(7)
 
-        async def leave() -> None:
+        async def leave(number: int) -> None:
+            """At any time; those with odd numbers when they have got tokens."""
             body = {"prompt": "Tell me a story.", "max_tokens": 4000, "ignore_eos": True}
-            _, writer = await raw_post(servers.ahead, body | {"stream": True})
+            reader, writer = await raw_post(servers.ahead, body | {"stream": True})
+            if number % 2:
+                assert b"200" in await reader.readline()
             await asyncio.sleep(random.uniform(0.0, 0.5))
             writer.transport.abort()
 
         await until_idle(session, servers.ahead)
-        await asyncio.gather(*(leave() for _ in range(40)))
+        await asyncio.gather(*map(leave, range(80)))
         counts = await until_idle(session, servers.ahead)
-        assert counts["podway_requests_total/outcome=cancelled"] >= 40
+        assert counts["podway_requests_total/outcome=cancelled"] >= 40, "half of them at least"
         within_two = counts["podway_cancel_to_free_iterations_bucket/le=2.0"]
         assert within_two == counts["podway_cancel_to_free_iterations_count"]
         assert counts["podway_orphan_blocks"] == 0
