@@ -2,7 +2,7 @@
 
 An entry whose token is `LAST_TOKEN` continues from the token that an earlier step sampled. Steps
 run in order, so the token is here by then. If that step or its entry failed, the scheduler discards
-the result of this entry too; a placeholder token lets the rest of the batch run.
+the result of this entry too; with `FAILED_TOKEN` the rest of the batch runs.
 """
 
 from collections import deque
@@ -12,7 +12,7 @@ from dataclasses import replace
 from engine.step import LAST_TOKEN, Fault, RequestId, Step, StepEntry, StepId
 from engine.worker.ports import RaggedLayout
 
-PLACEHOLDER = 0
+FAILED_TOKEN = 0  # of a row whose request has failed; a valid id, whose result is discarded
 
 
 class LastTokens:
@@ -22,9 +22,9 @@ class LastTokens:
         self._steps: deque[tuple[StepId, dict[RequestId, int]]] = deque(maxlen=num_steps + 1)
 
     def open(self, step: Step) -> None:
-        """The step is about to run: until `keep` is called its tokens are placeholders."""
+        """The step is about to run: until `keep` is called its tokens are `FAILED_TOKEN`."""
         specs = [entry.request_id for entry in step.entries if entry.sample is not None]
-        self._steps.append((step.step_id, dict.fromkeys(specs, PLACEHOLDER)))
+        self._steps.append((step.step_id, dict.fromkeys(specs, FAILED_TOKEN)))
 
     def complete(self, step: Step, layout: RaggedLayout) -> Step:
         """The step and its layout with the tokens that were not known when it was planned.
@@ -42,13 +42,13 @@ class LastTokens:
         return replace(step, entries=entries)
 
     def keep(self, step: Step, tokens: Sequence[int], faults: Sequence[Fault]) -> None:
-        """The step has run: one token per sampled row, placeholders for rows in `faults`."""
+        """The step has run: one token per sampled row, `FAILED_TOKEN` for rows in `faults`."""
         if not tokens:
             return
         _, held = self._steps[-1]
         held.update(zip(held, tokens, strict=True))
         for fault in faults:
-            held[step.entries[fault.entry].request_id] = PLACEHOLDER
+            held[step.entries[fault.entry].request_id] = FAILED_TOKEN
 
     def fill(self, step_id: StepId, tokens: Sequence[int]) -> None:
         """Set the tokens of a step, one per sampled row, unless it is too old."""

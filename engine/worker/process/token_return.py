@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from engine.step import LAST_TOKEN, RequestId, Step, StepId
 from engine.worker.model.kv.data_plane import DataPlane
-from engine.worker.model.last_tokens import LastTokens
+from engine.worker.model.last_tokens import FAILED_TOKEN, LastTokens
 from engine.worker_settings import Placement
 
 
@@ -56,5 +56,5 @@ class TokenReturn:
         if step is None or self._plane is None:
             return
         num_samples = sum(entry.sample is not None for entry in step.entries)
-        placeholders = [0] * (num_samples - len(tokens))
-        self._plane.send_tokens(step.step_id, [*tokens, *placeholders], self._peers)
+        missing = [FAILED_TOKEN] * (num_samples - len(tokens))
+        self._plane.send_tokens(step.step_id, [*tokens, *missing], self._peers)

@@ -40,7 +40,7 @@ class OutputMemory:
     """Fills in the sample specs of steps, which come in order.
 
     The requests of a step that fails have failed with it, but steps planned ahead may still have
-    entries of theirs: these get a placeholder instead of their output, and fail no other request.
+    entries of theirs: these are sampled as if without an output, and fail no other request.
     """
 
     def __init__(self) -> None:

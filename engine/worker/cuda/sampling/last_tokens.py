@@ -16,7 +16,8 @@ from engine.worker.ports import Int64s
 
 
 class LastTokensTensor(Protocol):
-    """One token per sampled row of a step; placeholders where sampling failed."""
+    """One token per sampled row of a step; any token where sampling failed, since that request has
+    failed."""
 
     @property
     def ids(self) -> Tensor | None:
@@ -30,13 +31,13 @@ class LastTokensTensor(Protocol):
 
 class _LastToken(NamedTuple):
     places: dict[RequestId, int]
-    sampled: LastTokensTensor | None  # None if the step failed: placeholders then
+    sampled: LastTokensTensor | None  # None if the step failed, and its requests with it
 
 
 class Source(NamedTuple):
     """Positions of the needed tokens among those of the previous step."""
 
-    ids: Tensor | None  # None: all are placeholders
+    ids: Tensor | None  # None: the step failed, so results behind its tokens are discarded
     places: Int64s
 
 
@@ -50,7 +51,7 @@ class DeviceLastTokens:
         self._before = self._now = _LastToken({}, None)
 
     def open(self, step: Step) -> None:
-        """Begin a step: until `keep` is called its tokens are placeholders."""
+        """Begin a step: its tokens are not there until `keep` is called."""
         specs = [entry.request_id for entry in step.entries if entry.sample is not None]
         self._before = self._now
         self._now = _LastToken({request_id: at for at, request_id in enumerate(specs)}, None)

@@ -46,7 +46,7 @@ class PendingOutput:
 
     @property
     def ids(self) -> Tensor | None:
-        """One token per sampled row, int64 on the device; placeholders where a row failed."""
+        """One token per sampled row, int64 on the device; any token where a row failed."""
         return None if self.tokens is None else self.tokens.pending.ids
 
     def known(self) -> list[int]:

@@ -26,7 +26,7 @@ from engine.step import (
     StepId,
 )
 from engine.transport.inline import InlineExecutor
-from engine.worker.model.last_tokens import PLACEHOLDER, LastTokens
+from engine.worker.model.last_tokens import FAILED_TOKEN, LastTokens
 from engine.worker.model.layout import LayoutLimits, build_layout
 from engine.worker.process.worker import Worker
 from tests.engine.worker.process.driving import GREEDY, load_worker
@@ -145,18 +145,18 @@ def test_last_tokens_are_filled_into_the_entries_that_continue_from_them() -> No
     assert [each.tokens for each in entries] == [(71,), (9,), (70,)]
 
 
-def test_a_failed_step_leaves_placeholder_tokens() -> None:
+def test_a_failed_step_leaves_the_failed_token() -> None:
     held = LastTokens(num_steps=1)
     run(held, (), entry(0, 1))
-    assert complete(held, entry(0, LAST_TOKEN))[0] == [PLACEHOLDER]
+    assert complete(held, entry(0, LAST_TOKEN))[0] == [FAILED_TOKEN]
 
 
-def test_a_failed_row_leaves_a_placeholder_token() -> None:
+def test_a_failed_row_leaves_the_failed_token_in_its_place() -> None:
     held = LastTokens(num_steps=1)
     step = Step(StepId(0), (entry(0, 1), entry(1, 1)))
     held.open(step)
     held.keep(step, [999, 71], [Fault(0, "it failed")])
-    assert complete(held, entry(0, LAST_TOKEN), entry(1, LAST_TOKEN))[0] == [PLACEHOLDER, 71]
+    assert complete(held, entry(0, LAST_TOKEN), entry(1, LAST_TOKEN))[0] == [FAILED_TOKEN, 71]
 
 
 def test_tokens_are_kept_for_num_steps_steps() -> None:

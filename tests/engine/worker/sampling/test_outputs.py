@@ -87,9 +87,9 @@ def test_a_step_planned_ahead_of_a_failed_one_fails_no_other_request(has_output:
     other = StepEntry(RequestId(1), 2, (5,), b"", SampleSpec(PENALISED, output=(5,)))
     ahead = Step(StepId(2), (StepEntry(RequestId(0), 4, (9,), b"", CONTINUES), other))
     memory.open(ahead)
-    placeholder, found = memory.complete(ahead).entries
-    assert placeholder.sample is not None
-    assert placeholder.sample.grammar is None
+    failed, found = memory.complete(ahead).entries
+    assert failed.sample is not None
+    assert failed.sample.grammar is None
     assert found.sample is not None
     assert found.sample.output == (5,)
 
