@@ -3,13 +3,15 @@
 from dataclasses import dataclass
 from itertools import islice, repeat, starmap
 from math import inf
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Sequence
 
     from engine.request import Request
     from engine.step import BlockMove, Fault, Step, StepResult, Tier, TokenLogprobs
+
+T = TypeVar("T")
 
 
 class SampledToken(NamedTuple):
@@ -45,17 +47,28 @@ class Iteration:
 
     def results(self, result: "StepResult") -> "EntryResults":
         """What `result` has for each of the entries."""
-        tokens, logprobs = iter(result.tokens), iter(result.logprobs or repeat(None))
+        tokens: Sequence[int | None] = result.tokens
+        logprobs: Sequence[TokenLogprobs | None] = result.logprobs
         accepted: dict[Request, tuple[SampledToken, ...]] = {}
         if self.step.has_drafts:
             first, accepted = self._accepted(result)
-            tokens, logprobs = (iter(part) for part in zip(*first, strict=True))
+            tokens, logprobs = zip(*first, strict=True)
+        num_entries = len(self.requests)
+        if len(tokens) < num_entries:
+            tokens = self._by_entry(tokens)
+            logprobs = logprobs and self._by_entry(logprobs)
+        logprobs = logprobs or (None,) * num_entries
         vectors: dict[Request, bytes] = {}
         if result.vectors:
             rows = zip(self.step.entries, self.requests, strict=True)
             pooled = [request for entry, request in rows if entry.pooling is not None]
             vectors = dict(zip(pooled, result.vectors, strict=True))
         return EntryResults(tokens, logprobs, accepted, vectors)
+
+    def _by_entry(self, values: "Sequence[T | None]") -> "Sequence[T | None]":
+        """One value for each entry: None for those that sample no token."""
+        left = iter(values)
+        return [None if entry.sample is None else next(left) for entry in self.step.entries]
 
     def _accepted(
         self, result: "StepResult"
@@ -76,12 +89,11 @@ class Iteration:
 
 
 class EntryResults(NamedTuple):
-    """The first token of each entry that samples and its log-probabilities, in the order of the
-    entries; the tokens behind it of requests with drafts; the vectors of requests that are pooled.
-    """
+    """The first token of each entry and its log-probabilities, None if it samples none; the tokens
+    behind it of requests with drafts; the vectors of requests that are pooled."""
 
-    tokens: "Iterator[int]"
-    logprobs: "Iterator[TokenLogprobs | None]"
+    tokens: "Sequence[int | None]"
+    logprobs: "Sequence[TokenLogprobs | None]"
     accepted: "dict[Request, tuple[SampledToken, ...]]"
     vectors: "dict[Request, bytes]"
 

@@ -265,7 +265,7 @@ class Step:
     @property
     def has_drafts(self) -> bool:
         """Whether any entry has drafts."""
-        return any(entry.num_drafts for entry in self.entries)
+        return sum([entry.num_drafts for entry in self.entries]) > 0
 
     @property
     def has_proposals(self) -> bool:

@@ -105,8 +105,9 @@ class AdmissionControl:
     def admit(self, request: Request, now: float) -> bool:
         """Start a waiting or swapped request if its blocks are available, or can be made available
         by preemption. KV on the host is swapped in before the request runs."""
-        is_short = self.num_missing(request) > 0 or self._kv.num_states_missing(request) > 0
-        if is_short and not self._make_room_to_start(request, now):
+        missing = self.num_missing(request)
+        is_short = missing > 0 or self._kv.num_states_missing(request) > 0
+        if is_short and not self._make_room_to_start(request, missing, now):
             return False
         self.start(request, now, is_awaited=True)
         return True
@@ -168,14 +169,14 @@ class AdmissionControl:
         preempt it."""
         return request.produced >= request.produced_at_start + self._settings.min_run
 
-    def _make_room_to_start(self, request: Request, now: float) -> bool:
-        """Preempt less urgent requests until this one fits; none if all together gain too few."""
-        missing = self.num_missing(request)
+    def _make_room_to_start(self, request: Request, missing: int, now: float) -> bool:
+        """Preempt less urgent requests until this one fits, for which `missing` blocks lack; none
+        if all together gain too few."""
         if not self.may_preempt_to_start or missing > self._reclaimable:
             return False
         fewest = self._kv.num_states_missing(request)  # each victim has one state, or more
         victims: list[Request] = []
-        needed, shared = missing, self._kv.shared_blocks(request)
+        needed, shared = missing, None
         headroom = self._kv.num_groups if self._grows else 0
         host_left = self._kv.num_host_free if self._settings.swaps else 0
         for victim in self._victims(request, now):
@@ -183,6 +184,8 @@ class AdmissionControl:
             if self._may_start_for(victim, request, is_kept=num_swapped <= host_left):
                 victims.append(victim)
                 host_left -= num_swapped
+                if shared is None:
+                    shared = self._kv.shared_blocks(request)
                 missing -= self._kv.num_gained(victim, exclude=shared) + headroom
                 if missing <= 0 and len(victims) >= fewest:
                     break

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from engine.request import Request
 
 
+PENDING = (LAST_TOKEN,)
+
+
 class BatchBuilder:
     """Collects entries for up to `seats` requests and `tokens_left` tokens; decodes go first.
 
@@ -61,31 +64,28 @@ class BatchBuilder:
     def add(self, request: "Request", num_tokens: int, kv: "KVManager", *, is_last: bool) -> None:
         """Add the next `num_tokens` tokens of a request whose slots are reserved. If they are the
         last of its known tokens (`is_last`), a token is sampled after them, or they are pooled."""
-        start = request.num_planned
+        spec, request_id, start = request.spec, request.request_id, request.num_planned
         stop = start + num_tokens
         rows = self.decodes
         if is_last and request.num_pending:  # continues with a token that is not sampled yet
-            tokens: tuple[int, ...] = (LAST_TOKEN,)
+            tokens: tuple[int, ...] = PENDING
         elif is_last and num_tokens == 1 and request.output:
             tokens = (request.output[-1],)
         else:
             rows, tokens = self.prefills, request.tokens(start, stop)
-        pooling = request.spec.pooling if is_last else None
-        samples = is_last and pooling is None
+        samples = is_last and spec.pooling is None
         sample = request.constant_sample or self._sample_spec(request) if samples else None
-        targets = (
-            _targets(request, start, stop) if request.spec.prompt_logprobs is not None else None
-        )
-        blocks = kv.ledger.table(request.request_id)
-        entry = StepEntry(
-            request.request_id, start, tokens, blocks, sample, targets, pooling=pooling
-        )
+        targets = None if spec.prompt_logprobs is None else _targets(request, start, stop)
+        blocks = kv.ledger.table(request_id)
+        entry = StepEntry(request_id, start, tokens, blocks, sample, targets)
         if not kv.keeps_all:
             state = kv.plan_state(request, start, stop)
             entry = kv.with_blocks(request, entry)._replace(state=state)
-        if request.spec.lora is not None:
-            entry = entry._replace(lora_id=request.spec.lora.lora_id)
+        if spec.lora is not None:
+            entry = entry._replace(lora_id=spec.lora.lora_id)
             self._has_loras = True
+        if is_last and not samples:
+            entry = entry._replace(pooling=spec.pooling)
         rows.append((request, entry))
         self.seats -= 1
         self.tokens_left -= num_tokens
@@ -139,8 +139,12 @@ class BatchBuilder:
         What a penalty or a grammar reads is sent with the first token after the request got its
         KV. Later the worker has it, unless it has forgotten a request that long did not run.
         """
-        spec = request.spec
-        sampling, sampled_at = spec.sampling, request.sampled_at
+        spec, sampled_at = request.spec, request.sampled_at
+        is_kept = sampled_at is not None and self._step_id - sampled_at <= OUTPUT_KEPT_STEPS
+        if request.continuing_sample is not None and is_kept and not self._may_be_late(request):
+            request.sampled_at = self._step_id
+            return request.continuing_sample
+        sampling = spec.sampling
         reads_output = sampling.reads_output or spec.grammar is not None
         if not spec.min_tokens and not reads_output:
             request.constant_sample = SampleSpec(sampling, logprobs=spec.logprobs)
@@ -151,10 +155,9 @@ class BatchBuilder:
             return SampleSpec(sampling, banned, logprobs=spec.logprobs)
         request.sampled_at = self._step_id
         end_ids = tuple(sorted(spec.end_ids)) if spec.grammar is not None else ()
-        index = request.produced + request.num_pending
-        may_be_late = not self.looks_ahead or request.may_be_late(index)
-        if sampled_at is not None and self._step_id - sampled_at <= OUTPUT_KEPT_STEPS:
-            return SampleSpec(
+        may_be_late = self._may_be_late(request)
+        if is_kept:
+            sample = SampleSpec(
                 sampling,
                 banned,
                 logprobs=spec.logprobs,
@@ -162,6 +165,9 @@ class BatchBuilder:
                 may_be_late=may_be_late,
                 continues=True,
             )
+            if not spec.min_tokens and not may_be_late:
+                request.continuing_sample = sample
+            return sample
         return SampleSpec(
             sampling,
             banned,
@@ -172,6 +178,13 @@ class BatchBuilder:
             end_ids=end_ids,
             may_be_late=may_be_late,
         )
+
+    def _may_be_late(self, request: "Request") -> bool:
+        """Whether the worker may report the request's next token as late."""
+        if request.spec.grammar is None:
+            return not self.looks_ahead
+        index = request.produced + request.num_pending
+        return not self.looks_ahead or request.may_be_late(index)
 
 
 def _targets(request: "Request", start: int, stop: int) -> PromptTargets | None:

@@ -43,6 +43,7 @@ class BatchPlanner:
         self._takes_whole_batch = settings.admission is Admission.REQUEST
         self._pool = pool
         self._kv = kv
+        self._unit = kv.block_size if kv.num_groups else 1  # slots that are reserved at once
         self._admission = admission
         self._swap_planner = swap_planner
         self._cost = cost
@@ -97,18 +98,19 @@ class BatchPlanner:
         lack, no request is planned ahead any more: when those in flight return, they can be
         preempted.
         """
-        unplanned = request.unplanned
+        spec, num_planned = request.spec, request.num_planned
+        unplanned = len(spec.prompt) + len(request.output) + request.num_pending - num_planned
         num_tokens = unplanned
-        if unplanned > 1 or request.num_crashes or request.spec.is_background:
+        if unplanned > 1 or request.num_crashes or spec.is_background:
             num_tokens = self._num_tokens_now(batch, request, unplanned)
         elif not batch.tokens_left:
             num_tokens = 0
         if batch.ahead:
             batch.ahead.discard(request)
-        slots = request.num_planned + num_tokens
         if num_tokens > 0 and (
-            self._kv.reserve(request, slots)
-            or self._admission.make_room_to_grow(request, slots, now)
+            num_tokens <= -num_planned % self._unit  # slots that are left in its last block
+            or self._kv.reserve(request, num_planned + num_tokens)
+            or self._admission.make_room_to_grow(request, num_planned + num_tokens, now)
         ):
             if batch.background is not None:
                 beside = self._settings.max_batch_tokens - batch.tokens_left

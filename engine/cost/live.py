@@ -24,6 +24,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from engine.cost.errors import PredictionErrors
+from engine.cost.model import StepCounts
 
 if TYPE_CHECKING:
     from engine.cost.model import CostModel, StepParts
@@ -94,25 +95,26 @@ class LiveCost:
 
     def observe(self, step: "Step", seconds: float) -> None:
         """Learn from an iteration that took `seconds`."""
-        num_tokens = step.num_tokens
+        counts = StepCounts.of(step)
+        num_tokens = counts.tokens
         if seconds <= 0.0 or not num_tokens:
             return
         latest = num_tokens / seconds
         self.tokens_per_second += self._weight * (latest - self.tokens_per_second)
-        parts = self.model.parts(step)
+        parts = self.model.parts(counts)
         predicted = sum(parts)
         if predicted > 0.0 and not step.moves:  # the time of KV moves is not modelled
             curve = self.model.curve
             right = min(max(1, bisect_left(curve, (num_tokens,))), len(curve) - 1)
             self.errors.observe(seconds / predicted)
-            calibrated = self._start.step(step)
-            if num_tokens == len(step.entries) and calibrated > 0.0:
-                self._follow_decodes(seconds / calibrated)
+            if num_tokens == len(step.entries):
+                self._follow_decodes(seconds, self._start.decodes(num_tokens, counts.slots))
             self._learn(right, seconds / predicted, parts)
 
-    def _follow_decodes(self, ratio: float) -> None:
-        self._decode_ratios.append(ratio)
-        self._decode_ratio = median(self._decode_ratios)
+    def _follow_decodes(self, seconds: float, calibrated: float) -> None:
+        if calibrated > 0.0:
+            self._decode_ratios.append(seconds / calibrated)
+            self._decode_ratio = median(self._decode_ratios)
 
     def _learn(self, right: int, ratio: float, parts: "StepParts") -> None:
         """Adjust the points `right - 1` and `right`, and the other coefficients; `ratio` is that of

@@ -18,9 +18,33 @@ if TYPE_CHECKING:
     from engine.step import Step
 
 
+class StepCounts(NamedTuple):
+    """What the time of a step depends on: its tokens, the slots that attention reads, the (query,
+    key) pairs of its prompt pieces, the tokens that it samples, and the pieces."""
+
+    tokens: int
+    slots: int
+    pairs: float
+    draws: int
+    pieces: int
+
+    @classmethod
+    def of(cls, step: "Step") -> "StepCounts":
+        entries, num_tokens = step.entries, step.num_tokens
+        slots = sum([entry.start for entry in entries]) + num_tokens
+        draws = len(entries) - [entry.sample for entry in entries].count(None)
+        pairs, pieces = 0.0, 0
+        if num_tokens > len(entries):
+            for entry in entries:
+                count = len(entry.tokens)
+                if count > 1:
+                    pairs += count * (entry.start + (count + 1) / 2)
+                    pieces += not entry.num_drafts
+        return cls(num_tokens, slots, pairs, draws, pieces)
+
+
 class StepParts(NamedTuple):
-    """Predicted seconds of a step: the curve over its tokens, the slots that attention reads, the
-    (query, key) pairs of its prompt pieces, the tokens that it samples, and the pieces."""
+    """Predicted seconds of a step, for each of its `StepCounts`."""
 
     tokens: float
     slots: float
@@ -107,22 +131,14 @@ class CostModel:
         """Seconds of a step of decodes only, which read `num_slots` slots together."""
         return self.tokens(num_rows) + self.per_slot * num_slots + self.per_draw * num_rows
 
-    def parts(self, step: "Step") -> "StepParts":
+    def parts(self, counts: StepCounts) -> StepParts:
         """The seconds of a whole step by what takes them; their sum is `step`, but for rounding."""
-        slots, pairs, num_sampled, num_pieces = 0, 0.0, 0, 0
-        for entry in step.entries:
-            count, start = len(entry.tokens), entry.start
-            slots += start + count
-            num_sampled += entry.sample is not None
-            if count > 1:
-                pairs += count * (start + (count + 1) / 2)
-                num_pieces += not entry.num_drafts
         return StepParts(
-            self.tokens(step.num_tokens),
-            self.per_slot * slots,
-            self.per_pair * pairs,
-            self.per_draw * num_sampled,
-            self.per_piece * num_pieces,
+            self.tokens(counts.tokens),
+            self.per_slot * counts.slots,
+            self.per_pair * counts.pairs,
+            self.per_draw * counts.draws,
+            self.per_piece * counts.pieces,
         )
 
     def added(self, num_tokens: int, start: int, beside: int) -> float:

@@ -80,7 +80,9 @@ class PrefixSearch:
                 request.num_reusable = self._num_reusable(hashes, count)
                 request.reusable_at = key
             count = request.num_reusable
-        return hashes[:count]
+        if len(request.reusable_hashes) != count:  # copied once: it may wait for many plans
+            request.reusable_hashes = hashes[:count]
+        return request.reusable_hashes
 
     def _num_reusable(self, hashes: "Sequence[bytes]", most: int) -> int:
         """The largest number of hashes, at most `most`, behind which every layer group has the

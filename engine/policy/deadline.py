@@ -97,12 +97,15 @@ class EarliestFeasibleFirst(PolicyBase):
         num_late, at = 0, 0
         while at < len(self._queue):
             key = self._queue[at]
-            if num_late < MOST_LATE and self._postpone_if_late(key.request, now):
+            request = key.request
+            may_be_late = request in self._in_time and num_late < MOST_LATE
+            if may_be_late and self._postpone_if_late(request, now):
                 num_late += 1
                 at = bisect_left(self._queue, key)  # its key may be the same as before
-            else:
-                yield key.request
-                at = bisect_right(self._queue, key)
+                continue
+            yield request
+            is_same = at < len(self._queue) and self._queue[at] is key
+            at = at + 1 if is_same else bisect_right(self._queue, key)
 
     def sort_keys(self, requests: "Sequence[Request]", now: float) -> "list[SortKey]":
         """By due time; requests that are found to be late move further back first."""

@@ -83,9 +83,8 @@ class VirtualTokenCounter(PolicyBase):
 
     def ran(self, request: "Request", num_tokens: int, seconds: float, now: float) -> None:
         is_decode = num_tokens == 1 and bool(request.output) and not request.remaining
-        charge = self._charge(request, num_tokens, is_decode)
         tenant = self._active[request.spec.tenant]
-        tenant.counter += charge
+        tenant.counter += self._charge(request, num_tokens, is_decode)
         tenant.order.ran(request, num_tokens, seconds, now)
 
     def leave(self, request: "Request", now: float) -> None:

@@ -78,8 +78,9 @@ class SkipJoinMLFQ(PolicyBase):
         self._waiting.restart(request, now)
         job = self._jobs[request]
         job.used += self._own_cost(request, num_tokens, now)
-        may_demote = not request.remaining or not self._settings.skips
-        if may_demote and job.used >= job.quantum:
+        if job.used < job.quantum:
+            return
+        if not request.remaining or not self._settings.skips:
             covering = self._covering(self._next_iteration(request))
             last = len(self._levels) - 1
             self._join(request, min(max(job.level + 1, covering), last))

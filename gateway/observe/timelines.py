@@ -285,7 +285,8 @@ def _without_tokens(request: "Request") -> "Request":
     prompt, output = range(request.prompt_len), range(request.produced)
     kept.spec = replace(request.spec, prompt=prompt, grammar=None)  # type: ignore[arg-type] # has len
     kept.output = output  # type: ignore[assignment] # has len
-    kept.block_hashes, kept.prompt_logprobs, kept.constant_sample = [], [], None
+    kept.block_hashes, kept.reusable_hashes, kept.prompt_logprobs = [], [], []
+    kept.constant_sample = kept.continuing_sample = None
     return kept
 
 

@@ -143,6 +143,22 @@ def test_a_request_that_long_did_not_run_sends_its_output_again() -> None:
         scheduler._next_step_id = step_id + 1
 
 
+@pytest.mark.parametrize(
+    "fields", [{"sampling": PENALISED}, {"grammar": SCHEMA}], ids=["penalty", "grammar"]
+)
+def test_steps_of_one_request_share_what_is_the_same_for_all_its_tokens(
+    fields: dict[str, object],
+) -> None:
+    spec = {"sampling": SamplingParams(temperature=0.0)} | fields
+    scheduler = a_scheduler(FirstComeFirstServed(), num_slots=600)
+    scheduler.add(RequestSpec((1,) * 8, 40, **spec), 0.0)  # type: ignore[arg-type]
+    samples = [decode(scheduler).entries[0].sample for _ in range(40)]
+    same = [sample for sample in samples if sample is samples[5]]
+    others = [sample for sample in samples if sample is not samples[5]]
+    assert len(same) >= 35
+    assert all(sample.may_be_late or not sample.continues for sample in others if sample)
+
+
 def test_without_a_penalty_nothing_is_remembered() -> None:
     scheduler = a_scheduler(FirstComeFirstServed())
     scheduler.add(a_spec(2, 5), 0.0)
