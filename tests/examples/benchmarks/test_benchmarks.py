@@ -138,6 +138,13 @@ def test_the_cost_of_a_plan_is_measured_for_every_policy(tmp_path: Path) -> None
     assert "| gittins | " in shown
 
 
+def test_the_cost_of_a_step_is_measured_for_every_case(tmp_path: Path) -> None:
+    flags = ("--out", tmp_path, "--output", "20", "--plans", "5", "--policies", "fcfs", "mlfq")
+    shown = run_here("benchmarks.virtual_time.step_cost", *flags)
+    assert {path.name for path in tmp_path.iterdir()} == {"step_cost.json", "step_cost.md"}
+    assert shown.count("(p99 ") == 10
+
+
 def test_a_trace_played_twice_gives_identical_figures() -> None:
     sample = ROOT / "tests" / "data" / "azure_2023_conv_first_1000.csv.gz"
     assert "identical" in run_here("benchmarks.virtual_time.azure_hour", sample, "--twice")
