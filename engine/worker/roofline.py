@@ -3,6 +3,10 @@
 Run in a process of its own, `python -m engine.worker.roofline DEVICE THREADS`, so that neither a
 model nor another measurement disturbs it; prints one line of JSON. On a CPU the limits are those of
 the hardware (`engine.worker.cpu.limits`), on a GPU the rates of PyTorch's copies and products.
+
+On a CPU each line of standard input is then a number of bytes: they are read from memory, and the
+elapsed seconds are printed. Memory of a virtual machine is faster at some times than at others, so
+a step is compared with reads of as many bytes right before and after it.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -14,7 +18,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from engine.worker.cpu.limits import Peak, measure_peaks, measure_read
+from engine.worker.cpu.limits import Peak, PlainReads, measure_peaks
 
 REPEATS = 3
 GPU_SQUARE = 8192  # rows and columns of the matrices
@@ -22,21 +26,27 @@ GPU_COPY_BYTES = 4 << 30
 
 
 def main() -> None:
-    """Measure what the command line names, and print."""
+    """Measure what the command line names, and print. On a CPU `read` is in bytes/s, the others in
+    operations/s by the format of linear weights."""
     parser = argparse.ArgumentParser(description="The machine's limits; podway bench starts it.")
     parser.add_argument("device")
     parser.add_argument("threads", type=int)
     arguments = parser.parse_args()
-    measure = on_cpu if arguments.device == "cpu" else on_gpu
-    sys.stdout.write(json.dumps(measure(arguments.device, arguments.threads)) + "\n")
+    if arguments.device != "cpu":
+        _print(on_gpu(arguments.device))
+        return
+    reads = PlainReads(arguments.threads)
+    _print({"read": reads.best_window, **measure_peaks(arguments.threads)})
+    for line in sys.stdin:
+        _print(reads.seconds(int(line)))
 
 
-def on_cpu(device: str, threads: int) -> dict[str, Peak]:
-    """`read` in bytes/s, and operations/s by the format of linear weights."""
-    return {"read": measure_read(threads), **measure_peaks(threads)}
+def _print(found: object) -> None:
+    sys.stdout.write(json.dumps(found) + "\n")
+    sys.stdout.flush()
 
 
-def on_gpu(device: str, threads: int) -> dict[str, Peak]:
+def on_gpu(device: str) -> dict[str, Peak]:
     """`read` in bytes/s (in and out of a copy), and operations/s by the format of weights.
 
     `fp8` is there only if the GPU supports it.

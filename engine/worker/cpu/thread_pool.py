@@ -5,14 +5,17 @@ operands and a number of chunks. Leader and helpers claim chunks by compare-and-
 that also carries the job's number, so a helper that comes late can claim nothing of a job that is
 over. The leader waits for *chunks done*, never for *threads arrived*: a helper that the system does
 not schedule costs nothing. While a step runs (`awake`) helpers poll for jobs without sleeping for
-long; between steps they wait on a semaphore.
+long; between steps they wait for a byte in a pipe. They never return to Python, so they need no
+GIL, which the leader holds while it prepares a step.
 
 A graph names the weights that its next linear reads. A helper without a chunk prefetches them, so
-that memory is read also while the leader computes a norm or the last chunk of a linear alone.
+that memory is read also while the leader computes a norm or the last chunk of a linear alone, and,
+before the first kernel of a step, while it runs Python.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 import ctypes
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -50,6 +53,7 @@ PAUSE_MICROSECONDS = 20
 SPINS_BEFORE_SLEEP = {"spin": 20000, "sleep": 200}
 
 _sleep = types.ExternalFunction("usleep", types.int32(types.uint32))
+_read = types.ExternalFunction("read", types.int64(types.int32, types.int64, types.int64))
 
 
 @njit(inline="always")
@@ -107,7 +111,14 @@ def replay(control, calls, count):
         _lead(control, call.kernel, call.operands, call.chunks)
 
 
-def follow(control, thread):
+def follow(control, thread, pipe, byte):
+    """Help with each step, for which there is a byte in the pipe; returns at the pipe's end."""
+    while _read(pipe, byte, 1) != 0:
+        _follow_step(control, thread)
+
+
+@njit(inline="always")
+def _follow_step(control, thread):
     """Help with every job until the step is over; between jobs, prefetch the next weights."""
     spins, max_spins = 0, int64s(control + MAX_SPINS, 1)[0]
     ahead = at = 0
@@ -136,11 +147,13 @@ class NativeThreadPool:
         self._memory = KernelOutputs()
         self._lead = compiled(lead, types.void(*[types.int64] * 4))
         self._replay = compiled(replay, types.void(*[types.int64] * 3))
-        self._follow = compiled(follow, types.void(types.int64, types.int64))
+        self._follow = compiled(follow, types.void(*[types.int64] * 4))
         self._block: NDArray[np.int64] = np.zeros(CONTROL_BYTES // 8, dtype=np.int64)
         self._block[MAX_SPINS // 8] = SPINS_BEFORE_SLEEP[wait]
         self._control = int(self._block.ctypes.data)
-        self._begun = [threading.Semaphore(0) for _ in range(threads - 1)]
+        self._first_weights = (0, 0)  # addresses of what steps read first
+        self._pipe, self._pipe_end = os.pipe()  # with a byte for each helper in each step
+        self._read_bytes: NDArray[np.int64] = np.zeros(threads, dtype=np.int64)
         for number in range(1, threads):
             helper = threading.Thread(
                 target=self._help, args=(number,), name=f"podway-compute-{number}", daemon=True
@@ -179,20 +192,20 @@ class NativeThreadPool:
     def replay(self, graph: KernelGraph) -> None:
         """Run the calls of a graph, one after the other."""
         table = graph.table()
+        self._first_weights = graph.first_weights
         self._replay(self._control, int(table.ctypes.data), len(table))
 
     @contextmanager
     def awake(self) -> Iterator[None]:
         """Helpers work inside the block; outside of it `run` computes without them."""
+        self._block[AHEAD // 8], self._block[AHEAD_END // 8] = self._first_weights
         self._block[IS_AWAKE // 8] = 1
-        for semaphore in self._begun:
-            semaphore.release()
+        os.write(self._pipe_end, bytes(self.threads - 1))
         try:
             yield
         finally:
             self._block[IS_AWAKE // 8] = 0
 
     def _help(self, number: int) -> None:
-        while True:
-            self._begun[number - 1].acquire()
-            self._follow(self._control, number)
+        byte = int(self._read_bytes[number:].ctypes.data)
+        self._follow(self._control, number, self._pipe, byte)

@@ -4,7 +4,10 @@
         [--seconds 1]
 
 Runs `podway bench --offline` once per format, which loads random weights, and writes figures.json
-and README.md with the table to OUT. Run it on a machine without other jobs.
+and README.md with the tables to OUT. Run it on a machine without other jobs. Before each step a
+process without a model reads as many bytes as the step from memory: a step that is bound by reads
+is compared with these reads, because memory of a virtual machine is faster at some times than at
+others.
 """
 
 import argparse
@@ -78,18 +81,28 @@ def page(figures: Mapping[str, Any]) -> str:
             f"Written by `python -m examples.benchmarks.layers.fractions`: {figures['shape']}, "
             f"random weights, decodes at {CONTEXT} tokens. "
             f"{figures['cpu']}, {figures['cores']} cores, "
-            f"load average {min(loads):.1f} to {max(loads):.1f}. Limits: "
-            f"{limits['read']['rate'] / 1e9:.1f} GB/s read, "
+            f"load average {min(loads):.1f} to {max(loads):.1f}. "
+            "A fraction is the minimum time over that of the fastest step. The minimum time for "
+            "reads is that of the fastest plain read of as many bytes, of one before each step; "
+            "for computation it follows from "
             + ", ".join(
                 f"{limits[name]['rate'] / 1e9:,.0f} G{name} operations/s"
                 for name in runs
                 if name in limits
             )
-            + ".",
+            + f". Windows of 128 MiB were read at {limits['read']['rate'] / 1e9:.1f} GB/s at best.",
+            "",
+            "Fractions:",
             "",
             *table(steps, {name: cells(run["rows"], fraction) for name, run in runs.items()}),
             "",
+            "Medians of the steps' times:",
+            "",
             *table(steps, {name: cells(run["rows"], milliseconds) for name, run in runs.items()}),
+            "",
+            "The fastest plain reads, GB/s:",
+            "",
+            *table(steps, {name: cells(run["rows"], read_rate) for name, run in runs.items()}),
             "",
         ]
     )
@@ -118,6 +131,11 @@ def title(row: Mapping[str, Any]) -> str:
 def fraction(row: Mapping[str, Any]) -> str:
     """Of the limit, and which limit it is."""
     return f"{100 * row['fraction']:.0f} % {row['bound']}"
+
+
+def read_rate(row: Mapping[str, Any]) -> str:
+    """Of the fastest plain read beside the steps."""
+    return f"{row['read_rate'] / 1e9:.1f}"
 
 
 def milliseconds(row: Mapping[str, Any]) -> str:

@@ -23,12 +23,13 @@ from rich.console import Console
 from engine.errors import EngineError, StartupError
 from engine.transport.multiprocess import MultiprocessExecutor, MultiprocessSettings
 from engine.worker_settings import WorkerReport, WorkerSettings
-from gateway.commands.offline_bench.machine import best_of, measure_limits, read_limits
+from gateway.commands.offline_bench.machine import Ruler, best_of, measure_limits, read_limits
 from gateway.commands.offline_bench.report import BenchRow, OfflineReport, show
 from gateway.commands.offline_bench.roofline import (
     Limit,
     WeightSizes,
     Work,
+    bytes_of,
     lower_bound_of,
     weights_of,
 )
@@ -152,20 +153,24 @@ async def measure(
         worker = await executor.start(progress)
         in_flight = args.in_flight or (2 if worker.device.startswith("cuda") else 1)
         known = None if args.limits is None else await asyncio.to_thread(read_limits, args.limits)
-        limits = known or await measure_limits(worker.device, worker.threads)
-        check_limits(limits, worker)
-        bench = Bench(executor, worker, in_flight, args.seconds)
-        timed: list[tuple[str, Work, Timing]] = []
+        async with Ruler(worker.device, worker.threads) as ruler:
+            has_reads = worker.device == "cpu" and in_flight == 1
+            measured = await ruler.limits() if has_reads or known is None else {}
+            limits = known or measured
+            check_limits(limits, worker)
+            read = ruler.read if has_reads else None
+            bench = Bench(executor, worker, in_flight, args.seconds, read)
+            timed: list[tuple[str, Work, Timing]] = []
 
-        def report() -> OfflineReport:
-            rows = [_row(each, in_flight, sizes, worker, limits) for each in timed]
-            loads = started, os.getloadavg()[0]
-            return OfflineReport(args.offline, worker, in_flight, limits, rows, loads)
+            def report() -> OfflineReport:
+                rows = [_row(each, in_flight, sizes, worker, limits) for each in timed]
+                loads = started, os.getloadavg()[0]
+                return OfflineReport(args.offline, worker, in_flight, limits, rows, loads)
 
-        async for each in run(bench, load, progress):
-            timed.append(each)
-            if args.json:  # a run that is ended early leaves what it has measured
-                report().write(args.json)
+            async for each in run(bench, load, sizes, progress):
+                timed.append(each)
+                if args.json:  # a run that is ended early leaves what it has measured
+                    report().write(args.json)
         if known is None:
             limits = best_of(limits, await measure_limits(worker.device, worker.threads))
     finally:
@@ -182,11 +187,15 @@ def _row(
 ) -> BenchRow:
     kind, work, timing = timed
     seconds = timing.pace if in_flight > 1 else timing.worker
-    return BenchRow(kind, work, seconds, *timing, lower_bound_of(sizes, work, worker, limits))
+    bound = lower_bound_of(sizes, work, worker, limits, timing.read)
+    return BenchRow(kind, work, seconds, timing, bytes_of(sizes, work, worker), bound)
 
 
 async def run(
-    bench: Bench, load: OfflineLoad, progress: Callable[[str, int, int], None]
+    bench: Bench,
+    load: OfflineLoad,
+    sizes: WeightSizes,
+    progress: Callable[[str, int, int], None],
 ) -> AsyncIterator[tuple[str, Work, Timing]]:
     """Time the decodes, then the prefills, which overwrite the KV that the decodes read."""
     largest, context = max(load.batch_sizes), load.context
@@ -194,11 +203,11 @@ async def run(
     await bench.fill(largest, context, lambda: progress("KV", next(filled), largest))
     for done, size in enumerate(load.batch_sizes, 1):
         work = Work(size, 1, context)
-        yield "decode", work, await bench.decode(size, context)
+        yield "decode", work, await bench.decode(size, context, bytes_of(sizes, work, bench.report))
         progress("decode steps", done, len(load.batch_sizes))
     for done, (count, length) in enumerate(load.prompts, 1):
         work = Work(count, length, length)
-        yield "prefill", work, await bench.prefill(count, length)
+        yield "prefill", work, await bench.prefill(count, length, bytes_of(sizes, work, bench.report))
         progress("prefills", done, len(load.prompts))
 
 

@@ -11,19 +11,22 @@ from rich.table import Table
 
 from engine.worker_settings import WorkerReport
 from gateway.commands.offline_bench.roofline import Limit, LowerBound, Work, weights_of
+from gateway.commands.offline_bench.steps import Timing
 
 
 @dataclass(frozen=True, slots=True)
 class BenchRow:
     """One kind of step. `seconds` is the worker's own time, or, if the next step is in flight
-    already, the time from one result to the next."""
+    already, the time from one result to the next.
+
+    `num_bytes` are those that a step reads and writes at least.
+    """
 
     kind: str
     work: Work
     seconds: float
-    pace: float
-    worker: float
-    num_steps: int
+    timing: Timing
+    num_bytes: int
     lower_bound: LowerBound
 
     @property
@@ -32,8 +35,17 @@ class BenchRow:
 
     @property
     def fraction(self) -> float:
-        """Lower bound over measured time; 1 is the machine's limit."""
-        return self.lower_bound.seconds / self.seconds
+        """Lower bound over measured time; 1 is the machine's limit.
+
+        With plain reads beside the steps, the fastest step is compared with the fastest read.
+        """
+        is_beside_reads = self.timing.read is not None
+        return self.lower_bound.seconds / (self.timing.fastest if is_beside_reads else self.seconds)
+
+    @property
+    def read_rate(self) -> float | None:
+        """Bytes per second of the fastest plain read beside the steps."""
+        return None if self.timing.read is None else self.num_bytes / self.timing.read
 
     def figures(self) -> dict[str, Any]:
         """All fields and derived values, for JSON."""
@@ -41,9 +53,12 @@ class BenchRow:
             "kind": self.kind,
             **self.work._asdict(),
             "seconds": self.seconds,
-            "pace_seconds": self.pace,
-            "worker_seconds": self.worker,
-            "num_steps": self.num_steps,
+            "pace_seconds": self.timing.pace,
+            "worker_seconds": self.timing.worker,
+            "fastest_seconds": self.timing.fastest,
+            "num_steps": self.timing.num_steps,
+            "num_bytes": self.num_bytes,
+            "read_rate": self.read_rate,
             "floor_read_seconds": self.lower_bound.reading,
             "floor_compute_seconds": self.lower_bound.computing,
             "bound": self.lower_bound.bound,
@@ -92,7 +107,7 @@ class OfflineReport:
     def limits_line(self) -> str:
         """The limits that the rows are compared with, in one line."""
         read, *rates = (self.limits[name] for name in dict.fromkeys(("read", *self._formats)))
-        parts = [f"{read.rate / 1e9:,.1f} GB/s read ({read.by})"]
+        parts = [f"{read.rate / 1e9:,.1f} GB/s read, at best ({read.by})"]
         for name, limit in zip(dict.fromkeys(self._formats), rates, strict=True):
             parts.append(f"{limit.rate / 1e9:,.0f} G{name} operations/s ({limit.by})")
         return "limits: " + ", ".join(parts)
@@ -102,7 +117,10 @@ class OfflineReport:
         return weights_of(self.worker), self.worker.dtype
 
 
-COLUMNS = ("step", "requests", "tokens", "ms", "tokens/s", "minimum ms", "bound by", "of the limit")
+COLUMNS = (
+    *("step", "requests", "tokens", "ms", "tokens/s", "GB/s"),  # GB/s of reads beside the steps
+    *("minimum ms", "bound by", "of the limit"),
+)
 
 
 def cells(row: BenchRow) -> tuple[str, ...]:
@@ -114,6 +132,7 @@ def cells(row: BenchRow) -> tuple[str, ...]:
         tokens,
         f"{row.seconds * 1e3:,.2f}",
         f"{row.tokens_per_second:,.1f}",
+        "" if row.read_rate is None else f"{row.read_rate / 1e9:,.1f}",
         f"{row.lower_bound.seconds * 1e3:,.2f}",
         row.lower_bound.bound,
         f"{row.fraction:.0%}",

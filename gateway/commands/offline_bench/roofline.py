@@ -146,18 +146,29 @@ class WeightSizes:
         return 4 * self.attention_width * work.num_requests * all_pairs
 
 
-def lower_bound_of(
-    sizes: WeightSizes, work: Work, report: WorkerReport, limits: Mapping[str, Limit]
-) -> LowerBound:
-    """The lower bound of a step on the worker that `report` describes."""
+def bytes_of(sizes: WeightSizes, work: Work, report: WorkerReport) -> int:
+    """The bytes that a step reads and writes at least, on the worker that `report` describes."""
     attended = min(work.context, sizes.window or work.context)
     token_bytes = report.bytes_per_block / report.block_size
     written = work.num_requests * (work.num_tokens * token_bytes + LOGIT_BYTES * report.vocab_size)
     weights = sizes.read_elements * ITEM_BYTES[weights_of(report)]
-    num_bytes = weights + work.num_requests * attended * token_bytes + written
+    return int(weights + work.num_requests * attended * token_bytes + written)
+
+
+def lower_bound_of(
+    sizes: WeightSizes,
+    work: Work,
+    report: WorkerReport,
+    limits: Mapping[str, Limit],
+    read_seconds: float | None = None,
+) -> LowerBound:
+    """The lower bound of a step; `read_seconds` are those of a plain read of its bytes, measured
+    beside it, otherwise the best read rate counts."""
     products = sizes.products(work) / limits[weights_of(report)].rate
     attention = sizes.attention(work) / limits[report.dtype].rate
-    return LowerBound(num_bytes / limits["read"].rate, products + attention)
+    if read_seconds is None:
+        read_seconds = bytes_of(sizes, work, report) / limits["read"].rate
+    return LowerBound(read_seconds, products + attention)
 
 
 def weights_of(report: WorkerReport) -> str:

@@ -9,9 +9,8 @@ import asyncio
 import time
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from random import Random
 from statistics import median
 from typing import NamedTuple
@@ -38,24 +37,33 @@ FIRST_TOKENS = 128  # of the prompt that is computed and copied
 
 
 class Timing(NamedTuple):
-    """Medians over `num_steps` equal steps, in seconds.
+    """Times of `num_steps` equal steps, in seconds.
 
-    `pace` is the time from one result to the next, `worker` the time that the worker reports.
+    `pace` is the median time from one result to the next, `worker` that of the times that the
+    worker reports, and `fastest` the shortest of these. `read` is the shortest plain read of the
+    bytes that a step reads, of one before each step; None if none was made.
     """
 
     pace: float
     worker: float
     num_steps: int
+    fastest: float
+    read: float | None
 
 
 @dataclass(slots=True)
 class Bench:
-    """Assigns a worker's KV blocks and runs steps on it, `in_flight` at a time."""
+    """Assigns a worker's KV blocks and runs steps on it, `in_flight` at a time.
+
+    With `read`, which returns the seconds of a plain read of so many bytes, one is made before each
+    step, so that step and read find the memory equally fast.
+    """
 
     executor: MultiprocessExecutor
     report: WorkerReport
     in_flight: int
     seconds: float  # time for each kind of step
+    read: Callable[[int], Awaitable[float]] | None = None
     _random: Random = field(default_factory=lambda: Random(0))
     _num_steps: int = 0
 
@@ -75,8 +83,11 @@ class Bench:
             await self._move(Direction.IN, range(request * each, (request + 1) * each), range(each))
             tick()
 
-    async def decode(self, num_requests: int, context: int) -> Timing:
-        """Time steps that compute one token, the last of the context, for each request."""
+    async def decode(self, num_requests: int, context: int, num_bytes: int) -> Timing:
+        """Time steps that compute one token, the last of the context, for each request.
+
+        A step reads `num_bytes`.
+        """
         each = self.blocks_of(context)
 
         def steps() -> Iterator[Step]:
@@ -97,10 +108,10 @@ class Bench:
                 if self.in_flight > 1:
                     tokens = [LAST_TOKEN] * num_requests
 
-        return await self._time(steps())
+        return await self._time(steps(), num_bytes)
 
-    async def prefill(self, num_requests: int, length: int) -> Timing:
-        """Time steps that compute whole prompts."""
+    async def prefill(self, num_requests: int, length: int, num_bytes: int) -> Timing:
+        """Time steps that compute whole prompts and read `num_bytes`."""
 
         def steps() -> Iterator[Step]:
             while True:
@@ -108,15 +119,20 @@ class Bench:
                     [self._prompt(request, length, request) for request in range(num_requests)]
                 )
 
-        return await self._time(steps())
+        return await self._time(steps(), num_bytes)
 
-    async def _time(self, steps: Iterator[Step]) -> Timing:
+    async def _time(self, steps: Iterator[Step], num_bytes: int) -> Timing:
         """Keep steps in flight until the time is over; the first is not counted."""
         waiting: deque[asyncio.Future[StepResult]] = deque()
         ended: list[float] = []
+        began: list[float] = []
         worker: list[float] = []
+        reads: list[float] = []
         until = 0.0
         while len(ended) <= MIN_STEPS or (time.perf_counter() < until and len(ended) <= MAX_STEPS):
+            if self.read is not None and not waiting:
+                reads.append(await self.read(num_bytes))
+            began.append(time.perf_counter())
             while len(waiting) < self.in_flight:
                 waiting.append(self.executor.submit(next(steps)))
             result = _checked(await waiting.popleft())
@@ -125,8 +141,10 @@ class Bench:
             until = until or ended[0] + self.seconds
         for late in waiting:
             await late
-        gaps = [later - sooner for sooner, later in pairwise(ended)]
-        return Timing(median(gaps), median(worker[1:]), len(gaps))
+        since = began[1:] if reads else ended  # without the time of reads
+        gaps = [later - sooner for sooner, later in zip(since, ended[1:], strict=False)]
+        read = min(reads) if reads else None
+        return Timing(median(gaps), median(worker[1:]), len(gaps), min(worker[1:]), read)
 
     async def _move(self, direction: Direction, device: range, host: range) -> None:
         """Copy blocks in one step, whose entry does not use them."""

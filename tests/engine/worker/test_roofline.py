@@ -15,13 +15,18 @@ from engine.worker.cpu.thread_pool import NativeThreadPool
 def test_all_limits_of_a_cpu_are_measured_and_printed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(cpu_limits, "CHUNK_BYTES", 64 << 10)
     monkeypatch.setattr(cpu_limits, "READ_BYTES", 4 << 20)
     monkeypatch.setattr(cpu_limits, "WINDOW_BYTES", 1 << 20)
     monkeypatch.setattr(cpu_limits, "PEAK_ITERATIONS", 100)
     monkeypatch.setattr("sys.argv", ["limits", "cpu", "1"])
+    monkeypatch.setattr("sys.stdin", ["3000000\n", "5000000\n"])
     limits.main()
-    found = json.loads(capsys.readouterr().out)
+    found, *reads = map(json.loads, capsys.readouterr().out.splitlines())
+    assert len(reads) == 2
+    assert min(reads) > 0
     assert found.keys() == {"read", "float32", "bfloat16", "int8", "int4"}
+    assert found["int8"] == found["int4"]
     assert all(rate > 0 for rate, _ in found.values())
     assert found["read"][1].endswith("1 threads")
 
@@ -44,7 +49,7 @@ def test_a_read_kernel_loads_every_byte(streams_and_prefetch: tuple[int, int]) -
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_has_limits_for_its_formats() -> None:
-    found = limits.on_gpu("cuda", 1)
+    found = limits.on_gpu("cuda")
     assert {"read", "bfloat16", "float16", "float32", "int8"} <= found.keys()
     assert found["read"].rate > 1e11
     assert found["bfloat16"].rate > found["float32"].rate

@@ -179,6 +179,7 @@ def test_each_page_of_fractions_is_that_of_its_runs() -> None:
 
 def test_fractions_name_the_limit_of_each_step() -> None:
     row = {"kind": "decode", "num_requests": 1, "num_tokens": 1, "seconds": 0.012, "fraction": 0.9}
+    row["read_rate"] = 41.26e9
     prefill = {**row, "kind": "prefill", "num_tokens": 128, "bound": "compute"}
     run = {
         "rows": [{**row, "bound": "read"}, prefill],
@@ -188,7 +189,8 @@ def test_fractions_name_the_limit_of_each_step() -> None:
     page = fractions.page({"cpu": "Zen", "cores": 2, "shape": "M500", "runs": {"int8": run}})
     assert "| | 1 row | prefill 128 |" in page
     assert "| int8 | 90 % read | 90 % compute |" in page
-    assert "48.5 GB/s read, 900 Gint8 operations/s" in page
+    assert "follows from 900 Gint8 operations/s. Windows of 128 MiB were read at 48.5 GB/s" in page
+    assert "| int8 | 41.3 | 41.3 |" in page
 
 
 # Where the time of a decode step goes

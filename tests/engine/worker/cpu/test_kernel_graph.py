@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.worker.cpu import kernel_graph
 from engine.worker.cpu.operators import NativeOperators
 from engine.worker.cpu.thread_pool import NativeThreadPool
 from tests.engine.worker.cpu.int8_operators import int8_operators
@@ -107,3 +108,18 @@ def test_each_call_names_the_weights_of_the_next_linear(
     assert none == (0, 0) == ahead[-1]
     changes = [now for now, before in zip(ahead, [none, *ahead], strict=False) if now != before]
     assert changes == [up, down, up, down, none]
+
+
+def test_a_graph_names_the_weights_that_it_reads_first(
+    pool: NativeThreadPool, operators: NativeOperators, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mlp = an_mlp(operators)
+    with pool.recording() as graph:
+        mlp(noise(2, 32))
+    up, down = (each for each in graph._weights if each is not None)
+    assert down.data_ptr() == up.data_ptr() + up.nbytes
+    assert graph.first_weights == (up.data_ptr(), down.data_ptr() + down.nbytes)
+    monkeypatch.setattr(kernel_graph, "MAX_FIRST_BYTES", 100)
+    with pool.recording() as graph:
+        mlp(noise(2, 32))
+    assert graph.first_weights == (up.data_ptr(), up.data_ptr() + 100)

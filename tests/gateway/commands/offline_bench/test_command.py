@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Self
 
 import pytest
 
@@ -12,6 +13,22 @@ from gateway.commands.offline_bench import command, machine
 from gateway.commands.offline_bench.roofline import Limit
 
 LIMITS = {"read": Limit(1e10, "a"), "float32": Limit(1e11, "b"), "int8": Limit(4e11, "c")}
+
+
+class KnownReads(machine.Ruler):
+    """Reads 10 GB/s, a millisecond late, and every other time two."""
+
+    num_reads = 0
+
+    async def limits(self) -> Mapping[str, Limit]:
+        return LIMITS
+
+    async def read(self, num_bytes: int) -> float:
+        self.num_reads += 1
+        return num_bytes / 1e10 + 1e-3 * (1 + self.num_reads % 2)
+
+    async def __aenter__(self) -> Self:
+        return self
 
 
 @pytest.fixture(autouse=True)
@@ -26,6 +43,7 @@ def _known_limits(monkeypatch: pytest.MonkeyPatch) -> None:
         return LIMITS
 
     monkeypatch.setattr(command, "measure_limits", known)
+    monkeypatch.setattr(command, "Ruler", KnownReads)
 
 
 @pytest.mark.usefixtures("_known_limits")
@@ -44,14 +62,15 @@ def test_every_step_is_compared_with_its_lower_bound(
     assert kinds == [("decode", 1, 140), ("decode", 3, 140), ("prefill", 1, 20), ("prefill", 2, 33)]
     for row in written["rows"]:
         floor = max(row["floor_read_seconds"], row["floor_compute_seconds"])
-        assert row["fraction"] == pytest.approx(floor / row["worker_seconds"])
-        assert 0 < row["worker_seconds"] <= row["pace_seconds"]
+        assert row["floor_read_seconds"] == pytest.approx(row["num_bytes"] / 1e10 + 1e-3, abs=1e-9)
+        assert row["fraction"] == pytest.approx(floor / row["fastest_seconds"])
+        assert 0 < row["fastest_seconds"] <= row["worker_seconds"] <= row["pace_seconds"]
     assert written["worker"]["weights"].startswith(weights)
     assert written["worker"]["kv_dtype"] == weights
     assert written["worker"]["num_blocks"] == 3 * 9
     shown = capsys.readouterr().out
     assert "TINY: 4 M parameters" in shown
-    assert "10.0 GB/s read (a)" in shown
+    assert "10.0 GB/s read, at best (a)" in shown
     assert shown.count("decode") == 2
 
 
@@ -94,6 +113,14 @@ def test_invalid_numbers_are_rejected(
         bench.main(["--offline", "TINY", flag, value])
     assert ended.value.code == 1
     assert flag in capsys.readouterr().err
+
+
+async def test_the_bytes_of_a_step_are_read_by_a_process_that_has_measured_the_limits() -> None:
+    async with machine.Ruler("cpu", 1) as ruler:
+        limits = await ruler.limits()
+        assert limits["int8"] == limits["int4"]
+        short, long = [await ruler.read(size << 20) for size in (1, 300)]
+    assert 0 < short < long
 
 
 async def test_a_device_without_limits_is_rejected() -> None:
