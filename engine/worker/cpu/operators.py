@@ -19,7 +19,7 @@ from engine.worker.cpu.linears.experts import ExpertLinear, NativeExperts
 from engine.worker.cpu.linears.floats import FLOAT32
 from engine.worker.cpu.linears.packed import MixedLinear, NativeLowRank, PackedLinear
 from engine.worker.cpu.linears.packed_store import PackedStore
-from engine.worker.cpu.recorded_decoder import RecordedDecoder
+from engine.worker.cpu.recorded_decoder import LargestLogits, RecordedDecoder
 from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.model.layers import Decoder
 from engine.worker.model.torch_operators import TorchOperators
@@ -134,6 +134,7 @@ class NativeOperators:
         self._torch = TorchOperators()
         self._rope = KernelCall(pool, elementwise.apply_rope, elementwise.RopeOperands())
         self._gate_rows = KernelCall(pool, elementwise.gate_rows, elementwise.GateRowsOperands())
+        self._largest = LargestLogits()
         self._argmax = KernelCall(pool, sampling.argmax, sampling.ArgmaxOperands())
         self._sample = KernelCall(pool, sampling.sample, sampling.SampleOperands())
 
@@ -157,7 +158,7 @@ class NativeOperators:
     def recorded(self, model: StageModel, num_ranks: int) -> StageModel:
         """The same model; decode steps replay recorded kernels if all its layers are kernels."""
         if isinstance(model, Decoder) and self.is_native and num_ranks == 1:
-            return RecordedDecoder(model, self._pool)
+            return RecordedDecoder(model, self._pool, self._run_argmax, self._largest)
         return model
 
     def linear(self, weights: Sequence[LinearWeight], bias: Tensor | None) -> Linear:
@@ -260,9 +261,12 @@ class NativeOperators:
         return NativeDeltaNet(self._pool, weights)
 
     def argmax(self, logits: Tensor) -> Argmax:
+        return self._largest.take(logits) or self._run_argmax(logits)
+
+    def _run_argmax(self, logits: Tensor) -> Argmax:
         rows, vocab = logits.shape
-        values = logits.new_empty(rows)
-        ids = torch.empty(rows, dtype=torch.int64)
+        values = self._pool.empty("largest logits", (rows,))
+        ids = self._pool.empty("most likely ids", (rows,), torch.int64)
         operands = self._argmax.operands
         operands.logits, operands.stride = logits.data_ptr(), logits.stride(0)
         operands.vocab = vocab

@@ -3,8 +3,12 @@
 For a number of rows the kernel calls of all layers are the same from step to step, unless attention
 plans them differently or other rows use LoRA adapters. Prompts, whose shapes seldom repeat, are
 computed without a recording.
+
+For few rows the logits and the most likely tokens are recorded too, so that memory is read without
+a pause from the first layer to the head.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -13,10 +17,49 @@ from torch import Tensor
 from engine.worker.cpu.kernel_graph import KernelGraph
 from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.model.layers import Decoder
-from engine.worker.ports import LoraSegment, RecordableAttention, RopeAngles, StepContext
+from engine.worker.ports import (
+    Argmax,
+    LoraSegment,
+    RecordableAttention,
+    RopeAngles,
+    StepContext,
+)
 
 MAX_ROWS = 512
+MAX_ROWS_WITH_HEAD = 8  # whose logits are recorded: their memory stays allocated
 MAX_RECORDINGS = 128  # the oldest is dropped for a new one
+
+
+class RecordedLogits(NamedTuple):
+    """Logits `[rows, vocab]` in float32, and the largest of each row."""
+
+    logits: Tensor
+    largest: Argmax
+
+
+class ComputedLogits(NamedTuple):
+    """The logits that the last replay computed from `hidden`.
+
+    `hidden` is kept, so no other tensor can have its address.
+    """
+
+    hidden: Tensor
+    logits: Tensor
+
+
+class LargestLogits:
+    """The largest logits that a replay computed, until they are read."""
+
+    def __init__(self) -> None:
+        self._known: RecordedLogits | None = None
+
+    def keep(self, known: RecordedLogits) -> None:
+        self._known = known
+
+    def take(self, logits: Tensor) -> Argmax | None:
+        """The largest of exactly these logits, once, before they are changed."""
+        known, self._known = self._known, None
+        return known.largest if known is not None and known.logits is logits else None
 
 
 class DecodeRecording(NamedTuple):
@@ -26,6 +69,7 @@ class DecodeRecording(NamedTuple):
     hidden: Tensor  # also the output
     ropes: tuple[RopeAngles, ...]
     layer_inputs: Tensor | None
+    read_out: RecordedLogits | None = None
 
     def fill(self, hidden: Tensor, context: StepContext) -> None:
         """Write a step's hidden states and RoPE angles to where the graph reads them."""
@@ -40,15 +84,31 @@ class DecodeRecording(NamedTuple):
 class RecordedDecoder:
     """A `StageModel` around a decoder whose blocks run kernels of the thread pool only."""
 
-    def __init__(self, decoder: Decoder, pool: NativeThreadPool) -> None:
+    def __init__(
+        self,
+        decoder: Decoder,
+        pool: NativeThreadPool,
+        argmax: Callable[[Tensor], Argmax],
+        largest: LargestLogits,
+    ) -> None:
+        """`argmax` finds the largest logits by kernels; those of a replay are kept in `largest`."""
         self._decoder = decoder
         self._pool = pool
+        self._argmax = argmax
+        self._largest = largest
+        self._computed: ComputedLogits | None = None
         self._recordings: dict[tuple[int, bytes, tuple[LoraSegment, ...]], DecodeRecording] = {}
         self.embed = decoder.embed
         self.features = decoder.features
-        self.logits = decoder.logits
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        computed = self._computed
+        if computed is None or not _is_same(computed.hidden, hidden):
+            return self._decoder.logits(hidden)
+        return computed.logits
 
     def layers(self, hidden: Tensor, context: StepContext) -> Tensor:
+        self._computed = None
         attention = context.attention
         plan = attention.plan_key if isinstance(attention, RecordableAttention) else b""
         is_other = context.rows is not None or context.states is not None
@@ -64,7 +124,11 @@ class RecordedDecoder:
         else:
             recording.fill(hidden, context)
             self._pool.replay(recording.graph)
-        return self._decoder.sent(hidden.copy_(recording.hidden), context)
+        hidden.copy_(recording.hidden)
+        if recording.read_out is not None:
+            self._computed = ComputedLogits(hidden, recording.read_out.logits)
+            self._largest.keep(recording.read_out)
+        return self._decoder.sent(hidden, context)
 
     def _record(self, hidden: Tensor, context: StepContext) -> DecodeRecording:
         """Run the step while recording it, on memory that the recording keeps."""
@@ -84,5 +148,20 @@ class RecordedDecoder:
             recording.fill(hidden, context)
             recorded = replace(context, ropes=ropes, layer_inputs=inputs)
             output = self._decoder.run_blocks(own, recorded)
-        assert output is own, "the blocks update the hidden states in place"
-        return recording
+            assert output is own, "the blocks update the hidden states in place"
+            return recording._replace(read_out=self._record_logits(own))
+
+    def _record_logits(self, hidden: Tensor) -> RecordedLogits | None:
+        """None for many rows, for an earlier stage, and for logits that torch changes."""
+        decoder = self._decoder
+        if decoder.head is None or decoder.logit_cap is not None:
+            return None
+        if len(hidden) > MAX_ROWS_WITH_HEAD:
+            return None
+        logits = decoder.logits(hidden)
+        return RecordedLogits(logits, self._argmax(logits))
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors `[rows, width]` are the same rows in memory."""
+    return one.data_ptr() == other.data_ptr() and len(one) == len(other)

@@ -57,8 +57,8 @@ class LoraModel:
         """`base` and `adapted` share all weights; `linears` are those of `adapted`."""
         self.embed = base.embed
         self.features = base.features
-        self.logits = base.logits
         self.base = base
+        self._ran_last = base  # of the two models
         self._adapted = adapted
         self._linears = linears
         self._segments = segments
@@ -82,8 +82,12 @@ class LoraModel:
         for linear in self._linears:
             linear.loras.pop(lora_id, None)
 
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._ran_last.logits(hidden)  # which may have computed them with the layers
+
     def layers(self, hidden: Tensor, context: StepContext) -> Tensor:
         """Raises `ValueError` for rows of an adapter that is not loaded."""
+        self._ran_last = self._adapted if context.loras else self.base
         if not context.loras:
             return self.base.layers(hidden, context)
         for segment in context.loras:

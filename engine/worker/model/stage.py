@@ -68,14 +68,14 @@ class Stage:
         it is called with them.
         """
         rows = np.concatenate((layout.sampled_rows, layout.scored_rows, layout.pooled.rows))
+        most = max(len(layout.sampled_rows), len(layout.pooled.rows))  # each in ascending order
+        is_all = most == len(rows) == layout.num_tokens
         if keep is not None:
             every = self._run(layout, hidden, None)
             keep(every)
-            return every.index_select(0, self.put(rows))
+            return every if is_all else every.index_select(0, self.put(rows))
         if not len(rows):  # a piece of a prompt
             return self._run(layout, hidden, None)[:0]
-        most = max(len(layout.sampled_rows), len(layout.pooled.rows))  # each in ascending order
-        is_all = most == len(rows) == layout.num_tokens
         return self._run(layout, hidden, None if is_all else self.put(rows))
 
     def _run(self, layout: RaggedLayout, hidden: Tensor | None, rows: Tensor | None) -> Tensor:

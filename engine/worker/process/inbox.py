@@ -1,7 +1,8 @@
-"""Prepares each step in a thread of its own, while the previous step is computed.
+"""Prepares each step while the previous step is computed.
 
-On later stages, preparing includes waiting for hidden states: this thread receives them while the
-stage still computes, so the thread that receives steps never waits for them.
+The first stage does so in the thread that receives steps. Later stages have a thread for it, where
+preparing includes waiting for hidden states: it receives them while the stage still computes, so
+the thread that receives steps never waits for them.
 """
 
 import threading
@@ -38,10 +39,14 @@ class Inbox(Generic[T]):
             self._thread.start()
         self._received.put(step)
 
+    def prepare(self, step: Step) -> None:
+        """Prepare the step in this thread; used instead of `put`, where nothing is waited for."""
+        self._ready.put(self._prepared(step))
+
     def take(self, step: Step) -> T:
         """The prepared step; raises the error of preparing it. A step that was not put is prepared
         now."""
-        if self._thread is None:
+        if self._thread is None and self._ready.empty():
             return self._prepare(step)
         ready = self._ready.get()
         assert ready.step_id == step.step_id, "steps are run in the order in which they came"
@@ -51,9 +56,10 @@ class Inbox(Generic[T]):
 
     def _run(self) -> None:
         while True:
-            step = self._received.get()
-            try:
-                prepared: T | Exception = self._prepare(step)
-            except Exception as error:  # reported by `take` in the other thread
-                prepared = error
-            self._ready.put(_Ready(step.step_id, prepared))
+            self._ready.put(self._prepared(self._received.get()))
+
+    def _prepared(self, step: Step) -> _Ready[T]:
+        try:
+            return _Ready(step.step_id, self._prepare(step))
+        except Exception as error:  # raised by `take` in the other thread
+            return _Ready(step.step_id, error)

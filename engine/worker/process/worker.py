@@ -104,7 +104,11 @@ class Worker:
 
     def learn(self, step: Step) -> None:
         """Start preparing a step before it runs; may be called in another thread than `launch`."""
-        if not self._shard.is_first and step.entries:
+        if not step.entries or self._launcher is not None:
+            return
+        if self._shard.is_first:
+            self._inbox.prepare(step)
+        else:
             self._inbox.put(step)
 
     def launch(self, step: Step) -> StepInFlight:
@@ -189,7 +193,8 @@ class Worker:
             hidden = self._compute(step, prepared)
             if hidden is None:
                 return None
-            return self._stage.head(hidden[: len(prepared.layout.sampled_rows)])
+            logits = self._stage.head(hidden[: len(prepared.layout.sampled_rows)])
+            return None if logits is None else logits.clone()  # the next step may overwrite them
 
     def abandon(self, step: Step, line: str) -> None:
         """After `launch` raised: send the reason to the next stage, if it waits for the step.

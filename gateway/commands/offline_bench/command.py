@@ -207,7 +207,11 @@ async def run(
         progress("decode steps", done, len(load.batch_sizes))
     for done, (count, length) in enumerate(load.prompts, 1):
         work = Work(count, length, length)
-        yield "prefill", work, await bench.prefill(count, length, bytes_of(sizes, work, bench.report))
+        yield (
+            "prefill",
+            work,
+            await bench.prefill(count, length, bytes_of(sizes, work, bench.report)),
+        )
         progress("prefills", done, len(load.prompts))
 
 

@@ -77,3 +77,20 @@ def test_a_decoder_with_operators_of_torch_is_not_recorded(
     worker = load_worker(tmp_path, attention="cpu")
     Driver(worker).logits((0, [5]))
     assert not isinstance(base_of(worker), RecordedDecoder)
+
+
+def test_logits_of_few_rows_are_recorded_with_the_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_checkpoint(tmp_path, "llama")
+    worker = load_worker(tmp_path, attention="cpu")
+    driver, base = Driver(worker), base_of(worker)
+    assert isinstance(base, RecordedDecoder)
+    few = recorded.MAX_ROWS_WITH_HEAD
+    driver.logits(*((request, [5]) for request in range(few)))
+    assert base._computed is not None
+    computed = base._computed.hidden
+    assert base.logits(computed) is base._computed.logits
+    assert base.logits(computed.clone()) is not base._computed.logits
+    driver.logits(*((request, [5]) for request in range(few + 1)))
+    assert base._computed is None
