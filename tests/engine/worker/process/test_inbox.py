@@ -1,4 +1,4 @@
-"""Steps are prepared in the thread that receives them or in one of their own, and taken in order."""
+"""Steps are prepared by the thread that receives them or in one of their own, taken in order."""
 
 import threading
 
