@@ -151,7 +151,7 @@ class RecordingHeader:
                 del row[name]
         if self.windows == (None,):
             del row["windows"]
-        for name, default in (("ttft_goal", 0.0), ("fair_keys", False), ("fcfs_slack", 0.0)):
+        for name, default in (("ttft_goal", 0.0), ("fair_keys", False), ("fcfs_slack", 0.005)):
             if row["policies"][name] == default:
                 del row["policies"][name]
         bounds = row["scheduler"].items()

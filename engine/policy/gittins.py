@@ -16,9 +16,10 @@ Against needless preemption, the rank of a started request is halved, ranks are 
 a factor of `LEVEL_RATIO` apart, and within a level started requests precede waiting ones.
 
 A low mean is not to be paid with a long tail. Beside the real schedule, `FcfsShadow` makes that of
-FCFS. A request whose tokens are later than there, by more than `fcfs_slack` times its age, goes
-first until it ends. So no JCT is much longer than 1 + `fcfs_slack` times that under FCFS; what the
-index has to give are the seats of requests that ended sooner than under FCFS. With
+FCFS. A request goes first until it ends once its tokens are, or would be, later than there by more
+than `fcfs_slack` times its age: before all others, so that where prompts take most of the time the
+order is nearly FCFS. So no JCT is much longer than 1 + `fcfs_slack` times that under FCFS; what the
+index has to give are the slack, and the seats of requests that ended sooner than under FCFS. With
 `starvation_seconds` instead, a request that waits so long for an iteration goes first.
 """
 
@@ -52,7 +53,6 @@ STARTED = 0.5  # factor on the rank of a started request
 ENDS_PER_UPDATE = 16  # of outputs; ranks are computed again after so many
 SECONDS_PER_UPDATE = 1.0  # at most
 KINDS_PER_PLAN = 16  # of waiting requests, which get new ranks in one plan
-PLANS_PER_CHECK = 4  # requests that lag behind FCFS are looked for in every fourth plan
 MOST_AT_ONCE = 64  # requests of a kind or level that starve at once, and so go first
 
 
@@ -104,11 +104,9 @@ class GittinsIndex(PolicyBase):
         self._hazards: dict[int, list[float]] = {}  # by stratum,
         self._courses: dict[tuple[int, int], Course] = {}  # and by stratum and age bin: of the same
         self._version = 0
-        self._late_level = NUM_LEVELS - 1  # by rank, of waiting requests that go first
         self._num_ends = 0  # of outputs since the last update
         self._update_at = 0.0
         self._ordered_at: float | None = None
-        self._num_plans = 0
 
     def arrive(self, request: "Request", now: float) -> None:
         prefill = self._prefill(request)
@@ -138,6 +136,8 @@ class GittinsIndex(PolicyBase):
             moves = True
         if not job.is_started:
             self._fcfs.start(request, before)
+        if before:
+            self._fcfs.computed(request, after)
         self._fcfs.ran(before - after, seconds, now)
         job.waits_since = now
         if request.produced + 1 >= job.next_edge:
@@ -167,13 +167,11 @@ class GittinsIndex(PolicyBase):
     def order(self, now: float) -> "Iterator[Request]":
         if now != self._ordered_at:
             self._ordered_at = now
-            self._num_plans += 1
             is_time = self._num_ends >= ENDS_PER_UPDATE or now >= self._update_at
-            if is_due := is_time and not self._outdated:
+            if is_time and not self._outdated:
                 self._update(now)
             self._update_levels()
-            if is_due or self._num_plans % PLANS_PER_CHECK == 0:
-                self._find_late(now)
+            self._find_late(now)
         return self._walk()
 
     def started_order(
@@ -194,11 +192,10 @@ class GittinsIndex(PolicyBase):
 
     def sort_keys(self, requests: "Sequence[Request]", now: float) -> "list[SortKey]":
         jobs = [self._jobs[request] for request in requests]
-        front = self._front
         keys: list[SortKey] = []
         for job in jobs:
             if job.is_first and not job.is_started:
-                keys.append((front, 1, job.number))
+                keys.append((0, 1, job.number))
             else:
                 keys.append((self._level(job), 2 * _is_queued(job), job.number))
         return keys
@@ -217,12 +214,6 @@ class GittinsIndex(PolicyBase):
         return self._level(self._jobs[request])
 
     # Queues
-
-    @property
-    def _front(self) -> int:
-        """The level of the most urgent waiting requests. Waiting requests that go first precede
-        them, and follow its started requests: these would lose their seats otherwise."""
-        return min(self._late_level, min(self._levels.values(), default=NUM_LEVELS - 1))
 
     def _level(self, job: _Job) -> int:
         return self._levels[job.kind] if _is_queued(job) else job.level
@@ -253,13 +244,13 @@ class GittinsIndex(PolicyBase):
         kinds: dict[int, list[_Kind]] = {}
         for kind, level in self._levels.items():
             kinds.setdefault(level, []).append(kind)
-        front, jobs = self._front, self._jobs
+        jobs = self._jobs
         late = [request for _, request in self._started[0] if not jobs[request].is_started]
         for level, started in enumerate(self._started):
             for _, request in started:
                 if jobs[request].is_started:
                     yield request
-            if level == front:
+            if not level:
                 yield from late
             if level in kinds:
                 yield from self._by_arrival([self._waiting[kind] for kind in kinds[level]])
@@ -365,9 +356,6 @@ class GittinsIndex(PolicyBase):
             self._remove(request, job)
             job.is_first = True
             self._insert(request, job)
-        jobs = [self._jobs[request] for _, request in islice(self._started[0], MOST_AT_ONCE)]
-        levels = (self._level_of(self._outlook(job).rank) for job in jobs if not job.is_started)
-        self._late_level = min(levels, default=NUM_LEVELS - 1)
 
     def _starving(self, since: float) -> "list[Request]":
         """Requests that wait since that time or longer. Of a kind, the first to arrive is the first

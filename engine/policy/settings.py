@@ -13,8 +13,8 @@ class PolicySettings:
     shortest iteration); each lower queue's is `ratio` times longer. Without `skips` every request
     joins the highest queue.
     gittins: the order is first come, first served until `min_outputs` outputs have ended by
-    themselves. Without `starvation_seconds` a request goes first if its tokens are later than first
-    come, first served would have produced them, by more than `fcfs_slack` times its age.
+    themselves. Without `starvation_seconds` a request goes first if its tokens are, or would be,
+    later than under first come, first served, by more than `fcfs_slack` times its age.
     Over any policy: requests that can have their first token within `ttft_goal` seconds precede
     those that cannot (`GoodputFirst`; 0: no goal); with `fair_keys` API keys get equal shares, and
     the policy orders the requests of each key (`VirtualTokenCounter`, as under fair).
@@ -28,7 +28,7 @@ class PolicySettings:
     num_levels: int = 16
     skips: bool = True
     min_outputs: int = 50
-    fcfs_slack: float = 0.0
+    fcfs_slack: float = 0.005
     input_weight: float = 1.0
     output_weight: float = 2.0
     ttft_goal: float = 0.0

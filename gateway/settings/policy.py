@@ -51,7 +51,7 @@ class PolicyFields(BaseSettings):
         ge=1,
     )
     fcfs_slack: float = _option(
-        0.0,
+        0.005,
         "scheduling",
         "gittins: how much later than under fcfs a request may be, as a share of its age; a larger "
         "one lowers the mean completion time and raises the p99",

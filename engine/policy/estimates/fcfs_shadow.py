@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from engine.request import Request
 
 MEMORY = 0.999  # of work and seconds, per iteration
-LEAST_SHARE = 0.1  # of the seconds of an iteration that its decodes are assumed to take
+LEAST_SHARE = 0.02  # of the seconds of an iteration that its decodes are assumed to take
 
 
 @dataclass(slots=True, eq=False)
@@ -30,6 +30,7 @@ class _Job:
     request: "Request | None"  # None once it has ended
     prefill: float  # seconds that its prompt adds to iterations, as far as they are left
     expected: float  # of them, if nothing of the prompt is cached
+    left: float  # of them in the real schedule
     produced: int  # tokens before it arrived
     arrived: int  # round
     delay: int = 0  # rounds from when it could start until it got a seat
@@ -69,7 +70,8 @@ class FcfsShadow:
     def arrive(self, request: "Request", prefill: float) -> None:
         """`prefill`: seconds that its prompt adds to iterations, if nothing of it is cached."""
         share = self._computed / self._expected if self._expected else 1.0
-        job = _Job(request, share * prefill, prefill, request.produced, self._round)
+        cost = share * prefill
+        job = _Job(request, cost, prefill, cost, request.produced, self._round)
         self._jobs[request] = job
         self._queue.append(job)
         self._fill()
@@ -77,6 +79,7 @@ class FcfsShadow:
     def start(self, request: "Request", prefill: float) -> None:
         """The request starts in the real schedule, so that it is known what is cached."""
         job = self._jobs[request]
+        job.left = prefill
         self._computed = self._computed * MEMORY + prefill
         self._expected = self._expected * MEMORY + job.expected
         if job in self._served:
@@ -99,6 +102,10 @@ class FcfsShadow:
             queue.clear()
         self._budget = 0.0
 
+    def computed(self, request: "Request", left: float) -> None:
+        """A part of the request's prompt was computed; `left` seconds of prefill are left."""
+        self._jobs[request].left = left
+
     def ran(self, prefill: float, seconds: float, now: float) -> None:
         """One request of a real iteration got `prefill` seconds of prefill done, or 0 and a decode.
         The iteration of `seconds` returned at `now`; this is called for each request in it."""
@@ -115,15 +122,32 @@ class FcfsShadow:
         self._decodes += 1.0
 
     def lagging(self, slack: float, now: float) -> "Iterator[Request]":
-        """Requests that are further behind the shadow than `slack` times their age."""
+        """Requests that are, or would be, further behind the shadow than `slack` times their age.
+
+        Of those with a first token there, those that are behind by so many decodes. Of those whose
+        prompt is being computed there, those that have to go first now, because it takes longer to
+        compute what is left of these prompts here, in order of arrival, than in the shadow. An
+        iteration is not interrupted, so they go first one iteration early."""
         pace = self._seconds / (self._rounds or 1.0)
+        here, there = self._last_seconds, 0.0  # seconds of prefill until a request's first token
         for job in self._served:
             request = job.request
             if request is None:
                 continue
+            here += job.left
             lag = self._round - job.started - (request.produced - job.produced)
             if lag * pace > slack * (now - request.arrived_at):
                 yield request
+        unfinished: list[Request] = []
+        for job in self._prefills:
+            there += job.prefill
+            if job.request is None or not job.left:
+                continue
+            here += job.left
+            unfinished.append(job.request)
+            if here > there + slack * (now - job.request.arrived_at):
+                yield from unfinished
+                unfinished.clear()
 
     def _advance(self, seconds: float, prefill: float) -> None:
         """Iterations of the shadow in the time of a real one: each is a round of decodes and, if

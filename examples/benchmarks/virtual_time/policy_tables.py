@@ -11,6 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
+from engine.policy import PolicySettings
 from engine.simulated.figures import SLO
 
 BASE = "fcfs"  # the policy that the others are compared with
@@ -228,9 +229,10 @@ Goodput: requests/s with a TTFT of at most {GOAL.ttft:g} s and a TPOT of at most
 {table(in_common(main))}""",
         f"""## The tail of `gittins`
 
-A request goes first once FCFS, of which a shadow schedule runs beside the real one, would have
-produced more of its tokens (`--fcfs-slack` 0). What the index has to give are the seats of requests
-that ended sooner than under FCFS: a larger slack gives a lower mean and a longer tail.
+A request goes first once its tokens are, or would be, later than under FCFS, of which a shadow
+schedule runs beside the real one, by more than {PolicySettings().fcfs_slack:.1%} of its age
+(`--fcfs-slack`). What the index has to give are that slack, and the seats of requests that ended
+sooner than under FCFS: a larger slack gives a lower mean and a longer tail.
 
 A default may not lose more than 2 % against FCFS, in mean or p99, at any load.
 {against_fcfs(main, "gittins")}""",

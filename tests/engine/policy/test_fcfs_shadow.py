@@ -80,3 +80,19 @@ def test_no_completion_time_is_much_longer_than_under_fcfs(seed: int) -> None:
     own, fcfs = jcts("gittins"), jcts("fcfs")
     assert sum(own) < sum(fcfs)
     assert all(one <= (1.0 + SLACK) * other + 20.0 for one, other in zip(own, fcfs, strict=True))
+
+
+def test_a_prompt_goes_first_once_the_shadow_is_about_to_be_ahead_of_it() -> None:
+    """Two seats and two prompts of 4 s. While the real schedule decodes another request, the shadow
+    computes the first prompt, so both have to go first; once the real schedule has computed the
+    first prompt, the second one has as much time as in the shadow, and 4 s more."""
+    shadow = FcfsShadow(seats=2)
+    first, second, ahead = (a_request(number, 9, 9) for number in range(3))
+    for request in (first, second, ahead):
+        shadow.arrive(request, 4.0)
+    shadow.start(ahead, 0.0)
+    for now in (1.0, 2.0, 3.0):
+        iterate(shadow, now, ahead)
+    assert list(shadow.lagging(0.0, 3.0)) == [first, second]
+    shadow.computed(first, 0.0)
+    assert list(shadow.lagging(0.0, 3.0)) == []

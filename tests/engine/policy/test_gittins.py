@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from engine.policy import PolicySettings, build, lengths_of
 from engine.policy.estimates.course import LEAST_RANK, Course, Outlook
 from engine.policy.estimates.lengths import EDGES, NUM_BINS, LearnedLengths, bin_of
-from engine.policy.gittins import KINDS_PER_PLAN, PLANS_PER_CHECK, GittinsIndex
+from engine.policy.gittins import KINDS_PER_PLAN, GittinsIndex
 from engine.request import Abort, FinishReason, Request, State
 from tests.scheduling import HAND_COST, a_request, a_scheduler, a_spec, learned_lengths, play
 
@@ -88,7 +88,7 @@ def test_ranks_fall_with_age_if_outputs_are_alike_and_rise_if_they_are_skewed() 
 
 
 def test_until_enough_outputs_have_ended_the_order_is_that_of_arrival() -> None:
-    policy = GittinsIndex(HAND_COST, PolicySettings(min_outputs=2))
+    policy = GittinsIndex(HAND_COST, PolicySettings(min_outputs=2, fcfs_slack=100.0))
     for work in SKEWED:
         policy.variation.ended(float(work))
     long, short = arrived(policy, 0, 100), arrived(policy, 1, 1)
@@ -180,7 +180,7 @@ def test_a_request_that_lags_behind_fcfs_goes_first_until_it_ends() -> None:
         produce(policy, long, 1, float(now))
     short = arrived(policy, 1)
     assert next(policy.order(21.0)) is short
-    for now in range(22, 22 + 2 * PLANS_PER_CHECK):
+    for now in range(22, 26):
         produce(policy, short, 1, float(now))
         list(policy.order(float(now)))
     assert policy.level(long) == 0

@@ -18,7 +18,7 @@ SETTINGS = {
     "num_levels": 16,
     "skip_join": True,
     "min_outputs": 50,
-    "fcfs_slack": 0.0,
+    "fcfs_slack": 0.005,
     "input_weight": 1.0,
     "output_weight": 2.0,
     "fair_keys": False,
