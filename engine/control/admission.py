@@ -174,6 +174,8 @@ class AdmissionControl:
         if all together gain too few."""
         if not self.may_preempt_to_start or missing > self._reclaimable:
             return False
+        if not self._pool.count(READY):  # all started requests are in the iteration, or in flight
+            return False
         fewest = self._kv.num_states_missing(request)  # each victim has one state, or more
         victims: list[Request] = []
         needed, shared = missing, None

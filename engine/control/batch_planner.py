@@ -69,7 +69,7 @@ class BatchPlanner:
                 admits = self._admit(batch, request, now)
         if not batch.is_full and self._ready_left(batch):
             for other in self._started_behind(request, now):
-                if batch.is_full:
+                if not batch.seats:
                     return
                 if other.state is READY or other in batch.ahead:
                     self._take(batch, other, now)

@@ -77,7 +77,10 @@ class SkipJoinMLFQ(PolicyBase):
         """Charge the tokens; demote the request if it has used up the quantum of its queue."""
         self._waiting.restart(request, now)
         job = self._jobs[request]
-        job.used += self._own_cost(request, num_tokens, now)
+        if num_tokens == 1 and now == self._decode_at and request.output:  # the common case
+            job.used += self._decode_cost + self._decode_slope * (request.num_computed - 1)
+        else:
+            job.used += self._own_cost(request, num_tokens, now)
         if job.used < job.quantum:
             return
         if not request.remaining or not self._settings.skips:

@@ -4,7 +4,7 @@ Cases of requests, under each policy: greedy ones; ones with penalties or in JSO
 outputs are 4,000 tokens long; greedy ones that are planned ahead, while the iteration before is in
 flight; and greedy ones while 16 requests wait which share a cached prefix of 100,000 tokens with a
 running one, and need more KV blocks than are free. The cases of a policy take turns in one process,
-one iteration each. Writes step_cost.json and step_cost.md. CPU names the processor.
+one iteration each, and the policies five times. Writes step_cost.json and step_cost.md. CPU names the processor.
 
     python -m examples.benchmarks.virtual_time.step_cost [--plans 300] [--output 4000]
         [--policies fcfs gittins …] [--cpu CPU] [--out examples/benchmarks/results/policies]
@@ -15,7 +15,7 @@ import gc
 import json
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median, quantiles
 from time import thread_time
@@ -34,6 +34,7 @@ from engine.simulated.trace import GREEDY
 from engine.step import Grammar, GrammarKind, SamplingParams, StepResult
 
 ROWS = 256
+ROUNDS = 5  # of all policies, so that a slow phase of the machine is in one of them
 GOAL = 1.0  # milliseconds of a plan and a commit
 STEP_SECONDS = 0.02
 BLOCK_SIZE = 16
@@ -128,26 +129,37 @@ class Run:
         self.scheduler.commit(iteration, result, self._now)
         return 1e3 * planned, 1e3 * (thread_time() - began)
 
-    @property
-    def num_rows(self) -> int:
-        return len(self._flying[-1].requests) if self._flying else 0
+
+def measure(
+    policies: Sequence[str], num_plans: int, output: int
+) -> dict[str, dict[str, dict[str, float]]]:
+    """Medians of plan, commit and both, and the p99 of both, by policy and case."""
+    runs = {policy: _runs(policy, num_plans, output) for policy in policies}
+    taken: dict[str, dict[str, list[tuple[float, float]]]] = {
+        policy: {case: [] for case in CASES} for policy in policies
+    }
+    gc.freeze()
+    for _ in range(ROUNDS):
+        for policy, cases in runs.items():
+            for _ in range(num_plans // ROUNDS):
+                for case, run in cases.items():
+                    taken[policy][case].append(run.step())
+    gc.unfreeze()
+    return {
+        policy: {case: _summary(found) for case, found in row.items()}
+        for policy, row in taken.items()
+    }
 
 
-def measure(policy: str, num_plans: int, output: int) -> dict[str, dict[str, float]]:
-    """Medians of plan, commit and both, and the p99 of both, by case."""
+def _runs(policy: str, num_plans: int, output: int) -> dict[str, Run]:
+    """One of each case, with outputs that are long enough."""
     runs = {}
     for name, case in CASES.items():
         first = output if case.sampling.reads_output or case.grammar is not None else FEW_STEPS
         run = runs[name] = Run(policy, case, first + num_plans + ROWS)
         for _ in range(first):
             run.step()
-    gc.freeze()
-    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in CASES}
-    for _ in range(num_plans):
-        for name, run in runs.items():
-            taken[name].append(run.step())
-    gc.unfreeze()
-    return {name: _summary(found) for name, found in taken.items()}
+    return runs
 
 
 def _summary(found: list[tuple[float, float]]) -> dict[str, float]:
@@ -167,10 +179,12 @@ def page(found: Costs) -> str:
 
 CPU milliseconds that the scheduler takes to plan an iteration of {ROWS} decodes and to commit its
 result: median (p99) of {found["plans"]} iterations, on one core of an {found["cpu"]}. The load
-average was {found["load_average"]:.1f} on two cores. Requests with penalties and in JSON mode had
-produced {found["output"]:,} tokens. *Planned ahead*: while the iteration before is in flight.
-*Shared prefix waits*: {NUM_WAITING} requests wait for KV blocks, and share a cached prefix of
-{PREFIX:,} tokens with a running one. Medians above the goal of {GOAL:g} ms: {_listed(cells)}.
+average was {found["load_average"]:.1f} on two cores.
+Requests with penalties and in JSON mode had produced {found["output"]:,} tokens.
+*Planned ahead*: while the iteration before is in flight. *Shared prefix waits*: {NUM_WAITING}
+requests wait for KV blocks, and share a cached prefix of {PREFIX:,} tokens with a running one.
+The cases of a policy take turns, so that each finds the caches of the CPU full of the others' data.
+Medians above the goal of {GOAL:g} ms: {_listed(cells)}.
 `python -m examples.benchmarks.virtual_time.step_cost`
 
 {table(found)}
@@ -208,7 +222,7 @@ def main() -> None:
         load_average=os.getloadavg()[0],
         plans=args.plans,
         output=args.output,
-        milliseconds={name: measure(name, args.plans, args.output) for name in args.policies},
+        milliseconds=measure(args.policies, args.plans, args.output),
     )
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "step_cost.json").write_text(json.dumps(found, indent=1) + "\n")

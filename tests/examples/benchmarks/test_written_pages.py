@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 
+from engine.policy import POLICIES
 from examples.benchmarks.cluster import shared_store
 from examples.benchmarks.mtp import acceptance
 from examples.benchmarks.server import disk_tier, lora_server
+from examples.benchmarks.virtual_time import step_cost
 from tests.examples.benchmarks.published import RESULTS, read
 
 Page = Callable[[Mapping[str, Any]], str]
@@ -16,6 +18,7 @@ PAGES: dict[str, Page] = {
     "speculation/mtp": acceptance.page,
     "disk_tier/shared_store": shared_store.page,
     "disk_tier/read_ahead": disk_tier.read_ahead_page,
+    "policies/step_cost": step_cost.page,
 }
 
 
@@ -28,6 +31,14 @@ def test_the_page_is_that_of_its_run(name: str) -> None:
 def test_drafts_changed_no_token() -> None:
     found = read("speculation/mtp.json")
     assert all(row["same_tokens"] for key in ("acceptance", "speed") for row in found[key])
+
+
+def test_plan_and_commit_of_256_decodes_take_at_most_a_millisecond() -> None:
+    found = read("policies/step_cost.json")
+    assert found["output"] == 4000
+    assert {name: step_cost.above(row) for name, row in found["milliseconds"].items()} == {
+        name: [] for name in POLICIES
+    }
 
 
 def test_a_shared_store_changed_no_answer() -> None:
