@@ -68,7 +68,8 @@ class BatchPlanner:
             elif request.state is WAITING or request.state is SWAPPED:
                 admits = self._admit(batch, request, now)
         if not batch.is_full and self._ready_left(batch):
-            for other in self._started_behind(request, now):
+            last = request if batch.num_skipped else None  # else all that are ready are behind it
+            for other in self._started_behind(last, now):
                 if not batch.seats:
                     return
                 if other.state is READY or other in batch.ahead:

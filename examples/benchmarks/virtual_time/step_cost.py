@@ -4,7 +4,8 @@ Cases of requests, under each policy: greedy ones; ones with penalties or in JSO
 outputs are 4,000 tokens long; greedy ones that are planned ahead, while the iteration before is in
 flight; and greedy ones while 16 requests wait which share a cached prefix of 100,000 tokens with a
 running one, and need more KV blocks than are free. The cases of a policy take turns in one process,
-one iteration each, and the policies five times. Writes step_cost.json and step_cost.md. CPU names the processor.
+one iteration each, and the policies five times. Writes step_cost.json and step_cost.md. CPU names
+the processor.
 
     python -m examples.benchmarks.virtual_time.step_cost [--plans 300] [--output 4000]
         [--policies fcfs gittins …] [--cpu CPU] [--out examples/benchmarks/results/policies]
