@@ -277,6 +277,7 @@ CPU milliseconds that the scheduler takes to plan an iteration of 64 requests wh
 median (p99) of {plans["plans"]} plans, on one core of an {plans["cpu"]}. The load average was
 {plans["load_average"]:.1f} on two cores. {slow_plans(plans)}
 `python -m examples.benchmarks.virtual_time.plan_cost`
+Plan and commit of 256 decodes, by kind of request: [step_cost.md](step_cost.md).
 
 {plan_table(plans)}""")
     return "\n\n".join(parts) + "\n"

@@ -185,6 +185,7 @@ Requests with penalties and in JSON mode had produced {found["output"]:,} tokens
 *Planned ahead*: while the iteration before is in flight. *Shared prefix waits*: {NUM_WAITING}
 requests wait for KV blocks, and share a cached prefix of {PREFIX:,} tokens with a running one.
 The cases of a policy take turns, so that each finds the caches of the CPU full of the others' data.
+The machine shares its processor with others: in some runs all cases take up to a half longer.
 Medians above the goal of {GOAL:g} ms: {_listed(cells)}.
 `python -m examples.benchmarks.virtual_time.step_cost`
 
