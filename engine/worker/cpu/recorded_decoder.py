@@ -26,7 +26,7 @@ from engine.worker.ports import (
 )
 
 MAX_ROWS = 512
-MAX_ROWS_WITH_HEAD = 8  # whose logits are recorded: their memory stays allocated
+MAX_ROWS_WITH_HEAD = 64  # whose logits are recorded: their memory stays allocated
 MAX_RECORDINGS = 128  # the oldest is dropped for a new one
 
 

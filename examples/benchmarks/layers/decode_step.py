@@ -128,10 +128,14 @@ class StepReplays:
         self._recorded = model.base  # without LoRA
         self._pool = self._recorded._pool
         graph = next(reversed(self._recorded._recordings.values())).graph
-        self.table: NDArray[np.int64] = graph.table()
-        self.is_linear = np.array([each is not None for each in graph._weights])
-        self.weights: list[Tensor] = [each for each in graph._weights if each is not None]
-        self.head_weights: Tensor = self._recorded._decoder.head._weights.packed
+        head = self._recorded._decoder.head
+        self.head_weights: Tensor = head._weights.packed
+        weights = [*graph._weights]
+        if self.head_weights is weights[-2]:  # then come the most likely tokens
+            weights = weights[: -3 if head._convert is None else -4]  # without the last norm
+        self.table: NDArray[np.int64] = graph.table()[: len(weights)]
+        self.is_linear = np.array([each is not None for each in weights])
+        self.weights: list[Tensor] = [each for each in weights if each is not None]
         width = self._recorded._decoder.norm._dim
         self._hidden = torch.randn(rows, width)
         self._read = cfunc(KERNEL, nogil=True)(make_read_kernel(*READ_PATTERN))
@@ -159,7 +163,7 @@ class StepReplays:
         return seconds
 
     def head(self) -> float:
-        """The final norm and the head."""
+        """The final norm and the head, called one by one: few rows replay them with the layers."""
         with torch.inference_mode(), self._pool.awake():
             began = time.perf_counter()
             self._recorded.logits(self._hidden)
