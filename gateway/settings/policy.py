@@ -73,7 +73,8 @@ class PolicyFields(BaseSettings):
         0,
         "scheduling",
         "of the first N waiting requests in the policy's order, the one with the longest cached "
-        "prefix starts first; each is overtaken at most N times; 0: the policy's order",
+        "prefix starts first, and their cached blocks are evicted last; each request is "
+        "overtaken at most N times; 0: the policy's order",
         "N",
         ge=0,
         le=1024,

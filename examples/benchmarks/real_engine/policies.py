@@ -24,8 +24,10 @@ import numpy
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from engine.control.event_recorder import RecordingHeader
 from engine.simulated.figures import SLO
 from engine.simulated.play import Outcome
+from engine.simulated.trace import at_rate
 from examples.benchmarks.real_engine import loads
 from examples.benchmarks.real_engine.machine import (
     LARGE,
@@ -72,15 +74,55 @@ async def three(on: Machine, count: int) -> tuple[Table, Results]:
         arrivals = loads.with_unknown_lengths(calls_of(count, 1.3 * most))
         slo = SLO(norm=15 * on.cost.compute(1, 64))
         for policy in ("fcfs", "mlfq", "gittins"):
-            header = on.header(policy)
-            if policy == "gittins":  # its tail is bounded by FCFS, without a starvation limit
-                settings = replace(header.policies, starvation_seconds=None, min_outputs=20)
-                header = replace(header, policies=settings)
-            run = await measure(on, header, arrivals, slo)
+            run = await measure(on, _learning(on.header(policy)), arrivals, slo)
             jct = [one.jct for one in run.played.outcomes]
             rows.append([trace, policy, *_jct_cells(run, jct)])
             results[f"{trace} {policy}"] = {"jct": sorted(jct), "rate": 1.3 * most} | _summary(run)
     return rows, results
+
+
+def _learning(header: RecordingHeader) -> RecordingHeader:
+    """Under gittins FCFS bounds the tail, without a starvation limit, and few outputs are enough to
+    learn from."""
+    if header.policy != "gittins":
+        return header
+    settings = replace(header.policies, starvation_seconds=None, min_outputs=20)
+    return replace(header, policies=settings)
+
+
+async def tail(on: Machine, count: int) -> tuple[Table, Results]:
+    """gittins and fcfs in turns, on the loads on which gittins' tail could be the longer one."""
+    results: Results = {}
+    loads_of = [("mooncake", number, loads.mooncake(count, 1.0)) for number in range(1, 4)]
+    loads_of += [("skewed", seed, loads.skewed(count, 1.0, seed)) for seed in range(1, 4)]
+    for trace, number, calls in loads_of:
+        rate = 1.3 * await capacity(on, calls)
+        moved = [replace(c, at=m.at) for c, m in zip(calls, at_rate(calls, rate), strict=True)]
+        arrivals = loads.with_unknown_lengths(moved)
+        for policy in ("fcfs", "gittins"):
+            run = await measure(on, _learning(on.header(policy)), arrivals)
+            jct = sorted(one.jct for one in run.played.outcomes)
+            results[f"{trace} {number} {policy}"] = {"jct": jct} | _summary(run)
+    return tail_rows(results), results
+
+
+def tail_rows(results: Results) -> Table:
+    """The table of `tail`: both policies' JCT, and what gittins gains."""
+    columns = ["fcfs mean s", "p99", "gittins mean s", "p99", "mean ×", "p99 ×", "done/s ×"]
+    rows: Table = [["trace", "run", *columns]]
+    for name in [name for name in results if name.endswith(" fcfs")]:
+        trace, number, _ = name.split()
+        pair = [results[f"{trace} {number} {policy}"] for policy in ("fcfs", "gittins")]
+        means, tails = ([of(one["jct"]) for one in pair] for of in (mean, _p99))
+        speed = pair[1]["throughput"] / pair[0]["throughput"]
+        seconds = [f"{value:.2f}" for both in zip(means, tails, strict=True) for value in both]
+        gains = means[0] / means[1], tails[0] / tails[1], speed
+        rows.append([trace, number, *seconds, *(f"{gain:.3f}" for gain in gains)])
+    return rows
+
+
+def _p99(samples: Sequence[float]) -> float:
+    return percentiles(samples, 99)[0]
 
 
 THREE = {"skewed": loads.skewed, "conversations": loads.azure, "mooncake": loads.mooncake}
@@ -208,6 +250,15 @@ EXPERIMENTS: dict[str, tuple[str, str, Experiment, int]] = {
         three,
         400,
     ),
+    "tail": (
+        "gittins against fcfs, several runs",
+        "Three runs of the same Mooncake sessions, and three seeds of skewed lengths, at 130 % of "
+        "fcfs's capacity. × is fcfs's latency over that of gittins, or gittins' requests/s over "
+        "those of fcfs. Under overload the last requests wait for all the work that is left, so "
+        "that p99 differs between runs by several times as much as the speed of the machine.",
+        tail,
+        400,
+    ),
     "fair": (
         "fair against fcfs, with one large tenant",
         "Five tenants at 160 % of the machine's capacity; one of them sends 3/4 of all requests.",
@@ -225,6 +276,8 @@ EXPERIMENTS: dict[str, tuple[str, str, Experiment, int]] = {
         "Prefix reuse",
         "Whole sessions of the Mooncake conversation trace, one in 40, all lengths divided by 32, "
         "so that an id of the trace is one block; at 90 % of the machine's capacity without reuse. "
+        "With --prefix-first 16, of the first 16 waiting requests the one with the longest cached "
+        "prefix starts first, and their cached blocks are evicted after all others. "
         "The best: an unbounded cache that holds every prompt from its arrival.",
         prefix,
         295,

@@ -112,3 +112,50 @@ def test_prefixes_of_requests_behind_the_window_are_not_looked_for(
         run_iteration(scheduler)
     assert len(set(found)) <= 9
     assert set(found) <= set(requests[:10])
+
+
+@pytest.mark.parametrize("window", [0, 2])
+def test_the_cached_prefix_of_the_window_is_evicted_after_other_cached_blocks(window: int) -> None:
+    """The cache is full of the prefix of the waiting request, which was used first, and of another
+    one. A request that starts before it evicts eight blocks."""
+    scheduler = make(
+        num_blocks=24,
+        block_size=BLOCK,
+        max_batch_size=1,
+        max_batch_tokens=64,
+        reuses_prefixes=True,
+        prefix_first=window,
+    )
+    for family in (0, 1):
+        scheduler.add(prompt(family, 8, 1 + family), 0.0)
+        while scheduler.pool:
+            run_iteration(scheduler)
+    specs = [prompt(5, 12, 9), prompt(0, 8, 10)]
+    first, waiting = (scheduler.add(spec, 0.0) for spec in specs)
+    if window:
+        first.num_overtaken, waiting.num_overtaken = window, 0  # so that it starts first
+    while scheduler.pool:
+        run_iteration(scheduler)
+    assert first.admitted_at is not None
+    assert waiting.num_cached == (8 * BLOCK if window else BLOCK), "one block was not needed"
+
+
+def test_a_started_request_gets_the_blocks_of_the_window_if_no_others_are_left() -> None:
+    scheduler = make(
+        num_blocks=12,
+        block_size=BLOCK,
+        max_batch_size=1,
+        max_batch_tokens=64,
+        reuses_prefixes=True,
+        prefix_first=2,
+    )
+    scheduler.add(prompt(0, 8, 1), 0.0)
+    while scheduler.pool:
+        run_iteration(scheduler)
+    first, waiting = (scheduler.add(spec, 0.0) for spec in (prompt(5, 10, 9), prompt(0, 8, 10)))
+    first.num_overtaken = 2
+    while scheduler.pool:
+        run_iteration(scheduler)
+    assert first.finish is not None
+    assert waiting.finish is not None
+    assert waiting.num_cached == 0
