@@ -1,10 +1,14 @@
 """Speculation off and on: tokens/s by method, text and number of requests at once.
 
-    python -m examples.benchmarks.server.speculation [--clients 1 8] [--rounds 3] [--weights int8]
+    python -m examples.benchmarks.server.speculation [--clients 1 8] [--rounds 12] [--weights int8]
                                     [--texts edit loops …] [--out FILE]
 
-The engine and its worker run in this process; runs without and with each method alternate. Every
-run must produce the same tokens as the run without speculation. The texts:
+Engines without and with each method share one worker in this process. In each round every engine
+serves the same requests, in a random order of the engines, and must produce the same tokens. A
+ratio is that of a method's tokens/s to those without speculation in the same round. `ratio` is the
+median over the rounds and `interval` its 95 % confidence interval (of the order statistics). A
+second engine without speculation, `off`, is compared in the same way: it shows the noise. All
+engines serve one round before the first measured one, so that rates and costs are known. Texts:
 
     edit      random weights, temperature 1; each request's `prediction` is its output with one
               token in twenty replaced, removed or inserted. (A model of random weights copies
@@ -13,21 +17,20 @@ run must produce the same tokens as the run without speculation. The texts:
               output is among the recent outputs
     loops     the built-in model, greedy and without its chat template: the output soon repeats
               itself
-    stories   the built-in model, temperature 1: ordinary text
-    hostile   random weights, temperature 1: every token is a surprise
+    stories   the built-in model, temperature 1: ordinary text; predictions are unrelated to it
+    hostile   random weights, temperature 1: every token is a surprise; predictions are unrelated
     layers    98 M random weights at temperature 1, with the model's first layer as the draft model
               (`examples.benchmarks.server.draft_checkpoints`)
     unlike    the same, with a draft model of other weights, which is never right
 
-Figures are medians over the rounds, of output tokens/s without the prompts' iterations. Each round
-runs without speculation before and after all methods, and a ratio is that of a run to the mean of
-these two; `equal_work` is the range of their own ratio, which would be 1 without noise. With
-`--clock cpu` and one thread, seconds are CPU seconds of this process, which has the engine and the
-worker: so other load of the machine changes little.
+Each round has other requests, but for `again`. Seconds are those of the whole run with its prompts.
+With `--clock cpu` and one thread, they are CPU seconds of this process, which has the engine and
+the worker: so other load of the machine changes little.
 """
 
 import argparse
 import asyncio
+import gc
 import json
 import os
 import time
@@ -60,23 +63,24 @@ from engine.transport.inline import InlineExecutor
 from engine.worker.process.worker import Worker
 from engine.worker_settings import WorkerReport, WorkerSettings
 from examples.benchmarks.server.draft_checkpoints import VOCAB, write_checkpoints
+from examples.benchmarks.server.pairs import median_interval
 
 BUILTIN = str(Path(adapters.__file__).parent / "builtin")
+OFF = "off"  # a second engine without speculation
 TEXTS = {
-    "edit": ("prediction",),
-    "again": ("suffix",),
-    "loops": ("ngram", "suffix"),
-    "stories": ("ngram", "suffix"),
-    "hostile": ("ngram", "prediction"),
-    "layers": ("draft_model",),
-    "unlike": ("draft_model",),
+    "edit": (OFF, "prediction"),
+    "again": (OFF, "suffix"),
+    "loops": (OFF, "ngram", "suffix"),
+    "stories": (OFF, "ngram", "suffix", "prediction"),
+    "hostile": (OFF, "ngram", "suffix", "prediction"),
+    "layers": (OFF, "draft_model"),
+    "unlike": (OFF, "draft_model"),
 }
 WITH_DRAFT_MODEL = ("layers", "unlike")
-SERVED_BEFORE = ("again", *WITH_DRAFT_MODEL)  # the first requests find out what proposals cost
 OF_BUILTIN = ("loops", "stories")
 NAMES = ("Tom", "Lily", "Max", "Anna", "Ben", "Mia", "Sam", "Lucy")
 PROMPT_LEN, OUTPUT_LEN = 16, 64
-MIN_REQUESTS = 4
+MIN_REQUESTS = {True: 16, False: 4}  # per run: of the built-in model, and of larger ones
 EDIT_EVERY = 20  # tokens
 CALIBRATION_SECONDS = 3.0
 MAX_CLIENTS = 64
@@ -153,19 +157,21 @@ def load(
     return Machine(worker, report, asyncio.run(calibrate()), clock)
 
 
-def specs_of(text: str, count: int) -> list[RequestSpec]:
-    """`count` requests of a text, without predictions."""
+def specs_of(text: str, count: int, number: int = 0) -> list[RequestSpec]:
+    """`count` requests of round `number` of a text, without predictions."""
+    first = 0 if text == "again" else count * number
+    seeds = range(first, first + count)
     if text in OF_BUILTIN:
         table = load_token_table(Path(BUILTIN))
-        prompts = [_builtin_prompt(table, text, number) for number in range(count)]
+        prompts = [_builtin_prompt(table, text, seed) for seed in seeds]
     else:
-        random = Random(count)
+        random = Random(first + 1)
         vocab_size = VOCAB if text in WITH_DRAFT_MODEL else 30_000
-        prompts = [tuple(random.choices(range(vocab_size), k=PROMPT_LEN)) for _ in range(count)]
+        prompts = [tuple(random.choices(range(vocab_size), k=PROMPT_LEN)) for _ in seeds]
     temperature = 0.0 if text == "loops" else 1.0
     return [
-        RequestSpec(prompt, OUTPUT_LEN, SamplingParams(temperature=temperature, seed=number))
-        for number, prompt in enumerate(prompts)
+        RequestSpec(prompt, OUTPUT_LEN, SamplingParams(temperature=temperature, seed=seed))
+        for seed, prompt in zip(seeds, prompts, strict=True)
     ]
 
 
@@ -191,6 +197,74 @@ def edited(output: Sequence[int], random: Random) -> tuple[int, ...]:
     return tuple(found)
 
 
+def predicted(
+    text: str, specs: Sequence[RequestSpec], outputs: Sequence[Sequence[int]]
+) -> list[RequestSpec]:
+    """The requests with predictions: their edited `outputs`, or text unrelated to them."""
+    random, found = Random(1), []
+    for spec, output in zip(specs, outputs, strict=True):
+        other = tuple(random.choices(range(2_000 if text == "stories" else 30_000), k=OUTPUT_LEN))
+        prediction = edited(output, random) if text == "edit" else other
+        found.append(replace(spec, prediction=prediction))
+    return found
+
+
+class EngineUnderTest:
+    """An engine over the machine's worker; `config` as of `--speculative-config`, None for none."""
+
+    def __init__(self, machine: Machine, config: Mapping[str, object] | None) -> None:
+        """Start it; a loop must be running."""
+        report, cost = machine.report, LiveCost(machine.cost)
+        settings = SchedulerSettings(
+            max_model_len=report.max_model_len,
+            max_batch_size=MAX_CLIENTS,
+            max_batch_tokens=512,
+            reuses_prefixes=False,
+        )
+        self._clock = machine.clock
+        self._drafter: Drafter | None = None
+        if config is not None:
+            size_ratio = report.num_draft_parameters / report.num_parameters
+            draft_cost = cost if machine.draft_cost is None else LiveCost(machine.draft_cost)
+            parsed = SpeculationSettings.parse(config)
+            self._drafter = Drafter.build(parsed, draft_cost, size_ratio)
+        ledger = KVLedger(report.num_blocks, report.block_size)
+        scheduler = IterationScheduler(
+            settings, ledger, FirstComeFirstServed(), cost=cost, drafter=self._drafter
+        )
+        self._engine = Engine(scheduler, InlineExecutor(machine.worker), machine.clock)
+        self._running = asyncio.create_task(self._engine.run())
+
+    def close(self) -> None:
+        self._running.cancel()
+
+    async def serve(self, specs: Sequence[RequestSpec], clients: int) -> Run:
+        """Serve the requests, `clients` at once."""
+        drafter, outputs = self._drafter, [[0] * 0 for _ in specs]
+        if drafter is not None:
+            drafter.counts = DraftCounts(by_position=[0] * len(drafter.counts.by_position))
+        left = iter(enumerate(specs))
+
+        async def client() -> None:
+            for number, spec in left:
+                with self._engine.stream(spec) as stream:
+                    is_running = True
+                    while is_running:
+                        chunk = await stream.next()
+                        outputs[number] += chunk.tokens
+                        is_running = chunk.finish is None
+
+        gc.collect()
+        began = self._clock()
+        await asyncio.gather(*(client() for _ in range(clients)))
+        rate = sum(map(len, outputs)) / (self._clock() - began)
+        if drafter is None:
+            return Run(outputs, rate)
+        counts = drafter.counts
+        accepted = tuple(counts.by_position)
+        return Run(outputs, rate, counts.num_drafts, counts.num_accepted, accepted)
+
+
 async def serve(
     machine: Machine,
     specs: Sequence[RequestSpec],
@@ -199,128 +273,81 @@ async def serve(
     *,
     is_again: bool,
 ) -> Run:
-    """Serve the requests, `clients` at once; `config` as of `--speculative-config`, None for none.
-    With `is_again` they were all served before, by the same engine."""
-    report, cost = machine.report, LiveCost(machine.cost)
-    settings = SchedulerSettings(
-        max_model_len=report.max_model_len,
-        max_batch_size=MAX_CLIENTS,
-        max_batch_tokens=512,
-        reuses_prefixes=False,
-    )
-    drafter = None
-    if config is not None:
-        size_ratio = report.num_draft_parameters / report.num_parameters
-        draft_cost = cost if machine.draft_cost is None else LiveCost(machine.draft_cost)
-        drafter = Drafter.build(SpeculationSettings.parse(config), draft_cost, size_ratio)
-    ledger = KVLedger(report.num_blocks, report.block_size)
-    scheduler = IterationScheduler(
-        settings, ledger, FirstComeFirstServed(), cost=cost, drafter=drafter
-    )
-    engine = Engine(scheduler, InlineExecutor(machine.worker), machine.clock)
-    running = asyncio.create_task(engine.run())
+    """Serve the requests with a new engine. With `is_again` it has served them before."""
+    engine = EngineUnderTest(machine, config)
     if is_again:
-        await _closed_loop(engine, specs, clients, machine.clock)
-        if drafter is not None:
-            drafter.counts = DraftCounts(by_position=[0] * len(drafter.counts.by_position))
-    outputs, rate = await _closed_loop(engine, specs, clients, machine.clock)
-    running.cancel()
-    if drafter is None:
-        return Run(outputs, rate)
-    counts = drafter.counts
-    accepted = tuple(counts.by_position)
-    return Run(outputs, rate, counts.num_drafts, counts.num_accepted, accepted)
+        await engine.serve(specs, clients)
+    run = await engine.serve(specs, clients)
+    engine.close()
+    return run
 
 
-async def _closed_loop(
-    engine: Engine, specs: Sequence[RequestSpec], clients: int, clock: Clock
-) -> tuple[list[list[int]], float]:
-    """The outputs, and the tokens/s until the first client finds no request any more."""
-    outputs: list[list[int]] = [[] for _ in specs]
-    left = iter(enumerate(specs))
-    began, num_tokens, ended = clock(), 0, 0.0
-
-    async def client() -> None:
-        nonlocal num_tokens, ended
-        for number, spec in left:
-            with engine.stream(spec) as stream:
-                is_running = True
-                while is_running:
-                    chunk = await stream.next()
-                    outputs[number] += chunk.tokens
-                    num_tokens += len(chunk.tokens) if not ended else 0
-                    is_running = chunk.finish is None
-        ended = ended or clock()
-
-    await asyncio.gather(*(client() for _ in range(clients)))
-    return outputs, num_tokens / (ended - began)
+def config_of(method: str) -> dict[str, object] | None:
+    """The `--speculative-config` of a method; None for `OFF`."""
+    if method == OFF:
+        return None
+    return {"method": method} | ({"model": "loaded"} if method == "draft_model" else {})
 
 
-def compare(machine: Machine, text: str, clients: int, rounds: int) -> list[dict[str, Any]]:
+async def compare(machine: Machine, text: str, clients: int, rounds: int) -> list[dict[str, Any]]:
     """The figures of each method on one text, with the runs of all methods interleaved."""
-    plain_specs = specs_of(text, max(clients, MIN_REQUESTS))
-
-    def run(specs: Sequence[RequestSpec], method: str | None) -> Run:
-        config = None if method is None else {"method": method}
-        if method == "draft_model":
-            config = {"method": method, "model": "loaded"}
-        return asyncio.run(serve(machine, specs, clients, config, is_again=text in SERVED_BEFORE))
-
-    reference = run(plain_specs, None)
-    random = Random(1)
-    predicted = [
-        replace(spec, prediction=edited(output, random))
-        for spec, output in zip(plain_specs, reference.outputs, strict=True)
-    ]
-    if text == "hostile":  # a prediction that has nothing to do with the output
-        predicted = [
-            replace(spec, prediction=tuple(random.choices(range(30_000), k=OUTPUT_LEN)))
-            for spec in plain_specs
-        ]
-    methods = TEXTS[text]
-    run(plain_specs, None)  # in the first round, kernel calls of new shapes are recorded
-    plain: list[tuple[Run, Run]] = []  # before and after the other runs of a round
+    methods, random = TEXTS[text], Random(rounds)
+    plain = EngineUnderTest(machine, None)
+    engines = {method: EngineUnderTest(machine, config_of(method)) for method in methods}
+    off: list[Run] = []
     runs: dict[str, list[Run]] = {method: [] for method in methods}
-    for number in range(rounds):
-        before = run(plain_specs, None)
-        for method in methods if number % 2 else reversed(methods):
-            runs[method].append(run(predicted if method == "prediction" else plain_specs, method))
-        plain.append((before, run(plain_specs, None)))
-    off = [(one.tokens_per_second + other.tokens_per_second) / 2 for one, other in plain]
-    equal = [other.tokens_per_second / one.tokens_per_second for one, other in plain]
-    rows = []
-    for method in methods:
-        on = [one.tokens_per_second for one in runs[method]]
-        ratios = [mine / other for mine, other in zip(on, off, strict=True)]
-        rows.append(
-            {
-                "text": text,
-                "method": method,
-                "clients": clients,
-                "off": round(median(off), 2),
-                "on": round(median(on), 2),
-                "ratio": round(median(ratios), 4),
-                "worst_ratio": round(min(ratios), 4),
-                "equal_work": [round(min(equal), 4), round(max(equal), 4)],
-                "drafts": runs[method][0].num_drafts,
-                "accepted": runs[method][0].num_accepted,
-                "output_tokens": sum(len(output) for output in reference.outputs),
-                "same_tokens": all(one.outputs == reference.outputs for one in runs[method]),
-            }
-        )
-    return rows
+    num_requests = max(clients, MIN_REQUESTS[text in OF_BUILTIN])
+    for number in range(rounds + 1):
+        specs = specs_of(text, num_requests, number)
+        known = (await plain.serve(specs, clients)).outputs if text == "edit" else [[]] * len(specs)
+        with_prediction = predicted(text, specs, known)
+        order = ["plain", *methods]
+        random.shuffle(order)
+        for name in order:
+            if name == "plain":
+                off.append(await plain.serve(specs, clients))
+                continue
+            asked = with_prediction if name == "prediction" else specs
+            runs[name].append(await engines[name].serve(asked, clients))
+    for engine in (plain, *engines.values()):
+        engine.close()
+    return [
+        {"text": text, "method": method, "clients": clients} | figures(off, runs[method])
+        for method in methods
+    ]
+
+
+def figures(off: Sequence[Run], on: Sequence[Run]) -> dict[str, Any]:
+    """The figures of one method; the first run of each list is not measured."""
+    pairs = list(zip(off, on, strict=True))
+    ratios = [mine.tokens_per_second / other.tokens_per_second for other, mine in pairs[1:]]
+    low, high = median_interval(ratios)
+    return {
+        "off": round(median([run.tokens_per_second for run in off[1:]]), 2),
+        "on": round(median([run.tokens_per_second for run in on[1:]]), 2),
+        "ratio": round(median(ratios), 4),
+        "interval": [round(low, 4), round(high, 4)],
+        "drafts": sum([run.num_drafts for run in on[1:]]),
+        "accepted": sum([run.num_accepted for run in on[1:]]),
+        "output_tokens": sum([len(output) for run in on[1:] for output in run.outputs]),
+        "same_tokens": all(mine.outputs == other.outputs for other, mine in pairs),
+    }
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """The rows as Markdown."""
     lines = [
-        "| text | method | requests at once | tokens/s, off | on | on / off | accepted of drafts |",
-        "|---|---|---|---|---|---|---|",
+        "| text | method | requests at once | tokens/s, off | on / off | 95 % interval | "
+        "drafts per 100 tokens | accepted |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
+        low, high = row["interval"]
+        drafts = 100 * row["drafts"] / row["output_tokens"]
+        share = f"{100 * row['accepted'] / row['drafts']:.0f} %" if row["drafts"] else ""
         lines.append(
             f"| {row['text']} | {row['method']} | {row['clients']} | {row['off']:.0f} | "
-            f"{row['on']:.0f} | {row['ratio']:.2f} | {row['accepted']} of {row['drafts']} |"
+            f"{row['ratio']:.3f} | {low:.3f} to {high:.3f} | {drafts:.1f} | {share} |"
         )
     return "\n".join(lines)
 
@@ -338,7 +365,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32, 64])
     parser.add_argument("--texts", nargs="+", default=list(TEXTS), choices=list(TEXTS))
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--weights", default="int8", help="of the model of random weights")
     parser.add_argument("--shape", default="M110", help="of the model of random weights")
     parser.add_argument("--threads", type=int, default=0)
@@ -358,7 +385,7 @@ def main() -> None:
         if model not in machines:
             machines[model] = load(*model, arguments.weights, arguments.threads, clock)
         for clients in arguments.clients:
-            found = compare(machines[model], text, clients, arguments.rounds)
+            found = asyncio.run(compare(machines[model], text, clients, arguments.rounds))
             print(table(found), f"load {os.getloadavg()[0]:.1f}", sep="\n", flush=True)
             for row in found:
                 row |= {

@@ -1,0 +1,85 @@
+"""SpeculationBudget: the seconds that speculation may still lose, so that it never costs much.
+
+A small share of the time of all iterations is paid in. Looking for drafts is paid from it. An
+iteration with drafts pays in what it saved, or takes out what it lost, as measured:
+
+    plain seconds x tokens / decodes  -  seconds since the iteration before it was committed
+
+Plain seconds are what such an iteration takes without drafts: in the worker, by the live cost, and
+in the event loop, by the last iterations without drafts. While nothing is left, no drafts are
+computed and none are looked for. So all of speculation loses hardly more than the share, whatever
+the cost model or the acceptance rates say, and what it gains may be spent to find more drafts.
+"""
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from engine.cost.live import LiveCost
+    from engine.iteration import Iteration
+
+SHARE = 0.003  # of the workers' time
+FIRST_STEPS, MAX_STEPS = 4.0, 16.0  # lone decodes whose seconds are there at first, and at most
+ASK_SECONDS = 5e-5  # of the event loop, to guess for one request, until it is measured
+DRAFT_SECONDS = 2e-5  # of the event loop per draft, until it is measured
+MAX_SLOWDOWN = 4.0  # of an iteration with drafts that is believed; more is noise
+WEIGHT = 0.1  # of the newest measurement
+WARM_UPS = 2  # iterations of a size whose kernel calls may be new, and are not counted
+
+
+class SpeculationBudget:
+    """Keeps the seconds that are left, and what guesses and drafts cost beside the cost model."""
+
+    def __init__(self, cost: "LiveCost") -> None:
+        lone = cost.model.decodes(1, 1)
+        self.seconds = FIRST_STEPS * lone
+        self.ask_seconds = ASK_SECONDS  # per request that is asked for a guess
+        self.draft_seconds = DRAFT_SECONDS  # per draft, in the event loop
+        self._most = MAX_STEPS * lone
+        self._cost = cost
+        self._gap = 0.0  # seconds between plain iterations, beside `CostModel.idle`
+        self._committed_at = 0.0
+        self._num_of_size: Counter[int] = Counter()  # iterations with drafts, by their tokens
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether nothing is left."""
+        return self.seconds < 0.0
+
+    @property
+    def allows_ask(self) -> bool:
+        """Whether another request may be asked for a guess."""
+        return self.seconds >= self.ask_seconds
+
+    def asked(self, num_asks: int, seconds: float) -> None:
+        """So many requests were asked for a guess, which took `seconds`; they are paid already."""
+        latest = min(seconds / num_asks, 4.0 * self.ask_seconds)
+        self.ask_seconds += WEIGHT * (latest - self.ask_seconds)
+
+    def iteration_took(self, seconds: float, now: float, num_entries: int) -> None:
+        """An iteration without drafts was committed; the worker took `seconds`."""
+        gap = now - self._committed_at - seconds - self._cost.model.idle(num_entries)
+        self._committed_at = now
+        most = 1e-4 + 2.0 * abs(self._gap)  # requests may have arrived after a pause
+        self._gap += WEIGHT * (max(-most, min(most, gap)) - self._gap)
+        self.seconds = min(self._most, self.seconds + SHARE * seconds)
+
+    def drafts_took(
+        self, iteration: "Iteration", seconds: float, now: float, num_accepted: int
+    ) -> None:
+        """An iteration with drafts, or in which the draft model proposed tokens, was committed."""
+        took, self._committed_at = now - self._committed_at, now
+        entries, size = iteration.step.entries, iteration.step.num_tokens
+        count = len(entries)
+        self._num_of_size[size] += 1
+        if not count or self._num_of_size[size] <= WARM_UPS:
+            return
+        between = self._cost.model.idle(count) + self._gap
+        plain = self._cost.decodes(count, sum([entry.start for entry in entries]) + count)
+        plain = max(plain + between, 1e-9)
+        if size > count:
+            extra = max(0.0, took - seconds - between) / (size - count)
+            latest = min(extra, 4.0 * self.draft_seconds)
+            self.draft_seconds += WEIGHT * (latest - self.draft_seconds)
+        saved = plain * (1.0 + num_accepted / count) - min(took, MAX_SLOWDOWN * plain)
+        self.seconds = min(self._most, self.seconds + max(saved, -plain) + SHARE * seconds)
