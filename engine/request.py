@@ -291,6 +291,17 @@ class Request:
         return known + self.num_pending - self.num_planned
 
     @property
+    def may_go_ahead(self) -> bool:
+        """Whether a request in flight can be planned again: it has a next token, as far as is
+        known, at a known position (behind drafts it is not)."""
+        if self.unplanned < 1 or self.num_in_flight != 1 or self.state is not State.RUNNING:
+            return False
+        num_known = self.produced + self.num_pending
+        if self.num_pending and self.may_be_late(num_known - 1):
+            return False
+        return num_known < self.spec.max_tokens
+
+    @property
     def max_slots(self) -> int:
         """Most slots it can need: the last output token's KV is never computed."""
         return len(self.spec.prompt) + max(0, self.spec.max_tokens - 1)

@@ -60,8 +60,6 @@ class IterationScheduler:
         self.cost = cost or LiveCost(UNMEASURED)
         observer = observer or NullObserver()
         self.drafter = drafter
-        if drafter is not None:
-            observer = ObserverGroup(observer, drafter)
         self._observer = observer
         self.kv = KVManager(ledger, self.pool, observer, reuses_prefixes=settings.reuses_prefixes)
         swap = settings.swap if ledger.host.num_blocks else SwapMode.OFF
@@ -73,7 +71,8 @@ class IterationScheduler:
         self._planner = BatchPlanner(
             settings, self.pool, self.kv, self.admission, self._swap_planner, self.cost
         )
-        self.lifecycle = Lifecycle(self.kv, self.pool, observer, settings.max_crashes)
+        ends = observer if drafter is None else ObserverGroup(observer, drafter)
+        self.lifecycle = Lifecycle(self.kv, self.pool, ends, settings.max_crashes)
         self.looks_ahead = True  # whether `plan` may be called with an iteration in flight
         self._next_request_id = 0
         self._next_step_id = 0
@@ -174,8 +173,8 @@ class IterationScheduler:
         ahead: set[Request] = set()
         if oldest is not None:  # KV that is being loaded might not be readable
             loading = {load.request for load in oldest.loads}
-            ahead = {r for r in oldest.requests if _may_go_ahead(r) and r not in loading}
-        if self.drafter is not None and ahead:
+            ahead = {r for r in oldest.requests if r.may_go_ahead and r not in loading}
+        if self.drafter is not None and self.drafter.is_active and ahead:
             ahead = {request for request in ahead if not self.drafter.expects_drafts(request)}
         settings = self.settings
         batch = BatchBuilder(
@@ -195,8 +194,9 @@ class IterationScheduler:
             self._planner.fill(batch, now)
         if not batch.is_empty:
             self._swap_planner.order_moves(now)
-            if self.drafter is not None and not batch.has_prefills:
-                add_drafts(batch, self.drafter, self.kv, self.pool, settings)
+            drafter = self.drafter
+            if drafter is not None and drafter.is_active and not batch.has_prefills:
+                add_drafts(batch, drafter, self.kv, self.pool, settings)
             self.kv.save(SAVES_PER_STEP)
         swaps = self.kv.collect_swaps()
         if batch.is_empty:
@@ -206,6 +206,8 @@ class IterationScheduler:
             return None
         iteration = batch.iteration(swaps, self._planner.step_time.goal(batch))
         self._next_step_id += 1
+        if self.drafter is not None and self.drafter.is_active:
+            self.drafter.sent(iteration)
         self._observer.planned(iteration, now)
         return iteration
 
@@ -263,14 +265,14 @@ class IterationScheduler:
             elif not request.num_in_flight:
                 move(request, COMMIT)
         self._forget_late(without_token)
-        self._learn(iteration, result)
+        self._learn(iteration, result, now)
         self._observer.committed(iteration, result.seconds, now)
         return deliveries
 
-    def _learn(self, iteration: Iteration, result: "StepResult") -> None:
+    def _learn(self, iteration: Iteration, result: "StepResult", now: float) -> None:
         """Learn what the step and its proposals cost, and keep the proposals."""
         if self.drafter is not None:
-            self.drafter.proposed(iteration, result)
+            self.drafter.iteration_took(iteration, result, now)
         self.cost.observe(iteration.step, result.seconds - result.proposal_seconds)
 
     def _drop_row(
@@ -355,6 +357,8 @@ class IterationScheduler:
     def fail(self, iteration: Iteration, error: EngineError, now: float) -> list[Request]:
         """An iteration raised an error: its requests fail. Returns them."""
         self._observer.failed(iteration, now)
+        if self.drafter is not None:
+            self.drafter.dropped(iteration)
         self.lifecycle.num_committed += 1
         for leaving in self.kv.abandon_swaps(iteration):
             self.lifecycle.iteration_returned(leaving, now)
@@ -382,17 +386,6 @@ class IterationScheduler:
         """End the requests whose deadline has passed; those in flight end at their commit. Returns
         them."""
         return self.lifecycle.expire(now)
-
-
-def _may_go_ahead(request: Request) -> bool:
-    """Whether a request in flight can be planned again: it has a next token, as far as is known,
-    at a known position (behind drafts it is not)."""
-    if request.unplanned < 1:
-        return False
-    is_once = request.state is State.RUNNING and request.num_in_flight == 1
-    if request.num_pending and request.may_be_late(request.produced + request.num_pending - 1):
-        return False
-    return is_once and request.produced + request.num_pending < request.spec.max_tokens
 
 
 def _error_of(fault: "Fault") -> EngineError:

@@ -4,6 +4,7 @@ Every guess is compared with the token that follows, whether or not it was compu
 the rates are known without computing drafts for the purpose.
 """
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -80,3 +81,13 @@ class AcceptanceRates:
             self.observe(bucket_of(proposal.length + behind), is_right=guess == token)
             if guess != token:
                 return
+
+
+@dataclass(slots=True)
+class DraftCounts:
+    """Totals for metrics. `by_position[i]` counts the accepted drafts that had i before them."""
+
+    num_entries: int = 0  # decodes with drafts
+    num_drafts: int = 0
+    num_accepted: int = 0
+    by_position: list[int] = field(default_factory=list)

@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from engine.cost.live import LiveCost
     from engine.iteration import Iteration
+    from engine.ports import Clock
 
 SHARE = 0.003  # of the workers' time
 FIRST_STEPS, MAX_STEPS = 4.0, 16.0  # lone decodes whose seconds are there at first, and at most
 ASK_SECONDS = 5e-5  # of the event loop, to guess for one request, until it is measured
 DRAFT_SECONDS = 2e-5  # of the event loop per draft, until it is measured
-MAX_SLOWDOWN = 4.0  # of an iteration with drafts that is believed; more is noise
+MAX_SLOWDOWN = 4.0  # of guesses and iterations that is believed; more is noise
 WEIGHT = 0.1  # of the newest measurement
 WARM_UPS = 2  # iterations of a size whose kernel calls may be new, and are not counted
 
@@ -30,11 +31,15 @@ WARM_UPS = 2  # iterations of a size whose kernel calls may be new, and are not 
 class SpeculationBudget:
     """Keeps the seconds that are left, and what guesses and drafts cost beside the cost model."""
 
-    def __init__(self, cost: "LiveCost") -> None:
+    def __init__(self, cost: "LiveCost", clock: "Clock | None" = None) -> None:
+        """The time of guesses is measured by `clock`, and estimated without one."""
         lone = cost.model.decodes(1, 1)
         self.seconds = FIRST_STEPS * lone
         self.ask_seconds = ASK_SECONDS  # per request that is asked for a guess
         self.draft_seconds = DRAFT_SECONDS  # per draft, in the event loop
+        self._clock = clock
+        self._began = 0.0  # the guesses that are being made
+        self._num_asks = 0
         self._most = MAX_STEPS * lone
         self._cost = cost
         self._gap = 0.0  # seconds between plain iterations, beside `CostModel.idle`
@@ -51,18 +56,41 @@ class SpeculationBudget:
         """Whether another request may be asked for a guess."""
         return self.seconds >= self.ask_seconds
 
-    def asked(self, num_asks: int, seconds: float) -> None:
-        """So many requests were asked for a guess, which took `seconds`; they are paid already."""
-        latest = min(seconds / num_asks, 4.0 * self.ask_seconds)
+    def begin_asking(self) -> None:
+        """Requests will be asked for guesses."""
+        self._num_asks = 0
+        if self._clock is not None:
+            self._began = self._clock()
+
+    def ask(self) -> None:
+        """A request is asked; the expected seconds are taken out."""
+        self._num_asks += 1
+        self.seconds -= self.ask_seconds
+
+    def end_asking(self, *, is_free: bool) -> None:
+        """Take out what the guesses took instead of what was expected. They are free in an
+        iteration with drafts, because its whole time is counted when it is committed."""
+        count = self._num_asks
+        if not count:
+            return
+        expected = count * self.ask_seconds
+        took = expected if self._clock is None else self._clock() - self._began
+        self.seconds += expected - (0.0 if is_free else took)
+        latest = min(took / count, MAX_SLOWDOWN * self.ask_seconds)
         self.ask_seconds += WEIGHT * (latest - self.ask_seconds)
 
-    def iteration_took(self, seconds: float, now: float, num_entries: int) -> None:
+    def iteration_took(self, seconds: float, now: float) -> None:
         """An iteration without drafts was committed; the worker took `seconds`."""
-        gap = now - self._committed_at - seconds - self._cost.model.idle(num_entries)
         self._committed_at = now
+        self.seconds += SHARE * seconds
+
+    def plain_took(self, seconds: float, now: float, num_entries: int) -> None:
+        """The same, and nothing else was done for speculation: learn the time between steps."""
+        gap = now - self._committed_at - seconds - self._cost.model.idle(num_entries)
         most = 1e-4 + 2.0 * abs(self._gap)  # requests may have arrived after a pause
         self._gap += WEIGHT * (max(-most, min(most, gap)) - self._gap)
-        self.seconds = min(self._most, self.seconds + SHARE * seconds)
+        self.iteration_took(seconds, now)
+        self.seconds = min(self._most, self.seconds)
 
     def drafts_took(
         self, iteration: "Iteration", seconds: float, now: float, num_accepted: int
@@ -79,7 +107,7 @@ class SpeculationBudget:
         plain = max(plain + between, 1e-9)
         if size > count:
             extra = max(0.0, took - seconds - between) / (size - count)
-            latest = min(extra, 4.0 * self.draft_seconds)
+            latest = min(extra, MAX_SLOWDOWN * self.draft_seconds)
             self.draft_seconds += WEIGHT * (latest - self.draft_seconds)
         saved = plain * (1.0 + num_accepted / count) - min(took, MAX_SLOWDOWN * plain)
         self.seconds = min(self._most, self.seconds + max(saved, -plain) + SHARE * seconds)

@@ -34,11 +34,11 @@ MIN_RETURN = 2.0  # seconds that drafts save, for each that a prompt takes
 PROBE_DRAFTS = 3
 FIRST_PROBES = 6  # that need no credit, so that a server soon knows the rates
 MOST_PROBED = 512  # missing tokens of a request that is probed without credit
-PROBE_SHARE = 0.005  # of the workers' time
+PROBE_SHARE = 0.0015  # of the workers' time
 MAX_CREDIT = 1.0  # seconds
 PLAN_SECONDS = 1.5e-5  # of the event loop per decode, to find out whether proposals pay
-PLAN_SHARE = 0.005  # of the workers' time, while they do not
-FIRST_PLAN_CREDIT = 0.02  # seconds
+PLAN_SHARE = 0.0015  # of the workers' time, while they do not
+FIRST_PLAN_CREDIT = 0.005  # seconds
 LEARNING_WEIGHT = 0.2
 
 

@@ -5,8 +5,9 @@ in the order of their probability as long as that raises the expected tokens per
 
     (decodes + sum of the probabilities of the drafts) / predicted seconds of the iteration
 
-Guesses cost the event loop's time. So requests without drafts in their last iteration are asked in
-rotation, as often as a small share of the workers' time allows.
+Guesses cost the event loop's time, and drafts may take longer than predicted. So requests without
+drafts in their last iteration are asked in rotation, as often as the budget allows, and nothing is
+done at all while it is spent (`SpeculationBudget`).
 """
 
 from dataclasses import dataclass, field
@@ -14,7 +15,8 @@ from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 from engine.events import NullObserver
-from engine.speculation.acceptance import AcceptanceRates
+from engine.speculation.acceptance import AcceptanceRates, DraftCounts
+from engine.speculation.budget import SpeculationBudget
 from engine.speculation.draft_model import Candidate as ProposalCandidate
 from engine.speculation.draft_model import DraftModelProposer
 from engine.speculation.ngram import NgramProposer
@@ -29,18 +31,15 @@ if TYPE_CHECKING:
 
     from engine.cost.live import LiveCost
     from engine.iteration import Iteration
+    from engine.ports import Clock
     from engine.request import Request
     from engine.speculation.settings import SpeculationSettings
-    from engine.step import RequestId, StepEntry, StepResult
+    from engine.step import RequestId, StepEntry, StepId, StepResult
 
 MIN_GAIN = 1.02  # of the expected tokens per second, for drafts to be computed
 MAX_SLOWDOWN = 1.25  # of an iteration with decodes for which there is no guess
-ASK_SECONDS = 1e-4  # of the event loop, to make a guess and compare it with the tokens
-DRAFT_SECONDS = 5e-5  # of the event loop and of the worker's Python, besides the cost model's
-ASK_SHARE = 0.01  # of the workers' time, that may be used to ask requests without drafts
-MAX_CREDIT = 64.0  # asks
-FIRST_CREDIT = 8.0
 MIN_EXPECTED = 0.5  # accepted drafts for which a request is not planned ahead
+CHECK_EVERY = 8  # iterations after which an inactive drafter sees whether it may be active
 MAX_PAUSE = 31  # iterations in which requests are planned ahead, after drafts were not worth it
 
 PROPOSERS: "dict[str, tuple[Callable[[SpeculationSettings], Proposer], ...]]" = {
@@ -72,16 +71,6 @@ class _Candidate(NamedTuple):
     probabilities: list[float]
 
 
-@dataclass(slots=True)
-class DraftCounts:
-    """Totals for metrics. `by_position[i]` counts the accepted drafts that had i before them."""
-
-    num_entries: int = 0  # decodes with drafts
-    num_drafts: int = 0
-    num_accepted: int = 0
-    by_position: list[int] = field(default_factory=list)
-
-
 class Drafter(NullObserver):
     """Proposes and chooses drafts; observes the ends of requests."""
 
@@ -91,8 +80,11 @@ class Drafter(NullObserver):
         num_drafts: int,
         cost: "LiveCost",
         draft_model: DraftModelProposer | None = None,
+        clock: "Clock | None" = None,
     ) -> None:
-        """At most `num_drafts` per request and iteration; `draft_model` is one more proposer."""
+        """At most `num_drafts` per request and iteration; `draft_model` is one more proposer. The
+        time of guesses is measured by `clock`, and estimated without one."""
+        self.budget = SpeculationBudget(cost, clock)
         self.counts = DraftCounts(by_position=[0] * num_drafts)
         self._num_drafts = num_drafts
         self._cost = cost
@@ -100,15 +92,23 @@ class Drafter(NullObserver):
         self._proposers = [*proposers, draft_model] if draft_model is not None else proposers
         self._rates = {proposer.name: AcceptanceRates() for proposer in self._proposers}
         self._draftings: dict[RequestId, _Drafting] = {}
-        self._asked: set[RequestId] = set()  # requests that are asked again without credit
-        self._credit = FIRST_CREDIT  # how many requests without drafts may be asked now
+        self.is_active = True  # whether the next iteration may have drafts or proposals
+        self._num_inactive = 0  # iterations since it was found out
+        self._asked: set[RequestId] = set()  # requests that had drafts, and are asked again
+        self._speculates = False  # whether the iteration being planned has drafts or proposals
+        self._in_flight: set[StepId] = set()  # steps that have
+        self._num_accepted = 0  # in the iteration being committed
         self._first = 0  # the decode at which the next iteration begins to ask
         self._pause = 0  # iterations, the longer the more often drafts were not worth it
         self._num_paused = 0  # of them that are left
 
     @classmethod
     def build(
-        cls, settings: "SpeculationSettings", cost: "LiveCost", size_ratio: float = 1.0
+        cls,
+        settings: "SpeculationSettings",
+        cost: "LiveCost",
+        size_ratio: float = 1.0,
+        clock: "Clock | None" = None,
     ) -> "Drafter":
         """A drafter with the proposers of a method, and the one for predictions.
 
@@ -118,7 +118,8 @@ class Drafter(NullObserver):
         draft_model = None
         if settings.model or settings.method == MTP:
             draft_model = DraftModelProposer(cost, size_ratio)
-        return cls([PredictionProposer(), *proposers], settings.num_drafts, cost, draft_model)
+        every = [PredictionProposer(), *proposers]
+        return cls(every, settings.num_drafts, cost, draft_model, clock)
 
     def choose(
         self, decodes: "Sequence[tuple[Request, StepEntry]]", most: int, max_seconds: float = inf
@@ -129,24 +130,11 @@ class Drafter(NullObserver):
         Where not every decode has a guess, drafts do not delay the others' tokens much. Background
         requests have drafts only if there are no others.
         """
-        model = self._draft_model
-        has_proposals = model is not None and model.has_proposals
-        if self._credit < 1.0 and not self._asked and not has_proposals:
+        if not self._may_find(bool(self._asked)):
             return {}
-        found = []
-        only_background = all(request.spec.is_background for request, _ in decodes)
-        self._first = first = (self._first + 1) % max(1, len(decodes))
-        for place in (*range(first, len(decodes)), *range(first)):
-            request, entry = decodes[place]
-            if request.spec.is_background and not only_background:
-                continue
-            if entry.sample is not None and entry.tokens[0] != LAST_TOKEN:
-                candidate = self._candidate(place, request)
-                if candidate is not None:
-                    found.append(candidate)
-        if not found:
-            return {}
-        counts = self._worth_it(found, decodes, most, max_seconds)
+        self.budget.begin_asking()
+        found = self._candidates(decodes)
+        counts = self._worth_it(found, decodes, most, max_seconds) if found else {}
         chosen: dict[int, tuple[int, ...]] = {}
         for candidate in found:
             count = counts.get(candidate.place, 0)
@@ -154,9 +142,36 @@ class Drafter(NullObserver):
                 candidate.drafting.source = candidate.source
                 self._asked.add(decodes[candidate.place][0].request_id)
                 chosen[candidate.place] = candidate.tokens[:count]
-        self._pause = 0 if chosen else min(MAX_PAUSE, 2 * self._pause + 1)
-        self._num_paused = self._pause
+        self.budget.end_asking(is_free=bool(chosen))
+        if found:
+            self._pause = 0 if chosen else min(MAX_PAUSE, 2 * self._pause + 1)
+            self._num_paused = self._pause
+        self._speculates = bool(chosen)
         return chosen
+
+    def _may_find(self, has_asked: bool) -> bool:
+        """Whether any request can have drafts now."""
+        model = self._draft_model
+        if model is not None and model.has_proposals:
+            return True
+        return self.budget.allows_ask or (has_asked and not self.budget.is_spent)
+
+    def _candidates(self, decodes: "Sequence[tuple[Request, StepEntry]]") -> "list[_Candidate]":
+        """The guesses for these decodes, as far as they may be asked."""
+        found = []
+        only_background = all(request.spec.is_background for request, _ in decodes)
+        self._first = first = (self._first + 1) % max(1, len(decodes))
+        for place in (*range(first, len(decodes)), *range(first)):
+            if not self._may_find(bool(self._asked)):
+                break
+            request, entry = decodes[place]
+            if request.spec.is_background and not only_background:
+                continue
+            if entry.sample is not None and entry.tokens[0] != LAST_TOKEN:
+                candidate = self._candidate(place, request)
+                if candidate is not None:
+                    found.append(candidate)
+        return found
 
     def expects_drafts(self, request: "Request") -> bool:
         """Whether a request in flight will probably have drafts when its token is known, so that it
@@ -164,9 +179,11 @@ class Drafter(NullObserver):
         planned ahead for longer and longer."""
         if self._draft_model is not None and self._draft_model.is_proposing(request):
             return True
-        if self._num_paused:
+        if self._num_paused or not self._may_find(request.request_id in self._asked):
             return False
+        self.budget.begin_asking()
         candidate = self._candidate(0, request)
+        self.budget.end_asking(is_free=False)
         if candidate is None or sum(candidate.probabilities) < MIN_EXPECTED:
             return False
         candidate.drafting.source = candidate.source
@@ -179,6 +196,7 @@ class Drafter(NullObserver):
         if drafting.source == PredictionProposer.name:
             request.num_accepted_prediction += num_accepted
             request.num_rejected_prediction += num_drafts - num_accepted
+        self._num_accepted += num_accepted
         counts = self.counts
         counts.num_entries += 1
         counts.num_drafts += num_drafts
@@ -195,7 +213,9 @@ class Drafter(NullObserver):
         """What the draft model does in an iteration that consists of these decodes, by the place
         of the decode: it computes at most `most` tokens beside its proposals. With it, the
         iteration takes at most `max_seconds`."""
-        if self._draft_model is None or not self._draft_model.may_plan(len(decodes)):
+        if self._draft_model is None or self.budget.is_spent:
+            return {}
+        if not self._draft_model.may_plan(len(decodes)):
             return {}
         only_background = all(request.spec.is_background for request, _ in decodes)
         found = []
@@ -215,13 +235,14 @@ class Drafter(NullObserver):
 
     def will_propose(self, request: "Request", spec: ProposalSpec) -> None:
         """The next iteration has this spec for the request."""
+        self._speculates = True
         if self._draft_model is not None:
             self._draft_model.sent(request, spec)
 
-    def proposed(self, iteration: "Iteration", result: "StepResult") -> None:
-        """The draft model's part of an iteration was returned, and its tokens are committed."""
+    def _keep(self, iteration: "Iteration", result: "StepResult") -> None:
+        """Keep what the draft model proposed, and learn what it took."""
         model = self._draft_model
-        if model is None or not result.proposals:
+        if model is None:
             return
         late = set(result.late)
         proposals, specs, num_fed = iter(result.proposals), [], 0
@@ -243,15 +264,48 @@ class Drafter(NullObserver):
 
     def worker_lost(self, now: float) -> None:
         """No iteration in flight will return."""
+        self._in_flight.clear()
         if self._draft_model is not None:
             self._draft_model.lost()
 
-    def committed(self, iteration: "Iteration", seconds: float, now: float) -> None:
-        """Allow as many asks as a share of the iteration's time is worth."""
-        self._num_paused = max(0, self._num_paused - 1)
+    def sent(self, iteration: "Iteration") -> None:
+        """Remember an iteration with drafts or proposals."""
+        if self._speculates:
+            self._speculates = False
+            self._in_flight.add(iteration.step.step_id)
+
+    def dropped(self, iteration: "Iteration") -> None:
+        """Forget an iteration that raised an error."""
+        self._in_flight.discard(iteration.step.step_id)
+
+    def iteration_took(self, iteration: "Iteration", result: "StepResult", now: float) -> None:
+        """The iteration's result is committed: keep its proposals, and count its time. While
+        nothing is active this does next to nothing."""
+        seconds = result.seconds
+        if result.proposals:
+            self._keep(iteration, result)
+        if self._num_paused:
+            self._num_paused -= 1
         if self._draft_model is not None:
             self._draft_model.iteration_took(seconds)
-        self._credit = min(MAX_CREDIT, self._credit + ASK_SHARE * seconds / ASK_SECONDS)
+        budget, step_id = self.budget, iteration.step.step_id
+        if step_id in self._in_flight:
+            self._in_flight.remove(step_id)
+            budget.drafts_took(iteration, seconds, now, self._num_accepted)
+            self._num_accepted = 0
+        elif self.is_active or self._num_inactive % CHECK_EVERY:
+            budget.iteration_took(seconds, now)
+        else:
+            budget.plain_took(seconds, now, len(iteration.requests))
+        if self.is_active or self._num_inactive % CHECK_EVERY == 0:
+            self.is_active = self._may_speculate()
+            self._num_inactive = 0
+        self._num_inactive += 1
+
+    def _may_speculate(self) -> bool:
+        if self._draft_model is not None and not self.budget.is_spent:
+            return True
+        return self._may_find(bool(self._asked))
 
     def ended(self, request: "Request", now: float) -> None:
         """Forget the request."""
@@ -264,10 +318,10 @@ class Drafter(NullObserver):
         """The best guess for a request; None if it has none, or is not asked now."""
         drafting = self._drafting(request)
         model = self._draft_model
-        if not drafting.source and not (model is not None and model.has_proposal(request)):
-            if self._credit < 1.0:
-                return None
-            self._credit -= 1.0
+        is_known = bool(drafting.source) or (model is not None and model.has_proposal(request))
+        if not is_known and not self.budget.allows_ask:
+            return None
+        self.budget.ask()
         drafting.source = ""
         self._asked.discard(request.request_id)
         since = request.output[drafting.proposed_at :]
@@ -278,7 +332,7 @@ class Drafter(NullObserver):
         best: _Candidate | None = None
         for proposer in self._proposers:
             proposal = proposer.propose(request, limit) if limit > 0 else NO_PROPOSAL
-            proposal = _without_end(proposal, request)
+            proposal = proposal.before(request.spec.end_ids)
             drafting.proposals[proposer.name] = proposal
             if not proposal.tokens:
                 continue
@@ -325,7 +379,6 @@ class Drafter(NullObserver):
         )
         num_decodes = len(decodes)
         seconds = self._fixed_seconds(decodes)
-        asking = ASK_SECONDS * len(found)
         expected = float(num_decodes)
         without = max(seconds + model.tokens(num_decodes), 1e-9)
         if len(found) < num_decodes:
@@ -334,20 +387,12 @@ class Drafter(NullObserver):
         best = 0
         for count, (negative, _, index) in enumerate(ranked[:most], 1):
             expected -= negative
-            seconds += model.attention(1, decodes[index][1].start) + model.per_draw + DRAFT_SECONDS
-            total = max(seconds + asking + model.tokens(num_decodes + count), 1e-9)
+            seconds += model.attention(1, decodes[index][1].start) + model.per_draw
+            seconds += self.budget.draft_seconds
+            total = max(seconds + model.tokens(num_decodes + count), 1e-9)
             if total > max_seconds:
                 break
             rate = expected / total
             if rate > best_rate:
                 best, best_rate = count, rate
         return {index: count for _, count, index in ranked[:best]}
-
-
-def _without_end(proposal: Proposal, request: "Request") -> Proposal:
-    """The guess up to the first token that would end the output."""
-    end_ids = request.spec.end_ids
-    for count, token in enumerate(proposal.tokens):
-        if token in end_ids:
-            return Proposal(proposal.tokens[:count], proposal.length)
-    return proposal

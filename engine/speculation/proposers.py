@@ -13,6 +13,13 @@ class Proposal(NamedTuple):
     tokens: tuple[int, ...]
     length: int
 
+    def before(self, end_ids: "frozenset[int]") -> "Proposal":
+        """The guess up to the first token that would end the output."""
+        for count, token in enumerate(self.tokens):
+            if token in end_ids:
+                return Proposal(self.tokens[:count], self.length)
+        return self
+
 
 NO_PROPOSAL = Proposal((), 0)
 

@@ -5,10 +5,10 @@ each draft is the most frequent continuation. Only outputs of requests with the 
 as in the prefix cache, so that no caller learns from the timing what another one was answered.
 """
 
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from typing import TYPE_CHECKING
 
-from engine.speculation.ngram import RequestIndexes
+from engine.speculation.ngram import TOKENS_PER_CALL, RequestIndexes
 from engine.speculation.proposers import NO_PROPOSAL, Proposal
 from engine.speculation.token_index import END, NO_MATCH, Match, TokenIndex
 
@@ -28,17 +28,32 @@ class _Outputs:
         self.older = TokenIndex(gram)
         self.newer = TokenIndex(gram)
         self._num_newer = 0  # outputs
+        self._waiting: deque[list[int]] = deque()  # outputs that are in no index yet
+        self._num_waiting = 0  # their tokens
 
     @property
     def num_tokens(self) -> int:
-        return len(self.older) + len(self.newer)
+        return len(self.older) + len(self.newer) + self._num_waiting
 
     def add(self, output: list[int], max_outputs: int) -> None:
-        """Add an output; about `max_outputs` are kept."""
-        if 2 * self._num_newer >= max_outputs or 2 * len(self.newer) >= MAX_TOKENS:
-            self.older, self.newer, self._num_newer = self.newer, TokenIndex(self._gram), 0
-        self.newer.extend([*output[: MAX_TOKENS // 2], END])
-        self._num_newer += 1
+        """Keep an output, which must not change any more, until it is indexed. The oldest of too
+        many are dropped."""
+        self._waiting.append(output)
+        self._num_waiting += len(output)
+        while len(self._waiting) > max_outputs or self._num_waiting > MAX_TOKENS:
+            self._num_waiting -= len(self._waiting.popleft())
+
+    def index(self, max_outputs: int) -> None:
+        """Index outputs, about `TOKENS_PER_CALL` tokens at once; about `max_outputs` are kept."""
+        num_left = TOKENS_PER_CALL
+        while self._waiting and num_left > 0:
+            output = self._waiting.popleft()
+            self._num_waiting -= len(output)
+            num_left -= len(output)
+            if 2 * self._num_newer >= max_outputs or 2 * len(self.newer) >= MAX_TOKENS:
+                self.older, self.newer, self._num_newer = self.newer, TokenIndex(self._gram), 0
+            self.newer.extend([*output[: MAX_TOKENS // 2], END])
+            self._num_newer += 1
 
 
 class SuffixProposer:
@@ -60,6 +75,7 @@ class SuffixProposer:
         index, match = own, own.find(tail)
         outputs = self._outputs.get(request.spec.salt)
         if outputs is not None:
+            outputs.index(self._settings.max_cached_requests)
             for other in (outputs.newer, outputs.older):
                 found = other.find(tail)
                 if found.length > match.length:

@@ -271,7 +271,7 @@ def build_control_plane(
     if speculation is not None:
         report = loaded.report
         size_ratio = report.num_draft_parameters / max(1, report.num_parameters)
-        drafter = Drafter.build(speculation, cost, size_ratio)
+        drafter = Drafter.build(speculation, cost, size_ratio, time.perf_counter)
     lengths = loaded.lengths_file.load(LearnedLengths.parse) or LearnedLengths()
     stack.callback(_save_if_learned, loaded.lengths_file, lengths, lengths.num_observed)
     scheduler = header.build(cost, ObserverGroup(*observers), drafter, lengths)

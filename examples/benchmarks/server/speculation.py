@@ -3,12 +3,13 @@
     python -m examples.benchmarks.server.speculation [--clients 1 8] [--rounds 12] [--weights int8]
                                     [--texts edit loops …] [--out FILE]
 
-Engines without and with each method share one worker in this process. In each round every engine
-serves the same requests, in a random order of the engines, and must produce the same tokens. A
-ratio is that of a method's tokens/s to those without speculation in the same round. `ratio` is the
-median over the rounds and `interval` its 95 % confidence interval (of the order statistics). A
-second engine without speculation, `off`, is compared in the same way: it shows the noise. All
-engines serve one round before the first measured one, so that rates and costs are known. Texts:
+An engine without speculation and one with each method run in this process. In each round all of
+them serve the same requests, in turns of a few milliseconds, so that other load of the machine
+changes all alike. They must produce the same tokens. A ratio is that of a method's tokens/s to
+those without speculation in the same round. `ratio` is the median over the rounds and `interval`
+its 95 % confidence interval (of the order statistics). A second engine without speculation, `off`,
+is compared in the same way: it shows the noise. One round is served before the first measured one,
+so that rates and costs are known. Texts:
 
     edit      random weights, temperature 1; each request's `prediction` is its output with one
               token in twenty replaced, removed or inserted. (A model of random weights copies
@@ -42,48 +43,42 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import adapters
 from adapters.models.random_checkpoint import random_checkpoint
-from adapters.tokenizers import load_token_table
 from engine.control.scheduler import IterationScheduler
 from engine.control.settings import SchedulerSettings
 from engine.cost.live import LiveCost
 from engine.cost.model import CostModel
 from engine.cost.profiler import ProbeLimits, measure
-from engine.grammar import TokenTable
 from engine.kv.ledger import KVLedger
 from engine.loop import Engine
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.ports import Clock
 from engine.request import RequestSpec
-from engine.speculation.drafter import DraftCounts, Drafter
+from engine.speculation.acceptance import DraftCounts
+from engine.speculation.drafter import Drafter
 from engine.speculation.settings import SpeculationSettings
-from engine.step import SamplingParams, Step, StepResult
+from engine.step import Step, StepResult
 from engine.transport.inline import InlineExecutor
 from engine.worker.process.worker import Worker
 from engine.worker_settings import WorkerReport, WorkerSettings
-from examples.benchmarks.server.draft_checkpoints import VOCAB, write_checkpoints
+from examples.benchmarks.server.draft_checkpoints import write_checkpoints
 from examples.benchmarks.server.pairs import median_interval
+from examples.benchmarks.server.speculation_texts import (
+    BUILTIN,
+    OF_BUILTIN,
+    OFF,
+    OUTPUT_LEN,
+    PROMPT_LEN,
+    TEXTS,
+    WITH_DRAFT_MODEL,
+    predicted,
+    specs_of,
+)
+from examples.benchmarks.server.time_slices import SlicedExecutor, TimeSlices
 
-BUILTIN = str(Path(adapters.__file__).parent / "builtin")
-OFF = "off"  # a second engine without speculation
-TEXTS = {
-    "edit": (OFF, "prediction"),
-    "again": (OFF, "suffix"),
-    "loops": (OFF, "ngram", "suffix"),
-    "stories": (OFF, "ngram", "suffix", "prediction"),
-    "hostile": (OFF, "ngram", "suffix", "prediction"),
-    "layers": (OFF, "draft_model"),
-    "unlike": (OFF, "draft_model"),
-}
-WITH_DRAFT_MODEL = ("layers", "unlike")
-OF_BUILTIN = ("loops", "stories")
-NAMES = ("Tom", "Lily", "Max", "Anna", "Ben", "Mia", "Sam", "Lucy")
-PROMPT_LEN, OUTPUT_LEN = 16, 64
-MIN_REQUESTS = {True: 16, False: 4}  # per run: of the built-in model, and of larger ones
-EDIT_EVERY = 20  # tokens
 CALIBRATION_SECONDS = 3.0
 MAX_CLIENTS = 64
+MIN_REQUESTS = 4  # per run
 
 
 class TimedWorker:
@@ -107,7 +102,13 @@ class Machine:
     report: WorkerReport
     cost: CostModel
     clock: Clock
+    settings: WorkerSettings
     draft_cost: CostModel | None = None  # with which drafts are chosen; None: `cost`, as it learns
+
+    def another(self) -> "Machine":
+        """The same with a worker of its own."""
+        worker = Worker.load(self.settings, lambda *_: None)
+        return replace(self, worker=TimedWorker(worker, self.clock))
 
 
 @dataclass(frozen=True)
@@ -154,66 +155,19 @@ def load(
     async def calibrate() -> CostModel:
         return await measure(InlineExecutor(worker), limits, clock, CALIBRATION_SECONDS)
 
-    return Machine(worker, report, asyncio.run(calibrate()), clock)
-
-
-def specs_of(text: str, count: int, number: int = 0) -> list[RequestSpec]:
-    """`count` requests of round `number` of a text, without predictions."""
-    first = 0 if text == "again" else count * number
-    seeds = range(first, first + count)
-    if text in OF_BUILTIN:
-        table = load_token_table(Path(BUILTIN))
-        prompts = [_builtin_prompt(table, text, seed) for seed in seeds]
-    else:
-        random = Random(first + 1)
-        vocab_size = VOCAB if text in WITH_DRAFT_MODEL else 30_000
-        prompts = [tuple(random.choices(range(vocab_size), k=PROMPT_LEN)) for _ in seeds]
-    temperature = 0.0 if text == "loops" else 1.0
-    return [
-        RequestSpec(prompt, OUTPUT_LEN, SamplingParams(temperature=temperature, seed=seed))
-        for seed, prompt in zip(seeds, prompts, strict=True)
-    ]
-
-
-def _builtin_prompt(table: TokenTable, text: str, number: int) -> tuple[int, ...]:
-    """A prompt for the built-in model: a chat message for stories, else text that it continues."""
-    if text == "loops":
-        return tuple(table.encode(f"{NAMES[number % len(NAMES)]} said {number}"))
-    begin, end = table.special["<|im_start|>"], table.special["<|im_end|>"]
-    asked = f"user\nWrite a story about {NAMES[number % len(NAMES)]}, who is {number}."
-    line = table.encode("\n")
-    return (begin, *table.encode(asked), end, *line, begin, *table.encode("assistant\n"))
-
-
-def edited(output: Sequence[int], random: Random) -> tuple[int, ...]:
-    """The output with about one token in `EDIT_EVERY` replaced, removed or inserted."""
-    found: list[int] = []
-    for token in output:
-        kind = random.randrange(3 * EDIT_EVERY)
-        if kind != 0:
-            found.append(token if kind != 1 else random.randrange(30_000))
-        if kind == 2:
-            found.append(random.randrange(30_000))
-    return tuple(found)
-
-
-def predicted(
-    text: str, specs: Sequence[RequestSpec], outputs: Sequence[Sequence[int]]
-) -> list[RequestSpec]:
-    """The requests with predictions: their edited `outputs`, or text unrelated to them."""
-    random, found = Random(1), []
-    for spec, output in zip(specs, outputs, strict=True):
-        other = tuple(random.choices(range(2_000 if text == "stories" else 30_000), k=OUTPUT_LEN))
-        prediction = edited(output, random) if text == "edit" else other
-        found.append(replace(spec, prediction=prediction))
-    return found
+    return Machine(worker, report, asyncio.run(calibrate()), clock, settings)
 
 
 class EngineUnderTest:
     """An engine over the machine's worker; `config` as of `--speculative-config`, None for none."""
 
-    def __init__(self, machine: Machine, config: Mapping[str, object] | None) -> None:
-        """Start it; a loop must be running."""
+    def __init__(
+        self,
+        machine: Machine,
+        config: Mapping[str, object] | None,
+        slices: TimeSlices | None = None,
+    ) -> None:
+        """Start it; a loop must be running. With `slices` it runs by turns with other engines."""
         report, cost = machine.report, LiveCost(machine.cost)
         settings = SchedulerSettings(
             max_model_len=report.max_model_len,
@@ -221,18 +175,19 @@ class EngineUnderTest:
             max_batch_tokens=512,
             reuses_prefixes=False,
         )
-        self._clock = machine.clock
         self._drafter: Drafter | None = None
         if config is not None:
             size_ratio = report.num_draft_parameters / report.num_parameters
             draft_cost = cost if machine.draft_cost is None else LiveCost(machine.draft_cost)
             parsed = SpeculationSettings.parse(config)
-            self._drafter = Drafter.build(parsed, draft_cost, size_ratio)
+            self._drafter = Drafter.build(parsed, draft_cost, size_ratio, machine.clock)
         ledger = KVLedger(report.num_blocks, report.block_size)
         scheduler = IterationScheduler(
             settings, ledger, FirstComeFirstServed(), cost=cost, drafter=self._drafter
         )
-        self._engine = Engine(scheduler, InlineExecutor(machine.worker), machine.clock)
+        self._slices = slices or TimeSlices(machine.clock)
+        self._executor = SlicedExecutor(machine.worker, self._slices)
+        self._engine = Engine(scheduler, self._executor, machine.clock)
         self._running = asyncio.create_task(self._engine.run())
 
     def close(self) -> None:
@@ -254,10 +209,9 @@ class EngineUnderTest:
                         outputs[number] += chunk.tokens
                         is_running = chunk.finish is None
 
-        gc.collect()
-        began = self._clock()
+        await self._slices.begin(self._executor)
         await asyncio.gather(*(client() for _ in range(clients)))
-        rate = sum(map(len, outputs)) / (self._clock() - began)
+        rate = sum(map(len, outputs)) / self._slices.end(self._executor)
         if drafter is None:
             return Run(outputs, rate)
         counts = drafter.counts
@@ -283,42 +237,49 @@ async def serve(
 
 
 def config_of(method: str) -> dict[str, object] | None:
-    """The `--speculative-config` of a method; None for `OFF`."""
-    if method == OFF:
+    """The `--speculative-config` of a method; None without speculation."""
+    if method in ("plain", OFF):
         return None
     return {"method": method} | ({"model": "loaded"} if method == "draft_model" else {})
 
 
-async def compare(machine: Machine, text: str, clients: int, rounds: int) -> list[dict[str, Any]]:
+async def compare(
+    machines: Sequence[Machine], text: str, clients: int, rounds: int
+) -> list[dict[str, Any]]:
     """The figures of each method on one text, with the runs of all methods interleaved."""
-    methods, random = TEXTS[text], Random(rounds)
-    plain = EngineUnderTest(machine, None)
-    engines = {method: EngineUnderTest(machine, config_of(method)) for method in methods}
-    off: list[Run] = []
-    runs: dict[str, list[Run]] = {method: [] for method in methods}
-    num_requests = max(clients, MIN_REQUESTS[text in OF_BUILTIN])
+    slices, random = TimeSlices(machines[0].clock), Random(rounds)
+    engines = {
+        name: EngineUnderTest(machine, config_of(name), slices)
+        for machine, name in zip(machines, ("plain", *TEXTS[text]), strict=False)
+    }
+    runs: list[dict[str, Run]] = []
     for number in range(rounds + 1):
-        specs = specs_of(text, num_requests, number)
-        known = (await plain.serve(specs, clients)).outputs if text == "edit" else [[]] * len(specs)
+        specs = specs_of(text, max(clients, MIN_REQUESTS), number)
+        known = [[0] * 0 for _ in specs]
+        if text == "edit":
+            known = (await engines["plain"].serve(specs, clients)).outputs
         with_prediction = predicted(text, specs, known)
-        order = ["plain", *methods]
+        gc.collect()
+        order = list(engines)
         random.shuffle(order)
-        for name in order:
-            if name == "plain":
-                off.append(await plain.serve(specs, clients))
-                continue
-            asked = with_prediction if name == "prediction" else specs
-            runs[name].append(await engines[name].serve(asked, clients))
-    for engine in (plain, *engines.values()):
+        serving = {
+            name: asyncio.create_task(
+                engines[name].serve(with_prediction if name == "prediction" else specs, clients)
+            )
+            for name in order
+        }
+        runs.append({name: await task for name, task in serving.items()})
+    for engine in engines.values():
         engine.close()
     return [
-        {"text": text, "method": method, "clients": clients} | figures(off, runs[method])
-        for method in methods
+        {"text": text, "method": name, "clients": clients}
+        | figures([run["plain"] for run in runs], [run[name] for run in runs])
+        for name in TEXTS[text]
     ]
 
 
 def figures(off: Sequence[Run], on: Sequence[Run]) -> dict[str, Any]:
-    """The figures of one method; the first run of each list is not measured."""
+    """The figures of one method; the first round is not measured."""
     pairs = list(zip(off, on, strict=True))
     ratios = [mine.tokens_per_second / other.tokens_per_second for other, mine in pairs[1:]]
     low, high = median_interval(ratios)
@@ -373,7 +334,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON file; rows of earlier runs are kept")
     arguments = parser.parse_args()
     clock = time.perf_counter if arguments.clock == "wall" else time.process_time
-    machines: dict[tuple[str, str], Machine] = {}
+    machines: dict[tuple[str, str], list[Machine]] = {}
     folder = TemporaryDirectory()
     checkpoints: tuple[Path, ...] = ()
     if not set(WITH_DRAFT_MODEL).isdisjoint(arguments.texts):
@@ -383,15 +344,18 @@ def main() -> None:
         if text in WITH_DRAFT_MODEL:
             model = (str(checkpoints[0]), str(checkpoints[1 + (text == "unlike")]))
         if model not in machines:
-            machines[model] = load(*model, arguments.weights, arguments.threads, clock)
+            machines[model] = [load(*model, arguments.weights, arguments.threads, clock)]
+        while len(machines[model]) < 1 + len(TEXTS[text]):
+            machines[model].append(machines[model][0].another())
+        report = machines[model][0].report
         for clients in arguments.clients:
             found = asyncio.run(compare(machines[model], text, clients, arguments.rounds))
             print(table(found), f"load {os.getloadavg()[0]:.1f}", sep="\n", flush=True)
             for row in found:
                 row |= {
-                    "weights": machines[model].report.weights,
+                    "weights": report.weights,
                     "clock": arguments.clock,
-                    "threads": machines[model].report.threads,
+                    "threads": report.threads,
                     "rounds": arguments.rounds,
                     "load": round(os.getloadavg()[0], 1),
                 }

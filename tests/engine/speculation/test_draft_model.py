@@ -62,7 +62,7 @@ def returns(
     result = StepResult(StepId(0), (7,), 0.1, proposals=(tokens,), proposal_seconds=0.05)
     drafter.will_propose(request, spec)
     assert drafter.expects_drafts(request) == (spec.num_tokens > 0)
-    drafter.proposed(iteration, result)
+    drafter.iteration_took(iteration, result, 0.0)
 
 
 def test_it_computes_what_it_lacks_and_proposes_tokens() -> None:
@@ -120,7 +120,7 @@ def test_the_time_of_passes_is_learned() -> None:
         request.output.append(7)
         iteration = Iteration(Step(StepId(0), (entry._replace(proposal=spec),)), (request,))
         slow = StepResult(StepId(0), (7,), 9.0, proposals=((8,),), proposal_seconds=8.0)
-        drafter.proposed(iteration, slow)
+        drafter.iteration_took(iteration, slow, 0.0)
     assert found == {}
 
 
@@ -158,7 +158,9 @@ def test_wrong_proposals_end_and_are_probed_within_a_share_of_the_time() -> None
         else:
             request.output.append(7)
             request.num_computed += 1
-        drafter.committed(Iteration(Step(StepId(0), ()), ()), 1.0, 0.0)
+        drafter.iteration_took(
+            Iteration(Step(StepId(0), ()), ()), StepResult(StepId(0), (), 1.0), 0.0
+        )
     assert 1 <= num_asked <= 20
 
 

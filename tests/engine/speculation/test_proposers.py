@@ -7,19 +7,25 @@ from engine.cost.model import CostModel
 from engine.iteration import Iteration
 from engine.request import Request, RequestSpec
 from engine.speculation.acceptance import UNKNOWN, AcceptanceRates, bucket_of
-from engine.speculation.drafter import FIRST_CREDIT, MAX_SLOWDOWN, Drafter
+from engine.speculation.budget import ASK_SECONDS, FIRST_STEPS, SHARE
+from engine.speculation.drafter import MAX_SLOWDOWN, Drafter
 from engine.speculation.ngram import TOKENS_PER_CALL, NgramProposer
 from engine.speculation.prediction import PredictionProposer
 from engine.speculation.proposers import NO_PROPOSAL, Proposal, Proposer
 from engine.speculation.settings import SpeculationSettings
 from engine.speculation.suffix import SuffixProposer
 from engine.speculation.token_index import END, Match, TokenIndex
-from engine.step import RequestId, SampleSpec, SamplingParams, Step, StepEntry, StepId
+from engine.step import RequestId, SampleSpec, SamplingParams, Step, StepEntry, StepId, StepResult
 
 NGRAM = SpeculationSettings("ngram", 4, lookup_min=2, lookup_max=8)
 SUFFIX = SpeculationSettings("suffix", 4, lookup_min=2, lookup_max=8)
 CHEAP_ROWS = CostModel.linear(per_step=1.0, per_token=0.001, per_slot=0.0)
 DEAR_ROWS = CostModel.linear(per_step=0.001, per_token=1.0, per_slot=0.0)
+
+
+def took(seconds: float) -> StepResult:
+    """The result of a step without entries."""
+    return StepResult(StepId(0), (), seconds)
 
 
 def a_request(
@@ -159,16 +165,17 @@ def test_background_requests_have_drafts_only_if_there_are_no_others() -> None:
     assert drafter.choose(decodes(behind), 100).keys() == {0}
 
 
-def test_requests_without_drafts_are_asked_in_rotation_within_the_credit() -> None:
+def test_requests_without_drafts_are_asked_in_rotation_within_the_budget() -> None:
+    lone = 20.5 * ASK_SECONDS / FIRST_STEPS
     proposer = Always()
-    drafter = Drafter([proposer], 4, LiveCost(DEAR_ROWS))
+    drafter = Drafter([proposer], 4, LiveCost(CostModel.linear(0.0, lone, 0.0)))
     many = decodes(*[a_request((1,), (7,), number=number) for number in range(100)])
     for _ in range(2):
         assert drafter.choose(many, 500) == {}
-    assert len(proposer.asked) == FIRST_CREDIT
-    drafter.committed(Iteration(Step(StepId(0), ()), ()), 0.05, 0.0)
+    assert len(proposer.asked) == 20
+    drafter.iteration_took(Iteration(Step(StepId(0), ()), ()), took(5.5 * ASK_SECONDS / SHARE), 0.0)
     drafter.choose(many, 500)
-    assert len(proposer.asked) == FIRST_CREDIT + 5
+    assert len(proposer.asked) == 25
     assert len(set(proposer.asked)) > 1
 
 
@@ -180,7 +187,7 @@ def test_requests_are_planned_ahead_while_their_drafts_are_not_worth_it() -> Non
             waited.append(number)
             assert drafter.choose(decodes(request), 100) == {}
         request.output.append(7)
-        drafter.committed(iteration, 1.0, 0.0)
+        drafter.iteration_took(iteration, took(1.0), 0.0)
     assert waited[:3] == [0, 1, 4]  # the pauses become longer
     assert len(waited) < 13
 
@@ -191,7 +198,7 @@ def test_requests_wait_for_their_drafts_while_they_are_worth_it() -> None:
         assert drafter.expects_drafts(request)
         assert drafter.choose(decodes(request), 100)
         request.output += [7] * 5
-        drafter.committed(Iteration(Step(StepId(0), ()), ()), 1.0, 0.0)
+        drafter.iteration_took(Iteration(Step(StepId(0), ()), ()), took(1.0), 0.0)
 
 
 class Always:
@@ -236,12 +243,12 @@ def test_wrong_guesses_end_the_drafts_and_right_ones_bring_them_back() -> None:
     iteration = Iteration(Step(StepId(0), ()), ())
     for _ in range(45):
         found = drafter.choose(decodes(request), 100)
-        drafter.committed(iteration, 1.0, 0.0)
+        drafter.iteration_took(iteration, took(1.0), 0.0)
         request.output += (3, 7)
     assert found == {}
     for _ in range(45):
         found = drafter.choose(decodes(request), 100)
-        drafter.committed(iteration, 1.0, 0.0)
+        drafter.iteration_took(iteration, took(1.0), 0.0)
         request.output.append(7)
     assert found == {0: (7, 7, 7, 7)}
 
