@@ -175,19 +175,19 @@ class EngineUnderTest:
             max_batch_tokens=512,
             reuses_prefixes=False,
         )
+        self._slices = slices or TimeSlices(machine.clock)
+        self._executor = SlicedExecutor(machine.worker, self._slices)
         self._drafter: Drafter | None = None
         if config is not None:
             size_ratio = report.num_draft_parameters / report.num_parameters
             draft_cost = cost if machine.draft_cost is None else LiveCost(machine.draft_cost)
             parsed = SpeculationSettings.parse(config)
-            self._drafter = Drafter.build(parsed, draft_cost, size_ratio, machine.clock)
+            self._drafter = Drafter.build(parsed, draft_cost, size_ratio, self._executor.now)
         ledger = KVLedger(report.num_blocks, report.block_size)
         scheduler = IterationScheduler(
             settings, ledger, FirstComeFirstServed(), cost=cost, drafter=self._drafter
         )
-        self._slices = slices or TimeSlices(machine.clock)
-        self._executor = SlicedExecutor(machine.worker, self._slices)
-        self._engine = Engine(scheduler, self._executor, machine.clock)
+        self._engine = Engine(scheduler, self._executor, self._executor.now)
         self._running = asyncio.create_task(self._engine.run())
 
     def close(self) -> None:
@@ -210,8 +210,10 @@ class EngineUnderTest:
                         is_running = chunk.finish is None
 
         await self._slices.begin(self._executor)
+        began = self._executor.now()
         await asyncio.gather(*(client() for _ in range(clients)))
-        rate = sum(map(len, outputs)) / self._slices.end(self._executor)
+        rate = sum(map(len, outputs)) / (self._executor.now() - began)
+        self._slices.end(self._executor)
         if drafter is None:
             return Run(outputs, rate)
         counts = drafter.counts
@@ -240,7 +242,8 @@ def config_of(method: str) -> dict[str, object] | None:
     """The `--speculative-config` of a method; None without speculation."""
     if method in ("plain", OFF):
         return None
-    return {"method": method} | ({"model": "loaded"} if method == "draft_model" else {})
+    model: dict[str, object] = {"model": "loaded"} if method == "draft_model" else {}
+    return {"method": method} | model
 
 
 async def compare(

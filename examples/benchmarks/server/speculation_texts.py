@@ -19,7 +19,7 @@ TEXTS = {
     "again": (OFF, "suffix"),
     "loops": (OFF, "ngram", "suffix"),
     "stories": (OFF, "ngram", "suffix", "prediction"),
-    "hostile": (OFF, "ngram", "suffix", "prediction"),
+    "hostile": (OFF, "ngram", "prediction"),
     "layers": (OFF, "draft_model"),
     "unlike": (OFF, "draft_model"),
 }

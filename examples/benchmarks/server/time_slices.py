@@ -20,26 +20,31 @@ class TimeSlices:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._began = 0.0  # the present turn
-        self._seconds: dict[SlicedExecutor, float] = {}  # of the engines that are serving
+        self._seconds: dict[SlicedExecutor, float] = {}  # of all their turns that have ended
         self._order: list[SlicedExecutor] = []  # the first one has its turn
 
     async def begin(self, executor: "SlicedExecutor") -> None:
         """Wait for the engine's first turn, to begin to serve."""
-        self._seconds[executor] = 0.0
         self._order.append(executor)
         if self._order[0] is executor:
             self._began = self._clock()
         else:
             await executor.first_turn()
 
-    def end(self, executor: "SlicedExecutor") -> float:
-        """The engine has served everything; returns its seconds."""
+    def now(self, executor: "SlicedExecutor") -> float:
+        """The engine's own clock, which runs during its turns."""
+        seconds = self._seconds.get(executor, 0.0)
+        if self._order and self._order[0] is executor:
+            seconds += self._clock() - self._began
+        return seconds
+
+    def end(self, executor: "SlicedExecutor") -> None:
+        """The engine has served everything."""
         if self._order[0] is executor:
             self._count()
         self._order.remove(executor)
         if self._order:
             self._order[0].resume()
-        return self._seconds.pop(executor)
 
     def may_submit(self, executor: "SlicedExecutor") -> bool:
         """Whether it is the engine's turn. If its time is up, the next engine's turn begins."""
@@ -54,7 +59,8 @@ class TimeSlices:
 
     def _count(self) -> None:
         now = self._clock()
-        self._seconds[self._order[0]] += now - self._began
+        first = self._order[0]
+        self._seconds[first] = self._seconds.get(first, 0.0) + now - self._began
         self._began = now
 
 
@@ -74,6 +80,10 @@ class SlicedExecutor(InlineExecutor):
         future: ResultFuture = asyncio.get_running_loop().create_future()
         self._held = (step, future)
         return future
+
+    def now(self) -> float:
+        """The engine's own clock."""
+        return self._slices.now(self)
 
     async def first_turn(self) -> None:
         """Wait until `resume` is called."""

@@ -1,0 +1,47 @@
+"""Medians of ratios, their intervals, and engines that run by turns."""
+
+import asyncio
+
+from engine.step import Step, StepId, StepResult
+from examples.benchmarks.server.pairs import median_interval
+from examples.benchmarks.server.time_slices import SECONDS, SlicedExecutor, TimeSlices
+
+
+def test_the_interval_of_a_median_is_between_order_statistics() -> None:
+    assert median_interval(range(6)) == (0, 5)  # 1 - 2 / 64 is 96.9 %
+    assert median_interval(range(12)) == (2, 9)  # as tables of the sign test have it
+    assert median_interval(range(20)) == (5, 14)
+    assert median_interval([3.0]) == (3.0, 3.0)
+
+
+class Ticking:
+    """A worker whose steps take `seconds` of a clock."""
+
+    def __init__(self, clock: list[float], seconds: float) -> None:
+        self._clock = clock
+        self._seconds = seconds
+
+    def run(self, step: Step) -> StepResult:
+        self._clock[0] += self._seconds
+        return StepResult(step.step_id, (), self._seconds)
+
+
+def test_each_engine_is_charged_its_own_time() -> None:
+    clock = [0.0]
+    slices = TimeSlices(lambda: clock[0])
+
+    async def serve(seconds: float) -> float:
+        executor = SlicedExecutor(Ticking(clock, seconds), slices)
+        await slices.begin(executor)
+        for number in range(100):
+            result = await executor.submit(Step(StepId(number), ()))
+            assert result.step_id == number
+        slices.end(executor)
+        return executor.now()
+
+    async def serve_all() -> list[float]:
+        return await asyncio.gather(*(serve(SECONDS * share) for share in (0.3, 0.6, 2.0)))
+
+    found = asyncio.run(serve_all())
+    for seconds, share in zip(found, (0.3, 0.6, 2.0), strict=True):
+        assert abs(seconds - 100 * SECONDS * share) < 1e-9
