@@ -253,9 +253,9 @@ EXPERIMENTS: dict[str, tuple[str, str, Experiment, int]] = {
     "tail": (
         "gittins against fcfs, several runs",
         "Three runs of the same Mooncake sessions, and three seeds of skewed lengths, at 130 % of "
-        "fcfs's capacity. × is fcfs's latency over that of gittins, or gittins' requests/s over "
-        "those of fcfs. Under overload the last requests wait for all the work that is left, so "
-        "that p99 differs between runs by several times as much as the speed of the machine.",
+        "the capacity that the start's cost model predicts for fcfs; on skewed lengths that of the "
+        "engine is larger. × is fcfs's latency over that of gittins, or gittins' requests/s over "
+        "those of fcfs. Near saturation JCT differs by several times as much as requests/s.",
         tail,
         400,
     ),
