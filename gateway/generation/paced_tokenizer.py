@@ -17,16 +17,18 @@ if TYPE_CHECKING:
     from gateway.ports import TokenDecoder, Tokenizer
 
 WORK_SECONDS = 0.002  # of CPU time, after which a thread rests
-REST = 4.0  # seconds of rest for each second of CPU time
+SHARE = 0.2  # of a core, for all threads that tokenize together
 
 
 class PacedTokenizer:
-    """A `Tokenizer` that takes a thread at most a fifth of a core while `is_generating()`."""
+    """A `Tokenizer` whose threads take at most a fifth of a core together while
+    `is_generating()`."""
 
     def __init__(self, tokenizer: "Tokenizer", is_generating: Callable[[], bool]) -> None:
         self._tokenizer = tokenizer
         self._is_generating = is_generating
         self._thread = threading.local()  # `worked`: seconds since its last rest
+        self._texts: set[object] = set()  # a mark for each text that a thread tokenizes now
 
     @property
     def vocab_size(self) -> int:
@@ -56,11 +58,19 @@ class PacedTokenizer:
     def encode_pieces(self, text: str, *, add_special_tokens: bool) -> Iterator[list[int]]:
         """The ids in consecutive lists, with rests between them."""
         pieces = encode_pieces(self._tokenizer, text, add_special_tokens=add_special_tokens)
-        began = time.thread_time()
-        for piece in pieces:
-            self._rest_after(time.thread_time() - began)
-            yield piece
+        if _is_loop_thread():
+            yield from pieces
+            return
+        mark = object()
+        self._texts.add(mark)
+        try:
             began = time.thread_time()
+            for piece in pieces:
+                self._rest_after(time.thread_time() - began)
+                yield piece
+                began = time.thread_time()
+        finally:
+            self._texts.discard(mark)
 
     def encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
         """As `EncodesPairs` says."""
@@ -68,13 +78,11 @@ class PacedTokenizer:
         return self._tokenizer.encode_pair(first, second)
 
     def _rest_after(self, seconds: float) -> None:
-        """The calling thread has worked so long; the event loop's thread never rests."""
-        if _is_loop_thread():
-            return
+        """The calling thread has worked so long; it rests longer beside another one."""
         worked = getattr(self._thread, "worked", 0.0) + seconds
         if worked >= WORK_SECONDS:
             if self._is_generating():
-                time.sleep(REST * worked)
+                time.sleep((len(self._texts) / SHARE - 1.0) * worked)
             worked = 0.0
         self._thread.worked = worked
 

@@ -6,12 +6,13 @@ from collections.abc import Iterator
 import pytest
 
 from gateway.errors import PromptTooLong
-from gateway.generation.paced_tokenizer import REST, PacedTokenizer
+from gateway.generation.paced_tokenizer import SHARE, PacedTokenizer
 from gateway.generation.prompt import tokenize_prompts
 from tests.gateway.generation.test_prompt import Letters
 
 SECONDS = 0.01  # of CPU time for each piece, as measured by the fake clock
 TEXT = "abcdefghij" * 1000
+REST = 1.0 / SHARE - 1.0  # seconds for each second of CPU time
 
 
 class Pieces(Letters):
@@ -42,6 +43,19 @@ async def test_a_thread_rests_after_each_piece_while_requests_run(rests: list[fl
     tokenizer = PacedTokenizer(Pieces(), lambda: True)
     assert (await tokenize_prompts(tokenizer, [TEXT])).prompts == [tuple(map(ord, TEXT))]
     assert rests == pytest.approx([REST * SECONDS] * 10)
+
+
+async def test_two_threads_rest_so_long_that_they_take_a_fifth_of_a_core_together(
+    rests: list[float],
+) -> None:
+    tokenizer = PacedTokenizer(Pieces(), lambda: True)
+    other = tokenizer.encode_pieces(TEXT, add_special_tokens=False)
+    await asyncio.to_thread(next, other)  # the first piece of a text
+    await tokenize_prompts(tokenizer, [TEXT])
+    assert rests == pytest.approx([REST * SECONDS] + [(2 / SHARE - 1) * SECONDS] * 10)
+    other.close()
+    await tokenize_prompts(tokenizer, [TEXT])
+    assert rests[11:] == pytest.approx([REST * SECONDS] * 10)
 
 
 async def test_without_requests_nothing_rests(rests: list[float]) -> None:
