@@ -5,7 +5,7 @@ operands and a number of chunks. Leader and helpers claim chunks by compare-and-
 that also carries the job's number, so a helper that comes late can claim nothing of a job that is
 over. The leader waits for *chunks done*, never for *threads arrived*: a helper that the system does
 not schedule costs nothing. While a step runs (`awake`) helpers poll for jobs without sleeping for
-long; between steps they wait for a byte in a pipe. They never return to Python, so they need no
+long; between steps they wait for an event. They never return to Python, so they need no
 GIL, which the leader holds while it prepares a step.
 
 A graph names the weights that its next linear reads. A helper without a chunk prefetches them, so
@@ -16,9 +16,11 @@ before the first kernel of a step, while it runs Python.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 import ctypes
 import os
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import torch
@@ -48,6 +50,7 @@ CALL_BYTES = ctypes.sizeof(Call)
 COUNT_BITS = 24
 COUNT_MASK = (1 << COUNT_BITS) - 1
 PAUSE_MICROSECONDS = 20
+WAKE_BYTES = 8  # that a helper reads for one wake-up
 # How often a waiting thread reads memory before it starts to sleep: for about a tenth of a
 # millisecond, or hardly at all if other processes need the core.
 SPINS_BEFORE_SLEEP = {"spin": 20000, "sleep": 200}
@@ -112,8 +115,8 @@ def replay(control, calls, count):
 
 
 def follow(control, thread, pipe, byte):
-    """Help with each step, for which there is a byte in the pipe; returns at the pipe's end."""
-    while _read(pipe, byte, 1) != 0:
+    """Help with each step, for which there is a wake-up to read; returns at the file's end."""
+    while _read(pipe, byte, WAKE_BYTES) != 0:
         _follow_step(control, thread)
 
 
@@ -152,7 +155,7 @@ class NativeThreadPool:
         self._block[MAX_SPINS // 8] = SPINS_BEFORE_SLEEP[wait]
         self._control = int(self._block.ctypes.data)
         self._first_weights = (0, 0)  # addresses of what steps read first
-        self._pipe, self._pipe_end = os.pipe()  # with a byte for each helper in each step
+        self._wakes, self._wake = _wake_ups()
         self._read_bytes: NDArray[np.int64] = np.zeros(threads, dtype=np.int64)
         for number in range(1, threads):
             helper = threading.Thread(
@@ -200,7 +203,7 @@ class NativeThreadPool:
         """Helpers work inside the block; outside of it `run` computes without them."""
         self._block[AHEAD // 8], self._block[AHEAD_END // 8] = self._first_weights
         self._block[IS_AWAKE // 8] = 1
-        os.write(self._pipe_end, bytes(self.threads - 1))
+        self._wake(self.threads - 1)
         try:
             yield
         finally:
@@ -208,4 +211,17 @@ class NativeThreadPool:
 
     def _help(self, number: int) -> None:
         byte = int(self._read_bytes[number:].ctypes.data)
-        self._follow(self._control, number, self._pipe, byte)
+        self._follow(self._control, number, self._wakes, byte)
+
+
+def _wake_ups() -> tuple[int, Callable[[int], object]]:
+    """A file from which each helper reads one wake-up, and what writes so many of them.
+
+    On Linux an eventfd: with a pipe the kernel wakes a helper on the core of the leader, as if the
+    leader were about to sleep, and for many steps both share that core.
+    """
+    if sys.platform == "linux":
+        file = os.eventfd(0, os.EFD_SEMAPHORE | os.EFD_CLOEXEC)
+        return file, partial(os.eventfd_write, file)
+    source, target = os.pipe()
+    return source, lambda count: os.write(target, bytes(count * WAKE_BYTES))
