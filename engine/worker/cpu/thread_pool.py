@@ -5,8 +5,8 @@ operands and a number of chunks. Leader and helpers claim chunks by compare-and-
 that also carries the job's number, so a helper that comes late can claim nothing of a job that is
 over. The leader waits for *chunks done*, never for *threads arrived*: a helper that the system does
 not schedule costs nothing. While a step runs (`awake`) helpers poll for jobs without sleeping for
-long; between steps they wait for an event. They never return to Python, so they need no
-GIL, which the leader holds while it prepares a step.
+long; between steps they wait for a semaphore of the system. They never return to Python, so they
+need no GIL, which the leader holds while it prepares a step.
 
 A graph names the weights that its next linear reads. A helper without a chunk prefetches them, so
 that memory is read also while the leader computes a norm or the last chunk of a linear alone, and,
@@ -15,12 +15,9 @@ before the first kernel of a step, while it runs Python.
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 import ctypes
-import os
-import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 
 import numpy as np
 import torch
@@ -44,19 +41,22 @@ from engine.worker.cpu.kernels.vectors import PREFETCHED_AT_ONCE, prefetch_lines
 # their own.
 CLAIM, DONE, KERNEL, OPERANDS, MAX_SPINS, IS_AWAKE = 0, 64, 128, 136, 144, 192
 AHEAD, AHEAD_END = 256, 264  # what helpers prefetch
-CONTROL_BYTES = 320
+WAKE = 320  # a semaphore with one count for each helper that a step wakes
+CONTROL_BYTES = 384
 CALL_BYTES = ctypes.sizeof(Call)
 
 COUNT_BITS = 24
 COUNT_MASK = (1 << COUNT_BITS) - 1
 PAUSE_MICROSECONDS = 20
-WAKE_BYTES = 8  # that a helper reads for one wake-up
 # How often a waiting thread reads memory before it starts to sleep: for about a tenth of a
 # millisecond, or hardly at all if other processes need the core.
 SPINS_BEFORE_SLEEP = {"spin": 20000, "sleep": 200}
 
 _sleep = types.ExternalFunction("usleep", types.int32(types.uint32))
-_read = types.ExternalFunction("read", types.int64(types.int32, types.int64, types.int64))
+_wait = types.ExternalFunction("sem_wait", types.int32(types.int64))
+_libc = ctypes.PyDLL(None)  # with the GIL, which its short calls need not give back
+_libc.sem_init.argtypes = ctypes.c_void_p, ctypes.c_int, ctypes.c_uint
+_libc.sem_post.argtypes = (ctypes.c_void_p,)
 
 
 @njit(inline="always")
@@ -114,9 +114,11 @@ def replay(control, calls, count):
         _lead(control, call.kernel, call.operands, call.chunks)
 
 
-def follow(control, thread, pipe, byte):
-    """Help with each step, for which there is a wake-up to read; returns at the file's end."""
-    while _read(pipe, byte, WAKE_BYTES) != 0:
+def follow(control, thread):
+    """Help with each step that wakes this thread; never returns. A wake-up that came too late, or
+    from a signal, finds no step."""
+    while True:
+        _wait(control + WAKE)
         _follow_step(control, thread)
 
 
@@ -150,13 +152,12 @@ class NativeThreadPool:
         self._memory = KernelOutputs()
         self._lead = compiled(lead, types.void(*[types.int64] * 4))
         self._replay = compiled(replay, types.void(*[types.int64] * 3))
-        self._follow = compiled(follow, types.void(*[types.int64] * 4))
+        self._follow = compiled(follow, types.void(types.int64, types.int64))
         self._block: NDArray[np.int64] = np.zeros(CONTROL_BYTES // 8, dtype=np.int64)
         self._block[MAX_SPINS // 8] = SPINS_BEFORE_SLEEP[wait]
         self._control = int(self._block.ctypes.data)
         self._first_weights = (0, 0)  # addresses of what steps read first
-        self._wakes, self._wake = _wake_ups()
-        self._read_bytes: NDArray[np.int64] = np.zeros(threads, dtype=np.int64)
+        _libc.sem_init(self._control + WAKE, 0, 0)
         for number in range(1, threads):
             helper = threading.Thread(
                 target=self._help, args=(number,), name=f"podway-compute-{number}", daemon=True
@@ -203,25 +204,12 @@ class NativeThreadPool:
         """Helpers work inside the block; outside of it `run` computes without them."""
         self._block[AHEAD // 8], self._block[AHEAD_END // 8] = self._first_weights
         self._block[IS_AWAKE // 8] = 1
-        self._wake(self.threads - 1)
+        for _ in range(1, self.threads):
+            _libc.sem_post(self._control + WAKE)
         try:
             yield
         finally:
             self._block[IS_AWAKE // 8] = 0
 
     def _help(self, number: int) -> None:
-        byte = int(self._read_bytes[number:].ctypes.data)
-        self._follow(self._control, number, self._wakes, byte)
-
-
-def _wake_ups() -> tuple[int, Callable[[int], object]]:
-    """A file from which each helper reads one wake-up, and what writes so many of them.
-
-    On Linux an eventfd: with a pipe the kernel wakes a helper on the core of the leader, as if the
-    leader were about to sleep, and for many steps both share that core.
-    """
-    if sys.platform == "linux":
-        file = os.eventfd(0, os.EFD_SEMAPHORE | os.EFD_CLOEXEC)
-        return file, partial(os.eventfd_write, file)
-    source, target = os.pipe()
-    return source, lambda count: os.write(target, bytes(count * WAKE_BYTES))
+        self._follow(self._control, number)
