@@ -157,7 +157,14 @@ async def test_drafts_change_no_answer(
     lookahead: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("engine.speculation.drafter.ASK_SECONDS", 1e-9)  # steps are short here
+    # Steps are short here: drafts are free, and stay so.
+    for name, value in {
+        "FIRST_STEPS": 1e9,
+        "MAX_STEPS": 1e9,
+        "DRAFT_SECONDS": 0,
+        "WEIGHT": 0,
+    }.items():
+        monkeypatch.setattr(f"engine.speculation.budget.{name}", value)
     alone = Driver(load_worker(make_checkpoint(tmp_path, variant)))
     expected = [
         alone.generate(number, an_ask(number).prompt, an_ask(number).max_tokens)
