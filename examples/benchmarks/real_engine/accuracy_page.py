@@ -52,12 +52,13 @@ def report(found: Mapping[str, Any]) -> str:
         if name != "measured"
     )
     counts = found["rows"][0]["requests"]
+    size = "" if found["size"] == "medium" else f" --size {found['size']}"
     return f"""# Predicted and measured
 
 ![errors of the simulation, by load and cost model](errors.png)
 
-`python -m examples.benchmarks.real_engine.simulator_accuracy`: the engine of the server, requests
-from the same process without HTTP; a Llama with random weights, {found["model"]};
+`python -m examples.benchmarks.real_engine.simulator_accuracy{size}`: the engine of the server,
+requests from the same process without HTTP; a Llama with random weights, {found["model"]};
 {counts:,} requests at each load, lengths of the Azure conversation trace divided by
 {found["divisor"]}, Poisson arrivals, the same ones in engine and simulation. Loads are shares of
 the measured capacity under fcfs ({most:.4g} requests/s). {found["where"]}

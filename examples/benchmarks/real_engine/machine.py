@@ -44,6 +44,7 @@ class Size:
 LARGE = Size()  # 19 M parameters: a step takes some milliseconds
 MEDIUM = Size(hidden=320, layers=6, feed_forward=864, head_dim=32)  # a step takes about 2 ms
 TINY = Size(hidden=64, layers=2, feed_forward=128, head_dim=16)  # for tests
+SIZES = {"tiny": TINY, "medium": MEDIUM, "large": LARGE}
 
 
 def make_model(directory: Path, size: Size) -> Path:

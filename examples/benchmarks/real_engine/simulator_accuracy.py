@@ -15,9 +15,9 @@ the change of the arrival rate at which the simulation has the measured mean JCT
 figures.json and errors.png.
 
     python -m examples.benchmarks.real_engine.simulator_accuracy
-        [--requests 5000] [--loads 0.5 0.7 0.9] [--out DIR]
+        [--requests 5000] [--loads 0.5 0.7 0.9] [--size medium] [--out DIR]
 
-The default takes about four minutes of a quiet machine. With `--clock cpu` other load may run.
+The default takes about six minutes of a quiet machine. With `--clock cpu` other load may run.
 """
 
 import argparse
@@ -41,8 +41,7 @@ from engine.simulated.trace import at_rate, read_trace
 from examples.benchmarks.real_engine import loads
 from examples.benchmarks.real_engine.accuracy_page import draw, report, table
 from examples.benchmarks.real_engine.machine import (
-    MEDIUM,
-    TINY,
+    SIZES,
     Machine,
     circumstances,
     clock_of,
@@ -203,6 +202,7 @@ async def compare(on: Machine, args: argparse.Namespace) -> dict[str, object]:
         rows.append(await row_of(on, costs, load, most, args.requests))
         print(table(rows[-1:]), flush=True)
     return {
+        "size": args.size,
         "model": (
             f"{on.report.num_parameters / 1e6:.1f} M parameters, {args.threads} compute thread(s), "
             "batches of 8 requests or 256 tokens"
@@ -229,13 +229,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--requests", type=int, default=5000)
     parser.add_argument("--loads", type=float, nargs="+", default=[0.5, 0.7, 0.9])
-    parser.add_argument("--tiny", action="store_true", help="a tiny model")
+    parser.add_argument("--size", choices=SIZES, default="medium", help="of the model")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
     with TemporaryDirectory() as scratch:
-        model = make_model(Path(scratch) / "model", TINY if args.tiny else MEDIUM)
+        model = make_model(Path(scratch) / "model", SIZES[args.size])
         asyncio.run(run_all(model, args))
 
 

@@ -181,7 +181,7 @@ def test_policies_are_compared_on_the_real_engine(tmp_path: Path) -> None:
 
 
 def test_the_simulator_is_compared_with_the_real_engine(tmp_path: Path) -> None:
-    size = ("--tiny", "--requests", "60", "--loads", "0.5", "0.9")
+    size = ("--size", "tiny", "--requests", "60", "--loads", "0.5", "0.9")
     flags = ("--clock", "cpu", "--out", tmp_path)
     run_here("benchmarks.real_engine.simulator_accuracy", *size, *flags)
     page = (tmp_path / "README.md").read_text()
