@@ -4,7 +4,6 @@ Short conversations are rendered and tokenized on the event loop, long ones in a
 `gateway.generation.prompt`).
 """
 
-import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -13,6 +12,7 @@ import orjson
 
 from engine.errors import InvalidRequest
 from gateway.generation.prompt import Prompt, TokenizedPrompts, fits_on_loop, token_ids
+from gateway.generation.threads import run_in_thread
 from gateway.ports import ToolChoice
 
 if TYPE_CHECKING:
@@ -112,9 +112,9 @@ async def _rendered(
         most=most,
     )
     if request.chat_template is not None:
-        messages = await asyncio.to_thread(_template_messages, request)
+        messages = await run_in_thread(partial(_template_messages, request))
         text = await _render_request_template(model, template, request, messages, variables)
-        return await asyncio.to_thread(finish, messages, text)
+        return await run_in_thread(partial(finish, messages, text))
 
     def render(messages: list[TemplateMessage]) -> RenderedPrompt:
         adds_prompt = request.adds_generation_prompt
@@ -128,7 +128,7 @@ async def _rendered(
         texts += [message["content"] for message in messages]
         if fits_on_loop(texts, len(messages)):
             return render(messages)
-    return await asyncio.to_thread(lambda: render(_template_messages(request)))
+    return await run_in_thread(lambda: render(_template_messages(request)))
 
 
 async def _render_request_template(

@@ -1,4 +1,5 @@
-"""PacedTokenizer: threads that tokenize rest while requests are computed.
+"""PacedTokenizer: threads that tokenize rest while requests are computed, and stop when the client
+of their request has disconnected.
 
 These threads have the same priority as the event loop. A thread of lower priority would hold up
 the loop, because the interpreter's lock is handed over: the loop's thread waits until the other one
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from gateway.generation.threads import check_cancelled
 from gateway.ports import EncodesInPieces, EncodesPairs
 
 if TYPE_CHECKING:
@@ -56,7 +58,7 @@ class PacedTokenizer:
         return ids
 
     def encode_pieces(self, text: str, *, add_special_tokens: bool) -> Iterator[list[int]]:
-        """The ids in consecutive lists, with rests between them."""
+        """The ids in consecutive lists, with rests between them; raises as `check_cancelled`."""
         pieces = encode_pieces(self._tokenizer, text, add_special_tokens=add_special_tokens)
         if _is_loop_thread():
             yield from pieces
@@ -66,6 +68,7 @@ class PacedTokenizer:
         try:
             began = time.thread_time()
             for piece in pieces:
+                check_cancelled()
                 self._rest_after(time.thread_time() - began)
                 yield piece
                 began = time.thread_time()

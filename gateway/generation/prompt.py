@@ -4,14 +4,15 @@ The threads are those of the loop's default executor, which the server bounds. T
 the GIL on long texts, so the loop keeps running meanwhile.
 """
 
-import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from engine.errors import InvalidRequest
 from gateway.errors import PromptTooLong
 from gateway.generation.paced_tokenizer import encode_pieces
+from gateway.generation.threads import run_in_thread
 
 if TYPE_CHECKING:
     from gateway.ports import StreamParser, Tokenizer
@@ -53,15 +54,14 @@ async def tokenize_prompts(
 
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     return TokenizedPrompts(
-        tokenize() if fits_on_loop(texts, len(texts)) else await asyncio.to_thread(tokenize)
+        tokenize() if fits_on_loop(texts, len(texts)) else await run_in_thread(tokenize)
     )
 
 
 async def tokenize_text(tokenizer: "Tokenizer", text: str, param: str) -> Prompt:
     """The ids of a text without special tokens; `InvalidRequest` as `token_ids`."""
-    if fits_on_loop([text], 1):
-        return token_ids(tokenizer, text, param, add_special_tokens=False)
-    return await asyncio.to_thread(token_ids, tokenizer, text, param, add_special_tokens=False)
+    tokenize = partial(token_ids, tokenizer, text, param, add_special_tokens=False)
+    return tokenize() if fits_on_loop([text], 1) else await run_in_thread(tokenize)
 
 
 def fits_on_loop(texts: Iterable[str | bytes | None], num_parts: int) -> bool:

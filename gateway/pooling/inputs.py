@@ -1,11 +1,11 @@
 """Inputs of pooling requests to token ids: texts, ids, and pairs of texts."""
 
-import asyncio
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 from engine.errors import InvalidRequest
 from gateway.generation.prompt import Prompt, fits_on_loop, token_ids
+from gateway.generation.threads import run_in_thread
 from gateway.ports import EncodesPairs
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ async def tokenize_inputs(
         return [_tokenized(tokenizer, *row) for row in zip(inputs, fields, strict=True)]
 
     texts = [text for each in inputs for text in _texts(each)]
-    return tokenize() if fits_on_loop(texts, len(texts)) else await asyncio.to_thread(tokenize)
+    return tokenize() if fits_on_loop(texts, len(texts)) else await run_in_thread(tokenize)
 
 
 def _texts(each: PoolingInput) -> Iterator[str]:

@@ -132,5 +132,5 @@ async def _routing_error(http: "HttpRequest", error: Exception) -> Response:
 
 
 async def _disconnected(http: "HttpRequest", error: Exception) -> Response:
-    """The client disconnected while it was sending its body."""
+    """The client disconnected before its request had a response."""
     return Response(status_code=CLIENT_CLOSED_REQUEST)

@@ -1,14 +1,17 @@
 """`POST /tokenize` and `POST /detokenize`: text to ids and back, without generating anything."""
 
 import asyncio
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import orjson
+from starlette.requests import ClientDisconnect
 
 from gateway.access.callers import read_body
 from gateway.generation.conversation import render_prompt
 from gateway.generation.prompt import fits_on_loop, token_ids, tokenize_prompts
-from gateway.generation.reply import json_response
+from gateway.generation.reply import json_response, unless_disconnected
+from gateway.generation.threads import run_in_thread
 from gateway.schema.openai.tokens import TokenizeRequest, decode_detokenize, decode_tokenize
 from gateway.service import Service, caller_of, service_of
 
@@ -31,7 +34,9 @@ async def tokenize(http: "HttpRequest") -> "Response":
     request = decode_tokenize(await read_body(http, service.limits), caller_of(http).unknown_fields)
     if request.model is not None:
         service.check_model(request.model)
-    ids = await _ids(request, service)
+    ids = await unless_disconnected(http.receive, partial(_ids, request, service), lambda: None)
+    if ids is None:
+        raise ClientDisconnect
     max_model_len = service.engine.scheduler.settings.max_model_len
     tokenizer = service.model.tokenizer if request.return_token_strs else None
     body = await _off_loop(ids, lambda: _body(ids, max_model_len, tokenizer))
@@ -66,7 +71,7 @@ async def _ids(request: TokenizeRequest, service: Service) -> "Sequence[int]":
     def tokenize() -> "Sequence[int]":
         return token_ids(tokenizer, text, "prompt", add_special_tokens=is_special)
 
-    return tokenize() if fits_on_loop([text], 1) else await asyncio.to_thread(tokenize)
+    return tokenize() if fits_on_loop([text], 1) else await run_in_thread(tokenize)
 
 
 async def _off_loop(ids: "Sequence[int]", decode: "Callable[[], T]") -> T:

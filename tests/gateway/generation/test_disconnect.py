@@ -87,6 +87,28 @@ def test_a_disconnect_during_tokenization_adds_no_request(stream: bool) -> None:
     assert rig.ended == []
 
 
+def test_a_disconnect_ends_tokenize() -> None:
+    async def scene(rig: Rig) -> None:
+        started, ended = asyncio.Event(), asyncio.Event()
+
+        async def slowly(*_: object) -> Any:
+            started.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.set()
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("gateway.web.routes.tokens._ids", slowly)
+            async with rig.client.post("/tokenize", {"prompt": LONG}) as exchange:
+                await started.wait()
+                exchange.disconnect()
+                await exchange.ended()
+        assert ended.is_set()
+
+    play(scene)
+
+
 def test_a_disconnect_in_the_middle_of_the_body_ends_the_exchange() -> None:
     async def scene(rig: Rig) -> None:
         headers = {"content-type": "application/json"}

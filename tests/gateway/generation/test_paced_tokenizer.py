@@ -1,6 +1,7 @@
 """Threads that tokenize rest while requests are computed, and stop once a text is too long."""
 
 import asyncio
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -26,6 +27,24 @@ class Pieces(Letters):
         for start in range(0, len(text), 1000):
             self.num_encoded += 1
             yield self.encode(text[start : start + 1000], add_special_tokens=False)
+
+
+class BlockedPieces(Pieces):
+    """`Pieces` that blocks in its second piece until it may continue."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_blocked, self.may_continue, self.has_ended = (threading.Event() for _ in range(3))
+
+    def encode_pieces(self, text: str, *, add_special_tokens: bool) -> Iterator[list[int]]:
+        try:
+            for piece in super().encode_pieces(text, add_special_tokens=add_special_tokens):
+                if self.num_encoded == 2:
+                    self.is_blocked.set()
+                    self.may_continue.wait()
+                yield piece
+        finally:
+            self.has_ended.set()
 
 
 @pytest.fixture
@@ -77,3 +96,17 @@ async def test_a_text_is_tokenized_only_until_it_exceeds_the_context() -> None:
         await tokenize_prompts(PacedTokenizer(pieces, lambda: True), [TEXT], most=2500)
     assert (error.value.param, pieces.num_encoded) == ("prompt", 4)
     assert (await tokenize_prompts(pieces, [TEXT], most=10_000)).prompts == [tuple(map(ord, TEXT))]
+
+
+async def test_a_text_is_tokenized_no_further_once_its_request_is_cancelled() -> None:
+    pieces = BlockedPieces()
+    tokenizer = PacedTokenizer(pieces, lambda: False)
+    cancelled = asyncio.create_task(tokenize_prompts(tokenizer, [TEXT]))
+    await asyncio.to_thread(pieces.is_blocked.wait)
+    cancelled.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await cancelled
+    pieces.may_continue.set()
+    await asyncio.to_thread(pieces.has_ended.wait)
+    assert pieces.num_encoded == 2
+    assert (await tokenize_prompts(tokenizer, [TEXT])).prompts == [tuple(map(ord, TEXT))]
