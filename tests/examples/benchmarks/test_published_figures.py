@@ -128,7 +128,7 @@ def starts() -> list[str]:
 
     own, other = "Podway", "llama-server"
     return [
-        f"later ones have their first token after {span(own, 'warm_seconds')} s, "
+        f"have their first token after {span(own, 'warm_seconds')} s, "
         f"cold {span(own, 'cold_seconds')} s, llama-server after {span(other, 'warm_seconds')} s"
     ]
 

@@ -1,6 +1,12 @@
 """Pages whose tables are written from the JSON of their runs: each row is on its page."""
 
+import tomllib
+from pathlib import Path
+from statistics import median
+
 from examples.benchmarks.layers import decode_step, fractions
+from examples.benchmarks.peers import tables
+from examples.benchmarks.peers.loads import read_loads
 from examples.benchmarks.real_engine import policies
 from examples.benchmarks.server import itl_goal
 from examples.benchmarks.virtual_time.policy_tables import report_on
@@ -22,15 +28,29 @@ def test_the_page_about_itl_goals_is_that_of_its_runs() -> None:
     assert (folder / "README.md").read_text() == itl_goal.page_of(itl_goal.results_in(folder))
 
 
-# Beside other servers, one round
+# Beside other servers
 
 
-def test_the_table_of_servers_on_avx512_is_that_of_its_run() -> None:
-    page = plain((RESULTS / "peers" / "m500_avx512" / "README.md").read_text())
-    for run in read("peers/m500_avx512/figures.json"):
-        rates = [run["loads"][name]["output_rate"] for name in ("C=1", "C=8", "C=32")]
-        speeds = [f"{rate:.1f}" if rate < 100 else f"{rate:,.0f}" for rate in rates]
-        assert f"| {run['server']} | {' | '.join(speeds)} |" in page
+def test_the_tables_of_servers_on_avx512_are_those_of_their_rounds(tmp_path: Path) -> None:
+    folder = RESULTS / "peers" / "m500_avx512"
+    servers = folder / "servers.toml"
+    loads = read_loads(tomllib.loads(servers.read_text()), tmp_path)
+    made = tables.page(servers, read("peers/m500_avx512/figures.json"), loads)
+    assert made[made.index("## ") :] in (folder / "README.md").read_text()
+
+
+def test_what_the_bound_on_prompts_costs_32_streams_is_that_of_its_rounds() -> None:
+    page = (RESULTS / "peers" / "m500_avx512" / "README.md").read_text()
+    rounds = read("peers/m500_avx512/prefill_slowdown.json")
+    for factor in (2, 4, 0):
+        cells = []
+        for weights in ("int8", "bfloat16"):
+            name = f"{weights}, factor {factor}"
+            loads = [one["loads"]["C=32"] for one in rounds if one["server"] == name]
+            cells += [f"{median(load['output_rate'] for load in loads):.0f}"]
+            cells += [f"{1e3 * median(load['ttft_p50'] for load in loads):,.0f}"]
+        title = f"factor {factor}" + (" (no bound)" if not factor else "")
+        assert f"| {title} | {' | '.join(cells)} |" in page
 
 
 # LoRA adapters
