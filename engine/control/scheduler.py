@@ -185,7 +185,7 @@ class IterationScheduler:
         batch.least_crashes = self.lifecycle.least_crashes
         self.admission.begin_plan()
         self.kv.search.begin_plan()
-        self._planner.step_time.begin_plan()
+        self._planner.step_time.begin_plan(now)
         self._planner.fill(batch, now)
         while batch.is_empty and batch.is_deferred:  # only requests whose prefix is looked for
             batch.is_deferred = False

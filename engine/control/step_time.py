@@ -16,9 +16,14 @@ all streams down to one token per `max_batch_tokens` tokens of the prompt. The p
 prompt: with a factor F it gets (F - 1) / F of the time while other requests decode. If many more
 requests have a prompt to compute than decode, the factor is larger: each of them counts as
 `PROMPT_SHARE` of a decode. So when many requests arrive at once, the first one that decodes does
-not keep the others waiting for half of the time. The factor is relative to iterations of decodes
-only that were measured (`LiveCost.decodes`): while a long prompt is computed there are none, and
-the model may ascribe some of its time to the decodes.
+not keep the others waiting for half of the time. And prompts that need more than (F - 1) / F of the
+time would wait longer and longer, although the machine can serve them: so the factor grows with the
+age of the oldest prompt being computed, up to `MAX_GROWTH` times F. It begins to grow `PATIENCE`
+seconds after the prompt could have been computed in half of the time. The growth is scaled by the
+share of seats that do not decode: where decodes have nearly all seats, more prompts find no seat.
+
+The factor is relative to iterations of decodes only that were measured (`LiveCost.decodes`): while
+a long prompt is computed there are none, and the model may ascribe some of its time to the decodes.
 
 No starvation. The first prompt of an iteration gets a piece that adds `LEAST_SHARE` of the goal
 even if the decodes alone take all of it, so a prompt that takes P seconds alone is computed within
@@ -50,6 +55,8 @@ LEAST_PIECE = 16  # tokens of a prompt's piece; less is not worth a row of the s
 LEAST_FIRST = 4  # tokens of the first prompt's piece without a goal, which it gets in any case
 LEAST_SHARE = 0.1  # of the goal: the time that the first prompt of an iteration gets in any case
 PROMPT_SHARE = 0.25  # of a decode's time, for each prompt, if that is more than the factor allows
+PATIENCE = 0.5  # seconds, after which a prompt's age makes the factor grow
+MAX_GROWTH = 2.0  # of the factor, if no seat decodes
 LEAST_BATCH = 1.5  # seconds of a lone decode: below this the goal does not keep requests waiting
 
 
@@ -59,6 +66,13 @@ class _Decodes(NamedTuple):
     num_rows: int
     slots: int
     goal: float
+
+
+class _Prompts(NamedTuple):
+    """The prompts that have a seat: their number, and what their ages multiply the factor by."""
+
+    num_requests: int
+    growth: float
 
 
 class StepTime:
@@ -72,7 +86,9 @@ class StepTime:
         self._seats = settings.max_batch_size
         self._pool = pool
         self._cost = cost
+        self._now = 0.0
         self._started: _Decodes | None = None  # all started requests, as if all were decodes
+        self._prompts: _Prompts | None = None
         self.has_goals = self._goal < inf
         self.bounds_pieces = self.has_goals or self._slowdown < inf
 
@@ -81,9 +97,9 @@ class StepTime:
         if request.spec.itl_goal is not None:
             self.has_goals = self.bounds_pieces = True
 
-    def begin_plan(self) -> None:
+    def begin_plan(self, now: float) -> None:
         """Forget what was computed for the last plan."""
-        self._started = None
+        self._now, self._started, self._prompts = now, None, None
 
     def goal_of(self, request: "Request") -> float:
         """Seconds: its own goal, else the server's; infinite for a background request."""
@@ -101,7 +117,7 @@ class StepTime:
     def piece(self, batch: "BatchBuilder", request: "Request", num_tokens: int) -> int:
         """How many of a prompt's next `num_tokens` tokens the iteration has time for."""
         decodes = self._decodes(batch)
-        goal = self._bound(decodes)
+        goal = self._bound(decodes, request)
         if goal == inf:
             return num_tokens
         model, start = self._cost.model, request.num_planned
@@ -117,22 +133,35 @@ class StepTime:
             in_time = max(in_time, model.tokens_within(least, num_tokens, start, beside), enough)
         return min(num_tokens, in_time) if in_time >= min(enough, num_tokens) else 0
 
-    def _bound(self, decodes: _Decodes) -> float:
-        """Seconds that an iteration with these decodes may take; infinite without any."""
+    def _bound(self, decodes: _Decodes, request: "Request") -> float:
+        """Seconds that an iteration with these decodes and this prompt may take; infinite without
+        decodes."""
         if decodes.goal < inf:
             return decodes.goal / self._cost.margin
         if not decodes.num_rows or self._slowdown == inf:
             return inf
+        if self._prompts is None:
+            self._prompts = self._all_prompts()
+        count, growth = self._prompts
+        free = 1.0 - decodes.num_rows / self._seats
+        factor = self._slowdown * (1.0 + free * (max(growth, self._growth(request)) - 1.0))
+        factor = max(factor, 1.0 + PROMPT_SHARE * count / decodes.num_rows)
         idle = self._cost.model.idle(decodes.num_rows)
-        factor = max(self._slowdown, 1.0 + PROMPT_SHARE * self._num_prompts() / decodes.num_rows)
         return factor * (self._cost.decodes(decodes.num_rows, decodes.slots) + idle)
 
-    def _num_prompts(self) -> int:
-        """Requests that have a prompt to compute, and a seat; without background requests."""
+    def _all_prompts(self) -> _Prompts:
         pool = self._pool
+        started = [r for r in pool.started if r.unplanned > 1 and not r.spec.is_background]
         waiting = pool.count(WAITING) - pool.num_background_waiting
-        started = sum(r.unplanned > 1 and not r.spec.is_background for r in pool.started)
-        return started + max(0, min(waiting, self._seats - pool.num_admitted))
+        count = len(started) + max(0, min(waiting, self._seats - pool.num_admitted))
+        return _Prompts(count, max(map(self._growth, started), default=1.0))
+
+    def _growth(self, request: "Request") -> float:
+        """What the age of a prompt multiplies the factor by, before it is scaled."""
+        model, length = self._cost.model, len(request.spec.prompt)
+        alone = model.tokens(length) + model.attention(length, 0)
+        growth = (self._now - request.arrived_at) / (PATIENCE + 2.0 * alone)
+        return max(1.0, min(MAX_GROWTH, growth))
 
     def may_start(self, request: "Request") -> bool:
         """Whether the goals would be met with this request as one more decode."""

@@ -258,9 +258,9 @@ class EngineSettings(BaseSettings):
         2.0,
         "scheduling",
         "how much longer an iteration with running requests may take because of prompts, as a "
-        "factor (more while few decode and many have a prompt to compute); a prompt takes "
-        "F / (F - 1) times as long; "
-        "0: no limit but --max-step-seconds. With --itl-goal the goal alone counts",
+        "factor (more while few decode and many have a prompt to compute, and up to twice "
+        "the factor once prompts have waited while seats are free); a prompt takes F / (F - 1) "
+        "times as long; 0: no limit but --max-step-seconds. With --itl-goal the goal alone counts",
         "FACTOR",
         ge=0,
     )

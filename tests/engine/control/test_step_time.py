@@ -8,7 +8,7 @@ import pytest
 
 from engine.control.scheduler import IterationScheduler
 from engine.control.settings import SchedulerSettings
-from engine.control.step_time import LEAST_FIRST, LEAST_PIECE, LEAST_SHARE
+from engine.control.step_time import LEAST_FIRST, LEAST_PIECE, LEAST_SHARE, PATIENCE
 from engine.cost.live import LiveCost
 from engine.cost.model import CostModel
 from engine.iteration import Iteration
@@ -191,6 +191,23 @@ def test_the_factor_is_larger_if_many_more_prompts_than_decodes_have_a_seat(
     for _ in range(num_prompts):
         scheduler.add(a_spec(490, 2), now)
     assert HAND_COST.step(planned(scheduler, now).step) == 2.5 * factor
+
+
+@pytest.mark.parametrize(
+    ("age", "factor"), [(0.0, 2.0), (1.0, 2.0), (1.5, 2.5), (2.0, 3.0), (9.0, 3.0)]
+)
+def test_the_factor_grows_with_the_age_of_the_oldest_prompt(age: float, factor: float) -> None:
+    """Ages in units of the seconds after which it begins to; the first piece has it too. Half of
+    the seats decode."""
+    scheduler = make(inf, max_batch_size=38, max_prefill_slowdown=2.0)
+    now = decoding(scheduler, 19)
+    prompt = scheduler.add(a_spec(490, 2), now)
+    patience = PATIENCE + 2 * HAND_COST.tokens(490)
+    later = prompt.arrived_at + age * patience
+    for _ in range(2):
+        iteration = planned(scheduler, later)
+        assert HAND_COST.step(iteration.step) == 10.0 * factor
+        commit_iteration(scheduler, iteration, later)
 
 
 def returned(scheduler: IterationScheduler, iteration: Iteration, seconds: float) -> None:
