@@ -9,10 +9,12 @@ import platform
 import torch
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from engine.worker.cpu.features import has
-from engine.worker.cpu.intrinsics import FLOAT, INT32
+from engine.worker.cpu.intrinsics import FLOAT, INT32, int64
+from engine.worker.cpu.kernels.vectors import LANES
 
 FLOAT32, FLOAT16, BFLOAT16, INT8 = range(4)
 NAMES = ("float32", "float16", "bfloat16", "int8")  # by code
@@ -74,13 +76,14 @@ def _to_float16(builder, value):
 
 def _to_bfloat16(builder, value):
     """Round to nearest, ties to even; NaN stays NaN."""
-    raw = builder.bitcast(value, INT32)
-    last = builder.and_(builder.lshr(raw, ir.Constant(INT32, 16)), ir.Constant(INT32, 1))
-    rounded = builder.add(builder.add(raw, ir.Constant(INT32, 0x7FFF)), last)
-    quiet = builder.or_(raw, ir.Constant(INT32, 0x400000))
+    raw = builder.bitcast(value, _like(value, INT32))
+    half, one, rounding, quiet_bit = (_constant(raw, n) for n in (16, 1, 0x7FFF, 0x400000))
+    last = builder.and_(builder.lshr(raw, half), one)
+    rounded = builder.add(builder.add(raw, rounding), last)
+    quiet = builder.or_(raw, quiet_bit)
     is_nan = builder.fcmp_unordered("uno", value, value)
     chosen = builder.select(is_nan, quiet, rounded)
-    return builder.trunc(builder.lshr(chosen, ir.Constant(INT32, 16)), INT16)
+    return builder.trunc(builder.lshr(chosen, half), _like(raw, INT16))
 
 
 def _to_int8(builder, value):
@@ -115,3 +118,21 @@ def store_one(typing, dtype, address, value):
         return context.get_dummy_value()
 
     return types.void(dtype, types.int64, types.float32), build
+
+
+@intrinsic
+def convert_to_bfloat16_lanes(typing, x, y, count):
+    """Round `count` floats at address x to bfloat16 at address y; returns how many were converted:
+    whole vectors only. LLVM finds no vectors for this loop by itself."""
+
+    def build(context, builder, signature, args):
+        x, y, count = args
+        end = builder.and_(count, int64(-LANES))
+        with cgutils.for_range_slice(builder, int64(0), end, int64(LANES)) as (at, _):
+            found = load(builder, FLOAT32, builder.add(x, builder.mul(at, int64(4))), LANES)
+            number = _to_bfloat16(builder, found)
+            target = builder.add(y, builder.mul(at, int64(2)))
+            builder.store(number, builder.inttoptr(target, number.type.as_pointer()), align=2)
+        return end
+
+    return types.int64(*[types.int64] * 3), build

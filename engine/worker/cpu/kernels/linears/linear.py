@@ -11,7 +11,11 @@ import numpy as np
 from numba import njit
 
 from engine.worker.cpu.intrinsics import float32s
-from engine.worker.cpu.kernels.dtypes import BFLOAT16, store_one
+from engine.worker.cpu.kernels.dtypes import (
+    BFLOAT16,
+    convert_to_bfloat16_lanes,
+    store_one,
+)
 from engine.worker.cpu.kernels.elementwise import BYTES
 from engine.worker.cpu.kernels.linears.packed_tiles import (
     WIDTH,
@@ -190,8 +194,9 @@ def convert_to_bfloat16(operands, chunk, thread):
     """`InputOperands` with y in bfloat16, rounded to nearest even."""
     a = input_operands(operands)
     for row in range(chunk * a.rows_per_chunk, min(a.rows, (chunk + 1) * a.rows_per_chunk)):
-        x, y = float32s(a.x + row * a.x_stride * BYTES, a.width), a.y + row * a.padded * 2
-        for k in range(a.width):
+        x_at, y = a.x + row * a.x_stride * BYTES, a.y + row * a.padded * 2
+        x, whole = float32s(x_at, a.width), convert_to_bfloat16_lanes(x_at, y, a.width)
+        for k in range(whole, a.width):
             store_one(BFLOAT16, y + k * 2, x[k])
         for k in range(a.width, a.padded):
             store_one(BFLOAT16, y + k * 2, np.float32(0))
