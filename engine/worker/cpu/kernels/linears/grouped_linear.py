@@ -15,6 +15,10 @@ from numba import njit
 
 from engine.worker.cpu.intrinsics import float32s, int8s, int16s, int32s
 from engine.worker.cpu.kernels.elementwise import BYTES
+from engine.worker.cpu.kernels.linears.group_inputs import (
+    quantize_group_to_int8,
+    quantize_group_to_int16,
+)
 from engine.worker.cpu.kernels.linears.grouped_tiles import (
     INT8_STEPS,
     INT16_STEPS,
@@ -39,59 +43,60 @@ TILE = BLOCK = BLOCK_BYTES = X_BLOCK_BYTES = None  # of the format that a kernel
 
 
 @njit(inline="always")
-def _quantize_groups(x, y_at, padded, group, integers, item_bytes, factor, middle):
+def _quantize_last_group(x, y, factor):
+    """Inputs from x, zeros beyond its end; returns their sum."""
+    total = np.int32(0)
+    for k in range(len(y)):
+        value = np.int32(0)
+        if k < len(x):
+            number = x[k]
+            value = np.int32(number * factor + np.float32(0.5 if number >= 0 else -0.5))
+        y[k] = value
+        total += value
+    return total
+
+
+@njit(inline="always")
+def _quantize_groups(a, x_at, y_at, group, quantize_group, integers, item_bytes, factor):
     """A row of x to y: for each group its sum, then its inputs; zeros beyond the end of x."""
-    for first in range(0, padded, group):
-        y = integers(y_at + SUM_BYTES, group)
-        total = np.int32(0)
-        if first + group <= len(x):
-            for k in range(group):
-                number = x[first + k]
-                value = np.int32(number * factor + np.float32(0.5 if number >= 0 else -0.5))
-                y[k] = value
-                total += value
+    for first in range(0, a.padded, group):
+        x, y = x_at + first * BYTES, y_at + SUM_BYTES
+        if first + group <= a.width:
+            total = quantize_group(x, y, group, factor)
         else:
-            for k in range(group):
-                value = np.int32(0)
-                if first + k < len(x):
-                    number = x[first + k]
-                    value = np.int32(number * factor + np.float32(0.5 if number >= 0 else -0.5))
-                y[k] = value
-                total += value
-        if middle != 0:
-            int32s(y_at, 1)[0] = -middle * total
+            count = max(0, a.width - first)
+            total = _quantize_last_group(float32s(x, count), integers(y, group), factor)
+        if a.middle != 0:
+            int32s(y_at, 1)[0] = -a.middle * total
         else:
             float32s(y_at, 1)[0] = np.float32(total)
         y_at += SUM_BYTES + group * item_bytes
 
 
 @njit(inline="always")
-def _quantize(operands, chunk, integers, item_bytes, most):
+def _quantize(operands, chunk, quantize_group, integers, item_bytes, most):
     a = input_operands(operands)
     scales = float32s(a.scale, a.rows)
     y_stride = a.padded // a.group * (SUM_BYTES + a.group * item_bytes)
     for row in range(chunk * a.rows_per_chunk, min(a.rows, (chunk + 1) * a.rows_per_chunk)):
-        x_at, y = a.x + row * a.x_stride * BYTES, a.y + row * y_stride
-        x = float32s(x_at, a.width)
-        largest = largest_magnitude(int32s(x_at, a.width))
+        x, y = a.x + row * a.x_stride * BYTES, a.y + row * y_stride
+        largest = largest_magnitude(int32s(x, a.width))
         factor = np.float32(most) / largest if largest > 0 else np.float32(0)
-        if a.group == 32:  # constants, so that each loop is compiled for its length
-            _quantize_groups(x, y, a.padded, 32, integers, item_bytes, factor, a.middle)
-        elif a.group == 16:
-            _quantize_groups(x, y, a.padded, 16, integers, item_bytes, factor, a.middle)
+        if a.group == 32:  # a constant, so that the loop over a group is unrolled
+            _quantize_groups(a, x, y, 32, quantize_group, integers, item_bytes, factor)
         else:
-            _quantize_groups(x, y, a.padded, a.group, integers, item_bytes, factor, a.middle)
+            _quantize_groups(a, x, y, a.group, quantize_group, integers, item_bytes, factor)
         scales[row] = largest * np.float32(1 / most)
 
 
 def quantize_groups_to_8_bits(operands, chunk, thread):
     """`InputOperands` with groups as `grouped_tiles` reads them, inputs in int8."""
-    _quantize(operands, chunk, int8s, 1, MAX_8_BITS)
+    _quantize(operands, chunk, quantize_group_to_int8, int8s, 1, MAX_8_BITS)
 
 
 def quantize_groups_to_14_bits(operands, chunk, thread):
     """`InputOperands` with groups as `grouped_tiles` reads them, inputs in int16."""
-    _quantize(operands, chunk, int16s, 2, MAX_14_BITS)
+    _quantize(operands, chunk, quantize_group_to_int16, int16s, 2, MAX_14_BITS)
 
 
 @njit(inline="always")
