@@ -83,6 +83,34 @@ class Decoders(NamedTuple):
     table: list[bytes]
 
 
+class DecodesTokens:
+    """The part of the `Tokenizer` port that is about single tokens, from a tokenizer.json."""
+
+    def __init__(self, definition: TokenizerDefinition) -> None:
+        self._decoders = decoders_of(definition)
+        self.vocab_size = definition.vocab_size
+        self.special_ids = definition.special_ids
+        self.special_tokens = definition.special_tokens
+        self._control_texts = {i: text.encode() for text, i in self.special_tokens.items()}
+
+    @property
+    def table(self) -> list[bytes]:
+        """The bytes of each id within a text."""
+        return self._decoders.table
+
+    def decoder(self) -> "TokenDecoder":
+        """A new decoder, for one output."""
+        return self._decoders.make()
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of an id within a text; the name of a control token; b"" for an unknown id."""
+        control = self._control_texts.get(token_id)
+        if control is not None:
+            return control
+        table = self._decoders.table
+        return table[token_id] if token_id < len(table) else b""
+
+
 def decoders_of(definition: TokenizerDefinition) -> Decoders:
     """The decoders of a tokenizer.json. Raises `StartupError` for an unknown kind."""
     decoder = definition.decoder or {"type": None}

@@ -1,8 +1,8 @@
 """Byte-level BPE (GPT-2, Llama 3, Qwen, …) in a tiktoken `Encoding`, with Hugging Face's ids.
 
 A file with features that tiktoken lacks raises `NotRepresentable` at loading. Single texts with
-such needs (Unicode normalization, long runs of whitespace) are encoded by `tokenizers`, which is
-slower and gives the same ids. Both release the GIL on long texts.
+such needs (Unicode normalization, long runs of whitespace) are split by `tokenizers`, which is
+slower, and tiktoken encodes their pre-tokens. Both release the GIL on long texts.
 """
 
 import re
@@ -14,21 +14,19 @@ from typing import TYPE_CHECKING
 import tiktoken
 
 from adapters.tokenizers.byte_level import merge_table
+from adapters.tokenizers.decoding import DecodesTokens
 from adapters.tokenizers.definition import (
     AddedToken,
     NotRepresentable,
     Section,
     TokenizerDefinition,
 )
-from adapters.tokenizers.huggingface import HuggingFaceTokenizer
-from adapters.tokenizers.huggingface import open_tokenizer as open_huggingface
 from adapters.tokenizers.patterns import split_pattern
 from adapters.tokenizers.pieces import may_be_cut, pieces, places
+from adapters.tokenizers.pre_tokens import PreTokenEncoder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from gateway.ports import TokenDecoder
 
 # tiktoken's regex engine backtracks over a run of whitespace; its stack ends near 10^6 characters.
 _WHITESPACE_RUN = 8_192
@@ -49,10 +47,11 @@ class SpecialTokenIds:
     after: tuple[int, ...] = ()
 
 
-class TiktokenTokenizer:
+class TiktokenTokenizer(DecodesTokens):
     """The `Tokenizer` port over a tiktoken `Encoding`; safe to call from several threads."""
 
-    def __init__(self, definition: TokenizerDefinition, exact: HuggingFaceTokenizer) -> None:
+    def __init__(self, definition: TokenizerDefinition) -> None:
+        super().__init__(definition)
         pattern = split_pattern(definition.pre_tokenizer)
         self._special_ids_around = _special_ids_around(definition.post_processor)
         self._normalizes_nfc = _normalizes_nfc(definition.normalizer)
@@ -71,49 +70,48 @@ class TiktokenTokenizer:
             mergeable_ranks=table.ranks,
             special_tokens=added,
         )
+        table.ranks.clear()  # tiktoken has copied them, and would keep this dict
         self._added = frozenset(added)
         self._may_cut = may_be_cut(pattern) and not any(" " in content for content in added)
         self._places = places(added)
-        self._exact = exact
-        self.vocab_size = definition.vocab_size
-        self.special_ids = definition.special_ids
-        self.special_tokens = definition.special_tokens
+        self._pre_tokens = PreTokenEncoder(definition, self._ids_of_bytes)
 
     def encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
-        """As Hugging Face's library, which knows how the file joins two texts."""
-        return self._exact.encode_pair(first, second)
+        """As `EncodesPairs` says. Raises `UnicodeEncodeError` for lone surrogates."""
+        return self._pre_tokens.encode_pair(first, second)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Ids of `text`. Raises `UnicodeEncodeError` for lone surrogates."""
-        if not self._suits_tiktoken(text):
-            return self._exact.encode(text, add_special_tokens=add_special_tokens)
-        ids = self._plain(text)
+        ids = self._ids_of(text)
         if not add_special_tokens or self._special_ids_around == SpecialTokenIds():
             return ids
         return [*self._special_ids_around.before, *ids, *self._special_ids_around.after]
 
     def encode_pieces(self, text: str, *, add_special_tokens: bool) -> "Iterator[list[int]]":
         """As `EncodesInPieces` says. Raises `UnicodeEncodeError` for lone surrogates."""
-        if not (self._may_cut and self._suits_tiktoken(text)):
+        if not self._may_cut:
             yield self.encode(text, add_special_tokens=add_special_tokens)
             return
         around = self._special_ids_around if add_special_tokens else SpecialTokenIds()
         yield list(around.before)
-        yield from map(self._plain, pieces(text, self._places))
+        yield from map(self._ids_of, pieces(text, self._places))
         yield list(around.after)
 
-    def _plain(self, text: str) -> list[int]:
-        """The ids of a text that suits tiktoken, without special tokens around it."""
-        ids: list[int] = self._encoding.encode(
-            text, allowed_special=self._added, disallowed_special=()
+    def _ids_of(self, text: str) -> list[int]:
+        """The ids of a text, without special tokens around it."""
+        if not self._suits_tiktoken(text):
+            return self._pre_tokens.encode(text)
+        return self._token_ids(
+            self._encoding.encode(text, allowed_special=self._added, disallowed_special=())
         )
-        return ids if self._ids is None else list(map(self._ids.__getitem__, ids))
 
-    def decoder(self) -> "TokenDecoder":
-        return self._exact.decoder()
+    def _ids_of_bytes(self, pre_token: bytes) -> list[int]:
+        """The ids of one pre-token, to which the expression is not applied again."""
+        return self._token_ids(self._encoding._encode_single_piece(pre_token))
 
-    def token_bytes(self, token_id: int) -> bytes:
-        return self._exact.token_bytes(token_id)
+    def _token_ids(self, found: list[int]) -> list[int]:
+        """The ids of what tiktoken found."""
+        return found if self._ids is None else list(map(self._ids.__getitem__, found))
 
     def _suits_tiktoken(self, text: str) -> bool:
         """Whether tiktoken gives Hugging Face's ids for this text."""
@@ -134,7 +132,7 @@ def open_tokenizer(definition: TokenizerDefinition) -> TiktokenTokenizer:
     """A tiktoken tokenizer. Raises `NotRepresentable` if it cannot give exactly the file's ids."""
     if definition.model.get("type") != "BPE":
         raise NotRepresentable(f"model {definition.model.get('type')}")
-    return TiktokenTokenizer(definition, open_huggingface(definition))
+    return TiktokenTokenizer(definition)
 
 
 def _has_long_whitespace(text: str) -> bool:
