@@ -1,4 +1,4 @@
-"""Measures the machine at start-up: runs steps on the executor and fits a cost model to them.
+"""Measures the machine at start-up: runs steps on the executor, to which a cost model is fitted.
 
 FastServe profiles the first iteration by prompt length (section 4.1). This profiles prompt pieces
 of growing length and decodes of growing batch size and context. It writes to KV blocks before any
@@ -47,6 +47,18 @@ class ProbeLimits:
     def longest(self) -> int:
         """The largest number of positions of one request."""
         return min(self.max_model_len, self.num_blocks * self.block_size)
+
+
+class Profile(NamedTuple):
+    """Measured steps, and the seconds between the answer to a step and the next one's start."""
+
+    samples: list[Sample]
+    idle_step: float
+
+    @property
+    def model(self) -> CostModel:
+        """The cost model fitted to them. ValueError if the fit is not determined."""
+        return fit(self.samples, self.idle_step)
 
 
 class Probe(NamedTuple):
@@ -123,9 +135,9 @@ def _growing(limit: int) -> list[int]:
 
 async def measure(
     executor: "StepExecutor", limits: ProbeLimits, clock: "Clock", seconds: float
-) -> CostModel:
-    """Measure `executor` for about `seconds` at most, but for at least two steps, and fit a cost
-    model. Raises the error of a failed step, and ValueError if the fit is not determined."""
+) -> Profile:
+    """Measure `executor` for about `seconds` at most, but for at least two steps. Raises the error
+    of a failed step."""
     until = clock() + seconds
     samples: list[Sample] = []
     idle: list[float] = []
@@ -141,7 +153,7 @@ async def measure(
             repeats.append(result.seconds)
         samples.append(probe.sample(median(repeats)))
         per_token = samples[-1].seconds / probe.size
-    return fit(samples, idle_step=max(0.0, median(idle)))
+    return Profile(samples, max(0.0, median(idle)))
 
 
 def _may_repeat(repeats: "Sequence[float]", seconds: float) -> bool:

@@ -217,7 +217,7 @@ class Recording:
         try:
             if len(samples) < _FEWEST_SAMPLES:
                 return self.header.cost
-            return fit(samples, *self._idle())
+            return fit(samples, *self.idle())
         except ValueError:  # all iterations have the same size
             return self.header.cost
 
@@ -251,7 +251,7 @@ class Recording:
             elif row.committed is not None and not row.faults:
                 yield planned[row.committed]._replace(seconds=row.seconds)
 
-    def _idle(self) -> tuple[float, float]:
+    def idle(self) -> tuple[float, float]:
         """Seconds that the worker is idle around a step: the part per step and per request.
 
         With one step in flight the worker is idle until the next plan, if there are live

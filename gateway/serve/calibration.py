@@ -17,15 +17,17 @@ from engine.cost.model import UNMEASURED, CostModel
 from engine.cost.profiler import ProbeLimits, measure
 from engine.errors import EngineError
 from gateway.serve.saved import SavedFile, model_facts
+from gateway.serve.trial_run import refined
 from gateway.version import podway_version
 
 if TYPE_CHECKING:
-    from engine.ports import StepExecutor
+    from engine.ports import Clock, StepExecutor
     from engine.worker_settings import WorkerReport
 
 logger = logging.getLogger(__name__)
 
-MEASURING_SECONDS = 2.0  # maximum, but at least two steps are measured
+PROFILE_SECONDS = 2.0  # maximum, but at least two steps are measured
+TRIAL_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,10 +109,17 @@ async def calibrate(
         return Calibration(known, file, f"from {file.path}")
     started = time.perf_counter()
     try:
-        model = await measure(executor, bounds, time.perf_counter, MEASURING_SECONDS)
+        model = await measured(executor, bounds, time.perf_counter)
     except (EngineError, ValueError) as error:
         logger.warning("cannot measure the cost of iterations: %s", error)
         return Calibration(UNMEASURED, file, "a default, because measuring failed")
     file.save(model)
     took = time.perf_counter() - started
     return Calibration(model, file, f"measured in {took:.1f} s")
+
+
+async def measured(executor: "StepExecutor", bounds: ProbeLimits, clock: "Clock") -> CostModel:
+    """The cost model of single steps and of a trial run through scheduler and event loop. Raises
+    the error of a failed step, and ValueError if the fit is not determined."""
+    profile = await measure(executor, bounds, clock, PROFILE_SECONDS)
+    return await refined(executor, bounds, profile, clock, TRIAL_SECONDS)

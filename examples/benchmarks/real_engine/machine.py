@@ -17,18 +17,18 @@ import adapters
 from engine.control.event_recorder import RecordingHeader
 from engine.control.settings import SchedulerSettings
 from engine.cost.model import CostModel
-from engine.cost.profiler import ProbeLimits, measure
+from engine.cost.profiler import ProbeLimits
 from engine.policy import PolicySettings
 from engine.simulated.virtual_loop import run_virtual
 from engine.transport.multiprocess import MultiprocessExecutor, MultiprocessSettings
 from engine.worker.process.worker import Worker
 from engine.worker_settings import WorkerReport, WorkerSettings
 from examples.benchmarks.real_engine.counted import CountedExecutor
+from gateway.serve.calibration import measured
 
 BUILTIN = Path(adapters.__file__).parent / "builtin"
 CONTEXT = 4096
 BATCH_SIZE, BATCH_TOKENS = 8, 256
-PROFILE_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,11 +164,11 @@ async def profile(
     """The cost model that `podway serve` would measure before it is ready."""
     bounds = ProbeLimits(BATCH_SIZE, BATCH_TOKENS, CONTEXT, report.num_blocks, report.block_size)
     if not isinstance(executor, CountedExecutor):
-        return await measure(executor, bounds, time.perf_counter, PROFILE_SECONDS)
+        return await measured(executor, bounds, time.perf_counter)
 
     async def counted() -> CostModel:
         clock = asyncio.get_running_loop().time
-        return await measure(executor, bounds, clock, PROFILE_SECONDS)
+        return await measured(executor, bounds, clock)
 
     return await asyncio.to_thread(lambda: run_virtual(counted()))
 

@@ -24,7 +24,8 @@ def profile(true: CostModel, bounds: ProbeLimits, seconds: float) -> tuple[CostM
 
     async def main() -> tuple[CostModel, float]:
         clock = asyncio.get_running_loop().time
-        return await measure(SimulatedExecutor(true), bounds, clock, seconds), clock()
+        found = await measure(SimulatedExecutor(true), bounds, clock, seconds)
+        return found.model, clock()
 
     return run_virtual(main())
 
@@ -63,7 +64,7 @@ class WarmingExecutor(SimulatedExecutor):
 def test_fast_steps_are_repeated_until_their_first_slow_runs_do_not_count() -> None:
     async def main() -> CostModel:
         clock = asyncio.get_running_loop().time
-        return await measure(WarmingExecutor(QUICK), BOUNDS, clock, 60.0)
+        return (await measure(WarmingExecutor(QUICK), BOUNDS, clock, 60.0)).model
 
     found = run_virtual(main())
     for length in (1, 4, 64):

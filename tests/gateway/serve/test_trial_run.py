@@ -1,0 +1,80 @@
+"""The trial run: what it adds to the profile of a machine that is known exactly."""
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from engine.cost.model import CostModel
+from engine.cost.profiler import ProbeLimits, measure
+from engine.simulated.executor import SimulatedExecutor
+from engine.simulated.virtual_loop import run_virtual
+from engine.step import Step, StepResult
+from gateway.serve.calibration import measured
+from gateway.serve.trial_run import LONGEST_OUTPUT, LONGEST_PROMPT, waves
+
+TRUE = CostModel(
+    ((1, 0.002), (64, 0.01), (256, 0.04)), 2e-7, 1e-8, idle_step=0.0005, idle_entry=0.0001
+)
+LIMITS = ProbeLimits(8, 256, 4096, 1000, 16)
+
+
+class SlowerBetween(SimulatedExecutor):
+    """A worker whose steps take half as long again if they read blocks of different requests."""
+
+    def run(self, step: Step, now: float) -> tuple[StepResult, float]:
+        result, at = super().run(step, now)
+        first = {bytes(entry.blocks)[:4] for entry in step.entries}
+        if len(first) == 1:
+            return result, at
+        return replace(result, seconds=1.5 * result.seconds), at + 0.5 * result.seconds
+
+
+def start_model(executor: SimulatedExecutor, limits: ProbeLimits = LIMITS) -> CostModel:
+    """The cost model that is measured at the start, in virtual time."""
+
+    async def main() -> CostModel:
+        return await measured(executor, limits, asyncio.get_running_loop().time)
+
+    return run_virtual(main())
+
+
+def test_the_model_at_the_start_has_the_time_of_the_event_loop_between_steps() -> None:
+    found = start_model(SimulatedExecutor(TRUE))
+    assert found.idle_step == pytest.approx(0.0005, rel=0.02)
+    assert found.idle_entry == pytest.approx(0.0001, rel=0.02)
+    for length in (1, 16, 64, 256):
+        assert found.compute(length, 0) == pytest.approx(TRUE.compute(length, 0), rel=0.05)
+
+
+def test_batches_are_measured_with_the_blocks_of_different_requests() -> None:
+    found = start_model(SlowerBetween(TRUE))
+    assert found.decodes(8, 800) == pytest.approx(1.5 * TRUE.decodes(8, 800), rel=0.1)
+    assert found.compute(1, 0) == pytest.approx(TRUE.compute(1, 0), rel=0.1)
+
+
+def test_waves_grow_to_a_whole_batch_in_the_given_time() -> None:
+    found = list(waves(LIMITS, TRUE, 2.0))
+    assert {len(wave) for wave in found} == {1, 2, 4, 8}
+    for prompt, output in (lengths for wave in found for lengths in wave):
+        assert 1 <= prompt <= LONGEST_PROMPT
+        assert 1 <= output <= LONGEST_OUTPUT
+    tokens = sum(prompt for wave in found for prompt, _ in wave)
+    assert 0.0 < TRUE.tokens(tokens) < 2.0
+
+
+@pytest.mark.parametrize(
+    ("limits", "cost"),
+    [
+        (replace(LIMITS, pools=True), TRUE),
+        (LIMITS, CostModel.linear(10.0, 0.0, 0.0)),
+    ],
+)
+def test_without_a_trial_run_the_model_is_that_of_the_profile(
+    limits: ProbeLimits, cost: CostModel
+) -> None:
+    async def main() -> CostModel:
+        clock = asyncio.get_running_loop().time
+        return (await measure(SimulatedExecutor(cost), limits, clock, 2.0)).model
+
+    assert start_model(SimulatedExecutor(cost), limits) == run_virtual(main())
