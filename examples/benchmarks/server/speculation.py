@@ -153,7 +153,8 @@ def load(
     )
 
     async def calibrate() -> CostModel:
-        return await measure(InlineExecutor(worker), limits, clock, CALIBRATION_SECONDS)
+        profile = await measure(InlineExecutor(worker), limits, clock, CALIBRATION_SECONDS)
+        return profile.model
 
     return Machine(worker, report, asyncio.run(calibrate()), clock, settings)
 
