@@ -14,6 +14,7 @@ from engine.worker.cpu.kernels.elementwise import BYTES
 from engine.worker.cpu.kernels.linears.linear import begin_row, input_operands, multiply
 from engine.worker.cpu.kernels.linears.packed_tiles import WIDTH, int16_tile, uint8_tile
 from engine.worker.cpu.kernels.linears.tile_formats import MAX_ROWS, PAIR, QUAD
+from engine.worker.cpu.kernels.linears.tile_outputs import add_int8_sums
 
 MAX_14_BITS = (1 << 14) - 1
 MAX_8_BITS = 127
@@ -68,6 +69,9 @@ def quantize_to_8_bits(operands, chunk, thread):
 @njit(inline="always")
 def _finish(sums, scales, bias_at, y_at, y_stride, columns, rows, is_first, adds):
     """Add the scaled sums of a tile to y."""
+    if columns == WIDTH:
+        add_int8_sums(sums, *scales, bias_at, y_at, y_stride, rows, is_first, adds)
+        return
     offsets, w_scales = int32s(scales[0], columns), float32s(scales[1], columns)
     bias, x_scales = float32s(bias_at, columns), float32s(scales[2], rows)
     for m in range(rows):

@@ -24,6 +24,7 @@ from engine.worker.cpu.kernels.linears.packed_tiles import (
     tile_sums,
 )
 from engine.worker.cpu.kernels.linears.tile_formats import MAX_ROWS, PAIR
+from engine.worker.cpu.kernels.linears.tile_outputs import add_float_sums
 from engine.worker.cpu.kernels.vectors import make_prefetch
 from engine.worker.cpu.operands import make_reader, operands
 
@@ -46,6 +47,7 @@ class LinearOperands(ctypes.Structure):
     inputs: int  # padded to a multiple of what the format requires
     outputs: int
     columns: int  # of a chunk, whole panels
+    chunks_ahead: int  # from a chunk to that which its thread probably takes next
     x: int
     x_stride: int  # bytes
     x_scale: int  # float32 [rows], of quantized inputs; else 0
@@ -99,6 +101,7 @@ def multiply(operands, chunk, tile, finish, max_rows, depth, group, group_bytes,
     first, last = chunk * a.columns, min(a.outputs, (chunk + 1) * a.columns)
     # Few rows: read the weights in the order of their addresses. Many: keep a piece in cache.
     block = WIDTH if a.rows <= ROWS_AT_ONCE else a.columns
+    next_chunk = a.weight + (chunk + a.chunks_ahead) * (a.columns // WIDTH) * panel_bytes
     for start in range(first, last, block):
         for k in range(0, a.inputs, depth):
             groups = min(depth, a.inputs - k) // group
@@ -107,13 +110,17 @@ def multiply(operands, chunk, tile, finish, max_rows, depth, group, group_bytes,
                 tiles = (bottom - top + max_rows - 1) // max_rows
                 for n in range(start, min(start + block, last), WIDTH):
                     weights = a.weight + n // WIDTH * panel_bytes + k // group * group_bytes
+                    piece_bytes = groups * group_bytes
+                    then = weights + piece_bytes  # what this thread reads next
+                    if k + depth >= a.inputs and n + block >= last:
+                        then = next_chunk + (n - start) // WIDTH * panel_bytes
                     m = top
                     for left in range(tiles, 0, -1):  # rows are shared out evenly among tiles
                         count = (bottom - m + left - 1) // left
                         # Of several tiles each prefetches its share of the piece that comes next.
-                        ahead = groups * group_bytes // tiles * (2 * tiles - left)
+                        ahead = then + piece_bytes // tiles * (tiles - left)
                         if tiles == 1:  # reads every weight once, so only a little before
-                            ahead = PREFETCH_BYTES
+                            ahead = weights + PREFETCH_BYTES
                         offset = k // depth * padded + n
                         _prefetch_outputs(a, n, m, count, offset)
                         tile(
@@ -123,7 +130,7 @@ def multiply(operands, chunk, tile, finish, max_rows, depth, group, group_bytes,
                             count,
                             groups,
                             sums,
-                            weights + ahead,
+                            ahead,
                             group_bytes // tiles,
                         )
                         finish(
@@ -146,6 +153,9 @@ def multiply(operands, chunk, tile, finish, max_rows, depth, group, group_bytes,
 
 @njit(inline="always")
 def _finish_floats(sums, scales, bias_at, y_at, y_stride, columns, rows, is_first, adds):
+    if columns == WIDTH:
+        add_float_sums(sums, *scales, bias_at, y_at, y_stride, rows, is_first, adds)
+        return
     bias = float32s(bias_at, columns)
     for m in range(rows):
         row = float32s(sums + m * WIDTH * BYTES, columns)
