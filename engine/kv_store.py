@@ -3,14 +3,17 @@ servers share."""
 
 import importlib
 from collections.abc import Mapping, Sequence
-from typing import Protocol, Self, TypeAlias, cast
+from typing import TYPE_CHECKING, Protocol, Self, TypeAlias, cast
 from urllib.parse import urlsplit
-
-import numpy as np
 
 from engine.errors import StartupError
 
-Bytes: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
+if TYPE_CHECKING:
+    import numpy as np
+
+    Bytes: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
+else:
+    Bytes = object  # the server, which reads no contents, does without numpy
 
 STORES = "adapters.cluster:KV_STORES"
 MOST_NAMES = 1 << 16  # contents of a shared store that the scheduler knows of

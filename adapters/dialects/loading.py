@@ -7,8 +7,7 @@ from typing import Any
 import orjson
 
 from adapters.dialects.jinja_template import JinjaTemplate
-from adapters.gguf import is_gguf
-from adapters.gguf.documents import read_document
+from adapters.gguf import is_gguf, read_document
 from engine.errors import StartupError
 
 

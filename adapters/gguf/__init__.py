@@ -4,7 +4,9 @@ Models, tokenizers and dialects read a checkpoint's JSON documents; for a GGUF f
 in memory from its metadata. Files with unsupported features are rejected.
 """
 
+import importlib
 from pathlib import Path
+from typing import cast
 
 SUFFIX = ".gguf"
 
@@ -12,3 +14,12 @@ SUFFIX = ".gguf"
 def is_gguf(checkpoint: Path) -> bool:
     """Whether the path has the suffix of a GGUF file."""
     return checkpoint.suffix.lower() == SUFFIX
+
+
+def read_document(path: Path, name: str) -> dict[str, object]:
+    """A document of a GGUF file by its file name; empty if there is none. Raises `StartupError`.
+
+    The reader, with numpy and the `gguf` package, is imported with the first document.
+    """
+    documents = importlib.import_module("adapters.gguf.documents")
+    return cast("dict[str, object]", documents.read_document(path, name))

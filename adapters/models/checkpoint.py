@@ -11,8 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
-from adapters.gguf import is_gguf
-from adapters.gguf.documents import read_document
+from adapters.gguf import is_gguf, read_document
 from adapters.models.random_checkpoint import PREFIX, random_checkpoint
 from engine.errors import StartupError
 

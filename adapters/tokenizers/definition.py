@@ -10,8 +10,7 @@ from typing import Any
 
 import orjson
 
-from adapters.gguf import is_gguf
-from adapters.gguf.documents import read_document
+from adapters.gguf import is_gguf, read_document
 from engine.errors import StartupError
 
 Section = Mapping[str, Any]

@@ -4,7 +4,6 @@ import base64
 from functools import partial
 from typing import TYPE_CHECKING
 
-import numpy as np
 import orjson
 
 from engine.errors import InvalidRequest
@@ -58,6 +57,8 @@ def _check_dimensions(dimensions: int | None, report: "PoolingReport") -> None:
 
 def render_embeddings(request: EmbeddingRequest, pooled: PooledInputs) -> bytes:
     """OpenAI's response body. base64 is of little-endian float32."""
+    import numpy as np  # only servers of models that pool have imported it
+
     is_base64 = request.encoding_format == "base64"
     data = [
         {

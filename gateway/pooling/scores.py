@@ -4,11 +4,11 @@ A model that scores reads both texts of a pair at once. With a model that embeds
 pair is the cosine similarity of its two embeddings.
 """
 
+import struct
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 import orjson
 
 from gateway.pooling.inputs import PairInput, PoolingInput, TemplatedInput
@@ -91,12 +91,14 @@ def _scoring(pairs: Sequence[TextPair], report: "PoolingReport") -> Scoring:
 
 def _only_numbers(vectors: Sequence[bytes]) -> list[float]:
     """The numbers of vectors of length 1."""
-    return [float(np.frombuffer(vector, "<f4")[0]) for vector in vectors]
+    return [struct.unpack_from("<f", vector)[0] for vector in vectors]
 
 
 def _cosines(places: Sequence[int], vectors: Sequence[bytes]) -> list[float]:
     """Cosine similarities; `places` has the index of each pair's query among the vectors, of which
     the last ones are those of the documents."""
+    import numpy as np  # only servers of models that pool have imported it
+
     embeddings = [np.frombuffer(vector, "<f4") for vector in vectors]
     units = [each / max(float(np.linalg.norm(each)), 1e-12) for each in embeddings]
     documents = units[len(units) - len(places) :]

@@ -110,6 +110,8 @@ async def load_model(
             reading = group.create_task(asyncio.to_thread(_text_adapters, settings, directory))
         report, texts = starting.result(), reading.result()
         check_device(settings.speculative_config, report.device)
+        if report.pooling is not None:
+            await asyncio.to_thread(importlib.import_module, "numpy")  # for `gateway.pooling`
         stack.push_async_callback(texts.grammars.close)
         calibration = await _calibrate(settings, directory, executor, report)
         yield LoadedModel(

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Self, TypeVar
 import uvicorn
 
 from engine.errors import StartupError, Unavailable
+from engine.transport.process_memory import drop_library_pages, trim_heap
 from gateway.serve.connection import Connection, ConnectionBounds
 from gateway.serve.tls import TlsListener
 
@@ -177,6 +178,7 @@ class Server:
             accepting = group.create_task(self._accept_tls(server, listener))
             tune_collector()
             return_large_blocks()
+            drop_library_pages()
             on_ready()
             await self._until_stopped(signals)
             batching.cancel()  # unfinished lines run after the next start
@@ -250,7 +252,7 @@ def return_large_blocks() -> None:
         library = ctypes.CDLL(None)
         library.mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
         library.mallopt(M_TRIM_THRESHOLD, FREE_BYTES)
-        library.malloc_trim(ctypes.c_size_t(0))
+    trim_heap()
 
 
 def raise_file_limit() -> int:

@@ -30,6 +30,7 @@ from typing import Protocol, Self, TypeAlias
 from engine.errors import StartupError, WorkerLost
 from engine.lora import LoraReport, LoraSpec
 from engine.step import ReadAhead, Step, StepTimes
+from engine.transport.process_memory import drop_library_pages, trim_heap
 from engine.transport.wire import (
     FrameReader,
     Goodbye,
@@ -57,7 +58,6 @@ from engine.worker.process.results import (
     one_line,
 )
 from engine.worker.process.torch_import import skip_meta_registrations, skip_scipy
-from engine.worker.weights.mappings import drop_library_pages, trim_heap
 from engine.worker_settings import WorkerReport, WorkerSettings
 
 logger = logging.getLogger("engine.worker")  # the module itself runs as __main__

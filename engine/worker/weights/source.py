@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.errors import StartupError
+from engine.transport.process_memory import drop
 from engine.worker.ports import Lookup, TensorSlice, Weight, dequantize
 from engine.worker.weights.checkpoint_files import CheckpointFiles
-from engine.worker.weights.mappings import drop, file_pages
+from engine.worker.weights.mappings import file_pages
 
 MAX_ROWS = 256  # of an embedding, read before its pages are given back: 16 MiB
 

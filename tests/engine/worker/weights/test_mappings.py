@@ -3,31 +3,20 @@
 import mmap
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 
-from engine.worker.weights.mappings import SMAPS, drop_library_pages, drop_pages, trim_heap
+from engine.transport.process_memory import SMAPS
+from engine.worker.weights.mappings import drop_pages
 from engine.worker.weights.packed_file import address_of, anonymous
 from engine.worker.weights.source import StoredRows
+from tests.engine.transport.process_memory import resident
 from tests.engine.worker.process.driving import Driver, load_worker
 from tests.models.checkpoints import make_checkpoint
 
 SIZE = 1 << 20
 
 pytestmark = pytest.mark.skipif(not SMAPS.exists(), reason="only Linux tells")
-
-
-def resident(path: Path) -> int:
-    """Bytes of the file in this process's memory."""
-    total, is_ours = 0, False
-    for line in SMAPS.read_text().splitlines():
-        words = line.split(maxsplit=5)
-        if "-" in words[0] and not words[0].endswith(":"):
-            is_ours = len(words) > 5 and words[5] == str(path)
-        elif words[0] == "Rss:" and is_ours:
-            total += 1024 * int(words[1])
-    return total
 
 
 @pytest.mark.parametrize("is_written", [False, True])
@@ -49,24 +38,6 @@ def test_pages_are_dropped_unless_they_were_written_to(tmp_path: Path, is_writte
     assert maps[0][5] == (1 if is_written else ord("x"))
     for mapped in maps:
         mapped.close()
-
-
-def test_the_code_of_libraries_is_given_back_and_still_runs() -> None:
-    (library,) = (Path(torch.__file__).parent / "lib").glob("libtorch_cpu.so")
-    x = torch.arange(64.0).view(8, 8)
-    product = x @ x
-    before = resident(library)
-    drop_library_pages()
-    assert resident(library) < before / 2
-    assert torch.equal(x @ x, product)
-
-
-def test_freed_memory_between_memory_in_use_is_given_back() -> None:
-    tensors = [torch.ones(25_000) for _ in range(1000)]
-    del tensors[:-1]
-    before = psutil.Process().memory_info().rss
-    trim_heap()
-    assert psutil.Process().memory_info().rss < before - 50 * SIZE
 
 
 def test_pages_of_an_embedding_are_dropped_after_many_rows(

@@ -1,0 +1,32 @@
+"""Code of libraries and freed heap leave the memory of a process."""
+
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from engine.transport.process_memory import SMAPS, drop_library_pages, trim_heap
+from tests.engine.transport.process_memory import resident
+
+SIZE = 1 << 20
+
+pytestmark = pytest.mark.skipif(not SMAPS.exists(), reason="only Linux reports it")
+
+
+def test_the_code_of_libraries_is_given_back_and_still_runs() -> None:
+    (library,) = (Path(torch.__file__).parent / "lib").glob("libtorch_cpu.so")
+    x = torch.arange(64.0).view(8, 8)
+    product = x @ x
+    before = resident(library)
+    drop_library_pages()
+    assert resident(library) < before / 2
+    assert torch.equal(x @ x, product)
+
+
+def test_freed_memory_between_memory_in_use_is_given_back() -> None:
+    tensors = [torch.ones(25_000) for _ in range(1000)]
+    del tensors[:-1]
+    before = psutil.Process().memory_info().rss
+    trim_heap()
+    assert psutil.Process().memory_info().rss < before - 50 * SIZE
