@@ -27,14 +27,14 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass
 from heapq import merge
 from itertools import islice, takewhile
-from math import floor, inf, log, log1p
+from math import floor, inf, log
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple
 
 from engine.policy.base import PolicyBase
-from engine.policy.estimates.course import Course, Outlook
 from engine.policy.estimates.fcfs_shadow import FcfsShadow
 from engine.policy.estimates.lengths import EDGES, NUM_BINS, LearnedLengths, bin_of, stratum_of
+from engine.policy.estimates.rank import LearnedRanks, prefill_class, units_of
 from engine.policy.estimates.work_variation import WorkVariation
 from engine.policy.port import Preemption
 from engine.policy.settings import PolicySettings
@@ -48,11 +48,14 @@ if TYPE_CHECKING:
     from engine.request import Request
 
 LEVEL_RATIO = 1.5
+LOG_RATIO = log(LEVEL_RATIO)
 NUM_LEVELS = 26  # level 0 is for requests that go first until they end
 STARTED = 0.5  # factor on the rank of a started request
-ENDS_PER_UPDATE = 16  # of outputs; ranks are computed again after so many
-SECONDS_PER_UPDATE = 1.0  # at most
+ENDS_PER_UPDATE = 16  # of outputs; ranks are computed again after so many,
+SHARE_PER_UPDATE = 0.125  # but not before so many more than were known,
+SECONDS_PER_UPDATE = 1.0  # or after this time
 KINDS_PER_PLAN = 16  # of waiting requests, which get new ranks in one plan
+FOREVER = 1 << 62  # an output length
 MOST_AT_ONCE = 64  # requests of a kind or level that starve at once, and so go first
 
 
@@ -60,7 +63,7 @@ class _Kind(NamedTuple):
     """Waiting requests of one kind have the same rank."""
 
     stratum: int  # of prompt lengths, in `LearnedLengths`
-    prefill: int  # `_prefill_class` of the units of their prompts
+    prefill: int  # `prefill_class` of the units of their prompts
     cap: int  # bin of `max_tokens`
 
 
@@ -71,6 +74,7 @@ class _Job:
     prefill: float  # units of prefill that are left
     age_bin: int = 0  # of the next output token
     next_edge: int = EDGES[1]  # the least output length beyond that bin
+    steady_until: int = 0  # output length before which a decode changes nothing else of the job
     level: int = 1
     version: int = -1  # of the ranks by which `level` was chosen
     is_started: bool = False
@@ -95,15 +99,12 @@ class GittinsIndex(PolicyBase):
         self._jobs: dict[Request, _Job] = {}
         self._num_arrived = 0
         self._waiting: dict[_Kind, dict[Request, None]] = {}
-        self._levels: dict[_Kind, int] = {}  # of waiting requests
+        self._levels: dict[_Kind, int] = {}  # of waiting requests,
+        self._queued: list[dict[_Kind, dict[Request, None]]] = [{} for _ in range(NUM_LEVELS)]
         self._outdated: list[_Kind] = []  # whose levels are by ranks of an earlier version
         self._started: list[list[tuple[int, Request]]] = [[] for _ in range(NUM_LEVELS)]
         self._new: dict[Request, None] = {}  # have KV, and were not in an iteration yet
-        self._outlooks: dict[tuple[int, _Kind], Outlook] = {}  # of the present version
-        self._general: list[float] = []  # hazards of all outputs, once they are needed,
-        self._hazards: dict[int, list[float]] = {}  # by stratum,
-        self._courses: dict[tuple[int, int], Course] = {}  # and by stratum and age bin: of the same
-        self._version = 0
+        self._ranks = LearnedRanks(self.lengths)
         self._num_ends = 0  # of outputs since the last update
         self._update_at = 0.0
         self._ordered_at: float | None = None
@@ -111,7 +112,7 @@ class GittinsIndex(PolicyBase):
     def arrive(self, request: "Request", now: float) -> None:
         prefill = self._prefill(request)
         stratum = stratum_of(request.prompt_len)
-        kind = _Kind(stratum, _prefill_class(prefill), bin_of(max(1, request.spec.max_tokens)))
+        kind = _Kind(stratum, prefill_class(prefill), bin_of(max(1, request.spec.max_tokens)))
         job = _Job(self._num_arrived, kind, prefill, waits_since=now)
         self._jobs[request] = job
         self._fcfs.arrive(request, self._added(prefill))
@@ -127,27 +128,28 @@ class GittinsIndex(PolicyBase):
 
     def ran(self, request: "Request", num_tokens: int, seconds: float, now: float) -> None:
         job = self._jobs[request]
+        job.waits_since = now
+        is_steady = len(request.output) < job.steady_until and job.version == self._ranks.version
+        if is_steady and num_tokens == 1:  # the common case
+            self._fcfs.decoded(seconds, now)
+            return
         before = after = 0.0  # seconds of prefill that are left
-        moves = not job.is_started or job.version != self._version
         if job.prefill or num_tokens > 1:
             units = self._units(request.remaining + num_tokens, request.num_computed - num_tokens)
             job.prefill = self._prefill(request)
             before, after = self._added(units), self._added(job.prefill)
-            moves = True
         if not job.is_started:
             self._fcfs.start(request, before)
         if before:
             self._fcfs.computed(request, after)
         self._fcfs.ran(before - after, seconds, now)
-        job.waits_since = now
-        if request.produced + 1 >= job.next_edge:
-            self._age(job, bin_of(request.produced + 1))
-            moves = True
-        if moves:
-            self._new.pop(request, None)
-            self._remove(request, job)
-            job.is_started = True
-            self._insert(request, job)
+        self._age(job, len(request.output) + 1)
+        self._move(request, job)
+        if job.prefill:
+            job.steady_until = 0
+        else:  # its age matters to its level, else only to what is learned: once in a version
+            uses_age = self._is_ranked and not job.is_first
+            job.steady_until = job.next_edge - 1 if uses_age else FOREVER
 
     def leave(self, request: "Request", now: float) -> None:
         job = self._jobs.pop(request)
@@ -155,20 +157,20 @@ class GittinsIndex(PolicyBase):
         self._remove(request, job)
         self._new.pop(request, None)
         if request.output:
-            self._age(job, bin_of(request.produced))
+            self._age(job, request.produced)
         is_complete = request.finish is FinishReason.STOP or request.abort is Abort.STOP_STRING
         if is_complete and not request.spec.is_pooling:
             self.lengths.ended(job.kind.stratum, bin_of(max(1, request.produced)))
             self._num_ends += 1
         if request.finish is not None:
-            prefill = self._added(_units_of(job.kind.prefill))
+            prefill = self._added(units_of(job.kind.prefill))
             self.variation.ended(prefill + request.produced * self._fcfs.decode_seconds)
 
     def order(self, now: float) -> "Iterator[Request]":
         if now != self._ordered_at:
             self._ordered_at = now
-            is_time = self._num_ends >= ENDS_PER_UPDATE or now >= self._update_at
-            if is_time and not self._outdated:
+            ends = max(ENDS_PER_UPDATE, SHARE_PER_UPDATE * self.lengths.num_observed)
+            if (self._num_ends >= ends or now >= self._update_at) and not self._outdated:
                 self._update(now)
             self._update_levels()
             self._find_late(now)
@@ -220,15 +222,31 @@ class GittinsIndex(PolicyBase):
 
     def _insert(self, request: "Request", job: _Job) -> None:
         if job.is_started or job.is_first:
-            job.version = self._version
-            job.level = 0 if job.is_first else self._level_of(STARTED * self._outlook(job).rank)
+            job.version = self._ranks.version
+            job.level = 0 if job.is_first else self._level_of(job, STARTED)
             insort(self._started[job.level], (job.number, request))
             return
         queue = self._waiting.get(job.kind)
         if queue is None:
             queue = self._waiting[job.kind] = {}
-            self._levels[job.kind] = self._level_of(self._outlook(job).rank)
+            level = self._levels[job.kind] = self._level_of(job)
+            self._queued[level][job.kind] = queue
         queue[request] = None
+
+    def _move(self, request: "Request", job: _Job) -> None:
+        """To its level, after an iteration."""
+        if not job.is_started:
+            self._new.pop(request, None)
+            self._remove(request, job)
+            job.is_started = True
+            self._insert(request, job)
+            return
+        job.version = self._ranks.version
+        level = 0 if job.is_first else self._level_of(job, STARTED)
+        if level != job.level:
+            self._remove(request, job)
+            job.level = level
+            insort(self._started[level], (job.number, request))
 
     def _remove(self, request: "Request", job: _Job) -> None:
         if job.is_started or job.is_first:
@@ -238,22 +256,19 @@ class GittinsIndex(PolicyBase):
         queue = self._waiting[job.kind]
         del queue[request]
         if not queue:
-            del self._waiting[job.kind], self._levels[job.kind]
+            del self._queued[self._levels.pop(job.kind)][job.kind], self._waiting[job.kind]
 
     def _walk(self) -> "Iterator[Request]":
-        kinds: dict[int, list[_Kind]] = {}
-        for kind, level in self._levels.items():
-            kinds.setdefault(level, []).append(kind)
         jobs = self._jobs
         late = [request for _, request in self._started[0] if not jobs[request].is_started]
         for level, started in enumerate(self._started):
             for _, request in started:
-                if jobs[request].is_started:
+                if level or jobs[request].is_started:
                     yield request
             if not level:
                 yield from late
-            if level in kinds:
-                yield from self._by_arrival([self._waiting[kind] for kind in kinds[level]])
+            if queues := self._queued[level]:
+                yield from self._by_arrival([*queues.values()])
 
     def _by_arrival(self, queues: "Sequence[Iterable[Request]]") -> "Iterator[Request]":
         if len(queues) == 1:
@@ -270,49 +285,28 @@ class GittinsIndex(PolicyBase):
         """Units of so many tokens behind `start` others; 0 if only one token is left."""
         return self._cost.compute(num_tokens, start) / self._unit if num_tokens > 1 else 0.0
 
-    def _outlook(self, job: _Job) -> Outlook:
-        kind = job.kind._replace(prefill=_prefill_class(job.prefill))
-        known = self._outlooks.get((job.age_bin, kind))
-        if known is None:
-            course = self._courses.get((kind.stratum, job.age_bin))
-            if course is None:
-                hazards = self._hazards_of(kind.stratum)
-                course = self._courses[kind.stratum, job.age_bin] = Course.of(hazards, job.age_bin)
-            known = course.outlook(_units_of(kind.prefill), kind.cap)
-            self._outlooks[job.age_bin, kind] = known
-        return known
-
-    def _hazards_of(self, stratum: int) -> list[float]:
-        found = self._hazards.get(stratum)
-        if found is None:
-            self._general = self._general or self.lengths.hazards()
-            found = self.lengths.stratum_hazards(stratum, self._general)
-            self._hazards[stratum] = found
-        return found
-
-    def _level_of(self, rank: float) -> int:
+    def _level_of(self, job: _Job, factor: float = 1.0) -> int:
+        """By its rank times `factor`."""
         if not self._is_ranked:
             return 1
-        level = 1 + floor(log(rank) / log(LEVEL_RATIO))
+        prefill = prefill_class(job.prefill) if job.prefill else 0
+        rank = self._ranks.rank(job.kind.stratum, job.age_bin, prefill, job.kind.cap)
+        level = 1 + floor(log(factor * rank) / LOG_RATIO)
         return min(max(1, level), NUM_LEVELS - 1)
 
-    def _age(self, job: _Job, age_bin: int) -> None:
-        """The request's output reaches this bin, so it is longer than all bins before."""
-        for number in range(job.age_bin, age_bin):
-            self.lengths.passed(job.kind.stratum, number)
-        job.age_bin = max(job.age_bin, age_bin)
-        job.next_edge = EDGES[job.age_bin + 1] if job.age_bin + 1 < NUM_BINS else 1 << 62
+    def _age(self, job: _Job, length: int) -> None:
+        """The request's output reaches this length: it is longer than all bins before."""
+        while length >= job.next_edge:
+            self.lengths.passed(job.kind.stratum, job.age_bin)
+            job.age_bin += 1
+            job.next_edge = EDGES[job.age_bin + 1] if job.age_bin + 1 < NUM_BINS else FOREVER
 
     def _update(self, now: float) -> None:
         """Compute ranks from what was learned."""
         self._num_ends = 0
         limit = self._settings.starvation_seconds
         self._update_at = now + min(SECONDS_PER_UPDATE, limit / 8 if limit else inf)
-        self._version += 1
-        self._outlooks.clear()
-        self._hazards.clear()
-        self._courses.clear()
-        self._general = self.lengths.hazards()
+        self._ranks.renew(self.lengths)
         is_learned = self.lengths.num_observed >= self._settings.min_outputs
         if self._is_ranked != (is_learned and self.variation.is_large):
             self._is_ranked = not self._is_ranked
@@ -327,15 +321,19 @@ class GittinsIndex(PolicyBase):
         for kind in kinds:
             queue = self._waiting.get(kind)
             if queue is not None:
-                job = self._jobs[next(iter(queue))]
-                self._levels[kind] = self._level_of(self._outlook(job).rank)
+                del self._queued[self._levels[kind]][kind]
+                level = self._levels[kind] = self._level_of(self._jobs[next(iter(queue))])
+                self._queued[level][kind] = queue
 
     def _sort_started(self) -> None:
         """Started requests to their levels, which those that do not run keep otherwise."""
         for _, request in [one for started in self._started for one in started]:
             job = self._jobs[request]
             self._remove(request, job)
+            if job.is_started:
+                self._age(job, len(request.output) + 1)
             self._insert(request, job)
+            job.steady_until = 0
 
     def _added(self, prefill: float) -> float:
         """Seconds that so many units of prefill add to iterations with other requests."""
@@ -347,11 +345,11 @@ class GittinsIndex(PolicyBase):
         if limit is not None:
             late = self._starving(now - limit)
         elif self._is_ranked:
-            lagging = self._fcfs.lagging(self._settings.fcfs_slack, now)
-            late = [request for request in lagging if not self._jobs[request].is_first]
+            late = self._fcfs.lagging(self._settings.fcfs_slack, now)
         else:
             return
         for request in late:
+            self._fcfs.goes_first(request)
             job = self._jobs[request]
             self._remove(request, job)
             job.is_first = True
@@ -375,13 +373,3 @@ class GittinsIndex(PolicyBase):
 def _is_queued(job: _Job) -> bool:
     """Whether the request is in a queue of its kind, behind the started ones of its level."""
     return not job.is_started and not job.is_first
-
-
-def _prefill_class(units: float) -> int:
-    """Classes of prefills a factor of 1.22 apart, from 0 for none."""
-    return floor(5.0 * log1p(units) + 0.5)
-
-
-def _units_of(prefill_class: int) -> float:
-    """The units that stand for a class."""
-    return float(2.718281828459045 ** (prefill_class / 5.0) - 1.0)

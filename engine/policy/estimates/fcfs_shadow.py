@@ -17,8 +17,6 @@ from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from engine.request import Request
 
 MEMORY = 0.999  # of work and seconds, per iteration
@@ -36,6 +34,7 @@ class _Job:
     delay: int = 0  # rounds from when it could start until it got a seat
     started: int = 0  # round before its first token, from when it is served on
     length: int | None = None  # tokens that it produced here, once it has ended
+    is_first: bool = False  # goes first in the real schedule
 
 
 class FcfsShadow:
@@ -48,14 +47,15 @@ class FcfsShadow:
         self._jobs: dict[Request, _Job] = {}
         self._queue: deque[_Job] = deque()
         self._prefills: deque[_Job] = deque()  # have a seat, in order of arrival
-        self._served: dict[_Job, None] = {}  # have a seat, and their prompt is computed
+        self._served: dict[_Job, None] = {}  # have a seat, and their prompt is computed,
+        self._watched: dict[_Job, None] = {}  # and are not known to be late, or have prefill left
         self._ends: list[tuple[int, int, _Job]] = []  # a heap of known ends, by round
         self._num_ends = 0
         self._round = 0
         self._computed = self._expected = 0.0  # seconds of prompts, with and without the cache
         self._budget = 0.0  # seconds that are not spent yet; below 0 if an iteration took more
         self._chunk = 0.0  # seconds of prefill in an iteration
-        self.returned_at: float | None = None  # when the latest real iteration returned,
+        self._returned_at: float | None = None  # when the latest real iteration returned,
         self._last_seconds = self._last_prefill = 0.0  # and what it took
         self._seconds = self._prefill = self._decodes = self._rounds = 0.0  # of recent iterations
 
@@ -90,6 +90,7 @@ class FcfsShadow:
         """The request has ended, so that its length is known."""
         job = self._jobs.pop(request)
         job.request, job.length = None, request.produced - job.produced
+        self._watched.pop(job, None)
         if not self._jobs:  # then FCFS has nothing left to do either
             self._reset()
         elif job in self._served:
@@ -98,56 +99,81 @@ class FcfsShadow:
 
     def _reset(self) -> None:
         self._free = [self._round] * self._seats
-        for queue in (self._queue, self._prefills, self._served, self._ends):
+        for queue in (self._queue, self._prefills, self._served, self._watched, self._ends):
             queue.clear()
         self._budget = 0.0
 
     def computed(self, request: "Request", left: float) -> None:
         """A part of the request's prompt was computed; `left` seconds of prefill are left."""
-        self._jobs[request].left = left
+        job = self._jobs[request]
+        job.left = left
+        self._unwatch(job)
+
+    def goes_first(self, request: "Request") -> None:
+        """The request goes first until it ends: it is not reported as lagging again."""
+        job = self._jobs[request]
+        job.is_first = True
+        self._unwatch(job)
+
+    def _unwatch(self, job: _Job) -> None:
+        if job.is_first and not job.left:
+            self._watched.pop(job, None)
 
     def ran(self, prefill: float, seconds: float, now: float) -> None:
         """One request of a real iteration got `prefill` seconds of prefill done, or 0 and a decode.
         The iteration of `seconds` returned at `now`; this is called for each request in it."""
-        if now != self.returned_at:
-            self._advance(self._last_seconds, self._last_prefill)
-            self.returned_at = now
-            self._last_seconds, self._last_prefill = seconds, 0.0
-            self._seconds = self._seconds * MEMORY + seconds
-            self._prefill *= MEMORY
-            self._decodes *= MEMORY
-            self._rounds = self._rounds * MEMORY + 1.0
+        if now != self._returned_at:
+            self._returned(seconds, now)
         self._last_prefill += prefill
         self._prefill += prefill
         self._decodes += 1.0
 
-    def lagging(self, slack: float, now: float) -> "Iterator[Request]":
-        """Requests that are, or would be, further behind the shadow than `slack` times their age.
+    def decoded(self, seconds: float, now: float) -> None:
+        """`ran` without prefill."""
+        if now != self._returned_at:
+            self._returned(seconds, now)
+        self._decodes += 1.0
+
+    def _returned(self, seconds: float, now: float) -> None:
+        """A real iteration returns: the shadow advances by the time of the one before."""
+        self._advance(self._last_seconds, self._last_prefill)
+        self._returned_at = now
+        self._last_seconds, self._last_prefill = seconds, 0.0
+        self._seconds = self._seconds * MEMORY + seconds
+        self._prefill *= MEMORY
+        self._decodes *= MEMORY
+        self._rounds = self._rounds * MEMORY + 1.0
+
+    def lagging(self, slack: float, now: float) -> "list[Request]":
+        """Requests that are, or would be, further behind the shadow than `slack` times their age,
+        without those that go first.
 
         Of those with a first token there, those that are behind by so many decodes. Of those whose
         prompt is being computed there, those that have to go first now, because it takes longer to
         compute what is left of these prompts here, in order of arrival, than in the shadow. An
         iteration is not interrupted, so they go first one iteration early."""
         pace = self._seconds / (self._rounds or 1.0)
+        found: list[Request] = []
         here, there = self._last_seconds, 0.0  # seconds of prefill until a request's first token
-        for job in self._served:
+        for job in self._watched:
             request = job.request
-            if request is None:
-                continue
+            assert request is not None, "an ended request is not watched"
             here += job.left
-            lag = self._round - job.started - (request.produced - job.produced)
-            if lag * pace > slack * (now - request.arrived_at):
-                yield request
+            lag = self._round - job.started - (len(request.output) - job.produced)
+            if lag > 0 and not job.is_first and lag * pace > slack * (now - request.arrived_at):
+                found.append(request)
         unfinished: list[Request] = []
         for job in self._prefills:
             there += job.prefill
             if job.request is None or not job.left:
                 continue
             here += job.left
-            unfinished.append(job.request)
+            if not job.is_first:
+                unfinished.append(job.request)
             if here > there + slack * (now - job.request.arrived_at):
-                yield from unfinished
+                found += unfinished
                 unfinished.clear()
+        return found
 
     def _advance(self, seconds: float, prefill: float) -> None:
         """Iterations of the shadow in the time of a real one: each is a round of decodes and, if
@@ -156,9 +182,12 @@ class FcfsShadow:
         self._budget += seconds
         decodes = max(seconds - prefill, LEAST_SHARE * seconds)
         while self._budget > 0.0 and (self._served or self._prefills):
-            self._budget -= decodes + self._compute_prompts(self._chunk)
+            self._budget -= decodes
+            if self._prefills:
+                self._budget -= self._compute_prompts(self._chunk)
             self._round += 1
-            self._release()
+            if self._ends:
+                self._release()
         self._budget = min(self._budget, 0.0)
 
     def _compute_prompts(self, seconds: float) -> float:
@@ -186,6 +215,8 @@ class FcfsShadow:
     def _serve(self, job: _Job) -> None:
         job.started = self._round - job.delay
         self._served[job] = None
+        if job.request is not None and (job.left or not job.is_first):
+            self._watched[job] = None
         if job.length is not None:
             self._push(job)
 

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.policy import PolicySettings, build, lengths_of
-from engine.policy.estimates.course import LEAST_RANK, Course, Outlook
+from engine.policy.estimates import rank
 from engine.policy.estimates.lengths import EDGES, NUM_BINS, LearnedLengths, bin_of
+from engine.policy.estimates.rank import LEAST_RANK, gittins_rank
 from engine.policy.gittins import KINDS_PER_PLAN, GittinsIndex
 from engine.request import Abort, FinishReason, Request, State
 from tests.scheduling import HAND_COST, a_request, a_scheduler, a_spec, learned_lengths, play
@@ -71,16 +72,14 @@ def test_ranks_are_those_of_brute_force(
     hazards: list[float], age_bin: int, prefill: float, more: int
 ) -> None:
     cap = age_bin + more
-    rank, decodes = Course.of(hazards, age_bin).outlook(prefill, cap)
-    assert isclose(rank, brute_force(hazards, age_bin, prefill, cap), rel_tol=1e-6)
-    assert 0.0 < decodes <= EDGES[cap] - EDGES[age_bin]
+    found = gittins_rank(hazards, age_bin, prefill, cap)
+    assert isclose(found, brute_force(hazards, age_bin, prefill, cap), rel_tol=1e-6)
 
 
 def test_ranks_fall_with_age_if_outputs_are_alike_and_rise_if_they_are_skewed() -> None:
     def ranks(lengths: Sequence[int]) -> list[float]:
         hazards = learned_lengths(lengths).hazards()
-        courses = [Course.of(hazards, bin_of(age)) for age in (1, 5, 50)]
-        return [course.outlook(0.0, NUM_BINS - 1).rank for course in courses]
+        return [gittins_rank(hazards, bin_of(age), 0.0, NUM_BINS - 1) for age in (1, 5, 50)]
 
     alike, skewed = ranks(ALIKE), ranks(SKEWED)
     assert alike == sorted(alike, reverse=True)
@@ -216,13 +215,12 @@ def test_many_waiting_requests_of_one_kind_cost_one_rank(monkeypatch: pytest.Mon
     for number in range(3000):
         arrived(policy, number, prompt_len=9)
     calls: list[float] = []
-    rank = Course.outlook
 
-    def counted(course: Course, prefill: float, cap: int) -> Outlook:
+    def counted(hazards: Sequence[float], age_bin: int, prefill: float, cap: int) -> float:
         calls.append(prefill)
-        return rank(course, prefill, cap)
+        return gittins_rank(hazards, age_bin, prefill, cap)
 
-    monkeypatch.setattr(Course, "outlook", counted)
+    monkeypatch.setattr(rank, "gittins_rank", counted)
     next(policy.order(0.0))
     assert len(calls) == 1
 
