@@ -96,7 +96,7 @@ class ExpertLinear:
                     bias=bias.data_ptr(),
                     inputs=each.inputs,
                     outputs=each.outputs,
-                    chunks_ahead=pool.threads,
+                    threads=pool.threads,
                 )
                 for each, bias in zip(weights, biases, strict=True)
             )

@@ -115,7 +115,7 @@ class PackedLinear:
             bias=self._bias.data_ptr(),
             inputs=weights.inputs,
             outputs=weights.outputs,
-            chunks_ahead=pool.threads,
+            threads=pool.threads,
         )
         self._linear = KernelCall(pool, linears.kernel, operands, weights.packed)
         self._columns = columns_of_chunks(weights.outputs, pool.threads)

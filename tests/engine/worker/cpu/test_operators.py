@@ -1,9 +1,12 @@
 """Native operators compute what torch computes, and a row's bits depend on no other row."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import Tensor
 
+from engine.worker.cpu.kernels.linears.linear import LinearOperands, first_column
 from engine.worker.cpu.operators import NativeOperators
 from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.model.torch_operators import TorchOperators
@@ -33,6 +36,20 @@ def test_linear(native: NativeOperators, rows: int, inputs: int, outputs: int) -
         start = noise(rows, outputs, seed=3)
         added = fast(x, start.clone())
         torch.testing.assert_close(added, plain(x, start.clone()), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 5])
+@pytest.mark.parametrize("outputs", [5, 32, 97, 1152])
+def test_the_chunks_of_a_linear_have_each_column_once_and_neighbours_go_to_one_thread(
+    threads: int, outputs: int
+) -> None:
+    operands = LinearOperands(outputs=outputs, columns=32, threads=threads)
+    chunks = range(-(-outputs // 32))
+    first = [first_column.py_func(operands, chunk) for chunk in chunks]
+    assert sorted(first) == list(range(0, outputs, 32))
+    for thread in range(threads):
+        own = first[thread::threads]
+        assert all(after == before + 32 for before, after in pairwise(own))
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), SIZES)
