@@ -35,6 +35,7 @@ from engine.worker.cpu.kernels.linears.int8_linear import (
 )
 from engine.worker.cpu.kernels.linears.linear import begin_row, input_operands, multiply
 from engine.worker.cpu.kernels.linears.packed_tiles import WIDTH
+from engine.worker.cpu.kernels.linears.tile_outputs import add_group_sums
 from engine.worker.weights.formats.grouped import GroupLayout
 
 DEPTH = 1024  # of k
@@ -102,6 +103,9 @@ def quantize_groups_to_14_bits(operands, chunk, thread):
 @njit(inline="always")
 def _finish(sums, scales, bias_at, y_at, y_stride, columns, rows, is_first, adds):
     """Add the sums of a tile, times the scale of each row of x, to y."""
+    if columns == WIDTH:
+        add_group_sums(sums, *scales, bias_at, y_at, y_stride, rows, is_first, adds)
+        return
     bias, x_scales = float32s(bias_at, columns), float32s(scales[2], rows)
     for m in range(rows):
         row = float32s(sums + m * WIDTH * BYTES, columns)

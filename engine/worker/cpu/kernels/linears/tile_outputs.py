@@ -19,12 +19,12 @@ BYTES = 4  # of a sum or an output
 
 
 class OutputOperands(NamedTuple):
-    """The arguments of `add_float_sums` and `add_int8_sums`: byte addresses and counts, int64."""
+    """The arguments of `add_float_sums` and the like: byte addresses and counts, all int64."""
 
     sums: ir.Value  # [rows, WIDTH] of 32 bits
-    offsets: ir.Value  # int32 [WIDTH]; this and the two scales are of int8 weights only
+    offsets: ir.Value  # int32 [WIDTH]; this and weight scales are of int8 weights only
     weight_scales: ir.Value  # float32 [WIDTH]
-    x_scales: ir.Value  # float32 [rows]
+    x_scales: ir.Value  # float32 [rows], of quantized inputs only
     bias: ir.Value  # float32 [WIDTH]
     y: ir.Value
     y_stride: ir.Value  # floats
@@ -74,15 +74,25 @@ def _floats(builder, a, row, vector, sums):
     return _vector(builder, sums, vector, FLOATS)
 
 
+def _x_scale(builder, a, row):
+    at = builder.add(a.x_scales, builder.mul(row, int64(BYTES)))
+    return broadcast(builder, builder.load(pointer(builder, at, FLOAT), align=4))
+
+
+def _scaled_floats(builder, a, row, vector, sums):
+    """`sum * x scale`."""
+    return builder.fmul(_vector(builder, sums, vector, FLOATS), _x_scale(builder, a, row))
+
+
 def _scaled_int32s(builder, a, row, vector, sums):
     """`(sum - offset) * (weight scale * x scale)`."""
     offsets = _vector(builder, a.offsets, vector, INT32S)
     whole = builder.sub(_vector(builder, sums, vector, INT32S), offsets)
-    at = builder.add(a.x_scales, builder.mul(row, int64(BYTES)))
-    x_scale = broadcast(builder, builder.load(pointer(builder, at, FLOAT), align=4))
+    x_scale = _x_scale(builder, a, row)
     scales = builder.fmul(_vector(builder, a.weight_scales, vector, FLOATS), x_scale)
     return builder.fmul(builder.sitofp(whole, FLOATS), scales)
 
 
 add_float_sums = _make_add(_floats)
+add_group_sums = _make_add(_scaled_floats)
 add_int8_sums = _make_add(_scaled_int32s)
