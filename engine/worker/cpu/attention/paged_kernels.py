@@ -31,8 +31,8 @@ from engine.worker.cpu.attention.tiles import (
     SCORE_ROWS,
     VALUE_ROWS,
     VALUE_WIDTH,
-    make_score_tile,
     make_value_tile,
+    score_tile,
 )
 from engine.worker.cpu.intrinsics import float32s, fma_one, int64s
 from engine.worker.cpu.kernels.dtypes import BFLOAT16, FLOAT16, FLOAT32, INT8, ITEM_BYTES, load_one
@@ -40,13 +40,8 @@ from engine.worker.cpu.kernels.elementwise import BYTES
 from engine.worker.cpu.kernels.vectors import LANES
 from engine.worker.cpu.operands import make_reader, operands
 
-_score_1, _score_2, _score_3, _score_4, _score_5, _score_6 = (
-    make_score_tile(m) for m in range(1, SCORE_ROWS + 1)
-)
-_values_1, _values_2, _values_3 = (
-    make_value_tile(m, VALUE_WIDTH) for m in range(1, VALUE_ROWS + 1)
-)
-_values_narrow = make_value_tile(1, LANES)
+_value_tile = make_value_tile(VALUE_ROWS, VALUE_WIDTH)
+_narrow_value_tile = make_value_tile(1, LANES)
 
 
 @operands
@@ -112,18 +107,7 @@ def _score_rows(dtype, keys, key_stride, scales, q, dim, scores, rows, ahead):
     for group in range(groups):
         count = (rows - m + groups - group - 1) // (groups - group)
         x, y = q + m * dim * BYTES, scores + m * SCORES * BYTES
-        if count == 6:
-            _score_6(dtype, keys, key_stride, scales, x, dim, y, SCORES, dim, ahead)
-        elif count == 5:
-            _score_5(dtype, keys, key_stride, scales, x, dim, y, SCORES, dim, ahead)
-        elif count == 4:
-            _score_4(dtype, keys, key_stride, scales, x, dim, y, SCORES, dim, ahead)
-        elif count == 3:
-            _score_3(dtype, keys, key_stride, scales, x, dim, y, SCORES, dim, ahead)
-        elif count == 2:
-            _score_2(dtype, keys, key_stride, scales, x, dim, y, SCORES, dim, ahead)
-        else:
-            _score_1(dtype, keys, key_stride, scales, x, dim, y, SCORES, dim, ahead)
+        score_tile(dtype, count, keys, key_stride, scales, x, dim, y, SCORES, dim, ahead)
         m += count
 
 
@@ -168,18 +152,13 @@ def _weigh_rows(dtype, weights, values, stride, out, dim, length, rows, ahead):
         for i in range(0, whole, VALUE_WIDTH):
             v, o = values + i * ITEM_BYTES[dtype], out + (m * dim + i) * BYTES
             then = ahead + i * ITEM_BYTES[dtype]
-            if count == 3:
-                _values_3(dtype, p, SCORES, v, stride, o, dim, length, then)
-            elif count == 2:
-                _values_2(dtype, p, SCORES, v, stride, o, dim, length, then)
-            else:
-                _values_1(dtype, p, SCORES, v, stride, o, dim, length, then)
+            _value_tile(dtype, count, p, SCORES, v, stride, o, dim, length, then)
         m += count
     for row in range(rows):
         p, line = weights + row * SCORES * BYTES, out + row * dim * BYTES
         for i in range(whole, lanes, LANES):
             v = values + i * ITEM_BYTES[dtype]
-            _values_narrow(dtype, p, SCORES, v, stride, line + i * BYTES, dim, length, v)
+            _narrow_value_tile(dtype, 1, p, SCORES, v, stride, line + i * BYTES, dim, length, v)
         row_weights, rest = float32s(p, length), float32s(line, dim)
         for i in range(lanes, dim):
             total = rest[i]
