@@ -15,6 +15,7 @@ from engine.worker.ports import LowRankUp, ThreadPool, Weight
 
 COLUMNS_FOR_FEW_ROWS = 128  # of a chunk, at most: weights are read once
 COLUMNS_FOR_MANY_ROWS = 96  # a piece of them stays in cache
+CHUNK_COLUMNS = 2  # in whose time a chunk begins
 
 
 class CpuLinears(Protocol):
@@ -72,10 +73,15 @@ def columns_of_chunks(outputs: int, threads: int) -> Callable[[int], int]:
     """How many columns a chunk has for so many rows, in whole panels.
 
     At most as many as suit the cache, and few enough for every thread to have several chunks.
+    Fewer, if with these the thread with the most chunks has fewer columns.
     """
 
     def at_most(most: int, chunks: int) -> int:
-        return max(WIDTH, min(most, outputs // chunks // WIDTH * WIDTH))
+        largest = max(WIDTH, min(most, outputs // chunks // WIDTH * WIDTH))
+        return min(
+            range(largest, 0, -WIDTH),
+            key=lambda columns: -(-outputs // (columns * threads)) * (columns + CHUNK_COLUMNS),
+        )
 
     for_few = at_most(COLUMNS_FOR_FEW_ROWS, 6 * threads)
     for_many = at_most(COLUMNS_FOR_MANY_ROWS, 4 * threads)
