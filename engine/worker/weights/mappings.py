@@ -2,14 +2,9 @@
 
 import sys
 from collections.abc import Iterable
-from mmap import PAGESIZE
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from engine.transport.process_memory import Mapping, drop, mappings
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 def drop_pages(paths: Iterable[Path]) -> None:
@@ -20,20 +15,6 @@ def drop_pages(paths: Iterable[Path]) -> None:
     """
     for mapping in _unwritten(paths):
         drop(range(mapping.start, mapping.stop))
-
-
-def file_pages(tensors: Iterable["Tensor"], paths: Iterable[Path]) -> list[range]:
-    """The addresses of those pages of mapped files that hold nothing but one of these tensors.
-
-    Empty for tensors that are not views of these files.
-    """
-    found = []
-    for tensor in tensors:
-        start, stop = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-        pages = range(-(-start // PAGESIZE) * PAGESIZE, stop // PAGESIZE * PAGESIZE)
-        if any(each.start <= start and stop <= each.stop for each in _unwritten(paths)):
-            found.append(pages)
-    return found
 
 
 def _unwritten(paths: Iterable[Path]) -> list[Mapping]:

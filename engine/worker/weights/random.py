@@ -21,7 +21,8 @@ from torch import Tensor
 from engine.errors import StartupError
 from engine.worker.model.kv.kv_tensors import available_bytes, size_text
 from engine.worker.ports import Lookup, TensorSlice
-from engine.worker.weights.source import Outline, StoredRows
+from engine.worker.weights.source import Outline
+from engine.worker.weights.stored_rows import StoredRows
 
 SPREAD = 0.02 * 3**0.5  # half-width of a uniform distribution of standard deviation 0.02
 CHUNK = 1 << 20  # elements made by one generator

@@ -6,23 +6,18 @@ the model: each worker first builds the whole model without its contents, and a 
 an error.
 """
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Set
 from fnmatch import fnmatch
 from math import prod
-from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from engine.errors import StartupError
-from engine.transport.process_memory import drop
 from engine.worker.ports import Lookup, TensorSlice, Weight, dequantize
 from engine.worker.weights.checkpoint_files import CheckpointFiles
-from engine.worker.weights.mappings import file_pages
-
-MAX_ROWS = 256  # of an embedding, read before its pages are given back: 16 MiB
+from engine.worker.weights.stored_rows import StoredRows
 
 
 class Weights:
@@ -112,41 +107,6 @@ class Weights:
     def expect(self, num_tensors: int) -> None:
         """Set the number of tensors that progress counts up to."""
         self._num_expected = num_tensors
-
-
-class StoredRows:
-    """A `Lookup` in a matrix that is stored in any dtype or format, perhaps in mapped files.
-
-    For each row that is read the system maps 16 pages. They are given back after `MAX_ROWS` rows,
-    or most of an embedding would be counted as this process's memory.
-    """
-
-    def __init__(self, weight: Weight, dtype: torch.dtype, files: Sequence[Path] = ()) -> None:
-        self._weight = weight
-        self._dtype = dtype
-        self._files = files
-        self._pages: list[range] | None = None  # of the matrix, once they are known
-        self._num_rows = 0  # read since pages were given back
-
-    def __call__(self, ids: Tensor) -> Tensor:
-        weight = self._weight
-        if isinstance(weight, Tensor):
-            found = F.embedding(ids, weight)
-        else:
-            found = weight.map(lambda tensor: tensor[ids]).dequantize()
-        self._num_rows += len(ids)
-        if self._files and self._num_rows > MAX_ROWS:
-            self._drop_pages()
-        return found.to(self._dtype)
-
-    def _drop_pages(self) -> None:
-        self._num_rows = 0
-        if self._pages is None:
-            weight = self._weight
-            tensors = [weight] if isinstance(weight, Tensor) else [*weight.tensors.values()]
-            self._pages = file_pages(tensors, self._files)
-        for pages in self._pages:
-            drop(pages)
 
 
 class Surveyed(Protocol):

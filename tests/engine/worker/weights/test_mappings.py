@@ -9,7 +9,7 @@ import torch
 from engine.transport.process_memory import SMAPS
 from engine.worker.weights.mappings import drop_pages
 from engine.worker.weights.packed_file import address_of, anonymous
-from engine.worker.weights.source import StoredRows
+from engine.worker.weights.stored_rows import StoredRows
 from tests.engine.transport.process_memory import resident
 from tests.engine.worker.process.driving import Driver, load_worker
 from tests.models.checkpoints import make_checkpoint
@@ -40,19 +40,35 @@ def test_pages_are_dropped_unless_they_were_written_to(tmp_path: Path, is_writte
         mapped.close()
 
 
-def test_pages_of_an_embedding_are_dropped_after_many_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_part", [False, True])
+def test_rows_of_an_embedding_are_read_without_mapping_its_pages(
+    tmp_path: Path, is_part: bool
 ) -> None:
-    monkeypatch.setattr("engine.worker.weights.source.MAX_ROWS", 8)
-    rows = torch.arange(512.0)[:, None].expand(512, 1024)
+    rows = torch.arange(512.0 * 1024).view(512, 1024)
+    path = tmp_path / "rows"
+    path.write_bytes(bytes(4096) + rows.numpy().tobytes())
+    mapped = torch.from_file(str(path), shared=False, size=1024 + rows.numel())
+    stored = mapped[1024:].view(rows.shape)
+    if is_part:  # a share of the vocabulary and of the columns
+        stored, rows = stored[100:400, 256:512], rows[100:400, 256:512]
+    lookup = StoredRows(stored, torch.float32, [path])
+    assert resident(path) == 0
+    ids = torch.tensor([0, 299, 7, 7, 150])
+    assert torch.equal(lookup(ids), rows[ids])
+    assert resident(path) == 0
+    with pytest.raises(IndexError, match="row 512 of"):
+        lookup(torch.tensor([512]))
+
+
+def test_rows_of_a_file_that_was_replaced_are_those_of_the_mapped_one(tmp_path: Path) -> None:
+    rows = torch.arange(2048.0).view(8, 256)
     path = tmp_path / "rows"
     path.write_bytes(rows.numpy().tobytes())
-    stored = torch.from_file(str(path), shared=False, size=rows.numel(), dtype=torch.float32)
-    lookup = StoredRows(stored.view(rows.shape), torch.float32, [path])
-    for first in range(0, 500, 40):
-        for ids, is_kept in ((range(first, first + 4), True), (range(first, first + 8), False)):
-            assert torch.equal(lookup(torch.tensor(ids)), rows[ids.start : ids.stop])
-            assert (resident(path) > 0) == is_kept
+    stored = torch.from_file(str(path), shared=False, size=rows.numel()).view(rows.shape)
+    (tmp_path / "new").write_bytes(bytes(rows.nbytes))
+    (tmp_path / "new").replace(path)
+    lookup = StoredRows(stored, torch.float32, [path])
+    assert torch.equal(lookup(torch.tensor([3])), rows[[3]])
 
 
 def test_a_loaded_worker_keeps_few_file_pages_and_computes_the_same(tmp_path: Path) -> None:

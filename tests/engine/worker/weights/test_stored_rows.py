@@ -5,7 +5,7 @@ import torch
 
 from engine.worker.ports import Weight, dequantize
 from engine.worker.weights.formats import int4, int8
-from engine.worker.weights.source import StoredRows
+from engine.worker.weights.stored_rows import StoredRows
 
 MATRIX = torch.randn(50, 96, generator=torch.Generator().manual_seed(0))
 

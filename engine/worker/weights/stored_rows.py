@@ -1,0 +1,93 @@
+"""Rows of a matrix that stays in the checkpoint's files, such as an embedding.
+
+They are read by a system call each. To read a row of a mapped file takes a page fault, which costs
+more, and the system then counts up to 2 MiB around the row as this process's memory.
+"""
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from engine.worker.ports import Weight
+
+MAPS = Path("/proc/self/maps")
+
+
+class FilePlace(NamedTuple):
+    """Where a tensor begins that is a view of a mapped file."""
+
+    path: Path
+    offset: int
+    inode: int
+
+
+class FileRows:
+    """Reads rows of a tensor from its file, which stays open."""
+
+    def __init__(self, file: int, offset: int, tensor: Tensor) -> None:
+        self._file = file
+        self._offset = offset
+        self._shape = tensor.shape
+        self._dtype = tensor.dtype
+        self._stride = tensor.stride(0) * tensor.itemsize
+        self._row_bytes = tensor[0].nbytes
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """The rows [n, …] of `ids` [n]. Raises `IndexError` for an unknown row, and `OSError`."""
+        found = torch.empty((len(ids), *self._shape[1:]), dtype=self._dtype)
+        memory = found.flatten().view(torch.uint8).numpy().data
+        size = self._row_bytes
+        for place, row in enumerate(ids.tolist()):
+            if not 0 <= row < self._shape[0]:
+                raise IndexError(f"row {row} of {self._shape[0]}")
+            part = memory[place * size : (place + 1) * size]
+            if os.preadv(self._file, [part], self._offset + row * self._stride) != size:
+                raise OSError("the checkpoint's file is shorter than when it was loaded")
+        return found
+
+
+class StoredRows:
+    """A `Lookup` in a matrix that is stored in any dtype or format, perhaps in mapped files."""
+
+    def __init__(self, weight: Weight, dtype: torch.dtype, files: Sequence[Path] = ()) -> None:
+        self._weight = weight
+        self._dtype = dtype
+        tensors = [weight] if isinstance(weight, Tensor) else [*weight.tensors.values()]
+        self._rows = {id(each): rows_of(each, files) for each in tensors}
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        weight = self._weight
+        if isinstance(weight, Tensor):
+            found = self._rows[id(weight)](ids)
+        else:
+            found = weight.map(lambda tensor: self._rows[id(tensor)](ids)).dequantize()
+        return found.to(self._dtype)
+
+
+def rows_of(tensor: Tensor, files: Sequence[Path]) -> Callable[[Tensor], Tensor]:
+    """Reads rows of a tensor: from its file if it is a view of one of `files`."""
+    place = place_of(tensor, files)
+    if place is None or tensor.dim() < 2 or not tensor[0].is_contiguous():
+        return lambda ids: tensor[ids]
+    file = os.open(place.path, os.O_RDONLY)
+    if os.fstat(file).st_ino != place.inode:  # it was replaced meanwhile
+        os.close(file)
+        return lambda ids: tensor[ids]
+    return FileRows(file, place.offset, tensor)
+
+
+def place_of(tensor: Tensor, files: Sequence[Path]) -> FilePlace | None:
+    """Where the tensor is in one of `files`; None if it is in other memory."""
+    if not files or not MAPS.exists() or tensor.numel() == 0:
+        return None
+    names, start = {str(path.resolve()) for path in files}, tensor.data_ptr()
+    for line in MAPS.read_text().splitlines():
+        addresses, _, offset, _, inode, *path = line.split(maxsplit=5)
+        first, stop = (int(address, 16) for address in addresses.split("-"))
+        if first <= start < stop and path and path[0] in names:
+            return FilePlace(Path(path[0]), int(offset, 16) + start - first, int(inode))
+    return None
