@@ -48,16 +48,17 @@ class PreTokenEncoder:
             found = self._library.encode(text, add_special_tokens=False)
         else:
             found = self._library.encode_batch([text], add_special_tokens=False)[0]
-        return self._ids(found)[0]
+        ids: list[int] = []
+        for word, group in groupby(zip(found.word_ids, found.ids, strict=True), key=itemgetter(0)):
+            own = [token_id for _, token_id in group]
+            ids += own if word is None else self._ids_of_pre_token(own)
+        return ids
 
     def encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
         """The ids of two texts with the special tokens that the file puts around them, and how many
         of the ids have type 0. Raises `UnicodeEncodeError`."""
         first.encode(), second.encode()
-        return self._ids(self._library.encode(first, second))
-
-    def _ids(self, found: tokenizers.Encoding) -> tuple[list[int], int]:
-        """The ids of what the library found, and how many of them come before type 1."""
+        found = self._library.encode(first, second)
         ids: list[int] = []
         num_first: int | None = None
         pre_tokens = zip(found.type_ids, found.sequence_ids, found.word_ids, strict=True)

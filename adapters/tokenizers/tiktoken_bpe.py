@@ -26,10 +26,12 @@ from adapters.tokenizers.pieces import may_be_cut, pieces, places
 from adapters.tokenizers.pre_tokens import PreTokenEncoder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
 # tiktoken's regex engine backtracks over a run of whitespace; its stack ends near 10^6 characters.
 _WHITESPACE_RUN = 8_192
+_SHORT_BYTES = 4_096  # of a pre-token, which tiktoken encodes in less than a millisecond
+_WHITESPACE = bytes({*"".join(filter(str.isspace, map(chr, range(0x3001)))).encode()})  # its bytes
 # The check for normalization holds the GIL, about 10 ns per character.
 _MAX_SCAN = 200_000
 # Characters outside these blocks are not checked: for these blocks Python's and `tokenizers`'
@@ -70,6 +72,7 @@ class TiktokenTokenizer(DecodesTokens):
             mergeable_ranks=table.ranks,
             special_tokens=added,
         )
+        self._spaces = _whitespace_encoding(table.ranks)
         table.ranks.clear()  # tiktoken has copied them, and would keep this dict
         self._added = frozenset(added)
         self._may_cut = may_be_cut(pattern) and not any(" " in content for content in added)
@@ -106,8 +109,15 @@ class TiktokenTokenizer(DecodesTokens):
         )
 
     def _ids_of_bytes(self, pre_token: bytes) -> list[int]:
-        """The ids of one pre-token, to which the expression is not applied again."""
-        return self._token_ids(self._encoding._encode_single_piece(pre_token))
+        """The ids of one pre-token, without the interpreter's lock if it is long.
+
+        The expression matches a pre-token as a whole again, unless it is whitespace.
+        """
+        if len(pre_token) <= _SHORT_BYTES:
+            return self._token_ids(self._encoding._encode_single_piece(pre_token))
+        is_space = not pre_token.translate(None, _WHITESPACE)
+        encoding = self._spaces if is_space else self._encoding
+        return self._token_ids(encoding.encode_ordinary(pre_token.decode()))
 
     def _token_ids(self, found: list[int]) -> list[int]:
         """The ids of what tiktoken found."""
@@ -133,6 +143,18 @@ def open_tokenizer(definition: TokenizerDefinition) -> TiktokenTokenizer:
     if definition.model.get("type") != "BPE":
         raise NotRepresentable(f"model {definition.model.get('type')}")
     return TiktokenTokenizer(definition)
+
+
+def _whitespace_encoding(ranks: "Mapping[bytes, int]") -> tiktoken.Encoding:
+    """An encoding of whitespace as one piece, however long, with the tokens that can occur."""
+    return tiktoken.Encoding(
+        "whitespace",
+        pat_str=r"[\s\S]+",
+        mergeable_ranks={
+            token: rank for token, rank in ranks.items() if not token.translate(None, _WHITESPACE)
+        },
+        special_tokens={},
+    )
 
 
 def _has_long_whitespace(text: str) -> bool:

@@ -98,7 +98,10 @@ def test_ids_equal_hugging_faces_for_any_text(pair: Pair, parts: list[str]) -> N
     same(pair, "".join(parts))
 
 
-@pytest.mark.parametrize("run", ["a", "{", " ", "\n", "\t", "1", "\u00e9", "中", " \n", "' "])
+@pytest.mark.parametrize(
+    "run",
+    ["a", "{", " ", "\n", "\t", "1", "\u00e9", "中", " \n", "' ", "\u2003", "e\u0301", "\u0301"],
+)
 def test_a_long_run_of_one_kind_gives_the_same_ids_without_overflow(pair: Pair, run: str) -> None:
     same(pair, run * (100_000 // len(run)))
 

@@ -61,3 +61,15 @@ def test_a_long_text_to_normalize_is_cut_into_many_pieces(pair: Pair, part: str)
     found = [*ours.encode_pieces(part * 5_000, add_special_tokens=False)]
     assert max(map(len, found)) * 3 < sum(map(len, found))
     assert [*chain(*found)] == theirs.encode(part * 5_000, add_special_tokens=False).ids
+
+
+@settings(deadline=None, max_examples=100)
+@given(texts.map("".join))
+def test_pre_tokens_have_hugging_faces_ids_however_long_they_are(pair: Pair, text: str) -> None:
+    ours, theirs = pair
+    expected = theirs.encode(text, add_special_tokens=False).ids
+    for short in (0, 1 << 20):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(TiktokenTokenizer, "_suits_tiktoken", lambda *_: False)
+            patch.setattr("adapters.tokenizers.tiktoken_bpe._SHORT_BYTES", short)
+            assert ours.encode(text, add_special_tokens=False) == expected
