@@ -7,7 +7,7 @@ import shutil
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -100,11 +100,17 @@ class Machine:
     executor: MultiprocessExecutor | CountedExecutor
     report: WorkerReport
     cost: CostModel
+    settings: WorkerSettings
 
     @property
     def is_counted(self) -> bool:
         """Whether seconds are CPU seconds, on a virtual event loop."""
         return isinstance(self.executor, CountedExecutor)
+
+    async def twin(self) -> "Machine":
+        """The same with a worker of its own in this process, to run beside this one in turns."""
+        worker = await asyncio.to_thread(Worker.load, self.settings, _silent)
+        return replace(self, executor=CountedExecutor(worker))
 
     async def measured(self) -> CostModel:
         """A cost model measured now."""
@@ -149,7 +155,7 @@ async def machine(
         executor = MultiprocessExecutor(settings, MultiprocessSettings())
         report = await executor.start(_silent)
     try:
-        yield Machine(executor, report, await profile(executor, report))
+        yield Machine(executor, report, await profile(executor, report), settings)
     finally:
         await executor.close()
 

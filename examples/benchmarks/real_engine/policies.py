@@ -38,7 +38,7 @@ from examples.benchmarks.real_engine.machine import (
     machine,
     make_model,
 )
-from examples.benchmarks.real_engine.running import Run, capacity, measure
+from examples.benchmarks.real_engine.running import NO_SLO, Run, capacity, measure, measure_in_turns
 
 OUT = Path(__file__).parents[1] / "results" / "real_engine"
 Table = list[list[str]]
@@ -67,14 +67,16 @@ async def mlfq(
 
 async def three(on: Machine, count: int) -> tuple[Table, Results]:
     """JCT of three policies on three traces, which do not say how long outputs are."""
+    machines = [on, *[await on.twin() if on.is_counted else on for _ in range(2)]]
     rows: Table = [["trace", "policy", *_MLFQ[2:]]]
     results: Results = {}
     for trace, calls_of in THREE.items():
         most = await capacity(on, calls_of(count, 1.0))
         arrivals = loads.with_unknown_lengths(calls_of(count, 1.3 * most))
         slo = SLO(norm=15 * on.cost.compute(1, 64))
-        for policy in ("fcfs", "mlfq", "gittins"):
-            run = await measure(on, _learning(on.header(policy)), arrivals, slo)
+        names = ("fcfs", "mlfq", "gittins")
+        runs = await _beside(machines, names, arrivals, slo)
+        for policy, run in zip(names, runs, strict=True):
             jct = [one.jct for one in run.played.outcomes]
             rows.append([trace, policy, *_jct_cells(run, jct)])
             results[f"{trace} {policy}"] = {"jct": sorted(jct), "rate": 1.3 * most} | _summary(run)
@@ -91,33 +93,49 @@ def _learning(header: RecordingHeader) -> RecordingHeader:
 
 
 async def tail(on: Machine, count: int) -> tuple[Table, Results]:
-    """gittins and fcfs in turns, on the loads on which gittins' tail could be the longer one."""
+    """gittins beside fcfs, on the loads on which gittins' tail could be the longer one, and fcfs
+    beside fcfs; with the CPU clock they take turns at each step."""
     results: Results = {}
+    machines = [on, await on.twin() if on.is_counted else on]
     loads_of = [("mooncake", number, loads.mooncake(count, 1.0)) for number in range(1, 4)]
-    loads_of += [("skewed", seed, loads.skewed(count, 1.0, seed)) for seed in range(1, 4)]
+    loads_of += [("skewed", seed, loads.skewed(count, 1.0, seed)) for seed in range(1, 6)]
     for trace, number, calls in loads_of:
         rate = 1.3 * await capacity(on, calls)
         moved = [replace(c, at=m.at) for c, m in zip(calls, at_rate(calls, rate), strict=True)]
         arrivals = loads.with_unknown_lengths(moved)
         for policy in ("fcfs", "gittins"):
-            run = await measure(on, _learning(on.header(policy)), arrivals)
-            jct = sorted(one.jct for one in run.played.outcomes)
-            results[f"{trace} {number} {policy}"] = {"jct": jct} | _summary(run)
+            runs = await _beside(machines, ("fcfs", policy), arrivals)
+            jcts = [sorted(one.jct for one in run.played.outcomes) for run in runs]
+            pair = [{"jct": jct} | _summary(run) for jct, run in zip(jcts, runs, strict=True)]
+            results[f"{trace} {number} {policy}"] = pair
     return tail_rows(results), results
 
 
+async def _beside(
+    machines: Sequence[Machine],
+    policies: Sequence[str],
+    arrivals: Sequence[loads.Call],
+    slo: SLO = NO_SLO,
+) -> list[Run]:
+    """The same arrivals under each policy: in turns with the CPU clock, else one after another."""
+    headers = [_learning(on.header(name)) for on, name in zip(machines, policies, strict=True)]
+    if machines[0].is_counted:
+        return await measure_in_turns(machines, headers, arrivals, slo)
+    both = zip(machines, headers, strict=True)
+    return [await measure(on, header, arrivals, slo) for on, header in both]
+
+
 def tail_rows(results: Results) -> Table:
-    """The table of `tail`: both policies' JCT, and what gittins gains."""
-    columns = ["fcfs mean s", "p99", "gittins mean s", "p99", "mean ×", "p99 ×", "done/s ×"]
-    rows: Table = [["trace", "run", *columns]]
-    for name in [name for name in results if name.endswith(" fcfs")]:
-        trace, number, _ = name.split()
-        pair = [results[f"{trace} {number} {policy}"] for policy in ("fcfs", "gittins")]
+    """The table of `tail`: JCT of both runs, and what the second one gains."""
+    columns = ["fcfs mean s", "p99", "mean s", "p99", "mean ×", "p99 ×", "done/s ×"]
+    rows: Table = [["trace", "run", "beside fcfs", *columns]]
+    for name in [name for name in results if name.endswith((" gittins", " fcfs"))]:
+        pair = results[name]
         means, tails = ([of(one["jct"]) for one in pair] for of in (mean, _p99))
         speed = pair[1]["throughput"] / pair[0]["throughput"]
         seconds = [f"{value:.2f}" for both in zip(means, tails, strict=True) for value in both]
         gains = means[0] / means[1], tails[0] / tails[1], speed
-        rows.append([trace, number, *seconds, *(f"{gain:.3f}" for gain in gains)])
+        rows.append([*name.split(), *seconds, *(f"{gain:.3f}" for gain in gains)])
     return rows
 
 
@@ -245,17 +263,20 @@ EXPERIMENTS: dict[str, tuple[str, str, Experiment, int]] = {
         "fcfs, mlfq and gittins on three traces",
         "Lengths by Zipf's law, the Azure conversation trace (divided by 8) and sessions of "
         "the Mooncake conversation trace (divided by 32), at 130 % of fcfs's capacity. No policy "
-        "knows the length of an output before it ends. Good: at most 15 times a single decode step "
-        "per token.",
+        "knows the length of an output before it ends. With the CPU clock the three take turns, "
+        "one step each. Good: at most 15 times a single decode step per token.",
         three,
         400,
     ),
     "tail": (
         "gittins against fcfs, several runs",
-        "Three runs of the same Mooncake sessions, and three seeds of skewed lengths, at 130 % of "
-        "the capacity that the start's cost model predicts for fcfs; on skewed lengths that of the "
-        "engine is larger. × is fcfs's latency over that of gittins, or gittins' requests/s over "
-        "those of fcfs. Near saturation JCT differs by several times as much as requests/s.",
+        "Three runs of the same Mooncake sessions, and five seeds of skewed lengths, at 130 % of "
+        "the capacity that the start's cost model predicts for fcfs. Both runs of a row have the "
+        "same arrivals and take turns, one step each, so that what slows the machine slows both. "
+        "× is the latency of the first run over that of the second, or the second's "
+        "requests/s over those of the first: above 1 is better than fcfs. The rows of fcfs beside "
+        "fcfs show what × is by chance. Near saturation JCT differs by several times as much as "
+        "requests/s.",
         tail,
         400,
     ),

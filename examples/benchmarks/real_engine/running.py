@@ -24,7 +24,7 @@ from engine.simulated.record import Recorder
 from engine.simulated.replay import Recording, read_recording
 from engine.simulated.trace import Arrival, at_rate
 from engine.step import Step
-from examples.benchmarks.real_engine.counted import CountedExecutor
+from examples.benchmarks.real_engine.counted import CountedExecutor, Turns
 from examples.benchmarks.real_engine.loads import Call, watch_length
 from examples.benchmarks.real_engine.machine import Machine
 from gateway.serve.server import tune_collector
@@ -46,11 +46,8 @@ async def measure(
     machine: Machine, header: RecordingHeader, arrivals: Sequence[Arrival], slo: SLO = NO_SLO
 ) -> Run:
     """Run the load on the worker, in real time or in CPU seconds."""
-    rows: list[Row] = []
-    recorder = _recorder(arrivals)
-    event_recorder = EventRecorder(rows.append, header.block_size)
-    scheduler = header.build(LiveCost(header.cost), ObserverGroup(recorder, event_recorder))
-    recorder.watch(scheduler)
+    measurement = _Measurement(header, arrivals)
+    scheduler = measurement.scheduler
     with _server_gc():
         if isinstance(machine.executor, CountedExecutor):
             machine.executor.begin()
@@ -58,8 +55,50 @@ async def measure(
             played = await asyncio.to_thread(run)
         else:
             played = await play_async(scheduler, machine.executor, arrivals, watch_length)
-    recording = await asyncio.to_thread(_recording, header, rows)
-    return Run(played, summarise(header.policy, played, recorder, slo), recording)
+    return await measurement.run(played, slo)
+
+
+async def measure_in_turns(
+    machines: Sequence[Machine],
+    headers: Sequence[RecordingHeader],
+    arrivals: Sequence[Arrival],
+    slo: SLO = NO_SLO,
+) -> list[Run]:
+    """Run the load on these machines in CPU seconds, one step of each in turn, so that all share
+    the machine's slow phases."""
+    turns = Turns(len(machines))
+    measurements = [_Measurement(header, arrivals) for header in headers]
+
+    def play(number: int) -> PlayResult:
+        executor = machines[number].executor
+        assert isinstance(executor, CountedExecutor), "turns are for CPU seconds"
+        with turns.taking(number) as pass_turn:
+            executor.begin(pass_turn)
+            scheduler = measurements[number].scheduler
+            return play_all(scheduler, executor, arrivals, watch_length)
+
+    with _server_gc():
+        runs = [asyncio.to_thread(play, number) for number in range(len(machines))]
+        played = await asyncio.gather(*runs)
+    return [await one.run(found, slo) for one, found in zip(measurements, played, strict=True)]
+
+
+class _Measurement:
+    """A scheduler whose run is recorded."""
+
+    def __init__(self, header: RecordingHeader, arrivals: Sequence[Arrival]) -> None:
+        self._header = header
+        self._rows: list[Row] = []
+        self._recorder = _recorder(arrivals)
+        event_recorder = EventRecorder(self._rows.append, header.block_size)
+        observer = ObserverGroup(self._recorder, event_recorder)
+        self.scheduler = header.build(LiveCost(header.cost), observer)
+        self._recorder.watch(self.scheduler)
+
+    async def run(self, played: PlayResult, slo: SLO = NO_SLO) -> Run:
+        recording = await asyncio.to_thread(_recording, self._header, self._rows)
+        figures = summarise(self._header.policy, played, self._recorder, slo)
+        return Run(played, figures, recording)
 
 
 @dataclass(frozen=True, slots=True)
