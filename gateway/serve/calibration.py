@@ -73,7 +73,7 @@ def cost_facts(
     """Everything that the duration of a step depends on."""
     return model_facts(directory) | {
         "podway": podway_version(),
-        "processor": _processor(),
+        "processor": processor(),
         "cores": os.cpu_count(),
         "device": report.device,
         "dtype": report.dtype,
@@ -89,7 +89,7 @@ def cost_facts(
     }
 
 
-def _processor() -> str:
+def processor() -> str:
     """The CPU's model name, if the system knows it."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():

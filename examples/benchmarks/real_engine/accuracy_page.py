@@ -64,11 +64,14 @@ requests from the same process without HTTP; a Llama with random weights, {found
 the measured capacity under fcfs ({most:.4g} requests/s). {found["where"]}
 
 ITL is that of a request (TPOT). Intervals (95 %) are from {found["batches"]} batches of consecutive
-requests. Cost models: *at the start*, the one that a server measures before it is ready; *earlier
-run*, fitted to the steps of a run at 60 % load with other arrivals, and to the event loop's time
-between them; *first fifth*, the same fit to the first fifth of the run itself, of which the rest is
-compared; *with the pace*, the same with the spread of steps of each size in that fifth, and with
-the speed of the machine estimated again for each twentieth of the run from the twentieth before it.
+requests. Cost models: *at the start*, the one that a server measures before it is ready, by single
+steps and a trial run of a second through scheduler and event loop; *earlier run*, fitted to the
+steps of a run at 60 % load with other arrivals, and to the event loop's time between them; *first
+fifth*, the same fit to the first fifth of the run itself, of which the rest is compared; *with the
+pace*, the same with the spread of steps of each size in that fifth, and with the speeds of decodes
+and of steps with prompts estimated again for each twentieth of the run from the twentieth before
+it. The fits have no bias on the steps that they are fitted to: an error of *time of all steps* is
+the change of the machine's speed since then.
 
 {table(found["rows"])}
 
@@ -80,8 +83,8 @@ latencies, so there the error is given in load: the change of the arrival rate a
 simulation has the measured mean JCT.
 
 What the simulation leaves out: HTTP, tokenizing and text, the compile time of grammars, lookahead
-(off here), and other processes. The time of the event loop between two steps is part of the fitted
-models (`idle_step`, `idle_entry`), but not of the one at the start, which knows the executor only.
+(off here), and other processes. The time of the event loop between two steps is part of all models
+(`idle_step`, `idle_entry`).
 """
 
 

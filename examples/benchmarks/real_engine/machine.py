@@ -24,7 +24,7 @@ from engine.transport.multiprocess import MultiprocessExecutor, MultiprocessSett
 from engine.worker.process.worker import Worker
 from engine.worker_settings import WorkerReport, WorkerSettings
 from examples.benchmarks.real_engine.counted import CountedExecutor
-from gateway.serve.calibration import measured
+from gateway.serve.calibration import measured, processor
 
 BUILTIN = Path(adapters.__file__).parent / "builtin"
 CONTEXT = 4096
@@ -180,9 +180,9 @@ async def profile(
 
 
 def circumstances() -> str:
-    """Cores and load of this machine, for a report."""
+    """CPU, cores and load of this machine, for a report."""
     load = os.getloadavg()[0]
-    return f"{os.cpu_count()} cores, load average {load:.1f}"
+    return f"{os.cpu_count()} cores of an {processor()}, load average {load:.1f}"
 
 
 def clock_of(is_counted: bool) -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle
 from pathlib import Path
+from typing import NamedTuple
 
 from engine.control.event_recorder import EventRecorder, RecordingHeader, Row, render
 from engine.cost.fit import Sample
@@ -101,19 +102,27 @@ class _Measurement:
         return Run(played, figures, recording)
 
 
+class Speeds(NamedTuple):
+    """Factors on the predicted seconds: of steps of decodes only, which the time between steps
+    follows, and of steps with prompts. (Other processes slow memory more than arithmetic.)"""
+
+    decodes: float = 1.0
+    prompts: float = 1.0
+
+
 @dataclass(frozen=True, slots=True)
 class Pace:
     """How the steps of a machine differ from a cost model.
 
-    `bounds` in predicted seconds divide steps into classes; `ratios` are those of measured to
-    predicted seconds for each class, in their order and over again. (A stall takes a millisecond
-    whatever the step: the ratios of short steps are not those of long ones.) `speeds` are factors
-    on all seconds, one for each `period` seconds of the run, the last one for the rest.
+    `bounds` in predicted seconds divide steps into classes; `extras` are the seconds by which steps
+    of each class took longer than predicted, in their order and over again. (A stall takes a
+    millisecond whatever the step.) `speeds` are for each `period` seconds of the run, the last ones
+    for the rest.
     """
 
     bounds: tuple[float, ...] = ()
-    ratios: tuple[tuple[float, ...], ...] = ((1.0,),)
-    speeds: tuple[float, ...] = (1.0,)
+    extras: tuple[tuple[float, ...], ...] = ((0.0,),)
+    speeds: tuple[Speeds, ...] = (Speeds(),)
     period: float = 1.0
 
 
@@ -125,19 +134,21 @@ class _PacedCost:
 
     def __init__(self, model: CostModel, pace: Pace) -> None:
         self._model = model
-        self._ratios = [cycle(ratios) for ratios in pace.ratios]
+        self._extras = [cycle(extras) for extras in pace.extras]
         self._pace = pace
 
     def step(self, step: Step) -> float:
         seconds = self._model.step(step)
-        ratios = self._ratios[bisect_right(self._pace.bounds, seconds)]
-        return seconds * next(ratios) * self._speed
+        extra = next(self._extras[bisect_right(self._pace.bounds, seconds)])
+        speeds = self._speeds
+        speed = speeds.decodes if step.num_tokens == len(step.entries) else speeds.prompts
+        return max(seconds / 2, seconds + extra) * speed
 
     def idle(self, num_entries: int) -> float:
-        return self._model.idle(num_entries) * self._speed
+        return self._model.idle(num_entries) * self._speeds.decodes
 
     @property
-    def _speed(self) -> float:
+    def _speeds(self) -> Speeds:
         number = int(asyncio.get_running_loop().time() / self._pace.period)
         return self._pace.speeds[min(number, len(self._pace.speeds) - 1)]
 
@@ -145,31 +156,38 @@ class _PacedCost:
 def spread_of(
     samples: Sequence[Sample], cost: CostModel
 ) -> tuple[tuple[float, ...], tuple[tuple[float, ...], ...]]:
-    """The `bounds` and `ratios` of a pace. The sum of all steps takes what the model predicts."""
+    """The `bounds` and `extras` of a pace. The sum of all steps takes what the model predicts."""
     predicted = [sample.predicted(cost) for sample in samples]
     ordered, size = sorted(predicted), -(-len(predicted) // CLASSES)
     bounds = sorted(set(ordered[size::size]) - {ordered[0]})
     speed = sum(sample.seconds for sample in samples) / sum(predicted)
-    ratios: list[list[float]] = [[] for _ in range(len(bounds) + 1)]
+    extras: list[list[float]] = [[] for _ in range(len(bounds) + 1)]
     for sample, seconds in zip(samples, predicted, strict=True):
-        ratios[bisect_right(bounds, seconds)].append(sample.seconds / seconds / speed)
-    return tuple(bounds), tuple(map(tuple, ratios))
+        extras[bisect_right(bounds, seconds)].append(sample.seconds / speed - seconds)
+    return tuple(bounds), tuple(map(tuple, extras))
 
 
 def pace_of(seen: Recording, whole: Recording, cost: CostModel, periods: int) -> Pace:
-    """The spread of the part of a run that a cost model was fitted to, and the speed in each of
-    `periods` parts of the whole run as it is known when the part begins: that of the one before."""
+    """The spread of the part of a run that a cost model was fitted to, and the speeds in each of
+    `periods` parts of the whole run as they are known when the part begins: those of the one
+    before."""
     start = whole.rows[0].at
     period = (whole.arrivals[-1].at or 1.0) / periods
-    sums = [[0.0, 0.0] for _ in range(periods)]
+    measured, predicted = ([[0.0, 0.0] for _ in range(periods)] for _ in range(2))
     commits = (row for row in whole.rows if row.committed is not None and not row.faults)
     for row, sample in zip(commits, whole.samples(), strict=True):
-        both = sums[min(int((row.at - start) / period), periods - 1)]
-        both[0] += sample.seconds
-        both[1] += sample.predicted(cost)
-    speeds = [measured / predicted if predicted else 1.0 for measured, predicted in sums]
-    bounds, ratios = spread_of(list(seen.samples()), cost)
-    return Pace(bounds, ratios, (1.0, *speeds[:-1]), period)
+        number, has_prompts = (
+            min(int((row.at - start) / period), periods - 1),
+            sample.num_pieces > 0,
+        )
+        measured[number][has_prompts] += sample.seconds
+        predicted[number][has_prompts] += sample.predicted(cost)
+    speeds = [Speeds()]
+    for seconds, expected in zip(measured[:-1], predicted[:-1], strict=True):
+        ratios = (a / b if b else 1.0 for a, b in zip(seconds, expected, strict=True))
+        speeds.append(Speeds(*ratios))
+    bounds, extras = spread_of(list(seen.samples()), cost)
+    return Pace(bounds, extras, tuple(speeds), period)
 
 
 def simulate(

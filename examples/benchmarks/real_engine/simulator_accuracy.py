@@ -5,9 +5,9 @@ divided, Poisson arrivals. Each load is run on the engine once, and simulated wi
 (paired) under three cost models: the one that a server measures when it starts, one fitted to an
 earlier run with other arrivals, and one fitted to the first fifth of the same run, as a server
 refines it while it serves; the rest of the run is compared. The third is also used with the pace
-of the machine: steps have the spread of steps of their size in that fifth, and their speed is
-estimated again for each twentieth of the run from the one before it, as a server follows a machine
-that is used by others.
+of the machine: steps have the spread of steps of their size in that fifth, and the speeds of
+decodes and of steps with prompts are estimated again for each twentieth of the run from the one
+before it, as a server follows a machine that is used by others.
 
 Errors have 95 % intervals from the means of batches of consecutive requests. From 80 % of capacity
 on, latencies say more about the load than about the simulator, so there the error is given in load:
@@ -17,7 +17,8 @@ figures.json and errors.png.
     python -m examples.benchmarks.real_engine.simulator_accuracy
         [--requests 5000] [--loads 0.5 0.7 0.9] [--size medium] [--out DIR]
 
-The default takes about six minutes of a quiet machine. With `--clock cpu` other load may run.
+The default takes about five minutes of a quiet machine for the engine, and then some minutes for
+the simulations. With `--clock cpu` other load may run.
 """
 
 import argparse
@@ -156,15 +157,26 @@ def first_part(recording: Recording) -> Recording:
     return replace(recording, rows=recording.rows[:stop])
 
 
-async def row_of(
-    on: Machine, costs: dict[str, CostModel], load: float, most: float, count: int
-) -> dict[str, object]:
-    """A load on the real engine, and the errors of the simulation under each cost model."""
-    rate = load * most
-    calls = faster(calls_of(count, seed=round(1000 * load)), rate)
-    real = await measure(on, on.header("fcfs"), calls)
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A load on the real engine."""
+
+    load: float
+    rate: float  # requests/s
+    calls: list[ReadyCall]
+    run: Run
+
+
+async def measured_at(on: Machine, load: float, most: float, count: int) -> Measured:
+    calls = faster(calls_of(count, seed=round(1000 * load)), load * most)
+    return Measured(load, load * most, calls, await measure(on, on.header("fcfs"), calls))
+
+
+async def row_of(on: Machine, costs: dict[str, CostModel], one: Measured) -> dict[str, object]:
+    """The errors of the simulation under each cost model."""
+    load, rate, calls, real = one.load, one.rate, one.calls, one.run
     assert real.recording is not None, "every real run is recorded"
-    seen = await asyncio.to_thread(first_part, real.recording)
+    count, seen = len(calls), await asyncio.to_thread(first_part, real.recording)
     costs = costs | dict.fromkeys(("first fifth", "with the pace"), seen.cost())
     row: dict[str, object] = {"load": load, "rate": rate, "requests": count, "errors": {}}
     found: dict[str, object] = {}
@@ -197,9 +209,12 @@ async def compare(on: Machine, args: argparse.Namespace) -> dict[str, object]:
     for name, cost in costs.items():
         run = await asyncio.to_thread(simulate, on.header("fcfs", cost), flood)
         saturated[name] = run.figures.throughput
+    runs = [await measured_at(on, load, most, args.requests) for load in args.loads]
+    where = f"{circumstances()}. {clock_of(on.is_counted)}"
+    print(f"{where} The engine has run; the simulations follow.", flush=True)
     rows = []
-    for load in args.loads:
-        rows.append(await row_of(on, costs, load, most, args.requests))
+    for run in runs:
+        rows.append(await row_of(on, costs, run))
         print(table(rows[-1:]), flush=True)
     return {
         "size": args.size,
@@ -207,7 +222,7 @@ async def compare(on: Machine, args: argparse.Namespace) -> dict[str, object]:
             f"{on.report.num_parameters / 1e6:.1f} M parameters, {args.threads} compute thread(s), "
             "batches of 8 requests or 256 tokens"
         ),
-        "where": f"{circumstances()}. {clock_of(on.is_counted)}",
+        "where": where,
         "divisor": DIVISOR,
         "batches": BATCHES,
         "capacity": most,

@@ -1,15 +1,23 @@
 """The pace of a machine: measured steps beside the predicted ones of their size."""
 
+import json
 from itertools import cycle
+from pathlib import Path
 from statistics import mean
 
 import pytest
 
+from engine.control.event_recorder import RecordingHeader
+from engine.control.settings import SchedulerSettings
 from engine.cost.fit import Sample
 from engine.cost.model import CostModel
-from examples.benchmarks.real_engine.running import CLASSES, spread_of
+from engine.policy import PolicySettings
+from engine.simulated.replay import Recording, decode_row
+from examples.benchmarks.real_engine.running import CLASSES, pace_of, spread_of
 
 COST = CostModel.linear(per_step=0.001, per_token=0.0001, per_slot=0.0)
+SETTINGS = SchedulerSettings(max_model_len=4096)
+HEADER = RecordingHeader("fcfs", PolicySettings(seats=8), SETTINGS, 100, 16, 1, COST)
 STALL = 0.002  # seconds, in every fourth step
 
 
@@ -24,26 +32,46 @@ def samples(count: int, *sizes: int) -> list[Sample]:
 
 
 def test_a_stall_is_as_long_for_a_short_step_as_for_a_long_one() -> None:
-    _, ratios = spread_of(samples(80, 1, 400), COST)
-    assert len(ratios) == 2
-    speed = mean([0.0011, 0.041]) + STALL / 4
-    speed /= mean([0.0011, 0.041])
-    for size, found in zip((1, 400), ratios, strict=True):
+    _, extras = spread_of(samples(80, 1, 400), COST)
+    assert len(extras) == 2
+    speed = 1.0 + STALL / 4 / mean([0.0011, 0.041])
+    for size, found in zip((1, 400), extras, strict=True):
         seconds = COST.tokens(size)
-        assert max(found) * speed * seconds == pytest.approx(seconds + STALL)
-        assert min(found) * speed * seconds == pytest.approx(seconds)
+        assert (max(found) + seconds) * speed == pytest.approx(seconds + STALL)
+        assert (min(found) + seconds) * speed == pytest.approx(seconds)
 
 
 def test_classes_have_equally_many_steps_and_keep_the_sum_of_all_seconds() -> None:
     steps = samples(40, *range(1, 3 * CLASSES + 1))
-    bounds, ratios = spread_of(steps, COST)
+    bounds, extras = spread_of(steps, COST)
     assert len(bounds) == CLASSES - 1
-    assert {len(found) for found in ratios} == {len(steps) // CLASSES}
-    total = sum(sum(found) for found in ratios)
-    assert 0.9 * len(steps) < total < 1.3 * len(steps)
+    assert {len(found) for found in extras} == {len(steps) // CLASSES}
+    assert sum(map(sum, extras)) == pytest.approx(0.0, abs=1e-9)
 
 
 def test_steps_of_one_size_are_one_class() -> None:
-    bounds, ratios = spread_of(samples(10, 1), COST)
+    bounds, extras = spread_of(samples(10, 1), COST)
     assert bounds == ()
-    assert len(ratios[0]) == 10
+    assert len(extras[0]) == 10
+
+
+def a_run(slower: float) -> Recording:
+    """Steps of a prompt of 8 tokens and of a decode in turn; from 5 s on decodes are slower."""
+    rows: list[dict[str, object]] = []
+    for number in range(20):
+        at, is_late = 0.5 * number, number >= 10
+        rows.append({"at": at, "arrived": number, "prompt": 8, "max_tokens": 2})
+        for step, (start, count) in enumerate(((0, 8), (8, 1)), 2 * number):
+            seconds = COST.tokens(count) * (slower if is_late and count == 1 else 1.0)
+            rows.append({"at": at, "planned": step, "entries": [[number, start, count]]})
+            rows.append({"at": at, "committed": step, "seconds": seconds})
+    rows.append({"at": 10.0, "arrived": 20, "prompt": 8, "max_tokens": 2})
+    return Recording(Path("run"), HEADER, tuple(decode_row(json.dumps(row)) for row in rows))
+
+
+def test_the_speeds_of_a_part_are_those_of_the_part_before() -> None:
+    run = a_run(slower=3.0)
+    pace = pace_of(run, run, COST, periods=4)
+    assert pace.period == 2.5
+    assert [speeds.prompts for speeds in pace.speeds] == pytest.approx([1.0] * 4)
+    assert [speeds.decodes for speeds in pace.speeds] == pytest.approx([1.0, 1.0, 1.0, 3.0])
