@@ -213,8 +213,8 @@ async def compare(on: Machine, args: argparse.Namespace) -> dict[str, object]:
     where = f"{circumstances()}. {clock_of(on.is_counted)}"
     print(f"{where} The engine has run; the simulations follow.", flush=True)
     rows = []
-    for run in runs:
-        rows.append(await row_of(on, costs, run))
+    for one in runs:
+        rows.append(await row_of(on, costs, one))
         print(table(rows[-1:]), flush=True)
     return {
         "size": args.size,
