@@ -119,7 +119,12 @@ async def calibrate(
 
 
 async def measured(executor: "StepExecutor", bounds: ProbeLimits, clock: "Clock") -> CostModel:
-    """The cost model of single steps and of a trial run through scheduler and event loop. Raises
-    the error of a failed step, and ValueError if the fit is not determined."""
+    """The cost model of single steps and of a trial run through scheduler and event loop; of single
+    steps alone if a request of the trial run fails. Raises the error of a failed single step, and
+    ValueError if the fit is not determined."""
     profile = await measure(executor, bounds, clock, PROFILE_SECONDS)
-    return await refined(executor, bounds, profile, clock, TRIAL_SECONDS)
+    try:
+        return await refined(executor, bounds, profile, clock, TRIAL_SECONDS)
+    except EngineError as error:
+        logger.warning("a request of the trial run failed; single steps are used: %s", error)
+        return profile.model

@@ -7,6 +7,7 @@ import pytest
 
 from engine.cost.model import CostModel
 from engine.cost.profiler import ProbeLimits, measure
+from engine.errors import StepFailed
 from engine.simulated.executor import SimulatedExecutor
 from engine.simulated.virtual_loop import run_virtual
 from engine.step import Step, StepResult
@@ -28,6 +29,17 @@ class SlowerBetween(SimulatedExecutor):
         if len(first) == 1:
             return result, at
         return replace(result, seconds=1.5 * result.seconds), at + 0.5 * result.seconds
+
+
+class FailsInTrial(SimulatedExecutor):
+    """A worker that fails the steps of a scheduler, whose ids are below those of the profiler."""
+
+    def submit(self, step: Step) -> "asyncio.Future[StepResult]":
+        if step.step_id >= 1 << 40:
+            return super().submit(step)
+        future: asyncio.Future[StepResult] = asyncio.get_running_loop().create_future()
+        future.set_exception(StepFailed("out of memory"))
+        return future
 
 
 def start_model(executor: SimulatedExecutor, limits: ProbeLimits = LIMITS) -> CostModel:
@@ -73,8 +85,21 @@ def test_waves_grow_to_a_whole_batch_in_the_given_time() -> None:
 def test_without_a_trial_run_the_model_is_that_of_the_profile(
     limits: ProbeLimits, cost: CostModel
 ) -> None:
+    assert start_model(SimulatedExecutor(cost), limits) == profile_model(cost, limits)
+
+
+def test_if_the_trial_run_fails_the_model_is_that_of_the_profile(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert start_model(FailsInTrial(TRUE)) == profile_model(TRUE, LIMITS)
+    assert "a request of the trial run failed" in caplog.text
+
+
+def profile_model(cost: CostModel, limits: ProbeLimits) -> CostModel:
+    """The cost model of the profiler's steps alone."""
+
     async def main() -> CostModel:
         clock = asyncio.get_running_loop().time
         return (await measure(SimulatedExecutor(cost), limits, clock, 2.0)).model
 
-    assert start_model(SimulatedExecutor(cost), limits) == run_virtual(main())
+    return run_virtual(main())
