@@ -167,10 +167,12 @@ def spread_of(
     return tuple(bounds), tuple(map(tuple, extras))
 
 
-def pace_of(seen: Recording, whole: Recording, cost: CostModel, periods: int) -> Pace:
+def pace_of(
+    seen: Recording, whole: Recording, cost: CostModel, periods: int, is_late: bool = True
+) -> Pace:
     """The spread of the part of a run that a cost model was fitted to, and the speeds in each of
-    `periods` parts of the whole run as they are known when the part begins: those of the one
-    before."""
+    `periods` parts of the whole run. If `is_late`, they are those that are known when the part
+    begins, which are those of the part before."""
     start = whole.rows[0].at
     period = (whole.arrivals[-1].at or 1.0) / periods
     measured, predicted = ([[0.0, 0.0] for _ in range(periods)] for _ in range(2))
@@ -182,8 +184,8 @@ def pace_of(seen: Recording, whole: Recording, cost: CostModel, periods: int) ->
         )
         measured[number][has_prompts] += sample.seconds
         predicted[number][has_prompts] += sample.predicted(cost)
-    speeds = [Speeds()]
-    for seconds, expected in zip(measured[:-1], predicted[:-1], strict=True):
+    speeds = [Speeds()] if is_late else []
+    for seconds, expected in zip(measured, predicted, strict=True):
         ratios = (a / b if b else 1.0 for a, b in zip(seconds, expected, strict=True))
         speeds.append(Speeds(*ratios))
     bounds, extras = spread_of(list(seen.samples()), cost)

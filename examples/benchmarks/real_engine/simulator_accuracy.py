@@ -7,7 +7,8 @@ earlier run with other arrivals, and one fitted to the first fifth of the same r
 refines it while it serves; the rest of the run is compared. The third is also used with the pace
 of the machine: steps have the spread of steps of their size in that fifth, and the speeds of
 decodes and of steps with prompts are estimated again for each twentieth of the run from the one
-before it, as a server follows a machine that is used by others.
+before it, as a server follows a machine that is used by others. Last come the speeds of each
+twentieth itself, which are known afterwards only.
 
 Errors have 95 % intervals from the means of batches of consecutive requests. From 80 % of capacity
 on, latencies say more about the load than about the simulator, so there the error is given in load:
@@ -40,7 +41,7 @@ from engine.simulated.play import Outcome
 from engine.simulated.replay import Recording
 from engine.simulated.trace import at_rate, read_trace
 from examples.benchmarks.real_engine import loads
-from examples.benchmarks.real_engine.accuracy_page import draw, report, table
+from examples.benchmarks.real_engine.accuracy_page import BEST, KNOWN, draw, report, table
 from examples.benchmarks.real_engine.machine import (
     SIZES,
     Machine,
@@ -177,13 +178,13 @@ async def row_of(on: Machine, costs: dict[str, CostModel], one: Measured) -> dic
     load, rate, calls, real = one.load, one.rate, one.calls, one.run
     assert real.recording is not None, "every real run is recorded"
     count, seen = len(calls), await asyncio.to_thread(first_part, real.recording)
-    costs = costs | dict.fromkeys(("first fifth", "with the pace"), seen.cost())
+    costs = costs | dict.fromkeys(("first fifth", BEST, KNOWN), seen.cost())
     row: dict[str, object] = {"load": load, "rate": rate, "requests": count, "errors": {}}
     found: dict[str, object] = {}
     for name, cost in costs.items():
         header, pace = on.header("fcfs", cost), STEADY
-        if name == "with the pace":
-            pace = pace_of(seen, real.recording, cost, PERIODS)
+        if name in (BEST, KNOWN):
+            pace = pace_of(seen, real.recording, cost, PERIODS, is_late=name == BEST)
         simulated = await asyncio.to_thread(simulate, header, calls, pace=pace)
         errors: dict[str, object] = {"steps": step_errors(real.recording, cost)}
         if load >= HIGH_LOAD:

@@ -73,5 +73,11 @@ def test_the_speeds_of_a_part_are_those_of_the_part_before() -> None:
     run = a_run(slower=3.0)
     pace = pace_of(run, run, COST, periods=4)
     assert pace.period == 2.5
-    assert [speeds.prompts for speeds in pace.speeds] == pytest.approx([1.0] * 4)
-    assert [speeds.decodes for speeds in pace.speeds] == pytest.approx([1.0, 1.0, 1.0, 3.0])
+    assert [speeds.prompts for speeds in pace.speeds] == pytest.approx([1.0] * len(pace.speeds))
+    assert [speeds.decodes for speeds in pace.speeds[:4]] == pytest.approx([1.0, 1.0, 1.0, 3.0])
+
+
+def test_the_speeds_that_are_known_afterwards_are_those_of_the_part_itself() -> None:
+    run = a_run(slower=3.0)
+    pace = pace_of(run, run, COST, periods=4, is_late=False)
+    assert [speeds.decodes for speeds in pace.speeds] == pytest.approx([1.0, 1.0, 3.0, 3.0])
