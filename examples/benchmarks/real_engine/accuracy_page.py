@@ -74,7 +74,8 @@ and of steps with prompts estimated again for each twentieth of the run from the
 it; *pace known*, the same with the speeds of each twentieth itself, which are known afterwards
 only. The fits have no bias on the steps that they are fitted to: an error of *time of all steps* is
 the change of the machine's speed since then. What *with the pace* misses beyond *pace known* is the
-change of speed within a twentieth; the rest is the simulator's own error.
+change of speed from one twentieth to the next; the rest is the simulator's own error and changes
+within a twentieth.
 
 {table(found["rows"])}
 
