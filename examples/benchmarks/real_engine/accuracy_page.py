@@ -1,5 +1,7 @@
-"""The page and the plot of `simulator_accuracy`, from what its `figures.json` has."""
+"""The page and the plot of `simulator_accuracy`, from what its `figures.json` has, and the tables
+of earlier runs, which are kept beside it as `run_*.json`."""
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,8 +45,13 @@ def _interval(one: Mapping[str, float]) -> str:
     return f" ± {one['interval']:.1%}" if one["interval"] else ""
 
 
-def report(found: Mapping[str, Any]) -> str:
-    """The page."""
+def earlier(directory: Path) -> list[Mapping[str, Any]]:
+    """The earlier runs in a directory."""
+    return [json.loads(path.read_text()) for path in sorted(directory.glob("run_*.json"))]
+
+
+def report(found: Mapping[str, Any], others: Sequence[Mapping[str, Any]] = ()) -> str:
+    """The page; `others` are earlier runs."""
     saturated = found["saturated"]
     most = saturated["measured"]
     ratios = ", ".join(
@@ -53,12 +60,13 @@ def report(found: Mapping[str, Any]) -> str:
         if name != "measured"
     )
     counts = found["rows"][0]["requests"]
-    size = "" if found["size"] == "medium" else f" --size {found['size']}"
+    flags = "" if found["size"] == "medium" else f" --size {found['size']}"
+    flags += " --clock cpu" * ("--clock cpu" in found["where"])
     return f"""# Predicted and measured
 
 ![errors of the simulation, by load and cost model](errors.png)
 
-`python -m examples.benchmarks.real_engine.simulator_accuracy{size}`: the engine of the server,
+`python -m examples.benchmarks.real_engine.simulator_accuracy{flags}`: the engine of the server,
 requests from the same process without HTTP; a Llama with random weights, {found["model"]};
 {counts:,} requests at each load, lengths of the Azure conversation trace divided by
 {found["divisor"]}, Poisson arrivals, the same ones in engine and simulation. Loads are shares of
@@ -89,13 +97,29 @@ simulation has the measured mean JCT.
 What the simulation leaves out: HTTP, tokenizing and text, the compile time of grammars, lookahead
 (off here), and other processes. The time of the event loop between two steps is part of all models
 (`idle_step`, `idle_entry`).
+{"".join(map(section, others))}"""
+
+
+def section(found: Mapping[str, Any]) -> str:
+    """The tables of an earlier run."""
+    counts = found["rows"][0]["requests"]
+    return f"""
+## An earlier run
+
+{counts:,} requests at each load, a model of {found["model"]}; capacity {found["capacity"]:.4g}
+requests/s. {found["where"]}
+
+{table(found["rows"])}
+
+{misses(found["rows"])}
 """
 
 
 def misses(rows: Sequence[Row]) -> str:
     """The quantities that miss their goal with the pace."""
     sentences = []
-    for name, words in ((BEST, "With the pace"), (KNOWN, "If the pace is known")):
+    words_of = {BEST: "With the pace", KNOWN: "If the pace is known"}
+    for name in (name for name in words_of if name in rows[0]["errors"]):
         missed = [
             f"{quantity} at {row['load']:.0%} load ({one['error']:+.1%})"
             for row in rows
@@ -103,9 +127,9 @@ def misses(rows: Sequence[Row]) -> str:
             if abs(one["error"]) > goal_of(quantity)
         ]
         if missed:
-            sentences.append(f"{words} these miss their goal: {', '.join(missed)}.")
+            sentences.append(f"{words_of[name]} these miss their goal: {', '.join(missed)}.")
         else:
-            sentences.append(f"{words} every quantity is within its goal.")
+            sentences.append(f"{words_of[name]} every quantity is within its goal.")
     return " ".join(sentences)
 
 

@@ -41,7 +41,7 @@ from engine.simulated.play import Outcome
 from engine.simulated.replay import Recording
 from engine.simulated.trace import at_rate, read_trace
 from examples.benchmarks.real_engine import loads
-from examples.benchmarks.real_engine.accuracy_page import BEST, KNOWN, draw, report, table
+from examples.benchmarks.real_engine.accuracy_page import BEST, KNOWN, draw, earlier, report, table
 from examples.benchmarks.real_engine.machine import (
     SIZES,
     Machine,
@@ -236,7 +236,7 @@ async def run_all(model: Path, args: argparse.Namespace) -> None:
     async with machine(model, args.threads, args.clock == "cpu") as on:
         found = await compare(on, args)
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "README.md").write_text(report(found))
+    (args.out / "README.md").write_text(report(found, earlier(args.out)))
     (args.out / "figures.json").write_text(json.dumps(found, indent=1) + "\n")
     draw(found, args.out / "errors.png")
 

@@ -7,7 +7,7 @@ from examples.benchmarks.real_engine import accuracy_page
 from examples.benchmarks.real_engine import policies as real_policies
 from examples.benchmarks.virtual_time import fleet_page
 from examples.benchmarks.virtual_time.policy_tables import groups, ratios
-from tests.examples.benchmarks.published import brief, plain, read
+from tests.examples.benchmarks.published import RESULTS, brief, plain, read
 
 
 def iteration_level() -> list[str]:
@@ -166,4 +166,5 @@ def fleet() -> list[str]:
 
 def accuracy() -> list[str]:
     """The whole page, as the command writes it."""
-    return [plain(accuracy_page.report(read("accuracy/figures.json")))]
+    earlier = accuracy_page.earlier(RESULTS / "accuracy")
+    return [plain(accuracy_page.report(read("accuracy/figures.json"), earlier))]
