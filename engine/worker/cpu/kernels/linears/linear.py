@@ -128,11 +128,15 @@ def multiply(operands, chunk, tile, finish, max_rows, depth, group, group_bytes,
                     then = weights + piece_bytes  # what this thread reads next
                     if k + depth >= a.inputs and n + block >= last:
                         then = next_chunk + (n - start) // WIDTH * panel_bytes
-                    m = top
+                    m, share, ahead_step = top, piece_bytes, group_bytes
+                    if tiles > 1:  # divisions of a single tile took 3 % of one row of int4
+                        share, ahead_step = piece_bytes // tiles, group_bytes // tiles
                     for left in range(tiles, 0, -1):  # rows are shared out evenly among tiles
-                        count = (bottom - m + left - 1) // left
+                        count = bottom - m
+                        if left > 1:
+                            count = (count + left - 1) // left
                         # Of several tiles each prefetches its share of the piece that comes next.
-                        ahead = then + piece_bytes // tiles * (tiles - left)
+                        ahead = then + share * (tiles - left)
                         if tiles == 1:  # reads every weight once, so only a little before
                             ahead = weights + PREFETCH_BYTES
                         offset = k // depth * padded + n
@@ -145,7 +149,7 @@ def multiply(operands, chunk, tile, finish, max_rows, depth, group, group_bytes,
                             groups,
                             sums,
                             ahead,
-                            group_bytes // tiles,
+                            ahead_step,
                         )
                         finish(
                             sums,
