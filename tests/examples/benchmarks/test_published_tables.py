@@ -246,25 +246,3 @@ def test_the_note_on_decode_steps_is_that_of_its_runs() -> None:
     )
     assert f"took {was:.2f} times as long as plain reads with one stream in int8" in page
     assert f"and {was_bf16:.2f} times in bfloat16; they take {now:.2f} and {now_bf16:.2f}" in page
-
-
-def test_the_note_on_served_memory_is_that_of_its_run() -> None:
-    page = plain((RESULTS / "offline" / "README.md").read_text())
-    found = read("offline/m500_avx512/served_memory.json")
-    after, imports = found["after_a_request"], found["private_dirty_of_imports"]
-    server, worker = after["server"], after["worker"]
-    weights, rows = worker["weights"], worker["model.safetensors"]
-    assert f"{after['total']} MiB of PSS after one request" in page
-    assert f"the weights are {weights:.0f} MiB and the rows" in page
-    assert f"embedding that were read {rows:.0f}. " in page
-    assert f"The remaining {after['total'] - weights - rows:.0f} MiB" in page
-    assert f"worker's heap and anonymous memory, {worker['heap'] + worker['anon']:.0f} MiB" in page
-    assert f"server's heap and anonymous memory, {server['heap'] + server['anon']:.0f} MiB" in page
-    torch, objects = imports["torch"], imports["torch_python_objects"]
-    assert f"torch makes {torch:.0f} MiB of pages of its own, {objects:.0f} of them" in page
-    assert f"numba makes {imports['numba']:.0f}" in page
-    modules, tokenizer = imports["server_modules"], imports["huggingface_tokenizer"]
-    assert f"modules are {modules:.0f} MiB. Hugging Face's tokenizer takes {tokenizer:.0f} " in page
-    freed = imports["huggingface_tokenizer_before_trim"] - tokenizer
-    assert f"The {freed:.0f} MiB that loading it freed" in page
-    assert f"Code of libraries, {server['libraries'] + worker['libraries']} MiB" in page
