@@ -101,10 +101,10 @@ What the simulation leaves out: HTTP, tokenizing and text, the compile time of g
 
 
 def section(found: Mapping[str, Any]) -> str:
-    """The tables of an earlier run."""
+    """The table of an earlier run."""
     counts = found["rows"][0]["requests"]
     return f"""
-## An earlier run
+## Another run
 
 {counts:,} requests at each load, a model of {found["model"]}; capacity {found["capacity"]:.4g}
 requests/s. {found["where"]}

@@ -13,7 +13,8 @@ twentieth itself, which are known afterwards only.
 Errors have 95 % intervals from the means of batches of consecutive requests. From 80 % of capacity
 on, latencies say more about the load than about the simulator, so there the error is given in load:
 the change of the arrival rate at which the simulation has the measured mean JCT. Writes README.md,
-figures.json and errors.png.
+figures.json and errors.png. An earlier figures.json that is kept as run_NAME.json has a table of
+its own on the page.
 
     python -m examples.benchmarks.real_engine.simulator_accuracy
         [--requests 5000] [--loads 0.5 0.7 0.9] [--size medium] [--out DIR]

@@ -48,6 +48,18 @@ def test_a_model_is_recovered_from_its_steps(spread: float, tolerance: float) ->
         assert found.step(step) == pytest.approx(TRUE.step(step), rel=tolerance)
 
 
+def test_steps_with_stalls_take_as_long_together_as_predicted() -> None:
+    """The mean is fitted, not the median: a queue grows by the seconds of stalls too."""
+    random, steps = Random(9), samples(3000, 0.1)
+    stalled = [
+        s._replace(seconds=s.seconds * (6.0 if random.random() < 0.03 else 1.0)) for s in steps
+    ]
+    found = fit(stalled)
+    predicted = sum(sample.predicted(found) for sample in stalled)
+    assert predicted == pytest.approx(sum(sample.seconds for sample in stalled), rel=0.02)
+    assert predicted > 1.1 * sum(sample.predicted(TRUE) for sample in steps)
+
+
 def test_no_coefficient_is_negative() -> None:
     """Longer contexts were faster by chance: the coefficient is 0, not negative."""
     odd = [Sample(1, 1000, 0.0, 1, 0.001), Sample(1, 1, 0.0, 1, 0.002), Sample(9, 9, 45, 1, 0.001)]
