@@ -96,3 +96,18 @@ def test_a_prompt_goes_first_once_the_shadow_is_about_to_be_ahead_of_it() -> Non
     assert list(shadow.lagging(0.0, 3.0)) == [first, second]
     shadow.computed(first, 0.0)
     assert list(shadow.lagging(0.0, 3.0)) == []
+
+
+def test_a_request_that_goes_first_is_not_reported_as_lagging_again() -> None:
+    """Two seats and two prompts of 4 s, of which the real schedule computes none for 3 s."""
+    shadow = FcfsShadow(seats=2)
+    first, second, ahead = (a_request(number, 9, 9) for number in range(3))
+    for request in (first, second, ahead):
+        shadow.arrive(request, 4.0)
+    shadow.start(ahead, 0.0)
+    for now in (1.0, 2.0, 3.0):
+        iterate(shadow, now, ahead)
+    shadow.goes_first(first)
+    assert list(shadow.lagging(0.0, 3.0)) == [second]
+    shadow.goes_first(second)
+    assert list(shadow.lagging(0.0, 3.0)) == []
