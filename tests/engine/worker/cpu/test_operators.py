@@ -7,9 +7,15 @@ import torch
 from torch import Tensor
 
 from engine.worker.cpu.kernels.linears.linear import LinearOperands, first_column
+from engine.worker.cpu.kernels.linears.packed_tiles import WIDTH
+from engine.worker.cpu.linears import linears_of
+from engine.worker.cpu.linears.packed import columns_of_chunks
+from engine.worker.cpu.linears.packed_store import PackedStore
 from engine.worker.cpu.operators import NativeOperators
 from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.model.torch_operators import TorchOperators
+from engine.worker.ports import Weight
+from engine.worker.weights.formats.int8 import quantize
 
 PLAIN = TorchOperators()
 
@@ -50,6 +56,31 @@ def test_the_chunks_of_a_linear_have_each_column_once_and_neighbours_go_to_one_t
     for thread in range(threads):
         own = first[thread::threads]
         assert all(after == before + 32 for before, after in pairwise(own))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+@pytest.mark.parametrize("panels", [28, 36, 304])
+def test_no_thread_of_a_linear_has_more_than_its_share_of_columns_by_2_percent(
+    threads: int, panels: int
+) -> None:
+    columns_of = columns_of_chunks(panels * WIDTH, threads)
+    for columns in (columns_of(8), columns_of(128)):
+        chunks = -(-panels * WIDTH // columns)
+        assert columns % WIDTH == 0
+        assert -(-chunks // threads) * columns <= 1.02 * panels * WIDTH / threads
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "int8"])
+def test_a_column_has_the_same_bits_in_a_whole_panel_and_in_a_part_of_one(name: str) -> None:
+    native = NativeOperators(NativeThreadPool(1), PackedStore(linears_of(name)))
+    weight = noise(WIDTH, 600, seed=1).to(torch.bfloat16 if name == "bfloat16" else torch.float32)
+    whole_weight: Weight = quantize(weight) if name == "int8" else weight
+    part_weight: Weight = quantize(weight[:-1]) if name == "int8" else weight[:-1]
+    x, bias, start = noise(20, 600), noise(WIDTH, seed=2), noise(20, WIDTH, seed=3)
+    whole, part = native.linear([whole_weight], bias), native.linear([part_weight], bias[:-1])
+    assert torch.equal(whole(x)[:, :-1], part(x))
+    added = part(x, start[:, :-1].clone())
+    assert torch.equal(whole(x, start.clone())[:, :-1], added)
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), SIZES)
