@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
+from weakref import finalize
 
 import torch
 from torch import Tensor
@@ -26,10 +27,11 @@ class FilePlace(NamedTuple):
 
 
 class FileRows:
-    """Reads rows of a tensor from its file, which stays open."""
+    """Reads rows of a tensor from its file, a descriptor that is closed with this object."""
 
     def __init__(self, file: int, offset: int, tensor: Tensor) -> None:
         self._file = file
+        finalize(self, os.close, file)
         self._offset = offset
         self._shape = tensor.shape
         self._dtype = tensor.dtype
