@@ -4,6 +4,8 @@ import tomllib
 from pathlib import Path
 from statistics import median
 
+import pytest
+
 from examples.benchmarks.layers import decode_step, fractions
 from examples.benchmarks.peers import tables
 from examples.benchmarks.peers.loads import read_loads
@@ -31,11 +33,14 @@ def test_the_page_about_itl_goals_is_that_of_its_runs() -> None:
 # Beside other servers
 
 
-def test_the_tables_of_servers_on_avx512_are_those_of_their_rounds(tmp_path: Path) -> None:
-    folder = RESULTS / "peers" / "m500_avx512"
+@pytest.mark.parametrize("name", ["m500_avx512", "m110_avx512"])
+def test_the_tables_of_servers_on_avx512_are_those_of_their_rounds(
+    name: str, tmp_path: Path
+) -> None:
+    folder = RESULTS / "peers" / name
     servers = folder / "servers.toml"
     loads = read_loads(tomllib.loads(servers.read_text()), tmp_path)
-    made = tables.page(servers, read("peers/m500_avx512/figures.json"), loads)
+    made = tables.page(servers, read(f"peers/{name}/figures.json"), loads)
     assert made[made.index("## ") :] in (folder / "README.md").read_text()
 
 
