@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+EARLIER_RUN = "earlier run"
 BEST = "with the pace"
 KNOWN = "pace known"
 SHOWN = 40.0  # %; larger errors are written at the edge of the plot
@@ -116,9 +117,13 @@ requests/s. {found["where"]}
 
 
 def misses(rows: Sequence[Row]) -> str:
-    """The quantities that miss their goal with the pace."""
+    """The quantities that miss their goal with the pace, and with models that do not follow it."""
     sentences = []
-    words_of = {BEST: "With the pace", KNOWN: "If the pace is known"}
+    words_of = {
+        EARLIER_RUN: "With the model of an earlier run",
+        BEST: "With the pace",
+        KNOWN: "If the pace is known",
+    }
     for name in (name for name in words_of if name in rows[0]["errors"]):
         missed = [
             f"{quantity} at {row['load']:.0%} load ({one['error']:+.1%})"
