@@ -28,7 +28,7 @@ from engine.transport.trace import TraceFile
 from engine.worker_settings import WorkerReport, WorkerSettings
 from gateway.loras import absolute
 from gateway.schema.fields.sampling import SamplingDefaults
-from gateway.serve.calibration import Calibration, CostFile, calibrate, cost_facts
+from gateway.serve.cost.calibration import Calibration, CostFile, calibrate, cost_facts
 from gateway.serve.lookahead import choose_lookahead, max_lookahead
 from gateway.serve.saved import SavedFile, model_facts
 from gateway.settings.engine import BUILTIN_MODEL

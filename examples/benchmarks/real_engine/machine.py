@@ -24,7 +24,7 @@ from engine.transport.multiprocess import MultiprocessExecutor, MultiprocessSett
 from engine.worker.process.worker import Worker
 from engine.worker_settings import WorkerReport, WorkerSettings
 from examples.benchmarks.real_engine.counted import CountedExecutor
-from gateway.serve.calibration import measured, processor
+from gateway.serve.cost.calibration import measured, processor
 
 BUILTIN = Path(adapters.__file__).parent / "builtin"
 CONTEXT = 4096

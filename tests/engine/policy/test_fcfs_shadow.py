@@ -82,10 +82,9 @@ def test_no_completion_time_is_much_longer_than_under_fcfs(seed: int) -> None:
     assert all(one <= (1.0 + SLACK) * other + 20.0 for one, other in zip(own, fcfs, strict=True))
 
 
-def test_a_prompt_goes_first_once_the_shadow_is_about_to_be_ahead_of_it() -> None:
-    """Two seats and two prompts of 4 s. While the real schedule decodes another request, the shadow
-    computes the first prompt, so both have to go first; once the real schedule has computed the
-    first prompt, the second one has as much time as in the shadow, and 4 s more."""
+def two_prompts_behind() -> tuple[FcfsShadow, Request, Request]:
+    """A shadow of two seats, and two prompts of 4 s, of which the real schedule computes none for
+    3 s: it decodes another request."""
     shadow = FcfsShadow(seats=2)
     first, second, ahead = (a_request(number, 9, 9) for number in range(3))
     for request in (first, second, ahead):
@@ -93,6 +92,14 @@ def test_a_prompt_goes_first_once_the_shadow_is_about_to_be_ahead_of_it() -> Non
     shadow.start(ahead, 0.0)
     for now in (1.0, 2.0, 3.0):
         iterate(shadow, now, ahead)
+    return shadow, first, second
+
+
+def test_a_prompt_goes_first_once_the_shadow_is_about_to_be_ahead_of_it() -> None:
+    """Two seats and two prompts of 4 s. While the real schedule decodes another request, the shadow
+    computes the first prompt, so both have to go first; once the real schedule has computed the
+    first prompt, the second one has as much time as in the shadow, and 4 s more."""
+    shadow, first, second = two_prompts_behind()
     assert list(shadow.lagging(0.0, 3.0)) == [first, second]
     shadow.computed(first, 0.0)
     assert list(shadow.lagging(0.0, 3.0)) == []
@@ -100,13 +107,7 @@ def test_a_prompt_goes_first_once_the_shadow_is_about_to_be_ahead_of_it() -> Non
 
 def test_a_request_that_goes_first_is_not_reported_as_lagging_again() -> None:
     """Two seats and two prompts of 4 s, of which the real schedule computes none for 3 s."""
-    shadow = FcfsShadow(seats=2)
-    first, second, ahead = (a_request(number, 9, 9) for number in range(3))
-    for request in (first, second, ahead):
-        shadow.arrive(request, 4.0)
-    shadow.start(ahead, 0.0)
-    for now in (1.0, 2.0, 3.0):
-        iterate(shadow, now, ahead)
+    shadow, first, second = two_prompts_behind()
     shadow.goes_first(first)
     assert list(shadow.lagging(0.0, 3.0)) == [second]
     shadow.goes_first(second)

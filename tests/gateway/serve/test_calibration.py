@@ -15,7 +15,7 @@ from engine.simulated.executor import SimulatedExecutor
 from engine.simulated.virtual_loop import run_virtual
 from engine.step import Step, StepResult
 from engine.worker_settings import WorkerReport
-from gateway.serve.calibration import Calibration, CostFile, calibrate, cost_facts
+from gateway.serve.cost.calibration import Calibration, CostFile, calibrate, cost_facts
 
 TRUE = CostModel.linear(per_step=0.01, per_token=0.001, per_slot=0.0)
 FACTS: dict[str, object] = {"model": "/models/demo", "cores": 2}

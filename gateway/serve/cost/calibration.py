@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 from engine.cost.model import UNMEASURED, CostModel
 from engine.cost.profiler import ProbeLimits, measure
 from engine.errors import EngineError
+from gateway.serve.cost.trial_run import refined
 from gateway.serve.saved import SavedFile, model_facts
-from gateway.serve.trial_run import refined
 from gateway.version import podway_version
 
 if TYPE_CHECKING:

@@ -1,0 +1,1 @@
+"""The cost of iterations on this machine: measured before the server is ready, and saved."""
