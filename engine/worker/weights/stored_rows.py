@@ -48,7 +48,7 @@ class FileRows:
                 raise IndexError(f"row {row} of {self._shape[0]}")
             part = memory[place * size : (place + 1) * size]
             if os.preadv(self._file, [part], self._offset + row * self._stride) != size:
-                raise OSError("the checkpoint's file is shorter than when it was loaded")
+                raise OSError("the checkpoint changed while it was served: restart the server")
         return found
 
 
