@@ -79,9 +79,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8, help="requests that decode together")
     options = parser.parse_args()
     pool = NativeThreadPool(options.threads)
-    dtypes = {name: dtype for name, dtype in CPU_KV_DTYPES.items() if name != "auto"}
-    print("| heads | step | " + " | ".join(dtypes) + " | of float32 |")
-    print("|---" * (3 + len(dtypes)) + "|")
+    print("| heads | step | " + " | ".join(CPU_KV_DTYPES) + " | of float32 |")
+    print("|---" * (3 + len(CPU_KV_DTYPES)) + "|")
     for heads in (GROUPED, EACH):
         shape = ModelShape(1, heads.queries, heads.keys, DIM, 1, 1, 1, 1, 1)
         for context in options.contexts:
@@ -91,7 +90,7 @@ def main() -> None:
             ):
                 found = [
                     cpu_seconds(pool, heads, dtype, requests, options.seconds)
-                    for dtype in dtypes.values()
+                    for dtype in CPU_KV_DTYPES.values()
                 ]
                 read = sum(map(sum, requests)) * bytes_per_block(shape, 1, 1, torch.float32)
                 pairs = sum(new * (cached + (new + 1) / 2) for cached, new in requests)

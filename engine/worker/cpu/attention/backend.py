@@ -23,6 +23,7 @@ from engine.worker.ports import (
 
 ROWS = 24  # of a task: tokens x query heads of one KV head
 CHUNKS_PER_THREAD = 4  # enough for all threads to end at about the same time
+FEW_DECODES = 8
 MIN_SPANS = 4  # of a context that is divided among threads
 TASK = np.dtype(paged.Task)
 
@@ -116,6 +117,8 @@ class CpuAttention(RecordableAttention):
 
     def _cut(self, layout: RaggedLayout) -> Tasks:
         """Tasks over whole contexts."""
+        if layout.is_decode_only and layout.num_requests <= FEW_DECODES:
+            return self._cut_few(layout)
         per_task = self._tokens_per_task
         first_row, last_row = layout.qo_indptr[:-1], layout.qo_indptr[1:]
         request, piece = _pieces(-(-(last_row - first_row) // per_task))
@@ -130,6 +133,18 @@ class CpuAttention(RecordableAttention):
         tasks["high"] = np.minimum(stop, layout.kv_len[request])
         tasks["partial"] = -1
         return tasks
+
+    def _cut_few(self, layout: RaggedLayout) -> Tasks:
+        """The same of few decodes, for which arrays would take longer than the numbers one by
+        one."""
+        tasks = []
+        starts = layout.kv_indptr.tolist()  # one more than there are requests
+        rows = zip(layout.positions.tolist(), layout.kv_len.tolist(), starts, strict=False)
+        for row, (position, kv_len, start) in enumerate(rows):
+            low = max(position + 1 - self._window, 0) // SPAN * SPAN if self._window else 0
+            high = min(position + 1 + self._ahead, kv_len)
+            tasks.append((row, 1, position, start, low, high, -1))
+        return np.array(tasks, dtype=TASK)
 
     def _divide(self, tasks: Tasks) -> tuple[Tasks, Tasks]:
         """Cut tasks that would delay the end of the step into runs of spans.

@@ -27,12 +27,14 @@ from engine.worker.cpu.attention.softmax import (
     write_output,
 )
 from engine.worker.cpu.attention.tiles import (
+    HAS_TWO_TILES,
     KEYS,
     SCORE_ROWS,
     VALUE_ROWS,
     VALUE_WIDTH,
     make_value_tile,
     score_tile,
+    score_two_tiles,
 )
 from engine.worker.cpu.intrinsics import float32s, fma_one, int64s
 from engine.worker.cpu.kernels.dtypes import BFLOAT16, FLOAT16, FLOAT32, INT8, ITEM_BYTES, load_one
@@ -100,18 +102,6 @@ def scratch_floats(max_rows: int, dim: int) -> int:
 
 
 @njit(inline="always")
-def _score_rows(dtype, keys, key_stride, scales, q, dim, scores, rows, ahead):
-    """Sixteen keys against all rows of q, which are shared out evenly among tiles."""
-    groups = (rows + SCORE_ROWS - 1) // SCORE_ROWS
-    m = 0
-    for group in range(groups):
-        count = (rows - m + groups - group - 1) // (groups - group)
-        x, y = q + m * dim * BYTES, scores + m * SCORES * BYTES
-        score_tile(dtype, count, keys, key_stride, scales, x, dim, y, SCORES, dim, ahead)
-        m += count
-
-
-@njit(inline="always")
 def _score_one(dtype, keys, key_stride, scales, q, dim, scores, rows):
     """One key against all rows of q."""
     for row in range(rows):
@@ -122,22 +112,6 @@ def _score_one(dtype, keys, key_stride, scales, q, dim, scores, rows):
         if dtype == INT8:
             total *= float32s(scales, 1)[0]
         float32s(scores + row * SCORES * BYTES, 1)[0] = total
-
-
-@njit(inline="always")
-def _score_page(dtype, page, block_size, scales, offset, count, q, dim, scores, rows, ahead):
-    """Scores of all rows against `count` keys of a page, from slot `offset` on."""
-    j = 0
-    while j < count:
-        shift = (offset + j) * ITEM_BYTES[dtype]
-        scale, out = scales + (offset + j) * BYTES, scores + j * BYTES
-        if offset + j + KEYS <= block_size:
-            keys, then = page + shift, ahead + shift
-            _score_rows(dtype, keys, block_size, scale, q, dim, out, rows, then)
-            j += KEYS
-        else:
-            _score_one(dtype, page + shift, block_size, scale, q, dim, out, rows)
-            j += 1
 
 
 @njit(inline="always")
@@ -187,18 +161,77 @@ def _page(pages, number):
     return pages.base + block * pages.page_bytes
 
 
+class Keys(NamedTuple):
+    """Addresses of 16 keys of a page."""
+
+    address: int
+    scales: int
+    ahead: int  # of the keys to prefetch
+
+
+@njit(inline="always")
+def _keys_at(dtype, pages, at, distance):
+    """The keys of 16 tokens of the request from token `at` on, which are on one page; prefetches
+    those `distance` tokens further."""
+    number, offset = at // pages.block_size, at % pages.block_size
+    then, then_offset = (at + distance) // pages.block_size, (at + distance) % pages.block_size
+    block = int64s(pages.table + number * 8, 1)[0]
+    return Keys(
+        pages.base + block * pages.page_bytes + offset * ITEM_BYTES[dtype],
+        pages.scales + block * pages.scale_bytes + offset * BYTES,
+        _page(pages, then) + then_offset * ITEM_BYTES[dtype],
+    )
+
+
+@njit(inline="always")
+def _score_rows(dtype, stride, keys, q, dim, scores, rows):
+    """Sixteen keys against all rows of q, which are shared out evenly among tiles."""
+    groups = (rows + SCORE_ROWS - 1) // SCORE_ROWS
+    m = 0
+    for group in range(groups):
+        count = (rows - m + groups - group - 1) // (groups - group)
+        x, y = q + m * dim * BYTES, scores + m * SCORES * BYTES
+        k, scales, ahead = keys.address, keys.scales, keys.ahead
+        score_tile(dtype, count, stride, x, dim, y, SCORES, dim, k, scales, ahead)
+        m += count
+
+
+@njit(inline="always")
+def _score_rows_of_two(dtype, stride, a, b, q, dim, scores, rows):
+    """The keys of `a` and the next ones, `b`, against all rows of q."""
+    groups = (rows + SCORE_ROWS - 1) // SCORE_ROWS
+    m = 0
+    for group in range(groups):
+        count = (rows - m + groups - group - 1) // (groups - group)
+        x, y = q + m * dim * BYTES, scores + m * SCORES * BYTES
+        score_two_tiles(
+            dtype, count, stride, x, dim, y, SCORES, dim,
+            a.address, b.address, a.scales, b.scales, a.ahead, b.ahead,
+        )  # fmt: skip
+        m += count
+
+
 @njit(inline="always")
 def _score_span(dtype, pages, start, end, q, dim, scores, rows):
-    """Scores of all rows against the keys of [start, end)."""
-    at = start
+    """Scores of all rows against the keys of [start, end). A tile may run over the end, but stays
+    on its page."""
+    at, size = start, pages.block_size
     while at < end:
-        number, offset = at // pages.block_size, at % pages.block_size
-        count = min(end - at, pages.block_size - offset)
-        page, ahead = _page(pages, number), _page(pages, number + 1)
-        block = int64s(pages.table + number * 8, 1)[0]
-        scales, out = pages.scales + block * pages.scale_bytes, scores + (at - start) * BYTES
-        _score_page(dtype, page, pages.block_size, scales, offset, count, q, dim, out, rows, ahead)
-        at += count
+        after, out = at + KEYS, scores + (at - start) * BYTES
+        if at % size + KEYS > size:
+            key = _keys_at(dtype, pages, at, 0)
+            _score_one(dtype, key.address, size, key.scales, q, dim, out, rows)
+            at += 1
+        elif HAS_TWO_TILES and after < end and after % size + KEYS <= size:
+            distance = max(size, 2 * KEYS)
+            keys = _keys_at(dtype, pages, at, distance)
+            next_keys = _keys_at(dtype, pages, after, distance)
+            _score_rows_of_two(dtype, size, keys, next_keys, q, dim, out, rows)
+            at += 2 * KEYS
+        else:
+            keys = _keys_at(dtype, pages, at, size)
+            _score_rows(dtype, size, keys, q, dim, out, rows)
+            at += KEYS
 
 
 @njit(inline="always")

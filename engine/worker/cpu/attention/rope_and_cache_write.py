@@ -12,8 +12,17 @@ from numba import njit
 
 from engine.worker.cpu.build import fast_leaf
 from engine.worker.cpu.intrinsics import float32s, int64s
-from engine.worker.cpu.kernels.dtypes import BFLOAT16, FLOAT16, FLOAT32, INT8, ITEM_BYTES, store_one
+from engine.worker.cpu.kernels.dtypes import (
+    BFLOAT16,
+    FLOAT16,
+    FLOAT32,
+    INT8,
+    ITEM_BYTES,
+    store_lanes,
+    store_one,
+)
 from engine.worker.cpu.kernels.elementwise import BYTES, rotate_head
+from engine.worker.cpu.kernels.vectors import LANES
 from engine.worker.cpu.operands import make_reader, operands
 
 MAX_INT8 = 127
@@ -71,8 +80,11 @@ def _store_head(dtype, source, target, step, scale_at, dim):
         for i in range(dim):
             store_one(dtype, target + i * step, np.rint(numbers[i] * inverse))
     else:
-        for i in range(dim):
-            store_one(dtype, target + i * step * ITEM_BYTES[dtype], numbers[i])
+        step_bytes, whole = step * ITEM_BYTES[dtype], dim - dim % LANES
+        for i in range(0, whole, LANES):
+            store_lanes(dtype, source + i * BYTES, target + i * step_bytes, step_bytes)
+        for i in range(whole, dim):
+            store_one(dtype, target + i * step_bytes, numbers[i])
 
 
 @njit(inline="always")

@@ -16,6 +16,9 @@ from engine.worker.cpu.kernels.dtypes import FLOAT32, INT8, ITEM_BYTES, load
 from engine.worker.cpu.kernels.vectors import FLOATS, LANES, broadcast, fma, pointer, prefetch
 
 KEYS = 16  # of a score tile
+# Two tiles at once have sums enough to hide the latency of additions even with one row, and read a
+# query once for 32 keys.
+HAS_TWO_TILES = LANES == 16
 VALUE_WIDTH = 32  # floats of an output row that a value tile computes
 # Rows of a tile, at most: AVX-512 has 32 registers, of which sums need 12 or more to hide the
 # latency of their additions; AVX2 has 16.
@@ -67,49 +70,68 @@ def _function(module, name, num_args):
     return function
 
 
-def _build_scores(builder, dtype, rows, args):
+def _make_score_tile(tiles):
+    """The code of a tile of `tiles` times 16 keys, each 16 at an address of their own."""
     parts = KEYS // LANES
-    k, k_stride, scales, q, q_stride, y, y_stride, dim, ahead = args
-    q_lines = _lines(builder, q, q_stride, rows)
-    sums = [[cgutils.alloca_once(builder, FLOATS) for _ in range(parts)] for _ in q_lines]
-    for line in sums:
-        for one in line:
-            builder.store(ir.Constant(FLOATS, [0.0] * LANES), one)
-    line_bytes = builder.mul(k_stride, int64(ITEM_BYTES[dtype]))
-    part_bytes = LANES * ITEM_BYTES[dtype]
-    with cgutils.for_range_slice(builder, int64(0), dim, int64(1)) as (d, _):
-        shift = builder.mul(d, line_bytes)
-        prefetch(builder, builder.add(ahead, shift))
-        at = builder.add(k, shift)
-        keys = [
-            load(builder, dtype, builder.add(at, int64(part * part_bytes)), LANES)
-            for part in range(parts)
-        ]
-        for line, line_sums in zip(q_lines, sums, strict=True):
-            query = _broadcast_at(builder, builder.add(line, builder.mul(d, int64(4))))
-            for key, one in zip(keys, line_sums, strict=True):
-                builder.store(fma(builder, key, query, builder.load(one)), one)
-    for line, line_sums in zip(_lines(builder, y, y_stride, rows), sums, strict=True):
-        for part, one in enumerate(line_sums):
-            total, shift = builder.load(one), int64(4 * LANES * part)
-            if dtype == INT8:
-                scale = load(builder, FLOAT32, builder.add(scales, shift), LANES)
-                total = builder.fmul(total, scale)
-            target = pointer(builder, builder.add(line, shift), FLOATS)
-            builder.store(total, target, align=4)
+
+    def build_rows(builder, dtype, rows, args):
+        k_stride, q, q_stride, y, y_stride, dim = args[:6]
+        keys, scales, aheads = (args[6 + i * tiles : 6 + (i + 1) * tiles] for i in range(3))
+        q_lines, zeros = _lines(builder, q, q_stride, rows), ir.Constant(FLOATS, [0.0] * LANES)
+        lanes = [(tile, LANES * part) for tile in range(tiles) for part in range(parts)]
+        sums = [[cgutils.alloca_once_value(builder, zeros) for _ in lanes] for _ in q_lines]
+        line_bytes = builder.mul(k_stride, int64(ITEM_BYTES[dtype]))
+        with cgutils.for_range_slice(builder, int64(0), dim, int64(1)) as (d, _):
+            shift = builder.mul(d, line_bytes)
+            for ahead in aheads:
+                prefetch(builder, builder.add(ahead, shift))
+            starts = [builder.add(address, shift) for address in keys]
+            vectors = [
+                load(
+                    builder,
+                    dtype,
+                    builder.add(starts[tile], int64(first * ITEM_BYTES[dtype])),
+                    LANES,
+                )
+                for tile, first in lanes
+            ]
+            for line, line_sums in zip(q_lines, sums, strict=True):
+                query = _broadcast_at(builder, builder.add(line, builder.mul(d, int64(4))))
+                for key, one in zip(vectors, line_sums, strict=True):
+                    builder.store(fma(builder, key, query, builder.load(one)), one)
+        for line, line_sums in zip(_lines(builder, y, y_stride, rows), sums, strict=True):
+            for (tile, first), one in zip(lanes, line_sums, strict=True):
+                total = builder.load(one)
+                if dtype == INT8:
+                    at = builder.add(scales[tile], int64(4 * first))
+                    total = builder.fmul(total, load(builder, FLOAT32, at, LANES))
+                at = builder.add(line, int64(4 * (KEYS * tile + first)))
+                builder.store(total, pointer(builder, at, FLOATS), align=4)
+
+    return _make_tile(f"scores_{tiles}", SCORE_ROWS, 6 + 3 * tiles, build_rows)
 
 
-_typed_scores = _make_tile("scores", SCORE_ROWS, 9, _build_scores)
+_typed_scores, _typed_scores_of_two = _make_score_tile(1), _make_score_tile(2)
 
 
 @intrinsic(prefer_literal=True)
-def score_tile(typing, dtype, rows, k, k_stride, scales, q, q_stride, y, y_stride, dim, ahead):
+def score_tile(typing, dtype, rows, k_stride, q, q_stride, y, y_stride, dim, k, scales, ahead):
     """`y[m, :16] = scales * sum over d of q[m, d] * k[d, :16]` for up to `SCORE_ROWS` rows of q.
 
     Byte addresses, strides in items of k and in floats; only int8 has scales. `ahead` is a page
     like k's to prefetch.
     """
     return _typed_scores(dtype)
+
+
+@intrinsic(prefer_literal=True)
+def score_two_tiles(
+    typing, dtype, rows, k_stride, q, q_stride, y, y_stride, dim,
+    k, next_k, scales, next_scales, ahead, next_ahead,
+):  # fmt: skip
+    """`score_tile` for 32 keys, of which the next 16 have addresses of their own. Each sum is that
+    of `score_tile`."""
+    return _typed_scores_of_two(dtype)
 
 
 def make_value_tile(max_rows, width):

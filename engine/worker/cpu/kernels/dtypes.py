@@ -71,7 +71,7 @@ def _to_float16(builder, value):
             builder.fcmp_ordered(within, value, infinite),
         )
         value = builder.select(is_beyond, limit, value)
-    return builder.fptrunc(value, HALF)
+    return builder.fptrunc(value, _like(value, HALF))
 
 
 def _to_bfloat16(builder, value):
@@ -118,6 +118,24 @@ def store_one(typing, dtype, address, value):
         return context.get_dummy_value()
 
     return types.void(dtype, types.int64, types.float32), build
+
+
+@intrinsic(prefer_literal=True)
+def store_lanes(typing, dtype, source, target, step):
+    """Store `LANES` floats at address `source`, rounded to the dtype, `step` bytes apart."""
+
+    def build(context, builder, signature, args):
+        code, (_, source, target, step) = signature.args[0].literal_value, args
+        found = load(builder, FLOAT32, source, LANES)
+        numbers = _CONVERSIONS[code](builder, found) if code in _CONVERSIONS else found
+        for lane in range(LANES):
+            one = builder.extract_element(numbers, ir.Constant(INT32, lane))
+            at = builder.add(target, builder.mul(step, int64(lane)))
+            place = builder.inttoptr(at, ELEMENTS[code].as_pointer())
+            builder.store(one, place, align=ITEM_BYTES[code])
+        return context.get_dummy_value()
+
+    return types.void(dtype, *[types.int64] * 3), build
 
 
 @intrinsic

@@ -5,12 +5,20 @@ import pytest
 import torch
 from torch import Tensor
 
+from adapters.attention.reference import ReferenceAttention
 from engine.step import RequestId, Step, StepEntry, StepId
+from engine.worker.cpu.attention import backend
 from engine.worker.cpu.attention.backend import CpuAttention
 from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.model.kv.kv_tensors import CPU_KV_DTYPES, allocate
 from engine.worker.model.layout import LayoutLimits, build_layout
-from engine.worker.ports import AttentionSpec, KVTensors, ModelShape
+from engine.worker.ports import (
+    AttentionBackend,
+    AttentionSpec,
+    KVTensors,
+    MakesAttention,
+    ModelShape,
+)
 
 LENGTH = 1500  # of the long request: several spans
 HEADS, KV_HEADS, DIM, SIZE, BLOCKS = 4, 1, 32, 16, 140
@@ -24,7 +32,7 @@ def rows_of(count: int, seed: int) -> Tensor:
 
 
 def run(
-    attention: CpuAttention, *pieces: tuple[int, int, Tensor], first_block: int = 100
+    attention: AttentionBackend, *pieces: tuple[int, int, Tensor], first_block: int = 100
 ) -> list[Tensor]:
     """One step over (request, start, rows); request 0 is the long one. What each gets."""
     entries = []
@@ -48,7 +56,7 @@ def opened(threads: int, dtype: torch.dtype, window: int | None) -> tuple[CpuAtt
 
 
 @pytest.mark.parametrize("window", [None, 700])
-@pytest.mark.parametrize("dtype", [d for name, d in CPU_KV_DTYPES.items() if name != "auto"])
+@pytest.mark.parametrize("dtype", CPU_KV_DTYPES.values())
 def test_bits_are_the_same_alone_beside_others_cut_and_divided_among_threads(
     dtype: torch.dtype, window: int | None
 ) -> None:
@@ -70,6 +78,18 @@ def test_bits_are_the_same_alone_beside_others_cut_and_divided_among_threads(
     assert torch.equal(run(shared, *mates, (0, LENGTH - 1, whole[last].clone()))[-1], again)
 
 
+@pytest.mark.parametrize("window", [None, 700])
+def test_few_decodes_are_cut_like_many(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    attention, _ = opened(1, torch.float32, window)
+    table = TABLE[:100].tobytes()
+    starts = [0, 1, 699, 700, 1500]
+    entries = tuple(StepEntry(RequestId(i), at, (0,), table, None) for i, at in enumerate(starts))
+    layout = build_layout(Step(StepId(0), entries), LayoutLimits(1, 4096, BLOCKS, SIZE))
+    few = attention._cut(layout)
+    monkeypatch.setattr(backend, "FEW_DECODES", 0)
+    assert few.tolist() == attention._cut(layout).tolist()
+
+
 def test_nan_is_in_the_output_of_its_request_only() -> None:
     for dtype in CPU_KV_DTYPES.values():
         attention, _ = opened(2, dtype, None)
@@ -80,9 +100,38 @@ def test_nan_is_in_the_output_of_its_request_only() -> None:
         assert fine.isfinite().all()
 
 
-def test_float16_stores_larger_numbers_as_its_largest() -> None:
-    attention, cache = opened(1, torch.float16, None)
+@pytest.mark.parametrize("backend", [CpuAttention, ReferenceAttention])
+def test_float16_stores_larger_numbers_as_its_largest(
+    backend: MakesAttention,
+) -> None:
+    cache = allocate(SHAPE, 1, BLOCKS, SIZE, torch.float16)
+    spec = AttentionSpec(HEADS, KV_HEADS, DIM, DIM**-0.5, None)
+    attention = backend(spec, cache, NativeThreadPool(1))
     rows = rows_of(1, 1)
     rows[0, HEADS, 0], rows[0, HEADS, 1] = 1e6, -1e6
     run(attention, (0, 0, rows))
     assert cache.keys[0][TABLE[0], 0, 0, :2].tolist() == [65504, -65504]
+
+
+@pytest.mark.parametrize("dtype", CPU_KV_DTYPES.values())
+def test_bits_are_the_same_with_every_block_size(dtype: torch.dtype) -> None:
+    """Blocks that tiles of 16 keys divide, or not, or that are smaller."""
+    length, found = 333, []
+    spec = AttentionSpec(HEADS, KV_HEADS, DIM, DIM**-0.5, None)
+    for size in (16, 4, 20, 32, 48):
+        num_blocks = -(-length // size)
+        attention = CpuAttention(
+            spec, allocate(SHAPE, 1, num_blocks, size, dtype), NativeThreadPool(1)
+        )
+        table = np.random.default_rng(size).permutation(num_blocks).astype("<i4").tobytes()
+        for start, end in ((0, 300), (300, length)):
+            step = Step(
+                StepId(0), (StepEntry(RequestId(0), start, (0,) * (end - start), table, None),)
+            )
+            attention.plan(build_layout(step, LayoutLimits(1, 4096, num_blocks, size)))
+            fused = rows_of(length, 1)[start:end]
+            q, k, v = torch.split(fused, [HEADS, KV_HEADS, KV_HEADS], dim=1)
+            found.append(attention.run(0, q, k, v, None).clone())
+    for prompt, rest in zip(found[2::2], found[3::2], strict=True):
+        assert torch.equal(prompt, found[0])
+        assert torch.equal(rest, found[1])
