@@ -19,6 +19,7 @@ from engine.worker.ports import (
 )
 
 TINY = torch.finfo(torch.float32).tiny
+MAX_FLOAT16 = torch.finfo(torch.float16).max
 
 
 class _Pages(NamedTuple):
@@ -38,6 +39,8 @@ class _Pages(NamedTuple):
             rows = (rows / scales.clamp_min(TINY)[..., None]).round_()
         if self.pages.dtype == fp8.FP8:
             rows = fp8.quantize(rows, self.scale)
+        if self.pages.dtype == torch.float16:
+            rows = rows.clamp(-MAX_FLOAT16, MAX_FLOAT16)
         as_bytes(self.pages)[at] = as_bytes(rows.to(self.pages.dtype))
 
     def read(self, blocks: Tensor, length: int) -> Tensor:

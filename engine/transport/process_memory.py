@@ -1,14 +1,22 @@
-"""Memory of a process that its start has used and serving does not need: code of libraries, and
-freed heap."""
+"""Memory of a process: what its start has used and serving does not need (code of libraries, freed
+heap), and the heap that steps use again and again."""
 
 import ctypes
 import sys
+from array import array
 from collections.abc import Iterator
-from mmap import MADV_DONTNEED
+from contextlib import suppress
+from mmap import PAGESIZE
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
-SMAPS = Path("/proc/self/smaps")
+SMAPS, MAPS, PAGEMAP = (Path("/proc/self") / name for name in ("smaps", "maps", "pagemap"))
+PRESENT, SWAPPED, FILE = 1 << 63, 1 << 62, 1 << 61  # bits of a page in pagemap
+ENTRY_BYTES = 8  # of a page in pagemap
+MADV_DONTNEED, MADV_HUGEPAGE = 4, 14  # linux/mman.h
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+KEPT_BYTES = 128 << 20
+LARGEST_HEAP_BLOCK = 32 << 20  # the most that glibc allows; larger blocks are mappings
 
 
 class Mapping(NamedTuple):
@@ -28,9 +36,25 @@ def drop_library_pages() -> None:
     """
     if sys.platform != "linux":
         return
-    for mapping in mappings():
-        if ".so" in Path(mapping.path).suffixes and not mapping.own_bytes:
-            drop(range(mapping.start, mapping.stop))
+    with suppress(OSError), PAGEMAP.open("rb") as pagemap:
+        for line in MAPS.read_text().splitlines():
+            words = line.split(maxsplit=5)
+            if len(words) < 6 or ".so" not in Path(words[5]).suffixes:
+                continue
+            start, stop = (int(address, 16) for address in words[0].split("-"))
+            if not _has_own_pages(pagemap, start, stop):
+                drop(range(start, stop))
+
+
+def _has_own_pages(pagemap: BinaryIO, start: int, stop: int) -> bool:
+    """Whether pages of a mapped file have been written to, by Documentation/admin-guide/mm/pagemap.
+    smaps says it too, and takes four times as long: it counts all pages of the process."""
+    pagemap.seek(start // PAGESIZE * ENTRY_BYTES)
+    found = array("Q")
+    found.frombytes(pagemap.read((stop - start) // PAGESIZE * ENTRY_BYTES))
+    is_known = len(found) == (stop - start) // PAGESIZE
+    own = (page for page in found if page & SWAPPED or page & (PRESENT | FILE) == PRESENT)
+    return not is_known or any(own)
 
 
 def trim_heap() -> None:
@@ -38,6 +62,28 @@ def trim_heap() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(ctypes.c_size_t(0))
+
+
+def keep_heap() -> None:
+    """Keep up to `KEPT_BYTES` of freed heap, the first 32 MiB of them in huge pages; glibc only.
+
+    The layers of each prompt allocate and free the same buffers. By default glibc may return them
+    to the system each time: up to 16,000 page faults in a prompt of 128 tokens, and 40 ms.
+    """
+    library = ctypes.CDLL(None)
+    if sys.platform != "linux" or not hasattr(library, "mallopt"):
+        return
+    library.mallopt(M_TRIM_THRESHOLD, KEPT_BYTES)
+    library.mallopt(M_MMAP_THRESHOLD, LARGEST_HEAP_BLOCK)
+    library.malloc.restype = ctypes.c_void_p
+    size = LARGEST_HEAP_BLOCK - PAGESIZE
+    block = library.malloc(ctypes.c_size_t(size))
+    if block is None:
+        return
+    start = -(-block // PAGESIZE) * PAGESIZE
+    length = (block + size - start) // PAGESIZE * PAGESIZE
+    library.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), MADV_HUGEPAGE)
+    library.free(ctypes.c_void_p(block))
 
 
 def drop(pages: range) -> None:

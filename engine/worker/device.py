@@ -191,8 +191,16 @@ class Device(Protocol):
         """Zeros in `dtype`, on the device."""
         ...
 
+    def wake(self) -> None:
+        """Let threads that help this one compute begin to work, if they sleep."""
+        ...
+
+    def rest(self) -> None:
+        """Let these threads sleep until `wake`."""
+        ...
+
     def awake(self) -> AbstractContextManager[None]:
-        """Entered around each step; inside it the compute threads are ready to run."""
+        """`wake` and `rest` around a block."""
         ...
 
 

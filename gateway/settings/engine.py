@@ -150,8 +150,8 @@ class EngineSettings(BaseSettings):
     kv_cache_dtype: Literal["auto", "float32", "float16", "bfloat16", "int8", "fp8"] = _option(
         "auto",
         "memory",
-        "dtype of the KV cache; auto: as --dtype. On a CPU, 16 bits hold twice as many tokens as "
-        "float32, int8 nearly four times as many, and long contexts are faster",
+        "dtype of the KV cache; auto: float16 on a CPU, as --dtype on a GPU. float32 is for exact "
+        "comparisons of logits on a CPU; int8 holds nearly twice as many tokens as float16",
     )
     kv_slots: int | None = _option(
         None,

@@ -68,6 +68,20 @@ def _num_cores() -> int:
     return os.cpu_count() or 1
 
 
+def kv_dtype_of(name: str, *, keeps_kv: bool = True) -> torch.dtype:
+    """The dtype of the KV cache by its name; raises `StartupError` if it is not supported.
+
+    "auto" is float16, whatever the dtype of weights, if the CPU converts it in hardware; without
+    `keeps_kv`, in an encoder, it is float32.
+    """
+    if name == "auto":
+        return torch.float16 if keeps_kv and has_half() else torch.float32
+    dtype = choose_dtype("--kv-cache-dtype", name, CPU_KV_DTYPES, "cpu")
+    if dtype is torch.float16 and not has_half():
+        raise StartupError("--kv-cache-dtype 'float16' needs a CPU with F16C")
+    return dtype
+
+
 class CpuDevice:
     """One worker's share of the cores and of the memory of this machine."""
 
@@ -83,11 +97,9 @@ class CpuDevice:
             )
         if settings.batch_invariant:
             raise StartupError("--batch-invariant is not supported on cpu, only on cuda")
-        self.kv_dtype = choose_dtype("--kv-cache-dtype", settings.kv_dtype, CPU_KV_DTYPES, "cpu")
-        if self.kv_dtype is torch.float16 and not has_half():
-            raise StartupError("--kv-cache-dtype 'float16' needs a CPU with F16C")
-        self.attentions = attentions_for(settings, "cpu", DEFAULT_ATTENTION)
         preferred = preferred or PreferredFormat()
+        self.kv_dtype = kv_dtype_of(settings.kv_dtype, keeps_kv=preferred.keeps_kv)
+        self.attentions = attentions_for(settings, "cpu", DEFAULT_ATTENTION)
         stored = self._stored(settings, preferred)
         name = "" if stored else self._format(settings, preferred)
         self.linear_format: LinearFormat | None = FORMATS[name] if name else None
@@ -252,6 +264,12 @@ class CpuDevice:
 
     def zeros(self, *sizes: int) -> Tensor:
         return torch.zeros(sizes, dtype=self.dtype)
+
+    def wake(self) -> None:
+        self._pool.wake()
+
+    def rest(self) -> None:
+        self._pool.rest()
 
     def awake(self) -> AbstractContextManager[None]:
         return self._pool.awake()

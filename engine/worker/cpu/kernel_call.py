@@ -15,7 +15,10 @@ T = TypeVar("T", bound=ctypes.Structure)
 
 
 class KernelCall(Generic[T]):
-    """Runs one kernel on `operands`, whose fields the caller updates between calls."""
+    """Runs one kernel on `operands`, whose fields the caller updates between calls.
+
+    While a graph is recorded a call runs when the recording ends.
+    """
 
     def __init__(
         self,
@@ -34,10 +37,19 @@ class KernelCall(Generic[T]):
     def __call__(self, chunks: int) -> None:
         if self._pool.graph is not None:
             self._pool.graph.add(self._kernel, self.operands, chunks, self._weights)
-        self._pool.run(self._kernel, self._address, chunks)
+        else:
+            self._pool.run(self._kernel, self._address, chunks)
 
-    def over_rows(self, rows: int) -> None:
-        """Run over all rows in chunks of `rows_per_chunk`, a few for each thread."""
+    def over_rows(self, rows: int, *, joins: bool = False) -> None:
+        """Run over all rows in chunks of `rows_per_chunk`, a few for each thread.
+
+        A call that `joins` reads no other rows of the outputs of the call before it than it writes
+        itself, so a graph may run both as one call.
+        """
         share = -(-rows // (self._pool.threads * CHUNKS_PER_THREAD))
         self.operands.rows, self.operands.rows_per_chunk = rows, share
-        self(-(-rows // share))
+        chunks = -(-rows // share)
+        if self._pool.graph is not None and self._weights is None:
+            self._pool.graph.add_rows(self._kernel, self.operands, chunks, joins=joins)
+        else:
+            self(chunks)

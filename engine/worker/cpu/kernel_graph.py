@@ -2,11 +2,15 @@
 
 Theory of operation. Layers are Python that fills in operands and runs kernels, and for steps of
 one shape these calls are the same each time: the same kernels over the same addresses. While a
-graph is recorded the calls run as usual, and each is also copied to the graph with its operands;
-outputs are written to the graph's memory, which stays allocated. Replayed later, after new inputs
-were written where the recorded ones were, the calls write new outputs where the recorded ones were:
-the idea of a CUDA graph. So whatever a recorded call points to must stay where it is: weights do,
-and every intermediate tensor has to be allocated with `NativeThreadPool.empty`.
+graph is recorded each call is copied to the graph with its operands instead of running; all run
+when the recording ends. Outputs are written to the graph's memory, which stays allocated. Replayed
+later, after new inputs were written where the recorded ones were, the calls write new outputs where
+the recorded ones were: the idea of a CUDA graph. So whatever a recorded call points to must stay
+where it is: weights do, and every intermediate tensor has to be allocated with
+`NativeThreadPool.empty`.
+
+A kernel that converts the rows which the call before it wrote, such as those of a norm, becomes one
+call with it.
 """
 
 import ctypes
@@ -18,6 +22,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.worker.cpu.build import kernel
+from engine.worker.cpu.kernels.joined import JoinedOperands, run_joined
 from engine.worker.cpu.operands import make_reader, operands
 
 
@@ -70,6 +76,7 @@ class KernelGraph:
         self._calls: list[tuple[int, int, int]] = []
         self._weights: list[Tensor | None] = []  # that each call reads
         self._operands: list[ctypes.Structure] = []
+        self._last_rows: ctypes.Structure | None = None  # operands of the last call if over rows
         self._outputs: list[Tensor] = []
         self._table: NDArray[np.int64] = np.empty((0, 5), dtype=np.int64)
 
@@ -83,13 +90,39 @@ class KernelGraph:
         return taken
 
     def add(
-        self, kernel: int, operands: ctypes.Structure, chunks: int, weights: Tensor | None = None
+        self, function: int, operands: ctypes.Structure, chunks: int, weights: Tensor | None = None
     ) -> None:
         """Record a call with a copy of its operands, and the weights that it reads."""
         copied = type(operands).from_buffer_copy(operands)
         self._operands.append(copied)
-        self._calls.append((kernel, ctypes.addressof(copied), chunks))
+        self._calls.append((function, ctypes.addressof(copied), chunks))
         self._weights.append(weights)
+        self._last_rows = None
+
+    def add_rows(
+        self, function: int, operands: ctypes.Structure, chunks: int, *, joins: bool
+    ) -> None:
+        """Record a call over rows. One that `joins` reads only those rows of the last call's
+        outputs that it writes itself: both become one call if they have the same rows."""
+        before = self._last_rows
+        if not joins or before is None or before.rows != operands.rows:
+            self.add(function, operands, chunks)
+            self._last_rows = self._operands[-1]
+            return
+        first, first_operands, _ = self._calls.pop()
+        self._weights.pop()
+        second = type(operands).from_buffer_copy(operands)
+        self._operands.append(second)
+        joined = JoinedOperands(
+            first=first,
+            first_operands=first_operands,
+            second=function,
+            second_operands=ctypes.addressof(second),
+            rows=operands.rows,
+            rows_per_chunk=operands.rows_per_chunk,
+        )
+        before.rows_per_chunk = second.rows_per_chunk = 1
+        self.add(kernel(run_joined).address, joined, chunks)
 
     @cached_property
     def first_weights(self) -> tuple[int, int]:
@@ -109,7 +142,7 @@ class KernelGraph:
     def table(self) -> NDArray[np.int64]:
         """The calls as an array of `Call`, int64 `[calls, 5]`."""
         if len(self._table) != len(self._calls):
-            rows, ahead = [], (0, 0)
+            rows, ahead = [], self.first_weights  # after the last linear: of the next step
             for call, weights in zip(reversed(self._calls), reversed(self._weights), strict=True):
                 rows.append((*call, *ahead))
                 if weights is not None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.step import SamplingParams
 from engine.worker.cpu.delta_net import NativeDeltaNet
 from engine.worker.cpu.kernel_call import KernelCall
-from engine.worker.cpu.kernels import delta_rule, elementwise, experts, sampling
+from engine.worker.cpu.kernels import delta_rule, elementwise, experts, joined, sampling
 from engine.worker.cpu.linears.experts import ExpertLinear, NativeExperts
 from engine.worker.cpu.linears.floats import FLOAT32
 from engine.worker.cpu.linears.packed import MixedLinear, NativeLowRank, PackedLinear
@@ -143,6 +143,7 @@ class NativeOperators:
         """Every kernel that these operators may run."""
         return (
             *elementwise.KERNELS,
+            joined.run_joined,
             *delta_rule.KERNELS,
             *self._store.kernels,
             *experts.KERNELS,
@@ -152,8 +153,8 @@ class NativeOperators:
     @property
     def usual_kernels(self) -> tuple[Callable[..., None], ...]:
         """The kernels of a dense model. Others are compiled when a layer is made that runs them."""
-        norm_and_rope = elementwise.rms_norm, elementwise.apply_rope
-        return *norm_and_rope, elementwise.activation, *self._store.kernels, *sampling.KERNELS
+        common = elementwise.rms_norm, elementwise.apply_rope, elementwise.activation
+        return *common, joined.run_joined, *self._store.kernels, *sampling.KERNELS
 
     def recorded(self, model: StageModel, num_ranks: int) -> StageModel:
         """The same model; decode steps replay recorded kernels if all its layers are kernels."""

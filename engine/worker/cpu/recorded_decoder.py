@@ -1,8 +1,9 @@
 """A decoder whose decode steps are recorded once for each shape, and replayed afterwards.
 
 For a number of rows the kernel calls of all layers are the same from step to step, unless attention
-plans them differently or other rows use LoRA adapters. Prompts, whose shapes seldom repeat, are
-computed without a recording.
+plans them differently or other rows use LoRA adapters. The shapes of prompts seldom repeat: their
+recordings are replayed once, which spares them fresh memory for each output, and waits of one
+kernel for another.
 
 For few rows the logits and the most likely tokens are recorded too, so that memory is read without
 a pause from the first layer to the head.
@@ -12,11 +13,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from engine.worker.cpu.kernel_graph import KernelGraph
 from engine.worker.cpu.thread_pool import NativeThreadPool
-from engine.worker.model.layers import Decoder
+from engine.worker.model.layers import ComputesAngles, Decoder
 from engine.worker.ports import (
     Argmax,
     LoraSegment,
@@ -27,6 +29,8 @@ from engine.worker.ports import (
 
 MAX_ROWS = 512
 MAX_ROWS_WITH_HEAD = 64  # whose logits are recorded: their memory stays allocated
+MIN_TABLE_POSITIONS = 256
+MAX_TABLE_POSITIONS = 8192  # 4 MiB of angles for heads of 128
 MAX_RECORDINGS = 128  # the oldest is dropped for a new one
 
 
@@ -81,6 +85,24 @@ class DecodeRecording(NamedTuple):
             own.sin.copy_(rope.sin)
 
 
+class RopeTable:
+    """The angles of one kind of RoPE at the first positions, computed once."""
+
+    def __init__(self, rope: ComputesAngles) -> None:
+        self._rope = rope
+        self._known = RopeAngles(torch.empty(0), torch.empty(0))
+
+    def angles(self, positions: Tensor) -> RopeAngles:
+        """As `Rope.angles`, with the same bits."""
+        stop = 1 + max(positions.tolist(), default=0) if len(positions) <= MAX_ROWS else 0
+        if not 0 < stop <= MAX_TABLE_POSITIONS:
+            return self._rope.angles(positions)
+        if len(self._known.cos) < stop:
+            count = max(MIN_TABLE_POSITIONS, 1 << (stop - 1).bit_length())
+            self._known = self._rope.angles(torch.arange(count))
+        return RopeAngles(self._known.cos[positions], self._known.sin[positions])
+
+
 class RecordedDecoder:
     """A `StageModel` around a decoder whose blocks run kernels of the thread pool only."""
 
@@ -92,7 +114,8 @@ class RecordedDecoder:
         largest: LargestLogits,
     ) -> None:
         """`argmax` finds the largest logits by kernels; those of a replay are kept in `largest`."""
-        self._decoder = decoder
+        tables = tuple([RopeTable(rope) for rope in decoder.ropes])
+        self._decoder = decoder = replace(decoder, ropes=tables)
         self._pool = pool
         self._argmax = argmax
         self._largest = largest
@@ -113,7 +136,7 @@ class RecordedDecoder:
         plan = attention.plan_key if isinstance(attention, RecordableAttention) else b""
         is_other = context.rows is not None or context.states is not None
         if not plan or is_other or len(hidden) > MAX_ROWS:
-            return self._decoder.layers(hidden, context)
+            return self._layers_once(hidden, context)
         hidden, context = self._decoder.prepared(hidden, context)
         key = (len(hidden), plan, context.loras)
         recording = self._recordings.get(key)
@@ -129,6 +152,22 @@ class RecordedDecoder:
             self._computed = ComputedLogits(hidden, recording.read_out.logits)
             self._largest.keep(recording.read_out)
         return self._decoder.sent(hidden, context)
+
+    def _layers_once(self, hidden: Tensor, context: StepContext) -> Tensor:
+        """Layers that run after they were recorded; the recording is not kept.
+
+        The last layer is not recorded, because torch selects its rows.
+        """
+        decoder = self._decoder
+        is_native = isinstance(context.attention, RecordableAttention)
+        if not is_native or context.states is not None or len(hidden) > MAX_ROWS:
+            return decoder.layers(hidden, context)
+        hidden, context = decoder.prepared(hidden, context)
+        all_rows = replace(context, rows=None)
+        with self._pool.recording():
+            for block in decoder.blocks[:-1]:
+                block(hidden, all_rows)
+        return decoder.sent(decoder.blocks[-1](hidden, context), context)
 
     def _record(self, hidden: Tensor, context: StepContext) -> DecodeRecording:
         """Run the step while recording it, on memory that the recording keeps."""

@@ -9,8 +9,9 @@ long; between steps they wait for a semaphore of the system. They never return t
 need no GIL, which the leader holds while it prepares a step.
 
 A graph names the weights that its next linear reads. A helper without a chunk prefetches them, so
-that memory is read also while the leader computes a norm or the last chunk of a linear alone, and,
-before the first kernel of a step, while it runs Python.
+that memory is read also while the leader computes a norm or the last chunk of a linear alone. After
+a graph's last linear these are the first weights of the next step: if that step is already known,
+helpers are kept awake between the two, and prefetch while the leader runs Python.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -185,13 +186,15 @@ class NativeThreadPool:
 
     @contextmanager
     def recording(self) -> Iterator[KernelGraph]:
-        """Kernels called inside the block run, and are in the graph after it."""
+        """Kernels called inside the block are in the graph, and run at the end of the block."""
         assert self.graph is None, "one graph is recorded at a time"
         self.graph = KernelGraph(self._memory)
         try:
             yield self.graph
+            recorded = self.graph
         finally:
             self.graph = None
+        self.replay(recorded)
 
     def replay(self, graph: KernelGraph) -> None:
         """Run the calls of a graph, one after the other."""
@@ -202,14 +205,29 @@ class NativeThreadPool:
     @contextmanager
     def awake(self) -> Iterator[None]:
         """Helpers work inside the block; outside of it `run` computes without them."""
+        self.wake()
+        try:
+            yield
+        finally:
+            self.rest()
+
+    @property
+    def is_awake(self) -> bool:
+        """Whether helpers work, or wait for work without sleeping for long."""
+        return bool(self._block[IS_AWAKE // 8])
+
+    def wake(self) -> None:
+        """Let helpers work until `rest`; before the first kernel they prefetch its weights."""
+        if self.is_awake:
+            return
         self._block[AHEAD // 8], self._block[AHEAD_END // 8] = self._first_weights
         self._block[IS_AWAKE // 8] = 1
         for _ in range(1, self.threads):
             _libc.sem_post(self._control + WAKE)
-        try:
-            yield
-        finally:
-            self._block[IS_AWAKE // 8] = 0
+
+    def rest(self) -> None:
+        """Let helpers sleep until `wake`."""
+        self._block[IS_AWAKE // 8] = 0
 
     def _help(self, number: int) -> None:
         self._follow(self._control, number)

@@ -236,8 +236,14 @@ class CudaDevice:
         """A zeroed tensor in the activations' dtype on the GPU."""
         return torch.zeros(sizes, dtype=self.dtype, device=self.place)
 
-    def awake(self) -> AbstractContextManager[None]:
+    def wake(self) -> None:
         """A no-op: only the CPU thread pool has to be woken."""
+
+    def rest(self) -> None:
+        """A no-op."""
+
+    def awake(self) -> AbstractContextManager[None]:
+        """A no-op."""
         return nullcontext()
 
     def _tiling_choice(self) -> ChoosesTiling:

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.worker.model.layer_inputs import LayerInput, StageInputs
-from engine.worker.model.rope import Rope
 from engine.worker.ports import AllReduce, Linear, Lookup, Norm, RankPart, RopeAngles, StepContext
 
 
@@ -236,6 +235,14 @@ class Layer(Protocol):
         ...
 
 
+class ComputesAngles(Protocol):
+    """One kind of RoPE."""
+
+    def angles(self, positions: Tensor) -> RopeAngles:
+        """The angles at `positions` `[tokens]`."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Decoder:
     """A decoder or one stage of it.
@@ -248,7 +255,7 @@ class Decoder:
     blocks: tuple[Layer, ...]
     tokens: Embedding | None = None
     learned_positions: Tensor | None = None  # [positions, hidden]
-    ropes: tuple[Rope, ...] = ()
+    ropes: tuple[ComputesAngles, ...] = ()
     norm: Norm | None = None
     head: Linear | None = None
     embedding_scale: float = 1.0

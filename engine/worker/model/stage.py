@@ -67,7 +67,9 @@ class Stage:
         A step has sampled or pooled rows, not both. With `keep` those of all rows are computed, and
         it is called with them.
         """
-        rows = np.concatenate((layout.sampled_rows, layout.scored_rows, layout.pooled.rows))
+        rows = layout.sampled_rows
+        if len(layout.scored_rows) or len(layout.pooled.rows):
+            rows = np.concatenate((rows, layout.scored_rows, layout.pooled.rows))
         most = max(len(layout.sampled_rows), len(layout.pooled.rows))  # each in ascending order
         is_all = most == len(rows) == layout.num_tokens
         if keep is not None:

@@ -127,9 +127,15 @@ class KernelRecorder(Protocol):
     """Collects kernel calls so that they can be repeated later."""
 
     def add(
-        self, kernel: int, operands: ctypes.Structure, chunks: int, weights: Tensor | None = None
+        self, function: int, operands: ctypes.Structure, chunks: int, weights: Tensor | None = None
     ) -> None:
         """A call with these operands, which reads `weights` from memory."""
+        ...
+
+    def add_rows(
+        self, function: int, operands: ctypes.Structure, chunks: int, *, joins: bool
+    ) -> None:
+        """A call over rows; one that `joins` may run with the call before it, row by row."""
         ...
 
 

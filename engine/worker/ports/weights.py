@@ -114,17 +114,19 @@ class LinearFormat(Protocol):
 
 
 class PreferredFormat(NamedTuple):
-    """What a checkpoint's linears are computed in when the setting `weights` is "auto".
+    """What a checkpoint is computed in when the settings `weights` and `kv_dtype` are "auto".
 
     `stored` are the formats of its quantized weights: a device that computes in all of them leaves
     each weight as it is stored. Another device converts all weights to `format`, a quantized format
     or None for floats. `floats` is the dtype in which the checkpoint stores its floats, None if it
-    is not one dtype.
+    is not one dtype. Without `keeps_kv` it is an encoder, whose keys and values last for a step:
+    they need not be small.
     """
 
     format: str | None = None
     stored: tuple[str, ...] = ()
     floats: str | None = None
+    keeps_kv: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,6 @@
 """The disk tier of a worker: its files and their sizes."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -7,10 +8,12 @@ from pathlib import Path
 
 from engine.errors import StartupError
 from engine.step import ReadAhead
-from engine.worker.model.kv.disk_pool import DiskFiles, folder_of, remove_unused
+from engine.worker.model.kv.disk_pool import DiskFiles, folder_of, has_folders, remove_unused
 from engine.worker.model.kv.kv_tensors import size_text
 from engine.worker.process.stage_kv import StageKV
 from engine.worker_settings import WorkerSettings
+
+logger = logging.getLogger(__name__)
 
 STATES = "states"  # folder of the snapshots of recurrent layers, within that of the blocks
 
@@ -31,6 +34,11 @@ class DiskTier:
         check_kept(settings, "--disk-kv", kv)
         directory = Path(settings.disk_kv_dir)
         memory, folder = settings.disk_kv_bytes, folder_of(directory, facts)
+        if not folder.exists() and has_folders(directory):
+            logger.info(
+                "--disk-kv: %s is new; the KV of other models, KV dtypes or versions is not used",
+                folder,
+            )
         states = None
         if kv.shard.shape.recurrent_layers:
             memory //= 2

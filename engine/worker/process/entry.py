@@ -30,7 +30,7 @@ from typing import Protocol, Self, TypeAlias
 from engine.errors import StartupError, WorkerLost
 from engine.lora import LoraReport, LoraSpec
 from engine.step import ReadAhead, Step, StepTimes
-from engine.transport.process_memory import drop_library_pages, trim_heap
+from engine.transport.process_memory import drop_library_pages, keep_heap, trim_heap
 from engine.transport.wire import (
     FrameReader,
     Goodbye,
@@ -57,7 +57,11 @@ from engine.worker.process.results import (
     line_of,
     one_line,
 )
-from engine.worker.process.torch_import import skip_meta_registrations, skip_scipy
+from engine.worker.process.torch_import import (
+    import_unused_later,
+    skip_meta_registrations,
+    skip_scipy,
+)
 from engine.worker_settings import WorkerReport, WorkerSettings
 
 logger = logging.getLogger("engine.worker")  # the module itself runs as __main__
@@ -65,6 +69,7 @@ logger = logging.getLogger("engine.worker")  # the module itself runs as __main_
 RECEIVE_BYTES = 1 << 18
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 PR_SET_NAME = 15
+PR_SET_TIMERSLACK = 29
 
 Received: TypeAlias = "SimpleQueue[ReceivedStep | Exception | None]"
 
@@ -93,6 +98,10 @@ class LoadableWorker(Protocol):
 
     def read_ahead(self, copies: ReadAhead) -> None:
         """Begin to read copies in the disk tier; returns at once."""
+        ...
+
+    def warm_up(self) -> None:
+        """Run code and touch memory that the first request needs, before it arrives."""
         ...
 
     def learn(self, step: Step) -> None:
@@ -145,6 +154,7 @@ def main() -> int:
     arguments = parser.parse_args()
     configure_process(arguments.parent)
     skip_meta_registrations()
+    import_unused_later()
     skip_scipy()
     with socket.socket(fileno=arguments.socket) as connection:
         connection.set_inheritable(False)
@@ -170,6 +180,8 @@ def configure_process(parent: int) -> None:
         prctl = ctypes.CDLL(None).prctl
         prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
         prctl(PR_SET_NAME, b"podway-worker")  # at most 15 bytes
+        # Compute threads that wait sleep for 20 µs: by default the kernel may add 50.
+        prctl(PR_SET_TIMERSLACK, ctypes.c_ulong(1))
     if os.getppid() != parent:  # the parent died before prctl
         sys.exit(0)
 
@@ -189,6 +201,7 @@ def serve(parent: Parent, worker_path: str, listener: int | None = None) -> int:
             finally:
                 settings = receive_settings(parent, listener)
             worker = worker_class.load(settings, parent.progress)
+            gc.freeze()  # later collections skip the model, and none delays the start
         parent.send(frame(WorkerLoaded(worker.report)))
     except (ConnectionError, EOFError, WireError):
         raise
@@ -201,7 +214,8 @@ def serve(parent: Parent, worker_path: str, listener: int | None = None) -> int:
         return 1
     drop_library_pages()  # while the server gets ready
     trim_heap()
-    gc.freeze()  # later collections skip the model; a collection now would delay the first step
+    keep_heap()
+    worker.warm_up()
     received: Received = SimpleQueue()
     placement = settings.placement
     answers = ResultSender(

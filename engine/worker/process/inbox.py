@@ -43,6 +43,11 @@ class Inbox(Generic[T]):
         """Prepare the step in this thread; used instead of `put`, where nothing is waited for."""
         self._ready.put(self._prepared(step))
 
+    @property
+    def has_next(self) -> bool:
+        """Whether a step is ready to be taken."""
+        return not self._ready.empty()
+
     def take(self, step: Step) -> T:
         """The prepared step; raises the error of preparing it. A step that was not put is prepared
         now."""

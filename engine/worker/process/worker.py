@@ -40,6 +40,8 @@ from engine.worker.sampling.logits_output import LogitsOutput, OutputReader
 from engine.worker.sampling.outputs import OutputMemory
 from engine.worker_settings import WorkerSettings
 
+WARM_UP_TOKENS = 64
+
 
 class Prepared(NamedTuple):
     """The part of a step that is done before computing."""
@@ -81,7 +83,7 @@ class Worker:
         """Build a worker and run two warm-up steps; raises `StartupError`."""
         parts = build_worker(settings, progress, device)
         worker = cls(parts)
-        if faults := worker._warm_up():
+        if faults := worker._run_first_steps(worker._limits.block_size):
             raise StartupError(f"{settings.model} cannot be served: {faults[0].message}")
         return worker
 
@@ -122,7 +124,11 @@ class Worker:
             now = time.monotonic()
             self.times = StepTimes(None, now, now)
             return self._launcher.launch(step)
-        result = self._run(step)
+        try:
+            result = self._run(step)
+        finally:
+            if not self._inbox.has_next:
+                self._device.rest()
         return CompletedStep(StepOutcome(result, self.times))
 
     def run(self, step: Step) -> StepResult:
@@ -150,8 +156,8 @@ class Worker:
         prepared = self._take(step)
         self._return.expect(step)
         step = self._held.complete(step, prepared.layout)
-        moving = self._mover.moving(step.moves)
-        with torch.inference_mode(), self._device.awake(), moving as unread:
+        self._device.wake()
+        with torch.inference_mode(), self._mover.moving(step.moves) as unread:
             if self._samples:
                 step = self._outputs.complete(step)
             rows = split_drafts(step)
@@ -277,15 +283,21 @@ class Worker:
         self._reader.follow(layout, hidden)
         return LogitsOutput()
 
-    def _warm_up(self) -> list[Fault]:
-        """Run a prompt chunk and a decode in block 0, which no request owns yet. A model that pools
-        runs a prompt only."""
+    def warm_up(self) -> None:
+        """Run a prompt whose buffers and code are in memory then, before the first request. Does
+        nothing beside other workers or on a GPU."""
+        if self._plane is None and self._launcher is None:
+            self._run_first_steps(WARM_UP_TOKENS)
+
+    def _run_first_steps(self, num_tokens: int) -> list[Fault]:
+        """Run a prompt chunk of at most `num_tokens` and a decode in block 0, which no request owns
+        yet. A model that pools runs a prompt only."""
         faults: list[Fault] = []
-        size = min(self._limits.block_size, self._limits.max_positions)
-        block = bytes(4)
-        for step_id, start, count in ((-2, 0, max(1, size - 1)), (-1, size - 1, 1)):
+        size = max(2, min(num_tokens, self._limits.max_positions))
+        blocks = bytes(4 * -(-size // self._limits.block_size))
+        for step_id, start, count in ((-2, 0, size - 1), (-1, size - 1, 1)):
             entry = StepEntry(
-                RequestId(0), start, (0,) * count, block, SampleSpec(SamplingParams())
+                RequestId(0), start, (0,) * count, blocks, SampleSpec(SamplingParams())
             )
             if self._draft is not None and count > 1:
                 entry = entry._replace(proposal=ProposalSpec(1, 0))

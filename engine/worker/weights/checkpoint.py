@@ -149,8 +149,9 @@ class Checkpoint:
 
     @property
     def preferred_format(self) -> PreferredFormat:
-        """What its linears are computed in when the setting `weights` is "auto"."""
-        return PreferredFormat() if self.files is None else self.files.preferred_format
+        """What it is computed in when the settings do not say it."""
+        preferred = PreferredFormat() if self.files is None else self.files.preferred_format
+        return preferred._replace(keeps_kv=self.family.shape.is_causal)
 
     @property
     def pooling_method(self) -> PoolingMethod | None:

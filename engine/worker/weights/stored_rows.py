@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 from weakref import finalize
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -40,16 +41,14 @@ class FileRows:
 
     def __call__(self, ids: Tensor) -> Tensor:
         """The rows [n, …] of `ids` [n]. Raises `IndexError` for an unknown row, and `OSError`."""
-        found = torch.empty((len(ids), *self._shape[1:]), dtype=self._dtype)
-        memory = found.flatten().view(torch.uint8).numpy().data
-        size = self._row_bytes
+        found = np.empty((len(ids), self._row_bytes), dtype=np.uint8)
         for place, row in enumerate(ids.tolist()):
             if not 0 <= row < self._shape[0]:
                 raise IndexError(f"row {row} of {self._shape[0]}")
-            part = memory[place * size : (place + 1) * size]
-            if os.preadv(self._file, [part], self._offset + row * self._stride) != size:
+            at = self._offset + row * self._stride
+            if os.preadv(self._file, [found[place]], at) != self._row_bytes:
                 raise OSError("the checkpoint changed while it was served: restart the server")
-        return found
+        return torch.from_numpy(found).view(self._dtype).view(len(ids), *self._shape[1:])
 
 
 class StoredRows:

@@ -6,7 +6,7 @@ model generates the texts greedily.
 
     python -m examples.benchmarks.layers.quantization_quality
         [MODEL] [--weights int8] [--activation-bits auto]
-        [--kv-cache-dtype auto] [--texts 50] [--tokens 64] [--original MODEL] [--json FILE]
+        [--kv-cache-dtype float32] [--texts 50] [--tokens 64] [--original MODEL] [--json FILE]
 """
 
 import argparse
@@ -42,7 +42,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("model", nargs="?", default=str(builtin), help="a checkpoint")
     parser.add_argument("--original", help="what the model was made from; else itself in float32")
     parser.add_argument("--weights", default="int8", help="compared with float32")
-    parser.add_argument("--kv-cache-dtype", default="auto", help="compared with float32")
+    parser.add_argument("--kv-cache-dtype", default="float32", help="compared with float32")
     parser.add_argument("--activation-bits", default="auto", help="of int8 weights: 8 or 14")
     parser.add_argument("--texts", type=int, default=50, help="prompts of random ids")
     parser.add_argument("--tokens", type=int, default=64, help="after each prompt")

@@ -26,7 +26,13 @@ TOLERANCE = 1e-5
 
 def a_worker(directory: Path, task: str = "embed", **fields: Any) -> Worker:
     settings = WorkerSettings(
-        str(directory), task=task, block_size=4, kv_slots=512, threads=1, **fields
+        str(directory),
+        task=task,
+        block_size=4,
+        kv_slots=512,
+        kv_dtype="float32",  # as exact as transformers
+        threads=1,
+        **fields,
     )
     return Worker.load(settings, lambda *_: None)
 

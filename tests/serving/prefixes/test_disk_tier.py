@@ -90,13 +90,14 @@ def test_a_file_that_was_changed_is_not_used(tmp_path: Path) -> None:
         assert text(again) == expected
 
 
-def test_another_numeric_format_does_not_use_the_same_copies(tmp_path: Path) -> None:
-    with started(tmp_path) as server:
+def test_another_kv_dtype_does_not_use_the_same_copies(tmp_path: Path) -> None:
+    with started(tmp_path, "--kv-cache-dtype", "float32") as server:
         chat(read_url(server), STORY)
         server.send_signal(signal.SIGTERM)
         server.wait(60)
-    with started(tmp_path, "--kv-cache-dtype", "int8") as server:
+    with started(tmp_path) as server:
         assert cached(chat(read_url(server), STORY)) == 0
+    assert "the KV of other models, KV dtypes or versions is not used" in server.log.read_text()
 
 
 def test_workers_that_share_a_model_are_rejected(tmp_path: Path) -> None:

@@ -165,7 +165,7 @@ class PackedLinear:
             scale = self._pool.empty("input scales", (rows,))
             operands.scale = call.x_scale = scale.data_ptr()
             converted.append(scale)
-        convert.over_rows(rows)
+        convert.over_rows(rows, joins=True)
         return converted
 
 

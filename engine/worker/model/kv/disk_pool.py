@@ -163,13 +163,24 @@ def _header(block_hash: bytes, content: bytes) -> bytes:
     return np.array((block_hash, zlib.crc32(content), 1), HEADER).tobytes()
 
 
+def has_folders(directory: Path) -> bool:
+    """Whether any model or format has copies in the directory, which need not exist."""
+    return directory.is_dir() and bool(_folders(directory))
+
+
+def _folders(directory: Path) -> list[Path]:
+    """Those that a disk tier made, of any model and format."""
+    names = re.compile(f"[0-9a-f]{{{FOLDER_DIGITS}}}")
+    ours = (folder for folder in directory.iterdir() if names.fullmatch(folder.name))
+    return [folder for folder in ours if (folder / HEADERS).is_file()]
+
+
 def remove_unused(directory: Path, keep: Path, now: float) -> None:
     """Delete the folders of models and formats that no server has written to for `UNUSED_DAYS`, so
     that each update of a model does not leave its files forever."""
-    for folder in directory.iterdir():
+    for folder in _folders(directory):
         headers = folder / HEADERS
-        is_ours = re.fullmatch(f"[0-9a-f]{{{FOLDER_DIGITS}}}", folder.name) and headers.is_file()
-        if is_ours and folder != keep and now - headers.stat().st_mtime > UNUSED_DAYS * 86400:
+        if folder != keep and now - headers.stat().st_mtime > UNUSED_DAYS * 86400:
             with headers.open("rb") as file, suppress(OSError):
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder)

@@ -19,7 +19,6 @@ from engine.worker.ports import KVCapacity, KVTensors, ModelShape
 from engine.worker_settings import WorkerSettings
 
 CPU_KV_DTYPES = {
-    "auto": torch.float32,
     "float32": torch.float32,
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,

@@ -50,6 +50,30 @@ def test_a_replayed_graph_gives_the_same_bits(
         assert torch.equal(x, wanted)
 
 
+@pytest.mark.parametrize("rows", [1, 7, 64])
+def test_a_graph_joins_a_norm_and_an_activation_with_the_conversion_of_their_results(
+    pool: NativeThreadPool, rows: int
+) -> None:
+    mlp, x = an_mlp(int8_operators(pool)), noise(rows, 32)
+    expected = mlp(x.clone())
+    with pool.recording() as graph:
+        mlp(x)
+    assert len(graph) == 4, "norm and conversion, up, activation and conversion, down"
+    assert torch.equal(x, expected)
+
+
+def test_calls_over_other_rows_are_not_joined(pool: NativeThreadPool) -> None:
+    operators = int8_operators(pool)
+    norm, linear = operators.rms_norm(noise(32), 1e-6), operators.linear([noise(16, 32)], None)
+    x, other = noise(8, 32), noise(5, 32, seed=1)
+    expected = linear(other)
+    with pool.recording() as graph:
+        norm(x)
+        y = linear(other)
+    assert len(graph) == 3
+    assert torch.equal(y, expected)
+
+
 def test_graphs_of_many_sizes_share_one_output_memory(
     pool: NativeThreadPool, operators: NativeOperators
 ) -> None:
@@ -92,7 +116,7 @@ def test_a_recording_that_fails_leaves_no_graph_in_the_pool(
     assert pool.graph is None
 
 
-def test_each_call_names_the_weights_of_the_next_linear(
+def test_each_call_names_the_weights_of_the_next_linear_and_the_last_those_of_the_next_step(
     pool: NativeThreadPool, operators: NativeOperators
 ) -> None:
     mlp, x = an_mlp(operators), noise(1, 32)
@@ -101,25 +125,26 @@ def test_each_call_names_the_weights_of_the_next_linear(
         mlp(x)
     ahead = [(first, end - first) for *_, first, end in graph.table().tolist()]
     places = list(dict.fromkeys(ahead))
-    up, down, none = places
+    up, down, first = places
     assert ahead[0] == up
     assert up[1] > 0
     assert down[1] > 0
-    assert none == (0, 0) == ahead[-1]
-    changes = [now for now, before in zip(ahead, [none, *ahead], strict=False) if now != before]
-    assert changes == [up, down, up, down, none]
+    start, stop = graph.first_weights
+    assert first == (start, stop - start) == ahead[-1]
+    changes = [now for now, before in zip(ahead, [first, *ahead], strict=False) if now != before]
+    assert changes == [up, down, up, down, first]
 
 
 def test_a_graph_names_the_weights_that_it_reads_first(
     pool: NativeThreadPool, operators: NativeOperators, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mlp = an_mlp(operators)
+    mlp, x = an_mlp(operators), noise(2, 32)
     with pool.recording() as graph:
-        mlp(noise(2, 32))
+        mlp(x)
     up, down = (each for each in graph._weights if each is not None)
     assert down.data_ptr() == up.data_ptr() + up.nbytes
     assert graph.first_weights == (up.data_ptr(), down.data_ptr() + down.nbytes)
     monkeypatch.setattr(kernel_graph, "MAX_FIRST_BYTES", 100)
     with pool.recording() as graph:
-        mlp(noise(2, 32))
+        mlp(x)
     assert graph.first_weights == (up.data_ptr(), up.data_ptr() + 100)

@@ -6,13 +6,15 @@ from random import Random
 import pytest
 import torch
 
+from engine.step import RequestId, SampleSpec, Step, StepEntry, StepId
 from engine.worker.cpu import operators
 from engine.worker.cpu import recorded_decoder as recorded
 from engine.worker.cpu.recorded_decoder import RecordedDecoder
 from engine.worker.lora.model import LoraModel
+from engine.worker.model.rope import Rope, inverse_frequencies
 from engine.worker.ports import StageModel
 from engine.worker.process.worker import Worker
-from tests.engine.worker.process.driving import Driver, load_worker
+from tests.engine.worker.process.driving import GREEDY, Driver, load_worker
 from tests.models.checkpoints import make_checkpoint
 
 VOCAB = 97
@@ -55,6 +57,38 @@ def test_logits_have_the_same_bits_replayed_or_not(
     assert none == 0
     for one, other in zip(replayed, plain, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dim", [6, 20, 64, 128])
+def test_angles_from_a_table_have_the_bits_of_those_that_are_computed(dim: int) -> None:
+    rope = Rope(inverse_frequencies(dim, 10000.0), magnitude=1.25)
+    table = recorded.RopeTable(rope)
+    for each in ([5], [255, 0], [256], [1, 2, 3, 4000], [8191], [8192, 1], [*range(600)]):
+        positions = torch.tensor(each)
+        expected, found = rope.angles(positions), table.angles(positions)
+        assert torch.equal(found.cos, expected.cos)
+        assert torch.equal(found.sin, expected.sin)
+
+
+def test_helpers_stay_awake_between_steps_if_the_next_one_is_known(tmp_path: Path) -> None:
+    worker = load_worker(make_checkpoint(tmp_path), attention="cpu")
+    base = base_of(worker)
+    assert isinstance(base, RecordedDecoder)
+    steps = [step_of(0), step_of(1), step_of(2, token=VOCAB)]
+    for step in steps:
+        worker.learn(step)
+    is_awake = []
+    for step in steps[:2]:
+        worker.run(step)
+        is_awake.append(base._pool.is_awake)
+    with pytest.raises(ValueError, match="token ids"):
+        worker.run(steps[2])
+    assert [*is_awake, base._pool.is_awake] == [True, True, False]
+
+
+def step_of(number: int, token: int = 1) -> Step:
+    entry = StepEntry(RequestId(0), number, (token,), bytes(4), SampleSpec(GREEDY))
+    return Step(StepId(number), (entry,))
 
 
 def test_the_oldest_recording_is_dropped_for_a_new_one(

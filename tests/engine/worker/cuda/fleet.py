@@ -48,7 +48,8 @@ def gpus(
         places = placements(stages, ranks, rendezvous, listener.fileno())
 
         def load(index: int) -> Worker:
-            settings = replace(settings_for(model), placement=places[index], **changes)  # type: ignore[arg-type]
+            plain = settings_for(model, kv_dtype="auto")
+            settings = replace(plain, placement=places[index], **changes)  # type: ignore[arg-type]
             own = kernels[index] if kernels else NO_KERNELS
             device = CudaDevice(settings, devices[index], triton=own)
             if has_graphs:

@@ -106,7 +106,7 @@ class OnStandIns:
 
 def on_stand_ins(model: object, **changes: object) -> OnStandIns:
     """A worker loaded from a checkpoint; `changes` are fields of its settings."""
-    settings = replace(settings_for(model), **changes)  # type: ignore[arg-type]
+    settings = replace(settings_for(model, kv_dtype="auto"), **changes)  # type: ignore[arg-type]
     device = StandInDevice(settings)
     progress: list[tuple[str, int, int]] = []
     worker = Worker.load(settings, lambda *news: progress.append(news), device)

@@ -45,7 +45,10 @@ def test_the_whole_worker_computes_in_the_dtype_of_the_device(
     tmp_path: Path, family: str, dtype: str
 ) -> None:
     make_checkpoint(tmp_path, family)
-    worker = on_gpu(replace(settings_for(tmp_path), dtype=dtype), StandingGpu(total_bytes=1 << 31))
+    worker = on_gpu(
+        replace(settings_for(tmp_path, kv_dtype="auto"), dtype=dtype),
+        StandingGpu(total_bytes=1 << 31),
+    )
     report = worker.report
     assert (report.dtype, report.weights, report.attention) == (dtype, dtype, "reference")
     assert report.device == "cpu (Standing GPU)"
@@ -62,7 +65,7 @@ def test_a_checkpoint_larger_than_the_gpu_is_rejected_before_it_is_read(tmp_path
     make_checkpoint(tmp_path)
     progress: list[str] = []
     gpu = StandingGpu(total_bytes=100 * MIB, used=90 * MIB - 1000)
-    settings = settings_for(tmp_path)
+    settings = settings_for(tmp_path, kv_dtype="auto")
     with pytest.raises(StartupError) as failed:
         Worker.load(settings, lambda label, *_: progress.append(label), CudaDevice(settings, gpu))
     assert "on cpu (Standing GPU) 1000 bytes are left of --gpu-memory-utilization 0.9" in str(
@@ -101,7 +104,7 @@ def test_a_model_that_leaves_no_room_for_kv_is_refused_with_the_numbers() -> Non
 
 def test_the_cache_has_a_block_more_than_it_says_and_the_host_is_pinned(tmp_path: Path) -> None:
     gpu = StandingGpu()
-    device = CudaDevice(settings_for(tmp_path), gpu)
+    device = CudaDevice(settings_for(tmp_path, kv_dtype="auto"), gpu)
     cache = device.allocate(SHAPE, 5)
     assert (cache.num_blocks, cache.num_spare) == (5, 1)
     for tensor in (*cache.keys, *cache.values):
@@ -128,7 +131,7 @@ def test_the_cache_has_a_block_more_than_it_says_and_the_host_is_pinned(tmp_path
 def test_settings_that_no_gpu_serves_are_refused(
     settings: dict[str, str], says: str, tmp_path: Path
 ) -> None:
-    asked = replace(settings_for(tmp_path), **settings)  # type: ignore[arg-type]
+    asked = replace(settings_for(tmp_path, kv_dtype="auto"), **settings)  # type: ignore[arg-type]
     with pytest.raises(StartupError, match=says):
         CudaDevice(asked, StandingGpu())
 
@@ -153,7 +156,7 @@ def test_the_whole_worker_computes_with_8_bit_weights(
     tmp_path: Path, weights: str, allowed: float
 ) -> None:
     make_checkpoint(tmp_path, "llama")
-    settings = replace(settings_for(tmp_path), weights=weights)
+    settings = replace(settings_for(tmp_path, kv_dtype="auto"), weights=weights)
     worker = on_gpu(settings, StandingGpu(total_bytes=1 << 31))
     assert (worker.report.dtype, worker.report.weights) == ("bfloat16", weights)
     exact, rounded = (Driver(each, seed=1) for each in (load_worker(tmp_path), worker))
@@ -182,7 +185,7 @@ def test_a_step_that_does_not_fit_is_refused_with_what_to_lower(tmp_path: Path) 
     def too_large() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    device = CudaDevice(settings_for(tmp_path), StandingGpu())
+    device = CudaDevice(settings_for(tmp_path, kv_dtype="auto"), StandingGpu())
     with pytest.raises(StartupError, match=r"the largest step does not fit on cpu .*--max-batch-"):
         device.kv_capacity(too_large)
 
@@ -199,7 +202,9 @@ def test_the_largest_step_is_rehearsed_with_all_its_tokens(
 
     monkeypatch.setattr(Stage, "read", watched)
     make_checkpoint(tmp_path, "llama")
-    settings = replace(settings_for(tmp_path), max_batch_size=5, max_batch_tokens=60)
+    settings = replace(
+        settings_for(tmp_path, kv_dtype="auto"), max_batch_size=5, max_batch_tokens=60
+    )
     on_gpu(settings, StandingGpu(total_bytes=1 << 31))
     assert seen[:2] == [(60, 5), (60, 5)]  # once to compile, once to measure; then the warm-up
 
@@ -208,7 +213,7 @@ def test_all_that_a_step_computes_with_lies_on_the_device(tmp_path: Path) -> Non
     """The meta device has no values: tensors of the CPU do not mix with it, and none is read."""
     make_checkpoint(tmp_path, "qwen3")
     nowhere = StandingGpu(place=torch.device("meta"))
-    settings = settings_for(tmp_path)
+    settings = settings_for(tmp_path, kv_dtype="auto")
     device = CudaDevice(settings, nowhere)
     checkpoint = Checkpoint.open(str(tmp_path))
     shape = checkpoint.family.shape

@@ -44,11 +44,12 @@ def settings_for(
     dtype: str = "auto",
     weights: str = "auto",
     activation_bits: str = "auto",
-    kv_dtype: str = "auto",
+    kv_dtype: str = "float32",
     block_size: int = 4,
     kv_slots: int = 512,
 ) -> WorkerSettings:
-    """A small cache, one thread."""
+    """A small cache in float32, so that logits can be compared with those of transformers; one
+    thread."""
     return WorkerSettings(
         model=str(model),
         attention=attention,
@@ -69,11 +70,11 @@ def load_worker(
     dtype: str = "auto",
     weights: str = "auto",
     activation_bits: str = "auto",
-    kv_dtype: str = "auto",
+    kv_dtype: str = "float32",
     block_size: int = 4,
     kv_slots: int = 512,
 ) -> Worker:
-    """A worker over a checkpoint directory with a small cache."""
+    """A worker over a checkpoint directory with a small cache in float32."""
     settings = settings_for(
         model,
         attention,

@@ -16,6 +16,7 @@ from engine.worker.cpu.kernels.quantize import quantize_int8
 from engine.worker.cuda import requirements as lacking
 from engine.worker.cuda.device import gpu_index
 from engine.worker.device import open_device
+from engine.worker.ports import PreferredFormat
 from engine.worker_settings import Placement, WorkerSettings
 
 SETTINGS = WorkerSettings(model="")
@@ -91,6 +92,31 @@ def test_a_kv_dtype_that_the_cpu_does_not_support_is_rejected(
         "--kv-cache-dtype 'float16' needs a CPU with F16C"
     )
     assert open_device(replace(asked, kv_dtype="int8")).kv_dtype is torch.int8
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16"])
+@pytest.mark.parametrize("attention", ["auto", "reference"])
+def test_kv_on_a_cpu_is_in_float16_by_default(dtype: str, attention: str) -> None:
+    if (dtype, attention) == ("bfloat16", "reference"):
+        pytest.skip("the reference computes in float32 only")
+    settings = replace(SETTINGS, device="cpu", threads=1, dtype=dtype, attention=attention)
+    assert open_device(settings).kv_dtype is torch.float16
+    assert open_device(replace(settings, kv_dtype="float32")).kv_dtype is torch.float32
+
+
+def test_an_encoder_computes_with_keys_and_values_in_float32_by_default() -> None:
+    settings = replace(SETTINGS, device="cpu", threads=1)
+    encoder = PreferredFormat(keeps_kv=False)
+    assert open_device(settings, encoder).kv_dtype is torch.float32
+    assert open_device(replace(settings, kv_dtype="int8"), encoder).kv_dtype is torch.int8
+
+
+def test_kv_is_in_float32_by_default_on_a_cpu_that_does_not_convert_float16(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cpu, "has_half", lambda: False)
+    device = open_device(replace(SETTINGS, device="cpu", threads=1))
+    assert device.kv_dtype is torch.float32
 
 
 @pytest.mark.parametrize("device", ["cuda:x", "tpu", "cpu:1", "auto:0", "cuda:-1"])

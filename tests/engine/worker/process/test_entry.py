@@ -32,7 +32,7 @@ from engine.transport.wire import (
 from engine.worker.process import entry
 from engine.worker.process.results import MAX_LINE_LEN, one_line
 from engine.worker_settings import WorkerSettings
-from tests.engine.transport.workers import REPORT, Command
+from tests.engine.transport.workers import REPORT, Command, EchoWorker
 from tests.fakes import a_step
 
 ECHO = "tests.engine.transport.workers:EchoWorker"
@@ -88,6 +88,16 @@ def test_a_worker_gives_the_code_of_libraries_back_once_it_has_loaded(
 ) -> None:
     sent_before: list[list[FromWorker]] = []
     monkeypatch.setattr(entry, "drop_library_pages", lambda: sent_before.append(line.received()))
+    line.send(LOAD, RunStep(a_step(1, 10)), Goodbye())
+    assert line.serve() == 0
+    assert sent_before == [LOADING]
+
+
+def test_a_worker_warms_up_once_it_has_sent_its_report(
+    line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent_before: list[list[FromWorker]] = []
+    monkeypatch.setattr(EchoWorker, "warm_up", lambda _: sent_before.append(line.received()))
     line.send(LOAD, RunStep(a_step(1, 10)), Goodbye())
     assert line.serve() == 0
     assert sent_before == [LOADING]

@@ -25,6 +25,15 @@ def test_a_step_is_prepared_where_it_is_received_or_when_it_is_taken() -> None:
     assert inbox.take(a_step(2)) == f"2 in {here}"
 
 
+def test_an_inbox_knows_whether_a_step_is_ready() -> None:
+    inbox = Inbox(prepared_by)
+    assert not inbox.has_next
+    inbox.prepare(a_step(1))
+    assert inbox.has_next
+    inbox.take(a_step(1))
+    assert not inbox.has_next
+
+
 def test_a_step_that_was_put_is_prepared_in_the_thread_of_the_inbox() -> None:
     inbox = Inbox(prepared_by)
     inbox.put(a_step(1))

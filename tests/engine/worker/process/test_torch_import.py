@@ -54,3 +54,28 @@ def test_numba_is_imported_without_scipy(tmp_path: Path) -> None:
     program = WITHOUT_SCIPY.format(nvidia=str(tmp_path / "none"))
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert ran.stdout == "None\n", ran.stderr
+
+
+LATER = """
+import sys
+from pathlib import Path
+from engine.worker.process import torch_import
+torch_import.NVIDIA = Path({nvidia!r})
+torch_import.import_unused_later()
+import torch
+unused = [name for name in torch_import.UNUSED if "Later" in type(sys.modules[name]).__name__]
+assert unused == list(torch_import.UNUSED), unused
+from torch.distributions import Normal
+weight = torch.nn.Parameter(torch.ones(2))
+torch.optim.SGD([weight], lr=0.1)
+for name in torch_import.UNUSED:
+    hasattr(sys.modules[name], "any")
+    assert type(sys.modules[name]) is type(sys), name
+print(Normal(0.0, 1.0).mean, type(torch.optim).__name__)
+"""
+
+
+def test_unused_modules_of_torch_are_imported_when_they_are_used(tmp_path: Path) -> None:
+    program = LATER.format(nvidia=str(tmp_path / "none"))
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ran.stdout == "tensor(0.) module\n", ran.stderr

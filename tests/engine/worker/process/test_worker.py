@@ -133,7 +133,8 @@ def test_the_report_states_the_facts(tmp_path: Path) -> None:
     assert (report.vocab_size, report.max_model_len) == (97, 100)
     assert report.eos_token_ids == (2, 5)
     assert (report.num_blocks, report.block_size, report.threads) == (10, 8, 2)
-    assert report.bytes_per_block == 2 * 3 * 8 * 2 * 8 * 4
+    assert report.kv_dtype == "float16"
+    assert report.bytes_per_block == 2 * 3 * 8 * 2 * 8 * 2
     layer = 32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 48 + 2 * 32
     assert report.num_parameters == 2 * 97 * 32 + 32 + 3 * layer
     assert progress[-1] == ("weights", 30, 30)

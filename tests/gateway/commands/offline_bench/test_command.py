@@ -47,14 +47,16 @@ def _known_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_known_limits")
-@pytest.mark.parametrize("weights", ["float32", "int8"])
+@pytest.mark.parametrize(
+    ("weights", "kv_dtype"), [("float32", "auto"), ("float32", "float32"), ("int8", "int8")]
+)
 def test_every_step_is_compared_with_its_lower_bound(
-    weights: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    weights: str, kv_dtype: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     figures = tmp_path / "run.json"
     flags = ["--batch-sizes", "1,3", "--context", "140", "--prompt-lengths", "20,2x33"]
     few = ["--seconds", "0.01", "--threads", "1", "--weights", weights]
-    few += ["--kv-cache-dtype", "int8" if weights == "int8" else "auto"]
+    few += ["--kv-cache-dtype", kv_dtype]
     code = bench.main(["--offline", "TINY", *flags, *few, "--json", str(figures)])
     assert code == 0
     written = json.loads(figures.read_bytes())
@@ -66,7 +68,7 @@ def test_every_step_is_compared_with_its_lower_bound(
         assert row["fraction"] == pytest.approx(floor / row["fastest_seconds"])
         assert 0 < row["fastest_seconds"] <= row["worker_seconds"] <= row["pace_seconds"]
     assert written["worker"]["weights"].startswith(weights)
-    assert written["worker"]["kv_dtype"] == weights
+    assert written["worker"]["kv_dtype"] == {"auto": "float16"}.get(kv_dtype, kv_dtype)
     assert written["worker"]["num_blocks"] == 3 * 9
     shown = capsys.readouterr().out
     assert "TINY: 4 M parameters" in shown

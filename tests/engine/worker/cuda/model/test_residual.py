@@ -54,7 +54,9 @@ class CountedRows:
 
 def load(model: Path, rows: CountedRows | None, weights: str = "auto") -> Worker:
     """A worker on a stand-in for a GPU, with these kernels or without any."""
-    settings = replace(settings_for(model), dtype="float16", attention="auto", weights=weights)
+    settings = replace(
+        settings_for(model, kv_dtype="auto"), dtype="float16", attention="auto", weights=weights
+    )
     kernels = TritonKernels(
         rows=cast(Any, rows), quantization=cast(Any, rows) if weights == "int8" else None
     )

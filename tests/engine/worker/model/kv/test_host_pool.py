@@ -130,7 +130,7 @@ BLOCK_BYTES = 2 * 3 * 4 * 2 * 8 * 4  # of the checkpoint below, over all workers
 
 @pytest.fixture(
     scope="module",
-    params=[(1, 1, "auto"), (1, 1, "int8"), (2, 2, "auto")],
+    params=[(1, 1, "float32"), (1, 1, "int8"), (2, 2, "float32")],
     ids=["1x1", "int8", "2x2"],
 )
 def runner(
