@@ -119,7 +119,8 @@ class StepReplays:
     """Runs parts of one worker's decode step; each method returns elapsed seconds."""
 
     def __init__(self, worker: Worker, rows: int) -> None:
-        self._worker, self._rows, self._number = worker, rows, 0
+        self._worker, self._rows = worker, rows
+        self._next = self._learn(0)
         self._kept: list[ReadOperands] = []  # tables hold addresses
         self._total = torch.zeros(1, dtype=torch.int64)
         for _ in range(3):  # the first one is recorded
@@ -132,7 +133,7 @@ class StepReplays:
         self.head_weights: Tensor = head._weights.packed
         weights = [*graph._weights]
         if self.head_weights is weights[-2]:  # then come the most likely tokens
-            weights = weights[: -3 if head._convert is None else -4]  # without the last norm
+            weights = weights[:-3]  # without the last norm
         self.table: NDArray[np.int64] = graph.table()[: len(weights)]
         self.is_linear = np.array([each is not None for each in weights])
         self.weights: list[Tensor] = [each for each in weights if each is not None]
@@ -142,7 +143,22 @@ class StepReplays:
         self._empty = cfunc(KERNEL, nogil=True)(nothing)
 
     def step(self) -> float:
-        """A step of `rows` requests that decode one token each."""
+        """A step of `rows` requests that decode one token each, behind another such step: it is
+        already known when that one ends."""
+        self._run_next()
+        return self._run_next()
+
+    def _run_next(self) -> float:
+        """Run the known step once the step behind it is known, too."""
+        step, self._next = self._next, self._learn(self._next.step_id + 1)
+        began = time.perf_counter()
+        result = self._worker.run(step)
+        seconds = time.perf_counter() - began
+        assert not result.faults
+        return seconds
+
+    def _learn(self, number: int) -> Step:
+        """A step that the worker prepares now and runs later, as in a server with lookahead."""
         size = self._worker.report.block_size
         each = -(-CONTEXT // size)
         entries = tuple(
@@ -155,12 +171,9 @@ class StepReplays:
             )
             for i in range(self._rows)
         )
-        self._number += 1
-        began = time.perf_counter()
-        result = self._worker.run(Step(StepId(self._number), entries))
-        seconds = time.perf_counter() - began
-        assert not result.faults
-        return seconds
+        step = Step(StepId(number), entries)
+        self._worker.learn(step)
+        return step
 
     def head(self) -> float:
         """The final norm and the head, called one by one: few rows replay them with the layers."""

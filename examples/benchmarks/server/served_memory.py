@@ -22,13 +22,14 @@ from typing import Any
 
 import psutil
 
+from engine.worker.cpu.device import kv_dtype_of
 from examples.benchmarks.peers.servers import Server, Up, answer, read_servers, running
 from examples.benchmarks.server.start_time import cpu_name
 
 Figures = dict[str, Any]
 PROMPT, OUTPUT, STREAMS = 128, 64, 32
 REST_SECONDS = 1.0
-RESERVED_BYTES = 1 << 30  # of an anonymous mapping: that of the KV cache
+RESERVED_BYTES = 1 << 29  # of an anonymous mapping: that of the KV cache
 MOMENTS = {
     "at_rest": "at rest",
     "after_a_request": "after a request",
@@ -40,7 +41,8 @@ IMPORT = """
 import gc, importlib, psutil, sys
 gc.disable()
 from engine.worker.process import torch_import
-torch_import.skip_meta_registrations(), torch_import.skip_scipy()
+torch_import.skip_meta_registrations(), torch_import.import_unused_later()
+torch_import.skip_scipy()
 {before}
 own = lambda: sum(each.private_dirty for each in psutil.Process().memory_maps())
 began = own()
@@ -59,6 +61,7 @@ def main() -> None:
     path = options.out / "figures.json"
     figures: Figures = json.loads(path.read_text()) if path.exists() else {"servers": {}}
     figures |= {"unit": "MiB PSS", "cpu": cpu_name(), "private_dirty_of_imports": imports()}
+    figures["kv_dtype"] = str(kv_dtype_of("auto")).removeprefix("torch.")
     for server in read_servers(tomllib.loads(options.servers.read_text())):
         if not options.only or server.name in options.only:
             figures["servers"][server.name] = measure(server)
@@ -133,9 +136,9 @@ def page(figures: Figures) -> str:
         "# The memory of served models",
         "",
         "Written by `python -m examples.benchmarks.server.served_memory servers.toml .`: PSS in "
-        f"MiB of both processes, {figures['cpu']}, warm start, one run beside other jobs. Each "
-        f"request has {PROMPT} tokens of prompt and {OUTPUT} of output; KV is in float32, and that "
-        "of ended requests stays for prompts that begin alike.",
+        f"MiB of both processes, {figures['cpu']}, warm start, one run. Each "
+        f"request has {PROMPT} tokens of prompt and {OUTPUT} of output; KV is in "
+        f"{figures['kv_dtype']}, and that of ended requests stays for prompts that begin alike.",
         "",
         "| server | moment | total | weights | KV | checkpoint | worker, rest | server | "
         "total / (weights + KV) |",

@@ -204,6 +204,13 @@ def linear_formats() -> list[str]:
     return rows
 
 
+def test_the_loss_of_float16_kv_is_that_of_its_figures() -> None:
+    row = read("quality.json")["built-in, float16 KV"]
+    assert f"{row['mean']:.1e} nats from float32" in plain((ROOT / "engine/README.md").read_text())
+    operations = plain((ROOT / "gateway/OPERATIONS.md").read_text())
+    assert f"by at most {row['largest']:.3f} in the built-in model" in operations
+
+
 def test_the_kv_cache_shrinks_as_readme_says() -> None:
     shape = ModelShape(2, 4, 4, 64, 256, 512, 1, 100, 512)
     sizes = {
@@ -211,7 +218,8 @@ def test_the_kv_cache_shrinks_as_readme_says() -> None:
         for dtype in (torch.float16, torch.bfloat16, torch.int8)
     }
     assert list(sizes.values()) == [Fraction(1, 2), Fraction(1, 2), Fraction(17, 64)]
-    assert "halves the KV cache; `int8` takes 17/64 of it" in plain(README.read_text())
+    sentence = "float16, half as large as in float32; `--kv-cache-dtype int8` takes 17/64"
+    assert sentence in plain(README.read_text())
 
 
 def attacks() -> list[str]:

@@ -44,6 +44,17 @@ def test_the_tables_of_servers_on_avx512_are_those_of_their_rounds(
     assert made[made.index("## ") :] in (folder / "README.md").read_text()
 
 
+def test_the_lone_streams_in_float32_are_those_of_their_rounds() -> None:
+    page = (RESULTS / "peers" / "m500_avx512" / "README.md").read_text()
+    rounds = read("peers/m500_avx512/lone_float32.json")
+    for name in ("Podway float32", "llama-server f32", "OpenVINO f32"):
+        loads = [one["loads"]["C=1"] for one in rounds if one["server"] == name]
+        rates = [load["output_rate"] for load in loads]
+        rate = f"{median(rates):.1f} ({min(rates):.1f}–{max(rates):.1f})"
+        ttft = f"{1e3 * median(load['ttft_p50'] for load in loads):.0f}"
+        assert f"| {name} | {rate} | {ttft} |" in page
+
+
 def test_what_the_bound_on_prompts_costs_32_streams_is_that_of_its_rounds() -> None:
     page = (RESULTS / "peers" / "m500_avx512" / "README.md").read_text()
     rounds = read("peers/m500_avx512/prefill_slowdown.json")

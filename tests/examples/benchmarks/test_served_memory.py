@@ -31,11 +31,13 @@ def test_the_page_has_the_parts_of_each_total() -> None:
     }
     figures = {
         "cpu": "Zen",
+        "kv_dtype": "float16",
         "servers": {"ours": dict.fromkeys(MOMENTS, moment)},
         "private_dirty_of_imports": {"torch": 110.2},
     }
     lines = page(figures).splitlines()
     assert "| ours | at rest | 1,675 | 400 | 100 | 1 | 129 | 45 | 3.35 |" in lines
+    assert "; KV is in float16, and" in lines[2]
     assert lines[-1] == "Pages that an import writes, in MiB: `torch` 110."
 
 
