@@ -1,6 +1,8 @@
 """What a worker has read of its checkpoint's file leaves its memory, and nothing else does."""
 
 import mmap
+import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -58,6 +60,34 @@ def test_rows_of_an_embedding_are_read_without_mapping_its_pages(
     assert resident(path) == 0
     with pytest.raises(IndexError, match="row 512 of"):
         lookup(torch.tensor([512]))
+
+
+def test_all_rows_are_requested_from_the_disk_before_the_first_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = torch.arange(64.0 * 1024).view(64, 1024)
+    path = tmp_path / "rows"
+    path.write_bytes(rows.numpy().tobytes())
+    mapped = torch.from_file(str(path), shared=False, size=rows.numel()).view(rows.shape)
+    lookup = StoredRows(mapped, torch.float32, [path])
+    calls: list[tuple[str, int]] = []
+    read, advise = os.preadv, os.posix_fadvise
+
+    def noted_read(file: int, buffers: Sequence[memoryview], at: int) -> int:
+        calls.append(("read", at))
+        return read(file, buffers, at)
+
+    def noted_advice(file: int, at: int, size: int, advice: int) -> None:
+        calls.append(("advise", at))
+        assert (size, advice) == (4096, os.POSIX_FADV_WILLNEED)
+        advise(file, at, size, advice)
+
+    monkeypatch.setattr(os, "preadv", noted_read)
+    monkeypatch.setattr(os, "posix_fadvise", noted_advice)
+    ids = [5, 63, 0]
+    assert torch.equal(lookup(torch.tensor(ids)), rows[ids])
+    places = [4096 * row for row in ids]
+    assert calls == [(kind, at) for kind in ("advise", "read") for at in places]
 
 
 def test_rows_of_a_file_that_was_replaced_are_those_of_the_mapped_one(tmp_path: Path) -> None:
