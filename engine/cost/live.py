@@ -11,6 +11,9 @@ keep the curve ascending.
 Iterations of decodes only are also followed apart from all others, by one factor on the calibrated
 model: the median of the last of them.
 
+While the iterations of a size take as long as predicted on average, only every eighth of them is
+looked at: learning takes as much of the event loop's time as planning an iteration.
+
 An estimate that is too high may keep its size from being used, and so from being corrected. So a
 point that is not used, and is slower relative to the calibration than the sizes in use, returns
 slowly to the calibration.
@@ -38,6 +41,8 @@ FASTER = 4.0  # by this factor
 UNUSED = 32  # iterations after which a point counts as not used
 RETURN = 0.01  # share by which an unused point that is too slow returns in each iteration
 CONFIRMING = 20  # right predictions in a row confirm the two points
+SETTLED_ERROR = 0.02  # mean error below which a size is settled, once its points are confirmed
+REST = 7  # iterations of a settled size that are not learned from, after each that is
 
 
 class LiveCost:
@@ -54,6 +59,8 @@ class LiveCost:
         segments = range(len(model.curve) - 1)  # between two points
         self._ratios = [deque([1.0] * WINDOW, WINDOW) for _ in segments]
         self._num_right = [0 for _ in segments]  # predictions in a row
+        self._mean_errors = [0.0 for _ in segments]  # of the last iterations
+        self._rests = [0 for _ in segments]  # iterations that will not be learned from
         self._used_at = [0 for _ in model.curve]  # by the number of observed iterations
         self._num_observed = 0
         self._decode_ratios = deque([1.0], DECODES)  # measured to calibrated seconds
@@ -95,17 +102,20 @@ class LiveCost:
 
     def observe(self, step: "Step", seconds: float) -> None:
         """Learn from an iteration that took `seconds`."""
-        counts = StepCounts.of(step)
-        num_tokens = counts.tokens
+        num_tokens = step.num_tokens
         if seconds <= 0.0 or not num_tokens:
             return
         latest = num_tokens / seconds
         self.tokens_per_second += self._weight * (latest - self.tokens_per_second)
+        curve = self.model.curve
+        right = min(max(1, bisect_left(curve, (num_tokens,))), len(curve) - 1)
+        if self._rests[right - 1]:
+            self._rests[right - 1] -= 1
+            return
+        counts = StepCounts.of(step)
         parts = self.model.parts(counts)
         predicted = sum(parts)
         if predicted > 0.0 and not step.moves:  # the time of KV moves is not modelled
-            curve = self.model.curve
-            right = min(max(1, bisect_left(curve, (num_tokens,))), len(curve) - 1)
             self.errors.observe(seconds / predicted)
             if num_tokens == len(step.entries):
                 self._follow_decodes(seconds, self._start.decodes(num_tokens, counts.slots))
@@ -120,6 +130,7 @@ class LiveCost:
         """Adjust the points `right - 1` and `right`, and the other coefficients; `ratio` is that of
         measured to predicted seconds."""
         error, middle = self._error(right - 1, ratio)
+        self._mean_errors[right - 1] += self._weight * (error - self._mean_errors[right - 1])
         is_right = abs(middle) <= SMALL_ERROR
         weight = self._weight if is_right else FASTER * self._weight
         points = [seconds for _, seconds in self.model.curve]
@@ -128,7 +139,7 @@ class LiveCost:
         for at in (right - 1, right):
             points[at] *= 1.0 + gain * parts.tokens
             self._used_at[at] = self._num_observed
-        self._return(points, right)
+        is_returning = self._return(points, right)
         for at in range(right + 1, len(points)):
             points[at] = max(points[at], points[at - 1])
         for at in reversed(range(right - 1)):
@@ -137,6 +148,8 @@ class LiveCost:
         self._num_right[right - 1] = self._num_right[right - 1] + 1 if is_right else 0
         if self._num_right[right - 1] >= CONFIRMING:
             self._confirmed[right - 1 : right + 1] = points[right - 1 : right + 1]
+            if abs(self._mean_errors[right - 1]) <= SETTLED_ERROR and not is_returning:
+                self._rests[right - 1] = REST
 
     def _error(self, segment: int, ratio: float) -> tuple[float, float]:
         """The relative error to learn from, and the median of the recent ones of that size."""
@@ -146,13 +159,17 @@ class LiveCost:
         is_outlier = abs(ratio - 1.0 - middle) > SMALL_ERROR
         return (middle if is_outlier else ratio - 1.0), middle
 
-    def _return(self, points: list[float], right: int) -> None:
-        """Lower the unused points which are slower than calibrated, and than those in use."""
+    def _return(self, points: list[float], right: int) -> bool:
+        """Lower the unused points which are slower than calibrated, and than those in use; returns
+        whether there are any."""
+        is_returning = False
         in_use = max(1.0, self._slowdown(points, right - 1), self._slowdown(points, right))
         for at, used_at in enumerate(self._used_at):
             is_unused = self._num_observed - used_at > UNUSED
             if is_unused and self._slowdown(points, at) > in_use:
                 points[at] *= 1.0 - RETURN
+                is_returning = True
+        return is_returning
 
     def _slowdown(self, points: list[float], at: int) -> float:
         return points[at] / self._calibrated[at] if self._calibrated[at] else 1.0
