@@ -104,27 +104,35 @@ class NullObserver:
         return None
 
 
+def _ignores(observer: Observer, event: str) -> bool:
+    """Whether the observer inherits `NullObserver`'s method for this event."""
+    return getattr(type(observer), event, None) is getattr(NullObserver, event)
+
+
 class ObserverGroup:
     """Reports each event to several observers, in their order."""
 
     def __init__(self, *observers: Observer) -> None:
         self._observers = observers
+        # The events of every iteration, for those observers that do not ignore them
+        self._planned = [o.planned for o in observers if not _ignores(o, "planned")]
+        self._committed = [o.committed for o in observers if not _ignores(o, "committed")]
 
     def arrived(self, request: "Request", now: float) -> None:
         for observer in self._observers:
             observer.arrived(request, now)
 
     def planned(self, iteration: "Iteration", now: float) -> None:
-        for observer in self._observers:
-            observer.planned(iteration, now)
+        for planned in self._planned:
+            planned(iteration, now)
 
     def idled(self, now: float) -> None:
         for observer in self._observers:
             observer.idled(now)
 
     def committed(self, iteration: "Iteration", seconds: float, now: float) -> None:
-        for observer in self._observers:
-            observer.committed(iteration, seconds, now)
+        for committed in self._committed:
+            committed(iteration, seconds, now)
 
     def failed(self, iteration: "Iteration", now: float) -> None:
         for observer in self._observers:

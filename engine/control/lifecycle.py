@@ -39,6 +39,8 @@ class Lifecycle:
     @property
     def has_suspect_in_flight(self) -> bool:
         """Whether another suspect has to wait, so that a crash can be attributed to this one."""
+        if not self._suspects:
+            return False
         return any(suspect.num_in_flight for suspect in self._suspects)
 
     @property

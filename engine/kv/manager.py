@@ -193,7 +193,8 @@ class KVManager:
     def save(self, most: int) -> None:
         """Order copies of at most so many cached blocks to the tiers below, beside the step being
         planned."""
-        self.copies.save(most)
+        if self.ledger.saves or self.states is not None:
+            self.copies.save(most)
 
     def to_look_up(self, request: Request) -> StoreNames:
         """What a shared store may have of a request's prompt, of its first blocks."""

@@ -180,12 +180,12 @@ class StepChannel:
 
     def _receive(self, placement: Placement, message: FromWorker) -> None:
         match message:
+            case StepRan(result) if placement.returns_results:
+                self._resolve(result.step_id, result)
             case TraceEvents() if self._trace is not None:
                 self._trace.step_traced(placement, message)
             case LoraLoaded(report) if report.lora_id in self._loras:
                 self._collect_lora(placement, report)
-            case StepRan(result) if placement.returns_results:
-                self._resolve(result.step_id, result)
             case StepFailure(step_id, text) if placement.returns_results:
                 self._resolve(step_id, StepFailed(text))
             case _:

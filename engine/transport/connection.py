@@ -43,6 +43,7 @@ class WorkerConnection:
         self._on_message = on_message
         self._on_lost = on_lost
         self._frames = FrameReader()
+        self._room = memoryview(bytearray(RECEIVE_BYTES))
         self._backlog = bytearray()
         self._is_open = True
         self._loop.add_reader(connection.fileno(), self.read)
@@ -62,16 +63,16 @@ class WorkerConnection:
         if not self._is_open:
             return
         try:
-            piece = self._connection.recv(RECEIVE_BYTES)
+            num_bytes = self._connection.recv_into(self._room)
         except (BlockingIOError, InterruptedError):
             return
         except OSError:  # the worker exited with unread steps, or is unreachable
-            piece = b""
-        if not piece:
+            num_bytes = 0
+        if not num_bytes:
             self._on_lost(ConnectionLost("closed the connection", is_closed=True))
             return
         try:
-            for payload in self._frames.feed(piece):
+            for payload in self._frames.feed(self._room[:num_bytes]):
                 if self._is_open:
                     self._on_message(read_from_worker(payload))
         except WireError as error:

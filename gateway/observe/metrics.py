@@ -114,11 +114,12 @@ class Metrics(NullObserver):
     def committed(self, iteration: "Iteration", seconds: float, now: float) -> None:
         """Count the iteration; requests with the same previous iteration share one gap."""
         last_tokens = self._last_tokens.pop(iteration.step.step_id)
-        for failed in [step for step in self._last_tokens if step < iteration.step.step_id]:
-            del self._last_tokens[failed]  # steps commit in order, so this one failed
-        for last, times in Counter(last_tokens).items():
+        if self._last_tokens:
+            for failed in [step for step in self._last_tokens if step < iteration.step.step_id]:
+                del self._last_tokens[failed]  # steps commit in order, so this one failed
+        for last in set(last_tokens):
             if last is not None:
-                self.inter_token.add(now - last, times)
+                self.inter_token.add(now - last, last_tokens.count(last))
         if None in last_tokens:
             self._count_first_tokens(iteration, now)
         self.num_iterations += 1

@@ -5,7 +5,7 @@ is added to that cause, so the difference between two readings says why a reques
 however many requests wait.
 """
 
-from enum import Enum
+from enum import StrEnum
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 MAX_SEARCH = 1024  # live requests among which a waiting one is looked for
 
 
-class Cause(Enum):
+class Cause(StrEnum):
     """What a waiting request lacks."""
 
     KV = "KV"
@@ -27,6 +27,9 @@ class Cause(Enum):
     TOKENS = "tokens of a step"
     WORKER = "the worker's restart"
     STEP = "the step in flight"  # it arrived while a step ran
+
+
+WAITING, STEP = State.WAITING, Cause.STEP  # bound once (see engine.pool)
 
 
 class Pressure(NamedTuple):
@@ -62,20 +65,20 @@ class QueueWatch:
         self._begin(Cause.WORKER, now)
 
     def _begin(self, cause: Cause, now: float) -> None:
-        self._seconds[self._cause] += now - self._since
-        self._cause, self._since = cause, now
+        if cause is not self._cause:
+            self._seconds[self._cause] += now - self._since
+            self._cause, self._since = cause, now
 
     def _blocked_by(self, num_requests: int) -> Cause:
         scheduler = self._scheduler
-        pool, ledger = scheduler.pool, scheduler.ledger
-        num_waiting = pool.count(State.WAITING)
+        pool = scheduler.pool
+        num_waiting = pool.count(WAITING)
         if not num_waiting:
-            return Cause.STEP
+            return STEP
+        ledger = scheduler.ledger
         held = ledger.num_held / ledger.num_blocks
         self.pressure = Pressure(num_waiting, pool.num_admitted, held)
-        oldest = next(
-            (each for each in islice(pool, MAX_SEARCH) if each.state is State.WAITING), None
-        )
+        oldest = next((each for each in islice(pool, MAX_SEARCH) if each.state is WAITING), None)
         return Cause.TOKENS if oldest is None else lacks(oldest, scheduler, num_requests)
 
 

@@ -131,7 +131,7 @@ class Timelines(NullObserver):
         self._live: dict[RequestId, Timeline] = {}
         self._ended: OrderedDict[RequestId, Timeline] = OrderedDict()
         self._interrupted: dict[RequestId, Timeline] = {}
-        self._running: set[Request] = set()  # in the latest iteration
+        self._running: tuple[Request, ...] = ()  # in the latest iteration
         self._by_label: dict[str, list[Timeline]] = {}
         self._reader_waits: OrderedDict[str, list[Wait]] = OrderedDict()  # by label
 
@@ -181,10 +181,10 @@ class Timelines(NullObserver):
         for entry, request in zip(iteration.step.entries, iteration.requests, strict=True):
             if not entry.is_decode or request.first_token_at is None:
                 self._note_piece(request, len(entry.tokens), now)
-        now_running = set(iteration.requests)
-        for request in now_running - self._running:
-            self._note_pause(request, now)
-        self._running = now_running
+        if iteration.requests != self._running:
+            for request in set(iteration.requests).difference(self._running):
+                self._note_pause(request, now)
+            self._running = iteration.requests
         if self._interrupted:
             for request in iteration.requests:
                 found = self._interrupted.get(request.request_id)
