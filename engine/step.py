@@ -263,6 +263,11 @@ class Step:
         return sum([len(entry.tokens) for entry in self.entries])
 
     @property
+    def is_ahead(self) -> bool:
+        """Whether it was planned before all of its input tokens were known."""
+        return (LAST_TOKEN,) in [entry.tokens for entry in self.entries]
+
+    @property
     def has_drafts(self) -> bool:
         """Whether any entry has drafts."""
         return sum([entry.num_drafts for entry in self.entries]) > 0

@@ -1,10 +1,10 @@
 """The entry point of a worker process: reads the settings, loads the worker, runs steps in order.
 
-A thread receives steps as they come, so that a stage knows a step before its hidden states arrive;
-if results have to be waited for, another thread sends them. The process ends when it receives a
-goodbye, when its parent closes the connection or dies, and on SIGTERM. If a step raises, its
-failure is sent and the worker continues, unless it raised `WorkerLost`. If loading raises, one
-readable line is sent.
+A thread receives steps as they come, so that a stage knows a step before its hidden states arrive,
+unless steps come one at a time; if results have to be waited for, another thread sends them. The
+process ends when it receives a goodbye, when its parent closes the connection or dies, and on
+SIGTERM. If a step raises, its failure is sent and the worker continues, unless it raised
+`WorkerLost`. If loading raises, one readable line is sent.
 """
 
 import argparse
@@ -221,7 +221,8 @@ def serve(parent: Parent, worker_path: str, listener: int | None = None) -> int:
     answers = ResultSender(
         parent.send, received.put, answers=placement.returns_results, traces=settings.traces
     )
-    for order in orders(parent, worker, received):
+    waits = placement.num_workers > 1 or worker.report.device != "cpu"
+    for order in orders(parent, worker, received, waits=waits):
         answers.put(order, launch(worker, order.step))
     answers.finish()
     return 0
@@ -240,23 +241,27 @@ def _without_gc() -> Iterator[None]:
             gc.enable()
 
 
-def orders(parent: Parent, worker: LoadableWorker, received: Received) -> Iterator[ReceivedStep]:
-    """Steps in order until a goodbye, received in a thread; raises the error that ended it.
+def orders(
+    parent: Parent, worker: LoadableWorker, received: Received, *, waits: bool
+) -> Iterator[ReceivedStep]:
+    """Steps in order until a goodbye.
 
-    LoRA adapters are loaded in a third thread, so that neither steps nor messages wait for files.
+    A worker that `waits` for results or for other workers receives them in a thread, which prepares
+    them and whose error is raised here. Any other one receives them between two steps, which takes
+    no wake-up of another thread, until a step was planned ahead: then the next one comes early.
     """
-    lora_thread = LoraThread(parent, worker)
+    incoming = receive_steps(parent, worker)
+    if not waits:
+        for order in incoming:
+            yield order
+            if order.step.is_ahead:
+                break
+        else:
+            return
 
     def listen() -> None:
         try:
-            while not isinstance(message := parent.receive(), Goodbye | LoadWorker):
-                if isinstance(message, ReadCopies):
-                    worker.read_ahead(message.copies)
-                    continue
-                if not isinstance(message, RunStep):
-                    lora_thread.put(message)
-                    continue
-                order = ReceivedStep(message.step, time.monotonic())
+            for order in incoming:
                 worker.learn(order.step)
                 received.put(order)
             received.put(None)
@@ -271,6 +276,19 @@ def orders(parent: Parent, worker: LoadableWorker, received: Received) -> Iterat
         if isinstance(found, Exception):
             raise found
         yield found
+
+
+def receive_steps(parent: Parent, worker: LoadableWorker) -> Iterator[ReceivedStep]:
+    """Steps as they come, until a goodbye. LoRA adapters are loaded in a thread, so that neither
+    steps nor messages wait for files."""
+    lora_thread = LoraThread(parent, worker)
+    while not isinstance(message := parent.receive(), Goodbye | LoadWorker):
+        if isinstance(message, RunStep):
+            yield ReceivedStep(message.step, time.monotonic())
+        elif isinstance(message, ReadCopies):
+            worker.read_ahead(message.copies)
+        else:
+            lora_thread.put(message)
 
 
 class LoraThread:

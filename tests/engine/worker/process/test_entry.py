@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from engine.errors import WorkerLost
-from engine.step import StepId, StepResult
+from engine.step import LAST_TOKEN, StepId, StepResult
 from engine.transport.wire import (
     FrameReader,
     FromWorker,
@@ -81,6 +81,19 @@ def test_a_worker_sends_progress_then_its_report_then_results_in_order(line: Lin
         StepFailure(StepId(2), "ValueError: a step that raises"),
         StepRan(StepResult(StepId(3), (31, 41), 0.0)),
     ]
+
+
+def test_steps_are_received_beside_others_once_one_was_planned_ahead(
+    line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared: list[StepId] = []  # in the thread that receives
+    monkeypatch.setattr(EchoWorker, "learn", lambda _, step: prepared.append(step.step_id))
+    line.send(LOAD, RunStep(a_step(1, 10)), RunStep(a_step(2, LAST_TOKEN)))
+    line.send(RunStep(a_step(3, 30)), RunStep(a_step(4, 40)), Goodbye())
+    assert line.serve() == 0
+    assert prepared == [3, 4]
+    tokens = [message.result.tokens for message in line.received()[len(LOADING) :]]  # type: ignore[union-attr]
+    assert tokens == [(11,), (LAST_TOKEN + 1,), (31,), (41,)]
 
 
 def test_a_worker_gives_the_code_of_libraries_back_once_it_has_loaded(
