@@ -2,7 +2,7 @@
 
 import ctypes
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
@@ -26,13 +26,18 @@ class KernelCall(Generic[T]):
         function: Callable[..., None],
         operands: T,
         weights: Tensor | None = None,
+        fit: Callable[[T, int], int] | None = None,
     ) -> None:
-        """`weights` are those that the kernel reads from memory in every call."""
+        """`weights` are those that the kernel reads from memory in every call. `fit` makes operands
+        those of a call over so many rows and returns the number of its chunks; by default rows are
+        shared out evenly."""
         self.operands = operands
         self._weights = weights
         self._pool = pool
         self._kernel: int = kernel(function).address
         self._address = ctypes.addressof(operands)
+        self._has_row_chunks = fit is None
+        self._fit = fit or self._share_out
 
     def __call__(self, chunks: int) -> None:
         if self._pool.graph is not None:
@@ -41,15 +46,27 @@ class KernelCall(Generic[T]):
             self._pool.run(self._kernel, self._address, chunks)
 
     def over_rows(self, rows: int, *, joins: bool = False) -> None:
-        """Run over all rows in chunks of `rows_per_chunk`, a few for each thread.
+        """Run over so many rows.
 
         A call that `joins` reads no other rows of the outputs of the call before it than it writes
         itself, so a graph may run both as one call.
         """
-        share = -(-rows // (self._pool.threads * CHUNKS_PER_THREAD))
-        self.operands.rows, self.operands.rows_per_chunk = rows, share
-        chunks = -(-rows // share)
-        if self._pool.graph is not None and self._weights is None:
-            self._pool.graph.add_rows(self._kernel, self.operands, chunks, joins=joins)
+        graph = self._pool.graph
+        if graph is None:
+            if chunks := self._fit(self.operands, rows):
+                self._pool.run(self._kernel, self._address, chunks)
+        elif self._has_row_chunks:
+            graph.add_row_chunks(self._kernel, self.operands, rows, self._fit, joins=joins)
         else:
-            self(chunks)
+            graph.add_rows(self._kernel, self.operands, rows, self._fit, self._weights)
+
+    def _share_out(self, operands: T, rows: int) -> int:
+        return share_out(operands, rows, self._pool.threads)
+
+
+def share_out(operands: Any, rows: int, threads: int) -> int:
+    """Set `rows` and `rows_per_chunk`, so that each thread has a few chunks; returns their
+    number."""
+    share = -(-rows // (threads * CHUNKS_PER_THREAD))
+    operands.rows, operands.rows_per_chunk = rows, share
+    return -(-rows // share)

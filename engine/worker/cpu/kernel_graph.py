@@ -1,21 +1,27 @@
 """Kernel calls recorded once and replayed by one native call, without any Python between them.
 
-Theory of operation. Layers are Python that fills in operands and runs kernels, and for steps of
-one shape these calls are the same each time: the same kernels over the same addresses. While a
-graph is recorded each call is copied to the graph with its operands instead of running; all run
-when the recording ends. Outputs are written to the graph's memory, which stays allocated. Replayed
-later, after new inputs were written where the recorded ones were, the calls write new outputs where
-the recorded ones were: the idea of a CUDA graph. So whatever a recorded call points to must stay
-where it is: weights do, and every intermediate tensor has to be allocated with
+Theory of operation. Layers are Python that fills in operands and runs kernels, and from step to
+step these calls are the same but for the number of rows: the same kernels over the same addresses.
+While a graph is recorded each call is copied to the graph with its operands instead of running; all
+run when the recording ends. Outputs are written to the graph's memory, which stays allocated.
+Replayed later, after new inputs were written where the recorded ones were, the calls write new
+outputs where the recorded ones were: the idea of a CUDA graph. So whatever a recorded call points
+to must stay where it is: weights do, and every intermediate tensor has to be allocated with
 `NativeThreadPool.empty`.
+
+Each call over rows is recorded with a function that fits its operands to another number of rows,
+and outputs have room for the most rows. So one graph serves steps of all sizes (`resize`), unless
+some of its calls have another number of rows than the step, or a fixed number of chunks.
 
 A kernel that converts the rows which the call before it wrote, such as those of a norm, becomes one
 call with it.
 """
 
 import ctypes
+from collections.abc import Callable
 from functools import cached_property
 from math import prod
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -39,10 +45,14 @@ class Call(ctypes.Structure):
 
 
 read_call = make_reader(Call)
+CHUNKS = 2  # column of a table of calls
 MAX_AHEAD_BYTES = 512 << 10  # half of a core's L2 cache
 # Prefetched before a step's first kernel; more than 4 MiB made no difference on Zen 5 (32 MiB L3).
 MAX_FIRST_BYTES = 8 << 20
 MAX_GAP_BYTES = 4096  # between weights that are prefetched together
+
+
+Fit: TypeAlias = Callable[[Any, int], int]
 
 
 class KernelOutputs:
@@ -68,67 +78,104 @@ class KernelOutputs:
         return buffer[:num_bytes].view(dtype).view(shape)
 
 
+class _RecordedCall(NamedTuple):
+    """A call; `fit` sets its operands for a number of rows and returns the number of chunks."""
+
+    function: int  # address of the kernel
+    operands: ctypes.Structure
+    chunks: int
+    weights: Tensor | None  # that it reads
+    fit: Fit | None  # None for a fixed number of chunks
+    has_row_chunks: bool  # of `rows_per_chunk` rows
+
+
 class KernelGraph:
     """Recorded calls in order, and everything that must outlive them."""
 
-    def __init__(self, memory: KernelOutputs) -> None:
+    def __init__(self, memory: KernelOutputs, rows: int = 0, max_rows: int = 0) -> None:
+        """A step of `rows` is recorded; outputs with so many rows get memory for `max_rows`."""
         self._memory = memory
-        self._calls: list[tuple[int, int, int]] = []
-        self._weights: list[Tensor | None] = []  # that each call reads
-        self._operands: list[ctypes.Structure] = []
-        self._last_rows: ctypes.Structure | None = None  # operands of the last call if over rows
-        self._outputs: list[Tensor] = []
+        self._rows, self._max_rows = rows, max_rows
+        self._calls: list[_RecordedCall] = []
+        self._outputs: list[Tensor | ctypes.Structure] = []  # and operands of joined calls
         self._table: NDArray[np.int64] = np.empty((0, 5), dtype=np.int64)
+        self.is_resizable = True
 
     def __len__(self) -> int:
         return len(self._calls)
 
     def take(self, kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Memory for an output, as in `KernelOutputs.take`; stays allocated with the graph."""
-        taken = self._memory.take(kind, shape, dtype)
+        rows = max(self._max_rows, self._rows) if shape[0] == self._rows else shape[0]
+        taken = self._memory.take(kind, (rows, *shape[1:]), dtype)
         self._outputs.append(taken)
-        return taken
+        return taken[: shape[0]]
 
     def add(
         self, function: int, operands: ctypes.Structure, chunks: int, weights: Tensor | None = None
     ) -> None:
         """Record a call with a copy of its operands, and the weights that it reads."""
         copied = type(operands).from_buffer_copy(operands)
-        self._operands.append(copied)
-        self._calls.append((function, ctypes.addressof(copied), chunks))
-        self._weights.append(weights)
-        self._last_rows = None
+        self._calls.append(_RecordedCall(function, copied, chunks, weights, None, False))
+        self.is_resizable = False
 
     def add_rows(
-        self, function: int, operands: ctypes.Structure, chunks: int, *, joins: bool
+        self,
+        function: int,
+        operands: ctypes.Structure,
+        rows: int,
+        fit: Fit,
+        weights: Tensor | None = None,
+        *,
+        has_row_chunks: bool = False,
     ) -> None:
-        """Record a call over rows. One that `joins` reads only those rows of the last call's
-        outputs that it writes itself: both become one call if they have the same rows."""
-        before = self._last_rows
-        if not joins or before is None or before.rows != operands.rows:
-            self.add(function, operands, chunks)
-            self._last_rows = self._operands[-1]
+        """Record a call over rows with a copy of its operands, and the weights that it reads."""
+        copied = type(operands).from_buffer_copy(operands)
+        chunks = fit(copied, rows)
+        call = _RecordedCall(function, copied, chunks, weights, fit, has_row_chunks)
+        self._calls.append(call)
+        self.is_resizable &= rows == self._rows
+
+    def add_row_chunks(
+        self, function: int, operands: Any, rows: int, fit: Fit, *, joins: bool
+    ) -> None:
+        """Record a call with `rows_per_chunk` rows in each chunk. One that `joins` reads only those
+        rows of the last call's outputs that it writes itself: both become one call if they have the
+        same rows."""
+        before = self._calls[-1] if self._calls else None
+        if not joins or before is None or not before.has_row_chunks or before.operands.rows != rows:
+            self.add_rows(function, operands, rows, fit, has_row_chunks=True)
             return
-        first, first_operands, _ = self._calls.pop()
-        self._weights.pop()
+        first: Any = self._calls.pop().operands
         second = type(operands).from_buffer_copy(operands)
-        self._operands.append(second)
+        first.rows_per_chunk = second.rows_per_chunk = 1
+        self._outputs += first, second
         joined = JoinedOperands(
-            first=first,
-            first_operands=first_operands,
+            first=before.function,
+            first_operands=ctypes.addressof(first),
             second=function,
             second_operands=ctypes.addressof(second),
-            rows=operands.rows,
-            rows_per_chunk=operands.rows_per_chunk,
         )
-        before.rows_per_chunk = second.rows_per_chunk = 1
-        self.add(kernel(run_joined).address, joined, chunks)
+
+        def fit_both(operands: Any, rows: int) -> int:
+            first.rows = second.rows = rows
+            return fit(operands, rows)
+
+        self.add_rows(kernel(run_joined).address, joined, rows, fit_both)
+
+    def resize(self, rows: int) -> None:
+        """Fit all calls to a step of so many rows, at most `max_rows`."""
+        assert self.is_resizable, "its calls have other rows"
+        self.table()[:, CHUNKS] = [
+            0 if call.fit is None else call.fit(call.operands, rows) for call in self._calls
+        ]
 
     @cached_property
     def first_weights(self) -> tuple[int, int]:
         """Start and end of the weights that are read first, as far as one lies behind the other."""
         start = end = 0
-        for each in self._weights:
+        for call in self._calls:
+            each = call.weights
             if each is None:
                 continue
             begin = each.data_ptr()
@@ -143,10 +190,10 @@ class KernelGraph:
         """The calls as an array of `Call`, int64 `[calls, 5]`."""
         if len(self._table) != len(self._calls):
             rows, ahead = [], self.first_weights  # after the last linear: of the next step
-            for call, weights in zip(reversed(self._calls), reversed(self._weights), strict=True):
-                rows.append((*call, *ahead))
-                if weights is not None:
-                    start = weights.data_ptr()
-                    ahead = start, start + min(weights.nbytes, MAX_AHEAD_BYTES)
+            for call in reversed(self._calls):
+                rows.append((call.function, ctypes.addressof(call.operands), call.chunks, *ahead))
+                if call.weights is not None:
+                    start = call.weights.data_ptr()
+                    ahead = start, start + min(call.weights.nbytes, MAX_AHEAD_BYTES)
             self._table = np.array(rows[::-1], dtype=np.int64)
         return self._table

@@ -135,7 +135,8 @@ class NativeOperators:
         self._rope = KernelCall(pool, elementwise.apply_rope, elementwise.RopeOperands())
         self._gate_rows = KernelCall(pool, elementwise.gate_rows, elementwise.GateRowsOperands())
         self._largest = LargestLogits()
-        self._argmax = KernelCall(pool, sampling.argmax, sampling.ArgmaxOperands())
+        operands = sampling.ArgmaxOperands()
+        self._argmax = KernelCall(pool, sampling.argmax, operands, fit=lambda _, rows: rows)
         self._sample = KernelCall(pool, sampling.sample, sampling.SampleOperands())
 
     @property
@@ -272,7 +273,7 @@ class NativeOperators:
         operands.logits, operands.stride = logits.data_ptr(), logits.stride(0)
         operands.vocab = vocab
         operands.values, operands.ids = values.data_ptr(), ids.data_ptr()
-        self._argmax(rows)
+        self._argmax.over_rows(rows)
         return Argmax(values, ids)
 
     def sample(

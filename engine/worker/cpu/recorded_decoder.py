@@ -1,12 +1,13 @@
-"""A decoder whose decode steps are recorded once for each shape, and replayed afterwards.
+"""A decoder whose layers are recorded once, and replayed for steps of any number of rows.
 
-For a number of rows the kernel calls of all layers are the same from step to step, unless attention
-plans them differently or other rows use LoRA adapters. The shapes of prompts seldom repeat: their
-recordings are replayed once, which spares them fresh memory for each output, and waits of one
-kernel for another.
+There are two recordings: of steps in which each row decodes, and of others, such as those with
+prompts. With rows that use LoRA adapters, or in a mixture of experts, the calls of a step depend on
+more than its number of rows: decode steps are recorded for each shape, and of other steps the
+recording is replayed once, which spares them fresh memory for each output.
 
-For few rows the logits and the most likely tokens are recorded too, so that memory is read without
-a pause from the first layer to the head.
+For few decodes the logits and the most likely tokens are recorded too, so that memory is read
+without a pause from the first layer to the head. Of other steps the last layer is not recorded,
+because torch selects its rows.
 """
 
 from collections.abc import Callable
@@ -28,7 +29,7 @@ from engine.worker.ports import (
 )
 
 MAX_ROWS = 512
-MAX_ROWS_WITH_HEAD = 64  # whose logits are recorded: their memory stays allocated
+MAX_DECODES = 64  # whose logits are recorded: their memory stays allocated
 MIN_TABLE_POSITIONS = 256
 MAX_TABLE_POSITIONS = 8192  # 4 MiB of angles for heads of 128
 MAX_RECORDINGS = 128  # the oldest is dropped for a new one
@@ -66,14 +67,12 @@ class LargestLogits:
         return known.largest if known is not None and known.logits is logits else None
 
 
-class DecodeRecording(NamedTuple):
-    """A graph, and the tensors from which it reads what differs from step to step."""
+class StepInputs(NamedTuple):
+    """The tensors from which a recording reads what differs from step to step."""
 
-    graph: KernelGraph
     hidden: Tensor  # also the output
     ropes: tuple[RopeAngles, ...]
     layer_inputs: Tensor | None
-    read_out: RecordedLogits | None = None
 
     def fill(self, hidden: Tensor, context: StepContext) -> None:
         """Write a step's hidden states and RoPE angles to where the graph reads them."""
@@ -83,6 +82,47 @@ class DecodeRecording(NamedTuple):
         for own, rope in zip(self.ropes, context.ropes, strict=True):
             own.cos.copy_(rope.cos)
             own.sin.copy_(rope.sin)
+
+
+class Recording:
+    """A graph with its inputs and outputs, of the number of rows that it was last fitted to."""
+
+    def __init__(
+        self, graph: KernelGraph, inputs: StepInputs, read_out: RecordedLogits | None, plan: bytes
+    ) -> None:
+        self.graph, self.inputs, self.read_out = graph, inputs, read_out
+        self._plan = plan
+
+    def fit(self, rows: int, plan: bytes) -> None:
+        """To a step of so many rows whose attention is planned, with this key."""
+        if (rows, plan) == (len(self.inputs.hidden), self._plan):
+            return
+        self.graph.resize(rows)
+        self._plan = plan
+        hidden, ropes, layer_inputs = self.inputs
+        self.inputs = StepInputs(
+            _resized(hidden, rows),
+            tuple([RopeAngles(_resized(r.cos, rows), _resized(r.sin, rows)) for r in ropes]),
+            None if layer_inputs is None else _resized(layer_inputs, rows),
+        )
+        if self.read_out is not None:
+            logits, (values, ids) = self.read_out
+            largest = Argmax(_resized(values, rows), _resized(ids, rows))
+            self.read_out = RecordedLogits(_resized(logits, rows), largest)
+
+
+def _resized(tensor: Tensor, rows: int) -> Tensor:
+    """With so many rows, for which its memory has room."""
+    return tensor.as_strided((rows, *tensor.shape[1:]), tensor.stride())
+
+
+class RecordingKey(NamedTuple):
+    """What a recording is for; one that can be resized is for any number of rows and any plan."""
+
+    is_whole: bool  # with the last layer
+    loras: tuple[LoraSegment, ...]
+    rows: int = 0
+    plan: bytes = b""
 
 
 class RopeTable:
@@ -120,7 +160,7 @@ class RecordedDecoder:
         self._argmax = argmax
         self._largest = largest
         self._computed: ComputedLogits | None = None
-        self._recordings: dict[tuple[int, bytes, tuple[LoraSegment, ...]], DecodeRecording] = {}
+        self._recordings: dict[RecordingKey, Recording] = {}
         self.embed = decoder.embed
         self.features = decoder.features
 
@@ -132,70 +172,81 @@ class RecordedDecoder:
 
     def layers(self, hidden: Tensor, context: StepContext) -> Tensor:
         self._computed = None
-        attention = context.attention
-        plan = attention.plan_key if isinstance(attention, RecordableAttention) else b""
-        is_other = context.rows is not None or context.states is not None
-        if not plan or is_other or len(hidden) > MAX_ROWS:
-            return self._layers_once(hidden, context)
-        hidden, context = self._decoder.prepared(hidden, context)
-        key = (len(hidden), plan, context.loras)
-        recording = self._recordings.get(key)
-        if recording is None:
-            recording = self._recordings[key] = self._record(hidden, context)
-            if len(self._recordings) > MAX_RECORDINGS:
-                del self._recordings[next(iter(self._recordings))]
-        else:
-            recording.fill(hidden, context)
-            self._pool.replay(recording.graph)
-        hidden.copy_(recording.hidden)
-        if recording.read_out is not None:
-            self._computed = ComputedLogits(hidden, recording.read_out.logits)
-            self._largest.keep(recording.read_out)
-        return self._decoder.sent(hidden, context)
-
-    def _layers_once(self, hidden: Tensor, context: StepContext) -> Tensor:
-        """Layers that run after they were recorded; the recording is not kept.
-
-        The last layer is not recorded, because torch selects its rows.
-        """
-        decoder = self._decoder
-        is_native = isinstance(context.attention, RecordableAttention)
-        if not is_native or context.states is not None or len(hidden) > MAX_ROWS:
+        attention, decoder = context.attention, self._decoder
+        is_other = context.states is not None or len(hidden) > MAX_ROWS
+        if is_other or not isinstance(attention, RecordableAttention):
             return decoder.layers(hidden, context)
         hidden, context = decoder.prepared(hidden, context)
-        all_rows = replace(context, rows=None)
-        with self._pool.recording():
-            for block in decoder.blocks[:-1]:
-                block(hidden, all_rows)
-        return decoder.sent(decoder.blocks[-1](hidden, context), context)
+        is_whole = (
+            attention.has_decodes_only and context.rows is None and len(hidden) <= MAX_DECODES
+        )
+        recording = self._replayed(hidden, context, attention, is_whole=is_whole)
+        hidden.copy_(recording.inputs.hidden)
+        if not is_whole:
+            hidden = decoder.blocks[-1](hidden, context)
+        elif recording.read_out is not None:
+            self._computed = ComputedLogits(hidden, recording.read_out.logits)
+            self._largest.keep(recording.read_out)
+        return decoder.sent(hidden, context)
 
-    def _record(self, hidden: Tensor, context: StepContext) -> DecodeRecording:
+    def _replayed(
+        self,
+        hidden: Tensor,
+        context: StepContext,
+        attention: RecordableAttention,
+        *,
+        is_whole: bool,
+    ) -> Recording:
+        """The recording of a step after it has run, `is_whole` with the last layer."""
+        rows, plan = len(hidden), attention.plan_key
+        shared = RecordingKey(is_whole, context.loras)
+        own = shared._replace(rows=rows, plan=plan)
+        recording = self._recordings.get(shared) or self._recordings.get(own)
+        if recording is not None:
+            recording.fit(rows, plan)
+            recording.inputs.fill(hidden, context)
+            self._pool.replay(recording.graph)
+            return recording
+        recording = self._record(hidden, context, plan, is_whole=is_whole)
+        if recording.graph.is_resizable or attention.has_decodes_only:
+            self._recordings[shared if recording.graph.is_resizable else own] = recording
+        if len(self._recordings) > MAX_RECORDINGS:
+            del self._recordings[next(iter(self._recordings))]
+        return recording
+
+    def _record(
+        self, hidden: Tensor, context: StepContext, plan: bytes, *, is_whole: bool
+    ) -> Recording:
         """Run the step while recording it, on memory that the recording keeps."""
-        with self._pool.recording() as graph:
-            own = graph.take("hidden", tuple(hidden.shape), hidden.dtype)
-            ropes = tuple(
-                RopeAngles(
-                    graph.take(f"cos {at}", tuple(rope.cos.shape), rope.cos.dtype),
-                    graph.take(f"sin {at}", tuple(rope.sin.shape), rope.sin.dtype),
-                )
-                for at, rope in enumerate(context.ropes)
+        blocks = self._decoder.blocks if is_whole else self._decoder.blocks[:-1]
+        max_rows = MAX_DECODES if is_whole else MAX_ROWS
+        with self._pool.recording(len(hidden), max_rows) as graph:
+
+            def taken(kind: str, like: Tensor) -> Tensor:
+                return graph.take(kind, tuple(like.shape), like.dtype)
+
+            inputs = StepInputs(
+                taken("hidden", hidden),
+                tuple(
+                    RopeAngles(taken(f"cos {at}", rope.cos), taken(f"sin {at}", rope.sin))
+                    for at, rope in enumerate(context.ropes)
+                ),
+                None
+                if context.layer_inputs is None
+                else taken("layer inputs", context.layer_inputs),
             )
-            inputs = context.layer_inputs
-            if inputs is not None:
-                inputs = graph.take("layer inputs", tuple(inputs.shape), inputs.dtype)
-            recording = DecodeRecording(graph, own, ropes, inputs)
-            recording.fill(hidden, context)
-            recorded = replace(context, ropes=ropes, layer_inputs=inputs)
-            output = self._decoder.run_blocks(own, recorded)
-            assert output is own, "the blocks update the hidden states in place"
-            return recording._replace(read_out=self._record_logits(own))
+            inputs.fill(hidden, context)
+            own = replace(context, rows=None, ropes=inputs.ropes, layer_inputs=inputs.layer_inputs)
+            for block in blocks:
+                output = block(inputs.hidden, own)
+                assert output is inputs.hidden, "blocks update the hidden states in place"
+            read_out = self._record_logits(inputs.hidden) if is_whole else None
+        return Recording(graph, inputs, read_out, plan)
 
     def _record_logits(self, hidden: Tensor) -> RecordedLogits | None:
-        """None for many rows, for an earlier stage, and for logits that torch changes."""
+        """None for an earlier stage, and for logits that torch changes."""
         decoder = self._decoder
         if decoder.head is None or decoder.logit_cap is not None:
-            return None
-        if len(hidden) > MAX_ROWS_WITH_HEAD:
             return None
         logits = decoder.logits(hidden)
         return RecordedLogits(logits, self._argmax(logits))

@@ -185,10 +185,11 @@ class NativeThreadPool:
         return self.graph.take(kind, shape, dtype)
 
     @contextmanager
-    def recording(self) -> Iterator[KernelGraph]:
-        """Kernels called inside the block are in the graph, and run at the end of the block."""
+    def recording(self, rows: int = 0, max_rows: int = 0) -> Iterator[KernelGraph]:
+        """Kernels called inside the block are in the graph, and run at the end of the block; `rows`
+        and `max_rows` are those of `KernelGraph`."""
         assert self.graph is None, "one graph is recorded at a time"
-        self.graph = KernelGraph(self._memory)
+        self.graph = KernelGraph(self._memory, rows, max_rows)
         try:
             yield self.graph
             recorded = self.graph

@@ -95,9 +95,16 @@ class RecordableMixedAttention(MixedAttention, RecordableAttention):
 
     @property
     def plan_key(self) -> bytes:
+        return b"".join(each.plan_key for each in self._recordable)
+
+    @property
+    def has_decodes_only(self) -> bool:
+        return all(each.has_decodes_only for each in self._recordable)
+
+    @property
+    def _recordable(self) -> list[RecordableAttention]:
         backends = [each.backend for each in self._planned]
-        keys = [each.plan_key for each in backends if isinstance(each, RecordableAttention)]
-        return b"".join(keys) if all(keys) else b""
+        return [each for each in backends if isinstance(each, RecordableAttention)]
 
 
 class CapturableMixedAttention(MixedAttention):

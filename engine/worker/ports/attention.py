@@ -2,8 +2,9 @@
 
 import ctypes
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -99,9 +100,13 @@ class RecordableAttention(ABC):
     def plan_key(self) -> bytes:
         """What the last plan put into the operands of kernels, not behind addresses in them.
 
-        After plans of equal keys `run` makes the same calls. Empty if the step has prompts: a
-        step like it seldom comes again.
+        After plans of equal keys `run` makes the same calls.
         """
+
+    @property
+    @abstractmethod
+    def has_decodes_only(self) -> bool:
+        """Whether the last plan was of a step without prompts."""
 
 
 @runtime_checkable
@@ -133,9 +138,28 @@ class KernelRecorder(Protocol):
         ...
 
     def add_rows(
-        self, function: int, operands: ctypes.Structure, chunks: int, *, joins: bool
+        self,
+        function: int,
+        operands: Any,
+        rows: int,
+        fit: Callable[[Any, int], int],
+        weights: Tensor | None = None,
     ) -> None:
-        """A call over rows; one that `joins` may run with the call before it, row by row."""
+        """A call over rows. `fit` changes its operands to those of a call over another number of
+        rows, and returns the number of its chunks."""
+        ...
+
+    def add_row_chunks(
+        self,
+        function: int,
+        operands: Any,
+        rows: int,
+        fit: Callable[[Any, int], int],
+        *,
+        joins: bool,
+    ) -> None:
+        """The same with `rows_per_chunk` rows in each chunk. A call that `joins` may run with the
+        call before it, row by row."""
         ...
 
 

@@ -1,6 +1,6 @@
 """Attention on the CPU, which reads the paged KV cache in place, in native kernels."""
 
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,7 +9,7 @@ from torch import Tensor
 from engine.worker.cpu.attention import paged_kernels as paged
 from engine.worker.cpu.attention import rope_and_cache_write as rope_write
 from engine.worker.cpu.attention.softmax import SPAN, partial_floats
-from engine.worker.cpu.kernel_call import KernelCall
+from engine.worker.cpu.kernel_call import KernelCall, share_out
 from engine.worker.cpu.kernels.dtypes import dtype_code
 from engine.worker.ports import (
     AttentionSpec,
@@ -31,6 +31,16 @@ T = TypeVar("T", bound=np.generic)
 Tasks = NDArray[np.void]  # of dtype TASK
 
 
+class Addresses(NamedTuple):
+    """Of the arrays that a plan has filled."""
+
+    tasks: int
+    tables: int
+    divided: int
+    partials: int
+    slots: int
+
+
 class CpuAttention(RecordableAttention):
     """An `AttentionBackend`. A step is cut into tasks once; layers differ in addresses only."""
 
@@ -50,6 +60,7 @@ class CpuAttention(RecordableAttention):
         self._partial_floats = partial_floats(max_rows, spec.head_dim)
         self._tasks = self._divided = np.empty(0, dtype=TASK)
         self._tables = self._slots = np.empty(0, dtype=np.int64)
+        self._addresses = Addresses(0, 0, 0, 0, 0)
         self._num_tasks = self._num_divided = 0
         self._has_decodes_only = False
         stride = paged.scratch_floats(max_rows, spec.head_dim)
@@ -76,8 +87,8 @@ class CpuAttention(RecordableAttention):
             )
 
         dtype = dtype_code(cache.keys[0].dtype)
-        self._attend = KernelCall(pool, paged.BY_DTYPE[dtype], operands())
-        self._merge = KernelCall(pool, paged.merge_partials, operands())
+        self._attend = KernelCall(pool, paged.BY_DTYPE[dtype], operands(), fit=self._fit_attend)
+        self._merge = KernelCall(pool, paged.merge_partials, operands(), fit=self._fit_merge)
         self._write = KernelCall(
             pool,
             rope_write.BY_DTYPE[dtype],
@@ -91,6 +102,7 @@ class CpuAttention(RecordableAttention):
                 slot_stride=slot_stride,
                 scale_stride=scale_stride,
             ),
+            fit=self._fit_write,
         )
 
     def plan(self, layout: RaggedLayout) -> None:
@@ -101,19 +113,31 @@ class CpuAttention(RecordableAttention):
         self._divided = _stored(self._divided, divided)
         self._tables = _stored(self._tables, layout.kv_indices.astype(np.int64))
         self._slots = _stored(self._slots, layout.slots)
-        attend, merge, write = self._attend.operands, self._merge.operands, self._write.operands
-        attend.tasks, attend.tables = self._tasks.ctypes.data, self._tables.ctypes.data
-        merge.tasks = self._divided.ctypes.data
-        attend.partials = merge.partials = self._partials.ctypes.data
-        write.slots, write.rows = self._slots.ctypes.data, len(layout.slots)
+        arrays = self._tasks, self._tables, self._divided, self._partials, self._slots
+        self._addresses = Addresses(*(each.ctypes.data for each in arrays))
 
     @property
     def plan_key(self) -> bytes:
-        if not self._has_decodes_only:
-            return b""
-        attend, merge, write = self._attend.operands, self._merge.operands, self._write.operands
-        addresses = attend.tasks, attend.tables, merge.tasks, merge.partials, write.slots
-        return np.array((*addresses, write.rows, self._num_tasks, self._num_divided)).tobytes()
+        return np.array((*self._addresses, self._num_tasks, self._num_divided)).tobytes()
+
+    @property
+    def has_decodes_only(self) -> bool:
+        return self._has_decodes_only
+
+    def _fit_attend(self, operands: paged.AttentionOperands, rows: int) -> int:
+        """To the last plan, of so many rows."""
+        operands.tasks, operands.tables, _, operands.partials, _ = self._addresses
+        return self._num_tasks * self._kv_heads
+
+    def _fit_merge(self, operands: paged.AttentionOperands, rows: int) -> int:
+        """To the last plan, of so many rows."""
+        operands.tasks, operands.partials = self._addresses.divided, self._addresses.partials
+        return self._num_divided * self._kv_heads
+
+    def _fit_write(self, operands: rope_write.RopeWriteOperands, rows: int) -> int:
+        """To the slots of the last plan, of so many rows."""
+        operands.slots = self._addresses.slots
+        return share_out(operands, rows, self._pool.threads)
 
     def _cut(self, layout: RaggedLayout) -> Tasks:
         """Tasks over whole contexts."""
@@ -200,10 +224,9 @@ class CpuAttention(RecordableAttention):
         self._write.over_rows(len(q))
         attend.q, attend.q_stride = q.data_ptr(), stride
         attend.out, attend.out_stride = out.data_ptr(), out.stride(0)
-        self._attend(self._num_tasks * self._kv_heads)
-        if self._num_divided:
-            merge.out, merge.out_stride = out.data_ptr(), out.stride(0)
-            self._merge(self._num_divided * self._kv_heads)
+        self._attend.over_rows(len(q))
+        merge.out, merge.out_stride = out.data_ptr(), out.stride(0)
+        self._merge.over_rows(len(q))
         return out
 
     def _set_pages(

@@ -123,7 +123,7 @@ class PackedLinear:
             outputs=weights.outputs,
             threads=pool.threads,
         )
-        self._linear = KernelCall(pool, linears.kernel, operands, weights.packed)
+        self._linear = KernelCall(pool, linears.kernel, operands, weights.packed, self._fit)
         self._columns = columns_of_chunks(weights.outputs, pool.threads)
 
     @property
@@ -137,17 +137,19 @@ class PackedLinear:
 
     def write(self, x: Tensor, y: Tensor, *, adds: bool) -> None:
         """Write the result to y, or add it to y; y may be some columns of a wider tensor."""
-        rows, outputs, call = len(x), self._weights.outputs, self._linear.operands
+        call = self._linear.operands
         converted: list[Tensor] = []
         if self._inputs is None or self._convert is None:
             call.x, call.x_stride = x.data_ptr(), x.stride(0) * x.itemsize
         else:
             converted = self._convert_inputs(x, self._inputs, self._convert)
-        call.columns = self._columns(rows)
-        call.y, call.y_stride = y.data_ptr(), y.stride(0)
-        call.rows, call.adds = rows, adds
-        self._linear(-(-outputs // call.columns))
+        call.y, call.y_stride, call.adds = y.data_ptr(), y.stride(0), adds
+        self._linear.over_rows(len(x))
         del converted  # not before the kernel has read it
+
+    def _fit(self, operands: LinearOperands, rows: int) -> int:
+        operands.rows, operands.columns = rows, self._columns(rows)
+        return -(-operands.outputs // operands.columns)
 
     def _convert_inputs(
         self, x: Tensor, inputs: InputFormat, convert: KernelCall[InputOperands]

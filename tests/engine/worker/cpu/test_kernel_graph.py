@@ -50,6 +50,32 @@ def test_a_replayed_graph_gives_the_same_bits(
         assert torch.equal(x, wanted)
 
 
+def test_a_graph_is_replayed_for_any_number_of_rows(
+    pool: NativeThreadPool, operators: NativeOperators
+) -> None:
+    mlp, x = an_mlp(operators), noise(64, 32)
+    with pool.recording(7, max_rows=64) as graph:
+        mlp(mlp(x[:7]))
+    assert graph.is_resizable
+    for rows in (64, 1, 2, 8, 7, 33):
+        start = noise(64, 32, seed=rows)
+        x.copy_(start)
+        graph.resize(rows)
+        pool.replay(graph)
+        assert torch.equal(x[:rows], mlp(mlp(start[:rows].clone())))
+        assert torch.equal(x[rows:], start[rows:])
+
+
+def test_a_graph_with_calls_over_other_rows_cannot_be_resized(
+    pool: NativeThreadPool, operators: NativeOperators
+) -> None:
+    mlp, x = an_mlp(operators), noise(64, 32)
+    with pool.recording(8, max_rows=64) as graph:
+        mlp(x[:8])
+        mlp(x[:5])
+    assert not graph.is_resizable
+
+
 @pytest.mark.parametrize("rows", [1, 7, 64])
 def test_a_graph_joins_a_norm_and_an_activation_with_the_conversion_of_their_results(
     pool: NativeThreadPool, rows: int
@@ -141,7 +167,7 @@ def test_a_graph_names_the_weights_that_it_reads_first(
     mlp, x = an_mlp(operators), noise(2, 32)
     with pool.recording() as graph:
         mlp(x)
-    up, down = (each for each in graph._weights if each is not None)
+    up, down = (call.weights for call in graph._calls if call.weights is not None)
     assert down.data_ptr() == up.data_ptr() + up.nbytes
     assert graph.first_weights == (up.data_ptr(), down.data_ptr() + down.nbytes)
     monkeypatch.setattr(kernel_graph, "MAX_FIRST_BYTES", 100)
