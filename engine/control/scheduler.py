@@ -174,8 +174,8 @@ class IterationScheduler:
         if oldest is not None:  # KV that is being loaded might not be readable
             loading = {load.request for load in oldest.loads}
             ahead = {r for r in oldest.requests if r.may_go_ahead and r not in loading}
-        if self.drafter is not None and self.drafter.is_active and ahead:
-            ahead = {request for request in ahead if not self.drafter.expects_drafts(request)}
+        if oldest is not None and self.drafter is not None and self.drafter.is_active and ahead:
+            ahead = ahead - self.drafter.waiting(oldest, ahead)
         settings = self.settings
         batch = BatchBuilder(
             StepId(self._next_step_id), settings.max_batch_size, settings.max_batch_tokens, ahead

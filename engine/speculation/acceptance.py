@@ -60,9 +60,13 @@ class AcceptanceRates:
     def cumulative(self, length: int, count: int) -> list[float]:
         """For each of `count` guesses behind a match of `length`: the probability that it and all
         before it are right, up to the first that is below `LEAST`."""
-        rates, probability = [], 1.0
-        for behind in range(count):
-            probability *= self.rate(bucket_of(length + behind))
+        rates: list[float] = []
+        probability, rate, last = 1.0, 1.0, -1
+        for matched in range(length, length + count):
+            bucket = _BUCKETS[matched] if matched < len(_BUCKETS) else NUM_BUCKETS - 1
+            if bucket != last:
+                rate, last = self.rate(bucket), bucket
+            probability *= rate
             if probability < LEAST:
                 break
             rates.append(probability)

@@ -15,17 +15,22 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from engine.cost.live import LiveCost
     from engine.iteration import Iteration
     from engine.ports import Clock
+    from engine.request import Request
+    from engine.step import StepId
 
 SHARE = 0.003  # of the workers' time
 FIRST_STEPS, MAX_STEPS = 4.0, 16.0  # lone decodes whose seconds are there at first, and at most
 ASK_SECONDS = 5e-5  # of the event loop, to guess for one request, until it is measured
-DRAFT_SECONDS = 2e-5  # of the event loop per draft, until it is measured
+DRAFT_SECONDS = 1e-5  # of the event loop per draft, until it is measured
+USUAL_DRAFTS = 8.0  # of an iteration; as many tell as much of the seconds per draft as of the rest
 MAX_SLOWDOWN = 4.0  # of guesses and iterations that is believed; more is noise
 WEIGHT = 0.1  # of the newest measurement
-WARM_UPS = 2  # iterations of a size whose kernel calls may be new, and are not counted
+WARM_UPS = 2  # iterations of a size whose kernel calls may be new: what they lose is not counted
 
 
 class SpeculationBudget:
@@ -37,6 +42,10 @@ class SpeculationBudget:
         self.seconds = FIRST_STEPS * lone
         self.ask_seconds = ASK_SECONDS  # per request that is asked for a guess
         self.draft_seconds = DRAFT_SECONDS  # per draft, in the event loop
+        self.draft_gap = 0.0  # more seconds in which the worker waits, if an iteration has drafts
+        self.wait_for: StepId | None = None  # a step ahead of which nothing is planned, for drafts
+        self._follows_wait = False  # whether nothing was planned ahead of the last iteration
+        self._num_measured = 0  # iterations from which seconds of drafts were learned
         self._clock = clock
         self._began = 0.0  # the guesses that are being made
         self._num_asks = 0
@@ -79,17 +88,34 @@ class SpeculationBudget:
         latest = min(took / count, MAX_SLOWDOWN * self.ask_seconds)
         self.ask_seconds += WEIGHT * (latest - self.ask_seconds)
 
-    def iteration_took(self, seconds: float, now: float) -> None:
-        """An iteration without drafts was committed; the worker took `seconds`."""
+    def between(self, num_entries: int) -> float:
+        """Seconds from the end of a worker's step to the start of the next one without drafts."""
+        return max(0.0, self._cost.model.idle(num_entries) + self._gap)
+
+    def miss(self, num_requests: int, ahead: "Collection[Request]") -> None:
+        """So many of the requests miss an iteration without drafts that all could be in."""
+        count = len(ahead)
+        slots = sum([request.num_planned for request in ahead]) + count
+        self.seconds -= self._cost.decodes(count, slots) * num_requests / count
+
+    def iteration_took(self, iteration: "Iteration", seconds: float, now: float) -> None:
+        """An iteration without drafts was committed; the worker took `seconds`. If nothing was
+        planned ahead of the last one, to wait for drafts or behind them, the time between the two
+        is taken out, as far as it is usual and no requests have arrived in it."""
+        entries = iteration.step.entries
+        if self._follows_wait and iteration.step.num_tokens == len(entries):
+            extra = now - self._committed_at - seconds - self.between(len(entries))
+            self.seconds -= min(max(0.0, extra), self.draft_gap)
         self._committed_at = now
+        self._follows_wait = iteration.step.step_id == self.wait_for
         self.seconds += SHARE * seconds
 
-    def plain_took(self, seconds: float, now: float, num_entries: int) -> None:
+    def plain_took(self, iteration: "Iteration", seconds: float, now: float) -> None:
         """The same, and nothing else was done for speculation: learn the time between steps."""
-        gap = now - self._committed_at - seconds - self._cost.model.idle(num_entries)
+        gap = now - self._committed_at - seconds - self._cost.model.idle(len(iteration.requests))
         most = 1e-4 + 2.0 * abs(self._gap)  # requests may have arrived after a pause
         self._gap += WEIGHT * (max(-most, min(most, gap)) - self._gap)
-        self.iteration_took(seconds, now)
+        self.iteration_took(iteration, seconds, now)
         self.seconds = min(self._most, self.seconds)
 
     def drafts_took(
@@ -97,17 +123,28 @@ class SpeculationBudget:
     ) -> None:
         """An iteration with drafts, or in which the draft model proposed tokens, was committed."""
         took, self._committed_at = now - self._committed_at, now
+        self._follows_wait = True
         entries, size = iteration.step.entries, iteration.step.num_tokens
         count = len(entries)
         self._num_of_size[size] += 1
-        if not count or self._num_of_size[size] <= WARM_UPS:
+        if not count:
             return
-        between = self._cost.model.idle(count) + self._gap
+        is_new = self._num_of_size[size] <= WARM_UPS
+        between = self.between(count)
         plain = self._cost.decodes(count, sum([entry.start for entry in entries]) + count)
         plain = max(plain + between, 1e-9)
-        if size > count:
-            extra = max(0.0, took - seconds - between) / (size - count)
-            latest = min(extra, MAX_SLOWDOWN * self.draft_seconds)
-            self.draft_seconds += WEIGHT * (latest - self.draft_seconds)
+        if size > count and not is_new:
+            self._learn(min(took, MAX_SLOWDOWN * plain) - seconds - between, size - count)
         saved = plain * (1.0 + num_accepted / count) - min(took, MAX_SLOWDOWN * plain)
-        self.seconds = min(self._most, self.seconds + max(saved, -plain) + SHARE * seconds)
+        saved = max(saved, 0.0 if is_new else -plain)
+        self.seconds = min(self._most, self.seconds + saved + SHARE * seconds)
+
+    def _learn(self, extra: float, num_drafts: int) -> None:
+        """An iteration with drafts took `extra` seconds beside the worker's: correct the fixed and
+        the proportional part of its prediction (normalized least mean squares)."""
+        self._num_measured += 1
+        share = num_drafts / USUAL_DRAFTS
+        error = extra - self.draft_gap - self.draft_seconds * num_drafts
+        error *= max(WEIGHT, 1.0 / self._num_measured) / (1.0 + share * share)
+        self.draft_gap = max(0.0, self.draft_gap + error)
+        self.draft_seconds = max(0.0, self.draft_seconds + error * share / USUAL_DRAFTS)

@@ -107,6 +107,11 @@ class DraftModelProposer:
         return request.request_id in self._in_flight
 
     @property
+    def proposes(self) -> bool:
+        """Whether an iteration in flight proposes tokens for any request."""
+        return bool(self._in_flight)
+
+    @property
     def has_proposals(self) -> bool:
         """Whether tokens were proposed for any request."""
         return bool(self._proposed)

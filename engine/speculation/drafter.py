@@ -1,9 +1,7 @@
 """Drafter: how many drafts each decode of an iteration gets.
 
 Each proposer's guess has a probability of being right, from the acceptance rates. Drafts are added
-in the order of their probability as long as that raises the expected tokens per second:
-
-    (decodes + sum of the probabilities of the drafts) / predicted seconds of the iteration
+as long as they raise the expected tokens per second (`DraftGain`).
 
 Guesses cost the event loop's time, and drafts may take longer than predicted. So requests without
 drafts in their last iteration are asked in rotation, as often as the budget allows, and nothing is
@@ -19,6 +17,7 @@ from engine.speculation.acceptance import AcceptanceRates, DraftCounts
 from engine.speculation.budget import SpeculationBudget
 from engine.speculation.draft_model import Candidate as ProposalCandidate
 from engine.speculation.draft_model import DraftModelProposer
+from engine.speculation.gain import DraftGain, Guess
 from engine.speculation.ngram import NgramProposer
 from engine.speculation.prediction import PredictionProposer
 from engine.speculation.proposers import NO_PROPOSAL, Proposal, Proposer
@@ -27,7 +26,7 @@ from engine.speculation.suffix import SuffixProposer
 from engine.step import LAST_TOKEN, ProposalSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from engine.cost.live import LiveCost
     from engine.iteration import Iteration
@@ -36,8 +35,6 @@ if TYPE_CHECKING:
     from engine.speculation.settings import SpeculationSettings
     from engine.step import RequestId, StepEntry, StepId, StepResult
 
-MIN_GAIN = 1.02  # of the expected tokens per second, for drafts to be computed
-MAX_SLOWDOWN = 1.25  # of an iteration with decodes for which there is no guess
 MIN_EXPECTED = 0.5  # accepted drafts for which a request is not planned ahead
 CHECK_EVERY = 8  # iterations after which an inactive drafter sees whether it may be active
 MAX_PAUSE = 31  # iterations in which requests are planned ahead, after drafts were not worth it
@@ -59,6 +56,7 @@ class _Drafting:
     proposals: "dict[str, Proposal]" = field(default_factory=dict)
     proposed_at: int = 0  # output tokens when they were made
     source: str = ""  # the proposer of the drafts in flight
+    expected: "tuple[float, ...]" = ()  # the probabilities of the drafts in flight
 
 
 class _Candidate(NamedTuple):
@@ -87,6 +85,7 @@ class Drafter(NullObserver):
         self.budget = SpeculationBudget(cost, clock)
         self.counts = DraftCounts(by_position=[0] * num_drafts)
         self._num_drafts = num_drafts
+        self._gain = DraftGain(cost, self.budget)
         self._cost = cost
         self._draft_model = draft_model
         self._proposers = [*proposers, draft_model] if draft_model is not None else proposers
@@ -134,18 +133,24 @@ class Drafter(NullObserver):
             return {}
         self.budget.begin_asking()
         found = self._candidates(decodes)
-        counts = self._worth_it(found, decodes, most, max_seconds) if found else {}
+        counts: dict[int, int] = {}
+        if found:
+            guesses = [Guess(each.place, each.probabilities) for each in found]
+            starts = [entry.start for _, entry in decodes]
+            counts = self._gain.counts(guesses, starts, most, max_seconds)
         chosen: dict[int, tuple[int, ...]] = {}
         for candidate in found:
             count = counts.get(candidate.place, 0)
             if count:
                 candidate.drafting.source = candidate.source
+                candidate.drafting.expected = tuple(candidate.probabilities[:count])
                 self._asked.add(decodes[candidate.place][0].request_id)
                 chosen[candidate.place] = candidate.tokens[:count]
         self.budget.end_asking(is_free=bool(chosen))
-        if found:
-            self._pause = 0 if chosen else min(MAX_PAUSE, 2 * self._pause + 1)
-            self._num_paused = self._pause
+        if chosen:
+            self._num_paused = self._pause = 0
+        elif found:
+            self._wait_longer()
         self._speculates = bool(chosen)
         return chosen
 
@@ -173,22 +178,55 @@ class Drafter(NullObserver):
                     found.append(candidate)
         return found
 
-    def expects_drafts(self, request: "Request") -> bool:
-        """Whether a request in flight will probably have drafts when its token is known, so that it
-        is better not to plan it ahead, without drafts. While drafts are not worth it, requests are
-        planned ahead for longer and longer."""
-        if self._draft_model is not None and self._draft_model.is_proposing(request):
-            return True
-        if self._num_paused or not self._may_find(request.request_id in self._asked):
-            return False
+    def waiting(self, oldest: "Iteration", ahead: "set[Request]") -> "set[Request]":
+        """Which of the requests that could be planned ahead of the `oldest` iteration in flight
+        wait for their tokens instead, because drafts will probably follow them.
+
+        All of them do, so that the next iteration has them all, if drafts are worth that the worker
+        waits for the event loop. Otherwise only those which expect more than the token that they
+        miss. While drafts are not worth it, requests are planned ahead for longer and longer.
+        """
+        model = self._draft_model
+        if model is not None and model.proposes:
+            return {request for request in ahead if model.is_proposing(request)}
+        if self.budget.wait_for == oldest.step.step_id:
+            return ahead  # as decided before
+        if self._num_paused or not self._may_find(bool(self._asked)):
+            return set()
         self.budget.begin_asking()
-        candidate = self._candidate(0, request)
+        hopeful = self._hopeful(ahead)
+        for request, entry in zip(oldest.requests, oldest.step.entries, strict=True):
+            if entry.num_drafts and request.request_id in self._draftings:
+                hopeful[request] = self._draftings[request.request_id].expected
         self.budget.end_asking(is_free=False)
-        if candidate is None or sum(candidate.probabilities) < MIN_EXPECTED:
-            return False
-        candidate.drafting.source = candidate.source
-        self._asked.add(request.request_id)
-        return True
+        if not hopeful:
+            return set()
+        if self._gain.is_worth_waiting(oldest, ahead, hopeful, self._num_drafts):
+            self.budget.wait_for = oldest.step.step_id
+            return ahead
+        few = {one for one, likely in hopeful.items() if sum(likely) >= 1.0 + MIN_EXPECTED} & ahead
+        if not few or few == ahead:
+            self._wait_longer()
+            return set()
+        self.budget.miss(len(few), ahead)
+        return few
+
+    def _wait_longer(self) -> None:
+        """Drafts are not worth it: plan ahead for more iterations than the last time."""
+        self._num_paused = self._pause = min(MAX_PAUSE, 2 * self._pause + 1)
+
+    def _hopeful(self, requests: "Iterable[Request]") -> "dict[Request, Sequence[float]]":
+        """Those of the requests that will probably have drafts behind the token in flight, with the
+        probabilities of the drafts."""
+        found: dict[Request, Sequence[float]] = {}
+        for request in requests:
+            if self._may_find(request.request_id in self._asked):
+                candidate = self._candidate(len(found), request)
+                if candidate is not None and sum(candidate.probabilities) >= MIN_EXPECTED:
+                    candidate.drafting.source = candidate.source
+                    self._asked.add(request.request_id)
+                    found[request] = candidate.probabilities
+        return found
 
     def returned(self, request: "Request", num_drafts: int, num_accepted: int) -> None:
         """The drafts of a request were verified."""
@@ -230,7 +268,8 @@ class Drafter(NullObserver):
                 probabilities = rates.cumulative(1, limit)
                 found.append(ProposalCandidate(place, request, entry, probabilities, missing))
         num_rows = sum([len(entry.tokens) for _, entry in decodes])
-        seconds = self._fixed_seconds(decodes) + self._cost.model.tokens(num_rows)
+        seconds = self._gain.fixed_seconds([entry.start for _, entry in decodes])
+        seconds += self._cost.model.tokens(num_rows)
         return self._draft_model.plan(found, len(decodes), seconds, most, max_seconds)
 
     def will_propose(self, request: "Request", spec: ProposalSpec) -> None:
@@ -294,9 +333,9 @@ class Drafter(NullObserver):
             budget.drafts_took(iteration, seconds, now, self._num_accepted)
             self._num_accepted = 0
         elif self.is_active or self._num_inactive % CHECK_EVERY:
-            budget.iteration_took(seconds, now)
+            budget.iteration_took(iteration, seconds, now)
         else:
-            budget.plain_took(seconds, now, len(iteration.requests))
+            budget.plain_took(iteration, seconds, now)
         if self.is_active or self._num_inactive % CHECK_EVERY == 0:
             self.is_active = self._may_speculate()
             self._num_inactive = 0
@@ -349,50 +388,9 @@ class Drafter(NullObserver):
             drafting.rates = {name: AcceptanceRates(all_) for name, all_ in self._rates.items()}
         return drafting
 
-    def _fixed_seconds(self, decodes: "Sequence[tuple[Request, StepEntry]]") -> float:
-        """Predicted seconds of an iteration of decodes without drafts, but for those that depend
-        on the number of its tokens alone."""
-        model, count = self._cost.model, len(decodes)
-        seconds = sum([model.attention(1, entry.start) for _, entry in decodes])
-        return seconds + model.per_draw * count + model.idle(count)
-
     def _most_drafts(self, request: "Request") -> int:
         """Drafts that the request can use: none behind its last token, nor behind the one from
         which end tokens are allowed (`min_tokens`), since the rows of an entry ban the same ids."""
         spec, produced = request.spec, request.produced
         most = min(self._num_drafts, spec.max_tokens - produced - 1)
         return min(most, spec.min_tokens - 1 - produced) if produced < spec.min_tokens else most
-
-    def _worth_it(
-        self,
-        found: "list[_Candidate]",
-        decodes: "Sequence[tuple[Request, StepEntry]]",
-        most: int,
-        max_seconds: float,
-    ) -> dict[int, int]:
-        """How many drafts each candidate gets, by its index."""
-        model = self._cost.model
-        ranked = sorted(
-            (-probability, count, candidate.place)
-            for candidate in found
-            for count, probability in enumerate(candidate.probabilities, 1)
-        )
-        num_decodes = len(decodes)
-        seconds = self._fixed_seconds(decodes)
-        expected = float(num_decodes)
-        without = max(seconds + model.tokens(num_decodes), 1e-9)
-        if len(found) < num_decodes:
-            max_seconds = min(max_seconds, MAX_SLOWDOWN * without)
-        best_rate = MIN_GAIN * expected / without
-        best = 0
-        for count, (negative, _, index) in enumerate(ranked[:most], 1):
-            expected -= negative
-            seconds += model.attention(1, decodes[index][1].start) + model.per_draw
-            seconds += self.budget.draft_seconds
-            total = max(seconds + model.tokens(num_decodes + count), 1e-9)
-            if total > max_seconds:
-                break
-            rate = expected / total
-            if rate > best_rate:
-                best, best_rate = count, rate
-        return {index: count for _, count, index in ranked[:best]}

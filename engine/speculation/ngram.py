@@ -52,7 +52,7 @@ class NgramProposer:
         index = self._indexes.index(request)
         if index is None:
             return NO_PROPOSAL
-        found = index.find(index.tokens[-self._lookup_max :])
+        found = index.find(index.tokens[-self._lookup_max :], tries=1)
         if not found.length:
             return NO_PROPOSAL
         return Proposal(tuple(index.follow(found.ends[0], count)), found.length)

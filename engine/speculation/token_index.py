@@ -52,9 +52,10 @@ class TokenIndex:
             position += 1
         self._key = key
 
-    def find(self, tail: "Sequence[int]") -> Match:
+    def find(self, tail: "Sequence[int]", tries: int = TRIES) -> Match:
         """Where the longest suffix of `tail` occurs, of at least `gram` tokens; the latest position
-        first. The end of this sequence itself is not reported."""
+        first. The end of this sequence itself is not reported. With fewer `tries`, fewer positions
+        at which all of `tail` occurs are reported."""
         gram, tokens, most = self._gram, self.tokens, len(tail)
         if most < gram:
             return NO_MATCH
@@ -62,12 +63,12 @@ class TokenIndex:
         for token in tail[-gram:]:
             key = key << _BITS | token + 1
         end, own = self._latest.get(key, -1), len(tokens) - 1
-        best, ends = 0, []
+        best, ends = 0, list[int]()
         for _ in range(TRIES):
-            if end < gram - 1:
+            if end < gram - 1 or (best == most and len(ends) >= tries):
                 break
             if end != own:
-                length = gram
+                length = most if tokens[max(0, end + 1 - most) : end + 1] == tail else gram
                 while length < min(most, end + 1) and tokens[end - length] == tail[-1 - length]:
                     length += 1
                 if length > best:

@@ -25,7 +25,7 @@ def a_step(number: int, num_drafts: int = 0) -> Iteration:
 def after_warm_up(seconds: float, num_accepted: int) -> SpeculationBudget:
     """The budget after one counted iteration of 4 drafts that took `seconds`."""
     budget, now = SpeculationBudget(LiveCost(CHEAP)), 0.0
-    budget.iteration_took(0.0, now)
+    budget.iteration_took(a_step(0), 0.0, now)
     for number in range(WARM_UPS + 1):
         now += seconds
         budget.drafts_took(a_step(number, 4), seconds, now, num_accepted)
@@ -34,16 +34,18 @@ def after_warm_up(seconds: float, num_accepted: int) -> SpeculationBudget:
 
 def test_drafts_that_save_time_pay_in_and_those_that_lose_it_take_out() -> None:
     first = FIRST_STEPS * STEP
-    assert after_warm_up(1.5 * STEP, 2).seconds == pytest.approx(first + 1.5 * STEP * (1 + SHARE))
-    assert after_warm_up(1.5 * STEP, 0).seconds == pytest.approx(first + STEP * (1.5 * SHARE - 0.5))
+    one = after_warm_up(1.5 * STEP, 2).seconds
+    assert one == pytest.approx(first + (WARM_UPS + 1) * 1.5 * STEP * (1 + SHARE))
+    assert after_warm_up(1.5 * STEP, 0).seconds == pytest.approx(first + STEP * (4.5 * SHARE - 0.5))
     assert after_warm_up(90 * STEP, 0).seconds > first - STEP * 1.01, "a stall is no loss"
 
 
-def test_the_first_iterations_of_a_size_are_not_counted() -> None:
+def test_what_the_first_iterations_of_a_size_lose_is_not_counted() -> None:
     budget = SpeculationBudget(LiveCost(CHEAP))
     for number in range(WARM_UPS):
-        budget.drafts_took(a_step(number, 4), 3 * STEP, 3 * STEP * number, 0)
-    assert budget.seconds == FIRST_STEPS * STEP
+        budget.drafts_took(a_step(number, 4), 3 * STEP, 3 * STEP * (number + 1), 0)
+    first = FIRST_STEPS * STEP
+    assert budget.seconds == pytest.approx(first + WARM_UPS * SHARE * 3 * STEP)
 
 
 def test_the_budget_never_exceeds_its_most() -> None:
@@ -63,6 +65,27 @@ def test_what_asking_took_is_taken_out_unless_the_iteration_has_drafts() -> None
         now += 0.003
         budget.end_asking(is_free=is_free)
         assert budget.seconds == pytest.approx(first - seconds)
+
+
+def test_the_gap_of_drafts_is_told_from_the_seconds_of_each() -> None:
+    budget, now = SpeculationBudget(LiveCost(CHEAP)), 0.0
+    for number in range(600):
+        num_drafts = 1 + number % 16
+        now += STEP + 0.2 * STEP + 0.01 * STEP * num_drafts
+        budget.drafts_took(a_step(number, num_drafts), STEP, now, 0)
+    assert budget.draft_gap == pytest.approx(0.2 * STEP, rel=0.05)
+    assert budget.draft_seconds == pytest.approx(0.01 * STEP, rel=0.05)
+
+
+def test_the_wait_of_an_iteration_that_was_not_planned_ahead_is_taken_out() -> None:
+    budget = SpeculationBudget(LiveCost(CHEAP))
+    budget.wait_for = StepId(1)
+    budget.draft_gap = 0.7 * STEP
+    first, now = budget.seconds, 0.0
+    for number in range(4):
+        now += STEP * (1.5 if number == 2 else 1.0)
+        budget.iteration_took(a_step(number), STEP, now)
+    assert budget.seconds == pytest.approx(first + 4 * SHARE * STEP - 0.5 * STEP)
 
 
 class Wrong:

@@ -61,7 +61,7 @@ def returns(
     iteration = Iteration(Step(StepId(0), (entry._replace(proposal=spec),)), (request,))
     result = StepResult(StepId(0), (7,), 0.1, proposals=(tokens,), proposal_seconds=0.05)
     drafter.will_propose(request, spec)
-    assert drafter.expects_drafts(request) == (spec.num_tokens > 0)
+    assert drafter.waiting(iteration, {request}) == ({request} if spec.num_tokens else set())
     drafter.iteration_took(iteration, result, 0.0)
 
 

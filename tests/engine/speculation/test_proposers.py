@@ -8,7 +8,8 @@ from engine.iteration import Iteration
 from engine.request import Request, RequestSpec
 from engine.speculation.acceptance import UNKNOWN, AcceptanceRates, bucket_of
 from engine.speculation.budget import ASK_SECONDS, FIRST_STEPS, SHARE
-from engine.speculation.drafter import MAX_SLOWDOWN, Drafter
+from engine.speculation.drafter import Drafter
+from engine.speculation.gain import MAX_SLOWDOWN
 from engine.speculation.ngram import TOKENS_PER_CALL, NgramProposer
 from engine.speculation.prediction import PredictionProposer
 from engine.speculation.proposers import NO_PROPOSAL, Proposal, Proposer
@@ -179,26 +180,52 @@ def test_requests_without_drafts_are_asked_in_rotation_within_the_budget() -> No
     assert len(set(proposer.asked)) > 1
 
 
+def in_flight(*requests: Request, number: int = 0) -> Iteration:
+    """An iteration of decodes of these requests."""
+    return Iteration(
+        Step(StepId(number), tuple(entry for _, entry in decodes(*requests))), requests
+    )
+
+
 def test_requests_are_planned_ahead_while_their_drafts_are_not_worth_it() -> None:
     drafter, request = a_drafter(DEAR_ROWS), a_request((1,), (7,))
-    iteration, waited = Iteration(Step(StepId(0), ()), ()), []
+    asked = []
     for number in range(200):
-        if drafter.expects_drafts(request):
-            waited.append(number)
-            assert drafter.choose(decodes(request), 100) == {}
+        iteration, before = in_flight(request, number=number), drafter.budget.seconds
+        assert drafter.waiting(iteration, {request}) == set()
+        if drafter.budget.seconds < before:
+            asked.append(number)
         request.output.append(7)
         drafter.iteration_took(iteration, took(1.0), 0.0)
-    assert waited[:3] == [0, 1, 4]  # the pauses become longer
-    assert len(waited) < 13
+    assert asked[:3] == [0, 1, 4]  # the pauses become longer
+    assert len(asked) < 13
 
 
 def test_requests_wait_for_their_drafts_while_they_are_worth_it() -> None:
     drafter, request = a_drafter(CHEAP_ROWS), a_request((1,), (7,))
-    for _ in range(20):
-        assert drafter.expects_drafts(request)
+    for number in range(20):
+        iteration = in_flight(request, number=number)
+        assert drafter.waiting(iteration, {request}) == {request}
+        spent = drafter.budget.seconds
+        assert drafter.waiting(iteration, {request}) == {request}
+        assert drafter.budget.seconds == spent, "it is not asked again"
         assert drafter.choose(decodes(request), 100)
         request.output += [7] * 5
-        drafter.iteration_took(Iteration(Step(StepId(0), ()), ()), took(1.0), 0.0)
+        drafter.iteration_took(iteration, took(1.0), 0.0)
+
+
+@pytest.mark.parametrize("gap", [0.1, 3.0])
+def test_all_wait_if_that_costs_little_and_else_those_which_expect_most(gap: float) -> None:
+    drafter = a_drafter(CHEAP_ROWS)
+    sure = a_request((1,), (7,))
+    others = [a_request((1,), (3,), number=number) for number in range(1, 4)]
+    trained(drafter, sure)
+    drafter.budget.draft_gap = gap
+    ahead, before = {sure, *others}, drafter.budget.seconds
+    found = drafter.waiting(in_flight(sure, *others), ahead)
+    assert found == (ahead if gap < 1.0 else {sure})
+    missed = 0.0 if gap < 1.0 else 1.004 / 4  # of the time of an iteration
+    assert before - drafter.budget.seconds == pytest.approx(missed, abs=10 * ASK_SECONDS)
 
 
 class Always:
