@@ -131,7 +131,7 @@ class StepReplays:
         graph = next(reversed(self._recorded._recordings.values())).graph
         head = self._recorded._decoder.head
         self.head_weights: Tensor = head._weights.packed
-        weights = [*graph._weights]
+        weights = [call.weights for call in graph._calls]
         if self.head_weights is weights[-2]:  # then come the most likely tokens
             weights = weights[:-3]  # without the last norm
         self.table: NDArray[np.int64] = graph.table()[: len(weights)]

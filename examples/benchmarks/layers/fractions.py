@@ -7,7 +7,8 @@ Runs `podway bench --offline` once per format, which loads random weights, and w
 and README.md with the tables to OUT. Run it on a machine without other jobs. Before each step a
 process without a model reads as many bytes as the step from memory: a step that is bound by reads
 is compared with these reads, because memory of a virtual machine is faster at some times than at
-others.
+others. Between the two an equal step runs, during which the timed one is known, as in a server.
+`step_kernels` says which kernels take the rest.
 """
 
 import argparse
@@ -42,7 +43,13 @@ def main() -> None:
             limits = limits or path  # measured once, before and after the first format
             runs[name] = json.loads(path.read_text())
     options.out.mkdir(parents=True, exist_ok=True)
-    figures = {"cpu": cpu_name(), "cores": os.cpu_count(), "shape": options.shape, "runs": runs}
+    figures = {
+        "cpu": cpu_name(),
+        "cores": os.cpu_count(),
+        "shape": options.shape,
+        "is_known": True,  # each timed step, while the one before it runs
+        "runs": runs,
+    }
     (options.out / "figures.json").write_text(json.dumps(figures, indent=1) + "\n")
     (options.out / "README.md").write_text(page(figures))
     print(page(figures))
@@ -74,12 +81,13 @@ def page(figures: Mapping[str, Any]) -> str:
     steps = [title(row) for row in any_run["rows"]]
     loads = [load for each in runs.values() for load in each["load"]]
     limits = {name: each for run in runs.values() for name, each in run["limits"].items()}
+    known = "; each step is known while the one before runs" if figures.get("is_known") else ""
     return "\n".join(
         [
             "# How much of the machine's limits a worker reaches",
             "",
             f"Written by `python -m examples.benchmarks.layers.fractions`: {figures['shape']}, "
-            f"random weights, decodes at {CONTEXT} tokens. "
+            f"random weights, decodes at {CONTEXT} tokens{known}. "
             f"{figures['cpu']}, {figures['cores']} cores, "
             f"load average {min(loads):.1f} to {max(loads):.1f}. "
             "A fraction is the minimum time over that of the fastest step. The minimum time for "
@@ -91,6 +99,8 @@ def page(figures: Mapping[str, Any]) -> str:
                 if name in limits
             )
             + f". Windows of 128 MiB were read at {limits['read']['rate'] / 1e9:.1f} GB/s at best.",
+            "",
+            "[Which kernels take the rest](step_kernels.md).",
             "",
             "Fractions:",
             "",

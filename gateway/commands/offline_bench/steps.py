@@ -56,7 +56,8 @@ class Bench:
     """Assigns a worker's KV blocks and runs steps on it, `in_flight` at a time.
 
     With `read`, which returns the seconds of a plain read of so many bytes, one is made before each
-    step, so that step and read find the memory equally fast.
+    timed step, so that step and read find the memory equally fast. Between them an equal step runs,
+    during which the timed one is known, as in a server.
     """
 
     executor: MultiprocessExecutor
@@ -130,8 +131,11 @@ class Bench:
         reads: list[float] = []
         until = 0.0
         while len(ended) <= MIN_STEPS or (time.perf_counter() < until and len(ended) <= MAX_STEPS):
-            if self.read is not None and not waiting:
+            if self.read is not None:
                 reads.append(await self.read(num_bytes))
+                before = self.executor.submit(next(steps))
+                waiting.append(self.executor.submit(next(steps)))
+                _checked(await before)
             began.append(time.perf_counter())
             while len(waiting) < self.in_flight:
                 waiting.append(self.executor.submit(next(steps)))

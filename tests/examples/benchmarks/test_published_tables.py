@@ -6,7 +6,7 @@ from statistics import median
 
 import pytest
 
-from examples.benchmarks.layers import decode_step, fractions
+from examples.benchmarks.layers import decode_step, fractions, step_kernels
 from examples.benchmarks.peers import tables
 from examples.benchmarks.peers.loads import read_loads
 from examples.benchmarks.real_engine import policies
@@ -237,6 +237,14 @@ def test_each_page_about_decode_steps_is_that_of_its_run() -> None:
     assert paths
     for path in paths:
         page = decode_step.page(read(str(path.relative_to(RESULTS))))
+        assert path.with_suffix(".md").read_text() == page
+
+
+def test_each_page_of_kernels_is_that_of_its_run() -> None:
+    paths = list((RESULTS / "offline").glob("*/step_kernels.json"))
+    assert paths
+    for path in paths:
+        page = step_kernels.page(read(str(path.relative_to(RESULTS))))
         assert path.with_suffix(".md").read_text() == page
 
 

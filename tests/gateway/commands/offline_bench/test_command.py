@@ -66,7 +66,8 @@ def test_every_step_is_compared_with_its_lower_bound(
         floor = max(row["floor_read_seconds"], row["floor_compute_seconds"])
         assert row["floor_read_seconds"] == pytest.approx(row["num_bytes"] / 1e10 + 1e-3, abs=1e-9)
         assert row["fraction"] == pytest.approx(floor / row["fastest_seconds"])
-        assert 0 < row["fastest_seconds"] <= row["worker_seconds"] <= row["pace_seconds"]
+        assert 0 < row["fastest_seconds"] <= row["worker_seconds"]
+        assert row["pace_seconds"] > 0
     assert written["worker"]["weights"].startswith(weights)
     assert written["worker"]["kv_dtype"] == {"auto": "float16"}.get(kv_dtype, kv_dtype)
     assert written["worker"]["num_blocks"] == 3 * 9

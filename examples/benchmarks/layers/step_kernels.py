@@ -1,0 +1,291 @@
+"""Which kernels take the time of a step, and what each loses against the machine's limits.
+
+    python -m examples.benchmarks.layers.step_kernels OUT [--shape Qwen2.5-0.5B]
+        [--formats int8 int4] [--seconds 1]
+
+A worker holds random weights in this process. Steps run plainly, with each kernel timed, and with
+each chunk of a kernel run twice, of which the second run is timed: its memory is in cache then as
+far as it fits. A plain read of the step's bytes takes turns with them. Each step is behind another
+one and known before it begins, as in a server. Writes step_kernels.json and step_kernels.md to OUT.
+"""
+
+import argparse
+import json
+import os
+import time
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from engine.step import RequestId, SampleSpec, SamplingParams, Step, StepEntry, StepId
+from engine.worker.cpu.limits import PlainReads, measure_peaks
+from engine.worker.process.worker import Worker
+from engine.worker_settings import WorkerSettings
+from examples.benchmarks.layers.kernel_times import Call, KernelTimer
+from examples.benchmarks.server.start_time import cpu_name
+from gateway.commands.offline_bench.command import open_shape
+from gateway.commands.offline_bench.roofline import ITEM_BYTES, WeightSizes, Work, bytes_of
+
+FORMATS = ("float32", "bfloat16", "int8", "int4")
+CONTEXT = 160  # tokens of a request that decodes
+STEPS = {  # by name: requests, tokens of each, context of each
+    **{
+        f"{rows} {'row' if rows == 1 else 'rows'}": Work(rows, 1, CONTEXT)
+        for rows in (1, 8, 32, 64)
+    },
+    **{f"prefill {tokens}": Work(1, tokens, tokens) for tokens in (128, 512)},
+}
+GREEDY = SampleSpec(SamplingParams(temperature=0.0))
+MIN_REPEATS = 3
+PYTHON = "Python, sampling, torch"  # what is no kernel
+LARGEST = 4  # losses that the page names
+
+
+def main() -> None:
+    options = parse()
+    sizes = WeightSizes.of(open_shape(options.shape)[1])
+    reads = PlainReads(options.threads)
+    peaks = measure_peaks(options.threads)
+    found = []
+    for name in options.formats:
+        steps = KnownSteps(load(options, name), sizes)
+        for title, work in STEPS.items():
+            load_before = os.getloadavg()[0]
+            measured = measure(steps, work, reads, options.seconds)
+            found.append({"format": name, "step": title, "load": load_before, **measured})
+    again = measure_peaks(options.threads)
+    figures = {
+        "cpu": cpu_name(),
+        "cores": os.cpu_count(),
+        "shape": options.shape,
+        "peaks": {name: max(peak.rate, again[name].rate) for name, peak in peaks.items()},
+        "steps": found,
+    }
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "step_kernels.json").write_text(json.dumps(figures, indent=1) + "\n")
+    (options.out / "step_kernels.md").write_text(page(figures))
+    print(page(figures))
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--shape", default="Qwen2.5-0.5B")
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS)
+    parser.add_argument("--seconds", type=float, default=1.0, help="for each kind of step")
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    return parser.parse_args()
+
+
+def load(options: argparse.Namespace, weights: str) -> Worker:
+    works = STEPS.values()
+    settings = WorkerSettings(
+        model=f"random:{options.shape}",
+        weights=weights,
+        threads=options.threads,
+        kv_slots=2 * max(work.num_requests * work.context for work in works),
+        max_batch_size=max(work.num_requests for work in works),
+        max_batch_tokens=max(work.num_requests * work.num_tokens for work in works),
+    )
+    return Worker.load(settings, lambda what, done, total: None)
+
+
+class Turn(NamedTuple):
+    """Elapsed seconds of a plain step, and the kernels of two others."""
+
+    seconds: float
+    calls: list[Call]
+    cached: list[Call]
+
+
+class KnownSteps:
+    """Runs steps of a worker, each known while the one before it runs."""
+
+    def __init__(self, worker: Worker, sizes: WeightSizes) -> None:
+        model: Any = worker._stage.model
+        self.timer = KernelTimer(model.base._pool)  # without LoRA
+        self.worker, self.sizes = worker, sizes
+        self._number = 0
+
+    def turn(self, work: Work) -> "Turn":
+        """Four equal steps, each known while the one before runs: one that does not count, then
+        plain, timed, and timed with memory in cache."""
+        first, plain = self._learn(work), self._learn(work)
+        self.worker.run(first)
+        timed = self._learn(work)
+        began = time.perf_counter()
+        self.worker.run(plain)
+        seconds = time.perf_counter() - began
+        last = self._learn(work)
+        with self.timer.timing() as calls:
+            self.worker.run(timed)
+        with self.timer.timing(in_cache=True) as cached:
+            self.worker.run(last)
+        return Turn(seconds, calls, cached)
+
+    def _learn(self, work: Work) -> Step:
+        each = -(-work.context // self.worker.report.block_size)
+        self._number += 1
+        start = work.context - work.num_tokens
+        entries = tuple(
+            StepEntry(
+                RequestId(request),
+                start,
+                tuple(range(7, 7 + work.num_tokens)),
+                array("i", range(request * each, (request + 1) * each)).tobytes(),
+                GREEDY,
+            )
+            for request in range(work.num_requests)
+        )
+        step = Step(StepId(self._number), entries)
+        self.worker.learn(step)
+        return step
+
+
+def measure(steps: KnownSteps, work: Work, reads: PlainReads, seconds: float) -> dict[str, Any]:
+    """Medians of one kind of step, in milliseconds."""
+    num_bytes = bytes_of(steps.sizes, work, steps.worker.report)
+    steps.turn(work)
+    read, turns = list[float](), list[Turn]()
+    until = time.perf_counter() + seconds
+    while len(turns) < MIN_REPEATS or time.perf_counter() < until:
+        read.append(reads.seconds(num_bytes))
+        turns.append(steps.turn(work))
+    token_bytes = steps.worker.report.bytes_per_block / steps.worker.report.block_size
+    attended = {
+        "bytes": int(work.num_requests * work.context * token_bytes),
+        "operations": steps.sizes.attention(work),
+    }
+    return {
+        "repeats": len(turns),
+        "milliseconds": _median(turn.seconds for turn in turns),
+        "read_rate": num_bytes / median(read),
+        "kernels": list(kernels(turns, attended)),
+    }
+
+
+def kernels(turns: Sequence[Turn], attended: Mapping[str, int]) -> Iterator[dict[str, Any]]:
+    """Calls of the same name together: medians over steps, in milliseconds of all calls.
+
+    `chunks` is the time in chunks, `cached_chunks` that with their memory in cache.
+    """
+    for name in dict.fromkeys(call.name for call in turns[0].calls):
+        own = [[call for call in turn.calls if call.name == name] for turn in turns]
+        again = [[call for call in turn.cached if call.name == name] for turn in turns]
+        yield {
+            "name": name,
+            "calls": len(own[0]),
+            "milliseconds": _median(sum(call.seconds for call in calls) for calls in own),
+            "chunks": _median(sum(call.busy for call in calls) for calls in own),
+            "cached_chunks": _median(sum(call.busy for call in calls) for calls in again),
+            "elements": sum(call.elements for call in own[0]),
+            "operations": sum(2 * call.elements * call.rows for call in own[0]),
+            **({"attended": attended} if name == "attention" else {}),
+        }
+
+
+def _median(seconds: Iterator[float]) -> float:
+    return round(1e3 * median(seconds), 6)
+
+
+def minimums(step: Mapping[str, Any], peaks: Mapping[str, float]) -> list[tuple[float, float]]:
+    """For each kernel the least milliseconds in which its bytes are read, and its operations
+    computed."""
+    found = []
+    for each in step["kernels"]:
+        attended = each.get("attended", {"bytes": 0, "operations": 0})
+        num_bytes = each["elements"] * ITEM_BYTES[step["format"]] + attended["bytes"]
+        computing = each["operations"] / peaks[step["format"]]
+        computing += attended["operations"] / peaks["float32"]
+        found.append((1e3 * num_bytes / step["read_rate"], 1e3 * computing))
+    return found
+
+
+def bound_of(step: Mapping[str, Any], peaks: Mapping[str, float]) -> tuple[int, float]:
+    """Which of the two minimums is the limit of a step, and the fraction of it that is reached."""
+    reading, computing = (sum(each) for each in zip(*minimums(step, peaks), strict=True))
+    return int(computing > reading), max(reading, computing) / step["milliseconds"]
+
+
+def page(figures: Mapping[str, Any]) -> str:
+    """A table for each format, and what each step loses."""
+    peaks, steps = figures["peaks"], figures["steps"]
+    loads = [step["load"] for step in steps]
+    lines = [
+        "# Which kernels take the time of a step",
+        "",
+        "Written by `python -m examples.benchmarks.layers.step_kernels`: "
+        f"{figures['shape']}, random weights, decodes at {CONTEXT} tokens, each step known before "
+        f"it begins. {figures['cpu']}, {figures['cores']} cores, load average {min(loads):.1f} to "
+        f"{max(loads):.1f}. Cells are milliseconds of all calls of a kernel in a step, medians; "
+        "in brackets the minimum: of its bytes at the rate of plain reads in turn with the steps, "
+        "or of its operations at the rate of products of registers, whichever is longer.",
+        "",
+        "What is missing is split, in per cent of the step: *waiting*, a thread has no chunk of "
+        "the kernel; *memory*, chunks take longer than the same chunks with their memory in cache; "
+        "*instructions*, chunks in cache take longer than their products. Where reads are the "
+        "limit only the whole is given. A negative part was measured faster than its minimum.",
+        "",
+    ]
+    for name in dict.fromkeys(step["format"] for step in steps):
+        lines += _of_format([step for step in steps if step["format"] == name], peaks)
+    return "\n".join(lines)
+
+
+def _of_format(steps: Sequence[Mapping[str, Any]], peaks: Mapping[str, float]) -> list[str]:
+    rows: dict[str, dict[str, str]] = {}
+    for step in steps:
+        cells = {}
+        for each, least in zip(step["kernels"], minimums(step, peaks), strict=True):
+            bracket = f" ({max(least):.2f})" if max(least) else ""
+            cells[each["name"]] = f"{each['milliseconds']:.2f}{bracket}"
+        cells[PYTHON] = f"{python_of(step):.2f}"
+        cells["**whole step**"] = f"{step['milliseconds']:.2f}"
+        bound, reached = bound_of(step, peaks)
+        cells["of the limit"] = f"{100 * reached:.0f} % {('read', 'compute')[bound]}"
+        for name, cell in cells.items():
+            rows.setdefault(name, {})[step["step"]] = cell
+    last = (PYTHON, "**whole step**", "of the limit")
+    names = [*(name for name in rows if name not in last), *last]
+    titles = [step["step"] for step in steps]
+    return [
+        f"## {steps[0]['format']}",
+        "",
+        f"| | {' | '.join(titles)} |",
+        "|---|" + "---|" * len(titles),
+        *(f"| {n} | {' | '.join(rows[n].get(title, '') for title in titles)} |" for n in names),
+        "",
+        *(f"- {step['step']}: {missing(step, peaks)}" for step in steps),
+        "",
+    ]
+
+
+def python_of(step: Mapping[str, Any]) -> float:
+    """Milliseconds of a step that no kernel takes."""
+    inside = sum(each["milliseconds"] for each in step["kernels"])
+    return float(step["milliseconds"] - inside)
+
+
+def missing(step: Mapping[str, Any], peaks: Mapping[str, float]) -> str:
+    """The largest losses of a step, in per cent of it."""
+    bound, reached = bound_of(step, peaks)
+    whole = step["milliseconds"]
+    losses = [(python_of(step), PYTHON, "")]
+    for each, least in zip(step["kernels"], minimums(step, peaks), strict=True):
+        own, chunks, cached = each["milliseconds"], each["chunks"], each["cached_chunks"]
+        parts = {"waiting": own - chunks, "memory": chunks - cached}
+        parts["instructions"] = cached - least[bound]
+        said = ", ".join(f"{name} {100 * part / whole:.1f}" for name, part in parts.items())
+        losses.append((own - least[bound], each["name"], f" ({said})" if bound else ""))
+    losses.sort(reverse=True)
+    largest = [f"{name} {100 * loss / whole:.1f}{said}" for loss, name, said in losses[:LARGEST]]
+    rest = sum(loss for loss, *_ in losses[LARGEST:])
+    return f"{100 * (1 - reached):.0f} % missing: " + "; ".join(
+        [*largest, f"the rest {100 * rest / whole:.1f}"]
+    )
+
+
+if __name__ == "__main__":
+    main()

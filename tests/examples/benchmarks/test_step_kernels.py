@@ -1,0 +1,54 @@
+"""The kernels of steps are timed where they run, and named with what each loses."""
+
+from pathlib import Path
+
+from adapters.models.checkpoint import read_config
+from engine.worker.cpu.limits import PlainReads
+from examples.benchmarks.layers import decode_step, step_kernels
+from gateway.commands.offline_bench.roofline import WeightSizes, Work
+from tests.models.checkpoints import make_checkpoint
+
+
+def test_kernels_of_decodes_and_prompts_are_timed(tmp_path: Path) -> None:
+    directory = make_checkpoint(tmp_path, max_position_embeddings=256)
+    config = read_config(directory)
+    sizes = WeightSizes.of(config)
+    steps = step_kernels.KnownSteps(decode_step.load(str(directory), "int8", 2), sizes)
+    layers, hidden = config["num_hidden_layers"], config["hidden_size"]
+    reads = PlainReads(1)
+    for work in (Work(2, 1, 160), Work(1, 40, 40)):
+        found = step_kernels.measure(steps, work, reads, 0.0)
+        assert found["repeats"] == step_kernels.MIN_REPEATS
+        kernels = {each["name"]: each for each in found["kernels"]}
+        assert "other kernels" not in kernels
+        assert kernels["attention"]["calls"] == layers
+        assert kernels["attention"]["attended"]["operations"] == sizes.attention(work)
+        head = kernels[f"linear {hidden} → {config['vocab_size']}"]
+        assert (head["calls"], head["elements"]) == (1, sizes.head_elements)
+        assert head["operations"] == 2 * sizes.head_elements * work.num_requests
+        assert sum(each["elements"] for each in found["kernels"]) == sizes.read_elements
+        assert all(0 <= each["chunks"] <= each["milliseconds"] for each in found["kernels"])
+        assert all(each["cached_chunks"] >= 0 for each in found["kernels"])
+
+
+def test_what_a_step_loses_is_split() -> None:
+    kernel = {"name": "linear 4 → 8", "milliseconds": 6.0, "chunks": 5.0, "cached_chunks": 4.5}
+    step = {
+        "format": "int8",
+        "step": "32 rows",
+        "load": 0.5,
+        "milliseconds": 10.0,
+        "read_rate": 1e9,
+        "kernels": [{**kernel, "calls": 2, "elements": 10**6, "operations": 4 * 10**9}],
+    }
+    peaks = {"int8": 1e12, "float32": 1e11}
+    page = step_kernels.page(
+        {"cpu": "Zen", "cores": 2, "shape": "M500", "peaks": peaks, "steps": [step]}
+    )
+    assert "| linear 4 → 8 | 6.00 (4.00) |" in page
+    assert "| of the limit | 40 % compute |" in page
+    split = "linear 4 → 8 20.0 (waiting 10.0, memory 5.0, instructions 5.0)"
+    assert f"60 % missing: Python, sampling, torch 40.0; {split}; the rest 0.0" in page
+    assert step_kernels.missing({**step, "read_rate": 1e8}, peaks) == (
+        "0 % missing: Python, sampling, torch 40.0; linear 4 → 8 -40.0; the rest 0.0"
+    )
