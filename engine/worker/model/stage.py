@@ -17,6 +17,8 @@ from engine.worker.ports import (
     StepContext,
 )
 
+ANY_ROW: Int64s = np.zeros(1, dtype=np.int64)
+
 
 class ReplaysLayers(Protocol):
     """Runs the layers of some steps as recorded before."""
@@ -76,8 +78,8 @@ class Stage:
             every = self._run(layout, hidden, None)
             keep(every)
             return every if is_all else every.index_select(0, self.put(rows))
-        if not len(rows):  # a piece of a prompt
-            return self._run(layout, hidden, None)[:0]
+        if not len(rows):  # a piece of a prompt, of which the last layer has to write KV only
+            return self._run(layout, hidden, self.put(ANY_ROW))[:0]
         return self._run(layout, hidden, None if is_all else self.put(rows))
 
     def _run(self, layout: RaggedLayout, hidden: Tensor | None, rows: Tensor | None) -> Tensor:

@@ -15,6 +15,7 @@ from adapters.models.checkpoint import read_config
 from engine.step import RequestId, Step, StepEntry, StepId
 from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.model.kv.kv_tensors import allocate
+from engine.worker.model.layers import Mlp
 from engine.worker.model.layout import LayoutLimits, build_layout
 from engine.worker.model.stage import Stage
 from engine.worker.model.torch_operators import TorchOperators
@@ -85,3 +86,28 @@ def test_logits_are_computed_for_sampled_rows_only(tmp_path: Path) -> None:
         logits = stage.logits(layout(11))
     assert logits is not None
     assert logits.shape == (0, 97)
+
+
+@pytest.mark.parametrize("variant", ["llama", "gpt2"])
+def test_the_last_layer_computes_one_row_of_a_piece_and_the_kv_of_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variant: str
+) -> None:
+    make_checkpoint(tmp_path, variant)
+    rows_of_outputs: list[int] = []
+    apply = Mlp.__call__
+
+    def counted(mlp: Mlp, x: Tensor, add_to: Tensor | None = None) -> Tensor:
+        rows_of_outputs.append(len(x))
+        return apply(mlp, x, add_to)
+
+    monkeypatch.setattr(Mlp, "__call__", counted)
+    stages = [make_stage(tmp_path, range(LAYERS))[0] for _ in range(2)]
+    with torch.inference_mode():
+        assert stages[0].read(layout(11)).shape[0] == 0
+        stages[1].run(layout(11))
+    assert rows_of_outputs == [11, 11, 1, 11, 11, 11]
+    of_pieces, of_all = (stage.attention for stage in stages)
+    assert isinstance(of_pieces, ReferenceAttention)
+    assert isinstance(of_all, ReferenceAttention)
+    for one, other in zip(of_pieces._cache.keys, of_all._cache.keys, strict=True):
+        assert torch.equal(one, other)
