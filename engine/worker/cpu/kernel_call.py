@@ -17,7 +17,7 @@ T = TypeVar("T", bound=ctypes.Structure)
 class KernelCall(Generic[T]):
     """Runs one kernel on `operands`, whose fields the caller updates between calls.
 
-    While a graph is recorded a call runs when the recording ends.
+    While a graph is recorded a call runs when the graph is replayed.
     """
 
     def __init__(

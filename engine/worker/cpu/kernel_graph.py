@@ -2,16 +2,16 @@
 
 Theory of operation. Layers are Python that fills in operands and runs kernels, and from step to
 step these calls are the same but for the number of rows: the same kernels over the same addresses.
-While a graph is recorded each call is copied to the graph with its operands instead of running; all
-run when the recording ends. Outputs are written to the graph's memory, which stays allocated.
-Replayed later, after new inputs were written where the recorded ones were, the calls write new
-outputs where the recorded ones were: the idea of a CUDA graph. So whatever a recorded call points
-to must stay where it is: weights do, and every intermediate tensor has to be allocated with
-`NativeThreadPool.empty`.
+While a graph is recorded each call is copied to the graph with its operands instead of running.
+Outputs are written to the graph's memory, which stays allocated. Replayed after inputs were written
+where the recorded ones were, the calls write outputs where the recorded ones were: the idea of a
+CUDA graph. So whatever a recorded call points to must stay where it is: weights do, and every
+intermediate tensor has to be allocated with `NativeThreadPool.empty`.
 
-Each call over rows is recorded with a function that fits its operands to another number of rows,
-and outputs have room for the most rows. So one graph serves steps of all sizes (`resize`), unless
-some of its calls have another number of rows than the step, or a fixed number of chunks.
+Each call over rows is recorded with a function that fits its operands to another number of rows. So
+a graph of the most rows serves steps of all sizes (`resize`), unless some of its calls have another
+number of rows than the step, or a fixed number of chunks. It cannot be recorded with one row: torch
+may give a tensor with one row any stride from row to row.
 
 A kernel that converts the rows which the call before it wrote, such as those of a norm, becomes one
 call with it.
@@ -92,24 +92,23 @@ class _RecordedCall(NamedTuple):
 class KernelGraph:
     """Recorded calls in order, and everything that must outlive them."""
 
-    def __init__(self, memory: KernelOutputs, rows: int = 0, max_rows: int = 0) -> None:
-        """A step of `rows` is recorded; outputs with so many rows get memory for `max_rows`."""
+    def __init__(self, memory: KernelOutputs, rows: int) -> None:
+        """Of a step of so many rows; 0 if it will not be resized."""
         self._memory = memory
-        self._rows, self._max_rows = rows, max_rows
+        self._rows = rows
         self._calls: list[_RecordedCall] = []
         self._outputs: list[Tensor | ctypes.Structure] = []  # and operands of joined calls
         self._table: NDArray[np.int64] = np.empty((0, 5), dtype=np.int64)
-        self.is_resizable = True
+        self.is_resizable = rows > 1
 
     def __len__(self) -> int:
         return len(self._calls)
 
     def take(self, kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Memory for an output, as in `KernelOutputs.take`; stays allocated with the graph."""
-        rows = max(self._max_rows, self._rows) if shape[0] == self._rows else shape[0]
-        taken = self._memory.take(kind, (rows, *shape[1:]), dtype)
+        taken = self._memory.take(kind, shape, dtype)
         self._outputs.append(taken)
-        return taken[: shape[0]]
+        return taken
 
     def add(
         self, function: int, operands: ctypes.Structure, chunks: int, weights: Tensor | None = None
@@ -164,7 +163,7 @@ class KernelGraph:
         self.add_rows(kernel(run_joined).address, joined, rows, fit_both)
 
     def resize(self, rows: int) -> None:
-        """Fit all calls to a step of so many rows, at most `max_rows`."""
+        """Fit all calls to a step of so many rows, at most those that were recorded."""
         assert self.is_resizable, "its calls have other rows"
         self.table()[:, CHUNKS] = [
             0 if call.fit is None else call.fit(call.operands, rows) for call in self._calls
@@ -195,5 +194,5 @@ class KernelGraph:
                 if call.weights is not None:
                     start = call.weights.data_ptr()
                     ahead = start, start + min(call.weights.nbytes, MAX_AHEAD_BYTES)
-            self._table = np.array(rows[::-1], dtype=np.int64)
+            self._table = np.array(rows[::-1], dtype=np.int64).reshape(-1, 5)
         return self._table

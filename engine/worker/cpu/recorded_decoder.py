@@ -2,8 +2,8 @@
 
 There are two recordings: of steps in which each row decodes, and of others, such as those with
 prompts. With rows that use LoRA adapters, or in a mixture of experts, the calls of a step depend on
-more than its number of rows: decode steps are recorded for each shape, and of other steps the
-recording is replayed once, which spares them fresh memory for each output.
+more than its number of rows: decode steps are recorded for each shape, and the recording of another
+step is replayed once, which spares it fresh memory for each output.
 
 For few decodes the logits and the most likely tokens are recorded too, so that memory is read
 without a pause from the first layer to the head. Of other steps the last layer is not recorded,
@@ -85,12 +85,14 @@ class StepInputs(NamedTuple):
 
 
 class Recording:
-    """A graph with its inputs and outputs, of the number of rows that it was last fitted to."""
+    """A graph with its inputs and outputs, which are rows of what was recorded."""
 
     def __init__(
         self, graph: KernelGraph, inputs: StepInputs, read_out: RecordedLogits | None, plan: bytes
     ) -> None:
+        """Recorded with attention whose plan has this key."""
         self.graph, self.inputs, self.read_out = graph, inputs, read_out
+        self._recorded = inputs, read_out
         self._plan = plan
 
     def fit(self, rows: int, plan: bytes) -> None:
@@ -99,30 +101,24 @@ class Recording:
             return
         self.graph.resize(rows)
         self._plan = plan
-        hidden, ropes, layer_inputs = self.inputs
+        (hidden, ropes, layer_inputs), read_out = self._recorded
         self.inputs = StepInputs(
-            _resized(hidden, rows),
-            tuple([RopeAngles(_resized(r.cos, rows), _resized(r.sin, rows)) for r in ropes]),
-            None if layer_inputs is None else _resized(layer_inputs, rows),
+            hidden[:rows],
+            tuple([RopeAngles(rope.cos[:rows], rope.sin[:rows]) for rope in ropes]),
+            None if layer_inputs is None else layer_inputs[:rows],
         )
-        if self.read_out is not None:
-            logits, (values, ids) = self.read_out
-            largest = Argmax(_resized(values, rows), _resized(ids, rows))
-            self.read_out = RecordedLogits(_resized(logits, rows), largest)
-
-
-def _resized(tensor: Tensor, rows: int) -> Tensor:
-    """With so many rows, for which its memory has room."""
-    return tensor.as_strided((rows, *tensor.shape[1:]), tensor.stride())
+        if read_out is not None:
+            logits, (values, ids) = read_out
+            self.read_out = RecordedLogits(logits[:rows], Argmax(values[:rows], ids[:rows]))
 
 
 class RecordingKey(NamedTuple):
-    """What a recording is for; one that can be resized is for any number of rows and any plan."""
+    """The shape of a step whose recording cannot be resized."""
 
-    is_whole: bool  # with the last layer
+    rows: int
+    plan: bytes
     loras: tuple[LoraSegment, ...]
-    rows: int = 0
-    plan: bytes = b""
+    is_whole: bool
 
 
 class RopeTable:
@@ -160,7 +156,9 @@ class RecordedDecoder:
         self._argmax = argmax
         self._largest = largest
         self._computed: ComputedLogits | None = None
-        self._recordings: dict[RecordingKey, Recording] = {}
+        self._is_resizable = True  # as far as is known
+        self._for_all: dict[bool, Recording] = {}  # by whether they have the last layer
+        self._for_shapes: dict[RecordingKey, Recording] = {}
         self.embed = decoder.embed
         self.features = decoder.features
 
@@ -180,7 +178,10 @@ class RecordedDecoder:
         is_whole = (
             attention.has_decodes_only and context.rows is None and len(hidden) <= MAX_DECODES
         )
-        recording = self._replayed(hidden, context, attention, is_whole=is_whole)
+        recording = self._recording(hidden, context, attention, is_whole=is_whole)
+        recording.fit(len(hidden), attention.plan_key)
+        recording.inputs.fill(hidden, context)
+        self._pool.replay(recording.graph)
         hidden.copy_(recording.inputs.hidden)
         if not is_whole:
             hidden = decoder.blocks[-1](hidden, context)
@@ -189,7 +190,7 @@ class RecordedDecoder:
             self._largest.keep(recording.read_out)
         return decoder.sent(hidden, context)
 
-    def _replayed(
+    def _recording(
         self,
         hidden: Tensor,
         context: StepContext,
@@ -197,33 +198,36 @@ class RecordedDecoder:
         *,
         is_whole: bool,
     ) -> Recording:
-        """The recording of a step after it has run, `is_whole` with the last layer."""
-        rows, plan = len(hidden), attention.plan_key
-        shared = RecordingKey(is_whole, context.loras)
-        own = shared._replace(rows=rows, plan=plan)
-        recording = self._recordings.get(shared) or self._recordings.get(own)
-        if recording is not None:
-            recording.fit(rows, plan)
-            recording.inputs.fill(hidden, context)
-            self._pool.replay(recording.graph)
-            return recording
-        recording = self._record(hidden, context, plan, is_whole=is_whole)
-        if recording.graph.is_resizable or attention.has_decodes_only:
-            self._recordings[shared if recording.graph.is_resizable else own] = recording
-        if len(self._recordings) > MAX_RECORDINGS:
-            del self._recordings[next(iter(self._recordings))]
+        """The recording of all such steps, or of those of this shape; `is_whole` with the last
+        layer."""
+        plan = attention.plan_key
+        if self._is_resizable and not context.loras:
+            most = MAX_DECODES if is_whole else MAX_ROWS
+            for_all = self._for_all.get(is_whole)
+            for_all = for_all or self._record(most, hidden, context, plan, is_whole=is_whole)
+            self._is_resizable = for_all.graph.is_resizable
+            if self._is_resizable:
+                self._for_all[is_whole] = for_all
+                return for_all
+        key = RecordingKey(len(hidden), plan, context.loras, is_whole)
+        recording = self._for_shapes.get(key)
+        if recording is None:
+            recording = self._record(len(hidden), hidden, context, plan, is_whole=is_whole)
+            if attention.has_decodes_only:
+                self._for_shapes[key] = recording
+            if len(self._for_shapes) > MAX_RECORDINGS:
+                del self._for_shapes[next(iter(self._for_shapes))]
         return recording
 
     def _record(
-        self, hidden: Tensor, context: StepContext, plan: bytes, *, is_whole: bool
+        self, rows: int, hidden: Tensor, context: StepContext, plan: bytes, *, is_whole: bool
     ) -> Recording:
-        """Run the step while recording it, on memory that the recording keeps."""
+        """Of so many rows like those of a step."""
         blocks = self._decoder.blocks if is_whole else self._decoder.blocks[:-1]
-        max_rows = MAX_DECODES if is_whole else MAX_ROWS
-        with self._pool.recording(len(hidden), max_rows) as graph:
+        with self._pool.recording(rows) as graph:
 
             def taken(kind: str, like: Tensor) -> Tensor:
-                return graph.take(kind, tuple(like.shape), like.dtype)
+                return graph.take(kind, (rows, *like.shape[1:]), like.dtype)
 
             inputs = StepInputs(
                 taken("hidden", hidden),
@@ -235,7 +239,6 @@ class RecordedDecoder:
                 if context.layer_inputs is None
                 else taken("layer inputs", context.layer_inputs),
             )
-            inputs.fill(hidden, context)
             own = replace(context, rows=None, ropes=inputs.ropes, layer_inputs=inputs.layer_inputs)
             for block in blocks:
                 output = block(inputs.hidden, own)

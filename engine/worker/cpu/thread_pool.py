@@ -185,17 +185,15 @@ class NativeThreadPool:
         return self.graph.take(kind, shape, dtype)
 
     @contextmanager
-    def recording(self, rows: int = 0, max_rows: int = 0) -> Iterator[KernelGraph]:
-        """Kernels called inside the block are in the graph, and run at the end of the block; `rows`
-        and `max_rows` are those of `KernelGraph`."""
+    def recording(self, rows: int = 0) -> Iterator[KernelGraph]:
+        """Kernels called inside the block do not run, and are in the graph, which can be resized if
+        all are over `rows`."""
         assert self.graph is None, "one graph is recorded at a time"
-        self.graph = KernelGraph(self._memory, rows, max_rows)
+        self.graph = KernelGraph(self._memory, rows)
         try:
             yield self.graph
-            recorded = self.graph
         finally:
             self.graph = None
-        self.replay(recorded)
 
     def replay(self, graph: KernelGraph) -> None:
         """Run the calls of a graph, one after the other."""

@@ -128,7 +128,7 @@ class StepReplays:
         model: Any = worker._stage.model
         self._recorded = model.base  # without LoRA
         self._pool = self._recorded._pool
-        graph = next(reversed(self._recorded._recordings.values())).graph
+        graph = self._recorded._for_all[True].graph
         head = self._recorded._decoder.head
         self.head_weights: Tensor = head._weights.packed
         weights = [call.weights for call in graph._calls]
