@@ -5,7 +5,7 @@ outside its bounds.
 """
 
 from dataclasses import dataclass, replace
-from itertools import chain, groupby
+from itertools import accumulate, chain, groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -14,6 +14,8 @@ from engine.lora import NO_LORA
 from engine.step import LAST_TOKEN, NO_STATE, BlockTable, StateSlots, Step, StepEntry
 from engine.worker.ports import Int32s, Int64s, LoraSegment, PoolingMethod, RaggedLayout
 from engine.worker.ports.layout import NONE_POOLED, PooledRows
+
+FEW_DECODES = 32  # whose numbers are computed faster one by one than as arrays
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +115,8 @@ def _table_of(entries: tuple[StepEntry, ...], group: int, limits: LayoutLimits) 
     return _GroupTable(first, [table.blocks for table in tables])
 
 
-def _joined(entries: tuple[StepEntry, ...], blocks: list[bytes], num_pages: Int64s) -> Int32s:
-    """The block ids of all entries, concatenated."""
-    counts = num_pages.tolist()
+def _joined(entries: tuple[StepEntry, ...], blocks: list[bytes], counts: list[int]) -> Int32s:
+    """The first `counts` block ids of all entries, concatenated."""
     parts = [table[: 4 * n] for table, n in zip(blocks, counts, strict=True)]
     joined = b"".join(parts)
     if len(joined) != 4 * sum(counts):
@@ -132,6 +133,11 @@ def _check(name: str, values: Int64s | Int32s, limit: int) -> None:
     # As unsigned integers, negative numbers are larger than any bound.
     unsigned = values.view(np.uint64 if values.itemsize == 8 else np.uint32)
     if len(values) and int(unsigned.max()) >= limit:
+        raise ValueError(f"{name} out of range [0, {limit})")
+
+
+def _check_all(name: str, values: list[int], limit: int) -> None:
+    if min(values) < 0 or max(values) >= limit:
         raise ValueError(f"{name} out of range [0, {limit})")
 
 
@@ -217,6 +223,8 @@ def _states(entries: tuple[StepEntry, ...], limits: LayoutLimits) -> tuple[State
 
 def _with_groups(entries: tuple[StepEntry, ...], limits: LayoutLimits) -> RaggedLayout:
     """The layout with those of the layer groups, if there are any."""
+    if limits.keeps_all and len(entries) <= FEW_DECODES and all(map(_is_plain_decode, entries)):
+        return _build_decodes(entries, limits)
     if limits.keeps_all:
         return _build(entries, limits, _GroupTable(_NONE, [entry.blocks for entry in entries]))
     if not limits.windows:
@@ -252,6 +260,51 @@ def _table_of_step(entries: tuple[StepEntry, ...], limits: LayoutLimits) -> _Gro
 _NONE = np.zeros(0, dtype=np.int64)
 
 
+def _is_plain_decode(entry: StepEntry) -> bool:
+    """Whether the entry is one token whose hidden state is sampled, and nothing else."""
+    is_sampled = entry.sample is not None and entry.prompt_logprobs is None
+    return is_sampled and len(entry.tokens) == 1 and entry.pooling is None
+
+
+def _build_decodes(entries: tuple[StepEntry, ...], limits: LayoutLimits) -> RaggedLayout:
+    """As `_build`, of a few entries of one token each."""
+    size, count = limits.block_size, len(entries)
+    tokens = [entry.tokens[0] for entry in entries]
+    pending = [row for row, token in enumerate(tokens) if token == LAST_TOKEN]
+    for row in pending:
+        tokens[row] = 0
+    positions = [entry.start for entry in entries]
+    _check_all("token ids", tokens, limits.vocab_size)
+    _check_all("positions", positions, limits.max_positions)
+    num_pages = [position // size + 1 for position in positions]
+    kv_indptr = [0, *accumulate(num_pages)]
+    kv_indices = _joined(entries, [entry.blocks for entry in entries], num_pages)
+    _check("block ids", kv_indices, limits.num_blocks)
+    offsets = [position % size for position in positions]
+    pages = zip(kv_indptr[1:], offsets, strict=True)  # a decode is written to its last page
+    slots = [kv_indices.item(stop - 1) * size + offset for stop, offset in pages]
+    longs = np.array((tokens, positions, slots), dtype=np.int64)
+    ends = np.array((range(count + 1), kv_indptr), dtype=np.int32)
+    lengths = np.array((positions, offsets), dtype=np.int32) + np.int32(1)
+    has_loras = any(entry.lora_id for entry in entries)
+    return RaggedLayout(
+        token_ids=longs[0],
+        last_token_rows=np.array(pending, dtype=np.int64),
+        positions=longs[1],
+        slots=longs[2],
+        qo_indptr=ends[0],
+        kv_len=lengths[0],
+        kv_indptr=ends[1],
+        kv_indices=kv_indices,
+        kv_last_page_len=lengths[1],
+        sampled_rows=np.arange(count),
+        scored_rows=_NONE,
+        num_decodes=count,
+        block_size=size,
+        lora_segments=_lora_segments(entries, ends[0]) if has_loras else (),
+    )
+
+
 def _build(
     entries: tuple[StepEntry, ...], limits: LayoutLimits, table: _GroupTable
 ) -> RaggedLayout:
@@ -268,7 +321,7 @@ def _build(
     last_token_rows = np.flatnonzero(token_ids == LAST_TOKEN)
     token_ids[last_token_rows] = 0
     qo_indptr, kv_indptr = _indptr(q_len), _indptr(num_pages)
-    kv_indices = _joined(entries, table.blocks, num_pages)
+    kv_indices = _joined(entries, table.blocks, num_pages.tolist())
     positions, first_pages, num_decodes = start, kv_indptr[:-1], len(entries)
     if len(table.first):
         first_pages = first_pages - table.first

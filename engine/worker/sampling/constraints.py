@@ -34,7 +34,7 @@ from engine.grammar import GrammarCompiler, GrammarError, Mask, Matcher
 from engine.priority import lower_thread_priority
 from engine.step import Grammar, RequestId, SampleSpec, Step
 from engine.worker.sampling.mask_threads import MASK_WAIT_SECONDS, MaskThreads, ThreadClock
-from engine.worker.sampling.sampler import Masks, RowFault
+from engine.worker.sampling.sampler import NO_MASKS, Masks, RowFault
 
 MAX_GRAMMARS = 64  # compiled grammars in the cache
 MAX_MATCHERS = 512
@@ -225,9 +225,9 @@ class Constraints:
 
     def collect(self, wanted: MaskRequest) -> Masks:
         """The masks, waited for; rows that may be late are waited for only briefly."""
-        found = _Collected()
         if not wanted.rows:
-            return Masks({}, {}, frozenset())
+            return NO_MASKS
+        found = _Collected()
         wait_seconds = self._threads.wait_seconds = wanted.wait_seconds
         deadline = time.perf_counter() + wait_seconds
         for one in wanted.rows:

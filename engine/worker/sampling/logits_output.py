@@ -75,10 +75,10 @@ class OutputReader:
         self, step: Step, layout: RaggedLayout, hidden: Tensor, wanted: MaskRequest
     ) -> tuple[SampledBatch, frozenset[int]]:
         """The sampled tokens, and the late rows, which have to be sampled again."""
-        if not len(hidden):
+        if not len(layout.sampled_rows):
             return SampledBatch(()), frozenset()
         specs = [entry.sample for entry in step.entries if entry.sample is not None]
-        positions = (layout.positions[layout.sampled_rows] + 1).tolist()
+        positions = [e.start + len(e.tokens) for e in step.entries if e.sample is not None]
         logits = self._logits(hidden)
         masks = self.constraints.collect(wanted)
         return self.sampler.sample(logits, specs, positions, masks), masks.late

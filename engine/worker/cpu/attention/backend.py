@@ -1,6 +1,7 @@
 """Attention on the CPU, which reads the paged KV cache in place, in native kernels."""
 
-from typing import NamedTuple, TypeVar
+from struct import Struct
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,9 +26,9 @@ ROWS = 24  # of a task: tokens x query heads of one KV head
 CHUNKS_PER_THREAD = 4  # enough for all threads to end at about the same time
 FEW_DECODES = 8
 MIN_SPANS = 4  # of a context that is divided among threads
-TASK = np.dtype(paged.Task)
+TASK, INT64 = np.dtype(paged.Task), np.dtype(np.int64)
+PLAN_KEY = Struct("7q")
 
-T = TypeVar("T", bound=np.generic)
 Tasks = NDArray[np.void]  # of dtype TASK
 
 
@@ -58,14 +59,16 @@ class CpuAttention(RecordableAttention):
         self._tokens_per_task = max(1, ROWS // group)
         max_rows = self._tokens_per_task * group
         self._partial_floats = partial_floats(max_rows, spec.head_dim)
-        self._tasks = self._divided = np.empty(0, dtype=TASK)
-        self._tables = self._slots = np.empty(0, dtype=np.int64)
+        self._no_tasks: Tasks = np.empty(0, dtype=TASK)
+        self._tasks, self._divided = _StoredValues(TASK), _StoredValues(TASK)
+        self._tables, self._slots = _StoredValues(INT64), _StoredValues(INT64)
         self._addresses = Addresses(0, 0, 0, 0, 0)
         self._num_tasks = self._num_divided = 0
         self._has_decodes_only = False
         stride = paged.scratch_floats(max_rows, spec.head_dim)
         self._scratch: NDArray[np.float32] = np.empty(stride * pool.threads, dtype=np.float32)
         self._partials: NDArray[np.float32] = np.empty(0, dtype=np.float32)
+        self._partials_at = 0  # its address, once it is needed
 
         def operands() -> paged.AttentionOperands:
             return paged.AttentionOperands(
@@ -106,19 +109,22 @@ class CpuAttention(RecordableAttention):
         )
 
     def plan(self, layout: RaggedLayout) -> None:
-        divided, tasks = self._divide(self._cut(layout))
+        divided, tasks = self._no_tasks, self._cut(layout)
+        if self._pool.threads > 1 and layout.kv_len.max() > (MIN_SPANS - 1) * SPAN:
+            divided, tasks = self._divide(tasks)
         self._num_tasks, self._num_divided = len(tasks), len(divided)
         self._has_decodes_only = layout.num_decodes == layout.num_requests
-        self._tasks = _stored(self._tasks, tasks)
-        self._divided = _stored(self._divided, divided)
-        self._tables = _stored(self._tables, layout.kv_indices.astype(np.int64))
-        self._slots = _stored(self._slots, layout.slots)
-        arrays = self._tasks, self._tables, self._divided, self._partials, self._slots
-        self._addresses = Addresses(*(each.ctypes.data for each in arrays))
+        self._addresses = Addresses(
+            self._tasks(tasks),
+            self._tables(layout.kv_indices),
+            self._divided(divided),
+            self._partials_at,
+            self._slots(layout.slots),
+        )
 
     @property
     def plan_key(self) -> bytes:
-        return np.array((*self._addresses, self._num_tasks, self._num_divided)).tobytes()
+        return PLAN_KEY.pack(*self._addresses, self._num_tasks, self._num_divided)
 
     @property
     def has_decodes_only(self) -> bool:
@@ -177,8 +183,8 @@ class CpuAttention(RecordableAttention):
         partial result is always of one span.
         """
         spans = -(-(tasks["high"] - tasks["low"]) // SPAN)
-        if self._pool.threads == 1 or spans.max() < MIN_SPANS:
-            return tasks[:0], tasks
+        if spans.max() < MIN_SPANS:
+            return self._no_tasks, tasks
         chunks = CHUNKS_PER_THREAD * self._pool.threads
         most = max(MIN_SPANS // 2, int(spans.sum()) * self._kv_heads // chunks)
         is_long = spans > 2 * most
@@ -192,6 +198,7 @@ class CpuAttention(RecordableAttention):
         needed = int(spans.sum()) * self._kv_heads * self._partial_floats
         if len(self._partials) < needed:
             self._partials = np.empty(needed, dtype=np.float32)
+            self._partials_at = self._partials.ctypes.data
         return divided, np.concatenate((runs, tasks[~is_long]))
 
     def run(
@@ -248,9 +255,18 @@ def _pieces(counts: Int64s) -> tuple[Int64s, Int64s]:
     return thing, np.arange(len(thing)) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
-def _stored(buffer: NDArray[T], values: NDArray[T]) -> NDArray[T]:
-    """Copy values to the front of a buffer that is kept, larger if they do not fit; returns it."""
-    if len(buffer) < len(values):
-        buffer = np.empty(1 << len(values).bit_length(), dtype=buffer.dtype)
-    buffer[: len(values)] = values
-    return buffer
+class _StoredValues:
+    """Values that stay at one address from step to step, as long as they are not more."""
+
+    def __init__(self, dtype: "np.dtype[Any]") -> None:
+        self._buffer: NDArray[Any] = np.empty(0, dtype=dtype)
+        self._address = 0
+
+    def __call__(self, values: NDArray[Any]) -> int:
+        """Replace the values; returns their address."""
+        count = len(values)
+        if count > len(self._buffer):
+            self._buffer = np.empty(1 << count.bit_length(), dtype=self._buffer.dtype)
+            self._address = self._buffer.ctypes.data
+        self._buffer[:count] = values
+        return self._address

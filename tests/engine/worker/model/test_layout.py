@@ -1,9 +1,12 @@
 """The ragged layout, computed by hand; steps with slots out of range are rejected."""
 
+from dataclasses import fields
+
 import numpy as np
 import pytest
 
-from engine.step import RequestId, SampleSpec, SamplingParams, Step, StepEntry, StepId
+from engine.step import LAST_TOKEN, RequestId, SampleSpec, SamplingParams, Step, StepEntry, StepId
+from engine.worker.model import layout
 from engine.worker.model.layout import LayoutLimits, build_layout, padded
 
 LIMITS = LayoutLimits(vocab_size=100, max_positions=64, num_blocks=10, block_size=4)
@@ -67,6 +70,20 @@ def test_index_arrays_have_the_types_that_attention_kernels_take() -> None:
 def test_an_index_out_of_bounds_is_rejected(wrong: Step, named: str) -> None:
     with pytest.raises(ValueError, match=named):
         build_layout(wrong, LIMITS)
+
+
+def test_few_decodes_have_the_layout_that_many_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    starts, tokens = [0, 1, 3, 4, 9], [7, LAST_TOKEN, 0, 5, LAST_TOKEN]
+    rows = zip(starts, tokens, strict=True)
+    decodes = [entry(start, (token,), [1, 5, 2, 6]) for start, token in rows]
+    batch = step(*decodes[:3], *[each._replace(lora_id=3) for each in decodes[3:]])
+    few = build_layout(batch, LIMITS)
+    monkeypatch.setattr(layout, "FEW_DECODES", 0)
+    many = build_layout(batch, LIMITS)
+    for field in fields(few):
+        one, other = getattr(few, field.name), getattr(many, field.name)
+        np.testing.assert_array_equal(one, other, field.name)
+        assert getattr(one, "dtype", None) == getattr(other, "dtype", None), field.name
 
 
 def test_padding_adds_requests_of_one_token_in_the_spare_block() -> None:
