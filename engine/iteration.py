@@ -50,7 +50,7 @@ class Iteration:
         tokens: Sequence[int | None] = result.tokens
         logprobs: Sequence[TokenLogprobs | None] = result.logprobs
         accepted: dict[Request, tuple[SampledToken, ...]] = {}
-        if self.step.has_drafts:
+        if result.num_accepted:
             first, accepted = self._accepted(result)
             tokens, logprobs = zip(*first, strict=True)
         num_entries = len(self.requests)

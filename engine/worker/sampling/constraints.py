@@ -201,6 +201,9 @@ class Constraints:
             (entry.request_id, entry.sample) for entry in step.entries if entry.sample is not None
         ]
         rows: list[_MaskJob] = []
+        if all(spec.grammar is None for _, spec in specs):
+            self._threads.has_others = bool(specs)
+            return MaskRequest(rows, len(specs))
         self._threads.has_others = not all(self._was_slow(request_id) for request_id, _ in specs)
         for request_id, group in groupby(enumerate(specs), lambda numbered: numbered[1][0]):
             places = [(row, spec) for row, (_, spec) in group]
