@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from examples.benchmarks.server import speculation
+from examples.benchmarks.server import speculation, speculation_servers
 from tests.examples.running import ROOT, run_here, run_module
 
 
@@ -62,6 +62,16 @@ def test_speculation_is_measured_off_and_on_and_changes_no_token(tmp_path: Path)
     assert all(0 <= row["accepted"] <= row["drafts"] for row in rows)  # how many, speed decides
 
 
+def test_speculation_is_measured_in_whole_servers_and_changes_no_text(tmp_path: Path) -> None:
+    file = tmp_path / "servers.json"
+    flags = ("--texts", "loops", "--clients", "2", "--rounds", "1", "--out", file)
+    shown = run_module("benchmarks.server.speculation_servers", *flags)
+    rows = json.loads(file.read_text())
+    assert speculation_servers.table(rows) in shown
+    assert [row["method"] for row in rows] == ["ngram", "off"]
+    assert all(row["same_text"] and row["output_tokens"] == 4 * 64 for row in rows)
+
+
 def test_the_acceptance_of_a_trained_mtp_layer_is_measured(tmp_path: Path) -> None:
     model, file = tmp_path / "model", tmp_path / "mtp.json"
     run_module("benchmarks.mtp.train", *("--out", model, "--steps", "2", "--batch-tokens", "512"))
@@ -85,8 +95,12 @@ def test_lora_adapters_are_measured_in_a_whole_server(tmp_path: Path) -> None:
 def test_the_page_of_speculation_has_the_table_of_its_figures() -> None:
     folder = ROOT / "examples" / "benchmarks" / "results" / "speculation"
     rows = json.loads((folder / "figures.json").read_text())
-    assert speculation.table(rows) in (folder / "README.md").read_text()
+    page = (folder / "README.md").read_text()
+    assert speculation.table(rows) in page
     assert all(row["same_tokens"] for row in rows)
+    rows = json.loads((folder / "servers.json").read_text())
+    assert speculation_servers.table(rows) in page
+    assert all(row["same_text"] for row in rows)
 
 
 def test_speculation_was_measured_to_be_never_slower_by_more_than_two_per_cent() -> None:
