@@ -14,9 +14,8 @@ import json
 import os
 import time
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple
 
 from engine.step import RequestId, SampleSpec, SamplingParams, Step, StepEntry, StepId
@@ -39,7 +38,7 @@ STEPS = {  # by name: requests, tokens of each, context of each
 }
 GREEDY = SampleSpec(SamplingParams(temperature=0.0))
 MIN_REPEATS = 3
-PYTHON = "Python, sampling, torch"  # what is no kernel
+PYTHON = "Python, interference"  # what the fastest of each call leave of the fastest step
 LARGEST = 4  # losses that the page names
 
 
@@ -47,21 +46,29 @@ def main() -> None:
     options = parse()
     sizes = WeightSizes.of(open_shape(options.shape)[1])
     reads = PlainReads(options.threads)
-    peaks = measure_peaks(options.threads)
-    found = []
+    peaks = {name: peak.rate for name, peak in measure_peaks(options.threads).items()}
+    found: list[dict[str, Any]] = []
     for name in options.formats:
         steps = KnownSteps(load(options, name), sizes)
         for title, work in STEPS.items():
             load_before = os.getloadavg()[0]
             measured = measure(steps, work, reads, options.seconds)
             found.append({"format": name, "step": title, "load": load_before, **measured})
-    again = measure_peaks(options.threads)
+        again = measure_peaks(options.threads)
+        peaks = {name: max(rate, again[name].rate) for name, rate in peaks.items()}
+        write(options, peaks, found)  # a run that is ended early leaves the formats before
+
+
+def write(
+    options: argparse.Namespace, peaks: Mapping[str, float], steps: Sequence[Mapping[str, Any]]
+) -> None:
+    """Write the figures and the page, and print it."""
     figures = {
         "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "shape": options.shape,
-        "peaks": {name: max(peak.rate, again[name].rate) for name, peak in peaks.items()},
-        "steps": found,
+        "peaks": peaks,
+        "steps": steps,
     }
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "step_kernels.json").write_text(json.dumps(figures, indent=1) + "\n")
@@ -145,7 +152,7 @@ class KnownSteps:
 
 
 def measure(steps: KnownSteps, work: Work, reads: PlainReads, seconds: float) -> dict[str, Any]:
-    """Medians of one kind of step, in milliseconds."""
+    """One kind of step: the fastest, and the fastest of each call of a kernel."""
     num_bytes = bytes_of(steps.sizes, work, steps.worker.report)
     steps.turn(work)
     read, turns = list[float](), list[Turn]()
@@ -160,34 +167,42 @@ def measure(steps: KnownSteps, work: Work, reads: PlainReads, seconds: float) ->
     }
     return {
         "repeats": len(turns),
-        "milliseconds": _median(turn.seconds for turn in turns),
-        "read_rate": num_bytes / median(read),
+        "milliseconds": _milliseconds(min(turn.seconds for turn in turns)),
+        "read_rate": num_bytes / min(read),
         "kernels": list(kernels(turns, attended)),
     }
 
 
 def kernels(turns: Sequence[Turn], attended: Mapping[str, int]) -> Iterator[dict[str, Any]]:
-    """Calls of the same name together: medians over steps, in milliseconds of all calls.
+    """Calls of the same name together: milliseconds, the sum of each call's fastest.
 
     `chunks` is the time in chunks, `cached_chunks` that with their memory in cache.
     """
-    for name in dict.fromkeys(call.name for call in turns[0].calls):
-        own = [[call for call in turn.calls if call.name == name] for turn in turns]
-        again = [[call for call in turn.cached if call.name == name] for turn in turns]
+    calls = turns[0].calls
+    whole = _fastest([call.seconds for call in turn.calls] for turn in turns)
+    busy = _fastest([call.busy for call in turn.calls] for turn in turns)
+    cached = _fastest([call.busy for call in turn.cached] for turn in turns)
+    for name in dict.fromkeys(call.name for call in calls):
+        own = [number for number, call in enumerate(calls) if call.name == name]
         yield {
             "name": name,
-            "calls": len(own[0]),
-            "milliseconds": _median(sum(call.seconds for call in calls) for calls in own),
-            "chunks": _median(sum(call.busy for call in calls) for calls in own),
-            "cached_chunks": _median(sum(call.busy for call in calls) for calls in again),
-            "elements": sum(call.elements for call in own[0]),
-            "operations": sum(2 * call.elements * call.rows for call in own[0]),
+            "calls": len(own),
+            "milliseconds": _milliseconds(sum(whole[number] for number in own)),
+            "chunks": _milliseconds(sum(busy[number] for number in own)),
+            "cached_chunks": _milliseconds(sum(cached[number] for number in own)),
+            "elements": sum(calls[number].elements for number in own),
+            "operations": sum(2 * calls[number].elements * calls[number].rows for number in own),
             **({"attended": attended} if name == "attention" else {}),
         }
 
 
-def _median(seconds: Iterator[float]) -> float:
-    return round(1e3 * median(seconds), 6)
+def _fastest(turns: Iterable[Sequence[float]]) -> list[float]:
+    """The least seconds of each call of a step."""
+    return [min(each) for each in zip(*turns, strict=True)]
+
+
+def _milliseconds(seconds: float) -> float:
+    return round(1e3 * seconds, 6)
 
 
 def minimums(step: Mapping[str, Any], peaks: Mapping[str, float]) -> list[tuple[float, float]]:
@@ -219,7 +234,8 @@ def page(figures: Mapping[str, Any]) -> str:
         "Written by `python -m examples.benchmarks.layers.step_kernels`: "
         f"{figures['shape']}, random weights, decodes at {CONTEXT} tokens, each step known before "
         f"it begins. {figures['cpu']}, {figures['cores']} cores, load average {min(loads):.1f} to "
-        f"{max(loads):.1f}. Cells are milliseconds of all calls of a kernel in a step, medians; "
+        f"{max(loads):.1f}. Cells are milliseconds of a kernel in a step, the sum of each "
+        "call's fastest; "
         "in brackets the minimum: of its bytes at the rate of plain reads in turn with the steps, "
         "or of its operations at the rate of products of registers, whichever is longer.",
         "",

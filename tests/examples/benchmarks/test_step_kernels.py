@@ -48,7 +48,7 @@ def test_what_a_step_loses_is_split() -> None:
     assert "| linear 4 → 8 | 6.00 (4.00) |" in page
     assert "| of the limit | 40 % compute |" in page
     split = "linear 4 → 8 20.0 (waiting 10.0, memory 5.0, instructions 5.0)"
-    assert f"60 % missing: Python, sampling, torch 40.0; {split}; the rest 0.0" in page
+    assert f"60 % missing: Python, interference 40.0; {split}; the rest 0.0" in page
     assert step_kernels.missing({**step, "read_rate": 1e8}, peaks) == (
-        "0 % missing: Python, sampling, torch 40.0; linear 4 → 8 -40.0; the rest 0.0"
+        "0 % missing: Python, interference 40.0; linear 4 → 8 -40.0; the rest 0.0"
     )
