@@ -26,8 +26,8 @@ from tokenizers import Tokenizer
 from engine.cost.model import CostModel
 from engine.request import RequestSpec
 from engine.step import SamplingParams
-from examples.benchmarks.server.speculation import Machine, load, serve
 from examples.benchmarks.server.start_time import cpu_name
+from examples.benchmarks.speculation.engines import Machine, load, serve
 from examples.builtin_model.corpus.mixture import draw
 from examples.builtin_model.training.batches import encode
 

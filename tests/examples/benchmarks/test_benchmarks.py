@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from examples.benchmarks.server import speculation, speculation_servers
+from examples.benchmarks.speculation import engines, servers
 from tests.examples.running import ROOT, run_here, run_module
 
 
@@ -55,7 +55,7 @@ def test_a_quantized_model_reads_the_texts_of_float32(
 def test_speculation_is_measured_off_and_on_and_changes_no_token(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     flags = ("--texts", "loops", "--clients", "2", "--rounds", "1", "--threads", "1")
-    run_module("benchmarks.server.speculation", *flags, "--clock", "cpu", "--out", file)
+    run_module("benchmarks.speculation.engines", *flags, "--clock", "cpu", "--out", file)
     rows = json.loads(file.read_text())
     assert [row["method"] for row in rows] == ["off", "ngram", "suffix"]
     assert all(row["same_tokens"] and row["off"] > 0 for row in rows)
@@ -65,9 +65,9 @@ def test_speculation_is_measured_off_and_on_and_changes_no_token(tmp_path: Path)
 def test_speculation_is_measured_in_whole_servers_and_changes_no_text(tmp_path: Path) -> None:
     file = tmp_path / "servers.json"
     flags = ("--texts", "loops", "--clients", "2", "--rounds", "1", "--out", file)
-    shown = run_module("benchmarks.server.speculation_servers", *flags)
+    shown = run_module("benchmarks.speculation.servers", *flags)
     rows = json.loads(file.read_text())
-    assert speculation_servers.table(rows) in shown
+    assert servers.table(rows) in shown
     assert [row["method"] for row in rows] == ["ngram", "off"]
     assert all(row["same_text"] and row["output_tokens"] == 4 * 64 for row in rows)
 
@@ -96,10 +96,10 @@ def test_the_page_of_speculation_has_the_table_of_its_figures() -> None:
     folder = ROOT / "examples" / "benchmarks" / "results" / "speculation"
     rows = json.loads((folder / "figures.json").read_text())
     page = (folder / "README.md").read_text()
-    assert speculation.table(rows) in page
+    assert engines.table(rows) in page
     assert all(row["same_tokens"] for row in rows)
     rows = json.loads((folder / "servers.json").read_text())
-    assert speculation_servers.table(rows) in page
+    assert servers.table(rows) in page
     assert all(row["same_text"] for row in rows)
 
 

@@ -3,8 +3,8 @@
 import asyncio
 
 from engine.step import Step, StepId, StepResult
-from examples.benchmarks.server.pairs import median_interval
-from examples.benchmarks.server.time_slices import SECONDS, SlicedExecutor, TimeSlices
+from examples.benchmarks.speculation.pairs import median_interval
+from examples.benchmarks.speculation.time_slices import SECONDS, SlicedExecutor, TimeSlices
 
 
 def test_the_interval_of_a_median_is_between_order_statistics() -> None:

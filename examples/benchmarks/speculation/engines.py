@@ -1,6 +1,6 @@
 """Speculation off and on: tokens/s by method, text and number of requests at once.
 
-    python -m examples.benchmarks.server.speculation [--clients 1 8] [--rounds 12] [--weights int8]
+    python -m examples.benchmarks.speculation.engines [--clients 1 8] [--rounds 12] [--weights int8]
                                     [--texts edit loops …] [--out FILE]
 
 An engine without speculation and one with each method run in this process. In each round all of
@@ -21,7 +21,7 @@ so that rates and costs are known. Texts:
     stories   the built-in model, temperature 1: ordinary text; predictions are unrelated to it
     hostile   random weights, temperature 1: every token is a surprise; predictions are unrelated
     layers    98 M random weights at temperature 1, with the model's first layer as the draft model
-              (`examples.benchmarks.server.draft_checkpoints`)
+              (`examples.benchmarks.speculation.draft_checkpoints`)
     unlike    the same, with a draft model of other weights, which is never right
 
 Each round has other requests, but for `again`. Seconds are those of the whole run with its prompts.
@@ -61,9 +61,9 @@ from engine.step import Step, StepResult
 from engine.transport.inline import InlineExecutor
 from engine.worker.process.worker import Worker
 from engine.worker_settings import WorkerReport, WorkerSettings
-from examples.benchmarks.server.draft_checkpoints import write_checkpoints
-from examples.benchmarks.server.pairs import median_interval
-from examples.benchmarks.server.speculation_texts import (
+from examples.benchmarks.speculation.draft_checkpoints import write_checkpoints
+from examples.benchmarks.speculation.pairs import median_interval
+from examples.benchmarks.speculation.texts import (
     BUILTIN,
     OF_BUILTIN,
     OFF,
@@ -74,7 +74,7 @@ from examples.benchmarks.server.speculation_texts import (
     predicted,
     specs_of,
 )
-from examples.benchmarks.server.time_slices import SlicedExecutor, TimeSlices
+from examples.benchmarks.speculation.time_slices import SlicedExecutor, TimeSlices
 
 CALIBRATION_SECONDS = 3.0
 MAX_CLIENTS = 64

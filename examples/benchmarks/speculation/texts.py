@@ -1,4 +1,4 @@
-"""The texts of `examples.benchmarks.server.speculation`: requests, and predictions for them."""
+"""The texts of `examples.benchmarks.speculation.engines`: requests, and predictions for them."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,7 +10,7 @@ from adapters.tokenizers import load_token_table
 from engine.grammar import TokenTable
 from engine.request import RequestSpec
 from engine.step import SamplingParams
-from examples.benchmarks.server.draft_checkpoints import VOCAB
+from examples.benchmarks.speculation.draft_checkpoints import VOCAB
 
 BUILTIN = str(Path(adapters.__file__).parent / "builtin")
 OFF = "off"  # a second engine without speculation

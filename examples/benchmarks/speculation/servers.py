@@ -1,6 +1,6 @@
 """Whole servers without and with speculation: tokens/s and CPU time per token, by turns.
 
-    python -m examples.benchmarks.server.speculation_servers [--texts again hostile …]
+    python -m examples.benchmarks.speculation.servers [--texts again hostile …]
                                     [--clients 1 8 32 64] [--rounds 10] [--out FILE]
 
 For each text, `podway serve` runs without speculation, with each method, and once more without
@@ -38,9 +38,9 @@ import psutil
 import uvloop
 
 from examples.benchmarks.server.disk_tier import Server
-from examples.benchmarks.server.pairs import median_interval
-from examples.benchmarks.server.speculation import save
-from examples.benchmarks.server.speculation_texts import EDIT_EVERY, NAMES, OFF
+from examples.benchmarks.speculation.engines import save
+from examples.benchmarks.speculation.pairs import median_interval
+from examples.benchmarks.speculation.texts import EDIT_EVERY, NAMES, OFF
 
 Body = dict[str, Any]
 TEXTS = {

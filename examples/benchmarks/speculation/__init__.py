@@ -1,0 +1,1 @@
+"""Speculation off and on, in engines and in servers."""
