@@ -33,15 +33,18 @@ def test_the_page_about_itl_goals_is_that_of_its_runs() -> None:
 # Beside other servers
 
 
+@pytest.mark.parametrize(
+    ("page", "figures"), [("README.md", "figures.json"), ("zen4.md", "zen4.json")]
+)
 @pytest.mark.parametrize("name", ["m500_avx512", "m110_avx512"])
 def test_the_tables_of_servers_on_avx512_are_those_of_their_rounds(
-    name: str, tmp_path: Path
+    name: str, page: str, figures: str, tmp_path: Path
 ) -> None:
     folder = RESULTS / "peers" / name
     servers = folder / "servers.toml"
     loads = read_loads(tomllib.loads(servers.read_text()), tmp_path)
-    made = tables.page(servers, read(f"peers/{name}/figures.json"), loads)
-    assert made[made.index("## ") :] in (folder / "README.md").read_text()
+    made = tables.page(servers, read(f"peers/{name}/{figures}"), loads)
+    assert made[made.index("## ") :] in (folder / page).read_text()
 
 
 def test_the_lone_streams_in_float32_are_those_of_their_rounds() -> None:
