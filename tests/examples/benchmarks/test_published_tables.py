@@ -34,9 +34,13 @@ def test_the_page_about_itl_goals_is_that_of_its_runs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("page", "figures"), [("README.md", "figures.json"), ("zen4.md", "zen4.json")]
+    ("name", "page", "figures"),
+    [
+        ("m500_avx512", "README.md", "figures.json"),
+        ("m110_avx512", "README.md", "figures.json"),
+        ("m110_avx512", "zen4.md", "zen4.json"),
+    ],
 )
-@pytest.mark.parametrize("name", ["m500_avx512", "m110_avx512"])
 def test_the_tables_of_servers_on_avx512_are_those_of_their_rounds(
     name: str, page: str, figures: str, tmp_path: Path
 ) -> None:
