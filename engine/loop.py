@@ -5,6 +5,10 @@ when its future is done; otherwise wait for one event, which arrivals, futures a
 worker set. When a worker is lost all live requests wait again with the tokens they have produced,
 and new requests are rejected until the worker has restarted.
 
+When the first request of an idle engine arrives, those that arrive within the next `GATHER_TURNS`
+turns of the event loop share its first iteration. Otherwise they would wait for all of its prompt,
+and be computed in pieces beside its decodes.
+
 With lookahead, one more iteration in flight is allowed for one that is planned before its input
 tokens are known. It is used only if all stages are busy, or if no other request could run.
 """
@@ -34,6 +38,9 @@ logger = logging.getLogger(__name__)
 
 RESTART_SECONDS = 5.0  # expected duration of a restart, until one has been measured
 LEAST_RETRY_SECONDS = 1.0
+# Requests sent at once are accepted, read and added in different turns: of 8 over HTTP, one turn
+# gathered 1 to 3 in most bursts, 4 turns 5 to 8, 8 turns all. A turn without work takes 2 µs.
+GATHER_TURNS = 8
 SAVE_SECONDS = 30.0  # for saving cached blocks before the server ends
 
 
@@ -248,7 +255,10 @@ class Engine:
             elif self._has_died_idle:
                 await self._recover()
             else:
+                was_idle = self._idle.is_set()
                 await self._wakeup.wait()
+                for _ in range(GATHER_TURNS if was_idle else 0):
+                    await asyncio.sleep(0)
 
     async def drain(self, seconds: float) -> None:
         """Reject new requests, wait at most so long for the live ones, and end the rest."""
