@@ -36,10 +36,13 @@ class StepCounts(NamedTuple):
         pairs, pieces = 0.0, 0
         if num_tokens > len(entries):
             for entry in entries:
-                count = len(entry.tokens)
-                if count > 1:
+                count, num_drafts = len(entry.tokens), entry.num_drafts
+                if num_drafts:  # each row is a decode
+                    slots += num_drafts * entry.start + num_drafts * count // 2
+                    draws += num_drafts
+                elif count > 1:
                     pairs += count * (entry.start + (count + 1) / 2)
-                    pieces += not entry.num_drafts
+                    pieces += 1
         return cls(num_tokens, slots, pairs, draws, pieces)
 
 

@@ -5,7 +5,8 @@ from dataclasses import asdict
 import pytest
 
 from engine.cost.live import LiveCost
-from engine.cost.model import CostModel
+from engine.cost.model import CostModel, StepCounts
+from engine.step import RequestId, SampleSpec, SamplingParams, Step, StepEntry, StepId
 
 MODEL = CostModel(((1, 0.5), (11, 1.5)), per_slot=0.0, per_pair=0.0)
 
@@ -46,3 +47,17 @@ def test_tokens_within_is_the_most_tokens_that_fit_into_the_time(
 def test_the_worker_idles_for_each_step_and_for_each_request_in_it() -> None:
     model = CostModel(MODEL.curve, 0.0, 0.0, idle_step=0.5, idle_entry=0.25)
     assert model.idle(4) == 1.5
+
+
+def test_the_parts_of_a_step_with_drafts_sum_to_its_seconds() -> None:
+    model = CostModel(MODEL.curve, 1e-2, 1e-3, per_draw=0.1, per_piece=0.2)
+    sizes = ((5, 1, 0), (9, 4, 3), (2, 6, 0))  # a decode, one with drafts, a piece of a prompt
+    spec = SampleSpec(SamplingParams(temperature=0.0))
+    step = Step(
+        StepId(1),
+        tuple(
+            StepEntry(RequestId(start), start, (1,) * count, b"", spec, num_drafts=num_drafts)
+            for start, count, num_drafts in sizes
+        ),
+    )
+    assert sum(model.parts(StepCounts.of(step))) == pytest.approx(model.step(step))
