@@ -61,7 +61,8 @@ class DraftGain:
         )
         seconds = self.fixed_seconds(starts)
         expected = float(num_decodes)
-        without = max(seconds + model.tokens(num_decodes), 1e-9)
+        without = self._cost.decodes(num_decodes, sum(starts) + num_decodes)
+        without = max(without + budget.between(num_decodes), 1e-9)
         if len(guesses) < num_decodes:
             max_seconds = min(max_seconds, MAX_SLOWDOWN * without)
         best_rate, best = MIN_GAIN * expected / without, 0
