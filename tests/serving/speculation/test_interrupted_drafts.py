@@ -1,0 +1,97 @@
+"""A whole server that speculates: while drafts are in flight, its worker is killed, or clients
+disconnect. The texts are those without speculation, and all KV blocks are free afterwards."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import inf
+
+import aiohttp
+import httpx
+import psutil
+import pytest
+
+from tests.conftest import Server, read_url, start_server
+from tests.serving.client import Json, metrics, raw_post, streamed_text, until_idle, with_stream
+
+LOOPS: Json = {"prompt": "Tom said 1", "max_tokens": 2000, "temperature": 0, "ignore_eos": True}
+ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total/model_name=builtin"
+CANCELLED = "podway_requests_total/outcome=cancelled"
+
+
+@dataclass(frozen=True)
+class Speculating:
+    """A server whose greedy texts repeat themselves, so that drafts are accepted."""
+
+    server: Server
+    url: str
+
+    def signal_worker(self, number: int) -> None:
+        (worker,) = psutil.Process(self.server.pid).children()
+        os.kill(worker.pid, number)
+
+    async def stop_worker(self, session: aiohttp.ClientSession, num_running: int) -> None:
+        """Suspend the worker as soon as drafts are accepted while so many requests run."""
+        accepted = inf
+        async with asyncio.timeout(60):
+            while True:
+                counts = await metrics(session, self.url)
+                if counts["podway_requests_running"] == num_running:
+                    if counts[ACCEPTED] > accepted:
+                        break
+                    accepted = counts[ACCEPTED]
+        self.signal_worker(signal.SIGSTOP)
+        assert (await metrics(session, self.url))["podway_requests_running"] == num_running
+
+
+@pytest.fixture(name="expected", scope="module")
+def _expected(server_url: str) -> str:
+    """The text without speculation."""
+    body = with_stream(LOOPS, stream=False)
+    answer = httpx.post(f"{server_url}/v1/completions", json=body, timeout=120).json()
+    return str(answer["choices"][0]["text"])
+
+
+@pytest.fixture(name="speculating", scope="module", params=["ngram", "suffix"])
+def _speculating(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Speculating]:
+    config = f'{{"method": "{request.param}"}}'
+    flags = ("--threads", "1", "--lookahead", "1", "--speculative-config", config)
+    with start_server(tmp_path_factory.mktemp("speculating"), *flags) as server:
+        yield Speculating(server, read_url(server))
+
+
+async def test_a_worker_that_dies_with_drafts_in_flight_changes_no_text(
+    expected: str, speculating: Speculating
+) -> None:
+    async with aiohttp.ClientSession() as session:
+        reading = asyncio.create_task(streamed_text(session, speculating.url, LOOPS))
+        await speculating.stop_worker(session, 1)
+        speculating.signal_worker(signal.SIGKILL)
+        assert await reading == expected
+        counts = await metrics(session, speculating.url)
+        assert counts["podway_worker_restarts_total"] == 1
+
+
+async def test_clients_that_disconnect_with_drafts_in_flight_leave_no_kv_blocks(
+    expected: str, speculating: Speculating
+) -> None:
+    url = speculating.url
+    async with aiohttp.ClientSession() as session:
+        before = await until_idle(session, url)
+        staying = asyncio.create_task(streamed_text(session, url, LOOPS))
+        leaving = [await raw_post(url, LOOPS | {"stream": True}) for _ in range(2)]
+        await speculating.stop_worker(session, 3)
+        for _, writer in leaving:
+            writer.transport.abort()
+        speculating.signal_worker(signal.SIGCONT)
+        assert await staying == expected
+        counts = await until_idle(session, url)
+        assert counts[CANCELLED] - before.get(CANCELLED, 0) == 2
+        within_two = counts["podway_cancel_to_free_iterations_bucket/le=2.0"]
+        assert within_two == counts["podway_cancel_to_free_iterations_count"] == 2
+        assert counts["podway_kv_slots/state=held/tier=device"] == 0
+        assert counts["podway_orphan_blocks"] == 0
