@@ -21,16 +21,14 @@ slowly to the calibration.
 
 from bisect import bisect_left
 from collections import deque
-from dataclasses import replace
 from itertools import accumulate
 from statistics import median
 from typing import TYPE_CHECKING
 
 from engine.cost.errors import PredictionErrors
-from engine.cost.model import StepCounts
+from engine.cost.model import CostModel, StepCounts, StepParts
 
 if TYPE_CHECKING:
-    from engine.cost.model import CostModel, StepParts
     from engine.step import Step
 
 DECODES = 32  # iterations of decodes only whose median factor counts
@@ -42,19 +40,21 @@ UNUSED = 32  # iterations after which a point counts as not used
 RETURN = 0.01  # share by which an unused point that is too slow returns in each iteration
 CONFIRMING = 20  # right predictions in a row confirm the two points
 SETTLED_ERROR = 0.02  # mean error below which a size is settled, once its points are confirmed
+NO_PARTS = StepParts(0.0, 0.0, 0.0, 0.0, 0.0)
 REST = 7  # iterations of a settled size that are not learned from, after each that is
 
 
 class LiveCost:
     """A `Cost` that learns from iterations. `model` is its present state."""
 
-    def __init__(self, model: "CostModel", weight: float = 0.05) -> None:
+    def __init__(self, model: CostModel, weight: float = 0.05) -> None:
         self.model = model
         self.errors = PredictionErrors()
         self._start = model  # as calibrated
         self._weight = weight
         self.tokens_per_second = 1.0 / model.compute(1, 0)
-        self._calibrated = [seconds for _, seconds in model.curve]
+        self._sizes, calibrated = zip(*model.curve, strict=True)
+        self._calibrated = list(calibrated)
         self._confirmed = list(self._calibrated)
         segments = range(len(model.curve) - 1)  # between two points
         self._ratios = [deque([1.0] * WINDOW, WINDOW) for _ in segments]
@@ -64,7 +64,7 @@ class LiveCost:
         self._used_at = [0 for _ in model.curve]  # by the number of observed iterations
         self._num_observed = 0
         self._decode_ratios = deque([1.0], DECODES)  # measured to calibrated seconds
-        self._decode_ratio = 1.0  # their median
+        self._decode_ratio: float | None = 1.0  # their median; None until it is asked for
 
     @property
     def margin(self) -> float:
@@ -80,6 +80,8 @@ class LiveCost:
     def decodes(self, num_rows: int, num_slots: int) -> float:
         """Seconds of an iteration of `num_rows` decodes which read `num_slots` slots together, as
         the last iterations of decodes only took."""
+        if self._decode_ratio is None:
+            self._decode_ratio = median(self._decode_ratios)
         return self._decode_ratio * self._start.decodes(num_rows, num_slots)
 
     def tokens_within(self, seconds: float, num_tokens: int, start: int, beside: int) -> int:
@@ -90,7 +92,7 @@ class LiveCost:
         """Seconds to compute `num_tokens` waiting tokens at the recent rate."""
         return num_tokens / self.tokens_per_second
 
-    def confirmed(self) -> "CostModel | None":
+    def confirmed(self) -> CostModel | None:
         """The calibrated model with the faster points that many right predictions have confirmed;
         None if there are none.
 
@@ -124,9 +126,9 @@ class LiveCost:
     def _follow_decodes(self, seconds: float, calibrated: float) -> None:
         if calibrated > 0.0:
             self._decode_ratios.append(seconds / calibrated)
-            self._decode_ratio = median(self._decode_ratios)
+            self._decode_ratio = None
 
-    def _learn(self, right: int, ratio: float, parts: "StepParts") -> None:
+    def _learn(self, right: int, ratio: float, parts: StepParts) -> None:
         """Adjust the points `right - 1` and `right`, and the other coefficients; `ratio` is that of
         measured to predicted seconds."""
         error, middle = self._error(right - 1, ratio)
@@ -162,33 +164,31 @@ class LiveCost:
     def _return(self, points: list[float], right: int) -> bool:
         """Lower the unused points which are slower than calibrated, and than those in use; returns
         whether there are any."""
+        pairs = zip(points, self._calibrated, strict=True)
+        slowdowns = [now / calibrated if calibrated else 1.0 for now, calibrated in pairs]
+        in_use = max(1.0, slowdowns[right - 1], slowdowns[right])
         is_returning = False
-        in_use = max(1.0, self._slowdown(points, right - 1), self._slowdown(points, right))
-        for at, used_at in enumerate(self._used_at):
-            is_unused = self._num_observed - used_at > UNUSED
-            if is_unused and self._slowdown(points, at) > in_use:
-                points[at] *= 1.0 - RETURN
-                is_returning = True
+        if max(slowdowns) > in_use:
+            for at, used_at in enumerate(self._used_at):
+                is_unused = self._num_observed - used_at > UNUSED
+                if is_unused and slowdowns[at] > in_use:
+                    points[at] *= 1.0 - RETURN
+                    is_returning = True
         return is_returning
 
-    def _slowdown(self, points: list[float], at: int) -> float:
-        return points[at] / self._calibrated[at] if self._calibrated[at] else 1.0
-
     def _with(
-        self, points: list[float], gain: float = 0.0, parts: "StepParts | None" = None
-    ) -> "CostModel":
+        self, points: list[float], gain: float = 0.0, parts: StepParts = NO_PARTS
+    ) -> CostModel:
         """The model with other seconds at the points of the curve, and other coefficients."""
         model, start = self.model, self._start
-        curve = tuple(zip([size for size, _ in model.curve], points, strict=True))
-        if parts is None or sum(parts) == parts.tokens:
-            return replace(model, curve=curve)
-        return replace(
-            model,
-            curve=curve,
-            per_slot=_near(start.per_slot, model.per_slot * (1.0 + gain * parts.slots)),
-            per_pair=_near(start.per_pair, model.per_pair * (1.0 + gain * parts.pairs)),
-            per_draw=_near(start.per_draw, model.per_draw * (1.0 + gain * parts.draws)),
-            per_piece=_near(start.per_piece, model.per_piece * (1.0 + gain * parts.pieces)),
+        return CostModel(  # `replace` would take three times as long
+            tuple(zip(self._sizes, points, strict=True)),
+            _near(start.per_slot, model.per_slot * (1.0 + gain * parts.slots)),
+            _near(start.per_pair, model.per_pair * (1.0 + gain * parts.pairs)),
+            _near(start.per_draw, model.per_draw * (1.0 + gain * parts.draws)),
+            model.idle_step,
+            model.idle_entry,
+            _near(start.per_piece, model.per_piece * (1.0 + gain * parts.pieces)),
         )
 
 

@@ -9,7 +9,7 @@ profiles the first iteration by prompt length; this is the same for whole batche
 
 from bisect import bisect_left
 from dataclasses import dataclass, fields
-from itertools import pairwise
+from operator import le, lt
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -76,7 +76,8 @@ class CostModel:
 
     def __post_init__(self) -> None:
         assert len(self.curve) > 1, "a curve has at least two points"
-        rising = all(a[0] < b[0] and a[1] <= b[1] for a, b in pairwise(self.curve))
+        sizes, seconds = zip(*self.curve, strict=True)
+        rising = all(map(lt, sizes, sizes[1:])) and all(map(le, seconds, seconds[1:]))
         assert rising, f"the curve is not ascending: {self.curve}"
 
     @classmethod
