@@ -2,6 +2,8 @@
 
 import asyncio
 
+import pytest
+
 from engine.simulated.virtual_loop import run_virtual
 from gateway.observe.backpressure import (
     BUSY,
@@ -97,3 +99,24 @@ def test_streams_of_a_busy_loop_carry_several_tokens_an_event() -> None:
         assert max(map(len, pieces)) == 4
 
     play(scene, Setting(texts=(text,)))
+
+
+@pytest.mark.parametrize(("share", "num_probes"), [(0.1, 6), (1.0, 21)])
+def test_a_calm_loop_is_probed_a_quarter_as_often(share: float, num_probes: int) -> None:
+    """The histogram of the lag counts each 50 ms either way."""
+    lag, read_at = Histogram((1,)), []
+
+    async def main() -> None:
+        clock = asyncio.get_running_loop().time
+
+        def times() -> ThreadTimes:
+            read_at.append(clock())
+            return ThreadTimes(share * clock(), 0.0)
+
+        watching = asyncio.create_task(LoopWatch(clock, lag, times).run())
+        await asyncio.sleep(1.06)
+        watching.cancel()
+
+    run_virtual(main())
+    assert len(read_at) == 1 + num_probes
+    assert lag.buckets()[-1] == ("+Inf", 21)
