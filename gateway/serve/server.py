@@ -52,6 +52,7 @@ INTERRUPTED = 130
 KEEP_ALIVE_SECONDS = 75
 RESERVED_FILES = 128  # reserved for weights, pipes to workers, the store
 FLUSH_SECONDS = 5  # for the last bytes, after the last request has ended
+DATE_SECONDS = 1.0  # for which the date header is not renewed
 FAILED_SECONDS = 5.0  # in which `/health` reports that the engine has failed
 
 
@@ -132,11 +133,13 @@ async def unless_stopped(work: asyncio.Task[T], signals: Signals) -> T | None:
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn without its signal handlers; `listens` is set once it accepts connections."""
+    """uvicorn without its signal handlers, and without a look at `should_exit` ten times per
+    second; `listens` is set once it accepts connections."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self.listens = asyncio.Event()
+        self._exits = asyncio.Event()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -145,6 +148,17 @@ class _Uvicorn(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self.listens.set()
+
+    async def main_loop(self) -> None:
+        """Renew the date header until `exit` is called."""
+        while not await self.on_tick(0):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._exits.wait(), DATE_SECONDS)
+
+    def exit(self) -> None:
+        """End `serve` once the open responses are complete."""
+        self.should_exit = True
+        self._exits.set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +199,7 @@ class Server:
             await asyncio.wait((batching,))
             await self._drain(signals)
             accepting.cancel()
-            server.should_exit = True
+            server.exit()
             await serving
             running.cancel()
             watching.cancel()
