@@ -32,7 +32,7 @@ CONTEXT = 160  # tokens of a request that decodes
 STEPS = {  # by name: requests, tokens of each, context of each
     **{
         f"{rows} {'row' if rows == 1 else 'rows'}": Work(rows, 1, CONTEXT)
-        for rows in (1, 8, 32, 64)
+        for rows in (1, 2, 4, 8, 32, 64)
     },
     **{f"prefill {tokens}": Work(1, tokens, tokens) for tokens in (128, 512)},
 }
