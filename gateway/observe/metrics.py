@@ -117,9 +117,9 @@ class Metrics(NullObserver):
         if self._last_tokens:
             for failed in [step for step in self._last_tokens if step < iteration.step.step_id]:
                 del self._last_tokens[failed]  # steps commit in order, so this one failed
-        for last in set(last_tokens):
+        for last, times in Counter(last_tokens).items():
             if last is not None:
-                self.inter_token.add(now - last, last_tokens.count(last))
+                self.inter_token.add(now - last, times)
         if None in last_tokens:
             self._count_first_tokens(iteration, now)
         self.num_iterations += 1
