@@ -10,7 +10,7 @@ from examples.benchmarks.layers import decode_step, fractions, step_kernels
 from examples.benchmarks.peers import tables
 from examples.benchmarks.peers.loads import read_loads
 from examples.benchmarks.real_engine import policies
-from examples.benchmarks.server import itl_goal
+from examples.benchmarks.server import itl_goal, lone_stream
 from examples.benchmarks.virtual_time.policy_tables import report_on
 from tests.examples.benchmarks.published import RESULTS, plain, read
 
@@ -253,6 +253,14 @@ def test_each_page_of_kernels_is_that_of_its_run() -> None:
     assert paths
     for path in paths:
         page = step_kernels.page(read(str(path.relative_to(RESULTS))))
+        assert path.with_suffix(".md").read_text() == page
+
+
+def test_each_page_about_lone_streams_is_that_of_its_run() -> None:
+    paths = list((RESULTS / "offline").glob("*/lone_stream.json"))
+    assert paths
+    for path in paths:
+        page = lone_stream.page(read(str(path.relative_to(RESULTS))))
         assert path.with_suffix(".md").read_text() == page
 
 
