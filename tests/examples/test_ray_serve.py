@@ -95,6 +95,13 @@ async def test_a_body_that_is_too_large_is_answered_without_a_replica() -> None:
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     """The URL of two replicas of the built-in model."""
+    with pytest.MonkeyPatch.context() as environment:
+        # Ray kills a proxy that is not ready after 5 s, which beside other tests it may not be.
+        environment.setenv("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", "60")
+        yield from serving()
+
+
+def serving() -> Iterator[str]:
     port = free_port()
     ray.init(
         address="local",  # not a cluster that other tests may have left

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(not SMAPS.exists(), reason="only Linux reports i
 
 
 def test_the_code_of_libraries_is_given_back_and_still_runs() -> None:
-    (library,) = (Path(torch.__file__).parent / "lib").glob("libtorch_cpu.so")
+    (library,) = (Path(torch.__file__).resolve().parent / "lib").glob("libtorch_cpu.so")
     x = torch.arange(64.0).view(8, 8)
     product = x @ x
     before = resident(library)
