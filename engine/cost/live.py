@@ -21,14 +21,16 @@ slowly to the calibration.
 
 from bisect import bisect_left
 from collections import deque
+from dataclasses import replace
 from itertools import accumulate
 from statistics import median
 from typing import TYPE_CHECKING
 
 from engine.cost.errors import PredictionErrors
-from engine.cost.model import CostModel, StepCounts, StepParts
+from engine.cost.model import StepCounts, StepParts
 
 if TYPE_CHECKING:
+    from engine.cost.model import CostModel
     from engine.step import Step
 
 DECODES = 32  # iterations of decodes only whose median factor counts
@@ -47,7 +49,7 @@ REST = 7  # iterations of a settled size that are not learned from, after each t
 class LiveCost:
     """A `Cost` that learns from iterations. `model` is its present state."""
 
-    def __init__(self, model: CostModel, weight: float = 0.05) -> None:
+    def __init__(self, model: "CostModel", weight: float = 0.05) -> None:
         self.model = model
         self.errors = PredictionErrors()
         self._start = model  # as calibrated
@@ -92,7 +94,7 @@ class LiveCost:
         """Seconds to compute `num_tokens` waiting tokens at the recent rate."""
         return num_tokens / self.tokens_per_second
 
-    def confirmed(self) -> CostModel | None:
+    def confirmed(self) -> "CostModel | None":
         """The calibrated model with the faster points that many right predictions have confirmed;
         None if there are none.
 
@@ -165,7 +167,7 @@ class LiveCost:
         """Lower the unused points which are slower than calibrated, and than those in use; returns
         whether there are any."""
         pairs = zip(points, self._calibrated, strict=True)
-        slowdowns = [now / calibrated if calibrated else 1.0 for now, calibrated in pairs]
+        slowdowns = [took / calibrated if calibrated else 1.0 for took, calibrated in pairs]
         in_use = max(1.0, slowdowns[right - 1], slowdowns[right])
         is_returning = False
         if max(slowdowns) > in_use:
@@ -178,17 +180,16 @@ class LiveCost:
 
     def _with(
         self, points: list[float], gain: float = 0.0, parts: StepParts = NO_PARTS
-    ) -> CostModel:
+    ) -> "CostModel":
         """The model with other seconds at the points of the curve, and other coefficients."""
         model, start = self.model, self._start
-        return CostModel(  # `replace` would take three times as long
-            tuple(zip(self._sizes, points, strict=True)),
-            _near(start.per_slot, model.per_slot * (1.0 + gain * parts.slots)),
-            _near(start.per_pair, model.per_pair * (1.0 + gain * parts.pairs)),
-            _near(start.per_draw, model.per_draw * (1.0 + gain * parts.draws)),
-            model.idle_step,
-            model.idle_entry,
-            _near(start.per_piece, model.per_piece * (1.0 + gain * parts.pieces)),
+        return replace(
+            model,
+            curve=tuple(zip(self._sizes, points, strict=True)),
+            per_slot=_near(start.per_slot, model.per_slot * (1.0 + gain * parts.slots)),
+            per_pair=_near(start.per_pair, model.per_pair * (1.0 + gain * parts.pairs)),
+            per_draw=_near(start.per_draw, model.per_draw * (1.0 + gain * parts.draws)),
+            per_piece=_near(start.per_piece, model.per_piece * (1.0 + gain * parts.pieces)),
         )
 
 

@@ -3,6 +3,7 @@
 import tomllib
 from pathlib import Path
 from statistics import median
+from types import ModuleType
 
 import pytest
 
@@ -240,27 +241,13 @@ def test_fractions_name_the_limit_of_each_step() -> None:
 # Where the time of a decode step goes
 
 
-def test_each_page_about_decode_steps_is_that_of_its_run() -> None:
-    paths = list((RESULTS / "offline").glob("*/decode_step.json"))
+@pytest.mark.parametrize("module", [decode_step, step_kernels, lone_stream])
+def test_each_page_about_steps_is_that_of_its_run(module: ModuleType) -> None:
+    name = module.__name__.rpartition(".")[2]
+    paths = list((RESULTS / "offline").glob(f"*/{name}.json"))
     assert paths
     for path in paths:
-        page = decode_step.page(read(str(path.relative_to(RESULTS))))
-        assert path.with_suffix(".md").read_text() == page
-
-
-def test_each_page_of_kernels_is_that_of_its_run() -> None:
-    paths = list((RESULTS / "offline").glob("*/step_kernels.json"))
-    assert paths
-    for path in paths:
-        page = step_kernels.page(read(str(path.relative_to(RESULTS))))
-        assert path.with_suffix(".md").read_text() == page
-
-
-def test_each_page_about_lone_streams_is_that_of_its_run() -> None:
-    paths = list((RESULTS / "offline").glob("*/lone_stream.json"))
-    assert paths
-    for path in paths:
-        page = lone_stream.page(read(str(path.relative_to(RESULTS))))
+        page = module.page(read(str(path.relative_to(RESULTS))))
         assert path.with_suffix(".md").read_text() == page
 
 
