@@ -13,6 +13,8 @@ from typing import Any
 
 from numba import cfunc, njit, types
 
+from engine.worker.cpu.features import has_amx
+
 KERNEL = types.void(types.int64, types.int64, types.int64)
 
 # Functions that kernels call. They are compiled into each kernel: a function of its own would be
@@ -27,8 +29,11 @@ fast_leaf = njit(forceinline=True, fastmath={"reassoc", "contract", "nsz", "arcp
 
 @cache
 def _digest() -> str:
-    """Of all sources in this package: cached code contains inlined code of other modules."""
-    hashed = hashlib.sha256()
+    """Of all sources in this package: cached code contains inlined code of other modules.
+
+    Numba looks at the CPU itself, but not at whether Linux lends its tile registers.
+    """
+    hashed = hashlib.sha256(b"AMX" if has_amx() else b"")
     for path in sorted(Path(__file__).parent.rglob("*.py")):
         hashed.update(path.read_bytes())
     return hashed.hexdigest()[:12]

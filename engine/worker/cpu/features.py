@@ -5,8 +5,15 @@ are then chosen for that CPU.
 """
 
 # mypy: disable-error-code="import-untyped"
+import ctypes
+import platform
+import sys
+from functools import cache
+
 import llvmlite.binding
 from numba.core import config
+
+ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA = 158, 0x1023, 18  # of Linux on x86-64
 
 
 def has(feature: str) -> bool:
@@ -15,3 +22,17 @@ def has(feature: str) -> bool:
     if configured is not None:
         return f"+{feature}" in str(configured).split(",")
     return bool(llvmlite.binding.get_host_cpu_features().get(feature, False))
+
+
+@cache
+def has_amx() -> bool:
+    """Whether kernels may use AMX with int8 and bfloat16.
+
+    Linux lends a process the tile registers when it asks for them (Documentation/arch/x86/xstate).
+    """
+    if not all(has(feature) for feature in ("amx-tile", "amx-int8", "amx-bf16")):
+        return False
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return False
+    asked: int = ctypes.CDLL(None).syscall(ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)
+    return asked == 0

@@ -13,14 +13,12 @@ from numba import cfunc
 
 from engine.worker.cpu.build import KERNEL
 from engine.worker.cpu.kernels.limits import (
-    CHAINS,
     PEAKS,
     PeakOperands,
     ReadOperands,
     make_peak_kernel,
     make_read_kernel,
 )
-from engine.worker.cpu.kernels.vectors import LANES
 from engine.worker.cpu.pages import WeightPages
 from engine.worker.cpu.thread_pool import NativeThreadPool
 
@@ -110,19 +108,18 @@ def measure_peaks(threads: int) -> dict[str, Peak]:
     """
     pool, total = NativeThreadPool(threads), torch.zeros(1, dtype=torch.int64)
     found: dict[str, Peak] = {}
-    for name, peak in PEAKS.items():
-        same = next((each for each in found if PEAKS[each] == peak), None)
+    for name, products in PEAKS.items():
+        same = next((each for each in found if PEAKS[each] == products), None)
         if same is not None:
             found[name] = found[same]
             continue
-        add, products = peak
-        kernel = _compile(make_peak_kernel(add))
+        kernel = _compile(make_peak_kernel(products))
         operands = PeakOperands(iterations=PEAK_ITERATIONS, total=total.data_ptr())
         chunks = CHUNKS_PER_THREAD * threads
         seconds = min(
             seconds_of(pool, kernel.address, operands, chunks) for _ in range(4 * REPEATS)
         )
-        work = chunks * PEAK_ITERATIONS * CHAINS * LANES * products * 2
+        work = chunks * PEAK_ITERATIONS * products.per_iteration * 2
         found[name] = Peak(work / seconds, "products of registers")
     return found
 

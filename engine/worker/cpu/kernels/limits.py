@@ -5,6 +5,7 @@ Their results are of no use. No kernel with the same instructions can be faster.
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, import-untyped"
 import ctypes
+from typing import NamedTuple
 
 from llvmlite import ir
 from numba import types
@@ -13,7 +14,16 @@ from numba.extending import intrinsic
 
 from engine.worker.cpu.intrinsics import INT32, int64, int64s
 from engine.worker.cpu.kernels.linears import tile_formats
-from engine.worker.cpu.kernels.linears.packed_tiles import pinned
+from engine.worker.cpu.kernels.linears.amx_tiles import (
+    SUMS,
+    TILE_ROWS,
+    WEIGHTS,
+    X,
+    configure,
+    tile_instruction,
+)
+from engine.worker.cpu.kernels.linears.packed_tiles import CONFIG_BYTES, INT8, pinned
+from engine.worker.cpu.kernels.linears.tile_formats import AMX_GROUPS
 from engine.worker.cpu.kernels.vectors import INT32S, LANES, LINE, pointer, prefetch
 from engine.worker.cpu.operands import make_reader, operands
 
@@ -33,7 +43,7 @@ class ReadOperands(ctypes.Structure):
 
 @operands
 class PeakOperands(ctypes.Structure):
-    """`iterations` of `CHAINS` instructions in each chunk; `total` is 64 bits of output."""
+    """`iterations` of `Products` in each chunk; `total` is 64 bits of output."""
 
     iterations: int
     total: int
@@ -93,43 +103,77 @@ def make_read_kernel(streams, ahead):
     return read_memory
 
 
-def _make_peak(add):
-    """`peak(iterations)`: `CHAINS` sums in registers, each with one product per iteration."""
+class Products(NamedTuple):
+    """A loop of the fastest products of a format, from registers alone."""
 
-    def build(context, builder, signature, args):
+    build: object  # `(builder, iterations) -> int64`, of no use
+    per_iteration: int
+
+
+def _vector_products(add, in_lane):
+    """`CHAINS` sums, each with one product per iteration; `add` as in `TileFormat`."""
+
+    def build(builder, iterations):
         zero = ir.Constant(INT32S, [0] * LANES)
         sums = [cgutils.alloca_once_value(builder, zero) for _ in range(CHAINS)]
         x, weights = pinned(builder, zero), pinned(builder, zero)
-        with cgutils.for_range_slice(builder, int64(0), args[0], int64(1)):
+        with cgutils.for_range_slice(builder, int64(0), iterations, int64(1)):
             for one in sums:
                 builder.store(pinned(builder, add(builder, builder.load(one), weights, x)), one)
         return _first_lane_of_xor(builder, sums)
 
-    def peak(typing, iterations):
+    return Products(build, CHAINS * LANES * in_lane)
+
+
+def _amx_products(instruction, in_lane):
+    """One product of each pair of tiles of x and weights per iteration."""
+    sums = [(row, half) for row in range(len(X)) for half in range(len(WEIGHTS))]
+
+    def build(builder, iterations):
+        empty = ir.Constant(ir.ArrayType(INT8, CONFIG_BYTES), None)
+        config = cgutils.alloca_once_value(builder, empty)
+        config.align = LINE
+        rows = int64(TILE_ROWS)
+        configure(builder, builder.ptrtoint(config, iterations.type), rows, rows)
+        with cgutils.for_range_slice(builder, int64(0), iterations, int64(1)):
+            for row, half in sums:
+                tile_instruction(builder, instruction, SUMS[row][half], X[row], WEIGHTS[half])
+        tile_instruction(builder, "tilerelease")
+        return int64(0)
+
+    return Products(build, len(sums) * TILE_ROWS * LANES * AMX_GROUPS * in_lane)
+
+
+def make_peak_kernel(loop):
+    """A kernel of `PeakOperands` for `Products`."""
+
+    def build(context, builder, signature, args):
+        return loop.build(builder, args[0])
+
+    @intrinsic
+    def run(typing, iterations):
         return types.int64(types.int64), build
-
-    return intrinsic(peak)
-
-
-def make_peak_kernel(add):
-    """A kernel of `PeakOperands`; `add` as in `TileFormat`."""
-    peak = _make_peak(add)
 
     def products(operands, chunk, thread):
         a = _peak_operands(operands)
-        int64s(a.total, 1)[0] ^= peak(a.iterations)
+        int64s(a.total, 1)[0] ^= run(a.iterations)
 
     return products
 
 
-# By the format of weights: the fastest instruction, and products of one lane that it adds up.
-PEAKS = {
-    "float32": (tile_formats.FLOAT32.add, 1),
-    "bfloat16": (tile_formats.BFLOAT16.add, 2),
-    "int8": (
-        (tile_formats.UINT8_INPUTS.add, 4)
-        if tile_formats.HAS_VNNI
-        else (tile_formats.add_int16_pairs, 2)
-    ),
-}
+def _fastest():
+    """The fastest products, by the format of weights."""
+    yield "float32", _vector_products(tile_formats.FLOAT32.add, 1)
+    if tile_formats.HAS_AMX:
+        yield "bfloat16", _amx_products("tdpbf16ps", 2)
+        yield "int8", _amx_products("tdpbusd", 4)
+        return
+    yield "bfloat16", _vector_products(tile_formats.BFLOAT16.add, 2)
+    if tile_formats.HAS_VNNI:
+        yield "int8", _vector_products(tile_formats.UINT8_INPUTS.add, 4)
+    else:
+        yield "int8", _vector_products(tile_formats.add_int16_pairs, 2)
+
+
+PEAKS = dict(_fastest())
 PEAKS["int4"] = PEAKS["int8"]  # the same instruction multiplies

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from engine.worker.cpu.kernels.linears import linear
 from engine.worker.cpu.kernels.linears.packing import pack
-from engine.worker.cpu.kernels.linears.tile_formats import HAS_BFLOAT16, PAIR, UNROLL
+from engine.worker.cpu.kernels.linears.tile_formats import HAS_AMX, HAS_BFLOAT16, PADDING, PAIR
 from engine.worker.cpu.linears.packed import InputFormat, PackedWeights
 from engine.worker.cpu.pages import WeightPages
 from engine.worker.ports import Weight, dequantize
@@ -41,7 +41,7 @@ class Float32Linears:
 class BFloat16Linears:
     """Linears whose weights and inputs are bfloat16; products are added in float32."""
 
-    description = "bfloat16" + (" (AVX-512 BF16)" if HAS_BFLOAT16 else "")
+    description = "bfloat16" + (" (AMX)" if HAS_AMX else " (AVX-512 BF16)" if HAS_BFLOAT16 else "")
     kernels: tuple[Callable[..., None], ...] = (
         linear.convert_to_bfloat16,
         linear.linear_bfloat16,
@@ -55,7 +55,7 @@ class BFloat16Linears:
     def pack(self, weights: Sequence[Weight], pages: WeightPages) -> PackedWeights:
         whole = stack_floats(weights).to(torch.bfloat16)
         outputs, inputs = whole.shape
-        padded = -(-inputs // (PAIR * UNROLL)) * PAIR * UNROLL
+        padded = -(-inputs // (PAIR * PADDING)) * PAIR * PADDING
         if padded != inputs:
             whole = torch.nn.functional.pad(whole, (0, padded - inputs))
         pairs = whole.contiguous().view(torch.int32)

@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.worker.cpu.kernels.linears import int8_linear
 from engine.worker.cpu.kernels.linears.packed_tiles import WIDTH
 from engine.worker.cpu.kernels.linears.packing import pack
-from engine.worker.cpu.kernels.linears.tile_formats import HAS_VNNI, PAIR, QUAD, UNROLL
+from engine.worker.cpu.kernels.linears.tile_formats import HAS_AMX, HAS_VNNI, PADDING, PAIR, QUAD
 from engine.worker.cpu.linears.packed import InputFormat, PackedWeights
 from engine.worker.cpu.pages import WeightPages
 from engine.worker.ports import Weight
@@ -40,7 +40,7 @@ class Int8Linears:
         return self.inputs.convert, self.kernel
 
     def pack(self, weights: Sequence[Weight], pages: WeightPages) -> PackedWeights:
-        weight = stack_int8(weights, UNROLL * self.group)
+        weight = stack_int8(weights, PADDING * self.group)
         return PackedWeights(
             packed=pack(weight.values.view(self.packed_dtype), pages),
             outputs=len(weight.scales),
@@ -59,7 +59,7 @@ WITH_14_BITS = Int8Linears(
     kernel=int8_linear.linear_14_bits,
 )
 WITH_8_BITS = Int8Linears(
-    name="8-bit activations, VNNI",
+    name="8-bit activations, " + ("AMX" if HAS_AMX else "VNNI"),
     inputs=InputFormat(torch.uint8, int8_linear.quantize_to_8_bits),
     group=QUAD,
     packed_dtype=torch.int32,

@@ -32,7 +32,7 @@ def noise(*shape: int, seed: int = 0) -> Tensor:
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), SIZES)
-@pytest.mark.parametrize("rows", [1, 2, 3, 7, 64, 65])
+@pytest.mark.parametrize("rows", [1, 2, 3, 7, 17, 32, 64, 65])
 def test_products_of_bfloat16_are_added_in_float32(
     operators: NativeOperators, rows: int, inputs: int, outputs: int
 ) -> None:

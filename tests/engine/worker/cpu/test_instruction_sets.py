@@ -15,7 +15,7 @@ from pathlib import Path
 import llvmlite.binding
 import pytest
 
-from engine.worker.cpu.features import has
+from engine.worker.cpu.features import has, has_amx
 
 AVX2 = "+sse,+sse2,+sse3,+ssse3,+sse4.1,+sse4.2,+popcnt,+avx,+avx2,+fma,+f16c,+bmi,+bmi2"
 AVX512 = f"{AVX2},+avx512f,+avx512bw,+avx512cd,+avx512dq,+avx512vl"
@@ -25,6 +25,10 @@ CPUS = {  # Numba's CPU name and features
     "avx512": ("skylake-avx512", AVX512),
     "avx512_vnni": ("cascadelake", f"{AVX512},+avx512vnni"),
     "avx512_bf16": ("cooperlake", f"{AVX512},+avx512vnni,+avx512bf16"),
+    "amx": (
+        "sapphirerapids",
+        f"{AVX512},+avx512vnni,+avx512bf16,+amx-tile,+amx-int8,+amx-bf16",
+    ),
 }
 KERNEL_TESTS = (
     "operators", "experts", "bfloat16", "int8", "int4", "grouped", "attention", "kernel_graph",
@@ -36,7 +40,7 @@ from numba import cfunc
 from engine.worker.cpu.build import KERNEL
 from engine.worker.cpu.linears.floats import BFLOAT16
 from engine.worker.cpu.linears.int8 import FASTEST, WITH_14_BITS
-best_first = ("vdpbf16ps", "vpdpbusd", "vpdpwssd", "vpmaddwd", "vfmadd")
+best_first = ("tdpbf16ps", "tdpbusd", "vdpbf16ps", "vpdpbusd", "vpdpwssd", "vpmaddwd", "vfmadd")
 for linears in (FASTEST, WITH_14_BITS, BFLOAT16):
     kernel = cfunc(KERNEL, nogil=True, error_model="numpy")(linears.kernels[-1])
     text = kernel._library.get_asm_str()
@@ -56,6 +60,8 @@ def environment_of(cpu: str) -> dict[str, str]:
 
 def can_execute(cpu: str) -> bool:
     host = llvmlite.binding.get_host_cpu_features()
+    if cpu == "amx" and not has_amx():  # Linux may not lend it
+        return False
     return all(host.get(feature[1:], False) for feature in CPUS[cpu][1].split(","))
 
 
@@ -63,7 +69,7 @@ def is_own(cpu: str) -> bool:
     """Whether the other tests, in this process, use the same instructions already."""
     return all(
         has(name) == (f"+{name}" in CPUS[cpu][1])
-        for name in ("avx512f", "avx512vnni", "avx512bf16")
+        for name in ("avx512f", "avx512vnni", "avx512bf16", "amx-tile")
     )
 
 
@@ -75,11 +81,14 @@ def is_own(cpu: str) -> bool:
         ("avx512", "linear_14_bits vpmaddwd %zmm", "vpmaddwd %zmm", "vfmadd %zmm"),
         ("avx512_vnni", "linear_8_bits vpdpbusd %zmm", "vpdpwssd %zmm", "vfmadd %zmm"),
         ("avx512_bf16", "linear_8_bits vpdpbusd %zmm", "vpdpwssd %zmm", "vdpbf16ps %zmm"),
+        ("amx", "linear_8_bits tdpbusd %zmm", "vpdpwssd %zmm", "tdpbf16ps %zmm"),
     ],
 )
 def test_linears_use_the_widest_dot_products_of_a_cpu(
     cpu: str, int8: str, with_14_bits: str, bfloat16: str
 ) -> None:
+    if cpu == "amx" and not can_execute(cpu):
+        pytest.skip("without its tile registers, kernels do not use AMX")
     found = subprocess.run(
         [sys.executable, "-c", INSTRUCTIONS],
         env=environment_of(cpu),

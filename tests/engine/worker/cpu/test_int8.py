@@ -12,7 +12,7 @@ from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.weights.formats.int8 import quantize
 from tests.engine.worker.cpu.int8_operators import int8_operators
 
-STEPS = {"14-bit activations": MAX_14_BITS, "8-bit activations, VNNI": MAX_8_BITS}
+STEPS = {WITH_14_BITS.name: MAX_14_BITS, WITH_8_BITS.name: MAX_8_BITS}
 SIZES = [(16, 4), (32, 97), (37, 9), (5, 1), (48, 32), (1500, 70), (2100, 33)]
 
 
@@ -47,7 +47,7 @@ def expected_linear(x: Tensor, weight: Tensor, bias: Tensor, start: Tensor, most
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), SIZES)
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 64, 65, 200])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 17, 32, 64, 65, 200])
 def test_integers_are_added_exactly(
     operators: NativeOperators, linears: Int8Linears, rows: int, inputs: int, outputs: int
 ) -> None:

@@ -11,15 +11,24 @@ from numba import njit
 
 from engine.worker.cpu.intrinsics import float32s, float_of_bits, int8s, int16s, int32s
 from engine.worker.cpu.kernels.elementwise import BYTES
+from engine.worker.cpu.kernels.linears.amx_tiles import amx_uint8_tile, release_tiles
 from engine.worker.cpu.kernels.linears.linear import begin_row, input_operands, multiply
 from engine.worker.cpu.kernels.linears.packed_tiles import WIDTH, int16_tile, uint8_tile
-from engine.worker.cpu.kernels.linears.tile_formats import MAX_ROWS, PAIR, QUAD
+from engine.worker.cpu.kernels.linears.tile_formats import (
+    AMX_ROWS,
+    HAS_AMX,
+    MAX_ROWS,
+    PAIR,
+    QUAD,
+)
 from engine.worker.cpu.kernels.linears.tile_outputs import add_int8_sums
 
 MAX_14_BITS = (1 << 14) - 1
 MAX_8_BITS = 127
 ZERO_UINT8 = 128  # what stands for 0: VNNI takes unsigned inputs
 DEPTH = 1024  # of k: 127 * (2^14 - 1) * 1024 is just below 2^31
+# Up to so many rows VNNI reads weights faster than AMX, by 4 to 15 % on an Intel Xeon.
+VECTOR_ROWS = 4
 
 
 @njit(inline="always")
@@ -84,6 +93,18 @@ def _finish(sums, scales, bias_at, y_at, y_stride, columns, rows, is_first, adds
             y[n] += np.float32(row[n] - offsets[n]) * (w_scales[n] * scale)
 
 
+@njit(inline="always")
+def _amx_or_vectors(w, x, x_stride, rows, groups, sums, ahead, ahead_step):
+    """The same integers by either."""
+    if rows <= VECTOR_ROWS:
+        uint8_tile(w, x, x_stride, rows, groups, sums, ahead, ahead_step)
+    else:
+        amx_uint8_tile(w, x, x_stride, rows, groups, sums, ahead, ahead_step)
+
+
+UINT8_TILE, UINT8_ROWS = (_amx_or_vectors, AMX_ROWS) if HAS_AMX else (uint8_tile, MAX_ROWS)
+
+
 def linear_14_bits(operands, chunk, thread):
     """`LinearOperands` with int8 weights and inputs of 14 bits."""
     multiply(operands, chunk, int16_tile, _finish, MAX_ROWS, DEPTH, PAIR, PAIR * WIDTH, 4)
@@ -91,4 +112,5 @@ def linear_14_bits(operands, chunk, thread):
 
 def linear_8_bits(operands, chunk, thread):
     """`LinearOperands` with int8 weights and inputs of 8 bits."""
-    multiply(operands, chunk, uint8_tile, _finish, MAX_ROWS, DEPTH, QUAD, QUAD * WIDTH, 4)
+    multiply(operands, chunk, UINT8_TILE, _finish, UINT8_ROWS, DEPTH, QUAD, QUAD * WIDTH, 4)
+    release_tiles()

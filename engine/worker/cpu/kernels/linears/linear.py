@@ -17,23 +17,28 @@ from engine.worker.cpu.kernels.dtypes import (
     store_one,
 )
 from engine.worker.cpu.kernels.elementwise import BYTES
+from engine.worker.cpu.kernels.linears.amx_tiles import amx_bfloat16_tile, release_tiles
 from engine.worker.cpu.kernels.linears.packed_tiles import (
     WIDTH,
     bfloat16_tile,
     float32_tile,
     tile_sums,
 )
-from engine.worker.cpu.kernels.linears.tile_formats import MAX_ROWS, PAIR
+from engine.worker.cpu.kernels.linears.tile_formats import AMX_ROWS, HAS_AMX, MAX_ROWS, PAIR
 from engine.worker.cpu.kernels.linears.tile_outputs import add_float_sums
 from engine.worker.cpu.kernels.vectors import make_prefetch
 from engine.worker.cpu.operands import make_reader, operands
 
-ROWS_AT_ONCE = 48  # rows of x that are multiplied by weights while these are in cache
+# Rows of x that are multiplied by weights while these are in cache: some tiles of every kind.
+ROWS_AT_ONCE = 96 if HAS_AMX else 48
 FLOAT_DEPTH = 512  # of k, added up in registers
 # How far ahead of its loads a single tile prefetches. A whole piece ahead (64 KiB of float32) was
 # out of the L1 cache again before it was used: 26 to 27 instead of 29 to 35 GB/s for one row of
 # float32 on a core of Zen 5, beside other computation; 512 to 2048 and 16384 bytes lie between.
 PREFETCH_BYTES = 4096
+BFLOAT16_TILE, BFLOAT16_ROWS = (
+    (amx_bfloat16_tile, AMX_ROWS) if HAS_AMX else (bfloat16_tile, MAX_ROWS)
+)
 
 
 @operands
@@ -116,27 +121,30 @@ def multiply(operands, chunk, tile, finish, max_rows, depth, group, group_bytes,
     # Few rows: read the weights in the order of their addresses. Many: keep a piece in cache.
     block = WIDTH if a.rows <= ROWS_AT_ONCE else a.columns
     next_chunk = a.weight + (first + a.columns) // WIDTH * panel_bytes
+    tiles = (a.rows + max_rows - 1) // max_rows  # of a panel
     for start in range(first, last, block):
         for k in range(0, a.inputs, depth):
             groups = min(depth, a.inputs - k) // group
+            piece_bytes = groups * group_bytes
+            share, ahead_step = piece_bytes, group_bytes
+            if tiles > 1:  # divisions of a single tile took 3 % of one row of int4
+                share, ahead_step = piece_bytes // tiles, group_bytes // tiles
             for top in range(0, a.rows, ROWS_AT_ONCE):
                 bottom = min(top + ROWS_AT_ONCE, a.rows)
-                tiles = (bottom - top + max_rows - 1) // max_rows
+                first_tile = top // max_rows
+                here = (bottom - top + max_rows - 1) // max_rows
                 for n in range(start, min(start + block, last), WIDTH):
                     weights = a.weight + n // WIDTH * panel_bytes + k // group * group_bytes
-                    piece_bytes = groups * group_bytes
                     then = weights + piece_bytes  # what this thread reads next
                     if k + depth >= a.inputs and n + block >= last:
                         then = next_chunk + (n - start) // WIDTH * panel_bytes
-                    m, share, ahead_step = top, piece_bytes, group_bytes
-                    if tiles > 1:  # divisions of a single tile took 3 % of one row of int4
-                        share, ahead_step = piece_bytes // tiles, group_bytes // tiles
-                    for left in range(tiles, 0, -1):  # rows are shared out evenly among tiles
+                    m = top
+                    for left in range(here, 0, -1):  # rows are shared out evenly among tiles
                         count = bottom - m
                         if left > 1:
                             count = (count + left - 1) // left
                         # Of several tiles each prefetches its share of the piece that comes next.
-                        ahead = then + share * (tiles - left)
+                        ahead = then + share * (first_tile + here - left)
                         if tiles == 1:  # reads every weight once, so only a little before
                             ahead = weights + PREFETCH_BYTES
                         offset = k // depth * padded + n
@@ -191,9 +199,9 @@ def linear_float32(operands, chunk, thread):
 
 def linear_bfloat16(operands, chunk, thread):
     """`LinearOperands` with bfloat16 x and weights, added in float32."""
-    multiply(
-        operands, chunk, bfloat16_tile, _finish_floats, MAX_ROWS, FLOAT_DEPTH, PAIR, 4 * WIDTH, 4
-    )
+    tile, rows = BFLOAT16_TILE, BFLOAT16_ROWS
+    multiply(operands, chunk, tile, _finish_floats, rows, FLOAT_DEPTH, PAIR, 4 * WIDTH, 4)
+    release_tiles()
 
 
 @operands

@@ -18,11 +18,14 @@ from numba.extending import intrinsic
 
 from engine.worker.cpu.intrinsics import INT32, int64
 from engine.worker.cpu.kernels.linears import tile_formats
-from engine.worker.cpu.kernels.linears.tile_formats import MAX_ROWS
+from engine.worker.cpu.kernels.linears.tile_formats import AMX_ROWS, MAX_ROWS
 from engine.worker.cpu.kernels.vectors import INT32S, LANES, LINE, broadcast, pointer, prefetch
 
 VECTORS = 2  # of sums, for each row of x
 WIDTH = VECTORS * LANES  # output channels of a panel
+SUMS_BYTES = 4 * WIDTH * max(MAX_ROWS, AMX_ROWS)  # of a tile
+CONFIG_BYTES = 64  # of the configuration of AMX
+INT8 = ir.IntType(8)
 
 IS_X86 = llvmlite.binding.get_process_triple().startswith("x86_64")
 
@@ -142,11 +145,18 @@ uint8_tile = make_packed_tile(tile_formats.UINT8_INPUTS)
 
 @intrinsic
 def tile_sums(typing):
-    """The address of stack memory for the sums of a tile."""
+    """The address of stack memory for the sums of a tile.
+
+    Behind them is what `amx_tiles` last configured the tile registers with: nothing yet.
+    """
 
     def build(context, builder, signature, args):
-        memory = cgutils.alloca_once(builder, ir.ArrayType(INT32, MAX_ROWS * WIDTH))
+        memory = cgutils.alloca_once(builder, ir.ArrayType(INT8, SUMS_BYTES + CONFIG_BYTES))
         memory.align = LINE
-        return builder.ptrtoint(memory, ir.IntType(64))
+        address = builder.ptrtoint(memory, ir.IntType(64))
+        configured = ir.VectorType(INT8, CONFIG_BYTES)
+        place = pointer(builder, builder.add(address, int64(SUMS_BYTES)), configured)
+        builder.store(ir.Constant(configured, [0] * CONFIG_BYTES), place)
+        return address
 
     return types.int64(), build

@@ -9,12 +9,16 @@ from typing import NamedTuple
 
 from llvmlite import ir
 
-from engine.worker.cpu.features import has
+from engine.worker.cpu.features import has, has_amx
 from engine.worker.cpu.kernels.vectors import FLOATS, INT32S, LANES, call, fma
 
 PAIR, QUAD = 2, 4  # neighbours in k that one 32-bit lane holds
 MAX_ROWS = 6 if LANES == 8 else 8  # of a tile: its sums stay in registers
-UNROLL = 4  # groups of k; the width of quantized inputs is padded to a multiple of it
+UNROLL = 4  # groups of k
+HAS_AMX = has_amx()
+AMX_ROWS = 32  # of a tile
+AMX_GROUPS = 16  # of k in one instruction
+PADDING = AMX_GROUPS if HAS_AMX else UNROLL  # k is padded to a multiple of so many groups
 
 INT16S = ir.VectorType(ir.IntType(16), 2 * LANES)
 INT8S = ir.VectorType(ir.IntType(8), 4 * LANES)
