@@ -76,14 +76,14 @@ def number(value: float, key: str) -> str:
 
 def beside_others() -> list[str]:
     """Two rows for each format: Podway, and the best of the others with its first letter."""
-    runs, rows = read("peers/m500_avx512/figures.json"), []
+    runs, rows = read("peers/m500_amx/figures.json"), []
     for title, (ours, group) in FORMATS.items():
         others = {r["server"] for r in runs if r["group"] == group and "Podway" not in r["server"]}
         own, best = [f"Podway, {title}"], ["best of the others"]
         for load, key, more in COLUMNS:
-            values = [(peers("m500_avx512", server, load, key), server[0]) for server in others]
+            values = [(peers("m500_amx", server, load, key), server[0]) for server in others]
             value, letter = max(values) if more else min(values)
-            own.append(number(peers("m500_avx512", ours, load, key), key))
+            own.append(number(peers("m500_amx", ours, load, key), key))
             best.append(f"{number(value, key)} {letter.upper()}")
         rows += [f"| {' | '.join(row)} |" for row in (own, best)]
     return rows

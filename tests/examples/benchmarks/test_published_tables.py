@@ -37,13 +37,14 @@ def test_the_page_about_itl_goals_is_that_of_its_runs() -> None:
 @pytest.mark.parametrize(
     ("name", "page", "figures"),
     [
+        ("m500_amx", "README.md", "figures.json"),
         ("m500_avx512", "README.md", "figures.json"),
         ("m110_avx512", "README.md", "figures.json"),
         ("m500_avx512", "zen4.md", "zen4.json"),
         ("m110_avx512", "zen4.md", "zen4.json"),
     ],
 )
-def test_the_tables_of_servers_on_avx512_are_those_of_their_rounds(
+def test_the_tables_of_servers_are_those_of_their_rounds(
     name: str, page: str, figures: str, tmp_path: Path
 ) -> None:
     folder = RESULTS / "peers" / name
