@@ -10,7 +10,9 @@ from tests.models.checkpoints import make_checkpoint
 
 
 def test_kernels_of_decodes_and_prompts_are_timed(tmp_path: Path) -> None:
-    directory = make_checkpoint(tmp_path, max_position_embeddings=256)
+    # Widths that no format pads.
+    widths = {"hidden_size": 64, "intermediate_size": 128}
+    directory = make_checkpoint(tmp_path, max_position_embeddings=256, **widths)
     config = read_config(directory)
     sizes = WeightSizes.of(config)
     steps = step_kernels.KnownSteps(decode_step.load(str(directory), "int8", 2), sizes)
