@@ -1,6 +1,7 @@
 """The kernels of steps are timed where they run, and named with what each loses."""
 
 from pathlib import Path
+from typing import Any
 
 from adapters.models.checkpoint import read_config
 from engine.worker.cpu.limits import PlainReads
@@ -11,7 +12,7 @@ from tests.models.checkpoints import make_checkpoint
 
 def test_kernels_of_decodes_and_prompts_are_timed(tmp_path: Path) -> None:
     # Widths that no format pads.
-    widths = {"hidden_size": 64, "intermediate_size": 128}
+    widths: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128}
     directory = make_checkpoint(tmp_path, max_position_embeddings=256, **widths)
     config = read_config(directory)
     sizes = WeightSizes.of(config)
