@@ -26,11 +26,11 @@ def has(feature: str) -> bool:
 
 @cache
 def has_amx() -> bool:
-    """Whether kernels may use AMX with int8 and bfloat16.
+    """Whether kernels may use AMX with int8 and bfloat16, beside vectors of 512 bits.
 
     Linux lends a process the tile registers when it asks for them (Documentation/arch/x86/xstate).
     """
-    if not all(has(feature) for feature in ("amx-tile", "amx-int8", "amx-bf16")):
+    if not all(has(feature) for feature in ("avx512f", "amx-tile", "amx-int8", "amx-bf16")):
         return False
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return False

@@ -1,0 +1,31 @@
+"""AMX is used only if the CPU has it and Linux lends its tile registers."""
+
+import platform
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from engine.worker.cpu import features
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or platform.machine() != "x86_64", reason="Linux on x86-64 is asked"
+)
+@pytest.mark.parametrize(
+    ("lacks", "answer", "expected"),
+    [("", 0, True), ("", -1, False), ("amx-int8", 0, False), ("avx512f", 0, False)],
+)
+def test_amx_needs_the_cpu_and_linux(
+    lacks: str, answer: int, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, ...]] = []
+
+    def syscall(*arguments: int) -> int:
+        asked.append(arguments)
+        return answer
+
+    monkeypatch.setattr(features, "has", lambda feature: feature != lacks)
+    monkeypatch.setattr("ctypes.CDLL", lambda _: SimpleNamespace(syscall=syscall))
+    assert features.has_amx.__wrapped__() is expected
+    assert asked == ([] if lacks else [(158, 0x1023, 18)])
