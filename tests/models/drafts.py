@@ -14,6 +14,7 @@ from engine.request import Request
 from engine.speculation.draft_model import DraftModelProposer
 from engine.speculation.drafter import Drafter
 from engine.speculation.proposers import Proposal
+from engine.step import RequestId
 
 FREE_DRAFTS = CostModel.linear(per_step=1.0, per_token=1e-9, per_slot=0.0)
 
@@ -22,7 +23,8 @@ class ScriptedProposer:
     """Proposes what a request's output will be, with a wrong token here and there, and
     now and then nothing.
 
-    `outputs` are the whole outputs by request id.
+    The first guess for every other request is all wrong, so that a run has wrong drafts in
+    whatever order its requests are asked. `outputs` are the whole outputs by request id.
     """
 
     name = "scripted"
@@ -31,13 +33,17 @@ class ScriptedProposer:
         self._outputs = outputs
         self._error_rate = error_rate
         self._random = Random(seed)
+        self._asked: set[RequestId] = set()
 
     def propose(self, request: Request, count: int) -> Proposal:
         count = self._random.choice((0, count, count)) if self._error_rate else count
         known = self._outputs[request.request_id][request.produced :][:count]
+        error_rate = self._error_rate
+        if known and error_rate and request.request_id not in self._asked:
+            self._asked.add(request.request_id)
+            error_rate = float(request.request_id % 2)
         guesses = [
-            max(token - 1, 0) if self._random.random() < self._error_rate else token
-            for token in known
+            abs(token - 1) if self._random.random() < error_rate else token for token in known
         ]
         return Proposal(tuple(guesses), 16)
 
