@@ -3,8 +3,9 @@
     python -m examples.benchmarks.speculation.engines [--clients 1 8] [--rounds 12] [--weights int8]
                                     [--texts edit loops …] [--out FILE]
 
-An engine without speculation and one with each method run in this process. In each round all of
-them serve the same requests, in turns of a few milliseconds, so that other load of the machine
+An engine without speculation and one with each method run in this process. All use one worker,
+because the place of its weights in memory changes a worker's speed by some per cent. In each round
+they serve the same requests, in turns of a few milliseconds, so that other load of the machine
 changes all alike. They must produce the same tokens. A ratio is that of a method's tokens/s to
 those without speculation in the same round. `ratio` is the median over the rounds and `interval`
 its 95 % confidence interval (of the order statistics). A second engine without speculation, `off`,
@@ -49,6 +50,7 @@ from engine.control.settings import SchedulerSettings
 from engine.cost.live import LiveCost
 from engine.cost.model import CostModel
 from engine.cost.profiler import ProbeLimits, measure
+from engine.kv.block_pool import BlockPool
 from engine.kv.ledger import KVLedger
 from engine.loop import Engine
 from engine.policy.fcfs import FirstComeFirstServed
@@ -58,7 +60,7 @@ from engine.speculation.acceptance import DraftCounts
 from engine.speculation.drafter import Drafter
 from engine.speculation.settings import SpeculationSettings
 from engine.step import Step, StepResult
-from engine.transport.inline import InlineExecutor
+from engine.transport.inline import InlineExecutor, StepRunner
 from engine.worker.process.worker import Worker
 from engine.worker_settings import WorkerReport, WorkerSettings
 from examples.benchmarks.speculation.draft_checkpoints import write_checkpoints
@@ -78,37 +80,41 @@ from examples.benchmarks.speculation.time_slices import SlicedExecutor, TimeSlic
 
 CALIBRATION_SECONDS = 3.0
 MAX_CLIENTS = 64
+MAX_ENGINES = 1 + max(map(len, TEXTS.values()))
 MIN_REQUESTS = 4  # per run
 
 
 class TimedWorker:
-    """Runs steps on a worker, and measures them by a clock."""
+    """Runs steps on a worker, and measures them by a clock, in place of elapsed seconds."""
 
-    def __init__(self, worker: Worker, clock: Clock) -> None:
+    def __init__(self, worker: StepRunner, clock: Clock) -> None:
         self._worker = worker
         self._clock = clock
 
     def run(self, step: Step) -> StepResult:
         began = self._clock()
         result = self._worker.run(step)
-        return replace(result, seconds=self._clock() - began)
+        seconds = self._clock() - began
+        proposing = result.proposal_seconds * seconds / result.seconds
+        return replace(result, seconds=seconds, proposal_seconds=proposing)
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A loaded worker, and what its steps cost by a clock."""
+    """A loaded worker, and what its steps cost by a clock. Several engines may use it by turns."""
 
     worker: TimedWorker
     report: WorkerReport
     cost: CostModel
     clock: Clock
-    settings: WorkerSettings
+    blocks: BlockPool  # from which every engine takes its KV blocks
     draft_cost: CostModel | None = None  # with which drafts are chosen; None: `cost`, as it learns
 
-    def another(self) -> "Machine":
-        """The same with a worker of its own."""
-        worker = Worker.load(self.settings, lambda *_: None)
-        return replace(self, worker=TimedWorker(worker, self.clock))
+    def ledger(self) -> KVLedger:
+        """A ledger for one engine, over the blocks of all."""
+        ledger = KVLedger(self.report.num_blocks, self.report.block_size)
+        ledger.pool, ledger.prefixes = self.blocks, self.blocks.prefixes
+        return ledger
 
 
 @dataclass(frozen=True)
@@ -135,7 +141,7 @@ def load(
     settings = WorkerSettings(
         model,
         weights=weights if model != BUILTIN else "auto",
-        kv_slots=MAX_CLIENTS * 2 * (PROMPT_LEN + OUTPUT_LEN),
+        kv_slots=MAX_ENGINES * MAX_CLIENTS * 2 * (PROMPT_LEN + OUTPUT_LEN),
         max_batch_tokens=512,
         max_batch_size=MAX_CLIENTS,
         threads=threads,
@@ -156,7 +162,8 @@ def load(
         profile = await measure(InlineExecutor(worker), limits, clock, CALIBRATION_SECONDS)
         return profile.model
 
-    return Machine(worker, report, asyncio.run(calibrate()), clock, settings)
+    blocks = KVLedger(report.num_blocks, report.block_size).pool
+    return Machine(worker, report, asyncio.run(calibrate()), clock, blocks)
 
 
 class EngineUnderTest:
@@ -176,7 +183,7 @@ class EngineUnderTest:
             max_batch_tokens=512,
             reuses_prefixes=False,
         )
-        self._slices = slices or TimeSlices(machine.clock)
+        self._slices = slices or TimeSlices(machine.clock, Random(0))
         self._executor = SlicedExecutor(machine.worker, self._slices)
         self._drafter: Drafter | None = None
         if config is not None:
@@ -184,9 +191,8 @@ class EngineUnderTest:
             draft_cost = cost if machine.draft_cost is None else LiveCost(machine.draft_cost)
             parsed = SpeculationSettings.parse(config)
             self._drafter = Drafter.build(parsed, draft_cost, size_ratio, self._executor.now)
-        ledger = KVLedger(report.num_blocks, report.block_size)
         scheduler = IterationScheduler(
-            settings, ledger, FirstComeFirstServed(), cost=cost, drafter=self._drafter
+            settings, machine.ledger(), FirstComeFirstServed(), cost=cost, drafter=self._drafter
         )
         self._engine = Engine(scheduler, self._executor, self._executor.now)
         self._running = asyncio.create_task(self._engine.run())
@@ -247,14 +253,12 @@ def config_of(method: str) -> dict[str, object] | None:
     return {"method": method} | model
 
 
-async def compare(
-    machines: Sequence[Machine], text: str, clients: int, rounds: int
-) -> list[dict[str, Any]]:
+async def compare(machine: Machine, text: str, clients: int, rounds: int) -> list[dict[str, Any]]:
     """The figures of each method on one text, with the runs of all methods interleaved."""
-    slices, random = TimeSlices(machines[0].clock), Random(rounds)
+    random = Random(rounds)
+    slices = TimeSlices(machine.clock, random)
     engines = {
-        name: EngineUnderTest(machine, config_of(name), slices)
-        for machine, name in zip(machines, ("plain", *TEXTS[text]), strict=False)
+        name: EngineUnderTest(machine, config_of(name), slices) for name in ("plain", *TEXTS[text])
     }
     runs: list[dict[str, Run]] = []
     for number in range(rounds + 1):
@@ -265,7 +269,7 @@ async def compare(
         with_prediction = predicted(text, specs, known)
         gc.collect()
         order = list(engines)
-        random.shuffle(order)
+        random.shuffle(order)  # the first turn of a round is slow
         serving = {
             name: asyncio.create_task(
                 engines[name].serve(with_prediction if name == "prediction" else specs, clients)
@@ -338,7 +342,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="JSON file; rows of earlier runs are kept")
     arguments = parser.parse_args()
     clock = time.perf_counter if arguments.clock == "wall" else time.process_time
-    machines: dict[tuple[str, str], list[Machine]] = {}
+    machines: dict[tuple[str, str], Machine] = {}
     folder = TemporaryDirectory()
     checkpoints: tuple[Path, ...] = ()
     if not set(WITH_DRAFT_MODEL).isdisjoint(arguments.texts):
@@ -348,10 +352,8 @@ def main() -> None:
         if text in WITH_DRAFT_MODEL:
             model = (str(checkpoints[0]), str(checkpoints[1 + (text == "unlike")]))
         if model not in machines:
-            machines[model] = [load(*model, arguments.weights, arguments.threads, clock)]
-        while len(machines[model]) < 1 + len(TEXTS[text]):
-            machines[model].append(machines[model][0].another())
-        report = machines[model][0].report
+            machines[model] = load(*model, arguments.weights, arguments.threads, clock)
+        report = machines[model].report
         for clients in arguments.clients:
             found = asyncio.run(compare(machines[model], text, clients, arguments.rounds))
             print(table(found), f"load {os.getloadavg()[0]:.1f}", sep="\n", flush=True)

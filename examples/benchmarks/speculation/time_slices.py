@@ -2,10 +2,12 @@
 
 An engine's turn ends when it submits a step after its time is up: the step then waits for the
 engine's next turn. Meanwhile nothing of that engine has anything to do, so the whole time belongs
-to the engine whose turn it is.
+to the engine whose turn it is. The order of turns is random, because what a turn leaves in the
+caches of the CPU changes the speed of the next one.
 """
 
 import asyncio
+from random import Random
 
 from engine.ports import Clock
 from engine.step import Step
@@ -17,8 +19,9 @@ SECONDS = 0.005  # of a turn
 class TimeSlices:
     """Whose turn it is, and the seconds of each engine, named by its executor."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, random: Random) -> None:
         self._clock = clock
+        self._random = random
         self._began = 0.0  # the present turn
         self._seconds: dict[SlicedExecutor, float] = {}  # of all their turns that have ended
         self._order: list[SlicedExecutor] = []  # the first one has its turn
@@ -47,13 +50,15 @@ class TimeSlices:
             self._order[0].resume()
 
     def may_submit(self, executor: "SlicedExecutor") -> bool:
-        """Whether it is the engine's turn. If its time is up, the next engine's turn begins."""
+        """Whether it is the engine's turn. If its time is up, another engine's turn begins."""
         if self._order[0] is not executor:
             return False
         if len(self._order) == 1 or self._clock() - self._began < SECONDS:
             return True
         self._count()
-        self._order.append(self._order.pop(0))
+        others = self._order[1:]
+        self._random.shuffle(others)
+        self._order = [*others, executor]
         self._order[0].resume()
         return False
 

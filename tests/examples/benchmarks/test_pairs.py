@@ -1,8 +1,10 @@
-"""Medians of ratios, their intervals, and engines that run by turns."""
+"""Medians of ratios, their intervals, and engines that run by turns on a worker with a clock."""
 
 import asyncio
+from random import Random
 
 from engine.step import Step, StepId, StepResult
+from examples.benchmarks.speculation.engines import TimedWorker
 from examples.benchmarks.speculation.pairs import median_interval
 from examples.benchmarks.speculation.time_slices import SECONDS, SlicedExecutor, TimeSlices
 
@@ -28,7 +30,7 @@ class Ticking:
 
 def test_each_engine_is_charged_its_own_time() -> None:
     clock = [0.0]
-    slices = TimeSlices(lambda: clock[0])
+    slices = TimeSlices(lambda: clock[0], Random(1))
 
     async def serve(seconds: float) -> float:
         executor = SlicedExecutor(Ticking(clock, seconds), slices)
@@ -45,3 +47,20 @@ def test_each_engine_is_charged_its_own_time() -> None:
     found = asyncio.run(serve_all())
     for seconds, share in zip(found, (0.3, 0.6, 2.0), strict=True):
         assert abs(seconds - 100 * SECONDS * share) < 1e-9
+
+
+class Interrupted:
+    """A worker that computes for a fifth of the elapsed seconds of its steps."""
+
+    def __init__(self, clock: list[float]) -> None:
+        self._clock = clock
+
+    def run(self, step: Step) -> StepResult:
+        self._clock[0] += 0.2
+        return StepResult(step.step_id, (), 1.0, proposal_seconds=0.5)
+
+
+def test_steps_and_their_proposals_are_measured_by_the_same_clock() -> None:
+    clock = [0.0]
+    result = TimedWorker(Interrupted(clock), lambda: clock[0]).run(Step(StepId(0), ()))
+    assert (result.seconds, result.proposal_seconds) == (0.2, 0.1)
