@@ -11,12 +11,16 @@ without speculation in the same round: of its tokens per second of elapsed time,
 per CPU second of the server and its worker. Medians over the rounds are reported, with their 95 %
 confidence intervals. One round is served before the first measured one. Texts:
 
+    edit      random weights, temperature 1; each request's `prediction` is the text that it
+              answers, with one word in twenty replaced, removed or inserted. (A `logit_bias`
+              allows only words of one token, so that the text has the output's tokens.)
+    edit_builtin  the same with the built-in model, and without a bias
     again     random weights, temperature 1; each request was answered before with the same seed
     hostile   random weights, temperature 1: every token is a surprise
-    edit      the built-in model, temperature 1; each request's `prediction` is the text that it
-              answers, with one word in twenty replaced, removed or inserted
     loops     the built-in model, greedy and without its chat template, soon repeats itself
     stories   the built-in model, temperature 1, with a `prediction` of unrelated words
+
+Random weights are of 110 M parameters.
 """
 
 import argparse
@@ -28,6 +32,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -37,6 +42,8 @@ from urllib.parse import urlsplit
 import psutil
 import uvloop
 
+from adapters.models.random_checkpoint import random_checkpoint
+from adapters.tokenizers import load_token_table
 from examples.benchmarks.server.disk_tier import Server
 from examples.benchmarks.speculation.engines import save
 from examples.benchmarks.speculation.pairs import median_interval
@@ -44,17 +51,20 @@ from examples.benchmarks.speculation.texts import EDIT_EVERY, NAMES, OFF
 
 Body = dict[str, Any]
 TEXTS = {
+    "edit": ("prediction", OFF),
+    "edit_builtin": ("prediction", OFF),
     "again": ("suffix", OFF),
     "hostile": ("ngram", "suffix", OFF),
-    "edit": ("prediction", OFF),
     "loops": ("ngram", OFF),
     "stories": ("ngram", "suffix", "prediction", OFF),
 }
-OF_RANDOM = ("again", "hostile")
+OF_RANDOM = ("edit", "again", "hostile")
+EDITED = ("edit", "edit_builtin")
 OUTPUT_LEN, PROMPT_LEN = 64, 16
 MIN_REQUESTS = 4  # per turn, which then takes some tenths of a second or more
 FLAGS = ("--threads", "1", "--lookahead", "1", "--no-prefix-cache", "--max-model-len", "512")
 QUIET = ("--log-level", "warning")
+NUM_WORDS = 200  # that the edited texts of random weights consist of
 WORDS = ("river", "cloud", "seven", "paper", "green", "ladder", "monkey", "orange", "window")
 
 
@@ -178,15 +188,29 @@ def bodies_of(text: str, count: int, number: int) -> list[Body]:
         body |= {"temperature": 0.0 if text == "loops" else 1.0, "seed": seed}
         body["stream_options"] = {"include_usage": True}
         name = NAMES[seed % len(NAMES)]
-        if text in OF_RANDOM:
+        if text in ("again", "hostile"):
             body["prompt"] = random.choices(range(300, 30_000), k=PROMPT_LEN)
         elif text == "loops":
             body["prompt"] = f"{name} said {seed}"
         else:
             content = f"Write a story about {name}, who is {seed}."
             body["messages"] = [{"role": "user", "content": content}]
+        if text == "edit":
+            body["logit_bias"] = dict.fromkeys(map(str, words_of_one_token()), 100)
         found.append(body)
     return found
+
+
+@cache
+def words_of_one_token() -> list[int]:
+    """Tokens of random weights that are a space and a word. A text of such words has no others."""
+    table = load_token_table(random_checkpoint("M110"))
+    words = [
+        number
+        for number, token in enumerate(table.tokens)
+        if token[:1] == b" " and token[1:].isalpha() and table.encode(token.decode()) == [number]
+    ]
+    return words[:NUM_WORDS]
 
 
 def edited(text: str, random: Random) -> str:
@@ -220,9 +244,9 @@ async def compare(
     count, random = max(MIN_REQUESTS, 2 * clients), Random(rounds)
     for number in range(rounds + 1):
         bodies, texts = bodies_of(text, count, number), None
-        if text == "edit":
+        if text in EDITED:
             texts = (await turn(servers["plain"], bodies, clients)).texts
-        with_prediction = predicted(bodies, texts) if text in ("edit", "stories") else bodies
+        with_prediction = predicted(bodies, texts) if text in (*EDITED, "stories") else bodies
         order = list(servers)
         random.shuffle(order)
         taken = {}

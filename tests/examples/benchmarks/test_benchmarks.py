@@ -3,9 +3,12 @@
 import json
 import shutil
 from pathlib import Path
+from random import Random
 
 import pytest
 
+from adapters.models.random_checkpoint import random_checkpoint
+from adapters.tokenizers import load_token_table
 from examples.benchmarks.speculation import engines, servers
 from examples.benchmarks.speculation.texts import TEXTS
 from tests.examples.running import ROOT, run_here, run_module
@@ -111,6 +114,13 @@ def test_speculation_was_not_measured_to_be_slower_by_more_than_two_per_cent() -
     assert {row["clients"] for row in rows} == {1, 8, 32, 64}
     assert {row["text"] for row in rows} == set(TEXTS)
     assert all(row["interval"][1] >= 0.98 for row in rows)
+
+
+def test_the_edited_text_of_random_weights_has_the_tokens_of_the_output() -> None:
+    table, words = load_token_table(random_checkpoint("M110")), servers.words_of_one_token()
+    output = Random(1).choices(words, k=500)
+    text = b"".join([table.tokens[token] for token in output]).decode()
+    assert table.encode(text) == output
 
 
 def test_attention_is_timed_with_every_kv_dtype() -> None:
