@@ -13,6 +13,11 @@ from functools import cache
 import llvmlite.binding
 from numba.core import config
 
+if config.CPU_FEATURES is None and platform.machine() in ("x86_64", "AMD64"):
+    # For Intel's CPUs LLVM makes vectors of 256 bits of loops, although there are wider ones.
+    _host = llvmlite.binding.get_host_cpu_features().flatten()
+    config.CPU_FEATURES = f"{_host},-prefer-256-bit"
+
 ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA = 158, 0x1023, 18  # of Linux on x86-64
 
 
