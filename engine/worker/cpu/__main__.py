@@ -4,6 +4,7 @@ import sys
 
 from engine.worker.cpu.attention import paged_kernels, rope_and_cache_write
 from engine.worker.cpu.build import compile_all
+from engine.worker.cpu.kernels.linears.tile_formats import HAS_AMX
 from engine.worker.cpu.linears import FORMATS, linears_of
 from engine.worker.cpu.linears.packed_store import PackedStore
 from engine.worker.cpu.operators import NativeOperators
@@ -21,6 +22,7 @@ def show_progress(what: str, done: int, total: int) -> None:
 if __name__ == "__main__":
     attention = (
         *paged_kernels.BY_DTYPE,
+        *(paged_kernels.BY_DTYPE_AND_AMX.values() if HAS_AMX else ()),
         paged_kernels.merge_partials,
         *rope_and_cache_write.BY_DTYPE,
     )

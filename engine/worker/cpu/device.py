@@ -179,7 +179,7 @@ class CpuDevice:
         compile_all((*self._native_operators().usual_kernels, *conversion), progress)
         dtype = dtype_code(self.kv_dtype)
         attention = (
-            paged_kernels.BY_DTYPE[dtype],
+            paged_kernels.attend_kernel(dtype),
             paged_kernels.merge_partials,
             rope_and_cache_write.BY_DTYPE[dtype],
         )

@@ -12,6 +12,7 @@ from engine.worker.cpu.attention import rope_and_cache_write as rope_write
 from engine.worker.cpu.attention.softmax import SPAN, partial_floats
 from engine.worker.cpu.kernel_call import KernelCall, share_out
 from engine.worker.cpu.kernels.dtypes import dtype_code
+from engine.worker.cpu.kernels.linears.tile_formats import AMX_ROWS
 from engine.worker.ports import (
     AttentionSpec,
     Int64s,
@@ -23,6 +24,7 @@ from engine.worker.ports import (
 )
 
 ROWS = 24  # of a task: tokens x query heads of one KV head
+AMX_TILES = 4  # of a task
 CHUNKS_PER_THREAD = 4  # enough for all threads to end at about the same time
 FEW_DECODES = 8
 MIN_SPANS = 4  # of a context that is divided among threads
@@ -56,7 +58,11 @@ class CpuAttention(RecordableAttention):
         page_stride, _, head_stride, _ = cache.keys[0].stride()
         slot_stride = cache.values[0].stride(1)
         scale_stride = cache.key_scales[0].stride(0) if cache.key_scales else 0
+        dtype = dtype_code(cache.keys[0].dtype)
+        attend = paged.attend_kernel(dtype, group, spec.head_dim)
         self._tokens_per_task = max(1, ROWS // group)
+        if attend not in paged.BY_DTYPE:  # all tiles have as many rows
+            self._tokens_per_task = max(1, AMX_TILES * (AMX_ROWS // group))
         max_rows = self._tokens_per_task * group
         self._partial_floats = partial_floats(max_rows, spec.head_dim)
         self._no_tasks: Tasks = np.empty(0, dtype=TASK)
@@ -89,8 +95,7 @@ class CpuAttention(RecordableAttention):
                 max_rows=max_rows,
             )
 
-        dtype = dtype_code(cache.keys[0].dtype)
-        self._attend = KernelCall(pool, paged.BY_DTYPE[dtype], operands(), fit=self._fit_attend)
+        self._attend = KernelCall(pool, attend, operands(), fit=self._fit_attend)
         self._merge = KernelCall(pool, paged.merge_partials, operands(), fit=self._fit_merge)
         self._write = KernelCall(
             pool,

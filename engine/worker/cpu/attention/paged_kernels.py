@@ -9,11 +9,14 @@ only, and the spans of a long context may be computed by several threads.
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 import ctypes
-from typing import NamedTuple
+from collections.abc import Callable
 
 import numpy as np
 from numba import njit
 
+from engine.worker.cpu.attention import amx_spans, vector_spans
+from engine.worker.cpu.attention.amx_products import BLOCK, WIDTH
+from engine.worker.cpu.attention.kv_pages import KVPages
 from engine.worker.cpu.attention.softmax import (
     SCORES,
     SPAN,
@@ -21,29 +24,19 @@ from engine.worker.cpu.attention.softmax import (
     clear,
     merge,
     partial_floats,
-    rescale,
     scale_queries,
     softmax_rows,
     write_output,
 )
-from engine.worker.cpu.attention.tiles import (
-    HAS_TWO_TILES,
-    KEYS,
-    SCORE_ROWS,
-    VALUE_ROWS,
-    VALUE_WIDTH,
-    make_value_tile,
-    score_tile,
-    score_two_tiles,
-)
-from engine.worker.cpu.intrinsics import float32s, fma_one, int64s
-from engine.worker.cpu.kernels.dtypes import BFLOAT16, FLOAT16, FLOAT32, INT8, ITEM_BYTES, load_one
+from engine.worker.cpu.attention.tiles import KEYS
+from engine.worker.cpu.kernels.dtypes import BFLOAT16, FLOAT16, FLOAT32, INT8, ITEM_BYTES
 from engine.worker.cpu.kernels.elementwise import BYTES
-from engine.worker.cpu.kernels.vectors import LANES
+from engine.worker.cpu.kernels.linears.amx_tiles import release_tiles
+from engine.worker.cpu.kernels.linears.tile_formats import HAS_AMX
+from engine.worker.cpu.kernels.vectors import LINE
 from engine.worker.cpu.operands import make_reader, operands
 
-_value_tile = make_value_tile(VALUE_ROWS, VALUE_WIDTH)
-_narrow_value_tile = make_value_tile(1, LANES)
+MIN_GROUP = 6  # query heads of a KV head from which on AMX is used
 
 
 @operands
@@ -97,158 +90,10 @@ _read_task, _read_operands = make_reader(Task), make_reader(AttentionOperands)
 
 
 def scratch_floats(max_rows: int, dim: int) -> int:
-    """Of a thread: scaled queries, scores, a span's partial result, the merged result so far."""
-    return max_rows * (dim + SCORES) + 2 * int(partial_floats(max_rows, dim))
-
-
-@njit(inline="always")
-def _score_one(dtype, keys, key_stride, scales, q, dim, scores, rows):
-    """One key against all rows of q."""
-    for row in range(rows):
-        line, total = float32s(q + row * dim * BYTES, dim), np.float32(0)
-        for d in range(dim):
-            key = load_one(dtype, keys + d * key_stride * ITEM_BYTES[dtype])
-            total = fma_one(key, line[d], total)
-        if dtype == INT8:
-            total *= float32s(scales, 1)[0]
-        float32s(scores + row * SCORES * BYTES, 1)[0] = total
-
-
-@njit(inline="always")
-def _weigh_rows(dtype, weights, values, stride, out, dim, length, rows, ahead):
-    """Add the values of one page, each times its softmax weight, to all rows of out."""
-    groups = (rows + VALUE_ROWS - 1) // VALUE_ROWS
-    whole, lanes = dim - dim % VALUE_WIDTH, dim - dim % LANES
-    m = 0
-    for group in range(groups):
-        count = (rows - m + groups - group - 1) // (groups - group)
-        p = weights + m * SCORES * BYTES
-        for i in range(0, whole, VALUE_WIDTH):
-            v, o = values + i * ITEM_BYTES[dtype], out + (m * dim + i) * BYTES
-            then = ahead + i * ITEM_BYTES[dtype]
-            _value_tile(dtype, count, p, SCORES, v, stride, o, dim, length, then)
-        m += count
-    for row in range(rows):
-        p, line = weights + row * SCORES * BYTES, out + row * dim * BYTES
-        for i in range(whole, lanes, LANES):
-            v = values + i * ITEM_BYTES[dtype]
-            _narrow_value_tile(dtype, 1, p, SCORES, v, stride, line + i * BYTES, dim, length, v)
-        row_weights, rest = float32s(p, length), float32s(line, dim)
-        for i in range(lanes, dim):
-            total = rest[i]
-            for t in range(length):
-                value = load_one(dtype, values + (t * stride + i) * ITEM_BYTES[dtype])
-                total = fma_one(value, row_weights[t], total)
-            rest[i] = total
-
-
-class KVPages(NamedTuple):
-    """The pages of one KV head of a layer, and which of them a request has."""
-
-    base: int
-    scales: int
-    page_bytes: int  # between pages of a head
-    scale_bytes: int
-    block_size: int
-    table: int  # block ids, int64
-    num_pages: int
-
-
-@njit(inline="always")
-def _page(pages, number):
-    """Address of page `number` of the request; of the last one for numbers beyond it."""
-    block = int64s(pages.table + min(number, pages.num_pages - 1) * 8, 1)[0]
-    return pages.base + block * pages.page_bytes
-
-
-class Keys(NamedTuple):
-    """Addresses of 16 keys of a page."""
-
-    address: int
-    scales: int
-    ahead: int  # of the keys to prefetch
-
-
-@njit(inline="always")
-def _keys_at(dtype, pages, at, distance):
-    """The keys of 16 tokens of the request from token `at` on, which are on one page; prefetches
-    those `distance` tokens further."""
-    number, offset = at // pages.block_size, at % pages.block_size
-    then, then_offset = (at + distance) // pages.block_size, (at + distance) % pages.block_size
-    block = int64s(pages.table + number * 8, 1)[0]
-    return Keys(
-        pages.base + block * pages.page_bytes + offset * ITEM_BYTES[dtype],
-        pages.scales + block * pages.scale_bytes + offset * BYTES,
-        _page(pages, then) + then_offset * ITEM_BYTES[dtype],
-    )
-
-
-@njit(inline="always")
-def _score_rows(dtype, stride, keys, q, dim, scores, rows):
-    """Sixteen keys against all rows of q, which are shared out evenly among tiles."""
-    groups = (rows + SCORE_ROWS - 1) // SCORE_ROWS
-    m = 0
-    for group in range(groups):
-        count = (rows - m + groups - group - 1) // (groups - group)
-        x, y = q + m * dim * BYTES, scores + m * SCORES * BYTES
-        k, scales, ahead = keys.address, keys.scales, keys.ahead
-        score_tile(dtype, count, stride, x, dim, y, SCORES, dim, k, scales, ahead)
-        m += count
-
-
-@njit(inline="always")
-def _score_rows_of_two(dtype, stride, a, b, q, dim, scores, rows):
-    """The keys of `a` and the next ones, `b`, against all rows of q."""
-    groups = (rows + SCORE_ROWS - 1) // SCORE_ROWS
-    m = 0
-    for group in range(groups):
-        count = (rows - m + groups - group - 1) // (groups - group)
-        x, y = q + m * dim * BYTES, scores + m * SCORES * BYTES
-        score_two_tiles(
-            dtype, count, stride, x, dim, y, SCORES, dim,
-            a.address, b.address, a.scales, b.scales, a.ahead, b.ahead,
-        )  # fmt: skip
-        m += count
-
-
-@njit(inline="always")
-def _score_span(dtype, pages, start, end, q, dim, scores, rows):
-    """Scores of all rows against the keys of [start, end). A tile may run over the end, but stays
-    on its page."""
-    at, size = start, pages.block_size
-    while at < end:
-        after, out = at + KEYS, scores + (at - start) * BYTES
-        if at % size + KEYS > size:
-            key = _keys_at(dtype, pages, at, 0)
-            _score_one(dtype, key.address, size, key.scales, q, dim, out, rows)
-            at += 1
-        elif HAS_TWO_TILES and after < end and after % size + KEYS <= size:
-            distance = max(size, 2 * KEYS)
-            keys = _keys_at(dtype, pages, at, distance)
-            next_keys = _keys_at(dtype, pages, after, distance)
-            _score_rows_of_two(dtype, size, keys, next_keys, q, dim, out, rows)
-            at += 2 * KEYS
-        else:
-            keys = _keys_at(dtype, pages, at, size)
-            _score_rows(dtype, size, keys, q, dim, out, rows)
-            at += KEYS
-
-
-@njit(inline="always")
-def _weigh_span(dtype, pages, stride, start, end, weights, dim, out, rows):
-    """The values of [start, end), each times its softmax weight, summed per row."""
-    clear(out, rows * dim)
-    at = start
-    while at < end:
-        number, offset = at // pages.block_size, at % pages.block_size
-        count = min(end - at, pages.block_size - offset)
-        shift, p = offset * stride * ITEM_BYTES[dtype], weights + (at - start) * BYTES
-        if dtype == INT8:
-            block = int64s(pages.table + number * 8, 1)[0]
-            rescale(p, pages.scales + block * pages.scale_bytes + offset * BYTES, count, rows)
-        page, ahead = _page(pages, number) + shift, _page(pages, number + 1) + shift
-        _weigh_rows(dtype, p, page, stride, out, dim, count, rows, ahead)
-        at += count
+    """Of a thread: scores, scaled queries, the merged result so far, a span's partial result, what
+    AMX multiplies, alignment."""
+    floats = max_rows * (SCORES + dim) + 2 * int(partial_floats(max_rows, dim)) + LINE
+    return floats + amx_spans.scratch_floats(max_rows, dim)
 
 
 @njit(inline="always")
@@ -266,36 +111,39 @@ def _pages_of(a, task, keys_or_values, scales, dtype, head):
 
 
 @njit(inline="always")
-def _attend(operands, chunk, thread, dtype):
+def _attend(operands, chunk, thread, dtype, score, weigh, alignment):
+    """`score` and `weigh` are those of `vector_spans` or `amx_spans`; what they take of the context
+    begins at a multiple of `alignment`."""
     a = _read_operands(operands)
     task = _read_task(a.tasks + (chunk // a.kv_heads) * TASK_BYTES)
     head, group, dim, max_rows = chunk % a.kv_heads, a.group, a.dim, a.max_rows
     rows, partial_bytes = task.tokens * group, partial_floats(max_rows, dim) * BYTES
-    merged = a.scratch + thread * a.scratch_stride * BYTES
+    scores = (a.scratch + thread * a.scratch_stride * BYTES + LINE - 1) // LINE * LINE
+    scaled = scores + max_rows * SCORES * BYTES
+    merged = scaled + max_rows * dim * BYTES
     of_span = merged + partial_bytes
-    scaled = of_span + partial_bytes
-    scores = scaled + max_rows * dim * BYTES
+    scratch = of_span + partial_bytes
 
     q = a.q + task.first * a.q_stride * BYTES
     scale_queries(q, a.q_stride, head, group, dim, np.float32(a.scale), scaled, rows)
-    clear(merged, partial_floats(max_rows, dim))
+    clear(merged + max_rows * dim * BYTES, 2 * max_rows)
     seen = task.low if a.window == 0 else max(task.low, task.position + 1 - a.window)
     seen -= seen % a.block_size % KEYS
     keys = _pages_of(a, task, a.keys, a.key_scales, dtype, head)
     values = _pages_of(a, task, a.values, a.value_scales, dtype, head)
     for begin in range(task.low, task.high, SPAN):
-        start, end = max(begin, seen), min(begin + SPAN, task.high)
+        start, end = max(begin, seen - seen % alignment), min(begin + SPAN, task.high)
         partial = of_span
         if task.partial >= 0:
             number = task.partial + (begin - task.low) // SPAN
             partial = a.partials + (number * a.kv_heads + head) * partial_bytes
         stats = partial + max_rows * dim * BYTES
-        _score_span(dtype, keys, start, end, scaled, dim, scores, rows)
+        score(dtype, keys, seen, start, end, scaled, dim, scores, rows, scratch)
         if a.soft_cap != 0.0:
             cap_scores(scores, rows, end - start, np.float32(a.soft_cap))
         position, window, ahead = task.position, a.window, a.ahead
         softmax_rows(scores, rows, group, position, start, end, window, ahead, stats, max_rows)
-        _weigh_span(dtype, values, a.slot_stride, start, end, scores, dim, partial, rows)
+        weigh(dtype, values, a.slot_stride, seen, start, end, scores, dim, partial, rows, scratch)
         if task.partial < 0:
             merge(merged, partial, rows, max_rows, dim)
     if task.partial < 0:
@@ -304,24 +152,47 @@ def _attend(operands, chunk, thread, dtype):
         write_output(merged, max_rows, out, a.out_stride, head, group, dim, rows, sinks)
 
 
+@njit(inline="always")
+def _attend_by_vectors(operands, chunk, thread, dtype):
+    score, weigh = vector_spans.score_span, vector_spans.weigh_span
+    _attend(operands, chunk, thread, dtype, score, weigh, 1)
+
+
+@njit(inline="always")
+def _attend_by_amx(operands, chunk, thread, dtype):
+    score, weigh = amx_spans.score_span, amx_spans.weigh_span
+    _attend(operands, chunk, thread, dtype, score, weigh, BLOCK)
+    release_tiles()
+
+
 def attend_float32(operands, chunk, thread):
     """`AttentionOperands` with a float32 cache."""
-    _attend(operands, chunk, thread, FLOAT32)
+    _attend_by_vectors(operands, chunk, thread, FLOAT32)
 
 
 def attend_float16(operands, chunk, thread):
     """`AttentionOperands` with a float16 cache."""
-    _attend(operands, chunk, thread, FLOAT16)
+    _attend_by_vectors(operands, chunk, thread, FLOAT16)
 
 
 def attend_bfloat16(operands, chunk, thread):
     """`AttentionOperands` with a bfloat16 cache."""
-    _attend(operands, chunk, thread, BFLOAT16)
+    _attend_by_vectors(operands, chunk, thread, BFLOAT16)
 
 
 def attend_int8(operands, chunk, thread):
     """`AttentionOperands` with an int8 cache."""
-    _attend(operands, chunk, thread, INT8)
+    _attend_by_vectors(operands, chunk, thread, INT8)
+
+
+def attend_float16_by_amx(operands, chunk, thread):
+    """`AttentionOperands` with a float16 cache, whose heads have a multiple of 64 dimensions."""
+    _attend_by_amx(operands, chunk, thread, FLOAT16)
+
+
+def attend_bfloat16_by_amx(operands, chunk, thread):
+    """The same with a bfloat16 cache."""
+    _attend_by_amx(operands, chunk, thread, BFLOAT16)
 
 
 def merge_partials(operands, chunk, thread):
@@ -341,3 +212,16 @@ def merge_partials(operands, chunk, thread):
 
 
 BY_DTYPE = (attend_float32, attend_float16, attend_bfloat16, attend_int8)
+BY_DTYPE_AND_AMX = {FLOAT16: attend_float16_by_amx, BFLOAT16: attend_bfloat16_by_amx}
+
+
+def attend_kernel(dtype: int, group: int = MIN_GROUP, dim: int = WIDTH) -> Callable[..., None]:
+    """The kernel for a cache of a dtype, `group` query heads of a KV head and `dim` dimensions.
+
+    A model uses one kernel for all of its steps, since they round differently. By AMX prompts take
+    half of the time; but keys and values are split for each request, so that a decode takes longer
+    by a fifth if 8 query heads share them, by two thirds if 4 do.
+    """
+    if HAS_AMX and group >= MIN_GROUP and dim % WIDTH == 0 and dtype in BY_DTYPE_AND_AMX:
+        return BY_DTYPE_AND_AMX[dtype]
+    return BY_DTYPE[dtype]

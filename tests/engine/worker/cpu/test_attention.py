@@ -9,6 +9,7 @@ from adapters.attention.reference import ReferenceAttention
 from engine.step import RequestId, Step, StepEntry, StepId
 from engine.worker.cpu.attention import backend
 from engine.worker.cpu.attention.backend import CpuAttention
+from engine.worker.cpu.kernels.linears.tile_formats import HAS_AMX
 from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.model.kv.kv_tensors import CPU_KV_DTYPES, allocate
 from engine.worker.model.layout import LayoutLimits, build_layout
@@ -21,7 +22,7 @@ from engine.worker.ports import (
 )
 
 LENGTH = 1500  # of the long request: several spans
-HEADS, KV_HEADS, DIM, SIZE, BLOCKS = 4, 1, 32, 16, 140
+HEADS, KV_HEADS, DIM, SIZE, BLOCKS = 8, 1, 64, 16, 140
 SHAPE = ModelShape(1, HEADS, KV_HEADS, DIM, 1, 1, 1, 1, 4096)
 TABLE = np.random.default_rng(0).permutation(BLOCKS).astype("<i4")
 
@@ -88,6 +89,45 @@ def test_few_decodes_are_cut_like_many(window: int | None, monkeypatch: pytest.M
     few = attention._cut(layout)
     monkeypatch.setattr(backend, "FEW_DECODES", 0)
     assert few.tolist() == attention._cut(layout).tolist()
+
+
+@pytest.mark.parametrize("window", [None, 700])
+@pytest.mark.parametrize("dtype", CPU_KV_DTYPES.values())
+def test_outputs_are_those_of_float64(dtype: torch.dtype, window: int | None) -> None:
+    attention, cache = opened(2, dtype, window)
+    rows = rows_of(LENGTH, 1)
+    (found,) = run(attention, (0, 0, rows.clone()))
+    q = rows[:, :HEADS].double()
+    k, v = (
+        tensors[0][TABLE[:100].astype(int)].double()[:, :, 0].reshape(-1, DIM)[:LENGTH]
+        for tensors in (cache.keys, cache.values)
+    )
+    if cache.key_scales:
+        k_scales, v_scales = (
+            tensors[0][TABLE[:100].astype(int)].double().reshape(-1, 1)[:LENGTH]
+            for tensors in (cache.key_scales, cache.value_scales)
+        )
+        k, v = k * k_scales, v * v_scales
+    scores = torch.einsum("qhd,kd->hqk", q, k) * DIM**-0.5
+    distance = torch.arange(LENGTH).unsqueeze(1) - torch.arange(LENGTH)
+    is_seen = (distance >= 0) & (distance < (window or LENGTH))
+    weights = scores.masked_fill(~is_seen, -torch.inf).softmax(dim=-1)
+    expected = torch.einsum("hqk,kd->qhd", weights, v)
+    by_amx = HAS_AMX and dtype in (torch.float16, torch.bfloat16)
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=2e-4 if by_amx else 1e-5)
+
+
+@pytest.mark.parametrize("dtype", CPU_KV_DTYPES.values())
+def test_pages_before_the_window_are_not_read(dtype: torch.dtype) -> None:
+    attention, cache = opened(1, dtype, 300)
+    rows = rows_of(LENGTH, 1)
+    (expected,) = run(attention, (0, 0, rows.clone()))
+    start = LENGTH - 70
+    gone = TABLE[: (start + 1 - 300) // SIZE].astype(int)
+    for tensor in cache.in_memory_order():
+        tensor[gone] = torch.nan if tensor.is_floating_point() else 127
+    (found,) = run(attention, (0, start, rows[start:].clone()))
+    assert torch.equal(found, expected[start:])
 
 
 def test_nan_is_in_the_output_of_its_request_only() -> None:
