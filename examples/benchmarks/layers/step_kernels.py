@@ -25,7 +25,13 @@ from engine.worker_settings import WorkerSettings
 from examples.benchmarks.layers.kernel_times import Call, KernelTimer
 from examples.benchmarks.server.start_time import cpu_name
 from gateway.commands.offline_bench.command import open_shape
-from gateway.commands.offline_bench.roofline import ITEM_BYTES, WeightSizes, Work, bytes_of
+from gateway.commands.offline_bench.roofline import (
+    ITEM_BYTES,
+    WeightSizes,
+    Work,
+    attention_rate,
+    bytes_of,
+)
 
 FORMATS = ("float32", "bfloat16", "int8", "int4")
 CONTEXT = 160  # tokens of a request that decodes
@@ -164,6 +170,7 @@ def measure(steps: KnownSteps, work: Work, reads: PlainReads, seconds: float) ->
     attended = {
         "bytes": int(work.num_requests * work.context * token_bytes),
         "operations": steps.sizes.attention(work),
+        "kv_dtype": steps.worker.report.kv_dtype,
     }
     return {
         "repeats": len(turns),
@@ -173,7 +180,7 @@ def measure(steps: KnownSteps, work: Work, reads: PlainReads, seconds: float) ->
     }
 
 
-def kernels(turns: Sequence[Turn], attended: Mapping[str, int]) -> Iterator[dict[str, Any]]:
+def kernels(turns: Sequence[Turn], attended: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Calls of the same name together: milliseconds, the sum of each call's fastest.
 
     `chunks` is the time in chunks, `cached_chunks` that with their memory in cache.
@@ -213,7 +220,8 @@ def minimums(step: Mapping[str, Any], peaks: Mapping[str, float]) -> list[tuple[
         attended = each.get("attended", {"bytes": 0, "operations": 0})
         num_bytes = each["elements"] * ITEM_BYTES[step["format"]] + attended["bytes"]
         computing = each["operations"] / peaks[step["format"]]
-        computing += attended["operations"] / peaks["float32"]
+        rate = attention_rate(peaks, "float32", attended.get("kv_dtype", "float16"))
+        computing += attended["operations"] / rate
         found.append((1e3 * num_bytes / step["read_rate"], 1e3 * computing))
     return found
 

@@ -16,6 +16,8 @@ from engine.worker_settings import WorkerReport
 
 # Of a matrix element; int4 has a 2-byte scale for each 32.
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "int4": 0.5625, "fp8": 1}
+# Products of bfloat16 numbers that AMX computes for one of attention, by the dtype of the cache.
+SPLIT_PRODUCTS = {"float16": 3, "bfloat16": 2}
 LOGIT_BYTES = 4
 MAX_KV_BYTES = 4  # of a key or value element
 
@@ -165,10 +167,19 @@ def lower_bound_of(
     """The lower bound of a step; `read_seconds` are those of a plain read of its bytes, measured
     beside it, otherwise the best read rate counts."""
     products = sizes.products(work) / limits[weights_of(report)].rate
-    attention = sizes.attention(work) / limits[report.dtype].rate
+    rates = {name: limit.rate for name, limit in limits.items()}
+    attention = sizes.attention(work) / attention_rate(rates, report.dtype, report.kv_dtype)
     if read_seconds is None:
         read_seconds = bytes_of(sizes, work, report) / limits["read"].rate
     return LowerBound(read_seconds, products + attention)
+
+
+def attention_rate(rates: Mapping[str, float], dtype: str, kv_dtype: str) -> float:
+    """Operations per second of attention at most: in the dtype of activations, or of bfloat16
+    parts."""
+    if kv_dtype not in SPLIT_PRODUCTS or "bfloat16" not in rates:
+        return rates[dtype]
+    return max(rates[dtype], rates["bfloat16"] / SPLIT_PRODUCTS[kv_dtype])
 
 
 def weights_of(report: WorkerReport) -> str:

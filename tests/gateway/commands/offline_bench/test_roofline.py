@@ -12,6 +12,7 @@ from gateway.commands.offline_bench.roofline import (
     LowerBound,
     WeightSizes,
     Work,
+    attention_rate,
     lower_bound_of,
 )
 
@@ -95,6 +96,18 @@ def test_int8_reads_a_quarter_of_the_bytes_and_has_its_own_rate() -> None:
     assert found.reading == pytest.approx((1330 + 96 + 96 + 200) / 1e9)
     assert found.computing == pytest.approx(2 * 1330 / 400 + 4 * 8 * 3 / 100)
     assert found.bound == "compute"
+
+
+@pytest.mark.parametrize(
+    ("kv_dtype", "rate"), [("float32", 100.0), ("float16", 300.0), ("bfloat16", 450.0)]
+)
+def test_attention_is_bounded_by_the_faster_of_floats_and_their_parts(
+    kv_dtype: str, rate: float
+) -> None:
+    rates = {"float32": 100.0, "bfloat16": 900.0}
+    assert attention_rate(rates, "float32", kv_dtype) == rate
+    assert attention_rate(rates | {"bfloat16": 150.0}, "float32", kv_dtype) == 100.0
+    assert attention_rate({"float32": 100.0}, "float32", kv_dtype) == 100.0
 
 
 def test_a_window_bounds_the_attended_tokens() -> None:
