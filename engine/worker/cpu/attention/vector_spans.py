@@ -1,6 +1,7 @@
 """Scores and weighted values of a span by vector registers, for a cache in any dtype.
 
-Keys and values are read in place: a page is multiplied while the next one is prefetched.
+Keys and values are read in place: a page is multiplied while the next one is prefetched. The
+functions have the arguments of those of `amx_spans`, and need no `seen` and `scratch`.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
