@@ -80,6 +80,7 @@ async def test_a_worker_that_dies_with_drafts_in_flight_changes_no_text(
         while not is_stopped:
             reading = asyncio.create_task(streamed_text(session, speculating.url, LOOPS))
             is_stopped = await speculating.stop_worker(session, reading, 1)
+            assert is_stopped or await reading == expected
         speculating.signal_worker(signal.SIGKILL)
         assert await reading == expected
         counts = await metrics(session, speculating.url)
@@ -97,6 +98,7 @@ async def test_clients_that_disconnect_with_drafts_in_flight_leave_no_kv_blocks(
             staying = asyncio.create_task(streamed_text(session, url, LOOPS))
             leaving = [await raw_post(url, LOOPS | {"stream": True}) for _ in range(2)]
             is_stopped = await speculating.stop_worker(session, staying, 3)
+            assert is_stopped or await staying == expected
             for _, writer in leaving:
                 writer.transport.abort()
         speculating.signal_worker(signal.SIGCONT)
