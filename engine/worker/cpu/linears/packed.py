@@ -10,11 +10,16 @@ from torch import Tensor
 from engine.worker.cpu.kernel_call import KernelCall
 from engine.worker.cpu.kernels.linears.linear import ROWS_AT_ONCE, InputOperands, LinearOperands
 from engine.worker.cpu.kernels.linears.packed_tiles import WIDTH
+from engine.worker.cpu.kernels.linears.tile_formats import HAS_AMX
 from engine.worker.cpu.pages import WeightPages
 from engine.worker.ports import LowRankUp, ThreadPool, Weight
 
 COLUMNS_FOR_FEW_ROWS = 128  # of a chunk, at most: weights are read once
 COLUMNS_FOR_MANY_ROWS = 96  # a piece of them stays in cache
+# Every chunk reads all inputs, and those of a prompt do not stay in the L2 cache. On an Intel Xeon
+# with 2 MiB of it 512 rows of int8 and bfloat16 took 0.87 to 1.02 times as long as with 96 columns.
+COLUMNS_FOR_PROMPTS = 256 if HAS_AMX else COLUMNS_FOR_MANY_ROWS
+PROMPT_ROWS = 4 * ROWS_AT_ONCE
 CHUNK_COLUMNS = 2  # in whose time a chunk begins
 
 
@@ -85,7 +90,14 @@ def columns_of_chunks(outputs: int, threads: int) -> Callable[[int], int]:
 
     for_few = at_most(COLUMNS_FOR_FEW_ROWS, 6 * threads)
     for_many = at_most(COLUMNS_FOR_MANY_ROWS, 4 * threads)
-    return lambda rows: for_few if rows <= ROWS_AT_ONCE else for_many
+    for_prompts = at_most(COLUMNS_FOR_PROMPTS, 2 * threads if HAS_AMX else 4 * threads)
+
+    def columns(rows: int) -> int:
+        if rows <= ROWS_AT_ONCE:
+            return for_few
+        return for_many if rows < PROMPT_ROWS else for_prompts
+
+    return columns
 
 
 def address_of(tensor: Tensor | None) -> int:
