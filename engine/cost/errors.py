@@ -23,7 +23,7 @@ class ErrorSummary(NamedTuple):
         ordered = sorted(errors)
         if not ordered:
             return None
-        return cls(len(ordered), _quantile(ordered, 0.5), _quantile(ordered, QUANTILE))
+        return cls(len(ordered), quantile(ordered, 0.5), quantile(ordered, QUANTILE))
 
     def __str__(self) -> str:
         return f"median {self.median:.1%}, p90 {self.p90:.1%} of {self.num_steps} iterations"
@@ -46,13 +46,13 @@ class PredictionErrors:
         self._ratios.append(ratio)
         self._num_observed += 1
         if self._num_observed % REFRESH == 0:
-            self.margin = min(max(1.0, _quantile(sorted(self._ratios), QUANTILE)), MOST_MARGIN)
+            self.margin = min(max(1.0, quantile(sorted(self._ratios), QUANTILE)), MOST_MARGIN)
 
     def summary(self) -> ErrorSummary | None:
         """None before the first step."""
         return ErrorSummary.of([abs(ratio - 1.0) for ratio in self._ratios])
 
 
-def _quantile(ordered: list[float], share: float) -> float:
+def quantile(ordered: list[float], share: float) -> float:
     """The smallest value that at least this share of the values does not exceed."""
     return ordered[min(int(share * len(ordered)), len(ordered) - 1)]

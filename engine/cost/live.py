@@ -26,7 +26,7 @@ from itertools import accumulate
 from statistics import median
 from typing import TYPE_CHECKING
 
-from engine.cost.errors import PredictionErrors
+from engine.cost.errors import PredictionErrors, quantile
 from engine.cost.model import StepCounts, StepParts
 
 if TYPE_CHECKING:
@@ -40,8 +40,11 @@ SMALL_ERROR = 0.25  # of a right prediction; larger errors are corrected faster
 FASTER = 4.0  # by this factor
 UNUSED = 32  # iterations after which a point counts as not used
 RETURN = 0.01  # share by which an unused point that is too slow returns in each iteration
-CONFIRMING = 20  # right predictions in a row confirm the two points
-SETTLED_ERROR = 0.02  # mean error below which a size is settled, once its points are confirmed
+SETTLING = 20  # right predictions in a row, after which
+SETTLED_ERROR = 0.02  # a size is settled, if their mean error is below this
+CONFIRMING = 64  # iterations of a size confirm that it is faster than calibrated
+SLOWEST, FASTEST = 0.9, 0.1  # the quantiles of their durations that count
+REFUTING = 1.5  # times as long as calibrated: the calibration is wrong
 NO_PARTS = StepParts(0.0, 0.0, 0.0, 0.0, 0.0)
 REST = 7  # iterations of a settled size that are not learned from, after each that is
 
@@ -57,9 +60,10 @@ class LiveCost:
         self.tokens_per_second = 1.0 / model.compute(1, 0)
         self._sizes, calibrated = zip(*model.curve, strict=True)
         self._calibrated = list(calibrated)
-        self._confirmed = list(self._calibrated)
         segments = range(len(model.curve) - 1)  # between two points
         self._ratios = [deque([1.0] * WINDOW, WINDOW) for _ in segments]
+        # Measured to calibrated seconds
+        self._slowdowns: list[deque[float]] = [deque(maxlen=CONFIRMING) for _ in segments]
         self._num_right = [0 for _ in segments]  # predictions in a row
         self._mean_errors = [0.0 for _ in segments]  # of the last iterations
         self._rests = [0 for _ in segments]  # iterations that will not be learned from
@@ -95,14 +99,37 @@ class LiveCost:
         return num_tokens / self.tokens_per_second
 
     def confirmed(self) -> "CostModel | None":
-        """The calibrated model with the faster points that many right predictions have confirmed;
-        None if there are none.
+        """The calibrated model with its points lowered where nearly all iterations of the sizes
+        around them took less time than calibrated; None if there are none.
 
-        Slower points are left out: a period in which the machine was busy is not to be saved, and
-        they are learned again within some iterations if they are right.
+        Nothing else that was learned is left, so that no server begins with a model that is faster
+        than the machine: which part of an iteration takes its time is a guess, and saved guesses
+        would add up from one start to the next. Slower points are left out, because a period in
+        which the machine was busy is not to be saved.
         """
-        points = list(map(min, self._confirmed, self._calibrated))
-        return None if points == self._calibrated else self._with(list(accumulate(points, max)))
+        factors = self._quantiles(SLOWEST)
+        points = []
+        for at, seconds in enumerate(self._calibrated):
+            beside = [each for each in factors[max(0, at - 1) : at + 1] if each is not None]
+            points.append(seconds * min(1.0, max(beside, default=1.0)))
+        if points == self._calibrated:
+            return None
+        ascending = accumulate(points, max)
+        return replace(self._start, curve=tuple(zip(self._sizes, ascending, strict=True)))
+
+    @property
+    def is_refuted(self) -> bool:
+        """Whether nearly all iterations of some sizes took much longer than calibrated."""
+        return any(
+            slowdown is not None and slowdown > REFUTING for slowdown in self._quantiles(FASTEST)
+        )
+
+    def _quantiles(self, share: float) -> list[float | None]:
+        """Of measured to calibrated seconds, for each segment with enough iterations."""
+        return [
+            quantile(sorted(slowdowns), share) if len(slowdowns) == CONFIRMING else None
+            for slowdowns in self._slowdowns
+        ]
 
     def observe(self, step: "Step", seconds: float) -> None:
         """Learn from an iteration that took `seconds`."""
@@ -121,14 +148,15 @@ class LiveCost:
         predicted = sum(parts)
         if predicted > 0.0 and not step.moves:  # the time of KV moves is not modelled
             self.errors.observe(seconds / predicted)
-            if num_tokens == len(step.entries):
-                self._follow_decodes(seconds, self._start.decodes(num_tokens, counts.slots))
+            if calibrated := sum(self._start.parts(counts)):
+                self._slowdowns[right - 1].append(seconds / calibrated)
+                if num_tokens == len(step.entries):
+                    self._follow_decodes(seconds / calibrated)
             self._learn(right, seconds / predicted, parts)
 
-    def _follow_decodes(self, seconds: float, calibrated: float) -> None:
-        if calibrated > 0.0:
-            self._decode_ratios.append(seconds / calibrated)
-            self._decode_ratio = None
+    def _follow_decodes(self, ratio: float) -> None:
+        self._decode_ratios.append(ratio)
+        self._decode_ratio = None
 
     def _learn(self, right: int, ratio: float, parts: StepParts) -> None:
         """Adjust the points `right - 1` and `right`, and the other coefficients; `ratio` is that of
@@ -150,10 +178,9 @@ class LiveCost:
             points[at] = min(points[at], points[at + 1])
         self.model = self._with(points, gain, parts)
         self._num_right[right - 1] = self._num_right[right - 1] + 1 if is_right else 0
-        if self._num_right[right - 1] >= CONFIRMING:
-            self._confirmed[right - 1 : right + 1] = points[right - 1 : right + 1]
-            if abs(self._mean_errors[right - 1]) <= SETTLED_ERROR and not is_returning:
-                self._rests[right - 1] = REST
+        is_settled = abs(self._mean_errors[right - 1]) <= SETTLED_ERROR and not is_returning
+        if self._num_right[right - 1] >= SETTLING and is_settled:
+            self._rests[right - 1] = REST
 
     def _error(self, segment: int, ratio: float) -> tuple[float, float]:
         """The relative error to learn from, and the median of the recent ones of that size."""

@@ -134,8 +134,8 @@ async def _serve(
                 await server.serve(listener, signals, lambda: announce(port, loaded))
                 if (errors := cost.errors.summary()) is not None:
                     logger.info("error of predicted iteration times: %s", errors)
-                if loaded.calibration.file is not None and (learned := cost.confirmed()):
-                    loaded.calibration.file.save(learned)
+                if loaded.calibration.file is not None:
+                    loaded.calibration.file.update(cost)
         if signals.is_interrupt:
             raise KeyboardInterrupt
 

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from engine.cost.live import LiveCost
 from engine.cost.model import UNMEASURED, CostModel
 from engine.cost.profiler import ProbeLimits, measure
 from engine.errors import EngineError
@@ -66,6 +67,14 @@ class CostFile:
         """Replace the file atomically. A failure is logged, not raised."""
         SavedFile(self.path, self.facts, "cost").save(asdict(model))
 
+    def update(self, cost: LiveCost) -> None:
+        """Save what a server learned. A calibration that it refuted is removed: the next start
+        measures again."""
+        if cost.is_refuted:
+            self.path.unlink(missing_ok=True)
+        elif (learned := cost.confirmed()) is not None:
+            self.save(learned)
+
 
 def cost_facts(
     directory: Path, report: "WorkerReport", stages: int, ranks: int
@@ -77,7 +86,6 @@ def cost_facts(
         "cores": os.cpu_count(),
         "device": report.device,
         "dtype": report.dtype,
-        "format": report.weights,
         "weight_format": report.weights,
         "kv_dtype": report.kv_dtype,
         "attention": report.attention,

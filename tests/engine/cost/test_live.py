@@ -1,5 +1,6 @@
 """How the live cost model adapts: to the machine, but not to single slow iterations."""
 
+from dataclasses import replace
 from itertools import pairwise
 from random import Random
 
@@ -119,14 +120,54 @@ def test_stalls_and_slow_periods_are_not_saved() -> None:
     assert cost.model != MODEL
 
 
-def test_a_faster_point_is_saved_once_many_right_predictions_confirm_it() -> None:
+def test_a_point_is_saved_once_many_iterations_were_faster_than_calibrated() -> None:
     cost = LiveCost(MODEL)
     for _ in range(CONFIRMING - 1):
-        cost.observe(step(8), 0.9 * MODEL.step(step(8)))
+        cost.observe(step(8), 0.5 * MODEL.step(step(8)))
     assert cost.confirmed() is None
-    for _ in range(200):
+    for _ in range(8 * CONFIRMING):  # not all are looked at
         cost.observe(step(8), 0.5 * MODEL.step(step(8)))
     saved = cost.confirmed()
     assert saved is not None
-    assert saved.tokens(8) == pytest.approx(0.5 * MODEL.tokens(8), rel=0.01)
+    assert saved.tokens(8) == pytest.approx(0.5 * MODEL.tokens(8))
     assert saved.tokens(2048) == MODEL.tokens(2048)
+
+
+WITH_PROMPTS = replace(MODEL, per_slot=1e-6, per_pair=1e-7, per_draw=5e-4, per_piece=2e-3)
+
+
+def mixed_step(num_decodes: int, piece: int) -> Step:
+    decodes = [
+        StepEntry(RequestId(each), 100, (1,), b"", SampleSpec(SamplingParams(temperature=0.0)))
+        for each in range(num_decodes)
+    ]
+    prompt = StepEntry(RequestId(99), 0, (1,) * piece, b"", None)
+    return Step(StepId(1), (*decodes, prompt) if piece else tuple(decodes))
+
+
+@pytest.mark.parametrize(
+    "calibrated",
+    [
+        WITH_PROMPTS,
+        replace(WITH_PROMPTS, per_piece=8e-3),
+        replace(WITH_PROMPTS, per_pair=0.0, per_draw=0.0),
+    ],
+)
+def test_no_start_in_a_row_begins_with_a_model_that_is_faster_than_the_machine(
+    calibrated: CostModel,
+) -> None:
+    """A machine with other work from time to time, whose calibration may take one part of an
+    iteration for another."""
+    random, known = Random(3), calibrated
+    loads = [mixed_step(8, 0), mixed_step(1, 0), mixed_step(4, 120), mixed_step(7, 500)]
+    for _ in range(12):
+        cost, slowdown = LiveCost(known), 1.0
+        for number in range(1500):
+            if number % 50 == 0:
+                slowdown = random.choice([1.0, 1.0, 1.6])
+            each = random.choice(loads)
+            cost.observe(each, slowdown * WITH_PROMPTS.step(each))
+        known = cost.confirmed() or known
+    for each in loads:
+        slowest = min(WITH_PROMPTS.step(each), calibrated.step(each))
+        assert known.step(each) >= 0.9 * slowest

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.cost.live import CONFIRMING, LiveCost
 from engine.cost.model import UNMEASURED, CostModel
 from engine.cost.profiler import ProbeLimits
 from engine.errors import WorkerLost
@@ -16,6 +17,7 @@ from engine.simulated.virtual_loop import run_virtual
 from engine.step import Step, StepResult
 from engine.worker_settings import WorkerReport
 from gateway.serve.cost.calibration import Calibration, CostFile, calibrate, cost_facts
+from tests.engine.cost.test_live import mixed_step
 
 TRUE = CostModel.linear(per_step=0.01, per_token=0.001, per_slot=0.0)
 FACTS: dict[str, object] = {"model": "/models/demo", "cores": 2}
@@ -53,6 +55,21 @@ def test_a_measured_cost_model_is_used_by_the_next_start(tmp_path: Path) -> None
     assert second.num_steps == 0
     assert found.model == measured.model
     assert str(file.path) in str(found)
+
+
+@pytest.mark.parametrize(("slowdown", "is_kept"), [(0.5, True), (1.2, True), (2.0, False)])
+def test_a_calibration_that_iterations_refute_is_measured_again(
+    tmp_path: Path, slowdown: float, is_kept: bool
+) -> None:
+    file = CostFile.of(FACTS, tmp_path)
+    file.save(TRUE)
+    cost, step = LiveCost(TRUE), mixed_step(8, 0)
+    for _ in range(10 * CONFIRMING):
+        cost.observe(step, slowdown * TRUE.step(step))
+    file.update(cost)
+    next_start = Counting()
+    calibrated("auto", file, next_start)
+    assert (next_start.num_steps == 0) is is_kept
 
 
 def test_measure_measures_again_and_none_does_not_measure(tmp_path: Path) -> None:
