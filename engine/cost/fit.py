@@ -18,7 +18,11 @@ if TYPE_CHECKING:
 MAX_SAMPLES = 20_000  # of more samples an evenly spaced subset is used
 _PASSES = 4  # each weights the errors by the previous pass's model
 _RIDGE = 1e-9  # keeps the solution unique if the samples do not determine it
-_NUM_PARTS = 4  # per_slot, per_pair, per_draw, per_piece, which follow the curve's coefficients
+# Slots, pairs, draws and pieces of a step with much of each, and how little it may add to the error
+# that these take as long as the longest sample: few short samples do not tell them from tokens.
+_MUCH = (8192.0, 131072.0, 64.0, 8.0)
+_PENALTY = 0.03
+_NUM_PARTS = len(_MUCH)  # per_slot, per_pair, per_draw, per_piece, behind the curve's coefficients
 
 
 class Sample(NamedTuple):
@@ -56,11 +60,16 @@ def fit(samples: Sequence[Sample], idle_step: float = 0.0, idle_entry: float = 0
     kept = [sample for sample in samples[::stride] if sample.seconds > 0.0]
     knots = _knots(sorted({sample.num_tokens for sample in kept}))
     rows = [_features(sample, knots) for sample in kept]
-    expected = [sample.seconds for sample in kept]
-    parts: list[float] = []
+    seconds = [sample.seconds for sample in kept]
+    penalties = [
+        [0.0] * (len(knots) + at) + [much] + [0.0] * (_NUM_PARTS - 1 - at)
+        for at, much in enumerate(_MUCH)
+    ]
+    weak = [max(seconds) / _PENALTY] * _NUM_PARTS
+    expected, parts = seconds, list[float]()
     for _ in range(_PASSES):
-        parts = _least_squares(rows, [sample.seconds for sample in kept], expected)
-        floor = 0.1 * min(sample.seconds for sample in kept)
+        parts = _least_squares(rows + penalties, seconds + [0.0] * _NUM_PARTS, [*expected, *weak])
+        floor = 0.1 * min(seconds)
         expected = [max(floor, sum(map(mul, row, parts))) for row in rows]
     slopes = parts[1:-_NUM_PARTS]
     per_slot, per_pair, per_draw, per_piece = parts[-_NUM_PARTS:]

@@ -136,8 +136,8 @@ def _growing(limit: int) -> list[int]:
 async def measure(
     executor: "StepExecutor", limits: ProbeLimits, clock: "Clock", seconds: float
 ) -> Profile:
-    """Measure `executor` for about `seconds` at most, but for at least two steps. Raises the error
-    of a failed step."""
+    """Measure `executor` for about `seconds` at most after the first step, but for at least two
+    steps. Raises the error of a failed step."""
     until = clock() + seconds
     samples: list[Sample] = []
     idle: list[float] = []
@@ -151,6 +151,8 @@ async def measure(
             result = await _result(executor.submit(probe.step(len(idle), limits)))
             idle.append(clock() - submitted - result.seconds)
             repeats.append(result.seconds)
+        if not samples:  # the first step brings the weights into memory
+            until = clock() + seconds
         samples.append(probe.sample(median(repeats)))
         per_token = samples[-1].seconds / probe.size
     return Profile(samples, max(0.0, median(idle)))

@@ -76,3 +76,18 @@ def test_steps_of_one_size_cannot_be_fitted() -> None:
 def test_of_many_samples_an_evenly_spaced_subset_is_fitted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.cost.fit.MAX_SAMPLES", 100)
     assert fit(samples(1500, 0.0)).tokens(64) == pytest.approx(TRUE.tokens(64), rel=0.1)
+
+
+def test_few_short_steps_do_not_make_a_long_prompt_take_minutes() -> None:
+    """What a slow start measured of a model of 0.5B parameters, on a machine with other work."""
+    found = fit(
+        [
+            Sample(1, 1, 0.0, 1, 0.134),
+            Sample(4, 4, 10.0, 1, 0.158, 1),
+            Sample(16, 16, 136.0, 1, 0.226, 1),
+            Sample(4, 68, 0.0, 4, 0.184),
+            Sample(1, 1025, 0.0, 1, 0.160),
+        ]
+    )
+    assert 0.5 < found.compute(256, 0) < 3.0  # 0.7 s without other work
+    assert found.compute(1, 0) == pytest.approx(0.134, rel=0.2)

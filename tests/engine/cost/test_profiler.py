@@ -71,6 +71,27 @@ def test_fast_steps_are_repeated_until_their_first_slow_runs_do_not_count() -> N
         assert found.compute(length, 0) == pytest.approx(QUICK.compute(length, 0), rel=0.05)
 
 
+class LoadingExecutor(SimulatedExecutor):
+    """A worker whose first step takes a second more, as it reads weights from a disk."""
+
+    is_loaded = False
+
+    def run(self, step: Step, now: float) -> tuple[StepResult, float]:
+        result, at = super().run(step, now)
+        late, self.is_loaded = 0.0 if self.is_loaded else 1.0, True
+        return replace(result, seconds=result.seconds + late), at + late
+
+
+def test_a_first_step_that_reads_weights_leaves_the_time_of_the_others() -> None:
+    async def sizes(executor: SimulatedExecutor) -> list[int]:
+        clock = asyncio.get_running_loop().time
+        return [each.num_tokens for each in (await measure(executor, BOUNDS, clock, 1.0)).samples]
+
+    assert run_virtual(sizes(LoadingExecutor(QUICK))) == run_virtual(
+        sizes(SimulatedExecutor(QUICK))
+    )
+
+
 def test_two_steps_are_run_however_long_they_take() -> None:
     _, took = profile(CostModel.linear(60.0, 0.5, 0.0), BOUNDS, 2.0)
     assert took == pytest.approx(60.5 + 62.0)
