@@ -40,6 +40,7 @@ def test_the_page_about_itl_goals_is_that_of_its_runs() -> None:
         ("m500_amx", "README.md", "figures.json"),
         ("m110_amx", "README.md", "figures.json"),
         ("m500_amx_long", "README.md", "figures.json"),
+        ("m500_amx_openblas", "README.md", "figures.json"),
         ("m500_avx512", "README.md", "figures.json"),
         ("m110_avx512", "README.md", "figures.json"),
         ("m500_avx512", "zen4.md", "zen4.json"),
