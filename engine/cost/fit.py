@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 MAX_SAMPLES = 20_000  # of more samples an evenly spaced subset is used
 _PASSES = 4  # each weights the errors by the previous pass's model
 _RIDGE = 1e-9  # keeps the solution unique if the samples do not determine it
-# Slots, pairs, draws and pieces of a step with much of each, and how little it may add to the error
-# that these take as long as the longest sample: few short samples do not tell them from tokens.
+# Slots, pairs, draws and pieces of a step with much of each. If such a part takes as long as the
+# longest sample, this counts as a relative error of `_PENALTY`: few short samples do not tell these
+# parts from tokens, and are to be explained by tokens.
 _MUCH = (8192.0, 131072.0, 64.0, 8.0)
 _PENALTY = 0.03
 _NUM_PARTS = len(_MUCH)  # per_slot, per_pair, per_draw, per_piece, behind the curve's coefficients
