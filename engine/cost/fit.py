@@ -56,7 +56,8 @@ class Sample(NamedTuple):
 
 
 def fit(samples: Sequence[Sample], idle_step: float = 0.0, idle_entry: float = 0.0) -> CostModel:
-    """The model with the least squared error. ValueError if all samples are of one size."""
+    """The model with the least squared error, in which tokens take what the samples leave open.
+    ValueError if all samples are of one size."""
     stride = -(-len(samples) // MAX_SAMPLES)
     kept = [sample for sample in samples[::stride] if sample.seconds > 0.0]
     knots = _knots(sorted({sample.num_tokens for sample in kept}))
