@@ -67,10 +67,10 @@ def _speculating(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Speculating]:
     config = f'{{"method": "{request.param}"}}'
-    flags = ("--threads", "1", "--lookahead", "1", "--speculative-config", config)
-    # One that was measured beside other tests may see no gain in drafts
-    flags += ("--cost-model", "none")
-    with start_server(tmp_path_factory.mktemp("speculating"), *flags) as server:
+    # A cost model that was measured beside other tests may see no gain in drafts
+    flags = ("--threads", "1", "--lookahead", "1", "--cost-model", "none")
+    folder = tmp_path_factory.mktemp("speculating")
+    with start_server(folder, *flags, "--speculative-config", config) as server:
         yield Speculating(server, read_url(server))
 
 
