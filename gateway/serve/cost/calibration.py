@@ -71,7 +71,8 @@ class CostFile:
         """Save what a server learned. A calibration that it refuted is removed: the next start
         measures again."""
         if cost.is_refuted:
-            self.path.unlink(missing_ok=True)
+            with suppress(OSError):  # as a file that cannot be saved stops no server
+                self.path.unlink(missing_ok=True)
         elif (learned := cost.confirmed()) is not None:
             self.save(learned)
 
