@@ -16,6 +16,9 @@ request that is to run in that very iteration is admitted at once; its entry wai
       ▲                       └─────leave─────▶ LEAVING ◀──leave─┐  │
       └───────────────────────settle───────────────── SWAPPING_IN ◀─┘ swap_in
 
+(A request whose entry does not fit into that iteration after all, and whose blocks its moves fill,
+goes on from READY to SWAPPING_IN.)
+
 Requests that are WAITING, READY or SWAPPED can be cancelled at once; a request whose deadline
 passes goes the same ways and ends EXPIRED. With lookahead a RUNNING request may be planned again
 before the token of its first iteration is known; it is READY when it is in no iteration any more.
@@ -97,6 +100,7 @@ TRANSITIONS: dict[tuple[State, Move], State] = {
     (State.READY, Move.FAIL): State.FAILED,
     (State.READY, Move.LOSE): State.WAITING,
     (State.READY, Move.SWAP_OUT): State.SWAPPING_OUT,
+    (State.READY, Move.SWAP_IN): State.SWAPPING_IN,
     (State.SWAPPING_OUT, Move.SETTLE): State.SWAPPED,
     (State.SWAPPING_OUT, Move.LEAVE): State.LEAVING,
     (State.SWAPPING_OUT, Move.LOSE): State.WAITING,

@@ -227,8 +227,10 @@ class BlockMove(NamedTuple):
     if it has this hash: `hashes` has them, `HASH_BYTES` each. The copy starts
     after the steps before it and has ended when the step's result is returned. If `is_awaited`,
     it must end before the step computes, since an entry reads the blocks that are swapped in or
-    overwrites the blocks that are swapped out. All other moves touch no block of any entry and
-    may run in parallel with the compute.
+    overwrites the blocks that are swapped out. All other moves write no block that an entry reads
+    or writes, and read none that an entry writes, so they may run in parallel with the compute.
+    (They may read what entries read too: blocks of a prefix that a request which is swapped out
+    shares with one that runs, for example.)
     """
 
     direction: Direction

@@ -31,7 +31,9 @@ class BatchBuilder:
     it once it has been considered.
     """
 
-    def __init__(self, step_id: StepId, seats: int, tokens: int, ahead: "set[Request]") -> None:
+    def __init__(
+        self, step_id: StepId, seats: int, tokens: int, ahead: "dict[Request, None]"
+    ) -> None:
         self._step_id = step_id
         self.seats = seats
         self.tokens_left = tokens

@@ -107,7 +107,7 @@ class BatchPlanner:
         elif not batch.tokens_left:
             num_tokens = 0
         if batch.ahead:
-            batch.ahead.discard(request)
+            batch.ahead.pop(request, None)
         if num_tokens > 0 and (
             num_tokens <= -num_planned % self._unit  # slots that are left in its last block
             or self._kv.reserve(request, num_planned + num_tokens)
@@ -226,6 +226,8 @@ class BatchPlanner:
         if self._admission.admit(request, now):
             self._count_start(batch, request)
             self._take(batch, request, now)
+            if request.state is READY:  # no tokens or no time are left for it
+                self._kv.wait_for_moves(request)
         else:
             batch.not_admitted.append(request)
             if self._admission.may_preempt_to_start:

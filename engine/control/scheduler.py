@@ -170,12 +170,14 @@ class IterationScheduler:
         the token being sampled is known to be their last. For them the worker continues with the
         token that it samples in that iteration.
         """
-        ahead: set[Request] = set()
+        ahead: dict[Request, None] = {}  # in the order of their entries
         if oldest is not None:  # KV that is being loaded might not be readable
             loading = {load.request for load in oldest.loads}
-            ahead = {r for r in oldest.requests if r.may_go_ahead and r not in loading}
+            may_go = (r for r in oldest.requests if r.may_go_ahead and r not in loading)
+            ahead = dict.fromkeys(may_go)
         if oldest is not None and self.drafter is not None and self.drafter.is_active and ahead:
-            ahead = ahead - self.drafter.waiting(oldest, ahead)
+            for request in self.drafter.waiting(oldest, ahead):
+                del ahead[request]
         settings = self.settings
         batch = BatchBuilder(
             StepId(self._next_step_id), settings.max_batch_size, settings.max_batch_tokens, ahead
@@ -343,7 +345,11 @@ class IterationScheduler:
                 request.prompt_logprobs += scores
         if not iteration.loads:
             return ()
-        return self.kv.copies.finish_loads(iteration, result.unread, result.unread_states)
+        unread = self.kv.copies.finish_loads(iteration, result.unread, result.unread_states)
+        for request in unread:
+            if request.state is State.READY:  # it had no entry
+                self.kv.forget(request)
+        return unread
 
     def _produce(self, request: Request, token: int, now: float) -> None:
         request.num_pending -= 1

@@ -9,7 +9,7 @@ from engine.kv.saved_blocks import StoreNames
 from engine.step import BlockMove, Direction, ReadAhead, Tier
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Sequence
+    from collections.abc import Collection, Container, Iterable, Sequence
 
     from engine.iteration import Iteration
     from engine.kv.ledger import KVLedger
@@ -109,16 +109,16 @@ class CachedCopies:
         iteration: "Iteration",
         unread: "Container[int]" = (),
         unread_states: "Container[int]" = (),
-    ) -> "set[Request]":
+    ) -> "Collection[Request]":
         """A step has returned, or will not return: what it read may be replaced. Returns the
         requests with blocks or states that it could not read; these copies are dropped."""
-        failed = set()
+        failed: dict[Request, None] = {}
         for request, tier, block, name, is_state in iteration.loads:
             is_readable = block not in (unread_states if is_state else unread)
             lower = self._ledger.below.of(is_state=is_state)
             lower.finish_load(tier, name, is_readable=is_readable)
             if not is_readable:
-                failed.add(request)
+                failed[request] = None
         return failed
 
 

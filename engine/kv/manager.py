@@ -58,6 +58,7 @@ class KVManager:
         self.search = PrefixSearch(ledger, is_on=self._reuses_prefixes)
         self._moves: list[BlockMove] = []  # of the plan being made
         self._swapping: list[Request] = []  # whose KV they copy, without being in the batch
+        self._filled: set[Request] = set()  # whose KV awaited moves fill; may be in the batch
         self.copies = CachedCopies(ledger, self._moves)
 
     @property
@@ -169,11 +170,22 @@ class KVManager:
         self._pool.move(request, Move.ADMIT)
         num_loaded = 0
         if missing.blocks or missing.states:
+            self._filled.add(request)
             self.copies.load(request, missing.blocks)
             self.copies.load(request, missing.states, is_state=True)
         elif self.ledger.saves and self.keeps_all:
             num_loaded = self.copies.load(request, self._behind(request, len(prefix)))
+            if num_loaded:
+                self._filled.add(request)
         request.reset_to((len(prefix) + num_loaded) * self.block_size)
+
+    def wait_for_moves(self, request: Request) -> None:
+        """A request that was started is in no entry of the step being planned: if the step fills
+        its blocks, it is in flight until the step has returned."""
+        if request in self._filled:
+            self._pool.move(request, Move.SWAP_IN)
+            self._swapping.append(request)
+            request.num_in_flight += 1
 
     def _behind(self, request: Request, first: int) -> "Iterator[tuple[int, bytes]]":
         """The request's blocks from number `first` on that may be loaded, with their hashes."""
@@ -307,10 +319,12 @@ class KVManager:
             request.request_id, prefix, num_slots, is_awaited=is_awaited
         )
         request.num_drafted = 0  # the draft model's KV is not swapped
-        is_ready = is_awaited or not pairs.device
-        self._pool.move(request, Move.ADMIT if is_ready else Move.SWAP_IN)
-        if pairs.device:
+        has_moves = bool(pairs.device) or pairs.state is not None
+        self._pool.move(request, Move.ADMIT if is_awaited or not has_moves else Move.SWAP_IN)
+        if has_moves:
             self._order(request, Direction.IN, pairs, now, is_awaited=is_awaited)
+            if is_awaited:
+                self._filled.add(request)
 
     def _order(
         self,
@@ -325,7 +339,8 @@ class KVManager:
             self._swapping.append(request)
             request.num_in_flight += 1
         move = BlockMove(direction, pairs.device.tobytes(), pairs.host.tobytes(), is_awaited)
-        self._moves.append(move)
+        if pairs.device:
+            self._moves.append(move)
         if pairs.state is not None:
             device, host = (array("i", [slot]).tobytes() for slot in pairs.state)
             self._moves.append(BlockMove(direction, device, host, is_awaited, is_state=True))
@@ -344,6 +359,7 @@ class KVManager:
         )
         for ordered in (self._moves, self._swapping, self.copies.saves, self.copies.loads):
             ordered.clear()
+        self._filled.clear()
         return swaps
 
     def finish_swaps(self, iteration: Iteration) -> list[Request]:

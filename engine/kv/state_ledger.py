@@ -64,7 +64,7 @@ class _Held:
     # slot of its last accepted row.
     read_once: int | None = None
     written: list[_Written] = field(default_factory=list)
-    drafted_end: int | None = None  # tokens after the step with drafts that is in flight
+    drafted: range | None = None  # the positions of the step with drafts that is in flight
     last_of_output: bytes | None = None  # the name of the newest snapshot within its output
 
     def slots(self) -> list[int]:
@@ -189,7 +189,7 @@ class StateLedger:
                 (slot,) = self.pool.allocate(1)
                 held.written.append(_Written(start + count, slot))
             rows.append(Snapshot(count, slot))
-        held.drafted_end = stop
+        held.drafted = range(start, stop)
         return planned._replace(snapshots=tuple(rows))
 
     def commit(
@@ -207,6 +207,10 @@ class StateLedger:
         if held.read_once is not None:
             self.pool.drop(held.read_once)
             held.read_once = None
+        # Drafts may follow a chunk that is in flight: then the chunk returns first.
+        drafted = held.drafted
+        if drafted is not None and num_computed <= drafted.start:
+            drafted = None
         done = [one for one in held.written if one.num_tokens <= num_computed]
         held.written = [one for one in held.written if one.num_tokens > num_computed]
         for end, slot in done:
@@ -215,14 +219,14 @@ class StateLedger:
                 name = self._name(hashes[place])
                 if self._publish(held, slot, name, is_output=end >= prompt_len):
                     places.append(place)
-            if end == num_computed and held.drafted_end not in (None, end):
+            if drafted is not None and end == num_computed and end != drafted.stop:
                 held.source = held.read_once = slot
             else:
                 self.pool.drop(slot)
-        if held.drafted_end is not None:
+        if drafted is not None:
             for _, slot in held.written:  # of rejected drafts
                 self.pool.drop(slot)
-            held.written, held.drafted_end = [], None
+            held.written, held.drafted = [], None
         newest = self.snapshots.find(held.last_of_output or b"")
         if newest is not None:
             self.pool.postpone_save(newest)

@@ -26,7 +26,7 @@ from engine.speculation.suffix import SuffixProposer
 from engine.step import LAST_TOKEN, ProposalSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Collection, Iterable, Sequence
 
     from engine.cost.live import LiveCost
     from engine.iteration import Iteration
@@ -178,7 +178,7 @@ class Drafter(NullObserver):
                     found.append(candidate)
         return found
 
-    def waiting(self, oldest: "Iteration", ahead: "set[Request]") -> "set[Request]":
+    def waiting(self, oldest: "Iteration", ahead: "Collection[Request]") -> "set[Request]":
         """Which of the requests that could be planned ahead of the `oldest` iteration in flight
         wait for their tokens instead, because drafts will probably follow them.
 
@@ -190,7 +190,7 @@ class Drafter(NullObserver):
         if model is not None and model.proposes:
             return {request for request in ahead if model.is_proposing(request)}
         if self.budget.wait_for == oldest.step.step_id:
-            return ahead  # as decided before
+            return set(ahead)  # as decided before
         if self._num_paused or not self._may_find(bool(self._asked)):
             return set()
         self.budget.begin_asking()
@@ -203,9 +203,9 @@ class Drafter(NullObserver):
             return set()
         if self._gain.is_worth_waiting(oldest, ahead, hopeful, self._num_drafts):
             self.budget.wait_for = oldest.step.step_id
-            return ahead
-        few = {one for one, likely in hopeful.items() if sum(likely) >= 1.0 + MIN_EXPECTED} & ahead
-        if not few or few == ahead:
+            return set(ahead)
+        few = {one for one in ahead if sum(hopeful.get(one, ())) >= 1.0 + MIN_EXPECTED}
+        if len(few) in (0, len(ahead)):
             self._wait_longer()
             return set()
         self.budget.miss(len(few), ahead)

@@ -4,8 +4,10 @@ from random import Random
 
 import pytest
 
+from engine.control.admission import Admission
 from engine.control.scheduler import IterationScheduler
 from engine.control.settings import SchedulerSettings
+from engine.errors import StepFailed
 from engine.iteration import Iteration
 from engine.kv.ledger import KVLedger
 from engine.kv.prefix import hash_blocks
@@ -27,8 +29,10 @@ class Rig:
         host: int = 0,
         disk: int = 0,
         unreadable: frozenset[int] = frozenset(),
+        **bounds: object,
     ) -> None:
-        settings = SchedulerSettings(max_model_len=64, max_batch_size=4, max_batch_tokens=64)
+        values = {"max_model_len": 64, "max_batch_size": 4, "max_batch_tokens": 64} | bounds
+        settings = SchedulerSettings(**values)  # type: ignore[arg-type]
         self.ledger = KVLedger(num_blocks, BLOCK, host, disk, saves_on_host=True)
         self.scheduler = IterationScheduler(settings, self.ledger, build("fcfs", HAND_COST))
         self.unreadable = unreadable  # disk slots
@@ -38,15 +42,18 @@ class Rig:
     def step(self) -> Iteration | None:
         """Run one iteration; what a load reads must be what was saved there."""
         iteration = self.scheduler.plan(0.0)
-        if iteration is None:
-            return None
+        if iteration is not None:
+            self.commit(iteration)
+        return iteration
+
+    def commit(self, iteration: Iteration) -> None:
+        """What the workers do, and its result."""
         unread = [block for move in iteration.step.moves for block in self._make(move)]
         samples = sum(entry.sample is not None for entry in iteration.step.entries)
         result = StepResult(iteration.step.step_id, (7,) * samples, 0.1, unread=tuple(unread))
         self.scheduler.commit(iteration, result, 0.0)
         self.ledger.check()
         self.scheduler.pool.check()
-        return iteration
 
     def _make(self, move: BlockMove) -> list[int]:
         blocks = memoryview(move.device).cast("i").tolist()
@@ -104,6 +111,36 @@ def test_a_prefix_that_is_partly_on_the_device_is_completed_from_below() -> None
 
 def again_hashes(rig: Rig, first: int, length: int) -> list[bytes]:
     return hash_blocks("", prompt(first, length), BLOCK)
+
+
+@pytest.mark.parametrize("trouble", ["unread", "failed", "cancelled", "lost", "none"])
+def test_a_request_whose_entry_does_not_fit_beside_its_load_waits_for_it(trouble: str) -> None:
+    unreadable = frozenset(range(20)) if trouble == "unread" else frozenset[int]()
+    rig = Rig(num_blocks=8, disk=20, admission=Admission.REQUEST, max_batch_tokens=4)
+    rig.serve(prompt(100, 17))
+    rig.serve(prompt(200, 29))  # evicts all of it
+    rig.unreadable = unreadable
+    first = rig.scheduler.add(RequestSpec(prompt(300, 5), 1, GREEDY), 0.0)
+    request = rig.scheduler.add(RequestSpec(prompt(100, 17), 1, GREEDY), 0.0)
+    iteration = rig.scheduler.plan(0.0)
+    assert iteration is not None
+    assert (iteration.requests, iteration.swapping) == ((first,), (request,))
+    assert len(iteration.loads) == 4
+    assert rig.scheduler.plan(0.0) is None  # its blocks are not there yet
+    if trouble == "failed":
+        rig.scheduler.fail(iteration, StepFailed("boom"), 0.0)
+    elif trouble == "lost":
+        rig.scheduler.lose_device([iteration], 0.0)
+    else:
+        if trouble == "cancelled":
+            rig.scheduler.cancel(request, Abort.CLIENT_GONE, 0.0)
+        rig.commit(iteration)
+    rig.ledger.check()
+    assert request.num_computed == (16 if trouble == "none" else 0) or request.state.is_terminal
+    while rig.step() is not None:
+        pass
+    assert request.produced == (trouble != "cancelled")
+    assert rig.ledger.num_leaked(()) == 0
 
 
 def test_a_loaded_prefix_is_shared_once_its_step_has_returned() -> None:

@@ -2,13 +2,14 @@
 
 import pytest
 
+from engine.control.admission import SwapMode
 from engine.control.scheduler import IterationScheduler
 from engine.control.settings import SchedulerSettings
 from engine.kv.ledger import KVLedger
 from engine.kv.state_ledger import SNAPSHOT_TOKENS, StateLedger
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.request import Request, RequestSpec, State
-from engine.step import NO_STATE, RequestId, StateSlots, StepEntry, StepResult
+from engine.step import NO_STATE, Direction, RequestId, StateSlots, Step, StepEntry, StepResult
 from tests.scheduling import GREEDY
 
 A, B, C = RequestId(1), RequestId(2), RequestId(3)
@@ -34,14 +35,17 @@ def spec(prompt: range | tuple[int, ...], max_tokens: int) -> RequestSpec:
 def run_iteration(
     scheduler: IterationScheduler, late: tuple[int, ...] = ()
 ) -> tuple[StepEntry, ...]:
+    return run_step(scheduler, late).entries
+
+
+def run_step(scheduler: IterationScheduler, late: tuple[int, ...] = ()) -> Step:
     iteration = scheduler.plan(0.0)
     assert iteration is not None
-    entries = iteration.step.entries
-    samples = sum(entry.sample is not None for entry in entries)
+    samples = sum(entry.sample is not None for entry in iteration.step.entries)
     result = StepResult(iteration.step.step_id, (5,) * samples, 0.01, late=late)
     scheduler.commit(iteration, result, 0.0)
     scheduler.ledger.check()
-    return entries
+    return iteration.step
 
 
 def serve(scheduler: IterationScheduler, one: RequestSpec) -> tuple[Request, int]:
@@ -181,6 +185,38 @@ def test_an_accepted_row_at_the_end_of_a_block_is_a_snapshot_too() -> None:
     assert ledger.plan(A, 8, []).source == planned.snapshots[2].slot
     ledger.release(A)
     assert ledger.pool.num_cached == 1
+
+
+def test_drafts_behind_a_chunk_in_flight_keep_their_slots_when_it_returns() -> None:
+    ledger = StateLedger(num_states=5)
+    ledger.start(A, [])
+    ledger.plan(A, 0, [4])
+    planned = a_verify_step(ledger, 5, num_drafts=1)  # the chunk before has not returned
+    ledger.commit(A, 5, 20, HASHES, SIZE)
+    assert ledger.pool.num_available == 3  # one of them is the snapshot after 4 tokens
+    ledger.commit(A, 6, 20, HASHES, SIZE)  # the draft was rejected
+    ledger.check({A})
+    assert ledger.plan(A, 6, []).source == planned.snapshots[0].slot
+
+
+def test_a_state_is_swapped_also_if_the_model_keeps_no_kv() -> None:
+    settings = SchedulerSettings(
+        max_model_len=100, max_batch_size=1, max_batch_tokens=64, swap=SwapMode.REACTIVE
+    )
+    ledger = KVLedger(1, SIZE, 1, windows=(), num_states=2, num_host_states=1)
+    scheduler = IterationScheduler(settings, ledger, FirstComeFirstServed())
+    request = scheduler.add(spec(range(10), 4), 0.0)
+    run_iteration(scheduler)
+    assert scheduler.kv.swap_out(request, 0.0, is_awaited=False)
+    other = scheduler.add(spec(range(10), 1), 0.0)
+    (out,) = run_step(scheduler).moves
+    assert (out.direction, out.is_state) == (Direction.OUT, True)
+    assert (request.state, other.produced) == (State.SWAPPED, 1)
+    (back,) = run_step(scheduler).moves
+    assert (back.direction, back.is_state, back.host) == (Direction.IN, True, out.host)
+    while scheduler.pool:
+        run_iteration(scheduler)
+    assert request.produced == 4
 
 
 def test_more_requests_than_states_wait() -> None:
