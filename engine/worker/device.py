@@ -191,6 +191,15 @@ class Device(Protocol):
         """Zeros in `dtype`, on the device."""
         ...
 
+    def enter_thread(self) -> None:
+        """Make this the current device of the calling thread, before the thread uses it."""
+        ...
+
+    def check(self) -> None:
+        """Wait for all work. Raises `WorkerLost` if the device failed and can compute nothing
+        more."""
+        ...
+
     def wake(self) -> None:
         """Let threads that help this one compute begin to work, if they sleep."""
         ...

@@ -265,6 +265,12 @@ class CpuDevice:
     def zeros(self, *sizes: int) -> Tensor:
         return torch.zeros(sizes, dtype=self.dtype)
 
+    def enter_thread(self) -> None:
+        """A no-op: all threads use the same processor."""
+
+    def check(self) -> None:
+        """A no-op: what fails on a CPU raises where it fails."""
+
     def wake(self) -> None:
         self._pool.wake()
 

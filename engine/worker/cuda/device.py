@@ -236,6 +236,14 @@ class CudaDevice:
         """A zeroed tensor in the activations' dtype on the GPU."""
         return torch.zeros(sizes, dtype=self.dtype, device=self.place)
 
+    def enter_thread(self) -> None:
+        """A thread's current GPU is the first one until it is set."""
+        self._gpu.enter_thread()
+
+    def check(self) -> None:
+        """An illegal access of a kernel fails all later calls of this process."""
+        self._streams.synchronize()
+
     def wake(self) -> None:
         """A no-op: only the CPU thread pool has to be woken."""
 

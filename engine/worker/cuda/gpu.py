@@ -74,6 +74,10 @@ class Gpu(Protocol):
         """Communication between GPUs; raises `StartupError` if torch was built without NCCL."""
         ...
 
+    def enter_thread(self) -> None:
+        """Make this the current GPU of the calling thread."""
+        ...
+
     def streams(self) -> Streams:
         """The streams of this GPU; make one and share it."""
         ...
@@ -87,8 +91,8 @@ class TorchGpu:
     """The GPU number `index` of this process, through torch."""
 
     def __init__(self, index: int) -> None:
-        torch.cuda.set_device(index)
         self.place = torch.device("cuda", index)
+        self.enter_thread()
         properties = torch.cuda.get_device_properties(index)
         self.model: str = properties.name
         self.capability = (properties.major, properties.minor)
@@ -120,6 +124,9 @@ class TorchGpu:
 
     def tensor_transport(self, dtype: torch.dtype) -> NcclTransport:
         return NcclTransport.open(self.place, dtype)
+
+    def enter_thread(self) -> None:
+        torch.cuda.set_device(self.place)
 
     def streams(self) -> CudaStreams:
         return CudaStreams(self.place)

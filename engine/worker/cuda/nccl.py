@@ -51,6 +51,17 @@ class NcclTransport:
         options._timeout = WAITING
         return cast(Group, ProcessGroupNCCL(store, rank, size, options))
 
+    def computed(self) -> Callable[[], None]:
+        """Waits for what the compute stream was given so far."""
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call] # the stubs lack it
+        event.record()
+
+        def wait() -> None:
+            torch.cuda.set_device(self._place)  # a thread's current GPU is the first one until then
+            event.synchronize()
+
+        return wait
+
     def receive(
         self, group: Group, header: "Work", sizes: tuple[int, int], peer: int
     ) -> tuple[Tensor, Callable[[], None]]:

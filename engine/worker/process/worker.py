@@ -89,6 +89,7 @@ class Worker:
 
     def load_lora(self, spec: LoraSpec) -> LoraReport:
         """Load a LoRA adapter beside the steps; the report has the error if that fails."""
+        self._device.enter_thread()
         return self._loras.load(spec)
 
     def read_ahead(self, copies: ReadAhead) -> None:
@@ -102,6 +103,7 @@ class Worker:
 
     def unload_lora(self, lora_id: int) -> None:
         """Free a LoRA adapter that no step will use any more."""
+        self._device.enter_thread()
         self._loras.unload(lora_id)
 
     def learn(self, step: Step) -> None:
@@ -205,8 +207,10 @@ class Worker:
     def abandon(self, step: Step, line: str) -> None:
         """After `launch` raised: send the reason to the next stage, if it waits for the step.
 
-        Raises `WorkerLost` if other ranks of this stage may still wait for this one.
+        Raises `WorkerLost` if other ranks of this stage may still wait for this one, or if the
+        device can compute nothing more.
         """
+        self._device.check()
         if self._is_in_collective and self._shard.num_ranks > 1:
             raise WorkerLost(
                 f"step {step.step_id} failed while other ranks wait for this one: {line}"
@@ -223,6 +227,7 @@ class Worker:
         if self._shard.is_first:
             return Prepared(layout, None)
         assert self._plane is not None, "the only stage sends and receives nothing"
+        self._device.enter_thread()
         width = self._shard.received_width
         return Prepared(layout, self._plane.receive(step.step_id, layout.num_tokens, width))
 

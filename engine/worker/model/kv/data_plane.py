@@ -12,6 +12,7 @@ import struct
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -75,6 +76,10 @@ class TensorTransport(Protocol):
         """A process group of `size` workers, which find each other in `store`."""
         ...
 
+    def computed(self) -> Callable[[], None] | None:
+        """What waits, in any thread, for the work submitted so far; None if it is done."""
+        ...
+
     def receive(
         self, group: Group, header: Work, sizes: tuple[int, int], peer: int
     ) -> tuple[Tensor, Callable[[], None]]:
@@ -98,6 +103,9 @@ class HostTransport:
     def group(self, store: Store, rank: int, size: int) -> Group:
         raise AssertionError("tensors in host memory use the Gloo groups of the data plane")
 
+    def computed(self) -> Callable[[], None] | None:
+        return None
+
     def receive(
         self, group: Group, header: Work, sizes: tuple[int, int], peer: int
     ) -> tuple[Tensor, Callable[[], None]]:
@@ -112,12 +120,22 @@ class HostTransport:
 class _Sent:
     """A message being sent; its tensors must live until it has left."""
 
-    works: tuple[Work, ...]
+    works: tuple["Work | _Later", ...]
     tensors: tuple[Tensor, ...]
 
     def wait(self) -> None:
         for work in self.works:
             work.wait()
+
+
+@dataclass(frozen=True, slots=True)
+class _Later:
+    """What another thread sends."""
+
+    sent: Future[None]
+
+    def wait(self) -> None:
+        self.sent.result()
 
 
 class DataPlane:
@@ -130,6 +148,7 @@ class DataPlane:
         self._transport = transport
         self._sent: _Sent | None = None
         self._tokens_sent: deque[_Sent] = deque()
+        self._headers = ThreadPoolExecutor(1, "podway-headers")  # starts with the first header
         with _lost_on_error("joining the other workers"):
             self._hosts = self._gloo("world", placement.index, placement.num_workers)
             self._world = self._ranks = self._hosts
@@ -188,19 +207,38 @@ class DataPlane:
             return torch.cat(parts, dim=1)
 
     def send(self, step_id: StepId, hidden: Tensor, seconds: float, fault: str = "") -> None:
-        """Send a step to the next stage; waits only until the previous step has left."""
-        header = _pack(step_id, seconds, fault)
+        """Send a step to the next stage; waits only until the previous step has left.
+
+        If a device still computes the hidden states, the header is sent when they are done, with
+        the seconds until then: a receiver that has a header starts a kernel for what follows it.
+        """
         peer = self._placement.index + self._placement.num_ranks
         with _lost_on_error("sending hidden states"):
             if self._sent is not None:
                 self._sent.wait()
-            self._sent = _Sent(
-                (
-                    self._hosts.send([header], peer, HEADER_TAG),
-                    self._world.send([hidden], peer, HIDDEN_TAG),
-                ),
-                (header, hidden),
-            )
+            computed = self._transport.computed()
+            header = _pack(step_id, seconds, fault)
+            leaving: Work | _Later
+            if computed is None:
+                leaving = self._hosts.send([header], peer, HEADER_TAG)
+            else:
+                leaving = _Later(
+                    self._headers.submit(
+                        self._send_header, computed, (step_id, seconds, fault), peer
+                    )
+                )
+            works = leaving, self._world.send([hidden], peer, HIDDEN_TAG)
+            self._sent = _Sent(works, (header, hidden))
+
+    def _send_header(
+        self, computed: Callable[[], None], header: tuple[StepId, float, str], peer: int
+    ) -> None:
+        """Wait for the device, then send a header."""
+        began = time.monotonic()
+        computed()
+        step_id, seconds, fault = header
+        packed = _pack(step_id, seconds + time.monotonic() - began, fault)
+        self._hosts.send([packed], peer, HEADER_TAG).wait()
 
     def receive(self, step_id: StepId, num_tokens: int, width: int) -> ReceivedHidden:
         """Wait for the `[num_tokens, width]` that the previous stage sends for this step, the next

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from engine.errors import WorkerLost
 from engine.worker.streams import Graph, StreamEvent
 
 T = TypeVar("T")
@@ -129,6 +130,7 @@ class StandInStreams:
         self.graphs: list[StandInGraph] = []
         self.is_capturing = False
         self.num_host_waits = 0
+        self.fault = ""  # why every call to the device fails
         self._pinned: dict[int, Tensor] = {}  # by the address of their memory, kept alive
         self._reads: list[tuple[int, _Read]] = []
         self._step_began: int | None = None  # the serial at which the step in the making began
@@ -172,6 +174,8 @@ class StandInStreams:
         return time.perf_counter() - began
 
     def synchronize(self) -> None:
+        if self.fault:
+            raise WorkerLost(f"the GPU failed: {self.fault}")
         for side in self.sides:
             side.run(side.num_done + len(side.waiting))
         self._check_reads(self.serial)

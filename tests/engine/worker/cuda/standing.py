@@ -1,5 +1,6 @@
 """A stand-in for a GPU: tensors are on the CPU or the meta device; tests set the memory used."""
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -40,6 +41,7 @@ class StandingGpu:
     pinned_bytes: int = 0
     num_fences: int = 0
     waits: list[int] = field(default_factory=list)
+    threads: set[str] = field(default_factory=set)  # whose current GPU this is
     of_it: StandInStreams = field(default_factory=StandInStreams)
 
     def used_bytes(self) -> int:
@@ -67,6 +69,9 @@ class StandingGpu:
     def tensor_transport(self, dtype: torch.dtype) -> "StandingTransport":
         return StandingTransport(dtype)
 
+    def enter_thread(self) -> None:
+        self.threads.add(threading.current_thread().name)
+
     def streams(self) -> StandInStreams:
         return self.of_it
 
@@ -89,10 +94,18 @@ class StandingTransport:
     has_own_groups: bool = True
     num_groups: int = 0
     num_settled: int = 0
+    num_computed: int = 0  # steps for which the host has waited
+    on_header: Callable[[], object] = lambda: None  # called when a header has arrived
 
     def group(self, store: Store, rank: int, size: int) -> Group:
         self.num_groups += 1
         return cast(Group, ProcessGroupGloo(store, rank, size, timedelta(seconds=60)))
+
+    def computed(self) -> Callable[[], None]:
+        def wait() -> None:
+            self.num_computed += 1
+
+        return wait
 
     def receive(
         self, group: Group, header: Work, sizes: tuple[int, int], peer: int
@@ -100,6 +113,7 @@ class StandingTransport:
         hidden = torch.full(sizes, torch.nan, dtype=self.dtype)
         arriving = torch.empty(sizes, dtype=self.dtype)
         header.wait()
+        self.on_header()
         work = group.recv([arriving], peer, HIDDEN_TAG)
 
         def settle() -> None:
