@@ -14,6 +14,7 @@ EngineError
 │   ├── StepFailed          an iteration that it was part of raised an error
 │   └── WorkerLost          a worker process died or its connection was lost
 └── StartupError            settings, checkpoint or machine do not allow to start
+    └── KernelFaulted       a GPU kernel faulted while it was tried; a new start leaves it out
 """
 
 
@@ -99,3 +100,7 @@ class WorkerLost(RequestFailed):
 
 class StartupError(EngineError):
     """A setting, the checkpoint or the machine does not allow to start; the message is one line."""
+
+
+class KernelFaulted(StartupError):
+    """A GPU kernel ended all work of its process while it was tried; new workers leave it out."""

@@ -37,6 +37,8 @@ class StandIn:
         self.capability = capability
         self.slowness = {"captured": 2.0, "xqa": 1.0}
         self.packed_error = ""  # that XQA raises
+        self.packed_faults = False  # whether XQA leaves a device that computes nothing more
+        self.has_faulted = False
         self.packed_factor = 1.0  # of its results
         self.now = 0.0
         self.calls: list[tuple[str, dict[str, Any]]] = []
@@ -85,6 +87,11 @@ class StandIn:
     def packed_decode(self, workspace: Tensor) -> "StandInPacked":
         self.check_device("workspace", workspace, torch.uint8)
         return StandInPacked(self, workspace)
+
+    def synchronize(self) -> None:
+        if self.has_faulted:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        self.catch_up()
 
     def event(self) -> "StandInEvent":
         return StandInEvent(self)
@@ -343,6 +350,8 @@ class StandInPacked:
         stand_in.calls.append(("xqa", given))
         stand_in.now += stand_in.slowness["xqa"]
         stand_in.catch_up()
+        stand_in.has_faulted |= stand_in.packed_faults
+        stand_in.synchronize()
         if stand_in.packed_error:
             raise RuntimeError(stand_in.packed_error)
         tables, lengths = given["block_tables"], given["seq_lens"]

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 
-from engine.errors import EngineError, StartupError, Unavailable, WorkerLost
+from engine.errors import EngineError, KernelFaulted, StartupError, Unavailable, WorkerLost
 from engine.lora import LoraReport, LoraSpec
 from engine.pooling import PoolSpec
 from engine.ports import Clock
@@ -130,7 +130,7 @@ class MultiprocessExecutor:
 
         Raises `StartupError` with a worker's own message, or with how its process ended.
         """
-        report = await self._open(self._worker, on_progress)
+        report = await self._first_open(on_progress)
         if failed := [lora for lora in report.loras if lora.error]:
             await self._end("a LoRA adapter cannot be loaded", grace=0.0)
             raise StartupError(failed[0].error)
@@ -147,6 +147,18 @@ class MultiprocessExecutor:
         )
         self._pools = report.pooling is not None
         return report
+
+    async def _first_open(self, on_progress: OnProgress) -> WorkerReport:
+        """Start workers until they have left out each GPU kernel that faults while it is tried."""
+        faults: set[str] = set()
+        while True:
+            try:
+                return await self._open(self._worker, on_progress)
+            except KernelFaulted as error:
+                if str(error) in faults:  # it cannot be noted, so it would fault for ever
+                    raise
+                faults.add(str(error))
+                logger.warning("%s; the workers start again without it", error)
 
     async def load_lora(self, spec: LoraSpec) -> LoraReport:
         """Load an adapter in all workers; restarted workers load it again.

@@ -71,9 +71,13 @@ class WorkerLoaded(Struct, frozen=True, tag="loaded", array_like=True):
 
 
 class LoadFailed(Struct, frozen=True, tag="refused", array_like=True):
-    """The worker could not load; `message` is the reason, one line for the operator."""
+    """The worker could not load; `message` is the reason, one line for the operator.
+
+    `may_retry`: the reason is a GPU kernel that new workers leave out.
+    """
 
     message: str
+    may_retry: bool = False
 
 
 class StepRan(Struct, frozen=True, tag="ran", array_like=True):

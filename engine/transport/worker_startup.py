@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from engine.errors import StartupError
+from engine.errors import KernelFaulted, StartupError
 from engine.lora import common_report
 from engine.transport.launcher import LaunchedWorker
 from engine.transport.wire import (
@@ -36,6 +36,7 @@ async def load_all(
     their common reports of LoRA adapters.
 
     Raises `StartupError` with one line; if there are several workers, it names stage and rank.
+    `KernelFaulted` says that new workers may load.
     """
     progress = _TotalProgress(len(workers), on_progress)
     loadings = [_Loading(worker, progress) for worker in workers]
@@ -99,8 +100,9 @@ class _Loading:
                         self._progress.add(self.worker.placement.index, what, done, total)
                     case WorkerLoaded(report):
                         return report
-                    case LoadFailed(message):
-                        raise self._failure(message)
+                    case LoadFailed(message, may_retry):
+                        failure = self._failure(message)
+                        raise KernelFaulted(*failure.args) if may_retry else failure
                     case other:
                         raise WireError(f"{type(other).__name__} arrived before the report")
         raise EOFError

@@ -46,7 +46,7 @@ class FlashInferAttention:
         if library is None:
             if reason := self.why_not(spec, cache.keys[0].dtype, cache.block_size):
                 raise StartupError(f"attention 'flashinfer' cannot be used: {reason}")
-            library = FlashInfer(cache.keys[0].device, spec.dtype)
+            library = FlashInfer(cache.keys[0].device, spec.dtype, spec.choices)
         assert spec.limits is not None, "attention on a GPU needs the step limits"
         group = spec.num_heads // spec.num_kv_heads
         sizes = check_limits(spec.limits, cache.block_size, group)

@@ -11,6 +11,7 @@ from adapters.attention.flashinfer.ports import Library
 from adapters.attention.flashinfer.tables import PageTableArenas, TableSizes
 from adapters.attention.flashinfer.workspace import Workspaces
 from engine.worker.cuda.choice_file import ChoiceFile, file_of
+from engine.worker.cuda.trials import KernelTrials
 from engine.worker.ports import KVTensors
 
 
@@ -37,7 +38,9 @@ class CapturedLaunches:
             spec, geometry.kv_dtype, geometry.page_size, library.capability
         )
         path = file_of(spec.choices, *library.names, "decode attention")
-        self._choice = DecodeChoice(wanted, why_not, _shape(geometry), ChoiceFile(path))
+        notes = file_of(spec.choices, *library.names, "kernel trials")
+        trials = KernelTrials(ChoiceFile(notes), library.synchronize)
+        self._choice = DecodeChoice(wanted, why_not, _shape(geometry), ChoiceFile(path), trials)
         sizes = TableSizes.of(spec.limits, geometry.page_size)
         self._packed = self._packed_launch(sizes) if self._choice.may_use_xqa else None
         self._by_size: dict[int, DecodeLaunch] = {}

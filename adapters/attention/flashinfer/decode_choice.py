@@ -10,8 +10,9 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from engine.errors import StartupError
+from engine.errors import KernelFaulted, StartupError
 from engine.worker.cuda.choice_file import ChoiceFile
+from engine.worker.cuda.trials import KernelTrials
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +38,9 @@ class DecodeChoice:
     cannot be used, empty if it can. `shape` names heads and dtypes in the log and in the file.
     """
 
-    def __init__(self, wanted: str, why_not: str, shape: str, file: ChoiceFile) -> None:
+    def __init__(
+        self, wanted: str, why_not: str, shape: str, file: ChoiceFile, trials: KernelTrials
+    ) -> None:
         """Raises `StartupError` if XQA is wanted and cannot be used."""
         if wanted == XQA and why_not:
             raise StartupError(f"attention 'flashinfer-xqa' cannot be used: {why_not}")
@@ -46,6 +49,7 @@ class DecodeChoice:
         self._is_verified = False
         self._shape = shape
         self._file = file
+        self._trials = trials
 
     @property
     def may_use_xqa(self) -> bool:
@@ -53,25 +57,36 @@ class DecodeChoice:
 
     def of(self, rows: int, verify: Callable[[], None], measure: Callable[[str], Times]) -> str:
         """FA2 or XQA for `rows` decodes; `verify` raises if XQA does not compile or computes
-        something else than FA2."""
+        something else than FA2. Raises `KernelFaulted`."""
         if self._unlogged:
             logger.info("decode attention is FA2's: XQA cannot be used: %s", self._unlogged)
             self._unlogged = ""
         if self._wanted == FA2:
             return FA2
+        if reason := self._trials.excluded(XQA):
+            return self._give_up(reason)
         try:
-            if not self._is_verified:
-                logger.info("decode attention: comparing XQA with FA2; its first start compiles it")
-                verify()
+            with self._trials.trial(XQA, "--attention flashinfer-fa2"):
+                if not self._is_verified:
+                    logger.info(
+                        "decode attention: comparing XQA with FA2; its first start compiles it"
+                    )
+                    verify()
+                    self._is_verified = True
+                return XQA if self._wanted == XQA else self._measured(rows, measure)
+        except KernelFaulted:
+            raise
         except Exception as error:  # a compiler may raise anything; FA2 remains
             line = next(iter(str(error).splitlines()), "") or type(error).__name__
-            if self._wanted == XQA:
-                raise StartupError(f"attention 'flashinfer-xqa' cannot be used: {line}") from error
-            logger.warning("decode attention is FA2's: XQA failed: %s", line)
-            self._wanted = FA2
-            return FA2
-        self._is_verified = True
-        return XQA if self._wanted == XQA else self._measured(rows, measure)
+            return self._give_up(line, error)
+
+    def _give_up(self, reason: str, error: Exception | None = None) -> str:
+        """FA2 for this and all other sizes; raises `StartupError` if XQA was asked for."""
+        if self._wanted == XQA:
+            raise StartupError(f"attention 'flashinfer-xqa' cannot be used: {reason}") from error
+        logger.warning("decode attention is FA2's: XQA failed: %s", reason)
+        self._wanted = FA2
+        return FA2
 
     def _measured(self, rows: int, measure: Callable[[str], Times]) -> str:
         key = f"{rows} decodes, {self._shape}"

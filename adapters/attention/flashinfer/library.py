@@ -32,8 +32,9 @@ KERNELS = "fa2"  # tensor-core kernels, one module for prefill and decode
 class FlashInfer:
     """FlashInfer on the current GPU of this process."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Raises `StartupError` if FlashInfer cannot be imported."""
+    def __init__(self, device: torch.device, dtype: torch.dtype, choices: str) -> None:
+        """`choices` is the directory of files about kernels. Raises `StartupError` if FlashInfer
+        cannot be imported."""
         try:
             package = importlib.import_module("flashinfer")
         except ImportError as error:
@@ -47,7 +48,7 @@ class FlashInfer:
             package.apply_rope_with_cos_sin_cache_inplace,
         )
         self._device = device
-        self._write = load(device, dtype).rope_and_cache_write
+        self._write = load(device, dtype, choices).rope_and_cache_write
 
     @property
     def num_processors(self) -> int:
@@ -87,6 +88,10 @@ class FlashInfer:
     def seconds(self, work: Callable[[], object]) -> float:
         """The time of a replayed CUDA graph of `work`."""
         return CudaStreams(self._device).seconds(work)
+
+    def synchronize(self) -> None:
+        """Wait for all work on the GPU."""
+        torch.cuda.synchronize(self._device)
 
     def event(self) -> DeviceEvent:
         """A new CUDA event."""

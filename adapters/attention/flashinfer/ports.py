@@ -123,6 +123,7 @@ class CapturedWrapper(RunsPaged, Protocol):
         kv_data_type: torch.dtype,
         o_data_type: torch.dtype,
         sm_scale: float,
+        logits_soft_cap: float | None,
         seq_lens: Tensor,
     ) -> tuple[int, int]:
         """Bytes of the float and of the integer workspace that `plan` would use."""
@@ -200,6 +201,10 @@ class Library(Protocol):
 
     def seconds(self, work: Callable[[], object]) -> float:
         """The time of `work` on the device, as a CUDA graph; it has run before."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait for all work on the device; raises if the device has faulted."""
         ...
 
     def event(self) -> DeviceEvent: ...

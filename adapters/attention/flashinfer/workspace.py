@@ -110,6 +110,7 @@ class Workspaces:
             kv_data_type=geometry.kv_dtype,
             o_data_type=spec.dtype,
             sm_scale=spec.scale,
+            logits_soft_cap=spec.soft_cap,  # else another module is compiled, which never runs
             seq_lens=ones,
         )
 

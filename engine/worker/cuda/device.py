@@ -8,11 +8,11 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from engine.errors import StartupError
+from engine.errors import KernelFaulted, StartupError
 from engine.worker.cuda.build_environment import missing_norm_headers, prepare_environment
 from engine.worker.cuda.choice_file import file_of
 from engine.worker.cuda.gpu import Gpu, TorchGpu
-from engine.worker.cuda.kernels.library import NO_KERNELS, TritonKernels, load
+from engine.worker.cuda.kernels.library import NO_KERNELS, TritonKernels, kernel_trials, load
 from engine.worker.cuda.kernels.tiling import Tiling
 from engine.worker.cuda.memory import check_weights, fitting, measure
 from engine.worker.cuda.model.fusion import fused
@@ -132,7 +132,7 @@ class CudaDevice:
         dtype = choose_dtype("--dtype", settings.dtype, DTYPES, "cuda")
         if settings.attention == PLAIN_ATTENTION or dtype is torch.float32:
             return cls(settings, gpu, None, preferred)
-        triton = load(gpu.place, dtype)
+        triton = load(gpu.place, dtype, settings.gemm_cache)
         return cls(settings, gpu, row_kernels(triton), preferred, triton)
 
     @staticmethod
@@ -280,9 +280,12 @@ class CudaDevice:
             with by_cublaslt() if kernel == CUBLASLT else nullcontext():
                 return torch_product(x, weight, self.dtype)
 
+        trials = kernel_trials(self.place, self._settings.gemm_cache)
         try:
             with torch.inference_mode():
-                self._choice.measure(product, self._streams.seconds)
+                self._choice.measure(product, self._streams.seconds, trials)
+        except KernelFaulted:
+            raise
         except Exception as error:  # a measurement must not end the start
             logger.warning("matrix products that were not measured are torch's: %s", error)
 

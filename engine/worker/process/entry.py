@@ -27,7 +27,7 @@ from dataclasses import replace
 from queue import SimpleQueue
 from typing import Protocol, Self, TypeAlias
 
-from engine.errors import StartupError, WorkerLost
+from engine.errors import KernelFaulted, StartupError, WorkerLost
 from engine.lora import LoraReport, LoraSpec
 from engine.step import ReadAhead, Step, StepTimes
 from engine.transport.process_memory import drop_library_pages, keep_heap, trim_heap
@@ -206,7 +206,8 @@ def serve(parent: Parent, worker_path: str, listener: int | None = None) -> int:
     except (ConnectionError, EOFError, WireError):
         raise
     except StartupError as error:
-        parent.send(frame(LoadFailed(one_line(str(error)))))
+        may_retry = isinstance(error, KernelFaulted)
+        parent.send(frame(LoadFailed(one_line(str(error)), may_retry)))
         return 1
     except Exception as error:
         logger.exception("the worker could not load")

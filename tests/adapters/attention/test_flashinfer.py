@@ -92,6 +92,13 @@ def test_captured_wrappers_keep_their_buffers_and_share_the_indices() -> None:
     assert [len(given["last_page_len"]) for given in sizes] == [32], "asked once, for the largest"
 
 
+def test_the_workspace_is_asked_for_with_the_soft_cap_of_the_kernel_that_runs() -> None:
+    made = make(60, 4)
+    made.attention.plan_captured(padded(Paged(((7, 1),), 4).layout(), 2, spare_block=60))
+    asked, planned = made.last_plan("workspace_size"), made.last_plan("captured")
+    assert asked["logits_soft_cap"] == planned["logits_soft_cap"]
+
+
 def test_the_host_does_not_wait_while_the_device_is_a_step_behind() -> None:
     made = make(60, 4)
     layout = Paged(((7, 1), (30, 3)), 4).layout()

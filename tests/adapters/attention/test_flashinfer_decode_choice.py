@@ -19,7 +19,7 @@ from adapters.attention.flashinfer.decode_choice import FA2, XQA, Times, faster
 from adapters.attention.flashinfer.fit import unsupported_packed
 from adapters.attention.flashinfer.packed import dense_places
 from adapters.attention.flashinfer.tables import PageTables
-from engine.errors import StartupError
+from engine.errors import KernelFaulted, StartupError
 from engine.worker.model.layout import padded
 from engine.worker.ports import AttentionSpec, StepLimits
 from tests.adapters.attention.flashinfer_cases import Made, Paged, decodes, make, paged
@@ -99,7 +99,7 @@ def test_the_faster_kernel_is_used_and_the_log_names_times(
 
 def test_a_later_start_uses_the_file_and_measures_nothing(tmp_path: Path) -> None:
     assert kernel(on_hopper(choices=str(tmp_path)), 4) == "xqa"
-    (path,) = tmp_path.iterdir()
+    (path,) = tmp_path.glob("*attention.json")
     assert path.name == "standing-gpu-flashinfer-0-decode-attention.json"
     assert json.loads(path.read_text()) == {
         "4 decodes, 4/2 heads of 8, bfloat16, pages of 16": "xqa"
@@ -140,6 +140,42 @@ def test_a_kernel_that_fails_or_computes_something_else_is_named_and_not_used(
     wanted.stand_in.packed_error, wanted.stand_in.packed_factor = error, factor
     with pytest.raises(StartupError, match=f"attention 'flashinfer-xqa' cannot be used: {reason}"):
         step(wanted, 4)
+
+
+def test_a_kernel_that_faults_ends_this_start_and_is_left_out_of_the_next(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = on_hopper(choices=str(tmp_path))
+    made.stand_in.packed_faults = True
+    with pytest.raises(KernelFaulted, match="'xqa' made the GPU fault: CUDA error"):
+        step(made, 4)
+    later = on_hopper(choices=str(tmp_path))
+    later.stand_in.packed_faults = True
+    assert kernel(later, 4) == "run"
+    assert "xqa" not in [name for name, _ in later.stand_in.calls]
+    (line,) = [each for each in caplog.messages if "XQA failed" in each]
+    (notes,) = tmp_path.glob("*kernel-trials.json")
+    assert line.endswith(f"earlier start; remove {notes} to try it again")
+
+
+def test_a_kernel_that_cannot_be_timed_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = on_hopper()
+
+    def fails(work: object) -> float:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(made.stand_in, "seconds", fails)
+    assert kernel(made, 4) == "run"
+
+
+def test_choices_that_cannot_be_kept_end_no_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "a file").write_text("")
+    made = on_hopper(choices=str(tmp_path / "a file" / "below"))
+    assert [kernel(made, size) for size in (8, 4)] == ["xqa", "xqa"]
+    lines = [each for each in caplog.messages if "are not kept for later starts" in each]
+    assert len(lines) == 2, "one for each file"
 
 
 def test_the_trial_leaves_the_cache_as_it_was() -> None:

@@ -183,7 +183,7 @@ def test_the_wrappers_hand_our_steps_down_to_their_kernels(
     spec = AttentionSpec(4, 2, 64, 0.125, 9, torch.bfloat16, limits=LIMITS)
     cache = KVTensors((pages[0],), (pages[1],), 1)
     attention = FlashInferAttention(
-        spec, cache, NativeThreadPool(1), OnCpu(torch.device("cpu"), torch.bfloat16)
+        spec, cache, NativeThreadPool(1), OnCpu(torch.device("cpu"), torch.bfloat16, "")
     )
     q, k, v = torch.split(torch.ones((4, 8, 64), dtype=torch.bfloat16), [4, 2, 2], dim=1)
     with torch.inference_mode():

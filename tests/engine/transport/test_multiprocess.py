@@ -13,7 +13,7 @@ import psutil
 import pytest
 import uvloop
 
-from engine.errors import StartupError, StepFailed, Unavailable, WorkerLost
+from engine.errors import KernelFaulted, StartupError, StepFailed, Unavailable, WorkerLost
 from engine.transport.multiprocess import MultiprocessExecutor
 from engine.transport.process import LocalLauncher
 from engine.worker_settings import WorkerSettings
@@ -68,6 +68,27 @@ async def test_a_worker_that_cannot_load_fails_the_start_with_a_readable_message
 ) -> None:
     executor = MultiprocessExecutor(WorkerSettings(model=model), ECHO)
     with pytest.raises(StartupError, match=line):
+        await executor.start(no_progress)
+    assert not executor.pids
+
+
+async def test_workers_start_again_without_the_kernels_that_fault(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = replace(ECHO, env={"NOTES": str(tmp_path)})
+    async with started(settings, "faults") as executor:
+        assert executor.is_alive
+    again = [each for each in caplog.messages if "start again without it" in each]
+    assert again == [
+        f"the kernel {name!r} made the GPU fault; the workers start again without it"
+        for name in ("first", "second")
+    ]
+
+
+async def test_a_kernel_that_faults_again_ends_the_start(tmp_path: Path) -> None:
+    settings = replace(ECHO, env={"NOTES": str(tmp_path)})
+    executor = MultiprocessExecutor(WorkerSettings(model="faults for ever"), settings)
+    with pytest.raises(KernelFaulted, match="the kernel 'first' made the GPU fault"):
         await executor.start(no_progress)
     assert not executor.pids
 

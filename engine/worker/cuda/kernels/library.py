@@ -2,7 +2,8 @@
 
 A kernel that cannot be compiled, or computes something else than its reference, is named in the
 log, and torch or FlashInfer is used in its place: a new GPU or Triton version can make a worker
-slower, not wrong. Compiled kernels are cached by Triton, so that only the first start takes long.
+slower, not wrong. A kernel that makes the GPU fault is left out by the next start. Compiled kernels
+are cached by Triton, so that only the first start takes long.
 """
 
 import functools
@@ -15,13 +16,17 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from engine.errors import KernelFaulted
+from engine.worker.cuda.choice_file import ChoiceFile, file_of
 from engine.worker.cuda.kernels import reference
 from engine.worker.cuda.kernels.reference import FP8, CacheRows, QuantizedRows, RowNorm
 from engine.worker.cuda.kernels.tiling import Tiling
+from engine.worker.cuda.trials import KernelTrials
 
 logger = logging.getLogger(__name__)
 
 PACKAGE = "engine.worker.cuda.kernels"
+NOT_USED = "Triton kernel %s is not used, torch takes its place: %s"
 TRIAL_TILINGS = (Tiling(16, 64, 64, 1, 4, 3), Tiling(64, 64, 64, 2, 4, 3))
 
 
@@ -145,20 +150,37 @@ TRIALS: dict[str, tuple[str, Callable[[Trial, ModuleType], None]]] = {
 
 
 @functools.cache  # each kernel is verified once in a process
-def load(place: torch.device, dtype: torch.dtype) -> TritonKernels:
-    """The kernels that compile and compute correctly on this device; the log names the others."""
+def load(place: torch.device, dtype: torch.dtype, choices: str = "") -> TritonKernels:
+    """The kernels that compile and compute correctly on this device; the log names the others.
+
+    Trials are noted in a file of the directory `choices`, if it is not "". Raises `KernelFaulted`.
+    """
     found: dict[str, ModuleType] = {}
+    trials = kernel_trials(place, choices)
     for name, (module, trial) in TRIALS.items():
+        if reason := trials.excluded(name):
+            logger.warning(NOT_USED, name, reason)
+            continue
         try:
             kernels = importlib.import_module(f"{PACKAGE}.{module}")
-            with torch.inference_mode():
+            with trials.trial(name, "--attention reference"), torch.inference_mode():
                 trial(Trial(place, dtype), kernels)
+        except KernelFaulted:
+            raise
         except Exception as error:  # a compiler may raise anything; torch does the kernel's work
             line = next(iter(str(error).splitlines()), "") or type(error).__name__
-            logger.warning("Triton kernel %s is not used, torch takes its place: %s", name, line)
+            logger.warning(NOT_USED, name, line)
         else:
             found[name] = kernels
     return TritonKernels(**found)
+
+
+def kernel_trials(place: torch.device, choices: str) -> KernelTrials:
+    """The trials of our kernels on the kind of GPU at `place`."""
+    if place.type != "cuda":
+        return KernelTrials(ChoiceFile(None), lambda: None)
+    words = torch.cuda.get_device_name(place), "torch", torch.__version__, "kernel trials"
+    return KernelTrials(ChoiceFile(file_of(choices, *words)), lambda: torch.cuda.synchronize(place))
 
 
 def check(what: str, found: Tensor, wanted: Tensor, allowed: float = 2e-2) -> None:

@@ -1,5 +1,6 @@
 """8-bit GEMMs by torch; sizes must be multiples of what the tensor cores take."""
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
@@ -47,8 +48,10 @@ def torch_product(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
 def by_cublaslt() -> Iterator[None]:
     """Inside, torch computes 16-bit products by cuBLASLt. A CUDA graph keeps the choice."""
     before = torch.backends.cuda.preferred_blas_library()
-    torch.backends.cuda.preferred_blas_library("cublaslt")
     try:
+        with warnings.catch_warnings():  # torch calls the choice experimental
+            warnings.simplefilter("ignore")
+            torch.backends.cuda.preferred_blas_library("cublaslt")
         yield
     finally:
         torch.backends.cuda.preferred_blas_library(before)

@@ -6,6 +6,7 @@ tilings of our own Triton kernel. The first start on a GPU measures all of them 
 in a file of that GPU, so that later starts use the same kernels and give the same bits.
 """
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,8 +14,10 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from engine.errors import KernelFaulted
 from engine.worker.cuda.choice_file import ChoiceFile
 from engine.worker.cuda.kernels.tiling import Tiling
+from engine.worker.cuda.trials import KernelTrials
 
 logger = logging.getLogger(__name__)
 
@@ -108,23 +111,39 @@ class MeasuredTilings:
         most = next((each for each in ROWS if rows <= each), None)
         return TORCH if most is None else self._chosen.get(str(Shape(most, *_kind(weight))))
 
-    def measure(self, product: Product, seconds: Seconds) -> None:
-        """Choose for each registered shape that the file lacks, and add it to the file."""
+    def measure(self, product: Product, seconds: Seconds, trials: KernelTrials) -> None:
+        """Choose for each registered shape that the file lacks, and add it to the file.
+
+        Raises `KernelFaulted`.
+        """
         for kind, weights in self._weights.items():
             for rows in ROWS:
                 shape = Shape(rows, *kind)
                 if self._chosen.get(str(shape)) not in (TORCH, CUBLASLT, *KNOWN):
-                    self._chosen.put(str(shape), _fastest(shape, weights, product, seconds))
+                    measured = functools.partial(_measured, product=product, seconds=seconds)
+                    self._chosen.put(str(shape), _fastest(shape, weights, measured, trials))
 
 
-def _fastest(shape: Shape, weights: Sequence[Tensor], product: Product, seconds: Seconds) -> str:
+def _fastest(
+    shape: Shape,
+    weights: Sequence[Tensor],
+    measured: Callable[[Tensor, Sequence[Tensor], Tiling | str], float],
+    trials: KernelTrials,
+) -> str:
     x = weights[0].new_ones((shape.rows, shape.width))
-    best, name = _measured(x, weights, TORCH, product, seconds), TORCH
+    best, name = measured(x, weights, TORCH), TORCH
     limit = best * (1 - MIN_GAIN)
     others = (CUBLASLT, *TILINGS) if x.dtype.itemsize == 2 else TILINGS
     for kernel in others:
+        trial = f"product {kernel} of {shape}"
+        if reason := trials.excluded(trial):
+            logger.warning("GEMM kernel %s is not used: %s", kernel, reason)
+            continue
         try:
-            found = _measured(x, weights, kernel, product, seconds)
+            with trials.trial(trial, "--attention reference"):
+                found = measured(x, weights, kernel)
+        except KernelFaulted:
+            raise
         except Exception as error:  # a compiler may raise anything; the others remain
             logger.warning("GEMM kernel %s is not used: %s", kernel, str(error).split("\n")[0])
             continue
@@ -138,6 +157,7 @@ def _measured(
     x: Tensor,
     weights: Sequence[Tensor],
     kernel: Tiling | str,
+    *,
     product: Product,
     seconds: Seconds,
 ) -> float:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.worker.cuda.choice_file import file_of
+from engine.worker.cuda.choice_file import ChoiceFile, file_of
 from engine.worker.cuda.kernels.tiling import Tiling
 from engine.worker.cuda.model import gemm_choice
 from engine.worker.cuda.model.gemm_choice import (
@@ -20,8 +20,10 @@ from engine.worker.cuda.model.gemm_choice import (
     MeasuredTilings,
 )
 from engine.worker.cuda.model.linears import FastProducts, FloatLinear
+from engine.worker.cuda.trials import KernelTrials
 
 FAST = TILINGS[3]
+TRIALS = KernelTrials(ChoiceFile(None), lambda: None)
 
 
 class Clock:
@@ -46,7 +48,7 @@ class Clock:
 def choice(path: Path | None, clock: Clock) -> tuple[MeasuredTilings, Tensor]:
     found, weight = MeasuredTilings(path), torch.ones(48, 32, dtype=torch.bfloat16)
     found.register(weight)
-    found.measure(clock.product, clock.seconds)
+    found.measure(clock.product, clock.seconds, TRIALS)
     return found, weight
 
 
@@ -116,7 +118,7 @@ def test_cublaslt_is_measured_for_16_bits_and_used_inside_the_linear_only(
     eight = MeasuredTilings(None)
     eight.register(weight.to(torch.int8))
     clock = Clock(CUBLASLT)
-    eight.measure(clock.product, clock.seconds)
+    eight.measure(clock.product, clock.seconds, TRIALS)
     assert not eight.uses_cublaslt(64, weight.to(torch.int8)), "its library is cuBLASLt anyway"
 
 
