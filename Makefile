@@ -15,7 +15,7 @@ SERVING := $(VENV)/.serving
 DEVELOPMENT := $(VENV)/.development
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
-.PHONY: serve test test-all lint fmt clients
+.PHONY: serve test test-all lint fmt clients flashinfer
 
 serve: $(SERVING)
 	@$(BIN)/podway serve $(ARGS) || test $$? -eq 130
@@ -47,6 +47,10 @@ $(CLIENTS)/.installed: tests/clients/requirements.txt tests/clients/package.json
 	cp tests/clients/package.json $(CLIENTS)
 	if command -v npm > /dev/null; then npm install --prefix $(CLIENTS) --no-audit --no-fund; fi
 	touch $@
+
+# FlashInfer's Python alone: tests run its wrappers on CPU tensors, with the compiled part replaced.
+flashinfer: $(DEVELOPMENT)
+	$(BIN)/python -m pip install --disable-pip-version-check --no-deps -r tests/adapters/attention/requirements.txt
 
 $(SERVING): pyproject.toml gateway/install.py
 	@echo "Podway is installed into $(VENV); this happens once."
