@@ -31,9 +31,19 @@ class InvalidRequest(EngineError):
 
 
 class ContextTooLong(InvalidRequest):
-    """Prompt and `max_tokens` need more slots than the context or the KV cache has."""
+    """Prompt and `max_tokens` need more slots than the context or the KV cache, which have
+    `limit`. A prompt that is pooled has `max_tokens` 0."""
 
     def __init__(self, prompt_len: int, max_tokens: int, limit: int, what: str) -> None:
+        self.prompt_len = prompt_len
+        self.max_tokens = max_tokens
+        self.limit = limit
+        if self.is_prompt_too_long and max_tokens:
+            super().__init__(
+                f"This model's {what} is {limit} tokens. However, the prompt has {prompt_len} "
+                "tokens. Please reduce the length of the prompt."
+            )
+            return
         if not max_tokens:
             super().__init__(
                 f"This model's {what} is {limit} tokens, but the input has {prompt_len} tokens. "
@@ -45,6 +55,11 @@ class ContextTooLong(InvalidRequest):
             f"{prompt_len + max_tokens} tokens ({prompt_len} in the prompt, {max_tokens} in the "
             "completion). Please reduce the length of the prompt or of the completion."
         )
+
+    @property
+    def is_prompt_too_long(self) -> bool:
+        """Whether no `max_tokens` would make the request fit."""
+        return self.prompt_len >= self.limit
 
 
 class Overloaded(EngineError):

@@ -44,10 +44,12 @@ class LoraNotFound(InvalidRequest):
 class PromptTooLong(InvalidRequest):
     """A prompt exceeds the context; it was tokenized only until this was known."""
 
-    def __init__(self, least: int, limit: int, param: str) -> None:
+    def __init__(self, min_tokens: int, limit: int, param: str) -> None:
+        self.min_tokens = min_tokens
+        self.limit = limit
         super().__init__(
             f"This model's maximum context length is {limit} tokens. However, '{param}' has at "
-            f"least {least} tokens. Please shorten it, or set 'truncate_prompt_tokens'.",
+            f"least {min_tokens} tokens. Please shorten it, or set 'truncate_prompt_tokens'.",
             param,
         )
 

@@ -96,6 +96,7 @@ class Service:
     running: RunningResponses = field(default_factory=RunningResponses)
     origins: OriginPolicy = field(default_factory=OriginPolicy)
     rejects_unknown_fields: bool = False
+    is_strict_about_max_tokens: bool = False  # completions always are
     policies: PolicySettings = PolicySettings()  # noqa: RUF009 # frozen
     lengths: LearnedLengths = field(default_factory=LearnedLengths)  # of outputs
     live: LiveView = field(default_factory=LiveView)

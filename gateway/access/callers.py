@@ -31,7 +31,8 @@ class Caller:
     `cache_domain` names the requests that share cached prefixes; None: all of the server.
     `is_admin`: the key may use `/admin` and cancel requests of other keys. `limits` are the
     response headers about the key's rate limits. `dialect` renders the errors and headers of the
-    path's API. `record` is the request's entry in the request log.
+    path's API. `record` is the request's entry in the request log. `reports` are headers of the
+    response that say how the request was understood.
     """
 
     request_id: str
@@ -46,6 +47,7 @@ class Caller:
     dialect: ApiDialect = OPENAI
     unknown_fields: UnknownFields = field(default_factory=UnknownFields, compare=False)
     record: RequestRecord | None = field(default=None, compare=False)
+    reports: dict[str, str] = field(default_factory=dict, compare=False)
 
     def authenticated(self, key: Key) -> "Caller":
         """The same request with the name and the rights of its API key."""
@@ -82,6 +84,7 @@ class Caller:
             "openai-processing-ms": str(round((now - self.arrived_at) * 1000)),
             "openai-version": OPENAI_VERSION,
             **self.limits,
+            **self.reports,
             **(self.unknown_fields.headers() if self.unknown_fields.ignored else {}),
         }
 

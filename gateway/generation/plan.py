@@ -27,11 +27,19 @@ if TYPE_CHECKING:
     from gateway.service import Service
 
 
+MAX_TOKENS_HEADER = "x-podway-max-tokens"  # the bound, if it is lower than the request's
+
+
 class LengthLimits(NamedTuple):
-    """Output length in tokens; `max_tokens` None means up to the end of the context."""
+    """Output length in tokens; `max_tokens` None means up to the end of the context.
+
+    `is_strict`: a `max_tokens` for which the context has no room is an error, as in OpenAI's
+    completions. Otherwise it is an upper bound, and the output ends with the context.
+    """
 
     max_tokens: int | None
     min_tokens: int = 0
+    is_strict: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +134,9 @@ def build_plan(
         tokenize=tokenize,
         renderer=renderer,
         sampling=request.sampling(vocabulary, service.seed(), defaults),
-        limits=LengthLimits(request.max_output, request.min_tokens or 0),
+        limits=LengthLimits(
+            request.max_output, request.min_tokens or 0, service.is_strict_about_max_tokens
+        ),
         stop_strings=request.stops,
         caller_end_ids=request.caller_end_ids(vocabulary),
         scheduling=request.scheduling_params,
@@ -229,11 +239,15 @@ def scheduling_of(requested: SchedulingParams, caller: "Caller") -> SchedulingPa
 
 
 def _max_tokens(plan: GenerationPlan, prompt_len: int, service: "Service") -> int:
-    limits = plan.limits
-    check_fits(prompt_len, limits.max_tokens, plan.prompt_field, service)
-    max_tokens = limits.max_tokens
+    limits, max_tokens = plan.limits, plan.limits.max_tokens
+    asked = max_tokens if limits.is_strict else None
+    check_fits(prompt_len, asked, plan.prompt_field, service)
+    room = service.room_for_output(prompt_len)
     if max_tokens is None:
-        max_tokens = service.room_for_output(prompt_len)
+        max_tokens = room
+    elif max_tokens > room:
+        max_tokens = room
+        plan.caller.reports[MAX_TOKENS_HEADER] = str(room)
     if limits.min_tokens > max_tokens:
         raise InvalidRequest(
             f"'min_tokens' ({limits.min_tokens}) is more than the output can have: {max_tokens}.",

@@ -211,6 +211,7 @@ def build_service(
             is_loopback(settings.host), settings.allowed_host, settings.cors_origin
         ),
         rejects_unknown_fields=settings.unknown_fields == "reject",
+        is_strict_about_max_tokens=settings.strict_max_tokens,
         policies=_policy_settings(settings),
         lengths=plane.lengths,
         store=store,

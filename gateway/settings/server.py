@@ -94,6 +94,12 @@ class ServerSettings(BaseSettings):
         "what to do with unknown fields inside messages and tools, and with top-level fields of "
         "other clients and servers; ignored fields are listed in a response header",
     )
+    strict_max_tokens: bool = _option(
+        False,
+        "server",
+        "reject a max_tokens for which the context has no room, also in chats, responses and "
+        "messages; by default it is an upper bound there",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = _option(
         "info", "server", "lowest level of the lines that are logged"
     )

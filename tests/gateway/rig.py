@@ -99,6 +99,7 @@ class Setting:
     listens_on_loopback: bool = True
     allowed_hosts: Sequence[str] = ()
     rejects_unknown_fields: bool = False
+    is_strict_about_max_tokens: bool = False
     max_body_bytes: int = 1 << 20
     pace: Pace = field(default_factory=Pace)
     dialect: Dialect | None = None
@@ -235,6 +236,7 @@ def build_rig(setting: Setting) -> Rig:
             setting.listens_on_loopback, setting.allowed_hosts, setting.cors_origins
         ),
         rejects_unknown_fields=setting.rejects_unknown_fields,
+        is_strict_about_max_tokens=setting.is_strict_about_max_tokens,
         live=view,
         timelines=timelines,
         limits=BodyLimits(setting.max_body_bytes, seconds=10.0),

@@ -43,7 +43,8 @@ def plan_completion(body: bytes, caller: "Caller", service: "Service") -> Genera
         token_formatter(request.report_options, model.tokenizer),
     )
     plan = build_plan(request, tokenize, renderer, caller, service)
-    return replace(plan, constraint=request.constraint(), prompt_field="prompt")
+    limits = plan.limits._replace(is_strict=True)
+    return replace(plan, constraint=request.constraint(), prompt_field="prompt", limits=limits)
 
 
 def _check_size(body: bytes, service: "Service") -> None:

@@ -268,7 +268,7 @@ def test_logprobs_are_returned_if_included() -> None:
         ({"prompt": {"id": "x"}}, "prompt"),
         ({"temperature": 3}, "temperature"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
-        ({"max_output_tokens": 500}, "input"),
+        ({"input": "x" * 300}, "input"),
         ({"include": ["everything"]}, "include[0]"),
         ({"truncation": "some"}, "truncation"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),

@@ -174,18 +174,23 @@ def test_the_status_line_is_delayed_by_at_most_one_second() -> None:
     play(scene, Setting(num_blocks=28, admission=Admission.RESERVE))
 
 
-@pytest.mark.parametrize(("path", "body"), [(CHAT, chat()), (TEXT, text())])
-def test_the_error_of_a_too_long_prompt_has_both_lengths(
-    path: str, body: dict[str, object]
+@pytest.mark.parametrize(
+    ("path", "body", "lengths"),
+    [
+        (CHAT, chat(messages=[{"role": "user", "content": "x" * 300}]), ("200", "306")),
+        (TEXT, text(max_tokens=500), ("200", "500")),
+    ],
+)
+def test_the_error_of_what_is_too_long_has_both_lengths(
+    path: str, body: dict[str, object], lengths: tuple[str, str]
 ) -> None:
     async def scene(rig: Rig) -> None:
-        async with rig.client.post(path, {**body, "max_tokens": 500}) as exchange:
+        async with rig.client.post(path, body) as exchange:
             error = (await exchange.json())["error"]
             assert exchange.status == 400
         assert error["code"] == "context_length_exceeded"
         assert error["param"] == ("messages" if path == CHAT else "prompt")
-        assert "200" in error["message"]
-        assert "500" in error["message"]
+        assert all(length in error["message"] for length in lengths)
 
     play(scene)
 

@@ -19,7 +19,7 @@ RUBBISH = {
     "NaN": HEAD + b'"temperature":NaN}',
     "Infinity": HEAD + b'"temperature":-Infinity}',
     "a float beyond floats": HEAD + b'"temperature":1e999}',
-    "a huge integer": HEAD + b'"max_tokens":' + b"9" * 30 + b"}",
+    "a huge integer": HEAD + b'"n":' + b"9" * 30 + b"}",
     "an enormous integer": HEAD + b'"max_tokens":' + b"9" * 100_000 + b"}",
     "an enormous negative": HEAD + b'"n":-' + b"9" * 5000 + b"}",
     "a huge seed": HEAD + b'"seed":' + b"9" * 40 + b"}",
