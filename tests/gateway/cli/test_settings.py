@@ -150,6 +150,7 @@ def test_every_setting_can_be_set_by_flag_environment_and_file(
         "max_store_bytes": "5MiB",
         "drain_seconds": "1.5",
         "unknown_fields": "reject",
+        "strict_max_tokens": "true",
         "log_level": "debug",
         "log_format": "json",
     }
