@@ -1,8 +1,9 @@
-"""Unknown request fields: ignored where clients are known to add some, else rejected.
+"""Unknown request fields: ignored and named, or rejected where they would change the output.
 
-Ignored are unknown fields inside messages, content parts, tool calls and tools, and top-level
-fields that other clients, routers or servers have. The response header `x-podway-ignored-fields`
-lists them. Any other unknown top-level field is rejected, because it may be a misspelled one.
+Ignored are unknown top-level fields, and unknown fields inside messages, content parts, tool calls
+and tools, since clients, routers and other servers add their own. The response header
+`x-podway-ignored-fields` lists them. Rejected are unknown fields of other objects, and fields of
+other servers that ask for another output than the one that is generated.
 """
 
 import re
@@ -16,34 +17,7 @@ from msgspec import inspect
 HEADER = "x-podway-ignored-fields"
 # Anything inside these top-level fields may have unknown fields.
 _OPEN_FIELDS = frozenset({"messages", "input", "system", "tools"})
-# Top-level fields of clients, routers and other servers.
-_IGNORED = (
-    # clients and routers
-    "client_metadata", "provider", "transforms", "route", "models", "plugins", "session_id",
-    "trace", "usage", "reasoning", "thinking", "caching",
-    "litellm_params", "litellm_metadata", "litellm_session_id", "drop_params", "num_retries",
-    "proxy_server_request", "provider_specific_fields", "timeout",
-    # vLLM
-    "request_id", "vllm_xargs", "kv_transfer_params", "mm_processor_kwargs", "media_io_kwargs",
-    "include_reasoning", "return_tokens_as_token_ids", "detokenize", "add_special_tokens",
-    # SGLang
-    "no_stop_trim", "separate_reasoning", "stream_reasoning", "return_hidden_states", "rid",
-    "return_routed_experts", "return_cached_tokens_details", "bootstrap_host", "bootstrap_port",
-    "bootstrap_room", "data_parallel_rank", "custom_params", "extra_key", "log_metrics",
-    # llama.cpp
-    "cache_prompt", "id_slot", "slot_id", "n_keep", "n_discard", "n_indent", "n_probs",
-    "min_keep", "timings_per_token", "return_progress", "post_sampling_probs", "return_tokens",
-    "samplers", "t_max_predict_ms", "t_max_prompt_ms", "response_fields", "reasoning_format",
-    "reasoning_in_content", "parse_tool_calls", "thinking_forced_open", "chat_format",
-    "generation_prompt", "dynatemp_range", "dynatemp_exponent", "mirostat", "mirostat_tau",
-    "mirostat_eta", "typical_p", "tfs_z", "top_n_sigma", "xtc_probability", "xtc_threshold",
-    "dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n",
-    "dry_sequence_breakers", "repeat_last_n", "backend_sampling", "speculative.n_max",
-    "speculative.n_min", "speculative.p_min",
-    # Ollama
-    "keep_alive", "options", "think",
-)  # fmt: skip
-# Fields of other servers that restrict or change the output: ignored with these values or null.
+# Fields that ask for another output than the endpoint's: ignored with these values or null.
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "use_beam_search": (False,),
     "length_penalty": (1, 1.0),
@@ -61,6 +35,12 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "grammar_lazy": (False,),
     "ebnf": (),
     "regex": (),
+    # of another endpoint than the one that got the request
+    "messages": (),
+    "prompt": (),
+    "input": (),
+    "max_tokens_per_doc": (),
+    "max_completion_tokens": (),
 }
 _NAME = re.compile(r"[\w.\-\[\]]{1,100}", re.ASCII)
 _MAX_NAMED = 16
@@ -139,4 +119,4 @@ def _may_ignore(path: str, name: str, value: object) -> bool:
         return path.partition("[")[0].partition(".")[0] in _OPEN_FIELDS
     if name in _NEUTRAL:
         return value is None or value in _NEUTRAL[name]
-    return name in _IGNORED
+    return _NAME.fullmatch(name) is not None

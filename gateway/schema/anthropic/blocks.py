@@ -1,6 +1,6 @@
 """Anthropic's messages and content blocks, and the chat messages they become.
 
-Supported block types are text, thinking, tool use and tool result.
+Supported block types are text, documents of plain text, thinking, tool use and tool result.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,7 +13,8 @@ from engine.errors import InvalidRequest
 from gateway.schema.decoding import check_allowed
 
 ROLES = ("user", "assistant", "system")
-TYPES = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
+TYPES = ("text", "document", "tool_use", "tool_result", "thinking", "redacted_thinking")
+RESULT_TYPES = ("text", "document")  # in a tool's result
 Json = dict[str, Any]
 
 
@@ -24,6 +25,10 @@ class TextBlock(msgspec.Struct, forbid_unknown_fields=True):
     text: str
     cache_control: Any = None
     citations: Any = None
+
+    @property
+    def all_text(self) -> str:
+        return self.text
 
 
 class ContentBlock(msgspec.Struct, forbid_unknown_fields=True):
@@ -52,6 +57,7 @@ class ContentBlock(msgspec.Struct, forbid_unknown_fields=True):
         check_allowed(self.type, f"{path}.type", types)
         required = {
             "text": ("text",),
+            "document": ("source",),
             "tool_use": ("id", "name", "input"),
             "tool_result": ("tool_use_id",),
             "thinking": ("thinking",),
@@ -60,9 +66,39 @@ class ContentBlock(msgspec.Struct, forbid_unknown_fields=True):
             if getattr(self, name) is None:
                 param = f"{path}.{name}"
                 raise InvalidRequest(f"Missing required parameter: '{param}'.", param)
+        if self.type == "document":
+            self._check_document(f"{path}.source")
         if isinstance(self.content, list):
             for i, block in enumerate(self.content):
-                block.check(f"{path}.content[{i}]", ("text",))
+                block.check(f"{path}.content[{i}]", RESULT_TYPES)
+
+    def _check_document(self, path: str) -> None:
+        match self.source:
+            case {"type": "text", "data": str()} | {"type": "content", "content": str()}:
+                return
+            case {"type": "content", "content": [*parts]} if all(map(_is_text, parts)):
+                return
+        raise InvalidRequest(
+            f"Invalid '{path}': only plain text is supported: "
+            '{"type": "text", "media_type": "text/plain", "data": "…"}, or content of text blocks.',
+            path,
+        )
+
+    @property
+    def all_text(self) -> str:
+        """The text of a block of text, or a document's title, context and text."""
+        if self.type != "document":
+            return self.text or ""
+        source = self.source
+        text = source["data"] if source["type"] == "text" else source["content"]
+        if not isinstance(text, str):
+            text = "\n".join(part["text"] for part in text)
+        heads = [head for head in (self.title, self.context) if isinstance(head, str)]
+        return "\n".join([*heads, text])
+
+
+def _is_text(part: object) -> bool:
+    return isinstance(part, dict) and isinstance(part.get("text"), str)
 
 
 class AnthropicMessage(msgspec.Struct, forbid_unknown_fields=True):
@@ -92,10 +128,10 @@ def as_messages(messages: Iterable[AnthropicMessage]) -> list[Json]:
 
 
 def joined(content: "str | Sequence[ContentBlock] | Sequence[TextBlock]") -> str:
-    """The texts of the text blocks, joined by newlines."""
+    """The texts of the blocks of text and of the documents, joined by newlines."""
     if isinstance(content, str):
         return content
-    return "\n".join(block.text or "" for block in content if block.type == "text")
+    return "\n".join(block.all_text for block in content if block.type in RESULT_TYPES)
 
 
 def _user_messages(message: AnthropicMessage) -> list[Json]:
@@ -116,8 +152,8 @@ def _user_messages(message: AnthropicMessage) -> list[Json]:
             content = joined(block.content or "")
             text = f"Error: {content}" if block.is_error else content
             converted.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
-        elif block.type == "text":
-            texts.append(block.text or "")
+        elif block.type in RESULT_TYPES:
+            texts.append(block.all_text)
     flush()
     return converted or [{"role": message.role, "content": ""}]
 

@@ -10,6 +10,7 @@ import msgspec
 
 from engine.errors import InvalidRequest
 from gateway.schema.anthropic.blocks import AnthropicMessage, TextBlock, as_messages, joined
+from gateway.schema.anthropic.tools import AnthropicTool, without_server_tools
 from gateway.schema.decoding import (
     check_allowed,
     check_minimum,
@@ -75,32 +76,6 @@ class AnthropicToolChoice(msgspec.Struct, forbid_unknown_fields=True):
     type: str
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
-
-
-class AnthropicTool(msgspec.Struct, forbid_unknown_fields=True):
-    """A tool that the client runs. Tools that a server would run are rejected by their type."""
-
-    name: str
-    type: str | None = None
-    description: str | None = None
-    input_schema: dict[str, Any] | None = None
-    cache_control: Any = None
-    strict: bool | None = None
-    input_examples: list[Any] | None = None
-    eager_input_streaming: bool | None = None
-    defer_loading: bool | None = None
-    allowed_callers: list[str] | None = None
-
-    def as_chat(self, path: str) -> dict[str, Any]:
-        """The same tool in a chat request's form. Raises `InvalidRequest`."""
-        check_allowed(self.type or "custom", f"{path}.type", ("custom",))
-        if self.input_schema is None:
-            param = f"{path}.input_schema"
-            raise InvalidRequest(f"Missing required parameter: '{param}'.", param)
-        function: dict[str, Any] = {"name": self.name, "parameters": self.input_schema}
-        optional = {"description": self.description, "strict": self.strict}
-        function |= {name: value for name, value in optional.items() if value is not None}
-        return {"type": "function", "function": function}
 
 
 class AnthropicRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -256,6 +231,8 @@ def decode_anthropic(
 ) -> AnthropicRequest:
     """Decode and check the request. Raises `InvalidRequest`."""
     request = decode(_DECODER, body, unknown)
+    if request.tools and unknown is not None:
+        request.tools = without_server_tools(request.tools, unknown)
     check_unicode(body)
     request.check(is_count_only=is_count_only)
     return request

@@ -20,6 +20,7 @@ from gateway.schema.openai.tools import (
 )
 from gateway.schema.unknown_fields import UnknownFields
 
+VERBOSITIES = ("low", "medium", "high")
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 MAX_TEMPLATE = 1 << 16  # characters
 MAX_MESSAGES = 16_384  # each takes about 2 us of the event loop to check
@@ -27,7 +28,6 @@ NO_EFFECT: dict[str, tuple[object, ...]] = {
     "modalities": (["text"], []),
     "audio": (),
     "web_search_options": (),
-    "verbosity": ("medium",),
     "moderation": (),
 }
 _RESERVED_VARIABLES = ("self", "messages", "tools", "add_generation_prompt")
@@ -116,6 +116,8 @@ class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
             )
 
     def _check_template(self) -> None:
+        if self.verbosity is not None:
+            check_allowed(self.verbosity, "verbosity", VERBOSITIES)
         if self.reasoning_effort is not None:
             check_allowed(self.reasoning_effort, "reasoning_effort", EFFORTS)
         if len(self.chat_template or "") > MAX_TEMPLATE:
@@ -201,4 +203,6 @@ def decode_chat(body: bytes, unknown: UnknownFields | None = None) -> ChatReques
     """Decode and check the request. Raises `InvalidRequest`."""
     request = decode(_DECODER, body, unknown)
     request.check()
+    if unknown is not None and request.verbosity not in (None, "medium"):
+        unknown.ignore("verbosity")  # a hint, which chat templates have no place for
     return request

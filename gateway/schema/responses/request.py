@@ -205,6 +205,9 @@ def decode_response(body: bytes, unknown: UnknownFields | None = None) -> Respon
     request = decode(_DECODER, body, unknown)
     check_unicode(body)
     request.check()
+    verbosity = request.text and request.text.verbosity
+    if unknown is not None and verbosity not in (None, "medium"):
+        unknown.ignore("text.verbosity")
     return request
 
 

@@ -3,12 +3,15 @@
 import asyncio
 from typing import Any
 
+import orjson
 import pytest
 from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
 from adapters.dialects.choosing import choose_dialect
 from engine.request import Abort
+from gateway.schema.anthropic.request import decode_anthropic
+from gateway.schema.unknown_fields import UnknownFields
 from tests.gateway.rig import MODEL, STEP, USER, Rig, Setting, play
 
 PATH = "/v1/messages"
@@ -244,7 +247,7 @@ def test_count_tokens_generates_nothing() -> None:
         ({"temperature": 1.5}, "temperature"),
         ({"top_p": 2}, "top_p"),
         ({"stop_sequences": [str(i) for i in range(17)]}, "stop_sequences"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
+        ({"tools": [{"type": "computer_20250124", "name": "computer"}]}, "tools[0].type"),
         ({"tools": [{"name": "a"}]}, "tools[0].input_schema"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
@@ -255,7 +258,7 @@ def test_count_tokens_generates_nothing() -> None:
         ({"container": "c"}, "container"),
         ({"context_management": {"edits": [{"type": "clear"}]}}, "context_management"),
         ({"service_tier": "fast"}, "service_tier"),
-        ({"surprise": 1}, "surprise"),
+        ({"regex": "a"}, "regex"),
     ],
 )
 def test_errors_name_the_field_in_anthropics_shape(
@@ -330,3 +333,54 @@ def test_a_disconnect_ends_the_request(stream: bool) -> None:
 
     rig = play(scene, Setting(texts=(LONG,)))
     assert [request.abort for request in rig.ended] == [Abort.CLIENT_GONE]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        {"type": "text", "media_type": "text/plain", "data": "All is well."},
+        {"type": "content", "content": "All is well."},
+        {"type": "content", "content": [{"type": "text", "text": "All is well."}]},
+    ],
+)
+def test_a_document_of_plain_text_is_text(source: dict[str, Any]) -> None:
+    document = {"type": "document", "title": "Report", "source": source}
+    content = [document, {"type": "text", "text": "Is it?"}]
+
+    async def scene(rig: Rig) -> None:
+        await created(rig, messages=[{"role": "user", "content": content}])
+        assert prompts(rig) == ["user:Report\nAll is well.\nIs it?\n"]
+
+    play(scene)
+
+
+@pytest.mark.parametrize(
+    "source", [{"type": "base64", "media_type": "application/pdf", "data": "JVBE"}, {}, "text"]
+)
+def test_another_document_is_refused_by_name(source: object) -> None:
+    content = [{"type": "document", "source": source}]
+
+    async def scene(rig: Rig) -> None:
+        body = ask(messages=[{"role": "user", "content": content}])
+        async with rig.client.post(PATH, body) as exchange:
+            error = (await exchange.json())["error"]
+        assert exchange.status == 400
+        assert "'messages[0].content[0].source': only plain text is supported" in error["message"]
+
+    play(scene)
+
+
+def test_tools_that_clients_run_become_functions_with_their_arguments() -> None:
+    tools = [
+        {"type": "bash_20250124", "name": "bash"},
+        {"type": "text_editor_20250728", "name": "str_replace_based_edit_tool"},
+        {"type": "web_search_20250305", "name": "web_search"},
+    ]
+    request = decode_anthropic(orjson.dumps(ask(tools=tools)), UnknownFields())
+    plan = request.as_chat().tool_plan()
+    assert [function.name for function in plan.offered] == ["bash", "str_replace_based_edit_tool"]
+    bash, editor = (function.parameters for function in plan.offered)
+    assert bash is not None
+    assert editor is not None
+    assert bash["properties"].keys() == {"command", "restart"}
+    assert editor["required"] == ["command", "path"]

@@ -113,7 +113,7 @@ def test_the_special_token_at_the_end_of_an_input_survives_its_truncation() -> N
             "invalid_request_error",
         ),
         (EMBEDS, {"service_tier": "gold"}, 400, "service_tier", "invalid_request_error"),
-        (EMBEDS, {"extra": 0}, 400, "extra", "invalid_request_error"),
+        (EMBEDS, {"regex": "a"}, 400, "regex", "invalid_request_error"),
     ],
 )
 def test_errors_name_the_field(

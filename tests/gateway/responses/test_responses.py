@@ -278,7 +278,7 @@ def test_logprobs_are_returned_if_included() -> None:
         ({"tool_choice": {"type": "mcp"}}, "tool_choice.type"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name"),
-        ({"text": {"verbosity": "high"}}, "text.verbosity"),
+        ({"text": {"verbosity": "terse"}}, "text.verbosity"),
         ({"reasoning": {"effort": "immense"}}, "reasoning.effort"),
         ({"reasoning": {"summary": "long"}}, "reasoning.summary"),
         ({"metadata": {"k" * 65: "v"}}, "metadata"),

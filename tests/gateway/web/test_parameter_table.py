@@ -26,12 +26,12 @@ IGNORED: dict[str, Any] = {
     "prompt_cache_key": "k",
     "prompt_cache_retention": "24h",
     "prompt_cache_options": {"a": 1},
+    "verbosity": "high",
 }
 REJECTED: dict[str, Any] = {
     "suffix": "x",
     "guided_whitespace_pattern": " ",
     "modalities": ["audio"],
-    "verbosity": "high",
     "audio": {"voice": "alloy", "format": "wav"},
     "web_search_options": {},
     "moderation": {"model": "m"},

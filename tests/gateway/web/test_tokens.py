@@ -81,7 +81,6 @@ def test_detokenize_returns_text_with_control_tokens() -> None:
         ("/tokenize", {"prompt": "a", "add_generation_prompt": True}, "add_generation_prompt"),
         ("/tokenize", {"prompt": "a", "tools": []}, "tools"),
         ("/tokenize", {"prompt": 7}, "prompt"),
-        ("/tokenize", {"prompt": "a", "extra": 7}, "extra"),
         ("/tokenize", {"prompt": "a", "model": "x"}, "model"),
         ("/tokenize", {"messages": []}, "messages"),
         ("/tokenize", {"messages": [{"role": "user"}]}, "messages[0].content"),

@@ -58,6 +58,22 @@ SENT: dict[str, tuple[str, dict[str, Any], str]] = {
         "no_stop_trim, separate_reasoning, return_hidden_states",
     ),
     "llama.cpp's fields": (TEXT, {"cache_prompt": True, "mirostat": 0}, "cache_prompt, mirostat"),
+    "any other": (CHAT, {"foo": {"a": 1}, "temprature": 1}, "foo, temprature"),
+    "hints": (CHAT, {"verbosity": "low"}, "verbosity"),
+    "hints of responses": (
+        "/v1/responses",
+        {"input": "hi", "text": {"verbosity": "high"}, "store": False},
+        "text.verbosity",
+    ),
+    "Anthropic's server tools": (
+        "/v1/messages",
+        {
+            "messages": [HI],
+            "max_tokens": 5,
+            "tools": [{"type": "web_search_20250305", "name": "web_search", "max_uses": 5}],
+        },
+        "tools[].max_uses, tools[].web_search_20250305",
+    ),
     "neutral values": (CHAT, {"use_beam_search": False, "echo": False}, "use_beam_search, echo"),
     "Codex": (
         "/v1/responses",
@@ -91,10 +107,13 @@ def test_fields_of_clients_are_ignored_and_named(
     play(scene)
 
 
-@pytest.mark.parametrize(("path", "fields", "names"), SENT.values(), ids=SENT)
-def test_a_strict_server_rejects_them_by_name(
-    path: str, fields: dict[str, Any], names: str
-) -> None:
+HINTS = {name for name in SENT if name.startswith("hints")}  # known fields
+
+
+@pytest.mark.parametrize("name", sorted(SENT.keys() - HINTS))
+def test_a_strict_server_rejects_them_by_name(name: str) -> None:
+    path, fields, names = SENT[name]
+
     async def scene(rig: Rig) -> None:
         async with rig.client.post(path, body_of(path, fields)) as exchange:
             error = (await exchange.json())["error"]
@@ -108,13 +127,12 @@ def test_a_strict_server_rejects_them_by_name(
 @pytest.mark.parametrize(
     ("path", "fields", "param"),
     [
-        (CHAT, {"temprature": 1}, "temprature"),
         (CHAT, {"use_beam_search": True}, "use_beam_search"),
         (CHAT, {"grammar": "root ::= x"}, "grammar"),
         (CHAT, {"stream_options": {"usage": True}, "stream": True}, "stream_options.usage"),
         (CHAT, {"response_format": {"type": "text", "strict": True}}, "response_format.strict"),
         (CHAT, {"messages": [{**HI, "x": 1, "role": "robot"}]}, "messages[0].role"),
-        (CHAT, {"messages": [{**HI, "x": 1}], "unknown": 1}, "unknown"),
+        (CHAT, {"messages": [{**HI, "x": 1}], "unknown": 1, "regex": "a"}, "regex"),
     ],
 )
 def test_other_unknown_fields_and_unsupported_values_stay_errors(
