@@ -14,13 +14,13 @@ from aiohttp import web
 @dataclass(eq=False)
 class Peer:
     """Answers with `words`. With `hold`, or from the request number `hold_from` on, it keeps the
-    stream open after them until the client disconnects; `holding` is then set."""
+    stream open after them until the client disconnects; `held` is then released once."""
 
     words: list[str] = field(default_factory=lambda: ["Hel", "lo", "!"])
     deltas: list[dict[str, Any]] = field(default_factory=list)  # of chat, instead of words
     hold: bool = False
     hold_from: int | None = None
-    holding: threading.Event = field(default_factory=threading.Event)
+    held: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
     break_off: bool = False
     reject: tuple[int, str] | None = None
     error_event: str | None = None
@@ -42,6 +42,7 @@ class Peer:
     async def _answer(self, http: web.Request, choice: Any) -> web.StreamResponse:
         self.bodies.append(orjson.loads(await http.read()))
         self.headers.append(dict(http.headers))
+        is_held = self.hold_from is not None and len(self.bodies) >= self.hold_from
         if self.reject is not None:
             status, message = self.reject
             return web.json_response({"error": {"message": message}}, status=status)
@@ -51,9 +52,8 @@ class Peer:
         for delta in deltas:
             await _event(response, {"choices": [delta | {"finish_reason": None}]})
         try:
-            is_held = self.hold_from is not None and len(self.bodies) >= self.hold_from
             if self.hold or is_held:
-                self.holding.set()
+                self.held.release()
                 await asyncio.Event().wait()
         except asyncio.CancelledError:
             self.left.set()
