@@ -36,7 +36,7 @@ from gateway.settings.checks import check_settings
 from gateway.settings.settings import Settings, load
 from gateway.store.store import open_store
 from gateway.store.usage import StoreLimits
-from gateway.web.routes.batches import ENDPOINTS
+from gateway.web.table import ROUTES
 
 Message = Mapping[str, Any]
 NO_LIMIT = str(1 << 60)
@@ -160,7 +160,7 @@ class Podway:
         service = self._service
         caller = Caller(service.new_id("req_"), service.clock())
         body = orjson.dumps({"model": service.model.name, **fields})
-        plan = await ENDPOINTS[path](body, caller, service)
+        plan = await ROUTES.batch_endpoints[path](body, caller, service)
         return _read(orjson.loads(await body_of(plan, service)))
 
     def _run(self) -> None:

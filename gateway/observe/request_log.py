@@ -4,8 +4,8 @@ rejected.
 A `RequestRecord` is opened when a request's headers have arrived. Routes and error responses fill
 in what they know; as an observer of the engine, the log adds tokens and times of the engine
 requests with the record's id and key. The line is written when the response and the last of these
-have ended. Lines of batches have records, too (method BATCH). Probes (`/health`, `/ready`,
-`/metrics`) that succeed are logged at level DEBUG.
+have ended. Lines of batches have records, too (method BATCH). Probes that succeed are logged at
+level DEBUG.
 """
 
 import json
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PROBES = frozenset({"/health", "/ready", "/metrics"})
 METHODS = frozenset({"GET", "HEAD", "POST", "DELETE", "OPTIONS", "PUT", "PATCH", "BATCH"})
 OTHER = "other"  # the label of paths and methods that no route has
 CLIENT_CLOSED_REQUEST = 499  # nginx's status of a request whose client left before a response
@@ -54,6 +53,7 @@ class RequestRecord:
     first_token_at: float | None = None
     num_running: int = 0  # engine requests that have not ended
     is_over: bool = False  # the response has ended
+    is_probe: bool = False
     trace_id: str = ""  # of the header traceparent (W3C Trace Context)
 
     def fields(self, now: float) -> dict[str, Any]:
@@ -134,8 +134,8 @@ class RequestLog(NullObserver):
         self.key_requests[record.key, record.status] += 1
         self.key_tokens[record.key, "prompt"] += record.prompt_tokens
         self.key_tokens[record.key, "output"] += record.output_tokens
-        is_probe = record.path in PROBES and record.status < 400  # the first error
-        level = logging.DEBUG if is_probe else logging.INFO
+        is_quiet = record.is_probe and record.status < 400  # the first error
+        level = logging.DEBUG if is_quiet else logging.INFO
         if logger.isEnabledFor(level):
             fields = record.fields(self.clock())
             logger.log(level, "%s", as_text(fields), extra={"fields": fields})

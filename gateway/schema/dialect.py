@@ -1,14 +1,12 @@
 """`ApiDialect`: what differs between the HTTP APIs besides the shapes of requests and responses.
 
-One dialect, one folder: OpenAI's, its Responses API, and Anthropic's Messages API. The dialect of a
-request follows from its path.
+One dialect, one folder: OpenAI's, its Responses API, and Anthropic's Messages API. The table of
+routes says which dialect a path has.
 """
 
 from typing import Protocol
 
-from gateway.schema.anthropic.dialect import AnthropicDialect
 from gateway.schema.openai.dialect import OpenAIDialect
-from gateway.schema.responses.dialect import ResponsesDialect
 
 
 class ApiDialect(Protocol):
@@ -29,13 +27,3 @@ class ApiDialect(Protocol):
 
 
 OPENAI: ApiDialect = OpenAIDialect()
-_BY_PATH: dict[str, ApiDialect] = {
-    "/v1/messages": AnthropicDialect(),
-    "/v1/responses": ResponsesDialect(),
-}
-
-
-def dialect_of(path: str) -> ApiDialect:
-    """The dialect of the API that a URL path belongs to; OpenAI's for all other paths."""
-    found = (dialect for prefix, dialect in _BY_PATH.items() if path.startswith(prefix))
-    return next(found, OPENAI)

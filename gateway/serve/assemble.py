@@ -69,7 +69,7 @@ from gateway.store.store import Store, open_default, open_named, open_store
 from gateway.store.usage import StoreLimits
 from gateway.version import podway_version
 from gateway.web.app import build_app
-from gateway.web.routes.batches import ENDPOINTS
+from gateway.web.table import ROUTES
 
 OnReady = Callable[[int, LoadedModel], None]  # the port, and what is served on it
 
@@ -231,7 +231,7 @@ def build_server(settings: Settings, service: Service, credentials: Credentials)
         settings.stall_seconds,
     )
     limits = LineLimits(line_bytes=int(settings.max_body_bytes))
-    runner = BatchRunner(service, ENDPOINTS, settings.max_batch_size, limits)
+    runner = BatchRunner(service, ROUTES.batch_endpoints, settings.max_batch_size, limits)
     app = build_app(service)
     return Server(
         app=app,

@@ -19,25 +19,17 @@ from gateway.access.keys import is_basic
 from gateway.access.retries import Retries
 from gateway.errors import Forbidden, InvalidApiKey, Superseded, http_error
 from gateway.generation.reply import error_response
-from gateway.observe.request_log import OTHER, RequestRecord, trace_id_of
-from gateway.schema.dialect import dialect_of
+from gateway.observe.request_log import RequestRecord, trace_id_of
 from gateway.schema.unknown_fields import HEADER, UnknownFields
+from gateway.web.route import Access
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from starlette.routing import Route
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from gateway.access.retries import Attempt
     from gateway.service import Service
+    from gateway.web.route import Route, RouteTable
 
-UNGUARDED = frozenset({"/health", "/ready", "/"})  # probes and routers cannot send keys
-UNGUARDED_FILES = "/page/"  # the web page asks for the key itself
-PAGES = ("/docs", "/openapi.json")  # browsers ask for the key in a password dialog
-METERED = ("/v1/", "/tokenize", "/detokenize")  # POSTs to these count against limits of the key,
-ADMIN = ("/admin/", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
-UNMETERED = "/cancel"  # except these: a cancellation frees capacity
 EXPOSED = (
     "x-request-id",
     "openai-processing-ms",
@@ -57,7 +49,7 @@ EXPOSED = (
 class IdentifyCaller:
     """The outermost app: gives every HTTP request an id and a `Caller`."""
 
-    def __init__(self, app: "ASGIApp", service: "Service", routes: "Sequence[Route]") -> None:
+    def __init__(self, app: "ASGIApp", service: "Service", routes: "RouteTable") -> None:
         self._service = service
         self._routes = routes
         self._intake = Intake(
@@ -92,34 +84,31 @@ class IdentifyCaller:
             await intake.metered(work, record)
         finally:
             scope.pop("podway.send", None)  # breaks the cycle scope ─▶ send ─▶ scope
-            record.route = self._route_of(scope)
             if rejection := scope.get("podway.rejection"):  # by the connection
                 record.status, record.reason = rejection
             self._service.request_log.close(record)
 
     def _identify(self, scope: "Scope") -> RequestRecord:
-        """Set the scope's `Caller`; returns its entry in the request log."""
+        """Set the scope's `Route`, if any, and `Caller`; returns its entry in the request log."""
         service, now = self._service, self._service.clock()
         given_id = _header(scope, b"x-request-id")
         request_id = valid_request_id(given_id) or f"req_{service.random.getrandbits(128):032x}"
         client = (scope.get("client") or ("-",))[0]
         record = RequestRecord(request_id, now, scope["method"], scope["path"], client)
         record.trace_id = trace_id_of(_header(scope, b"traceparent"))
+        route = scope["podway.route"] = self._routes.find(scope["method"], scope["path"])
+        if route is not None:
+            record.route, record.is_probe = route.path, route.is_probe
         scope["podway.caller"] = Caller(
             request_id,
             now,
-            dialect=dialect_of(scope["path"]),
+            dialect=self._routes.dialect_of(scope["path"]),
             unknown_fields=UnknownFields(rejects_all=service.rejects_unknown_fields),
             record=record,
         )
         if service.traces is not None and (parent := _header(scope, b"traceparent")):
             service.traces.begin(request_id, parent)
         return record
-
-    def _route_of(self, scope: "Scope") -> str:
-        """The template of the request's path."""
-        path = scope["path"]
-        return next((each.path for each in self._routes if each.path_regex.match(path)), OTHER)
 
 
 class AccessControl:
@@ -131,14 +120,15 @@ class AccessControl:
         self._retries = Retries()
 
     async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
-        if scope["type"] != "http" or _is_unguarded(scope["path"]):
+        route: Route | None = scope.get("podway.route")
+        if scope["type"] != "http" or (route is not None and route.access is Access.OPEN):
             await self._app(scope, receive, send)
             return
         service = self._service
         caller: Caller = scope["podway.caller"]
-        is_metered = _is_metered(scope)
+        is_metered = route is None or route.is_metered
         try:
-            key = self._authenticate(scope)
+            key = self._authenticate(scope, route)
             caller = caller.authenticated(key)
             if caller.record is not None:
                 service.request_log.watch(caller.record)
@@ -146,7 +136,7 @@ class AccessControl:
                 caller = replace(caller, limits=service.quotas.enter(key, service.clock()))
         except EngineError as error:
             response = error_response(error, caller, service.clock)
-            if isinstance(error, InvalidApiKey) and scope["path"] in PAGES:
+            if isinstance(error, InvalidApiKey) and route is not None and route.asks_browser:
                 response.headers["www-authenticate"] = 'Basic realm="an API key as the password"'
             await response(scope, receive, send)
             return
@@ -159,14 +149,14 @@ class AccessControl:
         finally:
             service.quotas.leave(key)
 
-    def _authenticate(self, scope: "Scope") -> Key:
+    def _authenticate(self, scope: "Scope", route: "Route | None") -> Key:
         """The request's API key. Raises `InvalidApiKey` or `Forbidden`."""
         service = self._service
         authorization = _header(scope, b"authorization")
         key = service.keys.key_of(authorization, _header(scope, b"x-api-key"))
         if service.keys.is_open or is_basic(authorization):
             service.origins.check(scope)
-        if scope["path"].startswith(ADMIN):
+        if route is not None and route.access is Access.ADMIN:
             if service.keys.is_open:
                 service.origins.check_admin(scope)
             elif not key.is_admin:
@@ -222,16 +212,6 @@ class _Progress:
         else:
             self.is_complete = not message.get("more_body", False)
         await self._send(message)
-
-
-def _is_unguarded(path: str) -> bool:
-    return path in UNGUARDED or path.startswith(UNGUARDED_FILES)
-
-
-def _is_metered(scope: "Scope") -> bool:
-    path: str = scope["path"]
-    is_free = path.endswith(UNMETERED) or path.startswith(ADMIN)
-    return scope["method"] == "POST" and path.startswith(METERED) and not is_free
 
 
 def _header(scope: "Scope", name: bytes) -> str | None:

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from gateway.settings.settings import Settings
-from gateway.web.app import ROUTES
+from gateway.web.table import ROUTES
 
 FOLDER = Path(__file__).parents[2] / "examples" / "kubernetes"
 KUBERNETES = "1.35"
@@ -54,7 +54,7 @@ def test_every_selector_selects_the_pods_of_the_deployment() -> None:
 
 def test_probes_ask_for_routes_of_the_server_at_the_port_that_it_listens_on() -> None:
     found = container()
-    routes = {route.path for route in ROUTES}
+    routes = {route.path for route in ROUTES.routes}
     ports = {one["name"]: one["containerPort"] for one in found["ports"]}
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         request = found[probe]["httpGet"]

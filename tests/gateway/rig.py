@@ -52,7 +52,7 @@ from gateway.store.responses import ResponseLimits
 from gateway.store.store import open_store
 from gateway.store.usage import StoreLimits
 from gateway.web.app import build_app
-from gateway.web.routes.batches import ENDPOINTS
+from gateway.web.table import ROUTES
 from tests.gateway.lora_loader import ScriptedLoader
 from tests.gateway.scripted_model import (
     END,
@@ -244,7 +244,7 @@ def build_rig(setting: Setting) -> Rig:
         store=store,
         request_log=request_log,
     )
-    runner = BatchRunner(service, ENDPOINTS, setting.max_batch_size, setting.lines)
+    runner = BatchRunner(service, ROUTES.batch_endpoints, setting.max_batch_size, setting.lines)
     app = build_app(service)
     return Rig(app, Client(app), service, metrics, ends.requests, runner, loader)
 

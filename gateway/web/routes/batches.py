@@ -1,49 +1,25 @@
 """`/v1/batches`: create, list, retrieve and cancel batches of requests in a file."""
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import orjson
 
 from engine.errors import InvalidRequest
 from gateway.access.callers import read_body
-from gateway.batch.runner import Endpoint
 from gateway.errors import FileNotFound
 from gateway.generation.reply import json_response
-from gateway.pooling.embeddings import plan_embeddings
-from gateway.pooling.scores import plan_rerank, plan_score
 from gateway.schema.openai.batches import WINDOWS, BatchRequest, batch_json, decode_batch
 from gateway.schema.paging import list_json, read_page
 from gateway.service import caller_of, service_of
 from gateway.store.batch_records import BatchRecord
-from gateway.web.routes.chat import plan_chat_completion
-from gateway.web.routes.completions import plan_completion
-from gateway.web.routes.responses import plan_response
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
     from starlette.responses import Response
 
-    from gateway.access.callers import Caller
-    from gateway.batch.runner import Plan
-    from gateway.service import Service
+    from gateway.web.route import RouteTable
 
 
-def _without_waiting(plan: "Callable[[bytes, Caller, Service], Plan]") -> Endpoint:
-    async def endpoint(body: bytes, caller: "Caller", service: "Service") -> "Plan":
-        return plan(body, caller, service)
-
-    return endpoint
-
-
-ENDPOINTS: dict[str, Endpoint] = {
-    "/v1/chat/completions": _without_waiting(plan_chat_completion),
-    "/v1/completions": _without_waiting(plan_completion),
-    "/v1/embeddings": _without_waiting(plan_embeddings),
-    "/v1/score": _without_waiting(plan_score),
-    "/v1/rerank": _without_waiting(plan_rerank),
-    "/v1/responses": plan_response,
-}
 DEFAULT_LISTED, MAX_LISTED = 20, 100
 KEPT_SECONDS = 30 * 86_400  # after its creation, a batch is deleted
 
@@ -51,7 +27,8 @@ KEPT_SECONDS = 30 * 86_400  # after its creation, a batch is deleted
 async def create_batch(http: "HttpRequest") -> "Response":
     """Queue a batch over an uploaded file; raises `InvalidRequest`."""
     service, caller = service_of(http), caller_of(http)
-    request = decode_batch(await read_body(http, service.limits), tuple(ENDPOINTS))
+    routes: RouteTable = http.app.state.routes
+    request = decode_batch(await read_body(http, service.limits), tuple(routes.batch_endpoints))
     now, tenant = service.unix_now(), caller.tenant
     await _check_file(http, request)
     expiry = request.output_expires_after

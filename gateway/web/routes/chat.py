@@ -6,7 +6,6 @@ import orjson
 
 from gateway.access.callers import read_body
 from gateway.generation.conversation import render_prompt
-from gateway.generation.event_stream import respond
 from gateway.generation.plan import GenerationPlan, plan_chat
 from gateway.generation.reply import json_response
 from gateway.schema.openai.chat import decode_chat
@@ -17,17 +16,9 @@ from gateway.service import caller_of, service_of
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
     from starlette.responses import Response
-    from starlette.types import ASGIApp
 
     from gateway.access.callers import Caller
     from gateway.service import Service
-
-
-async def create_chat_completion(http: "HttpRequest") -> "ASGIApp":
-    """An event stream or a JSON body; raises `InvalidRequest` for what cannot be served."""
-    service = service_of(http)
-    body = await read_body(http, service.limits)
-    return respond(plan_chat_completion(body, caller_of(http), service), service)
 
 
 def plan_chat_completion(body: bytes, caller: "Caller", service: "Service") -> GenerationPlan:

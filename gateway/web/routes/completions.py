@@ -4,28 +4,15 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from gateway.access.callers import read_body
-from gateway.generation.event_stream import respond
 from gateway.generation.plan import GenerationPlan, build_plan, check_fits, longest_prompt
 from gateway.generation.prompt import tokenize_prompts
 from gateway.schema.openai.completion_renderer import CompletionRenderer
 from gateway.schema.openai.completions import DEFAULT_MAX_TOKENS, decode_completion, size_of
 from gateway.schema.openai.event_envelope import token_formatter
-from gateway.service import caller_of, service_of
 
 if TYPE_CHECKING:
-    from starlette.requests import Request as HttpRequest
-    from starlette.types import ASGIApp
-
     from gateway.access.callers import Caller
     from gateway.service import Service
-
-
-async def create_completion(http: "HttpRequest") -> "ASGIApp":
-    """An event stream or a JSON body; raises `InvalidRequest` for what cannot be served."""
-    service = service_of(http)
-    body = await read_body(http, service.limits)
-    return respond(plan_completion(body, caller_of(http), service), service)
 
 
 def plan_completion(body: bytes, caller: "Caller", service: "Service") -> GenerationPlan:

@@ -6,7 +6,6 @@ import orjson
 
 from gateway.access.callers import read_body
 from gateway.generation.conversation import render_prompt
-from gateway.generation.event_stream import respond
 from gateway.generation.plan import plan_chat
 from gateway.generation.reply import json_response
 from gateway.schema.anthropic.renderer import MessagesRenderer
@@ -17,13 +16,14 @@ from gateway.service import caller_of, service_of
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
     from starlette.responses import Response
-    from starlette.types import ASGIApp
+
+    from gateway.access.callers import Caller
+    from gateway.generation.plan import GenerationPlan
+    from gateway.service import Service
 
 
-async def create_message(http: "HttpRequest") -> "ASGIApp":
-    """An event stream or a JSON body; raises `InvalidRequest` for what cannot be served."""
-    service, caller = service_of(http), caller_of(http)
-    body = await read_body(http, service.limits)
+def plan_message(body: bytes, caller: "Caller", service: "Service") -> "GenerationPlan":
+    """The plan of a request body; raises `InvalidRequest` for what cannot be served."""
     request = decode_anthropic(body, caller.unknown_fields)
     service.check_generates(request.model)
     renderer = MessagesRenderer(
@@ -33,8 +33,7 @@ async def create_message(http: "HttpRequest") -> "ASGIApp":
         shows_reasoning=request.shows_reasoning,
     )
     with renamed_fields(NAMES):
-        plan = plan_chat(request.as_chat(), renderer, caller, service)
-    return respond(plan, service)
+        return plan_chat(request.as_chat(), renderer, caller, service)
 
 
 async def count_tokens(http: "HttpRequest") -> "Response":

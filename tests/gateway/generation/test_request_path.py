@@ -38,7 +38,7 @@ def test_a_streamed_chat_runs_few_modules_before_its_first_token() -> None:
     before = sys.getprofile()
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("gateway.web.routes.chat.read_body", read_then_record)
+            patch.setattr("gateway.web.route.read_body", read_then_record)
             play(scene)
     finally:
         sys.setprofile(before)

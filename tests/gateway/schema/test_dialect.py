@@ -5,7 +5,7 @@ import json
 import pytest
 
 from engine.errors import InvalidRequest
-from gateway.schema.dialect import dialect_of
+from gateway.web.table import ROUTES
 
 ERROR = InvalidRequest("Invalid 'n'.", "n")
 OPENAI_BODY = {
@@ -30,7 +30,7 @@ def data_of(event: bytes) -> dict[str, object]:
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/nowhere"])
 def test_other_paths_have_openais_dialect(path: str) -> None:
-    dialect = dialect_of(path)
+    dialect = ROUTES.dialect_of(path)
     assert dialect.request_id_header is None
     assert json.loads(dialect.error_body(ERROR, "req_1")) == OPENAI_BODY
     event = dialect.error_event(ERROR, "req_1")
@@ -40,7 +40,7 @@ def test_other_paths_have_openais_dialect(path: str) -> None:
 
 
 def test_responses_have_openais_bodies_and_numbered_events() -> None:
-    dialect = dialect_of("/v1/responses")
+    dialect = ROUTES.dialect_of("/v1/responses")
     assert json.loads(dialect.error_body(ERROR, "req_1")) == OPENAI_BODY
     event = dialect.error_event(ERROR, "req_1")
     assert event.startswith(b"event: error\n")
@@ -49,7 +49,7 @@ def test_responses_have_openais_bodies_and_numbered_events() -> None:
 
 @pytest.mark.parametrize("path", ["/v1/messages", "/v1/messages/count_tokens"])
 def test_messages_have_anthropics_bodies_events_and_request_id(path: str) -> None:
-    dialect = dialect_of(path)
+    dialect = ROUTES.dialect_of(path)
     assert dialect.request_id_header == "request-id"
     assert json.loads(dialect.error_body(ERROR, "req_1")) == ANTHROPIC_BODY
     assert data_of(dialect.error_event(ERROR, "req_1")) == ANTHROPIC_BODY

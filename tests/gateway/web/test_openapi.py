@@ -7,35 +7,40 @@ import jsonschema_rs
 import pytest
 import schemathesis
 from schemathesis.core.result import Ok
-from starlette.routing import Route
 
-from gateway.web.app import ROUTES
-from gateway.web.openapi import OPERATIONS, describe
+from gateway.web.openapi import describe
+from gateway.web.route import Route
+from gateway.web.table import ROUTES
 from tests.gateway.rig import Rig, Setting, play
 
-DOCUMENT = describe(ROUTES)
+DOCUMENT = describe(ROUTES.routes)
+OPERATIONS = {
+    (method.upper(), path) for path, methods in DOCUMENT["paths"].items() for method in methods
+}
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 
-def test_every_route_is_described_under_its_methods() -> None:
-    for route in ROUTES:
-        methods = {method.lower() for method in route.methods or ()} - {"head"}
-        assert methods <= DOCUMENT["paths"][route.path_format].keys(), route.path
+def test_every_route_is_described_under_its_method() -> None:
+    assert len(OPERATIONS) == len(ROUTES.routes)
+    served = {
+        (method, each.path_format) for each in ROUTES.endpoints for method in each.methods or ()
+    }
+    assert {each for each in served if each[0] != "HEAD"} == OPERATIONS
 
 
-def test_routes_and_operations_match() -> None:
-    """Add the line to `OPERATIONS` in `gateway/web/openapi.py`."""
-    served = {(method, route.path_format) for route in ROUTES for method in (route.methods or ())}
-    assert {each for each in served if each[0] != "HEAD"} == OPERATIONS.keys()
-
-
-def test_a_route_without_an_operation_is_listed() -> None:
+def test_parameters_and_the_operation_id_follow_from_the_path() -> None:
     async def new_thing(http: Any) -> Any: ...
 
-    routes = [Route("/v1/things/{thing_id:path}", new_thing, methods=["POST"])]
-    operation = describe(routes)["paths"]["/v1/things/{thing_id}"]["post"]
+    route = Route("POST", "/v1/things/{thing_id:path}", "things", "A new thing.", new_thing)
+    operation = describe([route])["paths"]["/v1/things/{thing_id}"]["post"]
     assert operation["operationId"] == "post_v1_things_thing_id"
     assert operation["parameters"][0]["name"] == "thing_id"
+
+
+def test_the_document_says_which_paths_need_no_key() -> None:
+    operations = [each for methods in DOCUMENT["paths"].values() for each in methods.values()]
+    free = {each["operationId"] for each in operations if each.get("security") == []}
+    assert free == {"get", "get_page_name", "get_health", "get_ready"}
 
 
 def test_the_schemas_are_json_schema_and_refer_to_each_other_only() -> None:
@@ -55,7 +60,7 @@ def references(part: Any) -> set[str]:
 def test_a_tool_that_reads_openapi_finds_every_operation() -> None:
     read = schemathesis.openapi.from_dict(DOCUMENT)
     found = [result.ok() for result in read.get_all_operations() if isinstance(result, Ok)]
-    assert {(each.method.upper(), each.path) for each in found} == OPERATIONS.keys()
+    assert {(each.method.upper(), each.path) for each in found} == OPERATIONS
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,8 @@ from random import Random
 
 import pytest
 
-from gateway.web.app import ROUTES
 from gateway.web.openapi import describe
+from gateway.web.table import ROUTES
 from tests.fuzz.fuzzing import Fuzzer, is_honest
 from tests.gateway.rig import CHAT, MODEL, Rig, Setting, chat, play
 
@@ -21,7 +21,7 @@ PATIENCE = 60.0  # seconds: a request that takes longer never ends
 
 @pytest.mark.parametrize("seed", range(4))
 def test_fuzzed_bodies_get_responses_and_leave_no_requests(seed: int) -> None:
-    fuzzer = Fuzzer(describe(ROUTES), MODEL, Random(seed))
+    fuzzer = Fuzzer(describe(ROUTES.routes), MODEL, Random(seed))
     statuses: dict[int, int] = {}
 
     async def one(rig: Rig) -> None:

@@ -17,8 +17,9 @@ from schemathesis.specs.openapi.checks import (
     response_schema_conformance,
     status_code_conformance,
 )
+from starlette.routing import compile_path
 
-from gateway.web.openapi import OPERATIONS
+from gateway.web.table import ROUTES
 from tests.gateway.rig import Setting
 from tests.gateway.serve.live import listening
 
@@ -32,11 +33,11 @@ CHECKS = (
 NOTHING_VARIES = {"/openapi.json", "/docs", "/health", "/metrics", "/"}
 ENDLESS = {"/admin/live"}
 ASKED = [
-    (*place, mode)
-    for place, operation in OPERATIONS.items()
+    (route.method, compile_path(route.path)[1], mode)
+    for route in ROUTES.routes
     for mode in GenerationMode
-    if place[1] not in NOTHING_VARIES | ENDLESS
-    and (mode is GenerationMode.POSITIVE or operation.body or operation.form or operation.query)
+    if route.path not in NOTHING_VARIES | ENDLESS
+    and (mode is GenerationMode.POSITIVE or route.body or route.form or route.query)
 ]
 
 

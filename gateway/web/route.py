@@ -1,0 +1,134 @@
+"""A row of the table of routes in `gateway.web.table`, and what is looked up in the table.
+
+The app, the checks of the middleware, the endpoints of batches, the dialect of errors and the
+OpenAPI document are made from these rows.
+"""
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from inspect import isawaitable
+from typing import TYPE_CHECKING, Union
+
+import msgspec
+import starlette.routing
+
+from gateway.access.callers import read_body
+from gateway.generation import event_stream
+from gateway.pooling import group
+from gateway.pooling.plan import PoolingPlan
+from gateway.schema.dialect import OPENAI, ApiDialect
+from gateway.service import caller_of, service_of
+
+if TYPE_CHECKING:
+    from starlette.requests import Request as HttpRequest
+    from starlette.types import ASGIApp
+
+    from gateway.access.callers import Caller
+    from gateway.batch.runner import Plan
+    from gateway.service import Service
+
+Endpoint = Callable[["HttpRequest"], Awaitable["ASGIApp"]]
+Planner = Callable[[bytes, "Caller", "Service"], Union["Plan", Awaitable["Plan"]]]
+
+JSON = "application/json"
+EVENTS = "text/event-stream"
+TEXT = "text/plain"
+HTML = "text/html"
+
+
+class Access(Enum):
+    """Which API key a route needs, if the server has any."""
+
+    OPEN = auto()  # none: probes and routers cannot send keys, and the web page asks for it itself
+    TENANT = auto()
+    ADMIN = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """A method and a path, the function that serves it, and all that others know of it.
+
+    A route with a `plan` and no `endpoint` responds with what the plan of its body generates.
+    """
+
+    method: str
+    path: str
+    tag: str  # the section of the OpenAPI document
+    summary: str
+    endpoint: Endpoint | None = None
+    body: type[msgspec.Struct] | None = None  # decodes the request
+    plan: Planner | None = None  # of the body
+    access: Access = Access.TENANT
+    is_metered: bool = False  # counts against the request limits of its key
+    is_batchable: bool = False
+    is_probe: bool = False  # if it succeeds, its line in the request log has level DEBUG
+    asks_browser: bool = False  # browsers ask for the key in a password dialog
+    dialect: ApiDialect = OPENAI
+    media_types: tuple[str, ...] = (JSON,)  # of the response
+    query: tuple[str, ...] = ()
+    form: tuple[str, ...] = ()  # parts of a multipart body, all required; `file` is a file
+
+    async def respond(self, http: "HttpRequest") -> "ASGIApp":
+        """The response to a request of this route. Raises what its endpoint or its plan does."""
+        if self.endpoint is not None:
+            return await self.endpoint(http)
+        service = service_of(http)
+        body = await read_body(http, service.limits)
+        plan = await self.plan_of(body, caller_of(http), service)
+        if isinstance(plan, PoolingPlan):
+            return group.respond(plan, service)
+        return event_stream.respond(plan, service)
+
+    async def plan_of(self, body: bytes, caller: "Caller", service: "Service") -> "Plan":
+        """The plan of a request body. Raises `InvalidRequest` for what cannot be served."""
+        assert self.plan is not None, "a route has an endpoint or a plan"
+        plan = self.plan(body, caller, service)
+        return await plan if isawaitable(plan) else plan
+
+
+class RouteTable:
+    """The routes by path and method."""
+
+    def __init__(self, routes: Sequence[Route]) -> None:
+        self.routes = routes
+        self._by_path: dict[str, dict[str, Route]] = {}
+        for route in routes:
+            self._by_path.setdefault(route.path, {})[route.method] = route
+        self.endpoints = [
+            starlette.routing.Route(path, _dispatcher(methods), methods=[*methods])
+            for path, methods in self._by_path.items()
+        ]
+        self.batch_endpoints = {route.path: route.plan_of for route in routes if route.is_batchable}
+        self._patterns = [
+            (each.path_regex, self._by_path[each.path])
+            for each in self.endpoints
+            if each.param_convertors
+        ]
+        self._dialects = [
+            (route.path, route.dialect) for route in routes if route.dialect is not OPENAI
+        ]
+
+    def find(self, method: str, path: str) -> Route | None:
+        """The route of a request. For a method that the path does not have, any of the path's."""
+        methods = self._by_path.get(path) or next(
+            (methods for regex, methods in self._patterns if regex.match(path)), None
+        )
+        if methods is None:
+            return None
+        return methods.get("GET" if method == "HEAD" else method) or next(iter(methods.values()))
+
+    def dialect_of(self, path: str) -> ApiDialect:
+        """The dialect of the API that a path belongs to, also if no route has this path."""
+        return next(
+            (dialect for start, dialect in self._dialects if path.startswith(start)), OPENAI
+        )
+
+
+def _dispatcher(methods: dict[str, Route]) -> Endpoint:
+    """The endpoint of a path with a different route for each method."""
+
+    async def dispatch(http: "HttpRequest") -> "ASGIApp":
+        return await methods["GET" if http.method == "HEAD" else http.method].respond(http)
+
+    return dispatch

@@ -1,0 +1,66 @@
+"""The table of routes: which requests count against limits, which need an admin key, and which
+path belongs to which route."""
+
+import pytest
+
+from gateway.access.key_file import Allowance
+from gateway.web.route import Access
+from gateway.web.table import ROUTES
+from tests.gateway.rig import Rig, Setting, play
+
+TENANT = {"x-api-key": "k"}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "route"),
+    [
+        ("GET", "/v1/models/org/name", "/v1/models/{model:path}"),
+        ("HEAD", "/v1/models", "/v1/models"),
+        ("POST", "/v1/requests/a/b/cancel", "/v1/requests/{request_id:path}/cancel"),
+        ("DELETE", "/admin/policy", "/admin/policy"),
+        ("GET", "/v1/responses/resp_1/cancel/more", None),
+        ("GET", "/nowhere", None),
+    ],
+)
+def test_a_request_has_the_route_of_its_path(method: str, path: str, route: str | None) -> None:
+    found = ROUTES.find(method, path)
+    assert (None if found is None else found.path) == route
+
+
+def test_each_route_is_found_by_its_own_method_and_path() -> None:
+    for route in ROUTES.routes:
+        path = route.path.replace(":path}", "}").replace("{", "").replace("}", "")
+        assert ROUTES.find(route.method, path) is route, route.path
+
+
+def test_routes_below_admin_and_those_that_load_adapters_need_an_admin_key() -> None:
+    admin = {route.path for route in ROUTES.routes if route.access is Access.ADMIN}
+    assert admin == {
+        "/admin/live",
+        "/admin/policy",
+        "/admin/simulate",
+        "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter",
+    }
+
+
+@pytest.mark.parametrize("is_metered", [True, False])
+def test_the_limit_on_requests_holds_for_all_routes_that_cost_and_for_no_other(
+    is_metered: bool,
+) -> None:
+    async def scene(rig: Rig) -> None:
+        for _ in range(2):
+            async with rig.client.get("/v1/batches", TENANT) as exchange:
+                await exchange.start()
+        for route in ROUTES.routes:
+            if route.is_metered is not is_metered or route.path == "/admin/live":
+                continue
+            path = route.path.replace(":path}", "}").replace("{", "").replace("}", "")
+            async with rig.client.send(route.method, path, headers=TENANT) as exchange:
+                assert (await exchange.start() == 429) is is_metered, route.path
+
+    play(scene, Setting(keys=("k",), allowance=Allowance(requests_per_minute=2)))
+
+
+def test_every_route_with_a_plan_is_metered() -> None:
+    assert all(route.is_metered for route in ROUTES.routes if route.plan is not None)
