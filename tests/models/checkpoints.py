@@ -195,6 +195,16 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3_5TextConfig",
         QWEN3_5 | {"linear_num_value_heads": 4, "linear_value_head_dim": 12},
     ),
+    "qwen3_5_attention": (  # no recurrent layer, and heads whose gates fill no whole vector
+        "Qwen3_5TextConfig",
+        QWEN3_5
+        | {
+            "layer_types": ["full_attention"] * 6,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 24,
+        },
+    ),
     "gemma4": ("Gemma4TextConfig", GEMMA4),
     "gemma4_plain": (  # no embeddings per layer, and each layer has KV of its own
         "Gemma4TextConfig",

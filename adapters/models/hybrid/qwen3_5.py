@@ -127,7 +127,8 @@ class Qwen35(Qwen3):
             k_norm=norms.k,
             rope=self._ropes.of_layer[layer],
         )
-        return GatedAttentionBlock(block, inputs)
+        operators = projections.operators
+        return GatedAttentionBlock(block, inputs, operators.without_gates, operators.gate_heads_)
 
     def _delta_net(
         self, projections: Projections, at: str, whole: RecurrentShape, number: int

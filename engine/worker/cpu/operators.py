@@ -130,10 +130,12 @@ class NativeOperators:
         """Without a `store` all linears are float32."""
         self._pool = pool
         self._store = store or PackedStore({})
-        self.is_native = True  # until an activation is requested that torch computes
         self._torch = TorchOperators()
         self._rope = KernelCall(pool, elementwise.apply_rope, elementwise.RopeOperands())
         self._gate_rows = KernelCall(pool, elementwise.gate_rows, elementwise.GateRowsOperands())
+        gates = elementwise.HeadGateOperands
+        self._without_gates = KernelCall(pool, elementwise.without_gates, gates())
+        self._gate_heads = KernelCall(pool, elementwise.gate_heads, gates())
         self._largest = LargestLogits()
         operands = sampling.ArgmaxOperands()
         self._argmax = KernelCall(pool, sampling.argmax, operands, fit=lambda _, rows: rows)
@@ -158,8 +160,8 @@ class NativeOperators:
         return *common, joined.run_joined, *self._store.kernels, *sampling.KERNELS
 
     def recorded(self, model: StageModel, num_ranks: int) -> StageModel:
-        """The same model; decode steps replay recorded kernels if all its layers are kernels."""
-        if isinstance(model, Decoder) and self.is_native and num_ranks == 1:
+        """The same model; its steps replay recorded kernels if they run nothing else."""
+        if isinstance(model, Decoder) and num_ranks == 1:
             return RecordedDecoder(model, self._pool, self._run_argmax, self._largest)
         return model
 
@@ -222,7 +224,6 @@ class NativeOperators:
     def activation(self, name: str, *, is_gated: bool) -> Callable[[Tensor], Tensor]:
         if name in ACTIVATIONS:
             return NativeActivation(self._pool, ACTIVATIONS[name], is_gated)
-        self.is_native = False
         return self._torch.activation(name, is_gated=is_gated)
 
     def clamped_swiglu(self, alpha: float, limit: float) -> NativeSwiglu:
@@ -242,7 +243,6 @@ class NativeOperators:
     def gate(self, name: str) -> Callable[[Tensor, Tensor], Tensor]:
         if name in ACTIVATIONS:
             return NativeActivation(self._pool, ACTIVATIONS[name], is_gated=True)
-        self.is_native = False
         return self._torch.gate(name)
 
     def gate_rows_(self, x: Tensor, scores: Tensor) -> None:
@@ -250,6 +250,26 @@ class NativeOperators:
         operands.x, operands.x_stride, operands.width = x.data_ptr(), x.stride(0), x.shape[1]
         operands.scores, operands.scores_stride = scores.data_ptr(), scores.stride(0)
         self._gate_rows.over_rows(len(x))
+
+    def without_gates(self, y: Tensor, heads: int) -> Tensor:
+        rows, count, dim = y.shape
+        qkv = self._pool.empty("attention inputs", (rows, count - heads, dim))
+        self._fill_gates(self._without_gates.operands, qkv, y, heads)
+        self._without_gates.operands.rest = (count - 2 * heads) * dim
+        self._without_gates.over_rows(rows)
+        return qkv
+
+    def gate_heads_(self, x: Tensor, y: Tensor) -> None:
+        heads = x.shape[1] // y.shape[2]
+        self._fill_gates(self._gate_heads.operands, x, y, heads)
+        self._gate_heads.over_rows(len(x))
+
+    def _fill_gates(
+        self, operands: elementwise.HeadGateOperands, x: Tensor, y: Tensor, heads: int
+    ) -> None:
+        operands.x, operands.x_stride = x.data_ptr(), x.stride(0)
+        operands.y, operands.y_stride = y.data_ptr(), y.stride(0)
+        operands.heads, operands.dim = heads, y.shape[2]
 
     def apply_rope_(self, heads: Tensor, cos: Tensor, sin: Tensor) -> None:
         rows, count, dim = heads.shape

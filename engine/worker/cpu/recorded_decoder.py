@@ -7,9 +7,11 @@ step is replayed once, which spares it fresh memory for each output.
 
 For few decodes the logits and the most likely tokens are recorded too, so that memory is read
 without a pause from the first layer to the head. Of other steps the last layer is not recorded,
-because torch selects its rows.
+because torch selects its rows. What torch computes is not in a recording, so steps of a decoder
+with layers that run anything but kernels of the thread pool are not replayed.
 """
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
@@ -27,6 +29,8 @@ from engine.worker.ports import (
     RopeAngles,
     StepContext,
 )
+
+logger = logging.getLogger(__name__)
 
 MAX_ROWS = 512
 MAX_DECODES = 64  # whose logits are recorded: their memory stays allocated
@@ -140,7 +144,10 @@ class RopeTable:
 
 
 class RecordedDecoder:
-    """A `StageModel` around a decoder whose blocks run kernels of the thread pool only."""
+    """A `StageModel` around a decoder, most of whose steps are replayed.
+
+    None is if a recording shows that torch computes anything in it.
+    """
 
     def __init__(
         self,
@@ -156,6 +163,7 @@ class RecordedDecoder:
         self._argmax = argmax
         self._largest = largest
         self._computed: ComputedLogits | None = None
+        self._is_recordable = True  # as far as is known
         self._is_resizable = True  # as far as is known
         self._for_all: dict[bool, Recording] = {}  # by whether they have the last layer
         self._for_shapes: dict[RecordingKey, Recording] = {}
@@ -172,13 +180,15 @@ class RecordedDecoder:
         self._computed = None
         attention, decoder = context.attention, self._decoder
         is_other = context.states is not None or len(hidden) > MAX_ROWS
-        if is_other or not isinstance(attention, RecordableAttention):
+        if is_other or not isinstance(attention, RecordableAttention) or not self._is_recordable:
             return decoder.layers(hidden, context)
         hidden, context = decoder.prepared(hidden, context)
         is_whole = (
             attention.has_decodes_only and context.rows is None and len(hidden) <= MAX_DECODES
         )
         recording = self._recording(hidden, context, attention, is_whole=is_whole)
+        if recording is None:
+            return decoder.sent(decoder.run_blocks(hidden, context), context)
         recording.fit(len(hidden), attention.plan_key)
         recording.inputs.fill(hidden, context)
         self._pool.replay(recording.graph)
@@ -197,14 +207,16 @@ class RecordedDecoder:
         attention: RecordableAttention,
         *,
         is_whole: bool,
-    ) -> Recording:
+    ) -> Recording | None:
         """The recording of all such steps, or of those of this shape; `is_whole` with the last
-        layer."""
+        layer. None if steps cannot be recorded."""
         plan = attention.plan_key
         if self._is_resizable and not context.loras:
             most = MAX_DECODES if is_whole else MAX_ROWS
             for_all = self._for_all.get(is_whole)
             for_all = for_all or self._record(most, hidden, context, plan, is_whole=is_whole)
+            if for_all is None:
+                return None
             self._is_resizable = for_all.graph.is_resizable
             if self._is_resizable:
                 self._for_all[is_whole] = for_all
@@ -213,7 +225,7 @@ class RecordedDecoder:
         recording = self._for_shapes.get(key)
         if recording is None:
             recording = self._record(len(hidden), hidden, context, plan, is_whole=is_whole)
-            if attention.has_decodes_only:
+            if recording is not None and attention.has_decodes_only:
                 self._for_shapes[key] = recording
             if len(self._for_shapes) > MAX_RECORDINGS:
                 del self._for_shapes[next(iter(self._for_shapes))]
@@ -221,8 +233,8 @@ class RecordedDecoder:
 
     def _record(
         self, rows: int, hidden: Tensor, context: StepContext, plan: bytes, *, is_whole: bool
-    ) -> Recording:
-        """Of so many rows like those of a step."""
+    ) -> Recording | None:
+        """A recording of so many rows like those of a step; None if torch computes in it."""
         blocks = self._decoder.blocks if is_whole else self._decoder.blocks[:-1]
         with self._pool.recording(rows) as graph:
 
@@ -244,6 +256,12 @@ class RecordedDecoder:
                 output = block(inputs.hidden, own)
                 assert output is inputs.hidden, "blocks update the hidden states in place"
             read_out = self._record_logits(inputs.hidden) if is_whole else None
+        if graph.torch_operations:
+            logger.info("steps are not recorded: torch runs %s", graph.torch_operations[0])
+            self._is_recordable = False
+            self._for_all.clear()
+            self._for_shapes.clear()
+            return None
         return Recording(graph, inputs, read_out, plan)
 
     def _record_logits(self, hidden: Tensor) -> RecordedLogits | None:

@@ -191,7 +191,8 @@ class NativeThreadPool:
         assert self.graph is None, "one graph is recorded at a time"
         self.graph = KernelGraph(self._memory, rows)
         try:
-            yield self.graph
+            with self.graph.recorded():
+                yield self.graph
         finally:
             self.graph = None
 

@@ -174,19 +174,20 @@ class GatedAttentionBlock:
 
     attention: AttentionBlock  # its `qkv` is not used
     inputs: Linear
+    without_gates: Callable[[Tensor, int], Tensor]  # of the `Operators`, as is `gate_heads_`
+    gate_heads_: Callable[[Tensor, Tensor], None]
 
     @property
     def out(self) -> Linear:
         return self.attention.out
 
     def __call__(self, x: Tensor, context: StepContext) -> Tensor:
-        block, count = self.attention, len(x)
-        heads, kv_heads, dim = block.num_heads, block.num_kv_heads, block.head_dim
-        y = self.inputs(x).view(count, 2 * heads + 2 * kv_heads, dim)
-        gated = y[:, : 2 * heads].view(count, heads, 2, dim)
-        qkv = torch.cat((gated[:, :, 0], y[:, 2 * heads :]), dim=1)
-        mixed = block.mix(qkv, context)
-        return mixed * gated[:, :, 1].reshape(count, heads * dim).sigmoid()
+        block = self.attention
+        count = 2 * (block.num_heads + block.num_kv_heads)
+        y = self.inputs(x).view(len(x), count, block.head_dim)
+        mixed = block.mix(self.without_gates(y, block.num_heads), context)
+        self.gate_heads_(mixed, y)
+        return mixed
 
 
 @dataclass(frozen=True, slots=True)

@@ -157,6 +157,13 @@ class TorchOperators:
     def gate_rows_(self, x: Tensor, scores: Tensor) -> None:
         x.mul_(scores.sigmoid())
 
+    def without_gates(self, y: Tensor, heads: int) -> Tensor:
+        return torch.cat((y[:, : 2 * heads : 2], y[:, 2 * heads :]), dim=1)
+
+    def gate_heads_(self, x: Tensor, y: Tensor) -> None:
+        heads = x.shape[1] // y.shape[2]
+        x.mul_(y[:, 1 : 2 * heads : 2].reshape(x.shape).sigmoid())
+
     def apply_rope_(self, heads: Tensor, cos: Tensor, sin: Tensor) -> None:
         first, second = heads.chunk(2, dim=-1)
         cos, sin = cos[:, None], sin[:, None]

@@ -122,6 +122,16 @@ class Operators(Protocol):
         """Multiply each row of `x` `[tokens, width]` by the sigmoid of its score `[tokens, 1]`."""
         ...
 
+    def without_gates(self, y: Tensor, heads: int) -> Tensor:
+        """The first of each of `heads` pairs of rows of `y` `[tokens, 2 * heads + n, dim]`, and the
+        last n: a new tensor `[tokens, heads + n, dim]`. The second of a pair is its gate."""
+        ...
+
+    def gate_heads_(self, x: Tensor, y: Tensor) -> None:
+        """Multiply the heads in `x` `[tokens, heads * dim]` by the sigmoids of their gates in `y`,
+        of which `without_gates` tells the form."""
+        ...
+
     def apply_rope_(self, heads: Tensor, cos: Tensor, sin: Tensor) -> None:
         """RoPE in place on `[tokens, heads, dim]`; pairs are made of the two halves of dim.
 

@@ -318,4 +318,66 @@ def gate_rows(operands, chunk, thread):
             x[k] *= share
 
 
-KERNELS = (scale, clamped_swiglu, gate_rows, layer_norm, rms_norm, apply_rope, activation)
+@operands
+class HeadGateOperands(ctypes.Structure):
+    """Rows `y` of `heads` pairs of a head and its gate, then `rest` floats.
+
+    `without_gates` copies the heads and the rest to `x`; `gate_heads` multiplies the heads in `x`
+    by the sigmoids of their gates.
+    """
+
+    x: int
+    x_stride: int
+    y: int
+    y_stride: int
+    heads: int
+    dim: int
+    rest: int
+    rows: int
+    rows_per_chunk: int
+
+
+_head_gate_operands = make_reader(HeadGateOperands)
+
+
+def without_gates(operands, chunk, thread):
+    """`HeadGateOperands` for a run of rows."""
+    a = _head_gate_operands(operands)
+    dim = a.dim
+    for row in range(chunk * a.rows_per_chunk, min(a.rows, (chunk + 1) * a.rows_per_chunk)):
+        x, y = a.x + row * a.x_stride * BYTES, a.y + row * a.y_stride * BYTES
+        for head in range(a.heads):
+            to = float32s(x + head * dim * BYTES, dim)
+            source = float32s(y + 2 * head * dim * BYTES, dim)
+            for k in range(dim):
+                to[k] = source[k]
+        to = float32s(x + a.heads * dim * BYTES, a.rest)
+        source = float32s(y + 2 * a.heads * dim * BYTES, a.rest)
+        for k in range(a.rest):
+            to[k] = source[k]
+
+
+def gate_heads(operands, chunk, thread):
+    """`HeadGateOperands` for a run of rows."""
+    a = _head_gate_operands(operands)
+    dim, one = a.dim, np.float32(1)
+    for row in range(chunk * a.rows_per_chunk, min(a.rows, (chunk + 1) * a.rows_per_chunk)):
+        for head in range(a.heads):
+            x = float32s(a.x + (row * a.x_stride + head * dim) * BYTES, dim)
+            gates = a.y + (row * a.y_stride + (2 * head + 1) * dim) * BYTES
+            gate = float32s(gates, dim)
+            for k in range(dim):
+                x[k] /= one + exp_float(-gate[k])
+
+
+KERNELS = (
+    scale,
+    clamped_swiglu,
+    gate_rows,
+    without_gates,
+    gate_heads,
+    layer_norm,
+    rms_norm,
+    apply_rope,
+    activation,
+)

@@ -160,6 +160,18 @@ def test_rows_are_multiplied_by_the_sigmoid_of_their_scores(native: NativeOperat
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
+def test_heads_are_multiplied_by_the_sigmoids_of_the_gates_behind_them(
+    native: NativeOperators,
+) -> None:
+    y, mixed = noise(20, 2 * 3 + 4, 7), noise(20, 3 * 7, seed=1)
+    expected = (mixed.view(20, 3, 7) * y[:, [1, 3, 5]].sigmoid()).view(20, 21)
+    for operators in (native, PLAIN):
+        assert torch.equal(operators.without_gates(y, 3), y[:, [0, 2, 4, 6, 7, 8, 9]])
+        found = mixed.clone()
+        operators.gate_heads_(found, y)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("rows", [1, 33])
 def test_rope(native: NativeOperators, rows: int) -> None:
     fused, cos, sin = noise(rows, 5, 24), noise(rows, 12, seed=1), noise(rows, 12, seed=2)

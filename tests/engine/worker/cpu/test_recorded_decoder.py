@@ -47,7 +47,10 @@ def logits_of_a_mixed_load(directory: Path, weights: str) -> tuple[list[torch.Te
 
 
 @pytest.mark.parametrize("weights", ["float32", "int8"])
-@pytest.mark.parametrize("variant", ["llama_gelu", "qwen3", "gpt2", "olmo2", "gemma4", "mixtral"])
+@pytest.mark.parametrize(
+    "variant",
+    ["llama_gelu", "qwen3", "gpt2", "olmo2", "gemma4", "mixtral", "qwen3_5_attention"],
+)
 def test_logits_have_the_same_bits_replayed_or_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variant: str, weights: str
 ) -> None:
@@ -113,9 +116,25 @@ def test_a_decoder_with_operators_of_torch_is_not_recorded(
 ) -> None:
     make_checkpoint(tmp_path, "llama")
     monkeypatch.delitem(operators.ACTIVATIONS, "silu")  # as if there were no kernel for it
+    driver, expected = (
+        Driver(load_worker(tmp_path, attention=attention)) for attention in ("cpu", "reference")
+    )
+    for pieces in ([(0, [5, 6, 7]), (1, [8])], [(0, [1]), (1, [2])], [(1, [3])]):
+        torch.testing.assert_close(driver.logits(*pieces), expected.logits(*pieces))
+    assert isinstance(driver.worker, Worker)
+    assert recordings(driver.worker) == 0
+
+
+def test_logits_of_gated_attention_have_the_same_bits_whatever_else_is_in_the_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_checkpoint(tmp_path, "qwen3_5_attention")
+    monkeypatch.setattr(recorded, "MAX_ROWS", 0)
+    rows = [(request, [request, 50 + request, 7]) for request in range(5)]
     worker = load_worker(tmp_path, attention="cpu")
-    Driver(worker).logits((0, [5]))
-    assert not isinstance(base_of(worker), RecordedDecoder)
+    together = Driver(worker).logits(*rows)
+    for row, expected in zip(rows, together, strict=True):
+        assert torch.equal(Driver(worker).logits(row)[0], expected)
 
 
 def test_logits_of_few_rows_are_recorded_with_the_layers(
