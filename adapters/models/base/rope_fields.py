@@ -97,10 +97,21 @@ def read_rope(
         )
     if not 0 < share <= 1:
         raise StartupError(f"{rope.where}: partial_rotary_factor={share} is not in (0, 1]")
-    base = RopeSource(int(head_dim * share) // 2 * 2, theta)
-    if kind == "proportional":
-        base = RopeSource(head_dim, theta, share=share)
+    # GGUF files have the width instead of a share, which a product of floats can just miss
+    width = head_dim if kind == "proportional" else int(head_dim * share + 1e-6)
+    require_even(width, head_dim, rope.where)
+    base = RopeSource(width, theta, share=share if kind == "proportional" else 1.0)
     return READERS[kind](base, RopeContext(config, rope, theta, max_positions))
+
+
+def require_even(width: int, head_dim: int, where: str) -> None:
+    """Raise `StartupError` if RoPE cannot turn `width` dimensions of a head, which it pairs."""
+    if not width or width % 2:
+        raise StartupError(
+            f"{where}: RoPE would turn {width} of the head's {head_dim} dimensions (head_dim * "
+            "partial_rotary_factor); it turns them in pairs, so their number must be even and "
+            "above 0"
+        )
 
 
 def ropes_by_type(

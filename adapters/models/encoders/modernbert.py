@@ -8,6 +8,7 @@ import torch
 from adapters.models.base.equal_heads import equal_heads
 from adapters.models.base.fields import Fields
 from adapters.models.base.projections import Fused, Projections
+from adapters.models.base.rope_fields import require_even
 from engine.errors import StartupError
 from engine.worker.model.encoder import Encoder
 from engine.worker.model.layers import AttentionBlock, DecoderLayer, Embedding, Mlp
@@ -33,6 +34,7 @@ class ModernBert:
     def __init__(self, config: Mapping[str, object]) -> None:
         fields = Fields(config)
         shape = equal_heads(fields, mlp_matrices=3)
+        require_even(shape.head_dim, shape.head_dim, fields.where)
         for name in ("attention_bias", "mlp_bias", "norm_bias"):
             fields.reject_unless(name, False)
         self._types = self._layer_types(fields, shape.num_layers)

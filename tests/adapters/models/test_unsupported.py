@@ -43,6 +43,22 @@ def edit_weights(directory: Path, **changes: torch.Tensor | None) -> None:
         ("llama", {"num_key_value_heads": 3}, "num_key_value_heads"),
         ("llama", {"sliding_window": 8}, "sliding_window=8"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        ("llama", {"head_dim": 7}, "RoPE would turn 7 of the head's 7 dimensions"),
+        (
+            "stablelm",
+            {"rope_parameters": {"partial_rotary_factor": 0.07}},
+            "RoPE would turn 1 of the head's 16",
+        ),
+        (
+            "stablelm",
+            {"rope_parameters": {"partial_rotary_factor": 0.2}},
+            "RoPE would turn 3 of the head's 16",
+        ),
+        (
+            "stablelm",
+            {"rope_parameters": {"partial_rotary_factor": 0.01}},
+            "RoPE would turn 0 of the head's 16",
+        ),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "'dynamic'"),
         ("llama", {"rope_parameters": {"rope_type": "linear"}}, "factor"),
         ("llama", {"rope_parameters": None, "rope_scaling": {"type": "longrope"}}, "short_factor"),
