@@ -21,6 +21,7 @@ from gateway.loras import LoraNames
 from gateway.observe.backpressure import LoopWatch
 from gateway.observe.exposition import Exposition
 from gateway.observe.live import LiveView
+from gateway.observe.readings import Readings
 from gateway.observe.request_log import RequestLog
 from gateway.observe.timelines import Timelines
 from gateway.observe.traces import Traces
@@ -82,6 +83,7 @@ class Service:
     engine: Engine
     model: ServedModel
     grammars: GrammarCheck
+    readings: Readings
     exposition: Exposition
     watch: LoopWatch
     clock: Clock

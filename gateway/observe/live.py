@@ -6,9 +6,11 @@ Iterations are recorded only while a client watches; otherwise an event costs on
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import islice, takewhile
-from math import inf
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
+
+import orjson
 
 from engine.events import NullObserver
 from engine.policy import POLICIES, levels_of, name_of
@@ -16,12 +18,12 @@ from engine.request import Phase, State
 from gateway.observe.queueing import lacks
 
 if TYPE_CHECKING:
-    from engine.cost.live import LiveCost
     from engine.iteration import Iteration
     from engine.loop import Engine
     from engine.pool import RequestPool
     from engine.request import Request
     from engine.step import StepEntry
+    from gateway.observe.readings import Readings
 
 KEEP_ITERATIONS = 256
 MAX_REQUESTS = 200  # of a snapshot
@@ -31,28 +33,31 @@ RUNNING = (State.READY, State.RUNNING)
 SWAPPED = (State.SWAPPING_OUT, State.SWAPPED, State.SWAPPING_IN)
 
 
-class _Recorded(NamedTuple):
-    """An iteration; its rows are made when it is sent."""
+@dataclass(slots=True, eq=False)
+class _Recorded:
+    """An iteration; its JSON is made when it is first sent."""
 
     number: int
     seconds: float
     entries: "tuple[StepEntry, ...]"
+    _json: bytes = b""
 
-    def as_json(self) -> dict[str, Any]:
-        rows = [
-            (entry.request_id, len(entry.tokens), not entry.is_decode) for entry in self.entries
-        ]
-        return {"number": self.number, "seconds": self.seconds, "rows": rows}
+    def as_json(self) -> bytes:
+        if not self._json:
+            rows = [
+                (each.request_id, len(each.tokens), not each.is_decode) for each in self.entries
+            ]
+            fields = {"number": self.number, "seconds": self.seconds, "rows": rows}
+            self._json = orjson.dumps(fields)
+        return self._json
 
 
 class LiveView(NullObserver):
     """The engine's latest iterations; `snapshot` describes its state at one moment."""
 
     def __init__(self) -> None:
-        self.num_workers_lost = 0
         self._num_watchers = 0
         self._number = 0
-        self._num_goal_steps = self._num_exceeded = 0  # iterations with an ITL goal
         self._iterations: deque[_Recorded] = deque(maxlen=KEEP_ITERATIONS)
         self._produced: deque[tuple[float, int]] = deque(maxlen=KEEP_ITERATIONS)
 
@@ -72,9 +77,6 @@ class LiveView(NullObserver):
 
     def committed(self, iteration: "Iteration", seconds: float, now: float) -> None:
         self._number += 1
-        if iteration.itl_goal < inf:
-            self._num_goal_steps += 1
-            self._num_exceeded += seconds > iteration.itl_goal
         if not self.is_watched:
             return
         entries = iteration.step.entries
@@ -84,21 +86,25 @@ class LiveView(NullObserver):
         self._iterations.append(_Recorded(self._number, seconds, entries))
         self._produced.append((now, num_sampled))
 
-    def worker_lost(self, now: float) -> None:
-        self.num_workers_lost += 1
-
     @property
     def last_number(self) -> int:
         """The number of the latest iteration."""
         return self._number
 
-    def snapshot(self, engine: "Engine", since: int, loop_lag: float, now: float) -> dict[str, Any]:
-        """The state now, and the iterations with numbers above `since`. An iteration's rows are
-        triples: a request's id, the number of its tokens, and whether they are of a prefill."""
-        scheduler = engine.scheduler
-        pool, ledger = scheduler.pool, scheduler.ledger
-        rejection = engine.rejection()
-        levels = levels_of(scheduler.policy)
+    def newer(self, since: int) -> bytes:
+        """The recorded iterations with numbers above `since`, in their order, as a JSON array. An
+        iteration's rows are triples: a request's id, the number of its tokens, and whether they are
+        of a prefill."""
+        newest = takewhile(lambda each: each.number > since, reversed(self._iterations))
+        return b"[" + b",".join([each.as_json() for each in newest][::-1]) + b"]"
+
+    def snapshot(
+        self, engine: "Engine", readings: "Readings", loop_lag: float, now: float
+    ) -> dict[str, Any]:
+        """The state now, without the iterations."""
+        scheduler, pool, goal_steps = readings.scheduler, readings.pool, readings.metrics.goal_steps
+        rejection, levels = engine.rejection(), levels_of(scheduler.policy)
+        blocks, error = readings.kv_blocks, readings.cost_error
         return {
             "policy": name_of(scheduler.policy),
             "policies": list(POLICIES),
@@ -106,79 +112,48 @@ class LiveView(NullObserver):
             "levels": [] if levels is None else levels.level_sizes,
             "counts": {
                 "running": sum(pool.count(state) for state in RUNNING),
-                "waiting": pool.count(State.WAITING),
+                "waiting": readings.num_waiting,
                 "swapped": sum(pool.count(state) for state in SWAPPED),
             },
             "kv": {
-                "device": {
-                    "free": ledger.num_free - ledger.num_cached,
-                    "held": ledger.num_held,
-                    "cached": ledger.num_cached,
-                    "moving": ledger.num_moving,
-                    "block_size": ledger.block_size,
-                },
-                "host": {
-                    "free": ledger.host.num_free - ledger.host.cached.num_replaceable,
-                    "held": ledger.host.num_held,
-                    "cached": len(ledger.host.cached),
-                    "moving": ledger.host.num_moving,
-                    "block_size": ledger.block_size,
-                },
+                tier: {state: blocks[tier, state] for state in ("free", "held", "cached", "moving")}
+                | {"block_size": readings.ledger.block_size}
+                for tier in ("device", "host")
             },
             "worker_state": "running" if rejection is None else str(rejection),
-            "worker_restarts": self.num_workers_lost,
+            "worker_restarts": readings.metrics.num_workers_lost,
             "loop_lag": loop_lag,
-            "itl_goal": self._itl_goal(scheduler.settings.itl_goal),
-            "cost_error": _error(scheduler.cost),
+            "itl_goal": {
+                "seconds": readings.itl_goal,
+                "steps": goal_steps.total(),
+                "exceeded": goal_steps["exceeded"],
+            },
+            "cost_error": error and {"median": error.median, "p90": error.p90},
             "tokens_per_second": self._rate(now),
             "num_requests": len(pool),
-            "requests": self._requests(engine, now),
-            "iterations": self._newer(since),
-        }
-
-    def _newer(self, since: int) -> list[dict[str, Any]]:
-        """The recorded iterations with numbers above `since`, in their order."""
-        newest = takewhile(lambda each: each.number > since, reversed(self._iterations))
-        return [each.as_json() for each in newest][::-1]
-
-    def _itl_goal(self, goal: float) -> dict[str, Any]:
-        """The server's goal in seconds, the iterations with one, and how many exceeded it."""
-        return {
-            "seconds": None if goal == inf else goal,
-            "steps": self._num_goal_steps,
-            "exceeded": self._num_exceeded,
+            "requests": [_row(request, engine, now) for request in _shown(pool)],
         }
 
     def _rate(self, now: float) -> float:
         """Output tokens per second over the last second."""
         return float(sum(count for at, count in self._produced if now - at <= 1.0))
 
-    def _requests(self, engine: "Engine", now: float) -> list[dict[str, Any]]:
-        levels = levels_of(engine.scheduler.policy)
-        return [
-            {
-                "id": request.request_id,
-                "label": request.spec.label,
-                "state": _state(request),
-                "age": now - request.arrived_at,
-                "prompt": request.prompt_len,
-                "output": request.produced,
-                "computed": request.num_computed,
-                "cached": request.num_cached,
-                "preemptions": request.num_preemptions,
-                "level": None
-                if levels is None or request.spec.is_background
-                else levels.level(request),
-                "waits_for": waits_for(request, engine),
-            }
-            for request in _shown(engine.scheduler.pool)
-        ]
 
-
-def _error(cost: "LiveCost") -> dict[str, float] | None:
-    """Relative errors of the predicted seconds of recent steps; None before the first step."""
-    summary = cost.errors.summary()
-    return None if summary is None else {"median": summary.median, "p90": summary.p90}
+def _row(request: "Request", engine: "Engine", now: float) -> dict[str, Any]:
+    levels = levels_of(engine.scheduler.policy)
+    return {
+        "id": request.request_id,
+        "label": request.spec.label,
+        "state": _state(request),
+        "age": now - request.arrived_at,
+        "prompt": request.prompt_len,
+        "output": request.produced,
+        "computed": request.num_computed,
+        "cached": request.num_cached,
+        "preemptions": request.num_preemptions,
+        "level": None if levels is None or request.spec.is_background else levels.level(request),
+        "waits_for": waits_for(request, engine),
+    }
 
 
 def _shown(pool: "RequestPool") -> "list[Request]":

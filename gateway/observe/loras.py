@@ -2,18 +2,11 @@
 
 import asyncio
 from collections import Counter
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from prometheus_client.metrics_core import GaugeMetricFamily, Metric
-
 from engine.events import NullObserver
-from engine.request import State
-from gateway.observe.families import table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
     from engine.request import Request
 
 
@@ -56,25 +49,3 @@ class LoraUsage(NullObserver):
             idle = self._idle.setdefault(lora_id, asyncio.Event())
             await idle.wait()
             self._idle.pop(lora_id, None)
-
-    def metrics(self, requests: "Iterable[Request]") -> "Iterator[Metric]":
-        """vLLM's gauge, whose value is the time, from the live requests; and the tokens."""
-        names: dict[bool, set[str]] = {True: set(), False: set()}
-        for request in requests:
-            if (lora := request.spec.lora) is not None:
-                names[request.state is State.WAITING].add(lora.name)
-        info = GaugeMetricFamily(
-            "vllm:lora_requests_info",
-            "LoRA adapters of running and of waiting requests.",
-            labels=["max_lora", "waiting_lora_adapters", "running_lora_adapters"],
-        )
-        waiting, running = (",".join(sorted(names[is_waiting])) for is_waiting in (True, False))
-        now = datetime.now(UTC).timestamp()
-        info.add_metric([str(self.max_loras), waiting, running], now)
-        yield info
-        yield table(
-            "podway_lora_tokens_total",
-            "Tokens of ended requests by LoRA adapter; without a name, of the base model.",
-            ("lora", "kind"),
-            self.tokens,
-        )

@@ -49,6 +49,7 @@ from gateway.observe.kv_events import KVEvents, KVEventsConfig, ZmqPublisher, to
 from gateway.observe.live import LiveView
 from gateway.observe.loras import LoraUsage
 from gateway.observe.metrics import Metrics
+from gateway.observe.readings import Readings
 from gateway.observe.recording import recording
 from gateway.observe.request_log import RequestLog
 from gateway.observe.timelines import Timelines
@@ -165,6 +166,7 @@ def build_service(
 ) -> Service:
     """The engine over a loaded model and its scheduler, and what routes use besides."""
     scheduler, metrics = plane.scheduler, plane.metrics
+    readings = Readings(metrics, scheduler, store.database, plane.request_log, plane.lora_usage)
     ahead = loaded.lookahead
     depth = settings.pipeline_stages + ahead
     read_ahead = None
@@ -187,14 +189,8 @@ def build_service(
         model=model,
         loras=loras,
         grammars=GrammarCheck(loaded.texts.grammars),
-        exposition=Exposition(
-            metrics,
-            scheduler,
-            loaded.name,
-            store.database,
-            plane.request_log,
-            plane.lora_usage,
-        ),
+        readings=readings,
+        exposition=Exposition(readings, loaded.name, time.perf_counter),
         watch=LoopWatch(time.perf_counter, metrics.loop_lag),
         clock=time.perf_counter,
         unix_now=unix_now,

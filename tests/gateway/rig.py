@@ -42,6 +42,7 @@ from gateway.observe.exposition import Exposition
 from gateway.observe.live import LiveView
 from gateway.observe.loras import LoraUsage
 from gateway.observe.metrics import Metrics
+from gateway.observe.readings import Readings
 from gateway.observe.request_log import RequestLog
 from gateway.observe.timelines import Timelines
 from gateway.ports import Dialect
@@ -203,6 +204,7 @@ def build_rig(setting: Setting) -> Rig:
     )
     executor = ScoringExecutor(cost, next_token=ScriptedTexts(setting.texts))
     engine = Engine(scheduler, executor, clock)
+    readings = Readings(metrics, scheduler, store.database, request_log, lora_usage)
     service = Service(
         engine=engine,
         model=ServedModel(
@@ -219,7 +221,8 @@ def build_rig(setting: Setting) -> Rig:
             pooling=setting.pooling,
         ),
         grammars=GrammarCheck(CheckedOnLoop()),
-        exposition=Exposition(metrics, scheduler, MODEL, store.database, request_log, lora_usage),
+        readings=readings,
+        exposition=Exposition(readings, MODEL, clock),
         loras=LoraRegistry(loader, lora_usage, (MODEL, *setting.aliases), engine.fail_lora),
         watch=LoopWatch(clock, metrics.loop_lag, times=lambda: ThreadTimes(0.0, 0.0)),
         clock=clock,

@@ -51,6 +51,7 @@ from gateway.observe.exposition import Exposition
 from gateway.observe.live import LiveView
 from gateway.observe.loras import LoraUsage
 from gateway.observe.metrics import Metrics
+from gateway.observe.readings import Readings
 from gateway.observe.request_log import RequestLog
 from gateway.observe.timelines import Timelines
 from gateway.schema.fields.sampling import Vocabulary
@@ -176,11 +177,13 @@ def build_service(
     )
     timelines.attach(scheduler)
     tokenizer, store = Words(), open_store(None, StoreLimits())
+    readings = Readings(metrics, scheduler, store.database, request_log, LoraUsage())
     service = Service(
         engine=Engine(scheduler, Metronome(load.rate), clock),
         model=ServedModel(MODEL, 1_700_000_000, "fp", Vocabulary(27, frozenset()), tokenizer, None),
         grammars=GrammarCheck(NoGrammars()),
-        exposition=Exposition(metrics, scheduler, MODEL, store.database, request_log, LoraUsage()),
+        readings=readings,
+        exposition=Exposition(readings, MODEL, clock),
         watch=LoopWatch(clock, metrics.loop_lag),
         clock=clock,
         unix_now=lambda: 1_700_000_000,

@@ -1,5 +1,6 @@
 """Responses with speculation are those without it; predictions are counted in the usage."""
 
+import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -76,7 +77,7 @@ def test_the_metrics_count_drafts() -> None:
     _, rig = replies([chat()], Setting(texts=(WORDS,), speculation=NGRAM))
     assert rig.engine.scheduler.drafter is not None
     counts = rig.engine.scheduler.drafter.counts
-    page = rig.service.exposition.render().decode()
+    page = asyncio.run(rig.service.exposition.render()).decode()
     assert 'vllm:spec_decode_num_accepted_tokens_total{model_name="org/tiny-bytes"} ' in page
     assert counts.num_drafts >= counts.num_accepted == sum(counts.by_position) > 0
     assert counts.by_position == sorted(counts.by_position, reverse=True)

@@ -1,9 +1,15 @@
 """What the observer counts."""
 
 import asyncio
+import shutil
+import subprocess
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from engine.request import Abort
 from engine.step import Direction
+from gateway.observe.metric_table import METRICS
 from gateway.observe.metrics import Histogram
 from tests.gateway.rig import CHAT, STEP, TEXT, Rig, Setting, chat, play, text
 
@@ -59,7 +65,7 @@ def test_what_is_swapped_is_counted_by_kind_direction_tier_and_state() -> None:
                 group.create_task(ask())
             for _ in range(20):
                 await asyncio.sleep(STEP)
-                pages.append(rig.service.exposition.render().decode())
+                pages.append((await rig.service.exposition.render()).decode())
 
     texts = ("abcdefghijklmno",)
     setting = Setting(texts, num_blocks=16, num_host_blocks=100, prefix_cache=False)
@@ -94,7 +100,7 @@ def test_steps_with_an_itl_goal_and_the_cost_models_error_are_shown() -> None:
     tight, wide = pages
     assert f"podway_itl_goal_seconds {STEP / 2}" in tight
     assert 'podway_itl_goal_steps_total{result="met"} 6.0' in wide
-    assert 'podway_cost_model_error{quantile="0.9"}' in wide
+    assert 'podway_cost_model_error{percentile="90"}' in wide
     assert "podway_itl_goal_seconds 0.0" in play_and_read()
 
 
@@ -108,3 +114,73 @@ def play_and_read() -> str:
 
     play(scene)
     return pages[0]
+
+
+UNITS = ("_ms", "_milliseconds", "_minutes", "_kib", "_kilobytes", "_percent")  # not base units
+TYPES = ("counter", "gauge", "histogram", "summary")
+
+
+def test_our_metrics_keep_the_rules_of_prometheus() -> None:
+    """Those of `promtool check metrics`: names, suffixes, units, help and reserved labels."""
+    families = {each.name: each for each in text_string_to_metric_families(play_and_read())}
+    own = [row for row in METRICS if not row.name.startswith("vllm:")]
+    assert own
+    for row in own:
+        name = row.name
+        assert row.help, name
+        assert name == name.lower(), name
+        assert ":" not in name, name
+        assert name.endswith("_total") is (row.kind.name == "COUNTER"), name
+        assert not name.endswith(("_bucket", "_sum", "_count", *UNITS)), name
+        assert not set(name.split("_")) & set(TYPES), name
+        assert not {"quantile", "le", "job", "instance"} & set(row.labels), name
+        assert families[name.removesuffix("_total")].type == row.kind.name.lower()
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs Debian's package prometheus")
+def test_promtool_finds_nothing_wrong_with_our_metrics() -> None:
+    own = [line for line in play_and_read().splitlines() if "vllm:" not in line]
+    page = "\n".join([*own, ""])
+    done = subprocess.run(
+        ["promtool", "check", "metrics"], input=page, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
+
+
+def test_each_metric_is_one_row_of_the_table() -> None:
+    names = [name for row in METRICS for name in (row.name, row.alias) if name]
+    assert len(names) == len(set(names))
+
+
+def test_a_key_sees_its_own_requests_and_an_admin_key_those_of_every_key() -> None:
+    async def scene(rig: Rig) -> None:
+        for key in ("k1", "k2"):
+            async with rig.client.post(CHAT, chat(), {"x-api-key": key}) as exchange:
+                await exchange.json()
+        seen = {}
+        for key in ("k1", "k3", "a"):
+            async with rig.client.get("/metrics", {"x-api-key": key}) as exchange:
+                page = (await exchange.read()).decode()
+            lines = [line for line in page.splitlines() if line.startswith("podway_key_requests")]
+            seen[key] = {line.partition('key="')[2].partition('"')[0] for line in lines}
+            assert "podway_requests_total" in page
+        assert seen == {"k1": {"alice"}, "k3": set(), "a": {"alice", "bob", "eve"}}
+
+    play(scene, Setting(keys=("alice=k1", "bob=k2", "eve=k3"), admin_keys=("root=a",)))
+
+
+def test_readers_share_one_page_per_tick_that_is_never_older_than_their_question() -> None:
+    async def scene(rig: Rig) -> None:
+        async def read() -> bytes:
+            async with rig.client.get("/metrics") as exchange:
+                return await exchange.read()
+
+        first = await read()
+        async with rig.client.get("/nowhere") as exchange:
+            await exchange.read()
+        pages = await asyncio.gather(*(read() for _ in range(20)))
+        assert b'path="other"' not in first
+        assert b'path="other"' in pages[0]
+        assert set(pages) == {pages[0]}
+
+    play(scene)

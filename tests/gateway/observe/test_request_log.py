@@ -165,10 +165,10 @@ def test_metrics_count_requests_by_route_and_by_key() -> None:
                 await exchange.read()
         async with rig.client.send("BREW", "/v1/models", headers=key) as exchange:
             await exchange.read()
-        async with rig.client.get("/metrics", key) as exchange:
+        async with rig.client.get("/metrics", {"x-api-key": "a"}) as exchange:
             pages.append((await exchange.read()).decode())
 
-    play(scene, Setting(keys=("alice=k",)))
+    play(scene, Setting(keys=("alice=k",), admin_keys=("root=a",)))
     counts = dict(re.findall(r"^podway_((?:http|key)_[^ ]*) ([0-9.]+)$", pages[0], re.M))
     assert counts == {
         f'http_requests_total{{method="POST",path="{CHAT}",status="200"}}': "1.0",

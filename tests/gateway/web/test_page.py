@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from gateway.observe.live import LiveView
 from tests.gateway.rig import CHAT, STEP, TEXT, Rig, Setting, chat, play, text
 
 HTML = {"accept": "text/html,*/*"}
@@ -76,6 +77,30 @@ def test_the_live_view_shows_iterations_requests_and_kv() -> None:
         assert len(numbers) >= int(12 * 0.1 / STEP) - 1
 
     play(scene)
+
+
+def test_the_state_is_made_once_per_tick_for_all_watchers(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[float] = []
+    snapshot = LiveView.snapshot
+
+    def count(self: LiveView, *args: Any) -> dict[str, Any]:
+        made.append(args[-1])
+        return snapshot(self, *args)
+
+    monkeypatch.setattr(LiveView, "snapshot", count)
+
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(TEXT, text(max_tokens=20, ignore_eos=True)) as exchange:
+            found = await asyncio.gather(*(snapshots(rig, 12) for _ in range(5)))
+            await exchange.json()
+        numbers = [
+            [each["number"] for one in watched for each in one["iterations"]] for watched in found
+        ]
+        assert numbers[0]
+        assert all(each == numbers[0] for each in numbers)
+
+    play(scene)
+    assert len(made) <= 13
 
 
 def test_nothing_is_recorded_while_nobody_watches() -> None:

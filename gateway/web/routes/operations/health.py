@@ -40,7 +40,7 @@ async def ready(http: "HttpRequest") -> Response:
 
 
 async def metrics(http: "HttpRequest") -> Response:
-    """All metrics in the Prometheus text format."""
-    service = service_of(http)
-    headers = caller_of(http).headers(service.clock())
-    return Response(service.exposition.render(), headers=headers, media_type=CONTENT_TYPE)
+    """All metrics in the Prometheus text format. Requests of other API keys are for admin keys."""
+    service, caller = service_of(http), caller_of(http)
+    page = await service.exposition.render(None if caller.is_admin else caller.tenant)
+    return Response(page, headers=caller.headers(service.clock()), media_type=CONTENT_TYPE)

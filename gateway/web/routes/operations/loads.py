@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 
 import orjson
 
-from engine.request import State
 from gateway.generation.reply import json_response
 from gateway.service import caller_of, service_of
 
@@ -19,10 +18,10 @@ async def loads(http: "HttpRequest") -> "Response":
     service = service_of(http)
     scheduler = service.engine.scheduler
     pool, ledger, settings = scheduler.pool, scheduler.ledger, scheduler.settings
-    running, waiting = pool.num_admitted, pool.count(State.WAITING)
-    used = (ledger.num_held + ledger.num_moving) * ledger.block_size
+    running, waiting = pool.num_admitted, service.readings.num_waiting
+    used = service.readings.num_used_blocks * ledger.block_size
     usage = used / ledger.num_slots
-    hits, tokens = service.exposition.prefix_tokens
+    prefix_tokens = service.readings.prefix_tokens
     load = {
         "dp_rank": 0,
         "num_running_reqs": running,
@@ -33,7 +32,7 @@ async def loads(http: "HttpRequest") -> "Response":
         "max_total_num_tokens": ledger.num_slots,
         "token_usage": usage,
         "gen_throughput": scheduler.cost.tokens_per_second if running else 0.0,
-        "cache_hit_rate": hits / tokens if tokens else 0.0,
+        "cache_hit_rate": prefix_tokens["hit"] / max(1, sum(prefix_tokens.values())),
         "utilization": running / settings.max_batch_size,
         "max_running_requests": settings.max_batch_size,
     }

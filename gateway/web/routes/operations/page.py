@@ -1,7 +1,6 @@
 """`GET /`: the web page, and its files below `/page/`; `GET /admin/live`: the engine's live
 state."""
 
-import asyncio
 from functools import cache, partial
 from importlib import resources
 from pathlib import PurePosixPath
@@ -12,6 +11,7 @@ from starlette.responses import Response
 
 from gateway.errors import PathNotFound
 from gateway.generation.reply import unless_disconnected
+from gateway.observe.ticked import Ticked
 from gateway.service import caller_of, service_of
 
 if TYPE_CHECKING:
@@ -44,7 +44,6 @@ TEXT = """Podway serves {model} over OpenAI's API.
 
 In a browser this address is a chat and a live view of the engine. API reference: {base}/docs
 """
-TICK_SECONDS = 0.1
 
 
 async def index(http: "HttpRequest") -> Response:
@@ -83,14 +82,26 @@ def _files() -> dict[str, bytes]:
 
 async def live(http: "HttpRequest") -> "LiveStream":
     """Server-sent events with the engine's state, at most ten a second, until the client leaves."""
-    return LiveStream(service_of(http), caller_of(http).headers(service_of(http).clock()))
+    service = service_of(http)
+    return LiveStream(service, http.app.state.live, caller_of(http).headers(service.clock()))
+
+
+def live_state(service: "Service") -> Ticked[bytes]:
+    """The engine's state as JSON, made at most once per tick for all readers."""
+
+    def make() -> bytes:
+        lag, now = service.watch.last_lag, service.clock()
+        return orjson.dumps(service.live.snapshot(service.engine, service.readings, lag, now))
+
+    return Ticked(make, service.clock)
 
 
 class LiveStream:
     """An ASGI response: one snapshot per tick. It ends when the server begins to shut down."""
 
-    def __init__(self, service: "Service", headers: dict[str, str]) -> None:
+    def __init__(self, service: "Service", state: Ticked[bytes], headers: dict[str, str]) -> None:
         self._service = service
+        self._state = state
         self._headers = headers | {
             "content-type": "text/event-stream",
             "cache-control": "no-store",
@@ -105,13 +116,12 @@ class LiveStream:
             await unless_disconnected(receive, partial(self._stream, send), lambda: None)
 
     async def _stream(self, send: "Send") -> None:
-        service = self._service
-        since = service.live.last_number
+        service, view = self._service, self._service.live
+        since = view.last_number
         while not service.engine.is_draining:
-            now, lag = service.clock(), service.watch.last_lag
-            snapshot = service.live.snapshot(service.engine, since, lag, now)
-            since = service.live.last_number
-            event = b"data: " + orjson.dumps(snapshot) + b"\n\n"
+            state = await self._state.get()  # once per tick
+            iterations = view.newer(since)
+            since = view.last_number
+            event = b"data: " + state[:-1] + b',"iterations":' + iterations + b"}\n\n"
             await send({"type": "http.response.body", "body": event, "more_body": True})
-            await asyncio.sleep(TICK_SECONDS)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
