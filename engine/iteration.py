@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from engine.request import Request
-    from engine.step import BlockMove, Fault, Step, StepResult, Tier, TokenLogprobs
+    from engine.step import BlockMove, Step, StepResult, Tier, TokenLogprobs
 
 T = TypeVar("T")
 
@@ -37,21 +37,13 @@ class Iteration:
     loads: "tuple[Load, ...]" = ()
     itl_goal: float = inf
 
-    def rows_without_token(self, result: "StepResult") -> "dict[Request, Fault | None]":
-        """The requests for which `result` has no token: with their fault, or None if late."""
-        if not result.late and not result.faults:
-            return {}
-        rows: dict[Request, Fault | None] = {self.requests[row]: None for row in result.late}
-        rows.update((self.requests[fault.entry], fault) for fault in result.faults)
-        return rows
-
     def results(self, result: "StepResult") -> "EntryResults":
         """What `result` has for each of the entries."""
         tokens: Sequence[int | None] = result.tokens
         logprobs: Sequence[TokenLogprobs | None] = result.logprobs
-        accepted: dict[Request, tuple[SampledToken, ...]] = {}
+        drafted: dict[Request, tuple[SampledToken, ...]] = {}
         if result.num_accepted:
-            first, accepted = self._accepted(result)
+            first, drafted = self._drafted(result)
             tokens, logprobs = zip(*first, strict=True)
         num_entries = len(self.requests)
         if len(tokens) < num_entries:
@@ -63,38 +55,38 @@ class Iteration:
             rows = zip(self.step.entries, self.requests, strict=True)
             pooled = [request for entry, request in rows if entry.pooling is not None]
             vectors = dict(zip(pooled, result.vectors, strict=True))
-        return EntryResults(tokens, logprobs, accepted, vectors)
+        return EntryResults(tokens, logprobs, drafted, vectors)
 
     def _by_entry(self, values: "Sequence[T | None]") -> "Sequence[T | None]":
         """One value for each entry: None for those that sample no token."""
         left = iter(values)
         return [None if entry.sample is None else next(left) for entry in self.step.entries]
 
-    def _accepted(
+    def _drafted(
         self, result: "StepResult"
     ) -> "tuple[list[SampledToken], dict[Request, tuple[SampledToken, ...]]]":
-        """The first token of each entry that samples, and the tokens behind it of those with
-        drafts."""
+        """The first token of each entry that samples, and all tokens of those with drafts."""
         pairs = zip(result.tokens, result.logprobs or repeat(None), strict=False)
         tokens = starmap(SampledToken, pairs)
         num_accepted = iter(result.num_accepted)
         first: list[SampledToken] = []
-        behind: dict[Request, tuple[SampledToken, ...]] = {}
+        drafted: dict[Request, tuple[SampledToken, ...]] = {}
         for entry, request in zip(self.step.entries, self.requests, strict=True):
             if entry.sample is not None:
                 first.append(next(tokens))
             if entry.num_drafts:
-                behind[request] = tuple(islice(tokens, next(num_accepted)))
-        return first, behind
+                drafted[request] = (first[-1], *islice(tokens, next(num_accepted)))
+        return first, drafted
 
 
 class EntryResults(NamedTuple):
     """The first token of each entry and its log-probabilities, None if it samples none; the tokens
-    behind it of requests with drafts; the vectors of requests that are pooled."""
+    of requests with drafts: the first one, and one for each accepted draft; the vectors of requests
+    that are pooled."""
 
     tokens: "Sequence[int | None]"
     logprobs: "Sequence[TokenLogprobs | None]"
-    accepted: "dict[Request, tuple[SampledToken, ...]]"
+    drafted: "dict[Request, tuple[SampledToken, ...]]"
     vectors: "dict[Request, bytes]"
 
 

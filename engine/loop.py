@@ -150,12 +150,12 @@ class Engine:
 
     def check_fits(self, prompt_len: int, max_tokens: int) -> None:
         """Raise `ContextTooLong` if so many tokens exceed the context or the KV cache."""
-        self.scheduler.check_fits(prompt_len, max_tokens)
+        self.scheduler.arrivals.check_fits(prompt_len, max_tokens)
 
     def check_group(self, prompt_lens: "Sequence[int]") -> None:
         """Raise `InvalidRequest` if the queue can never hold requests with prompts of these lengths
         at once."""
-        self.scheduler.check_group(prompt_lens)
+        self.scheduler.arrivals.check_group(prompt_lens)
 
     def stream(self, spec: RequestSpec) -> TokenStream:
         """The output of a new request, which is added when the stream's `with` is entered."""

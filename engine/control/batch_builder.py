@@ -34,7 +34,7 @@ class BatchBuilder:
     def __init__(
         self, step_id: StepId, seats: int, tokens: int, ahead: "dict[Request, None]"
     ) -> None:
-        self._step_id = step_id
+        self.step_id = step_id
         self.seats = seats
         self.tokens_left = tokens
         self.ahead = ahead
@@ -132,7 +132,7 @@ class BatchBuilder:
         rows = self.decodes + self.prefills
         entries = tuple([entry for _, entry in rows])
         requests = tuple([request for request, _ in rows])
-        step = Step(self._step_id, entries, swaps.moves)
+        step = Step(self.step_id, entries, swaps.moves)
         return Iteration(step, requests, swaps.requests, swaps.saves, swaps.loads, itl_goal)
 
     def _sample_spec(self, request: "Request") -> SampleSpec:
@@ -142,9 +142,9 @@ class BatchBuilder:
         KV. Later the worker has it, unless it has forgotten a request that long did not run.
         """
         spec, sampled_at = request.spec, request.sampled_at
-        is_kept = sampled_at is not None and self._step_id - sampled_at <= OUTPUT_KEPT_STEPS
+        is_kept = sampled_at is not None and self.step_id - sampled_at <= OUTPUT_KEPT_STEPS
         if request.continuing_sample is not None and is_kept and not self._may_be_late(request):
-            request.sampled_at = self._step_id
+            request.sampled_at = self.step_id
             return request.continuing_sample
         sampling = spec.sampling
         reads_output = sampling.reads_output or spec.grammar is not None
@@ -155,7 +155,7 @@ class BatchBuilder:
         banned = tuple(sorted(spec.end_ids if is_early else spec.avoided_ids))
         if not reads_output:
             return SampleSpec(sampling, banned, logprobs=spec.logprobs)
-        request.sampled_at = self._step_id
+        request.sampled_at = self.step_id
         end_ids = tuple(sorted(spec.end_ids)) if spec.grammar is not None else ()
         may_be_late = self._may_be_late(request)
         if is_kept:

@@ -51,7 +51,20 @@ class BatchPlanner:
         window = settings.prefix_first
         self._prefix_first = PrefixFirst(window, kv.search) if window else None
 
-    def fill(self, batch: "BatchBuilder", now: float) -> None:
+    def plan(self, batch: "BatchBuilder", now: float) -> None:
+        """Fill a batch. If it stays empty and requests wait until more of their prefixes is hashed,
+        go on hashing."""
+        self._admission.begin_plan()
+        self._kv.search.begin_plan()
+        self.step_time.begin_plan(now)
+        self._fill(batch, now)
+        while batch.is_empty and batch.is_deferred:
+            batch.is_deferred = False
+            batch.background = None
+            self._kv.search.begin_plan()
+            self._fill(batch, now)
+
+    def _fill(self, batch: "BatchBuilder", now: float) -> None:
         """Take requests in the policy's order; when no more may be admitted, only started ones."""
         order = self._pool.policy.order(now)
         if self._prefix_first is not None:

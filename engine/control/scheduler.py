@@ -8,39 +8,31 @@ is admitted before it. KV may grow block by block; requests are preempted if blo
 from typing import TYPE_CHECKING
 
 from engine.control.admission import AdmissionControl, AdmissionSettings, SwapMode
+from engine.control.arrivals import Arrivals
 from engine.control.batch_builder import BatchBuilder
 from engine.control.batch_planner import BatchPlanner
-from engine.control.draft_planner import add_drafts
 from engine.control.lifecycle import Lifecycle
+from engine.control.proposals import Proposals
+from engine.control.results import StepResults
 from engine.control.settings import SchedulerSettings
 from engine.control.swap_planner import SwapPlanner
 from engine.cost.live import LiveCost
 from engine.cost.model import UNMEASURED
-from engine.errors import (
-    ContextTooLong,
-    EngineError,
-    InvalidRequest,
-    NoAllowedToken,
-    Overloaded,
-    RowFailed,
-)
 from engine.events import NullObserver, Observer, ObserverGroup
-from engine.iteration import Delivery, Iteration, SampledToken
+from engine.iteration import Delivery, Iteration
 from engine.kv.manager import IDLE_SAVES_PER_STEP, SAVES_PER_STEP, KVManager
 from engine.pool import RequestPool
-from engine.request import Abort, FinishReason, Move, Request, RequestSpec, State
-from engine.step import RequestId, Step, StepId
+from engine.request import Abort, Request, RequestSpec
+from engine.step import Step, StepId
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Container, Iterable, Iterator, Sequence
+    from collections.abc import Collection
 
+    from engine.errors import EngineError
     from engine.kv.ledger import KVLedger
     from engine.policy.port import Policy
     from engine.speculation.drafter import Drafter
-    from engine.step import Fault, StepEntry, StepResult
-
-
-WAITING, LEAVING, COMMIT = State.WAITING, State.LEAVING, Move.COMMIT  # bound once (engine.pool)
+    from engine.step import StepResult
 
 
 class IterationScheduler:
@@ -73,8 +65,10 @@ class IterationScheduler:
         )
         ends = observer if drafter is None else ObserverGroup(observer, drafter)
         self.lifecycle = Lifecycle(self.kv, self.pool, ends, settings.max_crashes)
+        self.arrivals = Arrivals(settings, self.kv, self.pool, self.cost)
+        self._proposals = Proposals(drafter, self.kv, self.pool, settings)
+        self._results = StepResults(self.kv, self.pool, self.lifecycle, self._proposals)
         self.looks_ahead = True  # whether `plan` may be called with an iteration in flight
-        self._next_request_id = 0
         self._next_step_id = 0
 
     def __repr__(self) -> str:
@@ -97,54 +91,14 @@ class IterationScheduler:
 
     # Arrivals
 
-    def check_fits(self, prompt_len: int, max_tokens: int) -> None:
-        """Raise `ContextTooLong` if so many tokens exceed the context or the KV cache."""
-        limit = self.settings.max_model_len
-        if prompt_len + max_tokens > limit:
-            raise ContextTooLong(prompt_len, max_tokens, limit, "maximum context length")
-        if prompt_len + max(0, max_tokens - 1) > self.ledger.longest_request:
-            most = self.ledger.longest_request
-            raise ContextTooLong(prompt_len, max_tokens, most, "KV cache size")
-
-    def check_group(self, prompt_lens: "Sequence[int]") -> None:
-        """Raise `InvalidRequest` if the queue can never hold requests with prompts of these lengths
-        at once."""
-        num_requests, num_tokens = len(prompt_lens), sum(prompt_lens)
-        bound, tokens = self.settings.max_queue_requests, self.settings.max_queue_tokens
-        if num_requests > bound or (num_requests > 1 and num_tokens > tokens):
-            raise InvalidRequest(
-                f"The request has {num_requests} choices with {num_tokens} prompt tokens in "
-                f"all; the queue holds at most {bound} requests and {tokens} tokens."
-            )
-
     def add(self, spec: RequestSpec, now: float) -> Request:
         """Accept a request. Raises `ContextTooLong`, `Overloaded`, or, if it cannot meet its
         deadline, `DeadlineUnmeetable` or `InvalidRequest`; then nothing is changed."""
-        assert spec.prompt, "a prompt has at least one token"
-        assert (spec.max_tokens == 0) == spec.is_pooling, "max_tokens is 0 only without output"
-        self.check_fits(len(spec.prompt), spec.max_tokens)
-        self._check_queue(len(spec.prompt))
-        request = Request(RequestId(self._next_request_id), spec, arrived_at=now)
-        has_deadline = spec.ttft_deadline is not None or spec.deadline is not None
-        num_tokens = self.kv.num_to_compute(request) if has_deadline else len(spec.prompt)
-        self.policy.validate(spec, num_tokens, now)
-        self._next_request_id += 1
-        self.pool.add(request)
-        self.policy.arrive(request, now)
+        request = self.arrivals.accept(spec, now)
         self._swap_planner.arrive(request)
         self._planner.step_time.watch(request)
         self._observer.arrived(request, now)
         return request
-
-    def _check_queue(self, prompt_len: int) -> None:
-        waiting = self.pool.count(WAITING) - self.pool.num_background_waiting
-        tokens = self.pool.waiting_tokens - self.pool.background_waiting_tokens
-        too_many = waiting >= self.settings.max_queue_requests
-        if too_many or (waiting and tokens + prompt_len > self.settings.max_queue_tokens):
-            raise Overloaded(
-                f"The queue is full: {waiting} requests with {tokens} tokens are waiting.",
-                retry_after=self.cost.seconds_for(tokens),
-            )
 
     def may_start_in_time(self, request: Request) -> bool:
         """Whether the ITL goals would be met with this waiting request as one more decode."""
@@ -170,35 +124,12 @@ class IterationScheduler:
         the token being sampled is known to be their last. For them the worker continues with the
         token that it samples in that iteration.
         """
-        ahead: dict[Request, None] = {}  # in the order of their entries
-        if oldest is not None:  # KV that is being loaded might not be readable
-            loading = {load.request for load in oldest.loads}
-            may_go = (r for r in oldest.requests if r.may_go_ahead and r not in loading)
-            ahead = dict.fromkeys(may_go)
-        if oldest is not None and self.drafter is not None and self.drafter.is_active and ahead:
-            for request in self.drafter.waiting(oldest, ahead):
-                del ahead[request]
-        settings = self.settings
-        batch = BatchBuilder(
-            StepId(self._next_step_id), settings.max_batch_size, settings.max_batch_tokens, ahead
-        )
-        batch.looks_ahead = self.looks_ahead
-        batch.has_suspect = self.lifecycle.has_suspect_in_flight
-        batch.least_crashes = self.lifecycle.least_crashes
-        self.admission.begin_plan()
-        self.kv.search.begin_plan()
-        self._planner.step_time.begin_plan(now)
-        self._planner.fill(batch, now)
-        while batch.is_empty and batch.is_deferred:  # only requests whose prefix is looked for
-            batch.is_deferred = False
-            batch.background = None
-            self.kv.search.begin_plan()
-            self._planner.fill(batch, now)
+        ahead = self._may_go_ahead(oldest) if oldest is not None else {}
+        batch = self._new_batch(ahead)
+        self._planner.plan(batch, now)
         if not batch.is_empty:
             self._swap_planner.order_moves(now)
-            drafter = self.drafter
-            if drafter is not None and drafter.is_active and not batch.has_prefills:
-                add_drafts(batch, drafter, self.kv, self.pool, settings)
+            self._proposals.add_to(batch)
             self.kv.save(SAVES_PER_STEP)
         swaps = self.kv.collect_swaps()
         if batch.is_empty:
@@ -206,12 +137,27 @@ class IterationScheduler:
             if self.pool:
                 self._observer.idled(now)
             return None
-        iteration = batch.iteration(swaps, self._planner.step_time.goal(batch))
         self._next_step_id += 1
-        if self.drafter is not None and self.drafter.is_active:
-            self.drafter.sent(iteration)
+        iteration = batch.iteration(swaps, self._planner.step_time.goal(batch))
         self._observer.planned(iteration, now)
         return iteration
+
+    def _may_go_ahead(self, oldest: Iteration) -> dict[Request, None]:
+        """The requests that may be planned ahead of an iteration in flight, in the order of its
+        entries. KV that it loads might not be readable."""
+        loading = {load.request for load in oldest.loads}
+        may_go = (r for r in oldest.requests if r.may_go_ahead and r not in loading)
+        ahead = dict.fromkeys(may_go)
+        self._proposals.hold_back(oldest, ahead)
+        return ahead
+
+    def _new_batch(self, ahead: dict[Request, None]) -> BatchBuilder:
+        settings, step_id = self.settings, StepId(self._next_step_id)
+        batch = BatchBuilder(step_id, settings.max_batch_size, settings.max_batch_tokens, ahead)
+        batch.looks_ahead = self.looks_ahead
+        batch.has_suspect = self.lifecycle.has_suspect_in_flight
+        batch.least_crashes = self.lifecycle.least_crashes
+        return batch
 
     def save(self) -> Iteration | None:
         """An iteration that saves cached blocks in the tiers below, if any; no request is live."""
@@ -232,139 +178,21 @@ class IterationScheduler:
         A request with a fault fails, and one that is pooled finishes; both are returned without a
         token. A late request computes the last of its tokens again in a later iteration.
         """
-        tokens, logprobs, accepted, vectors = iteration.results(result)
-        without_token = iteration.rows_without_token(result)
-        deliveries: list[Delivery] = []
-        new = tuple.__new__  # in place of Delivery(…), which takes twice as long
-        count, publish, seconds = self.policy.ran, self.kv.publish, result.seconds
-        block_size, keeps_all, move = self.kv.block_size, self.kv.keeps_all, self.pool.move
         self.lifecycle.num_committed += 1
-        unread = self._apply_extras(iteration, result, now)
-        rows = zip(iteration.step.entries, iteration.requests, tokens, logprobs, strict=True)
-        for entry, request, token, scores in rows:
-            request.num_in_flight -= 1
-            fault = without_token.get(request) if without_token else None
-            if request.state is LEAVING or fault is not None or request in unread:
-                deliveries += self._drop_row(request, unread, fault, now)
-                continue
-            num_tokens = len(entry.tokens)
-            if entry.num_drafts:
-                num_tokens = self._settle_drafts(request, entry, len(accepted[request]))
-            request.num_computed = num_computed = entry.start + num_tokens
-            count(request, num_tokens, seconds, now)
-            if token is None or request in without_token:
-                is_late = request in without_token
-                deliveries += self._without_token(request, vectors.get(request), is_late=is_late)
-            else:
-                self._produce(request, token, now)
-                deliveries.append(new(Delivery, (request, token, scores)))
-                if accepted:
-                    deliveries += self._deliver(request, accepted.get(request, ()))
-            if num_computed % block_size < num_tokens or not keeps_all:  # a block is full
-                publish(request, entry.start)
-            if request.finish is not None:
-                self.lifecycle.leave(request, now)
-            elif not request.num_in_flight:
-                move(request, COMMIT)
-        self._forget_late(without_token)
-        self._learn(iteration, result, now)
+        deliveries = self._results.apply(iteration, result, now)
+        self._proposals.committed(iteration, result, now)
+        self.cost.observe(iteration.step, result.seconds - result.proposal_seconds)
         self._observer.committed(iteration, result.seconds, now)
         return deliveries
-
-    def _learn(self, iteration: Iteration, result: "StepResult", now: float) -> None:
-        """Learn what the step and its proposals cost, and keep the proposals."""
-        if self.drafter is not None:
-            self.drafter.iteration_took(iteration, result, now)
-        self.cost.observe(iteration.step, result.seconds - result.proposal_seconds)
-
-    def _drop_row(
-        self, request: Request, unread: "Container[Request]", fault: "Fault | None", now: float
-    ) -> list[Delivery]:
-        """An entry whose result is not needed, was computed from KV that could not be read, or has
-        a fault, with which its request fails."""
-        if request.state is LEAVING:
-            self.lifecycle.iteration_returned(request, now)
-        elif request in unread:
-            self.kv.forget(request)
-        elif fault is not None:
-            self.lifecycle.fail(request, _error_of(fault), now)
-            return [Delivery(request, None)]
-        return []
-
-    def _without_token(
-        self, request: Request, vector: bytes | None, *, is_late: bool
-    ) -> list[Delivery]:
-        """An entry that has sampled no token: it was late, pooled, or a chunk of a prompt. A late
-        request computes the last of its tokens again."""
-        if is_late:
-            request.was_late()
-            if self.kv.states is None:
-                request.reset_to(request.num_computed - 1)
-        elif vector is not None:
-            request.vector, request.finish = vector, FinishReason.STOP
-            return [Delivery(request, None)]
-        return []
-
-    def _forget_late(self, rows: "dict[Request, Fault | None]") -> None:
-        """A recurrent state has gone past the token to compute again: a late request of a model
-        with such states waits again, to start behind its newest snapshot."""
-        for request, fault in rows.items():
-            if self.kv.states is not None and fault is None and request.state is State.READY:
-                self.kv.forget(request)
 
     def saved(self, iteration: Iteration) -> None:
         """An iteration of `save` has returned."""
         self.kv.finish_swaps(iteration)
 
-    def _settle_drafts(self, request: Request, entry: "StepEntry", num_accepted: int) -> int:
-        """The request goes on behind its accepted drafts; no iteration was planned behind them.
-        Returns the number of tokens whose KV the entry has computed."""
-        assert not request.num_in_flight, "no iteration is planned behind drafts"
-        request.num_planned = entry.start + 1 + num_accepted
-        if self.drafter is not None:
-            self.drafter.returned(request, entry.num_drafts, num_accepted)
-        return 1 + num_accepted
-
-    def _deliver(self, request: Request, tokens: "Iterable[SampledToken]") -> "Iterator[Delivery]":
-        """The tokens behind the entry's first one, up to the one that ends the request."""
-        for token, scores in tokens:
-            if request.finish is None:
-                request.append(token)
-                yield Delivery(request, token, scores)
-
-    def _apply_extras(
-        self, iteration: Iteration, result: "StepResult", now: float
-    ) -> "Container[Request]":
-        """Apply what few iterations have: KV moves and log-probabilities of prompts. Returns the
-        requests whose KV could not be read."""
-        if iteration.step.moves or iteration.saves:
-            for leaving in self.kv.finish_swaps(iteration):
-                self.lifecycle.iteration_returned(leaving, now)
-        if result.prompt_logprobs:
-            for request, scores in zip(iteration.requests, result.prompt_logprobs, strict=True):
-                request.prompt_logprobs += scores
-        if not iteration.loads:
-            return ()
-        unread = self.kv.copies.finish_loads(iteration, result.unread, result.unread_states)
-        for request in unread:
-            if request.state is State.READY:  # it had no entry
-                self.kv.forget(request)
-        return unread
-
-    def _produce(self, request: Request, token: int, now: float) -> None:
-        request.num_pending -= 1
-        if request.num_crashes:
-            self.lifecycle.clear(request)
-        request.last_token_at = now
-        if request.first_token_at is None:
-            request.first_token_at = now
-        request.append(token)
-
-    def fail(self, iteration: Iteration, error: EngineError, now: float) -> list[Request]:
+    def fail(self, iteration: Iteration, error: "EngineError", now: float) -> list[Request]:
         """An iteration raised an error: its requests fail. Returns them."""
         self._observer.failed(iteration, now)
-        if self.drafter is not None:
-            self.drafter.dropped(iteration)
+        self._proposals.dropped(iteration)
         self.lifecycle.num_committed += 1
         for leaving in self.kv.abandon_swaps(iteration):
             self.lifecycle.iteration_returned(leaving, now)
@@ -375,7 +203,7 @@ class IterationScheduler:
 
     # Ends from outside
 
-    def fail_all(self, error: EngineError, now: float) -> list[Request]:
+    def fail_all(self, error: "EngineError", now: float) -> list[Request]:
         """End all requests with an error, because none can be served any more. Returns them."""
         return self.lifecycle.fail_all(error, now)
 
@@ -392,7 +220,3 @@ class IterationScheduler:
         """End the requests whose deadline has passed; those in flight end at their commit. Returns
         them."""
         return self.lifecycle.expire(now)
-
-
-def _error_of(fault: "Fault") -> EngineError:
-    return NoAllowedToken(fault.message) if fault.is_caller_error else RowFailed(fault.message)

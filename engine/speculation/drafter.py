@@ -307,11 +307,11 @@ class Drafter(NullObserver):
         if self._draft_model is not None:
             self._draft_model.lost()
 
-    def sent(self, iteration: "Iteration") -> None:
-        """Remember an iteration with drafts or proposals."""
+    def sent(self, step_id: "StepId") -> None:
+        """A step was planned; it is remembered if it has drafts or proposals."""
         if self._speculates:
             self._speculates = False
-            self._in_flight.add(iteration.step.step_id)
+            self._in_flight.add(step_id)
 
     def dropped(self, iteration: "Iteration") -> None:
         """Forget an iteration that raised an error."""

@@ -110,9 +110,9 @@ def test_no_iteration_is_planned_ahead_of_a_vector() -> None:
 
 def test_a_prompt_may_fill_the_context() -> None:
     scheduler = a_scheduler(FirstComeFirstServed(), max_model_len=10, num_slots=10)
-    scheduler.check_fits(10, 0)
+    scheduler.arrivals.check_fits(10, 0)
     with pytest.raises(ContextTooLong, match="is 10 tokens, but the input has 11"):
-        scheduler.check_fits(11, 0)
+        scheduler.arrivals.check_fits(11, 0)
 
 
 def an_encoders_scheduler(**bounds: object) -> IterationScheduler:

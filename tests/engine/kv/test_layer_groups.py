@@ -144,9 +144,9 @@ def test_the_longest_request_that_fits_alone(
 
 def test_a_request_that_never_fits_is_rejected_with_the_size_of_the_cache() -> None:
     scheduler = make(None, 6, num_blocks=30)
-    scheduler.check_fits(40, 5)
+    scheduler.arrivals.check_fits(40, 5)
     with pytest.raises(ContextTooLong, match="44"):
-        scheduler.check_fits(40, 6)
+        scheduler.arrivals.check_fits(40, 6)
 
 
 def test_names_of_different_groups_differ() -> None:

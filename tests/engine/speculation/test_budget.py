@@ -115,7 +115,7 @@ def test_wrong_drafts_that_the_cost_model_calls_free_lose_little(slowdown: float
             entry = a_step(number).step.entries[0]
             found = drafter.choose([(request, entry)], 100)
         iteration = a_step(number, len(found.get(0, ())))
-        drafter.sent(iteration)
+        drafter.sent(iteration.step.step_id)
         seconds = STEP * (slowdown if found else 1.0)
         lost += seconds - STEP
         now += seconds
@@ -135,7 +135,7 @@ def test_an_inactive_drafter_is_asked_again_when_the_budget_allows() -> None:
         iteration = a_step(number)
         if drafter.is_active:
             drafter.choose([(iteration.requests[0], iteration.step.entries[0])], 100)
-        drafter.sent(iteration)
+        drafter.sent(iteration.step.step_id)
         result = StepResult(StepId(number), (7,), STEP)
         drafter.iteration_took(iteration, result, STEP * number)
         num_asked.append(proposer.num_asked)

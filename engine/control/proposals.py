@@ -1,0 +1,100 @@
+"""Proposals: all that the scheduler does for speculation, in one object.
+
+A plan asks which requests wait for their drafts instead of being planned ahead, and adds drafts to
+the decodes of its batch, from the tokens and KV blocks that are left over. A commit reports which
+drafts were accepted, and what the iteration took. Without a drafter nothing is done.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from engine.control.batch_builder import BatchBuilder
+    from engine.control.settings import SchedulerSettings
+    from engine.iteration import Iteration
+    from engine.kv.manager import KVManager
+    from engine.pool import RequestPool
+    from engine.request import Request
+    from engine.speculation.drafter import Drafter
+    from engine.step import StepResult
+
+
+class Proposals:
+    """Passes drafts between a drafter, which may be None, and the scheduler's iterations."""
+
+    def __init__(
+        self,
+        drafter: "Drafter | None",
+        kv: "KVManager",
+        pool: "RequestPool",
+        settings: "SchedulerSettings",
+    ) -> None:
+        self._drafter = drafter
+        self._kv = kv
+        self._pool = pool
+        self._max_seconds = settings.max_step_seconds
+
+    def hold_back(self, oldest: "Iteration", ahead: "dict[Request, None]") -> None:
+        """Remove from `ahead`, the requests that could be planned ahead of the `oldest` iteration,
+        those that wait until their drafts are known."""
+        drafter = self._drafter
+        if drafter is not None and drafter.is_active and ahead:
+            for request in drafter.waiting(oldest, ahead):
+                del ahead[request]
+
+    def add_to(self, batch: "BatchBuilder") -> None:
+        """Give the decodes of a complete batch drafts, and let the draft model propose tokens
+        behind them. One free block is left for each started request to grow into."""
+        drafter = self._drafter
+        if drafter is None or not drafter.is_active:
+            return
+        if not batch.has_prefills:
+            self._add_drafts(batch, drafter)
+        drafter.sent(batch.step_id)
+
+    def _add_drafts(self, batch: "BatchBuilder", drafter: "Drafter") -> None:
+        kv, max_seconds = self._kv, self._max_seconds
+        spare = _SpareBlocks(kv, len(self._pool.started))
+        for index, drafts in drafter.choose(batch.decodes, batch.tokens_left, max_seconds).items():
+            drafts = drafts[: kv.most_drafts(len(drafts))]
+            if drafts and spare.take(batch.decodes[index][0], len(drafts)):
+                batch.add_drafts(index, drafts, kv)
+        for index, spec in drafter.proposals(batch.decodes, batch.tokens_left, max_seconds).items():
+            request, _ = batch.decodes[index]
+            if spec.num_tokens == 0 or spare.take(request, spec.num_tokens):
+                batch.add_proposal(index, spec, kv)
+                drafter.will_propose(request, spec)
+
+    def returned(self, request: "Request", num_drafts: int, num_accepted: int) -> None:
+        """The drafts of a request were verified."""
+        if self._drafter is not None:
+            self._drafter.returned(request, num_drafts, num_accepted)
+
+    def committed(self, iteration: "Iteration", result: "StepResult", now: float) -> None:
+        """The result was applied: keep what the draft model proposed, and learn what it took."""
+        if self._drafter is not None:
+            self._drafter.iteration_took(iteration, result, now)
+
+    def dropped(self, iteration: "Iteration") -> None:
+        """The iteration raised an error."""
+        if self._drafter is not None:
+            self._drafter.dropped(iteration)
+
+
+class _SpareBlocks:
+    """The free blocks that drafts may take."""
+
+    def __init__(self, kv: "KVManager", num_started: int) -> None:
+        self._kv = kv
+        self._num_left = kv.num_free - num_started
+
+    def take(self, request: "Request", num_slots: int) -> bool:
+        """Reserve `num_slots` slots behind those planned for the request; False, and no change, if
+        too few blocks are left."""
+        slots = request.num_planned + num_slots
+        missing = self._kv.num_missing(request, slots) + self._kv.num_free
+        if missing > 0 and missing > self._num_left:
+            return False
+        self._num_left -= max(0, missing)
+        reserved = self._kv.reserve(request, slots)
+        assert reserved, "spare blocks can be reserved"
+        return True
