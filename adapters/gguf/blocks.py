@@ -71,7 +71,7 @@ def _8_bits(blocks: Tensor) -> Groups:
 
 
 def _k_groups(blocks: Tensor, steps: Tensor) -> Groups:
-    """Of Q4_K and Q5_K; the factors are 8 of scales and 8 of minimums in 6 bits."""
+    """The groups of Q4_K and Q5_K; the factors are 8 of scales and 8 of minimums in 6 bits."""
     packed = blocks[:, :, 2 * HALF : 2 * HALF + K_FACTORS]
     low, high, rest = packed[..., :4], packed[..., 4:8], packed[..., 8:]
     factors = torch.cat((low & 63, (rest & 15) | ((low >> 6) << 4)), dim=-1)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def interleaved_rows(num_rows: int, num_heads: int) -> Tensor:
-    """For each row in Hugging Face's order, its row in the file; int64 `[num_rows]`."""
+    """The file's row of each row in Hugging Face's order; int64 `[num_rows]`."""
     heads = torch.arange(num_rows).view(num_heads, -1, 2)
     return heads.transpose(1, 2).flatten()
 
@@ -28,7 +28,7 @@ class ValueHeads(NamedTuple):
     value_dim: int
 
     def order(self, part: str) -> Tensor | None:
-        """As `interleaved_rows`, for a tensor of a block; the columns of `ssm_out`.
+        """The order of `interleaved_rows` for a tensor of a block; the columns of `ssm_out`.
 
         None if the order is Hugging Face's.
         """

@@ -148,7 +148,7 @@ class GgufTensors:
         return read(slice(start, last + 1))[wanted - start]
 
     def _row_order(self, own: str, entry: TensorEntry) -> Tensor | None:
-        """For each row in Hugging Face's order, its row in the file; None if the order is equal."""
+        """The file's row of each row in Hugging Face's order; None if the order is equal."""
         if self._names.is_interleaved(own):
             return interleaved_rows(entry.shape[0], self._num_heads(own))
         part = part_of(own)

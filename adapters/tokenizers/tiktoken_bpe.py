@@ -80,7 +80,8 @@ class TiktokenTokenizer(DecodesTokens):
         self._pre_tokens = PreTokenEncoder(definition, self._ids_of_bytes)
 
     def encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
-        """As `EncodesPairs` says. Raises `UnicodeEncodeError` for lone surrogates."""
+        """The ids of a pair of texts; see `EncodesPairs`. Raises `UnicodeEncodeError` for lone
+        surrogates."""
         return self._pre_tokens.encode_pair(first, second)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -91,7 +92,10 @@ class TiktokenTokenizer(DecodesTokens):
         return [*self._special_ids_around.before, *ids, *self._special_ids_around.after]
 
     def encode_pieces(self, text: str, *, add_special_tokens: bool) -> "Iterator[list[int]]":
-        """As `EncodesInPieces` says. Raises `UnicodeEncodeError` for lone surrogates."""
+        """The ids of a text in pieces; see `EncodesInPieces`.
+
+        Raises `UnicodeEncodeError` for lone surrogates.
+        """
         if not self._may_cut:
             yield self.encode(text, add_special_tokens=add_special_tokens)
             return

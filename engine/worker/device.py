@@ -62,22 +62,22 @@ class Device(Protocol):
 
     @property
     def name(self) -> str:
-        """As reports and logs show it: "cpu", "cuda:0 (NVIDIA H200)"."""
+        """The name that reports and logs show: "cpu", "cuda:0 (NVIDIA H200)"."""
         ...
 
     @property
     def place(self) -> torch.device:
-        """Where the tensors of a step are."""
+        """The torch device that holds the tensors of a step."""
         ...
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of float weights and activations."""
+        """The dtype of float weights and activations."""
         ...
 
     @property
     def kv_dtype(self) -> torch.dtype:
-        """Of keys and values in the cache."""
+        """The dtype of keys and values in the cache."""
         ...
 
     @property

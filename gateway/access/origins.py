@@ -32,7 +32,7 @@ def is_loopback(host: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class OriginPolicy:
-    """Which `Host` and `Origin` headers are accepted.
+    """The rule for which `Host` and `Origin` headers are accepted.
 
     `listens_on_loopback`: the server's address is one; then remote clients cannot reach it, and
     only local hosts and `allowed_hosts` are accepted. Otherwise any host is, unless `allowed_hosts`

@@ -151,7 +151,7 @@ def _headers(account: _Account) -> dict[str, str]:
 
 
 def duration(seconds: float) -> str:
-    """As in OpenAI's headers: `17ms`, `1.5s`, `6m0s`."""
+    """A duration in the form of OpenAI's headers: `17ms`, `1.5s`, `6m0s`."""
     milliseconds = ceil(seconds * 1000 - 1e-6)
     if milliseconds < 1000:
         return f"{milliseconds}ms"

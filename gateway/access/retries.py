@@ -86,7 +86,7 @@ class Attempt:
         return self._superseded.done() and not self._superseded.cancelled()
 
     def supersede(self) -> None:
-        """From now on `receive` returns a disconnect."""
+        """Let `receive` return a disconnect from now on."""
         if not self._superseded.done():
             self._superseded.set_result(None)
 

@@ -76,7 +76,7 @@ class PacedTokenizer:
             self._texts.discard(mark)
 
     def encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
-        """As `EncodesPairs` says."""
+        """The ids of a pair of texts; see `EncodesPairs`."""
         assert isinstance(self._tokenizer, EncodesPairs), "all tokenizers of checkpoints are"
         return self._tokenizer.encode_pair(first, second)
 

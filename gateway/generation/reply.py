@@ -112,7 +112,7 @@ async def _finished_choice(choice: "ChoiceStream") -> FinishedChoice:
 def _most_likely(
     plan: "GenerationPlan", group: ChoiceGroup, candidates: list[FinishedChoice]
 ) -> list[FinishedChoice]:
-    """Of each prompt's candidates the `num_choices` with the highest scores, highest first."""
+    """The `num_choices` candidates of each prompt with the highest scores, highest first."""
     if not plan.is_ranked:
         return candidates
     size, best = plan.num_candidates, []

@@ -192,7 +192,7 @@ class _Search:
 
 
 def _borders(word: str) -> list[int]:
-    """For each prefix of `word`, the length of its longest proper prefix that is a suffix."""
+    """The length of the longest proper prefix that is a suffix, for each prefix of `word`."""
     borders = [0] * len(word)
     length = 0
     for i in range(1, len(word)):

@@ -121,7 +121,7 @@ def _kv_cache(report: WorkerReport) -> str:
 
 
 def _pooling(pooling: PoolingReport) -> str:
-    """Which kind of vectors, and how they are made."""
+    """The kind of vectors, and how they are made."""
     if pooling.task == "embed":
         normalized = "normalized" if pooling.is_normalized else "not normalized"
         return f"embeddings of {pooling.size} numbers, {pooling.method} pooling, {normalized}"

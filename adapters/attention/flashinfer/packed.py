@@ -59,7 +59,7 @@ class DenseTables:
 
 
 def dense_places(tables: PageTables, width: int) -> Int64s:
-    """Where each page of the requests is in a dense table of `width` pages per request."""
+    """The place of each page of the requests in a dense table of `width` pages per request."""
     counts = np.diff(tables.kv_indptr)
     starts = np.arange(len(counts), dtype=np.int64) * width - tables.kv_indptr[:-1]
     return np.arange(tables.num_pages, dtype=np.int64) + np.repeat(starts, counts)

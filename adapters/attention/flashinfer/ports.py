@@ -105,7 +105,7 @@ class CapturedWrapper(RunsPaged, Protocol):
         seq_lens: Tensor,  # [N] int32, host
         disable_split_kv: bool,
     ) -> None:
-        """As `MixedWrapper.plan`; the tables are copied to the wrapper's fixed buffers."""
+        """See `MixedWrapper.plan`; the tables are copied to the wrapper's fixed buffers."""
         ...
 
     def workspace_size(

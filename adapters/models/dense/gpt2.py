@@ -87,7 +87,7 @@ class Gpt2:
 
 
 def from_hidden(projections: Projections, name: str, part: RankPart, repeats: int = 1) -> Linear:
-    """From the hidden states to `repeats` adjacent groups of outputs, `part` of each."""
+    """The linear from the hidden states to `repeats` adjacent groups of outputs, `part` of each."""
     hidden, size = projections.shard.shape.hidden_size, part.size * repeats
     runs = [
         range(part.run.start + shift, part.run.stop + shift) for shift in range(0, size, part.size)

@@ -35,12 +35,12 @@ class ExpertFamily(RotaryFamily):
     def routing(self, fields: Fields) -> Routing: ...
 
     def num_experts(self, fields: Fields) -> int:
-        """From either of the two names that releases of transformers write."""
+        """The number under either of the two names that releases of transformers write."""
         is_new = fields.get("num_experts") is None and fields.get("num_local_experts") is not None
         return fields.integer("num_local_experts" if is_new else "num_experts")
 
     def sized(self, fields: Fields, shape: ModelShape) -> ModelShape:
-        """With the experts in place of an MLP of width `inner_size`."""
+        """The shape with the experts in place of an MLP of width `inner_size`."""
         shape = super().sized(fields, shape)
         count, self._routing = self.num_experts(fields), self.routing(fields)
         if self._routing.top_k > count:

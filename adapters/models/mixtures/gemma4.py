@@ -111,7 +111,7 @@ class Gemma4(RotaryFamily):
         )
 
     def sized(self, fields: Fields, shape: ModelShape) -> ModelShape:
-        """With room for the layers' widest KV, and with experts."""
+        """The shape with room for the layers' widest KV, and with experts."""
         kinds = {_KVSize(each.num_kv_heads or 0, each.head_dim or 0) for each in shape.attention}
         for kind in kinds:
             if shape.num_heads % kind.heads:

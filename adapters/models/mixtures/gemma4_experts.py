@@ -37,7 +37,7 @@ class Gemma4Experts:
         return cls(count, fields.integer("moe_intermediate_size"), routing)
 
     def sized(self, shape: ModelShape) -> ModelShape:
-        """With the experts beside the MLP."""
+        """The shape with the experts beside the MLP."""
         hidden = shape.hidden_size
         own = 3 * hidden * self.inner_size
         return replace(

@@ -22,7 +22,7 @@ class SparseQwen(ExpertFamily):
 
 
 class SharingQwen(SparseQwen):
-    """With an expert that all tokens use."""
+    """A Qwen mixture with an expert that all tokens use."""
 
     def shared_size(self, fields: Fields) -> int:
         return fields.integer("shared_expert_intermediate_size")

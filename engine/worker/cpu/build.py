@@ -29,7 +29,7 @@ fast_leaf = njit(forceinline=True, fastmath={"reassoc", "contract", "nsz", "arcp
 
 @cache
 def _digest() -> str:
-    """Of all sources in this package: cached code contains inlined code of other modules.
+    """A digest of all sources in this package: cached code contains inlined code of other modules.
 
     Numba looks at the CPU itself, but not at whether Linux lends its tile registers.
     """

@@ -112,7 +112,7 @@ class KernelGraph:
     """Recorded calls in order, and everything that must outlive them."""
 
     def __init__(self, memory: KernelOutputs, rows: int) -> None:
-        """Of a step of so many rows; 0 if it will not be resized."""
+        """`rows` is the number of rows of the step; 0 if it will not be resized."""
         self._memory = memory
         self._torch = _TorchOperations()
         self._rows = rows

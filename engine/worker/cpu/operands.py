@@ -32,7 +32,8 @@ def operands(structure: T) -> T:
 
 
 def make_reader(structure: type[ctypes.Structure]) -> Callable[..., Any]:
-    """For kernels: `read(address)` gives a named tuple of all fields of the structure there."""
+    """A function for kernels: `read(address)` gives a named tuple of all fields of the structure
+    there."""
     fields: list[Any] = list(structure._fields_)
     kinds = [types.float64 if kind is ctypes.c_double else types.int64 for _, kind in fields]
     named = namedtuple(structure.__name__, [name for name, _ in fields])  # type: ignore[misc]

@@ -100,7 +100,7 @@ class Recording:
         self._plan = plan
 
     def fit(self, rows: int, plan: bytes) -> None:
-        """To a step of so many rows whose attention is planned, with this key."""
+        """Fit the recording to a step of so many rows whose attention is planned, with this key."""
         if (rows, plan) == (len(self.inputs.hidden), self._plan):
             return
         self.graph.resize(rows)
@@ -133,7 +133,7 @@ class RopeTable:
         self._known = RopeAngles(torch.empty(0), torch.empty(0))
 
     def angles(self, positions: Tensor) -> RopeAngles:
-        """As `Rope.angles`, with the same bits."""
+        """The angles of `Rope.angles`, with the same bits."""
         stop = 1 + max(positions.tolist(), default=0) if len(positions) <= MAX_ROWS else 0
         if not 0 < stop <= MAX_TABLE_POSITIONS:
             return self._rope.angles(positions)

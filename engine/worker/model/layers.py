@@ -75,7 +75,7 @@ class WidthNorm:
     norm: Norm
 
     def apply_(self, heads: Tensor) -> None:
-        """In place on `[tokens, heads, dim]`."""
+        """Rotate `[tokens, heads, dim]` in place."""
         tokens, count, dim = heads.shape
         self.norm.apply_(heads.view(tokens, 1, count * dim))
 
@@ -95,7 +95,7 @@ class SplitWidthNorm:
     all_reduce: AllReduce
 
     def apply_(self, heads: Tensor) -> None:
-        """In place on `[tokens, heads, dim]`."""
+        """Rotate `[tokens, heads, dim]` in place."""
         squares = heads.float().square().sum(dim=(1, 2)) * self.share
         self.all_reduce(squares)
         factor = torch.rsqrt(squares / self.size + self.eps)[:, None, None]
@@ -107,7 +107,7 @@ class HeadNorm(Protocol):
     """A norm of q or k before RoPE."""
 
     def apply_(self, heads: Tensor) -> None:
-        """In place on `[tokens, heads, dim]`."""
+        """Rotate `[tokens, heads, dim]` in place."""
         ...
 
 
@@ -295,7 +295,7 @@ class Decoder:
         return tuple(rope.angles(positions) for rope in self.ropes)
 
     def run_blocks(self, hidden: Tensor, context: StepContext) -> Tensor:
-        """As `layers`, with a prepared context."""
+        """Run blocks, like `layers`, with a prepared context."""
         all_rows = context if context.rows is None else replace(context, rows=None)
         for block in self.blocks[:-1]:
             block(hidden, all_rows)

@@ -267,7 +267,7 @@ def _is_plain_decode(entry: StepEntry) -> bool:
 
 
 def _build_decodes(entries: tuple[StepEntry, ...], limits: LayoutLimits) -> RaggedLayout:
-    """As `_build`, of a few entries of one token each."""
+    """The layout of a few entries of one token each, like `_build`."""
     size, count = limits.block_size, len(entries)
     tokens = [entry.tokens[0] for entry in entries]
     pending = [row for row, token in enumerate(tokens) if token == LAST_TOKEN]

@@ -24,7 +24,7 @@ MakesBackend = Callable[[AttentionSpec, KVTensors], AttentionBackend]
 
 
 class _Place(NamedTuple):
-    """Where a layer of the stage is computed."""
+    """The backend and the layer number by which a layer of the stage is computed."""
 
     backend: AttentionBackend
     layer: int  # among those of its backend

@@ -59,7 +59,7 @@ class Pooler:
         return LogitsOutput(vectors=tuple(vectors), faults=tuple(faults))
 
     def _vector(self, states: Tensor) -> NDArray[np.float32]:
-        """From the states `[rows, hidden]` that the method pools."""
+        """The vector of the states `[rows, hidden]` that the method pools."""
         pooled = states.mean(dim=0, keepdim=True) if len(states) > 1 else states
         if self.head is not None:
             pooled = self.head(pooled)

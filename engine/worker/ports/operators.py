@@ -32,7 +32,7 @@ class LowRank(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Of its weights."""
+        """Bytes of its weights."""
         ...
 
     def __call__(self, x: Tensor, y: Tensor) -> None:
@@ -48,7 +48,7 @@ class Norm(Protocol):
         ...
 
     def apply_(self, heads: Tensor) -> None:
-        """In place on `[tokens, heads, dim]`; heads are adjacent, tokens may be strided."""
+        """Rotate `[tokens, heads, dim]` in place; heads are adjacent, tokens may be strided."""
         ...
 
 

@@ -12,7 +12,7 @@ from engine.worker.ports.weights import WeightSource
 
 
 class PoolingMethod(StrEnum):
-    """Which final hidden states of a prompt are pooled."""
+    """The final hidden states of a prompt that are pooled."""
 
     LAST = "last"  # that of its last token
     CLS = "cls"  # that of its first token
@@ -28,7 +28,8 @@ class PoolingHead(Protocol):
         ...
 
     def build(self, weights: WeightSource, shape: ModelShape) -> Callable[[Tensor], Tensor]:
-        """From a pooled hidden state `[1, hidden]` to `[1, size]`. Raises `StartupError`."""
+        """The head that maps a pooled hidden state `[1, hidden]` to `[1, size]`. Raises
+        `StartupError`."""
         ...
 
 

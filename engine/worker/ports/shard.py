@@ -82,7 +82,8 @@ class Shard:
         return self._width(self.span.stop)
 
     def _width(self, layer: int) -> int:
-        """Of the hidden states before a layer, and of the inputs of the layers from there on."""
+        """The width of the hidden states before a layer, and of the inputs of the layers from there
+        on."""
         rest = self.shape.num_layers - layer
         return self.shape.hidden_size + rest * self.shape.layer_input_width
 

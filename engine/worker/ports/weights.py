@@ -80,7 +80,7 @@ def dequantize(weight: LinearWeight) -> Tensor:
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """As settings and reports name it: "float32"."""
+    """The name in settings and reports: "float32"."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -100,7 +100,7 @@ class LinearFormat(Protocol):
 
     @property
     def name(self) -> str:
-        """As in the setting `weights`."""
+        """The name in the setting `weights`."""
         ...
 
     @property

@@ -155,7 +155,7 @@ class Checkpoint:
 
     @property
     def pooling_method(self) -> PoolingMethod | None:
-        """Which hidden states are pooled; None if it generates text."""
+        """The hidden states that are pooled; None if the model generates text."""
         return None if self.pooling is None else self.pooling.method
 
     def open_weights(

@@ -38,7 +38,7 @@ class CheckpointFiles(Protocol):
     def files(self) -> Sequence[Path]: ...
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of an existing tensor; raises `StartupError` if its dtype is not supported."""
+        """The shape of an existing tensor; raises `StartupError` if its dtype is not supported."""
         ...
 
     def read(self, name: str, index: tuple[slice, ...]) -> Weight:

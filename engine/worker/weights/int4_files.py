@@ -105,7 +105,7 @@ class Int4Files(SafetensorsFiles):
 
     @property
     def preferred_format(self) -> PreferredFormat:
-        """As stored on devices that compute in groups, else int8."""
+        """The stored format on devices that compute in groups, else int8."""
         layouts = {self._matrix(name).layout for name in self._stems}
         plain = {self.header(name).get_dtype() for name in self._names - self._stems.keys()}
         return PreferredFormat(

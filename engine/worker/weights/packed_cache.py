@@ -119,7 +119,7 @@ class PackedCache:
 
 
 def source_digest(*folders: Path) -> str:
-    """Of all Python sources in these folders, which decide how weights are packed."""
+    """A digest of all Python sources in these folders, which decide how weights are packed."""
     hashed = hashlib.sha256()
     for folder in folders:
         for path in sorted(folder.rglob("*.py")):

@@ -305,7 +305,7 @@ def _read_entries(file: int, size: int, facts: object) -> dict[str, _EntryHeader
 
 
 def address_of(mapping: mmap.mmap) -> int:
-    """Where a writable mapping begins."""
+    """The address at which a writable mapping begins."""
     return torch.frombuffer(mapping, dtype=torch.uint8, count=1).data_ptr()
 
 

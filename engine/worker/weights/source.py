@@ -86,7 +86,7 @@ class Weights:
         return StoredRows(self._read(part), self._dtype, self._files.files)
 
     def _read(self, part: TensorSlice) -> Weight:
-        """As it is stored, so perhaps transposed."""
+        """The tensor as it is stored, so perhaps transposed."""
         self.check(part)
         found = self._files.read(part.name, part.stored_index)
         self._count(part.name, prod(found.shape))

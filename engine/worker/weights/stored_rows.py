@@ -22,7 +22,7 @@ MAPS = Path("/proc/self/maps")
 
 
 class FilePlace(NamedTuple):
-    """Where a tensor begins that is a view of a mapped file."""
+    """The place in a file at which a tensor begins that is a view of its mapping."""
 
     path: Path
     offset: int
@@ -90,7 +90,7 @@ def rows_of(tensor: Tensor, files: Sequence[Path]) -> Callable[[Tensor], Tensor]
 
 
 def place_of(tensor: Tensor, files: Sequence[Path]) -> FilePlace | None:
-    """Where the tensor is in one of `files`; None if it is in other memory."""
+    """The tensor's place in one of `files`; None if it is in other memory."""
     if not files or not MAPS.exists() or tensor.numel() == 0:
         return None
     names, start = {str(path.resolve()) for path in files}, tensor.data_ptr()

@@ -71,7 +71,7 @@ class OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class AnthropicToolChoice(msgspec.Struct, forbid_unknown_fields=True):
-    """Which tools must or may be called."""
+    """The tools that must or may be called."""
 
     type: str
     name: str | None = None
@@ -142,7 +142,7 @@ class AnthropicRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
             check_allowed(config.format.type, "output_config.format.type", ("json_schema",))
 
     def _check_edits(self) -> None:
-        """Of `context_management`, only edits that keep the whole context are allowed."""
+        """Allow only edits of `context_management` that keep the whole context."""
         match self.context_management:
             case None | {"edits": []}:
                 return

@@ -105,7 +105,8 @@ class GenerationRequest(OutputRequest, kw_only=True, forbid_unknown_fields=True)
 
     @property
     def usage_options(self) -> UsageOptions:
-        """Which chunks carry token counts. As in vLLM, continuous counts need `include_usage`."""
+        """The chunks that carry token counts. Continuous counts need `include_usage`, as in
+        vLLM."""
         options = self.stream_options or StreamOptions()
         at_the_end = bool(options.include_usage)
         return UsageOptions(at_the_end, at_the_end and bool(options.continuous_usage_stats))

@@ -33,7 +33,8 @@ SCORES_STRIDE = SCORES * BYTES
 
 
 def scratch_floats(max_rows: int, dim: int) -> int:
-    """Of a thread: a panel, queries, a copy of keys or what finds values, alignment."""
+    """Floats that a thread needs: a panel, queries, a copy of keys or the places of values,
+    alignment."""
     panel = max(dim // BLOCK, PIECE) * max(NUM_PARTS) * PART // BYTES
     return panel + max_rows * dim + LANES * dim + 2 * (SPAN + BLOCK)
 

@@ -35,7 +35,7 @@ Tasks = NDArray[np.void]  # of dtype TASK
 
 
 class Addresses(NamedTuple):
-    """Of the arrays that a plan has filled."""
+    """The addresses of the arrays that a plan has filled."""
 
     tasks: int
     tables: int
@@ -136,17 +136,17 @@ class CpuAttention(RecordableAttention):
         return self._has_decodes_only
 
     def _fit_attend(self, operands: paged.AttentionOperands, rows: int) -> int:
-        """To the last plan, of so many rows."""
+        """Fit the kernel's operands to the last plan, of so many rows."""
         operands.tasks, operands.tables, _, operands.partials, _ = self._addresses
         return self._num_tasks * self._kv_heads
 
     def _fit_merge(self, operands: paged.AttentionOperands, rows: int) -> int:
-        """To the last plan, of so many rows."""
+        """Fit the kernel's operands to the last plan, of so many rows."""
         operands.tasks, operands.partials = self._addresses.divided, self._addresses.partials
         return self._num_divided * self._kv_heads
 
     def _fit_write(self, operands: rope_write.RopeWriteOperands, rows: int) -> int:
-        """To the slots of the last plan, of so many rows."""
+        """Fit the kernel's operands to the slots of the last plan, of so many rows."""
         operands.slots = self._addresses.slots
         return share_out(operands, rows, self._pool.threads)
 

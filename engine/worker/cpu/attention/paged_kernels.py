@@ -90,8 +90,8 @@ _read_task, _read_operands = make_reader(Task), make_reader(AttentionOperands)
 
 
 def scratch_floats(max_rows: int, dim: int) -> int:
-    """Of a thread: scores, scaled queries, the merged result so far, a span's partial result, what
-    AMX multiplies, alignment."""
+    """Floats that a thread needs: scores, scaled queries, the merged result so far, a span's
+    partial result, what AMX multiplies, alignment."""
     floats = max_rows * (SCORES + dim) + 2 * int(partial_floats(max_rows, dim)) + LINE
     return floats + amx_spans.scratch_floats(max_rows, dim)
 

@@ -87,7 +87,7 @@ def _to_bfloat16(builder, value):
 
 
 def _to_int8(builder, value):
-    """Of an integral number in range; NaN becomes 0."""
+    """An integral number in range as int8; NaN becomes 0."""
     is_nan = builder.fcmp_unordered("uno", value, value)
     number = builder.select(is_nan, ir.Constant(FLOAT, 0.0), value)
     return builder.fptosi(number, INT8_TYPE)

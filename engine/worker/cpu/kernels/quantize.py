@@ -51,7 +51,7 @@ def quantize_int8(operands, chunk, thread):
 
 @fast_leaf
 def _squared_error(x, scale, inverse):
-    """Of a group in steps of `scale`."""
+    """The squared error of a group that is quantized in steps of `scale`."""
     least, most, total = np.float32(-MIDDLE), np.float32(MIDDLE - 1), np.float32(0)
     for k in range(GROUP):
         step = np.rint(x[k] * inverse)

@@ -89,7 +89,7 @@ class SampleOperands(ctypes.Structure):
 
 @operands
 class SampleParams(ctypes.Structure):
-    """Which row to sample from, and how."""
+    """The row to sample from, and how."""
 
     row: int
     top_k: int
@@ -104,7 +104,7 @@ _sample_operands, _sample_params = make_reader(SampleOperands), make_reader(Samp
 
 
 def scratch_bytes(vocab: int) -> int:
-    """Of a thread, a multiple of 64."""
+    """Scratch bytes of a thread, a multiple of 64."""
     return (BUCKETS * 8 + vocab * BYTES + 63) // 64 * 64
 
 

@@ -41,6 +41,6 @@ def _linears(name: str, activation_bits: int) -> CpuLinears:
 
 
 def describe(linears: Sequence[CpuLinears]) -> str:
-    """As reports show them: "int4+q6_k (8-bit activations, VNNI)"."""
+    """Formats as reports show them: "int4+q6_k (8-bit activations, VNNI)"."""
     parts = [each.description.partition(" ") for each in linears]
     return "+".join(name for name, _, _ in parts) + (f" {parts[0][2]}" if parts[0][2] else "")

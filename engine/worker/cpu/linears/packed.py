@@ -28,7 +28,7 @@ class CpuLinears(Protocol):
 
     @property
     def description(self) -> str:
-        """As reports show it: "int8 (14-bit activations)"."""
+        """The format as reports show it: "int8 (14-bit activations)"."""
         ...
 
     @property

@@ -31,7 +31,7 @@ class RowNorm(NamedTuple):
 
 
 class CacheRows(NamedTuple):
-    """Where the keys and values of a step go: slot `slots[t]` of one layer's cache."""
+    """The rows to which the keys and values of a step go: slot `slots[t]` of one layer's cache."""
 
     slots: Tensor  # int64 [tokens]
     keys: Tensor  # [slots, kv heads, dim]

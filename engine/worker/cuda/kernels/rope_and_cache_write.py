@@ -115,7 +115,8 @@ def rope_and_cache_write(
     cache: CacheRows,
     q_out: Tensor | None = None,
 ) -> None:
-    """As `reference.rope_and_cache_write`; heads of a token are adjacent, tokens may be strided."""
+    """See `reference.rope_and_cache_write`; heads of a token are adjacent, tokens may be
+    strided."""
     tokens, num_heads, dim = q.shape
     num_kv_heads, half = k.shape[1], dim // 2
     block_half = triton.next_power_of_2(half)

@@ -164,7 +164,7 @@ def quantize_kernel(
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-    """As `reference.rms_norm`; `[rows, width]` or `[rows, heads, width]`, rows may be strided."""
+    """See `reference.rms_norm`; `[rows, width]` or `[rows, heads, width]`, rows may be strided."""
     width = x.shape[-1]
     num_heads = x.shape[1] if x.dim() == 3 else 1
     block = triton.next_power_of_2(width)
@@ -185,7 +185,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
 
 
 def gated(name: str, x: Tensor, out: Tensor) -> None:
-    """As `reference.gated`."""
+    """See `reference.gated`."""
     rows, width = out.shape
     block = min(1024, triton.next_power_of_2(width))
     grid = (rows, triton.cdiv(width, block))
@@ -195,12 +195,12 @@ def gated(name: str, x: Tensor, out: Tensor) -> None:
 
 
 def add_rows(residual: Tensor, delta: Tensor, post: RowNorm | None) -> None:
-    """As `reference.add_rows`; `residual` is contiguous, rows of `delta` may be strided."""
+    """See `reference.add_rows`; `residual` is contiguous, rows of `delta` may be strided."""
     _add(residual, delta, None, post, residual)
 
 
 def add_norm(residual: Tensor, delta: Tensor, norm: RowNorm, post: RowNorm | None) -> Tensor:
-    """As `reference.add_norm`; `residual` is contiguous, rows of `delta` may be strided."""
+    """See `reference.add_norm`; `residual` is contiguous, rows of `delta` may be strided."""
     normed = torch.empty_like(residual)
     _add(residual, delta, norm, post, normed)
     return normed
@@ -230,24 +230,24 @@ def _add(
 
 
 def quantize_rows(x: Tensor, dtype: torch.dtype) -> QuantizedRows:
-    """As `reference.quantize_rows`."""
+    """See `reference.quantize_rows`."""
     return _quantize(x, dtype, _Before())
 
 
 def norm_and_quantize(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> QuantizedRows:
-    """As `reference.norm_and_quantize`."""
+    """See `reference.norm_and_quantize`."""
     return _quantize(x, dtype, _Before(norm=RowNorm(weight, eps)))
 
 
 def add_norm_and_quantize(
     residual: Tensor, delta: Tensor, norm: RowNorm, post: RowNorm | None, dtype: torch.dtype
 ) -> QuantizedRows:
-    """As `reference.add_norm_and_quantize`; `residual` is contiguous."""
+    """See `reference.add_norm_and_quantize`; `residual` is contiguous."""
     return _quantize(residual, dtype, _Before(norm, delta, post))
 
 
 def gate_and_quantize(name: str, x: Tensor, dtype: torch.dtype) -> QuantizedRows:
-    """As `reference.gate_and_quantize`."""
+    """See `reference.gate_and_quantize`."""
     return _quantize(x, dtype, _Before(gate=GATES[name]))
 
 

@@ -80,7 +80,7 @@ class ResidualNormedLinear:
 
 
 class PassThrough:
-    """In the place of a norm or activation that the next linear computes."""
+    """Stands in the place of a norm or activation that the next linear computes."""
 
     def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
         assert add_to is None, "only norms before a linear are fused"

@@ -41,8 +41,8 @@ class Kernels(Protocol):
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-        """Into `out`, which may be `x`; `[rows, hidden]`, or `[rows, heads, dim]` with strided
-        rows."""
+        """Write the norm into `out`, which may be `x`; `[rows, hidden]`, or `[rows, heads, dim]`
+        with strided rows."""
         ...
 
     def gated(self, name: str) -> Callable[[Tensor, Tensor], None] | None:

@@ -92,7 +92,7 @@ class EightBitLinear(Linear, Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the quantized input."""
+        """The dtype of the quantized input."""
         ...
 
     @property

@@ -158,7 +158,7 @@ class CudaOperators(TorchOperators):
         return why_not_grouped(self._capability, self._dtype, self._weights, sizes)
 
     def low_rank(self, down: Tensor, ups: Sequence[LowRankUp]) -> TorchLowRank:
-        """In the dtype of the activations."""
+        """A low-rank product in the dtype of the activations."""
         place, dtype = self._place, self._dtype
         moved = [up._replace(weight=up.weight.to(place, dtype)) for up in ups]
         return super().low_rank(down.to(place, dtype), moved)

@@ -32,17 +32,18 @@ class OnDevice:
         self._weights.skip(name)
 
     def tensor(self, part: TensorSlice) -> Tensor:
-        """As `WeightSource`, on the GPU."""
+        """A tensor of the source, on the GPU."""
         found = self._copy(self._weights.tensor(part))
         self._on_gpu[part] = found
         return found
 
     def lookup(self, part: TensorSlice) -> Lookup:
-        """As `WeightSource`, of a matrix on the GPU."""
+        """A lookup in a matrix that is on the GPU."""
         return partial(F.embedding, weight=self.tensor(part))
 
     def weight(self, part: TensorSlice) -> Weight:
-        """As `WeightSource`; a tied output head reuses the embedding that is already on the GPU."""
+        """A weight of the source; a tied output head reuses the embedding that is already on the
+        GPU."""
         weight = loaded(self._weights.weight(part))
         if not isinstance(weight, Tensor):
             return weight.map(self._copy)

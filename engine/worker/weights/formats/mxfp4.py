@@ -49,7 +49,7 @@ def _unpack(tensors: Mapping[str, Tensor]) -> Groups:
 
 
 def _unpack_wide(tensors: Mapping[str, Tensor]) -> Groups:
-    """With scales in float32."""
+    """The values with scales in float32."""
     nibbles = tensors[""]
     codes = torch.stack((nibbles & 15, nibbles >> 4), dim=2).flatten(1)
     return Groups(codes, torch.exp2(tensors[EXPONENTS].float() - BIAS))

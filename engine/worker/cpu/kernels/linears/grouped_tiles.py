@@ -72,12 +72,12 @@ class Panel(NamedTuple):
 
     @property
     def scales_bytes(self) -> int:
-        """Of scales and minimums, at the start of a block."""
+        """Bytes of scales and minimums, at the start of a block."""
         return 2 * WIDTH * (1 + self.layout.has_minimums)
 
     @property
     def factors_bytes(self) -> int:
-        """Of factors and zero points, at the start of a group."""
+        """Bytes of factors and zero points, at the start of a group."""
         one = self.layout
         return WIDTH * (one.has_factors * (1 + one.has_minimums) + one.has_zeros)
 
@@ -104,7 +104,7 @@ class StepFormat(NamedTuple):
     add: object  # `(builder, sums, steps, x) -> sums`
 
     def mask(self, bits: int) -> int:
-        """Of the lowest bits of each field of a lane."""
+        """A mask of the lowest bits of each field of a lane."""
         field = WORD // self.inputs
         return sum(((1 << bits) - 1) << at for at in range(0, WORD, field))
 
@@ -225,7 +225,8 @@ class _Tile:
                 self.builder.store(start, one)
 
     def _scale_and_minimum(self, block, group, v):
-        """Of a group, float vectors; the minimum is negative, or None if there is none."""
+        """A group's scale and minimum as float vectors; the minimum is negative, or None if there
+        is none."""
         builder, layout = self.builder, self.layout
         halves = self.plus(block, 2 * LANES * v)
         bytes_at = self.plus(group, LANES * v)
