@@ -102,6 +102,12 @@ class _TorchOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.names: list[str] = []
         self.is_ignoring = False
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Whether torch imports its compiler to leave this class out of compiled code: nothing is
+        compiled here, and the import takes a second."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not self.is_ignoring and not func.is_view:
             self.names.append(func.name())
