@@ -8,6 +8,7 @@ import httpx
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
+from engine.simulated.figures import Distribution
 from tests.page.conftest import AXE
 
 RECORDING = Path(__file__).parents[1] / "replays" / "fcfs_grow.jsonl"
@@ -146,6 +147,22 @@ def test_a_recording_is_shown_and_simulated_under_another_policy(page: Page, pag
     page.goto(f"{page_url}/#replay")
     replay(page)
     expect(page.locator("table")).to_contain_text("mean JCT s")
+    shown = dict(
+        page.locator("table tr").evaluate_all(
+            "(rows) => rows.map((row) => [row.cells[0].innerText, row.cells[1].innerText])"
+        )
+    )
+    jct = Distribution.of(recorded_jct())
+    assert jct is not None
+    assert shown["mean JCT s"] == f"{jct.mean:.2f}"
+    assert shown["p99 JCT s"] == f"{jct.p99:.2f}"
+
+
+def recorded_jct() -> list[float]:
+    """Seconds from the arrival to the end of each finished request of the recording."""
+    rows = [json.loads(line) for line in RECORDING.read_text().splitlines()]
+    arrived = {row["arrived"]: row["at"] for row in rows if "arrived" in row}
+    return [row["at"] - arrived[row["ended"]] for row in rows if row.get("outcome") == "finished"]
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -31,7 +31,14 @@ function parse(text) {
 }
 
 const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
-const quantile = (values, share) => values.toSorted((a, b) => a - b)[Math.floor(share * (values.length - 1))];
+
+// Interpolated linearly, as podway simulate does.
+function quantile(values, share) {
+  const sorted = values.toSorted((a, b) => a - b);
+  const place = share * (sorted.length - 1);
+  const below = Math.floor(place);
+  return sorted[below] + (place - below) * ((sorted[below + 1] ?? sorted[below]) - sorted[below]);
+}
 
 function figures({ requests }) {
   const finished = requests.filter((each) => each.outcome === "finished" && each.first !== undefined);
