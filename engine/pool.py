@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from engine.request import TERMINAL, Move, Request, State
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from engine.policy.port import Policy
     from engine.step import RequestId
@@ -16,7 +16,36 @@ if TYPE_CHECKING:
 # Bound once: Python 3.11 takes a quarter of a microsecond to look a member up.
 WAITING, READY, RUNNING, SWAPPED = State.WAITING, State.READY, State.RUNNING, State.SWAPPED
 SWAPPING_OUT, PLAN, COMMIT = State.SWAPPING_OUT, Move.PLAN, Move.COMMIT
-LEAST_DEADLINES = 64  # entries of ended requests that are kept in any case
+MIN_DEADLINES = 64  # entries of ended requests that are kept in any case
+
+
+class BackgroundCounts:
+    """The live background requests (`RequestSpec.is_background`), which the pool counts apart."""
+
+    def __init__(self) -> None:
+        self.num_live = 0
+        self.num_ready = 0
+        self.num_waiting = 0
+        self.waiting_tokens = 0  # their prompt and output tokens
+
+    def __bool__(self) -> bool:
+        return self.num_live > 0
+
+    def moved(self, request: Request, before: State | None, after: State) -> None:
+        """A background request has changed its state; it had none before it was added."""
+        self.num_live += (before is None) - (after in TERMINAL)
+        self.num_ready += (after is READY) - (before is READY)
+        change = (after is WAITING) - (before is WAITING)
+        self.num_waiting += change
+        self.waiting_tokens += change * request.num_tokens
+
+    def check(self, live: "Iterable[Request]") -> None:
+        """Assert that the counts agree with these requests."""
+        counted = BackgroundCounts()
+        for request in live:
+            if request.spec.is_background:
+                counted.moved(request, None, request.state)
+        assert vars(counted) == vars(self), "background requests drifted"
 
 
 class RequestPool:
@@ -35,10 +64,7 @@ class RequestPool:
         self._counts = dict.fromkeys(State, 0)  # live requests by state; for terminal states all
         self.started: dict[Request, None] = {}  # hold KV on the device: not waiting, not swapped
         self.swapped: dict[Request, None] = {}
-        self.background: set[Request] = set()  # live requests with `spec.is_background`
-        self.num_background_ready = 0
-        self.num_background_waiting = 0
-        self.background_waiting_tokens = 0
+        self.background = BackgroundCounts()
         self.waiting_tokens = 0  # prompt and output tokens of waiting requests
 
     def __repr__(self) -> str:
@@ -70,8 +96,7 @@ class RequestPool:
         self._counts[request.state] += 1
         self.waiting_tokens += request.num_tokens
         if request.spec.is_background:
-            self.background.add(request)
-            self._count_background(request, None, WAITING)
+            self.background.moved(request, None, WAITING)
         if request.spec.deadline is not None:
             self._num_deadlines += 1
             heappush(
@@ -85,12 +110,12 @@ class RequestPool:
 
     def overdue(self, now: float) -> list[Request]:
         """Live requests whose deadline has passed since the last call."""
-        found: list[Request] = []
+        overdue: list[Request] = []
         while self._deadlines and self._deadlines[0][0] <= now:
             request = self._live.get(heappop(self._deadlines)[1])
             if request is not None:
-                found.append(request)
-        return found
+                overdue.append(request)
+        return overdue
 
     def move(self, request: Request, move: Move) -> None:
         """Make a move of `TRANSITIONS`; a request that reaches a terminal state is removed."""
@@ -103,8 +128,8 @@ class RequestPool:
             after = request.move(move)
         counts[before] -= 1
         counts[after] += 1
-        if self.background and request.spec.is_background:
-            self._count_background(request, before, after)
+        if self.background.num_live and request.spec.is_background:
+            self.background.moved(request, before, after)
         if move is PLAN or move is COMMIT:
             return  # the request is started before and after
         self._update_sets(request, before, after)
@@ -127,19 +152,12 @@ class RequestPool:
         if after in TERMINAL:
             self._remove(request)
 
-    def _count_background(self, request: Request, before: State | None, after: State) -> None:
-        self.num_background_ready += (after is READY) - (before is READY)
-        change = (after is WAITING) - (before is WAITING)
-        self.num_background_waiting += change
-        self.background_waiting_tokens += change * request.num_tokens
-
     def _remove(self, request: Request) -> None:
         """Forget a request that has ended, and its deadline when half of those kept are stale."""
         del self._live[request.request_id]
-        self.background.discard(request)
         if request.spec.deadline is not None:
             self._num_deadlines -= 1
-            if len(self._deadlines) > 2 * self._num_deadlines + LEAST_DEADLINES:
+            if len(self._deadlines) > 2 * self._num_deadlines + MIN_DEADLINES:
                 self._deadlines = [item for item in self._deadlines if item[1] in self._live]
                 heapify(self._deadlines)
 
@@ -151,14 +169,7 @@ class RequestPool:
             assert not drifted, f"counts drifted: {self!r}"
         waiting = sum(r.num_tokens for r in self if r.state is State.WAITING)
         assert waiting == self.waiting_tokens, "waiting tokens drifted"
-        background = {request for request in self if request.spec.is_background}
-        assert background == self.background, "background requests drifted"
-        idle = [r for r in background if r.state is WAITING]
-        assert len(idle) == self.num_background_waiting, "waiting background requests drifted"
-        tokens = sum(r.num_tokens for r in idle)
-        assert tokens == self.background_waiting_tokens, "waiting background tokens drifted"
-        ready = sum(r.state is READY for r in background)
-        assert ready == self.num_background_ready, "ready background requests drifted"
+        self.background.check(self)
         started = {r for r in self if r.state not in (WAITING, SWAPPED)}
         assert started == self.started.keys(), "started requests drifted"
         assert {r for r in self if r.state is SWAPPED} == self.swapped.keys(), "swapped drifted"

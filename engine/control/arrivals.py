@@ -67,8 +67,9 @@ class Arrivals:
             )
 
     def _check_queue(self, prompt_len: int) -> None:
-        waiting = self._pool.count(State.WAITING) - self._pool.num_background_waiting
-        tokens = self._pool.waiting_tokens - self._pool.background_waiting_tokens
+        background = self._pool.background
+        waiting = self._pool.count(State.WAITING) - background.num_waiting
+        tokens = self._pool.waiting_tokens - background.waiting_tokens
         too_many = waiting >= self._settings.max_queue_requests
         if too_many or (waiting and tokens + prompt_len > self._settings.max_queue_tokens):
             raise Overloaded(

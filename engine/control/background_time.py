@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from engine.request import Request
     from engine.step import Step
 
-LEAST_PIECE = 16  # tokens of a prompt's chunk; with less time there is none
+MIN_PIECE = 16  # tokens of a prompt's chunk; with less time there is none
 
 
 class BackgroundTime:
@@ -51,7 +51,7 @@ class BackgroundTime:
             return num_tokens
         seconds = self._model.tokens(beside) + self._seconds
         in_time = self._model.tokens_within(seconds, num_tokens, request.num_planned, beside)
-        return in_time if in_time >= min(num_tokens, LEAST_PIECE) else 0
+        return in_time if in_time >= min(num_tokens, MIN_PIECE) else 0
 
     def spend(self, request: "Request", num_tokens: int, beside: int) -> None:
         """So many of its tokens are computed in the iteration."""

@@ -16,7 +16,6 @@ from engine.step import (
 )
 
 if TYPE_CHECKING:
-    from engine.control.background_time import BackgroundTime
     from engine.kv.manager import KVManager
     from engine.request import Request
 
@@ -36,7 +35,7 @@ class BatchBuilder:
     ) -> None:
         self.step_id = step_id
         self.seats = seats
-        self.tokens_left = tokens
+        self.tokens_left = self._max_tokens = tokens
         self.ahead = ahead
         self.not_admitted: list[Request] = []  # considered for admission, and did not fit
         self.num_skipped = 0  # ready requests that were considered and not taken
@@ -44,9 +43,7 @@ class BatchBuilder:
         self.least_crashes = 0  # a suspect with more crashes is not taken
         self.is_deferred = False  # a request waits until more of its prefix is hashed
         self.looks_ahead = True  # so tokens that may be late are few
-        self.is_cut = False  # a prompt's chunk was shortened to keep the iteration short
-        self.background: BackgroundTime | None = None  # set with the first background request
-        self.decodes: list[tuple[Request, StepEntry]] = []  # `add_drafts` changes them
+        self.decodes: list[tuple[Request, StepEntry]] = []  # `Proposals` changes them
         self.prefills: list[tuple[Request, StepEntry]] = []
         self._has_loras = False
 
@@ -55,9 +52,9 @@ class BatchBuilder:
         return self.seats == 0
 
     @property
-    def is_out_of_time(self) -> bool:
-        """Whether the iteration has no time left for another prompt."""
-        return self.is_cut and bool(self.prefills)
+    def num_tokens(self) -> int:
+        """The tokens in the batch."""
+        return self._max_tokens - self.tokens_left
 
     def excludes_suspect(self, suspect: "Request") -> bool:
         """Whether a suspect has to wait for another suspect."""

@@ -96,14 +96,13 @@ class IterationScheduler:
         deadline, `DeadlineUnmeetable` or `InvalidRequest`; then nothing is changed."""
         request = self.arrivals.accept(spec, now)
         self._swap_planner.arrive(request)
-        self._planner.step_time.watch(request)
+        self._planner.time.watch(request)
         self._observer.arrived(request, now)
         return request
 
     def may_start_in_time(self, request: Request) -> bool:
         """Whether the ITL goals would be met with this waiting request as one more decode."""
-        step_time = self._planner.step_time
-        return not step_time.has_goals or step_time.may_start(request)
+        return self._planner.time.may_start(request)
 
     def switch(self, policy: "Policy", now: float) -> None:
         """Continue under another policy, which is empty; no request is lost or restarted."""
@@ -138,7 +137,7 @@ class IterationScheduler:
                 self._observer.idled(now)
             return None
         self._next_step_id += 1
-        iteration = batch.iteration(swaps, self._planner.step_time.goal(batch))
+        iteration = batch.iteration(swaps, self._planner.time.goal(batch))
         self._observer.planned(iteration, now)
         return iteration
 

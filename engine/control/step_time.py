@@ -25,15 +25,15 @@ share of seats that do not decode: where decodes have nearly all seats, more pro
 The factor is relative to iterations of decodes only that were measured (`LiveCost.decodes`): while
 a long prompt is computed there are none, and the model may ascribe some of its time to the decodes.
 
-No starvation. The first prompt of an iteration gets a piece that adds `LEAST_SHARE` of the goal
+No starvation. The first prompt of an iteration gets a piece that adds `MIN_SHARE` of the goal
 even if the decodes alone take all of it, so a prompt that takes P seconds alone is computed within
-P / (LEAST_SHARE * goal) iterations, however many decodes run. (A prompt's last token alone counts
+P / (MIN_SHARE * goal) iterations, however many decodes run. (A prompt's last token alone counts
 as a decode.) A share of time and not a number of tokens: the excess over the goal stays below a
-tenth on any machine, except where `LEAST_PIECE` tokens take more. (Without a goal `LEAST_FIRST`
+tenth on any machine, except where `MIN_PIECE` tokens take more. (Without a goal `MIN_FIRST_PIECE`
 tokens: far behind the start of a prompt 16 tokens can take longer than all decodes, because each of
 them reads the whole context.) And one
 request may always start, also if no step can meet the goal: the bound for starting is at least
-`LEAST_BATCH` times a decode alone.
+`MIN_BATCH_SECONDS` times a decode alone.
 """
 
 from math import inf
@@ -51,13 +51,15 @@ if TYPE_CHECKING:
     from engine.request import Request
 
 READY, WAITING = State.READY, State.WAITING  # bound once (see engine.pool)
-LEAST_PIECE = 16  # tokens of a prompt's piece; less is not worth a row of the step
-LEAST_FIRST = 4  # tokens of the first prompt's piece without a goal, which it gets in any case
-LEAST_SHARE = 0.1  # of the goal: the time that the first prompt of an iteration gets in any case
+MIN_PIECE = 16  # tokens of a prompt's piece; less is not worth a row of the step
+MIN_FIRST_PIECE = 4  # tokens of the first prompt's piece without a goal, which it gets in any case
+MIN_SHARE = 0.1  # of the goal: the time that the first prompt of an iteration gets in any case
 PROMPT_SHARE = 0.25  # of a decode's time, for each prompt, if that is more than the factor allows
 PATIENCE = 0.5  # seconds, after which a prompt's age makes the factor grow
 MAX_GROWTH = 2.0  # of the factor, if no seat decodes
-LEAST_BATCH = 1.5  # seconds of a lone decode: below this the goal does not keep requests waiting
+MIN_BATCH_SECONDS = (
+    1.5  # seconds of a lone decode: below this the goal does not keep requests waiting
+)
 
 
 class _Decodes(NamedTuple):
@@ -124,14 +126,13 @@ class StepTime:
         beside = decodes.num_rows + sum(len(entry.tokens) for _, entry in batch.prefills)
         taken = self._besides_tokens(decodes, batch)
         in_time = model.tokens_within(goal - taken, num_tokens, start, beside)
-        enough = LEAST_PIECE
+        fewest = MIN_PIECE
         if all(len(entry.tokens) == 1 for _, entry in batch.prefills):  # it is the first prompt
-            enough = LEAST_PIECE if decodes.goal < inf else LEAST_FIRST
-            least = model.tokens(beside) + LEAST_SHARE * (
-                decodes.goal if decodes.goal < inf else goal
-            )
-            in_time = max(in_time, model.tokens_within(least, num_tokens, start, beside), enough)
-        return min(num_tokens, in_time) if in_time >= min(enough, num_tokens) else 0
+            fewest = MIN_PIECE if decodes.goal < inf else MIN_FIRST_PIECE
+            share = MIN_SHARE * (decodes.goal if decodes.goal < inf else goal)
+            seconds = model.tokens(beside) + share
+            in_time = max(in_time, model.tokens_within(seconds, num_tokens, start, beside), fewest)
+        return min(num_tokens, in_time) if in_time >= min(fewest, num_tokens) else 0
 
     def _bound(self, decodes: _Decodes, request: "Request") -> float:
         """Seconds that an iteration with these decodes and this prompt may take; infinite without
@@ -152,7 +153,7 @@ class StepTime:
     def _all_prompts(self) -> _Prompts:
         pool = self._pool
         started = [r for r in pool.started if r.unplanned > 1 and not r.spec.is_background]
-        waiting = pool.count(WAITING) - pool.num_background_waiting
+        waiting = pool.count(WAITING) - pool.background.num_waiting
         count = len(started) + max(0, min(waiting, self._seats - pool.num_admitted))
         return _Prompts(count, max(map(self._growth, started), default=1.0))
 
@@ -171,9 +172,9 @@ class StepTime:
         goal = min(started.goal, self.goal_of(request))
         if not started.num_rows or goal == inf:
             return True
-        least = LEAST_BATCH * self._cost.model.compute(1, request.num_tokens)
+        lowest = MIN_BATCH_SECONDS * self._cost.model.compute(1, request.num_tokens)
         count, slots = started.num_rows + 1, started.slots + request.num_tokens
-        return self._seconds(count, slots) <= max(goal / self._cost.margin, least)
+        return self._seconds(count, slots) <= max(goal / self._cost.margin, lowest)
 
     def started(self, request: "Request") -> None:
         """The request has started in this plan."""

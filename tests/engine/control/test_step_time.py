@@ -8,7 +8,7 @@ import pytest
 
 from engine.control.scheduler import IterationScheduler
 from engine.control.settings import SchedulerSettings
-from engine.control.step_time import LEAST_FIRST, LEAST_PIECE, LEAST_SHARE, PATIENCE
+from engine.control.step_time import MIN_FIRST_PIECE, MIN_PIECE, MIN_SHARE, PATIENCE
 from engine.cost.live import LiveCost
 from engine.cost.model import CostModel
 from engine.iteration import Iteration
@@ -71,8 +71,8 @@ def test_beside_decodes_that_take_the_whole_goal_a_prompt_gets_a_tenth_of_it() -
     now = decoding(scheduler, 190)
     scheduler.add(a_spec(400, 2), now)
     iteration = planned(scheduler, now)
-    least = int(LEAST_SHARE * 100.0 / 0.5)
-    assert sizes(iteration)[-1] == max(LEAST_PIECE, least) == 20
+    least = int(MIN_SHARE * 100.0 / 0.5)
+    assert sizes(iteration)[-1] == max(MIN_PIECE, least) == 20
 
 
 def test_a_second_prompt_gets_only_the_time_that_is_left() -> None:
@@ -143,7 +143,7 @@ def test_no_prompt_starves_and_predictions_keep_the_goal(seed: int) -> None:
     goal = random.choice([5.0, 12.0, 40.0])
     scheduler = make(goal, max_batch_size=32, max_batch_tokens=256)
     now, waited = 0.0, 0
-    least = max(LEAST_PIECE, int(2 * LEAST_SHARE * goal))
+    least = max(MIN_PIECE, int(2 * MIN_SHARE * goal))
     for _ in range(300):
         if random.random() < 0.3 and len(scheduler.pool) < 40:
             scheduler.add(a_spec(random.choice([1, 30, 200]), random.randint(1, 40)), now)
@@ -237,7 +237,7 @@ def test_far_behind_its_start_a_prompt_makes_iterations_longer_by_the_same_facto
         pieces.append(sizes(iteration)[-1])
         assert cost.step(iteration.step) <= 3 * 20.0
         returned(scheduler, iteration, cost.step(iteration.step))
-    assert LEAST_FIRST <= min(pieces) < LEAST_PIECE < max(pieces)
+    assert MIN_FIRST_PIECE <= min(pieces) < MIN_PIECE < max(pieces)
 
 
 def test_the_factor_is_relative_to_iterations_of_decodes_that_were_measured() -> None:
@@ -252,7 +252,7 @@ def test_the_factor_is_relative_to_iterations_of_decodes_that_were_measured() ->
     scheduler.cost.model = replace(model, curve=curve)
     scheduler.add(a_spec(490, 2), now)
     iteration = planned(scheduler, now)
-    assert sizes(iteration)[-1] > LEAST_PIECE
+    assert sizes(iteration)[-1] > MIN_PIECE
     decodes = 2 * HAND_COST.decodes(20, 0)
     assert scheduler.cost.model.step(iteration.step) == pytest.approx(4 * decodes, rel=0.03)
 
