@@ -242,7 +242,6 @@ class Request:
     num_swaps: int = 0  # times that its KV was swapped out
     produced_at_start: int = 0  # `produced` when it last got its KV
     num_step_overs: int = 0  # later requests admitted before it since it last got its KV
-    num_overtaken: int = 0  # by later requests with longer cached prefixes, likewise
     num_crashes: int = 0  # worker crashes while it was in flight, since its last token
     num_accepted_prediction: int = 0  # drafts taken from its prediction that were right
     num_rejected_prediction: int = 0

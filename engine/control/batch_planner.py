@@ -4,7 +4,6 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from engine.control.admission import Admission
-from engine.control.prefix_first import PrefixFirst
 from engine.control.seats import SeatBound
 from engine.control.time_bound import TimeBound
 from engine.request import Move, Request, State
@@ -47,8 +46,6 @@ class BatchPlanner:
         self._swap_planner = swap_planner
         self._seats = SeatBound(settings, pool)
         self.time = TimeBound(settings, pool, cost, self._seats)
-        window = settings.prefix_first
-        self._prefix_first = PrefixFirst(window, kv.search) if window else None
 
     def plan(self, batch: "BatchBuilder", now: float) -> None:
         """Fill a batch. If it stays empty and requests wait until more of their prefixes is hashed,
@@ -66,8 +63,6 @@ class BatchPlanner:
         """Take requests in the policy's order; when no more may be admitted, only started ones."""
         self.time.begin_batch()
         order = self._pool.policy.order(now)
-        if self._prefix_first is not None:
-            order = self._prefix_first.order(order)
         admits = not (self._takes_whole_batch and self._pool.num_admitted)
         request: Request | None = None
         ahead = batch.ahead
@@ -180,7 +175,5 @@ class BatchPlanner:
     def _count_start(self, batch: "BatchBuilder", request: Request) -> None:
         """A request got its KV: it has overtaken those that did not fit."""
         self.time.started(request)
-        if self._prefix_first is not None:
-            self._prefix_first.started(request)
         for other in batch.not_admitted:
             other.num_step_overs += 1

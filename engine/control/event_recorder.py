@@ -140,7 +140,7 @@ class RecordingHeader:
 
     def line(self) -> str:
         """The first line of a recording. Left out are tiers that are not there, limits that are
-        infinite, goals, fair shares, `prefix_first` and windows if there are none, and a cost of
+        infinite, goals, fair shares and windows if there are none, and a cost of
         prompt pieces that is 0.
         """
         row = asdict(self)
@@ -158,7 +158,7 @@ class RecordingHeader:
         row["scheduler"] = {
             key: value.value if isinstance(value, Enum) else value
             for key, value in bounds
-            if value != inf and (key, value) not in (("chunks_prompts", True), ("prefix_first", 0))
+            if value != inf and (key, value) != ("chunks_prompts", True)
         }
         return json.dumps({"podway_recording": VERSION} | row, separators=(",", ":"))
 

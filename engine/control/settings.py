@@ -21,7 +21,6 @@ class SchedulerSettings:
     swap: SwapMode = SwapMode.PROACTIVE  # with a host tier only
     max_crashes: int = 3
     reuses_prefixes: bool = True
-    prefix_first: int = 0  # waiting requests ordered by cached prefix: engine.control.prefix_first
     chunks_prompts: bool = True  # False: each prompt is computed in one iteration
     scan_limit: int = 16  # waiting requests that are tried per plan and do not fit
     max_step_seconds: float = inf  # of an iteration with decodes and a chunk of a prompt

@@ -133,13 +133,6 @@ class BlockPool:
             if self.lower and self.lower.without(self.prefixes.hash_of(block)):
                 self._unsaved[block] = None
 
-    def evict_last(self, hashes: "Sequence[bytes]") -> None:
-        """Evict the cached blocks with these hashes after all others, the first one last of all."""
-        for block_hash in reversed(hashes):
-            block = self.prefixes.find(block_hash)
-            if block is not None and block in self._cached:
-                self._cached.move_to_end(block)
-
     def discard(self, block: int) -> None:
         """Free a cached block; one that a request holds or a step copies stays as it is."""
         if block in self._cached:

@@ -84,21 +84,6 @@ class PrefixSearch:
             request.reusable_hashes = hashes[:count]
         return request.reusable_hashes
 
-    @property
-    def num_evictions(self) -> int:
-        """Published blocks that were evicted so far."""
-        return self._index.num_evictions
-
-    @property
-    def num_cached(self) -> int:
-        """Blocks that no request holds and whose content can be reused."""
-        return self._ledger.num_cached
-
-    def evict_last(self, request: "Request") -> None:
-        """Evict the prefix that was found for the request after all other cached blocks."""
-        hashes = self.reusable(request, len(request.block_hashes))
-        self._ledger.pool.evict_last(self._ledger.groups.names(hashes))
-
     def _num_reusable(self, hashes: "Sequence[bytes]", most: int) -> int:
         """The largest number of hashes, at most `most`, behind which every layer group has the
         blocks that are read next, and recurrent layers have a snapshot."""

@@ -140,7 +140,7 @@ def may_leap(setup: Setup, arrivals: "Sequence[Arrival]") -> bool:
     from outside or is not planned in every iteration."""
     if not setup.leaps or setup.stages > 1 or setup.lookahead:
         return False
-    if setup.settings.prefix_first or setup.num_states or setup.windows != (None,):
+    if setup.num_states or setup.windows != (None,):
         return False
     return all(_is_plain(arrival) for arrival in arrivals)
 

@@ -328,7 +328,6 @@ def _recording_header(settings: Settings, loaded: LoadedModel) -> RecordingHeade
         max_queue_requests=settings.max_queue_requests,
         max_queue_tokens=settings.max_queue_tokens,
         reuses_prefixes=settings.prefix_cache and not is_whole,
-        prefix_first=settings.prefix_first,
         swap=SwapMode(settings.swap),
     )
     return RecordingHeader(

@@ -69,16 +69,6 @@ class PolicyFields(BaseSettings):
         "scheduling",
         "API keys get equal shares, and --policy orders the requests of each key",
     )
-    prefix_first: int = _option(
-        0,
-        "scheduling",
-        "of the first N waiting requests in the policy's order, the one with the longest cached "
-        "prefix starts first, and their cached blocks are evicted last; each request is "
-        "overtaken at most N times; 0: the policy's order",
-        "N",
-        ge=0,
-        le=1024,
-    )
     ttft_goal: Annotated[float, BeforeValidator(duration)] = _option(
         0.0,
         "scheduling",

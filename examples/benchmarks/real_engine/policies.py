@@ -215,14 +215,12 @@ async def prefix(on: Machine, count: int) -> tuple[Table, Results]:
     rows: Table = [["KV", "tokens found", "of the best", "TTFT mean s", "p50", "p95", "JCT mean s"]]
     results: Results = {"best_hit_rate": best, "rate": 0.9 * plain}
     whole = on.report.num_blocks
-    few = "8,192 slots"
-    for name, blocks, first in (
-        ("no reuse", 0, 0),
-        ("32,768 slots", whole, 0),
-        (few, whole // 4, 0),
-        (f"{few}, --prefix-first 16", whole // 4, 16),
+    for name, blocks in (
+        ("no reuse", 0),
+        ("32,768 slots", whole),
+        ("8,192 slots", whole // 4),
     ):
-        header = on.header("fcfs", reuses_prefixes=bool(blocks), prefix_first=first)
+        header = on.header("fcfs", reuses_prefixes=bool(blocks))
         run = await measure(on, replace(header, num_blocks=blocks or whole), arrivals)
         ttft = [one.ttft for one in run.played.outcomes]
         hit = run.figures.cached_tokens / total
@@ -297,8 +295,6 @@ EXPERIMENTS: dict[str, tuple[str, str, Experiment, int]] = {
         "Prefix reuse",
         "Whole sessions of the Mooncake conversation trace, one in 40, all lengths divided by 32, "
         "so that an id of the trace is one block; at 90 % of the machine's capacity without reuse. "
-        "With --prefix-first 16, of the first 16 waiting requests the one with the longest cached "
-        "prefix starts first, and their cached blocks are evicted after all others. "
         "The best: an unbounded cache that holds every prompt from its arrival.",
         prefix,
         295,

@@ -63,7 +63,6 @@ class System:
     preempts: bool = False
     ttft_goal: float = 0.0
     fair_keys: bool = False
-    prefix_first: int = 0
 
     def build(self, seats: int, cost: Cost) -> Policy:
         settings = PolicySettings(
@@ -86,10 +85,6 @@ WITH_GOAL = (
     GITTINS,
     replace(GITTINS, name="gittins, TTFT goal", ttft_goal=GOAL.ttft or 0.0),
 )
-CACHED_FIRST = (
-    FCFS,
-    *(replace(FCFS, name=f"fcfs, --prefix-first {n}", prefix_first=n) for n in (16, 64)),
-)
 SPLIT = (
     System("fcfs, KV reserved (Orca)", "fcfs", admission=Admission.RESERVE),
     FCFS,
@@ -110,7 +105,6 @@ class Case:
     model: str = "llama-3.1-8b"
     seats: int = 64
     systems: tuple[System, ...] = SYSTEMS
-    kv: float = 1.0  # the part of the accelerator's KV that is used, without a host tier if below 1
     whole: bool = False  # every request of the trace, once, whatever the seeds
 
 
@@ -130,13 +124,6 @@ CASES = {
     "goal": Case("goal, skewed lengths", (12, 20), model="gpt3-13b", seats=16, systems=WITH_GOAL),
     "goal-conv": Case(
         "goal, Azure conversations", (6, 8), "azure_2023_conv.csv.gz", systems=WITH_GOAL
-    ),
-    "prefixes": Case(
-        "little KV, Mooncake ÷ 8",
-        (4, 6),
-        "mooncake_conversation.jsonl.gz",
-        systems=CACHED_FIRST,
-        kv=0.3,
     ),
     "swapping": Case("split, skewed", (12, 16), model="gpt3-13b", seats=16, systems=SPLIT),
     "swapping-conv": Case("split, conv", (6, 8), "azure_2023_conv.csv.gz", systems=SPLIT),
@@ -190,15 +177,14 @@ def setup_of(case: Case, system: System) -> Setup:
         admission=system.admission,
         swap=system.swap,
         reuses_prefixes="mooncake" in case.trace,
-        prefix_first=system.prefix_first,
     )
     return Setup(
         label=system.name,
         settings=settings,
         policy=lambda cost: system.build(case.seats, cost),
         cost=hardware.cost(),
-        num_slots=int(case.kv * hardware.num_slots),
-        num_host_slots=0 if case.kv < 1.0 else int(HOST_BYTES / hardware.shape.kv_bytes),
+        num_slots=hardware.num_slots,
+        num_host_slots=int(HOST_BYTES / hardware.shape.kv_bytes),
         slot_seconds=hardware.slot_seconds,
         slo=GOAL,
     )

@@ -196,8 +196,8 @@ def draw(path: Path, runs: Sequence[Run]) -> None:
 
 
 def main_runs(runs: Sequence[Run]) -> list[Run]:
-    """Without those of a split gain, of a TTFT goal or of little KV."""
-    return [one for one in runs if not one["case"].startswith(("split", "goal", "little"))]
+    """Without those of a split gain or of a TTFT goal."""
+    return [one for one in runs if not one["case"].startswith(("split", "goal"))]
 
 
 def report(
@@ -208,7 +208,6 @@ def report(
     main = main_runs(runs)
     goal = [one for one in runs if one["case"].startswith("goal")]
     split = [one for one in runs if one["case"].startswith("split")]
-    little = [one for one in runs if one["case"].startswith("little")]
     parts = [
         f"""# Policies beside first come, first served, in virtual time
 
@@ -244,15 +243,6 @@ A default may not lose more than 2 % against FCFS, in mean or p99, at any load.
 run before those that cannot. Under overload goodput is higher, and late requests pay for it.
 
 {table(goal)}""")
-    if little:
-        parts.append(f"""## With cached prefixes first
-
-`--prefix-first N`: of the first N waiting requests the one with the longest cached prefix starts
-first. {little[0]["requests"]:,} requests of the trace, on three tenths of the KV and without a host
-tier, so that cached blocks are evicted soon. A long cached prefix mostly belongs to a long chat,
-whose prefill takes long too, so that more cached tokens need not mean a shorter wait.
-
-{prefix_table(little)}""")
     if tenants:
         parts.append(f"""## With fair shares
 
@@ -290,20 +280,6 @@ def report_on(folder: Path) -> str:
     path = folder / "tenants.json"
     tenants = json.loads(path.read_text()) if path.exists() else ()
     return report(json.loads((folder / "policies.json").read_text()), plans, tenants)
-
-
-def prefix_table(runs: Sequence[Run]) -> str:
-    lines = [
-        "| requests/s | policy | cached tokens | against FCFS | TTFT p99 against FCFS "
-        "| mean JCT against FCFS |",
-        "|---" * 6 + "|",
-    ]
-    for _, load, system, own, base in groups(runs):
-        more = [o["cached"] / b["cached"] for o, b in zip(own, base, strict=True)]
-        cells = [spread([one["cached"] for one in own]), exact(more)]
-        cells += [exact(ratios(own, base, latency)) for latency in ("ttft", "mean")]
-        lines.append(f"| {load:g} | {system} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
 
 
 def tenant_table(runs: Sequence[TenantRun]) -> str:

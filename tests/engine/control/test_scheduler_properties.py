@@ -84,7 +84,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         slowdown=st.sampled_from([1.0, 1.5, inf]),
         itl_goal=st.sampled_from([0.5, 2.0, inf, inf]),
         prefill_slowdown=st.sampled_from([1.5, 4.0, inf]),
-        prefix_first=st.sampled_from([0, 2]),
         windows=st.sampled_from(WINDOWS),
         num_states=st.sampled_from([0, 0, 2, 3, 9]),
     )
@@ -103,7 +102,6 @@ class SchedulerMachine(RuleBasedStateMachine):
         slowdown: float,
         itl_goal: float,
         prefill_slowdown: float,
-        prefix_first: int,
         windows: tuple[int | None, ...],
         num_states: int,
     ) -> None:
@@ -123,7 +121,6 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_background_slowdown=slowdown,
             itl_goal=itl_goal,
             max_prefill_slowdown=prefill_slowdown,
-            prefix_first=prefix_first,
         )
         if admission is not Admission.GROW:
             windows = (None,) * len(windows)

@@ -90,7 +90,6 @@ def test_every_setting_can_be_set_by_flag_environment_and_file(
         "input_weight": "0.5",
         "output_weight": "4",
         "fair_keys": "true",
-        "prefix_first": "8",
         "ttft_goal": "2s",
         "admission": "reserve",
         "max_batch_size": "4",
