@@ -8,13 +8,16 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from inspect import isawaitable
-from typing import TYPE_CHECKING, Union
+from typing import TYPE_CHECKING, Any, Union
 
 import msgspec
+import orjson
 import starlette.routing
+from starlette.responses import Response
 
 from gateway.access.callers import read_body
 from gateway.generation import event_stream
+from gateway.generation.reply import json_response
 from gateway.pooling import group
 from gateway.pooling.plan import PoolingPlan
 from gateway.schema.dialect import OPENAI, ApiDialect
@@ -28,7 +31,8 @@ if TYPE_CHECKING:
     from gateway.batch.runner import Plan
     from gateway.service import Service
 
-Endpoint = Callable[["HttpRequest"], Awaitable["ASGIApp"]]
+Json = dict[str, Any]
+Endpoint = Callable[["HttpRequest"], Awaitable[Union["ASGIApp", Json, bytes]]]  # bytes of JSON
 Planner = Callable[[bytes, "Caller", "Service"], Union["Plan", Awaitable["Plan"]]]
 
 JSON = "application/json"
@@ -71,9 +75,9 @@ class Route:
 
     async def respond(self, http: "HttpRequest") -> "ASGIApp":
         """The response to a request of this route. Raises what its endpoint or its plan does."""
-        if self.endpoint is not None:
-            return await self.endpoint(http)
         service = service_of(http)
+        if self.endpoint is not None:
+            return _response(await self.endpoint(http), caller_of(http), service)
         body = await read_body(http, service.limits)
         plan = await self.plan_of(body, caller_of(http), service)
         if isinstance(plan, PoolingPlan):
@@ -125,7 +129,20 @@ class RouteTable:
         )
 
 
-def _dispatcher(methods: dict[str, Route]) -> Endpoint:
+def _response(result: "ASGIApp | Json | bytes", caller: "Caller", service: "Service") -> "ASGIApp":
+    """What an endpoint returned as a response, with the headers that every response carries."""
+    if isinstance(result, dict):
+        result = orjson.dumps(result)
+    if isinstance(result, bytes):
+        return json_response(result, caller, service.clock)
+    if isinstance(result, Response):
+        result.headers.update(caller.headers(service.clock()))
+    return result
+
+
+def _dispatcher(
+    methods: dict[str, Route],
+) -> "Callable[[HttpRequest], Awaitable[ASGIApp]]":
     """The endpoint of a path with a different route for each method."""
 
     async def dispatch(http: "HttpRequest") -> "ASGIApp":

@@ -1,13 +1,10 @@
 """`/v1/batches`: create, list, retrieve and cancel batches of requests in a file."""
 
-from typing import TYPE_CHECKING
-
-import orjson
+from typing import TYPE_CHECKING, Any
 
 from engine.errors import InvalidRequest
 from gateway.access.callers import read_body
 from gateway.errors import FileNotFound
-from gateway.generation.reply import json_response
 from gateway.schema.openai.batches import WINDOWS, BatchRequest, batch_json, decode_batch
 from gateway.schema.paging import list_json, read_page
 from gateway.service import caller_of, service_of
@@ -15,16 +12,16 @@ from gateway.store.batch_records import BatchRecord
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
-    from starlette.responses import Response
 
     from gateway.web.route import RouteTable
 
 
+Json = dict[str, Any]
 DEFAULT_LISTED, MAX_LISTED = 20, 100
 KEPT_SECONDS = 30 * 86_400  # after its creation, a batch is deleted
 
 
-async def create_batch(http: "HttpRequest") -> "Response":
+async def create_batch(http: "HttpRequest") -> Json:
     """Queue a batch over an uploaded file; raises `InvalidRequest`."""
     service, caller = service_of(http), caller_of(http)
     routes: RouteTable = http.app.state.routes
@@ -44,10 +41,10 @@ async def create_batch(http: "HttpRequest") -> "Response":
         output_seconds=None if expiry is None else expiry.seconds,
     )
     await service.store.batch_queue.submit(record, now - KEPT_SECONDS)
-    return _json(http, record)
+    return batch_json(record)
 
 
-async def list_batches(http: "HttpRequest") -> "Response":
+async def list_batches(http: "HttpRequest") -> Json:
     """A page of the caller's batches, newest first."""
     service, caller = service_of(http), caller_of(http)
     page = read_page(http.query_params, default=DEFAULT_LISTED, most=MAX_LISTED)
@@ -58,23 +55,22 @@ async def list_batches(http: "HttpRequest") -> "Response":
     batches = service.store.batch_queue.batches
     records = await batches.listed(caller.tenant, page.after, page.limit + 1)
     items = [batch_json(record) for record in records[: page.limit]]
-    body = list_json(items, has_more=len(records) > page.limit)
-    return json_response(orjson.dumps(body), caller, service.clock)
+    return list_json(items, has_more=len(records) > page.limit)
 
 
-async def retrieve_batch(http: "HttpRequest") -> "Response":
+async def retrieve_batch(http: "HttpRequest") -> Json:
     """The batch's status and counts; raises `BatchNotFound`."""
     service, caller = service_of(http), caller_of(http)
     batch_id = http.path_params["batch_id"]
-    return _json(http, await service.store.batch_queue.batches.find(batch_id, caller.tenant))
+    return batch_json(await service.store.batch_queue.batches.find(batch_id, caller.tenant))
 
 
-async def cancel_batch(http: "HttpRequest") -> "Response":
+async def cancel_batch(http: "HttpRequest") -> Json:
     """Cancel the batch and keep its finished lines; raises `BatchNotFound`."""
     service, caller = service_of(http), caller_of(http)
     batch_id = http.path_params["batch_id"]
     now = service.unix_now()
-    return _json(http, await service.store.batch_queue.cancel(batch_id, caller.tenant, now))
+    return batch_json(await service.store.batch_queue.cancel(batch_id, caller.tenant, now))
 
 
 async def _check_file(http: "HttpRequest", request: BatchRequest) -> None:
@@ -88,8 +84,3 @@ async def _check_file(http: "HttpRequest", request: BatchRequest) -> None:
     if record.purpose != "batch":
         message = f"Invalid '{param}': its purpose is {record.purpose!r}, not 'batch'."
         raise InvalidRequest(message, param)
-
-
-def _json(http: "HttpRequest", record: BatchRecord) -> "Response":
-    body = orjson.dumps(batch_json(record))
-    return json_response(body, caller_of(http), service_of(http).clock)

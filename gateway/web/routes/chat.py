@@ -1,13 +1,10 @@
 """`POST /v1/chat/completions` and `…/render`."""
 
-from typing import TYPE_CHECKING
-
-import orjson
+from typing import TYPE_CHECKING, Any
 
 from gateway.access.callers import read_body
 from gateway.generation.conversation import render_prompt
 from gateway.generation.plan import GenerationPlan, plan_chat
-from gateway.generation.reply import json_response
 from gateway.schema.openai.chat import decode_chat
 from gateway.schema.openai.chat_renderer import ChatRenderer
 from gateway.schema.openai.event_envelope import token_formatter
@@ -15,7 +12,6 @@ from gateway.service import caller_of, service_of
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
-    from starlette.responses import Response
 
     from gateway.access.callers import Caller
     from gateway.service import Service
@@ -36,13 +32,13 @@ def plan_chat_completion(body: bytes, caller: "Caller", service: "Service") -> G
     return plan_chat(request, renderer, caller, service)
 
 
-async def render_chat(http: "HttpRequest") -> "Response":
+async def render_chat(http: "HttpRequest") -> dict[str, Any]:
     """The prompt of a chat request as text and ids; nothing is generated."""
     service, caller = service_of(http), caller_of(http)
     request = decode_chat(await read_body(http, service.limits), caller.unknown_fields)
     service.check_generates(request.model)
     text, ids = await render_prompt(service.model, request)
-    body = {
+    return {
         "object": "chat.completion.prompt",
         "model": request.model,
         "prompt": text,
@@ -50,4 +46,3 @@ async def render_chat(http: "HttpRequest") -> "Response":
         "count": len(ids),
         "max_model_len": service.engine.scheduler.settings.max_model_len,
     }
-    return json_response(orjson.dumps(body), caller, service.clock)

@@ -1,12 +1,10 @@
 """`/v1/files`: upload, list, retrieve, download and delete. A key sees its own files only."""
 
-from typing import TYPE_CHECKING
-
-import orjson
+from typing import TYPE_CHECKING, Any
 
 from engine.errors import InvalidRequest
 from gateway.errors import FileNotFound
-from gateway.generation.reply import json_response, unless_disconnected
+from gateway.generation.reply import unless_disconnected
 from gateway.schema.decoding import check_allowed
 from gateway.schema.openai.files import KEPT_PURPOSES, MAX_NAME, check_fields, expiry_of, file_json
 from gateway.schema.paging import list_json, read_page
@@ -16,16 +14,16 @@ from gateway.web.upload import read_upload
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
-    from starlette.responses import Response
     from starlette.types import Receive, Scope, Send
 
     from gateway.access.callers import Caller
     from gateway.service import Service
 
+Json = dict[str, Any]
 MAX_LISTED = 10_000
 
 
-async def create_file(http: "HttpRequest") -> "Response":
+async def create_file(http: "HttpRequest") -> Json:
     """Store the file of a form. Raises `InvalidRequest` for an invalid form, and before it is
     received `StoreFull` or `StoreOutOfSpace`."""
     service, caller = service_of(http), caller_of(http)
@@ -45,10 +43,10 @@ async def create_file(http: "HttpRequest") -> "Response":
             expires_at=None if seconds is None else now + seconds,
         )
         record = await files.put(record, upload.file.read)
-    return json_response(orjson.dumps(file_json(record)), caller, service.clock)
+    return file_json(record)
 
 
-async def list_files(http: "HttpRequest") -> "Response":
+async def list_files(http: "HttpRequest") -> Json:
     """A page of the caller's files, newest first by default."""
     service, caller = service_of(http), caller_of(http)
     page = read_page(http.query_params, default=MAX_LISTED, most=MAX_LISTED)
@@ -64,24 +62,20 @@ async def list_files(http: "HttpRequest") -> "Response":
             raise InvalidRequest(f"Invalid 'after': no file {page.after[:100]!r}.", "after")
         records = records[ids.index(page.after) + 1 :]
     items = [file_json(record) for record in records[: page.limit]]
-    body = list_json(items, has_more=len(records) > page.limit)
-    return json_response(orjson.dumps(body), caller, service.clock)
+    return list_json(items, has_more=len(records) > page.limit)
 
 
-async def retrieve_file(http: "HttpRequest") -> "Response":
+async def retrieve_file(http: "HttpRequest") -> Json:
     """The metadata of a file; raises `FileNotFound`."""
-    service, caller = service_of(http), caller_of(http)
-    record = await _find(http)
-    return json_response(orjson.dumps(file_json(record)), caller, service.clock)
+    return file_json(await _find(http))
 
 
-async def delete_file(http: "HttpRequest") -> "Response":
+async def delete_file(http: "HttpRequest") -> Json:
     """Delete a file; raises `FileNotFound`."""
     service, caller = service_of(http), caller_of(http)
     file_id = http.path_params["file_id"]
     await service.store.files.delete(file_id, caller.tenant, service.unix_now())
-    body = {"id": file_id, "object": "file", "deleted": True}
-    return json_response(orjson.dumps(body), caller, service.clock)
+    return {"id": file_id, "object": "file", "deleted": True}
 
 
 async def retrieve_content(http: "HttpRequest") -> "FileContent":

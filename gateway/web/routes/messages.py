@@ -2,12 +2,9 @@
 
 from typing import TYPE_CHECKING
 
-import orjson
-
 from gateway.access.callers import read_body
 from gateway.generation.conversation import render_prompt
 from gateway.generation.plan import plan_chat
-from gateway.generation.reply import json_response
 from gateway.schema.anthropic.renderer import MessagesRenderer
 from gateway.schema.anthropic.request import NAMES, decode_anthropic
 from gateway.schema.field_names import renamed_fields
@@ -15,7 +12,6 @@ from gateway.service import caller_of, service_of
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
-    from starlette.responses import Response
 
     from gateway.access.callers import Caller
     from gateway.generation.plan import GenerationPlan
@@ -36,7 +32,7 @@ def plan_message(body: bytes, caller: "Caller", service: "Service") -> "Generati
         return plan_chat(request.as_chat(), renderer, caller, service)
 
 
-async def count_tokens(http: "HttpRequest") -> "Response":
+async def count_tokens(http: "HttpRequest") -> dict[str, int]:
     """The number of tokens of a prompt; nothing is generated."""
     service, caller = service_of(http), caller_of(http)
     body = await read_body(http, service.limits)
@@ -44,5 +40,4 @@ async def count_tokens(http: "HttpRequest") -> "Response":
     service.check_generates(request.model)
     with renamed_fields(NAMES):
         rendered = await render_prompt(service.model, request.as_chat())
-    count = orjson.dumps({"input_tokens": len(rendered.ids)})
-    return json_response(count, caller, service.clock)
+    return {"input_tokens": len(rendered.ids)}

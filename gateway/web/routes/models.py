@@ -2,30 +2,25 @@
 
 from typing import TYPE_CHECKING, Any
 
-import orjson
-
-from gateway.generation.reply import json_response
-from gateway.service import Service, caller_of, service_of
+from gateway.service import Service, service_of
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
-    from starlette.responses import Response
 
 
-async def list_models(http: "HttpRequest") -> "Response":
+async def list_models(http: "HttpRequest") -> dict[str, Any]:
     """The served model, once per name, and its LoRA adapters."""
     service = service_of(http)
     names = (*service.model.names, *service.loras.served)
-    body = {"object": "list", "data": [_model(service, name) for name in names]}
-    return json_response(orjson.dumps(body), caller_of(http), service.clock)
+    return {"object": "list", "data": [_model(service, name) for name in names]}
 
 
-async def retrieve_model(http: "HttpRequest") -> "Response":
+async def retrieve_model(http: "HttpRequest") -> dict[str, Any]:
     """The served model or a LoRA adapter; raises `ModelNotFound` for any other name."""
     service = service_of(http)
     name = http.path_params["model"]
     service.check_model(name)
-    return json_response(orjson.dumps(_model(service, name)), caller_of(http), service.clock)
+    return _model(service, name)
 
 
 def _model(service: Service, name: str) -> dict[str, Any]:

@@ -3,21 +3,17 @@
 The id is the `x-request-id` of the request's response.
 """
 
-from typing import TYPE_CHECKING
-
-import orjson
+from typing import TYPE_CHECKING, Any
 
 from gateway.errors import RequestNotFound
-from gateway.generation.reply import json_response
 from gateway.observe.explanation import explain
 from gateway.service import caller_of, service_of
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
-    from starlette.responses import Response
 
 
-async def cancel(http: "HttpRequest") -> "Response":
+async def cancel(http: "HttpRequest") -> dict[str, Any]:
     """End all choices of the request at once; its response ends with a `RequestCancelled` error.
 
     Raises `RequestNotFound` unless it runs or waits and belongs to the caller's API key; an admin
@@ -28,16 +24,15 @@ async def cancel(http: "HttpRequest") -> "Response":
     num_choices = service.engine.cancel(request_id, None if caller.is_admin else caller.tenant)
     if not num_choices:
         raise RequestNotFound(request_id)
-    body = {
+    return {
         "id": request_id,
         "object": "request.cancelled",
         "cancelled": True,
         "num_choices": num_choices,
     }
-    return json_response(orjson.dumps(body), caller, service.clock)
 
 
-async def timeline(http: "HttpRequest") -> "Response":
+async def timeline(http: "HttpRequest") -> dict[str, Any]:
     """The phases of the request's choices, and one sentence about what cost it the most time.
 
     Seconds are relative to a choice's arrival. Raises `RequestNotFound` for a request of another
@@ -64,7 +59,7 @@ async def timeline(http: "HttpRequest") -> "Response":
         }
         for index, each in enumerate(timelines)
     ]
-    body = {
+    return {
         "id": request_id,
         "object": "request.timeline",
         "explanation": explain(timelines, request_id, service.timelines, now),
@@ -74,4 +69,3 @@ async def timeline(http: "HttpRequest") -> "Response":
         ],
         "choices": choices,
     }
-    return json_response(orjson.dumps(body), caller, service.clock)

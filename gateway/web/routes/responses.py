@@ -5,15 +5,12 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import orjson
-
 from engine.errors import ContextTooLong, InvalidRequest
 from gateway.access.callers import read_body
 from gateway.errors import ResponseNotFound
 from gateway.generation.conversation import render_prompt
 from gateway.generation.event_stream import respond
 from gateway.generation.plan import GenerationPlan, plan_chat
-from gateway.generation.reply import json_response
 from gateway.schema.field_names import renamed_fields
 from gateway.schema.openai.event_envelope import token_formatter
 from gateway.schema.paging import list_json, read_page
@@ -27,7 +24,6 @@ from gateway.store.running import RunningResponse
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
-    from starlette.responses import Response
     from starlette.types import ASGIApp, Receive, Scope, Send
 
     from gateway.access.callers import Caller
@@ -35,6 +31,7 @@ if TYPE_CHECKING:
     from gateway.schema.openai.chat import ChatRequest
     from gateway.service import Service
 
+Json = dict[str, Any]
 DEFAULT_LISTED, MAX_LISTED = 20, 100
 
 
@@ -75,7 +72,7 @@ async def plan_response(body: bytes, caller: "Caller", service: "Service") -> Ge
     return plan
 
 
-async def count_input_tokens(http: "HttpRequest") -> "Response":
+async def count_input_tokens(http: "HttpRequest") -> Json:
     """The number of tokens of a request's prompt; nothing is generated."""
     service, caller = service_of(http), caller_of(http)
     body = await read_body(http, service.limits)
@@ -85,10 +82,10 @@ async def count_input_tokens(http: "HttpRequest") -> "Response":
     chat = request.as_chat(await _items(request, caller, service), tools)
     with renamed_fields(NAMES):
         rendered = await render_prompt(service.model, chat)
-    return _json(http, {"object": "response.input_tokens", "input_tokens": len(rendered.ids)})
+    return {"object": "response.input_tokens", "input_tokens": len(rendered.ids)}
 
 
-async def compact_response(http: "HttpRequest") -> "Response":
+async def compact_response(http: "HttpRequest") -> Json:
     """Rejected: only OpenAI's models make the opaque items that replace a conversation."""
     raise InvalidRequest(
         "Compaction is not supported. Send fewer items, or set 'truncation' to 'auto', which "
@@ -185,7 +182,7 @@ class _Registered:
             await respond(plan, self._service)(scope, receive, send)
 
 
-async def retrieve_response(http: "HttpRequest") -> "Response":
+async def retrieve_response(http: "HttpRequest") -> Json:
     """A stored response; raises `ResponseNotFound`."""
     if http.query_params.get("stream", "false").lower() not in ("false", "0"):
         raise InvalidRequest(
@@ -193,18 +190,18 @@ async def retrieve_response(http: "HttpRequest") -> "Response":
             "stream",
         )
     record = await _find(http)
-    return _json(http, record.response)
+    return record.response
 
 
-async def delete_response(http: "HttpRequest") -> "Response":
+async def delete_response(http: "HttpRequest") -> Json:
     """Delete a stored response; raises `ResponseNotFound`."""
     service, caller = service_of(http), caller_of(http)
     response_id = http.path_params["response_id"]
     await service.store.responses.delete(response_id, caller.tenant, service.unix_now())
-    return _json(http, {"id": response_id, "object": "response", "deleted": True})
+    return {"id": response_id, "object": "response", "deleted": True}
 
 
-async def cancel_response(http: "HttpRequest") -> "Response":
+async def cancel_response(http: "HttpRequest") -> Json:
     """End a response in progress.
 
     Raises `ResponseNotFound`, or `InvalidRequest` for a response that has ended.
@@ -216,10 +213,10 @@ async def cancel_response(http: "HttpRequest") -> "Response":
         record = await _find(http)
         status = record.response["status"]
         raise InvalidRequest(f"This response cannot be cancelled: it is {status}.", "response_id")
-    return _json(http, running.snapshot("cancelled"))
+    return running.snapshot("cancelled")
 
 
-async def list_input_items(http: "HttpRequest") -> "Response":
+async def list_input_items(http: "HttpRequest") -> Json:
     """A page of the items of the prompt, newest first by default."""
     page = read_page(http.query_params, default=DEFAULT_LISTED, most=MAX_LISTED)
     record = await _find(http)
@@ -229,14 +226,10 @@ async def list_input_items(http: "HttpRequest") -> "Response":
         if page.after not in ids:
             raise InvalidRequest(f"Invalid 'after': no item {page.after[:100]!r}.", "after")
         items = items[ids.index(page.after) + 1 :]
-    return _json(http, list_json(items[: page.limit], has_more=len(items) > page.limit))
+    return list_json(items[: page.limit], has_more=len(items) > page.limit)
 
 
 async def _find(http: "HttpRequest") -> ResponseRecord:
     service, caller = service_of(http), caller_of(http)
     response_id = http.path_params["response_id"]
     return await service.store.responses.find(response_id, caller.tenant, service.unix_now())
-
-
-def _json(http: "HttpRequest", body: dict[str, Any]) -> "Response":
-    return json_response(orjson.dumps(body), caller_of(http), service_of(http).clock)

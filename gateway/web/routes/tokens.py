@@ -10,7 +10,7 @@ from starlette.requests import ClientDisconnect
 from gateway.access.callers import read_body
 from gateway.generation.conversation import render_prompt
 from gateway.generation.prompt import fits_on_loop, token_ids, tokenize_prompts
-from gateway.generation.reply import json_response, unless_disconnected
+from gateway.generation.reply import unless_disconnected
 from gateway.generation.threads import run_in_thread
 from gateway.schema.openai.tokens import TokenizeRequest, decode_detokenize, decode_tokenize
 from gateway.service import Service, caller_of, service_of
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from starlette.requests import Request as HttpRequest
-    from starlette.responses import Response
 
     from gateway.ports import Tokenizer
 
@@ -28,7 +27,7 @@ IDS_AT_ONCE = 16_384  # rendered as JSON in 0.1 ms
 IDS_PER_PART = 8  # decoding 8 ids takes about as long as encoding one short text
 
 
-async def tokenize(http: "HttpRequest") -> "Response":
+async def tokenize(http: "HttpRequest") -> bytes:
     """The ids of a prompt or of a conversation; raises `InvalidRequest`."""
     service = service_of(http)
     request = decode_tokenize(await read_body(http, service.limits), caller_of(http).unknown_fields)
@@ -39,11 +38,10 @@ async def tokenize(http: "HttpRequest") -> "Response":
         raise ClientDisconnect
     max_model_len = service.engine.scheduler.settings.max_model_len
     tokenizer = service.model.tokenizer if request.return_token_strs else None
-    body = await _off_loop(ids, lambda: _body(ids, max_model_len, tokenizer))
-    return json_response(body, caller_of(http), service.clock)
+    return await _off_loop(ids, lambda: _body(ids, max_model_len, tokenizer))
 
 
-async def detokenize(http: "HttpRequest") -> "Response":
+async def detokenize(http: "HttpRequest") -> dict[str, str]:
     """The text of ids, control tokens included; raises `InvalidRequest`."""
     service = service_of(http)
     vocabulary = service.model.vocabulary
@@ -51,8 +49,7 @@ async def detokenize(http: "HttpRequest") -> "Response":
     if request.model is not None:
         service.check_model(request.model)
     ids, tokenizer = request.tokens, service.model.tokenizer
-    text = await _off_loop(ids, lambda: _text(tokenizer, ids))
-    return json_response(orjson.dumps({"prompt": text}), caller_of(http), service.clock)
+    return {"prompt": await _off_loop(ids, lambda: _text(tokenizer, ids))}
 
 
 async def _ids(request: TokenizeRequest, service: Service) -> "Sequence[int]":

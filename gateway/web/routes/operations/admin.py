@@ -4,21 +4,18 @@ serving."""
 import logging
 from dataclasses import replace
 from math import inf
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
-import orjson
 
 from engine.policy import POLICIES, PolicySettings, build, name_of, settings_of
 from engine.policy.estimates.lengths import LearnedLengths
 from gateway.access.callers import read_body
-from gateway.generation.reply import json_response
 from gateway.schema.decoding import check_allowed, check_range, decode
-from gateway.service import Service, caller_of, service_of
+from gateway.service import Service, service_of
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
-    from starlette.responses import Response
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +73,7 @@ class PolicyChoice(msgspec.Struct, forbid_unknown_fields=True):
         return replace(settings, **{k: value for k, value in values.items() if value is not None})
 
 
-async def policy(http: "HttpRequest") -> "Response":
+async def policy(http: "HttpRequest") -> dict[str, Any]:
     """The current policy with its settings, the admission mode and the policies to choose from.
 
     Raises `InvalidRequest` for a POST with an unknown policy or a setting that is out of range.
@@ -88,7 +85,7 @@ async def policy(http: "HttpRequest") -> "Response":
         _switch(service, choice)
     scheduler = service.engine.scheduler
     settings = settings_of(scheduler.policy)
-    body = {
+    return {
         "policy": name_of(scheduler.policy),
         "admission": scheduler.settings.admission.value,
         "policies": list(POLICIES),
@@ -96,7 +93,6 @@ async def policy(http: "HttpRequest") -> "Response":
         "settings": {name: getattr(settings, own) for name, own in _FIELDS.items()},
         "learned_lengths": _learned(service.lengths),
     }
-    return json_response(orjson.dumps(body), caller_of(http), service.clock)
 
 
 def _finite(seconds: float) -> float | None:

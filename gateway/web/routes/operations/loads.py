@@ -1,19 +1,15 @@
 """`GET /v1/loads`: the load of this server for routers, in SGLang's format (smg reads it)."""
 
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-import orjson
-
-from gateway.generation.reply import json_response
-from gateway.service import caller_of, service_of
+from gateway.service import service_of
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
-    from starlette.responses import Response
 
 
-async def loads(http: "HttpRequest") -> "Response":
+async def loads(http: "HttpRequest") -> dict[str, Any]:
     """Requests and KV slots; one entry, since a server is one data-parallel rank."""
     service = service_of(http)
     scheduler = service.engine.scheduler
@@ -36,7 +32,7 @@ async def loads(http: "HttpRequest") -> "Response":
         "utilization": running / settings.max_batch_size,
         "max_running_requests": settings.max_batch_size,
     }
-    body = {
+    return {
         "timestamp": datetime.fromtimestamp(service.unix_now(), UTC).isoformat(),
         "dp_rank_count": 1,
         "loads": [load],
@@ -49,4 +45,3 @@ async def loads(http: "HttpRequest") -> "Response":
             "avg_utilization": load["utilization"],
         },
     }
-    return json_response(orjson.dumps(body), caller_of(http), service.clock)

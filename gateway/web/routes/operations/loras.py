@@ -8,7 +8,7 @@ from starlette.responses import PlainTextResponse
 from engine.errors import InvalidRequest
 from gateway.access.callers import read_body
 from gateway.schema.decoding import decode
-from gateway.service import caller_of, service_of
+from gateway.service import service_of
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
@@ -42,7 +42,7 @@ async def load_lora(http: "HttpRequest") -> "Response":
     await service.loras.load(
         request.lora_name, request.lora_path, now, replaces=request.load_inplace
     )
-    return _success(http, f"LoRA adapter '{request.lora_name}' added successfully.")
+    return _success(f"LoRA adapter '{request.lora_name}' added successfully.")
 
 
 async def unload_lora(http: "HttpRequest") -> "Response":
@@ -51,12 +51,11 @@ async def unload_lora(http: "HttpRequest") -> "Response":
     service = service_of(http)
     request = decode(_UNLOAD, await read_body(http, service.limits))
     await service.loras.unload(request.lora_name)
-    return _success(http, f"LoRA adapter '{request.lora_name}' removed successfully.")
+    return _success(f"LoRA adapter '{request.lora_name}' removed successfully.")
 
 
-def _success(http: "HttpRequest", message: str) -> "Response":
-    headers = caller_of(http).headers(service_of(http).clock())
-    return PlainTextResponse(f"Success: {message}", headers=headers)
+def _success(message: str) -> "Response":
+    return PlainTextResponse(f"Success: {message}")
 
 
 _LOAD = msgspec.json.Decoder(LoadLoraRequest)

@@ -51,8 +51,7 @@ async def index(http: "HttpRequest") -> Response:
     service = service_of(http)
     if "text/html" not in http.headers.get("accept", ""):
         text = TEXT.format(model=service.model.name, base=str(http.base_url).rstrip("/"))
-        headers = caller_of(http).headers(service.clock())
-        return Response(text, headers=headers, media_type="text/plain; charset=utf-8")
+        return Response(text, media_type="text/plain; charset=utf-8")
     return _file_response(http, "index.html")
 
 
@@ -66,8 +65,7 @@ def _file_response(http: "HttpRequest", name: str) -> Response:
     content = _files().get(name) if service.has_page else None
     if content is None:
         raise PathNotFound(f"No endpoint at {http.scope['path'][:200]}.")
-    headers = caller_of(http).headers(service.clock()) | HEADERS
-    return Response(content, headers=headers, media_type=MEDIA_TYPES[PurePosixPath(name).suffix])
+    return Response(content, headers=HEADERS, media_type=MEDIA_TYPES[PurePosixPath(name).suffix])
 
 
 @cache

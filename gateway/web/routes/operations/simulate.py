@@ -17,7 +17,7 @@ from engine.errors import InvalidRequest, Overloaded
 from engine.policy import POLICIES
 from gateway.access.callers import read_body
 from gateway.schema.decoding import check_allowed
-from gateway.service import caller_of, service_of
+from gateway.service import service_of
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
@@ -45,8 +45,7 @@ async def simulate(http: "HttpRequest") -> Response:
         raise Overloaded("Another simulation is running.", retry_after=MAX_SECONDS)
     async with slot:
         events = await _events(recording, policy)
-    headers = caller_of(http).headers(service.clock())
-    return Response(events, headers=headers, media_type="application/jsonl")
+    return Response(events, media_type="application/jsonl")
 
 
 async def _events(recording: bytes, policy: str) -> bytes:
