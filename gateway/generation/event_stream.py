@@ -114,7 +114,7 @@ class EventStream:
             waited = self._service.clock() - began
             if waited > BLOCKED_SECONDS:
                 wait = Wait(began, waited)
-                self._service.timelines.reader_waited(self._plan.caller.request_id, wait)
+                self._service.timelines.reader_waits.add(self._plan.caller.request_id, wait)
         self._num_writes_done += 1
 
     async def _start(self) -> None:

@@ -19,7 +19,7 @@ def explain(choices: "Sequence[Timeline]", label: str, timelines: "Timelines", n
     """The sentence about the choices of the request with this label."""
     longest = slowest(choices, now)
     costs = phase_seconds(longest, now)
-    costs["reader"] = sum(wait.seconds for wait in timelines.reader_waits(label))
+    costs["reader"] = sum(wait.seconds for wait in timelines.reader_waits.of(label))
     kinds = {each.kind for each in longest.interruptions}
     again = "restart" if "restart" in kinds and "preempted" not in kinds else "preempted"
     costs[again] = costs.get(again, 0.0) + costs.pop("recomputed", 0.0)
@@ -53,7 +53,7 @@ def _working(timeline: "Timeline", costs: dict[str, float]) -> str:
 
 
 def _queued(timeline: "Timeline", seconds: float, timelines: "Timelines", now: float) -> str:
-    cause, load = timelines.waited(timeline, now)
+    cause, load = timeline.waited(timelines.queue, now)
     running, waiting = _number(load.num_running, "request"), _number(load.num_waiting, "request")
     if cause is Cause.KV:
         return (

@@ -72,6 +72,40 @@ class Timeline:
     def is_interrupted(self) -> bool:
         return bool(self.interruptions) and self.interruptions[-1].ended is None
 
+    def settle(self, queue: QueueWatch, now: float) -> None:
+        """The request does not wait for its admission any more."""
+        if self.pressure is None:
+            self.blocked, self.pressure = self._waited(queue, now)
+
+    def waited(self, queue: QueueWatch, now: float) -> tuple[Cause, Pressure]:
+        """What the request lacked for the longest while it waited, and the load at that time."""
+        blocked, pressure = self._waited(queue, now)
+        return max(blocked, key=lambda cause: blocked[cause]), pressure
+
+    def _waited(self, queue: QueueWatch, now: float) -> tuple[dict[Cause, float], Pressure]:
+        if self.pressure is not None:
+            return self.blocked, self.pressure
+        seconds = queue.seconds(now)
+        waited = {cause: seconds[cause] - before for cause, before in self.blocked.items()}
+        return waited, queue.pressure
+
+    def interrupt(self, kind: str, now: float) -> bool:
+        """Whether the request is interrupted from now on, and was not before."""
+        if self.is_interrupted or len(self.interruptions) == MAX_INTERRUPTIONS:
+            return False
+        self.interruptions.append(Interruption(kind, now, self.request.produced))
+        return True
+
+    def note_pause(self, now: float) -> None:
+        """The request was not in the iteration before: it was paused if that was long ago."""
+        last = self.request.last_token_at
+        if last is None or now - last < PAUSE or self.is_interrupted:
+            return
+        since = self.interruptions[-1].ended if self.interruptions else None
+        if len(self.interruptions) < MAX_INTERRUPTIONS and (since is None or since <= last):
+            pause = Interruption("paused", last, self.request.produced, now, now)
+            self.interruptions.append(pause)
+
     def spans(self, now: float) -> list[Span]:
         """Its phases in order. A live request's last phase ends now."""
         request, began = self.request, self.request.arrived_at
@@ -121,19 +155,43 @@ class TimelineListener(Protocol):
     def reader_waited(self, label: str, wait: Wait) -> None: ...
 
 
+class ReaderWaits:
+    """The times in which clients did not read although tokens were ready, by label."""
+
+    def __init__(self) -> None:
+        self.listener: TimelineListener | None = None
+        self._waits: OrderedDict[str, list[Wait]] = OrderedDict()
+
+    def of(self, label: str) -> list[Wait]:
+        """Those of the client of the requests with this label."""
+        return self._waits.get(label, [])
+
+    def add(self, label: str, wait: Wait) -> None:
+        """The client of these requests did not read."""
+        waits = self._waits.setdefault(label, [])
+        if len(waits) < MAX_READER_WAITS:
+            waits.append(wait)
+        else:
+            waits[-1] = Wait(waits[-1].began, waits[-1].seconds + wait.seconds)
+        self._waits.move_to_end(label)
+        if len(self._waits) > LABELS:
+            self._waits.popitem(last=False)
+        if self.listener is not None:
+            self.listener.reader_waited(label, wait)
+
+
 class Timelines(NullObserver):
     """Records timelines; `attach` it to the scheduler that it observes before requests arrive."""
 
     def __init__(self, keep: int = KEEP) -> None:
+        self.reader_waits = ReaderWaits()
         self._keep = keep
-        self._listener: TimelineListener | None = None
         self._queue: QueueWatch | None = None
         self._live: dict[RequestId, Timeline] = {}
         self._ended: OrderedDict[RequestId, Timeline] = OrderedDict()
         self._interrupted: dict[RequestId, Timeline] = {}
         self._running: tuple[Request, ...] = ()  # in the latest iteration
         self._by_label: dict[str, list[Timeline]] = {}
-        self._reader_waits: OrderedDict[str, list[Wait]] = OrderedDict()  # by label
 
     def attach(self, scheduler: "IterationScheduler") -> None:
         """Observe this scheduler's queue to explain waits."""
@@ -141,7 +199,7 @@ class Timelines(NullObserver):
 
     def report_to(self, listener: TimelineListener) -> None:
         """Report ended requests and reader waits to this listener from now on."""
-        self._listener = listener
+        self.reader_waits.listener = listener
 
     @property
     def queue(self) -> QueueWatch:
@@ -155,23 +213,6 @@ class Timelines(NullObserver):
         own = [each for each in found if each.request.spec.tenant == tenant]
         return sorted(own, key=lambda each: each.request.request_id)
 
-    def reader_waited(self, label: str, wait: Wait) -> None:
-        """The client of these requests did not read although tokens were ready."""
-        waits = self._reader_waits.setdefault(label, [])
-        if len(waits) < MAX_READER_WAITS:
-            waits.append(wait)
-        else:
-            waits[-1] = Wait(waits[-1].began, waits[-1].seconds + wait.seconds)
-        self._reader_waits.move_to_end(label)
-        if len(self._reader_waits) > LABELS:
-            self._reader_waits.popitem(last=False)
-        if self._listener is not None:
-            self._listener.reader_waited(label, wait)
-
-    def reader_waits(self, label: str) -> list[Wait]:
-        """The times in which the client did not read although tokens were ready."""
-        return self._reader_waits.get(label, [])
-
     def arrived(self, request: "Request", now: float) -> None:
         found = Timeline(request, self.queue.seconds(now))
         self._live[request.request_id] = found
@@ -180,10 +221,12 @@ class Timelines(NullObserver):
     def planned(self, iteration: "Iteration", now: float) -> None:
         for entry, request in zip(iteration.step.entries, iteration.requests, strict=True):
             if not entry.is_decode or request.first_token_at is None:
-                self._note_piece(request, len(entry.tokens), now)
+                found = self._live[request.request_id]
+                found.settle(self.queue, now)
+                found.pieces.append((now, len(entry.tokens)))
         if iteration.requests != self._running:
             for request in set(iteration.requests).difference(self._running):
-                self._note_pause(request, now)
+                self._live[request.request_id].note_pause(now)
             self._running = iteration.requests
         if self._interrupted:
             for request in iteration.requests:
@@ -222,45 +265,13 @@ class Timelines(NullObserver):
         found = self._live.pop(request.request_id, None)
         self._interrupted.pop(request.request_id, None)
         if found is not None:
-            self._settle(found, now)
+            found.settle(self.queue, now)
             self._ended[request.request_id] = found
             found.request = _without_tokens(request)
-            if self._listener is not None:
-                self._listener.ended(found)
+            if (listener := self.reader_waits.listener) is not None:
+                listener.ended(found)
             if len(self._ended) > self._keep:
                 self._forget(self._ended.popitem(last=False)[1])
-
-    def waited(self, timeline: Timeline, now: float) -> "tuple[Cause, Pressure]":
-        """What the request lacked for the longest while it waited, and the load at that time."""
-        blocked, pressure = timeline.blocked, timeline.pressure
-        if pressure is None:
-            blocked, pressure = self._difference(timeline, now), self.queue.pressure
-        return max(blocked, key=lambda cause: blocked[cause]), pressure
-
-    def _note_piece(self, request: "Request", num_tokens: int, now: float) -> None:
-        found = self._live.get(request.request_id)
-        if found is not None:
-            self._settle(found, now)
-            found.pieces.append((now, num_tokens))
-
-    def _note_pause(self, request: "Request", now: float) -> None:
-        """The request was not in the iteration before: it was paused if that was long ago."""
-        last, found = request.last_token_at, self._live.get(request.request_id)
-        if last is None or found is None or now - last < PAUSE or found.is_interrupted:
-            return
-        since = found.interruptions[-1].ended if found.interruptions else None
-        if len(found.interruptions) < MAX_INTERRUPTIONS and (since is None or since <= last):
-            found.interruptions.append(Interruption("paused", last, request.produced, now, now))
-
-    def _settle(self, timeline: Timeline, now: float) -> None:
-        """The request does not wait for its admission any more."""
-        if timeline.pressure is None:
-            timeline.blocked = self._difference(timeline, now)
-            timeline.pressure = self.queue.pressure
-
-    def _difference(self, timeline: Timeline, now: float) -> dict[Cause, float]:
-        seconds = self.queue.seconds(now)
-        return {cause: seconds[cause] - before for cause, before in timeline.blocked.items()}
 
     def _forget(self, timeline: Timeline) -> None:
         label = timeline.request.spec.label
@@ -270,11 +281,8 @@ class Timelines(NullObserver):
             del self._by_label[label]
 
     def _interrupt(self, request: "Request", kind: str, now: float) -> None:
-        found = self._live.get(request.request_id)
-        if found is None or len(found.interruptions) == MAX_INTERRUPTIONS:
-            return
-        if not found.is_interrupted:
-            found.interruptions.append(Interruption(kind, now, request.produced))
+        found = self._live[request.request_id]
+        if found.interrupt(kind, now):
             self._interrupted[request.request_id] = found
 
 

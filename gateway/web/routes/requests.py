@@ -44,7 +44,7 @@ async def timeline(http: "HttpRequest") -> dict[str, Any]:
     if not timelines:
         raise RequestNotFound(request_id)
     arrived = min(each.request.arrived_at for each in timelines)
-    waits = service.timelines.reader_waits(request_id)
+    waits = service.timelines.reader_waits.of(request_id)
     choices = [
         {
             "index": index,

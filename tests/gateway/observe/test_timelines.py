@@ -78,8 +78,8 @@ def test_a_request_that_lost_its_kv_is_explained_by_preemption_or_swapping(
 def test_a_client_that_does_not_read_is_named_as_the_cause() -> None:
     async def scene(rig: Rig) -> None:
         await complete(rig, "slow", "a", 4)
-        rig.service.timelines.reader_waited("slow", Wait(0.5, 5.0))
-        rig.service.timelines.reader_waited("slow", Wait(6.0, 2.0))
+        rig.service.timelines.reader_waits.add("slow", Wait(0.5, 5.0))
+        rig.service.timelines.reader_waits.add("slow", Wait(6.0, 2.0))
         _, body = await timeline(rig, "slow")
         assert body["explanation"].startswith("Its client did not read for 7.00 s")
         assert body["reader_waits"] == [

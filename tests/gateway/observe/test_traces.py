@@ -121,11 +121,11 @@ def test_times_in_which_the_client_did_not_read_are_children(
         rig.service.timelines.report_to(exporter)
         wait = Wait(began=0.5, seconds=2.0)
         if not is_late:
-            rig.service.timelines.reader_waited("slow", wait)
+            rig.service.timelines.reader_waits.add("slow", wait)
         async with rig.client.post(TEXT, text(), {"x-request-id": "slow"}) as exchange:
             await exchange.json()
         if is_late:  # the response went on after the engine's last token
-            rig.service.timelines.reader_waited("slow", wait)
+            rig.service.timelines.reader_waits.add("slow", wait)
         exporter.close()
 
     play(scene)
