@@ -221,18 +221,18 @@ class Timelines(NullObserver):
     def planned(self, iteration: "Iteration", now: float) -> None:
         for entry, request in zip(iteration.step.entries, iteration.requests, strict=True):
             if not entry.is_decode or request.first_token_at is None:
-                found = self._live[request.request_id]
-                found.settle(self.queue, now)
-                found.pieces.append((now, len(entry.tokens)))
+                timeline = self._live[request.request_id]
+                timeline.settle(self.queue, now)
+                timeline.pieces.append((now, len(entry.tokens)))
         if iteration.requests != self._running:
             for request in set(iteration.requests).difference(self._running):
                 self._live[request.request_id].note_pause(now)
             self._running = iteration.requests
         if self._interrupted:
             for request in iteration.requests:
-                found = self._interrupted.get(request.request_id)
-                if found is not None and found.interruptions[-1].resumed is None:
-                    found.interruptions[-1].resumed = now
+                interrupted = self._interrupted.get(request.request_id)
+                if interrupted is not None and interrupted.interruptions[-1].resumed is None:
+                    interrupted.interruptions[-1].resumed = now
         self.queue.planned(len(iteration.requests), now)
 
     def idled(self, now: float) -> None:
@@ -242,9 +242,11 @@ class Timelines(NullObserver):
         if not self._interrupted:
             return
         for request in iteration.requests:
-            found = self._interrupted.get(request.request_id)
-            if found is not None and request.produced > found.interruptions[-1].produced:
-                found.interruptions[-1].ended = now
+            interrupted = self._interrupted.get(request.request_id)
+            if interrupted is None:
+                continue
+            if request.produced > interrupted.interruptions[-1].produced:
+                interrupted.interruptions[-1].ended = now
                 del self._interrupted[request.request_id]
 
     def preempted(self, request: "Request", now: float) -> None:
