@@ -7,8 +7,7 @@ Outputs are written to the graph's memory, which stays allocated. Replayed after
 where the recorded ones were, the calls write outputs where the recorded ones were: the idea of a
 CUDA graph. So whatever a recorded call points to must stay where it is: weights do, and every
 intermediate tensor has to be allocated with `NativeThreadPool.empty`. What torch computes or
-allocates while a graph is recorded is not part of the graph, which then must not be replayed
-(`KernelGraph.torch_operations`).
+allocates meanwhile is not in the graph, which then must not be replayed (`TorchWatch`).
 
 Each call over rows is recorded with a function that fits its operands to another number of rows. So
 a graph of the most rows serves steps of all sizes (`resize`), unless some of its calls have another
@@ -20,8 +19,7 @@ call with it.
 """
 
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cached_property
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
@@ -30,7 +28,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.worker.cpu.build import kernel
 from engine.worker.cpu.kernels.joined import JoinedOperands, run_joined
@@ -93,34 +90,12 @@ class _RecordedCall(NamedTuple):
     has_row_chunks: bool  # of `rows_per_chunk` rows
 
 
-class _TorchOperations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The names of the operations that torch runs while this is entered; views of tensors are
-    none."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.names: list[str] = []
-        self.is_ignoring = False
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Whether torch imports its compiler to leave this class out of compiled code: nothing is
-        compiled here, and the import takes a second."""
-        return False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self.is_ignoring and not func.is_view:
-            self.names.append(func.name())
-        return func(*args, **(kwargs or {}))
-
-
 class KernelGraph:
     """Recorded calls in order, and everything that must outlive them."""
 
     def __init__(self, memory: KernelOutputs, rows: int) -> None:
         """`rows` is the number of rows of the step; 0 if it will not be resized."""
         self._memory = memory
-        self._torch = _TorchOperations()
         self._rows = rows
         self._calls: list[_RecordedCall] = []
         self._outputs: list[Tensor | ctypes.Structure] = []  # and operands of joined calls
@@ -132,22 +107,10 @@ class KernelGraph:
 
     def take(self, kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Memory for an output, as in `KernelOutputs.take`; stays allocated with the graph."""
-        self._torch.is_ignoring = True
-        taken = self._memory.take(kind, shape, dtype)
-        self._torch.is_ignoring = False
+        with torch._C.DisableTorchFunction():  # it stays allocated: nothing for a `TorchWatch`
+            taken = self._memory.take(kind, shape, dtype)
         self._outputs.append(taken)
         return taken
-
-    @property
-    def torch_operations(self) -> Sequence[str]:
-        """What torch computed or allocated during the recording and a replay would leave out."""
-        return self._torch.names
-
-    @contextmanager
-    def recorded(self) -> Iterator[None]:
-        """Notice `torch_operations` inside the block."""
-        with self._torch:
-            yield
 
     def add(
         self, function: int, operands: ctypes.Structure, chunks: int, weights: Tensor | None = None

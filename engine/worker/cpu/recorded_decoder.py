@@ -13,6 +13,7 @@ with layers that run anything but kernels of the thread pool are not replayed.
 
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from engine.worker.cpu.kernel_graph import KernelGraph
 from engine.worker.cpu.thread_pool import NativeThreadPool
+from engine.worker.cpu.torch_watch import TorchWatch
 from engine.worker.model.layers import ComputesAngles, Decoder
 from engine.worker.ports import (
     Argmax,
@@ -164,6 +166,7 @@ class RecordedDecoder:
         self._largest = largest
         self._computed: ComputedLogits | None = None
         self._is_recordable = True  # as far as is known
+        self._watched = set[tuple[bool, bool]]()  # kinds of recordings: whole, and with LoRA rows
         self._is_resizable = True  # as far as is known
         self._for_all: dict[bool, Recording] = {}  # by whether they have the last layer
         self._for_shapes: dict[RecordingKey, Recording] = {}
@@ -236,7 +239,11 @@ class RecordedDecoder:
     ) -> Recording | None:
         """A recording of so many rows like those of a step; None if torch computes in it."""
         blocks = self._decoder.blocks if is_whole else self._decoder.blocks[:-1]
-        with self._pool.recording(rows) as graph:
+        kind, watch = (is_whole, bool(context.loras)), TorchWatch()
+        with (
+            self._pool.recording(rows) as graph,
+            nullcontext() if kind in self._watched else watch,
+        ):
 
             def taken(kind: str, like: Tensor) -> Tensor:
                 return graph.take(kind, (rows, *like.shape[1:]), like.dtype)
@@ -256,8 +263,9 @@ class RecordedDecoder:
                 output = block(inputs.hidden, own)
                 assert output is inputs.hidden, "blocks update the hidden states in place"
             read_out = self._record_logits(inputs.hidden) if is_whole else None
-        if graph.torch_operations:
-            logger.info("steps are not recorded: torch runs %s", graph.torch_operations[0])
+        self._watched.add(kind)
+        if watch.operations:
+            logger.info("steps are not recorded: torch runs %s", watch.operations[0])
             self._is_recordable = False
             self._for_all.clear()
             self._for_shapes.clear()

@@ -191,8 +191,7 @@ class NativeThreadPool:
         assert self.graph is None, "one graph is recorded at a time"
         self.graph = KernelGraph(self._memory, rows)
         try:
-            with self.graph.recorded():
-                yield self.graph
+            yield self.graph
         finally:
             self.graph = None
 
