@@ -72,7 +72,8 @@ class WorkerSettings:
     `loras` are loaded with the model; no module of an adapter may have a higher rank than
     `max_lora_rank`. `task` is "generate", "embed", "score", or "auto": as the checkpoint is meant.
     `draft_model` is a smaller checkpoint with the same vocabulary, which proposes drafts; "": none.
-    With `has_mtp` the checkpoint's own layer for multi-token prediction proposes them.
+    With `has_mtp` the checkpoint's own layer for multi-token prediction proposes them. With
+    `logs_json` each line of the worker's log is a JSON object.
     """
 
     model: str
@@ -108,6 +109,7 @@ class WorkerSettings:
     task: str = "auto"
     draft_model: str = ""
     has_mtp: bool = False
+    logs_json: bool = False
     placement: Placement = Placement()
 
 

@@ -160,20 +160,3 @@ def trace_id_of(traceparent: str | None) -> str:
     """The trace id of a `traceparent` header; "" without a valid one."""
     match = _TRACEPARENT.fullmatch(traceparent or "")
     return "" if match is None or match[1] == "0" * 32 else match[1]
-
-
-class JsonFormatter(logging.Formatter):
-    """`--log-format json`: one JSON object per line. Request lines have their fields in it instead
-    of a message."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        line: dict[str, Any] = {
-            "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S") + f".{record.msecs:03.0f}",
-            "level": record.levelname.lower(),
-            "logger": record.name,
-        }
-        fields = getattr(record, "fields", None)
-        line |= {"message": record.getMessage()} if fields is None else fields
-        if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False)

@@ -9,8 +9,9 @@ import logging
 import sys
 import time
 
+from engine.errors import EngineError
+from engine.json_log import set_up_json_logs
 from engine.transport.process import LocalLauncher
-from gateway.observe.request_log import JsonFormatter
 from gateway.serve.assemble import serve
 from gateway.serve.load import LoadedModel
 from gateway.serve.start_times import StartTimes
@@ -21,6 +22,7 @@ from gateway.settings.server import LOCAL_FILE
 from gateway.settings.settings import Settings, load, options
 
 REPEATABLE = ("lora",)  # settings whose flag may be given several times
+logger = logging.getLogger(__name__)
 _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 
 
@@ -63,8 +65,9 @@ def main(
     began_at = time.perf_counter() if began_at is None else began_at
     flags = vars(parser().parse_args(argv))
     settings = load({name: value for name, value in flags.items() if value is not None})
+    is_json = settings.log_format == "json"
     _set_up_logging(settings)
-    with LoadingBars(sys.stderr) as bars:
+    with LoadingBars(sys.stderr, logs=is_json) as bars:
         times = StartTimes(bars, began_at, time.perf_counter)
 
         def announce(port: int, loaded: LoadedModel) -> None:
@@ -79,15 +82,22 @@ def main(
             sys.stdout.write(banner(url, loaded.name, loaded.report, settings, more))
             sys.stdout.flush()
 
-        serve(settings, launcher, progress=times, announce=announce)
+        try:
+            serve(settings, launcher, progress=times, announce=announce)
+        except EngineError as error:
+            if not is_json:
+                raise
+            logger.critical("%s", error)
+            return 1
     return 0
 
 
 def _set_up_logging(settings: Settings) -> None:
-    handler = logging.StreamHandler()
-    is_json = settings.log_format == "json"
-    handler.setFormatter(JsonFormatter() if is_json else logging.Formatter(_LOG_FORMAT))
-    logging.basicConfig(level=settings.log_level.upper(), handlers=[handler], force=True)
+    level = settings.log_level.upper()
+    if settings.log_format == "json":
+        set_up_json_logs(level)
+    else:
+        logging.basicConfig(level=level, format=_LOG_FORMAT, force=True)
     # Its warnings are about requests, each of which has a line in the request log.
     logging.getLogger("python_multipart").setLevel(logging.ERROR)
 

@@ -257,6 +257,7 @@ def _worker_settings(settings: Settings, directory: Path) -> WorkerSettings:
         max_lora_rank=settings.max_lora_rank,
         draft_model=str(_directory(draft_model)) if draft_model else "",
         has_mtp=speculation is not None and speculation.method == MTP,
+        logs_json=settings.log_format == "json",
     )
 
 

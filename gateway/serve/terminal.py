@@ -4,6 +4,7 @@ Progress bars only on a terminal; plain lines elsewhere.
 """
 
 import json
+import logging
 import shlex
 from collections.abc import Mapping
 from types import TracebackType
@@ -17,13 +18,18 @@ from engine.worker_settings import WorkerReport
 from gateway.settings.settings import Settings
 from gateway.version import podway_version
 
+logger = logging.getLogger(__name__)
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 class LoadingBars:
-    """One bar per label while a worker loads; called with (label, done, total)."""
+    """One bar per label while a worker loads; called with (label, done, total).
 
-    def __init__(self, stream: TextIO) -> None:
+    With `logs`, progress is lines of the log, also on a terminal.
+    """
+
+    def __init__(self, stream: TextIO, *, logs: bool = False) -> None:
+        self._logs = logs
         self._console = Console(file=stream, highlight=False)
         self._bars = Progress(
             TextColumn("{task.description}"),
@@ -31,7 +37,7 @@ class LoadingBars:
             TaskProgressColumn(),
             console=self._console,
             transient=True,
-            disable=not self._console.is_terminal,
+            disable=logs or not self._console.is_terminal,
         )
         self._tasks: dict[str, TaskID] = {}
 
@@ -56,8 +62,13 @@ class LoadingBars:
         if is_new:
             self._tasks[label] = self._bars.add_task(label, total=total)
         self._bars.update(self._tasks[label], completed=done, total=total)
-        if not self._console.is_terminal and (is_new or done == total):
-            self._console.print(f"{label}: {done} of {total}", markup=False, soft_wrap=True)
+        if not is_new and done < total:
+            return
+        line = f"{label}: {done} of {total}"
+        if self._logs:
+            logger.info("%s", line)
+        elif not self._console.is_terminal:
+            self._console.print(line, markup=False, soft_wrap=True)
 
 
 def url_of(host: str, port: int, scheme: str = "http") -> str:

@@ -28,6 +28,7 @@ from queue import SimpleQueue
 from typing import Protocol, Self, TypeAlias
 
 from engine.errors import KernelFaulted, StartupError, WorkerLost
+from engine.json_log import set_up_json_logs
 from engine.lora import LoraReport, LoraSpec
 from engine.step import ReadAhead, Step, StepTimes
 from engine.transport.process_memory import drop_library_pages, keep_heap, trim_heap
@@ -200,6 +201,8 @@ def serve(parent: Parent, worker_path: str, listener: int | None = None) -> int:
                 worker_class = class_of(worker_path)  # takes seconds, in which the settings come
             finally:
                 settings = receive_settings(parent, listener)
+                if settings.logs_json:
+                    set_up_json_logs(logging.INFO, os.getpid())
             worker = worker_class.load(settings, parent.progress)
             gc.freeze()  # later collections skip the model, and none delays the start
         parent.send(frame(WorkerLoaded(worker.report)))

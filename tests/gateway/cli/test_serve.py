@@ -1,6 +1,7 @@
 """`podway serve` as a process: start, errors at the start, and exit."""
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -84,11 +85,13 @@ def test_an_impossible_start_is_rejected_in_one_line(
     assert "weights" not in failed.stderr, "it failed after the model was loaded"
 
 
-def test_a_port_in_use_is_rejected_in_one_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_a_port_in_use_is_rejected_in_one_line(log_format: str, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
+        flags = ["--port", str(port), "--log-format", log_format]
         failed = subprocess.run(
-            [sys.executable, "-m", "gateway", "serve", "--port", str(port)],
+            [sys.executable, "-m", "gateway", "serve", *flags],
             cwd=tmp_path,
             capture_output=True,
             text=True,
@@ -96,16 +99,23 @@ def test_a_port_in_use_is_rejected_in_one_line(tmp_path: Path) -> None:
     assert failed.returncode == 1
     assert str(port) in failed.stderr.splitlines()[-1]
     assert "Traceback" not in failed.stderr
+    if log_format == "json":
+        lines = [json.loads(line) for line in failed.stderr.splitlines()]
+        assert lines[-1]["level"] == "critical"
 
 
-async def test_ctrl_c_ends_the_server_with_130(tmp_path: Path) -> None:
-    with start_server(tmp_path) as server:
+async def test_ctrl_c_ends_the_server_with_130_and_its_whole_log_may_be_json(
+    tmp_path: Path,
+) -> None:
+    with start_server(tmp_path, "--log-format", "json") as server:
         ready = f"{read_url(server)}/ready"
         async with aiohttp.ClientSession() as session, session.get(ready) as response:
             assert response.status == 200
         server.send_signal(signal.SIGINT)
         assert server.wait(60) == 130
-        assert "Traceback" not in server.log.read_text()
+        lines = [json.loads(line) for line in server.log.read_text().splitlines()]
+        assert not any("exception" in line for line in lines)
+        assert any("weights: " in line.get("message", "") for line in lines), "progress"
 
 
 async def test_sigterm_lets_a_running_answer_finish_and_ends_with_0(tmp_path: Path) -> None:

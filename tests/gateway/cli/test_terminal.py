@@ -2,8 +2,11 @@
 
 import io
 import json
+import logging
 import shlex
 from dataclasses import replace
+
+import pytest
 
 from engine.worker_settings import WorkerReport
 from gateway.serve.terminal import LoadingBars, banner, curl_line, url_of
@@ -82,3 +85,12 @@ def test_the_banner_has_the_number_of_workers() -> None:
         "u", "m", REPORT, load({"pipeline_stages": "2", "tensor_ranks": "3"}), {"cost": "c"}
     )
     assert "2 stages × 3 ranks, 2 threads" in shown
+
+
+def test_progress_is_lines_of_the_log_if_the_log_is_json(caplog: pytest.LogCaptureFixture) -> None:
+    stream = Terminal()
+    with caplog.at_level(logging.INFO), LoadingBars(stream, logs=True) as bars:
+        for done in (0, 1, 2):
+            bars("weights", done, 2)
+    assert [each.getMessage() for each in caplog.records] == ["weights: 0 of 2", "weights: 2 of 2"]
+    assert stream.getvalue() == ""

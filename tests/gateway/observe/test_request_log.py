@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from engine.json_log import JsonFormatter
 from gateway.access.key_file import Allowance
-from gateway.observe.request_log import JsonFormatter, RequestLog, RequestRecord, as_text
+from gateway.observe.request_log import RequestLog, RequestRecord, as_text
 from tests.gateway.forms import chat_lines, ended, started
 from tests.gateway.rig import CHAT, STEP, TEXT, Rig, Setting, chat, play, text
 
@@ -235,3 +236,5 @@ def test_json_lines_have_the_fields_of_a_request(caplog: pytest.LogCaptureFixtur
     assert (request["jct"], request["ttft"], request["status"]) == (1.5, None, 200)
     assert "message" not in request
     assert (other["message"], other["level"], other["logger"]) == ("a message", "warning", "other")
+    (line,) = (json.loads(JsonFormatter(worker=7).format(each)) for each in caplog.records[1:])
+    assert line["worker"] == 7
