@@ -16,6 +16,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from engine.errors import StartupError
+from gateway.observe.timelines import phase_seconds
 
 if TYPE_CHECKING:
     from engine.ports import Clock
@@ -128,9 +129,7 @@ def attributes(timeline: "Timeline", model: str) -> dict[str, Any]:
     """The attributes of a request's span. Latencies are in seconds."""
     request = timeline.request
     spec = request.spec
-    phases: dict[str, float] = {}
-    for span in timeline.spans(request.ended_at or request.arrived_at):
-        phases[span.phase] = phases.get(span.phase, 0.0) + span.seconds
+    phases = phase_seconds(timeline, request.ended_at or request.arrived_at)
     found: dict[str, Any] = {
         "gen_ai.operation.name": "embeddings" if spec.is_pooling else "text_completion",
         "gen_ai.provider.name": "podway",

@@ -20,35 +20,21 @@ FORM = "multipart/form-data"
 REF = "#/components/schemas/{name}"
 
 
-_ERROR: Json = {
-    "type": "object",
-    "properties": {
-        "error": {
-            "type": "object",
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": ["string", "null"]},
-            },
-            "required": ["message", "type", "param", "code"],
-        }
-    },
-    "required": ["error"],
-}
-_ANTHROPIC_ERROR: Json = {
-    "type": "object",
-    "properties": {
-        "type": {"const": "error"},
-        "error": {
-            "type": "object",
-            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
-            "required": ["type", "message"],
-        },
-        "request_id": {"type": ["string", "null"]},
-    },
-    "required": ["type", "error"],
-}
+def _object(optional: tuple[str, ...] = (), /, **properties: Json) -> Json:
+    """The schema of an object whose properties are required, other than those in `optional`."""
+    required = [name for name in properties if name not in optional]
+    return {"type": "object", "properties": properties, "required": required}
+
+
+STRING: Json = {"type": "string"}
+NULLABLE: Json = {"type": ["string", "null"]}
+_ERROR = _object(error=_object(message=STRING, type=STRING, param=NULLABLE, code=NULLABLE))
+_ANTHROPIC_ERROR = _object(
+    ("request_id",),
+    type={"const": "error"},
+    error=_object(type=STRING, message=STRING),
+    request_id=NULLABLE,
+)
 
 
 class Documents(NamedTuple):
@@ -109,7 +95,10 @@ def _operation(route: Route, path: str, refs: Mapping[type[msgspec.Struct], Json
         "responses": {
             "200": {
                 "description": "Success.",
-                "content": {kind: {"schema": _response_schema(kind)} for kind in route.media_types},
+                "content": {
+                    kind: {"schema": {"type": "object"} if kind == JSON else STRING}
+                    for kind in route.media_types
+                },
             },
             "default": {
                 "description": "Error.",
@@ -136,28 +125,18 @@ def _identifier(method: str, path: str) -> str:
     return "_".join([method.lower(), *words])
 
 
-def _response_schema(kind: str) -> Json:
-    return {"type": "object"} if kind == JSON else {"type": "string"}
-
-
 def _parameters(path: str) -> list[Json]:
     names = [part.partition("}")[0] for part in path.split("{")[1:]]
-    return [
-        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
-        for name in names
-    ]
+    return [{"name": name, "in": "path", "required": True, "schema": STRING} for name in names]
 
 
 def _query(names: tuple[str, ...]) -> list[Json]:
-    return [{"name": name, "in": "query", "schema": {"type": "string"}} for name in names]
+    return [{"name": name, "in": "query", "schema": STRING} for name in names]
 
 
 def _form(names: tuple[str, ...]) -> Json:
-    parts = {
-        name: {"type": "string", **({"format": "binary"} if name == "file" else {})}
-        for name in names
-    }
-    return {"type": "object", "properties": parts, "required": list(names)}
+    binary = STRING | {"format": "binary"}
+    return _object(**{name: binary if name == "file" else STRING for name in names})
 
 
 def _bound(properties: Json) -> None:
