@@ -58,20 +58,92 @@ class Histogram:
         return self._sum
 
 
-class Metrics(NullObserver):
-    """Counters and histograms of the engine's events; `LoopWatch` fills `loop_lag`."""
+class RequestMetrics(NullObserver):
+    """Counters and histograms of the events of single requests."""
 
     def __init__(self) -> None:
         self.outcomes = Counter(dict.fromkeys(("finished", "cancelled", "failed", "expired"), 0))
         self.finishes = Counter(dict.fromkeys((reason.value for reason in FinishReason), 0))
         self.aborts = Counter(dict.fromkeys(Abort, 0))
+        self.preemptions = Counter(dict.fromkeys(("recompute", "reactive", "proactive"), 0))
+        self.swapped_blocks = Counter(dict.fromkeys(Direction, 0))
+        self.request_seconds = Histogram(SECONDS)
+        self.queue_seconds = Histogram(SECONDS)
+        self.prefill_seconds = Histogram(SECONDS)
+        self.decode_seconds = Histogram(SECONDS)
+        self.prompt_tokens = Histogram(TOKENS)
+        self.generation_tokens = Histogram(TOKENS)
+        self.max_generation_tokens = Histogram(TOKENS)  # of the longest choice of a request
+        self.cancel_to_free = Histogram(ITERATIONS)
+        self._choices: dict[str, tuple[int, int]] = {}  # by label: live choices, most tokens
+
+    def arrived(self, request: "Request", now: float) -> None:
+        """Count the choices of its request."""
+        live, most = self._choices.get(request.spec.label, (0, 0))
+        self._choices[request.spec.label] = live + 1, most
+
+    def preempted(self, request: "Request", now: float) -> None:
+        self.preemptions["recompute"] += 1
+
+    def swapped(self, request: "Request", move: "BlockMove", now: float) -> None:
+        """Count the blocks; a request that is swapped out counts as preempted."""
+        self.swapped_blocks[move.direction] += move.num_blocks
+        if move.direction is Direction.OUT:
+            self.preemptions["reactive" if move.is_awaited else "proactive"] += 1
+
+    def ended(self, request: "Request", now: float) -> None:
+        """Count its outcome and its durations."""
+        self.outcomes[request.outcome] += 1
+        if request.abort is not None:
+            self.aborts[request.abort] += 1
+        if request.outcome == "finished":
+            self.finishes[request.finish.value if request.finish else "stop"] += 1
+            self.request_seconds.add(now - request.arrived_at)
+            self._count_phases(request, now)
+        if request.admitted_at is not None:
+            self.queue_seconds.add(request.admitted_at - request.arrived_at)
+        self._count_choice(request)
+
+    def _count_choice(self, request: "Request") -> None:
+        """The last choice of a request counts the tokens of the longest one."""
+        live, most = self._choices.pop(request.spec.label, (1, 0))
+        most = max(most, request.produced)
+        if live > 1:
+            self._choices[request.spec.label] = live - 1, most
+        elif not request.spec.is_pooling:
+            self.max_generation_tokens.add(most)
+
+    def _count_phases(self, request: "Request", now: float) -> None:
+        """A finished request's tokens, and its time before and after the first token. Without
+        output all of its time since its admission is prefill."""
+        self.prompt_tokens.add(request.prompt_len)
+        first, admitted = request.first_token_at, request.admitted_at
+        if request.spec.is_pooling:
+            first = now
+        else:
+            self.generation_tokens.add(request.produced)
+        if first is not None and admitted is not None:
+            self.prefill_seconds.add(first - admitted)
+            if not request.spec.is_pooling:
+                self.decode_seconds.add(now - first)
+
+    def freed(self, request: "Request", iterations: int) -> None:
+        self.cancel_to_free.add(iterations)
+
+
+class Metrics(NullObserver):
+    """Counters and histograms of iterations and of the server; `LoopWatch` fills `loop_lag`.
+
+    `requests`, an observer too, has those of single requests.
+    """
+
+    def __init__(self) -> None:
+        self.requests = RequestMetrics()
         self.num_iterations = 0
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0  # prompt tokens found in the prefix cache
         self.num_output_tokens = 0
         self.goal_steps = Counter(dict.fromkeys(("met", "exceeded"), 0))  # with an ITL goal
-        self.preemptions = Counter(dict.fromkeys(("recompute", "reactive", "proactive"), 0))
-        self.swapped_blocks = Counter(dict.fromkeys(Direction, 0))
         self.num_workers_lost = 0
         self.num_dropped_traces = 0
         self.num_dropped_kv_events = 0  # batches
@@ -81,23 +153,9 @@ class Metrics(NullObserver):
         self.iteration_tokens = Histogram(SIZES)
         self.time_to_first_token = Histogram(SECONDS)
         self.inter_token = Histogram(SECONDS)
-        self.request_seconds = Histogram(SECONDS)
-        self.queue_seconds = Histogram(SECONDS)
-        self.prefill_seconds = Histogram(SECONDS)
-        self.decode_seconds = Histogram(SECONDS)
-        self.prompt_tokens = Histogram(TOKENS)
-        self.generation_tokens = Histogram(TOKENS)
-        self.max_generation_tokens = Histogram(TOKENS)  # of the longest choice of a request
-        self.cancel_to_free = Histogram(ITERATIONS)
         self.loop_lag = Histogram(SECONDS)
         self._last_tokens: dict[StepId, list[float | None]] = {}
         self._produced: dict[RequestId, int] = {}  # by requests with drafts in flight
-        self._choices: dict[str, tuple[int, int]] = {}  # by label: live choices, most tokens
-
-    def arrived(self, request: "Request", now: float) -> None:
-        """Count the choices of its request."""
-        live, most = self._choices.get(request.spec.label, (0, 0))
-        self._choices[request.spec.label] = live + 1, most
 
     def planned(self, iteration: "Iteration", now: float) -> None:
         """Remember the previous token's time of each request that will get a token."""
@@ -142,62 +200,16 @@ class Metrics(NullObserver):
         for request in iteration.requests:
             if request.produced == 1 and request.first_token_at == now:
                 self.time_to_first_token.add(now - request.arrived_at)
-                self.num_prompt_tokens += request.prompt_len
-                self.num_cached_tokens += request.num_cached
-
-    def preempted(self, request: "Request", now: float) -> None:
-        self.preemptions["recompute"] += 1
-
-    def swapped(self, request: "Request", move: "BlockMove", now: float) -> None:
-        """Count the blocks; a request that is swapped out counts as preempted."""
-        self.swapped_blocks[move.direction] += move.num_blocks
-        if move.direction is Direction.OUT:
-            self.preemptions["reactive" if move.is_awaited else "proactive"] += 1
+                self._count_prompt(request)
 
     def ended(self, request: "Request", now: float) -> None:
-        """Count its outcome and its durations."""
-        self.outcomes[request.outcome] += 1
-        if request.abort is not None:
-            self.aborts[request.abort] += 1
-        if request.outcome == "finished":
-            self.finishes[request.finish.value if request.finish else "stop"] += 1
-            self.request_seconds.add(now - request.arrived_at)
-            if request.spec.is_pooling:
-                self._count_pooled(request, now)
-            else:
-                self._count_phases(request, now)
-        if request.admitted_at is not None:
-            self.queue_seconds.add(request.admitted_at - request.arrived_at)
-        self._count_choice(request)
+        """Count the prompt of a request that has no first token."""
+        if request.spec.is_pooling and request.outcome == "finished":
+            self._count_prompt(request)
 
-    def _count_choice(self, request: "Request") -> None:
-        """The last choice of a request counts the tokens of the longest one."""
-        live, most = self._choices.pop(request.spec.label, (1, 0))
-        most = max(most, request.produced)
-        if live > 1:
-            self._choices[request.spec.label] = live - 1, most
-        elif not request.spec.is_pooling:
-            self.max_generation_tokens.add(most)
-
-    def _count_pooled(self, request: "Request", now: float) -> None:
-        """A finished request that has no output: all of its time since its admission is prefill."""
+    def _count_prompt(self, request: "Request") -> None:
         self.num_prompt_tokens += request.prompt_len
         self.num_cached_tokens += request.num_cached
-        self.prompt_tokens.add(request.prompt_len)
-        if request.admitted_at is not None:
-            self.prefill_seconds.add(now - request.admitted_at)
-
-    def _count_phases(self, request: "Request", now: float) -> None:
-        """A finished request's tokens, and its time before and after the first token."""
-        self.prompt_tokens.add(request.prompt_len)
-        self.generation_tokens.add(request.produced)
-        first, admitted = request.first_token_at, request.admitted_at
-        if first is not None and admitted is not None:
-            self.prefill_seconds.add(first - admitted)
-            self.decode_seconds.add(now - first)
-
-    def freed(self, request: "Request", iterations: int) -> None:
-        self.cancel_to_free.add(iterations)
 
     def worker_lost(self, now: float) -> None:
         self.num_workers_lost += 1

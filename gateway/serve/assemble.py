@@ -257,7 +257,15 @@ def build_control_plane(
     if traces is not None:
         timelines.report_to(traces)
     lora_usage = LoraUsage(settings.max_loras)
-    observers: list[Observer] = [metrics, request_log, quotas, live, timelines, lora_usage]
+    observers: list[Observer] = [
+        metrics,
+        metrics.requests,
+        request_log,
+        quotas,
+        live,
+        timelines,
+        lora_usage,
+    ]
     if settings.record is not None:
         observers.append(stack.enter_context(recording(settings.record, header)))
     kv_events = _kv_events(settings, loaded, metrics, stack)

@@ -194,7 +194,9 @@ def build_rig(setting: Setting) -> Rig:
         ),
         KVLedger(setting.num_blocks, 1, setting.num_host_blocks),
         build(setting.policy, live, PolicySettings(seats=setting.max_batch_size)),
-        ObserverGroup(metrics, request_log, ends, quotas, view, timelines, lora_usage),
+        ObserverGroup(
+            metrics, metrics.requests, request_log, ends, quotas, view, timelines, lora_usage
+        ),
         live,
         Drafter.build(setting.speculation, LiveCost(cost)) if setting.speculation else None,
     )

@@ -164,7 +164,7 @@ def build_service(
     those of the web page and of traces."""
     metrics, quotas, request_log = Metrics(), Quotas(), RequestLog(clock)
     live, timelines = LiveView(), Timelines()
-    observers: list[Observer] = [metrics, request_log, quotas]
+    observers: list[Observer] = [metrics, metrics.requests, request_log, quotas]
     if has_timelines:
         observers += [live, timelines]
     scheduler = IterationScheduler(

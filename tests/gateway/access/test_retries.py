@@ -34,7 +34,7 @@ def test_a_retry_replaces_the_attempt_before(
 
     rig = play(scene, LONG)
     assert [request.abort for request in rig.ended] == [Abort.CLIENT_GONE, None]
-    assert rig.metrics.cancel_to_free.sum <= 1
+    assert rig.metrics.requests.cancel_to_free.sum <= 1
     assert "one superseded by two: same idempotency-key" in caplog.messages
 
 

@@ -29,8 +29,8 @@ def test_a_disconnect_ends_the_request_at_once(stream: bool, after: float) -> No
         assert all(request.abort is Abort.CLIENT_GONE for request in rig.ended)
 
     rig = play(scene, Setting(texts=(LONG,)))
-    assert all(count in (0, 1) for count in rig.metrics.aborts.values())
-    assert rig.metrics.cancel_to_free.sum <= 1
+    assert all(count in (0, 1) for count in rig.metrics.requests.aborts.values())
+    assert rig.metrics.requests.cancel_to_free.sum <= 1
 
 
 @STREAMED_OR_NOT

@@ -103,7 +103,7 @@ def test_a_deadline_before_the_first_token_is_a_504(stream: bool) -> None:
         assert error["message"] == "The request's deadline of 0.125 s passed after 0 output tokens."
 
     rig = play(scene)
-    assert rig.metrics.outcomes["expired"] == 1
+    assert rig.metrics.requests.outcomes["expired"] == 1
 
 
 def test_a_deadline_during_generation_ends_a_whole_response_with_a_504() -> None:
@@ -112,7 +112,7 @@ def test_a_deadline_during_generation_ends_a_whole_response_with_a_504() -> None
             assert (await exchange.json())["error"]["code"] == "deadline_exceeded"
         assert exchange.status == 504
 
-    assert play(scene).metrics.outcomes["expired"] == 3
+    assert play(scene).metrics.requests.outcomes["expired"] == 3
 
 
 def test_a_deadline_during_a_stream_is_its_last_event() -> None:

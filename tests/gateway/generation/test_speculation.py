@@ -94,4 +94,4 @@ def test_a_request_with_drafts_in_flight_is_free_after_one_iteration() -> None:
             rig.engine.scheduler.cancel(request, Abort.EXPLICIT, STEP)
 
     rig = play(scene, Setting(texts=(WORDS,), speculation=NGRAM))
-    assert rig.metrics.cancel_to_free.sum <= 1
+    assert rig.metrics.requests.cancel_to_free.sum <= 1

@@ -32,9 +32,12 @@ def test_gaps_are_counted_once_per_token_in_any_batch() -> None:
     assert metrics.inter_token.sum == 9 * STEP
     assert metrics.time_to_first_token.sum == (1 + 2 + 2) * STEP  # two reuse the first's prompt
     assert metrics.num_output_tokens == 12
-    assert metrics.finishes["length"] == 3
-    assert metrics.max_generation_tokens.buckets()[-1] == ("+Inf", 1)  # one request, 3 choices
-    assert metrics.max_generation_tokens.sum == 4
+    assert metrics.requests.finishes["length"] == 3
+    assert metrics.requests.max_generation_tokens.buckets()[-1] == (
+        "+Inf",
+        1,
+    )  # one request, 3 choices
+    assert metrics.requests.max_generation_tokens.sum == 4
 
 
 def test_aborts_are_counted_by_reason() -> None:
@@ -45,11 +48,11 @@ def test_aborts_are_counted_by_reason() -> None:
             await exchange.json()
 
     metrics = play(scene).metrics
-    assert metrics.aborts[Abort.CLIENT_GONE] == 1
-    assert metrics.aborts[Abort.STOP_STRING] == 1
-    assert metrics.outcomes["finished"] == 1
-    assert metrics.outcomes["cancelled"] == 1
-    assert metrics.finishes["stop"] == 1
+    assert metrics.requests.aborts[Abort.CLIENT_GONE] == 1
+    assert metrics.requests.aborts[Abort.STOP_STRING] == 1
+    assert metrics.requests.outcomes["finished"] == 1
+    assert metrics.requests.outcomes["cancelled"] == 1
+    assert metrics.requests.finishes["stop"] == 1
 
 
 def test_what_is_swapped_is_counted_by_kind_direction_tier_and_state() -> None:
@@ -70,8 +73,8 @@ def test_what_is_swapped_is_counted_by_kind_direction_tier_and_state() -> None:
     texts = ("abcdefghijklmno",)
     setting = Setting(texts, num_blocks=16, num_host_blocks=100, prefix_cache=False)
     metrics = play(scene, setting).metrics
-    assert metrics.preemptions == {"recompute": 0, "reactive": 1, "proactive": 0}
-    assert metrics.swapped_blocks == {Direction.OUT: 8, Direction.IN: 8}
+    assert metrics.requests.preemptions == {"recompute": 0, "reactive": 1, "proactive": 0}
+    assert metrics.requests.swapped_blocks == {Direction.OUT: 8, Direction.IN: 8}
     assert any('podway_kv_slots{state="moving",tier="host"} 8.0' in page for page in pages)
     assert any('podway_kv_slots{state="held",tier="host"} 8.0' in page for page in pages)
     assert any("podway_requests_swapped 1.0" in page for page in pages)

@@ -146,7 +146,7 @@ def test_all_inputs_of_a_request_share_an_iteration_and_are_logged_and_counted()
         assert count == ((PATH, "POST", 200), 1)
         assert rig.metrics.num_prompt_tokens == 16
         assert rig.metrics.num_output_tokens == 0
-        assert rig.metrics.outcomes["finished"] == 8
+        assert rig.metrics.requests.outcomes["finished"] == 8
         request_id = exchange.headers["x-request-id"]
         async with rig.client.get(f"/v1/requests/{request_id}/timeline") as exchange:
             choices = (await exchange.json())["choices"]

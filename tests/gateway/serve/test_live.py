@@ -113,7 +113,7 @@ def test_a_client_that_disconnects_is_noticed_streaming_or_not(endless: Live) ->
     for _ in range(2):
         wait_for_end(endless)
     assert [request.abort for request in endless.rig.ended] == [Abort.CLIENT_GONE] * 2
-    assert endless.rig.metrics.cancel_to_free.sum <= 2
+    assert endless.rig.metrics.requests.cancel_to_free.sum <= 2
 
 
 def wait_for_end(live: Live) -> None:

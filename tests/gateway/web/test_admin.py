@@ -171,6 +171,6 @@ def test_switching_through_all_policies_changes_no_text_of_32_streams(num_blocks
         assert [stream.result() for stream in streams] == texts
 
     rig = play(scene, Setting(texts=texts, num_blocks=num_blocks))
-    assert rig.metrics.outcomes["finished"] == NUM_STREAMS
+    assert rig.metrics.requests.outcomes["finished"] == NUM_STREAMS
     assert rig.metrics.num_iterations > len(tour)
-    assert (rig.metrics.preemptions.total() > 0) is (num_blocks == 150)
+    assert (rig.metrics.requests.preemptions.total() > 0) is (num_blocks == 150)

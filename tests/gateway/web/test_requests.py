@@ -31,7 +31,7 @@ def test_a_cancelled_stream_ends_with_an_error_event() -> None:
 
     rig = play(scene, Setting(texts=(LONG,)))
     assert [request.abort for request in rig.ended] == [Abort.EXPLICIT]
-    assert rig.metrics.cancel_to_free.sum <= 1
+    assert rig.metrics.requests.cancel_to_free.sum <= 1
 
 
 def test_every_choice_of_a_whole_response_is_cancelled() -> None:
