@@ -1,0 +1,54 @@
+"""The engine is right under random loads and faults. `python -m tests.fuzz.engine FIRST LAST` plays
+more cases."""
+
+from collections import Counter
+
+import pytest
+
+from tests.fuzz.engine.__main__ import describe
+from tests.fuzz.engine.case import Case
+
+FIRST, LAST, CHUNK = 4500, 6000, 250
+# What each chunk has seen, so that it is known to be right.
+EVENTS = (
+    "accepted",
+    "ahead",
+    "cancelled by label",
+    "draft model slots read",
+    "ended: DeadlineExceeded",
+    "failed steps",
+    "faults",
+    "finished",
+    "in disk",
+    "in disk state",
+    "in host",
+    "in host state",
+    "in store",
+    "in store state",
+    "kills",
+    "late",
+    "left",
+    "outputs read",
+    "preempted",
+    "slots read",
+    "states read",
+    "swapped in awaited",
+    "swapped out awaited",
+    "switched",
+    "unread",
+    "vectors",
+)
+
+
+@pytest.mark.parametrize("first", range(FIRST, LAST, CHUNK))
+def test_the_engine_is_right_under_random_loads_and_faults(first: int) -> None:
+    counts: Counter[str] = Counter()
+    for seed in range(first, first + CHUNK):
+        case = Case(seed)
+        try:
+            case.play()
+        except Exception as error:
+            message = f"case {seed}: {describe(error)}"
+            raise AssertionError(f"{message}\npython -m tests.fuzz.engine {seed}") from error
+        counts += case.counts
+    assert [event for event in EVENTS if not counts[event]] == []

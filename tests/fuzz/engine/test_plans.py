@@ -1,0 +1,26 @@
+"""Nothing is decided by a hash or an address, which differ from process to process."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[3]
+NUM_CASES = 60
+PROCESSES = (("0", 0), ("1", 1009), ("7", 313))  # PYTHONHASHSEED, and objects allocated
+
+
+def plans(hash_seed: str, num_junk: int) -> list[str]:
+    """The lines of `tests.fuzz.engine.plans`, from a process of its own."""
+    command = [sys.executable, "-m", "tests.fuzz.engine.plans", str(NUM_CASES), str(num_junk)]
+    environ = os.environ | {"PYTHONHASHSEED": hash_seed}
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_plans_are_the_same_in_every_process() -> None:
+    first, *others = [plans(hash_seed, num_junk) for hash_seed, num_junk in PROCESSES]
+    assert len(first) == NUM_CASES
+    for lines in others:
+        assert lines == first
