@@ -163,7 +163,6 @@ def _draw_scheduler(random: Random, max_model_len: int) -> SchedulerSettings:
         swap=choose(list(SwapMode)),
         max_crashes=choose([1, 2, 3]),
         reuses_prefixes=random.random() < 0.8,
-        prefix_first=choose([0, 0, 2, 8]),
         chunks_prompts=chunks,
         scan_limit=choose([1, 2, 16]),
         max_step_seconds=choose([inf, inf, 0.02, 0.05]),
