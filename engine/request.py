@@ -30,7 +30,7 @@ Orca calls the phases initiation and increment; here they are prefill and decode
 
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from engine.errors import EngineError
@@ -151,6 +151,15 @@ class Abort(Enum):
     DEADLINE = "deadline"
 
 
+class Span(NamedTuple):
+    """`length` tokens of a prompt, from position `start` on, that stand for other content, whose
+    digest this is: the tokens are the same whatever they stand for."""
+
+    start: int
+    length: int
+    digest: bytes
+
+
 @dataclass(frozen=True, slots=True)
 class RequestSpec:
     """What a caller requests: at most `max_tokens` tokens after `prompt` (ids, at least one).
@@ -175,6 +184,9 @@ class RequestSpec:
 
     With `pooling` no token is produced, `max_tokens` is 0, and the request finishes with the vector
     that its prompt is pooled into.
+
+    `spans` are the tokens of the prompt that stand for other content; prefixes with such tokens are
+    shared only if the content is the same.
     """
 
     prompt: tuple[int, ...]
@@ -198,6 +210,7 @@ class RequestSpec:
     prediction: tuple[int, ...] = ()
     lora: "LoraAdapter | None" = None
     pooling: "PoolSpec | None" = None
+    spans: tuple[Span, ...] = ()
 
     @property
     def lora_digest(self) -> str:

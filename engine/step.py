@@ -16,6 +16,7 @@ RequestId = NewType("RequestId", int)
 StepId = NewType("StepId", int)
 
 HASH_BYTES = 16  # of the content of a KV block
+HASH_VERSION = 2  # changes when the same content gets another hash (`engine.kv.prefix`)
 LAST_TOKEN = -1  # in `StepEntry.tokens`: the last token that the worker sampled for the request
 NO_STATE = -1  # in `StateSlots.source`: zeros
 OUTPUT_KEPT_STEPS = 64  # a worker remembers an output so many steps after it was last needed

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from engine.iteration import Iteration
     from engine.policy.estimates.lengths import LearnedLengths
     from engine.policy.port import Policy
-    from engine.request import Request
+    from engine.request import Request, Span
     from engine.speculation.drafter import Drafter
 
 Row = dict[str, object]
@@ -80,10 +80,12 @@ class _Blocks(NamedTuple):
     block_size: int
     first: int
     lora_digest: str
+    spans: "tuple[Span, ...]"
 
     def hashes(self) -> list[bytes]:
         tokens = self.prompt + self.output
-        return hash_blocks(self.salt, tokens, self.block_size, self.lora_digest)[self.first :]
+        digests = hash_blocks(self.salt, tokens, self.block_size, self.lora_digest, self.spans)
+        return digests[self.first :]
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +183,7 @@ class EventRecorder(NullObserver):
                 row[name] = value
         if request.prompt_len >= self._block_size:
             row["blocks"] = _Blocks(
-                spec.salt, spec.prompt, (), self._block_size, 0, spec.lora_digest
+                spec.salt, spec.prompt, (), self._block_size, 0, spec.lora_digest, spec.spans
             )
         self._write(row)
 
@@ -222,7 +224,9 @@ class EventRecorder(NullObserver):
         if (request.num_tokens - 1) // size > first:
             output = tuple(request.output[:-1])
             spec = request.spec
-            row["blocks"] = _Blocks(spec.salt, spec.prompt, output, size, first, spec.lora_digest)
+            row["blocks"] = _Blocks(
+                spec.salt, spec.prompt, output, size, first, spec.lora_digest, spec.spans
+            )
         self._write(row)
 
     def worker_lost(self, now: float) -> None:

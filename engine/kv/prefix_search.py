@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from engine.kv.ledger import KVLedger
-    from engine.request import Request
+    from engine.request import Request, RequestSpec
 
 LEAST_COMMON = 64  # tokens: to compute fewer of them twice costs less than to wait
 CHUNK = 512  # tokens that are compared at a time
@@ -129,7 +129,7 @@ class PrefixSearch:
         if other is None or other is request:
             return False
         cached = place * size
-        common = _num_common(request.spec.prompt, other.spec.prompt, cached) // size * size - cached
+        common = _num_common(request.spec, other.spec, cached) // size * size - cached
         least = LEAST_COMMON
         if other.spec.prompt is request.spec.prompt and not request.wants_prompt_logprobs:
             reusable = (request.num_tokens - 1) // size * size  # a request computes one at least
@@ -148,13 +148,17 @@ class _InAnyTier:
         return name in self._index or any(name in copies for copies in self._lower.values())
 
 
-def _num_common(one: "Sequence[int]", other: "Sequence[int]", start: int) -> int:
-    """The length of the common prefix of two prompts, which is at least `start`."""
-    length = min(len(one), len(other))
-    if one is other:
+def _num_common(one: "RequestSpec", other: "RequestSpec", start: int) -> int:
+    """The length of the common prefix of two prompts, which is at least `start`. Tokens that stand
+    for other content are in it only if the content is the same."""
+    tokens, others = one.prompt, other.prompt
+    length = min(len(tokens), len(others))
+    if one.spans != other.spans:
+        length = min(length, *(span.start for span in {*one.spans} ^ {*other.spans}))
+    if tokens is others:
         return length
-    while start < length and one[start : start + CHUNK] == other[start : start + CHUNK]:
+    while start < length and tokens[start : start + CHUNK] == others[start : start + CHUNK]:
         start += CHUNK
-    while start < length and one[start] == other[start]:
+    while start < length and tokens[start] == others[start]:
         start += 1
     return min(start, length)

@@ -6,7 +6,7 @@ from hashlib import file_digest, sha256
 from pathlib import Path
 
 from engine.kv_store import KVStore, SharedStore, open_store
-from engine.step import ReadAhead, Tier
+from engine.step import HASH_VERSION, ReadAhead, Tier
 from engine.worker.device import Device
 from engine.worker.model.kv.recurrent_states import RecurrentStates
 from engine.worker.model.kv.tiered_pool import StoredTensors, TieredPool
@@ -81,8 +81,10 @@ class KeptKV:
 def _kv_facts(
     settings: WorkerSettings, checkpoint: Checkpoint, device: Device, max_model_len: int
 ) -> str:
-    """All that the bytes of KV blocks depend on, beside the tokens and the weights."""
+    """All that the bytes of KV blocks and their names depend on, beside the tokens and the
+    weights."""
     numbers: tuple[object, ...] = (
+        HASH_VERSION,
         device.dtype,
         device.kv_dtype,
         device.weights,
