@@ -18,6 +18,7 @@ from engine.control.settings import SchedulerSettings
 from engine.cost.live import LiveCost
 from engine.cost.model import CostModel
 from engine.kv.ledger import KVLedger
+from engine.kv_shape import KVShape
 from engine.policy import POLICIES, PolicySettings, build
 from engine.simulated.executor import SimulatedExecutor
 from engine.simulated.play import Outcome, play
@@ -32,7 +33,7 @@ def run(
 ) -> list[Outcome]:
     """What became of the same arrivals under this policy and admission mode."""
     settings = SchedulerSettings(max_model_len=2048, max_batch_size=32, admission=admission)
-    ledger = KVLedger(num_slots // BLOCK_SIZE, BLOCK_SIZE)
+    ledger = KVLedger(KVShape(num_slots // BLOCK_SIZE, BLOCK_SIZE))
     cost = LiveCost(COST)
     chosen = build(policy, cost, PolicySettings(seats=settings.max_batch_size))
     scheduler = IterationScheduler(settings, ledger, chosen, cost=cost)

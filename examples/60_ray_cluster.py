@@ -17,6 +17,7 @@ from adapters.cluster.ray import RayLauncher
 from engine.control.scheduler import IterationScheduler
 from engine.control.settings import SchedulerSettings
 from engine.kv.ledger import KVLedger
+from engine.kv_shape import KVShape
 from engine.loop import Engine
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.request import FinishReason, RequestSpec
@@ -49,7 +50,9 @@ async def run(settings: MultiprocessSettings, launcher: Launcher | None) -> list
     try:
         report = await executor.start(lambda what, done, total: None)
         limits = SchedulerSettings(max_model_len=report.max_model_len)
-        ledger = KVLedger(report.num_blocks, report.block_size)  # this model keeps all its KV
+        ledger = KVLedger(
+            KVShape(report.num_blocks, report.block_size)
+        )  # this model keeps all its KV
         scheduler = IterationScheduler(limits, ledger, FirstComeFirstServed())
         engine = Engine(scheduler, executor, time.perf_counter)
         print(f"{len(executor.pids)} worker(s)")

@@ -9,6 +9,7 @@ from engine.control.scheduler import IterationScheduler
 from engine.control.settings import SchedulerSettings
 from engine.errors import EngineError, WorkerLost
 from engine.kv.ledger import KVLedger
+from engine.kv_shape import KVShape
 from engine.loop import Engine
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.request import FinishReason, Request, RequestSpec
@@ -81,16 +82,18 @@ def play(
     report = worker.report
     settings = SchedulerSettings(max_model_len=report.max_model_len, **bounds)  # type: ignore[arg-type]
     ledger = KVLedger(
-        num_blocks or report.num_blocks,
-        report.block_size,
-        report.num_host_blocks,
-        len(report.disk_hashes) // HASH_BYTES,
-        saves_on_host=saves_on_host,
-        windows=report.windows,
-        chunk=settings.max_batch_tokens * (1 + lookahead),
-        num_states=num_states or report.num_states,
-        num_host_states=report.num_host_states,
-        num_disk_states=len(report.disk_state_hashes) // HASH_BYTES,
+        KVShape(
+            num_blocks or report.num_blocks,
+            report.block_size,
+            report.num_host_blocks,
+            len(report.disk_hashes) // HASH_BYTES,
+            saves_on_host=saves_on_host,
+            windows=report.windows,
+            chunk=settings.max_batch_tokens * (1 + lookahead),
+            num_states=num_states or report.num_states,
+            num_host_states=report.num_host_states,
+            num_disk_states=len(report.disk_state_hashes) // HASH_BYTES,
+        )
     )
     ledger.below.restore_disk(report.disk_hashes, report.disk_state_hashes)
     scheduler = IterationScheduler(settings, ledger, FirstComeFirstServed(), drafter=drafter)

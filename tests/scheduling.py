@@ -8,6 +8,7 @@ from engine.cost.live import LiveCost
 from engine.cost.model import CostModel
 from engine.iteration import Iteration
 from engine.kv.ledger import KVLedger
+from engine.kv_shape import KVShape
 from engine.policy import Policy
 from engine.policy.estimates.lengths import LearnedLengths, bin_of
 from engine.request import Request, RequestSpec
@@ -66,7 +67,7 @@ def a_scheduler(
     }
     settings = SchedulerSettings(**(values | bounds))  # type: ignore[arg-type]
     return IterationScheduler(
-        settings, KVLedger(num_slots, 1, num_host_slots), policy, cost=LiveCost(HAND_COST)
+        settings, KVLedger(KVShape(num_slots, 1, num_host_slots)), policy, cost=LiveCost(HAND_COST)
     )
 
 

@@ -34,6 +34,7 @@ from engine.cost.model import CostModel
 from engine.events import NullObserver, Observer
 from engine.kv.ledger import KVLedger
 from engine.kv.prefix import hash_blocks
+from engine.kv_shape import KVShape
 from engine.policy import PolicySettings, build, name_of, settings_of
 from engine.request import State
 
@@ -126,17 +127,19 @@ class RecordingHeader:
         """An empty scheduler with these settings, which knows what was learned about lengths."""
         policy = build(self.policy, cost, self.policies, serves=False, lengths=lengths)
         ledger = KVLedger(
-            self.num_blocks,
-            self.block_size,
-            self.num_host_blocks,
-            self.num_disk_blocks,
-            saves_on_host=self.saves_on_host,
-            windows=self._kept,
-            chunk=self.scheduler.max_batch_tokens * (1 + self.lookahead),
-            num_states=self.num_states,
-            num_host_states=self.num_host_states,
-            num_disk_states=self.num_disk_states,
-            num_store_names=self.num_store_names,
+            KVShape(
+                self.num_blocks,
+                self.block_size,
+                self.num_host_blocks,
+                self.num_disk_blocks,
+                saves_on_host=self.saves_on_host,
+                windows=self._kept,
+                chunk=self.scheduler.max_batch_tokens * (1 + self.lookahead),
+                num_states=self.num_states,
+                num_host_states=self.num_host_states,
+                num_disk_states=self.num_disk_states,
+                num_store_names=self.num_store_names,
+            )
         )
         return IterationScheduler(self.scheduler, ledger, policy, observer, cost, drafter)
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Container, Sequence
 
     from engine.kv.prefix_index import PrefixListener
+    from engine.kv_shape import KVShape
     from engine.step import RequestId
 
 Hashes: TypeAlias = "Sequence[bytes]"
@@ -42,46 +43,27 @@ class KVLedger:
     are still cached, and the rest is copied back; all are, with several layer groups or a window.
     """
 
-    def __init__(
-        self,
-        num_blocks: int,
-        block_size: int,
-        num_host_blocks: int = 0,
-        num_disk_blocks: int = 0,
-        *,
-        saves_on_host: bool = False,
-        windows: "Sequence[int | None]" = (None,),
-        chunk: int = 0,
-        num_states: int = 0,
-        num_host_states: int = 0,
-        num_disk_states: int = 0,
-        num_store_names: int = 0,
-    ) -> None:
-        """`windows` has the window of each layer group, None for one that keeps all KV; a model
-        without groups keeps no KV, and its requests hold no blocks. At most `chunk` tokens of a
-        request are planned beyond those that are computed. A model with recurrent layers has
-        `num_states` slots for states. With `saves_on_host` the host tier also keeps copies of
-        cached blocks and snapshots. `num_store_names` bounds what is known of a shared store.
-        """
-        assert num_blocks > 0 and block_size > 0, "a ledger has at least one slot"  # noqa: PT018
-        self.num_blocks = num_blocks
-        self.block_size = block_size
-        self.num_slots = num_blocks * block_size  # each of one token in one layer group
-        self.groups = LayerGroups.of(windows, block_size, chunk)
-        counts = (num_states, num_host_states, num_disk_states, num_store_names)
+    def __init__(self, shape: "KVShape") -> None:
+        self.num_blocks = shape.num_blocks
+        self.block_size = shape.block_size
+        self.num_slots = shape.num_slots  # each of one token in one layer group
+        self.groups = LayerGroups.of(shape.windows, shape.block_size, shape.chunk)
+        num_states, saves_on_host = shape.num_states, shape.saves_on_host
+        store_names = shape.num_store_names
+        counts = (num_states, shape.num_host_states, shape.num_disk_states, store_names)
         group = len(self.groups)
         self.states = StateLedger(*counts, saves_on_host, group=group) if num_states else None
         self.keeps_all = self.groups.keeps_all and self.states is None
-        self.host = HostTier(num_host_blocks)
-        self.disk = SavedBlocks.of_size(num_disk_blocks)
+        self.host = HostTier(shape.num_host_blocks)
+        self.disk = SavedBlocks.of_size(shape.num_disk_blocks)
         host, store = (
             self.host.cached if saves_on_host else None,
-            SavedBlocks.of_size(num_store_names),
+            SavedBlocks.of_size(store_names),
         )
         self.lower = LowerTiers.of(host, self.disk, store)
         self.saves = bool(self.lower)
         self.below = TiersBelow(self.lower, self.states.lower if self.states else LowerTiers())
-        self.pool = BlockPool(num_blocks, self.lower)
+        self.pool = BlockPool(shape.num_blocks, self.lower)
         self.prefixes = self.pool.prefixes
         # Requests whose device blocks a step in flight copies, with the blocks that become free.
         self._in_motion: dict[RequestId, int] = {}

@@ -8,6 +8,7 @@ from engine.control.admission import Admission
 from engine.control.scheduler import IterationScheduler
 from engine.events import ObserverGroup
 from engine.kv.ledger import KVLedger
+from engine.kv_shape import KVShape
 from engine.policy import lengths_of
 from engine.simulated.executor import SimulatedExecutor
 from engine.simulated.figures import SLO, Figures, summarise
@@ -117,13 +118,15 @@ def _scheduler(setup: Setup, cost: KnownCost, observer: "Observer") -> Iteration
     size, num_groups = setup.block_size, len(setup.windows)
     grows = setup.settings.admission is Admission.GROW
     ledger = KVLedger(
-        max(1, setup.num_slots // size) * num_groups,
-        size,
-        setup.num_host_slots // size * num_groups,
-        windows=setup.windows if grows else (None,) * num_groups,
-        chunk=setup.settings.max_batch_tokens * (1 + setup.lookahead),
-        num_states=setup.num_states,
-        num_host_states=setup.num_host_states,
+        KVShape(
+            max(1, setup.num_slots // size) * num_groups,
+            size,
+            setup.num_host_slots // size * num_groups,
+            windows=setup.windows if grows else (None,) * num_groups,
+            chunk=setup.settings.max_batch_tokens * (1 + setup.lookahead),
+            num_states=setup.num_states,
+            num_host_states=setup.num_host_states,
+        )
     )
     return IterationScheduler(setup.settings, ledger, setup.policy(cost), observer, cost)
 

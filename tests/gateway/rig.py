@@ -21,6 +21,7 @@ from engine.cost.live import LiveCost
 from engine.cost.model import UNMEASURED, CostModel
 from engine.events import NullObserver, ObserverGroup
 from engine.kv.ledger import KVLedger
+from engine.kv_shape import KVShape
 from engine.loop import Engine
 from engine.policy import PolicySettings, build
 from engine.pooling import PoolingReport
@@ -192,7 +193,7 @@ def build_rig(setting: Setting) -> Rig:
             admission=setting.admission,
             reuses_prefixes=setting.prefix_cache,
         ),
-        KVLedger(setting.num_blocks, 1, setting.num_host_blocks),
+        KVLedger(KVShape(setting.num_blocks, 1, setting.num_host_blocks)),
         build(setting.policy, live, PolicySettings(seats=setting.max_batch_size)),
         ObserverGroup(
             metrics, metrics.requests, request_log, ends, quotas, view, timelines, lora_usage

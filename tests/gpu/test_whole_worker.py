@@ -23,6 +23,7 @@ from engine.control.settings import SchedulerSettings
 from engine.cost.live import LiveCost
 from engine.cost.model import UNMEASURED
 from engine.kv.ledger import KVLedger
+from engine.kv_shape import KVShape
 from engine.loop import Engine
 from engine.policy import build
 from engine.policy.fcfs import FirstComeFirstServed
@@ -176,7 +177,7 @@ async def test_who_leaves_leaves_nothing_behind(
 ) -> None:
     pair = pair_of(llama, tmp_path, device, lookahead=lookahead)
     report = pair.worker.report
-    ledger = KVLedger(report.num_blocks, report.block_size)
+    ledger = KVLedger(KVShape(report.num_blocks, report.block_size))
     bounds = SchedulerSettings(max_model_len=512, max_batch_size=4, max_batch_tokens=40)
     scheduler = IterationScheduler(bounds, ledger, FirstComeFirstServed())
     executor = InlineExecutor(pair.worker, 1 + lookahead)
@@ -209,7 +210,7 @@ def test_who_was_swapped_out_and_in_goes_on_with_its_own_text(
     bounds = SchedulerSettings(
         max_model_len=512, max_batch_size=3, max_batch_tokens=64, swap=swap, reuses_prefixes=False
     )
-    ledger = KVLedger(14, report.block_size, report.num_host_blocks)
+    ledger = KVLedger(KVShape(14, report.block_size, report.num_host_blocks))
     scheduler = IterationScheduler(bounds, ledger, build("mlfq", LiveCost(UNMEASURED)))
     asks = [
         RequestSpec(tuple(tokens_of(20 + 9 * number, number)), 40, SamplingParams(temperature=0.0))

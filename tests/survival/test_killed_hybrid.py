@@ -10,6 +10,7 @@ import pytest
 from engine.control.scheduler import IterationScheduler
 from engine.control.settings import SchedulerSettings
 from engine.kv.ledger import KVLedger
+from engine.kv_shape import KVShape
 from engine.loop import Engine
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.request import RequestSpec
@@ -51,7 +52,12 @@ async def answers(directory: Path, *, kills: bool) -> tuple[list[Answer], int]:
     report = await executor.start(lambda what, done, total: None)
     bounds = SchedulerSettings(max_model_len=100, max_batch_size=4, max_batch_tokens=24)
     ledger = KVLedger(
-        report.num_blocks, report.block_size, windows=report.windows, num_states=report.num_states
+        KVShape(
+            report.num_blocks,
+            report.block_size,
+            windows=report.windows,
+            num_states=report.num_states,
+        )
     )
     scheduler = IterationScheduler(bounds, ledger, FirstComeFirstServed())
     engine = Engine(scheduler, executor, asyncio.get_running_loop().time)

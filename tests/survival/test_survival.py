@@ -18,6 +18,7 @@ from engine.errors import EngineError, Unavailable, WorkerLost
 from engine.events import NullObserver, Observer
 from engine.iteration import Iteration
 from engine.kv.ledger import KVLedger
+from engine.kv_shape import KVShape
 from engine.loop import Engine
 from engine.policy import PolicySettings, build
 from engine.request import RequestSpec
@@ -81,7 +82,7 @@ async def served(
     cost = LiveCost(UNMEASURED)
     scheduler = IterationScheduler(
         bounds,
-        KVLedger(NUM_BLOCKS, BLOCK_SIZE),
+        KVLedger(KVShape(NUM_BLOCKS, BLOCK_SIZE)),
         build(policy, cost, PolicySettings(seats=8)),
         observer,
         cost,

@@ -15,6 +15,7 @@ from engine.control.scheduler import IterationScheduler
 from engine.control.settings import SchedulerSettings
 from engine.errors import EngineError
 from engine.kv.ledger import KVLedger
+from engine.kv_shape import KVShape
 from engine.loop import Engine
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.request import FinishReason, RequestSpec
@@ -51,7 +52,7 @@ def serve(worker: Worker, specs: Sequence[RequestSpec]) -> list[Output]:
     report = worker.report
     scheduler = IterationScheduler(
         SchedulerSettings(report.max_model_len, max_queue_requests=len(specs) + 1),
-        KVLedger(report.num_blocks, report.block_size),
+        KVLedger(KVShape(report.num_blocks, report.block_size)),
         FirstComeFirstServed(),
     )
     return asyncio.run(_serve(Engine(scheduler, InlineExecutor(worker), time.perf_counter), specs))

@@ -32,6 +32,7 @@ from adapters.models.named_shapes import SHAPES
 from engine.control.scheduler import IterationScheduler
 from engine.control.settings import SchedulerSettings
 from engine.kv.ledger import KVLedger
+from engine.kv_shape import KVShape
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.request import RequestSpec
 from engine.step import SamplingParams, StepResult
@@ -68,7 +69,7 @@ def most_blocks(windows: Sequence[int | None]) -> int:
         max_model_len=CONTEXT + ANSWER, max_batch_size=1, max_batch_tokens=CHUNK
     )
     blocks = len(windows) * (CONTEXT + ANSWER) // SIZE
-    ledger = KVLedger(blocks, SIZE, windows=windows, chunk=CHUNK)
+    ledger = KVLedger(KVShape(blocks, SIZE, windows=tuple(windows), chunk=CHUNK))
     scheduler = IterationScheduler(settings, ledger, FirstComeFirstServed())
     scheduler.add(RequestSpec((1,) * CONTEXT, ANSWER, SamplingParams()), 0.0)
     most = 0

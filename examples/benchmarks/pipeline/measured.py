@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from engine.control.scheduler import IterationScheduler
 from engine.control.settings import SchedulerSettings
 from engine.kv.ledger import KVLedger
+from engine.kv_shape import KVShape
 from engine.loop import Engine
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.request import FinishReason, RequestSpec
@@ -124,7 +125,7 @@ class Bench:
         bounds = SchedulerSettings(
             report.max_model_len, max_batch_size=self.setup.batch, reuses_prefixes=False
         )
-        ledger = KVLedger(report.num_blocks, report.block_size)
+        ledger = KVLedger(KVShape(report.num_blocks, report.block_size))
         scheduler = IterationScheduler(bounds, ledger, FirstComeFirstServed())
         self._engine = Engine(scheduler, self._executor, time.perf_counter)
         self._running = asyncio.create_task(self._engine.run())

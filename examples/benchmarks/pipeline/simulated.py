@@ -14,6 +14,7 @@ from engine.control.scheduler import IterationScheduler
 from engine.control.settings import SchedulerSettings
 from engine.cost.model import CostModel
 from engine.kv.ledger import KVLedger
+from engine.kv_shape import KVShape
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.simulated.catalogue import DEVICES
 from engine.simulated.hardware import Deployment, ModelSpec
@@ -113,7 +114,7 @@ def flow(system: System, stages: int, batch: int, arrivals: Sequence[Arrival]) -
     )
     depth, parts = (stages, 1) if system.is_pipelined else (1, stages if system.is_cut else 1)
     executor = Pipeline(hardware.cost(), stages, depth, parts)
-    ledger = KVLedger(hardware.num_slots, block_size=1)
+    ledger = KVLedger(KVShape(hardware.num_slots, block_size=1))
     played = play_all(
         IterationScheduler(settings, ledger, FirstComeFirstServed()), executor, arrivals
     )

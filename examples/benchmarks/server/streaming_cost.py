@@ -39,6 +39,7 @@ from engine.control.scheduler import IterationScheduler
 from engine.control.settings import SchedulerSettings
 from engine.events import Observer, ObserverGroup
 from engine.kv.ledger import KVLedger
+from engine.kv_shape import KVShape
 from engine.loop import Engine
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.step import Grammar, Step, StepEntry, StepResult
@@ -171,7 +172,7 @@ def build_service(
         SchedulerSettings(
             max_model_len=1 << 20, max_batch_size=load.streams, max_batch_tokens=8 * load.streams
         ),
-        KVLedger(max(load.streams * 4096, MAX_TOKENS // 16 + 2), 16),
+        KVLedger(KVShape(max(load.streams * 4096, MAX_TOKENS // 16 + 2), 16)),
         FirstComeFirstServed(),
         ObserverGroup(*observers),
     )

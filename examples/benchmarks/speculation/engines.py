@@ -52,6 +52,7 @@ from engine.cost.model import CostModel
 from engine.cost.profiler import ProbeLimits, measure
 from engine.kv.block_pool import BlockPool
 from engine.kv.ledger import KVLedger
+from engine.kv_shape import KVShape
 from engine.loop import Engine
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.ports import Clock
@@ -112,7 +113,7 @@ class Machine:
 
     def ledger(self) -> KVLedger:
         """A ledger for one engine, over the blocks of all."""
-        ledger = KVLedger(self.report.num_blocks, self.report.block_size)
+        ledger = KVLedger(KVShape(self.report.num_blocks, self.report.block_size))
         ledger.pool, ledger.prefixes = self.blocks, self.blocks.prefixes
         return ledger
 
@@ -162,7 +163,7 @@ def load(
         profile = await measure(InlineExecutor(worker), limits, clock, CALIBRATION_SECONDS)
         return profile.model
 
-    blocks = KVLedger(report.num_blocks, report.block_size).pool
+    blocks = KVLedger(KVShape(report.num_blocks, report.block_size)).pool
     return Machine(worker, report, asyncio.run(calibrate()), clock, blocks)
 
 

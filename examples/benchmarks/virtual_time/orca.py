@@ -22,6 +22,7 @@ from engine.control.admission import Admission
 from engine.control.scheduler import IterationScheduler
 from engine.control.settings import SchedulerSettings
 from engine.kv.ledger import KVLedger
+from engine.kv_shape import KVShape
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.simulated.capacity import highest_load
 from engine.simulated.catalogue import DEVICES, SHAPES
@@ -82,7 +83,7 @@ def run(system: System, hardware: Deployment, arrivals: Sequence[Arrival]) -> Fi
         reuses_prefixes=False,
     )
     recorder = Recorder(period=10.0)
-    ledger = KVLedger(hardware.num_slots, block_size=1)
+    ledger = KVLedger(KVShape(hardware.num_slots, block_size=1))
     scheduler = IterationScheduler(settings, ledger, FirstComeFirstServed(), recorder)
     recorder.watch(scheduler)
     played = play_all(scheduler, SimulatedExecutor(hardware.cost(), hardware.stages), arrivals)

@@ -22,6 +22,7 @@ from engine.control.scheduler import IterationScheduler
 from engine.control.settings import SchedulerSettings
 from engine.cost.live import LiveCost
 from engine.kv.ledger import KVLedger
+from engine.kv_shape import KVShape
 from engine.policy import POLICIES, PolicySettings, build
 from engine.request import RequestSpec
 from engine.simulated.catalogue import DEVICES, SHAPES
@@ -50,7 +51,7 @@ def measure(policy: str, num_waiting: int, num_plans: int) -> dict[str, float]:
         reuses_prefixes=False,
     )
     chosen = build(policy, cost, PolicySettings(seats=SEATS))
-    scheduler = IterationScheduler(settings, KVLedger(1 << 15, 16), chosen, cost=cost)
+    scheduler = IterationScheduler(settings, KVLedger(KVShape(1 << 15, 16)), chosen, cost=cost)
     prompts = [(1,) * length for length in LENGTHS]
     now, taken = 0.0, []
 

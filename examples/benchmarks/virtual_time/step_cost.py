@@ -27,6 +27,7 @@ from engine.control.settings import SchedulerSettings
 from engine.cost.live import LiveCost
 from engine.iteration import Iteration
 from engine.kv.ledger import KVLedger
+from engine.kv_shape import KVShape
 from engine.policy import POLICIES, PolicySettings, build
 from engine.request import RequestSpec
 from engine.simulated.catalogue import DEVICES, SHAPES
@@ -95,7 +96,7 @@ class Run:
         blocks = growing + spare + (PREFIX // BLOCK_SIZE if case.shares_prefix else 0)
         self.scheduler = IterationScheduler(
             settings,
-            KVLedger(blocks, BLOCK_SIZE),
+            KVLedger(KVShape(blocks, BLOCK_SIZE)),
             build(policy, cost, PolicySettings(seats=seats)),
             cost=cost,
         )

@@ -7,6 +7,7 @@ from engine.control.settings import SchedulerSettings
 from engine.errors import StepFailed, Unavailable
 from engine.events import NullObserver, Observer, ObserverGroup
 from engine.kv.ledger import KVLedger
+from engine.kv_shape import KVShape
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.request import Abort
 from engine.step import StepResult
@@ -34,7 +35,9 @@ def test_a_null_observer_and_an_observer_group_accept_every_event() -> None:
 def play(observer: Observer) -> None:
     """A schedule that causes every event."""
     settings = SchedulerSettings(64, max_batch_size=2, max_batch_tokens=8)
-    scheduler = IterationScheduler(settings, KVLedger(4, 4), FirstComeFirstServed(), observer)
+    scheduler = IterationScheduler(
+        settings, KVLedger(KVShape(4, 4)), FirstComeFirstServed(), observer
+    )
     now = map(float, count())
     requests = [scheduler.add(a_spec(4, 8), next(now)) for _ in range(4)]
     scheduler.cancel(requests[3], Abort.CLIENT_GONE, next(now))
@@ -58,7 +61,9 @@ def play(observer: Observer) -> None:
 def swap(observer: Observer) -> None:
     """Two requests, on a device with blocks for one and a host tier with blocks for the other."""
     settings = SchedulerSettings(64, max_batch_size=2, max_batch_tokens=8)
-    scheduler = IterationScheduler(settings, KVLedger(4, 4, 4), FirstComeFirstServed(), observer)
+    scheduler = IterationScheduler(
+        settings, KVLedger(KVShape(4, 4, 4)), FirstComeFirstServed(), observer
+    )
     for _ in range(2):
         scheduler.add(a_spec(4, 8), 0.0)
     while scheduler.pool:

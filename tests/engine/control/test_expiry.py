@@ -8,6 +8,7 @@ from engine.control.scheduler import IterationScheduler
 from engine.control.settings import SchedulerSettings
 from engine.errors import DeadlineExceeded, StepFailed
 from engine.kv.ledger import KVLedger
+from engine.kv_shape import KVShape
 from engine.loop import Engine
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.policy.mlfq import SkipJoinMLFQ
@@ -88,7 +89,7 @@ def test_a_reader_gets_the_produced_tokens_and_then_the_error_while_other_reques
     async def main() -> None:
         loop = asyncio.get_running_loop()
         settings = SchedulerSettings(max_model_len=50, max_batch_size=4, max_batch_tokens=8)
-        scheduler = IterationScheduler(settings, KVLedger(50, 1), FirstComeFirstServed())
+        scheduler = IterationScheduler(settings, KVLedger(KVShape(50, 1)), FirstComeFirstServed())
         engine = Engine(scheduler, SimulatedExecutor(HAND_COST), loop.time)
         running = loop.create_task(engine.run())
         with (

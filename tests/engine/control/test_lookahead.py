@@ -10,6 +10,7 @@ from engine.control.settings import SchedulerSettings
 from engine.errors import StepFailed
 from engine.iteration import Iteration
 from engine.kv.ledger import KVLedger
+from engine.kv_shape import KVShape
 from engine.loop import Engine
 from engine.policy import build
 from engine.policy.fcfs import FirstComeFirstServed
@@ -58,7 +59,7 @@ def two_in_flight(
 def test_nothing_is_planned_ahead_of_drafts() -> None:
     scheduler = IterationScheduler(
         SchedulerSettings(max_model_len=500, max_batch_size=2),
-        KVLedger(100, 1),
+        KVLedger(KVShape(100, 1)),
         FirstComeFirstServed(),
         drafter=a_drafter([[5] * 20], error_rate=0.0),
     )
@@ -255,7 +256,9 @@ def test_lookahead_changes_no_time_and_no_token_if_no_token_is_dropped(stages: i
             settings = SchedulerSettings(
                 max_model_len=500, max_batch_size=2, max_batch_tokens=8, reuses_prefixes=False
             )
-            scheduler = IterationScheduler(settings, KVLedger(99, 1), FirstComeFirstServed())
+            scheduler = IterationScheduler(
+                settings, KVLedger(KVShape(99, 1)), FirstComeFirstServed()
+            )
             executor = SimulatedExecutor(HAND_COST, depth=stages, lookahead=lookahead)
             engine = Engine(scheduler, executor, clock, lookahead=lookahead)
             running = asyncio.create_task(engine.run())
@@ -284,7 +287,7 @@ def test_a_single_request_uses_only_one_iteration_ahead() -> None:
     async def main() -> None:
         clock = asyncio.get_running_loop().time
         settings = SchedulerSettings(max_model_len=500, max_batch_size=2, max_batch_tokens=8)
-        scheduler = IterationScheduler(settings, KVLedger(99, 1), FirstComeFirstServed())
+        scheduler = IterationScheduler(settings, KVLedger(KVShape(99, 1)), FirstComeFirstServed())
         engine = Engine(scheduler, SimulatedExecutor(HAND_COST, 2, lookahead=1), clock, lookahead=1)
         running = asyncio.create_task(engine.run())
         instants = []
@@ -303,7 +306,7 @@ def test_an_engine_keeps_at_most_depth_iterations_in_flight() -> None:
     async def main() -> int:
         clock = asyncio.get_running_loop().time
         settings = SchedulerSettings(max_model_len=500, max_batch_size=1, max_batch_tokens=8)
-        scheduler = IterationScheduler(settings, KVLedger(99, 1), FirstComeFirstServed())
+        scheduler = IterationScheduler(settings, KVLedger(KVShape(99, 1)), FirstComeFirstServed())
         engine = Engine(scheduler, SimulatedExecutor(HAND_COST, 2), clock, depth=1)
         running = asyncio.create_task(engine.run())
         most = 0

@@ -10,6 +10,7 @@ from engine.control.settings import SchedulerSettings
 from engine.cost.model import CostModel
 from engine.errors import DeadlineExceeded, EngineError, StepFailed, Unavailable, WorkerLost
 from engine.kv.ledger import KVLedger
+from engine.kv_shape import KVShape
 from engine.loop import Engine
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.request import Abort, FinishReason, RequestSpec, State
@@ -74,7 +75,9 @@ def serve(
     async def main() -> Engine:
         clock = asyncio.get_running_loop().time
         settings = SchedulerSettings(max_model_len=500, max_batch_size=4, max_batch_tokens=8)
-        scheduler = IterationScheduler(settings, KVLedger(num_blocks, 1), FirstComeFirstServed())
+        scheduler = IterationScheduler(
+            settings, KVLedger(KVShape(num_blocks, 1)), FirstComeFirstServed()
+        )
         engine = Engine(scheduler, executor or SimulatedExecutor(ONE_SECOND), clock)
         async with asyncio.TaskGroup() as group:
             running = group.create_task(engine.run())

@@ -4,6 +4,7 @@ from engine.control.scheduler import IterationScheduler
 from engine.control.settings import SchedulerSettings
 from engine.kv.ledger import KVLedger
 from engine.kv.prefix import hash_blocks
+from engine.kv_shape import KVShape
 from engine.lora import LoraAdapter
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.step import StepResult
@@ -14,7 +15,7 @@ ONE, TWO = LoraAdapter(1, "one", "aa" * 32), LoraAdapter(2, "two", "bb" * 32)
 
 def make() -> IterationScheduler:
     settings = SchedulerSettings(max_model_len=100, max_batch_size=8, max_batch_tokens=64)
-    return IterationScheduler(settings, KVLedger(100, 2), FirstComeFirstServed())
+    return IterationScheduler(settings, KVLedger(KVShape(100, 2)), FirstComeFirstServed())
 
 
 def add(scheduler: IterationScheduler, lora: LoraAdapter | None, prompt_len: int = 5) -> None:

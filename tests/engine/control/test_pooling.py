@@ -10,6 +10,7 @@ from engine.control.settings import SchedulerSettings
 from engine.cost.live import LiveCost
 from engine.errors import ContextTooLong, RowFailed
 from engine.kv.ledger import KVLedger
+from engine.kv_shape import KVShape
 from engine.policy import build
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.pooling import PoolSpec
@@ -119,7 +120,7 @@ def an_encoders_scheduler(**bounds: object) -> IterationScheduler:
     """A scheduler of a model that keeps no KV, with at most 8 tokens per iteration."""
     values = {"max_model_len": 8, "max_batch_size": 4, "max_batch_tokens": 8}
     settings = SchedulerSettings(**(values | bounds), chunks_prompts=False)  # type: ignore[arg-type]
-    ledger = KVLedger(1, 1, windows=())
+    ledger = KVLedger(KVShape(1, 1, windows=()))
     return IterationScheduler(settings, ledger, build("fcfs", HAND_COST), cost=LiveCost(HAND_COST))
 
 

@@ -11,6 +11,7 @@ from engine.control.settings import SchedulerSettings
 from engine.errors import ContextTooLong, Overloaded, StepFailed
 from engine.iteration import Iteration
 from engine.kv.ledger import KVLedger
+from engine.kv_shape import KVShape
 from engine.policy import build
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.request import Abort, FinishReason, Request, RequestSpec, State
@@ -29,7 +30,9 @@ def make(num_blocks: int = 100, block_size: int = 1, **bounds: object) -> Iterat
         "reuses_prefixes": False,
     }
     settings = SchedulerSettings(**(values | bounds))  # type: ignore[arg-type]
-    return IterationScheduler(settings, KVLedger(num_blocks, block_size), FirstComeFirstServed())
+    return IterationScheduler(
+        settings, KVLedger(KVShape(num_blocks, block_size)), FirstComeFirstServed()
+    )
 
 
 def spec(prompt_len: int, max_tokens: int, *ends: int) -> RequestSpec:

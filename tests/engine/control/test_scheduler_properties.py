@@ -24,6 +24,7 @@ from engine.events import NullObserver
 from engine.iteration import Iteration
 from engine.kv.ledger import KVLedger
 from engine.kv.manager import KVManager
+from engine.kv_shape import KVShape
 from engine.policy import ORACLES, POLICIES, Policy, PolicySettings, build
 from engine.request import Abort, Request, RequestSpec, State
 from engine.step import BlockTable, SamplingParams, StepResult
@@ -125,13 +126,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         if admission is not Admission.GROW:
             windows = (None,) * len(windows)
         ledger = KVLedger(
-            NUM_SLOTS // block_size * len(windows),
-            block_size,
-            host_slots // block_size,
-            windows=windows,
-            chunk=2 * bounds.max_batch_tokens,
-            num_states=num_states,
-            num_host_states=host_slots // 8,
+            KVShape(
+                NUM_SLOTS // block_size * len(windows),
+                block_size,
+                host_slots // block_size,
+                windows=windows,
+                chunk=2 * bounds.max_batch_tokens,
+                num_states=num_states,
+                num_host_states=host_slots // 8,
+            )
         )
         self.name = name
         self.cost = LiveCost(HAND_COST)

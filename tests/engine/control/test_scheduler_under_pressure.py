@@ -17,6 +17,7 @@ from engine.errors import DeadlineUnmeetable, InvalidRequest, StepFailed
 from engine.events import NullObserver
 from engine.iteration import Iteration
 from engine.kv.ledger import KVLedger
+from engine.kv_shape import KVShape
 from engine.policy import ORACLES, POLICIES, Policy, PolicySettings, build
 from engine.request import Abort, Request, RequestSpec, State
 from engine.step import BlockMove, SamplingParams, StepResult
@@ -79,14 +80,16 @@ class Case:
         if self.settings.admission is not Admission.GROW:
             windows = (None,) * len(windows)
         ledger = KVLedger(
-            NUM_SLOTS // size * len(windows),
-            size,
-            host_blocks * len(windows),
-            windows=windows,
-            chunk=2 * self.settings.max_batch_tokens,
-            num_states=random.choice([0, 0, 2, 3, 9]),
-            num_host_states=random.choice([1, 3]),
-            **self.tiers(seed),
+            KVShape(
+                NUM_SLOTS // size * len(windows),
+                size,
+                host_blocks * len(windows),
+                windows=windows,
+                chunk=2 * self.settings.max_batch_tokens,
+                num_states=random.choice([0, 0, 2, 3, 9]),
+                num_host_states=random.choice([1, 3]),
+                **self.tiers(seed),
+            )
         )
         self.cost = LiveCost(HAND_COST)
         self.scheduler = IterationScheduler(

@@ -13,6 +13,7 @@ from engine.cost.live import LiveCost
 from engine.cost.model import CostModel
 from engine.iteration import Iteration
 from engine.kv.ledger import KVLedger
+from engine.kv_shape import KVShape
 from engine.policy import build
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.step import StepResult
@@ -224,7 +225,7 @@ def test_far_behind_its_start_a_prompt_makes_iterations_longer_by_the_same_facto
         max_model_len=2100, max_batch_size=SEATS, max_batch_tokens=512, max_prefill_slowdown=3.0
     )
     scheduler = IterationScheduler(
-        settings, KVLedger(10_000, 1), FirstComeFirstServed(), cost=LiveCost(cost)
+        settings, KVLedger(KVShape(10_000, 1)), FirstComeFirstServed(), cost=LiveCost(cost)
     )
     for _ in range(20):
         scheduler.add(a_spec(1, 1000), 0.0)

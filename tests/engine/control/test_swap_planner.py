@@ -7,6 +7,7 @@ from engine.control.scheduler import IterationScheduler
 from engine.control.settings import SchedulerSettings
 from engine.iteration import Iteration
 from engine.kv.ledger import KVLedger
+from engine.kv_shape import KVShape
 from engine.policy import PolicySettings, build
 from engine.request import State
 from engine.step import Direction, StepResult
@@ -24,7 +25,7 @@ def make(policy: str = "mlfq", num_blocks: int = 50, **bounds: object) -> Iterat
     }
     settings = SchedulerSettings(**(values | bounds))  # type: ignore[arg-type]
     chosen = build(policy, HAND_COST, PolicySettings(1000.0, seats=1))
-    return IterationScheduler(settings, KVLedger(num_blocks, 1, 50), chosen)
+    return IterationScheduler(settings, KVLedger(KVShape(num_blocks, 1, 50)), chosen)
 
 
 def run_iteration(scheduler: IterationScheduler, now: float = 0.0) -> Iteration:

@@ -10,6 +10,7 @@ from engine.errors import ContextTooLong
 from engine.kv.layer_groups import LayerGroups
 from engine.kv.ledger import NO_LIMIT, KVLedger
 from engine.kv.prefix import name_in_group
+from engine.kv_shape import KVShape
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.request import Request, RequestSpec
 from engine.step import RequestId, StepEntry, StepResult
@@ -22,7 +23,7 @@ SIZE = 2
 
 def make(*windows: int | None, num_blocks: int = 400, host_blocks: int = 0) -> IterationScheduler:
     settings = SchedulerSettings(max_model_len=1000, max_batch_size=4, max_batch_tokens=CHUNK)
-    ledger = KVLedger(num_blocks, SIZE, host_blocks, windows=windows, chunk=CHUNK)
+    ledger = KVLedger(KVShape(num_blocks, SIZE, host_blocks, windows=windows, chunk=CHUNK))
     return IterationScheduler(settings, ledger, FirstComeFirstServed())
 
 
@@ -135,7 +136,7 @@ def test_blocks_that_were_given_back_are_evicted_first() -> None:
 def test_the_longest_request_that_fits_alone(
     windows: tuple[int | None, ...], num_blocks: int, longest: int
 ) -> None:
-    ledger = KVLedger(num_blocks, SIZE, windows=windows, chunk=CHUNK)
+    ledger = KVLedger(KVShape(num_blocks, SIZE, windows=windows, chunk=CHUNK))
     assert ledger.longest_request == longest
     if longest < NO_LIMIT:
         assert ledger.reserve(A, longest)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from engine.kv.ledger import KVLedger
+from engine.kv_shape import KVShape
 from engine.step import RequestId
 
 A, B = RequestId(1), RequestId(2)
@@ -18,14 +19,14 @@ def published(ledger: KVLedger, *hashes: bytes) -> list[bool]:
 
 
 def test_a_reservation_is_rounded_up_to_blocks() -> None:
-    ledger = KVLedger(num_blocks=4, block_size=16)
+    ledger = KVLedger(KVShape(num_blocks=4, block_size=16))
     assert ledger.reserve(A, 17)
     assert ledger.num_held == 2
     assert ledger.num_free == 2
 
 
 def test_a_reservation_that_does_not_fit_changes_nothing() -> None:
-    ledger = KVLedger(num_blocks=4, block_size=16)
+    ledger = KVLedger(KVShape(num_blocks=4, block_size=16))
     assert ledger.reserve(A, 48)
     assert not ledger.reserve(B, 17)
     assert repr(ledger) == (
@@ -35,7 +36,7 @@ def test_a_reservation_that_does_not_fit_changes_nothing() -> None:
 
 
 def test_growing_keeps_the_blocks_that_are_held() -> None:
-    ledger = KVLedger(num_blocks=4, block_size=2)
+    ledger = KVLedger(KVShape(num_blocks=4, block_size=2))
     ledger.reserve(A, 2)
     before = ledger.table(A)
     ledger.reserve(A, 5)
@@ -44,21 +45,21 @@ def test_growing_keeps_the_blocks_that_are_held() -> None:
 
 
 def test_reserving_fewer_slots_than_are_held_frees_none() -> None:
-    ledger = KVLedger(num_blocks=4, block_size=2)
+    ledger = KVLedger(KVShape(num_blocks=4, block_size=2))
     ledger.reserve(A, 8)
     assert ledger.reserve(A, 1)
     assert ledger.num_held == 4
 
 
 def test_blocks_of_ended_requests_count_as_leaked() -> None:
-    ledger = KVLedger(num_blocks=4, block_size=2)
+    ledger = KVLedger(KVShape(num_blocks=4, block_size=2))
     ledger.reserve(A, 4)
     ledger.reserve(B, 2)
     assert ledger.num_leaked(live={B}) == 2
 
 
 def test_check_finds_a_block_owned_twice() -> None:
-    ledger = KVLedger(num_blocks=2, block_size=1)
+    ledger = KVLedger(KVShape(num_blocks=2, block_size=1))
     ledger.reserve(A, 1)
     ledger.pool._free[0] = 0
     with pytest.raises(AssertionError, match="owned twice"):
@@ -66,7 +67,7 @@ def test_check_finds_a_block_owned_twice() -> None:
 
 
 def test_a_published_prefix_is_shared_and_outlives_its_first_holder() -> None:
-    ledger = KVLedger(num_blocks=4, block_size=2)
+    ledger = KVLedger(KVShape(num_blocks=4, block_size=2))
     ledger.reserve(A, 5)
     ledger.publish(A, [b"one", b"two"])
     assert published(ledger, b"one", b"two", b"three") == [True, True, False]
@@ -81,7 +82,7 @@ def test_a_published_prefix_is_shared_and_outlives_its_first_holder() -> None:
 
 
 def test_the_least_recently_used_prefix_is_evicted_from_its_end() -> None:
-    ledger = KVLedger(num_blocks=4, block_size=1)
+    ledger = KVLedger(KVShape(num_blocks=4, block_size=1))
     ledger.reserve(A, 2)
     ledger.publish(A, [b"one", b"two"])
     ledger.reserve(B, 2)
@@ -94,7 +95,7 @@ def test_the_least_recently_used_prefix_is_evicted_from_its_end() -> None:
 
 
 def test_content_computed_by_two_requests_is_published_once() -> None:
-    ledger = KVLedger(num_blocks=4, block_size=1)
+    ledger = KVLedger(KVShape(num_blocks=4, block_size=1))
     for owner in (A, B):
         ledger.reserve(owner, 1)
         ledger.publish(owner, [b"same"])
@@ -105,7 +106,7 @@ def test_content_computed_by_two_requests_is_published_once() -> None:
 
 
 def test_after_the_device_is_lost_nothing_is_held_or_cached() -> None:
-    ledger = KVLedger(num_blocks=4, block_size=1)
+    ledger = KVLedger(KVShape(num_blocks=4, block_size=1))
     ledger.reserve(A, 2)
     ledger.publish(A, [b"one"])
     ledger.reset()
@@ -119,7 +120,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.ledger = KVLedger(num_blocks=13, block_size=3)
+        self.ledger = KVLedger(KVShape(num_blocks=13, block_size=3))
         self.slots: dict[RequestId, int] = {}
 
     @rule(owner=st.integers(0, 4).map(RequestId), slots=st.integers(0, 45))

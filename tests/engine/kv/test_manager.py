@@ -11,6 +11,7 @@ from engine.control.settings import SchedulerSettings
 from engine.errors import StepFailed, Unavailable
 from engine.iteration import Iteration
 from engine.kv.ledger import KVLedger
+from engine.kv_shape import KVShape
 from engine.policy import Policy, build
 from engine.request import Abort, Request, State
 from engine.step import BlockMove, Direction, StepResult
@@ -27,7 +28,7 @@ def make(num_blocks: int = 8, num_host_blocks: int = 8, **bounds: object) -> Ite
         "swap": SwapMode.REACTIVE,
     }
     settings = SchedulerSettings(**(values | bounds))  # type: ignore[arg-type]
-    ledger = KVLedger(num_blocks, 1, num_host_blocks)
+    ledger = KVLedger(KVShape(num_blocks, 1, num_host_blocks))
     return IterationScheduler(settings, ledger, fcfs())
 
 

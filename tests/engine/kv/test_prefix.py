@@ -11,6 +11,7 @@ from engine.control.scheduler import IterationScheduler
 from engine.control.settings import SchedulerSettings
 from engine.kv.ledger import KVLedger
 from engine.kv.prefix import Part, extend_hashes, hash_blocks
+from engine.kv_shape import KVShape
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.request import Request, RequestSpec, Span
 from engine.step import HASH_BYTES, RequestId
@@ -100,7 +101,7 @@ def test_a_request_waits_for_a_prefix_that_is_being_computed_only_if_its_images_
     is_same: bool,
 ) -> None:
     settings = SchedulerSettings(max_model_len=4000, max_batch_size=4, max_batch_tokens=400)
-    scheduler = IterationScheduler(settings, KVLedger(400, 16), FirstComeFirstServed())
+    scheduler = IterationScheduler(settings, KVLedger(KVShape(400, 16)), FirstComeFirstServed())
     digests = (IMAGE, IMAGE if is_same else OTHER)
     prompt = tuple(range(300))
     for digest in digests:

@@ -12,6 +12,7 @@ from engine.iteration import Iteration
 from engine.kv.ledger import KVLedger
 from engine.kv.prefix import hash_blocks
 from engine.kv.saved_blocks import SavedBlocks
+from engine.kv_shape import KVShape
 from engine.policy import build
 from engine.request import Abort, Request, RequestSpec, State
 from engine.step import BlockMove, Direction, RequestId, StepResult, Tier
@@ -33,7 +34,7 @@ class Rig:
     ) -> None:
         values = {"max_model_len": 64, "max_batch_size": 4, "max_batch_tokens": 64} | bounds
         settings = SchedulerSettings(**values)  # type: ignore[arg-type]
-        self.ledger = KVLedger(num_blocks, BLOCK, host, disk, saves_on_host=True)
+        self.ledger = KVLedger(KVShape(num_blocks, BLOCK, host, disk, saves_on_host=True))
         self.scheduler = IterationScheduler(settings, self.ledger, build("fcfs", HAND_COST))
         self.unreadable = unreadable  # disk slots
         self.loaded: list[tuple[Tier, int]] = []

@@ -7,6 +7,7 @@ from engine.control.scheduler import IterationScheduler
 from engine.control.settings import SchedulerSettings
 from engine.kv.ledger import KVLedger
 from engine.kv.state_ledger import SNAPSHOT_TOKENS, StateLedger
+from engine.kv_shape import KVShape
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.request import Request, RequestSpec, State
 from engine.step import NO_STATE, Direction, RequestId, StateSlots, Step, StepEntry, StepResult
@@ -19,7 +20,7 @@ HASHES = [bytes((number,)) * 16 for number in range(8)]
 
 def make(num_states: int = 12, num_blocks: int = 400) -> IterationScheduler:
     settings = SchedulerSettings(max_model_len=4000, max_batch_size=4, max_batch_tokens=64)
-    ledger = KVLedger(num_blocks, SIZE, num_states=num_states)
+    ledger = KVLedger(KVShape(num_blocks, SIZE, num_states=num_states))
     return IterationScheduler(settings, ledger, FirstComeFirstServed())
 
 
@@ -203,7 +204,7 @@ def test_a_state_is_swapped_also_if_the_model_keeps_no_kv() -> None:
     settings = SchedulerSettings(
         max_model_len=100, max_batch_size=1, max_batch_tokens=64, swap=SwapMode.REACTIVE
     )
-    ledger = KVLedger(1, SIZE, 1, windows=(), num_states=2, num_host_states=1)
+    ledger = KVLedger(KVShape(1, SIZE, 1, windows=(), num_states=2, num_host_states=1))
     scheduler = IterationScheduler(settings, ledger, FirstComeFirstServed())
     request = scheduler.add(spec(range(10), 4), 0.0)
     run_iteration(scheduler)

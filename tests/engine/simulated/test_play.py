@@ -11,6 +11,7 @@ from engine.control.scheduler import IterationScheduler
 from engine.control.settings import SchedulerSettings
 from engine.cost.model import CostModel
 from engine.kv.ledger import KVLedger
+from engine.kv_shape import KVShape
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.simulated.executor import SimulatedExecutor
 from engine.simulated.play import Outcome, play
@@ -22,7 +23,9 @@ COST = CostModel.linear(per_step=0.02, per_token=0.0001, per_slot=1e-7)
 
 def run(admission: Admission, arrivals: list[Arrival], num_blocks: int = 600) -> list[Outcome]:
     settings = SchedulerSettings(2048, 16, 512, admission)
-    scheduler = IterationScheduler(settings, KVLedger(num_blocks, 16), FirstComeFirstServed())
+    scheduler = IterationScheduler(
+        settings, KVLedger(KVShape(num_blocks, 16)), FirstComeFirstServed()
+    )
     return play(scheduler, SimulatedExecutor(COST), arrivals)
 
 

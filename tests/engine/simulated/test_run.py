@@ -14,6 +14,7 @@ from engine.control.settings import SchedulerSettings
 from engine.cost.model import CostModel
 from engine.errors import ContextTooLong
 from engine.kv.ledger import KVLedger
+from engine.kv_shape import KVShape
 from engine.policy import build
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.simulated.capacity import capacity, highest_load
@@ -94,7 +95,9 @@ def test_a_request_that_can_never_fit_is_lost_and_the_others_are_served() -> Non
     second = CostModel.linear(per_step=1.0, per_token=0.0, per_slot=0.0)
 
     def scheduler() -> IterationScheduler:
-        return IterationScheduler(SchedulerSettings(64), KVLedger(10, 16), FirstComeFirstServed())
+        return IterationScheduler(
+            SchedulerSettings(64), KVLedger(KVShape(10, 16)), FirstComeFirstServed()
+        )
 
     arrivals = [Arrival(0.0, 5, 2), Arrival(0.1, 60, 60), Arrival(0.2, 5, 2)]
     played = play_all(scheduler(), SimulatedExecutor(second), arrivals)

@@ -14,6 +14,7 @@ from engine.control.settings import SchedulerSettings
 from engine.errors import StartupError
 from engine.kv.ledger import KVLedger
 from engine.kv.prefix import name_in_group
+from engine.kv_shape import KVShape
 from engine.lora import LoraAdapter
 from engine.policy import build
 from engine.request import Request, RequestSpec
@@ -46,7 +47,9 @@ class Rig:
         self.batches: list[Batch] = []
         self.events = KVEvents(BLOCK, self.batches.append, windows)
         settings = SchedulerSettings(max_model_len=64, max_batch_size=4, max_batch_tokens=64)
-        ledger = KVLedger(num_blocks, BLOCK, windows=windows, chunk=64, num_states=num_states)
+        ledger = KVLedger(
+            KVShape(num_blocks, BLOCK, windows=windows, chunk=64, num_states=num_states)
+        )
         ledger.listen(self.events)
         policy = build("fcfs", HAND_COST)
         self.scheduler = IterationScheduler(settings, ledger, policy, self.events)
@@ -246,7 +249,7 @@ def test_a_copy_in_a_lower_tier_is_reported_with_its_layer_group() -> None:
 
 def test_what_a_shared_store_has_is_not_reported() -> None:
     rig = Rig()
-    ledger = KVLedger(8, BLOCK, num_store_names=4)
+    ledger = KVLedger(KVShape(8, BLOCK, num_store_names=4))
     ledger.listen(rig.events)
     ledger.lower[Tier.STORE].learn([bytes(range(16))])
     rig.events.planned(None, 0.0)  # type: ignore[arg-type] # not read

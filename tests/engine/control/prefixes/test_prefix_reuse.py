@@ -3,6 +3,7 @@
 from engine.control.scheduler import IterationScheduler
 from engine.control.settings import SchedulerSettings
 from engine.kv.ledger import KVLedger
+from engine.kv_shape import KVShape
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.request import RequestSpec, State
 from engine.step import StepResult
@@ -11,7 +12,9 @@ from tests.scheduling import GREEDY
 
 def make(num_blocks: int = 100, block_size: int = 2) -> IterationScheduler:
     settings = SchedulerSettings(max_model_len=1000, max_batch_size=4, max_batch_tokens=8)
-    return IterationScheduler(settings, KVLedger(num_blocks, block_size), FirstComeFirstServed())
+    return IterationScheduler(
+        settings, KVLedger(KVShape(num_blocks, block_size)), FirstComeFirstServed()
+    )
 
 
 def spec(prompt_len: int, max_tokens: int) -> RequestSpec:

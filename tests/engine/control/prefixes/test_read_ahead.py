@@ -7,6 +7,7 @@ from engine.control.settings import SchedulerSettings
 from engine.cost.model import CostModel
 from engine.kv.ledger import KVLedger
 from engine.kv.prefix import hash_blocks
+from engine.kv_shape import KVShape
 from engine.loop import Engine
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.request import RequestSpec
@@ -26,15 +27,17 @@ def scheduler(
 ) -> IterationScheduler:
     settings = SchedulerSettings(max_model_len=64, max_batch_size=4, max_batch_tokens=64)
     ledger = KVLedger(
-        60,
-        BLOCK,
-        host,
-        40,
-        saves_on_host=True,
-        windows=windows,
-        chunk=64,
-        num_states=states,
-        num_disk_states=states,
+        KVShape(
+            60,
+            BLOCK,
+            host,
+            40,
+            saves_on_host=True,
+            windows=windows,
+            chunk=64,
+            num_states=states,
+            num_disk_states=states,
+        )
     )
     return IterationScheduler(settings, ledger, FirstComeFirstServed())
 

@@ -10,6 +10,7 @@ from engine.control.settings import SchedulerSettings
 from engine.cost.model import CostModel
 from engine.kv.ledger import KVLedger
 from engine.kv.prefix import hash_blocks, name_in_group
+from engine.kv_shape import KVShape
 from engine.loop import Engine
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.request import RequestSpec
@@ -53,7 +54,7 @@ class Recording(SimulatedExecutor):
 def scheduler(num_states: int = 0, windows: tuple[int | None, ...] = (None,)) -> IterationScheduler:
     settings = SchedulerSettings(max_model_len=64, max_batch_size=4, max_batch_tokens=64)
     ledger = KVLedger(
-        60, BLOCK, windows=windows, chunk=64, num_states=num_states, num_store_names=100
+        KVShape(60, BLOCK, windows=windows, chunk=64, num_states=num_states, num_store_names=100)
     )
     return IterationScheduler(settings, ledger, FirstComeFirstServed())
 

@@ -11,6 +11,7 @@ from engine.control import batch_builder
 from engine.control.scheduler import IterationScheduler
 from engine.control.settings import SchedulerSettings
 from engine.kv.ledger import KVLedger
+from engine.kv_shape import KVShape
 from engine.loop import Engine
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.request import RequestSpec
@@ -59,7 +60,9 @@ def texts(
 
     async def main() -> list[list[int]]:
         settings = SchedulerSettings(max_model_len=60, max_batch_size=8, max_batch_tokens=16)
-        scheduler = IterationScheduler(settings, KVLedger(num_blocks, 4), FirstComeFirstServed())
+        scheduler = IterationScheduler(
+            settings, KVLedger(KVShape(num_blocks, 4)), FirstComeFirstServed()
+        )
         executor = InlineExecutor(worker, depth=1 + lookahead)
         clock = asyncio.get_running_loop().time
         engine = Engine(scheduler, executor, clock, lookahead=lookahead)

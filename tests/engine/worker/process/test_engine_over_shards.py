@@ -15,6 +15,7 @@ from engine.control.settings import SchedulerSettings
 from engine.events import NullObserver
 from engine.iteration import Iteration
 from engine.kv.ledger import KVLedger
+from engine.kv_shape import KVShape
 from engine.loop import Engine
 from engine.policy.priority import LowestPriorityFirst
 from engine.request import Request, RequestSpec
@@ -75,13 +76,15 @@ async def serve(
     report = workers.report
     bounds = SchedulerSettings(max_model_len=100, max_batch_size=4, max_batch_tokens=12)
     ledger = KVLedger(
-        report.num_blocks,
-        report.block_size,
-        report.num_host_blocks,
-        windows=report.windows,
-        chunk=bounds.max_batch_tokens * (1 + lookahead),
-        num_states=report.num_states,
-        num_host_states=report.num_host_states,
+        KVShape(
+            report.num_blocks,
+            report.block_size,
+            report.num_host_blocks,
+            windows=report.windows,
+            chunk=bounds.max_batch_tokens * (1 + lookahead),
+            num_states=report.num_states,
+            num_host_states=report.num_host_states,
+        )
     )
     scheduler = IterationScheduler(bounds, ledger, LowestPriorityFirst(), counts, drafter=drafter)
     executor = FleetExecutor(workers, lookahead)

@@ -16,6 +16,7 @@ from engine.control.settings import SchedulerSettings
 from engine.errors import EngineError
 from engine.events import NullObserver
 from engine.kv.ledger import KVLedger
+from engine.kv_shape import KVShape
 from engine.loop import Engine
 from engine.policy.priority import LowestPriorityFirst
 from engine.request import Request, RequestSpec
@@ -101,7 +102,7 @@ async def serve(
 ) -> tuple[list[StreamOutcome], EventCounts]:
     """Serve all requests, more urgent ones later; every fourth is cancelled in the middle."""
     report, counts = on_gpu.worker.report, EventCounts()
-    ledger = KVLedger(num_blocks, report.block_size, report.num_host_blocks)
+    ledger = KVLedger(KVShape(num_blocks, report.block_size, report.num_host_blocks))
     bounds = SchedulerSettings(max_model_len=60, max_batch_size=6, max_batch_tokens=13)
     scheduler = IterationScheduler(bounds, ledger, LowestPriorityFirst(), counts)
     executor = LaunchingExecutor(on_gpu, 1 + lookahead, Random(seed))

@@ -14,6 +14,7 @@ from engine.cost.live import LiveCost
 from engine.cost.model import UNMEASURED
 from engine.errors import StartupError
 from engine.kv.ledger import KVLedger
+from engine.kv_shape import KVShape
 from engine.policy import build
 from engine.request import Request, RequestSpec
 from engine.step import BlockMove, Direction, SamplingParams
@@ -159,7 +160,7 @@ def serve(
     bounds = SchedulerSettings(
         max_model_len=100, max_batch_size=3, max_batch_tokens=16, swap=swap, reuses_prefixes=False
     )
-    ledger = KVLedger(num_blocks, report.block_size, report.num_host_blocks)
+    ledger = KVLedger(KVShape(num_blocks, report.block_size, report.num_host_blocks))
     scheduler = IterationScheduler(bounds, ledger, build("mlfq", LiveCost(UNMEASURED)))
     requests = [scheduler.add(ask, 0.0) for ask in asks]
     now = 0.0
