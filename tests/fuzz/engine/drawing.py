@@ -8,6 +8,7 @@ from engine.control.admission import Admission, SwapMode
 from engine.control.settings import SchedulerSettings
 from engine.cost.live import LiveCost
 from engine.kv.ledger import KVLedger
+from engine.kv_shape import KVShape
 from engine.policy.settings import PolicySettings
 from engine.policy.table import ORACLES, POLICIES
 from engine.speculation.drafter import Drafter
@@ -81,17 +82,19 @@ class Settings:
         """An empty ledger."""
         tiers = self.tiers
         return KVLedger(
-            tiers.device,
-            self.block_size,
-            tiers.host,
-            tiers.disk,
-            saves_on_host=tiers.saves_on_host,
-            windows=self.windows,
-            chunk=self.scheduler.max_batch_tokens * (1 + self.lookahead),
-            num_states=tiers.states,
-            num_host_states=tiers.host_states,
-            num_disk_states=tiers.disk_states,
-            num_store_names=tiers.store,
+            KVShape(
+                tiers.device,
+                self.block_size,
+                tiers.host,
+                tiers.disk,
+                saves_on_host=tiers.saves_on_host,
+                windows=self.windows,
+                chunk=self.scheduler.max_batch_tokens * (1 + self.lookahead),
+                num_states=tiers.states,
+                num_host_states=tiers.host_states,
+                num_disk_states=tiers.disk_states,
+                num_store_names=tiers.store,
+            )
         )
 
     def drafter(self, cost: LiveCost) -> Drafter | None:
