@@ -16,6 +16,7 @@ import starlette.routing
 from starlette.responses import Response
 
 from gateway.access.callers import read_body
+from gateway.errors import PathNotFound
 from gateway.generation import event_stream
 from gateway.generation.reply import json_response
 from gateway.pooling import group
@@ -115,12 +116,11 @@ class RouteTable:
 
     def find(self, method: str, path: str) -> Route | None:
         """The route of a request. For a method that the path does not have, any of the path's."""
-        methods = self._by_path.get(path) or next(
-            (methods for regex, methods in self._patterns if regex.match(path)), None
-        )
-        if methods is None:
-            return None
-        return methods.get("GET" if method == "HEAD" else method) or next(iter(methods.values()))
+        method = "GET" if method == "HEAD" else method
+        places = [self._by_path[path]] if path in self._by_path else []
+        places += [methods for regex, methods in self._patterns if regex.match(path)]
+        found = next((each[method] for each in places if method in each), None)
+        return found or next((route for each in places for route in each.values()), None)
 
     def dialect_of(self, path: str) -> ApiDialect:
         """The dialect of the API that a path belongs to, also if no route has this path."""
@@ -143,9 +143,13 @@ def _response(result: "ASGIApp | Json | bytes", caller: "Caller", service: "Serv
 def _dispatcher(
     methods: dict[str, Route],
 ) -> "Callable[[HttpRequest], Awaitable[ASGIApp]]":
-    """The endpoint of a path with a different route for each method."""
+    """The endpoint of a path with a different route for each method. It serves only the route whose
+    access was checked."""
 
     async def dispatch(http: "HttpRequest") -> "ASGIApp":
-        return await methods["GET" if http.method == "HEAD" else http.method].respond(http)
+        route = methods["GET" if http.method == "HEAD" else http.method]
+        if http.scope["podway.route"] is not route:
+            raise PathNotFound(f"No endpoint at {http.scope['path'][:200]}.")
+        return await route.respond(http)
 
     return dispatch

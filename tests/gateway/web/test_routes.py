@@ -19,6 +19,7 @@ TENANT = {"x-api-key": "k"}
         ("POST", "/v1/requests/a/b/cancel", "/v1/requests/{request_id:path}/cancel"),
         ("DELETE", "/admin/policy", "/admin/policy"),
         ("GET", "/v1/responses/resp_1/cancel/more", None),
+        ("GET", "/v1/responses/input_tokens", "/v1/responses/{response_id}"),
         ("GET", "/nowhere", None),
     ],
 )
@@ -64,3 +65,15 @@ def test_the_limit_on_requests_holds_for_all_routes_that_cost_and_for_no_other(
 
 def test_every_route_with_a_plan_is_metered() -> None:
     assert all(route.is_metered for route in ROUTES.routes if route.plan is not None)
+
+
+@pytest.mark.parametrize("end", ["\n", "/", "%0a", "\x00", " "])
+def test_no_spelling_of_a_path_reaches_a_route_whose_access_was_not_checked(end: str) -> None:
+    async def scene(rig: Rig) -> None:
+        for route in ROUTES.routes:
+            if route.access is not Access.ADMIN:
+                continue
+            async with rig.client.send(route.method, route.path + end, headers=TENANT) as exchange:
+                assert await exchange.start() in (403, 404), route.path
+
+    play(scene, Setting(keys=("k",), admin_keys=("a",)))
