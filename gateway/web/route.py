@@ -148,7 +148,8 @@ def _dispatcher(
 
     async def dispatch(http: "HttpRequest") -> "ASGIApp":
         route = methods["GET" if http.method == "HEAD" else http.method]
-        if http.scope["podway.route"] is not route:
+        checked: Route | None = http.scope["podway.route"]
+        if checked is not route:
             raise PathNotFound(f"No endpoint at {http.scope['path'][:200]}.")
         return await route.respond(http)
 
