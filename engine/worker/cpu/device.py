@@ -269,7 +269,9 @@ class CpuDevice:
         """A no-op: all threads use the same processor."""
 
     def check(self) -> None:
-        """A no-op: what fails on a CPU raises where it fails."""
+        """Wait for the checksums of cached weights; `WorkerLost` if they are damaged. All else that
+        fails on a CPU raises where it fails."""
+        self._store.check()
 
     def wake(self) -> None:
         self._pool.wake()

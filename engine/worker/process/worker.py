@@ -289,8 +289,9 @@ class Worker:
         return LogitsOutput()
 
     def warm_up(self) -> None:
-        """Run a prompt whose buffers and code are in memory then, before the first request. Does
-        nothing beside other workers or on a GPU."""
+        """Run a prompt whose buffers and code are in memory then, before the first request; not
+        beside other workers or on a GPU. `WorkerLost` if the device can compute nothing right."""
+        self._device.check()
         if self._plane is None and self._launcher is None:
             self._run_first_steps(WARM_UP_TOKENS)
 

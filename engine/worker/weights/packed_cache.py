@@ -5,8 +5,8 @@ memory once, in the page cache, and all workers of a machine that map a file sha
 
 A file belongs to one share of one checkpoint in one layout. Its header says from which files it was
 made: their sizes, times and inodes, of which the system changes at least one whenever a file is
-written or replaced. A file that is incomplete or made from something else is replaced. Where none
-can be written the weights are packed at every start; both log one line.
+written or replaced. A file that is incomplete, damaged or made from something else is replaced.
+Where none can be written the weights are packed at every start; both log one line.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ from engine.worker.weights.packed_file import (
     warn_not_cached,
 )
 
-VERSION = 1  # of the file format
+VERSION = 2  # of the file format
 SUFFIX = ".packed"
 FREE_BYTES = 1 << 30  # that stay free on the disk
 _NAME_DIGITS = 24
@@ -57,6 +57,7 @@ class PackedCache:
             yield PackedFile()
             return
         path, facts = self._path(layout), self._facts(layout)
+        remove_abandoned(path.parent)
         if (found := MappedFile.open(path, facts)) is not None:
             yield found
             return
@@ -94,12 +95,11 @@ class PackedCache:
             return None
 
     def _make_room(self, path: Path, num_bytes: int) -> None:
-        """Remove the least recently used files until `num_bytes` more fit, and what crashed writers
-        left. Raises `OSError` if they cannot fit."""
+        """Remove the least recently used files until `num_bytes` more fit. Raises `OSError` if they
+        cannot fit."""
         if num_bytes > self.max_bytes:
             limit = f"--packed-cache-size {size_text(self.max_bytes)}"
             raise OSError(f"they need {size_text(num_bytes)}, more than {limit}")
-        remove_abandoned(path.parent)
         others = sorted(
             ((one.stat(), one) for one in path.parent.glob(f"*{SUFFIX}") if one != path),
             key=lambda pair: pair[0].st_mtime,

@@ -5,6 +5,12 @@
 A new file has a temporary name until its data has reached the disk; a thread waits for that while
 the worker serves, and then renames it. So any number of workers may write the same file at once,
 and one that has its name is complete.
+
+The header has a checksum of each tensor, and the footer one of the header. The thread that reads a
+mapped file ahead computes those of the tensors, while the start goes on, and the worker answers no
+step before it has (`PackedFile.check`). Experts that stay on the disk are not read ahead, and not
+checked. XXH3 takes 0.1 to 0.2 s per GB, the read from the disk 1.4 s (one core of Zen 5, NVMe);
+zlib's CRC-32 would take 0.8 s and BLAKE2b 2.6 s.
 """
 
 import ctypes
@@ -25,8 +31,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import xxhash
 from torch import Tensor
 
+from engine.errors import WorkerLost
 from engine.worker.model.kv.kv_tensors import available_bytes
 
 logger = logging.getLogger(__name__)
@@ -95,19 +103,52 @@ class PackedFile:
     def add(self, key: str, entry: PackedEntry) -> None:
         """Keep an entry for the next start. Its large tensors lie in memory from `grow`."""
 
+    def check(self) -> None:
+        """Wait until the tensors of a mapped file that stay in memory have been compared with their
+        checksums; `WorkerLost` if one differs."""
+
 
 class MappedFile(PackedFile):
     """A complete file of an earlier start, mapped so that it cannot be written to."""
 
-    def __init__(self, mapping: mmap.mmap, entries: Mapping[str, "_EntryHeader"]) -> None:
-        self._mapping = mapping
-        self._entries = entries
+    def __init__(
+        self, path: Path, mapping: mmap.mmap, entries: Mapping[str, "_EntryHeader"]
+    ) -> None:
+        """Start to read the tensors that stay in memory."""
+        self._path, self._mapping, self._entries = path, mapping, entries
         self.num_bytes = len(mapping)
-        self._resident = resident_runs(entries.values(), len(mapping), available_bytes())
+        self._resident = resident_tensors(entries.values(), len(mapping), available_bytes())
+        self._damage = ""
+        self._reader = threading.Thread(target=self._read, name=READ_THREAD, daemon=True)
+        self._reader.start()
 
     @property
     def resident_bytes(self) -> int:
-        return sum(map(len, self._resident))
+        return sum(len(tensor.run) for tensor in self._resident)
+
+    def check(self) -> None:
+        self._reader.join()
+        if self._damage:
+            raise WorkerLost(self._damage)
+
+    def _read(self) -> None:
+        """Read the tensors and compare them with their checksums. A damaged file is removed, so the
+        next start packs the weights again."""
+        start = address_of(self._mapping)
+        with memoryview(self._mapping) as content:
+            for tensor in self._resident:
+                digest = xxhash.xxh3_128()
+                for at in range(tensor.run.start, tensor.run.stop, READ_BYTES):
+                    size = min(READ_BYTES, tensor.run.stop - at)
+                    _map_pages(start, range(at, at + size))
+                    digest.update(content[at : at + size])
+                if digest.hexdigest() != tensor.digest:
+                    self._damage = (
+                        f"the packed weights in {self._path} are damaged at byte "
+                        f"{tensor.run.start:,} or behind it, so they are packed again"
+                    )
+                    self._path.unlink(missing_ok=True)
+                    return
 
     @classmethod
     def open(cls, path: Path, facts: object) -> "MappedFile | None":
@@ -128,39 +169,56 @@ class MappedFile(PackedFile):
         protect(mapping)
         with suppress(OSError):
             os.utime(path)  # the least recently used file is removed first
-        opened = cls(mapping, entries)
-        arguments = mapping, opened._resident
-        threading.Thread(target=_map_pages, args=arguments, name=READ_THREAD, daemon=True).start()
-        return opened
+        return cls(path, mapping, entries)
 
     def find(self, key: str) -> PackedEntry | None:
         found = self._entries.get(key)
         if found is None:
             return None
-        tensors = {name: self._tensor(*place) for name, place in found.tensors.items()}
+        tensors = {name: self._tensor(place) for name, place in found.tensors.items()}
         return PackedEntry(found.format, tensors, found.sizes, found.is_sparse)
 
-    def _tensor(self, dtype: str, shape: list[int], offset: int) -> Tensor:
-        kind: torch.dtype = getattr(torch, dtype)
-        count = prod(shape)
-        return torch.frombuffer(self._mapping, dtype=kind, count=count, offset=offset).view(shape)
+    def _tensor(self, stored: "_StoredTensor") -> Tensor:
+        kind: torch.dtype = getattr(torch, stored.dtype)
+        count, offset = prod(stored.shape), stored.run.start
+        tensor = torch.frombuffer(self._mapping, dtype=kind, count=count, offset=offset)
+        return tensor.view(stored.shape)
+
+
+class _StoredTensor(NamedTuple):
+    """A tensor in a file; `digest` is its checksum in hexadecimal digits."""
+
+    dtype: str
+    shape: list[int]
+    offset: int
+    digest: str = ""
+
+    @property
+    def run(self) -> range:
+        """Its bytes in the file."""
+        size: int = getattr(torch, self.dtype).itemsize * prod(self.shape)
+        return range(self.offset, self.offset + size)
 
 
 class _EntryHeader(NamedTuple):
-    """A `PackedEntry` in a header: dtype, shape and offset of each tensor."""
+    """A `PackedEntry` in a header."""
 
     format: str
-    tensors: Mapping[str, tuple[str, list[int], int]]
+    tensors: Mapping[str, _StoredTensor]
     sizes: Mapping[str, int]
     is_sparse: bool = False
 
-    @property
-    def runs(self) -> list[range]:
-        """The bytes of its tensors in the file."""
-        return [
-            range(at, at + getattr(torch, dtype).itemsize * prod(shape))
-            for dtype, shape, at in self.tensors.values()
-        ]
+    @classmethod
+    def read(
+        cls,
+        format: str,
+        tensors: Mapping[str, tuple[str, list[int], int, str]],
+        sizes: Mapping[str, int],
+        is_sparse: bool,
+    ) -> "_EntryHeader":
+        """The entry from its JSON form, a list of its fields."""
+        stored = {name: _StoredTensor(*each) for name, each in tensors.items()}
+        return cls(format, stored, sizes, is_sparse)
 
 
 class NewFile(PackedFile):
@@ -193,14 +251,14 @@ class NewFile(PackedFile):
 
     @property
     def resident_bytes(self) -> int:
-        runs = resident_runs(self._entries.values(), self.num_bytes, available_bytes())
-        return sum(map(len, runs))
+        tensors = resident_tensors(self._entries.values(), self.num_bytes, available_bytes())
+        return sum(len(tensor.run) for tensor in tensors)
 
     def add(self, key: str, entry: PackedEntry) -> None:
         places = {name: self._place(tensor) for name, tensor in entry.tensors.items()}
         self._entries[key] = _EntryHeader(entry.format, places, entry.sizes, entry.is_sparse)
 
-    def _place(self, tensor: Tensor) -> tuple[str, list[int], int]:
+    def _place(self, tensor: Tensor) -> _StoredTensor:
         """Where the tensor is in the file; one that lies elsewhere is copied into it."""
         found = self._mappings.get(tensor.data_ptr())
         if found is None and not self._is_abandoned:
@@ -208,27 +266,51 @@ class NewFile(PackedFile):
             copy[: tensor.nbytes] = tensor.contiguous().view(torch.uint8).flatten()
             found = self._mappings.get(copy.data_ptr())
         start = 0 if found is None else found[0]  # 0 is never read: the file is abandoned
-        return str(tensor.dtype).removeprefix("torch."), list(tensor.shape), start
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return _StoredTensor(dtype, list(tensor.shape), start)
 
     def finish(self, path: Path) -> None:
-        """Write the header. A thread makes the file visible once its data is on the disk."""
+        """A thread writes the header, and makes the file visible once its data is on the disk."""
         if self._is_abandoned:
             return
         for _, mapping in self._mappings.values():
             protect(mapping)
-        content = {"facts": self._facts, "entries": self._entries}
-        header = json.dumps(content).encode()
-        start, size = self.num_bytes, len(header)
-        digest = hashlib.sha256(header).digest()
-        footer = FOOTER.pack(MAGIC, start, size, start + size + FOOTER.size, digest)
-        try:
-            os.pwrite(self._file, header + footer, start)
-        except OSError as error:
-            self._abandon(error)
-            return
         arguments = self._file, self._temporary, path
         self._file, self._temporary = -1, ""
-        threading.Thread(target=_publish, args=arguments, name=SYNC_THREAD, daemon=True).start()
+        threading.Thread(
+            target=self._publish, args=arguments, name=SYNC_THREAD, daemon=True
+        ).start()
+
+    def _publish(self, file: int, temporary: str, path: Path) -> None:
+        """Complete the file, wait until it is on the disk, then give it its name."""
+        try:
+            os.pwrite(file, self._header(), self.num_bytes)
+            os.fsync(file)
+            os.replace(temporary, path)
+        except OSError as error:
+            warn_not_cached(error)
+            with suppress(OSError):
+                os.unlink(temporary)
+        finally:
+            os.close(file)
+
+    def _header(self) -> bytes:
+        """The header with the checksums of all tensors, and the footer."""
+        mappings = dict(self._mappings.values())  # by offset
+
+        def checked(tensor: _StoredTensor) -> _StoredTensor:
+            with memoryview(mappings[tensor.offset]) as content:
+                digest = xxhash.xxh3_128_hexdigest(content[: len(tensor.run)])
+            return tensor._replace(digest=digest)
+
+        entries = {
+            key: entry._replace(tensors={n: checked(one) for n, one in entry.tensors.items()})
+            for key, entry in self._entries.items()
+        }
+        header = json.dumps({"facts": self._facts, "entries": entries}).encode()
+        start, size = self.num_bytes, len(header)
+        digest = hashlib.sha256(header).digest()
+        return header + FOOTER.pack(MAGIC, start, size, start + size + FOOTER.size, digest)
 
     def _abandon(self, error: OSError) -> None:
         """Keep what is packed in memory, and nothing for the next start."""
@@ -244,26 +326,24 @@ class NewFile(PackedFile):
             self._file, self._temporary = -1, ""
 
 
-def resident_runs(
+def resident_tensors(
     entries: Iterable[_EntryHeader], num_bytes: int, available: int
-) -> Sequence[range]:
-    """The bytes of a file that stay in memory: all if they fit, else those of entries that every
+) -> Sequence[_StoredTensor]:
+    """The tensors of a file that stay in memory: all if they fit, else those of entries that every
     step reads. Experts then stay on the disk until a step uses them."""
-    if num_bytes <= available:
-        return [range(num_bytes)]
-    return [run for entry in entries if not entry.is_sparse for run in entry.runs]
+    fits = num_bytes <= available
+    return [
+        tensor for each in entries if fits or not each.is_sparse for tensor in each.tensors.values()
+    ]
 
 
-def _map_pages(mapping: mmap.mmap, runs: Sequence[range]) -> None:
-    """Read runs of the file and map their pages, which is faster than doing it page by page in the
-    first step. Systems that cannot do it ignore it."""
-    if sys.platform != "linux":
-        return
-    madvise, start = ctypes.CDLL(None).madvise, address_of(mapping)
-    for run in runs:
-        for at in range(run.start // PAGE * PAGE, run.stop, READ_BYTES):
-            size = min(READ_BYTES, run.stop - at)
-            madvise(ctypes.c_void_p(start + at), ctypes.c_size_t(size), MADV_POPULATE_READ)
+def _map_pages(start: int, run: range) -> None:
+    """Read a run of the file that is mapped at `start` and map its pages, which is faster than page
+    by page. Systems that cannot do it ignore it."""
+    if sys.platform == "linux":
+        begin = run.start // PAGE * PAGE
+        size = ctypes.c_size_t(run.stop - begin)
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(start + begin), size, MADV_POPULATE_READ)
 
 
 def remove_abandoned(folder: Path) -> None:
@@ -272,19 +352,6 @@ def remove_abandoned(folder: Path) -> None:
         with suppress(OSError), path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # an error if there is a writer
             path.unlink()
-
-
-def _publish(file: int, temporary: str, path: Path) -> None:
-    """Wait until the file's data is on the disk, then give it its name."""
-    try:
-        os.fsync(file)
-        os.replace(temporary, path)
-    except OSError as error:
-        warn_not_cached(error)
-        with suppress(OSError):
-            os.unlink(temporary)
-    finally:
-        os.close(file)
 
 
 def _read_entries(file: int, size: int, facts: object) -> dict[str, _EntryHeader]:
@@ -301,7 +368,7 @@ def _read_entries(file: int, size: int, facts: object) -> dict[str, _EntryHeader
     found = json.loads(header)
     if found["facts"] != facts:
         raise ValueError("it was made from other files, or by another version")
-    return {key: _EntryHeader(*entry) for key, entry in found["entries"].items()}
+    return {key: _EntryHeader.read(*entry) for key, entry in found["entries"].items()}
 
 
 def address_of(mapping: mmap.mmap) -> int:

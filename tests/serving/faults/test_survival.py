@@ -73,3 +73,24 @@ async def test_a_server_without_workers_reports_it_and_then_ends_with_an_error(
         log = server.log.read_text()
         assert "was killed by signal 9, Killed (not by the server" in log
         assert log.splitlines()[-1].startswith("podway: The server has no worker: ")
+
+
+async def test_texts_are_right_after_the_packed_weights_were_damaged_on_the_disk(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "packed"
+    texts = []
+    for _ in range(2):
+        with start_server(tmp_path, "--packed-cache", str(folder)) as server:
+            url = read_url(server)
+            async with aiohttp.ClientSession() as session:
+                texts.append(await streamed_text(session, url, SHORT))
+            while not (packed := list(folder.glob("*.packed"))):
+                pass  # it is being written
+            server.send_signal(signal.SIGTERM)
+            assert server.wait(60) == 0
+        with packed[0].open("r+b") as file:
+            for at in range(0, packed[0].stat().st_size // 2, 1000):
+                file.seek(at)
+                file.write(b"damage")
+    assert texts[0] == texts[1]

@@ -88,6 +88,10 @@ class PackedStore:
         """Bytes of packed weights that are pages of a file and stay in memory."""
         return self._file.resident_bytes
 
+    def check(self) -> None:
+        """As `PackedFile.check`, of the file in use."""
+        self._file.check()
+
     def packed(
         self, weights: Sequence[LinearWeight], *, is_sparse: bool = False
     ) -> list[tuple[CpuLinears, PackedWeights]]:

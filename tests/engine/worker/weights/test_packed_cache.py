@@ -15,7 +15,7 @@ from gguf.constants import GGMLQuantizationType as Kind
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine.errors import StartupError
+from engine.errors import StartupError, WorkerLost
 from engine.worker.cpu import device as cpu_device
 from engine.worker.cpu.device import CpuDevice
 from engine.worker.ports import PreferredFormat, Shard
@@ -206,6 +206,48 @@ def test_a_broken_cache_file_is_logged_and_replaced(
         assert build(checkpoint, cache) < original / 2
 
 
+def flip(path: Path, at: int) -> None:
+    """Change one bit of a file in place."""
+    with path.open("r+b") as file:
+        file.seek(at)
+        (byte,) = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte ^ 0x40]))
+
+
+def test_no_step_is_answered_from_damaged_weights_which_are_packed_again(
+    checkpoint: Path, cache: Path
+) -> None:
+    expected = logits(checkpoint, cache)
+    (path,) = cached_files(cache)
+    flip(path, path.stat().st_size // 3)
+    settings = replace(settings_for(checkpoint, "cpu"), packed_cache=str(cache))
+    worker = Worker.load(settings, lambda *_: None)
+    with pytest.raises(WorkerLost, match=r"are damaged at byte [\d,]+ or behind it"):
+        worker.warm_up()
+    assert not path.exists()
+    for _ in ("packed", "mapped"):
+        worker = Worker.load(settings, lambda *_: None)
+        until_published()
+        worker.warm_up()
+        assert torch.equal(Driver(worker).logits((0, TOKENS))[0], expected)
+
+
+@pytest.mark.parametrize("at", [0, 3999, 4096, 4096 + 3999])
+def test_every_byte_of_every_tensor_is_checked(tmp_path: Path, at: int) -> None:
+    cache = cache_of(tmp_path, "weights")
+    with opened(cache) as file:
+        add(file, "one", 1.0)
+        add(file, "other", 2.0)
+        file.check()
+    with opened(cache) as file:
+        file.check()
+    (path,) = cached_files(tmp_path / "cache")
+    flip(path, at)
+    with opened(cache) as file, pytest.raises(WorkerLost, match="packed again"):
+        file.check()
+
+
 def test_one_line_is_logged_where_no_file_can_be_created(
     checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -328,6 +370,16 @@ def test_the_temporary_file_of_a_dead_writer_is_removed(tmp_path: Path) -> None:
     assert [path.suffix for path in cached_files(folder)] == [SUFFIX, SUFFIX]
 
 
+def test_a_start_that_finds_its_own_file_removes_that_of_a_dead_writer_too(tmp_path: Path) -> None:
+    cache = cache_of(tmp_path, "weights")
+    with opened(cache) as file:
+        add(file, "key", 1.0)
+    (tmp_path / "cache" / "left.new").write_bytes(b"half")
+    with opened(cache) as file:
+        assert value_of(file, "key") == 1.0
+    assert [path.suffix for path in cached_files(tmp_path / "cache")] == [SUFFIX]
+
+
 def test_mapped_weights_cannot_be_written_to(checkpoint: Path, tmp_path: Path) -> None:
     cache = cache_of(tmp_path, "weights")
     with opened(cache) as new:
@@ -353,9 +405,9 @@ def test_experts_stay_on_the_disk_if_the_file_is_larger_than_memory(
         for key, size in sizes.items():
             packed = torch.frombuffer(file.grow(size), dtype=torch.uint8)[:size].fill_(7)
             file.add(key, PackedEntry("int8", {"packed": packed}, {}, key == "expert"))
-        assert file.resident_bytes == file.num_bytes
+        assert file.resident_bytes == sum(sizes.values())
     with opened(cache) as file:
-        assert file.resident_bytes == file.num_bytes > sum(sizes.values())
+        assert file.resident_bytes == sum(sizes.values())
     monkeypatch.setattr("engine.worker.weights.packed_file.available_bytes", lambda: 10_000)
     with opened(cache) as file:
         assert file.resident_bytes == 4000
