@@ -1,9 +1,11 @@
 """SavedFile: a JSON file of what a server has measured or learned, valid for certain facts.
 
 A file's name is a digest of the facts (the model, and for costs the machine and configuration), and
-it contains them. A file that is corrupt or has other facts is ignored with a warning.
+it contains them and a checksum of its value. A file that is corrupt or has other facts is ignored
+with a warning.
 """
 
+import fcntl
 import hashlib
 import json
 import logging
@@ -21,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _NAME_DIGITS = 24
+NEW_SUFFIX = ".new"  # of a file that is being written
 
 
 def model_facts(directory: Path) -> dict[str, object]:
@@ -58,6 +61,8 @@ class SavedFile:
             saved = json.loads(self.path.read_bytes())
             if not isinstance(saved, dict) or saved.get("facts") != self.facts:
                 raise ValueError("it is for another model or machine")
+            if saved.get("sha256") != _digest(saved[self.name]):
+                raise ValueError("it is damaged, or was changed by hand")
             return parse(saved[self.name])
         except FileNotFoundError:
             return None
@@ -67,12 +72,15 @@ class SavedFile:
 
     def save(self, value: object) -> None:
         """Replace the file atomically. A failure is logged, not raised."""
-        text = json.dumps({"facts": self.facts, self.name: value}, indent=1)
+        content = {"facts": self.facts, self.name: value, "sha256": _digest(value)}
+        text = json.dumps(content, indent=1)
         temporary: str | None = None
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            handle, temporary = tempfile.mkstemp(dir=self.path.parent, suffix=".new")
+            _remove_abandoned(self.path.parent)
+            handle, temporary = tempfile.mkstemp(dir=self.path.parent, suffix=NEW_SUFFIX)
             with os.fdopen(handle, "w") as file:
+                fcntl.flock(handle, fcntl.LOCK_SH)  # while it has a writer
                 file.write(text)
             os.replace(temporary, self.path)
         except OSError as error:
@@ -80,3 +88,16 @@ class SavedFile:
             if temporary is not None:
                 with suppress(OSError):
                     os.unlink(temporary)
+
+
+def _digest(value: object) -> str:
+    """The SHA-256 of a value, whatever the order of its fields."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def _remove_abandoned(folder: Path) -> None:
+    """Remove temporary files whose writers have died."""
+    for path in folder.glob(f"*{NEW_SUFFIX}"):
+        with suppress(OSError), path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # an error if there is a writer
+            path.unlink()

@@ -28,6 +28,25 @@ def test_nothing_is_saved_if_no_output_was_observed(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_value_that_was_changed_on_the_disk_is_ignored_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = SavedFile.of({"model": "demo"}, "value", tmp_path)
+    file.save({"seconds": 0.25})
+    assert file.load(dict) == {"seconds": 0.25}
+    file.path.write_text(file.path.read_text().replace("0.25", "250.0"))
+    assert file.load(dict) is None
+    assert "it is damaged" in caplog.text
+
+
+def test_files_that_a_killed_server_was_writing_are_removed_by_the_next_one(tmp_path: Path) -> None:
+    file = SavedFile.of({"model": "demo"}, "value", tmp_path)
+    file.path.parent.mkdir()
+    (file.path.parent / "left.new").write_text("{")
+    file.save(1)
+    assert [path.name for path in file.path.parent.iterdir()] == [file.path.name]
+
+
 @pytest.mark.parametrize("content", ["", "[]", '{"facts": {"model": "demo"}, "length": {}}'])
 def test_a_corrupt_file_is_ignored_with_a_warning(
     content: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
