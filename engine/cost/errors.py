@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 RECENT = 512  # steps that the errors are of
 REFRESH = 32  # steps after which the margin is computed again
-MOST_MARGIN = 1.5  # a busy machine must not halve the bound of a step again and again
+MAX_MARGIN = 1.5  # a busy machine must not halve the bound of a step again and again
 QUANTILE = 0.9
 
 
@@ -32,7 +32,7 @@ class ErrorSummary(NamedTuple):
 class PredictionErrors:
     """The ratios of measured to predicted seconds of the last `RECENT` steps.
 
-    `margin` is the ratio that nine of ten steps stay below, from 1 to `MOST_MARGIN`: a step that is
+    `margin` is the ratio that nine of ten steps stay below, from 1 to `MAX_MARGIN`: a step that is
     predicted to take `bound / margin` seconds keeps the bound nine times out of ten.
     """
 
@@ -46,7 +46,7 @@ class PredictionErrors:
         self._ratios.append(ratio)
         self._num_observed += 1
         if self._num_observed % REFRESH == 0:
-            self.margin = min(max(1.0, quantile(sorted(self._ratios), QUANTILE)), MOST_MARGIN)
+            self.margin = min(max(1.0, quantile(sorted(self._ratios), QUANTILE)), MAX_MARGIN)
 
     def summary(self) -> ErrorSummary | None:
         """None before the first step."""

@@ -1,22 +1,24 @@
 """A cost model that is refined while serving, without being misled by single slow iterations.
 
-An iteration adjusts the two points of the curve around its number of tokens, and the coefficients
-of attention and sampling, each in proportion to the seconds that it contributes (normalized least
-mean squares). So drift is followed, and an error that grows with the context is corrected where it
-comes from. An error that differs from the median of the last iterations of that size by more than
-`SMALL_ERROR` is replaced by the median: a stall of one or two iterations changes nothing. Since
-larger iterations never take less time, points below are lowered and points above are raised to
-keep the curve ascending.
+The calibration is multiplied by factors: one for each point of its curve, and one for each of the
+coefficients of attention, sampling and pieces. An iteration adjusts the two points around its
+number of tokens, and the coefficients, each in proportion to the seconds that it contributes
+(normalized least mean squares). So drift is followed, and an error that grows with the context is
+corrected where it comes from. An error that differs from the median of the last iterations of that
+size by more than `SMALL_ERROR` is replaced by the median: a stall of one or two iterations changes
+nothing. Since larger iterations never take less time, points below are lowered and points above are
+raised to keep the curve ascending.
+
+A factor that no iteration tells anything of, because its size has not been used yet or not for
+`UNUSED` iterations, follows the iterations that run: what makes all of them ten times slower than
+calibrated, such as other work on the machine or a calibration that was measured beside it, does so
+at other sizes too. So no estimate stays wrong because it keeps its size from being used.
 
 Iterations of decodes only are also followed apart from all others, by one factor on the calibrated
 model: the median of the last of them.
 
 While the iterations of a size take as long as predicted on average, only every eighth of them is
 looked at: learning takes as much of the event loop's time as planning an iteration.
-
-An estimate that is too high may keep its size from being used, and so from being corrected. So a
-point that is not used, and is slower relative to the calibration than the sizes in use, returns
-slowly to the calibration.
 """
 
 from bisect import bisect_left
@@ -38,15 +40,14 @@ WINDOW = 5  # iterations of a size whose median error counts
 MAX_ERROR = 4.0  # the largest factor between measured and predicted seconds that is learned from
 SMALL_ERROR = 0.25  # of a right prediction; larger errors are corrected faster
 FASTER = 4.0  # by this factor
-UNUSED = 32  # iterations after which a point counts as not used
-RETURN = 0.01  # share by which an unused point that is too slow returns in each iteration
+MIN_SHARE = 0.05  # of an iteration's seconds, from which on it tells something of a part
+UNUSED = 256  # iterations after which what they told is forgotten
 SETTLING = 20  # right predictions in a row, after which
 SETTLED_ERROR = 0.02  # a size is settled, if their mean error is below this
-CONFIRMING = 64  # iterations of a size confirm that it is faster than calibrated
-SLOWEST, FASTEST = 0.9, 0.1  # the quantiles of their durations that count
-REFUTING = 1.5  # times as long as calibrated: the calibration is wrong
-NO_PARTS = StepParts(0.0, 0.0, 0.0, 0.0, 0.0)
 REST = 7  # iterations of a settled size that are not learned from, after each that is
+REFUTING = 1.5  # times as long or as short as calibrated: the calibration is wrong
+REFUTED_BY = 64  # iterations of a size,
+NEARLY_ALL = 0.9  # of which at least this share refutes it
 
 
 class LiveCost:
@@ -58,16 +59,17 @@ class LiveCost:
         self._start = model  # as calibrated
         self._weight = weight
         self.tokens_per_second = 1.0 / model.compute(1, 0)
-        self._sizes, calibrated = zip(*model.curve, strict=True)
-        self._calibrated = list(calibrated)
+        self._sizes, self._calibrated = zip(*model.curve, strict=True)
         segments = range(len(model.curve) - 1)  # between two points
         self._ratios = [deque([1.0] * WINDOW, WINDOW) for _ in segments]
         # Measured to calibrated seconds
-        self._slowdowns: list[deque[float]] = [deque(maxlen=CONFIRMING) for _ in segments]
+        self._slowdowns: list[deque[float]] = [deque(maxlen=REFUTED_BY) for _ in segments]
+        # Of the points of the curve, then of the coefficients in the order of `StepParts`
+        self._factors = [1.0] * (len(model.curve) + len(StepParts._fields) - 1)
+        self._used_at = [-UNUSED - 1] * len(self._factors)  # by the number of observed iterations
         self._num_right = [0 for _ in segments]  # predictions in a row
         self._mean_errors = [0.0 for _ in segments]  # of the last iterations
         self._rests = [0 for _ in segments]  # iterations that will not be learned from
-        self._used_at = [0 for _ in model.curve]  # by the number of observed iterations
         self._num_observed = 0
         self._decode_ratios = deque([1.0], DECODES)  # measured to calibrated seconds
         self._decode_ratio: float | None = 1.0  # their median; None until it is asked for
@@ -98,44 +100,25 @@ class LiveCost:
         """Seconds to compute `num_tokens` waiting tokens at the recent rate."""
         return num_tokens / self.tokens_per_second
 
-    def confirmed(self) -> "CostModel | None":
-        """The calibrated model with its points lowered where nearly all iterations of the sizes
-        around them took less time than calibrated; None if there are none.
-
-        Nothing else that was learned is left, so that no server begins with a model that is faster
-        than the machine: which part of an iteration takes its time is a guess, and saved guesses
-        would add up from one start to the next. Slower points are left out, because a period in
-        which the machine was busy is not to be saved.
-        """
-        factors = self._quantiles(SLOWEST)
-        points = []
-        for at, seconds in enumerate(self._calibrated):
-            beside = [each for each in factors[max(0, at - 1) : at + 1] if each is not None]
-            points.append(seconds * min(1.0, max(beside, default=1.0)))
-        if points == self._calibrated:
-            return None
-        ascending = accumulate(points, max)
-        return replace(self._start, curve=tuple(zip(self._sizes, ascending, strict=True)))
-
     @property
     def is_refuted(self) -> bool:
-        """Whether nearly all iterations of some sizes took much longer than calibrated."""
-        return any(
-            slowdown is not None and slowdown > REFUTING for slowdown in self._quantiles(FASTEST)
-        )
-
-    def _quantiles(self, share: float) -> list[float | None]:
-        """Of measured to calibrated seconds, for each segment with enough iterations."""
-        return [
-            quantile(sorted(slowdowns), share) if len(slowdowns) == CONFIRMING else None
-            for slowdowns in self._slowdowns
-        ]
+        """Whether nearly all iterations of some sizes took much longer, or much shorter, than
+        calibrated."""
+        for slowdowns in self._slowdowns:
+            ordered = sorted(slowdowns)
+            if len(ordered) == REFUTED_BY and (
+                quantile(ordered, 1.0 - NEARLY_ALL) > REFUTING
+                or quantile(ordered, NEARLY_ALL) < 1.0 / REFUTING
+            ):
+                return True
+        return False
 
     def observe(self, step: "Step", seconds: float) -> None:
         """Learn from an iteration that took `seconds`."""
         num_tokens = step.num_tokens
         if seconds <= 0.0 or not num_tokens:
             return
+        self._num_observed += 1
         latest = num_tokens / seconds
         self.tokens_per_second += self._weight * (latest - self.tokens_per_second)
         curve = self.model.curve
@@ -148,37 +131,37 @@ class LiveCost:
         predicted = sum(parts)
         if predicted > 0.0 and not step.moves:  # the time of KV moves is not modelled
             self.errors.observe(seconds / predicted)
-            if calibrated := sum(self._start.parts(counts)):
+            calibrated = sum(self._start.parts(counts))
+            if calibrated > 0.0:
                 self._slowdowns[right - 1].append(seconds / calibrated)
                 if num_tokens == len(step.entries):
                     self._follow_decodes(seconds / calibrated)
-            self._learn(right, seconds / predicted, parts)
+                self._learn(right, seconds / predicted, parts, predicted / calibrated)
 
     def _follow_decodes(self, ratio: float) -> None:
         self._decode_ratios.append(ratio)
         self._decode_ratio = None
 
-    def _learn(self, right: int, ratio: float, parts: StepParts) -> None:
-        """Adjust the points `right - 1` and `right`, and the other coefficients; `ratio` is that of
-        measured to predicted seconds."""
+    def _learn(self, right: int, ratio: float, parts: StepParts, in_use: float) -> None:
+        """Adjust the points `right - 1` and `right`, and the coefficients. `ratio` is that of
+        measured to predicted seconds, `in_use` that of predicted to calibrated ones."""
         error, middle = self._error(right - 1, ratio)
         self._mean_errors[right - 1] += self._weight * (error - self._mean_errors[right - 1])
         is_right = abs(middle) <= SMALL_ERROR
-        weight = self._weight if is_right else FASTER * self._weight
-        points = [seconds for _, seconds in self.model.curve]
-        self._num_observed += 1
-        gain = weight * error * sum(parts) / sum([part * part for part in parts])
-        for at in (right - 1, right):
-            points[at] *= 1.0 + gain * parts.tokens
-            self._used_at[at] = self._num_observed
-        is_returning = self._return(points, right)
-        for at in range(right + 1, len(points)):
-            points[at] = max(points[at], points[at - 1])
-        for at in reversed(range(right - 1)):
-            points[at] = min(points[at], points[at + 1])
-        self.model = self._with(points, gain, parts)
+        total, weight = sum(parts), self._weight if is_right else FASTER * self._weight
+        gain = weight * error * total / sum([part * part for part in parts])
+        num_points, factors = len(self._sizes), self._factors
+        told = {right - 1: parts.tokens, right: parts.tokens}
+        told |= {num_points + at: part for at, part in enumerate(parts[1:])}
+        for at, part in told.items():
+            factors[at] *= 1.0 + gain * part
+            if part >= MIN_SHARE * total:
+                self._used_at[at] = self._num_observed
+        is_following = self._follow(in_use)
+        self._ascend(right)
+        self.model = self._corrected()
         self._num_right[right - 1] = self._num_right[right - 1] + 1 if is_right else 0
-        is_settled = abs(self._mean_errors[right - 1]) <= SETTLED_ERROR and not is_returning
+        is_settled = abs(self._mean_errors[right - 1]) <= SETTLED_ERROR and not is_following
         if self._num_right[right - 1] >= SETTLING and is_settled:
             self._rests[right - 1] = REST
 
@@ -190,36 +173,41 @@ class LiveCost:
         is_outlier = abs(ratio - 1.0 - middle) > SMALL_ERROR
         return (middle if is_outlier else ratio - 1.0), middle
 
-    def _return(self, points: list[float], right: int) -> bool:
-        """Lower the unused points which are slower than calibrated, and than those in use; returns
-        whether there are any."""
-        pairs = zip(points, self._calibrated, strict=True)
-        slowdowns = [took / calibrated if calibrated else 1.0 for took, calibrated in pairs]
-        in_use = max(1.0, slowdowns[right - 1], slowdowns[right])
-        is_returning = False
-        if max(slowdowns) > in_use:
-            for at, used_at in enumerate(self._used_at):
-                is_unused = self._num_observed - used_at > UNUSED
-                if is_unused and slowdowns[at] > in_use:
-                    points[at] *= 1.0 - RETURN
-                    is_returning = True
-        return is_returning
+    def _follow(self, in_use: float) -> bool:
+        """Move the factors that nothing is known of towards the one in use; returns whether any is
+        still far from it."""
+        is_following = False
+        for at, used_at in enumerate(self._used_at):
+            if self._num_observed - used_at > UNUSED:
+                distance = in_use / self._factors[at]
+                self._factors[at] *= distance**self._weight
+                is_following |= abs(distance - 1.0) > SETTLED_ERROR
+        return is_following
 
-    def _with(
-        self, points: list[float], gain: float = 0.0, parts: StepParts = NO_PARTS
-    ) -> "CostModel":
-        """The model with other seconds at the points of the curve, and other coefficients."""
-        model, start = self.model, self._start
+    def _ascend(self, right: int) -> None:
+        """Lower the points before `right - 1` and raise those behind `right` to an ascending
+        curve."""
+        calibrated, factors = self._calibrated, self._factors
+        for at in range(right + 1, len(calibrated)):
+            if calibrated[at]:
+                least = calibrated[at - 1] * factors[at - 1] / calibrated[at]
+                factors[at] = max(factors[at], least)
+        for at in reversed(range(right)):
+            if calibrated[at]:
+                most = calibrated[at + 1] * factors[at + 1] / calibrated[at]
+                factors[at] = min(factors[at], most)
+
+    def _corrected(self) -> "CostModel":
+        """The calibration times the factors."""
+        start, factors = self._start, self._factors
+        scaled = [seconds * factors[at] for at, seconds in enumerate(self._calibrated)]
+        points = accumulate(scaled, max)  # rounding must not make it descend
+        slots, pairs, draws, pieces = factors[len(self._sizes) :]
         return replace(
-            model,
+            start,
             curve=tuple(zip(self._sizes, points, strict=True)),
-            per_slot=_near(start.per_slot, model.per_slot * (1.0 + gain * parts.slots)),
-            per_pair=_near(start.per_pair, model.per_pair * (1.0 + gain * parts.pairs)),
-            per_draw=_near(start.per_draw, model.per_draw * (1.0 + gain * parts.draws)),
-            per_piece=_near(start.per_piece, model.per_piece * (1.0 + gain * parts.pieces)),
+            per_slot=start.per_slot * slots,
+            per_pair=start.per_pair * pairs,
+            per_draw=start.per_draw * draws,
+            per_piece=start.per_piece * pieces,
         )
-
-
-def _near(calibrated: float, value: float) -> float:
-    """The coefficient, at most `MAX_ERROR` times more or less than calibrated."""
-    return min(max(value, calibrated / MAX_ERROR), calibrated * MAX_ERROR)

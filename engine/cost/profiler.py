@@ -4,6 +4,10 @@ FastServe profiles the first iteration by prompt length (section 4.1). This prof
 of growing length and decodes of growing batch size and context. It writes to KV blocks before any
 request owns them. The most informative steps come first, and a step is skipped if it would
 exceed the time limit.
+
+All steps are measured in rounds, so that other work on the machine for a second does not hit all
+runs of one step, and the fastest round of a step counts. Two rounds that take the same time end the
+profile; if no two do, it is not stable.
 """
 
 import asyncio
@@ -24,7 +28,9 @@ if TYPE_CHECKING:
     from engine.step import StepResult
 
 REPEATS = 3
-MOST_REPEATS = 15  # of a fast step: its first runs are slower than those of a server under load
+MAX_REPEATS = 5  # of a fast step in a round: its first runs are slower than those of a busy server
+MAX_ROUNDS = 3
+SAME = 0.1  # relative difference of the seconds of two rounds
 _FIRST_ID = 1 << 40  # of requests and steps; an engine's own ids are lower
 _SHORT, _LONG = 16, 1024  # tokens of context
 _GROWTH = 4  # from one length or batch to the next
@@ -50,10 +56,14 @@ class ProbeLimits:
 
 
 class Profile(NamedTuple):
-    """Measured steps, and the seconds between the answer to a step and the next one's start."""
+    """Measured steps, and the seconds between the answer to a step and the next one's start.
+
+    It is not stable if the steps took another time in each round.
+    """
 
     samples: list[Sample]
     idle_step: float
+    is_stable: bool = True
 
     @property
     def model(self) -> CostModel:
@@ -138,30 +148,66 @@ async def measure(
 ) -> Profile:
     """Measure `executor` for about `seconds` at most after the first step, but for at least two
     steps. Raises the error of a failed step."""
-    until = clock() + seconds
-    samples: list[Sample] = []
-    idle: list[float] = []
-    per_token = 0.0  # of the previous step; an upper bound for a larger step
-    for probe in probes(limits):
-        if len(samples) > 1 and probe.size * per_token > until - clock():
-            continue
+    profiler = _Profiler(executor, limits, clock, seconds)
+    fastest = await profiler.round()
+    is_stable = True
+    for _ in range(1, MAX_ROUNDS):
+        if profiler.until - clock() < sum(fastest.values()):
+            break
+        again = await profiler.round()
+        before, now = (sum(times[probe] for probe in again) for times in (fastest, again))
+        fastest |= {probe: min(took, fastest[probe]) for probe, took in again.items()}
+        is_stable = abs(now - before) <= SAME * before
+        if is_stable:
+            break
+    samples = [probe.sample(took) for probe, took in fastest.items()]
+    return Profile(samples, max(0.0, median(profiler.idle)), is_stable)
+
+
+class _Profiler:
+    """Runs probes on an executor; a limit of `seconds` begins after the first step."""
+
+    def __init__(
+        self, executor: "StepExecutor", limits: ProbeLimits, clock: "Clock", seconds: float
+    ) -> None:
+        self.until = clock() + seconds
+        self.idle: list[float] = []  # between two steps
+        self._executor, self._limits, self._clock = executor, limits, clock
+        self._seconds = seconds
+        self._skipped: set[Probe] = set()  # for lack of time, in all later rounds too
+
+    async def round(self) -> dict[Probe, float]:
+        """The median seconds of each probe for which there is time."""
+        took: dict[Probe, float] = {}
+        per_token = 0.0  # of the previous step; an upper bound for a larger step
+        for probe in probes(self._limits):
+            left = self.until - self._clock()
+            if probe in self._skipped or (len(took) > 1 and probe.size * per_token > left):
+                self._skipped.add(probe)
+                continue
+            is_first = not self.idle
+            took[probe] = median(await self._repeated(probe))
+            if is_first:  # the first step brings the weights into memory
+                self.until = self._clock() + self._seconds
+            per_token = took[probe] / probe.size
+        return took
+
+    async def _repeated(self, probe: Probe) -> list[float]:
+        """The seconds of several runs of a probe."""
         repeats: list[float] = []
-        while _may_repeat(repeats, seconds):
-            submitted = clock()
-            result = await _result(executor.submit(probe.step(len(idle), limits)))
-            idle.append(clock() - submitted - result.seconds)
+        while _may_repeat(repeats, self._seconds):
+            submitted = self._clock()
+            step = probe.step(len(self.idle), self._limits)
+            result = await _result(self._executor.submit(step))
+            self.idle.append(self._clock() - submitted - result.seconds)
             repeats.append(result.seconds)
-        if not samples:  # the first step brings the weights into memory
-            until = clock() + seconds
-        samples.append(probe.sample(median(repeats)))
-        per_token = samples[-1].seconds / probe.size
-    return Profile(samples, max(0.0, median(idle)))
+        return repeats
 
 
 def _may_repeat(repeats: "Sequence[float]", seconds: float) -> bool:
     """Whether a step that took these seconds is run once more, within a limit of `seconds`."""
     share = _MAX_REPEAT_SHARE if len(repeats) < REPEATS else _MORE_REPEATS_SHARE
-    return len(repeats) < MOST_REPEATS and sum(repeats) <= share * seconds
+    return len(repeats) < MAX_REPEATS and sum(repeats) <= share * seconds
 
 
 async def _result(future: "StepFuture") -> "StepResult":

@@ -170,11 +170,11 @@ async def profile(
     """The cost model that `podway serve` would measure before it is ready."""
     bounds = ProbeLimits(BATCH_SIZE, BATCH_TOKENS, CONTEXT, report.num_blocks, report.block_size)
     if not isinstance(executor, CountedExecutor):
-        return await measured(executor, bounds, time.perf_counter)
+        return (await measured(executor, bounds, time.perf_counter)).model
 
     async def counted() -> CostModel:
         clock = asyncio.get_running_loop().time
-        return await measured(executor, bounds, clock)
+        return (await measured(executor, bounds, clock)).model
 
     return await asyncio.to_thread(lambda: run_virtual(counted()))
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from engine.cost.live import LiveCost
 from engine.cost.model import UNMEASURED, CostModel
@@ -68,13 +68,11 @@ class CostFile:
         SavedFile(self.path, self.facts, "cost").save(asdict(model))
 
     def update(self, cost: LiveCost) -> None:
-        """Save what a server learned. A calibration that it refuted is removed: the next start
-        measures again."""
+        """Remove a calibration that the iterations of a server refuted: the next start measures
+        again. All else that it learned holds for the load of that day."""
         if cost.is_refuted:
             with suppress(OSError):  # as a file that cannot be saved stops no server
                 self.path.unlink(missing_ok=True)
-        elif (learned := cost.confirmed()) is not None:
-            self.save(learned)
 
 
 def cost_facts(
@@ -118,22 +116,33 @@ async def calibrate(
         return Calibration(known, file, f"from {file.path}")
     started = time.perf_counter()
     try:
-        model = await measured(executor, bounds, time.perf_counter)
+        model, is_stable = await measured(executor, bounds, time.perf_counter)
     except (EngineError, ValueError) as error:
         logger.warning("cannot measure the cost of iterations: %s", error)
         return Calibration(UNMEASURED, file, "a default, because measuring failed")
-    file.save(model)
     took = time.perf_counter() - started
+    if not is_stable:
+        busy = "beside other work on this machine, so the next start measures again"
+        return Calibration(model, file, f"measured in {took:.1f} s {busy}")
+    file.save(model)
     return Calibration(model, file, f"measured in {took:.1f} s")
 
 
-async def measured(executor: "StepExecutor", bounds: ProbeLimits, clock: "Clock") -> CostModel:
+class Measured(NamedTuple):
+    """A cost model, and whether single steps took the same time again and again."""
+
+    model: CostModel
+    is_stable: bool
+
+
+async def measured(executor: "StepExecutor", bounds: ProbeLimits, clock: "Clock") -> Measured:
     """The cost model of single steps and of a trial run through scheduler and event loop; of single
     steps alone if a request of the trial run fails. Raises the error of a failed single step, and
     ValueError if the fit is not determined."""
     profile = await measure(executor, bounds, clock, PROFILE_SECONDS)
     try:
-        return await refined(executor, bounds, profile, clock, TRIAL_SECONDS)
+        model = await refined(executor, bounds, profile, clock, TRIAL_SECONDS)
     except EngineError as error:
         logger.warning("a request of the trial run failed; single steps are used: %s", error)
-        return profile.model
+        model = profile.model
+    return Measured(model, profile.is_stable)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.cost.errors import MOST_MARGIN, RECENT, REFRESH, ErrorSummary, PredictionErrors
+from engine.cost.errors import MAX_MARGIN, RECENT, REFRESH, ErrorSummary, PredictionErrors
 
 
 def test_without_steps_there_is_no_summary_and_no_margin() -> None:
@@ -32,7 +32,7 @@ def test_nine_of_ten_steps_stay_below_the_margin_which_is_bounded() -> None:
     assert errors.margin == 1.2
     for _ in range(10 * REFRESH):
         errors.observe(9.0)
-    assert errors.margin == MOST_MARGIN
+    assert errors.margin == MAX_MARGIN
 
 
 def test_a_machine_that_is_faster_than_predicted_leaves_the_goal_as_it_is() -> None:

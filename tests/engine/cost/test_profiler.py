@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from engine.cost.model import CostModel
-from engine.cost.profiler import Probe, ProbeLimits, measure, probes
+from engine.cost.profiler import Probe, ProbeLimits, Profile, measure, probes
 from engine.simulated.executor import SimulatedExecutor
 from engine.simulated.virtual_loop import run_virtual
 from engine.step import Step, StepResult
@@ -90,6 +90,44 @@ def test_a_first_step_that_reads_weights_leaves_the_time_of_the_others() -> None
     assert run_virtual(sizes(LoadingExecutor(QUICK))) == run_virtual(
         sizes(SimulatedExecutor(QUICK))
     )
+
+
+class BusyMachine(SimulatedExecutor):
+    """Steps that begin in the first `seconds` take three times as long, or all if it ends never;
+    with a period other work comes and goes."""
+
+    def __init__(self, cost: CostModel, seconds: float, period: float = 1e9) -> None:
+        super().__init__(cost)
+        self._busy, self._period = seconds, period
+
+    def run(self, step: Step, now: float) -> tuple[StepResult, float]:
+        result, at = super().run(step, now)
+        if now % self._period >= self._busy:
+            return result, at
+        return replace(result, seconds=3 * result.seconds), at + 2 * result.seconds
+
+
+@pytest.mark.parametrize("busy", [0.0, 0.05, 0.3])
+def test_a_machine_that_is_busy_for_a_while_is_measured_until_its_steps_take_the_same_time(
+    busy: float,
+) -> None:
+    async def main() -> Profile:
+        clock = asyncio.get_running_loop().time
+        return await measure(BusyMachine(QUICK, busy), BOUNDS, clock, 20.0)
+
+    profile = run_virtual(main())
+    assert profile.is_stable
+    for length in (1, 64, 256):
+        expected = QUICK.compute(length, 0)
+        assert profile.model.compute(length, 0) == pytest.approx(expected, rel=0.1)
+
+
+def test_a_profile_beside_work_that_comes_and_goes_is_not_stable() -> None:
+    async def main() -> Profile:
+        clock = asyncio.get_running_loop().time
+        return await measure(BusyMachine(QUICK, 2.7, period=6.0), BOUNDS, clock, 20.0)
+
+    assert not run_virtual(main()).is_stable
 
 
 def test_two_steps_are_run_however_long_they_take() -> None:

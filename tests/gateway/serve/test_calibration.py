@@ -4,11 +4,12 @@ import asyncio
 import json
 import logging
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from engine.cost.live import CONFIRMING, LiveCost
+from engine.cost.live import REFUTED_BY, LiveCost
 from engine.cost.model import UNMEASURED, CostModel
 from engine.cost.profiler import ProbeLimits
 from engine.errors import WorkerLost
@@ -57,19 +58,38 @@ def test_a_measured_cost_model_is_used_by_the_next_start(tmp_path: Path) -> None
     assert str(file.path) in str(found)
 
 
-@pytest.mark.parametrize(("slowdown", "is_kept"), [(0.5, True), (1.2, True), (2.0, False)])
+@pytest.mark.parametrize(
+    ("slowdown", "is_kept"), [(0.5, False), (0.8, True), (1.2, True), (2.0, False)]
+)
 def test_a_calibration_that_iterations_refute_is_measured_again(
     tmp_path: Path, slowdown: float, is_kept: bool
 ) -> None:
     file = CostFile.of(FACTS, tmp_path)
     file.save(TRUE)
     cost, step = LiveCost(TRUE), mixed_step(8, 0)
-    for _ in range(10 * CONFIRMING):
+    for _ in range(10 * REFUTED_BY):
         cost.observe(step, slowdown * TRUE.step(step))
     file.update(cost)
     next_start = Counting()
     calibrated("auto", file, next_start)
     assert (next_start.num_steps == 0) is is_kept
+
+
+class Unsteady(Counting):
+    """Each step takes longer than the one before."""
+
+    def run(self, step: Step, now: float) -> tuple[StepResult, float]:
+        result, at = super().run(step, now)
+        late = 0.01 * self.num_steps * result.seconds
+        return replace(result, seconds=result.seconds + late), at + late
+
+
+def test_what_was_measured_beside_other_work_is_used_but_not_saved(tmp_path: Path) -> None:
+    file = CostFile.of(FACTS, tmp_path)
+    found = calibrated("auto", file, Unsteady())
+    assert found.model != UNMEASURED
+    assert "the next start measures again" in str(found)
+    assert file.load() is None
 
 
 def test_measure_measures_again_and_none_does_not_measure(tmp_path: Path) -> None:

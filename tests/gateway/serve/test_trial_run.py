@@ -46,7 +46,7 @@ def start_model(executor: SimulatedExecutor, limits: ProbeLimits = LIMITS) -> Co
     """The cost model that is measured at the start, in virtual time."""
 
     async def main() -> CostModel:
-        return await measured(executor, limits, asyncio.get_running_loop().time)
+        return (await measured(executor, limits, asyncio.get_running_loop().time)).model
 
     return run_virtual(main())
 
