@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from engine.lora import LoraReport, LoraSpec
 from engine.pooling import PoolingReport
+from engine.setting import setting
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,64 +50,216 @@ class Placement:
         return f"stage {self.stage} rank {self.rank}"
 
 
+def _check_device(name: str) -> None:
+    """Raise `ValueError` if no device can have the name."""
+    kind, _, number = name.partition(":")
+    if name not in ("auto", "cpu", "cuda") and not (kind == "cuda" and number.isdecimal()):
+        raise ValueError(f"must be auto, cpu, cuda or cuda:N, not {name!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """The formats in which a worker computes, and the kernels with which it does.
+
+    `activation_bits`, "auto", "8" or "14", is the width to which the int8 linears of a CPU quantize
+    their inputs. The GEMM kernels that were fastest on a GPU are kept in the directory
+    `gemm_cache`, unless `batch_invariant` is set. A cache named "" is disabled.
+    """
+
+    dtype: str = setting(
+        "auto",
+        "model",
+        "dtype of weights and activations; auto: the fastest that the device has",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
+    weights: str = setting(
+        "auto",
+        "model",
+        "format of the linear layers' weights; auto: as --dtype; int4: only on CPUs; "
+        "fp8: only on Hopper GPUs",
+        choices=("auto", "float32", "int8", "int4", "fp8"),
+    )
+    activation_bits: str = "auto"
+    device: str = setting(
+        "auto",
+        "model",
+        "cpu, cuda, or cuda:N for the GPU of the first worker; auto: a GPU if there is one",
+        "DEVICE",
+        check=_check_device,
+    )
+    attention: str = setting(
+        "auto", "model", "name of the attention backend", "NAME", is_advanced=True
+    )
+    threads: int = setting(
+        0,
+        "model",
+        "compute threads of each worker; 0: an equal share of the cores",
+        "N",
+        ge=0,
+        le=1024,
+    )
+    thread_wait: str = setting(
+        "spin",
+        "model",
+        "what compute threads do between kernels; spin: poll for 0.1 ms before they sleep; "
+        "sleep: sleep almost at once, if other processes need the cores",
+        is_advanced=True,
+        choices=("spin", "sleep"),
+    )
+    packed_cache: str = setting(
+        "",
+        "memory",
+        "directory for weights that are packed for this CPU, which later starts map and workers "
+        "share; default: packed in --cache-dir; off: pack at every start",
+        "DIR",
+        is_advanced=True,
+    )
+    packed_cache_size: int = setting(
+        32 << 30,
+        "memory",
+        "maximum size of all files in --packed-cache, each as large as the weights of one model; "
+        "the least recently used are removed",
+        "SIZE",
+        unit="bytes",
+        ge=0,
+        is_advanced=True,
+    )
+    gpu_memory_utilization: float = setting(
+        0.9,
+        "memory",
+        "fraction of a GPU's memory that a worker may use for weights, workspace and KV cache",
+        "FRACTION",
+        gt=0,
+        le=1,
+    )
+    batch_invariant: bool = setting(
+        False,
+        "workers",
+        "on a GPU, compute each request's tokens with the same bits whatever else is in the batch: "
+        "one tiling for all matrix products, no split keys; slower",
+    )
+    cuda_graphs: bool = setting(
+        True,
+        "workers",
+        "on a GPU, capture decode steps as CUDA graphs at the start",
+        is_advanced=True,
+    )
+    gemm_cache: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class KVSettings:
+    """Format and size of the KV cache.
+
+    `kv_slots` None: as many as fit in `kv_memory`, the total over all workers; both None: the
+    worker chooses from the free memory. So it does for `num_states` 0, the state slots of a model
+    with recurrent layers.
+    """
+
+    kv_cache_dtype: str = setting(
+        "auto",
+        "memory",
+        "dtype of the KV cache; auto: float16 on a CPU, as --dtype on a GPU. float32 is for exact "
+        "comparisons of logits on a CPU; int8 holds nearly twice as many tokens as float16",
+        choices=("auto", "float32", "float16", "bfloat16", "int8", "fp8"),
+    )
+    kv_slots: int | None = setting(
+        None,
+        "memory",
+        "size of the KV cache in tokens, rounded up to whole blocks; default: what fits into "
+        "memory",
+        "N",
+        ge=1,
+    )
+    kv_memory: int | None = setting(
+        None,
+        "memory",
+        "size of the KV cache in bytes, for instance 2GiB; excludes --kv-slots",
+        "SIZE",
+        unit="bytes",
+        ge=1,
+    )
+    block_size: int = setting(
+        16, "memory", "KV slots in a block", "N", ge=1, le=4096, is_advanced=True
+    )
+    num_states: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kv_slots and self.kv_memory:
+            raise ValueError("--kv-slots and --kv-memory exclude each other: give one of them")
+
+    @property
+    def num_blocks(self) -> int:
+        """The blocks that `kv_slots` needs; 0 if their number is left to the worker."""
+        return -(-(self.kv_slots or 0) // self.block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Tiers:
+    """Where KV is kept beside the device: in host memory, on disk, and in a shared store."""
+
+    host_kv_memory: int = setting(
+        0,
+        "memory",
+        "size of the host tier, which holds the KV cache of requests that are swapped out, and "
+        "prefixes that the KV cache has no room for; 0: none",
+        "SIZE",
+        unit="bytes",
+        ge=0,
+    )
+    disk_kv: str = setting(
+        "",
+        "memory",
+        "directory of the disk tier, which keeps KV blocks of prefixes, also after the server has "
+        "ended; for a CPU and a single worker. The files contain what prompts were about, and are "
+        "readable by their owner only",
+        "DIR",
+    )
+    disk_kv_memory: int = setting(
+        10 << 30, "memory", "size of the disk tier of one model", "SIZE", unit="bytes", ge=1
+    )
+    disk_kv_read_ahead: bool = setting(
+        True,
+        "memory",
+        "read what a waiting request will load from the disk tier into host memory while it waits",
+        is_advanced=True,
+    )
+    kv_store: str = setting(
+        "",
+        "memory",
+        "store of KV blocks that servers of one model share, as mooncake://HOST:PORT (the address "
+        "of mooncake_master; options: protocol, metadata, devices, host, segment); for a CPU and "
+        "a single worker. The store gets what prompts were about",
+        "URL",
+        is_advanced=True,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
     """What a worker needs to load its part of a model.
 
-    `dtype`, `weights` (of linear layers), `kv_dtype`, `device` and `attention` may be "auto".
-    `activation_bits`, "auto", "8" or "14", is the width to which the int8 linears of a CPU quantize
-    their inputs.
-    `kv_slots` 0: as many as fit in `kv_bytes`, the total over all workers; both 0: the worker
-    chooses from the free memory; so it does for `num_states` 0, the state slots of a model with
-    recurrent layers. `host_kv_bytes`, also a total over all workers, is for KV that is
-    swapped out. `disk_kv_bytes` bounds the disk tier in `disk_kv_dir`; "" disables it. `kv_store`
-    is the URL of a store that servers share; "": none.
-    `threads` 0: a fair share of the cores; `thread_wait`, "spin" or "sleep", is how threads wait
-    between kernels. `max_model_len` 0: the checkpoint's own limit. With `traces` the
-    worker reports the times of each step. With `lookahead`, a step may use tokens that only the
-    workers know (`LAST_TOKEN`). With `cuda_graphs`, steps of decodes only are captured on a GPU.
-    With `batch_invariant`, a GPU computes each request's tokens with the same bits whatever else is
-    in the batch; otherwise the GEMM kernels that were fastest are kept in the directory
-    `gemm_cache`. Packed weights are cached in the directory `packed_cache`, of which all files
-    together have at most `packed_cache_bytes`. A cache named "" is disabled. The LoRA adapters
+    `task` is "generate", "embed", "score", or "auto": as the checkpoint is meant. `max_model_len`
+    0: the checkpoint's own limit. With `traces` the worker reports the times of each step. With
+    `lookahead`, a step may use tokens that only the workers know (`LAST_TOKEN`). The LoRA adapters
     `loras` are loaded with the model; no module of an adapter may have a higher rank than
-    `max_lora_rank`. `task` is "generate", "embed", "score", or "auto": as the checkpoint is meant.
-    `draft_model` is a smaller checkpoint with the same vocabulary, which proposes drafts; "": none.
-    With `has_mtp` the checkpoint's own layer for multi-token prediction proposes them. With
-    `logs_json` each line of the worker's log is a JSON object.
+    `max_lora_rank`. `draft_model` is a smaller checkpoint with the same vocabulary, which proposes
+    drafts; "": none. With `has_mtp` the checkpoint's own layer for multi-token prediction proposes
+    them. With `logs_json` each line of the worker's log is a JSON object.
     """
 
     model: str
-    dtype: str = "auto"
-    weights: str = "auto"
-    activation_bits: str = "auto"
-    kv_dtype: str = "auto"
-    device: str = "auto"
-    attention: str = "auto"
-    block_size: int = 16
-    kv_slots: int = 0
-    kv_bytes: int = 0
-    num_states: int = 0
-    host_kv_bytes: int = 0
-    disk_kv_dir: str = ""
-    disk_kv_bytes: int = 0
-    kv_store: str = ""
+    task: str = "auto"
+    kernels: Kernels = Kernels()
+    kv: KVSettings = KVSettings()
+    tiers: Tiers = Tiers()
     max_model_len: int = 0
     max_batch_tokens: int = 2048
     max_batch_size: int = 64
-    threads: int = 0
-    thread_wait: str = "spin"
     traces: bool = False
     lookahead: int = 0
-    cuda_graphs: bool = True
-    batch_invariant: bool = False
-    gemm_cache: str = ""
-    gpu_memory_utilization: float = 0.9
-    packed_cache: str = ""
-    packed_cache_bytes: int = 32 << 30
     loras: tuple[LoraSpec, ...] = ()
     max_lora_rank: int = 64
-    task: str = "auto"
     draft_model: str = ""
     has_mtp: bool = False
     logs_json: bool = False

@@ -26,7 +26,7 @@ from engine.transport.launcher import Launcher
 from engine.transport.multiprocess import MultiprocessExecutor, MultiprocessSettings
 from engine.worker_settings import WorkerSettings
 
-WORKER = WorkerSettings(str(Path(adapters.__file__).parent / "builtin"), kv_slots=4096)
+WORKER = WorkerSettings(str(Path(adapters.__file__).parent / "builtin"))
 SPEC = RequestSpec(tuple(range(300, 340)), max_tokens=60, sampling=SamplingParams(temperature=0))
 
 

@@ -141,7 +141,7 @@ class Podway:
     async def _generate_all(
         self, path: str, bodies: Sequence[Mapping[str, Any]], done: Callable[[], object]
     ) -> list[Generation]:
-        slots = asyncio.Semaphore(_LOADED_BATCHES * self._settings.max_batch_size)
+        slots = asyncio.Semaphore(_LOADED_BATCHES * self._settings.scheduler.max_batch_size)
 
         async def one(body: Mapping[str, Any]) -> list[Generation]:
             async with slots:

@@ -21,9 +21,8 @@ A recording has no texts and no token ids, and neither can be derived from the n
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from enum import Enum
-from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 from engine.control.admission import Admission
@@ -62,14 +61,37 @@ _OPTIONAL = {
 }
 
 
-_ABSENT_IF_0 = (
-    "saves_on_host",
-    "num_disk_blocks",
-    "num_states",
-    "num_host_states",
-    "num_disk_states",
-    "num_store_names",
-)
+# Settings that the first recordings had: each recording has them. Others are left out if they have
+# their defaults, so that a new setting changes no recording that does not use it.
+_FIRST = {
+    "": ("num_blocks", "block_size", "depth", "lookahead", "num_host_blocks"),
+    "policies": (
+        "starvation_seconds",
+        "seats",
+        "base_quantum",
+        "ratio",
+        "num_levels",
+        "skips",
+        "min_outputs",
+        "input_weight",
+        "output_weight",
+    ),
+    "scheduler": (
+        "max_model_len",
+        "max_batch_size",
+        "max_batch_tokens",
+        "admission",
+        "max_queue_requests",
+        "max_queue_tokens",
+        "max_step_overs",
+        "max_preemptions",
+        "swap",
+        "max_crashes",
+        "reuses_prefixes",
+        "scan_limit",
+    ),
+    "cost": ("curve", "per_slot", "per_pair", "per_draw", "idle_step", "idle_entry"),
+}
 
 
 class _Blocks(NamedTuple):
@@ -144,28 +166,23 @@ class RecordingHeader:
         return IterationScheduler(self.scheduler, ledger, policy, observer, cost, drafter)
 
     def line(self) -> str:
-        """The first line of a recording. Left out are tiers that are not there, limits that are
-        infinite, goals, fair shares and windows if there are none, and a cost of
-        prompt pieces that is 0.
-        """
-        row = asdict(self)
-        if not self.cost.per_piece:
-            del row["cost"]["per_piece"]
-        for name in _ABSENT_IF_0:
-            if not row[name]:
-                del row[name]
-        if self.windows == (None,):
-            del row["windows"]
-        for name, default in (("ttft_goal", 0.0), ("fair_keys", False), ("fcfs_slack", 0.005)):
-            if row["policies"][name] == default:
-                del row["policies"][name]
-        bounds = row["scheduler"].items()
-        row["scheduler"] = {
-            key: value.value if isinstance(value, Enum) else value
-            for key, value in bounds
-            if value != inf and (key, value) != ("chunks_prompts", True)
-        }
+        """The first line of a recording, without settings that have their defaults and are newer
+        than the first recordings."""
+        row = _recorded(self, "")
         return json.dumps({"podway_recording": VERSION} | row, separators=(",", ":"))
+
+
+def _recorded(settings: object, section: str) -> Row:
+    """The fields of a dataclass, and of those in it, by their names."""
+    row: Row = {}
+    for each in fields(settings):  # type: ignore[arg-type] # it is a dataclass
+        value = getattr(settings, each.name)
+        if each.name in _FIRST:
+            value = _recorded(value, each.name)
+        elif each.name not in _FIRST[section] and value == each.default:
+            continue
+        row[each.name] = value.value if isinstance(value, Enum) else value
+    return row
 
 
 class EventRecorder(NullObserver):

@@ -4,6 +4,13 @@ from dataclasses import dataclass
 from math import inf
 
 from engine.control.admission import Admission, SwapMode
+from engine.setting import setting
+
+
+def _check_factor(factor: float) -> None:
+    """Raise `ValueError` for a factor from 0 to 1; 0 itself stands for no limit."""
+    if 0.0 < factor <= 1.0:
+        raise ValueError(f"must be above 1, or 0 for no limit, not {factor:g}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,27 +18,103 @@ class SchedulerSettings:
     """Bounds of an iteration, of the queue, and of unfairness. Seconds and tokens."""
 
     max_model_len: int
-    max_batch_size: int = 64
-    max_batch_tokens: int = 512
-    admission: Admission = Admission.GROW
-    max_queue_requests: int = 2048
-    max_queue_tokens: int = 1 << 20
+    max_batch_size: int = setting(
+        64, "scheduling", "maximum requests in an iteration", "N", ge=1, le=65536
+    )
+    max_batch_tokens: int = setting(
+        512,
+        "scheduling",
+        "maximum tokens in an iteration; longer prompts are computed in chunks",
+        "TOKENS",
+        ge=1,
+    )
+    admission: Admission = setting(
+        Admission.GROW,
+        "scheduling",
+        "grow: allocate KV blocks as needed, preempt when they run out; reserve: allocate for "
+        "prompt + max_tokens on admission; request: static batches, one after the other "
+        "(a baseline)",
+        is_advanced=True,
+    )
+    max_queue_requests: int = setting(
+        2048, "scheduling", "maximum waiting requests; further ones get a 503", "N", ge=1
+    )
+    max_queue_tokens: int = setting(
+        1 << 20,
+        "scheduling",
+        "maximum tokens (prompt + max_tokens) of the waiting requests; further ones get a 503",
+        "TOKENS",
+        ge=1,
+        is_advanced=True,
+    )
     max_step_overs: int = 64
     max_preemptions: int = 3
-    swap: SwapMode = SwapMode.PROACTIVE  # with a host tier only
+    swap: SwapMode = setting(
+        SwapMode.PROACTIVE,
+        "memory",
+        "when requests are swapped to the host tier (--host-kv-memory); proactive: before blocks "
+        "run out, under policies that preempt; reactive: when blocks run out; off: never",
+        is_advanced=True,
+    )
     max_crashes: int = 3
-    reuses_prefixes: bool = True
+    reuses_prefixes: bool = setting(
+        True,
+        "memory",
+        "keep the KV blocks of finished requests while there is room, for prompts with the same "
+        "prefix",
+        name="prefix_cache",
+    )
     chunks_prompts: bool = True  # False: each prompt is computed in one iteration
     scan_limit: int = 16  # waiting requests that are tried per plan and do not fit
-    max_step_seconds: float = inf  # of an iteration with decodes and a chunk of a prompt
-    itl_goal: float = inf  # seconds of an iteration with decodes: engine.control.step_time
-    max_prefill_slowdown: float = inf  # factor on an iteration with decodes, because of prompts
-    max_background_slowdown: float = inf  # factor on an iteration with others
+    max_step_seconds: float = setting(
+        inf,
+        "scheduling",
+        "target for the duration of an iteration that contains a prompt chunk, which bounds the "
+        "ITL of running requests; 0: no target",
+        "SECONDS",
+        ge=0,
+        zero=inf,
+        is_advanced=True,
+    )
+    itl_goal: float = setting(
+        inf,
+        "scheduling",
+        "goal for the time between two tokens, such as 50ms: it bounds the prompt tokens beside "
+        "decodes, and keeps requests waiting beyond what the goal allows; 0: no goal",
+        "DURATION",
+        unit="seconds",
+        ge=0,
+        zero=inf,
+    )
+    max_prefill_slowdown: float = setting(
+        inf,
+        "scheduling",
+        "how much longer an iteration with running requests may take because of prompts, as a "
+        "factor (more while few decode and many have a prompt to compute, and up to twice "
+        "the factor once prompts have waited while seats are free); a prompt takes F / (F - 1) "
+        "times as long; 0: no limit but --max-step-seconds. With --itl-goal the goal alone counts",
+        "FACTOR",
+        name="prefill_slowdown",
+        ge=0,
+        zero=inf,
+        check=_check_factor,
+    )
+    max_background_slowdown: float = setting(
+        inf,
+        "scheduling",
+        "how much longer an iteration with other requests may take because of batch lines, as a "
+        "factor; 1: batch lines run only while there are no other requests",
+        "FACTOR",
+        name="background_slowdown",
+        ge=1,
+    )
 
     def __post_init__(self) -> None:
-        assert self.max_batch_tokens >= self.max_batch_size, (
-            "max_batch_tokens is at least max_batch_size"
-        )
+        if self.max_batch_tokens < self.max_batch_size:
+            raise ValueError(
+                f"--max-batch-tokens ({self.max_batch_tokens}) must be at least --max-batch-size "
+                f"({self.max_batch_size}): each request needs a token"
+            )
         assert self.chunks_prompts or self.max_batch_tokens >= self.max_model_len, (
             "a whole prompt fits into an iteration"
         )

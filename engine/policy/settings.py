@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from engine.setting import setting
+
 
 @dataclass(frozen=True, slots=True)
 class PolicySettings:
@@ -21,18 +23,89 @@ class PolicySettings:
     fair: a prompt token counts `input_weight`, an output token `output_weight`.
     """
 
-    starvation_seconds: float | None = None
+    starvation_seconds: float | None = setting(
+        None,
+        "scheduling",
+        "a request that waits longer between two iterations runs first; default: the policy's own",
+        "SECONDS",
+        gt=0,
+        is_advanced=True,
+    )
     seats: int = 64
-    base_quantum: float | None = None
-    ratio: float = 2.0
-    num_levels: int = 16
-    skips: bool = True
-    min_outputs: int = 50
-    fcfs_slack: float = 0.005
-    input_weight: float = 1.0
-    output_weight: float = 2.0
-    ttft_goal: float = 0.0
-    fair_keys: bool = False
+    base_quantum: float | None = setting(
+        None,
+        "scheduling",
+        "mlfq: quantum of the highest queue; default: the shortest iteration",
+        "SECONDS",
+        gt=0,
+        is_advanced=True,
+    )
+    ratio: float = setting(
+        2.0,
+        "scheduling",
+        "mlfq: quantum of a queue over that of the next higher one",
+        "X",
+        name="quantum_ratio",
+        gt=1,
+        is_advanced=True,
+    )
+    num_levels: int = setting(
+        16, "scheduling", "mlfq: number of queues", "N", ge=1, le=64, is_advanced=True
+    )
+    skips: bool = setting(
+        True,
+        "scheduling",
+        "mlfq: the queue that a request joins follows from its prompt's length",
+        name="skip_join",
+        is_advanced=True,
+    )
+    min_outputs: int = setting(
+        50,
+        "scheduling",
+        "gittins: outputs that must have ended before lengths are used; FCFS until then",
+        "N",
+        ge=1,
+        is_advanced=True,
+    )
+    fcfs_slack: float = setting(
+        0.005,
+        "scheduling",
+        "gittins: how much later than under fcfs a request may be, as a share of its age; a larger "
+        "one lowers the mean completion time and raises the p99",
+        "SHARE",
+        ge=0,
+        is_advanced=True,
+    )
+    input_weight: float = setting(
+        1.0,
+        "scheduling",
+        "fair, --fair-keys: cost of a prompt token",
+        "W",
+        gt=0,
+        is_advanced=True,
+    )
+    output_weight: float = setting(
+        2.0,
+        "scheduling",
+        "fair, --fair-keys: cost of an output token",
+        "W",
+        gt=0,
+        is_advanced=True,
+    )
+    ttft_goal: float = setting(
+        0.0,
+        "scheduling",
+        "goal for the time to the first token, such as 2s: requests that can meet it run before "
+        "those that cannot, under any policy; 0: no goal",
+        "DURATION",
+        unit="seconds",
+        ge=0,
+    )
+    fair_keys: bool = setting(
+        False,
+        "scheduling",
+        "API keys get equal shares, and --policy orders the requests of each key",
+    )
 
     def __post_init__(self) -> None:
         limit = self.starvation_seconds

@@ -23,6 +23,7 @@ from engine.errors import EngineError, KernelFaulted, StartupError, Unavailable,
 from engine.lora import LoraReport, LoraSpec
 from engine.pooling import PoolSpec
 from engine.ports import Clock
+from engine.setting import setting
 from engine.step import ReadAhead, RequestId, SampleSpec, SamplingParams, Step, StepEntry, StepId
 from engine.transport.channel import ResultFuture, StepChannel
 from engine.transport.launcher import LaunchedWorker, Launcher, WorkerExit
@@ -48,14 +49,44 @@ class MultiprocessSettings:
     row without a completed step; `restart_pause` is the first pause between them.
     """
 
-    num_stages: int = 1
-    num_ranks: int = 1
+    num_stages: int = setting(
+        1,
+        "workers",
+        "pipeline-parallel stages; each computes a share of the layers",
+        "S",
+        name="pipeline_stages",
+        ge=1,
+        le=64,
+    )
+    num_ranks: int = setting(
+        1,
+        "workers",
+        "tensor-parallel ranks of each stage; there are S × R worker processes",
+        "R",
+        name="tensor_ranks",
+        ge=1,
+        le=64,
+    )
     depth: int = 1
     worker: str = "engine.worker.process.worker:Worker"
     env: Mapping[str, str] = field(default_factory=dict)
-    step_seconds: float = 120.0
+    step_seconds: float = setting(
+        120.0,
+        "workers",
+        "timeout of an iteration; a worker that takes longer is restarted",
+        "SECONDS",
+        gt=0,
+        is_advanced=True,
+    )
     close_seconds: float = 5.0
-    max_restarts: int = 5
+    max_restarts: int = setting(
+        5,
+        "workers",
+        "maximum worker restarts in a row without a completed iteration; then the server ends",
+        "N",
+        ge=0,
+        is_advanced=True,
+    )
     restart_pause: float = 1.0
 
 
@@ -136,10 +167,12 @@ class MultiprocessExecutor:
             raise StartupError(failed[0].error)
         # The KV ledger is built for this many blocks, so restarted workers must have as many.
         # Their LoRA adapters must have the same bytes.
+        slots = report.num_blocks // max(1, len(report.windows)) * report.block_size
         self._worker = replace(
             self._worker,
-            kv_slots=report.num_blocks // max(1, len(report.windows)) * report.block_size,
-            num_states=report.num_states,
+            kv=replace(
+                self._worker.kv, kv_slots=slots, kv_memory=None, num_states=report.num_states
+            ),
             loras=tuple(
                 spec._replace(digest=lora.digest)
                 for spec, lora in zip(self._worker.loras, report.loras, strict=True)
@@ -246,10 +279,10 @@ class MultiprocessExecutor:
                 self._settings.num_stages, self._settings.num_ranks
             )
             report = await load_all(self._workers, settings, on_progress)
-            if report.num_blocks * report.block_size < settings.kv_slots:
+            if report.num_blocks < settings.kv.num_blocks:
                 raise StartupError(
                     f"the worker has {report.num_blocks} KV blocks of {report.block_size} slots, "
-                    f"but {settings.kv_slots} slots are required"
+                    f"but {settings.kv.num_blocks} are required"
                 )
             if self._closed.is_set():
                 raise Unavailable("the executor was closed")

@@ -257,14 +257,14 @@ def open_device(settings: WorkerSettings, preferred: PreferredFormat | None = No
     `preferred` is the weight format of the checkpoint for weights="auto", floats by default.
     Raises `StartupError` with one line that names what is missing or not supported.
     """
-    kind, _, number = settings.device.partition(":")
+    kind, _, number = settings.kernels.device.partition(":")
     if kind == "auto":
         kind = _best(settings)
-    known = f"--device {settings.device!r} is not supported; known: auto, cpu, cuda, cuda:N"
+    known = f"--device {settings.kernels.device!r} is not supported; known: auto, cpu, cuda, cuda:N"
     if kind not in DEVICES or (number and not (kind == "cuda" and number.isdecimal())):
         raise StartupError(known)
     if lacks := _device_class(kind).missing(settings):
-        raise StartupError(f"--device {settings.device!r} cannot be used: {lacks}")
+        raise StartupError(f"--device {settings.kernels.device!r} cannot be used: {lacks}")
     return _device_class(kind).open(settings, preferred or PreferredFormat())
 
 
@@ -273,7 +273,7 @@ def attentions_for(settings: WorkerSettings, kind: str, *default: str) -> tuple[
 
     Raises `StartupError` for a backend of another kind of device.
     """
-    name = settings.attention
+    name = settings.kernels.attention
     if name == "auto":
         return default
     if RUNS_ON.get(name, kind) != kind:

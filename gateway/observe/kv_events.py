@@ -103,21 +103,21 @@ class Batch(NamedTuple):
     rank: int = 0
 
 
-def check_config(value: object) -> str:
-    """The value of the flag as JSON text; in a settings file it may be a table.
+def check_config(value: object) -> KVEventsConfig:
+    """The config that JSON text, or a table of a settings file, describes.
 
-    Raises `ValueError` with a line that names the flag and the field.
+    Raises `ValueError` with the rest of a line that begins with the flag.
     """
     try:
         given = msgspec.json.decode(value) if isinstance(value, str) else value
         config = msgspec.convert(given, KVEventsConfig)
     except msgspec.MsgspecError as error:
-        raise ValueError(f"{FLAG}: {error}") from None
+        raise ValueError(f": {error}") from None
     if config.publisher not in (None, "zmq", "null"):
-        raise ValueError(f"{FLAG}: publisher must be zmq or null, not {config.publisher!r}")
+        raise ValueError(f": publisher must be zmq or null, not {config.publisher!r}")
     if min(config.buffer_steps, config.hwm, config.max_queue_size) < 1:
-        raise ValueError(f"{FLAG}: buffer_steps, hwm and max_queue_size must be at least 1")
-    return msgspec.json.encode(config).decode()
+        raise ValueError(": buffer_steps, hwm and max_queue_size must be at least 1")
+    return config
 
 
 class GroupSpec(NamedTuple):

@@ -13,24 +13,20 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, closing
-from math import inf
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
 
-import msgspec
 import uvloop
 from platformdirs import user_state_path
 
-from engine.control.admission import Admission, SwapMode
 from engine.control.event_recorder import RecordingHeader
 from engine.control.scheduler import IterationScheduler
-from engine.control.settings import SchedulerSettings
 from engine.cost.live import LiveCost
 from engine.events import Observer, ObserverGroup
 from engine.kv_store import MOST_NAMES
 from engine.loop import Engine
-from engine.policy import PolicySettings
 from engine.policy.estimates.lengths import LearnedLengths
 from engine.speculation.drafter import Drafter
 from engine.step import HASH_BYTES
@@ -45,7 +41,7 @@ from gateway.generation.paced_tokenizer import PacedTokenizer
 from gateway.loras import LoraRegistry
 from gateway.observe.backpressure import LoopWatch
 from gateway.observe.exposition import Exposition
-from gateway.observe.kv_events import KVEvents, KVEventsConfig, ZmqPublisher, topic_of
+from gateway.observe.kv_events import KVEvents, ZmqPublisher, topic_of
 from gateway.observe.live import LiveView
 from gateway.observe.loras import LoraUsage
 from gateway.observe.metrics import Metrics
@@ -65,7 +61,6 @@ from gateway.service import Pace, ServedModel, Service, unix_now
 from gateway.settings.checks import check_settings
 from gateway.settings.server import IN_MEMORY
 from gateway.settings.settings import Settings
-from gateway.settings.speculative_config import speculation_settings
 from gateway.store.store import Store, open_default, open_named, open_store
 from gateway.store.usage import StoreLimits
 from gateway.version import podway_version
@@ -115,7 +110,7 @@ async def _serve(
     sys.setswitchinterval(SWITCH_SECONDS)
     check_settings(settings)
     credentials = load_credentials(settings)
-    with Signals() as signals, closing(bind(settings.host, settings.port)) as listener:
+    with Signals() as signals, closing(bind(settings.http.host, settings.http.port)) as listener:
         if credentials.has_files:
             signals.on_hangup(credentials.reload)
         async with AsyncExitStack() as stack:
@@ -144,14 +139,14 @@ async def _serve(
 def build_store(settings: Settings, model: str) -> Store:
     """The store that `--store` names; by default one file per model."""
     limits = StoreLimits(
-        file_bytes=int(settings.max_file_bytes),
-        tenant_bytes=int(settings.max_key_bytes),
-        total_bytes=int(settings.max_store_bytes),
+        file_bytes=settings.store.max_file_bytes,
+        tenant_bytes=settings.store.max_key_bytes,
+        total_bytes=settings.store.max_store_bytes,
     )
-    if settings.store == IN_MEMORY:
+    if settings.store.store == IN_MEMORY:
         return open_store(None, limits)
-    if settings.store is not None:
-        return open_named(Path(settings.store).expanduser(), limits)
+    if settings.store.store is not None:
+        return open_named(Path(settings.store.store).expanduser(), limits)
     folder = user_state_path("podway", appauthor=False)
     return open_default(folder / f"{quote(model, safe='')}.sqlite", limits)
 
@@ -168,9 +163,9 @@ def build_service(
     scheduler, metrics = plane.scheduler, plane.metrics
     readings = Readings(metrics, scheduler, store.database, plane.request_log, plane.lora_usage)
     ahead = loaded.lookahead
-    depth = settings.pipeline_stages + ahead
+    depth = settings.workers.num_stages + ahead
     read_ahead = None
-    if settings.disk_kv is not None and settings.disk_kv_read_ahead:
+    if settings.tiers.disk_kv and settings.tiers.disk_kv_read_ahead:
         read_ahead = loaded.executor.read_ahead
     engine = Engine(
         scheduler,
@@ -197,44 +192,45 @@ def build_service(
         random=random.SystemRandom(),
         keys=credentials.keys,
         limits=BodyLimits(
-            int(settings.max_body_bytes),
-            settings.body_seconds,
+            settings.http.max_body_bytes,
+            settings.http.body_seconds,
             max(MAX_COMMAS, 2 * loaded.report.max_model_len),
         ),
-        pace=Pace(stall=settings.stall_seconds),
+        pace=Pace(stall=settings.http.stall_seconds),
         quotas=plane.quotas,
         origins=OriginPolicy(
-            is_loopback(settings.host), settings.allowed_host, settings.cors_origin
+            is_loopback(settings.http.host), settings.http.allowed_host, settings.http.cors_origin
         ),
-        rejects_unknown_fields=settings.unknown_fields == "reject",
-        is_strict_about_max_tokens=settings.strict_max_tokens,
-        policies=_policy_settings(settings),
+        rejects_unknown_fields=settings.http.unknown_fields == "reject",
+        is_strict_about_max_tokens=settings.http.strict_max_tokens,
+        policies=replace(settings.policies, seats=settings.scheduler.max_batch_size),
         lengths=plane.lengths,
         store=store,
         request_log=plane.request_log,
         live=plane.live,
         timelines=plane.timelines,
         traces=plane.traces,
-        has_page=settings.page,
+        has_page=settings.http.page,
     )
 
 
 def build_server(settings: Settings, service: Service, credentials: Credentials) -> Server:
     """The HTTP server over a service."""
     bounds = ConnectionBounds(
-        settings.max_connections or raise_file_limit(),
-        settings.body_seconds,
-        settings.stall_seconds,
+        settings.http.max_connections or raise_file_limit(),
+        settings.http.body_seconds,
+        settings.http.stall_seconds,
     )
-    limits = LineLimits(line_bytes=int(settings.max_body_bytes))
-    runner = BatchRunner(service, ROUTES.batch_endpoints, settings.max_batch_size, limits)
+    limits = LineLimits(line_bytes=settings.http.max_body_bytes)
+    batch_size = settings.scheduler.max_batch_size
+    runner = BatchRunner(service, ROUTES.batch_endpoints, batch_size, limits)
     app = build_app(service)
     return Server(
         app=app,
         engine=service.engine,
         watch=service.watch,
         runner=runner,
-        drain_seconds=settings.drain_seconds,
+        drain_seconds=settings.http.drain_seconds,
         request_log=service.request_log,
         bounds=bounds,
         tls=credentials.tls,
@@ -250,13 +246,13 @@ def build_control_plane(
     metrics, quotas, live = Metrics(), Quotas(), LiveView()
     request_log = RequestLog(time.perf_counter)
     traces = None
-    if settings.otlp_endpoint is not None:
-        traces = Traces(settings.otlp_endpoint, loaded.name, time.perf_counter, metrics)
+    if settings.observe.otlp_endpoint is not None:
+        traces = Traces(settings.observe.otlp_endpoint, loaded.name, time.perf_counter, metrics)
         stack.callback(traces.close)
     timelines = Timelines()
     if traces is not None:
         timelines.report_to(traces)
-    lora_usage = LoraUsage(settings.max_loras)
+    lora_usage = LoraUsage(settings.loras.max_loras)
     observers: list[Observer] = [
         metrics,
         metrics.requests,
@@ -266,12 +262,12 @@ def build_control_plane(
         timelines,
         lora_usage,
     ]
-    if settings.record is not None:
-        observers.append(stack.enter_context(recording(settings.record, header)))
+    if settings.observe.record is not None:
+        observers.append(stack.enter_context(recording(settings.observe.record, header)))
     kv_events = _kv_events(settings, loaded, metrics, stack)
     if kv_events is not None:
         observers.append(kv_events)
-    speculation = speculation_settings(settings.speculative_config)
+    speculation = settings.model.speculative_config
     drafter = None
     if speculation is not None:
         report = loaded.report
@@ -303,7 +299,7 @@ def _kv_lookup(
     keys = loaded.report.kv_store_keys
     if not keys:
         return None
-    lookup = KVLookup.open(settings.kv_store, keys, metrics)
+    lookup = KVLookup.open(settings.tiers.kv_store, keys, metrics)
     stack.callback(lookup.close)
     return lookup
 
@@ -311,7 +307,7 @@ def _kv_lookup(
 def _kv_events(
     settings: Settings, loaded: LoadedModel, metrics: Metrics, stack: AsyncExitStack
 ) -> KVEvents | None:
-    config = msgspec.json.decode(settings.kv_events_config, type=KVEventsConfig)
+    config = settings.observe.kv_events_config
     if not config.is_published:
         return None
     publisher = ZmqPublisher(config, topic_of(config, loaded.name), metrics)
@@ -323,32 +319,25 @@ def _recording_header(settings: Settings, loaded: LoadedModel) -> RecordingHeade
     """Everything that schedules depend on; a recording begins with it."""
     report = loaded.report
     is_whole = report.pooling is not None and report.pooling.is_whole
-    scheduler = SchedulerSettings(
+    bounds = settings.scheduler
+    scheduler = replace(
+        bounds,
         max_model_len=report.max_model_len,
-        max_batch_size=settings.max_batch_size,
-        max_batch_tokens=max(settings.max_batch_tokens, report.max_model_len if is_whole else 0),
+        max_batch_tokens=max(bounds.max_batch_tokens, report.max_model_len if is_whole else 0),
         chunks_prompts=not is_whole,
-        max_step_seconds=settings.max_step_seconds or inf,
-        itl_goal=settings.itl_goal or inf,
-        max_prefill_slowdown=settings.prefill_slowdown or inf,
-        max_background_slowdown=settings.background_slowdown,
-        admission=Admission(settings.admission),
-        max_queue_requests=settings.max_queue_requests,
-        max_queue_tokens=settings.max_queue_tokens,
-        reuses_prefixes=settings.prefix_cache and not is_whole,
-        swap=SwapMode(settings.swap),
+        reuses_prefixes=bounds.reuses_prefixes and not is_whole,
     )
     return RecordingHeader(
-        policy=settings.policy,
-        policies=_policy_settings(settings),
+        policy=settings.schedule.policy,
+        policies=replace(settings.policies, seats=settings.scheduler.max_batch_size),
         scheduler=scheduler,
         num_blocks=report.num_blocks,
         block_size=report.block_size,
-        depth=settings.pipeline_stages,
+        depth=settings.workers.num_stages,
         cost=loaded.calibration.model,
         lookahead=loaded.lookahead,
         num_host_blocks=report.num_host_blocks,
-        saves_on_host=settings.prefix_cache,
+        saves_on_host=settings.scheduler.reuses_prefixes,
         num_disk_blocks=len(report.disk_hashes) // HASH_BYTES,
         windows=report.windows,
         num_states=report.num_states,
@@ -358,30 +347,13 @@ def _recording_header(settings: Settings, loaded: LoadedModel) -> RecordingHeade
     )
 
 
-def _policy_settings(settings: Settings) -> PolicySettings:
-    return PolicySettings(
-        starvation_seconds=settings.starvation_seconds,
-        seats=settings.max_batch_size,
-        base_quantum=settings.base_quantum,
-        ratio=settings.quantum_ratio,
-        num_levels=settings.num_levels,
-        skips=settings.skip_join,
-        min_outputs=settings.min_outputs,
-        fcfs_slack=settings.fcfs_slack,
-        input_weight=settings.input_weight,
-        output_weight=settings.output_weight,
-        fair_keys=settings.fair_keys,
-        ttft_goal=settings.ttft_goal,
-    )
-
-
 def _served_model(settings: Settings, loaded: LoadedModel, engine: Engine) -> ServedModel:
     report = loaded.report
     numbers = f"{report.dtype} {report.weights} {report.kv_dtype}"
     facts = f"{podway_version()} {loaded.name} {numbers} {report.device} {report.attention}"
     return ServedModel(
         name=loaded.name,
-        aliases=settings.served_model_name[1:],
+        aliases=settings.model.served_model_name[1:],
         sampling_defaults=loaded.sampling_defaults,
         created=unix_now(),
         fingerprint="fp_" + hashlib.sha256(facts.encode()).hexdigest()[:10],
@@ -389,6 +361,6 @@ def _served_model(settings: Settings, loaded: LoadedModel, engine: Engine) -> Se
         tokenizer=PacedTokenizer(loaded.texts.tokenizer, lambda: engine.is_generating),
         template=loaded.texts.template,
         dialect=loaded.texts.dialect,
-        trusts_request_templates=settings.trust_request_chat_template,
+        trusts_request_templates=settings.model.trust_request_chat_template,
         pooling=report.pooling,
     )

@@ -12,22 +12,22 @@ import time
 from engine.errors import EngineError
 from engine.json_log import set_up_json_logs
 from engine.transport.process import LocalLauncher
+from gateway.options import Option
 from gateway.serve.assemble import serve
 from gateway.serve.load import LoadedModel
 from gateway.serve.start_times import StartTimes
 from gateway.serve.terminal import LoadingBars, banner, url_of
 from gateway.settings.flags import Parser
-from gateway.settings.options import Option
 from gateway.settings.server import LOCAL_FILE
 from gateway.settings.settings import Settings, load, options
 
-REPEATABLE = ("lora",)  # settings whose flag may be given several times
 logger = logging.getLogger(__name__)
 _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 
 
-def parser() -> Parser:
-    """One flag for every setting, in the settings' own groups."""
+def parser(*, shows_all: bool = False) -> Parser:
+    """One flag for every setting, in the settings' own groups; the help has those that most people
+    need, or all."""
     parser = Parser(
         "podway serve",
         usage="podway serve [MODEL] [flags]",
@@ -35,25 +35,36 @@ def parser() -> Parser:
         epilog="Precedence: flags, PODWAY_* environment variables, --config FILE, "
         f"{LOCAL_FILE} in the current directory. In files, settings have the flags' names.",
     )
+    parser.add_argument("--help-all", action=_HelpAll, nargs=0, help="show all flags and exit")
     groups = {}
     for option in options():
+        text = _help(option) if shows_all or not option.declared.is_advanced else argparse.SUPPRESS
         if option.name == "model":
-            parser.add_argument("model", nargs="?", metavar=option.metavar, help=_help(option))
+            parser.add_argument("model", nargs="?", metavar=option.metavar, help=text)
             continue
-        if option.group not in groups:
-            groups[option.group] = parser.add_argument_group(option.group)
-        _add_flag(groups[option.group], option)
+        group = option.declared.group
+        if group not in groups:
+            groups[group] = parser.add_argument_group(group)
+        _add_flag(groups[group], option, text)
     return parser
 
 
-def _add_flag(group: argparse._ArgumentGroup, option: Option) -> None:
+class _HelpAll(argparse.Action):
+    """Shows the flags that `--help` leaves out as well."""
+
+    def __call__(self, *_: object) -> None:
+        whole = parser(shows_all=True)
+        whole.print_help()
+        whole.exit()
+
+
+def _add_flag(group: argparse._ArgumentGroup, option: Option, text: str) -> None:
     if option.is_switch:
         action = argparse.BooleanOptionalAction
-        group.add_argument(option.flag, action=action, default=None, help=_help(option))
+        group.add_argument(option.flag, action=action, default=None, help=text)
     else:
-        metavar = option.metavar or "{" + ",".join(option.choices) + "}"
-        how = "append" if option.name in REPEATABLE else "store"
-        group.add_argument(option.flag, metavar=metavar, action=how, help=_help(option))
+        how = "append" if option.declared.is_repeatable else "store"
+        group.add_argument(option.flag, metavar=option.metavar, action=how, help=text)
 
 
 def main(
@@ -65,18 +76,18 @@ def main(
     began_at = time.perf_counter() if began_at is None else began_at
     flags = vars(parser().parse_args(argv))
     settings = load({name: value for name, value in flags.items() if value is not None})
-    is_json = settings.log_format == "json"
+    is_json = settings.observe.log_format == "json"
     _set_up_logging(settings)
     with LoadingBars(sys.stderr, logs=is_json) as bars:
         times = StartTimes(bars, began_at, time.perf_counter)
 
         def announce(port: int, loaded: LoadedModel) -> None:
             bars.stop()
-            url = url_of(settings.host, port, "https" if settings.tls_cert else "http")
+            url = url_of(settings.http.host, port, "https" if settings.http.tls_cert else "http")
             cost = f"{loaded.calibration}; lookahead {'on' if loaded.lookahead else 'off'}"
             more = {"sampling": f"defaults {loaded.sampling_defaults}", "cost": cost}
-            if settings.lora:
-                more["lora"] = ", ".join(value.partition("=")[0] for value in settings.lora)
+            if settings.loras.lora:
+                more["lora"] = ", ".join(value.partition("=")[0] for value in settings.loras.lora)
             if (summary := times.summary()) is not None:
                 more["start"] = summary
             sys.stdout.write(banner(url, loaded.name, loaded.report, settings, more))
@@ -93,8 +104,8 @@ def main(
 
 
 def _set_up_logging(settings: Settings) -> None:
-    level = settings.log_level.upper()
-    if settings.log_format == "json":
+    level = settings.observe.log_level.upper()
+    if settings.observe.log_format == "json":
         set_up_json_logs(level)
     else:
         logging.basicConfig(level=level, format=_LOG_FORMAT, force=True)
@@ -103,5 +114,5 @@ def _set_up_logging(settings: Settings) -> None:
 
 
 def _help(option: Option) -> str:
-    default = f"default {option.default}; " if option.default else ""
-    return f"{option.description} ({default}{option.env})"
+    default = f"default {option.default_text}; " if option.default_text else ""
+    return f"{option.declared.help} ({default}{option.env})"

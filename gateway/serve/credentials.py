@@ -35,14 +35,15 @@ class Credentials:
 
 def load_credentials(settings: "Settings") -> Credentials:
     """Read the key file and the certificate of the settings. Raises `StartupError`."""
+    access, http = settings.access, settings.http
     allowance = Allowance(
-        settings.requests_per_minute, settings.tokens_per_minute, settings.max_concurrent
+        access.requests_per_minute, access.tokens_per_minute, access.max_concurrent
     )
-    defaults = KeyDefaults(allowance, isolates_prefixes=settings.prefix_isolation == "key")
-    keys = Keys(settings.api_key, settings.api_key_file, defaults, settings.admin_api_key)
+    defaults = KeyDefaults(allowance, isolates_prefixes=access.prefix_isolation == "key")
+    keys = Keys(access.api_key, access.api_key_file, defaults, access.admin_api_key)
     certificate = None
-    if settings.tls_cert is not None and settings.tls_key is not None:
-        certificate = Certificate(settings.tls_cert, settings.tls_key)
+    if http.tls_cert is not None and http.tls_key is not None:
+        certificate = Certificate(http.tls_cert, http.tls_key)
     return Credentials(
-        keys, certificate, settings.api_key_file is not None or certificate is not None
+        keys, certificate, access.api_key_file is not None or certificate is not None
     )

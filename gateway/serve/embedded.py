@@ -57,6 +57,6 @@ async def embedded(
                 yield EmbeddedServer(server.app, service)
             finally:
                 batching.cancel()  # unfinished lines run after the next start
-                await server.engine.drain(settings.drain_seconds)
+                await server.engine.drain(settings.http.drain_seconds)
                 for task in running:
                     task.cancel()

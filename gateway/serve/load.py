@@ -10,7 +10,7 @@ import asyncio
 import importlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -22,19 +22,19 @@ from engine.errors import StartupError
 from engine.lora import LoraSpec
 from engine.speculation.settings import MTP
 from engine.transport.launcher import Launcher
-from engine.transport.multiprocess import MultiprocessExecutor, MultiprocessSettings
+from engine.transport.multiprocess import MultiprocessExecutor
 from engine.transport.process import LocalLauncher
 from engine.transport.trace import TraceFile
-from engine.worker_settings import WorkerReport, WorkerSettings
+from engine.worker_settings import Kernels, WorkerReport, WorkerSettings
 from gateway.loras import absolute
 from gateway.schema.fields.sampling import SamplingDefaults
 from gateway.serve.cost.calibration import Calibration, CostFile, calibrate, cost_facts
 from gateway.serve.lookahead import choose_lookahead, max_lookahead
 from gateway.serve.saved import SavedFile, model_facts
-from gateway.settings.engine import BUILTIN_MODEL
 from gateway.settings.generation_config import sampling_defaults
+from gateway.settings.model import BUILTIN_MODEL
 from gateway.settings.settings import Settings
-from gateway.settings.speculative_config import check_device, speculation_settings
+from gateway.settings.speculative_config import check_device
 
 if TYPE_CHECKING:
     from gateway.ports import ChatTemplate, Dialect, GrammarChecker, Tokenizer
@@ -86,17 +86,12 @@ async def load_model(
 
     `local` starts workers on this machine. Raises `StartupError`.
     """
-    directory = await asyncio.to_thread(_directory, settings.model)
+    directory = await asyncio.to_thread(_directory, settings.model.source)
     config = await asyncio.to_thread(_adapter("generation_config"), directory)
-    defaults = sampling_defaults(config, settings.override_generation_config)
-    transport = MultiprocessSettings(
-        num_stages=settings.pipeline_stages,
-        num_ranks=settings.tensor_ranks,
-        depth=settings.pipeline_stages + max_lookahead(settings),
-        step_seconds=settings.step_seconds,
-        max_restarts=settings.max_restarts,
-    )
-    trace = None if settings.trace is None else TraceFile(settings.trace)
+    defaults = sampling_defaults(config, settings.model.override_generation_config)
+    workers = settings.workers
+    transport = replace(workers, depth=workers.num_stages + max_lookahead(settings))
+    trace = None if settings.launch.trace is None else TraceFile(settings.launch.trace)
     executor = MultiprocessExecutor(
         await asyncio.to_thread(_worker_settings, settings, directory),
         transport,
@@ -109,7 +104,7 @@ async def load_model(
             starting = group.create_task(executor.start(progress))
             reading = group.create_task(asyncio.to_thread(_text_adapters, settings, directory))
         report, texts = starting.result(), reading.result()
-        check_device(settings.speculative_config, report.device)
+        check_device(settings.model.speculative_config, report.device)
         if report.pooling is not None:
             await asyncio.to_thread(importlib.import_module, "numpy")  # for `gateway.pooling`
         stack.push_async_callback(texts.grammars.close)
@@ -122,7 +117,9 @@ async def load_model(
             texts=texts,
             sampling_defaults=defaults,
             calibration=calibration,
-            lengths_file=SavedFile.of(model_facts(directory), "length", settings.cache_dir),
+            lengths_file=SavedFile.of(
+                model_facts(directory), "length", settings.schedule.cache_dir
+            ),
             lookahead=choose_lookahead(settings, report, calibration.model),
         )
     except ExceptionGroup as failed:
@@ -138,33 +135,34 @@ async def _calibrate(
     settings: Settings, directory: Path, executor: MultiprocessExecutor, report: WorkerReport
 ) -> Calibration:
     file = CostFile.of(
-        cost_facts(directory, report, settings.pipeline_stages, settings.tensor_ranks),
-        settings.cache_dir,
+        cost_facts(directory, report, settings.workers.num_stages, settings.workers.num_ranks),
+        settings.schedule.cache_dir,
     )
     bounds = ProbeLimits(
-        max_batch_size=settings.max_batch_size,
-        max_batch_tokens=settings.max_batch_tokens,
+        max_batch_size=settings.scheduler.max_batch_size,
+        max_batch_tokens=settings.scheduler.max_batch_tokens,
         max_model_len=report.max_model_len,
         num_blocks=report.num_blocks,
         block_size=report.block_size,
         pools=report.pooling is not None,
     )
-    return await calibrate(settings.cost_model, file, executor, bounds)
+    return await calibrate(settings.schedule.cost_model, file, executor, bounds)
 
 
 def _launcher(settings: Settings, worker: str) -> Launcher | None:
     """The launcher of the workers; None if this process starts them itself."""
-    if settings.launcher == "local":
+    name = settings.launch.launcher
+    if name == "local":
         return None
     try:
-        launcher = _by_name(LAUNCHERS[settings.launcher])
+        launcher = _by_name(LAUNCHERS[name])
     except ModuleNotFoundError as error:
         raise StartupError(
-            f"--launcher {settings.launcher} needs pip install podway[{settings.launcher}]: {error}"
+            f"--launcher {name} needs pip install podway[{name}]: {error}"
         ) from error
-    gpus = int(settings.device == "cuda")
-    threads = max(1, settings.threads)
-    return cast("Launcher", launcher(worker, settings.ray_address, threads, gpus))
+    gpus = int(settings.kernels.device == "cuda")
+    threads = max(1, settings.kernels.threads)
+    return cast("Launcher", launcher(worker, settings.launch.ray_address, threads, gpus))
 
 
 def _directory(model: str) -> Path:
@@ -175,8 +173,8 @@ def _directory(model: str) -> Path:
 
 def served_name(settings: Settings) -> str:
     """The first name that clients use for the model."""
-    names = settings.served_model_name
-    return names[0] if names else _name(settings.model)
+    names = settings.model.served_model_name
+    return names[0] if names else _name(settings.model.source)
 
 
 def _name(model: str) -> str:
@@ -189,12 +187,12 @@ def _name(model: str) -> str:
 
 
 def _text_adapters(settings: Settings, directory: Path) -> TextAdapters:
-    template = _adapter("template")(directory, settings.chat_template)
+    template = _adapter("template")(directory, settings.model.chat_template)
     source = "" if template is None else template.source
     return TextAdapters(
         _adapter("tokenizer")(directory),
         template,
-        _adapter("dialect")(source, settings.tool_dialect, settings.reasoning_dialect),
+        _adapter("dialect")(source, settings.model.tool_dialect, settings.model.reasoning_dialect),
         _adapter("grammar")(TOKEN_TABLE, directory),
     )
 
@@ -209,59 +207,43 @@ def _by_name(target: str) -> Callable[..., Any]:
 
 
 def _cache(settings: Settings) -> Path:
-    return Path(settings.cache_dir or user_cache_path("podway", appauthor=False))
+    return Path(settings.schedule.cache_dir or user_cache_path("podway", appauthor=False))
 
 
-def _packed_cache(settings: Settings) -> str:
-    """The directory of packed weights; "" if they are not cached."""
-    if settings.packed_cache == "off":
-        return ""
-    if settings.packed_cache:
-        return str(Path(settings.packed_cache).expanduser().absolute())
-    folder = _cache(settings)
-    return str(folder.absolute() / "packed")
+def kernels_of(settings: Settings) -> Kernels:
+    """The settings of kernels with the directories of their caches."""
+    kernels, cache = settings.kernels, _cache(settings)
+    packed = Path(kernels.packed_cache or cache / "packed").expanduser().absolute()
+    return replace(
+        kernels,
+        packed_cache="" if kernels.packed_cache == "off" else str(packed),
+        gemm_cache=str(cache / "gemm"),
+    )
 
 
 def _worker_settings(settings: Settings, directory: Path) -> WorkerSettings:
-    speculation = speculation_settings(settings.speculative_config)
+    speculation, tiers = settings.model.speculative_config, settings.tiers
     draft_model = "" if speculation is None else speculation.model
+    disk = str(Path(tiers.disk_kv).expanduser()) if tiers.disk_kv else ""
     return WorkerSettings(
         model=str(directory),
-        task=settings.task,
-        dtype=settings.dtype,
-        weights=settings.weights,
-        activation_bits=settings.activation_bits,
-        kv_dtype=settings.kv_cache_dtype,
-        device=settings.device,
-        attention=settings.attention,
-        block_size=settings.block_size,
-        kv_slots=settings.kv_slots or 0,
-        kv_bytes=int(settings.kv_memory or 0),
-        host_kv_bytes=int(settings.host_kv_memory),
-        disk_kv_dir=str(settings.disk_kv.expanduser()) if settings.disk_kv is not None else "",
-        disk_kv_bytes=int(settings.disk_kv_memory),
-        kv_store=settings.kv_store,
-        max_model_len=settings.max_model_len,
-        max_batch_tokens=settings.max_batch_tokens,
-        max_batch_size=settings.max_batch_size,
-        threads=settings.threads,
-        thread_wait=settings.thread_wait,
+        task=settings.model.task,
+        kernels=kernels_of(settings),
+        kv=settings.kv,
+        tiers=replace(tiers, disk_kv=disk),
+        max_model_len=settings.model.max_model_len,
+        max_batch_tokens=settings.scheduler.max_batch_tokens,
+        max_batch_size=settings.scheduler.max_batch_size,
         lookahead=max_lookahead(settings),
-        packed_cache=_packed_cache(settings),
-        packed_cache_bytes=int(settings.packed_cache_size),
-        gpu_memory_utilization=settings.gpu_memory_utilization,
-        cuda_graphs=settings.cuda_graphs,
-        batch_invariant=settings.batch_invariant,
-        gemm_cache=str(_cache(settings) / "gemm"),
         loras=lora_specs(settings),
-        max_lora_rank=settings.max_lora_rank,
+        max_lora_rank=settings.loras.max_lora_rank,
         draft_model=str(_directory(draft_model)) if draft_model else "",
         has_mtp=speculation is not None and speculation.method == MTP,
-        logs_json=settings.log_format == "json",
+        logs_json=settings.observe.log_format == "json",
     )
 
 
 def lora_specs(settings: Settings) -> tuple[LoraSpec, ...]:
     """The adapters of `--lora`, with the ids 1, 2, …"""
-    pairs = (value.partition("=")[::2] for value in settings.lora)
+    pairs = (value.partition("=")[::2] for value in settings.loras.lora)
     return tuple(LoraSpec(i, name, absolute(path)) for i, (name, path) in enumerate(pairs, 1))

@@ -20,19 +20,19 @@ SHORT_STEP = 0.02  # seconds of a decode step of one request; the wait saved is 
 
 def max_lookahead(settings: "Settings") -> int:
     """0 or 1: the most that `choose_lookahead` may return, known before the workers start."""
-    if settings.lookahead == "auto":
-        return int(settings.pipeline_stages == 1)
-    return int(settings.lookahead)
+    if settings.launch.lookahead == "auto":
+        return int(settings.workers.num_stages == 1)
+    return int(settings.launch.lookahead)
 
 
 def choose_lookahead(settings: "Settings", report: "WorkerReport", cost: "CostModel") -> int:
     """0 or 1, at most `max_lookahead`."""
-    if settings.lookahead != "auto" or not max_lookahead(settings):
+    if settings.launch.lookahead != "auto" or not max_lookahead(settings):
         return max_lookahead(settings)
     if report.device.startswith("cuda"):
         return 1
-    computing = report.threads * settings.tensor_ranks
-    loop_has_core = settings.launcher == "local" and computing < _num_cores()
+    computing = report.threads * settings.workers.num_ranks
+    loop_has_core = settings.launch.launcher == "local" and computing < _num_cores()
     return int(loop_has_core and cost.compute(1, 0) < SHORT_STEP)
 
 

@@ -81,22 +81,23 @@ def banner(
     url: str, model: str, report: WorkerReport, settings: Settings, more: Mapping[str, str]
 ) -> str:
     """The lines that are printed when the server is ready; `more` are further lines, by label."""
+    bounds = settings.scheduler
     weights = "" if report.weights == report.dtype else f" with {report.weights} weights"
     facts = {
         "model": f"{report.architecture}, {_short(report.num_parameters)} parameters, "
         f"{report.dtype}{weights} on {report.device}, context {report.max_model_len:,} tokens",
         **({} if report.pooling is None else {"task": _pooling(report.pooling)}),
         "KV cache": _kv_cache(report),
-        "workers": f"{_workers(settings)}, {report.threads} threads ({settings.thread_wait}-wait), "
-        f"{report.kernels}, attention {report.attention}",
-        "schedule": f"policy {settings.policy}, admission {settings.admission}, at most "
-        f"{settings.max_batch_size} requests and {settings.max_batch_tokens:,} tokens "
+        "workers": f"{_workers(settings)}, {report.threads} threads "
+        f"({settings.kernels.thread_wait}-wait), {report.kernels}, attention {report.attention}",
+        "schedule": f"policy {settings.schedule.policy}, admission {bounds.admission.value}, "
+        f"at most {bounds.max_batch_size} requests and {bounds.max_batch_tokens:,} tokens "
         "per iteration",
         **more,
     }
     title = f"Podway {podway_version()} serves {model} at {url}"
     lines = [f"  {name:9} {fact}" for name, fact in facts.items()]
-    has_key = bool(settings.api_key or settings.api_key_file)
+    has_key = bool(settings.access.api_key or settings.access.api_key_file)
     task = "generate" if report.pooling is None else report.pooling.task
     example = curl_line(url, model, task, with_key=has_key)
     return "\n".join([title, *lines, "", f"  {example}", "", ""])
@@ -141,7 +142,7 @@ def _pooling(pooling: PoolingReport) -> str:
 
 
 def _workers(settings: Settings) -> str:
-    stages, ranks = settings.pipeline_stages, settings.tensor_ranks
+    stages, ranks = settings.workers.num_stages, settings.workers.num_ranks
     return "1 worker" if stages * ranks == 1 else f"{stages} stages × {ranks} ranks"
 
 

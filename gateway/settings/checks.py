@@ -6,56 +6,50 @@ loading a checkpoint.
 
 import importlib
 import os
-from collections.abc import Collection
 from pathlib import Path
 
 from engine.errors import StartupError
 from gateway.settings.flags import did_you_mean
 from gateway.settings.settings import Settings
 
-# Settings whose values are names in an adapter's table, and the names besides those.
-NAMED = {
-    "attention": ("adapters.attention:BACKENDS", ("auto",)),
-    "tool_dialect": ("adapters.dialects.choosing:TOOL_STYLES", ("auto", "none")),
-    "reasoning_dialect": ("adapters.dialects.choosing:REASONING_MARKS", ("auto", "none")),
-}
-WRITTEN = ("record", "trace")
+BACKENDS = "adapters.attention:BACKENDS"
+TOOL_STYLES = "adapters.dialects.choosing:TOOL_STYLES"
+REASONING_MARKS = "adapters.dialects.choosing:REASONING_MARKS"
 
 
 def check_settings(settings: Settings) -> None:
     """Raise `StartupError` that names the first flag whose value cannot work."""
-    for name, (table, others) in NAMED.items():
-        module, _, attribute = table.partition(":")
-        known = (*others, *getattr(importlib.import_module(module), attribute))
-        _check_name(_flag(name), getattr(settings, name), known)
-    for name in WRITTEN:
-        path: Path | None = getattr(settings, name)
-        if path is not None:
-            _check_writable(_flag(name), path)
-    if settings.record is not None and settings.speculative_config:
+    model, observe = settings.model, settings.observe
+    _check_name("--attention", settings.kernels.attention, BACKENDS, "auto")
+    _check_name("--tool-dialect", model.tool_dialect, TOOL_STYLES, "auto", "none")
+    _check_name("--reasoning-dialect", model.reasoning_dialect, REASONING_MARKS, "auto", "none")
+    _check_writable("--record", observe.record)
+    _check_writable("--trace", settings.launch.trace)
+    if observe.record is not None and model.speculative_config is not None:
         raise StartupError(
             "--record cannot be used with --speculative-config: recordings have no drafts"
         )
-    if len(settings.lora) > settings.max_loras:
+    if len(settings.loras.lora) > settings.loras.max_loras:
         raise StartupError(
-            f"--lora names {len(settings.lora)} adapters, and --max-loras allows "
-            f"{settings.max_loras}"
+            f"--lora names {len(settings.loras.lora)} adapters, and --max-loras allows "
+            f"{settings.loras.max_loras}"
         )
-    if settings.chat_template is not None and not settings.chat_template.is_file():
-        raise StartupError(f"--chat-template: there is no file {settings.chat_template}")
+    if model.chat_template is not None and not model.chat_template.is_file():
+        raise StartupError(f"--chat-template: there is no file {model.chat_template}")
 
 
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def _check_name(flag: str, name: str, known: Collection[str]) -> None:
+def _check_name(flag: str, name: str, table: str, *others: str) -> None:
+    """The name must be in the table, given as "module:name", or one of the others."""
+    module, _, attribute = table.partition(":")
+    known = (*others, *getattr(importlib.import_module(module), attribute))
     if name not in known:
         nearest = did_you_mean(name, known)
         raise StartupError(f"{flag} must be one of {', '.join(known)}, not {name!r}{nearest}")
 
 
-def _check_writable(flag: str, path: Path) -> None:
+def _check_writable(flag: str, path: Path | None) -> None:
+    if path is None:
+        return
     path = path.expanduser()
     if not path.parent.is_dir():
         raise StartupError(f"{flag}: directory {path.parent} does not exist")

@@ -6,8 +6,11 @@ import re
 from collections.abc import Collection, Sequence
 from difflib import get_close_matches
 from importlib.util import find_spec
+from math import inf
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
+
+from engine.setting import duration
 
 N = TypeVar("N")
 _INVALID_CHOICE = re.compile(r"invalid choice: '(?P<given>[^']*)' \(choose from (?P<names>.*)\)$")
@@ -54,47 +57,47 @@ def did_you_mean(given: str, names: Collection[str]) -> str:
 
 def positive(text: str) -> int:
     """A whole number, at least 1."""
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, not {text}")
-    return number
+    return _whole(text, 1)
 
 
 def natural(text: str) -> int:
     """A whole number, at least 0."""
-    if (number := int(text)) < 0:
-        raise argparse.ArgumentTypeError(f"must be at least 0, not {text}")
+    return _whole(text, 0)
+
+
+def _whole(text: str, minimum: int) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = minimum - 1
+    if number < minimum:
+        raise argparse.ArgumentTypeError(
+            f"must be a whole number, at least {minimum}, not {text!r}"
+        )
     return number
 
 
 def above_zero(text: str) -> float:
     """A finite number above 0."""
-    if not 0 < (number := float(text)) < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be above 0, not {text}")
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0.0 < number < inf:
+        raise argparse.ArgumentTypeError(f"must be a number above 0, not {text!r}")
     return number
-
-
-def duration(value: object) -> object:
-    """Seconds from text such as `50ms`, `0.05s` or `0.05`; other values as they are."""
-    if not isinstance(value, str):
-        return value
-    text = value.strip()
-    for unit, seconds in (("ms", 1e-3), ("s", 1.0), ("", 1.0)):
-        if text.endswith(unit):
-            try:
-                return round(float(text.removesuffix(unit)) * seconds, 9)
-            except ValueError:
-                break
-    raise ValueError(f"{value!r} is not a duration such as 50ms or 0.05s")
 
 
 def seconds(text: str) -> float:
     """A duration such as `50ms`, above 0; for argparse."""
     try:
         number = duration(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    if not isinstance(number, float) or not number > 0.0:
-        raise argparse.ArgumentTypeError(f"must be above 0, not {text}")
+    except ValueError:
+        number = 0.0
+    if not 0.0 < number < inf:
+        raise argparse.ArgumentTypeError(
+            f"must be a duration above 0 such as 50ms or 0.05s, not {text!r}"
+        )
     return number
 
 

@@ -14,21 +14,21 @@ FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 def check_override(value: object) -> str:
     """The value of the flag as JSON text; in a settings file it may be a table.
 
-    Raises `ValueError` with a line that names the flag.
+    Raises `ValueError` with the rest of a line that begins with the flag.
     """
     text = value if isinstance(value, str) else json.dumps(value)
     try:
         given = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"{FLAG} must be a JSON object: {error}") from None
+        raise ValueError(f"must be a JSON object: {error}") from None
     if not isinstance(given, dict):
-        raise ValueError(f'{FLAG} must be a JSON object such as {{"temperature": 0.6}}')
+        raise ValueError('must be a JSON object such as {"temperature": 0.6}')
     if unknown := [name for name in given if name not in FIELDS]:
-        raise ValueError(f"{FLAG} has no field {unknown[0]!r}; it has {', '.join(FIELDS)}")
+        raise ValueError(f"has no field {unknown[0]!r}; it has {', '.join(FIELDS)}")
     try:
         _defaults(given)
     except StartupError as error:
-        raise ValueError(f"{FLAG}: {error}") from None
+        raise ValueError(f": {error}") from None
     return text
 
 

@@ -1,179 +1,177 @@
-"""Settings of the HTTP server: addresses, keys, limits, logs, and what is kept on disk."""
+"""Settings of the HTTP server: addresses, limits, logs, and what is kept on disk."""
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, ByteSize, Field
-from pydantic_settings import BaseSettings, NoDecode
-
-from gateway.observe.kv_events import check_config
-from gateway.settings.options import option as _option
-from gateway.settings.options import split
+from engine.setting import setting
+from gateway.observe.kv_events import KVEventsConfig, check_config
 
 LOCAL_FILE = Path("podway.toml")
 IN_MEMORY = "memory"  # instead of the store's file
 
 
-class ServerSettings(BaseSettings):
-    """The fields under `server` and `access` of `podway serve --help`."""
+@dataclass(frozen=True, slots=True)
+class HttpSettings:
+    """Where the server listens, for whom, and how long it waits for clients."""
 
-    host: str = _option("127.0.0.1", "server", "address to listen on", "HOST")
-    port: int = _option(
+    host: str = setting("127.0.0.1", "server", "address to listen on", "HOST")
+    port: int = setting(
         8000, "server", "port to listen on; 0: any free port", "PORT", ge=0, le=65535
     )
-    max_body_bytes: ByteSize = _option(
-        ByteSize(16 << 20), "server", "maximum size of a request body", "SIZE", ge=1
+    max_body_bytes: int = setting(
+        16 << 20, "server", "maximum size of a request body", "SIZE", unit="bytes", ge=1
     )
-    max_connections: int = _option(
+    max_connections: int = setting(
         0,
         "server",
         "maximum open connections; 0: what the limit on open files allows",
         "N",
         ge=0,
+        is_advanced=True,
     )
-    body_seconds: float = _option(
-        60.0, "server", "timeout for receiving a request body", "SECONDS", gt=0
+    body_seconds: float = setting(
+        60.0,
+        "server",
+        "timeout for receiving a request body",
+        "SECONDS",
+        gt=0,
+        is_advanced=True,
     )
-    stall_seconds: float = _option(
+    stall_seconds: float = setting(
         600.0,
         "server",
         "timeout for a client that does not read its response",
         "SECONDS",
         gt=0,
+        is_advanced=True,
     )
-    store: str | None = _option(
-        None,
-        "server",
-        "SQLite file for files, batches and responses; memory: keep nothing after the end; "
-        "default: one file per model in the user's state directory",
-        "FILE",
-    )
-    max_file_bytes: ByteSize = _option(
-        ByteSize(200 << 20), "server", "maximum size of an uploaded file", "SIZE", ge=1
-    )
-    max_key_bytes: ByteSize = _option(
-        ByteSize(4 << 30),
-        "server",
-        "maximum size of the files and batches of one API key; without keys, of all clients",
-        "SIZE",
-        ge=1,
-    )
-    max_store_bytes: ByteSize = _option(
-        ByteSize(16 << 30),
-        "server",
-        "maximum size of all stored files, batches and responses",
-        "SIZE",
-        ge=1,
-    )
-    drain_seconds: float = _option(
+    drain_seconds: float = setting(
         30.0, "server", "time that running requests get to finish after SIGTERM", "SECONDS", ge=0
     )
-    otlp_endpoint: str | None = _option(
-        None,
-        "server",
-        "export traces and metrics to this OpenTelemetry collector (OTLP over HTTP)",
-        "URL",
-    )
-    kv_events_config: Annotated[str, BeforeValidator(check_config)] = _option(
-        "{}",
-        "server",
-        "publish which prefixes are cached, for routers, over ZeroMQ; a JSON object with vLLM's "
-        "fields enable_kv_cache_events, endpoint, replay_endpoint, topic, buffer_steps, hwm, "
-        "max_queue_size",
-        "JSON",
-    )
-    record: Path | None = _option(
-        None,
-        "server",
-        "record arrivals and iterations, without texts, for podway simulate --replay",
-        "FILE",
-    )
-    unknown_fields: Literal["ignore", "reject"] = _option(
+    unknown_fields: str = setting(
         "ignore",
         "server",
         "what to do with unknown fields inside messages and tools, and with top-level fields of "
         "other clients and servers; ignored fields are listed in a response header",
+        choices=("ignore", "reject"),
+        is_advanced=True,
     )
-    strict_max_tokens: bool = _option(
+    strict_max_tokens: bool = setting(
         False,
         "server",
         "reject a max_tokens for which the context has no room, also in chats, responses and "
         "messages; by default it is an upper bound there",
+        is_advanced=True,
     )
-    log_level: Literal["debug", "info", "warning", "error"] = _option(
-        "info", "server", "lowest level of the lines that are logged"
-    )
-    log_format: Literal["text", "json"] = _option(
-        "text", "server", "format of the log on stderr; json: one object per line"
-    )
-    config: Path | None = _option(
-        None,
-        "server",
-        f"a TOML file with these settings; {LOCAL_FILE} in the current directory is always read",
-        "FILE",
-    )
-
-    api_key: Annotated[tuple[str, ...], NoDecode, BeforeValidator(split)] = Field(
-        (),
-        repr=False,
-        description="API keys that clients must send, separated by commas, each KEY or NAME=KEY; "
-        "default: no key is required",
-        json_schema_extra={"group": "access", "metavar": "KEYS"},
-    )
-    api_key_file: Path | None = _option(
-        None, "access", "a TOML file of keys with limits per key; read again on SIGHUP", "FILE"
-    )
-    admin_api_key: Annotated[tuple[str, ...], NoDecode, BeforeValidator(split)] = Field(
-        (),
-        repr=False,
-        description="API keys that may also use /admin, written as in --api-key; without one, "
-        "/admin needs a key of the key file with admin = true, or on a server without keys a "
-        "client on the same machine",
-        json_schema_extra={"group": "access", "metavar": "KEYS"},
-    )
-    prefix_isolation: Literal["key", "off"] = _option(
-        "key",
-        "access",
-        "key: requests share cached prefixes only with requests of the same API key, so that "
-        "cached_tokens and TTFT do not reveal other keys' prompts; a common system prompt is then "
-        "computed and stored once per key; off: all keys share them",
-    )
-    allowed_host: Annotated[tuple[str, ...], NoDecode, BeforeValidator(split)] = _option(
+    allowed_host: tuple[str, ...] = setting(
         (),
         "access",
         "host names that requests without an API key may name in Host, separated by commas; *: "
         "all; default: local names if --host is a loopback address, else all",
         "HOSTS",
     )
-    requests_per_minute: int = _option(
-        0, "access", "limit per key, unless the key file sets another; 0: no limit", "N", ge=0
-    )
-    tokens_per_minute: int = _option(
-        0,
-        "access",
-        "limit per key on prompt and output tokens, unless the key file sets another; 0: no limit",
-        "TOKENS",
-        ge=0,
-    )
-    max_concurrent: int = _option(
-        0,
-        "access",
-        "limit per key on requests at the same time, unless the key file sets another; 0: no limit",
-        "N",
-        ge=0,
-    )
-    page: bool = _option(
+    page: bool = setting(
         True, "access", "serve the web page at /: a chat and a live view of the engine"
     )
-    cors_origin: Annotated[tuple[str, ...], NoDecode, BeforeValidator(split)] = _option(
+    cors_origin: tuple[str, ...] = setting(
         (),
         "access",
         "origins whose web pages may call the server, separated by commas; *: all",
         "ORIGINS",
     )
-    tls_cert: Path | None = _option(
+    tls_cert: Path | None = setting(
         None, "access", "a PEM file with the certificate chain; read again on SIGHUP", "FILE"
     )
-    tls_key: Path | None = _option(
+    tls_key: Path | None = setting(
         None, "access", "a PEM file with the certificate's private key", "FILE"
+    )
+
+    def __post_init__(self) -> None:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("--tls-cert and --tls-key are used together: give both or neither")
+
+
+@dataclass(frozen=True, slots=True)
+class StoreSettings:
+    """Where files, batches and responses are kept, and how much of them."""
+
+    store: str | None = setting(
+        None,
+        "server",
+        "SQLite file for files, batches and responses; memory: keep nothing after the end; "
+        "default: one file per model in the user's state directory",
+        "FILE",
+    )
+    max_file_bytes: int = setting(
+        200 << 20,
+        "server",
+        "maximum size of an uploaded file",
+        "SIZE",
+        unit="bytes",
+        ge=1,
+        is_advanced=True,
+    )
+    max_key_bytes: int = setting(
+        4 << 30,
+        "server",
+        "maximum size of the files and batches of one API key; without keys, of all clients",
+        "SIZE",
+        unit="bytes",
+        ge=1,
+        is_advanced=True,
+    )
+    max_store_bytes: int = setting(
+        16 << 30,
+        "server",
+        "maximum size of all stored files, batches and responses",
+        "SIZE",
+        unit="bytes",
+        ge=1,
+        is_advanced=True,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ObserveSettings:
+    """What the server tells about itself: logs, traces, recordings and events."""
+
+    log_level: str = setting(
+        "info",
+        "server",
+        "lowest level of the lines that are logged",
+        choices=("debug", "info", "warning", "error"),
+    )
+    log_format: str = setting(
+        "text",
+        "server",
+        "format of the log on stderr; json: one object per line",
+        choices=("text", "json"),
+    )
+    otlp_endpoint: str | None = setting(
+        None,
+        "server",
+        "export traces and metrics to this OpenTelemetry collector (OTLP over HTTP)",
+        "URL",
+    )
+    kv_events_config: KVEventsConfig = setting(
+        KVEventsConfig(),
+        "server",
+        "publish which prefixes are cached, for routers, over ZeroMQ; a JSON object with vLLM's "
+        "fields enable_kv_cache_events, endpoint, replay_endpoint, topic, buffer_steps, hwm, "
+        "max_queue_size",
+        "JSON",
+        convert=check_config,
+        is_advanced=True,
+    )
+    record: Path | None = setting(
+        None,
+        "server",
+        "record arrivals and iterations, without texts, for podway simulate --replay",
+        "FILE",
+    )
+    config: Path | None = setting(
+        None,
+        "server",
+        f"a TOML file with these settings; {LOCAL_FILE} in the current directory is always read",
+        "FILE",
     )

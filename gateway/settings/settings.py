@@ -1,4 +1,4 @@
-"""The one settings object: flags, PODWAY_* environment and TOML files all fill it.
+"""The one settings object: flags, PODWAY_* variables and TOML files all fill it.
 
 Precedence: flags > environment > `--config FILE` > `podway.toml` here > defaults. This is the
 only place that reads the environment. A wrong value is rejected in one line that names the flag,
@@ -6,75 +6,78 @@ where the value came from and what is allowed.
 """
 
 import os
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Self
+from typing import NamedTuple
 
-from pydantic import ValidationError, model_validator
-from pydantic_settings import (
-    BaseSettings,
-    InitSettingsSource,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-)
-
+from engine.control.settings import SchedulerSettings
 from engine.errors import StartupError
-from gateway.settings.engine import EngineSettings
+from engine.policy import PolicySettings
+from engine.transport.multiprocess import MultiprocessSettings
+from engine.worker_settings import Kernels, KVSettings, Tiers
+from gateway.options import PREFIX, Option, options_of, with_values
+from gateway.settings.access import AccessSettings
 from gateway.settings.flags import did_you_mean
-from gateway.settings.lora import LoraSettings
-from gateway.settings.options import PREFIX, Option, allowed, as_option
-from gateway.settings.policy import PolicyFields
-from gateway.settings.server import LOCAL_FILE, ServerSettings
+from gateway.settings.model import LoraSettings, ModelSettings
+from gateway.settings.server import LOCAL_FILE, HttpSettings, ObserveSettings, StoreSettings
+from gateway.settings.workers import LaunchSettings, ScheduleSettings
 
 
-class Settings(ServerSettings, LoraSettings, PolicyFields, EngineSettings):
-    """All settings of `podway serve`. Immutable; durations are float seconds, sizes are bytes."""
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """All settings of `podway serve`, by the part that uses them, with the defaults of a server.
 
-    model_config = SettingsConfigDict(
-        env_prefix=PREFIX, frozen=True, extra="forbid", allow_inf_nan=False, env_ignore_empty=True
+    Durations are seconds, sizes are bytes. `scheduler.max_model_len` is known once the model is
+    loaded; until then it is 0.
+    """
+
+    model: ModelSettings = ModelSettings()
+    loras: LoraSettings = LoraSettings()
+    kernels: Kernels = Kernels()
+    kv: KVSettings = KVSettings()
+    tiers: Tiers = Tiers()
+    schedule: ScheduleSettings = ScheduleSettings()
+    scheduler: SchedulerSettings = SchedulerSettings(
+        max_model_len=0, max_step_seconds=0.5, max_prefill_slowdown=2.0, max_background_slowdown=1.5
     )
+    policies: PolicySettings = PolicySettings()
+    workers: MultiprocessSettings = MultiprocessSettings()
+    launch: LaunchSettings = LaunchSettings()
+    http: HttpSettings = HttpSettings()
+    store: StoreSettings = StoreSettings()
+    observe: ObserveSettings = ObserveSettings()
+    access: AccessSettings = AccessSettings()
 
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Flags, then the environment, then the files, the named one first."""
-        config = init_settings().get("config") or env_settings().get("config")
-        files = (InitSettingsSource(settings_cls, _read(path)) for path in _files(config))
-        return (init_settings, env_settings, *files)
-
-    @model_validator(mode="after")
-    def _fits_together(self) -> Self:
-        if self.kv_slots is not None and self.kv_memory is not None:
-            raise ValueError("--kv-slots and --kv-memory exclude each other: give one of them")
-        if (self.tls_cert is None) != (self.tls_key is None):
-            raise ValueError("--tls-cert and --tls-key are used together: give both or neither")
-        if self.launcher == "ray" and self.device.startswith("cuda:"):
+    def __post_init__(self) -> None:
+        if self.launch.launcher == "ray" and self.kernels.device.startswith("cuda:"):
             raise ValueError(
                 "--launcher ray lets Ray choose the GPUs: --device must be auto, cpu or cuda, not "
-                f"{self.device!r}"
+                f"{self.kernels.device!r}"
             )
-        if self.max_batch_tokens < self.max_batch_size:
-            raise ValueError(
-                f"--max-batch-tokens ({self.max_batch_tokens}) must be at least "
-                f"--max-batch-size ({self.max_batch_size}): each request needs a token"
-            )
-        return self
+
+
+class Given(NamedTuple):
+    """A value of a setting, and where it is from: "" for a flag."""
+
+    value: object
+    origin: str = ""
 
 
 def options() -> tuple[Option, ...]:
     """All settings in the order of the help."""
-    return tuple(as_option(name, info) for name, info in Settings.model_fields.items())
+    defaults = Settings()
+    return tuple(
+        option
+        for section in fields(Settings)
+        for option in options_of(section.name, getattr(defaults, section.name))
+    )
 
 
-def load(flags: Mapping[str, str | bool | list[str]]) -> Settings:
+def load(flags: Mapping[str, object]) -> Settings:
     """The settings of this run. `flags` maps setting names to the command line's values: strings,
     booleans for switches, and lists for flags that can be repeated.
 
@@ -82,15 +85,47 @@ def load(flags: Mapping[str, str | bool | list[str]]) -> Settings:
     resembles a setting's is an error; any other unknown one, for instance of a Kubernetes service
     named podway, is ignored.
     """
-    _check_variables(os.environ)
+    known = {option.name: option for option in options()}
+    _check_variables(os.environ, known)
+    in_flags = {name: Given(value) for name, value in flags.items()}
+    in_environment = {
+        name: Given(text, option.env)
+        for name, option in known.items()
+        if (text := os.environ.get(option.env))
+    }
+    config = (in_environment | in_flags).get("config")
+    given = {name: each for path in _files(config) for name, each in _read(path).items()}
+    return _built(known, given | in_environment | in_flags)
+
+
+def _built(known: Mapping[str, Option], given: Mapping[str, Given]) -> Settings:
+    """The defaults with the values that are given."""
+    for name, (_, origin) in given.items():
+        if name not in known:
+            where = f" in {origin}" if origin else ""
+            raise StartupError(f"unknown setting {name!r}{where}{did_you_mean(name, known)}")
+    values: dict[str, dict[str, object]] = {}
+    for name, option in known.items():
+        if name in given:
+            values.setdefault(option.section, {})[option.field] = _parsed(option, given[name])
+    defaults = Settings()
     try:
-        return Settings(**flags)  # type: ignore[arg-type] # pydantic parses them
-    except ValidationError as error:
-        raise StartupError(_one_line(error, flags)) from None
+        sections = {name: with_values(getattr(defaults, name), own) for name, own in values.items()}
+        return with_values(defaults, sections)
+    except ValueError as error:
+        raise StartupError(str(error)) from None
 
 
-def _check_variables(variables: Iterable[str]) -> None:
-    names = [name.upper() for name in Settings.model_fields]
+def _parsed(option: Option, given: Given) -> object:
+    try:
+        return option.parse(given.value)
+    except ValueError as error:
+        origin = f" (from {given.origin})" if given.origin else ""
+        raise StartupError(f"{error}{origin}") from None
+
+
+def _check_variables(variables: Iterable[str], known: Mapping[str, Option]) -> None:
+    names = [name.upper() for name in known]
     for variable in variables:
         name = variable.removeprefix(PREFIX)
         if not variable.startswith(PREFIX) or name in names:
@@ -99,38 +134,30 @@ def _check_variables(variables: Iterable[str]) -> None:
             raise StartupError(f"unknown variable {variable}; did you mean {PREFIX}{nearest[0]}?")
 
 
-def _files(config: object) -> list[Path]:
-    named = [Path(str(config))] if config else []
-    return [*named, LOCAL_FILE] if LOCAL_FILE.is_file() else named
+def _files(config: Given | None) -> list[Path]:
+    """The settings files, in which a later one overrides an earlier one."""
+    named = [] if config is None else [Path(str(config.value))]
+    return [LOCAL_FILE, *named] if LOCAL_FILE.is_file() else named
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> dict[str, Given]:
     """The settings in one TOML file; names may be written with dashes, as flags are."""
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        table = tomllib.loads(text)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise StartupError(f"cannot read the settings file {path}: {reason}") from None
     except tomllib.TOMLDecodeError as error:
         raise StartupError(f"the settings file {path} is not TOML: {error}") from None
-    return {key.replace("-", "_"): value for key, value in table.items()}
+    return {
+        key.replace("-", "_"): Given(value, f"{path}{_line_of(key, text)}")
+        for key, value in table.items()
+    }
 
 
-def _one_line(error: ValidationError, flags: Mapping[str, object]) -> str:
-    """The first error, for a person at a terminal."""
-    first = error.errors()[0]
-    if not first["loc"]:
-        return first["msg"].removeprefix("Value error, ")
-    name = str(first["loc"][0])
-    info = Settings.model_fields.get(name)
-    if info is None:
-        nearest = did_you_mean(name, list(Settings.model_fields))
-        return f"unknown setting {name!r} in the settings file{nearest}"
-    found = as_option(name, info)
-    origin = "" if name in flags else " (from the settings file)"
-    if name not in flags and found.env in os.environ:
-        origin = f" (from {found.env})"
-    if first["type"] == "value_error":
-        return str(first["msg"]).removeprefix("Value error, ") + origin
-    label = "MODEL" if name == "model" else found.flag
-    return f"{label} must be {allowed(info)}, not {first['input']!r}{origin}"
+def _line_of(key: str, text: str) -> str:
+    """`, line 4`, where a file sets the key; "" if the key is written in another way."""
+    places = re.finditer(rf"^[ \t]*\[?[ \t]*[\"']?{re.escape(key)}\b[\"']?[ \t]*[=.\]]", text, re.M)
+    place = next(places, None)
+    return "" if place is None else f", line {text.count(chr(10), 0, place.start()) + 1}"

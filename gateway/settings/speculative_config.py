@@ -8,33 +8,26 @@ from engine.speculation.settings import SpeculationSettings
 FLAG = "--speculative-config"
 
 
-def check_speculative_config(value: object) -> str:
-    """The value of the flag as JSON text, "" for none; in a settings file it may be a table.
+def speculation_settings(value: object) -> SpeculationSettings | None:
+    """The settings that JSON text, or a table of a settings file, describes; "" for none.
 
-    Raises `ValueError` with a line that names the flag, and the key that is wrong.
+    Raises `ValueError` with the rest of a line that begins with the flag.
     """
-    text = value if isinstance(value, str) else json.dumps(value)
-    speculation_settings(text)
-    return text
-
-
-def speculation_settings(text: str) -> SpeculationSettings | None:
-    """The settings that the text describes; None if speculation is off. Raises `ValueError`."""
-    if not text:
+    if value == "":
         return None
     try:
-        given = json.loads(text)
+        given = json.loads(value) if isinstance(value, str) else value
     except json.JSONDecodeError as error:
-        raise ValueError(f"{FLAG} must be a JSON object: {error}") from None
+        raise ValueError(f"must be a JSON object: {error}") from None
     if not isinstance(given, dict):
-        raise ValueError(f'{FLAG} must be a JSON object such as {{"method": "ngram"}}')
+        raise ValueError('must be a JSON object such as {"method": "ngram"}')
     try:
         return SpeculationSettings.parse(given)
     except ValueError as error:
-        raise ValueError(f"{FLAG}: {error}") from None
+        raise ValueError(f": {error}") from None
 
 
-def check_device(text: str, device: str) -> None:
+def check_device(speculation: SpeculationSettings | None, device: str) -> None:
     """Raise `StartupError` if speculation is on and the model does not run on the CPU."""
-    if text and not device.startswith("cpu"):
+    if speculation is not None and not device.startswith("cpu"):
         raise StartupError(f"{FLAG} is supported on the CPU; this model runs on {device}")

@@ -7,7 +7,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from gateway.settings.settings import Settings
+from gateway.settings.settings import options
 from gateway.web.table import ROUTES
 
 FOLDER = Path(__file__).parents[2] / "examples" / "kubernetes"
@@ -78,4 +78,4 @@ def test_arguments_and_variables_are_settings_of_the_server() -> None:
     variables = [one["name"] for one in found["env"] if one["name"].startswith("PODWAY_")]
     names = flags + [one.removeprefix("PODWAY_").lower() for one in variables]
     assert names
-    assert set(names) <= Settings.model_fields.keys()
+    assert set(names) <= {option.name for option in options()}

@@ -4,7 +4,7 @@ In float32 with plain attention, where batch mates do not change the likeliest t
 models; graphs need FlashInfer, and are held to transformers by `test_whole_worker`.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ from engine.worker.process.worker import Worker
 from tests.engine.worker.cuda.step.test_generations import serve
 from tests.engine.worker.process.driving import settings_for
 from tests.models.checkpoints import make_checkpoint
+from tests.worker_settings import changed
 
 pytestmark = [
     pytest.mark.gpu,
@@ -37,11 +38,11 @@ class OnGpu:
 async def test_lookahead_leaving_and_preemption_change_no_text(
     tmp_path: Path, host_kv_bytes: int
 ) -> None:
-    settings = replace(
+    settings = changed(
         settings_for(make_checkpoint(tmp_path)),
         device="cuda",
         dtype="float32",
-        host_kv_bytes=host_kv_bytes,
+        host_kv_memory=host_kv_bytes,
         lookahead=1,
         max_batch_size=6,
         max_batch_tokens=13,

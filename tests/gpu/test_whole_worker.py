@@ -7,7 +7,7 @@ more. A sampled token is right if float32 finds it the likeliest, up to that err
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -33,6 +33,7 @@ from engine.transport.inline import InlineExecutor
 from engine.worker.process.worker import Worker
 from tests.engine.worker.process.driving import GREEDY, Driver, settings_for
 from tests.models.checkpoints import VARIANTS, make_model
+from tests.worker_settings import changed
 
 WIDE = {
     "hidden_size": 256,
@@ -108,7 +109,7 @@ def pair_of(model: Any, directory: Path, device: str, **more: Any) -> Pair:
     # XQA would be compiled for each of these small shapes
     attention = "flashinfer-fa2" if device == "cuda" else "auto"
     settings = settings_for(directory, attention, block_size=BLOCK, kv_slots=64 * BLOCK)
-    worker = Worker.load(replace(settings, device=device, **more), lambda *_: None)
+    worker = Worker.load(changed(settings, device=device, **more), lambda *_: None)
     tolerance = TOLERANCE[device]
     if device == "cuda":
         load, text = transformers.AutoModelForCausalLM.from_pretrained, tokens_of(100, 7)
@@ -205,7 +206,7 @@ async def test_who_leaves_leaves_nothing_behind(
 def test_who_was_swapped_out_and_in_goes_on_with_its_own_text(
     llama: Any, device: str, swap: SwapMode, tmp_path: Path
 ) -> None:
-    pair = pair_of(llama, tmp_path, device, host_kv_bytes=8 << 20)
+    pair = pair_of(llama, tmp_path, device, host_kv_memory=8 << 20)
     report = pair.worker.report
     bounds = SchedulerSettings(
         max_model_len=512, max_batch_size=3, max_batch_tokens=64, swap=swap, reuses_prefixes=False

@@ -19,8 +19,8 @@ from engine.grammar import TokenTable
 from engine.request import FinishReason, RequestSpec
 from engine.step import Grammar, GrammarKind, SamplingParams
 from engine.worker.process.worker import Worker
-from engine.worker_settings import WorkerSettings
 from tests.inline import RequestOutcome, play
+from tests.worker_settings import worker_settings
 
 BUILTIN = Path(adapters.__file__).parent / "builtin"
 SCHEMA: dict[str, Any] = {
@@ -41,7 +41,7 @@ LONG = Grammar(GrammarKind.REGEX, "[a-z]{300,320}")
 
 @pytest.fixture(scope="module")
 def worker() -> Worker:
-    settings = WorkerSettings(str(BUILTIN), block_size=4, kv_slots=2048, threads=1)
+    settings = worker_settings(str(BUILTIN), block_size=4, kv_slots=2048, threads=1)
     return Worker.load(settings, lambda *_: None)
 
 
@@ -105,7 +105,7 @@ def test_another_worker_continues_where_one_stopped(worker: Worker, table: Token
     spec = spec_for(table, JSON, 5)
     (whole,) = play(worker, [spec])
     fresh = Worker.load(
-        WorkerSettings(str(BUILTIN), block_size=4, kv_slots=2048, threads=1), lambda *_: None
+        worker_settings(str(BUILTIN), block_size=4, kv_slots=2048, threads=1), lambda *_: None
     )
     (first,) = play(fresh, [spec], dies_in=(7,))
     assert first.tokens == whole.tokens

@@ -16,10 +16,10 @@ from engine.grammar import TokenTable
 from engine.request import FinishReason, RequestSpec
 from engine.step import Grammar, GrammarKind, SamplingParams
 from engine.worker.process.worker import Worker
-from engine.worker_settings import WorkerSettings
 from examples.benchmarks.grammar.random_schemas import random_schemas
 from tests.inline import RequestOutcome, play
 from tests.models.checkpoints import make_checkpoint
+from tests.worker_settings import worker_settings
 
 BUILTIN = Path(adapters.__file__).parent / "builtin"
 
@@ -35,7 +35,7 @@ def worker(table: TokenTable, tmp_path_factory: pytest.TempPathFactory) -> Worke
     size = len(table.tokens)
     make_checkpoint(directory, "llama", vocab_size=size, max_position_embeddings=512)
     shutil.copy(BUILTIN / "tokenizer.json", directory)
-    return Worker.load(WorkerSettings(str(directory), kv_slots=8192), lambda *_: None)
+    return Worker.load(worker_settings(str(directory), kv_slots=8192), lambda *_: None)
 
 
 def specs_for(schemas: list[dict[str, object]], table: TokenTable) -> list[RequestSpec]:

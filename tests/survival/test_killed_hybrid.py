@@ -16,8 +16,8 @@ from engine.policy.fcfs import FirstComeFirstServed
 from engine.request import RequestSpec
 from engine.step import SamplingParams, TokenLogprobs
 from engine.transport.multiprocess import MultiprocessExecutor, MultiprocessSettings
-from engine.worker_settings import WorkerSettings
 from tests.models.checkpoints import make_checkpoint
+from tests.worker_settings import worker_settings
 
 pytestmark = pytest.mark.process
 
@@ -47,7 +47,7 @@ async def read(engine: Engine, executor: MultiprocessExecutor, at: int, kills: b
 
 async def answers(directory: Path, *, kills: bool) -> tuple[list[Answer], int]:
     """All answers, computed together, and how often the worker was started again."""
-    settings = WorkerSettings(model=str(directory), block_size=4, kv_slots=512, threads=1)
+    settings = worker_settings(model=str(directory), block_size=4, kv_slots=512, threads=1)
     executor = MultiprocessExecutor(settings, MultiprocessSettings(restart_pause=0.0))
     report = await executor.start(lambda what, done, total: None)
     bounds = SchedulerSettings(max_model_len=100, max_batch_size=4, max_batch_tokens=24)

@@ -90,30 +90,30 @@ class CpuDevice:
     dtype = torch.float32  # bfloat16 is a format of linears; everything else is float32
 
     def __init__(self, settings: WorkerSettings, preferred: PreferredFormat | None = None) -> None:
-        if settings.dtype not in DTYPES:
+        if settings.kernels.dtype not in DTYPES:
             known = ", ".join(DTYPES[1:])
             raise StartupError(
-                f"--dtype {settings.dtype!r} is not supported on cpu; known: {known}"
+                f"--dtype {settings.kernels.dtype!r} is not supported on cpu; known: {known}"
             )
-        if settings.batch_invariant:
+        if settings.kernels.batch_invariant:
             raise StartupError("--batch-invariant is not supported on cpu, only on cuda")
         preferred = preferred or PreferredFormat()
-        self.kv_dtype = kv_dtype_of(settings.kv_dtype, keeps_kv=preferred.keeps_kv)
+        self.kv_dtype = kv_dtype_of(settings.kv.kv_cache_dtype, keeps_kv=preferred.keeps_kv)
         self.attentions = attentions_for(settings, "cpu", DEFAULT_ATTENTION)
         stored = self._stored(settings, preferred)
         name = "" if stored else self._format(settings, preferred)
         self.linear_format: LinearFormat | None = FORMATS[name] if name else None
-        linears = linears_of(*stored or (name,), activation_bits=settings.activation_bits)
+        linears = linears_of(*stored or (name,), activation_bits=settings.kernels.activation_bits)
         self.weights = describe([linears[each] for each in stored or (name,)])
         if stored:  # also for the weights that are floats
             linears["float32"] = self._linears_of_floats(settings, preferred)
         self._layout = layout_of(linears)
         self._store = PackedStore(linears)
         neighbours = settings.placement.num_local_workers
-        self.threads = settings.threads or max(1, _num_cores() // neighbours)
+        self.threads = settings.kernels.threads or max(1, _num_cores() // neighbours)
         self._settings = settings
         self._compiling: Future[None] | None = None  # of attention kernels, from `prepare` on
-        self._pool = NativeThreadPool(self.threads, settings.thread_wait)
+        self._pool = NativeThreadPool(self.threads, settings.kernels.thread_wait)
         torch.set_num_threads(self.threads if self._is_plain else 1)
 
     @classmethod
@@ -131,25 +131,25 @@ class CpuDevice:
 
     def _stored(self, settings: WorkerSettings, preferred: PreferredFormat) -> tuple[str, ...]:
         """The quantized formats of the checkpoint, if its weights are computed in as stored."""
-        return preferred.stored if settings.weights == "auto" and not self._is_plain else ()
+        return preferred.stored if settings.kernels.weights == "auto" and not self._is_plain else ()
 
     def _linears_of_floats(
         self, settings: WorkerSettings, preferred: PreferredFormat
     ) -> CpuLinears:
-        name = self._float_format(settings.dtype, preferred)
+        name = self._float_format(settings.kernels.dtype, preferred)
         return linears_of(name)[name]
 
     def _format(self, settings: WorkerSettings, preferred: PreferredFormat) -> str:
         """What all linears are converted to; raises `StartupError` if the settings name an unknown
         format."""
-        weights = settings.weights
+        weights = settings.kernels.weights
         if weights not in ("auto", *CPU_FORMATS):
             known = ", ".join(("auto", *CPU_FORMATS))
             raise StartupError(f"--weights {weights!r} is not supported on cpu; known: {known}")
         if weights == "auto" and preferred.format is not None and not self._is_plain:
             return preferred.format
         if weights == "auto":
-            weights = self._float_format(settings.dtype, preferred)
+            weights = self._float_format(settings.kernels.dtype, preferred)
         if self._is_plain and weights != "float32":
             raise StartupError(
                 f"weights in {weights} need another attention than {PLAIN_ATTENTION!r}"
@@ -202,7 +202,7 @@ class CpuDevice:
         return HostSampler(vocab_size, operators)
 
     def check_weights(self, num_bytes: int, idle_bytes: int) -> None:
-        check_memory(num_bytes - (idle_bytes if self._settings.packed_cache else 0))
+        check_memory(num_bytes - (idle_bytes if self._settings.kernels.packed_cache else 0))
 
     @contextmanager
     def source(
@@ -227,7 +227,7 @@ class CpuDevice:
         return makes(spec, cache, self._pool)
 
     def block_bytes(self, shape: ModelShape) -> int:
-        size = self._settings.block_size
+        size = self._settings.kv.block_size
         return bytes_per_block(shape, shape.num_layers, size, self.kv_dtype)
 
     def kv_capacity(self, profile_run: Callable[[], None]) -> KVCapacity:
@@ -241,7 +241,7 @@ class CpuDevice:
         return KVCapacity(available, usual, available, is_shared=True)
 
     def allocate(self, shape: ModelShape, num_blocks: int) -> KVTensors:
-        size = self._settings.block_size
+        size = self._settings.kv.block_size
         return allocate(shape, shape.num_layers, num_blocks, size, self.kv_dtype)
 
     def mover(self, cache: KVTensors, shape: ModelShape, num_host_blocks: int) -> BlockMover:

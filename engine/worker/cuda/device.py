@@ -101,17 +101,17 @@ class CudaDevice:
     ) -> None:
         self.place = gpu.place
         self.name = f"{gpu.place} ({gpu.model})"
-        self.dtype = choose_dtype("--dtype", settings.dtype, DTYPES, "cuda")
+        self.dtype = choose_dtype("--dtype", settings.kernels.dtype, DTYPES, "cuda")
         self.attentions = attentions_for(settings, "cuda", DEFAULT_ATTENTION, PLAIN_ATTENTION)
-        self._format = weight_format(settings.weights, self.dtype, gpu, preferred)
-        if settings.activation_bits not in ("auto", "8"):
+        self._format = weight_format(settings.kernels.weights, self.dtype, gpu, preferred)
+        if settings.kernels.activation_bits not in ("auto", "8"):
             raise StartupError(
-                f"--activation-bits {settings.activation_bits!r} is not supported on cuda; "
+                f"activation_bits {settings.kernels.activation_bits!r} is not supported on cuda; "
                 "known: auto, 8"
             )
         stored = None if preferred is None else preferred.format
         self.weights = stored if stored is not None and self._format == STORED else self._format
-        self.kv_dtype = kv_format(settings.kv_dtype, self.dtype)
+        self.kv_dtype = kv_format(settings.kv.kv_cache_dtype, self.dtype)
         self._settings = settings
         self._gpu = gpu
         self._streams = gpu.streams()
@@ -126,19 +126,19 @@ class CudaDevice:
     def open(cls, settings: WorkerSettings, preferred: PreferredFormat) -> "CudaDevice":
         """Open the GPU of this worker; raises `StartupError` if there are fewer GPUs than
         workers."""
-        index = gpu_index(settings.device, settings.placement, torch.cuda.device_count())
+        index = gpu_index(settings.kernels.device, settings.placement, torch.cuda.device_count())
         gpu = TorchGpu(index)
         prepare_environment(gpu.capability)
-        dtype = choose_dtype("--dtype", settings.dtype, DTYPES, "cuda")
-        if settings.attention == PLAIN_ATTENTION or dtype is torch.float32:
+        dtype = choose_dtype("--dtype", settings.kernels.dtype, DTYPES, "cuda")
+        if settings.kernels.attention == PLAIN_ATTENTION or dtype is torch.float32:
             return cls(settings, gpu, None, preferred)
-        triton = load(gpu.place, dtype, settings.gemm_cache)
+        triton = load(gpu.place, dtype, settings.kernels.gemm_cache)
         return cls(settings, gpu, row_kernels(triton), preferred, triton)
 
     @staticmethod
     def missing(settings: WorkerSettings) -> str:
         """What this machine lacks to run on a GPU, in one line; empty if nothing."""
-        return missing(wants_kernels=settings.attention != PLAIN_ATTENTION)
+        return missing(wants_kernels=settings.kernels.attention != PLAIN_ATTENTION)
 
     def prepare(self, progress: Progress) -> None:
         """Keep `progress` for `kv_capacity`, which compiles the kernels that the model needs."""
@@ -146,7 +146,7 @@ class CudaDevice:
 
     def check_weights(self, num_bytes: int, idle_bytes: int) -> None:
         """Raise `StartupError` if the GPU has less memory left for weights."""
-        check_weights(self._gpu, self._settings.gpu_memory_utilization, num_bytes)
+        check_weights(self._gpu, self._settings.kernels.gpu_memory_utilization, num_bytes)
 
     def operators(self) -> Operators:
         """Operators that place weights on the GPU in the configured weight format."""
@@ -184,7 +184,7 @@ class CudaDevice:
 
     def block_bytes(self, shape: ModelShape) -> int:
         """Bytes of one KV block, keys and values of all layers."""
-        size = self._settings.block_size
+        size = self._settings.kv.block_size
         return bytes_per_block(shape, shape.num_layers, size, self.kv_dtype)
 
     def kv_capacity(self, profile_run: Callable[[], None]) -> KVCapacity:
@@ -198,7 +198,7 @@ class CudaDevice:
             first_runs["matrix products"] = self._measure_products
         with fitting(self._gpu):
             warm_up({**first_runs, "attention and all else": profile_run}, self._progress)
-        budget = measure(self._gpu, self._settings.gpu_memory_utilization, profile_run)
+        budget = measure(self._gpu, self._settings.kernels.gpu_memory_utilization, profile_run)
         logger.info("KV cache: %d bytes (%s)", budget.left, budget)
         return KVCapacity(budget.left, budget.left, available_bytes(), is_shared=False)
 
@@ -256,9 +256,11 @@ class CudaDevice:
 
     def _tiling_choice(self) -> ChoosesTiling:
         """Measured tilings, or the fixed one of batch-invariant mode, which needs the kernel."""
-        if not self._settings.batch_invariant:
+        if not self._settings.kernels.batch_invariant:
             return MeasuredTilings(
-                file_of(self._settings.gemm_cache, self._gpu.model, "torch", torch.__version__)
+                file_of(
+                    self._settings.kernels.gemm_cache, self._gpu.model, "torch", torch.__version__
+                )
             )
         if self._triton.gemm is None or self.attentions == (PLAIN_ATTENTION,):
             raise StartupError(
@@ -280,7 +282,7 @@ class CudaDevice:
             with by_cublaslt() if kernel == CUBLASLT else nullcontext():
                 return torch_product(x, weight, self.dtype)
 
-        trials = kernel_trials(self.place, self._settings.gemm_cache)
+        trials = kernel_trials(self.place, self._settings.kernels.gemm_cache)
         try:
             with torch.inference_mode():
                 self._choice.measure(product, self._streams.seconds, trials)
@@ -290,7 +292,7 @@ class CudaDevice:
             logger.warning("matrix products that were not measured are torch's: %s", error)
 
     def _sizes(self, shape: ModelShape, num_blocks: int) -> tuple[int, ...]:
-        size = self._settings.block_size
+        size = self._settings.kv.block_size
         return (shape.num_layers, 2, num_blocks, size, shape.num_kv_heads, shape.head_dim)
 
 

@@ -156,11 +156,11 @@ def build_worker(
         shard.local_shape,
         device.dtype,
         limits,
-        is_batch_invariant=settings.batch_invariant,
-        choices=settings.gemm_cache,
+        is_batch_invariant=settings.kernels.batch_invariant,
+        choices=settings.kernels.gemm_cache,
     )
     kv = StageKV(device, settings, shard, KVGroups.of(shape))
-    attention = StageAttention(device, specs, settings.block_size, kv.layer_groups)
+    attention = StageAttention(device, specs, settings.kv.block_size, kv.layer_groups)
     constraints = Constraints(checkpoint.open_grammars)
 
     device.prepare(progress)
@@ -170,7 +170,9 @@ def build_worker(
     is_cached = checkpoint.files is not None
     idle_bytes = own_bytes * shape.idle_parameters // num_parameters if is_cached else 0
     device.check_weights(own_bytes, idle_bytes)
-    packed = checkpoint.packed_cache(shard, settings.packed_cache, settings.packed_cache_bytes)
+    packed = checkpoint.packed_cache(
+        shard, settings.kernels.packed_cache, settings.kernels.packed_cache_size
+    )
     built = build_model(
         checkpoint, weights, shard, device, packed, own_bytes, has_mtp=settings.has_mtp
     )
@@ -179,7 +181,7 @@ def build_worker(
         built.operators,
         partial(linear_sizes_of, checkpoint, weights, shape),
         settings.max_lora_rank,
-        "LoRA is not supported with --batch-invariant" if settings.batch_invariant else "",
+        "LoRA is not supported with --batch-invariant" if settings.kernels.batch_invariant else "",
     )
 
     def make_stage(cache: KVTensors, states: RecurrentStates | None) -> Stage:
@@ -232,7 +234,7 @@ def build_worker(
             max_model_len=max_model_len,
             eos_token_ids=checkpoint.end_ids,
             num_blocks=counts.blocks,
-            block_size=settings.block_size,
+            block_size=settings.kv.block_size,
             bytes_per_block=kv.block_bytes,
             threads=device.threads,
             weights=device.weights,

@@ -29,11 +29,11 @@ class DiskTier:
     def open(cls, settings: WorkerSettings, facts: str, kv: StageKV) -> "DiskTier | None":
         """The disk tier of the only worker of a model; None without one. Snapshots have half of
         its bytes. Raises `StartupError`."""
-        if not settings.disk_kv_dir:
+        if not settings.tiers.disk_kv:
             return None
         check_kept(settings, "--disk-kv", kv)
-        directory = Path(settings.disk_kv_dir)
-        memory, folder = settings.disk_kv_bytes, folder_of(directory, facts)
+        directory = Path(settings.tiers.disk_kv)
+        memory, folder = settings.tiers.disk_kv_memory, folder_of(directory, facts)
         if not folder.exists() and has_folders(directory):
             logger.info(
                 "--disk-kv: %s is new; the KV of other models, KV dtypes or versions is not used",

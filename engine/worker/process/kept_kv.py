@@ -35,11 +35,11 @@ class KeptKV:
         """Raises `StartupError`."""
         facts = _kv_facts(settings, checkpoint, kv.device, max_model_len)
         disk = DiskTier.open(settings, f"{_stats(checkpoint)} {facts}", kv)
-        if not settings.kv_store:
+        if not settings.tiers.kv_store:
             return cls(disk, None)
         check_kept(settings, "--kv-store", kv)
         keys = sha256(f"{_digests(checkpoint)} {facts}".encode()).hexdigest()[:KEY_DIGITS]
-        return cls(disk, open_store(settings.kv_store, keys, lends_memory=True), keys)
+        return cls(disk, open_store(settings.tiers.kv_store, keys, lends_memory=True), keys)
 
     def mover(
         self, host: BlockMover, cache: KVTensors, states: RecurrentStates | None
@@ -88,12 +88,12 @@ def _kv_facts(
         device.dtype,
         device.kv_dtype,
         device.weights,
-        settings.activation_bits,
+        settings.kernels.activation_bits,
     )
     original = checkpoint.family.shape.original_positions
     if original is not None:
         numbers += ("long" if max_model_len > original else "short",)
-    return f"{checkpoint.architecture} {numbers} {settings.block_size} {device.kernels}"
+    return f"{checkpoint.architecture} {numbers} {settings.kv.block_size} {device.kernels}"
 
 
 def _stats(checkpoint: Checkpoint) -> str:

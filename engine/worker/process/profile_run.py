@@ -34,7 +34,7 @@ class ProfileRun:
     def __call__(self) -> None:
         """As many requests and tokens as a step may have; every request samples a token."""
         shape, step = self.shard.shape, self._step()
-        num_blocks = -(-self._tokens_each // self.settings.block_size)
+        num_blocks = -(-self._tokens_each // self.settings.kv.block_size)
         if not self.kv.groups.windows:  # then the blocks of requests are different ones
             num_blocks *= self._num_requests
         num_states = 1 if shape.recurrent_layers else 0
@@ -66,7 +66,7 @@ class ProfileRun:
     def _step(self) -> Step:
         """All requests share the same blocks, since their KV is not used."""
         count = self._tokens_each
-        blocks = np.arange(-(-count // self.settings.block_size), dtype="<i4").tobytes()
+        blocks = np.arange(-(-count // self.settings.kv.block_size), dtype="<i4").tobytes()
         entries = (
             StepEntry(RequestId(request), 0, (0,) * count, blocks, SampleSpec(ALL_FILTERS))
             for request in range(self._num_requests)

@@ -90,17 +90,19 @@ class StageKV:
         settings, own_bytes = self._own_settings(), self.state_bytes
         if not self.shard.shape.recurrent_layers:
             return 0, 0
-        memory = settings.kv_bytes or (capacity.most if settings.kv_slots else capacity.usual)
+        memory = settings.kv.kv_memory or (
+            capacity.most if settings.kv.kv_slots else capacity.usual
+        )
         enough = STATES_PER_REQUEST * settings.max_batch_size + LEAST_STATES
         fitting = memory // 2 // own_bytes if own_bytes else enough  # a stage may have none
-        num_states = settings.num_states or min(enough, fitting)
+        num_states = settings.kv.num_states or min(enough, fitting)
         if num_states < LEAST_STATES:
             raise StartupError(
                 f"half of the memory for the KV cache ({size_text(memory)}) is less than "
                 f"{LEAST_STATES} recurrent states ({size_text(own_bytes)} each)"
             )
-        host_states = settings.host_kv_bytes // 2 // own_bytes if own_bytes else enough
-        return num_states, min(enough, host_states) if settings.host_kv_bytes else 0
+        host_states = settings.tiers.host_kv_memory // 2 // own_bytes if own_bytes else enough
+        return num_states, min(enough, host_states) if settings.tiers.host_kv_memory else 0
 
     def _choose_num_blocks(
         self, capacity: KVCapacity, max_model_len: int, num_states: tuple[int, int]
@@ -111,9 +113,10 @@ class StageKV:
         """
         if not self.groups.windows:
             most = max(self.settings.max_batch_tokens, max_model_len)  # a prompt is not cut
-            return -(-most // self.settings.block_size) + self.settings.max_batch_size, 0
+            return -(-most // self.settings.kv.block_size) + self.settings.max_batch_size, 0
         settings, own_bytes = self._own_settings(), self.block_bytes
         on_device, on_host = (count * self.state_bytes for count in num_states)
+        kv, host = settings.kv, settings.tiers.host_kv_memory
         capacity = capacity._replace(
             most=capacity.most - on_device,
             usual=capacity.usual - on_device,
@@ -121,8 +124,8 @@ class StageKV:
         )
         settings = replace(
             settings,
-            kv_bytes=settings.kv_bytes and max(1, settings.kv_bytes - on_device),
-            host_kv_bytes=settings.host_kv_bytes and max(1, settings.host_kv_bytes - on_host),
+            kv=replace(kv, kv_memory=kv.kv_memory and max(1, kv.kv_memory - on_device)),
+            tiers=replace(settings.tiers, host_kv_memory=host and max(1, host - on_host)),
         )
         device_bytes = own_bytes + self.draft_block_bytes
         num_blocks = choose_num_blocks(
@@ -132,14 +135,18 @@ class StageKV:
         return num_blocks, choose_num_host_blocks(settings, own_bytes, left)
 
     def _own_settings(self) -> WorkerSettings:
-        """The settings with this worker's share of `kv_bytes` and `host_kv_bytes`."""
+        """The settings with this worker's share of `kv_memory` and `host_kv_memory`."""
         shape, own_bytes = self.shard.shape, self.block_bytes
         whole_bytes = self.device.block_bytes(self._shape_of(shape, range(shape.num_layers)))
-        kv, host = self.settings.kv_bytes, self.settings.host_kv_bytes
+        kv, tiers = self.settings.kv, self.settings.tiers
+
+        def share(size: int) -> int:
+            return size and max(1, size * own_bytes // whole_bytes)
+
         return replace(
             self.settings,
-            kv_bytes=max(1, kv * own_bytes // whole_bytes) if kv else 0,
-            host_kv_bytes=max(1, host * own_bytes // whole_bytes) if host else 0,
+            kv=replace(kv, kv_memory=share(kv.kv_memory or 0) or None),
+            tiers=replace(tiers, host_kv_memory=share(tiers.host_kv_memory)),
         )
 
     def allocate(self, num_blocks: int) -> KVTensors:
@@ -176,7 +183,7 @@ class StageKV:
             self.shard.shape.vocab_size,
             max_model_len,
             num_blocks,
-            self.settings.block_size,
+            self.settings.kv.block_size,
             self.groups.windows,
             num_states,
         )

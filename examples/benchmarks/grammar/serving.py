@@ -21,7 +21,7 @@ from engine.policy.fcfs import FirstComeFirstServed
 from engine.request import FinishReason, RequestSpec
 from engine.transport.inline import InlineExecutor
 from engine.worker.process.worker import Worker
-from engine.worker_settings import WorkerSettings
+from engine.worker_settings import KVSettings, WorkerSettings
 
 BUILTIN = Path(adapters.__file__).parent / "builtin"
 
@@ -44,7 +44,9 @@ def random_worker(directory: Path, seed: int = 0) -> Worker:
     save_file(tensors, directory / "model.safetensors")
     for file in BUILTIN.glob("*.json"):
         shutil.copy(file, directory)
-    return Worker.load(WorkerSettings(str(directory), kv_slots=65536), lambda *_: None)
+    return Worker.load(
+        WorkerSettings(str(directory), kv=KVSettings(kv_slots=65536)), lambda *_: None
+    )
 
 
 def serve(worker: Worker, specs: Sequence[RequestSpec]) -> list[Output]:

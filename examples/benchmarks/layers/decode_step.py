@@ -32,7 +32,7 @@ from engine.step import RequestId, SampleSpec, SamplingParams, Step, StepEntry, 
 from engine.worker.cpu.build import KERNEL
 from engine.worker.cpu.kernels.limits import ReadOperands, make_read_kernel
 from engine.worker.process.worker import Worker
-from engine.worker_settings import WorkerSettings
+from engine.worker_settings import Kernels, KVSettings, WorkerSettings
 from examples.benchmarks.server.start_time import cpu_name
 
 FORMATS = ("float32", "bfloat16", "int8", "int4")
@@ -107,10 +107,10 @@ def measure(options: argparse.Namespace, name: str, rows: int) -> dict[str, floa
 def load(model: str, weights: str, rows: int) -> Worker:
     settings = WorkerSettings(
         model=model,
-        weights=weights,
-        kv_slots=2 * rows * CONTEXT,
         max_batch_size=rows,
         max_batch_tokens=max(rows, 64),
+        kernels=Kernels(weights=weights),
+        kv=KVSettings(kv_slots=2 * rows * CONTEXT),
     )
     return Worker.load(settings, lambda what, done, total: None)
 

@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from engine.lora import LoraSpec
 from engine.step import RequestId, SampleSpec, SamplingParams, Step, StepEntry, StepId
 from engine.worker.process.worker import Worker
-from engine.worker_settings import WorkerSettings
+from engine.worker_settings import Kernels, KVSettings, WorkerSettings
 
 NUM_LORAS = 4
 RANK = 16
@@ -133,11 +133,10 @@ def measure(kinds: dict[str, Callable[[], float]], rounds: int) -> dict[str, flo
 def load(shape: str, weights: str, most: int) -> Worker:
     settings = WorkerSettings(
         model=f"random:{shape}",
-        weights=weights,
-        threads=1,
-        kv_slots=2 * most * max(CONTEXT, PROMPT),
         max_batch_size=most,
         max_batch_tokens=most * CONTEXT,
+        kernels=Kernels(weights=weights, threads=1),
+        kv=KVSettings(kv_slots=2 * most * max(CONTEXT, PROMPT)),
     )
     return Worker.load(settings, lambda what, done, total: None)
 

@@ -20,7 +20,7 @@ import torch
 
 from engine.step import RequestId, SampleSpec, SamplingParams, Step, StepEntry, StepId
 from engine.worker.process.worker import Worker
-from engine.worker_settings import WorkerSettings
+from engine.worker_settings import Kernels, KVSettings, WorkerSettings
 
 BLOCK = 16
 GREEDY = SampleSpec(SamplingParams(temperature=0.0))
@@ -55,11 +55,8 @@ def parse() -> argparse.Namespace:
 def load(model: str, weights: str, kv_dtype: str, num_slots: int, bits: str = "auto") -> Worker:
     settings = WorkerSettings(
         model=model,
-        weights=weights,
-        kv_dtype=kv_dtype,
-        kv_slots=num_slots,
-        block_size=BLOCK,
-        activation_bits=bits,
+        kernels=Kernels(weights=weights, activation_bits=bits),
+        kv=KVSettings(kv_cache_dtype=kv_dtype, kv_slots=num_slots, block_size=BLOCK),
     )
     return Worker.load(settings, lambda what, done, total: None)
 

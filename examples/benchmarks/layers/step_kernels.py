@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from engine.step import RequestId, SampleSpec, SamplingParams, Step, StepEntry, StepId
 from engine.worker.cpu.limits import PlainReads, measure_peaks
 from engine.worker.process.worker import Worker
-from engine.worker_settings import WorkerSettings
+from engine.worker_settings import Kernels, KVSettings, WorkerSettings
 from examples.benchmarks.layers.kernel_times import Call, KernelTimer
 from examples.benchmarks.server.start_time import cpu_name
 from gateway.commands.offline_bench.command import open_shape
@@ -96,11 +96,10 @@ def load(options: argparse.Namespace, weights: str) -> Worker:
     works = STEPS.values()
     settings = WorkerSettings(
         model=f"random:{options.shape}",
-        weights=weights,
-        threads=options.threads,
-        kv_slots=2 * max(work.num_requests * work.context for work in works),
         max_batch_size=max(work.num_requests for work in works),
         max_batch_tokens=max(work.num_requests * work.num_tokens for work in works),
+        kernels=Kernels(weights=weights, threads=options.threads),
+        kv=KVSettings(kv_slots=2 * max(work.num_requests * work.context for work in works)),
     )
     return Worker.load(settings, lambda what, done, total: None)
 

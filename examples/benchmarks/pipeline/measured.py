@@ -23,7 +23,7 @@ from engine.request import FinishReason, RequestSpec
 from engine.step import SamplingParams
 from engine.transport.multiprocess import MultiprocessExecutor, MultiprocessSettings
 from engine.transport.trace import TraceFile
-from engine.worker_settings import WorkerSettings
+from engine.worker_settings import Kernels, KVSettings, WorkerSettings
 
 Json = dict[str, object]
 CONFIG: Json = {
@@ -115,7 +115,9 @@ class Bench:
         self._trace = TraceFile(trace_path)
         self._windows: list[tuple[float, float, float]] = []  # began, ended, tokens per second
         self._executor = MultiprocessExecutor(
-            WorkerSettings(str(model), kv_slots=16384, threads=setup.threads),
+            WorkerSettings(
+                str(model), kv=KVSettings(kv_slots=16384), kernels=Kernels(threads=setup.threads)
+            ),
             MultiprocessSettings(num_stages=setup.stages, depth=setup.depth),
             trace=self._trace,
         )

@@ -22,7 +22,7 @@ from engine.policy import PolicySettings
 from engine.simulated.virtual_loop import run_virtual
 from engine.transport.multiprocess import MultiprocessExecutor, MultiprocessSettings
 from engine.worker.process.worker import Worker
-from engine.worker_settings import WorkerReport, WorkerSettings
+from engine.worker_settings import Kernels, KVSettings, WorkerReport, WorkerSettings
 from examples.benchmarks.real_engine.counted import CountedExecutor
 from gateway.serve.cost.calibration import measured, processor
 
@@ -145,7 +145,10 @@ async def machine(
 ) -> AsyncIterator[Machine]:
     """A worker with the model, measured once: a process, or in this one to count CPU seconds."""
     settings = WorkerSettings(
-        str(model), kv_slots=kv_slots, threads=threads, max_batch_tokens=BATCH_TOKENS
+        str(model),
+        max_batch_tokens=BATCH_TOKENS,
+        kv=KVSettings(kv_slots=kv_slots),
+        kernels=Kernels(threads=threads),
     )
     executor: MultiprocessExecutor | CountedExecutor
     if is_counted:

@@ -63,7 +63,7 @@ from engine.speculation.settings import SpeculationSettings
 from engine.step import Step, StepResult
 from engine.transport.inline import InlineExecutor, StepRunner
 from engine.worker.process.worker import Worker
-from engine.worker_settings import WorkerReport, WorkerSettings
+from engine.worker_settings import Kernels, KVSettings, WorkerReport, WorkerSettings
 from examples.benchmarks.speculation.draft_checkpoints import write_checkpoints
 from examples.benchmarks.speculation.pairs import median_interval
 from examples.benchmarks.speculation.texts import (
@@ -141,13 +141,12 @@ def load(
     """Load a model and measure its steps, as the server does at its start."""
     settings = WorkerSettings(
         model,
-        weights=weights if model != BUILTIN else "auto",
-        kv_slots=MAX_ENGINES * MAX_CLIENTS * 2 * (PROMPT_LEN + OUTPUT_LEN),
         max_batch_tokens=512,
         max_batch_size=MAX_CLIENTS,
-        threads=threads,
         draft_model=draft_model,
         has_mtp=has_mtp,
+        kernels=Kernels(weights=weights if model != BUILTIN else "auto", threads=threads),
+        kv=KVSettings(kv_slots=MAX_ENGINES * MAX_CLIENTS * 2 * (PROMPT_LEN + OUTPUT_LEN)),
     )
     loaded = Worker.load(settings, lambda *_: None)
     worker, report = TimedWorker(loaded, clock), loaded.report

@@ -12,7 +12,7 @@ import os
 import re
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -22,7 +22,7 @@ from rich.console import Console
 
 from engine.errors import EngineError, StartupError
 from engine.transport.multiprocess import MultiprocessExecutor, MultiprocessSettings
-from engine.worker_settings import WorkerReport, WorkerSettings
+from engine.worker_settings import Kernels, KVSettings, Tiers, WorkerReport, WorkerSettings
 from gateway.commands.offline_bench.machine import Ruler, best_of, measure_limits, read_limits
 from gateway.commands.offline_bench.report import BenchRow, OfflineReport, show
 from gateway.commands.offline_bench.roofline import (
@@ -34,9 +34,12 @@ from gateway.commands.offline_bench.roofline import (
     weights_of,
 )
 from gateway.commands.offline_bench.steps import Bench, Timing
+from gateway.options import add_flags, options_of, with_flags
 from gateway.serve.terminal import LoadingBars
 from gateway.settings.flags import Parser, ShowDefaults, above_zero, output_file, positive
 
+KERNEL_OPTIONS = options_of("", Kernels(), "dtype", "weights", "device", "attention", "threads")
+KV_OPTIONS = options_of("", KVSettings(), "kv_cache_dtype", "block_size")
 CHECKPOINTS = "adapters.models.checkpoint"
 STEP_SECONDS = 600.0  # a prefill may take long on a small machine
 
@@ -88,17 +91,11 @@ def parser() -> Parser:
     )
     add = parser.add_argument
     add("--offline", metavar="SHAPE", nargs="?", help="a named shape, or a model directory")
-    add("--device", default="auto", metavar="DEVICE", help="auto, cpu, cuda or cuda:N")
-    add("--dtype", default="auto", metavar="NAME", help="data type, as for podway serve")
-    add("--weights", default="auto", metavar="NAME", help="format of the linear layers")
-    add("--activation-bits", default="auto", metavar="N", help="of int8 linears: auto, 8 or 14")
-    add("--kv-cache-dtype", default="auto", metavar="NAME", help="data type of the KV cache")
-    add("--attention", default="auto", metavar="NAME", help="attention backend")
-    add("--threads", type=int, default=0, metavar="N", help="compute threads; 0: all cores")
+    add_flags(parser, KERNEL_OPTIONS)
+    add_flags(parser, KV_OPTIONS)
     add("--batch-sizes", type=_numbers, default="1,8,32", metavar="N,N", help="of decode steps")
     add("--context", type=positive, default=512, metavar="N", help="cached tokens of a decode")
     add("--prompt-lengths", type=_prompts, default="128,512", metavar="N,BxN", help="of prefills")
-    add("--block-size", type=positive, default=16, metavar="N", help="tokens in a KV block")
     add("--in-flight", type=int, choices=(1, 2), help="steps in flight; by default 2 on a GPU")
     add("--seconds", type=above_zero, default=2.0, metavar="S", help="time for each kind of step")
     add("--limits", type=Path, metavar="JSON", help="machine limits from an earlier --json file")
@@ -233,23 +230,17 @@ def worker_settings(
     args: argparse.Namespace, directory: Path, load: OfflineLoad, sizes: WeightSizes
 ) -> WorkerSettings:
     """A worker with the KV blocks that the load needs, and host KV for one request."""
-    size = args.block_size
+    kv = with_flags(KVSettings(), args)
+    size = kv.block_size
     host_blocks = -(-load.context // size)
+    gemm_cache = str(user_cache_path("podway", appauthor=False) / "gemm")
     return WorkerSettings(
         model=str(directory),
-        dtype=args.dtype,
-        weights=args.weights,
-        activation_bits=args.activation_bits,
-        kv_dtype=args.kv_cache_dtype,
-        device=args.device,
-        attention=args.attention,
-        block_size=size,
-        kv_slots=load.num_blocks(size) * size,
-        host_kv_bytes=host_blocks * sizes.block_bytes(size),
+        kernels=replace(with_flags(Kernels(), args), gemm_cache=gemm_cache),
+        kv=replace(kv, kv_slots=load.num_blocks(size) * size),
+        tiers=Tiers(host_kv_memory=host_blocks * sizes.block_bytes(size)),
         max_model_len=load.longest,
         max_batch_tokens=max([512, *(each.num_requests * each.length for each in load.prompts)]),
         max_batch_size=max([*load.batch_sizes, *(each.num_requests for each in load.prompts)]),
-        threads=args.threads,
         lookahead=1,
-        gemm_cache=str(user_cache_path("podway", appauthor=False) / "gemm"),
     )

@@ -19,13 +19,18 @@ from engine.simulated.catalogue import DEVICES, SHAPES, parse_spec
 from engine.simulated.hardware import Deployment, DeviceSpec, ModelSpec
 from engine.simulated.replay import Recording
 from engine.simulated.run import Setup
-from gateway.settings.flags import above_zero, did_you_mean, natural, positive, seconds
+from gateway.options import add_flags, options_of, with_flags, with_values
+from gateway.settings.flags import above_zero, did_you_mean, natural, positive
 
 T = TypeVar("T", DeviceSpec, ModelSpec)
 UNBOUNDED = 1 << 62
-_BATCH_SIZE, _BATCH_TOKENS, _PREEMPTIONS = 64, 2048, 3
-_RATIO, _LEVELS = PolicySettings().ratio, PolicySettings().num_levels
-_OUTPUTS = PolicySettings().min_outputs
+_DESCRIBED = SchedulerSettings(
+    max_model_len=0,
+    max_batch_tokens=2048,
+    max_queue_requests=UNBOUNDED,
+    max_queue_tokens=UNBOUNDED,
+)
+_REPEATED = ("admission", "swap")  # flags with several values, a run for each
 
 
 def add_hardware(parser: argparse.ArgumentParser) -> None:
@@ -55,51 +60,15 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     admissions = f"{', '.join(modes)} (default grow); one run for each"
     add("--policy", nargs="+", choices=known, metavar="P", help=policies)
     add("--admission", nargs="+", choices=modes, metavar="A", help=admissions)
-    sizes = f"requests per iteration (default {_BATCH_SIZE})"
-    tokens = f"tokens per iteration (default {_BATCH_TOKENS})"
-    add("--max-batch-size", type=positive, metavar="N", help=sizes)
-    add("--max-batch-tokens", type=positive, metavar="N", help=tokens)
-    add("--max-model-len", type=positive, metavar="N", help="by default the model's context")
-    goal = "ITL goal, such as 50ms (default none)"
-    add("--itl-goal", type=seconds, metavar="DURATION", help=goal)
-    add("--max-queue", type=positive, metavar="N", help="waiting requests (default unlimited)")
-    preemptions = f"preemptions of one request (default {_PREEMPTIONS})"
-    add("--max-preemptions", type=natural, metavar="N", help=preemptions)
     swap = f"{', '.join(swaps)} (default proactive); with --host-kv-slots"
     add("--swap", nargs="+", choices=swaps, metavar="S", help=swap)
+    add("--max-model-len", type=positive, metavar="N", help="by default the model's context")
+    preemptions = f"preemptions of one request (default {_DESCRIBED.max_preemptions})"
+    add("--max-preemptions", type=natural, metavar="N", help=preemptions)
     add("--block-size", type=positive, default=16, metavar="N", help="tokens in a KV block")
-    reuse = "compute every prompt in full"
-    add("--no-prefix-reuse", action="store_false", dest="reuse", default=None, help=reuse)
-    _add_policy(group)
-
-
-def _add_policy(group: argparse._ArgumentGroup) -> None:
-    """Add the flags for the settings of policies."""
-    add = group.add_argument
-    waits = "a request that waits longer between two iterations runs first"
-    add("--starvation-seconds", type=above_zero, metavar="S", help=waits)
-    quantum = "mlfq: quantum of the highest queue; by default the shortest iteration"
-    add("--base-quantum", type=above_zero, metavar="S", help=quantum)
-    ratio = f"mlfq: quantum of a queue over that of the next higher one (default {_RATIO:g})"
-    add("--quantum-ratio", type=above_zero, metavar="X", help=ratio)
-    levels = f"mlfq: number of queues (default {_LEVELS})"
-    add("--num-levels", type=positive, metavar="N", help=levels)
-    skips = "mlfq: every request joins the highest queue"
-    add("--no-skip-join", action="store_false", dest="skips", default=None, help=skips)
-    outputs = f"gittins: outputs that must have ended before lengths are used (default {_OUTPUTS})"
-    add("--min-outputs", type=positive, metavar="N", help=outputs)
-    slack = "gittins: how much later than under fcfs a request may be (default 0 of its age)"
-    add("--fcfs-slack", type=above_zero, metavar="SHARE", help=slack)
-    weights = (
-        "fair: cost of a prompt token (default 1)",
-        "fair: cost of an output token (default 2)",
-    )
-    add("--input-weight", type=above_zero, metavar="W", help=weights[0])
-    add("--output-weight", type=above_zero, metavar="W", help=weights[1])
-    fair = "tenants get equal shares; the policy orders the requests of each"
-    add("--fair-keys", action="store_true", default=None, help=fair)
-    timely = "TTFT goal, such as 2s: requests that can meet it run before those that cannot"
-    add("--ttft-goal", type=seconds, metavar="DURATION", help=timely)
+    bounds = options_of("", _DESCRIBED)
+    add_flags(group, [option for option in bounds if option.name not in _REPEATED])
+    add_flags(group, options_of("", PolicySettings()))
 
 
 def setups(args: argparse.Namespace, recording: Recording | None) -> list[Setup]:
@@ -109,7 +78,7 @@ def setups(args: argparse.Namespace, recording: Recording | None) -> list[Setup]
     names = args.policy or [recorded.policy if recorded else "fcfs"]
     modes = args.admission or [base.settings.admission.value]
     swaps = args.swap or [base.settings.swap.value]
-    policies = _policies(args, recorded.policies if recorded else PolicySettings())
+    policies = with_flags(recorded.policies if recorded else PolicySettings(), args)
     return [
         replace(
             base,
@@ -128,14 +97,8 @@ def _described(args: argparse.Namespace) -> Setup:
     shape = _named("model", args.model, SHAPES, ModelSpec)
     stages = args.stages or 1
     hardware = Deployment(device, shape, stages, args.ranks, slowdown=args.slowdown)
-    plain = SchedulerSettings(
-        max_model_len=shape.context,
-        max_batch_size=_BATCH_SIZE,
-        max_batch_tokens=max(_BATCH_TOKENS, args.max_batch_size or 0),
-        max_queue_requests=UNBOUNDED,
-        max_queue_tokens=UNBOUNDED,
-        max_preemptions=_PREEMPTIONS,
-    )
+    tokens = max(_DESCRIBED.max_batch_tokens, args.max_batch_size or 0)
+    plain = replace(_DESCRIBED, max_model_len=shape.context, max_batch_tokens=tokens)
     return Setup(
         label="",
         settings=_bounds(args, plain),
@@ -174,40 +137,13 @@ def _recorded(args: argparse.Namespace, recording: Recording) -> Setup:
 
 def _bounds(args: argparse.Namespace, bounds: SchedulerSettings) -> SchedulerSettings:
     """`bounds`, overridden by flags."""
-    flags = {
-        "max_batch_size": args.max_batch_size,
-        "max_batch_tokens": args.max_batch_tokens,
-        "max_model_len": args.max_model_len,
-        "itl_goal": args.itl_goal,
-        "max_queue_requests": args.max_queue,
-        "max_preemptions": args.max_preemptions,
-        "reuses_prefixes": args.reuse,
-    }
-    given = {name: value for name, value in flags.items() if value is not None}
+    values = {"max_model_len": args.max_model_len, "max_preemptions": args.max_preemptions}
+    options = [each for each in options_of("", bounds) if each.name not in _REPEATED]
+    values |= {option.field: getattr(args, option.name) for option in options}
     try:
-        return replace(bounds, **given)
-    except AssertionError:
-        raise InvalidRequest("--max-batch-tokens must be at least --max-batch-size") from None
-
-
-def _policies(args: argparse.Namespace, settings: PolicySettings) -> PolicySettings:
-    """The settings of policies, overridden by flags."""
-    if args.quantum_ratio is not None and args.quantum_ratio <= 1.0:
-        raise InvalidRequest(f"--quantum-ratio must be above 1, not {args.quantum_ratio}")
-    flags = {
-        "starvation_seconds": args.starvation_seconds,
-        "base_quantum": args.base_quantum,
-        "ratio": args.quantum_ratio,
-        "num_levels": args.num_levels,
-        "skips": args.skips,
-        "min_outputs": args.min_outputs,
-        "fcfs_slack": args.fcfs_slack,
-        "input_weight": args.input_weight,
-        "output_weight": args.output_weight,
-        "fair_keys": args.fair_keys,
-        "ttft_goal": args.ttft_goal,
-    }
-    return replace(settings, **{name: value for name, value in flags.items() if value is not None})
+        return with_values(bounds, {k: value for k, value in values.items() if value is not None})
+    except ValueError as error:
+        raise InvalidRequest(str(error)) from None
 
 
 def _policy(name: str, settings: PolicySettings, cost: Cost) -> Policy:

@@ -13,6 +13,7 @@ from tests.engine.worker.process.driving import Driver, settings_for
 from tests.inline import RequestOutcome, play
 from tests.models.checkpoints import make_checkpoint
 from tests.models.drafts import a_drafter
+from tests.worker_settings import changed
 
 VARIANTS = (
     *("llama", "mistral", "qwen2", "qwen3", "gpt2", "opt", "smollm3", "granite"),
@@ -40,7 +41,7 @@ def prompts() -> list[tuple[int, ...]]:
 @pytest.fixture(scope="module", params=VARIANTS)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
     directory = make_checkpoint(tmp_path_factory.mktemp("model"), str(request.param))
-    settings = replace(settings_for(directory, "cpu"), host_kv_bytes=1 << 18)
+    settings = changed(settings_for(directory, "cpu"), host_kv_memory=1 << 18)
     worker = Worker.load(settings, lambda *_: None)
     alone = Driver(worker)
     return Served(

@@ -12,9 +12,9 @@ from engine.pooling import PoolSpec
 from engine.request import RequestSpec
 from engine.step import SamplingParams
 from engine.worker.process.worker import Worker
-from engine.worker_settings import WorkerSettings
 from tests.inline import play
 from tests.models.checkpoints import make_checkpoint, make_model
+from tests.worker_settings import worker_settings
 
 VARIANTS = ("llama", "mistral_window", "qwen2_tied", "qwen3", "gpt2")
 PROMPTS = [
@@ -25,12 +25,12 @@ TOLERANCE = 1e-5
 
 
 def a_worker(directory: Path, task: str = "embed", **fields: Any) -> Worker:
-    settings = WorkerSettings(
+    settings = worker_settings(
         str(directory),
         task=task,
         block_size=4,
         kv_slots=512,
-        kv_dtype="float32",  # as exact as transformers
+        kv_cache_dtype="float32",  # as exact as transformers
         threads=1,
         **fields,
     )

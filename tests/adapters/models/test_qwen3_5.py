@@ -1,6 +1,5 @@
 """Qwen 3.5: checkpoints with a vision tower, and what is rejected for recurrent layers."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from engine.worker.process.worker import Worker
 from engine.worker.weights.checkpoint import Checkpoint
 from tests.engine.worker.process.driving import Driver, load_worker, settings_for
 from tests.models.checkpoints import QWEN3_5, SMALL, make_checkpoint
+from tests.worker_settings import changed
 
 VISION = {
     "depth": 1,
@@ -63,8 +63,8 @@ def test_a_stage_without_attention_is_rejected(tmp_path: Path) -> None:
 
 
 def test_too_little_memory_for_two_states_is_an_error_at_start(tmp_path: Path) -> None:
-    settings = replace(
-        settings_for(make_checkpoint(tmp_path, "qwen3_5")), kv_slots=0, kv_bytes=1 << 12
+    settings = changed(
+        settings_for(make_checkpoint(tmp_path, "qwen3_5")), kv_slots=0, kv_memory=1 << 12
     )
     with pytest.raises(StartupError, match="is less than 2 recurrent states"):
         Worker.load(settings, lambda *_: None)

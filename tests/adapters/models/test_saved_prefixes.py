@@ -1,7 +1,6 @@
 """Prefixes in the tiers below the device, for every kind of layer group: windows, recurrent states
 and layers that read the KV of others. What comes back is what was computed."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from tests.engine.worker.process.driving import settings_for
 from tests.inline import RequestOutcome, play
 from tests.models.checkpoints import make_checkpoint
 from tests.scheduling import GREEDY
+from tests.worker_settings import changed
 
 KINDS = ["llama", "gemma3", "gemma4", "qwen3_5"]
 CHAT = tuple(range(3, 75))
@@ -22,7 +22,7 @@ OTHERS = [tuple(range(first, first + 70)) for first in (20, 25, 10, 15)]
 
 def settings(directory: Path, kind: str) -> WorkerSettings:
     model = make_checkpoint(directory / "model", kind)
-    return replace(settings_for(model), block_size=4, kv_slots=2048, num_states=12, threads=1)
+    return changed(settings_for(model), block_size=4, kv_slots=2048, num_states=12, threads=1)
 
 
 def serve(worker: Worker, *prompts: tuple[int, ...], **options: object) -> list[RequestOutcome]:
@@ -52,7 +52,7 @@ def test_after_a_restart_the_next_message_of_a_chat_finds_its_prefix_on_the_disk
     without = settings(tmp_path, kind)
     (first,) = serve(Worker.load(without, lambda *_: None), CHAT)
     (expected,) = serve(Worker.load(without, lambda *_: None), next_message(first))
-    on_disk = replace(without, disk_kv_dir=str(tmp_path / "disk"), disk_kv_bytes=4 << 20)
+    on_disk = changed(without, disk_kv=str(tmp_path / "disk"), disk_kv_memory=4 << 20)
     worker = Worker.load(on_disk, lambda *_: None)
     serve(worker, CHAT)
     end(worker)
@@ -65,9 +65,9 @@ def test_after_a_restart_the_next_message_of_a_chat_finds_its_prefix_on_the_disk
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_evicted_prefix_comes_back_from_the_host(tmp_path: Path, kind: str) -> None:
-    base = replace(settings(tmp_path, kind), num_states=8)
+    base = changed(settings(tmp_path, kind), num_states=8)
     (alone,) = serve(Worker.load(base, lambda *_: None), CHAT)
-    worker = Worker.load(replace(base, host_kv_bytes=4 << 20), lambda *_: None)
+    worker = Worker.load(changed(base, host_kv_memory=4 << 20), lambda *_: None)
     num_blocks = 48 * len(worker.report.windows)
     prompts = (CHAT, *OTHERS, CHAT)
     for saves_on_host, cached in ((False, 0), (True, 68)):
@@ -79,6 +79,6 @@ def test_an_evicted_prefix_comes_back_from_the_host(tmp_path: Path, kind: str) -
 
 
 def test_too_little_disk_for_a_snapshot_is_an_error_at_start(tmp_path: Path) -> None:
-    base = replace(settings(tmp_path, "qwen3_5"), disk_kv_dir=str(tmp_path / "disk"))
+    base = changed(settings(tmp_path, "qwen3_5"), disk_kv=str(tmp_path / "disk"))
     with pytest.raises(StartupError, match="for snapshots are less than one snapshot"):
-        Worker.load(replace(base, disk_kv_bytes=1000), lambda *_: None)
+        Worker.load(changed(base, disk_kv_memory=1000), lambda *_: None)

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from adapters.models.checkpoint import end_token_ids, resolve_checkpoint
 from engine.errors import StartupError
 from engine.worker.process.worker import Worker
-from engine.worker_settings import WorkerSettings
 from tests.engine.worker.process.driving import Driver, load_worker, settings_for
 from tests.models.checkpoints import LLAMA3_ROPE, LONGROPE, make_checkpoint, make_model
+from tests.worker_settings import worker_settings
 
 
 def edit_config(directory: Path, **changes: Any) -> None:
@@ -309,5 +309,5 @@ def test_unsupported_settings_are_rejected(
 ) -> None:
     make_checkpoint(tmp_path)
     with pytest.raises(StartupError) as refused:
-        Worker.load(WorkerSettings(model=str(tmp_path), **setting), lambda *_: None)
+        Worker.load(worker_settings(model=str(tmp_path), **setting), lambda *_: None)
     assert named in str(refused.value)

@@ -20,6 +20,7 @@ from engine.worker_settings import WorkerSettings
 from tests.engine.transport.echo_workers import ECHO, crash, no_progress, started
 from tests.engine.transport.workers import REPORT, Command
 from tests.fakes import a_step
+from tests.worker_settings import worker_settings
 
 pytestmark = pytest.mark.usefixtures("no_process_or_file_descriptor_is_left")
 PARENT = """
@@ -160,7 +161,7 @@ async def test_a_process_that_cannot_be_spawned_fails_the_start(
 
 
 async def test_settings_that_cannot_be_sent_fail_the_start() -> None:
-    executor = MultiprocessExecutor(WorkerSettings(model="echo", kv_bytes=2**64), ECHO)
+    executor = MultiprocessExecutor(worker_settings(model="echo", kv_memory=2**64), ECHO)
     with pytest.raises(StartupError, match="cannot be sent"):
         await executor.start(no_progress)
 

@@ -45,7 +45,7 @@ from engine.transport.wire import (
     read_from_worker,
     read_to_worker,
 )
-from engine.worker_settings import WorkerSettings
+from engine.worker_settings import KVSettings, WorkerSettings
 from tests.engine.transport.workers import REPORT
 from tests.fakes import a_step
 
@@ -143,7 +143,7 @@ to_worker = st.one_of(
     steps.map(RunStep),
     lora_specs.map(LoadLora),
     counts.map(UnloadLora),
-    st.builds(WorkerSettings, model=lines, kv_bytes=ids).map(LoadWorker),
+    st.builds(WorkerSettings, model=lines, kv=st.builds(KVSettings, kv_memory=ids)).map(LoadWorker),
     st.just(Goodbye()),
 )
 from_worker = st.one_of(

@@ -124,9 +124,9 @@ class EchoWorker(UnconnectedWorker):
                 send_garbage()
             case "one fails" | "one exits":
                 fail_together(settings.placement.index == 2, may_exit=settings.model == "one exits")
-            case "shrink" if settings.kv_slots:  # set by a restart only
+            case "shrink" if settings.kv.kv_slots:  # set by a restart only
                 return cls(replace(REPORT, num_blocks=REPORT.num_blocks - 1))
-            case "fails later" if settings.kv_slots:
+            case "fails later" if settings.kv.kv_slots:
                 return cls(REPORT, fails=True)
         progress("weights", 2, 2)
         made = cls(REPORT)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import ssl
@@ -25,14 +26,21 @@ from tests.certificates import make_certificate
 from tests.conftest import read_url, start_server
 
 
-def test_there_is_a_flag_for_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["--help"])
-    assert ended.value.code == 0
-    shown = capsys.readouterr().out
-    for option in options()[1:]:
-        assert option.flag in shown
-    assert "(default 8000; PODWAY_PORT)" in " ".join(shown.split())
+def test_the_whole_help_has_a_flag_for_every_setting_and_the_usual_one_at_most_60(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shown = {}
+    for flag in ("--help", "--help-all"):
+        with pytest.raises(SystemExit) as ended:
+            cli.main([flag])
+        assert ended.value.code == 0
+        shown[flag] = capsys.readouterr().out
+        assert "(default 8000; PODWAY_PORT)" in " ".join(shown[flag].split())
+    named = {flag: set(re.findall(r"--[a-z-]+", text)) for flag, text in shown.items()}
+    usual = {option.flag for option in options()[1:] if not option.declared.is_advanced}
+    assert usual <= named["--help"]
+    assert len(re.findall(r"^  (?:-h, )?--", shown["--help"], re.MULTILINE)) <= 60
+    assert {option.flag for option in options()[1:]} <= named["--help-all"]
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,16 @@
 """The settings object: the sources of values, and the errors for invalid ones."""
 
 import json
+from dataclasses import FrozenInstanceError
+from math import inf
 from pathlib import Path
 
 import pytest
-from pydantic import ValidationError
 
+from engine.control.admission import Admission
 from engine.errors import StartupError
 from gateway.serve.command import parser
-from gateway.settings.engine import BUILTIN_MODEL
+from gateway.settings.model import BUILTIN_MODEL
 from gateway.settings.settings import Settings, load, options
 
 
@@ -22,8 +24,9 @@ def startup_error(**flags: str) -> str:
 
 def test_by_default_the_builtin_model_is_served_on_loopback() -> None:
     settings = load({})
-    assert (settings.model, settings.host, settings.port) == (BUILTIN_MODEL, "127.0.0.1", 8000)
-    assert (settings.policy, settings.admission) == ("fcfs", "grow")
+    assert settings.model.source == BUILTIN_MODEL
+    assert (settings.http.host, settings.http.port) == ("127.0.0.1", 8000)
+    assert (settings.schedule.policy, settings.scheduler.admission) == ("fcfs", Admission.GROW)
 
 
 def test_flags_override_environment_then_named_file_then_local_file_then_defaults(
@@ -36,12 +39,12 @@ def test_flags_override_environment_then_named_file_then_local_file_then_default
     monkeypatch.setenv("PODWAY_PORT", "3")
     monkeypatch.setenv("PODWAY_MAX_BATCH_SIZE", "4")
     settings = load({"config": "named.toml", "port": "5", "log_level": "warning"})
-    assert settings.port == 5
-    assert settings.max_batch_size == 4
-    assert settings.block_size == 2
-    assert settings.threads == 3
-    assert settings.log_level == "warning"
-    assert settings.max_batch_tokens == Settings.model_fields["max_batch_tokens"].default
+    assert settings.http.port == 5
+    assert settings.scheduler.max_batch_size == 4
+    assert settings.kv.block_size == 2
+    assert settings.kernels.threads == 3
+    assert settings.observe.log_level == "warning"
+    assert settings.scheduler.max_batch_tokens == Settings().scheduler.max_batch_tokens
 
 
 def test_the_file_may_be_named_in_the_environment(
@@ -49,7 +52,7 @@ def test_the_file_may_be_named_in_the_environment(
 ) -> None:
     (bare / "named.toml").write_text("port = 2")
     monkeypatch.setenv("PODWAY_CONFIG", "named.toml")
-    assert load({}).port == 2
+    assert load({}).http.port == 2
 
 
 def test_every_setting_can_be_set_by_flag_environment_and_file(
@@ -65,7 +68,6 @@ def test_every_setting_can_be_set_by_flag_environment_and_file(
         "max_lora_rank": "16",
         "dtype": "float32",
         "weights": "int8",
-        "activation_bits": "14",
         "device": "cpu",
         "gpu_memory_utilization": "0.5",
         "attention": "cpu",
@@ -136,6 +138,7 @@ def test_every_setting_can_be_set_by_flag_environment_and_file(
         "tokens_per_minute": "1000",
         "max_concurrent": "3",
         "page": "false",
+        "strict_max_tokens": "true",
         "cors_origin": "https://a.example,https://b.example",
         "tls_cert": "cert.pem",
         "tls_key": "key.pem",
@@ -149,11 +152,10 @@ def test_every_setting_can_be_set_by_flag_environment_and_file(
         "max_store_bytes": "5MiB",
         "drain_seconds": "1.5",
         "unknown_fields": "reject",
-        "strict_max_tokens": "true",
         "log_level": "debug",
         "log_format": "json",
     }
-    assert values.keys() | {"kv_memory", "config"} == Settings.model_fields.keys()
+    assert values.keys() | {"kv_memory", "config"} == {option.name for option in options()}
     by_flag = load(values)
     (bare / "podway.toml").write_text(
         "\n".join(f"{key} = {json.dumps(values[key])}" for key in values)
@@ -163,17 +165,17 @@ def test_every_setting_can_be_set_by_flag_environment_and_file(
     for key, value in values.items():
         monkeypatch.setenv(f"PODWAY_{key.upper()}", value)
     assert load({}) == by_flag
-    assert by_flag.api_key == ("a", "b")
-    assert by_flag.cors_origin == ("https://a.example", "https://b.example")
-    assert by_flag.max_body_bytes == 2 << 20
-    assert by_flag.chat_template == Path("t.jinja")
+    assert by_flag.access.api_key == ("a", "b")
+    assert by_flag.http.cors_origin == ("https://a.example", "https://b.example")
+    assert by_flag.http.max_body_bytes == 2 << 20
+    assert by_flag.model.chat_template == Path("t.jinja")
 
 
 @pytest.mark.parametrize(
     ("text", "size"), [("2GiB", 2 << 30), ("512 MiB", 512 << 20), ("1GB", 10**9), ("4096", 4096)]
 )
 def test_memory_sizes_have_units(text: str, size: int) -> None:
-    assert load({"kv_memory": text}).kv_memory == size
+    assert load({"kv_memory": text}).kv.kv_memory == size
 
 
 @pytest.mark.parametrize(
@@ -196,11 +198,6 @@ def test_memory_sizes_have_units(text: str, size: int) -> None:
             "--gpu-memory-utilization must be a number above 0, at most 1, not '1.5'",
         ),
         ("dtype", "int4", "--dtype must be one of auto, float32, bfloat16, float16, not 'int4'"),
-        (
-            "activation_bits",
-            "16",
-            "--activation-bits must be one of auto, 8, 14, not '16'",
-        ),
         ("lookahead", "2", "--lookahead must be one of auto, 0, 1, not '2'"),
         ("thread_wait", "x", "--thread-wait must be one of spin, sleep, not 'x'"),
         ("admission", "x", "--admission must be one of grow, reserve, request, not 'x'"),
@@ -223,8 +220,10 @@ def test_an_invalid_value_names_the_flag_and_the_allowed_values(
 def test_an_invalid_value_names_the_variable_or_file_that_it_is_from(
     bare: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (bare / "podway.toml").write_text("block_size = 'big'")
-    line = "--block-size must be a whole number from 1 to 4096, not 'big' (from the settings file)"
+    (bare / "podway.toml").write_text("port = 1\nblock_size = 'big'")
+    line = (
+        "--block-size must be a whole number from 1 to 4096, not 'big' (from podway.toml, line 2)"
+    )
     assert startup_error() == line
     monkeypatch.setenv("PODWAY_PORT", "tcp://10.0.0.1:80")
     assert startup_error(block_size="16").endswith("not 'tcp://10.0.0.1:80' (from PODWAY_PORT)")
@@ -235,15 +234,17 @@ def test_an_invalid_value_names_the_variable_or_file_that_it_is_from(
 )
 def test_a_switch_takes_no_value(flags: list[str], is_on: bool) -> None:
     values = vars(parser().parse_args(flags))
-    assert load({k: v for k, v in values.items() if v is not None}).prefix_cache is is_on
+    assert (
+        load({k: v for k, v in values.items() if v is not None}).scheduler.reuses_prefixes is is_on
+    )
 
 
 def test_a_switch_overrides_the_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PODWAY_PREFIX_CACHE", "false")
-    assert load({}).prefix_cache is False
-    assert load({"prefix_cache": True}).prefix_cache is True
+    assert load({}).scheduler.reuses_prefixes is False
+    assert load({"prefix_cache": True}).scheduler.reuses_prefixes is True
 
 
 @pytest.mark.parametrize(
@@ -290,32 +291,33 @@ def test_a_settings_file_that_cannot_be_read_is_named(bare: Path) -> None:
     assert startup_error(config="latin.toml").endswith("latin.toml: it is not UTF-8 text")
     (bare / "typo.toml").write_text("prot = 1")
     assert startup_error(config="typo.toml") == (
-        "unknown setting 'prot' in the settings file; did you mean port?"
+        "unknown setting 'prot' in typo.toml, line 1; did you mean port?"
     )
 
 
 def test_settings_are_immutable_and_hide_api_keys() -> None:
     settings = load({"api_key": "secret"})
-    with pytest.raises(ValidationError):
-        settings.port = 1  # type: ignore[misc]
+    with pytest.raises(FrozenInstanceError):
+        settings.access.api_key = ()  # type: ignore[misc]
     assert "secret" not in repr(settings)
 
 
 def test_every_option_has_a_help_text() -> None:
     for option in options():
-        assert option.description
+        assert option.declared.help
         assert option.metavar or option.choices
         assert option.flag == "--" + option.name.replace("_", "-")
 
 
 @pytest.mark.parametrize(
-    ("text", "seconds"), [("50ms", 0.05), ("0.2s", 0.2), ("0.05", 0.05), ("0", 0.0), (" 1s ", 1.0)]
+    ("text", "seconds"), [("50ms", 0.05), ("0.2s", 0.2), ("0.05", 0.05), ("0", inf), (" 1s ", 1.0)]
 )
 def test_an_itl_goal_is_a_duration(text: str, seconds: float) -> None:
-    assert Settings(model="m", itl_goal=text).itl_goal == seconds
+    assert load({"itl_goal": text}).scheduler.itl_goal == seconds
 
 
 @pytest.mark.parametrize("text", ["fast", "50 minutes", "-1ms", "ms"])
 def test_a_wrong_duration_is_rejected(text: str) -> None:
-    with pytest.raises(ValidationError, match="itl_goal"):
-        Settings(model="m", itl_goal=text)
+    assert startup_error(itl_goal=text) == (
+        f"--itl-goal must be a duration such as 50ms or 0.05s; 0 for none, not {text!r}"
+    )

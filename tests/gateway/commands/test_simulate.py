@@ -87,8 +87,7 @@ def test_a_measured_cost_and_a_described_device_are_read(tmp_path: Path) -> None
         (["--device", "a100-40g"], "did you mean a100-40gb?"),
         (["--device", "l4", "--model", "gpt3-175b"], "does not fit on 1 × l4"),
         (["--capacity"], "--capacity requires --slo"),
-        (["--max-batch-tokens", "8"], "--max-batch-tokens must be at least"),
-        (["--quantum-ratio", "1"], "--quantum-ratio must be above 1"),
+        (["--max-batch-tokens", "8"], "--max-batch-tokens (8) must be at least"),
         (["-n", "1", "--rate", "2"], "requests at different times"),
         (["--cost", "nowhere.json"], "nowhere.json"),
         (["--replay", "nowhere.jsonl"], "nowhere.jsonl"),
@@ -142,6 +141,14 @@ def test_a_recording_that_is_not_reproduced_says_where_it_differs(
     runs = simulated(tmp_path, "--replay", str(path))["runs"]
     assert [run["label"] for run in runs] == ["fcfs grow"]
     assert "the schedule differs after" in capsys.readouterr().err
+
+
+def test_a_setting_that_is_out_of_range_is_rejected_as_the_server_does(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["--quantum-ratio", "1"])
+    assert "--quantum-ratio: must be a number above 1, not '1'" in capsys.readouterr().err
 
 
 def test_settings_of_policies_are_flags() -> None:

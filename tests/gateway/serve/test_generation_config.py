@@ -58,7 +58,7 @@ def test_a_wrong_flag_is_rejected_before_anything_is_loaded(text: str) -> None:
 def test_a_settings_file_may_have_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "podway.toml").write_text("override-generation-config = {top_k = 20}")
     monkeypatch.chdir(tmp_path)
-    assert load({}).override_generation_config == '{"top_k": 20}'
+    assert load({}).model.override_generation_config == '{"top_k": 20}'
 
 
 @pytest.mark.parametrize("names", ["a,,b", "a,a", ","])

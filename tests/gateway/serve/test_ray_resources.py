@@ -14,4 +14,4 @@ def test_workers_reserve_a_gpu_with_device_cuda_only(
     monkeypatch.setattr(loading, "_by_name", lambda name: lambda *given: made.append(given))
     settings = load({"launcher": "ray", "device": device, "threads": "3"})
     loading._launcher(settings, "module:Worker")
-    assert made == [("module:Worker", settings.ray_address, 3, gpus)]
+    assert made == [("module:Worker", settings.launch.ray_address, 3, gpus)]

@@ -15,21 +15,21 @@ from hypothesis import strategies as st
 from engine.request import RequestSpec
 from engine.step import SamplingParams
 from engine.worker.process.worker import Worker
-from engine.worker_settings import WorkerSettings
 from tests.inline import RequestOutcome, play
 from tests.models.checkpoints import make_checkpoint
 from tests.models.drafts import a_drafter, a_model_drafter
 from tests.models.mtp import make_mtp_checkpoint
+from tests.worker_settings import worker_settings
 
 BLOCK_SIZE = 4
 
 
 def load(directory: Path, *, has_mtp: bool = False) -> Worker:
-    kept = WorkerSettings(
+    kept = worker_settings(
         str(directory),
         block_size=BLOCK_SIZE,
         kv_slots=512,
-        host_kv_bytes=1 << 18,
+        host_kv_memory=1 << 18,
         threads=1,
         lookahead=1,
         has_mtp=has_mtp,

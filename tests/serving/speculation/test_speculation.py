@@ -18,9 +18,9 @@ from engine.grammar import TokenTable
 from engine.request import RequestSpec
 from engine.step import Grammar, GrammarKind, SamplingParams
 from engine.worker.process.worker import Worker
-from engine.worker_settings import WorkerSettings
 from tests.inline import RequestOutcome, play
 from tests.models.drafts import a_drafter, a_model_drafter, first_layers
+from tests.worker_settings import worker_settings
 
 BUILTIN = Path(adapters.__file__).parent / "builtin"
 GRAMMARS = (
@@ -36,8 +36,8 @@ def table() -> TokenTable:
     return load_token_table(BUILTIN)
 
 
-SETTINGS = WorkerSettings(
-    str(BUILTIN), block_size=4, kv_slots=1024, host_kv_bytes=1 << 22, threads=1, lookahead=1
+SETTINGS = worker_settings(
+    str(BUILTIN), block_size=4, kv_slots=1024, host_kv_memory=1 << 22, threads=1, lookahead=1
 )
 
 

@@ -21,10 +21,10 @@ def linears_of(*formats: str, activation_bits: str = "auto") -> dict[str, CpuLin
     """
     if activation_bits not in ("auto", "8", "14"):
         raise StartupError(
-            f"--activation-bits {activation_bits!r} is not supported on cpu; known: auto, 8, 14"
+            f"activation_bits {activation_bits!r} is not supported on cpu; known: auto, 8, 14"
         )
     if activation_bits == "8" and not HAS_VNNI:
-        raise StartupError("--activation-bits '8' needs a CPU with VNNI; use auto or 14")
+        raise StartupError("activation_bits '8' needs a CPU with VNNI; use auto or 14")
     bits = 8 if HAS_VNNI and activation_bits != "14" else 14
     return {name: _linears(name, bits) for name in dict.fromkeys(("float32", *formats))}
 

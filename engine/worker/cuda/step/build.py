@@ -28,7 +28,7 @@ def make_launcher(
     streams: Streams, whole: WholeModel, settings: WorkerSettings, progress: Progress
 ) -> StepLauncher:
     """The launcher of a model with one stage; captures all graphs if attention supports it and
-    `settings.cuda_graphs` is set. All ranks call this together."""
+    `settings.kernels.cuda_graphs` is set. All ranks call this together."""
     stage, limits = whole.stage, whole.limits
     assert isinstance(whole.mover, DeviceMover), "a mover of this device"
     max_tokens, max_requests = settings.max_batch_tokens, settings.max_batch_size
@@ -79,7 +79,7 @@ def _graphs(
 ) -> DecodeGraphs | None:
     """Graphs of no size yet; None if they are disabled or attention cannot be captured."""
     stage, limits = whole.stage, whole.limits
-    if not settings.cuda_graphs:
+    if not settings.kernels.cuda_graphs:
         return None
     if not isinstance(stage.attention, CapturableAttention):
         name = type(stage.attention).__name__

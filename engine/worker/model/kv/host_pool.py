@@ -18,14 +18,14 @@ from engine.worker_settings import WorkerSettings
 
 
 def choose_num_host_blocks(settings: WorkerSettings, block_bytes: int, available: int) -> int:
-    """The number of host blocks in `host_kv_bytes`; raises `StartupError` if none or too many."""
-    setting = settings.host_kv_bytes
+    """The number of host blocks in `host_kv_memory`; raises `StartupError` if none or too many."""
+    setting = settings.tiers.host_kv_memory
     if setting == 0:
         return 0
     if setting < block_bytes:
         raise StartupError(
             f"--host-kv-memory {size_text(setting)} is less than one block of "
-            f"{settings.block_size} slots ({size_text(block_bytes)})"
+            f"{settings.kv.block_size} slots ({size_text(block_bytes)})"
         )
     if setting > available:
         raise StartupError(

@@ -73,16 +73,15 @@ def choose_num_blocks(
     Without a setting it is `capacity.usual`, but never more than `max_batch_size` requests of full
     length can use.
     """
-    size, num_groups = settings.block_size, len(windows)
+    kv, num_groups = settings.kv, len(windows)
+    size = kv.block_size
     if size < 1:
         raise StartupError(f"--block-size must be at least 1, not {size}")
-    if settings.kv_slots:
-        blocks, setting = settings.kv_slots // size, f"--kv-slots {settings.kv_slots}"
-    elif settings.kv_bytes:
-        blocks, setting = (
-            settings.kv_bytes // block_bytes // num_groups,
-            f"--kv-memory {size_text(settings.kv_bytes)}",
-        )
+    if kv.kv_slots:
+        blocks, setting = kv.num_blocks, f"--kv-slots {kv.kv_slots}"
+    elif kv.kv_memory:
+        blocks = kv.kv_memory // block_bytes // num_groups
+        setting = f"--kv-memory {size_text(kv.kv_memory)}"
     else:
         enough = settings.max_batch_size * _blocks_of_request(settings, max_model_len, windows)
         blocks = min(capacity.usual // block_bytes, enough) // num_groups
@@ -103,7 +102,7 @@ def _blocks_of_request(
     settings: WorkerSettings, max_model_len: int, windows: Sequence[int | None]
 ) -> int:
     """The most blocks of a request of full length, in all layer groups."""
-    size = settings.block_size
+    size = settings.kv.block_size
     whole, chunk = -(-max_model_len // size), 2 * settings.max_batch_tokens
     in_window = [-(-(window + chunk) // size) + 1 for window in windows if window is not None]
     num_full = len(windows) - len(in_window)

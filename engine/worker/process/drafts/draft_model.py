@@ -209,11 +209,13 @@ def load_draft(
     bits = device.dtype.itemsize * 8 if device.linear_format is None else device.linear_format.bits
     num_bytes = num_parameters * int(bits) // 8
     device.check_weights(num_bytes, 0)
-    packed = checkpoint.packed_cache(shard, settings.packed_cache, settings.packed_cache_bytes)
+    packed = checkpoint.packed_cache(
+        shard, settings.kernels.packed_cache, settings.kernels.packed_cache_size
+    )
     return LoadedDraft(
         device=device,
         built=build_model(checkpoint, weights, shard, device, packed, num_bytes),
-        attention=StageAttention(device, specs, settings.block_size),
+        attention=StageAttention(device, specs, settings.kv.block_size),
         kv=StageKV(device, settings, shard, groups),
         num_parameters=num_parameters,
         num_bytes=num_bytes,

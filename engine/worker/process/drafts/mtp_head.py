@@ -260,7 +260,7 @@ def load_mtp(
         device,
         built,
         built.mtp,
-        StageAttention(device, specs, settings.block_size),
+        StageAttention(device, specs, settings.kv.block_size),
         StageKV(device, settings, shard, KVGroups.of(shard.shape)),
         limits,
         num_parameters + shape.vocab_size * shape.hidden_size,

@@ -14,9 +14,9 @@ from engine.worker.cpu.linears.packed_store import PackedStore
 from engine.worker.cpu.operators import NativeOperators
 from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.ports import PreferredFormat
-from engine.worker_settings import WorkerSettings
 from tests.engine.worker.process.driving import Driver, load_worker
 from tests.models.checkpoints import make_checkpoint, make_model
+from tests.worker_settings import worker_settings
 
 SIZES = [(16, 4), (32, 97), (37, 9), (5, 1), (48, 32), (1500, 70), (2100, 33)]
 TOKENS = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38]
@@ -108,7 +108,7 @@ def test_auto_keeps_stored_bfloat16_if_the_cpu_has_instructions_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(cpu, "HAS_BFLOAT16", has_instruction)
-    settings = WorkerSettings("", dtype=dtype, attention="cpu", threads=1)
+    settings = worker_settings("", dtype=dtype, attention="cpu", threads=1)
     device = CpuDevice(settings, PreferredFormat(floats=stored))
     assert device.linear_format is not None
     assert device.linear_format.name == expected

@@ -4,7 +4,6 @@ import socket
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -16,6 +15,7 @@ from tests.engine.worker.cuda.launching import StandInDevice
 from tests.engine.worker.cuda.standing import StandingGpu, StandingTransport
 from tests.engine.worker.process.driving import settings_for
 from tests.engine.worker.process.fleet import Fleet, placements
+from tests.worker_settings import changed
 
 FLOAT32: Mapping[str, object] = {"dtype": "float32"}  # so that sums can be compared
 
@@ -49,7 +49,7 @@ def gpus(
 
         def load(index: int) -> Worker:
             plain = settings_for(model, kv_dtype="auto")
-            settings = replace(plain, placement=places[index], **changes)  # type: ignore[arg-type]
+            settings = changed(plain, placement=places[index], **changes)
             own = kernels[index] if kernels else NO_KERNELS
             device = CudaDevice(settings, devices[index], triton=own)
             if has_graphs:

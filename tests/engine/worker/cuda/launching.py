@@ -3,7 +3,7 @@
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from random import Random
 from typing import Protocol
 
@@ -26,6 +26,7 @@ from engine.worker.process.worker import Worker
 from engine.worker_settings import WorkerSettings
 from tests.engine.worker.cuda.standing import StandingGpu
 from tests.engine.worker.process.driving import settings_for
+from tests.worker_settings import changed
 
 
 class CapturableReference(ReferenceAttention):
@@ -70,7 +71,7 @@ class StandInDevice(CudaDevice):
 
     def __init__(self, settings: WorkerSettings, gpu: StandingGpu | None = None) -> None:
         gpu = gpu or StandingGpu(total_bytes=1 << 31)
-        super().__init__(replace(settings, dtype="float32"), gpu)
+        super().__init__(changed(settings, dtype="float32"), gpu)
         self.streams = gpu.of_it
         self.made: list[CapturableReference] = []
 
@@ -106,7 +107,7 @@ class OnStandIns:
 
 def on_stand_ins(model: object, **changes: object) -> OnStandIns:
     """A worker loaded from a checkpoint; `changes` are fields of its settings."""
-    settings = replace(settings_for(model, kv_dtype="auto"), **changes)  # type: ignore[arg-type]
+    settings = changed(settings_for(model, kv_dtype="auto"), **changes)
     device = StandInDevice(settings)
     progress: list[tuple[str, int, int]] = []
     worker = Worker.load(settings, lambda *news: progress.append(news), device)

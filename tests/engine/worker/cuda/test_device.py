@@ -24,6 +24,7 @@ from engine.worker_settings import WorkerSettings
 from tests.engine.worker.cuda.standing import StandingGpu
 from tests.engine.worker.process.driving import GREEDY, Driver, load_worker, settings_for
 from tests.models.checkpoints import make_checkpoint
+from tests.worker_settings import changed, worker_settings
 
 MIB = 1 << 20
 SHAPE = ModelShape(3, 4, 2, 8, 32, 48, 1, 97, 256)
@@ -46,7 +47,7 @@ def test_the_whole_worker_computes_in_the_dtype_of_the_device(
 ) -> None:
     make_checkpoint(tmp_path, family)
     worker = on_gpu(
-        replace(settings_for(tmp_path, kv_dtype="auto"), dtype=dtype),
+        changed(settings_for(tmp_path, kv_dtype="auto"), dtype=dtype),
         StandingGpu(total_bytes=1 << 31),
     )
     report = worker.report
@@ -124,14 +125,14 @@ def test_the_cache_has_a_block_more_than_it_says_and_the_host_is_pinned(tmp_path
         ({"weights": "int4"}, "weights 'int4' is not supported on cuda"),
         (
             {"activation_bits": "14"},
-            "--activation-bits '14' is not supported on cuda; known: auto, 8",
+            "activation_bits '14' is not supported on cuda; known: auto, 8",
         ),
     ],
 )
 def test_settings_that_no_gpu_serves_are_refused(
     settings: dict[str, str], says: str, tmp_path: Path
 ) -> None:
-    asked = replace(settings_for(tmp_path, kv_dtype="auto"), **settings)  # type: ignore[arg-type]
+    asked = changed(settings_for(tmp_path, kv_dtype="auto"), **settings)
     with pytest.raises(StartupError, match=says):
         CudaDevice(asked, StandingGpu())
 
@@ -146,7 +147,7 @@ def test_settings_that_no_gpu_serves_are_refused(
 def test_8_bit_floats_are_refused_where_no_tensor_core_multiplies_them(
     capability: tuple[int, int], dtype: str, says: str
 ) -> None:
-    settings = WorkerSettings(model="", dtype=dtype, weights="fp8")
+    settings = worker_settings(model="", dtype=dtype, weights="fp8")
     with pytest.raises(StartupError, match=says):
         CudaDevice(settings, StandingGpu(capability=capability))
 
@@ -156,7 +157,7 @@ def test_the_whole_worker_computes_with_8_bit_weights(
     tmp_path: Path, weights: str, allowed: float
 ) -> None:
     make_checkpoint(tmp_path, "llama")
-    settings = replace(settings_for(tmp_path, kv_dtype="auto"), weights=weights)
+    settings = changed(settings_for(tmp_path, kv_dtype="auto"), weights=weights)
     worker = on_gpu(settings, StandingGpu(total_bytes=1 << 31))
     assert (worker.report.dtype, worker.report.weights) == ("bfloat16", weights)
     exact, rounded = (Driver(each, seed=1) for each in (load_worker(tmp_path), worker))
@@ -267,6 +268,6 @@ def test_a_tied_head_is_the_embedding_that_is_there(tmp_path: Path) -> None:
 
 
 def test_batch_invariant_mode_needs_the_kernel_for_products() -> None:
-    settings = WorkerSettings("m", batch_invariant=True, attention="reference")
+    settings = worker_settings("m", batch_invariant=True, attention="reference")
     with pytest.raises(StartupError, match="--batch-invariant needs --attention flashinfer"):
         CudaDevice(settings, StandingGpu())

@@ -22,6 +22,7 @@ from engine.step import (
 )
 from engine.worker.process.worker import Worker
 from engine.worker_settings import WorkerReport, WorkerSettings
+from tests.worker_settings import worker_settings
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -50,13 +51,13 @@ def settings_for(
 ) -> WorkerSettings:
     """A small cache in float32, so that logits can be compared with those of transformers; one
     thread."""
-    return WorkerSettings(
+    return worker_settings(
         model=str(model),
         attention=attention,
         dtype=dtype,
         weights=weights,
         activation_bits=activation_bits,
-        kv_dtype=kv_dtype,
+        kv_cache_dtype=kv_dtype,
         block_size=block_size,
         kv_slots=kv_slots,
         threads=1,

@@ -5,7 +5,7 @@ import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,6 +16,7 @@ from engine.step import Step, StepResult
 from engine.worker.process.worker import Worker
 from engine.worker_settings import Placement, WorkerReport
 from tests.engine.worker.process.driving import settings_for
+from tests.worker_settings import changed
 
 T = TypeVar("T")
 
@@ -108,11 +109,11 @@ def fleet(
 
         def load(placement: Placement) -> Worker:
             settings = settings_for(model, attention, kv_slots=kv_slots)
-            settings = replace(
+            settings = changed(
                 settings,
                 placement=placement,
                 lookahead=lookahead,
-                host_kv_bytes=host_kv_bytes,
+                host_kv_memory=host_kv_bytes,
                 num_states=num_states,
                 task=task,
             )

@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -18,6 +17,7 @@ from engine.worker.cuda.device import gpu_index
 from engine.worker.device import open_device
 from engine.worker.ports import PreferredFormat
 from engine.worker_settings import Placement, WorkerSettings
+from tests.worker_settings import changed
 
 SETTINGS = WorkerSettings(model="")
 
@@ -53,7 +53,7 @@ def refusal(settings: WorkerSettings) -> str:
 @pytest.mark.parametrize("device", ["cpu", "auto"])
 def test_without_a_gpu_the_cpu_is_used(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    opened = open_device(replace(SETTINGS, device=device, threads=1))
+    opened = open_device(changed(SETTINGS, device=device, threads=1))
     assert (opened.name, opened.place.type, opened.dtype) == ("cpu", "cpu", torch.float32)
 
 
@@ -69,7 +69,7 @@ def test_only_kernels_of_a_dense_model_are_compiled_first_and_those_of_attention
         compiled.append(set(functions))
 
     monkeypatch.setattr(cpu, "compile_all", compile_all)
-    device = cpu.CpuDevice(replace(SETTINGS, threads=1, weights="int8"))
+    device = cpu.CpuDevice(changed(SETTINGS, threads=1, weights="int8"))
     device.prepare(lambda what, done, total: None)
     (first,) = compiled
     assert quantize_int8 in first
@@ -82,16 +82,16 @@ def test_only_kernels_of_a_dense_model_are_compiled_first_and_those_of_attention
 def test_a_kv_dtype_that_the_cpu_does_not_support_is_rejected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    asked = replace(SETTINGS, device="cpu", threads=1)
+    asked = changed(SETTINGS, device="cpu", threads=1)
     known = "known: float32, float16, bfloat16, int8"
-    assert refusal(replace(asked, kv_dtype="fp8")) == (
+    assert refusal(changed(asked, kv_cache_dtype="fp8")) == (
         f"--kv-cache-dtype 'fp8' is not supported on cpu; {known}"
     )
     monkeypatch.setattr(cpu, "has_half", lambda: False)
-    assert refusal(replace(asked, kv_dtype="float16")) == (
+    assert refusal(changed(asked, kv_cache_dtype="float16")) == (
         "--kv-cache-dtype 'float16' needs a CPU with F16C"
     )
-    assert open_device(replace(asked, kv_dtype="int8")).kv_dtype is torch.int8
+    assert open_device(changed(asked, kv_cache_dtype="int8")).kv_dtype is torch.int8
 
 
 @pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16"])
@@ -99,34 +99,34 @@ def test_a_kv_dtype_that_the_cpu_does_not_support_is_rejected(
 def test_kv_on_a_cpu_is_in_float16_by_default(dtype: str, attention: str) -> None:
     if (dtype, attention) == ("bfloat16", "reference"):
         pytest.skip("the reference computes in float32 only")
-    settings = replace(SETTINGS, device="cpu", threads=1, dtype=dtype, attention=attention)
+    settings = changed(SETTINGS, device="cpu", threads=1, dtype=dtype, attention=attention)
     assert open_device(settings).kv_dtype is torch.float16
-    assert open_device(replace(settings, kv_dtype="float32")).kv_dtype is torch.float32
+    assert open_device(changed(settings, kv_cache_dtype="float32")).kv_dtype is torch.float32
 
 
 def test_an_encoder_computes_with_keys_and_values_in_float32_by_default() -> None:
-    settings = replace(SETTINGS, device="cpu", threads=1)
+    settings = changed(SETTINGS, device="cpu", threads=1)
     encoder = PreferredFormat(keeps_kv=False)
     assert open_device(settings, encoder).kv_dtype is torch.float32
-    assert open_device(replace(settings, kv_dtype="int8"), encoder).kv_dtype is torch.int8
+    assert open_device(changed(settings, kv_cache_dtype="int8"), encoder).kv_dtype is torch.int8
 
 
 def test_kv_is_in_float32_by_default_on_a_cpu_that_does_not_convert_float16(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(cpu, "has_half", lambda: False)
-    device = open_device(replace(SETTINGS, device="cpu", threads=1))
+    device = open_device(changed(SETTINGS, device="cpu", threads=1))
     assert device.kv_dtype is torch.float32
 
 
 @pytest.mark.parametrize("device", ["cuda:x", "tpu", "cpu:1", "auto:0", "cuda:-1"])
 def test_an_unknown_device_is_rejected(device: str) -> None:
     says = f"--device {device!r} is not supported; known: auto, cpu, cuda, cuda:N"
-    assert refusal(replace(SETTINGS, device=device)) == says
+    assert refusal(changed(SETTINGS, device=device)) == says
 
 
 def test_what_is_missing_for_a_gpu_is_named(with_gpu: pytest.MonkeyPatch) -> None:
-    asked = replace(SETTINGS, device="cuda")
+    asked = changed(SETTINGS, device="cuda")
     with_gpu.setattr(lacking, "nvcc", lambda: None)
     with_gpu.setattr(lacking, "has_cached_kernels", lambda: False)
     assert "there is no nvcc: install the CUDA toolkit" in refusal(asked)
@@ -173,7 +173,7 @@ def test_auto_falls_back_to_the_cpu_and_logs_why(
     with_gpu: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with_gpu.setattr("importlib.util.find_spec", lambda name: None)
-    assert open_device(replace(SETTINGS, threads=1)).name == "cpu"
+    assert open_device(changed(SETTINGS, threads=1)).name == "cpu"
     assert caplog.messages == [
         "there is a GPU, but the CPU is used: flashinfer is not installed "
         "(pip install 'podway[cuda]')"
@@ -206,14 +206,14 @@ def test_each_worker_of_a_machine_takes_a_gpu_of_its_own() -> None:
         ({"attention": "flashinfer"}, "--attention 'flashinfer' does not run on cpu"),
         (
             {"activation_bits": "16"},
-            "--activation-bits '16' is not supported on cpu; known: auto, 8, 14",
+            "activation_bits '16' is not supported on cpu; known: auto, 8, 14",
         ),
         ({"batch_invariant": True}, "--batch-invariant is not supported on cpu, only on cuda"),
         ({"attention": "reference", "weights": "int8"}, "weights in int8 need another attention"),
     ],
 )
 def test_what_the_cpu_does_not_support_is_rejected(settings: dict[str, Any], says: str) -> None:
-    assert refusal(replace(SETTINGS, device="cpu", **settings)).startswith(says)
+    assert refusal(changed(SETTINGS, device="cpu", **settings)).startswith(says)
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_on_the_cpu_kv_takes_4_gib_or_a_quarter_of_the_memory(
 ) -> None:
     monkeypatch.setattr(cpu, "available_bytes", lambda: available)
     placement = Placement(num_local_workers=neighbours)
-    device = open_device(replace(SETTINGS, device="cpu", threads=1, placement=placement))
+    device = open_device(changed(SETTINGS, device="cpu", threads=1, placement=placement))
     room = device.kv_capacity(lambda: pytest.fail("the CPU does not rehearse"))
     assert (room.most, room.usual) == (available, usual)
     assert room.left_on_host(usual) == available - usual

@@ -15,9 +15,11 @@ from engine.worker.weights.checkpoint import Checkpoint
 from engine.worker_settings import Placement, WorkerSettings
 from tests.models.checkpoints import make_checkpoint
 from tests.models.drafts import first_layers
+from tests.worker_settings import changed as with_settings
+from tests.worker_settings import worker_settings
 
 BUILTIN = Path(adapters.__file__).parent / "builtin"
-SETTINGS = WorkerSettings(str(BUILTIN), block_size=4, kv_slots=256, threads=1, max_model_len=512)
+SETTINGS = worker_settings(str(BUILTIN), block_size=4, kv_slots=256, threads=1, max_model_len=512)
 
 
 def load(settings: WorkerSettings) -> Worker:
@@ -66,7 +68,7 @@ def test_a_draft_model_with_sliding_windows_is_rejected(tmp_path: Path) -> None:
 
 
 def test_the_memory_of_its_kv_is_counted() -> None:
-    half = replace(SETTINGS, kv_slots=0, kv_bytes=1 << 20)
+    half = with_settings(SETTINGS, kv_slots=0, kv_memory=1 << 20)
     alone, beside_itself = load(half), load(replace(half, draft_model=str(BUILTIN)))
     assert beside_itself.report.num_blocks == alone.report.num_blocks // 2
     assert beside_itself.report.num_draft_parameters == alone.report.num_parameters

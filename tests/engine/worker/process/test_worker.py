@@ -22,9 +22,9 @@ from engine.step import (
 from engine.worker.cpu.linears.int8 import FASTEST
 from engine.worker.process.worker import Worker
 from engine.worker.weights.checkpoint import Checkpoint
-from engine.worker_settings import WorkerSettings
 from tests.engine.worker.process.driving import GREEDY, Driver, load_worker
 from tests.models.checkpoints import make_checkpoint
+from tests.worker_settings import worker_settings
 
 VOCAB = 97
 
@@ -124,7 +124,7 @@ def test_logits_are_bit_identical_however_the_tokens_are_split_into_steps(worker
 def test_the_report_states_the_facts(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama", eos_token_id=[2, 5])
     progress: list[tuple[str, int, int]] = []
-    settings = WorkerSettings(
+    settings = worker_settings(
         model=str(tmp_path), block_size=8, kv_slots=84, max_model_len=100, threads=2
     )
     report = Worker.load(settings, lambda *news: progress.append(news)).report
@@ -132,7 +132,7 @@ def test_the_report_states_the_facts(tmp_path: Path) -> None:
     assert (report.dtype, report.device, report.attention) == ("float32", "cpu", "cpu")
     assert (report.vocab_size, report.max_model_len) == (97, 100)
     assert report.eos_token_ids == (2, 5)
-    assert (report.num_blocks, report.block_size, report.threads) == (10, 8, 2)
+    assert (report.num_blocks, report.block_size, report.threads) == (11, 8, 2)
     assert report.kv_dtype == "float16"
     assert report.bytes_per_block == 2 * 3 * 8 * 2 * 8 * 2
     layer = 32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 48 + 2 * 32
@@ -250,7 +250,7 @@ def test_threads_do_not_change_the_bits(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "qwen2")
     logits = []
     for threads in (1, 3):
-        settings = WorkerSettings(model=str(tmp_path), kv_slots=256, threads=threads)
+        settings = worker_settings(model=str(tmp_path), kv_slots=256, threads=threads)
         worker = Worker.load(settings, lambda *_: None)
         logits.append(Driver(worker).logits((0, text(50, 1)), (1, text(7, 2))))
     assert torch.equal(*logits)
@@ -258,7 +258,7 @@ def test_threads_do_not_change_the_bits(tmp_path: Path) -> None:
 
 def test_max_model_len_limits_the_context(tmp_path: Path) -> None:
     make_checkpoint(tmp_path)
-    settings = WorkerSettings(model=str(tmp_path), max_model_len=20, kv_slots=64)
+    settings = worker_settings(model=str(tmp_path), max_model_len=20, kv_slots=64)
     worker = Worker.load(settings, lambda *_: None)
     Driver(worker).logits((0, text(20, 0)))
     with pytest.raises(ValueError, match="positions"):

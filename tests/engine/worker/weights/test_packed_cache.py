@@ -6,7 +6,6 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,6 +26,7 @@ from engine.worker.weights.source import Weights
 from tests.engine.worker.process.driving import Driver, settings_for
 from tests.models.checkpoints import make_checkpoint
 from tests.models.gguf_files import Gguf
+from tests.worker_settings import changed
 
 TOKENS = [3, 14, 15, 92, 65, 35]
 LARGE = 1 << 30
@@ -55,7 +55,7 @@ def until_published() -> None:
 def logits(checkpoint: Path, cache: Path | str, weights: str = "float32") -> Tensor:
     """The logits of a worker that is started so."""
     settings = settings_for(checkpoint, "cpu", weights=weights)
-    worker = Worker.load(replace(settings, packed_cache=str(cache)), lambda *_: None)
+    worker = Worker.load(changed(settings, packed_cache=str(cache)), lambda *_: None)
     until_published()
     return Driver(worker).logits((0, TOKENS))[0]
 
@@ -446,4 +446,4 @@ def test_idle_experts_need_no_memory_if_they_are_mapped_from_a_file(
     settings = settings_for(checkpoint, "cpu")
     with pytest.raises(StartupError, match="the model's weights need"):
         CpuDevice(settings).check_weights(1500, 600)
-    CpuDevice(replace(settings, packed_cache=str(cache))).check_weights(1500, 600)
+    CpuDevice(changed(settings, packed_cache=str(cache))).check_weights(1500, 600)

@@ -2,7 +2,6 @@
 such norms, on one GPU and on ranks."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -20,6 +19,7 @@ from tests.engine.worker.cuda.fleet import gpus
 from tests.engine.worker.cuda.standing import StandingGpu
 from tests.engine.worker.process.driving import Driver, load_worker, settings_for
 from tests.models.checkpoints import make_checkpoint
+from tests.worker_settings import changed
 
 PIECES = ((0, range(1, 20)), (1, (5,)), (0, (7,)))
 # Sums of each family's three layers: in a norm behind, or in a post norm that no norm follows.
@@ -54,7 +54,7 @@ class CountedRows:
 
 def load(model: Path, rows: CountedRows | None, weights: str = "auto") -> Worker:
     """A worker on a stand-in for a GPU, with these kernels or without any."""
-    settings = replace(
+    settings = changed(
         settings_for(model, kv_dtype="auto"), dtype="float16", attention="auto", weights=weights
     )
     kernels = TritonKernels(

@@ -140,7 +140,7 @@ def expected(model: Path) -> list[StreamOutcome]:
 
 
 @pytest.mark.parametrize(
-    ("lookahead", "num_blocks", "host_kv_bytes", "cuda_graphs"),
+    ("lookahead", "num_blocks", "host_kv_memory", "cuda_graphs"),
     [
         (0, 128, 0, True),
         (1, 128, 0, True),
@@ -155,13 +155,13 @@ async def test_what_is_launched_ahead_says_what_the_cpu_says(
     expected: list[StreamOutcome],
     lookahead: int,
     num_blocks: int,
-    host_kv_bytes: int,
+    host_kv_memory: int,
     cuda_graphs: bool,
 ) -> None:
     on_gpu = on_stand_ins(
         model,
         lookahead=lookahead,
-        host_kv_bytes=host_kv_bytes,
+        host_kv_memory=host_kv_memory,
         cuda_graphs=cuda_graphs,
         max_batch_size=6,
         max_batch_tokens=13,
@@ -176,6 +176,6 @@ async def test_what_is_launched_ahead_says_what_the_cpu_says(
         assert one.prompt_logprobs == pytest.approx(whole.prompt_logprobs, abs=1e-4)
     assert {one.error for one in outcomes} == {"", "NoAllowedToken"}
     if num_blocks < 128:
-        assert counts.num_swaps if host_kv_bytes else counts.num_recomputed
+        assert counts.num_swaps if host_kv_memory else counts.num_recomputed
     replays = sum(graph.num_replays for graph in on_gpu.device.streams.graphs)
     assert (replays > 5) == cuda_graphs

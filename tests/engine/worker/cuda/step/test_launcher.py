@@ -38,7 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def on_gpu(model: Path) -> OnStandIns:
-    return on_stand_ins(model, max_batch_size=4, max_batch_tokens=16, host_kv_bytes=1 << 16)
+    return on_stand_ins(model, max_batch_size=4, max_batch_tokens=16, host_kv_memory=1 << 16)
 
 
 def entry(request: int, start: int, *tokens: int, spec: SampleSpec | None = GREEDY) -> StepEntry:

@@ -2,7 +2,6 @@
 
 import struct
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 import torch
@@ -22,10 +21,10 @@ from engine.worker.model.kv.host_pool import HostPool, choose_num_host_blocks
 from engine.worker.model.kv.kv_tensors import allocate
 from engine.worker.ports import ModelShape
 from engine.worker.process.worker import Worker
-from engine.worker_settings import WorkerSettings
 from tests.engine.worker.process.driving import GREEDY, settings_for
 from tests.engine.worker.process.fleet import Fleet, fleet
 from tests.models.checkpoints import make_checkpoint
+from tests.worker_settings import changed, worker_settings
 
 SHAPE = ModelShape(
     num_layers=2, num_heads=2, num_kv_heads=1, head_dim=4, hidden_size=1, vocab_size=1,
@@ -115,7 +114,7 @@ def test_a_move_out_of_range_is_rejected(device: bytes, host: bytes, named: str)
 
 def test_more_host_kv_than_memory_is_rejected() -> None:
     def chosen(host_kv_bytes: int) -> int:
-        return choose_num_host_blocks(WorkerSettings("", host_kv_bytes=host_kv_bytes), 100, 1000)
+        return choose_num_host_blocks(worker_settings("", host_kv_memory=host_kv_bytes), 100, 1000)
 
     assert (chosen(0), chosen(100), chosen(999)) == (0, 1, 9)
     with pytest.raises(StartupError, match=r"--host-kv-memory 99 bytes is less than one block"):
@@ -144,7 +143,7 @@ def runner(
     if (stages, ranks) == (1, 1):
         host_kv_bytes = host_kv_bytes * (8 + 4) // (4 * 8) if kv_dtype == "int8" else host_kv_bytes
         settings = settings_for(model, "cpu", kv_dtype=kv_dtype)
-        settings = replace(settings, host_kv_bytes=host_kv_bytes)
+        settings = changed(settings, host_kv_memory=host_kv_bytes)
         yield Worker.load(settings, lambda *_: None)
     else:
         with fleet(model, stages, ranks, attention="cpu", host_kv_bytes=host_kv_bytes) as workers:

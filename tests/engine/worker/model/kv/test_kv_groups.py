@@ -9,7 +9,7 @@ from engine.errors import StartupError
 from engine.worker.model.kv.kv_groups import KVGroups
 from engine.worker.model.kv.kv_tensors import choose_num_blocks
 from engine.worker.ports import AttentionOptions, KVCapacity, ModelShape, RecurrentShape
-from engine.worker_settings import WorkerSettings
+from tests.worker_settings import changed, worker_settings
 
 SHAPE = ModelShape(1, 2, 1, 8, 16, 32, 1000, 97, 128)
 
@@ -65,16 +65,16 @@ def test_a_model_of_equal_layers_has_one_group_and_a_tensor_per_layer() -> None:
 
 def test_a_restarted_worker_gets_as_many_blocks_as_before() -> None:
     capacity = KVCapacity(1 << 30, 1 << 20, 1 << 30, is_shared=True)
-    settings = WorkerSettings("model", block_size=4, max_batch_size=1000)
+    settings = worker_settings("model", block_size=4, max_batch_size=1000)
     for windows in ((None,), (None, 8, 8), (8,)):
         blocks = choose_num_blocks(settings, 1000, 4096, capacity, windows)
-        again = replace(settings, kv_slots=blocks // len(windows) * 4)
+        again = changed(settings, kv_slots=blocks // len(windows) * 4)
         assert choose_num_blocks(again, 1000, 4096, capacity, windows) == blocks
 
 
 def test_windows_bound_the_blocks_that_a_full_batch_can_use() -> None:
     capacity = KVCapacity(1 << 40, 1 << 40, 1 << 40, is_shared=True)
-    settings = WorkerSettings("model", block_size=4, max_batch_size=2, max_batch_tokens=16)
+    settings = worker_settings("model", block_size=4, max_batch_size=2, max_batch_tokens=16)
     assert choose_num_blocks(settings, 1000, 4096, capacity) == 2 * 1024
     assert choose_num_blocks(settings, 1000, 4096, capacity, (8,)) == 2 * 11
     assert choose_num_blocks(settings, 1000, 4096, capacity, (None, 8)) == 2 * (1024 + 11)

@@ -16,7 +16,7 @@ from engine.worker.model.kv.kv_tensors import (
     untouched_zeros,
 )
 from engine.worker.ports import KVCapacity, ModelShape
-from engine.worker_settings import WorkerSettings
+from tests.worker_settings import worker_settings
 
 SHAPE = ModelShape(
     num_layers=3, num_heads=8, num_kv_heads=2, head_dim=16, hidden_size=1, inner_size=1,
@@ -32,7 +32,7 @@ def blocks(
     max_model_len: int = 1 << 20,
     **settings: int,
 ) -> int:
-    asked = WorkerSettings(model="", **settings)  # type: ignore[arg-type]
+    asked = worker_settings(model="", **settings)
     return choose_num_blocks(
         asked, BLOCK, max_model_len, KVCapacity(available, usual, 0, is_shared=True)
     )
@@ -45,8 +45,8 @@ def test_a_block_is_keys_and_values_of_all_layers() -> None:
 
 
 def test_slots_count_before_bytes_and_bytes_before_memory() -> None:
-    assert blocks(kv_slots=100, kv_bytes=GIB) == 6
-    assert blocks(kv_bytes=10 * BLOCK + 1) == 10
+    assert blocks(kv_slots=100) == 7  # rounded up to whole blocks
+    assert blocks(kv_memory=10 * BLOCK + 1) == 10
     assert blocks() == 4 * GIB // BLOCK
 
 
@@ -57,8 +57,7 @@ def test_without_a_setting_kv_takes_no_more_than_requests_can_use() -> None:
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"kv_slots": 15}, "--kv-slots 15 is less than one block"),
-        ({"kv_bytes": BLOCK - 1}, f"--kv-memory {BLOCK - 1} bytes is less than one block"),
+        ({"kv_memory": BLOCK - 1}, f"--kv-memory {BLOCK - 1} bytes is less than one block"),
         ({"usual": BLOCK - 1}, "less than one block"),
         ({"kv_slots": 1600, "available": 99 * BLOCK}, "are available"),
         ({"block_size": -1}, "--block-size must be at least 1"),

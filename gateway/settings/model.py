@@ -1,0 +1,127 @@
+"""Settings of what is served: the model, its texts, LoRA adapters, and drafts of its tokens."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.setting import setting
+from engine.speculation.settings import SpeculationSettings
+from gateway.settings.generation_config import check_override
+from gateway.settings.speculative_config import speculation_settings
+
+BUILTIN_MODEL = "builtin"
+
+
+def _check_names(names: tuple[str, ...]) -> None:
+    if not all(names) or len(set(names)) < len(names):
+        raise ValueError("must be different names, separated by commas")
+
+
+def _check_loras(values: tuple[str, ...]) -> None:
+    names = [value.partition("=")[0] for value in values]
+    if not all(value.partition("=")[2] and name for value, name in zip(values, names, strict=True)):
+        raise ValueError("must be NAME=PATH, with the directory of a LoRA adapter")
+    if len(set(names)) < len(names):
+        raise ValueError("has the same name twice")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSettings:
+    """Which model is served, for what, and how texts become its tokens."""
+
+    source: str = setting(
+        BUILTIN_MODEL,
+        "model",
+        "a directory, a GGUF file, a Hugging Face model id, builtin (the model that comes with "
+        "Podway), or random:SHAPE for benchmarks",
+        "MODEL",
+        name="model",
+    )
+    served_model_name: tuple[str, ...] = setting(
+        (),
+        "model",
+        "model names that clients use, separated by commas; default: the directory's name or the "
+        "model id",
+        "NAMES",
+        check=_check_names,
+    )
+    task: str = setting(
+        "auto",
+        "model",
+        "what the model is served for; auto: as its checkpoint says; embed: embeddings of texts; "
+        "score: relevance of a document to a query (reranking)",
+        choices=("auto", "generate", "embed", "score"),
+    )
+    max_model_len: int = setting(
+        0,
+        "model",
+        "maximum length of a prompt and its output; 0: the checkpoint's context length",
+        "TOKENS",
+        ge=0,
+    )
+    speculative_config: SpeculationSettings | None = setting(
+        None,
+        "scheduling",
+        "propose several next tokens and compute them in one step, without changing any output; "
+        'a JSON object as in vLLM, such as {"method": "ngram", "num_speculative_tokens": 4}',
+        "JSON",
+        convert=speculation_settings,
+    )
+    override_generation_config: str = setting(
+        "{}",
+        "model",
+        "a JSON object with defaults of sampling parameters, instead of those in the checkpoint's "
+        "generation_config.json",
+        "JSON",
+        convert=check_override,
+        is_advanced=True,
+    )
+    chat_template: Path | None = setting(
+        None, "model", "a Jinja file to use instead of the checkpoint's chat template", "FILE"
+    )
+    trust_request_chat_template: bool = setting(
+        False,
+        "model",
+        "accept the field chat_template in requests; such templates are rendered in a process of "
+        "their own, with limits on time and memory",
+        is_advanced=True,
+    )
+    tool_dialect: str = setting(
+        "auto",
+        "model",
+        "format of the model's tool calls: auto (detected in the chat template), none, hermes, "
+        "llama3, mistral, mistral-args, harmony, granite, phi4, gemma",
+        "NAME",
+    )
+    reasoning_dialect: str = setting(
+        "auto",
+        "model",
+        "format of the model's reasoning: auto, none, think (<think>), mistral, harmony",
+        "NAME",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LoraSettings:
+    """Which LoRA adapters are served beside the model."""
+
+    lora: tuple[str, ...] = setting(
+        (),
+        "model",
+        "a LoRA adapter in PEFT's format and the model name under which it is served; the flag can "
+        "be repeated, or have several adapters separated by commas",
+        "NAME=PATH",
+        check=_check_loras,
+        is_repeatable=True,
+    )
+    max_loras: int = setting(
+        8,
+        "model",
+        "maximum LoRA adapters that are loaded at once",
+        "N",
+        ge=1,
+        le=4096,
+        is_advanced=True,
+    )
+    max_lora_rank: int = setting(
+        64, "model", "maximum rank of a LoRA adapter", "RANK", ge=1, le=4096, is_advanced=True
+    )

@@ -1,0 +1,75 @@
+"""Settings of how the model is run: the scheduling policy, and how workers are launched."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from engine.policy import POLICIES
+from engine.setting import setting
+
+
+def _check_policy(name: str) -> None:
+    if name not in POLICIES:
+        raise ValueError(f"must be one of {', '.join(POLICIES)}, not {name!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleSettings:
+    """The scheduling policy, and what it knows about the times of iterations."""
+
+    policy: str = setting(
+        "fcfs",
+        "scheduling",
+        "scheduling policy: " + ", ".join(POLICIES),
+        "NAME",
+        check=_check_policy,
+    )
+    cost_model: str = setting(
+        "auto",
+        "scheduling",
+        "where the cost model of iterations comes from; auto: saved for this model and machine, "
+        "else measured; measure: measured again; none: fitted while serving",
+        choices=("auto", "measure", "none"),
+        is_advanced=True,
+    )
+    cache_dir: Path | None = setting(
+        None,
+        "scheduling",
+        "directory for saved cost models; default: the user's cache directory",
+        "DIR",
+        is_advanced=True,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchSettings:
+    """Where workers run, and how far the server plans ahead of them."""
+
+    lookahead: str = setting(
+        "auto",
+        "workers",
+        "1: plan an iteration before the previous one's tokens are known, so that workers do not "
+        "wait for the event loop; a request that ends may then compute one token too many; "
+        "auto: on a GPU, and on CPUs with short steps and an idle core",
+        choices=("auto", "0", "1"),
+        is_advanced=True,
+    )
+    launcher: str = setting(
+        "local",
+        "workers",
+        "local: worker processes on this machine; ray: actors on a Ray cluster",
+        choices=("local", "ray"),
+    )
+    ray_address: str = setting(
+        "auto",
+        "workers",
+        "address of the Ray cluster; auto: this machine's cluster",
+        "ADDRESS",
+        is_advanced=True,
+    )
+    trace: Path | None = setting(
+        None,
+        "workers",
+        "write a Chrome trace of each worker's steps to this file (see ui.perfetto.dev)",
+        "FILE",
+        is_advanced=True,
+    )
