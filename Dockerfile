@@ -16,12 +16,13 @@ ENV PATH=/opt/venv/bin:$PATH PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 
 # Dependencies first: this layer is built again only if pyproject.toml changes.
 WORKDIR /opt/podway
-COPY pyproject.toml ./
+COPY pyproject.toml .ci/constraints.txt ./
 RUN python -c "import tomllib; project = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
         extras = [extra for extra in '$EXTRAS'.split(',') if extra]; \
         optional = [each for extra in extras for each in project['optional-dependencies'][extra]]; \
         print(*project['dependencies'], *optional, sep='\n')" > requirements.txt
-RUN pip install ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} -r requirements.txt
+RUN pip install -c constraints.txt ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} \
+    -r requirements.txt
 
 COPY README.md LICENSE ./
 COPY gateway gateway

@@ -52,7 +52,7 @@ $(CLIENTS)/.installed: tests/clients/requirements.txt tests/clients/package.json
 flashinfer: $(DEVELOPMENT)
 	$(BIN)/python -m pip install --disable-pip-version-check --no-deps -r tests/adapters/attention/requirements.txt
 
-$(SERVING): pyproject.toml gateway/install.py
+$(SERVING): pyproject.toml .ci/constraints.txt gateway/install.py
 	@echo "Podway is installed into $(VENV); this happens once."
 	@$(PYTHON) -m venv $(VENV)
 	@TORCH_INDEX="$(TORCH_INDEX)" $(BIN)/python gateway/install.py

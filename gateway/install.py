@@ -12,12 +12,12 @@ import platform
 import shutil
 import subprocess
 import sys
-import tomllib
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+CONSTRAINTS = ROOT / ".ci" / "constraints.txt"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
 
@@ -60,10 +60,10 @@ def offered(index: str) -> str:
 
 
 def pinned_version() -> str:
-    """The version of PyTorch that pyproject.toml asks for."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    (pin,) = (line for line in project["dependencies"] if line.startswith("torch=="))
-    return str(pin.removeprefix("torch=="))
+    """The version of PyTorch that the constraints name."""
+    lines = CONSTRAINTS.read_text().splitlines()
+    (pin,) = (line for line in lines if line.startswith("torch=="))
+    return pin.removeprefix("torch==")
 
 
 def has_nvidia_driver() -> bool:
@@ -91,7 +91,8 @@ def main() -> None:
         print(line, flush=True)
     extras = ",".join(sys.argv[1:])
     package = f"{ROOT}[{extras}]" if extras else str(ROOT)
-    options = ["--extra-index-url", index] if index else []
+    options = ["--constraint", str(CONSTRAINTS)]
+    options += ["--extra-index-url", index] if index else []
     sys.exit(subprocess.call([*PIP, "install", *options, "--editable", package]))
 
 

@@ -1,25 +1,27 @@
 """The environment in which FlashInfer and Triton compile their kernels.
 
 FlashInfer reads these variables when it is imported. Variables that the operator has set are kept.
-A CUDA toolkit without the cuBLAS and cuRAND headers is completed from the NVIDIA wheels that torch
-brings; the driver library `libcuda.so`, which every module links, is found or linked to the
-driver's.
+Without a CUDA toolkit the one in NVIDIA's wheels is used (`wheel_toolkit`). A toolkit without the
+cuBLAS and cuRAND headers is completed from the wheels that torch brings; the driver library
+`libcuda.so`, which every module links, is found or linked to the driver's.
 """
 
 import ctypes
 import os
-import site
-from collections.abc import Iterator
 from pathlib import Path
 
 from engine.worker.cuda.requirements import cuda_home, kernel_cache
+from engine.worker.cuda.wheel_toolkit import assembled, wheel_folders, wheel_toolkit
 
 NORM_HEADERS = ("cublasLt.h", "cublas_v2.h", "curand_kernel.h")  # included by FlashInfer's norm.cu
 DRIVER = "libcuda.so"
 
 
 def prepare_environment(capability: tuple[int, int]) -> None:
-    """Name the GPU architecture, forbid downloads, and add include and library folders."""
+    """Name the toolkit and the GPU architecture, forbid downloads, and add include and library
+    folders."""
+    if (wheels := wheel_toolkit()) is not None and cuda_home() == wheels:
+        os.environ["CUDA_HOME"] = str(assembled(wheels, kernel_cache()))
     major, minor = capability
     suffix = "a" if major >= 9 else ""
     wanted = {
@@ -47,12 +49,8 @@ def wheel_includes() -> list[Path]:
     """Include folders of NVIDIA wheels with headers that the CUDA toolkit lacks."""
     toolkit = cuda_home() / "include"
     lacking = [name for name in NORM_HEADERS if not (toolkit / name).is_file()]
-    return [each for each in _wheel_folders() if any((each / name).is_file() for name in lacking)]
-
-
-def _wheel_folders() -> Iterator[Path]:
-    for packages in site.getsitepackages():
-        yield from sorted(Path(packages).glob("nvidia/*/include"))
+    folders = [each / "include" for each in reversed(wheel_folders())]
+    return [each for each in folders if any((each / name).is_file() for name in lacking)]
 
 
 def driver_folders() -> list[Path]:

@@ -9,7 +9,10 @@ from pathlib import Path
 
 import torch
 
+from engine.worker.cuda.wheel_toolkit import wheel_toolkit
+
 INSTALL = "pip install 'podway[cuda]'"
+SYSTEM = Path("/usr/local/cuda")
 
 
 def missing(*, wants_kernels: bool) -> str:
@@ -34,9 +37,9 @@ def missing_kernels() -> str:
         return f"flashinfer is not installed ({INSTALL})"
     if nvcc() is None and not has_cached_kernels():
         return (
-            "flashinfer compiles its kernels at the first start and there is no nvcc: install the "
-            "CUDA toolkit and set CUDA_HOME, or copy compiled kernels of another machine to "
-            f"{kernel_cache()}"
+            "flashinfer compiles its kernels at the first start and there is no nvcc in "
+            f"{cuda_home()}: {INSTALL} brings one; or set CUDA_HOME to a CUDA toolkit, or copy "
+            f"compiled kernels of another machine to {kernel_cache()}"
         )
     return ""
 
@@ -48,12 +51,15 @@ def nvcc() -> Path | None:
 
 
 def cuda_home() -> Path:
-    """The folder of the CUDA toolkit, which may not exist."""
+    """The folder of the CUDA toolkit, which may not exist: named by a variable, that of the nvcc
+    in PATH, the system's, or NVIDIA's wheels."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     if home is not None:
         return Path(home)
-    found = shutil.which("nvcc")
-    return Path(found).resolve().parents[1] if found else Path("/usr/local/cuda")
+    if (compiler := shutil.which("nvcc")) is not None:
+        return Path(compiler).resolve().parents[1]
+    wheels = wheel_toolkit()
+    return wheels if wheels is not None and not SYSTEM.is_dir() else SYSTEM
 
 
 def kernel_cache() -> Path:

@@ -1,10 +1,21 @@
 """Which build of PyTorch `make serve` downloads, and what it says before."""
 
 import platform
+import tomllib
 
 import pytest
+from packaging.requirements import Requirement
 
-from gateway.install import CPU_INDEX, NoCpuBuild, choose_index, pinned_version
+from gateway.install import (
+    CONSTRAINTS,
+    CPU_INDEX,
+    PIP,
+    ROOT,
+    NoCpuBuild,
+    choose_index,
+    main,
+    pinned_version,
+)
 
 ONLY_CUDA = "Available versions: 2.13.0, 2.12.1"
 BOTH = "Available versions: 2.13.0+cpu, 2.13.0"
@@ -46,5 +57,28 @@ def test_without_a_driver_the_cuda_build_is_never_a_surprise() -> None:
         choose_index("2.13.0", "", False, lambda index: ONLY_CUDA)
 
 
-def test_the_version_is_the_one_that_pyproject_pins() -> None:
-    assert pinned_version().count(".") == 2
+def test_the_constraints_pin_a_version_that_pyproject_accepts() -> None:
+    version = pinned_version()
+    assert version.count(".") == 2
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (torch,) = (each for each in map(Requirement, project["dependencies"]) if each.name == "torch")
+    assert torch.specifier.contains(version)
+    assert torch.specifier.contains("2.15.0"), "other versions are not shut out"
+
+
+def test_pip_gets_the_constraints_and_the_extras(monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[list[str]] = []
+    monkeypatch.setattr("gateway.install.is_installed", lambda version: True)
+    monkeypatch.setattr("sys.argv", ["install.py", "dev"])
+
+    def call(command: list[str]) -> int:
+        commands.append(command)
+        return 0
+
+    monkeypatch.setattr("subprocess.call", call)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 0
+    assert commands == [
+        [*PIP, "install", "--constraint", str(CONSTRAINTS), "--editable", f"{ROOT}[dev]"]
+    ]

@@ -6,7 +6,7 @@ from types import ModuleType
 
 import pytest
 
-from engine.worker.cuda import build_environment, device
+from engine.worker.cuda import build_environment, device, requirements
 from engine.worker.cuda.build_environment import (
     NORM_HEADERS,
     missing_norm_headers,
@@ -14,6 +14,7 @@ from engine.worker.cuda.build_environment import (
 )
 from engine.worker.cuda.kernels.library import NO_KERNELS, TritonKernels
 from engine.worker.cuda.model.kernels import TritonRowKernels
+from engine.worker.cuda.wheel_toolkit import assembled
 
 
 @pytest.fixture
@@ -97,3 +98,63 @@ def test_without_norm_headers_norms_and_gates_are_tritons(
     assert isinstance(found, TritonRowKernels)
     assert found.has_norm
     assert found.gated("relu") is None
+
+
+def wheels(site: Path) -> Path:
+    """The files that NVIDIA's wheels of a CUDA compiler unpack, as far as links need them."""
+    folder = site / "nvidia" / "cu13"
+    header(folder / "include", *NORM_HEADERS)
+    header(folder / "bin", "nvcc", "ptxas")
+    header(folder / "nvvm" / "bin", "cicc")
+    header(folder / "lib", "libcudart.so.13", "libcudart_static.a")
+    return folder
+
+
+def test_without_a_toolkit_the_one_in_the_wheels_is_used(
+    environ: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(requirements, "SYSTEM", tmp_path / "none")
+    del environ["CUDA_HOME"]
+    environ["PATH"] = ""
+    assert requirements.nvcc() is None
+    folder = wheels(tmp_path / "site")
+    assert requirements.nvcc() == folder / "bin" / "nvcc"
+    prepare_environment((9, 0))
+    home = Path(environ["CUDA_HOME"])
+    assert home.is_relative_to(tmp_path / "cache")
+    for name in ("bin/nvcc", "bin/ptxas", "nvvm/bin/cicc", "include/cublasLt.h"):
+        assert (home / name).samefile(folder / name)
+    library = folder / "lib" / "libcudart.so.13"
+    assert (home / "lib64" / "libcudart.so").samefile(library)
+    assert (home / "lib64" / "libcudart.so.13").samefile(library)
+    assert (home / "lib64" / "libcudart_static.a").is_file()
+    assert requirements.nvcc() == home / "bin" / "nvcc"
+    assert "FLASHINFER_EXTRA_CUDAFLAGS" not in environ, "the toolkit has all headers"
+
+
+def test_the_links_to_the_wheels_follow_an_upgrade(tmp_path: Path) -> None:
+    folder = wheels(tmp_path / "site")
+    home = assembled(folder, tmp_path / "cache")
+    (folder / "lib" / "libcudart.so.13").rename(folder / "lib" / "libcudart.so.14")
+    assert assembled(folder, tmp_path / "cache") == home
+    assert {each.name for each in (home / "lib64").iterdir()} == {
+        "libcudart.so", "libcudart.so.14", "libcudart_static.a"
+    }  # fmt: skip
+    assert (home / "lib64" / "libcudart.so").is_file()
+
+
+@pytest.mark.parametrize("kind", ["variable", "path", "system"])
+def test_a_toolkit_of_the_machine_is_preferred_to_the_wheels(
+    kind: str, environ: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wheels(tmp_path / "site")
+    toolkit = tmp_path / "toolkit"
+    header(toolkit / "bin", "nvcc").joinpath("nvcc").chmod(0o755)
+    monkeypatch.setattr(requirements, "SYSTEM", toolkit if kind == "system" else tmp_path / "none")
+    environ["PATH"] = str(toolkit / "bin") if kind == "path" else ""
+    environ["CUDA_HOME"] = str(toolkit)
+    if kind != "variable":
+        del environ["CUDA_HOME"]
+    prepare_environment((9, 0))
+    assert requirements.cuda_home() == toolkit
+    assert environ.get("CUDA_HOME") in (None, str(toolkit))
