@@ -7,7 +7,7 @@
 
 import sys
 
-from gateway.offline import Podway
+from podway import Podway
 
 PROMPTS = ("Hello!", "What is 2 + 3?", "What is Podway?", "Tell me a story.")
 

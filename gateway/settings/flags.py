@@ -13,6 +13,9 @@ from typing import Any, NoReturn, TypeVar
 from engine.setting import duration
 
 N = TypeVar("N")
+PLOTS = (".png", ".pdf", ".svg")
+_NOUNS = {"int": "a whole number", "float": "a number"}
+_INVALID_NUMBER = re.compile(r"invalid (?P<kind>int|float) value: (?P<given>'.*')")
 _INVALID_CHOICE = re.compile(r"invalid choice: '(?P<given>[^']*)' \(choose from (?P<names>.*)\)$")
 
 
@@ -43,9 +46,12 @@ class Parser(argparse.ArgumentParser):
         return parsed
 
     def error(self, message: str) -> NoReturn:
-        if found := _INVALID_CHOICE.search(message):
-            names = re.findall(r"'([^']*)'", found["names"])
-            message += did_you_mean(found["given"], names)
+        if choice := _INVALID_CHOICE.search(message):
+            names = re.findall(r"'([^']*)'", choice["names"])
+            message += did_you_mean(choice["given"], names)
+        message = _INVALID_NUMBER.sub(
+            lambda wrong: f"must be {_NOUNS[wrong['kind']]}, not {wrong['given']}", message
+        )
         self.exit(1, f"{self.prog}: {message} ({self.prog} --help lists all flags)\n")
 
 
@@ -112,10 +118,14 @@ def output_file(text: str) -> Path:
 
 
 def plot_file(text: str) -> Path:
-    """An output file for a plot; rejected where matplotlib, an extra, is not installed."""
+    """An output file for a plot in a format of `PLOTS`; rejected where matplotlib, an extra, is not
+    installed."""
     if find_spec("matplotlib") is None:
         raise argparse.ArgumentTypeError("needs matplotlib: pip install 'podway[plots]'")
-    return output_file(text)
+    path = output_file(text)
+    if path.suffix.lower() not in PLOTS:
+        raise argparse.ArgumentTypeError(f"must end in {', '.join(PLOTS)}, not {text!r}")
+    return path
 
 
 def json_object(text: str) -> dict[str, Any]:

@@ -136,7 +136,7 @@ def _add_results(parser: Parser) -> None:
     add = parser.add_argument_group("results").add_argument
     add("--label", default="run", help="name of the run in tables and plots")
     add("--json", type=output_file, metavar="FILE", help="write the results as JSON")
-    add("--plot", type=plot_file, metavar="FILE", help="write a PNG plot")
+    add("--plot", type=plot_file, metavar="FILE", help="write a plot: PNG, PDF or SVG")
     add(
         "--compare",
         type=Path,

@@ -42,7 +42,7 @@ def parser() -> Parser:
     add_router(parser)
     add = parser.add_argument_group("results").add_argument
     add("--json", type=output_file, metavar="FILE", help="write all runs as JSON")
-    add("--plot", type=plot_file, metavar="FILE", help="plot the latencies over replicas, as PNG")
+    add("--plot", type=plot_file, metavar="FILE", help="plot the latencies over replicas")
     parser.set_defaults(slo=SLO(), replay=None, rate=None, capacity=False)
     return parser
 

@@ -69,7 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", type=output_file, metavar="FILE", help="write the results as JSON")
     events = "write the events of the run as JSON lines; needs a single policy and load"
     add("--events", type=output_file, metavar="FILE", help=events)
-    plot = "write a PNG plot: over load for several --rate values, else over time"
+    plot = "write a plot (PNG, PDF or SVG): over load for several --rate values, else over time"
     add("--plot", type=plot_file, metavar="FILE", help=plot)
 
 
@@ -81,8 +81,12 @@ def _slo(text: str) -> SLO:
 
 
 def _share(text: str) -> float:
-    if not 0.0 < (number := float(text)) <= 1.0:
-        raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, not {text}")
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0.0 < number <= 1.0:
+        raise argparse.ArgumentTypeError(f"must be a number above 0, at most 1, not {text!r}")
     return number
 
 

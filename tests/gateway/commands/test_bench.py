@@ -157,3 +157,25 @@ def test_a_plot_without_matplotlib_is_rejected_before_the_load(
     with pytest.raises(SystemExit):
         bench.main(["http://127.0.0.1:1", "--plot", "a.png"])
     assert "--plot: needs matplotlib: pip install 'podway[plots]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["--rate", "abc"], "--rate: must be a number above 0, not 'abc'"),
+        (["--rate", "0"], "--rate: must be a number above 0, not '0'"),
+        (["-c", "1.5"], "--concurrency: must be a whole number, at least 1, not '1.5'"),
+        (["--warmup", "x"], "--warmup: must be a whole number, at least 0, not 'x'"),
+        (["--seed", "x"], "--seed: must be a whole number, not 'x'"),
+        (["--temperature", "hot"], "--temperature: must be a number, not 'hot'"),
+        (["--prompt-tokens", "9..3"], "--prompt-tokens: must be a length such as 128 or a range"),
+        (["--plot", "x.gif"], "--plot: must end in .png, .pdf, .svg, not 'x.gif'"),
+    ],
+)
+def test_a_wrong_flag_is_rejected_with_what_is_allowed(
+    flags: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        bench.main(flags)
+    assert ended.value.code == 1
+    assert says in capsys.readouterr().err
