@@ -221,7 +221,7 @@ def test_no_step_is_answered_from_damaged_weights_which_are_packed_again(
     expected = logits(checkpoint, cache)
     (path,) = cached_files(cache)
     flip(path, path.stat().st_size // 3)
-    settings = replace(settings_for(checkpoint, "cpu"), packed_cache=str(cache))
+    settings = changed(settings_for(checkpoint, "cpu"), packed_cache=str(cache))
     worker = Worker.load(settings, lambda *_: None)
     with pytest.raises(WorkerLost, match=r"are damaged at byte [\d,]+ or behind it"):
         worker.warm_up()
