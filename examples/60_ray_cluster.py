@@ -8,7 +8,6 @@ import asyncio
 import os
 import signal
 import time
-from pathlib import Path
 
 from ray.cluster_utils import Cluster
 
@@ -26,7 +25,7 @@ from engine.transport.launcher import Launcher
 from engine.transport.multiprocess import MultiprocessExecutor, MultiprocessSettings
 from engine.worker_settings import WorkerSettings
 
-WORKER = WorkerSettings(str(Path(adapters.__file__).parent / "builtin"))
+WORKER = WorkerSettings(f"{adapters.__path__[0]}/builtin")
 SPEC = RequestSpec(tuple(range(300, 340)), max_tokens=60, sampling=SamplingParams(temperature=0))
 
 
@@ -50,9 +49,7 @@ async def run(settings: MultiprocessSettings, launcher: Launcher | None) -> list
     try:
         report = await executor.start(lambda what, done, total: None)
         limits = SchedulerSettings(max_model_len=report.max_model_len)
-        ledger = KVLedger(
-            KVShape(report.num_blocks, report.block_size)
-        )  # this model keeps all its KV
+        ledger = KVLedger(KVShape(report.num_blocks, report.block_size))
         scheduler = IterationScheduler(limits, ledger, FirstComeFirstServed())
         engine = Engine(scheduler, executor, time.perf_counter)
         print(f"{len(executor.pids)} worker(s)")

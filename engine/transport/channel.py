@@ -173,6 +173,7 @@ class StepChannel:
             future = self._in_flight.popleft().result
             if not future.done():
                 future.set_exception(WorkerLost(reason))
+                future.exception()  # the engine awaits the first of them only
         for pending in self._loras.values():
             if not pending.future.done():
                 pending.future.set_exception(WorkerLost(reason))
