@@ -9,24 +9,19 @@ import importlib
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
 from engine.errors import StartupError
-from engine.step import Step
-from engine.worker.launched import StepInFlight
 from engine.worker.model.kv.data_plane import TensorTransport
 from engine.worker.model.layout import LayoutLimits
 from engine.worker.model.stage import Stage
 from engine.worker.ports import (
-    AllReduce,
     AttentionBackend,
     AttentionSpec,
     BlockMover,
-    Int64s,
     KVCapacity,
     KVTensors,
     LinearFormat,
@@ -38,8 +33,7 @@ from engine.worker.ports import (
     StageModel,
     WeightSource,
 )
-from engine.worker.sampling.constraints import Constraints
-from engine.worker.sampling.sampler import Sampler
+from engine.worker.transfers import Transfers
 from engine.worker.weights.packed_cache import PackedCache
 from engine.worker_settings import WorkerSettings
 
@@ -129,10 +123,6 @@ class Device(Protocol):
         """
         ...
 
-    def sampler(self, vocab_size: int, operators: Operators) -> Sampler:
-        """Samples tokens from logits on this device."""
-        ...
-
     def source(
         self, weights: WeightSource, cache: PackedCache, num_bytes: int
     ) -> AbstractContextManager[WeightSource]:
@@ -168,19 +158,14 @@ class Device(Protocol):
         """Allocates `num_host_blocks` of host memory, and moves blocks between it and the cache."""
         ...
 
-    def launcher(self, whole: "WholeModel", progress: Progress) -> "LaunchesSteps | None":
-        """How the only stage of a model launches steps asynchronously.
-
-        None: each step is computed when it comes.
-        """
+    def transfers(self) -> Transfers:
+        """Copies and events of steps, always the same."""
         ...
 
-    def captured(self, whole: "WholeModel", shard: Shard, progress: Progress) -> Stage:
-        """One of several stages, which replays the layers of steps where that pays."""
-        ...
-
-    def put(self, array: Int64s) -> Tensor:
-        """Copy to the device; work submitted from now on sees it. On the CPU it is not copied."""
+    def replaying(
+        self, stage: Stage, shard: Shard, limits: LayoutLimits, progress: Progress
+    ) -> Stage:
+        """The stage; where it pays, it replays the layers of similar steps."""
         ...
 
     def tensor_transport(self) -> TensorTransport:
@@ -211,34 +196,6 @@ class Device(Protocol):
     def awake(self) -> AbstractContextManager[None]:
         """`wake` and `rest` around a block."""
         ...
-
-
-class LaunchesSteps(Protocol):
-    """Launches steps in order; each is collected later."""
-
-    def launch(self, step: Step) -> StepInFlight:
-        """Any error but `WorkerLost` fails this step only."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class RankGroup:
-    """The ranks that compute each step together; rank 0 samples."""
-
-    rank: int
-    all_reduce: AllReduce
-
-
-@dataclass(frozen=True, slots=True)
-class WholeModel:
-    """What steps run on; `ranks` is None if this worker computes its stage alone."""
-
-    stage: Stage
-    constraints: Constraints
-    sampler: Sampler
-    mover: BlockMover
-    limits: LayoutLimits
-    ranks: RankGroup | None = None
 
 
 class _DeviceClass(Protocol):

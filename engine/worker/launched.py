@@ -1,6 +1,5 @@
 """A step in flight on a worker, whose outcome is collected later."""
 
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from engine.step import StepResult, StepTimes
@@ -27,17 +26,3 @@ class StepInFlight(Protocol):
         Any error but `WorkerLost` fails this step only; after `WorkerLost` no step can run.
         """
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class CompletedStep:
-    """A step that was computed while it was launched."""
-
-    collected: StepOutcome
-
-    @property
-    def may_wait(self) -> bool:
-        return False
-
-    def collect(self) -> StepOutcome:
-        return self.collected

@@ -16,18 +16,18 @@ from numpy.typing import NDArray
 from engine.step import SampleSpec, SamplingParams
 from engine.worker.cpu.operators import NativeOperators
 from engine.worker.cpu.thread_pool import NativeThreadPool
-from engine.worker.cuda.sampling.sampler import DeviceSampler
 from engine.worker.model.torch_operators import TorchOperators
-from engine.worker.sampling.sampler import HostSampler, Sampler, uniform
+from engine.worker.sampling.sampler import NO_MASKS, Sampler, uniform
+from tests.engine.worker.cuda.launching import device_operators
 
 VOCAB = 211
 ROWS = 300  # each with another seed
 CLOSE = 1e-4
 
 SAMPLERS: dict[str, Callable[[], Sampler]] = {
-    "numpy": lambda: HostSampler(VOCAB, TorchOperators()),
-    "native": lambda: HostSampler(VOCAB, NativeOperators(NativeThreadPool(1))),
-    "torch": lambda: DeviceSampler(VOCAB, torch.from_numpy),
+    "numpy": lambda: Sampler(VOCAB, TorchOperators()),
+    "native": lambda: Sampler(VOCAB, NativeOperators(NativeThreadPool(1))),
+    "torch": lambda: Sampler(VOCAB, device_operators(torch.from_numpy)),
 }
 PLAIN = SamplingParams()
 SPECS = {
@@ -148,12 +148,10 @@ def test_the_suite_notices_a_sampler_that_ignores_a_parameter(sampler: str, chan
         only = {change: getattr(spec.sampling, change)}
         spec = SampleSpec(replace(PLAIN, **only))
 
-    class Ignoring:
-        vocab_size = VOCAB
-
-        def sample(self, logits, specs, positions, masks=None):  # type: ignore[no-untyped-def]
+    class Ignoring(Sampler):
+        def sample(self, logits, specs, positions, masks=NO_MASKS):  # type: ignore[no-untyped-def]
             changed = {change: values[change]}
             other = [s._replace(sampling=replace(s.sampling, **changed)) for s in specs]
             return SAMPLERS[sampler]().sample(logits, other, positions)
 
-    assert mismatches(Ignoring(), rows_of(spec))
+    assert mismatches(Ignoring(VOCAB, TorchOperators()), rows_of(spec))

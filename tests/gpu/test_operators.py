@@ -19,9 +19,9 @@ from engine.worker.cuda.model.kernels import FlashInferKernels, fits
 from engine.worker.cuda.model.linears import CudaFp8Linear, CudaInt8Linear, fp8_linear, int8_linear
 from engine.worker.cuda.model.operators import CudaOperators
 from engine.worker.cuda.model.weight_staging import Staging
-from engine.worker.cuda.sampling.sampler import DeviceSampler
+from engine.worker.cuda.sampling.sampling_kernels import DeviceSampling
 from engine.worker.model.torch_operators import TorchOperators
-from engine.worker.sampling.sampler import HostSampler
+from engine.worker.sampling.sampler import Sampler
 
 pytestmark = [
     pytest.mark.gpu,
@@ -145,8 +145,16 @@ def test_rows_are_drawn_as_on_the_cpu(gpu: TorchGpu) -> None:
         for row in range(40)
     ]
     places = list(range(40))
-    wanted = HostSampler(vocab, TorchOperators()).sample(logits.clone(), asked, places)
-    found = DeviceSampler(vocab, gpu.put).sample(logits.to(gpu.place), asked, places)
+    wanted = Sampler(vocab, TorchOperators()).sample(logits.clone(), asked, places)
+    on_device = CudaOperators(
+        gpu.place,
+        torch.float32,
+        "float32",
+        TorchGemm8Bit(),
+        None,
+        sampling=DeviceSampling(gpu.put),
+    )
+    found = Sampler(vocab, on_device, gpu.put).sample(logits.to(gpu.place), asked, places)
     # exp() is rounded differently there: a point very near a border may fall to its neighbour
     alike = [one == other for one, other in zip(found.tokens, wanted.tokens, strict=True)]
     assert sum(alike) >= 39

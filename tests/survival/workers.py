@@ -17,8 +17,8 @@ import numpy as np
 
 from engine.errors import StartupError, WorkerLost
 from engine.step import Step, StepEntry, StepResult
-from engine.worker.model.last_tokens import LastTokens
 from engine.worker.model.layout import LayoutLimits, build_layout
+from engine.worker.sampling.last_tokens import KnownTokens, LastTokens
 from engine.worker.sampling.outputs import OutputMemory
 from engine.worker_settings import WorkerReport, WorkerSettings
 from tests.engine.transport.workers import UnconnectedWorker
@@ -76,13 +76,14 @@ class DigestWorker(UnconnectedWorker):
 
     def run(self, step: Step) -> StepResult:
         self._held.open(step)
+        step = self._held.continued(step).complete(step)
         layout = build_layout(step, LayoutLimits(VOCAB, MAX_MODEL_LEN, NUM_BLOCKS, BLOCK_SIZE))
-        step = self._outputs.complete(self._held.complete(step, layout))
+        step = self._outputs.complete(step)
         for token in layout.token_ids.tolist():
             _die_of(token)
         self._slots.update(zip(layout.slots.tolist(), layout.token_ids.tolist(), strict=True))
         tokens = tuple([self._draw(entry) for entry in step.entries if entry.sample is not None])
-        self._held.keep(step, tokens, ())
+        self._held.keep(KnownTokens(tokens))
         return StepResult(step.step_id, tokens, seconds=1e-4)
 
     def _draw(self, entry: StepEntry) -> int:

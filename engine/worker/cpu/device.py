@@ -21,7 +21,8 @@ from engine.worker.cpu.linears.packed_store import DeferredWeights, PackedStore,
 from engine.worker.cpu.native_formats import conversion_kernels, native_format
 from engine.worker.cpu.operators import NativeOperators
 from engine.worker.cpu.thread_pool import NativeThreadPool
-from engine.worker.device import LaunchesSteps, Progress, WholeModel, attentions_for, choose_dtype
+from engine.worker.cpu.transfers import HostTransfers
+from engine.worker.device import Progress, attentions_for, choose_dtype
 from engine.worker.model.kv.data_plane import HostTransport
 from engine.worker.model.kv.host_pool import HostPool
 from engine.worker.model.kv.kv_tensors import (
@@ -30,13 +31,13 @@ from engine.worker.model.kv.kv_tensors import (
     available_bytes,
     bytes_per_block,
 )
+from engine.worker.model.layout import LayoutLimits
 from engine.worker.model.stage import Stage
 from engine.worker.model.torch_operators import TorchOperators
 from engine.worker.ports import (
     AttentionBackend,
     AttentionSpec,
     BlockMover,
-    Int64s,
     KVCapacity,
     KVTensors,
     LinearFormat,
@@ -48,7 +49,6 @@ from engine.worker.ports import (
     StageModel,
     WeightSource,
 )
-from engine.worker.sampling.sampler import HostSampler
 from engine.worker.weights.formats import FORMATS
 from engine.worker.weights.packed_cache import PackedCache
 from engine.worker.weights.random import check_memory
@@ -198,9 +198,6 @@ class CpuDevice:
             return operators.recorded(model, num_ranks)
         return model
 
-    def sampler(self, vocab_size: int, operators: Operators) -> HostSampler:
-        return HostSampler(vocab_size, operators)
-
     def check_weights(self, num_bytes: int, idle_bytes: int) -> None:
         check_memory(num_bytes - (idle_bytes if self._settings.kernels.packed_cache else 0))
 
@@ -247,17 +244,14 @@ class CpuDevice:
     def mover(self, cache: KVTensors, shape: ModelShape, num_host_blocks: int) -> BlockMover:
         return HostPool(cache, self.allocate(shape, num_host_blocks))
 
-    def launcher(self, whole: WholeModel, progress: Progress) -> LaunchesSteps | None:
-        """None: each step is computed when it arrives."""
-        return None
+    def transfers(self) -> HostTransfers:
+        return HostTransfers()
 
-    def captured(self, whole: WholeModel, shard: Shard, progress: Progress) -> Stage:
+    def replaying(
+        self, stage: Stage, shard: Shard, limits: LayoutLimits, progress: Progress
+    ) -> Stage:
         """The stage as it is: kernels of similar steps are recorded by `recorded`."""
-        return whole.stage
-
-    def put(self, array: Int64s) -> Tensor:
-        """The array as a tensor, not copied."""
-        return torch.from_numpy(array)
+        return stage
 
     def tensor_transport(self) -> HostTransport:
         return HostTransport(self.dtype)

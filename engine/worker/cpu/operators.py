@@ -45,6 +45,11 @@ ACTIVATIONS = {
 }
 
 
+# Upper bounds of the logits of eight ids for each byte of a mask: infinity, or minus infinity.
+_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+_BOUNDS = np.where(_BITS == 1, np.inf, -np.inf).astype(np.float32)
+
+
 class NativeNorm:
     """Root mean square norm, or layer norm if there is a bias."""
 
@@ -296,13 +301,24 @@ class NativeOperators:
         self._argmax.over_rows(rows)
         return Argmax(values, ids)
 
+    def argmax_of(self, logits: Tensor, rows: Tensor) -> Argmax:
+        values = logits.numpy()
+        ids = torch.tensor([int(values[row].argmax()) for row in rows.tolist()])
+        return Argmax(logits[rows, ids], ids)
+
+    def forbid(self, logits: Tensor, rows: Tensor, allowed: Tensor) -> None:
+        values = logits.numpy()
+        for row, bits in zip(rows.tolist(), allowed.numpy(), strict=True):
+            bounds = _BOUNDS.take(bits, axis=0).reshape(-1)[: values.shape[1]]
+            np.minimum(values[row], bounds, out=values[row])
+
     def sample(
         self,
         logits: Tensor,
         rows: Sequence[int],
         samplings: Sequence[SamplingParams],
         points: Sequence[float],
-    ) -> list[int]:
+    ) -> Tensor:
         params = (sampling.SampleParams * len(rows))(
             *(
                 sampling.SampleParams(row, one.top_k, one.temperature, one.min_p, one.top_p, point)
@@ -318,5 +334,4 @@ class NativeOperators:
         operands.params, operands.ids = ctypes.addressof(params), ids.ctypes.data
         operands.scratch, operands.scratch_bytes = scratch.ctypes.data, scratch_bytes
         self._sample(len(rows))
-        found: list[int] = ids.tolist()
-        return found
+        return torch.from_numpy(ids)

@@ -29,18 +29,20 @@ from engine.worker.cuda.model.operators import LINEARS, STORED, CudaOperators
 from engine.worker.cuda.model.residual import ResidualKernels
 from engine.worker.cuda.model.weight_staging import OnDevice
 from engine.worker.cuda.requirements import has_cached_kernels, missing
-from engine.worker.cuda.sampling.sampler import DeviceSampler
-from engine.worker.cuda.step.build import make_captured, make_launcher
+from engine.worker.cuda.sampling.sampling_kernels import DeviceSampling
+from engine.worker.cuda.step.arena import StepArena
+from engine.worker.cuda.step.build import arena_capacity, with_graphs
 from engine.worker.cuda.step.kv_mover import DeviceMover
-from engine.worker.device import LaunchesSteps, Progress, WholeModel, attentions_for, choose_dtype
+from engine.worker.cuda.step.transfers import DeviceTransfers
+from engine.worker.device import Progress, attentions_for, choose_dtype
 from engine.worker.model.kv.data_plane import TensorTransport
 from engine.worker.model.kv.kv_tensors import available_bytes, bytes_per_block
+from engine.worker.model.layout import LayoutLimits
 from engine.worker.model.stage import Stage
 from engine.worker.ports import (
     AttentionBackend,
     AttentionSpec,
     BlockMover,
-    Int64s,
     KVCapacity,
     KVTensors,
     MakesAttention,
@@ -120,6 +122,7 @@ class CudaDevice:
         self._triton = NO_KERNELS if is_plain else triton
         self._choice = self._tiling_choice()
         self._operators: CudaOperators | None = None  # set by `operators`
+        self._transfers: DeviceTransfers | None = None  # made by `transfers`
         self._progress: Progress = _no_progress  # replaced by `prepare`
 
     @classmethod
@@ -150,9 +153,16 @@ class CudaDevice:
 
     def operators(self) -> Operators:
         """Operators that place weights on the GPU in the configured weight format."""
+        kernels = self._triton.sampling
         fast = FastProducts(self._triton.quantization, self._triton.gemm, self._choice)
         self._operators = CudaOperators(
-            self.place, self.dtype, self._format, TorchGemm8Bit(), self._kernels, fast
+            self.place,
+            self.dtype,
+            self._format,
+            TorchGemm8Bit(),
+            self._kernels,
+            fast,
+            DeviceSampling(self._gpu.put, kernels.sample if kernels else None),
         )
         return self._operators
 
@@ -164,11 +174,6 @@ class CudaDevice:
         """
         residual = residual_kernels(self._triton, self._kernels)
         return fused(model, self._triton.quantization, residual)
-
-    def sampler(self, vocab_size: int, operators: Operators) -> DeviceSampler:
-        """A sampler that works on logits on the GPU."""
-        kernels = self._triton.sampling
-        return DeviceSampler(vocab_size, self._gpu.put, kernels.sample if kernels else None)
 
     def source(
         self, weights: WeightSource, cache: PackedCache, num_bytes: int
@@ -215,18 +220,25 @@ class CudaDevice:
         sizes = (num_host_blocks, layers, both, *block)
         return DeviceMover(self._streams, cache, self._streams.pinned(sizes, self.kv_dtype))
 
-    def launcher(self, whole: WholeModel, progress: Progress) -> LaunchesSteps | None:
-        """Launches steps ahead; uses CUDA graphs if attention supports them and they are
-        enabled."""
-        return make_launcher(self._streams, whole, self._settings, progress)
+    def transfers(self) -> DeviceTransfers:
+        if self._transfers is None:
+            settings = self._settings
+            size = arena_capacity(settings.max_batch_tokens, settings.max_batch_size)
+            self._transfers = DeviceTransfers(self._streams, StepArena(self._streams, size))
+        return self._transfers
 
-    def captured(self, whole: WholeModel, shard: Shard, progress: Progress) -> Stage:
+    def replaying(
+        self, stage: Stage, shard: Shard, limits: LayoutLimits, progress: Progress
+    ) -> Stage:
         """The stage with CUDA graphs of its decode steps."""
-        return make_captured(self._streams, whole, shard, self._settings, progress, self.dtype)
-
-    def put(self, array: Int64s) -> Tensor:
-        """Copy through pinned memory without waiting."""
-        return self._gpu.put(array)
+        settings = self._settings
+        if not (settings.kernels.cuda_graphs and shard.has_logits):
+            return stage
+        received, most = None, settings.max_batch_size
+        if not shard.is_first:
+            received = self.zeros(most, shard.received_width)
+        arena = self.transfers().arena
+        return with_graphs(self._streams, stage, arena, received, limits, most, progress)
 
     def tensor_transport(self) -> TensorTransport:
         """NCCL: tensors go from GPU to GPU without passing through the host."""

@@ -1,70 +1,90 @@
 """Pooler: from hidden states to the vectors of a step's result, one row after the other, so that a
 vector has the same bits whatever else is in the step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.pooling import PoolingReport
+from engine.pooling import PoolingReport, PoolSpec
 from engine.step import Fault, Step
 from engine.worker.ports import ModelShape, PoolingConfig, PoolingMethod, RaggedLayout
-from engine.worker.sampling.logits_output import LogitsOutput
+from engine.worker.sampling.constraints import MaskRequest
+from engine.worker.sampling.logits_output import LogitsOutput, PendingOutput
+from engine.worker.transfers import Fetched, Transfers
 
 TINY = 1e-12  # the least length that a vector is divided by, as in torch's `normalize`
 
 
-@dataclass(frozen=True, slots=True)
-class Pooler:
-    """`features` are the model's final hidden states; `head` is None for embeddings without one."""
+@dataclass(frozen=True, slots=True, eq=False)
+class PendingVectors:
+    """The vectors of a step's pooling entries on their way to the host, one tensor each."""
 
-    config: PoolingConfig
-    features: Callable[[Tensor], Tensor]
-    head: Callable[[Tensor], Tensor] | None = None
+    entries: tuple[tuple[int, PoolSpec], ...]  # with their numbers
+    fetched: Fetched
+    is_normalized: bool
+    ids = None
+    is_known = True
 
-    @classmethod
-    def of(
-        cls,
-        config: PoolingConfig | None,
-        features: Callable[[Tensor], Tensor],
-        head: Callable[[Tensor], Tensor] | None,
-    ) -> Self | None:
-        """None if the model generates text."""
-        return None if config is None else cls(config, features, head)
+    def known(self) -> Sequence[int]:
+        return ()
 
-    def read(self, step: Step, layout: RaggedLayout, hidden: Tensor) -> LogitsOutput:
-        """The vectors of the step's pooling entries; `hidden` has the layout's pooled rows.
-
-        An entry whose vector is not finite gets a fault.
-        """
+    def read(self) -> LogitsOutput:
+        """The vectors; an entry whose vector is not finite gets a fault."""
         vectors: list[bytes] = []
         faults: list[Fault] = []
-        entries = [at for at, entry in enumerate(step.entries) if entry.pooling is not None]
-        if not entries:
-            return LogitsOutput()
-        parts = torch.split(self.features(hidden), layout.pooled.counts.tolist())
-        for at, part in zip(entries, parts, strict=True):
-            pooling = step.entries[at].pooling
-            assert pooling is not None, "a pooling entry"
-            vector = self._vector(part)[: pooling.dimensions]
-            if self.config.is_normalized:
+        for (at, pooling), state in zip(self.entries, self.fetched.wait(), strict=True):
+            vector: NDArray[np.float32] = state.numpy()[: pooling.dimensions]
+            if self.is_normalized:
                 vector = vector / max(float(np.linalg.norm(vector)), TINY)
             if not np.isfinite(vector).all():
                 faults.append(Fault(at, "the model computed NaN or infinity for its prompt"))
             vectors.append(vector.astype("<f4").tobytes())
         return LogitsOutput(vectors=tuple(vectors), faults=tuple(faults))
 
-    def _vector(self, states: Tensor) -> NDArray[np.float32]:
-        """The vector of the states `[rows, hidden]` that the method pools."""
+
+@dataclass(frozen=True, slots=True)
+class Pooler:
+    """A `ReadsOutput`. `features` are the model's final hidden states; `head` is None for
+    embeddings without one."""
+
+    config: PoolingConfig
+    features: Callable[[Tensor], Tensor]
+    head: Callable[[Tensor], Tensor] | None
+    transfers: Transfers
+    reads_tokens = False
+
+    def prepare(self, step: Step) -> MaskRequest:
+        """None: nothing is sampled."""
+        return MaskRequest()
+
+    def has_collectives(self, layout: RaggedLayout) -> bool:
+        return False
+
+    def begin(
+        self, step: Step, layout: RaggedLayout, hidden: Tensor, masks: MaskRequest
+    ) -> PendingOutput:
+        """Submit the pooling of the step's entries."""
+        entries = tuple(
+            (at, entry.pooling)
+            for at, entry in enumerate(step.entries)
+            if entry.pooling is not None
+        )
+        states: tuple[Tensor, ...] = ()
+        if entries:
+            parts = torch.split(self.features(hidden), layout.pooled.counts.tolist())
+            states = tuple(map(self._state, parts))
+        return PendingVectors(entries, self.transfers.fetch(*states), self.config.is_normalized)
+
+    def _state(self, states: Tensor) -> Tensor:
+        """From the states `[rows, hidden]` that the method pools."""
         pooled = states.mean(dim=0, keepdim=True) if len(states) > 1 else states
         if self.head is not None:
             pooled = self.head(pooled)
-        numbers: NDArray[np.float32] = pooled[0].float().numpy(force=True)
-        return numbers
+        return pooled[0].to(torch.float32, copy=True)  # operators may use its memory again
 
 
 def computes_whole_prompts(config: PoolingConfig | None, shape: ModelShape) -> bool:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from engine.worker.ports import (
     StageModel,
     StepContext,
 )
+from engine.worker.sampling.last_tokens import NO_ROWS, NOTHING_CONTINUED, Continued
 
 ANY_ROW: Int64s = np.zeros(1, dtype=np.int64)
 
@@ -23,9 +24,32 @@ ANY_ROW: Int64s = np.zeros(1, dtype=np.int64)
 class ReplaysLayers(Protocol):
     """Runs the layers of some steps as recorded before."""
 
-    def run(self, layout: RaggedLayout, hidden: Tensor | None) -> Tensor | None:
-        """Hidden states `[tokens, hidden]`; None if the layers have to run as usual."""
+    def padded(self, layout: RaggedLayout) -> RaggedLayout | None:
+        """The layout with as many rows as a recording has; None if the layers have to run as
+        usual."""
         ...
+
+    def replay(self, layout: RaggedLayout, hidden: Tensor | None) -> Tensor:
+        """Hidden states of a padded layout, whose ids and positions were copied to the device; the
+        next replay overwrites them. `hidden` comes from the previous stage."""
+        ...
+
+
+def put_each(put: Callable[[Int64s], Tensor]) -> Callable[..., list[Tensor]]:
+    """Copies arrays to the device one by one, without a place that they share."""
+    return lambda *arrays: [put(array) for array in arrays]
+
+
+PUT_ON_HOST = put_each(torch.from_numpy)
+
+
+class _Inputs(NamedTuple):
+    """The inputs of the layers on the device."""
+
+    ids: Tensor
+    positions: Tensor
+    rows: Tensor
+    types: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,17 +58,23 @@ class Stage:
 
     model: StageModel
     attention: AttentionBackend
-    put: Callable[[Int64s], Tensor] = torch.from_numpy  # copies to the device, without waiting
+    put: Callable[..., list[Tensor]] = PUT_ON_HOST  # to the device, without waiting
     gather: Callable[[Tensor], Tensor | None] | None = None  # logits of all ranks, to rank 0
     states: RecurrentStates | None = None  # with recurrent layers
     graphs: ReplaysLayers | None = None
 
-    def run(self, layout: RaggedLayout, hidden: Tensor | None = None) -> Tensor:
+    def run(
+        self,
+        layout: RaggedLayout,
+        hidden: Tensor | None = None,
+        continued: Continued = NOTHING_CONTINUED,
+    ) -> Tensor:
         """Hidden states `[tokens, hidden]` for the next stage.
 
-        `hidden` comes from the previous stage and is None on the first one.
+        `hidden` comes from the previous stage and is None on the first one, which reads the tokens
+        of `continued` entries on the device.
         """
-        return self._run(layout, hidden, None)
+        return self._run(layout, hidden, NO_ROWS, continued, is_kept=True)
 
     def logits(self, layout: RaggedLayout, hidden: Tensor | None = None) -> Tensor | None:
         """`[sampled rows, vocab]` in float32, on rank 0 only; only on the last stage."""
@@ -62,38 +92,90 @@ class Stage:
         self,
         layout: RaggedLayout,
         hidden: Tensor | None = None,
-        keep: Callable[[Tensor], None] | None = None,
+        continued: Continued = NOTHING_CONTINUED,
     ) -> Tensor:
         """Hidden states that the result needs: `[sampled, then scored, then pooled rows, hidden]`.
 
-        A step has sampled or pooled rows, not both. With `keep` those of all rows are computed, and
-        it is called with them.
+        A step has sampled or pooled rows, not both.
         """
-        rows = layout.sampled_rows
-        if len(layout.scored_rows) or len(layout.pooled.rows):
-            rows = np.concatenate((rows, layout.scored_rows, layout.pooled.rows))
-        most = max(len(layout.sampled_rows), len(layout.pooled.rows))  # each in ascending order
-        is_all = most == len(rows) == layout.num_tokens
-        if keep is not None:
-            every = self._run(layout, hidden, None)
-            keep(every)
-            return every if is_all else every.index_select(0, self.put(rows))
+        rows = _needed_rows(layout)
         if not len(rows):  # a piece of a prompt, of which the last layer has to write KV only
-            return self._run(layout, hidden, self.put(ANY_ROW))[:0]
-        return self._run(layout, hidden, None if is_all else self.put(rows))
+            return self._run(layout, hidden, ANY_ROW, continued)[:0]
+        return self._run(layout, hidden, NO_ROWS if _is_all(rows, layout) else rows, continued)
 
-    def _run(self, layout: RaggedLayout, hidden: Tensor | None, rows: Tensor | None) -> Tensor:
-        found = None if self.graphs is None else self.graphs.run(layout, hidden)
-        if found is not None:
-            return found if rows is None else found.index_select(0, rows)
-        positions = self.put(layout.positions)
-        ids = None
+    def read_all(
+        self,
+        layout: RaggedLayout,
+        hidden: Tensor | None = None,
+        continued: Continued = NOTHING_CONTINUED,
+    ) -> tuple[Tensor, Tensor]:
+        """The hidden states that `read` returns, and those of all rows, which no later step
+        overwrites before it has been collected."""
+        every = self._run(layout, hidden, NO_ROWS, continued, is_kept=True)
+        rows = _needed_rows(layout)
+        if _is_all(rows, layout):
+            return every, every
+        (places,) = self.put(rows)
+        return every.index_select(0, places), every
+
+    def _run(
+        self,
+        layout: RaggedLayout,
+        hidden: Tensor | None,
+        rows: Int64s,
+        continued: Continued,
+        *,
+        is_kept: bool = False,
+    ) -> Tensor:
+        """Hidden states of these rows, of all if there are none. They are `is_kept` while later
+        steps run."""
+        wide = None if self.graphs is None else self.graphs.padded(layout)
+        inputs = self._put(layout, wide or layout, rows, continued)
+        wanted = inputs.rows if len(rows) else None
+        if self.graphs is not None and wide is not None:
+            replayed = self.graphs.replay(wide, hidden)[: layout.num_tokens]
+            if wanted is not None:
+                return replayed.index_select(0, wanted)
+            if is_kept:
+                return replayed.clone(memory_format=torch.contiguous_format)
+            return replayed
         if hidden is None:
-            types = None if layout.token_types is None else self.put(layout.token_types)
-            ids = self.put(layout.token_ids)
-            hidden = self.model.embed(ids, positions, types)
+            types = None if layout.token_types is None else inputs.types
+            hidden = self.model.embed(inputs.ids, inputs.positions, types)
         self.attention.plan(layout)
-        step = None if self.states is None else step_states(self.states, layout)
-        loras = layout.lora_segments
-        context = StepContext(positions, self.attention, rows, loras=loras, states=step, ids=ids)
+        context = StepContext(
+            inputs.positions,
+            self.attention,
+            wanted,
+            loras=layout.lora_segments,
+            states=None if self.states is None else step_states(self.states, layout),
+            ids=inputs.ids,
+        )
         return self.model.layers(hidden, context)
+
+    def _put(
+        self, layout: RaggedLayout, wide: RaggedLayout, rows: Int64s, continued: Continued
+    ) -> _Inputs:
+        """Copy the inputs of the layers; tokens that only the device knows are copied there."""
+        known, held, numbers = continued.on_device()
+        types = NO_ROWS if layout.token_types is None else layout.token_types
+        targets = layout.last_token_rows[numbers] if known is not None else NO_ROWS
+        ids, positions, wanted, token_types, last_token_rows, places = self.put(
+            wide.token_ids, wide.positions, rows, types, targets, held
+        )
+        if known is not None:
+            ids.index_copy_(0, last_token_rows, known.index_select(0, places))
+        return _Inputs(ids, positions, wanted, token_types)
+
+
+def _needed_rows(layout: RaggedLayout) -> Int64s:
+    """The rows that the result of a step reads."""
+    if len(layout.scored_rows) or len(layout.pooled.rows):
+        return np.concatenate((layout.sampled_rows, layout.scored_rows, layout.pooled.rows))
+    return layout.sampled_rows
+
+
+def _is_all(rows: Int64s, layout: RaggedLayout) -> bool:
+    """Whether these are all rows in their order."""
+    most = max(len(layout.sampled_rows), len(layout.pooled.rows))  # each in ascending order
+    return most == len(rows) == layout.num_tokens

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -178,15 +179,26 @@ class TorchOperators:
         values, ids = logits.max(dim=-1)
         return Argmax(values, ids)
 
+    def argmax_of(self, logits: Tensor, rows: Tensor) -> Argmax:
+        values, ids = logits.index_select(0, rows).max(dim=-1)
+        return Argmax(values, ids)
+
+    def forbid(self, logits: Tensor, rows: Tensor, allowed: Tensor) -> None:
+        places = torch.arange(8, dtype=torch.uint8, device=logits.device)
+        bits = ((allowed[:, :, None] >> places) & 1).view(len(rows), -1)[:, : logits.shape[1]]
+        left = logits.index_select(0, rows).masked_fill(bits == 0, -torch.inf)
+        logits.index_copy_(0, rows, left)
+
     def sample(
         self,
         logits: Tensor,
         rows: Sequence[int],
         samplings: Sequence[SamplingParams],
         points: Sequence[float],
-    ) -> list[int]:
-        found = []
+    ) -> Tensor:
+        tokens = []
         for row, sampling, point in zip(rows, samplings, points, strict=True):
-            weights = probabilities(logits[row].numpy(force=True), sampling)
-            found.append(pick(weights, point))
-        return found
+            scores = logits[row].numpy(force=True)
+            is_fine = np.isfinite(scores.max())
+            tokens.append(pick(probabilities(scores, sampling), point) if is_fine else 0)
+        return torch.tensor(tokens, device=logits.device)

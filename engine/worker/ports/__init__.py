@@ -15,7 +15,15 @@ from engine.worker.ports.attention import (
     ThreadPool,
 )
 from engine.worker.ports.experts import Experts, ExpertWeights, Routing
-from engine.worker.ports.kv import BlockMover, KVCapacity, KVTensors, Unread, as_bytes
+from engine.worker.ports.kv import (
+    BlockMover,
+    KVCapacity,
+    KVTensors,
+    Moved,
+    MovesInFlight,
+    Unread,
+    as_bytes,
+)
 from engine.worker.ports.layout import Int32s, Int64s, LoraSegment, RaggedLayout
 from engine.worker.ports.model import (
     BuildsMtp,
@@ -99,6 +107,8 @@ __all__ = [
     "MakesAttention",
     "ModelFamily",
     "ModelShape",
+    "Moved",
+    "MovesInFlight",
     "MtpModel",
     "Norm",
     "Operators",

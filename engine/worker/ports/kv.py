@@ -1,7 +1,6 @@
 """The tensors of the paged KV cache, the memory they may take, and the port that moves blocks."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -112,15 +111,38 @@ class Unread(NamedTuple):
     states: tuple[int, ...] = ()
 
 
-class BlockMover(Protocol):
-    """Copies KV blocks between the device and a host pool, around the compute of a step.
+NONE_UNREAD = Unread()
 
-    On a GPU the pool is pinned and copies run on a stream of their own. Awaited moves are made
-    first, one after the other, and the compute stream waits for them by an event; other moves run
-    beside the compute. Moves of a step begin after the compute of all earlier steps.
+
+class MovesInFlight(Protocol):
+    """The moves of a step, which may still be under way."""
+
+    def wait(self) -> Unread:
+        """Wait until all are done; what could not be filled from the disk or a store."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Moves that were made at once."""
+
+    unread: Unread = NONE_UNREAD
+
+    def wait(self) -> Unread:
+        return self.unread
+
+
+class BlockMover(Protocol):
+    """Copies KV blocks and states between the device and the tiers below it.
+
+    On a GPU copies run on a stream of their own. Awaited moves are made first, one after the other,
+    and the compute stream waits for them by an event; other moves run beside the compute. Moves of
+    a step begin after the compute of all earlier steps.
     """
 
-    def moving(self, moves: Sequence[BlockMove]) -> AbstractContextManager[Unread]:
-        """Inside the context the awaited moves are done; on exit all moves are done. Its value is
-        what could not be filled from the disk."""
+    def move(self, moves: Sequence[BlockMove]) -> MovesInFlight:
+        """Begin the moves; work submitted from now on finds the awaited ones done.
+
+        Raises `ValueError` for a block out of range.
+        """
         ...

@@ -147,14 +147,27 @@ class Operators(Protocol):
         """The largest of each row of `[rows, vocab]` float32."""
         ...
 
+    def argmax_of(self, logits: Tensor, rows: Tensor) -> Argmax:
+        """The largest of each of these rows, in which ids may have minus infinity."""
+        ...
+
+    def forbid(self, logits: Tensor, rows: Tensor, allowed: Tensor) -> None:
+        """Set the logits of ids that are not allowed to minus infinity.
+
+        `allowed` `[len(rows), vocab / 8]` has a bit for each id of these rows, in uint8, the first
+        id in the lowest bit.
+        """
+        ...
+
     def sample(
         self,
         logits: Tensor,
         rows: Sequence[int],
         samplings: Sequence[SamplingParams],
         points: Sequence[float],
-    ) -> list[int]:
-        """One id for each of `rows`: temperature, min-p, top-k, top-p, then the id at `point`.
+    ) -> Tensor:
+        """One id (int64) for each of `rows`: temperature, min-p, top-k, top-p, then the id at
+        `point`.
 
         `point` in [0, 1) is a place in the cumulative distribution by id. What the filters keep
         is defined in `engine.worker.sampling.filters`.

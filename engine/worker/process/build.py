@@ -3,41 +3,30 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 from torch import Tensor
 
 from engine.errors import StartupError
-from engine.worker.device import (
-    Device,
-    LaunchesSteps,
-    Progress,
-    RankGroup,
-    WholeModel,
-    open_device,
-)
+from engine.worker.device import Device, Progress, open_device
 from engine.worker.lora.loading import Loras
 from engine.worker.model.kv.data_plane import DataPlane
 from engine.worker.model.kv.kv_groups import KVGroups
 from engine.worker.model.kv.recurrent_states import RecurrentStates
-from engine.worker.model.layout import LayoutLimits
 from engine.worker.model.pooler import Pooler, report_of
 from engine.worker.model.stage import Stage
-from engine.worker.ports import (
-    BlockMover,
-    KVCapacity,
-    KVTensors,
-    ModelShape,
-    Shard,
-    StepLimits,
-)
+from engine.worker.ports import KVTensors, ModelShape, Shard, StepLimits
 from engine.worker.process.attention_choice import StageAttention, attention_specs
-from engine.worker.process.drafts.draft_model import DraftModel, LoadedDraft, load_draft
-from engine.worker.process.drafts.mtp_head import LoadedMtp, MtpHead, check_mtp, load_mtp
+from engine.worker.process.drafts.draft_model import load_draft
+from engine.worker.process.drafts.drafter import LoadedDrafter
+from engine.worker.process.drafts.mtp_head import check_mtp, load_mtp
 from engine.worker.process.kept_kv import KeptKV
-from engine.worker.process.model_build import build_model, linear_sizes_of, load_loras
+from engine.worker.process.model_build import BuiltModel, build_model, linear_sizes_of, load_loras
+from engine.worker.process.parts import WorkerParts
 from engine.worker.process.profile_run import ProfileRun
-from engine.worker.process.stage_kv import StageKV
+from engine.worker.process.stage_kv import KVCounts, StageKV
 from engine.worker.sampling.constraints import Constraints
+from engine.worker.sampling.logits_output import FollowingReader, OutputReader, ReadsOutput
 from engine.worker.sampling.sampler import Sampler
 from engine.worker.weights.checkpoint import Checkpoint
 from engine.worker_settings import Placement, WorkerReport, WorkerSettings
@@ -78,22 +67,6 @@ def _gathering(shard: Shard, plane: DataPlane | None) -> Callable[[Tensor], Tens
     return partial(plane.gather, widths=[len(other.vocabulary.run) for other in ranks])
 
 
-def _rank_group(shard: Shard) -> RankGroup | None:
-    """The ranks that compute a step together; None if this worker computes it alone."""
-    return None if shard.all_reduce is None else RankGroup(shard.rank, shard.all_reduce)
-
-
-def _stage_and_launcher(
-    device: Device, whole: WholeModel, shard: Shard, progress: Progress
-) -> tuple[Stage, LaunchesSteps | None]:
-    """The only stage of a model launches steps; one of several may replay their layers."""
-    if not shard.has_logits:  # the model pools
-        return whole.stage, None
-    if shard.is_first and shard.is_last:
-        return whole.stage, device.launcher(whole, progress)
-    return device.captured(whole, shard, progress), None
-
-
 def _weight_bytes(checkpoint: Checkpoint, device: Device, num_parameters: int) -> int:
     """The least memory that the whole model's weights take in the device's format."""
     if device.linear_format is not None:
@@ -104,35 +77,106 @@ def _weight_bytes(checkpoint: Checkpoint, device: Device, num_parameters: int) -
     return min(num_parameters, sum(path.stat().st_size for path in files))  # 8 bits or fewer
 
 
-def _beside(
-    draft: LoadedDraft | LoadedMtp | None, kv: StageKV, capacity: KVCapacity
-) -> tuple[StageKV, KVCapacity]:
-    """The KV cache and the memory for it beside what proposes drafts, if anything does."""
-    if draft is None:
-        return kv, capacity
-    return replace(kv, draft_block_bytes=draft.block_bytes), capacity.without(draft.num_bytes)
-
-
 @dataclass(frozen=True, slots=True)
-class WorkerParts:
-    """The parts of a worker. `plane` is None if it is the only worker of the model."""
+class _Place:
+    """Where a worker computes: its device, its shard, and the connection to the other workers."""
 
+    settings: WorkerSettings
+    checkpoint: Checkpoint
     device: Device
-    stage: Stage
-    sampler: Sampler
-    pooler: Pooler | None  # None if the model generates text
-    constraints: Constraints
-    mover: BlockMover
-    kept: KeptKV
-    launcher: LaunchesSteps | None  # None with several stages, or on the CPU
-    loras: Loras
-    limits: LayoutLimits
-    report: WorkerReport
-    placement: Placement
+    shape: ModelShape
     shard: Shard
     plane: DataPlane | None
-    lookahead: int
-    draft: DraftModel | MtpHead | None
+    progress: Progress
+
+    @property
+    def max_model_len(self) -> int:
+        return self.shape.max_positions
+
+    def kv(self) -> StageKV:
+        """The sizes of its KV cache."""
+        return StageKV(self.device, self.settings, self.shard, KVGroups.of(self.shape))
+
+    def attention(self, kv: StageKV) -> StageAttention:
+        """The attention of its layers."""
+        settings = self.settings
+        specs = attention_specs(
+            self.shard.local_shape,
+            self.device.dtype,
+            StepLimits(settings.max_batch_size, settings.max_batch_tokens, self.max_model_len),
+            is_batch_invariant=settings.kernels.batch_invariant,
+            choices=settings.kernels.gemm_cache,
+        )
+        return StageAttention(self.device, specs, settings.kv.block_size, kv.layer_groups)
+
+
+def _open_place(settings: WorkerSettings, progress: Progress, device: Device | None) -> _Place:
+    checkpoint = Checkpoint.open(settings.model, settings.task)
+    device = device or open_device(settings, checkpoint.preferred_format)
+    shape = _served_shape(settings, checkpoint)
+    if shape.recurrent_layers and device.place.type != "cpu":
+        raise StartupError("recurrent layers are computed on the CPU only; use --device cpu")
+    shard, plane = _join(shape, settings.placement, device)
+    shard = replace(shard, has_logits=checkpoint.pooling is None)
+    return _Place(settings, checkpoint, device, shape, shard, plane, progress)
+
+
+class _Loaded(NamedTuple):
+    """A worker's layers, and what was counted while they were loaded."""
+
+    built: BuiltModel
+    loras: Loras
+    drafter: LoadedDrafter | None
+    num_parameters: int
+
+
+def _load(place: _Place) -> _Loaded:
+    """Load the weights of the model and of what proposes drafts."""
+    settings, checkpoint, device = place.settings, place.checkpoint, place.device
+    device.prepare(place.progress)
+    weights = checkpoint.open_weights(device.dtype, place.progress)
+    num_parameters, num_mtp = checkpoint.survey(weights, place.shard, has_mtp=settings.has_mtp)
+    own_bytes = _weight_bytes(checkpoint, device, num_parameters + num_mtp)
+    own_bytes //= settings.placement.num_workers
+    is_cached = checkpoint.files is not None
+    idle_bytes = own_bytes * place.shape.idle_parameters // num_parameters if is_cached else 0
+    device.check_weights(own_bytes, idle_bytes)
+    packed = checkpoint.packed_cache(
+        place.shard, settings.kernels.packed_cache, settings.kernels.packed_cache_size
+    )
+    built = build_model(
+        checkpoint, weights, place.shard, device, packed, own_bytes, has_mtp=settings.has_mtp
+    )
+    loras = Loras(
+        built.model,
+        built.operators,
+        partial(linear_sizes_of, checkpoint, weights, place.shape),
+        settings.max_lora_rank,
+        "LoRA is not supported with --batch-invariant" if settings.kernels.batch_invariant else "",
+    )
+    drafter = load_mtp(settings, device, built, place.shape, num_mtp) or load_draft(
+        settings, checkpoint, place.max_model_len, place.progress
+    )
+    return _Loaded(built, loras, drafter, num_parameters)
+
+
+def _reader(place: _Place, built: BuiltModel, stage: Stage, sampler: Sampler) -> ReadsOutput | None:
+    """What follows the layers on the last stage; None on others."""
+    shard, transfers = place.shard, place.device.transfers()
+    if not shard.is_last:
+        return None
+    if place.checkpoint.pooling is not None:
+        return Pooler(place.checkpoint.pooling, built.model.features, built.head, transfers)
+    share = shard.all_reduce if _shares_tokens(place) else None
+    if shard.rank > 0:
+        return FollowingReader(stage.head, sampler.vocab_size, transfers, share)
+    constraints = Constraints(place.checkpoint.open_grammars)
+    return OutputReader(stage.head, sampler, constraints, transfers, share)
+
+
+def _shares_tokens(place: _Place) -> bool:
+    """Whether the ranks of the only stage get the sampled tokens on their devices."""
+    return place.shard.is_first and place.shard.is_last and place.device.transfers().is_async
 
 
 def build_worker(
@@ -143,117 +187,82 @@ def build_worker(
     `progress` is called with (what, done, total); `device` overrides the settings. Raises
     `StartupError` with one readable line.
     """
-    checkpoint = Checkpoint.open(settings.model, settings.task)
-    device = device or open_device(settings, checkpoint.preferred_format)
-    shape, placement = _served_shape(settings, checkpoint), settings.placement
-    max_model_len = shape.max_positions
-    if shape.recurrent_layers and device.place.type != "cpu":
-        raise StartupError("recurrent layers are computed on the CPU only; use --device cpu")
-    shard, plane = _join(shape, placement, device)
-    shard = replace(shard, has_logits=checkpoint.pooling is None)
-    limits = StepLimits(settings.max_batch_size, settings.max_batch_tokens, max_model_len)
-    specs = attention_specs(
-        shard.local_shape,
-        device.dtype,
-        limits,
-        is_batch_invariant=settings.kernels.batch_invariant,
-        choices=settings.kernels.gemm_cache,
-    )
-    kv = StageKV(device, settings, shard, KVGroups.of(shape))
-    attention = StageAttention(device, specs, settings.kv.block_size, kv.layer_groups)
-    constraints = Constraints(checkpoint.open_grammars)
-
-    device.prepare(progress)
-    weights = checkpoint.open_weights(device.dtype, progress)
-    num_parameters, num_mtp = checkpoint.survey(weights, shard, has_mtp=settings.has_mtp)
-    own_bytes = _weight_bytes(checkpoint, device, num_parameters + num_mtp) // placement.num_workers
-    is_cached = checkpoint.files is not None
-    idle_bytes = own_bytes * shape.idle_parameters // num_parameters if is_cached else 0
-    device.check_weights(own_bytes, idle_bytes)
-    packed = checkpoint.packed_cache(
-        shard, settings.kernels.packed_cache, settings.kernels.packed_cache_size
-    )
-    built = build_model(
-        checkpoint, weights, shard, device, packed, own_bytes, has_mtp=settings.has_mtp
-    )
-    loras = Loras(
-        built.model,
-        built.operators,
-        partial(linear_sizes_of, checkpoint, weights, shape),
-        settings.max_lora_rank,
-        "LoRA is not supported with --batch-invariant" if settings.kernels.batch_invariant else "",
-    )
+    place = _open_place(settings, progress, device)
+    kv, shard, plane, device = place.kv(), place.shard, place.plane, place.device
+    attention = place.attention(kv)
+    loaded = _load(place)
+    built, drafter = loaded.built, loaded.drafter
+    transfers, gather = device.transfers(), _gathering(shard, plane)
 
     def make_stage(cache: KVTensors, states: RecurrentStates | None) -> Stage:
         over = attention.over(kv.by_layer(cache))
-        return Stage(built.model, over, device.put, _gathering(shard, plane), states)
+        return Stage(built.model, over, transfers.put_inputs, gather, states)
 
-    sampler = device.sampler(shape.vocab_size, built.operators)
-    profile_run = ProfileRun(settings, shard, max_model_len, device, kv, make_stage, sampler)
-    draft = load_mtp(settings, device, built, shape, num_mtp) or load_draft(
-        settings, checkpoint, max_model_len, progress
-    )
-    capacity = device.kv_capacity(profile_run)
-    kv, capacity = _beside(draft, kv, capacity)
-    counts = kv.choose_counts(capacity, max_model_len, plane)
+    sampler = Sampler(place.shape.vocab_size, built.operators, transfers.put)
+    run = ProfileRun(settings, shard, place.max_model_len, device, kv, make_stage, sampler)
+    capacity = device.kv_capacity(run)
+    if drafter is not None:
+        kv = replace(kv, draft_block_bytes=drafter.block_bytes)
+        capacity = capacity.without(drafter.num_bytes)
+    counts = kv.choose_counts(capacity, place.max_model_len, plane)
     cache, states = kv.allocate(counts.blocks), kv.states(counts.states)
-    mover = kv.state_mover(kv.mover(cache, counts.host_blocks), states, counts.host_states)
-    kept = KeptKV.open(settings, checkpoint, kv, max_model_len)
-    disk, mover = kept.disk, kept.mover(mover, cache, states)
-    whole = WholeModel(
-        stage=make_stage(cache, states),
-        constraints=constraints,
-        sampler=sampler,
-        mover=mover,
-        limits=replace(
-            kv.limits(max_model_len, counts.blocks, counts.states),
-            pooling=checkpoint.pooling_method,
-        ),
-        ranks=_rank_group(shard),
-    )
-    stage, launcher = _stage_and_launcher(device, whole, shard, progress)
+    kept = KeptKV.open(settings, place.checkpoint, kv, place.max_model_len)
+    limits = kv.limits(place.max_model_len, counts.blocks, counts.states)
+    limits = replace(limits, pooling=place.checkpoint.pooling_method)
+    stage = device.replaying(make_stage(cache, states), shard, limits, progress)
+    host = kv.state_mover(kv.mover(cache, counts.host_blocks), states, counts.host_states)
     return WorkerParts(
         device=device,
         stage=stage,
-        sampler=sampler,
-        pooler=Pooler.of(checkpoint.pooling, built.model.features, built.head),
-        constraints=constraints,
-        mover=whole.mover,
+        reader=_reader(place, built, stage, sampler),
+        drafter=None if drafter is None else drafter.open(counts.blocks),
+        mover=kept.mover(host, cache, states),
         kept=kept,
-        launcher=launcher,
-        loras=loras,
-        limits=whole.limits,
-        report=WorkerReport(
-            architecture=checkpoint.architecture,
-            num_parameters=num_parameters,
-            dtype=str(device.dtype).removeprefix("torch."),
-            kv_dtype=str(device.kv_dtype).removeprefix("torch."),
-            device=device.name,
-            attention=attention.names,
-            vocab_size=shape.vocab_size,
-            max_model_len=max_model_len,
-            eos_token_ids=checkpoint.end_ids,
-            num_blocks=counts.blocks,
-            block_size=settings.kv.block_size,
-            bytes_per_block=kv.block_bytes,
-            threads=device.threads,
-            weights=device.weights,
-            num_host_blocks=counts.host_blocks,
-            disk_hashes=b"" if disk is None else disk.blocks.hashes(),
-            kv_store_keys=kept.keys,
-            disk_state_hashes=disk.states.hashes() if disk and disk.states else b"",
-            kernels=device.kernels,
-            loras=tuple(load_loras(loras, settings, progress)),
-            windows=kv.groups.windows,
-            num_states=counts.states,
-            num_host_states=counts.host_states,
-            bytes_per_state=kv.state_bytes,
-            pooling=report_of(checkpoint.pooling, shape),
-            num_draft_parameters=0 if draft is None else draft.num_parameters,
-        ),
-        placement=placement,
+        loras=loaded.loras,
+        limits=limits,
+        report=_report(place, loaded, attention.names, kv, counts, kept),
+        placement=settings.placement,
         shard=shard,
         plane=plane,
-        lookahead=settings.lookahead,
-        draft=None if draft is None else draft.open(counts.blocks),
+        token_plane=plane if settings.lookahead and not _shares_tokens(place) else None,
+    )
+
+
+def _report(
+    place: _Place,
+    loaded: _Loaded,
+    attention: str,
+    kv: StageKV,
+    counts: KVCounts,
+    kept: KeptKV,
+) -> WorkerReport:
+    """What the worker says about itself; loads the LoRA adapters of the settings."""
+    device, disk, drafter = place.device, kept.disk, loaded.drafter
+    return WorkerReport(
+        architecture=place.checkpoint.architecture,
+        num_parameters=loaded.num_parameters,
+        dtype=str(device.dtype).removeprefix("torch."),
+        kv_dtype=str(device.kv_dtype).removeprefix("torch."),
+        device=device.name,
+        attention=attention,
+        vocab_size=place.shape.vocab_size,
+        max_model_len=place.max_model_len,
+        eos_token_ids=place.checkpoint.end_ids,
+        num_blocks=counts.blocks,
+        block_size=place.settings.kv.block_size,
+        bytes_per_block=kv.block_bytes,
+        threads=device.threads,
+        weights=device.weights,
+        num_host_blocks=counts.host_blocks,
+        disk_hashes=b"" if disk is None else disk.blocks.hashes(),
+        kv_store_keys=kept.keys,
+        disk_state_hashes=disk.states.hashes() if disk and disk.states else b"",
+        kernels=device.kernels,
+        loras=tuple(load_loras(loaded.loras, place.settings, place.progress)),
+        windows=kv.groups.windows,
+        num_states=counts.states,
+        num_host_states=counts.host_states,
+        bytes_per_state=kv.state_bytes,
+        pooling=report_of(place.checkpoint.pooling, place.shape),
+        num_draft_parameters=0 if drafter is None else drafter.num_parameters,
     )

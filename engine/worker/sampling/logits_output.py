@@ -1,20 +1,25 @@
 """From hidden states to the contents of a step's result: tokens, log-probabilities, faults.
 
-Only on the last stage, where ranks other than 0 only `follow`. The logits of a prompt are computed
-in slices, because those of a long prompt would be larger than the model.
+Only on the last stage. `begin` submits the work that follows the layers, and `read` of its result
+waits for what was copied to the host. Ranks other than 0 compute their part of the logits. The
+logits of a prompt are computed in slices, because those of a long prompt would be larger than the
+model.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
+import numpy as np
 from torch import Tensor
 
 from engine.step import Fault, Step, TokenLogprobs
-from engine.worker.ports import RaggedLayout
+from engine.worker.ports import AllReduce, RaggedLayout
 from engine.worker.sampling.constraints import Constraints, MaskRequest
-from engine.worker.sampling.logprobs import log_probabilities
-from engine.worker.sampling.sampler import RowFault, SampledBatch, Sampler
+from engine.worker.sampling.last_tokens import SampledTokens
+from engine.worker.sampling.logprobs import RowLogprobs, row_logprobs, to_token_logprobs
+from engine.worker.sampling.sampler import PendingSample, RowFault, SampledBatch, Sampler
+from engine.worker.transfers import Fetched, Transfers
 
 SLICE_BYTES = 32 << 20  # of float32 logits at most, but at least one row
 
@@ -31,73 +36,204 @@ class LogitsOutput(NamedTuple):
     vectors: tuple[bytes, ...] = ()  # of pooling requests
 
 
+class PendingOutput(SampledTokens, Protocol):
+    """The submitted work of a step that follows its layers."""
+
+    def read(self) -> LogitsOutput:
+        """The result; waits for its copies."""
+        ...
+
+
+class ReadsOutput(Protocol):
+    """Submits what follows the layers of a step."""
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether it needs the output of requests on the host."""
+        ...
+
+    def prepare(self, step: Step) -> MaskRequest:
+        """Start computing the masks that `begin` will need; all tokens of the step are known."""
+        ...
+
+    def has_collectives(self, layout: RaggedLayout) -> bool:
+        """Whether the ranks wait for each other after the first rows of logits."""
+        ...
+
+    def begin(
+        self, step: Step, layout: RaggedLayout, hidden: Tensor, masks: MaskRequest
+    ) -> PendingOutput:
+        """`hidden` has the layout's sampled rows, then its scored or pooled rows."""
+        ...
+
+
 Head = Callable[[Tensor], Tensor | None]
+
+
+class _PendingTokens(NamedTuple):
+    """Tokens that are being sampled, and their copy to the host."""
+
+    pending: PendingSample
+    fetched: Fetched
+    late: frozenset[int]  # rows
+
+
+class _PendingScores(NamedTuple):
+    """Log-probabilities of prompt tokens, and their copy to the host."""
+
+    fetched: Fetched
+    tops: list[int]
+
+    def read(self) -> list[TokenLogprobs | None]:
+        return to_token_logprobs(RowLogprobs(*self.fetched.wait()), self.tops)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _LogitsPending:
+    """The submitted work of a step on rank 0."""
+
+    step: Step
+    sampled: _PendingTokens | None  # None if the step samples nothing
+    scoring: tuple[_PendingScores, ...]
+
+    @property
+    def ids(self) -> Tensor | None:
+        return None if self.sampled is None else self.sampled.pending.ids
+
+    @property
+    def is_known(self) -> bool:
+        return self.sampled is None or self.sampled.fetched.is_here
+
+    def known(self) -> list[int]:
+        if self.sampled is None:
+            return []
+        tokens: list[int] = self.sampled.fetched.wait()[0].numpy().tolist()
+        return tokens
+
+    def read(self) -> LogitsOutput:
+        sampled, late_rows = SampledBatch(()), frozenset[int]()
+        if self.sampled is not None:
+            pending, fetched, late_rows = self.sampled
+            sampled = pending.finish(fetched.wait())
+        entries = [at for at, entry in enumerate(self.step.entries) if entry.sample is not None]
+        faults = [fault_of(entries[row], fault) for row, fault in sampled.faults]
+        late = tuple(entries[row] for row in late_rows)
+        if not self.scoring:
+            return LogitsOutput(sampled.tokens, sampled.logprobs, (), tuple(faults), late)
+        logprobs = self._prompt_logprobs()
+        line = "the model computed NaN or infinite logits in its prompt"
+        faults += [Fault(at, line) for at, row in enumerate(logprobs) if None in row]
+        scores = tuple(tuple(one for one in row if one is not None) for row in logprobs)
+        return LogitsOutput(sampled.tokens, sampled.logprobs, scores, tuple(faults), late)
+
+    def _prompt_logprobs(self) -> list[list[TokenLogprobs | None]]:
+        """Log-probabilities of each entry's targets; an empty list for entries without targets."""
+        logprobs = iter([score for part in self.scoring for score in part.read()])
+        orders = [entry.prompt_logprobs for entry in self.step.entries]
+        return [[next(logprobs) for _ in order.ids] if order else [] for order in orders]
 
 
 @dataclass(frozen=True, slots=True)
 class OutputReader:
-    """`head` computes logits `[rows, vocab]` in float32; it returns None except on rank 0."""
+    """Rank 0 of the last stage, which samples. `head` computes logits `[rows, vocab]` in float32.
+
+    With `share`, other ranks have zeros where this one has the sampled ids.
+    """
 
     head: Head
     sampler: Sampler
     constraints: Constraints
+    transfers: Transfers
+    share: AllReduce | None = None
+    reads_tokens = True
 
-    def begin(self, step: Step) -> MaskRequest:
-        """Start computing the masks that `read` will need."""
+    def prepare(self, step: Step) -> MaskRequest:
         return self.constraints.begin(step)
 
-    def read(
-        self, step: Step, layout: RaggedLayout, hidden: Tensor, wanted: MaskRequest
-    ) -> LogitsOutput:
-        """`hidden` has the layout's sampled rows, then its scored rows."""
-        num_samples = len(layout.sampled_rows)
-        sampled, late_rows = self._sample(step, layout, hidden[:num_samples], wanted)
-        entries = [at for at, entry in enumerate(step.entries) if entry.sample is not None]
-        faults = [fault_of(entries[row], fault) for row, fault in sampled.faults]
-        late = tuple(entries[row] for row in late_rows)
-        if not len(layout.scored_rows):
-            return LogitsOutput(sampled.tokens, sampled.logprobs, (), tuple(faults), late)
-        found = self._score(step, hidden[num_samples:])
-        line = "the model computed NaN or infinite logits in its prompt"
-        faults += [Fault(at, line) for at, row in enumerate(found) if None in row]
-        scores = tuple(tuple(one for one in row if one is not None) for row in found)
-        return LogitsOutput(sampled.tokens, sampled.logprobs, scores, tuple(faults), late)
+    def has_collectives(self, layout: RaggedLayout) -> bool:
+        return self.share is not None or len(layout.scored_rows) > 0
 
-    def follow(self, layout: RaggedLayout, hidden: Tensor) -> None:
-        """On other ranks: take part in each computation of logits that `read` does on rank 0."""
+    def begin(
+        self, step: Step, layout: RaggedLayout, hidden: Tensor, masks: MaskRequest
+    ) -> PendingOutput:
         num_samples = len(layout.sampled_rows)
-        if num_samples:
-            self.head(hidden[:num_samples])
-        for part in slices(len(layout.scored_rows), self.sampler.vocab_size):
-            self.head(hidden[num_samples:][part])
+        sampled = self._sample(step, layout, hidden[:num_samples], masks) if num_samples else None
+        scoring = self._score(step, hidden[num_samples:]) if len(layout.scored_rows) else ()
+        return _LogitsPending(step, sampled, scoring)
 
     def _sample(
         self, step: Step, layout: RaggedLayout, hidden: Tensor, wanted: MaskRequest
-    ) -> tuple[SampledBatch, frozenset[int]]:
-        """The sampled tokens, and the late rows, which have to be sampled again."""
-        if not len(layout.sampled_rows):
-            return SampledBatch(()), frozenset()
+    ) -> _PendingTokens:
         specs = [entry.sample for entry in step.entries if entry.sample is not None]
-        positions = [e.start + len(e.tokens) for e in step.entries if e.sample is not None]
+        positions = (layout.positions[layout.sampled_rows] + 1).tolist()
         logits = self._logits(hidden)
         masks = self.constraints.collect(wanted)
-        return self.sampler.sample(logits, specs, positions, masks), masks.late
+        pending = self.sampler.begin(logits, specs, positions, masks)
+        if self.share is not None:
+            self.share(pending.ids)
+        return _PendingTokens(pending, self.transfers.fetch(*pending.sources), masks.late)
 
-    def _score(self, step: Step, hidden: Tensor) -> list[list[TokenLogprobs | None]]:
-        """Log-probabilities of each entry's targets; an empty list for entries without targets."""
-        targets = [entry.prompt_logprobs for entry in step.entries]
-        ids = [token for order in targets if order is not None for token in order.ids]
-        tops = [order.top for order in targets if order is not None for _ in order.ids]
-        found: list[TokenLogprobs | None] = []
-        for part in slices(len(ids), self.sampler.vocab_size):
-            found += log_probabilities(self._logits(hidden[part]), ids[part], tops[part])
-        found_logprobs = iter(found)
-        return [[next(found_logprobs) for _ in order.ids] if order else [] for order in targets]
+    def _score(self, step: Step, hidden: Tensor) -> tuple[_PendingScores, ...]:
+        orders = [entry.prompt_logprobs for entry in step.entries]
+        targets = [target for order in orders if order is not None for target in order.ids]
+        tops = [order.top for order in orders if order is not None for _ in order.ids]
+        ids = self.transfers.put(np.array(targets, dtype=np.int64))
+        scores = []
+        for part in slices(len(targets), self.sampler.vocab_size):
+            likely = row_logprobs(self._logits(hidden[part]), ids[part], max(tops[part]))
+            scores.append(_PendingScores(self.transfers.fetch(*likely), tops[part]))
+        return tuple(scores)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         logits = self.head(hidden)
         assert logits is not None, "only rank 0 has logits"
         return logits
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Followed:
+    """Tokens that rank 0 sampled; the result of a step is rank 0's."""
+
+    ids: Tensor | None  # None if the ranks do not share them
+    is_known = False
+
+    def known(self) -> Sequence[int]:
+        raise AssertionError("only rank 0 samples rows that read their own output")
+
+    def read(self) -> LogitsOutput:
+        return LogitsOutput()
+
+
+@dataclass(frozen=True, slots=True)
+class FollowingReader:
+    """The other ranks of the last stage: takes part in each computation of logits that rank 0's
+    `OutputReader` submits, and with `share` in each exchange of tokens."""
+
+    head: Head
+    vocab_size: int
+    transfers: Transfers
+    share: AllReduce | None
+    reads_tokens = False
+
+    def prepare(self, step: Step) -> MaskRequest:
+        """None: rank 0 masks its logits."""
+        return MaskRequest()
+
+    def has_collectives(self, layout: RaggedLayout) -> bool:
+        return True
+
+    def begin(
+        self, step: Step, layout: RaggedLayout, hidden: Tensor, masks: MaskRequest
+    ) -> PendingOutput:
+        num_samples, ids = len(layout.sampled_rows), None
+        if num_samples:
+            self.head(hidden[:num_samples])
+        if num_samples and self.share is not None:
+            ids = self.transfers.put(np.zeros(num_samples, dtype=np.int64))
+            self.share(ids)
+        for part in slices(len(layout.scored_rows), self.vocab_size):
+            self.head(hidden[num_samples:][part])
+        return _Followed(ids)
 
 
 def fault_of(entry: int, fault: RowFault) -> Fault:

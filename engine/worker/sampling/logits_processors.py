@@ -1,13 +1,16 @@
-"""Bias, bans and penalties in numpy, for all rows of a batch at once, in vLLM's order.
+"""Bias, bans and penalties for all rows of a batch at once, in vLLM's order.
 
 A row's result does not depend on the other rows.
 """
 
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from engine.step import SampleSpec
 from engine.worker.sampling.filters import Floats
@@ -20,6 +23,7 @@ from engine.worker.sampling.token_counts import (
 )
 
 Ids = tuple[int, ...]
+Put = Callable[[NDArray[Any]], Tensor]  # copies to where the logits are, without waiting
 
 
 class LogitIndices(NamedTuple):
@@ -29,16 +33,32 @@ class LogitIndices(NamedTuple):
     ids: Int64s
 
 
-def process(values: Floats, rows: Sequence[int], specs: Sequence[SampleSpec]) -> None:
+def process(logits: Tensor, rows: Sequence[int], specs: Sequence[SampleSpec], put: Put) -> None:
     """Apply bias, bans and penalties to these rows of `[rows, vocab]` in place.
 
-    All ids are in range.
+    All ids are in range. The host prepares positions and amounts, which `put` copies to the logits'
+    device in one piece each; it reads nothing back.
     """
-    _bias(values, rows, specs)
+    bias, amounts = _bias(rows, specs, logits.shape[1])
     banned = indices_of(rows, [spec.banned for spec in specs])
-    values[banned] = -np.inf
-    _repetition(values, rows, specs)
-    _presence_and_frequency(values, rows, specs)
+    seen, penalties = _repetition(rows, specs)
+    generated, costs = _presence_and_frequency(rows, specs)
+    lists = [bias, banned, seen, generated]
+    if not any(len(indices.rows) for indices in lists):
+        return
+    places = put(np.concatenate([np.stack(indices) for indices in lists], axis=1))
+    biased, bans, repeated, told = torch.split(places, [len(each.rows) for each in lists], dim=1)
+    numbers = put(np.concatenate((amounts, penalties, costs)))
+    by_bias, by_penalty, by_costs = torch.split(numbers, [len(amounts), len(penalties), len(costs)])
+    if len(amounts):
+        logits[tuple(biased)] += by_bias
+    if bans.shape[1]:
+        logits.index_put_(tuple(bans), logits.new_full((), -torch.inf))
+    if len(penalties):
+        scores = logits[tuple(repeated)]
+        logits[tuple(repeated)] = torch.where(scores > 0, scores / by_penalty, scores * by_penalty)
+    if len(costs):
+        logits[tuple(told)] -= by_costs
 
 
 def invalid_id_fields(specs: Sequence[SampleSpec], vocab_size: int) -> dict[int, str]:
@@ -127,39 +147,41 @@ def seen_by_presence_and_frequency(
     )
 
 
-def _of_rows(values: Floats, rows: Sequence[int], numbers: Sequence[float]) -> Floats:
-    """A float32 for each row of `values`, 0 for rows not in `rows`."""
-    table = np.zeros(len(values), dtype=np.float32)
+def _of_rows(rows: Sequence[int], numbers: Sequence[float], places: LogitIndices) -> Floats:
+    """The number of each position's row."""
+    table = np.zeros(max(rows) + 1, dtype=np.float32)
     table[list(rows)] = numbers
-    return table
+    found: Floats = table[places.rows]
+    return found
 
 
-def _bias(values: Floats, rows: Sequence[int], specs: Sequence[SampleSpec]) -> None:
-    if any(spec.sampling.logit_bias for spec in specs):
-        amounts = [amount for spec in specs for _, amount in spec.sampling.logit_bias]
-        places = indices_of(rows, [biased_ids(spec) for spec in specs])
-        np.add.at(values, places, np.array(amounts, dtype=np.float32))
+def _bias(
+    rows: Sequence[int], specs: Sequence[SampleSpec], vocab_size: int
+) -> tuple[LogitIndices, Floats]:
+    """Each biased position once, with the sum of its biases."""
+    places = indices_of(rows, [biased_ids(spec) for spec in specs])
+    amounts = [amount for spec in specs for _, amount in spec.sampling.logit_bias]
+    if not amounts:
+        return places, np.zeros(0, dtype=np.float32)
+    keys, inverse = np.unique(places.rows * vocab_size + places.ids, return_inverse=True)
+    sums = np.zeros(len(keys), dtype=np.float32)
+    np.add.at(sums, inverse, np.array(amounts, dtype=np.float32))
+    return LogitIndices(*np.divmod(keys, vocab_size)), sums
 
 
-def _repetition(values: Floats, rows: Sequence[int], specs: Sequence[SampleSpec]) -> None:
-    """For ids in prompt or output: divide positive logits by the penalty, multiply others."""
-    penalties = [spec.sampling.repetition_penalty for spec in specs]
-    if all(penalty == 1.0 for penalty in penalties):
-        return
+def _repetition(rows: Sequence[int], specs: Sequence[SampleSpec]) -> tuple[LogitIndices, Floats]:
+    """The ids of prompt and output, whose positive logits are divided by the penalty; others are
+    multiplied by it."""
     places, _ = seen_by_repetition(rows, specs)
-    penalty = _of_rows(values, rows, penalties)[places.rows]
-    found = values[places]
-    values[places] = np.where(found > 0, found / penalty, found * penalty)
+    return places, _of_rows(rows, [spec.sampling.repetition_penalty for spec in specs], places)
 
 
 def _presence_and_frequency(
-    values: Floats, rows: Sequence[int], specs: Sequence[SampleSpec]
-) -> None:
-    """For ids in the output: subtract `presence`, and `frequency` for each occurrence."""
-    presence = [spec.sampling.presence_penalty for spec in specs]
-    frequency = [spec.sampling.frequency_penalty for spec in specs]
-    if not (any(presence) or any(frequency)):
-        return
+    rows: Sequence[int], specs: Sequence[SampleSpec]
+) -> tuple[LogitIndices, Floats]:
+    """The ids of the output, with what is subtracted: `presence`, and `frequency` for each
+    occurrence."""
     places, counts = seen_by_presence_and_frequency(rows, specs)
-    each = _of_rows(values, rows, frequency)[places.rows] * counts.astype(np.float32)
-    values[places] -= each + _of_rows(values, rows, presence)[places.rows]
+    frequency = _of_rows(rows, [spec.sampling.frequency_penalty for spec in specs], places)
+    presence = _of_rows(rows, [spec.sampling.presence_penalty for spec in specs], places)
+    return places, frequency * counts.astype(np.float32) + presence

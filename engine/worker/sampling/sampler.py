@@ -9,25 +9,24 @@ An error in one row is that row's fault and does not affect the others.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.grammar import Mask
 from engine.step import SampleSpec, TokenLogprobs
 from engine.worker.ports import Operators
-from engine.worker.sampling.filters import Floats
-from engine.worker.sampling.logits_processors import invalid_id_fields, process
-from engine.worker.sampling.logprobs import log_probabilities
+from engine.worker.sampling.logits_processors import Put, invalid_id_fields, process
+from engine.worker.sampling.logprobs import RowLogprobs, row_logprobs, to_token_logprobs
+
+Bits = NDArray[np.uint8]
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
-# Upper bounds of the logits of eight ids for each byte of a mask: infinity, or minus infinity.
-_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
-_BOUNDS = np.where(_BITS == 1, np.inf, -np.inf).astype(np.float32)
 _GREEDY_BELOW = 1e-5  # temperatures below are greedy, as in vLLM
 
 
@@ -85,52 +84,83 @@ def is_greedy(spec: SampleSpec) -> bool:
     return spec.sampling.temperature < _GREEDY_BELOW
 
 
-def constrain(logits: Floats, mask: Mask, spec: SampleSpec) -> SampleSpec:
-    """Mask one row's logits in place; returns the spec, without bans that would leave no token.
+def permitted(mask: Mask, spec: SampleSpec, vocab_size: int) -> tuple[Bits, SampleSpec]:
+    """The ids that a grammar allows, as bits of bytes from the lowest on, and the spec without bans
+    that would leave no token.
 
     End tokens are allowed when the grammar accepts the output. (An end token that the grammar
     allows as text is allowed, and ends the output all the same.) Raises `RowFault`.
     """
-    bits = np.frombuffer(mask.bits, dtype=np.uint8)
-    most = _BOUNDS.take(bits, axis=0).reshape(-1)[: len(logits)]
+    bits = np.frombuffer(mask.bits, dtype=np.uint8)[: -(-vocab_size // 8)].copy()
+    if vocab_size % 8:
+        bits[-1] &= (1 << vocab_size % 8) - 1
     if mask.accepts:
-        most[list(spec.end_ids)] = np.inf
-    np.minimum(logits, most, out=logits)
-    if most.max() < 0:
+        for token in spec.end_ids:
+            bits[token >> 3] |= 1 << (token & 7)
+    if not bits.any():
         raise RowFault("its grammar allows no token here", is_caller_error=True)
     if spec.banned and mask.accepts:
-        most[list(spec.banned)] = -np.inf
-        if most.max() < 0:
-            return spec._replace(banned=tuple(set(spec.banned) - set(spec.end_ids)))
-    return spec
-
-
-class Sampler(Protocol):
-    """Samples one token per row."""
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    def sample(
-        self,
-        logits: Tensor,
-        specs: Sequence[SampleSpec],
-        positions: Sequence[int],
-        masks: Masks = NO_MASKS,
-    ) -> SampledBatch:
-        """One id per row of `[rows, vocab]` float32; may overwrite `logits`.
-
-        `positions[i]` is the position of row i's new token in its request.
-        """
-        ...
+        left = bits.copy()
+        for token in spec.banned:
+            left[token >> 3] &= 255 ^ (1 << (token & 7))
+        if not left.any():
+            return bits, spec._replace(banned=tuple(set(spec.banned) - set(spec.end_ids)))
+    return bits, spec
 
 
 @dataclass(frozen=True, slots=True)
-class HostSampler:
-    """A `Sampler` mostly in numpy, on any device."""
+class PendingSample:
+    """A batch whose tokens the device is sampling.
+
+    `sources` are the tensors that `finish` needs on the host. `ids` is one of them; it is 0 in rows
+    whose logits are not finite.
+    """
+
+    ids: Tensor  # int64 [rows]
+    sources: tuple[Tensor, ...]
+    specs: tuple[SampleSpec, ...]
+    processed: tuple[int, ...]  # rows with processed logits, which may have no token left
+    faults: Mapping[int, RowFault]  # found by the host
+
+    def finish(self, copied: Sequence[Tensor]) -> SampledBatch:
+        """The sampled batch; `copied` are `sources` on the host."""
+        ids, are_fine, are_left, *likely = copied
+        tokens: list[int] = ids.tolist()
+        fine: list[bool] = are_fine.tolist()
+        faults = {row: not_finite_fault() for row, is_fine in enumerate(fine) if not is_fine}
+        for row, fault in self.faults.items():
+            faults.setdefault(row, fault)
+        for row, is_left in zip(self.processed, are_left.tolist(), strict=True):
+            if not is_left:
+                faults.setdefault(row, all_banned_fault())
+        if not likely:
+            return SampledBatch(tuple(tokens), (), tuple(faults.items()))
+        tops = [spec.logprobs for spec in self.specs if spec.logprobs is not None]
+        scores = iter(to_token_logprobs(RowLogprobs(*likely), tops))
+        logprobs = [None if spec.logprobs is None else next(scores) for spec in self.specs]
+        return SampledBatch(tuple(tokens), tuple(logprobs), tuple(faults.items()))
+
+
+class _Work(NamedTuple):
+    """Rows whose logits are processed before sampling, and the ids that grammars allow."""
+
+    specs: dict[int, SampleSpec]
+    allowed: dict[int, Bits]
+    faults: dict[int, RowFault]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """Samples one token per row by the kernels of `operators`; `put` copies a host array to where
+    the logits are.
+
+    `begin` submits all work and reads nothing back, so the next step can use the ids before the
+    host knows them. `finish` of its result makes plain Python values of what was copied.
+    """
 
     vocab_size: int
     operators: Operators
+    put: Put = torch.from_numpy
 
     def sample(
         self,
@@ -139,50 +169,96 @@ class HostSampler:
         positions: Sequence[int],
         masks: Masks = NO_MASKS,
     ) -> SampledBatch:
-        with_logprobs = [row for row, spec in enumerate(specs) if spec.logprobs is not None]
-        raw_logits = logits[with_logprobs] if with_logprobs else None
-        largest = self.operators.argmax(logits)
-        tokens: list[int] = largest.ids.tolist()
-        faults = {**_not_finite_faults(largest.values), **masks.faults}
-        processed = [row for row, spec in enumerate(specs) if not is_plain(spec)]
-        if processed:
-            rows = [row for row in processed if not (row in faults or row in masks.late)]
-            self._process(logits, {row: specs[row] for row in rows}, masks, tokens, faults)
-        idle = masks.late.union(faults)
-        sampled = [row for row, spec in enumerate(specs) if not (is_greedy(spec) or row in idle)]
-        if sampled:
-            samplings = [specs[row].sampling for row in sampled]
-            points = [uniform(specs[row].sampling.seed, positions[row]) for row in sampled]
-            found = self.operators.sample(logits, sampled, samplings, points)
-            for row, token in zip(sampled, found, strict=True):
-                tokens[row] = token
-        logprobs = () if raw_logits is None else _tell(raw_logits, specs, tokens)
-        return SampledBatch(tuple(tokens), logprobs, tuple(faults.items()))
+        """Sample as `begin` does, and wait for the result."""
+        pending = self.begin(logits, specs, positions, masks)
+        return pending.finish([source.cpu() for source in pending.sources])
 
-    def _process(
+    def begin(
         self,
         logits: Tensor,
-        specs: dict[int, SampleSpec],
-        masks: Masks,
-        tokens: list[int],
-        faults: dict[int, RowFault],
-    ) -> None:
-        """Apply the processors to these rows in place; updates their greedy tokens and faults."""
-        values: Floats = logits.numpy(force=True)
-        faults.update(invalid_id_faults(specs, self.vocab_size))
-        valid: dict[int, SampleSpec] = {}
-        for row, spec in specs.items():
-            mask = masks.allowed.get(row)
+        specs: Sequence[SampleSpec],
+        positions: Sequence[int],
+        masks: Masks = NO_MASKS,
+    ) -> PendingSample:
+        """Sample one id per row of `[rows, vocab]` float32; may overwrite `logits`.
+
+        `positions[i]` is the position of row i's new token in its request.
+        """
+        asking = [row for row, spec in enumerate(specs) if spec.logprobs is not None]
+        raw_logits = self._rows(logits, asking).clone() if asking else None
+        largest = self.operators.argmax(logits)
+        are_fine = largest.values.isfinite()
+        ids, are_left = largest.ids, are_fine[:0]
+        work = self._prepare(specs, masks)
+        if work.specs:
+            ids, are_left = self._process(logits, ids, work)
+        ids = self._sample(logits, ids, specs, positions, idle={*work.faults, *masks.late})
+        ids = ids.masked_fill(~are_fine, 0)
+        sources = [ids, are_fine, are_left]
+        if raw_logits is not None:
+            most = max(spec.logprobs or 0 for spec in specs)
+            sources += row_logprobs(raw_logits, self._rows(ids, asking), most)
+        return PendingSample(ids, tuple(sources), tuple(specs), tuple(work.specs), work.faults)
+
+    def _prepare(self, specs: Sequence[SampleSpec], masks: Masks) -> _Work:
+        """The part that the host decides, without logits."""
+        faults = dict(masks.faults)
+        rows = {
+            row: spec
+            for row, spec in enumerate(specs)
+            if not (is_plain(spec) or row in faults or row in masks.late)
+        }
+        work = _Work({}, {}, faults)
+        if not rows:
+            return work
+        faults.update(invalid_id_faults(rows, self.vocab_size))
+        for row, spec in rows.items():
+            if row in faults:
+                continue
+            if (mask := masks.allowed.get(row)) is None:
+                work.specs[row] = spec
+                continue
             try:
-                if row not in faults:
-                    valid[row] = spec if mask is None else constrain(values[row], mask, spec)
+                work.allowed[row], work.specs[row] = permitted(mask, spec, self.vocab_size)
             except RowFault as fault:
                 faults[row] = fault
-        process(values, list(valid), list(valid.values()))
-        for row in valid:
-            tokens[row] = token = int(values[row].argmax())
-            if not np.isfinite(values[row, token]):
-                faults[row] = all_banned_fault()
+        return work
+
+    def _process(self, logits: Tensor, ids: Tensor, work: _Work) -> tuple[Tensor, Tensor]:
+        """Process logits: all rows' argmax afterwards, and whether processed rows have a finite
+        logit."""
+        if work.allowed:
+            masked = self.put(np.array(list(work.allowed), dtype=np.int64))
+            bits = self.put(np.stack(list(work.allowed.values())))
+            self.operators.forbid(logits, masked, bits)
+        process(logits, list(work.specs), list(work.specs.values()), self.put)
+        rows = self.put(np.array(list(work.specs), dtype=np.int64))
+        largest = self.operators.argmax_of(logits, rows)
+        return ids.index_copy(0, rows, largest.ids), largest.values.isfinite()
+
+    def _sample(
+        self,
+        logits: Tensor,
+        ids: Tensor,
+        specs: Sequence[SampleSpec],
+        positions: Sequence[int],
+        idle: set[int],
+    ) -> Tensor:
+        """Replace the ids of rows that are not greedy by sampled ones."""
+        rows = [row for row, spec in enumerate(specs) if not (is_greedy(spec) or row in idle)]
+        if not rows:
+            return ids
+        samplings = [specs[row].sampling for row in rows]
+        points = [uniform(specs[row].sampling.seed, positions[row]) for row in rows]
+        chosen = self.operators.sample(logits, rows, samplings, points)
+        if len(rows) == len(specs):
+            return chosen
+        return ids.index_copy(0, self.put(np.array(rows, dtype=np.int64)), chosen)
+
+    def _rows(self, tensor: Tensor, rows: list[int]) -> Tensor:
+        if len(rows) == len(tensor):
+            return tensor
+        return tensor.index_select(0, self.put(np.array(rows, dtype=np.int64)))
 
 
 def not_finite_fault() -> RowFault:
@@ -204,28 +280,3 @@ def invalid_id_faults(specs: Mapping[int, SampleSpec], vocab_size: int) -> dict[
         )
         for place, name in invalid_id_fields(list(specs.values()), vocab_size).items()
     }
-
-
-def _not_finite_faults(largest: Tensor) -> dict[int, RowFault]:
-    """A fault for each row with NaN or infinite logits: then its largest is not finite."""
-    values: list[float] = largest.tolist()
-    if isfinite(sum(values)):  # in float64, which float32s cannot overflow
-        return {}
-    return {row: not_finite_fault() for row, value in enumerate(values) if not isfinite(value)}
-
-
-def _tell(
-    raw_logits: Tensor, specs: Sequence[SampleSpec], tokens: Sequence[int]
-) -> tuple[TokenLogprobs | None, ...]:
-    """Log-probabilities for the specs that request them; `raw_logits` has those rows only."""
-    requested = [
-        (spec.logprobs, token)
-        for spec, token in zip(specs, tokens, strict=True)
-        if spec.logprobs is not None
-    ]
-    found = iter(
-        log_probabilities(
-            raw_logits, [token for _, token in requested], [top for top, _ in requested]
-        )
-    )
-    return tuple(None if spec.logprobs is None else next(found) for spec in specs)

@@ -125,7 +125,7 @@ class StepReplays:
         self._total = torch.zeros(1, dtype=torch.int64)
         for _ in range(3):  # the first one is recorded
             self.step()
-        model: Any = worker._stage.model
+        model: Any = worker.parts.stage.model
         self._recorded = model.base  # without LoRA
         self._pool = self._recorded._pool
         graph = self._recorded._for_all[True].graph

@@ -116,7 +116,7 @@ class KnownSteps:
     """Runs steps of a worker, each known while the one before it runs."""
 
     def __init__(self, worker: Worker, sizes: WeightSizes) -> None:
-        model: Any = worker._stage.model
+        model: Any = worker.parts.stage.model
         self.timer = KernelTimer(model.base._pool)  # without LoRA
         self.worker, self.sizes = worker, sizes
         self._number = 0

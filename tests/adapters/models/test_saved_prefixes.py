@@ -42,7 +42,7 @@ def num_cached(outcome: RequestOutcome) -> int:
 
 def end(worker: Worker) -> None:
     """As at the end of the process."""
-    worker._kept.close()
+    worker.parts.kept.close()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from pathlib import Path
 from typing import Protocol, Self
@@ -12,7 +12,7 @@ from typing import Protocol, Self
 from engine.errors import KernelFaulted, StartupError, WorkerLost
 from engine.lora import LoraReport, LoraSpec
 from engine.step import Step, StepId, StepResult, StepTimes
-from engine.worker.launched import CompletedStep, StepInFlight, StepOutcome
+from engine.worker.launched import StepInFlight, StepOutcome
 from engine.worker_settings import WorkerReport, WorkerSettings
 
 GARBAGE = b"Traceback (most recent call last):"
@@ -45,6 +45,17 @@ class Command(IntEnum):
     OTHER_STEP = 906
     ENVIRONMENT = 907
     LORAS = 909
+
+
+@dataclass(frozen=True)
+class CompletedStep:
+    """A step that was computed while it was launched."""
+
+    collected: StepOutcome
+    may_wait: bool = False
+
+    def collect(self) -> StepOutcome:
+        return self.collected
 
 
 class RunsSteps(Protocol):

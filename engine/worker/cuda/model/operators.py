@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.step import SamplingParams
 from engine.worker.cuda.model.experts import GroupedExperts, MaskedExperts, why_not_grouped
 from engine.worker.cuda.model.fused_experts import FusedExperts, FusedSetting
 from engine.worker.cuda.model.gemm import Gemm8Bit
@@ -20,6 +21,7 @@ from engine.worker.cuda.model.linears import (
     fp8_linear,
     int8_linear,
 )
+from engine.worker.cuda.sampling.sampling_kernels import DeviceSampling
 from engine.worker.model.torch_operators import TorchLowRank, TorchOperators
 from engine.worker.ports import (
     Experts,
@@ -90,6 +92,7 @@ class CudaOperators(TorchOperators):
         gemm: Gemm8Bit,
         kernels: Kernels | None,
         fast: FastProducts = PLAIN,
+        sampling: DeviceSampling | None = None,
     ) -> None:
         self._place = place
         self._dtype = dtype
@@ -97,6 +100,7 @@ class CudaOperators(TorchOperators):
         self._gemm = gemm
         self._kernels = kernels
         self._fast = fast
+        self._sampling = sampling
         self._logged: set[str] = set()  # reasons
         self.first_runs: dict[str, Callable[[], object]] = {}  # compile the model's kernels
 
@@ -162,6 +166,17 @@ class CudaOperators(TorchOperators):
         place, dtype = self._place, self._dtype
         moved = [up._replace(weight=up.weight.to(place, dtype)) for up in ups]
         return super().low_rank(down.to(place, dtype), moved)
+
+    def sample(
+        self,
+        logits: Tensor,
+        rows: Sequence[int],
+        samplings: Sequence[SamplingParams],
+        points: Sequence[float],
+    ) -> Tensor:
+        if self._sampling is None:
+            return super().sample(logits, rows, samplings, points)
+        return self._sampling(logits, rows, samplings, points)
 
     def constant(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._place)

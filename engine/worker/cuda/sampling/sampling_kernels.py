@@ -8,15 +8,15 @@ they are.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
 from engine.step import SamplingParams
+from engine.worker.sampling.logits_processors import Put
 
 RUN = 512  # ids per partial sum, as in `engine.worker.sampling.filters`
 MOST_SORTED = 1024  # a larger k is found by bisection
@@ -25,7 +25,6 @@ ONE = 0x3F800000  # the bits of 1.0, the largest weight of each row
 
 # logits, temperatures, min-ps, top-ks or None, top-ps or None, points -> ids; one launch
 SampleKernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor], Tensor]
-Put = Callable[[NDArray[Any]], Tensor]  # an asynchronous copy to the device
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +62,27 @@ class SamplingTensors:
             most=max(limits),
             has_top_p=any(one.top_p < 1 for one in samplings),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceSampling:
+    """Samples on the device; parameters get there by `put`, in one copy."""
+
+    put: Put
+    kernel: SampleKernel | None = None  # samples filtered rows in one launch
+
+    def __call__(
+        self,
+        logits: Tensor,
+        rows: Sequence[int],
+        samplings: Sequence[SamplingParams],
+        points: Sequence[float],
+    ) -> Tensor:
+        """One id for each of `rows`, as `Operators.sample` does."""
+        params = SamplingTensors.of(samplings, points, logits.shape[1], self.put)
+        if len(rows) < len(logits):
+            logits = logits.index_select(0, self.put(np.array(rows, dtype=np.int64)))
+        return sample(logits, params, self.kernel)
 
 
 def sample(logits: Tensor, params: SamplingTensors, kernel: SampleKernel | None = None) -> Tensor:

@@ -27,6 +27,11 @@ class StepArena:
         self._next = 0
         self._buffer = torch.zeros(capacity, dtype=torch.int64, device=streams.device)
 
+    @property
+    def capacity(self) -> int:
+        """Numbers that one step may have."""
+        return len(self._buffer)
+
     def put(self, *arrays: Int64s) -> list[Tensor]:
         """Copy the arrays to the device, one after the other; the views are valid until the next
         call."""

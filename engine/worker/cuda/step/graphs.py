@@ -1,8 +1,9 @@
-"""CUDA graphs of decode-only steps, one for each captured batch size.
+"""CUDA graphs of decode-only steps of a stage, one for each captured batch size.
 
 A step is padded to the next captured size. Steps with prefill run eagerly: their kernels take
 longer than their launches. So do steps with rows of LoRA adapters, whose segments vary. A graph
-holds embedding and layers; logits and sampling run after it, for the real rows only.
+holds embedding and layers; logits and sampling run after it, for the real rows only. A graph of
+one of several ranks contains their all-reduces: they replay the same sizes in the same order.
 """
 
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from engine.errors import StartupError
 from engine.worker.cuda.step.arena import StepArena
-from engine.worker.model.layout import blank_layout
+from engine.worker.model.layout import blank_layout, padded
 from engine.worker.ports import CapturableAttention, RaggedLayout, StageModel, StepContext
 from engine.worker.streams import Graph, Streams
 
@@ -89,23 +90,24 @@ class DecodeGraphs:
                 ) from error
         progress("graphs", len(sizes), len(sizes))
 
-    def size_for(self, layout: RaggedLayout) -> int | None:
-        """The batch size to pad this layout to; None if the step has to run eagerly."""
-        if not layout.is_decode_only or layout.lora_segments:
+    def padded(self, layout: RaggedLayout) -> RaggedLayout | None:
+        """The layout padded to a captured size; None if the step has to run eagerly."""
+        if not layout.is_decode_only or layout.lora_segments or layout.states:
             return None
-        return next((size for size in self.sizes if size >= layout.num_requests), None)
+        size = next((size for size in self.sizes if size >= layout.num_requests), None)
+        return None if size is None else padded(layout, size, self._blank[0])
 
-    def plan(self, layout: RaggedLayout) -> None:
-        """Plan attention for a layout padded to a captured size, right before `replay`."""
-        self._layers.attention.plan_captured(layout)
-        baked = self._layers.attention.baked(layout.num_requests)
-        assert baked == self._captured[layout.num_requests].baked, (
+    def replay(self, layout: RaggedLayout, hidden: Tensor | None = None) -> Tensor:
+        """Plan attention and replay; hidden states `[size, hidden]`, which the next replay of any
+        size overwrites."""
+        layers, captured = self._layers, self._captured[layout.num_requests]
+        if layers.received is not None:
+            assert hidden is not None, "later stages receive hidden states"
+            layers.received[: len(hidden)].copy_(hidden)
+        layers.attention.plan_captured(layout)
+        assert layers.attention.baked(layout.num_requests) == captured.baked, (
             f"the plan for {layout.num_requests} rows is not the one that was captured"
         )
-
-    def replay(self, size: int) -> Tensor:
-        """Replay; hidden states `[size, hidden]`, which the next replay of any size overwrites."""
-        captured = self._captured[size]
         captured.graph.replay()
         return captured.hidden
 

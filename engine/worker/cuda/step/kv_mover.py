@@ -10,8 +10,8 @@ host pool all layers of a block are contiguous, so that a block is one copy; the
 scatters layers between a staging buffer and the cache.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from engine.step import BlockMove, Direction
-from engine.worker.cuda.transfers import put
+from engine.worker.cuda.step.transfers import put
 from engine.worker.model.kv.host_pool import read_blocks
-from engine.worker.ports import KVTensors, Unread, as_bytes
+from engine.worker.ports import KVTensors, Moved, MovesInFlight, Unread, as_bytes
 from engine.worker.streams import StreamEvent, Streams
 
 STAGING_BYTES = 64 << 20  # device memory for staging, at least one block
@@ -33,6 +33,17 @@ class _Copy(NamedTuple):
     direction: Direction
     device: Tensor  # int64, on the host
     host: Tensor  # int64, on the host
+
+
+@dataclass(frozen=True, slots=True)
+class _Moving:
+    """Moves that are done when an event is reached."""
+
+    ended: StreamEvent
+
+    def wait(self) -> Unread:
+        self.ended.wait()
+        return Unread()
 
 
 class DeviceMover:
@@ -53,22 +64,10 @@ class DeviceMover:
         block_bytes = pool[:1].numel() * pool.element_size() if len(pool) else 1
         self._max_blocks = max(1, STAGING_BYTES // max(1, block_bytes))
 
-    @contextmanager
-    def moving(self, moves: Sequence[BlockMove]) -> Iterator[Unread]:
-        """Launch the moves; on leaving the block the host waits until all are done."""
-        ended = self.launch(moves)
-        yield Unread()
-        if ended is not None:
-            ended.wait()
-
-    def launch(self, moves: Sequence[BlockMove]) -> StreamEvent | None:
-        """Submit the moves without waiting; returns the event of their end, None without moves.
-
-        Work submitted to the compute stream from now on runs after the awaited moves. Raises
-        `ValueError` if a block is out of range, before anything is moved.
-        """
+    def move(self, moves: Sequence[BlockMove]) -> MovesInFlight:
+        """Submit the moves without waiting; raises `ValueError` before anything is moved."""
         if not moves:
-            return None
+            return Moved()
         copies = [self._checked(move) for move in moves]
         self._stream.wait_for(self._streams.compute.record())
         awaited = [copy for move, copy in zip(moves, copies, strict=True) if move.is_awaited]
@@ -79,7 +78,7 @@ class DeviceMover:
         for move, copy in zip(moves, copies, strict=True):
             if not move.is_awaited:
                 self._submit(copy)
-        return self._stream.record()
+        return _Moving(self._stream.record())
 
     def _checked(self, move: BlockMove) -> _Copy:
         device = read_blocks(move.device, self._num_blocks, "device")

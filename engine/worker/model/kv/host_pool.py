@@ -3,8 +3,7 @@
 Only the scheduler's ledger knows which request owns which host block.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor
 from engine.errors import StartupError
 from engine.step import BlockMove, Direction
 from engine.worker.model.kv.kv_tensors import size_text
-from engine.worker.ports import KVTensors, Unread
+from engine.worker.ports import KVTensors, Moved
 from engine.worker_settings import WorkerSettings
 
 
@@ -42,8 +41,7 @@ class HostPool:
         self._device = device
         self._host = host
 
-    @contextmanager
-    def moving(self, moves: Sequence[BlockMove]) -> Iterator[Unread]:
+    def move(self, moves: Sequence[BlockMove]) -> Moved:
         """Make the copies, in the order given. Raises `ValueError` for a block out of range."""
         for move in moves:
             device = read_blocks(move.device, self._device.num_blocks, "device")
@@ -54,7 +52,7 @@ class HostPool:
                 _copy(self._device, device, self._host, host)
             else:
                 _copy(self._host, host, self._device, device)
-        yield Unread()
+        return Moved()
 
 
 def read_blocks(table: bytes, limit: int, tier: str) -> Tensor:

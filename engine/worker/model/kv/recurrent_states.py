@@ -1,7 +1,6 @@
 """The state slots of one stage: their number, their tensors, and the moves to and from the host."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -12,12 +11,12 @@ from engine.worker.model.kv.host_pool import read_blocks
 from engine.worker.model.kv.kv_tensors import untouched_zeros
 from engine.worker.ports import (
     BlockMover,
+    MovesInFlight,
     RaggedLayout,
     RecurrentShape,
     RecurrentState,
     StateRuns,
     StepStates,
-    Unread,
 )
 
 BYTES = torch.float32.itemsize
@@ -83,14 +82,12 @@ class StateMover:
         self._host = host
         self._kv = kv
 
-    @contextmanager
-    def moving(self, moves: Sequence[BlockMove]) -> Iterator[Unread]:
+    def move(self, moves: Sequence[BlockMove]) -> MovesInFlight:
         """Make the copies; moves of blocks and of states are independent of each other."""
         for move in moves:
             if move.is_state:
                 self._copy(move)
-        with self._kv.moving([move for move in moves if not move.is_state]) as unread:
-            yield unread
+        return self._kv.move([move for move in moves if not move.is_state])
 
     def _copy(self, move: BlockMove) -> None:
         source, at = self._device, read_blocks(move.device, self._device.num_slots, "device state")

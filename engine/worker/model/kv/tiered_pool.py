@@ -1,7 +1,6 @@
 """TieredPool: the moves between the device and the tiers below, in host memory and in a store."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 from engine.kv_store import KVStore
 from engine.step import HASH_BYTES, BlockMove, Direction, Tier
 from engine.worker.model.kv.host_pool import read_blocks
-from engine.worker.ports import BlockMover, Unread
+from engine.worker.ports import BlockMover, Moved, Unread
 
 
 class StoredTensors:
@@ -82,15 +81,14 @@ class TieredPool:
         self._blocks = blocks
         self._states = states or {}
 
-    @contextmanager
-    def moving(self, moves: Sequence[BlockMove]) -> Iterator[Unread]:
+    def move(self, moves: Sequence[BlockMove]) -> Moved:
         """Make the copies, in the order given."""
         blocks: list[int] = []
         states: list[int] = []
         for move in moves:
             if move.tier is Tier.HOST:
-                with self._host.moving([move]):
-                    continue
+                self._host.move([move])
+                continue
             stored = (self._states if move.is_state else self._blocks).get(move.tier)
             if stored is None:
                 raise ValueError(f"a move to or from the tier {move.tier}, which there is not")
@@ -98,4 +96,4 @@ class TieredPool:
                 stored.write(move)
             else:
                 (states if move.is_state else blocks).extend(stored.read(move))
-        yield Unread(tuple(blocks), tuple(states))
+        return Moved(Unread(tuple(blocks), tuple(states)))

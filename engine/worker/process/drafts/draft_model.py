@@ -23,13 +23,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from engine.errors import StartupError
 from engine.step import SampleSpec, SamplingParams, Step, StepEntry
 from engine.worker.device import Device, Progress, open_device
 from engine.worker.model.kv.kv_groups import KVGroups
 from engine.worker.model.layout import LayoutLimits, build_layout
-from engine.worker.model.stage import Stage
+from engine.worker.model.stage import Stage, put_each
 from engine.worker.ports import Shard, StepLimits
 from engine.worker.process.attention_choice import StageAttention, attention_specs
 from engine.worker.process.model_build import BuiltModel, build_model
@@ -59,9 +60,11 @@ class DraftModel:
     sampler: Sampler
     limits: LayoutLimits
     max_vocab: int  # ids below are in the vocabularies of both models
+    reads_hidden = False
 
-    def propose(self, step: Step, output: LogitsOutput) -> tuple[tuple[int, ...], ...]:
-        """The proposals of each entry of `step` with a `ProposalSpec`. `output` has its tokens."""
+    def propose(
+        self, step: Step, output: LogitsOutput, hidden: Tensor | None
+    ) -> tuple[tuple[int, ...], ...]:
         if not step.has_proposals:
             return ()
         entries = [
@@ -170,11 +173,12 @@ class LoadedDraft:
     def open(self, num_blocks: int) -> DraftModel:
         """The draft model over a KV cache of so many blocks."""
         over = self.attention.over(self.kv.allocate(num_blocks))
+        put = self.device.transfers().put
         vocab_size = self.kv.shard.shape.vocab_size
         return DraftModel(
             device=self.device,
-            stage=Stage(self.built.model, over, self.device.put),
-            sampler=self.device.sampler(vocab_size, self.built.operators),
+            stage=Stage(self.built.model, over, put_each(put)),
+            sampler=Sampler(vocab_size, self.built.operators, put),
             limits=self.kv.limits(self.max_model_len, num_blocks, num_states=0),
             max_vocab=self.max_vocab,
         )

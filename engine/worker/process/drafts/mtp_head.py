@@ -81,6 +81,8 @@ class _Row(NamedTuple):
 class MtpHead:
     """Proposes tokens with the model's layer for multi-token prediction."""
 
+    reads_hidden = True
+
     def __init__(
         self,
         device: Device,
@@ -92,24 +94,22 @@ class MtpHead:
         step_limits: StepLimits,
     ) -> None:
         self._device = device
+        self._put = device.transfers().put
         self._model = model
         self._mtp = mtp
         self._attention = attention
         self._sampler = sampler
         self._limits = limits
         self._step_limits = step_limits
-        self._hidden: Tensor | None = None  # of all rows of the current step
         self._kept: OrderedDict[RequestId, _KeptRows] = OrderedDict()  # least recent first
 
-    def keep(self, hidden: Tensor) -> None:
-        """The hidden states of all rows of the step, behind the model's last layer."""
-        self._hidden = hidden
-
-    def propose(self, step: Step, output: LogitsOutput) -> tuple[tuple[int, ...], ...]:
-        """The proposals of each entry of `step` with a `ProposalSpec`. `output` has its tokens."""
+    def propose(
+        self, step: Step, output: LogitsOutput, hidden: Tensor | None
+    ) -> tuple[tuple[int, ...], ...]:
+        assert hidden is not None, "the step was computed"
         with torch.inference_mode(), self._device.awake():
             found = list(sampled_tokens(step, output))
-            self._keep_rows(found)
+            self._keep_rows(found, hidden)
             if not step.has_proposals:
                 return ()
             wanted = [pair for pair in found if pair[0].proposal is not None]
@@ -123,10 +123,9 @@ class MtpHead:
                 rows = [row for row in rows if row.num_left]
         return tuple([tuple(each) for each in proposals])
 
-    def _keep_rows(self, found: Sequence[tuple[StepEntry, Sequence[int]]]) -> None:
+    def _keep_rows(self, found: Sequence[tuple[StepEntry, Sequence[int]]], hidden: Tensor) -> None:
         """Keep the rows of a step whose tokens are part of their request."""
-        hidden, at = self._hidden, 0
-        assert hidden is not None, "the step was computed"
+        at = 0
         for entry, sampled in found:
             rows = hidden[at : at + len(entry.tokens)]
             at += len(entry.tokens)
@@ -143,7 +142,6 @@ class MtpHead:
             self._kept.move_to_end(entry.request_id)
         while len(self._kept) > 2 * self._step_limits.max_requests:
             self._kept.popitem(last=False)
-        self._hidden = None
 
     def _first_rows(self, wanted: Sequence[tuple[StepEntry, Sequence[int]]]) -> list[_Row]:
         """The rows of the first pass, as many tokens as a step may have."""
@@ -173,14 +171,14 @@ class MtpHead:
         """Compute rows; returns those of the next pass, whose token is the proposed one."""
         layout = build_layout(step, self._limits)
         self._attention.plan(layout)
-        numbers = torch.from_numpy(layout.sampled_rows)
+        put, numbers = self._put, layout.sampled_rows
         context = StepContext(
-            torch.from_numpy(layout.positions),
+            put(layout.positions),
             self._attention,
-            None if len(numbers) in (0, layout.num_tokens) else numbers,
+            None if len(numbers) in (0, layout.num_tokens) else put(numbers),
         )
         features = torch.cat([row.features for row in rows])
-        hidden = self._mtp.layers(torch.from_numpy(layout.token_ids), features, context)
+        hidden = self._mtp.layers(put(layout.token_ids), features, context)
         sampling = [row for row in rows if row.entry.sample is not None]
         if not sampling:
             return []
@@ -219,12 +217,13 @@ class LoadedMtp:
 
     def open(self, num_blocks: int) -> MtpHead:
         """The head over a KV cache of so many blocks."""
+        put = self.device.transfers().put
         return MtpHead(
             self.device,
             self.built.model,
             self.mtp,
             self.attention.over(self.kv.allocate(num_blocks)),
-            self.device.sampler(self.kv.shard.shape.vocab_size, self.built.operators),
+            Sampler(self.kv.shard.shape.vocab_size, self.built.operators, put),
             self.kv.limits(self.step_limits.max_model_len, num_blocks, num_states=0),
             self.step_limits,
         )

@@ -29,7 +29,7 @@ def recordings(worker: Worker) -> int:
 
 def base_of(worker: Worker) -> StageModel:
     """The model that computes rows without LoRA adapters."""
-    model = worker._stage.model
+    model = worker.parts.stage.model
     assert isinstance(model, LoraModel)
     return model.base
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,9 +16,10 @@ from engine.worker.cuda.device import CudaDevice, warm_up
 from engine.worker.cuda.memory import GRAPHS_BYTES, measure
 from engine.worker.cuda.model.weight_staging import OnDevice, Staging
 from engine.worker.model.layout import LayoutLimits, build_layout
-from engine.worker.model.stage import Stage
+from engine.worker.model.stage import Stage, put_each
 from engine.worker.ports import AttentionSpec, ModelShape, RaggedLayout, Shard, TensorSlice
 from engine.worker.process.worker import Worker
+from engine.worker.sampling.sampler import Sampler
 from engine.worker.weights.checkpoint import Checkpoint
 from engine.worker.weights.packed_cache import PackedCache
 from engine.worker_settings import WorkerSettings
@@ -197,9 +199,9 @@ def test_the_largest_step_is_rehearsed_with_all_its_tokens(
     seen: list[tuple[int, int]] = []
     run = Stage.read
 
-    def watched(stage: Stage, layout: RaggedLayout, hidden: Tensor | None = None) -> Tensor:
+    def watched(stage: Stage, layout: RaggedLayout, *more: Any) -> Tensor:
         seen.append((layout.num_tokens, len(layout.sampled_rows)))
-        return run(stage, layout, hidden)
+        return run(stage, layout, *more)
 
     monkeypatch.setattr(Stage, "read", watched)
     make_checkpoint(tmp_path, "llama")
@@ -230,11 +232,11 @@ def test_all_that_a_step_computes_with_lies_on_the_device(tmp_path: Path) -> Non
         RequestId(0), 0, (1, 2, 3), np.arange(1, dtype="<i4").tobytes(), SampleSpec(GREEDY)
     )
     layout = build_layout(Step(StepId(0), (entry,)), LayoutLimits(97, 256, 8, 4))
-    stage = Stage(model, attention, device.put)
+    stage = Stage(model, attention, put_each(nowhere.put))
     with torch.inference_mode():
         logits = stage.logits(layout)
         assert logits is not None
-        pending = device.sampler(97, operators).begin(
+        pending = Sampler(97, operators, nowhere.put).begin(
             logits, [SampleSpec(SamplingParams(top_p=0.5))], [3]
         )
     assert pending.ids.device.type == "meta"

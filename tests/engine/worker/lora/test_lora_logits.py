@@ -212,7 +212,7 @@ def test_logits_of_the_base_are_those_of_a_worker_without_adapters(tmp_path: Pat
 
 def test_a_worker_that_can_have_no_adapters_reports_why(tmp_path: Path) -> None:
     worker = load_worker(make_checkpoint(tmp_path / "base"))
-    model = worker._stage.model
+    model = worker.parts.stage.model
     assert isinstance(model, LoraModel)
     loras = Loras(model, TorchOperators(), dict, 64, "not with --batch-invariant")
     report = loras.load(LoraSpec(1, "sql", str(tmp_path)))

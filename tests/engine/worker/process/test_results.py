@@ -15,8 +15,9 @@ from engine.transport.wire import (
     TraceEvents,
     read_from_worker,
 )
-from engine.worker.launched import CompletedStep, StepOutcome
+from engine.worker.launched import StepOutcome
 from engine.worker.process.results import Failure, ReceivedStep, ResultSender
+from tests.engine.transport.workers import CompletedStep
 from tests.fakes import a_step
 
 TIMES = StepTimes(None, 1.0, 2.0)

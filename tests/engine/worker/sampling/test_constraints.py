@@ -29,7 +29,7 @@ from engine.worker.sampling.constraints import (
     MaskRequest,
 )
 from engine.worker.sampling.mask_threads import MASK_THREADS, MASK_WAIT_SECONDS
-from engine.worker.sampling.sampler import HostSampler, Masks, RowFault, constrain
+from engine.worker.sampling.sampler import Masks, RowFault, Sampler, permitted
 
 GREEDY = SamplingParams(temperature=0.0)
 VOCAB = 16
@@ -326,7 +326,7 @@ def test_end_tokens_are_allowed_when_the_grammar_accepts(
         wish = spec._replace(
             sampling=SamplingParams(temperature=0.0, logit_bias=bias), grammar=grammar
         )
-        sampler = HostSampler(VOCAB, TorchOperators())
+        sampler = Sampler(VOCAB, TorchOperators())
         sampled = sampler.sample(torch.zeros(1, VOCAB), [wish], [0], Masks({0: allowed}))
         assert not sampled.faults
         found.add(sampled.tokens[0])
@@ -335,11 +335,11 @@ def test_end_tokens_are_allowed_when_the_grammar_accepts(
 
 def test_a_grammar_that_allows_no_token_is_a_fault() -> None:
     with pytest.raises(RowFault, match="allows no token"):
-        constrain(np.zeros(VOCAB, dtype=np.float32), mask(), SampleSpec(GREEDY, end_ids=(9,)))
+        permitted(mask(), SampleSpec(GREEDY, end_ids=(9,)), VOCAB)
 
 
 def test_late_rows_sample_nothing_and_change_no_other_row() -> None:
-    sampler = HostSampler(VOCAB, TorchOperators())
+    sampler = Sampler(VOCAB, TorchOperators())
     logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(1))
     grammar = Grammar(GrammarKind.REGEX, "x")
     specs = [

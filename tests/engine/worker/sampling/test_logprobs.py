@@ -10,7 +10,7 @@ from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.model.torch_operators import TorchOperators
 from engine.worker.ports import Operators
 from engine.worker.sampling.filters import Floats
-from engine.worker.sampling.sampler import HostSampler
+from engine.worker.sampling.sampler import Sampler
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -39,7 +39,7 @@ def test_log_probabilities_are_those_of_the_raw_logits(operators: Operators) -> 
         )
         for row, sampling in enumerate(samplings)
     ]
-    tokens, logprobs, _ = HostSampler(300, operators).sample(logits, specs, [0] * 4)
+    tokens, logprobs, _ = Sampler(300, operators).sample(logits, specs, [0] * 4)
     assert tokens[2] == 7
     for row, (token, told) in enumerate(zip(tokens, logprobs, strict=True)):
         assert told is not None
@@ -51,7 +51,7 @@ def test_log_probabilities_are_those_of_the_raw_logits(operators: Operators) -> 
 
 
 def test_only_rows_that_request_log_probabilities_get_them(operators: Operators) -> None:
-    sampler, logits = HostSampler(9, operators), torch.rand(3, 9)
+    sampler, logits = Sampler(9, operators), torch.rand(3, 9)
     assert sampler.sample(logits, [SampleSpec(GREEDY)] * 3, [0] * 3).logprobs == ()
     specs = [SampleSpec(GREEDY), SampleSpec(GREEDY, logprobs=0), SampleSpec(GREEDY, logprobs=50)]
     first, second, third = sampler.sample(logits, specs, [0] * 3).logprobs

@@ -5,6 +5,7 @@ from random import Random
 
 import numpy as np
 import pytest
+import torch
 
 from engine.control.scheduler import IterationScheduler
 from engine.policy.fcfs import FirstComeFirstServed
@@ -210,8 +211,8 @@ def test_counted_outputs_are_processed_as_others() -> None:
         counted.append(spec._replace(output=counts.follow(spec.output, 1)))
     logits = np.linspace(-2.0, 2.0, 24, dtype=np.float32).reshape(3, 8)
     expected, found = logits.copy(), logits.copy()
-    process(expected, [0, 1, 2], specs)
-    process(found, [0, 1, 2], counted)
+    process(torch.from_numpy(expected), [0, 1, 2], specs, torch.from_numpy)
+    process(torch.from_numpy(found), [0, 1, 2], counted, torch.from_numpy)
     assert np.array_equal(found, expected)
     assert not np.array_equal(found, logits)
     assert invalid_id_fields(counted, 5) == {0: "output"} == invalid_id_fields(specs, 5)

@@ -18,7 +18,7 @@ from engine.worker.model.torch_operators import TorchOperators
 from engine.worker.ports import Operators
 from engine.worker.sampling.filters import Floats, pick, probabilities
 from engine.worker.sampling.logits_processors import process
-from engine.worker.sampling.sampler import HostSampler, uniform
+from engine.worker.sampling.sampler import Sampler, uniform
 
 Doubles = NDArray[np.float64]
 
@@ -36,7 +36,7 @@ def noise(vocab: int, seed: int = 0) -> Floats:
 
 def processed(logits: Floats, spec: SampleSpec) -> Floats:
     out = logits.copy()
-    process(out[None], [0], [spec])
+    process(torch.from_numpy(out[None]), [0], [spec], torch.from_numpy)
     return out
 
 
@@ -120,7 +120,7 @@ def test_rows_are_processed_together_as_each_alone() -> None:
     ]
     together = np.stack(rows)
     places = [row for row in range(40) if row % 7]
-    process(together, places, [specs[row] for row in places])
+    process(torch.from_numpy(together), places, [specs[row] for row in places], torch.from_numpy)
     for row in range(40):
         alone = processed(rows[row], specs[row]) if row % 7 else rows[row]
         np.testing.assert_array_equal(together[row], alone)
@@ -234,7 +234,7 @@ def test_samples_follow_the_filtered_distribution(
     probs = normal(probabilities(logits, sampling))
     rows = torch.from_numpy(logits).repeat(count, 1)
     specs = [SampleSpec(replace(sampling, seed=seed)) for seed in range(count)]
-    tokens = HostSampler(40, operators).sample(rows, specs, [5] * count).tokens
+    tokens = Sampler(40, operators).sample(rows, specs, [5] * count).tokens
     counts = np.bincount(tokens, minlength=40)
     assert counts[probs == 0].sum() == 0
     frequent = probs * count >= 5
@@ -263,7 +263,7 @@ def test_other_rows_and_batch_order_change_no_token(operators: Operators) -> Non
         for seed in range(12)
     ]
     positions = [rng.randrange(100) for _ in range(12)]
-    sampler = HostSampler(vocab, operators)
+    sampler = Sampler(vocab, operators)
     alone = [
         sampler.sample(torch.from_numpy(rows[i].copy())[None], [specs[i]], [positions[i]]).tokens[0]
         for i in range(12)
@@ -316,7 +316,7 @@ def test_all_operators_sample_the_same_from_a_large_vocabulary(operators: Operat
     ] * 2
     points = [uniform(seed, 0) for seed in range(8)]
     expected = [pick(probabilities(rows[i].numpy(), samplings[i]), points[i]) for i in range(8)]
-    assert operators.sample(rows, list(range(8)), samplings, points) == expected
+    assert operators.sample(rows, list(range(8)), samplings, points).tolist() == expected
     assert operators.argmax(rows).ids.tolist() == rows.argmax(-1).tolist()
 
 
@@ -326,7 +326,7 @@ def test_a_row_without_allowed_ids_is_the_only_one_to_fail(operators: Operators)
         SampleSpec(GREEDY, banned=(0, 1, 2)),
         SampleSpec(SamplingParams(), banned=(0, 1, 2)),
     ]
-    sampled = HostSampler(3, operators).sample(torch.eye(3), specs, [0, 0, 0])
+    sampled = Sampler(3, operators).sample(torch.eye(3), specs, [0, 0, 0])
     assert sampled.tokens[0] == 0
     assert [(row, fault.is_caller_error) for row, fault in sampled.faults] == [(1, True), (2, True)]
     assert "banned" in str(sampled.faults[0][1])
@@ -335,7 +335,7 @@ def test_a_row_without_allowed_ids_is_the_only_one_to_fail(operators: Operators)
 def test_greedy_takes_the_lowest_id_of_equals(operators: Operators) -> None:
     logits = torch.zeros(2, 5000)
     logits[0, [77, 4100]] = 9.0
-    assert HostSampler(5000, operators).sample(logits, [SampleSpec(GREEDY)] * 2, [0, 0]).tokens == (
+    assert Sampler(5000, operators).sample(logits, [SampleSpec(GREEDY)] * 2, [0, 0]).tokens == (
         77,
         0,
     )
@@ -349,7 +349,7 @@ def test_greedy_sampling_applies_bans_bias_and_penalties(operators: Operators) -
         SampleSpec(SamplingParams(temperature=0.0, presence_penalty=1.5), output=(0, 0)),
         SampleSpec(SamplingParams(temperature=1e-6)),
     ]
-    assert HostSampler(4, operators).sample(logits, specs, [0] * 4).tokens == (1, 3, 1, 0)
+    assert Sampler(4, operators).sample(logits, specs, [0] * 4).tokens == (1, 3, 1, 0)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -361,9 +361,9 @@ def test_nan_logits_fail_their_row_only(
 ) -> None:
     logits = torch.from_numpy(np.stack([noise(50, seed) for seed in range(3)]))
     specs = [SampleSpec(sampling, output=(1,), logprobs=2)] * 3
-    whole = HostSampler(50, operators).sample(logits.clone(), specs, [0] * 3)
+    whole = Sampler(50, operators).sample(logits.clone(), specs, [0] * 3)
     logits[1, 20] = bad
-    sampled = HostSampler(50, operators).sample(logits, specs, [0] * 3)
+    sampled = Sampler(50, operators).sample(logits, specs, [0] * 3)
     ((row, fault),) = sampled.faults
     assert (row, fault.is_caller_error) == (1, False)
     assert "NaN or infinite" in str(fault)
@@ -382,7 +382,7 @@ def test_nan_logits_fail_their_row_only(
 def test_ids_outside_the_vocabulary_fail_their_row_only(spec: SampleSpec, named: str) -> None:
     logits = torch.zeros(2, 50)
     logits[1, 7] = 1.0
-    sampled = HostSampler(50, TorchOperators()).sample(logits, [spec, SampleSpec(GREEDY)], [0, 0])
+    sampled = Sampler(50, TorchOperators()).sample(logits, [spec, SampleSpec(GREEDY)], [0, 0])
     ((row, fault),) = sampled.faults
     assert (row, fault.is_caller_error, sampled.tokens[1]) == (0, True, 7)
     assert named in str(fault)

@@ -10,11 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.step import SampleSpec, SamplingParams
-from engine.worker.cuda.sampling.sampler import DeviceSampler
 from engine.worker.cuda.sampling.sampling_kernels import SamplingTensors
 from engine.worker.sampling import filters
 from engine.worker.sampling.filters import Floats
+from engine.worker.sampling.sampler import Sampler
 from tests.engine.worker.cuda.kernels.interpreted import interpreted
+from tests.engine.worker.cuda.launching import device_operators
 
 sampling = interpreted("sampling")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -122,7 +123,9 @@ def test_the_sampler_of_a_gpu_samples_the_same_ids_with_the_kernel_and_without()
     some = (SamplingParams(temperature=0.0), SamplingParams(top_p=0.8), SamplingParams(top_k=9))
     specs = [SampleSpec(replace(some[seed % 3], seed=seed)) for seed in seeds]
     found = [
-        DeviceSampler(vocab, torch.from_numpy, kernel).sample(logits.clone(), specs, list(seeds))
+        Sampler(vocab, device_operators(torch.from_numpy, kernel)).sample(
+            logits.clone(), specs, list(seeds)
+        )
         for kernel in (None, sampling.sample)
     ]
     assert found[0] == found[1]

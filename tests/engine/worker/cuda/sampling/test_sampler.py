@@ -1,19 +1,22 @@
 """The device's sampler against the CPU's: the same tokens, faults and log-probabilities."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.grammar import Mask
 from engine.step import SampleSpec, SamplingParams
-from engine.worker.cuda.sampling.sampler import DeviceSampler
-from engine.worker.model.torch_operators import TorchOperators
-from engine.worker.sampling.sampler import HostSampler, Masks, RowFault, SampledBatch
+from engine.worker.cpu.operators import NativeOperators
+from engine.worker.cpu.thread_pool import NativeThreadPool
+from engine.worker.sampling.sampler import Masks, RowFault, SampledBatch, Sampler
+from tests.engine.worker.cuda.launching import device_operators
 
 VOCAB = 37
 NOWHERE = torch.device("meta")
@@ -50,6 +53,10 @@ masks = st.none() | st.builds(
 )
 
 
+def on_device() -> Sampler:
+    return Sampler(VOCAB, device_operators(torch.from_numpy))
+
+
 def logits_of(rows: int, seed: int) -> Tensor:
     noise = 2 * np.random.default_rng(seed).standard_normal((rows, VOCAB))
     return torch.from_numpy(noise.astype(np.float32))
@@ -60,8 +67,8 @@ def both(
 ) -> tuple[SampledBatch, SampledBatch]:
     """What the CPU specs, and what the device does."""
     places = [17 * row for row in range(len(asked))]
-    plain = HostSampler(VOCAB, TorchOperators())
-    device = DeviceSampler(VOCAB, torch.from_numpy)
+    plain = Sampler(VOCAB, NativeOperators(NativeThreadPool(1)))
+    device = on_device()
     return (
         plain.sample(logits.clone(), asked, places, given_masks),
         device.sample(logits.clone(), asked, places, given_masks),
@@ -116,7 +123,11 @@ def test_the_first_half_reads_nothing_from_the_device() -> None:
         SampleSpec(SamplingParams(temperature=0.0)),
         SampleSpec(SamplingParams(), logprobs=1),
     ]
-    sampler = DeviceSampler(VOCAB, lambda array: torch.from_numpy(array).to(NOWHERE))
+
+    def put(array: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(array).to(NOWHERE)
+
+    sampler = Sampler(VOCAB, device_operators(put), put)
     pending = sampler.begin(
         torch.empty(3, VOCAB, device=NOWHERE), asked, [1, 2, 3], Masks({0: Mask(all_bits, True)})
     )
@@ -142,7 +153,5 @@ def test_an_id_outside_the_vocabulary_fails_its_row_only() -> None:
 def test_a_row_whose_logits_are_no_numbers_gives_the_next_step_an_id_that_exists() -> None:
     logits = logits_of(2, 3)
     logits[1] = torch.nan
-    pending = DeviceSampler(VOCAB, torch.from_numpy).begin(
-        logits, [SampleSpec(SamplingParams())] * 2, [0, 0]
-    )
+    pending = on_device().begin(logits, [SampleSpec(SamplingParams())] * 2, [0, 0])
     assert int(pending.ids[1]) == 0

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,9 +20,8 @@ from engine.step import (
     StepId,
 )
 from engine.worker.cuda.step.graphs import graph_sizes
-from engine.worker.cuda.step.launcher import StepLauncher
-from engine.worker.cuda.step.stage_graphs import StageGraphs
 from engine.worker.launched import StepInFlight
+from engine.worker.model.stage import Stage
 from engine.worker.ports import RaggedLayout
 from engine.worker.process.worker import Worker
 from tests.engine.worker.cuda.fleet import Watched, gpus
@@ -74,18 +74,18 @@ def test_hidden_states_that_are_sent_are_not_overwritten_by_later_replays(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with gpus(model, 2, 1, LIMITS, has_graphs=True) as (workers, _):
-        graphs, plain = workers.workers[0]._stage.graphs, StageGraphs.run
+        stage, plain = workers.workers[0].parts.stage, Stage.run
         sent: list[tuple[Tensor, Tensor]] = []
 
-        def run(self: StageGraphs, layout: RaggedLayout, hidden: Tensor | None) -> Tensor | None:
-            found = plain(self, layout, hidden)
-            if found is not None and self is graphs:
-                sent.append((found, found.clone()))
-            return found
+        def run(self: Stage, layout: RaggedLayout, *more: Any) -> Tensor:
+            hidden = plain(self, layout, *more)
+            if self is stage:
+                sent.append((hidden, hidden.clone()))
+            return hidden
 
-        monkeypatch.setattr(StageGraphs, "run", run)
+        monkeypatch.setattr(Stage, "run", run)
         Driver(workers, seed=1).generate(0, (5, 6, 7), 4)
-    assert len(sent) == 3
+    assert len(sent) == 4
     assert all(torch.equal(*pair) for pair in sent)
 
 
@@ -142,13 +142,11 @@ def test_a_rank_that_fails_while_others_wait_for_it_ends_the_worker(
 ) -> None:
     with gpus(model, 1, 2, LIMITS, has_graphs=True) as (workers, _):
         first = workers.workers[0]
-        launcher = first._launcher
-        assert isinstance(launcher, StepLauncher)
 
         def fails(*_: object) -> None:
             raise RuntimeError("out of memory")
 
-        monkeypatch.setattr(type(launcher._forward), "run", fails)
+        monkeypatch.setattr(Stage, "read", fails)
         with pytest.raises(WorkerLost, match=r"step 6 failed while other ranks wait .* out of mem"):
             first.launch(step(6, entry(0, 0, 5)))
 

@@ -22,6 +22,7 @@ from engine.step import (
 )
 from engine.worker.cuda.step.arena import NUM_BUFFERS, StepArena
 from engine.worker.cuda.step.graphs import graph_sizes
+from engine.worker.sampling.logits_output import OutputReader
 from tests.engine.worker.cuda.launching import OnStandIns, on_stand_ins
 from tests.engine.worker.cuda.standin import StandInStreams
 from tests.engine.worker.process.driving import load_worker
@@ -89,7 +90,9 @@ def test_a_token_that_is_not_held_fails_the_step(on_gpu: OnStandIns) -> None:
 def test_a_row_that_was_computed_badly_is_its_own_fault_and_read_late(
     on_gpu: OnStandIns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reader = on_gpu.worker._launcher._reader  # type: ignore[union-attr]
+    parts = on_gpu.worker.parts
+    reader = parts.reader
+    assert isinstance(reader, OutputReader)
     head = reader.head
 
     def spoilt(hidden: Tensor) -> Tensor:
@@ -99,7 +102,8 @@ def test_a_row_that_was_computed_badly_is_its_own_fault_and_read_late(
         return logits
 
     alone = on_gpu.worker.run(step(0, entry(1, 0, 5, 6))).tokens
-    monkeypatch.setattr(on_gpu.worker._launcher, "_reader", replace(reader, head=spoilt))
+    spoilt_parts = replace(parts, reader=replace(reader, head=spoilt))
+    monkeypatch.setattr(on_gpu.worker.pipeline, "_parts", spoilt_parts)
     bad = on_gpu.launch(step(1, entry(0, 0, 3, 4), entry(1, 0, 5, 6)))
     monkeypatch.undo()
     ahead = on_gpu.launch(step(2, entry(0, 2, LAST_TOKEN), entry(1, 0, 5, 6)))

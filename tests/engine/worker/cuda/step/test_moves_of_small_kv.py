@@ -20,8 +20,7 @@ def test_blocks_come_back_as_they_went(dtype: torch.dtype) -> None:
     before = whole.clone()
     pairs = array("i", (3, 0)).tobytes(), array("i", (0, 1)).tobytes()
     for direction in (Direction.OUT, Direction.IN):
-        with mover.moving((BlockMove(direction, *pairs, is_awaited=True),)):
-            pass
+        mover.move((BlockMove(direction, *pairs, is_awaited=True),)).wait()
         if direction is Direction.OUT:
             as_bytes(whole).zero_()
     for block in (0, 3):

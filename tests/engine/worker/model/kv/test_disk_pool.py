@@ -224,10 +224,9 @@ def test_blocks_come_back_bit_by_bit_and_the_missing_ones_are_named(
     before = [tensor.clone() for tensor in device.in_memory_order()]
     files = DiskFiles(tmp_path, 4, bytes_per_block(SHAPE, 2, BLOCK, dtype))
     pool = tiered(device, dtype, files)
-    with pool.moving([move(Direction.OUT, [1, 4], [3, 0], [A, B])]) as unread:
-        assert unread == Unread()
-    with pool.moving([move(Direction.IN, [5, 2, 0], [0, 1, 3], [B, C, A])]) as unread:
-        assert unread == Unread((2,))
+    assert pool.move([move(Direction.OUT, [1, 4], [3, 0], [A, B])]).wait() == Unread()
+    back = pool.move([move(Direction.IN, [5, 2, 0], [0, 1, 3], [B, C, A])])
+    assert back.wait() == Unread((2,))
     for tensor, old in zip(device.in_memory_order(), before, strict=True):
         assert torch.equal(tensor[5], old[4])
         assert torch.equal(tensor[0], old[1])
@@ -244,6 +243,6 @@ def test_moves_out_of_range_are_rejected(tmp_path: Path) -> None:
         move(Direction.OUT, [0], [2], [A]),
         move(Direction.IN, [0], [0], []),
     ):
-        with pytest.raises(ValueError, match=r"range|slots"), pool.moving([wrong]):
-            pass
+        with pytest.raises(ValueError, match=r"range|slots"):
+            pool.move([wrong])
     files.close()

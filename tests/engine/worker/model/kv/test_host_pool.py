@@ -46,8 +46,7 @@ def pool(num_blocks: int, num_host_blocks: int) -> tuple[HostPool, torch.Tensor]
 
 
 def make(pool: HostPool, moves: list[BlockMove]) -> None:
-    with pool.moving(moves):
-        pass
+    pool.move(moves).wait()
 
 
 def first_slots(keys: torch.Tensor) -> list[int]:

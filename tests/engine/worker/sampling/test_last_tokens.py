@@ -27,9 +27,9 @@ from engine.step import (
     StepId,
 )
 from engine.transport.inline import InlineExecutor
-from engine.worker.model.last_tokens import FAILED_TOKEN, LastTokens
 from engine.worker.model.layout import LayoutLimits, build_layout
 from engine.worker.process.worker import Worker
+from engine.worker.sampling.last_tokens import FAILED_TOKEN, KnownTokens, LastTokens
 from tests.engine.worker.process.driving import GREEDY, load_worker
 from tests.models.checkpoints import make_checkpoint
 
@@ -128,16 +128,16 @@ def complete(held: LastTokens, *entries: StepEntry) -> tuple[list[int], tuple[St
     """Token ids of the layout, and the entries, with what is held."""
     step = Step(StepId(9), entries)
     held.open(step)
-    layout = build_layout(step, LIMITS)
-    step = held.complete(step, layout)
-    return layout.token_ids.tolist(), step.entries
+    step = held.continued(step).complete(step)
+    return build_layout(step, LIMITS).token_ids.tolist(), step.entries
 
 
 def run(held: LastTokens, tokens: Sequence[int], *entries: StepEntry) -> None:
     """A step that samples `tokens`; none: it fails."""
     step = Step(StepId(8), entries)
     held.open(step)
-    held.keep(step, tokens, ())
+    if tokens:
+        held.keep(KnownTokens(tokens))
 
 
 def test_last_tokens_are_filled_into_the_entries_that_continue_from_them() -> None:
@@ -152,14 +152,6 @@ def test_a_failed_step_leaves_the_failed_token() -> None:
     held = LastTokens(num_steps=1)
     run(held, (), entry(0, 1))
     assert complete(held, entry(0, LAST_TOKEN))[0] == [FAILED_TOKEN]
-
-
-def test_a_failed_row_leaves_the_failed_token_in_its_place() -> None:
-    held = LastTokens(num_steps=1)
-    step = Step(StepId(0), (entry(0, 1), entry(1, 1)))
-    held.open(step)
-    held.keep(step, [999, 71], [Fault(0, "it failed")])
-    assert complete(held, entry(0, LAST_TOKEN), entry(1, LAST_TOKEN))[0] == [FAILED_TOKEN, 71]
 
 
 def test_tokens_are_kept_for_num_steps_steps() -> None:
