@@ -80,10 +80,14 @@ async def test_texts_are_right_after_the_packed_weights_were_damaged_on_the_disk
 ) -> None:
     folder = tmp_path / "packed"
     texts = []
-    for _ in range(2):
+    for is_damaged in (False, True):
         with start_server(tmp_path, "--packed-cache", str(folder)) as server:
             url = read_url(server)
             async with aiohttp.ClientSession() as session:
+                if is_damaged:
+                    await until_ready(session, url, 503)
+                    await until_ready(session, url, 200)
+                    assert server.log.read_text().count("so they are packed again") == 1
                 texts.append(await streamed_text(session, url, SHORT))
             while not (packed := list(folder.glob("*.packed"))):
                 pass  # it is being written
