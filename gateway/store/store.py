@@ -62,5 +62,9 @@ def open_default(path: Path, limits: StoreLimits) -> Store:
     try:
         return open_store(path, limits)
     except StoreFailed as error:
-        logger.warning("%s; files, batches and responses are kept in memory", error)
+        logger.warning(
+            "%s; files, batches and responses are kept in memory and lost when this server ends: "
+            "give it a file of its own with --store",
+            error,
+        )
         return open_store(None, limits)

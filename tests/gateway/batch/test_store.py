@@ -33,6 +33,19 @@ def test_a_default_store_that_cannot_be_opened_is_replaced_by_memory(tmp_path: P
     store.close()
 
 
+def test_the_second_server_with_a_state_directory_warns_once_and_names_the_flag(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = open_default(tmp_path / "store.sqlite", LIMITS)
+    second = open_default(tmp_path / "store.sqlite", LIMITS)
+    assert second.database.path is None
+    (record,) = caplog.records
+    assert "another server has it open" in record.getMessage()
+    assert "lost when this server ends: give it a file of its own with --store" in record.message
+    first.close()
+    second.close()
+
+
 @pytest.mark.parametrize("content", [b"no database at all" * 100, None])
 def test_a_file_that_is_no_store_is_rejected_and_not_changed(
     tmp_path: Path, content: bytes | None

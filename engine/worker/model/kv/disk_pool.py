@@ -141,7 +141,8 @@ class DiskFiles:
         while (queued := self._queue.get()) is not None:
             slot, block_hash, content = queued
             try:
-                self._write(slot, block_hash, content.tobytes())
+                if not self._has_failed:  # what was queued before is not tried either
+                    self._write(slot, block_hash, content.tobytes())
             except OSError as error:
                 self._has_failed = True
                 logger.error(

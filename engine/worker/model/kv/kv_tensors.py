@@ -6,6 +6,7 @@ Only the scheduler's ledger knows which request owns which block.
 
 import mmap
 import os
+import resource
 from collections.abc import Sequence
 from contextlib import suppress
 from math import prod
@@ -27,7 +28,8 @@ CPU_KV_DTYPES = {
 
 
 def available_bytes() -> int:
-    """Bytes of memory that this process can still use: free in the system and within its cgroup."""
+    """Bytes of memory that this process can still use: free in the system, within its cgroup and
+    within its address space (`ulimit -v`)."""
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
         fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
@@ -37,6 +39,10 @@ def available_bytes() -> int:
     limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
     if limit.exists() and used.exists() and (most := limit.read_text().strip()) != "max":
         free = min(free, max(0, int(most) - int(used.read_text())))
+    address_space, mapped = resource.getrlimit(resource.RLIMIT_AS)[0], Path("/proc/self/statm")
+    if address_space != resource.RLIM_INFINITY and mapped.exists():
+        pages = int(mapped.read_text().split()[0])
+        free = min(free, max(0, address_space - pages * mmap.PAGESIZE))
     return free
 
 
@@ -140,7 +146,13 @@ def untouched_zeros(sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     num_bytes = prod(sizes) * dtype.itemsize
     if num_bytes == 0:
         return torch.empty(sizes, dtype=dtype)
-    mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise StartupError(
+            f"{size_text(num_bytes)} for the KV cache cannot be mapped ({error.strerror}), "
+            f"{size_text(available_bytes())} are available; lower --kv-memory"
+        ) from error
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
         with suppress(OSError):  # the system has no huge pages
             mapping.madvise(mmap.MADV_NOHUGEPAGE)

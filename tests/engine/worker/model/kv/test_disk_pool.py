@@ -1,6 +1,7 @@
 """The disk tier's files: copies survive a restart; torn, foreign and failed ones are not read."""
 
 import os
+import threading
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
@@ -120,13 +121,19 @@ def test_a_full_disk_ends_writing_and_is_logged_once(
     files.write(0, A, content(1, 100))
     files.wait()
 
+    queued = threading.Event()  # several copies are, when the first of them fails
+
     def full(*_: object) -> int:
+        queued.wait()
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "pwrite", full)
-    for slot in (1, 2):
+    for slot in (1, 2, 3):
         files.write(slot, B, content(2, 100))
-        files.wait()
+    queued.set()
+    files.wait()
+    files.write(2, B, content(2, 100))
+    files.wait()
     assert [record.message for record in caplog.records] == [
         "--disk-kv: KV blocks are no longer written to the disk: No space left on device"
     ]

@@ -1,6 +1,8 @@
 """How many KV blocks a worker allocates; more than fit are rejected."""
 
+import mmap
 import re
+import resource
 from pathlib import Path
 
 import pytest
@@ -112,3 +114,17 @@ def test_kv_takes_memory_only_where_it_is_written() -> None:
 
 def test_the_machine_has_some_memory() -> None:
     assert 1 << 20 < available_bytes() < 1 << 50
+
+
+def test_a_bound_of_the_address_space_bounds_the_available_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+    for left in (64 << 20, 0):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, most=mapped + left: (most, most))
+        assert available_bytes() <= left + (1 << 20)
+
+
+def test_kv_that_cannot_be_mapped_is_an_error_that_names_the_flag_and_what_fits() -> None:
+    with pytest.raises(StartupError, match=r"cannot be mapped .* are available; lower --kv-memory"):
+        untouched_zeros((1 << 50,), torch.float32)
