@@ -1,6 +1,7 @@
 # make serve      install what serving needs, then serve the built-in model
 # make test       the tests of the product, in less than 5 minutes on 2 cores
-# make test-all   all tests: also fault injection, examples, other projects' clients and fuzzing
+# make test-rest  the other tests: fault injection, examples, other projects' clients and fuzzing
+# make test-all   all tests
 # make lint       format, style, types, import contracts
 #
 # Flags go in ARGS:                  make serve ARGS="--port 8123"
@@ -15,13 +16,16 @@ SERVING := $(VENV)/.serving
 DEVELOPMENT := $(VENV)/.development
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
-.PHONY: serve test test-all lint fmt clients flashinfer
+.PHONY: serve test test-rest test-all lint fmt clients flashinfer
 
 serve: $(SERVING)
 	@$(BIN)/podway serve $(ARGS) || test $$? -eq 130
 
 test: $(DEVELOPMENT)
-	$(PYTEST) -m "not (process or examples or clients or fuzz)" $(ARGS)
+	$(PYTEST) --tiers none $(ARGS)
+
+test-rest: $(DEVELOPMENT)
+	$(PYTEST) --tiers only $(ARGS)
 
 test-all: $(DEVELOPMENT)
 	$(PYTEST) $(ARGS)

@@ -12,12 +12,14 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.cpu_report import CpuReport
+
 settings.register_profile("podway", deadline=None)  # no test asserts a time
 settings.load_profile("podway")
 if not torch.cuda.is_available():  # before any Triton kernel is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
 TESTS = Path(__file__).parent
-TIERS = {  # path below tests/ -> its marker; `make test` runs what has none of them
+TIERS = {  # path below tests/ -> its marker; `--tiers none`, as in `make test`, leaves them out
     "survival": "process",
     "serving": "process",
     "examples": "examples",
@@ -26,15 +28,52 @@ TIERS = {  # path below tests/ -> its marker; `make test` runs what has none of 
     "gateway/web/bodies/test_fuzz.py": "fuzz",
     "gateway/web/bodies/test_schemathesis.py": "fuzz",
 }
+TIERS_RUN = ("none", "only", "all")  # the values of `--tiers`
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Options of the whole suite."""
+    parser.addoption("--cpu-report", metavar="FILE", help="write the CPU seconds of each test")
+    parser.addoption(
+        "--tiers",
+        choices=TIERS_RUN,
+        default="all",
+        help="import and run the tests without a marker of a tier, only those with one, or all",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Measure CPU seconds if they are asked for."""
+    path = config.getoption("--cpu-report")
+    if path is not None:
+        config.pluginmanager.register(CpuReport(config, Path(path)))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With `--tiers`, do not even import the test files that are not run."""
+    return is_left_out(collection_path, config.getoption("--tiers")) or None
+
+
+def is_left_out(path: Path, tiers: str) -> bool:
+    """Whether `--tiers` leaves a file out; folders and helpers it never does."""
+    if tiers == "all" or path.is_dir() or not path.name.startswith("test_"):
+        return False
+    return (tier_of(path) is None) == (tiers == "only")
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Give each test the marker of its folder or file."""
     for item in items:
-        for path, marker in TIERS.items():
-            if item.path.is_relative_to(TESTS / path):
-                item.add_marker(marker)
+        marker = tier_of(item.path)
+        if marker is not None:
+            item.add_marker(marker)
+
+
+def tier_of(path: Path) -> str | None:
+    """The marker of the tests in a file."""
+    markers = (marker for tier, marker in TIERS.items() if path.is_relative_to(TESTS / tier))
+    return next(markers, None)
 
 
 @pytest.fixture(scope="session")

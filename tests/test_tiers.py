@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.conftest import TESTS, TIERS
+from tests.conftest import TESTS, TIERS, TIERS_RUN, is_left_out, tier_of
 
 
 @pytest.mark.parametrize("path", TIERS)
@@ -13,3 +13,13 @@ def test_every_path_with_a_marker_exists(path: str) -> None:
 def test_every_marker_is_registered(pytestconfig: pytest.Config) -> None:
     registered = {line.partition(":")[0] for line in pytestconfig.getini("markers")}
     assert set(TIERS.values()) | {"gpu"} <= registered
+
+
+def test_every_test_file_is_either_in_a_tier_or_in_none() -> None:
+    files = sorted(TESTS.rglob("test_*.py"))
+    left_out = {tiers: {file for file in files if is_left_out(file, tiers)} for tiers in TIERS_RUN}
+    assert left_out["all"] == set()
+    assert left_out["none"] == {file for file in files if tier_of(file) is not None}
+    assert left_out["only"] == set(files) - left_out["none"]
+    assert not is_left_out(TESTS, "only")
+    assert not is_left_out(TESTS / "examples" / "conftest.py", "none")
