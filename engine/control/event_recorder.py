@@ -30,7 +30,7 @@ from engine.control.scheduler import IterationScheduler
 from engine.control.settings import SchedulerSettings
 from engine.cost.live import LiveCost
 from engine.cost.model import CostModel
-from engine.events import NullObserver, Observer
+from engine.events import Observer
 from engine.kv.ledger import KVLedger
 from engine.kv.prefix import hash_blocks
 from engine.kv_shape import KVShape
@@ -185,7 +185,7 @@ def _recorded(settings: object, section: str) -> Row:
     return row
 
 
-class EventRecorder(NullObserver):
+class EventRecorder(Observer):
     """Calls `write` with a row for each event. A row refers to the event's objects and copies
     little; `render` makes a line of it, which another thread may do."""
 

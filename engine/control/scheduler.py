@@ -18,7 +18,7 @@ from engine.control.settings import SchedulerSettings
 from engine.control.swap_planner import SwapPlanner
 from engine.cost.live import LiveCost
 from engine.cost.model import UNMEASURED
-from engine.events import NullObserver, Observer, ObserverGroup
+from engine.events import Observer, ObserverGroup
 from engine.iteration import Delivery, Iteration
 from engine.kv.manager import IDLE_SAVES_PER_STEP, SAVES_PER_STEP, KVManager
 from engine.pool import RequestPool
@@ -50,7 +50,7 @@ class IterationScheduler:
         self.settings = settings
         self.pool = RequestPool(policy)
         self.cost = cost or LiveCost(UNMEASURED)
-        observer = observer or NullObserver()
+        observer = observer or Observer()
         self.drafter = drafter
         self._observer = observer
         self.kv = KVManager(ledger, self.pool, observer, reuses_prefixes=settings.reuses_prefixes)

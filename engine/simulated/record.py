@@ -3,7 +3,7 @@
 from array import array
 from typing import TYPE_CHECKING, NamedTuple
 
-from engine.events import NullObserver
+from engine.events import Observer
 from engine.request import State
 from engine.step import Direction
 
@@ -27,7 +27,7 @@ class Moment(NamedTuple):
     host_slots: int = 0  # slots used in host memory, moves in progress included
 
 
-class Recorder(NullObserver):
+class Recorder(Observer):
     """Samples the state at the first commit of every `period` seconds. Call `watch` before the
     first request."""
 

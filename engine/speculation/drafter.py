@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
-from engine.events import NullObserver
+from engine.events import Observer
 from engine.speculation.acceptance import AcceptanceRates, DraftCounts
 from engine.speculation.budget import SpeculationBudget
 from engine.speculation.draft_model import Candidate as ProposalCandidate
@@ -69,7 +69,7 @@ class _Candidate(NamedTuple):
     probabilities: list[float]
 
 
-class Drafter(NullObserver):
+class Drafter(Observer):
     """Proposes and chooses drafts; observes the ends of requests."""
 
     def __init__(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from math import ceil
 from typing import TYPE_CHECKING
 
-from engine.events import NullObserver
+from engine.events import Observer
 from gateway.access.key_file import Allowance, Key
 from gateway.errors import TooManyAtOnce, TooManyRequests, TooManyTokens
 
@@ -50,7 +50,7 @@ class _Account:
 
 
 @dataclass(slots=True)
-class Quotas(NullObserver):
+class Quotas(Observer):
     """The accounts of all keys. As an observer of the engine it learns the tokens used."""
 
     _accounts: dict[str, _Account] = field(default_factory=dict)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from engine.errors import StartupError
-from engine.events import NullObserver
+from engine.events import Observer
 from engine.kv.prefix import name_in_group
 from engine.step import Tier
 
@@ -137,7 +137,7 @@ class GroupSpec(NamedTuple):
         return [*attention, cls(len(windows), RECURRENT)]
 
 
-class KVEvents(NullObserver):
+class KVEvents(Observer):
     """A `PrefixListener` and an observer: batches the changes of each iteration.
 
     A block has the same hash in all layer groups; a group is named by its number, as in vLLM. A

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from engine.events import NullObserver
+from engine.events import Observer
 from engine.policy import POLICIES, levels_of, name_of
 from engine.request import Phase, State
 from gateway.observe.queueing import lacks
@@ -52,7 +52,7 @@ class _Recorded:
         return self._json
 
 
-class LiveView(NullObserver):
+class LiveView(Observer):
     """The engine's latest iterations; `snapshot` describes its state at one moment."""
 
     def __init__(self) -> None:

@@ -4,13 +4,13 @@ import asyncio
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from engine.events import NullObserver
+from engine.events import Observer
 
 if TYPE_CHECKING:
     from engine.request import Request
 
 
-class LoraUsage(NullObserver):
+class LoraUsage(Observer):
     """Counts the requests of each adapter."""
 
     def __init__(self, max_loras: int = 0) -> None:

@@ -8,7 +8,7 @@ from collections import Counter
 from math import inf
 from typing import TYPE_CHECKING
 
-from engine.events import NullObserver
+from engine.events import Observer
 from engine.request import Abort, FinishReason
 from engine.step import Direction
 
@@ -58,7 +58,7 @@ class Histogram:
         return self._sum
 
 
-class RequestMetrics(NullObserver):
+class RequestMetrics(Observer):
     """Counters and histograms of the events of single requests."""
 
     def __init__(self) -> None:
@@ -131,7 +131,7 @@ class RequestMetrics(NullObserver):
         self.cancel_to_free.add(iterations)
 
 
-class Metrics(NullObserver):
+class Metrics(Observer):
     """Counters and histograms of iterations and of the server; `LoopWatch` fills `loop_lag`.
 
     `requests`, an observer too, has those of single requests.

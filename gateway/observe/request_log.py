@@ -15,7 +15,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from engine.events import NullObserver
+from engine.events import Observer
 
 if TYPE_CHECKING:
     from engine.ports import Clock
@@ -78,7 +78,7 @@ class RequestRecord:
 
 
 @dataclass(slots=True)
-class RequestLog(NullObserver):
+class RequestLog(Observer):
     """Writes the lines, and counts requests by route, method and status, and by key."""
 
     clock: "Clock"

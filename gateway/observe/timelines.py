@@ -11,7 +11,7 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from engine.events import NullObserver
+from engine.events import Observer
 from engine.request import State
 from engine.step import Direction
 from gateway.observe.queueing import Cause, Pressure, QueueWatch
@@ -180,7 +180,7 @@ class ReaderWaits:
             self.listener.reader_waited(label, wait)
 
 
-class Timelines(NullObserver):
+class Timelines(Observer):
     """Records timelines; `attach` it to the scheduler that it observes before requests arrive."""
 
     def __init__(self, keep: int = KEEP) -> None:

@@ -19,7 +19,7 @@ from engine.control.scheduler import IterationScheduler
 from engine.control.settings import SchedulerSettings
 from engine.cost.live import LiveCost
 from engine.cost.model import UNMEASURED, CostModel
-from engine.events import NullObserver, ObserverGroup
+from engine.events import Observer, ObserverGroup
 from engine.kv.ledger import KVLedger
 from engine.kv_shape import KVShape
 from engine.loop import Engine
@@ -136,7 +136,7 @@ class Rig:
         return self.service.engine
 
 
-class Ends(NullObserver):
+class Ends(Observer):
     """Collects the requests that have ended."""
 
     def __init__(self) -> None:

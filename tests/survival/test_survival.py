@@ -15,7 +15,7 @@ from engine.control.settings import SchedulerSettings
 from engine.cost.live import LiveCost
 from engine.cost.model import UNMEASURED
 from engine.errors import EngineError, Unavailable, WorkerLost
-from engine.events import NullObserver, Observer
+from engine.events import Observer
 from engine.iteration import Iteration
 from engine.kv.ledger import KVLedger
 from engine.kv_shape import KVShape
@@ -55,7 +55,7 @@ class Served:
                 os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
 
 
-class FirstPlan(NullObserver):
+class FirstPlan(Observer):
     """Calls `then` once, after the first iteration was submitted."""
 
     then: Callable[[], object] | None = None

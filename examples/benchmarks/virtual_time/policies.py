@@ -22,7 +22,7 @@ from random import Random
 
 from engine.control.admission import Admission, SwapMode
 from engine.control.settings import SchedulerSettings
-from engine.events import NullObserver
+from engine.events import Observer
 from engine.iteration import Iteration
 from engine.policy import ORACLES, Policy, PolicySettings, build
 from engine.policy.background import BackgroundLast
@@ -133,7 +133,7 @@ CASES = {
 }
 
 
-class _Computed(NullObserver):
+class _Computed(Observer):
     """Counts the tokens that iterations computed."""
 
     def __init__(self) -> None:

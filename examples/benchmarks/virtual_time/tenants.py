@@ -13,7 +13,7 @@ from pathlib import Path
 from random import Random
 from statistics import fmean, quantiles
 
-from engine.events import NullObserver
+from engine.events import Observer
 from engine.request import Request
 from engine.simulated.replay import RecordedRequest, with_unknown_lengths
 from engine.simulated.run import simulate
@@ -39,7 +39,7 @@ SYSTEMS = (
 )
 
 
-class _Ends(NullObserver):
+class _Ends(Observer):
     """Keeps the latencies of ended requests, by tenant."""
 
     def __init__(self) -> None:

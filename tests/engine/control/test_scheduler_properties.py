@@ -20,7 +20,7 @@ from engine.control.scheduler import IterationScheduler
 from engine.control.settings import SchedulerSettings
 from engine.cost.live import LiveCost
 from engine.errors import DeadlineUnmeetable, InvalidRequest, StepFailed
-from engine.events import NullObserver
+from engine.events import Observer
 from engine.iteration import Iteration
 from engine.kv.ledger import KVLedger
 from engine.kv.manager import KVManager
@@ -50,7 +50,7 @@ def held_tables(kv: KVManager, request: Request) -> tuple[BlockTable, ...]:
     )
 
 
-class Ends(NullObserver):
+class Ends(Observer):
     """Counts how often each request is reported ended."""
 
     def __init__(self) -> None:

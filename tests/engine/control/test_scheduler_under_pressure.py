@@ -14,7 +14,7 @@ from engine.control.scheduler import IterationScheduler
 from engine.control.settings import SchedulerSettings
 from engine.cost.live import LiveCost
 from engine.errors import DeadlineUnmeetable, InvalidRequest, StepFailed
-from engine.events import NullObserver
+from engine.events import Observer
 from engine.iteration import Iteration
 from engine.kv.ledger import KVLedger
 from engine.kv_shape import KVShape
@@ -31,7 +31,7 @@ NAMES = [*POLICIES, *ORACLES]
 MODES = [Admission.GROW] * 4 + [Admission.RESERVE, Admission.REQUEST]
 
 
-class SeenEvents(NullObserver):
+class SeenEvents(Observer):
     """Counts ends per request, preemptions and swaps."""
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ from engine.control.scheduler import IterationScheduler
 from engine.cost.live import LiveCost
 from engine.cost.model import CostModel
 from engine.errors import InvalidRequest
-from engine.events import NullObserver
+from engine.events import Observer
 from engine.loop import Engine
 from engine.policy.table import build
 from engine.simulated.virtual_loop import run_virtual
@@ -38,7 +38,7 @@ LONGEST = 4000.0  # virtual seconds until every request has ended
 IDLE_SECONDS = 600.0  # more than any stall of a step in flight
 
 
-class _Watch(NullObserver):
+class _Watch(Observer):
     """Counts events, and knows the text of every request."""
 
     def __init__(self, num_groups: int, counts: "Counter[str]") -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from engine.control.scheduler import IterationScheduler
 from engine.control.settings import SchedulerSettings
-from engine.events import NullObserver
+from engine.events import Observer
 from engine.iteration import Iteration
 from engine.kv.ledger import KVLedger
 from engine.kv_shape import KVShape
@@ -29,7 +29,7 @@ from tests.models.drafts import a_drafter
 COUNT = 10
 
 
-class EventCounts(NullObserver):
+class EventCounts(Observer):
     """Counts preemptions and swaps."""
 
     def __init__(self) -> None:

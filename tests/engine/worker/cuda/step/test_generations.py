@@ -14,7 +14,7 @@ import pytest
 from engine.control.scheduler import IterationScheduler
 from engine.control.settings import SchedulerSettings
 from engine.errors import EngineError
-from engine.events import NullObserver
+from engine.events import Observer
 from engine.kv.ledger import KVLedger
 from engine.kv_shape import KVShape
 from engine.loop import Engine
@@ -67,7 +67,7 @@ class StreamOutcome:
 
 
 @dataclass
-class EventCounts(NullObserver):
+class EventCounts(Observer):
     """Counts preemptions and swaps."""
 
     num_swaps: int = 0
