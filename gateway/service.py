@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 
 from engine.loop import Engine
 from engine.policy import PolicySettings
-from engine.policy.estimates.lengths import LearnedLengths
 from engine.pooling import PoolingReport
 from engine.ports import Clock
 from gateway.access.callers import BodyLimits, Caller
@@ -100,7 +99,6 @@ class Service:
     rejects_unknown_fields: bool = False
     is_strict_about_max_tokens: bool = False  # completions always are
     policies: PolicySettings = PolicySettings()  # noqa: RUF009 # frozen
-    lengths: LearnedLengths = field(default_factory=LearnedLengths)  # of outputs
     live: LiveView = field(default_factory=LiveView)
     timelines: Timelines = field(default_factory=Timelines)
     traces: Traces | None = None

@@ -39,7 +39,6 @@ from engine.request import State
 
 if TYPE_CHECKING:
     from engine.iteration import Iteration
-    from engine.policy.estimates.lengths import LearnedLengths
     from engine.policy.port import Policy
     from engine.request import Request, Span
     from engine.speculation.drafter import Drafter
@@ -144,10 +143,9 @@ class RecordingHeader:
         cost: LiveCost,
         observer: Observer,
         drafter: "Drafter | None" = None,
-        lengths: "LearnedLengths | None" = None,
     ) -> IterationScheduler:
-        """An empty scheduler with these settings, which knows what was learned about lengths."""
-        policy = build(self.policy, cost, self.policies, serves=False, lengths=lengths)
+        """An empty scheduler with these settings."""
+        policy = build(self.policy, cost, self.policies, serves=False)
         ledger = KVLedger(
             KVShape(
                 self.num_blocks,

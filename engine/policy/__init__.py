@@ -3,22 +3,22 @@
 from engine.policy.port import Policy
 from engine.policy.settings import PolicySettings
 from engine.policy.table import (
-    ORACLES,
     POLICIES,
+    RESEARCH,
     build,
-    lengths_of,
+    learns_lengths,
     levels_of,
     name_of,
     settings_of,
 )
 
 __all__ = [
-    "ORACLES",
     "POLICIES",
+    "RESEARCH",
     "Policy",
     "PolicySettings",
     "build",
-    "lengths_of",
+    "learns_lengths",
     "levels_of",
     "name_of",
     "settings_of",

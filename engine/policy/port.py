@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
 
-    from engine.policy.estimates.lengths import LearnedLengths
-    from engine.policy.estimates.work_variation import WorkVariation
     from engine.request import Request, RequestSpec
 
 
@@ -79,11 +77,11 @@ class Policy(Protocol):
 
 @runtime_checkable
 class LearnsLengths(Protocol):
-    """A policy that learns how long outputs are, and how much the work of requests varies.
-    Instances may share what they learn."""
+    """A policy that learns how long outputs are, from those that have ended."""
 
-    lengths: "LearnedLengths"
-    variation: "WorkVariation"
+    def learn_with(self, other: Policy) -> None:
+        """Share what is learned with another instance of the policy."""
+        ...
 
 
 @runtime_checkable

@@ -14,7 +14,7 @@ class PolicySettings:
     mlfq: `base_quantum` is the quantum of the highest queue in seconds (None: the time of the
     shortest iteration); each lower queue's is `ratio` times longer. Without `skips` every request
     joins the highest queue.
-    gittins: the order is first come, first served until `min_outputs` outputs have ended by
+    gittins (`engine.research`): first come, first served until `min_outputs` outputs have ended by
     themselves. Without `starvation_seconds` a request goes first if its tokens are, or would be,
     later than under first come, first served, by more than `fcfs_slack` times its age.
     Over any policy: requests that can have their first token within `ttft_goal` seconds precede
@@ -59,23 +59,8 @@ class PolicySettings:
         name="skip_join",
         is_advanced=True,
     )
-    min_outputs: int = setting(
-        50,
-        "scheduling",
-        "gittins: outputs that must have ended before lengths are used; FCFS until then",
-        "N",
-        ge=1,
-        is_advanced=True,
-    )
-    fcfs_slack: float = setting(
-        0.005,
-        "scheduling",
-        "gittins: how much later than under fcfs a request may be, as a share of its age; a larger "
-        "one lowers the mean completion time and raises the p99",
-        "SHARE",
-        ge=0,
-        is_advanced=True,
-    )
+    min_outputs: int = 50
+    fcfs_slack: float = 0.005
     input_weight: float = setting(
         1.0,
         "scheduling",

@@ -1,4 +1,4 @@
-"""Policies by name. An oracle knows more than a server can know: for simulation only."""
+"""Policies by name; those under research are for simulation only."""
 
 from functools import partial
 from importlib import import_module
@@ -13,7 +13,6 @@ from engine.policy.settings import PolicySettings
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from engine.policy.estimates.lengths import LearnedLengths
     from engine.policy.port import Policy
     from engine.ports import Cost
 
@@ -23,10 +22,10 @@ POLICIES: dict[str, str] = {
     "priority": "engine.policy.priority:LowestPriorityFirst",
     "fair": "engine.policy.fair:VirtualTokenCounter",
     "deadline": "engine.policy.deadline:EarliestFeasibleFirst",
-    "gittins": "engine.policy.gittins:GittinsIndex",
 }
-ORACLES: dict[str, str] = {
-    "srpt": "engine.policy.srpt:ShortestRemainingFirst",
+RESEARCH: dict[str, str] = {
+    "gittins": "engine.research.policies.gittins:GittinsIndex",
+    "srpt": "engine.research.policies.srpt:ShortestRemainingFirst",
 }
 
 
@@ -36,22 +35,18 @@ def build(
     settings: PolicySettings | None = None,
     *,
     serves: bool = True,
-    lengths: "LearnedLengths | None" = None,
 ) -> "Policy":
     """An empty policy of that name, with the TTFT goal and the fair shares of the settings over it,
-    behind which background requests are ordered. A policy that learns output lengths continues with
-    `lengths`.
+    behind which background requests are ordered.
 
-    ValueError if there is no such policy, or if it is an oracle and `serves` is True.
+    ValueError if there is no such policy, or if it is research and `serves` is True.
     """
-    known = POLICIES if serves else POLICIES | ORACLES
+    known = POLICIES if serves else POLICIES | RESEARCH
     if name not in known:
-        reason = " (simulation only)" if name in ORACLES else ""
+        reason = " (simulation only)" if name in RESEARCH else ""
         raise ValueError(f"policy must be one of {', '.join(known)}, not {name!r}{reason}")
     settings = settings or PolicySettings()
     first = _make(known[name], cost, settings)
-    if lengths is not None and isinstance(first, LearnsLengths):
-        first.lengths = lengths
     policy, another = first, partial(_another, known[name], cost, settings, first)
     if settings.ttft_goal > 0.0:
         policy = GoodputFirst(first, another(), cost, settings)
@@ -69,8 +64,8 @@ def _make(target: str, cost: "Cost", settings: PolicySettings) -> "Policy":
 def _another(target: str, cost: "Cost", settings: PolicySettings, first: "Policy") -> "Policy":
     """Another instance of a policy, which learns together with the first one."""
     policy = _make(target, cost, settings)
-    if isinstance(first, LearnsLengths) and isinstance(policy, LearnsLengths):
-        policy.lengths, policy.variation = first.lengths, first.variation
+    if isinstance(policy, LearnsLengths):
+        policy.learn_with(first)
     return policy
 
 
@@ -84,7 +79,7 @@ def name_of(policy: "Policy") -> str:
     """The policy's name in the tables; its class name if it is in none."""
     kind = type(policy.base if isinstance(policy, BackgroundLast) else policy)
     target = f"{kind.__module__}:{kind.__qualname__}"
-    names = (name for name, known in (POLICIES | ORACLES).items() if known == target)
+    names = (name for name, known in (POLICIES | RESEARCH).items() if known == target)
     return next(names, kind.__name__)
 
 
@@ -93,10 +88,10 @@ def settings_of(policy: "Policy") -> PolicySettings:
     return policy.settings if isinstance(policy, BackgroundLast) else PolicySettings()
 
 
-def lengths_of(policy: "Policy") -> "LearnedLengths | None":
-    """What a policy has learned about output lengths; None if it learns nothing."""
+def learns_lengths(policy: "Policy") -> bool:
+    """Whether a policy learns how long outputs are."""
     base = policy.base if isinstance(policy, BackgroundLast) else policy
-    return base.lengths if isinstance(base, LearnsLengths) else None
+    return isinstance(base, LearnsLengths)
 
 
 def levels_of(policy: "Policy") -> MultiLevel | None:

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from math import inf
 from typing import TYPE_CHECKING, NamedTuple
 
 from engine.errors import EngineError, RequestCancelled
@@ -17,9 +16,8 @@ if TYPE_CHECKING:
 
     from engine.control.scheduler import IterationScheduler
     from engine.ports import StepExecutor
-    from engine.simulated.replica import OnEnd, Replica
     from engine.simulated.trace import Arrival
-    from engine.step import RequestId, TokenLogprobs
+    from engine.step import TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,39 +108,6 @@ async def play_async(
         await engine.drain(LONG)  # iterations of cancelled requests may still be in flight
         running.cancel()
     return clients.result()
-
-
-def play_leaping(
-    replica: "Callable[[OnEnd], Replica]",
-    arrivals: "Sequence[Arrival]",
-    on_accepted: "OnAccepted | None" = None,
-) -> PlayResult:
-    """Like `play_all` on a `Replica` with these callbacks, several times as fast. No client
-    disconnects and no request has a deadline."""
-    outcomes: dict[int, Outcome] = {}
-    lost: dict[int, RequestLost] = {}
-    numbers: dict[RequestId, int] = {}
-
-    def on_end(request: Request) -> None:
-        index = numbers.pop(request.request_id)
-        outcomes[index] = outcome_of(arrivals[index], request)
-
-    served = replica(on_end)
-    now = 0.0
-    for index, arrival in enumerate(arrivals):
-        if arrival.at > now:
-            now += arrival.at - now  # rounded as the timer of `_Clients.send` is
-            served.advance(now)
-        try:
-            request = served.add(arrival.spec(index), now)
-        except EngineError as error:
-            lost[index] = RequestLost(arrival, error)
-            continue
-        numbers[request.request_id] = index
-        if on_accepted is not None:
-            on_accepted(request, arrival)
-    served.advance(inf)
-    return PlayResult([outcomes[i] for i in sorted(outcomes)], [lost[i] for i in sorted(lost)])
 
 
 class _Clients:

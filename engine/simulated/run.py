@@ -1,7 +1,6 @@
 """One simulated run: a new scheduler, KV ledger and policy on given hardware, and its metrics."""
 
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 from engine.control.admission import Admission
@@ -9,19 +8,17 @@ from engine.control.scheduler import IterationScheduler
 from engine.events import ObserverGroup
 from engine.kv.ledger import KVLedger
 from engine.kv_shape import KVShape
-from engine.policy import lengths_of
+from engine.policy import learns_lengths
 from engine.simulated.executor import SimulatedExecutor
 from engine.simulated.figures import SLO, Figures, summarise
 from engine.simulated.known_cost import KnownCost
-from engine.simulated.leap import Leaps
-from engine.simulated.play import play_all, play_leaping
+from engine.simulated.play import play_all
 from engine.simulated.record import Recorder
 from engine.simulated.replay import (
     RecordedOutputs,
     RecordedRequest,
     with_unknown_lengths,
 )
-from engine.simulated.replica import Replica
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -31,7 +28,6 @@ if TYPE_CHECKING:
     from engine.events import Observer
     from engine.policy.port import Policy
     from engine.ports import Cost
-    from engine.simulated.replica import OnEnd
     from engine.simulated.trace import Arrival
 
 NO_SLO = SLO()
@@ -62,7 +58,6 @@ class Setup:
     num_states: int = 0
     num_host_states: int = 0
     state_seconds: float = 0.0  # to move one state between device and host, on every stage
-    leaps: bool = True  # compute many iterations of the same decodes at once, if possible
 
 
 def simulate(
@@ -70,26 +65,27 @@ def simulate(
 ) -> Figures:
     """Run the arrivals, which are sorted by time, until every request has ended. `also` observes
     all events."""
-    recorder = Recorder(period=arrivals[-1].at / _NUM_MOMENTS if arrivals else 1.0)
+    recorder = recorder_of(arrivals)
     arrivals = prepared(setup, arrivals)
     outputs = RecordedOutputs() if is_recorded(arrivals) else None
     on_accepted = outputs.accepted if outputs is not None else None
-    if also is None and may_leap(setup, arrivals):
-        replica = partial(build_replica, setup, recorder, outputs)
-        played = play_leaping(replica, arrivals, on_accepted)
-    else:
-        observer = ObserverGroup(recorder, also) if also is not None else recorder
-        scheduler = _scheduler(setup, KnownCost(setup.cost), observer)
-        recorder.watch(scheduler)
-        executor = _executor(setup, outputs)
-        played = play_all(scheduler, executor, arrivals, on_accepted, setup.lookahead)
+    observer = ObserverGroup(recorder, also) if also is not None else recorder
+    scheduler = build_scheduler(setup, KnownCost(setup.cost), observer)
+    recorder.watch(scheduler)
+    executor = build_executor(setup, outputs)
+    played = play_all(scheduler, executor, arrivals, on_accepted, setup.lookahead)
     return summarise(setup.label, played, recorder, setup.slo)
+
+
+def recorder_of(arrivals: "Sequence[Arrival]") -> Recorder:
+    """A recorder that samples the state while these requests arrive."""
+    return Recorder(period=arrivals[-1].at / _NUM_MOMENTS if arrivals else 1.0)
 
 
 def prepared(setup: Setup, arrivals: "Sequence[Arrival]") -> "Sequence[Arrival]":
     """The arrivals with the lengths that the policy may know: none in advance if it learns them,
     all of them if it is an oracle."""
-    if lengths_of(setup.policy(KnownCost(setup.cost))) is not None:
+    if learns_lengths(setup.policy(KnownCost(setup.cost))):
         arrivals = with_unknown_lengths(arrivals, setup.settings.max_model_len)
     if setup.is_oracle:
         arrivals = [
@@ -103,18 +99,8 @@ def is_recorded(arrivals: "Sequence[Arrival]") -> bool:
     return any(isinstance(arrival, RecordedRequest) for arrival in arrivals)
 
 
-def build_replica(
-    setup: Setup, recorder: Recorder, outputs: RecordedOutputs | None, on_end: "OnEnd"
-) -> Replica:
-    """A new replica of the simulated system; `may_leap` is true of its arrivals."""
-    cost = KnownCost(setup.cost)
-    scheduler = _scheduler(setup, cost, recorder)
-    recorder.watch(scheduler)
-    leaps = Leaps(scheduler, cost, recorder, outputs)
-    return Replica(scheduler, _executor(setup, outputs), leaps, on_end)
-
-
-def _scheduler(setup: Setup, cost: KnownCost, observer: "Observer") -> IterationScheduler:
+def build_scheduler(setup: Setup, cost: KnownCost, observer: "Observer") -> IterationScheduler:
+    """A scheduler of the simulated system, without requests."""
     size, num_groups = setup.block_size, len(setup.windows)
     grows = setup.settings.admission is Admission.GROW
     ledger = KVLedger(
@@ -131,28 +117,9 @@ def _scheduler(setup: Setup, cost: KnownCost, observer: "Observer") -> Iteration
     return IterationScheduler(setup.settings, ledger, setup.policy(cost), observer, cost)
 
 
-def _executor(setup: Setup, outputs: RecordedOutputs | None) -> SimulatedExecutor:
+def build_executor(setup: Setup, outputs: RecordedOutputs | None) -> SimulatedExecutor:
+    """An executor that answers after the seconds that the setup's cost model predicts."""
     block_seconds = setup.slot_seconds * setup.block_size / len(setup.windows)
     return SimulatedExecutor(
         setup.cost, setup.stages, outputs, setup.lookahead, block_seconds, setup.state_seconds
     )
-
-
-def may_leap(setup: Setup, arrivals: "Sequence[Arrival]") -> bool:
-    """Whether a `Replica` can play these arrivals: one step in flight, and no request that ends
-    from outside or is not planned in every iteration."""
-    if not setup.leaps or setup.stages > 1 or setup.lookahead:
-        return False
-    if setup.num_states or setup.windows != (None,):
-        return False
-    return all(_is_plain(arrival) for arrival in arrivals)
-
-
-def _is_plain(arrival: "Arrival") -> bool:
-    if arrival.patience is not None:
-        return False
-    params = arrival.params if isinstance(arrival, RecordedRequest) else None
-    if params is None:
-        return True
-    limits = (params.deadline, params.itl_goal, params.grammar)
-    return not params.is_background and all(limit is None for limit in limits)

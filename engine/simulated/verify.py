@@ -97,7 +97,8 @@ class RecordingVerifier:
             scheduler.cancel(self._requests[row.cancelled], Abort(row.reason), now)
         elif row.switched is not None:
             settings = row.settings or self._recording.header.policies
-            scheduler.switch(build(row.switched, scheduler.cost, settings), now)
+            policy = build(row.switched, scheduler.cost, settings, serves=False)
+            scheduler.switch(policy, now)
         elif row.lost:
             scheduler.lose_device(self._in_flight, now)
             self._in_flight.clear()

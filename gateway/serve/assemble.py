@@ -27,7 +27,6 @@ from engine.cost.live import LiveCost
 from engine.events import Observer, ObserverGroup
 from engine.kv_store import MOST_NAMES
 from engine.loop import Engine
-from engine.policy.estimates.lengths import LearnedLengths
 from engine.speculation.drafter import Drafter
 from engine.step import HASH_BYTES
 from engine.transport.process import LocalLauncher
@@ -55,7 +54,6 @@ from gateway.serve.connection import ConnectionBounds
 from gateway.serve.credentials import Credentials, load_credentials
 from gateway.serve.kv_lookup import KVLookup
 from gateway.serve.load import LoadedModel, OnProgress, load_model, lora_specs, served_name
-from gateway.serve.saved import SavedFile
 from gateway.serve.server import Server, Signals, bind, raise_file_limit, unless_stopped
 from gateway.service import Pace, ServedModel, Service, unix_now
 from gateway.settings.checks import check_settings
@@ -85,7 +83,6 @@ class ControlPlane(NamedTuple):
     timelines: Timelines
     request_log: RequestLog
     traces: Traces | None
-    lengths: LearnedLengths
     lora_usage: LoraUsage
 
 
@@ -204,7 +201,6 @@ def build_service(
         rejects_unknown_fields=settings.http.unknown_fields == "reject",
         is_strict_about_max_tokens=settings.http.strict_max_tokens,
         policies=replace(settings.policies, seats=settings.scheduler.max_batch_size),
-        lengths=plane.lengths,
         store=store,
         request_log=plane.request_log,
         live=plane.live,
@@ -240,8 +236,7 @@ def build_server(settings: Settings, service: Service, credentials: Credentials)
 def build_control_plane(
     settings: Settings, loaded: LoadedModel, cost: LiveCost, stack: AsyncExitStack
 ) -> ControlPlane:
-    """The scheduler and its observers. `stack` closes the recording, if there is one, and saves
-    what was learned about output lengths."""
+    """The scheduler and its observers. `stack` closes the recording, if there is one."""
     header = _recording_header(settings, loaded)
     metrics, quotas, live = Metrics(), Quotas(), LiveView()
     request_log = RequestLog(time.perf_counter)
@@ -273,23 +268,15 @@ def build_control_plane(
         report = loaded.report
         size_ratio = report.num_draft_parameters / max(1, report.num_parameters)
         drafter = Drafter.build(speculation, cost, size_ratio, time.perf_counter)
-    lengths = loaded.lengths_file.load(LearnedLengths.parse) or LearnedLengths()
-    stack.callback(_save_if_learned, loaded.lengths_file, lengths, lengths.num_observed)
-    scheduler = header.build(cost, ObserverGroup(*observers), drafter, lengths)
+    scheduler = header.build(cost, ObserverGroup(*observers), drafter)
     ledger = scheduler.ledger
     if kv_events is not None:
         ledger.listen(kv_events)
     ledger.below.restore_disk(loaded.report.disk_hashes, loaded.report.disk_state_hashes)
     timelines.attach(scheduler)
     return ControlPlane(
-        scheduler, metrics, quotas, live, timelines, request_log, traces, lengths, lora_usage
+        scheduler, metrics, quotas, live, timelines, request_log, traces, lora_usage
     )
-
-
-def _save_if_learned(file: SavedFile, lengths: LearnedLengths, num_before: int) -> None:
-    """Save the lengths if more outputs have been observed than when they were loaded."""
-    if lengths.num_observed > num_before:
-        file.save(lengths.as_json())
 
 
 def _kv_lookup(

@@ -30,7 +30,6 @@ from gateway.loras import absolute
 from gateway.schema.fields.sampling import SamplingDefaults
 from gateway.serve.cost.calibration import Calibration, CostFile, calibrate, cost_facts
 from gateway.serve.lookahead import choose_lookahead, max_lookahead
-from gateway.serve.saved import SavedFile, model_facts
 from gateway.settings.generation_config import sampling_defaults
 from gateway.settings.model import BUILTIN_MODEL
 from gateway.settings.settings import Settings
@@ -74,7 +73,6 @@ class LoadedModel:
     texts: TextAdapters
     sampling_defaults: SamplingDefaults
     calibration: Calibration
-    lengths_file: SavedFile  # of the lengths of its outputs (`engine.policy.estimates.lengths`)
     lookahead: int
 
 
@@ -117,9 +115,6 @@ async def load_model(
             texts=texts,
             sampling_defaults=defaults,
             calibration=calibration,
-            lengths_file=SavedFile.of(
-                model_facts(directory), "length", settings.schedule.cache_dir
-            ),
             lookahead=choose_lookahead(settings, report, calibration.model),
         )
     except ExceptionGroup as failed:

@@ -9,7 +9,7 @@ from typing import cast
 import pytest
 
 from engine.control.admission import Admission, SwapMode
-from engine.policy import ORACLES, POLICIES, Policy, PolicySettings, build
+from engine.policy import POLICIES, RESEARCH, Policy, PolicySettings
 from engine.policy.mlfq import SkipJoinMLFQ
 from engine.policy.waiting import MOST_AT_ONCE
 from engine.request import Abort, Request, RequestSpec, State
@@ -19,8 +19,8 @@ from tests.scheduling import (
     a_request,
     a_scheduler,
     a_spec,
+    build_learned,
     commit_iteration,
-    learned_lengths,
     play,
     run_iteration,
 )
@@ -33,13 +33,13 @@ OVER = {  # a goal and fair shares over a policy
     "gittins, fair": ("gittins", replace(DEFAULT, fair_keys=True)),
     "gittins, goal, fair": ("gittins", replace(DEFAULT, ttft_goal=6.0, fair_keys=True)),
 }
-NAMES = [*POLICIES, *ORACLES, *OVER]
+NAMES = [*POLICIES, *RESEARCH, *OVER]
 
 
 def make(name: str, starvation_seconds: float | None = STARVATION_SECONDS) -> Policy:
     name, settings = OVER.get(name, (name, DEFAULT))
     settings = replace(settings, starvation_seconds=starvation_seconds)
-    return build(name, HAND_COST, settings, serves=False, lengths=learned_lengths())
+    return build_learned(name, settings)
 
 
 @pytest.fixture(params=NAMES)

@@ -1,6 +1,7 @@
 """A small load with every kind of event, and its schedule in virtual time as a recording.
 
-python -m tests.replays.playing      writes the golden schedules beside this file again
+python -m tests.replays.playing      writes the golden schedules beside this file again, and
+those of policies under research beside their tests
 """
 
 from collections.abc import Sequence
@@ -13,14 +14,16 @@ from engine.control.admission import Admission
 from engine.control.event_recorder import EventRecorder, RecordingHeader, Row, render
 from engine.control.settings import SchedulerSettings
 from engine.cost.model import CostModel
-from engine.policy import ORACLES, POLICIES, Policy, PolicySettings, build
+from engine.policy import POLICIES, RESEARCH, Policy, PolicySettings, build
 from engine.ports import Cost
 from engine.request import RequestSpec
+from engine.research.policies import ORACLES
 from engine.simulated.replay import END, RecordedRequest
 from engine.simulated.run import Setup, simulate
 from engine.simulated.trace import GREEDY
 
 GOLDEN = Path(__file__).parent
+OF_RESEARCH = GOLDEN.parent / "engine" / "research" / "replays"
 NUM_REQUESTS = 14
 BLOCK_SIZE = 4
 NUM_BLOCKS = 18
@@ -118,7 +121,7 @@ def headers() -> dict[str, RecordingHeader]:
     """The settings of each golden schedule, by its name."""
     found = {
         f"{name}_{admission.value}": header(name, admission)
-        for name in (*POLICIES, *ORACLES)
+        for name in (*POLICIES, *RESEARCH)
         for admission in Admission
     }
     grow = header("mlfq", Admission.GROW)
@@ -136,7 +139,8 @@ def headers() -> dict[str, RecordingHeader]:
 
 def main() -> None:
     for name, terms in headers().items():
-        (GOLDEN / f"{name}.jsonl").write_text("\n".join(lines(terms, load())) + "\n")
+        folder = OF_RESEARCH if terms.policy in RESEARCH else GOLDEN
+        (folder / f"{name}.jsonl").write_text("\n".join(lines(terms, load())) + "\n")
 
 
 if __name__ == "__main__":

@@ -7,9 +7,9 @@ import pytest
 from engine.simulated.figures import SLO
 from engine.simulated.replay import read_recording
 from engine.simulated.verify import RecordingVerifier
-from tests.replays.playing import GOLDEN, headers, lines
+from tests.replays.playing import GOLDEN, OF_RESEARCH, headers, lines
 
-FILES = sorted(GOLDEN.glob("*.jsonl"))
+FILES = sorted([*GOLDEN.glob("*.jsonl"), *OF_RESEARCH.glob("*.jsonl")])
 
 
 def test_there_is_a_golden_schedule_for_every_policy_and_admission() -> None:

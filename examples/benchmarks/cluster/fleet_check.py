@@ -37,7 +37,7 @@ import aiohttp
 
 from engine.policy import build
 from engine.request import RequestSpec
-from engine.simulated.fleet.simulation import FleetSetup, simulate_fleet
+from engine.research.fleet.simulation import FleetSetup, simulate_fleet
 from engine.simulated.replay import RecordedRequest, Recording, read_recording
 from engine.simulated.run import Setup
 from engine.simulated.trace import GREEDY

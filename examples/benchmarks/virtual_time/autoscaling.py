@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy
 
+from engine.research.fleet.autoscaler import AutoscaleSettings
+from engine.research.fleet.simulation import FleetRun, FleetSetup, figures_of, run_fleet
 from engine.simulated.figures import SLO
-from engine.simulated.fleet.autoscaler import AutoscaleSettings
-from engine.simulated.fleet.simulation import FleetRun, FleetSetup, figures_of, run_fleet
 from engine.simulated.trace import Arrival, read_trace, superposed
 from examples.benchmarks.virtual_time.fleet import AZURE, OUT
 

@@ -19,10 +19,11 @@ from rich.console import Console
 
 from engine.control.settings import SchedulerSettings
 from engine.policy import build
-from engine.simulated.catalogue import DEVICES, SHAPES
+from engine.research.hardware.catalogue import DEVICES, SHAPES
+from engine.research.hardware.deployment import Deployment
+from engine.research.leaping.run import simulate
 from engine.simulated.figures import SLO, Figures
-from engine.simulated.hardware import Deployment
-from engine.simulated.run import Setup, simulate
+from engine.simulated.run import Setup
 from engine.simulated.trace import read_trace
 from gateway.commands.simulate.curves import draw_time
 from gateway.commands.simulate.tables import show

@@ -28,12 +28,12 @@ from typing import Any
 
 from engine.control.settings import SchedulerSettings
 from engine.policy import build
-from engine.simulated.catalogue import DEVICES, SHAPES
-from engine.simulated.fleet.figures import FleetFigures
-from engine.simulated.fleet.plan import Goals, Plan, fewest_replicas, replicas_for_work
-from engine.simulated.fleet.routers import ROUTERS
-from engine.simulated.fleet.simulation import FleetSetup, simulate_fleet
-from engine.simulated.hardware import Deployment
+from engine.research.fleet.figures import FleetFigures
+from engine.research.fleet.plan import Goals, Plan, fewest_replicas, replicas_for_work
+from engine.research.fleet.routers import ROUTERS
+from engine.research.fleet.simulation import FleetSetup, simulate_fleet
+from engine.research.hardware.catalogue import DEVICES, SHAPES
+from engine.research.hardware.deployment import Deployment
 from engine.simulated.run import Setup
 from engine.simulated.trace import Arrival, between, read_trace, superposed
 from examples.benchmarks.virtual_time.azure_hour import processor

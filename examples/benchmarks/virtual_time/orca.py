@@ -24,11 +24,11 @@ from engine.control.settings import SchedulerSettings
 from engine.kv.ledger import KVLedger
 from engine.kv_shape import KVShape
 from engine.policy.fcfs import FirstComeFirstServed
-from engine.simulated.capacity import highest_load
-from engine.simulated.catalogue import DEVICES, SHAPES
+from engine.research.hardware.catalogue import DEVICES, SHAPES
+from engine.research.hardware.deployment import Deployment
+from engine.research.leaping.capacity import highest_load
 from engine.simulated.executor import SimulatedExecutor
 from engine.simulated.figures import Figures, summarise
-from engine.simulated.hardware import Deployment
 from engine.simulated.play import Outcome, PlayResult, play_all
 from engine.simulated.record import Recorder
 from engine.simulated.run import NO_SLO

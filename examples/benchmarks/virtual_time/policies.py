@@ -24,14 +24,16 @@ from engine.control.admission import Admission, SwapMode
 from engine.control.settings import SchedulerSettings
 from engine.events import Observer
 from engine.iteration import Iteration
-from engine.policy import ORACLES, Policy, PolicySettings, build
+from engine.policy import Policy, PolicySettings, build
 from engine.policy.background import BackgroundLast
 from engine.policy.port import Preemption
 from engine.ports import Cost
-from engine.simulated.catalogue import DEVICES, SHAPES
-from engine.simulated.hardware import Deployment
+from engine.research.hardware.catalogue import DEVICES, SHAPES
+from engine.research.hardware.deployment import Deployment
+from engine.research.leaping.run import simulate
+from engine.research.policies import ORACLES
 from engine.simulated.replay import with_unknown_lengths
-from engine.simulated.run import Setup, simulate
+from engine.simulated.run import Setup
 from engine.simulated.trace import Arrival, at_rate, poisson, read_trace, skewed_lengths
 from examples.benchmarks.virtual_time.policy_tables import (
     BASE,

@@ -15,8 +15,8 @@ from statistics import fmean, quantiles
 
 from engine.events import Observer
 from engine.request import Request
+from engine.research.leaping.run import simulate
 from engine.simulated.replay import RecordedRequest, with_unknown_lengths
-from engine.simulated.run import simulate
 from examples.benchmarks.virtual_time.policies import (
     CASES,
     FCFS,

@@ -13,10 +13,10 @@ from dataclasses import replace
 from rich.console import Console
 
 from engine.errors import EngineError, InvalidRequest
+from engine.research.fleet.figures import FleetFigures
+from engine.research.fleet.plan import Goals, Plan, fewest_replicas, replicas_for_work
+from engine.research.fleet.simulation import FleetSetup, simulate_fleet
 from engine.simulated.figures import SLO
-from engine.simulated.fleet.figures import FleetFigures
-from engine.simulated.fleet.plan import Goals, Plan, fewest_replicas, replicas_for_work
-from engine.simulated.fleet.simulation import FleetSetup, simulate_fleet
 from engine.simulated.trace import Arrival
 from gateway.commands.simulate.fleet import add_router, processes_of, table_of
 from gateway.commands.simulate.setups import add_engine, add_hardware, setups

@@ -7,8 +7,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import ScalarFormatter
 
+from engine.research.fleet.plan import Goals, Plan
 from engine.simulated.figures import MEASURES
-from engine.simulated.fleet.plan import Goals, Plan
 
 
 def draw_plans(plans: Mapping[str, Plan], goals: Goals, gpus: int, path: Path) -> None:

@@ -9,10 +9,10 @@ from rich.console import Console
 from rich.table import Table
 
 from engine.errors import InvalidRequest
-from engine.simulated.fleet.autoscaler import AutoscaleSettings
-from engine.simulated.fleet.figures import FleetFigures
-from engine.simulated.fleet.routers import ROUTERS
-from engine.simulated.fleet.simulation import FleetSetup, simulate_fleet
+from engine.research.fleet.autoscaler import AutoscaleSettings
+from engine.research.fleet.figures import FleetFigures
+from engine.research.fleet.routers import ROUTERS
+from engine.research.fleet.simulation import FleetSetup, simulate_fleet
 from engine.simulated.run import Setup
 from engine.simulated.trace import Arrival, at_rate
 from gateway.settings.flags import above_zero, positive

@@ -9,8 +9,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import ScalarFormatter
 
+from engine.research.fleet.figures import FleetFigures
 from engine.simulated.figures import MEASURES
-from engine.simulated.fleet.figures import FleetFigures
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -3,7 +3,7 @@ each policy, admission and swap mode. A recording has its own settings; flags ov
 
 import argparse
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -13,10 +13,12 @@ from engine.control.admission import Admission, SwapMode
 from engine.control.settings import SchedulerSettings
 from engine.cost.model import CostModel
 from engine.errors import InvalidRequest
-from engine.policy import ORACLES, POLICIES, Policy, PolicySettings, build
+from engine.policy import POLICIES, RESEARCH, Policy, PolicySettings, build
 from engine.ports import Cost
-from engine.simulated.catalogue import DEVICES, SHAPES, parse_spec
-from engine.simulated.hardware import Deployment, DeviceSpec, ModelSpec
+from engine.research.hardware.catalogue import DEVICES, SHAPES, parse_spec
+from engine.research.hardware.deployment import Deployment, DeviceSpec, ModelSpec
+from engine.research.policies import ORACLES
+from engine.research.policies.settings import ResearchSettings
 from engine.simulated.replay import Recording
 from engine.simulated.run import Setup
 from gateway.options import add_flags, options_of, with_flags, with_values
@@ -54,7 +56,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the scheduler; a recording's settings are the defaults."""
     group = parser.add_argument_group("engine (with --replay, by default as recorded)")
     add = group.add_argument
-    known, modes = [*POLICIES, *ORACLES], [mode.value for mode in Admission]
+    known, modes = [*POLICIES, *RESEARCH], [mode.value for mode in Admission]
     swaps = [swap.value for swap in SwapMode]
     policies = f"{', '.join(known)} (default fcfs); one run for each"
     admissions = f"{', '.join(modes)} (default grow); one run for each"
@@ -69,6 +71,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     bounds = options_of("", _DESCRIBED)
     add_flags(group, [option for option in bounds if option.name not in _REPEATED])
     add_flags(group, options_of("", PolicySettings()))
+    add_flags(group, options_of("", ResearchSettings()))
 
 
 def setups(args: argparse.Namespace, recording: Recording | None) -> list[Setup]:
@@ -79,6 +82,8 @@ def setups(args: argparse.Namespace, recording: Recording | None) -> list[Setup]
     modes = args.admission or [base.settings.admission.value]
     swaps = args.swap or [base.settings.swap.value]
     policies = with_flags(recorded.policies if recorded else PolicySettings(), args)
+    research = ResearchSettings(policies.min_outputs, policies.fcfs_slack)
+    policies = replace(policies, **asdict(with_flags(research, args)))
     return [
         replace(
             base,

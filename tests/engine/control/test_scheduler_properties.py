@@ -25,17 +25,17 @@ from engine.iteration import Iteration
 from engine.kv.ledger import KVLedger
 from engine.kv.manager import KVManager
 from engine.kv_shape import KVShape
-from engine.policy import ORACLES, POLICIES, Policy, PolicySettings, build
+from engine.policy import POLICIES, RESEARCH, Policy, PolicySettings
 from engine.request import Abort, Request, RequestSpec, State
 from engine.step import BlockTable, SamplingParams, StepResult
 from tests.device import RememberingDevice, check_moves, tables_of
-from tests.scheduling import HAND_COST, check_preemption, learned_lengths
+from tests.scheduling import HAND_COST, build_learned, check_preemption
 
 NUM_SLOTS = 24
 END = 3
 STARVATION_SECONDS = 20.0
 WINDOWS = ((None,), (None,), (3,), (None, 3), (5, None, 2), (None, 1))  # of layer groups
-NAMES = st.sampled_from([*POLICIES, *ORACLES])
+NAMES = st.sampled_from([*POLICIES, *RESEARCH])
 SAMPLINGS = (
     SamplingParams(),
     SamplingParams(presence_penalty=1.0),
@@ -148,7 +148,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     def make_policy(self) -> Policy:
         settings = PolicySettings(starvation_seconds=STARVATION_SECONDS, seats=2)
-        return build(self.name, self.cost, settings, serves=False, lengths=learned_lengths())
+        return build_learned(self.name, settings, cost=self.cost)
 
     @rule(
         prompt=st.lists(st.integers(0, 1), min_size=1, max_size=12),

@@ -18,16 +18,16 @@ from engine.events import Observer
 from engine.iteration import Iteration
 from engine.kv.ledger import KVLedger
 from engine.kv_shape import KVShape
-from engine.policy import ORACLES, POLICIES, Policy, PolicySettings, build
+from engine.policy import POLICIES, RESEARCH, Policy, PolicySettings
 from engine.request import Abort, Request, RequestSpec, State
 from engine.step import BlockMove, SamplingParams, StepResult
 from tests.device import RememberingDevice, check_moves
-from tests.scheduling import HAND_COST, check_preemption, learned_lengths
+from tests.scheduling import HAND_COST, build_learned, check_preemption
 
 NUM_CASES = int(os.environ.get("PODWAY_EXAMPLES", "300"))
 NUM_SLOTS = 24
 WINDOWS = [(None,), (None,), (3,), (None, 3), (5, None, 2), (None, 1)]  # of layer groups
-NAMES = [*POLICIES, *ORACLES]
+NAMES = [*POLICIES, *RESEARCH]
 MODES = [Admission.GROW] * 4 + [Admission.RESERVE, Admission.REQUEST]
 
 
@@ -120,7 +120,7 @@ class Case:
     def policy(self) -> Policy:
         settings = PolicySettings(self.random.choice([4.0, 20.0]), seats=2)
         name = self.random.choice(NAMES)
-        return build(name, self.cost, settings, serves=False, lengths=learned_lengths())
+        return build_learned(name, settings, cost=self.cost)
 
     def play(self) -> None:
         """Serve every request to its end, in a bounded number of iterations."""

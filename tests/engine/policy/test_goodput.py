@@ -1,11 +1,11 @@
 """A TTFT goal over a policy: late requests are moved behind those that can still meet it."""
 
-from engine.policy import PolicySettings, build, lengths_of, name_of
+from engine.policy import PolicySettings, build, name_of
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.policy.goodput import GoodputFirst
 from engine.request import Request, RequestSpec
 from engine.step import RequestId, StepResult
-from tests.scheduling import GREEDY, HAND_COST, a_scheduler, a_spec, learned_lengths, play
+from tests.scheduling import GREEDY, HAND_COST, a_scheduler, a_spec, build_learned, lengths_of, play
 
 
 def a_policy(goal: float = 10.0, starvation_seconds: float | None = None) -> GoodputFirst:
@@ -62,10 +62,10 @@ def test_under_overload_more_requests_meet_the_goal_than_under_fcfs() -> None:
 
 
 def test_instances_of_a_policy_learn_together_and_it_keeps_its_name() -> None:
-    known = learned_lengths()
     settings = PolicySettings(ttft_goal=1.0, fair_keys=True)
-    policy = build("gittins", HAND_COST, settings, lengths=known)
-    assert lengths_of(policy) is known
+    policy = build_learned("gittins", settings)
+    known = lengths_of(policy)
+    assert known is not None
     assert name_of(policy) == "gittins"
     scheduler = a_scheduler(policy)
     scheduler.add(a_spec(1, 3, tenant="a", end_ids=frozenset({0})), 0.0)

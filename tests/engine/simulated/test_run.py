@@ -17,11 +17,11 @@ from engine.kv.ledger import KVLedger
 from engine.kv_shape import KVShape
 from engine.policy import build
 from engine.policy.fcfs import FirstComeFirstServed
-from engine.simulated.capacity import capacity, highest_load
-from engine.simulated.catalogue import DEVICES, SHAPES
+from engine.research.hardware.catalogue import DEVICES, SHAPES
+from engine.research.hardware.deployment import Deployment
+from engine.research.leaping.capacity import capacity, highest_load
 from engine.simulated.executor import SimulatedExecutor
 from engine.simulated.figures import SLO
-from engine.simulated.hardware import Deployment
 from engine.simulated.play import play, play_all
 from engine.simulated.run import Setup, simulate
 from engine.simulated.trace import Arrival, orca_lengths, poisson, read_trace, sped_up, steady
@@ -47,7 +47,7 @@ def test_two_simulations_of_a_real_trace_are_equal_bit_for_bit() -> None:
 def test_windows_and_states_are_simulated_with_their_own_sizes() -> None:
     deployed = Deployment(DEVICES["l4"], SHAPES["qwen2.5-0.5b"])
     arrivals = sped_up(read_trace(AZURE)[:60], 6.0)
-    plain = replace(setup(deployed.cost(), 8_192), leaps=False)
+    plain = setup(deployed.cost(), 8_192)
     windowed = replace(plain, windows=(128, 128), settings=SchedulerSettings(16384, 64, 256))
     hybrid = replace(plain, num_states=6)
     figures = [simulate(each, arrivals) for each in (plain, windowed, hybrid)]

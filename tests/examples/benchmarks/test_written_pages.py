@@ -40,9 +40,8 @@ def test_drafts_changed_no_token() -> None:
 def test_plan_and_commit_of_256_decodes_take_at_most_a_millisecond() -> None:
     found = read("policies/step_cost.json")
     assert found["output"] == 4000
-    assert {name: step_cost.above(row) for name, row in found["milliseconds"].items()} == {
-        name: [] for name in POLICIES
-    }
+    assert found["milliseconds"].keys() >= set(POLICIES)
+    assert not any(step_cost.above(row) for row in found["milliseconds"].values())
 
 
 def test_a_shared_store_changed_no_answer() -> None:

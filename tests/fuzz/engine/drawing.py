@@ -10,7 +10,7 @@ from engine.cost.live import LiveCost
 from engine.kv.ledger import KVLedger
 from engine.kv_shape import KVShape
 from engine.policy.settings import PolicySettings
-from engine.policy.table import ORACLES, POLICIES
+from engine.policy.table import POLICIES, RESEARCH
 from engine.speculation.drafter import Drafter
 from engine.speculation.settings import SpeculationSettings
 from tests.fuzz.engine.answers import RowRates
@@ -31,7 +31,7 @@ KINDS: tuple[tuple[Windows, bool], ...] = (  # windows, and whether there are re
     ((), False),
 )
 METHODS = (None, None, None, "ngram", "suffix", "prediction", "draft_model", "mtp")
-NAMES = (*POLICIES, *ORACLES)
+NAMES = (*POLICIES, *RESEARCH)
 
 
 @dataclass(frozen=True, slots=True)

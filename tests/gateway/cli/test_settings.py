@@ -87,8 +87,6 @@ def test_every_setting_can_be_set_by_flag_environment_and_file(
         "quantum_ratio": "3",
         "num_levels": "4",
         "skip_join": "false",
-        "min_outputs": "7",
-        "fcfs_slack": "0.5",
         "input_weight": "0.5",
         "output_weight": "4",
         "fair_keys": "true",
@@ -204,7 +202,7 @@ def test_memory_sizes_have_units(text: str, size: int) -> None:
         (
             "policy",
             "lifo",
-            "--policy must be one of fcfs, mlfq, priority, fair, deadline, gittins, not 'lifo'",
+            "--policy must be one of fcfs, mlfq, priority, fair, deadline, not 'lifo'",
         ),
         ("prefix_cache", "maybe", "--prefix-cache must be one of true, false, not 'maybe'"),
         ("drain_seconds", "nan", "--drain-seconds must be a number, at least 0, not 'nan'"),

@@ -5,27 +5,21 @@ from pathlib import Path
 
 import pytest
 
-from engine.policy.estimates.lengths import LearnedLengths
-from gateway.serve.assemble import _save_if_learned
 from gateway.serve.saved import SavedFile, model_facts
-from tests.scheduling import learned_lengths
 
 
-def test_learned_lengths_are_used_by_the_next_start(tmp_path: Path) -> None:
+def parse(value: object) -> int:
+    if not isinstance(value, int):
+        raise ValueError("it must be a number")
+    return value
+
+
+def test_what_is_saved_is_used_by_the_next_start(tmp_path: Path) -> None:
     file = SavedFile.of({"model": "demo"}, "length", tmp_path)
-    assert file.load(LearnedLengths.parse) is None
-    known = learned_lengths([3] * 60)
-    _save_if_learned(file, known, 0)
-    again = SavedFile.of({"model": "demo"}, "length", tmp_path).load(LearnedLengths.parse)
-    assert again is not None
-    assert (again.num_observed, again.quantile(0.5)) == (60, 3)
+    assert file.load(parse) is None
+    file.save(60)
+    assert SavedFile.of({"model": "demo"}, "length", tmp_path).load(parse) == 60
     assert [path.parent.name for path in tmp_path.glob("*/*")] == ["lengths"]
-
-
-def test_nothing_is_saved_if_no_output_was_observed(tmp_path: Path) -> None:
-    file = SavedFile.of({"model": "demo"}, "length", tmp_path)
-    _save_if_learned(file, learned_lengths([3] * 60), 60)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_value_that_was_changed_on_the_disk_is_ignored_with_a_warning(
@@ -55,7 +49,7 @@ def test_a_corrupt_file_is_ignored_with_a_warning(
     file.path.parent.mkdir()
     file.path.write_text(content)
     with caplog.at_level(logging.WARNING):
-        assert file.load(LearnedLengths.parse) is None
+        assert file.load(parse) is None
     (record,) = caplog.records
     assert str(file.path) in record.getMessage()
 

@@ -17,8 +17,6 @@ SETTINGS = {
     "quantum_ratio": 2.0,
     "num_levels": 16,
     "skip_join": True,
-    "min_outputs": 50,
-    "fcfs_slack": 0.005,
     "input_weight": 1.0,
     "output_weight": 2.0,
     "fair_keys": False,
@@ -53,7 +51,6 @@ def test_the_policy_is_returned_and_changed_and_metrics_follow() -> None:
             "policies": list(POLICIES),
             "itl_goal": None,
             "settings": SETTINGS,
-            "learned_lengths": {"num_observed": 0, "p50": 0, "p90": 0, "p99": 0},
         }
         assert await ask(rig) == (200, result)
         assert await info(rig) == ['podway_policy_info{admission="grow",policy="fcfs"} 1.0']
@@ -81,12 +78,12 @@ def test_settings_are_changed_with_or_without_the_policy_and_the_others_are_kept
 
 def test_a_goal_and_fair_shares_are_set_over_a_policy_and_taken_back() -> None:
     async def scene(rig: Rig) -> None:
-        over = {"policy": "gittins", "fair_keys": True, "ttft_goal": 2.5}
+        over = {"policy": "mlfq", "fair_keys": True, "ttft_goal": 2.5}
         _, result = await ask(rig, over)
         changed = SETTINGS | {"fair_keys": True, "ttft_goal": 2.5}
-        assert (result["policy"], result["settings"]) == ("gittins", changed)
-        _, result = await ask(rig, {"policy": "gittins", "fair_keys": False, "ttft_goal": 0})
-        assert (result["policy"], result["settings"]) == ("gittins", SETTINGS)
+        assert (result["policy"], result["settings"]) == ("mlfq", changed)
+        _, result = await ask(rig, {"policy": "mlfq", "fair_keys": False, "ttft_goal": 0})
+        assert (result["policy"], result["settings"]) == ("mlfq", SETTINGS)
 
     play(scene)
 
@@ -111,11 +108,11 @@ def test_switching_to_the_current_policy_changes_nothing() -> None:
         ({"policy": "mlfq", "quantum_ratio": 1}, "quantum_ratio"),
         ({"policy": "mlfq", "starvation_seconds": 0}, "starvation_seconds"),
         ({"policy": "mlfq", "num_levels": 65}, "num_levels"),
-        ({"policy": "gittins", "min_outputs": 0}, "min_outputs"),
         ({"policy": "fair", "output_weight": -1}, "output_weight"),
-        ({"policy": "gittins", "ttft_goal": -1}, "ttft_goal"),
-        ({"policy": "gittins", "fcfs_slack": -1}, "fcfs_slack"),
-        ({"policy": "gittins", "fair_keys": "yes"}, "fair_keys"),
+        ({"policy": "mlfq", "ttft_goal": -1}, "ttft_goal"),
+        ({"policy": "mlfq", "min_outputs": 5}, "min_outputs"),
+        ({"policy": "gittins"}, "policy"),
+        ({"policy": "mlfq", "fair_keys": "yes"}, "fair_keys"),
         ({"policy": "mlfq", "skip_join": 1}, "skip_join"),
         (b"mlfq", None),
     ],

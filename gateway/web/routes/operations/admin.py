@@ -10,7 +10,6 @@ import msgspec
 
 from engine.errors import InvalidRequest
 from engine.policy import POLICIES, PolicySettings, build, name_of, settings_of
-from engine.policy.estimates.lengths import LearnedLengths
 from gateway.access.callers import read_body
 from gateway.options import options_of, with_values
 from gateway.schema.decoding import check_allowed, decode
@@ -74,19 +73,11 @@ async def policy(http: "HttpRequest") -> dict[str, Any]:
         "policies": list(POLICIES),
         "itl_goal": _finite(scheduler.settings.itl_goal),
         "settings": {name: getattr(settings, option.field) for name, option in OPTIONS.items()},
-        "learned_lengths": _learned(service.lengths),
     }
 
 
 def _finite(seconds: float) -> float | None:
     return None if seconds == inf else seconds
-
-
-def _learned(lengths: LearnedLengths) -> dict[str, int]:
-    """How many outputs have ended by themselves, and percentiles of the lengths of outputs in
-    tokens, which also count those that still run or were cut; 0 if none has ended."""
-    points = {f"p{round(100 * share)}": lengths.quantile(share) for share in (0.5, 0.9, 0.99)}
-    return {"num_observed": lengths.num_observed} | points
 
 
 def _switch(service: Service, name: str, changes: Mapping[str, object]) -> None:
@@ -96,7 +87,7 @@ def _switch(service: Service, name: str, changes: Mapping[str, object]) -> None:
     settings = with_values(settings_of(scheduler.policy), changes)
     if name == before and settings == settings_of(scheduler.policy):
         return
-    policy = build(name, scheduler.cost, settings, lengths=service.lengths)
+    policy = build(name, scheduler.cost, settings)
     service.engine.switch(policy)
     logger.info("policy=%s before=%s live=%d", name, before, len(scheduler.pool))
 

@@ -1,1 +1,0 @@
-"""What policies learn from ended requests: output lengths, and the latencies of FCFS."""

@@ -1,0 +1,217 @@
+"""Shard: the replicas of a fleet that one process advances, from epoch to epoch.
+
+Replicas do not depend on each other within an epoch, so the figures do not depend on how they are
+divided among processes. A replica is made when its first request arrives. Only replicas with an
+event in an epoch are touched in it: a heap has the next event of each.
+"""
+
+from array import array
+from collections import Counter
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import islice
+from math import floor, inf, log
+from typing import TYPE_CHECKING, NamedTuple
+
+from engine.errors import EngineError
+from engine.policy.forecast import MOST_SAMPLED, Forecast
+from engine.request import State
+from engine.research.leaping.run import build_replica
+from engine.simulated.record import Recorder
+from engine.simulated.replay import RecordedOutputs, RecordedRequest
+from engine.simulated.run import is_recorded
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from engine.request import Request
+    from engine.research.leaping.replica import Replica
+    from engine.simulated.run import Setup
+    from engine.simulated.trace import Arrival
+
+GAP_RATIO = 1.01  # of the bins in which inter-token latencies are counted
+_LOG_RATIO = log(GAP_RATIO)
+
+
+class LoadReport(NamedTuple):
+    """The load of a replica at the end of an epoch, as it reports it to the router.
+
+    `tokens` counts those produced up to the replica's last event. `delay` is the forecast by how
+    many seconds a request that arrives now ends later than on an idle replica; 0 if none is made.
+    """
+
+    replica: int
+    num_live: int  # requests
+    waiting: int  # of them without KV
+    tokens: int  # of live requests, prompt and output
+    waiting_tokens: int  # of requests without KV
+    delay: float
+    throughput: float = 0.0  # recent tokens/s of prompts and outputs; 0 if no request has KV
+    usage: float = 0.0  # share of the KV slots that live requests hold
+
+
+@dataclass(slots=True)
+class ShardResult:
+    """What the replicas of a shard did. One item per finished request: its number in the trace,
+    times in seconds, and prompt tokens found in the cache."""
+
+    numbers: "array[int]" = field(default_factory=lambda: array("q"))
+    ttft: "array[float]" = field(default_factory=lambda: array("d"))
+    jct: "array[float]" = field(default_factory=lambda: array("d"))
+    cached: "array[int]" = field(default_factory=lambda: array("q"))
+    lost: list[int] = field(default_factory=list)  # numbers of rejected requests
+    gaps: "Counter[int]" = field(default_factory=Counter)  # by the exponent of `GAP_RATIO`
+    busy: dict[int, float] = field(default_factory=dict)  # seconds, by replica
+    finished: dict[int, int] = field(default_factory=dict)  # requests, by replica
+    num_iterations: int = 0
+    num_preempted: int = 0
+
+
+class GapCounter(Recorder):
+    """Counts inter-token latencies in bins of 1 %, and samples no state."""
+
+    def __init__(self, counts: "Counter[int]") -> None:
+        super().__init__(period=inf)
+        self.next_sample = inf
+        self._counts = counts
+
+    def add_gap(self, seconds: float, count: int) -> None:
+        self._counts[floor(log(seconds) / _LOG_RATIO) if seconds > 0.0 else -10_000] += count
+
+
+class _Member:
+    """A replica of the fleet with its forecast."""
+
+    def __init__(
+        self, number: int, setup: "Setup", result: ShardResult, *, is_recorded: bool
+    ) -> None:
+        self.number = number
+        self.recorder = GapCounter(result.gaps)
+        self.outputs = RecordedOutputs() if is_recorded else None
+        self._result = result
+        self._trace: dict[int, int] = {}  # numbers in the trace, by request
+        self.num_ended = 0
+        self.replica: Replica = build_replica(setup, self.recorder, self.outputs, self._ended)
+        self._model = setup.cost
+        self._forecast = Forecast(self.replica.scheduler.cost, setup.settings.max_batch_size)
+
+    def add(self, number: int, arrival: "Arrival") -> None:
+        """A request of the trace arrives; it may be rejected."""
+        self.replica.advance(arrival.at)
+        try:
+            request = self.replica.add(arrival.spec(number), arrival.at)
+        except EngineError:
+            self._result.lost.append(number)
+            return
+        self._trace[request.request_id] = number
+        if self.outputs is not None and isinstance(arrival, RecordedRequest):
+            self.outputs.accepted(request, arrival)
+
+    def _ended(self, request: "Request") -> None:
+        result = self._result
+        self.num_ended += 1
+        assert request.first_token_at is not None, "a finished request has a first token"
+        assert request.last_token_at is not None, "a finished request has a last token"
+        result.numbers.append(self._trace.pop(request.request_id))
+        result.ttft.append(request.first_token_at - request.arrived_at)
+        result.jct.append(request.last_token_at - request.arrived_at)
+        result.cached.append(request.num_cached)
+        self.recorder.forget(request)
+        self._forecast.ended(request)
+
+    def report(self, *, forecasts: bool) -> LoadReport:
+        pool = self.replica.scheduler.pool
+        tokens = pool.waiting_tokens + sum([request.num_tokens for request in pool.started])
+        delay = self._delay(tokens - pool.waiting_tokens) if forecasts and pool else 0.0
+        waiting = pool.count(State.WAITING)
+        ledger, rate = self.replica.scheduler.ledger, self.replica.scheduler.cost.tokens_per_second
+        return LoadReport(
+            self.number,
+            len(pool),
+            waiting,
+            tokens,
+            pool.waiting_tokens,
+            delay,
+            rate if pool.num_admitted else 0.0,
+            ledger.num_held * ledger.block_size / ledger.num_slots,
+        )
+
+    def _delay(self, slots: int) -> float:
+        """The forecast of `LoadReport.delay`, with `slots` slots in use."""
+        pool, model, forecast = self.replica.scheduler.pool, self._model, self._forecast
+        running, count = len(pool.started), pool.count(State.WAITING)
+        pace = model.tokens(running) + model.per_slot * slots
+        forecast.observe(pace, self.replica.now)
+        spec = next(iter(pool)).spec
+        decodes = forecast.decodes_left(spec, 0)
+        prefill = [request for request in pool.started if request.remaining > 1]
+        seconds = decodes * max(0.0, pace - forecast.pace_alone(spec))
+        seconds += forecast.wait(prefill, len(prefill))
+        if count:  # they wait for KV, so for the ends of running ones
+            waiting = (request for request in pool if request.state is State.WAITING)
+            seconds += forecast.wait(list(islice(waiting, MOST_SAMPLED)), count)
+            seconds += decodes * pace * count / max(1, running)
+        return seconds
+
+
+class Shard:
+    """Replicas that this process advances; `arrivals` are those of the whole fleet. The replicas
+    have the setups in turn. With `forecasts` the reports have the delay that a new request would
+    have."""
+
+    def __init__(
+        self,
+        setups: "Sequence[Setup]",
+        arrivals: "Sequence[Arrival]",
+        *,
+        forecasts: bool = False,
+    ) -> None:
+        self._forecasts = forecasts
+        self._setups = setups
+        self._arrivals = arrivals
+        self._is_recorded = is_recorded(arrivals)
+        self._members: dict[int, _Member] = {}
+        self._events: list[tuple[float, int]] = []  # a heap; may have outdated ones
+        self._next_at: dict[int, float] = {}
+        self._result = ShardResult()
+
+    def advance(self, until: float, routed: "Sequence[tuple[int, int]]") -> list[LoadReport]:
+        """Advance all replicas to the end of an epoch. `routed` has the number in the trace and
+        the replica of each request that arrives in it. Returns the reports that changed."""
+        touched: set[int] = set()
+        for number, replica in routed:
+            member = self._members.get(replica)
+            if member is None:
+                member = self._members[replica] = self._new(replica)
+            member.add(number, self._arrivals[number])
+            touched.add(replica)
+        for replica in sorted(touched):
+            self._advance(replica, until)
+        while self._events and self._events[0][0] < until:
+            at, replica = heappop(self._events)
+            if self._next_at[replica] == at:
+                self._advance(replica, until)
+                touched.add(replica)
+        members = (self._members[replica] for replica in sorted(touched))
+        return [member.report(forecasts=self._forecasts) for member in members]
+
+    def _new(self, number: int) -> _Member:
+        setup = self._setups[number % len(self._setups)]
+        return _Member(number, setup, self._result, is_recorded=self._is_recorded)
+
+    def _advance(self, number: int, until: float) -> None:
+        replica = self._members[number].replica
+        replica.advance(until)
+        self._next_at[number] = at = replica.next_at
+        if at < inf:
+            heappush(self._events, (at, number))
+
+    def result(self) -> ShardResult:
+        """What the replicas did so far."""
+        for number, member in self._members.items():
+            recorder = member.recorder
+            self._result.busy[number] = recorder.busy_seconds
+            self._result.finished[number] = member.num_ended
+            self._result.num_iterations += recorder.num_iterations
+            self._result.num_preempted += recorder.num_recomputed
+        return self._result

@@ -1,0 +1,275 @@
+"""Simulates a fleet: a coordinator routes requests, and shards advance the replicas in parallel.
+
+Time passes in epochs. At the beginning of an epoch the router has the load reports that the
+replicas published at the end of the last one, and routes all requests of the epoch by them, as real
+routers do with loads that are up to one publishing interval old. So within an epoch no replica
+depends on another, and shards need to meet once per epoch only. Nothing depends on the number of
+processes: two runs, on any numbers of processes, are equal bit for bit.
+"""
+
+import gc
+import multiprocessing
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from math import inf
+from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
+
+from engine.errors import InvalidRequest
+from engine.research.fleet.autoscaler import Autoscaler, Scale
+from engine.research.fleet.figures import FleetFigures, FleetMoment, summarise_fleet
+from engine.research.fleet.router import Loads, block_size_of
+from engine.research.fleet.routers import FORECASTING, ROUTERS
+from engine.research.fleet.shard import LoadReport, Shard
+from engine.research.leaping.run import may_leap
+from engine.simulated.run import prepared
+from engine.simulated.trace import SHARED_BLOCK
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from multiprocessing.connection import Connection
+    from types import TracebackType
+
+    from engine.cost.model import CostModel
+    from engine.research.fleet.autoscaler import AutoscaleSettings
+    from engine.research.fleet.shard import ShardResult
+    from engine.simulated.run import Setup
+    from engine.simulated.trace import Arrival
+
+GC_THRESHOLDS = 100_000, 50, 50  # of the processes; a tenth of their time was garbage collection
+NUM_MOMENTS = 500  # samples of the fleet over time
+Routed = list[tuple[int, int]]  # number in the trace, and replica
+
+
+@dataclass(frozen=True, slots=True)
+class FleetSetup:
+    """Replicas with equal setups behind a router. With `autoscale` the number of replicas varies
+    within its bounds. `epoch`: seconds between two load reports. `seed`: of routers that choose at
+    random. `costs`: the cost models of the replicas, in turn; the setup's if there are none."""
+
+    setup: "Setup"
+    replicas: int
+    router: str = "round-robin"
+    autoscale: "AutoscaleSettings | None" = None
+    epoch: float = 0.1
+    processes: int = 1
+    seed: int = 0
+    costs: "tuple[CostModel, ...]" = ()
+
+    def __post_init__(self) -> None:
+        if self.router not in ROUTERS:
+            known = ", ".join(ROUTERS)
+            raise InvalidRequest(f"router must be one of {known}, not {self.router!r}", "router")
+        if self.replicas < 1:
+            raise InvalidRequest(f"replicas must be at least 1, not {self.replicas}", "replicas")
+
+    @property
+    def most(self) -> int:
+        """The largest number of replicas."""
+        return self.replicas if self.autoscale is None else self.autoscale.most
+
+    @property
+    def label(self) -> str:
+        return f"{self.router} × {self.setup.label}"
+
+
+class _Shards(Protocol):
+    def advance(self, until: float, routed: Routed) -> list[LoadReport]: ...
+
+    def results(self) -> "list[ShardResult]": ...
+
+
+class _InProcess:
+    """One shard in this process."""
+
+    def __init__(self, shard: Shard) -> None:
+        self._shard = shard
+
+    def advance(self, until: float, routed: Routed) -> list[LoadReport]:
+        return self._shard.advance(until, routed)
+
+    def results(self) -> "list[ShardResult]":
+        return [self._shard.result()]
+
+
+class _InProcesses:
+    """A copy of a new shard in each of several processes; replica n is in copy n % `count`."""
+
+    def __init__(self, shard: Shard, count: int) -> None:
+        context = multiprocessing.get_context("fork")  # the shards share the arrivals
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for _ in range(count):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, shard), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: "TracebackType | None",
+    ) -> None:
+        for pipe in self._pipes:
+            pipe.close()  # which ends the process
+        for process in self._processes:
+            process.join()
+
+    def advance(self, until: float, routed: Routed) -> list[LoadReport]:
+        count = len(self._pipes)
+        parts: list[Routed] = [[] for _ in range(count)]
+        for number, replica in routed:
+            parts[replica % count].append((number, replica))
+        for pipe, part in zip(self._pipes, parts, strict=True):
+            pipe.send((until, part))
+        return [LoadReport(*row) for pipe in self._pipes for row in pipe.recv()]
+
+    def results(self) -> "list[ShardResult]":
+        for pipe in self._pipes:
+            pipe.send(None)
+        return [pipe.recv() for pipe in self._pipes]
+
+
+def _serve(pipe: "Connection", shard: Shard) -> None:
+    """Advance this process's copy of a shard as the coordinator requests, until it closes the
+    pipe."""
+    gc.freeze()  # the arrivals, which the processes share, are never garbage
+    gc.set_threshold(*GC_THRESHOLDS)
+    try:
+        while (request := pipe.recv()) is not None:
+            pipe.send([tuple(report) for report in shard.advance(*request)])
+        pipe.send(shard.result())
+    except EOFError:
+        return
+
+
+class FleetRun(NamedTuple):
+    """What happened in a run: the results of each shard, samples of the fleet over time, and
+    replica-seconds."""
+
+    results: "list[ShardResult]"
+    moments: list[FleetMoment]
+    seconds: "_Seconds"
+
+
+def simulate_fleet(fleet: FleetSetup, arrivals: "Sequence[Arrival]") -> FleetFigures:
+    """The figures of `run_fleet`."""
+    return figures_of(fleet, arrivals, run_fleet(fleet, arrivals))
+
+
+def figures_of(fleet: FleetSetup, arrivals: "Sequence[Arrival]", run: FleetRun) -> FleetFigures:
+    """The figures of a run of these arrivals."""
+    return summarise_fleet(
+        fleet.label, arrivals, run.results, run.moments, run.seconds, fleet.setup.slo
+    )
+
+
+def run_fleet(fleet: FleetSetup, arrivals: "Sequence[Arrival]") -> FleetRun:
+    """Run the arrivals, which are sorted by time, until every request has ended.
+
+    Raises `InvalidRequest` for a setup or a load that only a single replica can run.
+    """
+    arrivals = prepared(fleet.setup, arrivals)
+    if not may_leap(fleet.setup, arrivals):
+        raise InvalidRequest(
+            "A fleet is simulated with one stage, without lookahead, KV windows and recurrent "
+            "states, and with requests that have no deadline, grammar, ITL goal or background "
+            "priority and that no client ends."
+        )
+    costs = fleet.costs or (fleet.setup.cost,)
+    setups = [replace(fleet.setup, cost=cost) for cost in costs]
+    shard = Shard(setups, arrivals, forecasts=fleet.router in FORECASTING)
+    with ExitStack() as stack:
+        shards: _Shards
+        if fleet.processes == 1:
+            shards = _InProcess(shard)
+        else:
+            shards = stack.enter_context(_InProcesses(shard, fleet.processes))
+        coordinator = _Coordinator(fleet, arrivals, shards)
+        coordinator.run()
+        return FleetRun(shards.results(), coordinator.moments, coordinator.seconds)
+
+
+class _Seconds(NamedTuple):
+    """Replica-seconds of a run."""
+
+    active: float
+    starting: float
+
+
+class _Coordinator:
+    """Routes the requests of each epoch, and passes on the reports."""
+
+    def __init__(self, fleet: FleetSetup, arrivals: "Sequence[Arrival]", shards: _Shards) -> None:
+        self._fleet = fleet
+        self._arrivals = arrivals
+        self._shards = shards
+        self._loads = Loads(fleet.most, fleet.seed)
+        size = block_size_of(arrivals[0]) if arrivals else SHARED_BLOCK
+        cache_blocks = max(1, fleet.setup.num_slots // size)
+        self._router = ROUTERS[fleet.router](self._loads, fleet.setup.cost, cache_blocks)
+        self._autoscaler = None if fleet.autoscale is None else Autoscaler(fleet.autoscale)
+        self._scale = Scale(fleet.replicas, 0)
+        if fleet.autoscale is not None:
+            self._scale = Scale(fleet.autoscale.least, 0)
+        self._loads.activate(range(self._scale.active))
+        self.moments: list[FleetMoment] = []
+        self.seconds = _Seconds(0.0, 0.0)
+
+    def run(self) -> None:
+        """Route all arrivals, then let every replica finish."""
+        span = self._arrivals[-1].at if self._arrivals else 0.0
+        sample_at = 0.0
+        for until, routed in self._epochs():
+            for report in self._shards.advance(until, routed):
+                self._loads.report(report)
+            if until >= sample_at:
+                sample_at += span / NUM_MOMENTS
+                self._sample(until)
+        self._shards.advance(inf, [])
+
+    def _epochs(self) -> "Iterator[tuple[float, Routed]]":
+        """The end of each epoch and its requests; each is routed when the last one has ended."""
+        arrivals, epoch, at = self._arrivals, self._fleet.epoch, 0
+        number = 0
+        while at < len(arrivals):
+            until = (number + 1) * epoch
+            self._rescale(number * epoch)
+            routed: Routed = []
+            while at < len(arrivals) and arrivals[at].at < until:
+                routed.append((at, self._router.route(arrivals[at])))
+                at += 1
+            self.seconds = _Seconds(
+                self.seconds.active + epoch * self._scale.active,
+                self.seconds.starting + epoch * self._scale.starting,
+            )
+            yield until, routed
+            number += 1
+
+    def _rescale(self, now: float) -> None:
+        if self._autoscaler is None:
+            return
+        before = self._scale
+        loads = self._loads
+        waiting, usage = float(loads.waiting_tokens.sum()), float(loads.usage[loads.active].mean())
+        self._scale = self._autoscaler.update(now, waiting, usage)
+        if self._scale.active != before.active:
+            self._loads.activate(range(self._scale.active))
+
+    def _sample(self, now: float) -> None:
+        loads = self._loads
+        self.moments.append(
+            FleetMoment(
+                now,
+                self._scale.active,
+                self._scale.starting,
+                int(loads.live.sum()),
+                int(loads.waiting_tokens.sum()),
+                int(loads.live.max()),
+            )
+        )

@@ -1,0 +1,1 @@
+"""Accelerators and models whose step times are computed from data sheets (rooflines)."""
