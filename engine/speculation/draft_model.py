@@ -21,19 +21,21 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from engine.cost.live import LiveCost
+    from engine.iteration import Iteration
     from engine.request import Request
-    from engine.step import RequestId, StepEntry
+    from engine.speculation.guesses import Guesses
+    from engine.step import RequestId, StepEntry, StepResult
 
 MIN_GAIN = 1.02  # of the expected tokens per second, for drafts to be proposed
 DRAFT_SECONDS = 5e-5  # of Python per draft, beside the cost models
 CATCH_UP_AT_ONCE = 32  # missing tokens that are computed with the proposals
-LEAST_PIECE = 32  # of a prompt
+MIN_PIECE = 32  # of a prompt
 MAX_SLOWDOWN = 0.25  # of an iteration with several decodes, by pieces of prompts
 EXPECTED_TOKENS = 256  # at most, that a request is expected to go on for
 MIN_RETURN = 2.0  # seconds that drafts save, for each that a prompt takes
 PROBE_DRAFTS = 3
 FIRST_PROBES = 6  # that need no credit, so that a server soon knows the rates
-MOST_PROBED = 512  # missing tokens of a request that is probed without credit
+MAX_PROBED = 512  # missing tokens of a request that is probed without credit
 PROBE_SHARE = 0.0015  # of the workers' time
 MAX_CREDIT = 1.0  # seconds
 PLAN_SECONDS = 1.5e-5  # of the event loop per decode, to find out whether proposals pay
@@ -78,7 +80,7 @@ class DraftModelProposer:
         self._ratio = size_ratio  # of the seconds of a pass to those of a step of as many tokens
         self._proposed: dict[RequestId, _Proposed] = {}
         self._in_flight: set[RequestId] = set()
-        self._credit = 0.0  # seconds, to probe requests with
+        self._probe_credit = 0.0  # seconds, to probe requests with
         self._num_free_probes = FIRST_PROBES
         self._plan_credit = FIRST_PLAN_CREDIT
         self._pays_now = False  # whether proposals paid in the last plan
@@ -131,13 +133,36 @@ class DraftModelProposer:
         if spec.num_tokens:
             self._in_flight.add(request.request_id)
 
-    def returned(self, request: "Request", tokens: tuple[int, ...]) -> None:
-        """An iteration returned these tokens; its output has been appended to the request's."""
+    def committed(self, iteration: "Iteration", result: "StepResult") -> None:
+        """The iteration's output was appended: keep the tokens that were proposed behind it, learn
+        what that took, and allow as much probing and planning as a share of the time."""
+        self._probe_credit = min(MAX_CREDIT, self._probe_credit + PROBE_SHARE * result.seconds)
+        self._plan_credit = min(MAX_CREDIT, self._plan_credit + PLAN_SHARE * result.seconds)
+        if not result.proposals:
+            return
+        late, proposals = set(result.late), iter(result.proposals)
+        specs: list[ProposalSpec] = []
+        num_fed = 0
+        rows = zip(iteration.step.entries, iteration.requests, strict=True)
+        for number, (entry, request) in enumerate(rows):
+            if (spec := entry.proposal) is None:
+                continue
+            specs.append(spec)
+            self._keep(request, next(proposals))
+            if not request.is_started:
+                continue  # it has ended, or lost its KV
+            request.num_drafted = min(spec.start + len(spec.tokens), request.num_computed)
+            if spec.num_tokens and number not in late:
+                num_fed += 1 + request.num_computed - entry.start
+                request.num_drafted = request.num_computed
+        self._learn(specs, num_fed, result.proposal_seconds)
+
+    def _keep(self, request: "Request", tokens: tuple[int, ...]) -> None:
         self._in_flight.discard(request.request_id)
         if tokens and request.is_started:
             self._proposed[request.request_id] = _Proposed(request.produced, tokens)
 
-    def learn(self, specs: "Sequence[ProposalSpec]", num_fed: int, seconds: float) -> None:
+    def _learn(self, specs: "Sequence[ProposalSpec]", num_fed: int, seconds: float) -> None:
         """The draft model took `seconds` for these specs, and for `num_fed` tokens of the step."""
         if seconds <= 0.0:
             return
@@ -148,16 +173,32 @@ class DraftModelProposer:
         ratio = self._ratio * seconds / predicted
         self._ratio += LEARNING_WEIGHT * (min(ratio, 4.0 * self._ratio) - self._ratio)
 
-    def iteration_took(self, seconds: float) -> None:
-        """Allow as much probing, and planning, as a share of the iteration's time."""
-        self._credit = min(MAX_CREDIT, self._credit + PROBE_SHARE * seconds)
-        self._plan_credit = min(MAX_CREDIT, self._plan_credit + PLAN_SHARE * seconds)
-
     def lost(self) -> None:
         """The worker died: no iteration in flight will return."""
         self._in_flight.clear()
 
     # Planning
+
+    def candidates(
+        self,
+        decodes: "Sequence[tuple[Request, StepEntry]]",
+        guesses: "Guesses",
+        num_drafts: int,
+    ) -> list[Candidate]:
+        """The decodes that at most `num_drafts` tokens can be proposed for. Background requests are
+        among them only if there are no others."""
+        candidates: list[Candidate] = []
+        only_background = all(request.spec.is_background for request, _ in decodes)
+        for place, (request, entry) in enumerate(decodes):
+            if request.spec.is_background and not only_background:
+                continue
+            limit = request.spec.max_tokens - request.produced - request.num_pending - 1
+            limit = min(num_drafts, limit - entry.num_drafts)
+            if limit > 0 and entry.sample is not None:
+                probabilities = guesses.rates(request, self.name).cumulative(1, limit)
+                num_missing = max(0, entry.start - request.num_drafted)
+                candidates.append(Candidate(place, request, entry, probabilities, num_missing))
+        return candidates
 
     def may_plan(self, num_decodes: int) -> bool:
         """Whether to plan for an iteration of so many decodes: always while proposals pay, else as
@@ -181,17 +222,17 @@ class DraftModelProposer:
         """What the draft model does in an iteration of `num_rows` rows that takes `seconds`, by the
         place of the decode. The iteration computes at most `most` more tokens, and takes at most
         `max_seconds`."""
-        ready = [one for one in candidates if one.num_missing <= CATCH_UP_AT_ONCE]
-        num_missing = sum(one.num_missing for one in ready)
+        ready = [decode for decode in candidates if decode.num_missing <= CATCH_UP_AT_ONCE]
+        num_missing = sum(decode.num_missing for decode in ready)
         depth = self._depth(ready, num_rows, seconds, max_seconds) if num_missing <= most else 0
         specs = {
-            one.place: one.spec(min(depth, len(one.probabilities)))
-            for one in ready
-            if depth and one.probabilities
+            decode.place: decode.spec(min(depth, len(decode.probabilities)))
+            for decode in ready
+            if depth and decode.probabilities
         }
         if specs or len(ready) < len(candidates):
             left = min(max_seconds - seconds, seconds * (MAX_SLOWDOWN if num_rows > 1 else 1.0))
-            behind = [one for one in candidates if one.num_missing > CATCH_UP_AT_ONCE]
+            behind = [decode for decode in candidates if decode.num_missing > CATCH_UP_AT_ONCE]
             specs |= self._pieces(behind, num_rows, seconds, most - num_missing, left)
         self._pays_now = bool(specs)
         return specs or self._probe(candidates, most)
@@ -201,15 +242,15 @@ class DraftModelProposer:
     ) -> int:
         """How many tokens to propose for each of these decodes; 0 if none pay."""
         model = self._cost.model
-        missing = sum(one.num_missing for one in ready)
+        missing = sum(decode.num_missing for decode in ready)
         expected, best, best_rate = float(num_rows), 0, MIN_GAIN * num_rows / max(seconds, 1e-9)
         rows: list[int] = []
         num_drafts = 0
-        for depth in range(max((len(one.probabilities) for one in ready), default=0)):
-            found = [one.probabilities[depth] for one in ready if len(one.probabilities) > depth]
-            expected += sum(found)
-            num_drafts += len(found)
-            rows.append(len(found))
+        for depth in range(max((len(decode.probabilities) for decode in ready), default=0)):
+            deep = [decode for decode in ready if len(decode.probabilities) > depth]
+            expected += sum(decode.probabilities[depth] for decode in deep)
+            num_drafts += len(deep)
+            rows.append(len(deep))
             verifying = model.tokens(num_rows + num_drafts) - model.tokens(num_rows)
             verifying += num_drafts * (model.per_draw + DRAFT_SECONDS)
             drafting = self._pass_seconds(missing + 2 * rows[0], rows[1:])
@@ -230,24 +271,24 @@ class DraftModelProposer:
     ) -> dict[int, ProposalSpec]:
         """Pieces of prompts for the draft model to compute, as far as they pay."""
         specs: dict[int, ProposalSpec] = {}
-        for one in behind:
-            if most < LEAST_PIECE or max_seconds <= 0.0:
+        for decode in behind:
+            if most < MIN_PIECE or max_seconds <= 0.0:
                 break
-            if not self._pays(one, num_rows, seconds):
+            if not self._pays(decode, num_rows, seconds):
                 continue
-            count = min(one.num_missing, most)
-            while count > LEAST_PIECE and self._pass_seconds(count, ()) > max_seconds:
+            count = min(decode.num_missing, most)
+            while count > MIN_PIECE and self._pass_seconds(count, ()) > max_seconds:
                 count //= 2
-            specs[one.place] = one.spec(0, count)
+            specs[decode.place] = decode.spec(0, count)
             most -= count
             max_seconds -= self._pass_seconds(count, ())
         return specs
 
-    def _pays(self, one: Candidate, num_rows: int, seconds: float) -> bool:
+    def _pays(self, decode: Candidate, num_rows: int, seconds: float) -> bool:
         """Whether drafts will probably save more time than computing the request's prompt takes, if
         all requests of the iteration have as good ones."""
         model, gain, saved = self._cost.model, 1.0, 0.0
-        for depth, probability in enumerate(one.probabilities, 1):
+        for depth, probability in enumerate(decode.probabilities, 1):
             gain += probability
             slower = model.tokens(num_rows * (1 + depth)) - model.tokens(num_rows)
             slower += num_rows * depth * (model.per_draw + DRAFT_SECONDS)
@@ -256,24 +297,24 @@ class DraftModelProposer:
                 saved = max(saved, (seconds - (seconds + slower) / gain) / num_rows)
         if saved <= 0.0:  # per token of the request
             return False
-        remaining = min(EXPECTED_TOKENS, one.request.spec.max_tokens - one.request.produced)
-        return saved * remaining > MIN_RETURN * self._pass_seconds(one.num_missing, ())
+        remaining = min(EXPECTED_TOKENS, decode.request.spec.max_tokens - decode.request.produced)
+        return saved * remaining > MIN_RETURN * self._pass_seconds(decode.num_missing, ())
 
     def _probe(self, candidates: "list[Candidate]", most: int) -> dict[int, ProposalSpec]:
         """Proposals for one request, if there is credit for them."""
         if not candidates:
             return {}
         self._first = (self._first + 1) % len(candidates)
-        one = candidates[self._first]
-        seconds = self._pass_seconds(one.num_missing + 2, [1] * (PROBE_DRAFTS - 1))
-        is_free = self._num_free_probes > 0 and one.num_missing <= MOST_PROBED
-        if one.num_missing > most or not (is_free or seconds <= self._credit):
+        decode = candidates[self._first]
+        seconds = self._pass_seconds(decode.num_missing + 2, [1] * (PROBE_DRAFTS - 1))
+        is_free = self._num_free_probes > 0 and decode.num_missing <= MAX_PROBED
+        if decode.num_missing > most or not (is_free or seconds <= self._probe_credit):
             return {}
         if is_free:
             self._num_free_probes -= 1
         else:
-            self._credit -= seconds
-        return {one.place: one.spec(PROBE_DRAFTS)}
+            self._probe_credit -= seconds
+        return {decode.place: decode.spec(PROBE_DRAFTS)}
 
     def _pass_seconds(self, first: int, later: "Sequence[int]") -> float:
         """Seconds of the draft model for a pass of `first` tokens, and passes of `later` tokens."""

@@ -171,12 +171,12 @@ def test_plans_take_a_share_of_the_time_while_proposals_do_not_pay() -> None:
         Candidate(number, *a_decode(a_request(number=number)), [0.5, 0.3], 8)
         for number in range(64)
     ]
-    num_plans = 0
+    num_plans, idle = 0, Iteration(Step(StepId(0), ()), ())
     for _ in range(1000):
         if model.may_plan(len(candidates)):
             model.plan(candidates, 64, 0.05, 100, inf)
             num_plans += 1
-        model.iteration_took(0.05)
+        model.committed(idle, StepResult(StepId(0), (), 0.05))
     spent = num_plans * PLAN_SECONDS * len(candidates)
     assert 0.0 < spent <= FIRST_PLAN_CREDIT + PLAN_SHARE * 1000 * 0.05
 
