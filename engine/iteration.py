@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from engine.request import Request
-    from engine.step import BlockMove, Step, StepResult, Tier, TokenLogprobs
+    from engine.step import BlockMove, Page, Step, StepResult, Tier, TokenLogprobs
 
 T = TypeVar("T")
 
@@ -91,24 +91,21 @@ class EntryResults(NamedTuple):
 
 
 class Save(NamedTuple):
-    """A copy of a cached device block, or of a snapshot, to a slot of a tier below."""
+    """A copy of a cached page of the device to a slot of a tier below."""
 
     tier: "Tier"
-    block: int
+    page: "Page"
     slot: int
-    block_hash: bytes
-    is_state: bool = False
+    name: bytes
 
 
 class Load(NamedTuple):
-    """A copy of a cached block in a tier below, read into a device block of a request; or of a
-    snapshot, read into its state slot."""
+    """A page in a tier below that is read into a page of a request."""
 
     request: "Request"
     tier: "Tier"
-    block: int
-    block_hash: bytes
-    is_state: bool = False
+    page: "Page"
+    name: bytes
 
 
 class Swaps(NamedTuple):

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from engine.errors import EngineError, RequestCancelled, StepFailed, Unavailable, WorkerLost
 from engine.request import Abort, Request, RequestSpec
-from engine.step import ReadAhead, Tier
+from engine.step import ReadAhead
 from engine.stream import TokenStream
 
 if TYPE_CHECKING:
@@ -29,10 +29,9 @@ if TYPE_CHECKING:
 
     from engine.control.scheduler import IterationScheduler
     from engine.iteration import Iteration
-    from engine.kv.saved_blocks import StoreNames
     from engine.policy.port import Policy
     from engine.ports import Clock, StepExecutor, StepFuture, StoreLookup
-    from engine.step import RequestId
+    from engine.step import PageKind, RequestId
 
 logger = logging.getLogger(__name__)
 
@@ -182,25 +181,27 @@ class Engine:
         return request
 
     def _begin_lookup(self, request: Request, lookup: "StoreLookup") -> None:
-        names = self.scheduler.kv.to_look_up(request)
-        if names.blocks or names.states:
+        names = self.scheduler.kv.search.to_look_up(request)
+        if names:
             request.awaits_lookup = True
             task = asyncio.get_running_loop().create_task(self._look_up(request, names, lookup))
             self._lookups.add(task)
             task.add_done_callback(self._lookups.discard)
 
-    async def _look_up(self, request: Request, names: "StoreNames", lookup: "StoreLookup") -> None:
+    async def _look_up(
+        self, request: Request, names: "list[tuple[PageKind, bytes]]", lookup: "StoreLookup"
+    ) -> None:
         """Let the scheduler know what the store has of a prompt; then the request may start."""
         try:
-            found = await lookup.find([*names.blocks, *names.states])
-            self.scheduler.ledger.below.learn(Tier.STORE, found, names)
+            stored = await lookup.find([name for _, name in names])
+            self.scheduler.kv.search.learn(names, stored)
         finally:
             request.awaits_lookup = False
             self._wakeup.set()
 
     def _begin_read(self, request: Request, read: "Callable[[ReadAhead], object]") -> None:
         """Let the workers read what the request will load, while it waits for an iteration."""
-        copies = self.scheduler.kv.read_ahead(request)
+        copies = self.scheduler.kv.search.read_ahead(request)
         if copies is not None:
             self._reads.add(request.request_id)
             read(copies)
@@ -269,7 +270,7 @@ class Engine:
         except TimeoutError:
             error = Unavailable("The server shut down before the response was complete.")
             self._wake(self.scheduler.fail_all(error, self._clock()))
-        if self.scheduler.ledger.saves and self.failure is None:
+        if self.scheduler.kv.saves and self.failure is None:
             self._wakeup.set()
             self._is_saved.clear()
             with contextlib.suppress(TimeoutError):
@@ -339,7 +340,7 @@ class Engine:
             return False
         else:
             if not oldest.iteration.requests:
-                self.scheduler.saved(oldest.iteration)
+                self.scheduler.saved(oldest.iteration, result)
                 return True
             streams = self._streams
             finished: list[Request] = []

@@ -210,23 +210,44 @@ class Tier(StrEnum):
     STORE = "store"  # shared with other servers
 
 
+class PageKind(StrEnum):
+    """What a page holds. Pages of one kind have the same size and are numbered together."""
+
+    BLOCK = "block"  # the KV of a run of tokens, in one layer group
+    SNAPSHOT = "snapshot"  # the states of all recurrent layers after some tokens
+
+
+class Page(NamedTuple):
+    """A page on the device."""
+
+    kind: PageKind
+    number: int
+
+
+class StoredPage(NamedTuple):
+    """A page in a slot of a tier below the device, and the hash of its content."""
+
+    kind: PageKind
+    slot: int
+    name: bytes
+
+
 class ReadAhead(NamedTuple):
-    """Copies in the disk tier that a waiting request will load: slots, and the hashes of what they
-    have. A worker reads them into host memory meanwhile. With no copies the request needs none any
-    more, and what was read for it is dropped."""
+    """Copies in the disk tier that a waiting request will load. A worker reads them into host
+    memory meanwhile. With no copies the request needs none any more, and what was read for it is
+    dropped."""
 
     request_id: RequestId
-    blocks: tuple[tuple[int, bytes], ...] = ()
-    states: tuple[tuple[int, bytes], ...] = ()
+    copies: tuple[StoredPage, ...] = ()
 
 
 class BlockMove(NamedTuple):
-    """A copy of KV blocks between device and a tier below: `device[i]` to or from `host[i]`.
+    """A copy of pages of a kind between device and a tier below: `device[i]` to or from `host[i]`.
 
-    `device` and `host` are block numbers as little-endian int32, equally many; those of `host`
-    count the blocks of `tier`. On disk each copy is stored with its content's hash, and read only
-    if it has this hash: `hashes` has them, `HASH_BYTES` each. The copy starts
-    after the steps before it and has ended when the step's result is returned. If `is_awaited`,
+    `device` and `host` are page numbers as little-endian int32, equally many; those of `host`
+    count the pages of this kind in `tier`. On disk each copy is stored with its content's hash, and
+    read only if it has this hash: `hashes` has them, `HASH_BYTES` each. The copy starts after the
+    steps before it and has ended when the step's result is returned. If `is_awaited`,
     it must end before the step computes, since an entry reads the blocks that are swapped in or
     overwrites the blocks that are swapped out. All other moves write no block that an entry reads
     or writes, and read none that an entry writes, so they may run in parallel with the compute.
@@ -240,7 +261,7 @@ class BlockMove(NamedTuple):
     is_awaited: bool
     tier: Tier = Tier.HOST
     hashes: bytes = b""
-    is_state: bool = False
+    kind: PageKind = PageKind.BLOCK
 
     @property
     def num_blocks(self) -> int:
@@ -314,11 +335,10 @@ class StepResult:
     entry, with one item per target id. Both are empty if no entry requests any. The tokens of
     entries in `faults` are meaningless. So are those of the entries numbered in `late`: their
     last token has to be computed again in a later step. `seconds` is the worker's own time.
-    `unread` are device blocks that moves from the disk or a store could not fill, `unread_states`
-    the state slots. `vectors` has one vector for
-    each entry with `pooling`, in their order, as little-endian float32. `proposals` has the
-    proposed tokens of each entry with `proposal`; `proposal_seconds`, a part of `seconds`, is the
-    draft model's time.
+    `unread` are device pages that moves from the disk or a store could not fill. `vectors` has one
+    vector for each entry with `pooling`, in their order, as little-endian float32. `proposals` has
+    the proposed tokens of each entry with `proposal`; `proposal_seconds`, a part of `seconds`, is
+    the draft model's time.
     """
 
     step_id: StepId
@@ -329,11 +349,10 @@ class StepResult:
     faults: tuple[Fault, ...] = ()
     late: tuple[int, ...] = ()
     num_accepted: tuple[int, ...] = ()
-    unread: tuple[int, ...] = ()
+    unread: tuple[Page, ...] = ()
     vectors: tuple[bytes, ...] = ()
     proposals: tuple[tuple[int, ...], ...] = ()
     proposal_seconds: float = 0.0
-    unread_states: tuple[int, ...] = ()
 
 
 class StepTimes(NamedTuple):

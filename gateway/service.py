@@ -164,7 +164,7 @@ class Service:
         """The most output tokens after such a prompt; `ContextTooLong` if there are none."""
         self.engine.check_fits(prompt_len, 1)
         scheduler = self.engine.scheduler
-        room = min(scheduler.settings.max_model_len, scheduler.ledger.longest_request + 1)
+        room = min(scheduler.settings.max_model_len, scheduler.kv.longest_request + 1)
         return room - prompt_len
 
 

@@ -7,7 +7,6 @@ submission: moves, then compute.
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from engine.iteration import Iteration
 from engine.request import Request, State
@@ -17,6 +16,8 @@ from engine.step import (
     BlockMove,
     BlockTable,
     Direction,
+    Page,
+    PageKind,
     StateSlots,
     Step,
     StepEntry,
@@ -26,13 +27,6 @@ from engine.worker.sampling.outputs import OutputMemory
 
 # By slot: the layer group, and all tokens up to the one whose KV is there.
 Memory = dict[int, tuple[int, ...]]
-
-
-class UnreadRows(NamedTuple):
-    """The device blocks and state slots that moves from the disk could not fill."""
-
-    blocks: tuple[int, ...]
-    states: tuple[int, ...]
 
 
 def tables_of(entry: StepEntry) -> tuple[BlockTable, ...]:
@@ -50,8 +44,8 @@ class RememberingDevice:
         self._windows = windows
         self._device: Memory = {}
         self._states: Memory = {}
-        self._below: dict[tuple[Tier, bool], Memory] = {
-            (tier, is_state): {} for tier in Tier for is_state in (False, True)
+        self._below: dict[tuple[Tier, PageKind], Memory] = {
+            (tier, kind): {} for tier in Tier for kind in PageKind
         }
         self._outputs = OutputMemory()
         self.unreadable: set[int] = set()  # slots of the disk and of a shared store
@@ -66,24 +60,16 @@ class RememberingDevice:
             if tier is Tier.HOST:
                 memory.clear()
 
-    def run(self, iteration: Iteration) -> UnreadRows:
+    def run(self, iteration: Iteration) -> tuple[Page, ...]:
         """Carry out the oldest step in flight, except for requests that are leaving or have KV that
         cannot be read."""
-        unread = UnreadRows(*(self._move_all(iteration.step.moves, one) for one in (False, True)))
-        failed = {
-            load.request
-            for load in iteration.loads
-            if load.block in (unread.states if load.is_state else unread.blocks)
-        }
+        unread = tuple(page for move in iteration.step.moves for page in self._copy(move))
+        failed = {load.request for load in iteration.loads if load.page in unread}
         for entry, request in zip(iteration.step.entries, iteration.requests, strict=True):
             if request.state is State.RUNNING and request not in failed:
                 self._compute(entry, request)
         self._check_outputs(iteration)
         return unread
-
-    def _move_all(self, moves: Iterable[BlockMove], is_state: bool) -> tuple[int, ...]:
-        """Make the moves of blocks, or those of states; returns what could not be read."""
-        return tuple(row for move in moves if move.is_state is is_state for row in self._copy(move))
 
     def _check_outputs(self, iteration: Iteration) -> None:
         """What the worker reads is the whole output, though most steps carry one token of it."""
@@ -103,8 +89,8 @@ class RememberingDevice:
             assert sample.prompt == (request.spec.prompt if is_repetition else ())
             assert sample.grammar == request.spec.grammar
 
-    def _copy(self, move: BlockMove) -> list[int]:
-        size = 1 if move.is_state else self._block_size
+    def _copy(self, move: BlockMove) -> list[Page]:
+        size = self._block_size if move.kind is PageKind.BLOCK else 1
         unread = []
         for device, host in zip(array("i", move.device), array("i", move.host), strict=True):
             is_in = move.direction is Direction.IN
@@ -112,10 +98,10 @@ class RememberingDevice:
             is_lost = is_in and move.tier is not Tier.HOST and host in self.unreadable
             is_lost &= bool(move.hashes)
             if is_lost:
-                unread.append(device)
+                unread.append(Page(move.kind, device))
             for offset in range(size):
-                source = self._states if move.is_state else self._device
-                target = self._below[move.tier, move.is_state]
+                source = self._device if move.kind is PageKind.BLOCK else self._states
+                target = self._below[move.tier, move.kind]
                 at, to = device * size + offset, host * size + offset
                 if is_in:
                     source, target, at, to = target, source, to, at
@@ -171,7 +157,10 @@ def check_moves(newest: Step, in_flight: Iterable[Iteration], block_size: int) -
     steps = [newest, *[iteration.step for iteration in in_flight]]
     _check_states(newest, steps)
     beside = [
-        move for step in steps for move in step.moves if not move.is_awaited and not move.is_state
+        move
+        for step in steps
+        for move in step.moves
+        if not move.is_awaited and move.kind is PageKind.BLOCK
     ]
     moving = {block for move in beside for block in array("i", move.device)}
     coming = {
@@ -180,8 +169,8 @@ def check_moves(newest: Step, in_flight: Iterable[Iteration], block_size: int) -
         if move.direction is Direction.IN
         for block in array("i", move.device)
     }
-    for is_state in (False, True):
-        moves = [move for step in steps for move in step.moves if move.is_state == is_state]
+    for kind in PageKind:
+        moves = [move for step in steps for move in step.moves if move.kind is kind]
         below = [
             (move.tier, block)
             for move in moves
@@ -200,7 +189,8 @@ def check_moves(newest: Step, in_flight: Iterable[Iteration], block_size: int) -
 
 def _check_states(newest: Step, steps: Iterable[Step]) -> None:
     """No entry writes a state that another entry reads or writes, or that moves beside the step."""
-    moves = [move for step in steps for move in step.moves if move.is_state and not move.is_awaited]
+    moves = [move for step in steps for move in step.moves if not move.is_awaited]
+    moves = [move for move in moves if move.kind is PageKind.SNAPSHOT]
     moving = {slot for move in moves for slot in array("i", move.device)}
     coming = {s for m in moves if m.direction is Direction.IN for s in array("i", m.device)}
     states = [entry.state for entry in newest.entries if entry.state is not None]

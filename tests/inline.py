@@ -14,7 +14,7 @@ from engine.loop import Engine
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.request import FinishReason, Request, RequestSpec
 from engine.speculation.drafter import Drafter
-from engine.step import HASH_BYTES, Step, StepResult, TokenLogprobs
+from engine.step import HASH_BYTES, PageKind, Step, StepResult, TokenLogprobs
 from engine.transport.inline import InlineExecutor, ResultFuture
 from engine.worker.process.worker import Worker
 
@@ -95,8 +95,9 @@ def play(
             num_disk_states=len(report.disk_state_hashes) // HASH_BYTES,
         )
     )
-    ledger.below.restore_disk(report.disk_hashes, report.disk_state_hashes)
     scheduler = IterationScheduler(settings, ledger, FirstComeFirstServed(), drafter=drafter)
+    hashes, state_hashes = report.disk_hashes, report.disk_state_hashes
+    scheduler.kv.search.restore_disk({PageKind.BLOCK: hashes, PageKind.SNAPSHOT: state_hashes})
     executor = Mortal(worker, dies_in, 1 + lookahead)
     engine = Engine(scheduler, executor, time.perf_counter, lookahead=lookahead)
     outcomes = asyncio.run(_serve(engine, specs))

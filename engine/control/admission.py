@@ -28,6 +28,7 @@ from itertools import islice
 from math import inf
 from typing import TYPE_CHECKING
 
+from engine.kv.cache import Shortage
 from engine.policy.port import Preemption
 from engine.request import Move, Request, State
 
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from engine.events import Observer
-    from engine.kv.manager import KVManager
+    from engine.kv.cache import KVCache
     from engine.policy.port import SortKey
     from engine.pool import RequestPool
 
@@ -80,7 +81,7 @@ class AdmissionControl:
     def __init__(
         self,
         settings: AdmissionSettings,
-        kv: "KVManager",
+        kv: "KVCache",
         pool: "RequestPool",
         observer: "Observer",
     ) -> None:
@@ -105,9 +106,8 @@ class AdmissionControl:
     def admit(self, request: Request, now: float) -> bool:
         """Start a waiting or swapped request if its blocks are available, or can be made available
         by preemption. KV on the host is swapped in before the request runs."""
-        missing = self.num_missing(request)
-        is_short = missing > 0 or self._kv.num_states_missing(request) > 0
-        if is_short and not self._make_room_to_start(request, missing, now):
+        short = self.missing(request)
+        if short.is_any and not self._make_room_to_start(request, short, now):
             return False
         self.start(request, now, is_awaited=True)
         return True
@@ -115,7 +115,7 @@ class AdmissionControl:
     def make_room_to_grow(self, request: Request, num_slots: int, now: float) -> bool:
         """Make a started request hold so many slots, for which blocks lack, by preempting other
         requests. Returns False, and preempts none, if that gains too few blocks."""
-        missing = self._kv.num_missing(request, num_slots)
+        missing = self._kv.missing(request, num_slots).blocks
         victims: list[Request] = []
         comes_first = self._grows and self.is_protected(request)
         candidates = self._victims_of_protected if comes_first else self._victims
@@ -131,7 +131,7 @@ class AdmissionControl:
         return self._kv.reserve(request, num_slots)
 
     def start(self, request: Request, now: float, *, is_awaited: bool) -> None:
-        """Give a request its KV, for which there is room (`num_missing` is 0 or less). If it is
+        """Give a request its KV, for which there is room (`missing`). If it is
         swapped, the move is awaited by the step being planned, or runs beside it."""
         self._kv.start(request, self._slots_to_start(request), now, is_awaited=is_awaited)
         request.num_step_overs = 0
@@ -142,11 +142,12 @@ class AdmissionControl:
             request.admitted_at = now
             request.num_cached = request.num_computed
 
-    def num_missing(self, request: Request) -> int:
-        """Blocks that lack for the request to start; with `GROW` one block of each layer group is
+    def missing(self, request: Request) -> Shortage:
+        """Pages that lack for the request to start; with `GROW` one block of each layer group is
         left free for each admitted request to grow into."""
-        headroom = self._pool.num_admitted * self._kv.num_groups if self._grows else 0
-        return self._kv.num_missing_to_start(request, self._slots_to_start(request)) + headroom
+        headroom = self._pool.num_admitted * len(self._kv.groups) if self._grows else 0
+        blocks, states = self._kv.missing(request, self._slots_to_start(request))
+        return Shortage(blocks + headroom, states)
 
     @property
     def may_preempt_to_start(self) -> bool:
@@ -169,26 +170,24 @@ class AdmissionControl:
         preempt it."""
         return request.produced >= request.produced_at_start + self._settings.min_run
 
-    def _make_room_to_start(self, request: Request, missing: int, now: float) -> bool:
-        """Preempt less urgent requests until this one fits, for which `missing` blocks lack; none
-        if all together gain too few."""
+    def _make_room_to_start(self, request: Request, short: Shortage, now: float) -> bool:
+        """Preempt less urgent requests until this one fits, for which pages lack; none if all
+        together gain too few."""
+        missing, fewest = short  # each victim has one state, or more
         if not self.may_preempt_to_start or missing > self._reclaimable:
             return False
         if not self._pool.count(READY):  # all started requests are in the iteration, or in flight
             return False
-        fewest = self._kv.num_states_missing(request)  # each victim has one state, or more
         victims: list[Request] = []
-        needed, shared = missing, None
-        headroom = self._kv.num_groups if self._grows else 0
-        host_left = self._kv.num_host_free if self._settings.swaps else 0
+        needed = missing
+        headroom = len(self._kv.groups) if self._grows else 0
+        host_left = self._kv.room.host_blocks if self._settings.swaps else 0
         for victim in self._victims(request, now):
             num_swapped = self._kv.num_to_swap(victim)
             if self._may_start_for(victim, request, is_kept=num_swapped <= host_left):
                 victims.append(victim)
                 host_left -= num_swapped
-                if shared is None:
-                    shared = self._kv.shared_blocks(request)
-                missing -= self._kv.num_gained(victim, exclude=shared) + headroom
+                missing -= self._kv.num_gained(victim, request) + headroom
                 if missing <= 0 and len(victims) >= fewest:
                     break
         if missing > 0 or len(victims) < fewest:
@@ -197,7 +196,7 @@ class AdmissionControl:
             return False
         for victim in victims:
             self._preempt(victim, now)
-        assert self.num_missing(request) <= 0, "preemption gained fewer blocks than counted"
+        assert self.missing(request).blocks <= 0, "preemption gained fewer blocks than counted"
         return True
 
     def _slots_to_start(self, request: Request) -> int:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from engine.control.settings import SchedulerSettings
     from engine.cost.live import LiveCost
-    from engine.kv.manager import KVManager
+    from engine.kv.cache import KVCache
     from engine.pool import RequestPool
 
 
@@ -21,7 +21,7 @@ class Arrivals:
     def __init__(
         self,
         settings: "SchedulerSettings",
-        kv: "KVManager",
+        kv: "KVCache",
         pool: "RequestPool",
         cost: "LiveCost",
     ) -> None:
@@ -40,7 +40,7 @@ class Arrivals:
         self._check_queue(len(spec.prompt))
         request = Request(RequestId(self._next_request_id), spec, arrived_at=now)
         has_deadline = spec.ttft_deadline is not None or spec.deadline is not None
-        num_tokens = self._kv.num_to_compute(request) if has_deadline else len(spec.prompt)
+        num_tokens = self._kv.search.num_to_compute(request) if has_deadline else len(spec.prompt)
         self._pool.policy.validate(spec, num_tokens, now)
         self._next_request_id += 1
         self._pool.add(request)
@@ -49,7 +49,7 @@ class Arrivals:
 
     def check_fits(self, prompt_len: int, max_tokens: int) -> None:
         """Raise `ContextTooLong` if so many tokens exceed the context or the KV cache."""
-        limit, longest = self._settings.max_model_len, self._kv.ledger.longest_request
+        limit, longest = self._settings.max_model_len, self._kv.longest_request
         if prompt_len + max_tokens > limit:
             raise ContextTooLong(prompt_len, max_tokens, limit, "maximum context length")
         if prompt_len + max(0, max_tokens - 1) > longest:

@@ -16,7 +16,7 @@ from engine.step import (
 )
 
 if TYPE_CHECKING:
-    from engine.kv.manager import KVManager
+    from engine.kv.cache import KVCache
     from engine.request import Request
 
 
@@ -60,7 +60,7 @@ class BatchBuilder:
         """Whether a suspect has to wait for another suspect."""
         return self.has_suspect or suspect.num_crashes > self.least_crashes
 
-    def add(self, request: "Request", num_tokens: int, kv: "KVManager", *, is_last: bool) -> None:
+    def add(self, request: "Request", num_tokens: int, kv: "KVCache", *, is_last: bool) -> None:
         """Add the next `num_tokens` tokens of a request whose slots are reserved. If they are the
         last of its known tokens (`is_last`), a token is sampled after them, or they are pooled."""
         spec, request_id, start = request.spec, request.request_id, request.num_planned
@@ -75,11 +75,10 @@ class BatchBuilder:
         samples = is_last and spec.pooling is None
         sample = request.constant_sample or self._sample_spec(request) if samples else None
         targets = None if spec.prompt_logprobs is None else _targets(request, start, stop)
-        blocks = kv.ledger.table(request_id)
+        blocks, tables, state = kv.pages(request, start, stop)
         entry = StepEntry(request_id, start, tokens, blocks, sample, targets)
         if not kv.keeps_all:
-            state = kv.plan_state(request, start, stop)
-            entry = kv.with_blocks(request, entry)._replace(state=state)
+            entry = entry._replace(tables=tables, state=state)
         if spec.lora is not None:
             entry = entry._replace(lora_id=spec.lora.lora_id)
             self._has_loras = True
@@ -98,19 +97,19 @@ class BatchBuilder:
     def has_prefills(self) -> bool:
         return bool(self.prefills)
 
-    def add_drafts(self, index: int, drafts: tuple[int, ...], kv: "KVManager") -> None:
+    def add_drafts(self, index: int, drafts: tuple[int, ...], kv: "KVCache") -> None:
         """Let decode number `index`, whose slots are reserved, compute these drafts too."""
         request, entry = self.decodes[index]
         entry = entry._replace(tokens=entry.tokens + drafts, num_drafts=len(drafts))
-        self.decodes[index] = (request, kv.plan_drafts(request, entry))
+        self.decodes[index] = (request, kv.extend(request, entry, has_new_drafts=True))
         self.tokens_left -= len(drafts)
         request.num_planned += len(drafts)
 
-    def add_proposal(self, index: int, spec: ProposalSpec, kv: "KVManager") -> None:
+    def add_proposal(self, index: int, spec: ProposalSpec, kv: "KVCache") -> None:
         """Let the draft model propose tokens behind decode number `index`, whose slots are
         reserved."""
         request, entry = self.decodes[index]
-        self.decodes[index] = (request, kv.with_blocks(request, entry)._replace(proposal=spec))
+        self.decodes[index] = (request, kv.extend(request, entry)._replace(proposal=spec))
         self.tokens_left -= len(spec.tokens)
 
     @property

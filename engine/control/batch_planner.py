@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from engine.control.settings import SchedulerSettings
     from engine.control.swap_planner import SwapPlanner
     from engine.cost.live import LiveCost
-    from engine.kv.manager import KVManager
+    from engine.kv.cache import KVCache
     from engine.pool import RequestPool
 
 WAITING, READY, SWAPPED = State.WAITING, State.READY, State.SWAPPED  # bound once, for the hot
@@ -32,7 +32,7 @@ class BatchPlanner:
         self,
         settings: "SchedulerSettings",
         pool: "RequestPool",
-        kv: "KVManager",
+        kv: "KVCache",
         admission: "AdmissionControl",
         swap_planner: "SwapPlanner",
         cost: "LiveCost",
@@ -41,7 +41,7 @@ class BatchPlanner:
         self._takes_whole_batch = settings.admission is Admission.REQUEST
         self._pool = pool
         self._kv = kv
-        self._unit = kv.block_size if kv.num_groups else 1  # slots that are reserved at once
+        self._unit = kv.block_size if kv.groups else 1  # slots that are reserved at once
         self._admission = admission
         self._swap_planner = swap_planner
         self._seats = SeatBound(settings, pool)

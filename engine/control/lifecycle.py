@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from engine.events import Observer
     from engine.iteration import Iteration
-    from engine.kv.manager import KVManager
+    from engine.kv.cache import KVCache
     from engine.pool import RequestPool
 
 LEAVING = State.LEAVING  # bound once, for the hot path (see engine.pool)
@@ -27,7 +27,7 @@ class Lifecycle:
     """Ends requests. `num_committed` counts the iterations that returned, failed ones included."""
 
     def __init__(
-        self, kv: "KVManager", pool: "RequestPool", observer: "Observer", max_crashes: int
+        self, kv: "KVCache", pool: "RequestPool", observer: "Observer", max_crashes: int
     ) -> None:
         self.num_committed = 0
         self._kv = kv
@@ -118,7 +118,7 @@ class Lifecycle:
         self._observer.worker_lost(now)
         ended: list[Request] = []
         for iteration in in_flight:
-            for request in self._kv.abandon_swaps(iteration):
+            for request in self._kv.finish(iteration, None).leaving:
                 self.iteration_returned(request, now)
         for request in dict.fromkeys(r for iteration in in_flight for r in iteration.requests):
             request.num_in_flight = 0

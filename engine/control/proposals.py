@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from engine.control.batch_builder import BatchBuilder
     from engine.control.settings import SchedulerSettings
     from engine.iteration import Iteration
-    from engine.kv.manager import KVManager
+    from engine.kv.cache import KVCache
     from engine.pool import RequestPool
     from engine.request import Request
     from engine.speculation.drafter import Drafter
@@ -24,7 +24,7 @@ class Proposals:
     def __init__(
         self,
         drafter: "Drafter | None",
-        kv: "KVManager",
+        kv: "KVCache",
         pool: "RequestPool",
         settings: "SchedulerSettings",
     ) -> None:
@@ -55,7 +55,7 @@ class Proposals:
         kv, max_seconds = self._kv, self._max_seconds
         spare = _SpareBlocks(kv, len(self._pool.started))
         for index, drafts in drafter.choose(batch.decodes, batch.tokens_left, max_seconds).items():
-            drafts = drafts[: kv.most_drafts(len(drafts))]
+            drafts = drafts[: kv.room.drafts]
             if drafts and spare.take(batch.decodes[index][0], len(drafts)):
                 batch.add_drafts(index, drafts, kv)
         for index, spec in drafter.proposals(batch.decodes, batch.tokens_left, max_seconds).items():
@@ -83,15 +83,15 @@ class Proposals:
 class _SpareBlocks:
     """The free blocks that drafts may take."""
 
-    def __init__(self, kv: "KVManager", num_started: int) -> None:
+    def __init__(self, kv: "KVCache", num_started: int) -> None:
         self._kv = kv
-        self._num_left = kv.num_free - num_started
+        self._num_left = kv.room.blocks - num_started
 
     def take(self, request: "Request", num_slots: int) -> bool:
         """Reserve `num_slots` slots behind those planned for the request; False, and no change, if
         too few blocks are left."""
         slots = request.num_planned + num_slots
-        missing = self._kv.num_missing(request, slots) + self._kv.num_free
+        missing = self._kv.missing(request, slots).blocks + self._kv.room.blocks
         if missing > 0 and missing > self._num_left:
             return False
         self._num_left -= max(0, missing)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from engine.control.lifecycle import Lifecycle
     from engine.control.proposals import Proposals
     from engine.iteration import EntryResults
-    from engine.kv.manager import KVManager
+    from engine.kv.cache import KVCache
     from engine.pool import RequestPool
     from engine.step import Fault, StepEntry, StepResult
 
@@ -32,7 +32,7 @@ class StepResults:
     requests for which they are the last."""
 
     def __init__(
-        self, kv: "KVManager", pool: "RequestPool", lifecycle: "Lifecycle", proposals: "Proposals"
+        self, kv: "KVCache", pool: "RequestPool", lifecycle: "Lifecycle", proposals: "Proposals"
     ) -> None:
         self._kv = kv
         self._pool = pool
@@ -46,12 +46,12 @@ class StepResults:
         """Apply a result; returns the tokens of requests whose end was not decided before. A
         request that fails, or finishes with a vector, is returned without a token."""
         self._seconds, self._now = result.seconds, now
-        self._finish_moves(iteration)
+        unread = self._finish_moves(iteration, result)
         if result.prompt_logprobs:
             for request, of_prompt in zip(iteration.requests, result.prompt_logprobs, strict=True):
                 request.prompt_logprobs += of_prompt
         results = iteration.results(result)
-        special = self._special_rows(iteration, result, results)
+        special = self._special_rows(iteration, result, results, unread)
         deliveries: list[Delivery] = []
         advance, settle = self._advance, self._settle
         new = tuple.__new__  # in place of Delivery(…), which takes twice as long
@@ -71,13 +71,21 @@ class StepResults:
                     deliveries.append(new(Delivery, (request, token, scores)))
         return deliveries
 
-    def _finish_moves(self, iteration: Iteration) -> None:
-        if iteration.step.moves or iteration.saves:
-            for leaving in self._kv.finish_swaps(iteration):
-                self._lifecycle.iteration_returned(leaving, self._now)
+    def _finish_moves(self, iteration: Iteration, result: "StepResult") -> "Iterable[Request]":
+        """The moves of the step have ended. Returns the requests whose KV could not be read."""
+        if not iteration.step.moves:
+            return ()
+        finished = self._kv.finish(iteration, result)
+        for leaving in finished.leaving:
+            self._lifecycle.iteration_returned(leaving, self._now)
+        return finished.unread
 
     def _special_rows(
-        self, iteration: Iteration, result: "StepResult", results: "EntryResults"
+        self,
+        iteration: Iteration,
+        result: "StepResult",
+        results: "EntryResults",
+        unread: "Iterable[Request]",
     ) -> "dict[Request, RowCommit]":
         """The requests whose rows are not plain, with what commits them. A fault comes before
         other results, and KV that could not be read before a fault."""
@@ -90,18 +98,9 @@ class StepResults:
             rows[iteration.requests[number]] = self._commit_late
         for fault in result.faults:
             rows[iteration.requests[fault.entry]] = partial(self._commit_fault, fault)
-        if iteration.loads:
-            for request in self._unread(iteration, result):
-                rows[request] = self._commit_unread
-        return rows
-
-    def _unread(self, iteration: Iteration, result: "StepResult") -> "Iterable[Request]":
-        """The requests whose KV could not be read. Those without an entry wait again."""
-        unread = self._kv.copies.finish_loads(iteration, result.unread, result.unread_states)
         for request in unread:
-            if request.state is READY:
-                self._kv.forget(request)
-        return unread
+            rows[request] = self._commit_unread
+        return rows
 
     # What all rows with a result have in common
 
@@ -166,10 +165,10 @@ class StepResults:
             self._proposals.returned(request, entry.num_drafts, 0)
         self._advance(request, entry.start, num_tokens, None)
         request.was_late()
-        if self._kv.states is None:
+        if self._kv.rewinds:
             request.reset_to(request.num_computed - 1)
         self._settle(request, entry.start, num_tokens)
-        if self._kv.states is not None and request.state is READY:
+        if not self._kv.rewinds and request.state is READY:
             self._kv.forget(request)
         return ()
 

@@ -20,7 +20,8 @@ from engine.cost.live import LiveCost
 from engine.cost.model import UNMEASURED
 from engine.events import Observer, ObserverGroup
 from engine.iteration import Delivery, Iteration
-from engine.kv.manager import IDLE_SAVES_PER_STEP, SAVES_PER_STEP, KVManager
+from engine.kv.cache import KVCache
+from engine.kv.counts import KVCounts
 from engine.pool import RequestPool
 from engine.request import Abort, Request, RequestSpec
 from engine.step import Step, StepId
@@ -33,6 +34,10 @@ if TYPE_CHECKING:
     from engine.policy.port import Policy
     from engine.speculation.drafter import Drafter
     from engine.step import StepResult
+
+
+SAVES_PER_STEP = 16  # cached blocks that are copied to the tiers below, beside an iteration
+IDLE_SAVES_PER_STEP = 64
 
 
 class IterationScheduler:
@@ -53,8 +58,8 @@ class IterationScheduler:
         observer = observer or Observer()
         self.drafter = drafter
         self._observer = observer
-        self.kv = KVManager(ledger, self.pool, observer, reuses_prefixes=settings.reuses_prefixes)
-        swap = settings.swap if ledger.host.num_blocks else SwapMode.OFF
+        self.kv = KVCache(ledger, self.pool, observer, reuses_prefixes=settings.reuses_prefixes)
+        swap = settings.swap if ledger.shape.num_host_blocks else SwapMode.OFF
         terms = AdmissionSettings(settings.admission, settings.max_preemptions, swap)
         self.admission = AdmissionControl(terms, self.kv, self.pool, observer)
         self._swap_planner = SwapPlanner(
@@ -76,8 +81,13 @@ class IterationScheduler:
 
     @property
     def ledger(self) -> "KVLedger":
-        """The KV blocks, for metrics and checks."""
+        """Which request holds which pages, for checks."""
         return self.kv.ledger
+
+    @property
+    def kv_counts(self) -> KVCounts:
+        """How many KV blocks are in which state, for metrics."""
+        return KVCounts.of(self.kv.ledger, self.pool)
 
     @property
     def policy(self) -> "Policy":
@@ -129,8 +139,7 @@ class IterationScheduler:
         if not batch.is_empty:
             self._swap_planner.order_moves(now)
             self._proposals.add_to(batch)
-            self.kv.save(SAVES_PER_STEP)
-        swaps = self.kv.collect_swaps()
+        swaps = self.kv.collect_moves(0 if batch.is_empty else SAVES_PER_STEP)
         if batch.is_empty:
             assert not swaps.moves, "KV is swapped by an iteration without entries"
             if self.pool:
@@ -161,8 +170,7 @@ class IterationScheduler:
     def save(self) -> Iteration | None:
         """An iteration that saves cached blocks in the tiers below, if any; no request is live."""
         assert not self.pool, "live requests come first"
-        self.kv.save(IDLE_SAVES_PER_STEP)
-        swaps = self.kv.collect_swaps()
+        swaps = self.kv.collect_moves(IDLE_SAVES_PER_STEP)
         if not swaps.moves:
             return None
         step = Step(StepId(self._next_step_id), (), swaps.moves)
@@ -184,16 +192,16 @@ class IterationScheduler:
         self._observer.committed(iteration, result.seconds, now)
         return deliveries
 
-    def saved(self, iteration: Iteration) -> None:
+    def saved(self, iteration: Iteration, result: "StepResult") -> None:
         """An iteration of `save` has returned."""
-        self.kv.finish_swaps(iteration)
+        self.kv.finish(iteration, result)
 
     def fail(self, iteration: Iteration, error: "EngineError", now: float) -> list[Request]:
         """An iteration raised an error: its requests fail. Returns them."""
         self._observer.failed(iteration, now)
         self._proposals.dropped(iteration)
         self.lifecycle.num_committed += 1
-        for leaving in self.kv.abandon_swaps(iteration):
+        for leaving in self.kv.finish(iteration, None).leaving:
             self.lifecycle.iteration_returned(leaving, now)
         for request in iteration.requests:
             request.num_in_flight -= 1

@@ -19,7 +19,7 @@ from engine.request import Request, State
 
 if TYPE_CHECKING:
     from engine.control.admission import AdmissionControl, AdmissionSettings
-    from engine.kv.manager import KVManager
+    from engine.kv.cache import KVCache
     from engine.pool import RequestPool
 
 READY, SWAPPED = State.READY, State.SWAPPED  # bound once (see engine.pool)
@@ -36,7 +36,7 @@ class SwapPlanner:
     def __init__(
         self,
         settings: "AdmissionSettings",
-        kv: "KVManager",
+        kv: "KVCache",
         pool: "RequestPool",
         admission: "AdmissionControl",
         seats: int,
@@ -55,7 +55,8 @@ class SwapPlanner:
 
     def arrive(self, request: Request) -> None:
         """Count the blocks of a new prompt."""
-        self._arrived += self._kv.num_for_prompt(request.prompt_len)
+        num_blocks = -(-request.prompt_len // self._kv.block_size)
+        self._arrived += self._kv.groups.num_behind(0, num_blocks)
 
     def may_wait(self, request: Request, num_others: int) -> bool:
         """Whether a swapped request that could run now waits for a move that is not awaited.
@@ -84,9 +85,9 @@ class SwapPlanner:
         idle.sort(key=times.__getitem__)
         movable = [r for r in idle if r.state is READY and self._may_swap_out(r)]  # soonest first
         for request in [r for r in idle[: self._seats] if r.state is SWAPPED]:
-            short = self._admission.num_missing(request) + spare
-            lacks_state = self._kv.num_states_missing(request) > 0
-            if short <= 0 and not lacks_state:
+            blocks, states = self._admission.missing(request)
+            short = blocks + spare
+            if short <= 0 and states <= 0:
                 self._admission.start(request, now, is_awaited=False)
                 continue
             later = CLEARLY * times[request]
@@ -99,12 +100,13 @@ class SwapPlanner:
         self._burst = max(self._arrived, self._burst * DECAY)
         self._arrived = 0
         growth = self._pool.count(State.RUNNING) // self._kv.block_size + 1
-        growth *= self._kv.num_groups
-        return min(int(self._burst) + growth, int(MOST_SPARE * self._kv.num_blocks))
+        growth *= len(self._kv.groups)
+        return min(int(self._burst) + growth, int(MOST_SPARE * self._kv.shape.num_blocks))
 
     def _num_short(self, spare: int) -> int:
         """Blocks that lack for so many free ones, when the moves in flight have ended."""
-        return spare - self._kv.num_free - self._kv.num_to_be_freed
+        room = self._kv.room
+        return spare - room.blocks - room.blocks_coming
 
     def _may_swap_out(self, request: Request) -> bool:
         return self._admission.has_run(request) and not self._admission.is_protected(request)
@@ -112,7 +114,7 @@ class SwapPlanner:
     def _swap_out(self, movable: list[Request], num_blocks: int, now: float) -> None:
         """Swap requests out, the last first, until so many blocks are to be freed in all."""
         for request in reversed(movable):
-            if self._kv.num_to_be_freed >= num_blocks:
+            if self._kv.room.blocks_coming >= num_blocks:
                 return
             is_ready = request.state is READY
             if is_ready and not self._kv.swap_out(request, now, is_awaited=False):

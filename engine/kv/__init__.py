@@ -1,1 +1,1 @@
-"""KV cache bookkeeping in integers, behind `KVManager`; the tensors live in the workers."""
+"""KV cache bookkeeping in integers, behind `KVCache`; the tensors live in the workers."""

@@ -1,6 +1,6 @@
-"""PrefixIndex: which device block has the KV of which hash, and which hashes were evicted lately.
+"""PrefixIndex: which page of the device has which content, and which hashes were evicted lately.
 
-A waiting request remembers how many of its leading blocks are published. Publishing only makes
+A waiting request remembers how many of its leading pages are published. Publishing only makes
 that number larger, which a look at the next hash finds. Evictions make it smaller, so they are
 kept in a log: a request reads the evictions since it last looked, not its whole chain of hashes.
 """
@@ -20,45 +20,45 @@ class PrefixListener(Protocol):
     """Called synchronously when the set of cached prefixes changes. Must not wait or raise."""
 
     def stored(self, request: "Request", places: "Sequence[int]", group: int) -> None:
-        """These blocks of the request, by their place in it, can be reused from now on in a layer
+        """These pages of the request, by their place in it, can be reused from now on in a layer
         group. Snapshots of recurrent layers are reported as the group behind the last one."""
         ...
 
     def removed(self, block_hash: bytes) -> None:
-        """The block with this name in its group (`name_in_group`) cannot be reused any more."""
+        """The page with this name in its group (`name_in_group`) cannot be reused any more."""
         ...
 
     def cleared(self) -> None:
-        """No block of the device or of the host tier can be reused any more."""
+        """No page of the device or of the host tier can be reused any more."""
         ...
 
     def copied(self, tier: "Tier", block_hash: bytes, is_saved: bool) -> None:
-        """A tier below the device has a copy of the block from now on, or no longer."""
+        """A tier below the device has a copy of the page from now on, or no longer."""
         ...
 
 
 class _Published(NamedTuple):
-    block_hash: bytes
-    depth: int | None  # number of blocks before it in its chain; None if it is in no chain
+    name: bytes
+    depth: int | None  # number of pages before it in its chain; None if it is in no chain
 
 
 class PrefixIndex:
-    """Maps hashes to published blocks and back."""
+    """Maps hashes to published pages and back."""
 
     def __init__(self) -> None:
-        self._blocks: dict[bytes, int] = {}
+        self._pages: dict[bytes, int] = {}
         self._published: dict[int, _Published] = {}
         self._evictions: list[_Published] = []
         self._num_dropped = 0  # evictions before those in the log
-        self.version = 0  # changes whenever the published blocks change
+        self.version = 0  # changes whenever the published pages change
         self.listener: PrefixListener | None = None
 
-    def __contains__(self, block_hash: object) -> bool:
-        return block_hash in self._blocks
+    def __contains__(self, name: object) -> bool:
+        return name in self._pages
 
     @property
-    def blocks(self) -> "set[int]":
-        """All published blocks."""
+    def pages(self) -> "set[int]":
+        """All published pages."""
         return set(self._published)
 
     @property
@@ -66,35 +66,35 @@ class PrefixIndex:
         """Evictions so far; for `num_matched`."""
         return self._num_dropped + len(self._evictions)
 
-    def is_published(self, block: int) -> bool:
-        return block in self._published
+    def is_published(self, page: int) -> bool:
+        return page in self._published
 
-    def hash_of(self, block: int) -> bytes:
-        """The hash under which a block is published."""
-        return self._published[block].block_hash
+    def name_of(self, page: int) -> bytes:
+        """The hash under which a page is published."""
+        return self._published[page].name
 
-    def block(self, block_hash: bytes) -> int:
-        """The block that is published under this hash."""
-        return self._blocks[block_hash]
+    def page_of(self, name: bytes) -> int:
+        """The page that is published under this hash."""
+        return self._pages[name]
 
-    def find(self, block_hash: bytes) -> int | None:
-        """The block that is published under this hash; None if there is none."""
-        return self._blocks.get(block_hash)
+    def find(self, name: bytes) -> int | None:
+        """The page that is published under this hash; None if there is none."""
+        return self._pages.get(name)
 
-    def publish(self, block: int, block_hash: bytes, depth: int | None) -> None:
-        """Publish a block under a hash that is not published, the `depth`th of its chain. Blocks
+    def publish(self, page: int, name: bytes, depth: int | None) -> None:
+        """Publish a page under a hash that is not published, the `depth`th of its chain. Pages
         in no chain are not logged when they are evicted."""
         self.version += 1
-        self._blocks[block_hash] = block
-        self._published[block] = _Published(block_hash, depth)
+        self._pages[name] = page
+        self._published[page] = _Published(name, depth)
 
-    def evict(self, block: int) -> None:
-        """The content of a published block is overwritten from now on."""
+    def evict(self, page: int) -> None:
+        """The content of a published page is overwritten from now on."""
         self.version += 1
-        evicted = self._published.pop(block)
-        del self._blocks[evicted.block_hash]
+        evicted = self._published.pop(page)
+        del self._pages[evicted.name]
         if self.listener is not None:
-            self.listener.removed(evicted.block_hash)
+            self.listener.removed(evicted.name)
         if evicted.depth is None:
             return
         self._evictions.append(evicted)
@@ -103,9 +103,9 @@ class PrefixIndex:
             self._num_dropped += MOST_EVICTIONS
 
     def clear(self) -> None:
-        """The content of all blocks is lost."""
+        """The content of all pages is lost."""
         self.version += 1
-        self._blocks.clear()
+        self._pages.clear()
         self._published.clear()
         self._num_dropped += len(self._evictions) + 1
         self._evictions.clear()
@@ -117,20 +117,20 @@ class PrefixIndex:
         evictions, are published without a gap now."""
         if seen < self._num_dropped:
             num_matched, seen = self._first_gap(hashes, num_matched), self.num_evictions
-        for block_hash, depth in self._evictions[seen - self._num_dropped :]:
-            assert depth is not None, "only blocks of chains are logged"
-            is_own = depth < num_matched and hashes[depth] == block_hash
-            if is_own and block_hash not in self._blocks:
+        for name, depth in self._evictions[seen - self._num_dropped :]:
+            assert depth is not None, "only pages of chains are logged"
+            is_own = depth < num_matched and hashes[depth] == name
+            if is_own and name not in self._pages:
                 num_matched = depth
         return num_matched
 
     def _first_gap(self, hashes: "Sequence[bytes]", num_matched: int) -> int:
         for depth in range(num_matched):
-            if hashes[depth] not in self._blocks:
+            if hashes[depth] not in self._pages:
                 return depth
         return num_matched
 
     def check(self) -> None:
         """Assert that both directions agree."""
-        backwards = {item.block_hash: block for block, item in self._published.items()}
-        assert backwards == self._blocks, "hashes drifted"
+        backwards = {item.name: page for page, item in self._published.items()}
+        assert backwards == self._pages, "hashes drifted"

@@ -6,16 +6,21 @@ a request cannot start behind every cached block: each layer group must have wha
 
 from typing import TYPE_CHECKING
 
-from engine.kv.prefix import extend_hashes
+from engine.kv.prefix import extend_hashes, name_in_group
+from engine.request import State
+from engine.step import PageKind, ReadAhead, StoredPage, Tier
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
     from engine.kv.ledger import KVLedger
+    from engine.kv.prefix_index import PrefixListener
     from engine.request import Request, RequestSpec
 
 LEAST_COMMON = 64  # tokens: to compute fewer of them twice costs less than to wait
 CHUNK = 512  # tokens that are compared at a time
+SWAPPED = State.SWAPPED  # bound once (see engine.pool)
+MOST_LOOKED_UP = 512  # blocks of a prompt, which are about 1 ms of hashing
 HASHES_PER_PLAN = 512  # about 1 ms; longer cached prefixes are found in several plans
 
 
@@ -28,8 +33,9 @@ class PrefixSearch:
         self._states = ledger.states
         self._block_size = ledger.block_size
         self._has_chain = ledger.groups.has_full_group
-        self._has_holes = ledger.saves and not ledger.keeps_all
-        self._cached = _InAnyTier(ledger) if self._has_holes else self._index
+        self._lower = ledger.blocks.lower
+        self._has_holes = bool(self._lower) and not ledger.keeps_all
+        self._cached = ledger.blocks if self._has_holes else self._index
         self._is_on = is_on
         self.hashes_left = HASHES_PER_PLAN
         self._prefills: dict[bytes, Request] = {}  # in flight, by the hash of their next block
@@ -53,29 +59,99 @@ class PrefixSearch:
         num_full = request.num_tokens // self._block_size
         if not self._has_chain:  # any block may be missing: only the last window counts
             known = self._first_missing(request, len(hashes), num_full, lambda block_hash: True)
-            request.num_matched = len(self.reusable(request, num_full))
+            request.num_matched = len(self._reusable(request, num_full))
             return known == num_full
         matched = request.num_matched
         if request.num_evictions_seen != self._index.num_evictions:
             matched = self._index.num_matched(hashes, matched, request.num_evictions_seen)
             request.num_evictions_seen = self._index.num_evictions
-        if self._has_holes and request.num_drops_seen != self._ledger.lower.num_drops:
-            matched, request.num_drops_seen = 0, self._ledger.lower.num_drops
+        if self._has_holes and request.num_drops_seen != self._lower.num_drops:
+            matched, request.num_drops_seen = 0, self._lower.num_drops
         matched = self._first_missing(request, matched, num_full, self._cached.__contains__)
         request.num_matched = found = matched
-        if self._ledger.saves and not self._has_holes and found < len(hashes):
-            found = self._first_missing(request, found, num_full, self._ledger.lower.has)
+        if self._lower and not self._has_holes and found < len(hashes):
+            found = self._first_missing(request, found, num_full, self._lower.has)
         return found == num_full or found < len(hashes)
 
-    def reusable(self, request: "Request", most: int) -> "Sequence[bytes]":
+    def num_to_compute(self, request: "Request") -> int:
+        """Known tokens of a request without KV whose KV is not in the cache, as far as it was
+        looked for."""
+        self.find(request)
+        return request.num_tokens - request.num_matched * self._block_size
+
+    def most_reusable(self, request: "Request") -> int:
+        """How many of the known tokens may come from the cache: a request that is not swapped
+        computes at least one, and those whose prompt log-probabilities are still missing."""
+        if request.state is SWAPPED:
+            return request.num_computed
+        if request.wants_prompt_logprobs:
+            return len(request.prompt_logprobs)
+        return request.num_tokens - 1
+
+    def prefix(self, request: "Request") -> "Sequence[bytes]":
+        """Hashes of the request's leading blocks that it can start behind. They are on the device,
+        held or cached; where layers do not keep all their KV, also in the tiers below."""
+        if request.state is SWAPPED and not self._ledger.keeps_all:
+            return ()  # all that it needs is in its copy
+        self.find(request)
+        return self._reusable(request, self.most_reusable(request) // self._block_size)
+
+    def to_look_up(self, request: "Request") -> "list[tuple[PageKind, bytes]]":
+        """The pages of the first blocks of a request's prompt that are on no tier, as far as is
+        known, so that a shared store may have them."""
+        count = min(self.most_reusable(request) // self._block_size, MOST_LOOKED_UP)
+        extend_hashes(request, self._block_size, count)
+        hashes, groups, states = request.block_hashes[:count], self._ledger.groups, self._states
+        names = {
+            PageKind.BLOCK: [name_in_group(one, n) for n in range(len(groups)) for one in hashes],
+            PageKind.SNAPSHOT: [states.name_of(one) for one in hashes] if states.is_on else [],
+        }
+        pages = self._ledger.pages
+        return [(kind, n) for kind, all_of in names.items() for n in all_of if n not in pages[kind]]
+
+    def learn(self, names: "Iterable[tuple[PageKind, bytes]]", stored: "Container[bytes]") -> None:
+        """Of these pages, a shared store has those in `stored`."""
+        for kind, name in names:
+            lower = self._ledger.pages[kind].lower
+            if name in stored and Tier.STORE in lower:
+                lower[Tier.STORE].learn((name,))
+
+    def read_ahead(self, request: "Request") -> "ReadAhead | None":
+        """The copies on the disk that a waiting request would load if it started now; None if there
+        are none. They may be replaced before the request loads them."""
+        ledger, prefix = self._ledger, self.prefix(request)
+        blocks: Sequence[bytes] = ledger.groups.names(prefix)
+        if ledger.keeps_all:
+            stop = self.most_reusable(request) // self._block_size
+            blocks = request.block_hashes[len(prefix) : stop]
+        names = {PageKind.BLOCK: blocks, PageKind.SNAPSHOT: self._states.names(prefix)}
+        copies = [
+            StoredPage(kind, slot, name)
+            for kind, all_of in names.items()
+            for name in all_of
+            if (slot := ledger.pages[kind].only_on_disk(name)) is not None
+        ]
+        return ReadAhead(request.request_id, tuple(copies)) if copies else None
+
+    def listen(self, listener: "PrefixListener") -> None:
+        """Report to `listener` which pages are cached, and their copies below."""
+        for pages in self._ledger.pages.values():
+            if pages.pool.num_pages:
+                pages.pool.listen(listener)
+
+    def restore_disk(self, names: "Mapping[PageKind, bytes]") -> None:
+        """The disk tier has these pages from earlier (`LowerTiers.restore_disk`)."""
+        for kind, of_kind in names.items():
+            self._ledger.pages[kind].lower.restore_disk(of_kind)
+
+    def _reusable(self, request: "Request", most: int) -> "Sequence[bytes]":
         """The hashes of the longest prefix that was found, of at most `most` blocks, behind which
         the request can start."""
         hashes = request.block_hashes
         found = request.num_matched if self._has_chain else len(hashes)
         count = min(found, most)
         if count and not self._ledger.keeps_all:
-            states = 0 if self._states is None else self._states.version
-            key = (count, self._index.version + self._ledger.lower.version + states)
+            key = (count, sum([pages.version for pages in self._ledger.pages.values()]))
             if request.reusable_at != key:
                 request.num_reusable = self._num_reusable(hashes, count)
                 request.reusable_at = key
@@ -89,7 +165,7 @@ class PrefixSearch:
         blocks that are read next, and recurrent layers have a snapshot."""
         groups, count = self._ledger.groups, most
         while True:
-            found = count if self._states is None else self._states.longest(hashes, count)
+            found = self._states.longest(hashes, count)
             count = groups.num_reusable(hashes, found, self._cached)
             if count == found:
                 return count
@@ -135,17 +211,6 @@ class PrefixSearch:
             reusable = (request.num_tokens - 1) // size * size  # a request computes one at least
             least, common = size, min(common, reusable - cached)
         return common >= least and 2 * common >= request.num_tokens - cached
-
-
-class _InAnyTier:
-    """The names of the blocks that are on the device or in a tier below."""
-
-    def __init__(self, ledger: "KVLedger") -> None:
-        self._index = ledger.prefixes
-        self._lower = ledger.lower
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._index or any(name in copies for copies in self._lower.values())
 
 
 def _num_common(one: "RequestSpec", other: "RequestSpec", start: int) -> int:

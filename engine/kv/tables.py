@@ -4,10 +4,12 @@ from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from engine.step import BlockTable
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from engine.kv.state_ledger import StatePair
+    from engine.step import Page, PageKind
 
 
 @dataclass(slots=True)
@@ -39,6 +41,15 @@ class Holding:
         for table in self.tables:
             yield from table.blocks
 
+    @property
+    def first_table(self) -> bytes:
+        """The block table of the first layer group as int32, oldest block first."""
+        return self.tables[0].blocks.tobytes() if self.tables else b""
+
+    def block_tables(self) -> "tuple[BlockTable, ...]":
+        """The table of each layer group."""
+        return tuple([BlockTable(table.first, table.blocks.tobytes()) for table in self.tables])
+
     def to_copy(self, stop: int) -> "tuple[Copied, ...]":
         """What a copy of the first `stop` blocks of the request has."""
         return tuple([Copied(one.first, min(stop, one.stop) - one.first) for one in self.tables])
@@ -64,16 +75,15 @@ class Copied(NamedTuple):
 
 
 class Missing(NamedTuple):
-    """Device blocks and state slots of a prefix that have to be loaded, with their names."""
+    """A device page of a prefix that has to be loaded, and its name."""
 
-    blocks: list[tuple[int, bytes]]
-    states: list[tuple[int, bytes]]
+    page: "Page"
+    name: bytes
 
 
-class BlockPairs(NamedTuple):
-    """Blocks to copy: `device[i]` to or from `host[i]`; and the request's recurrent state, if the
-    model has any."""
+class PagePairs(NamedTuple):
+    """Pages of one kind to copy: `device[i]` to or from `host[i]`."""
 
+    kind: "PageKind"
     device: "array[int]"
     host: "array[int]"
-    state: "StatePair | None" = None

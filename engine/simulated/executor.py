@@ -5,7 +5,7 @@ from collections import deque
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from engine.errors import Unavailable
-from engine.step import LAST_TOKEN, Direction, StepResult
+from engine.step import LAST_TOKEN, Direction, PageKind, StepResult
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -137,8 +137,8 @@ class SimulatedExecutor:
         )
 
     def _seconds_of(self, moves: "Sequence[BlockMove]") -> float:
-        blocks = _link_blocks([move for move in moves if not move.is_state])
-        states = _link_blocks([move for move in moves if move.is_state])
+        blocks = _link_blocks([move for move in moves if move.kind is PageKind.BLOCK])
+        states = _link_blocks([move for move in moves if move.kind is PageKind.SNAPSHOT])
         return self._block_seconds * blocks + self._state_seconds * states
 
     async def restart(self) -> None:

@@ -48,7 +48,7 @@ class Recorder(Observer):
 
     def watch(self, scheduler: "IterationScheduler") -> None:
         self._scheduler = scheduler
-        self.block_size = scheduler.ledger.block_size
+        self.block_size = scheduler.kv.block_size
 
     def committed(self, iteration: "Iteration", seconds: float, now: float) -> None:
         self.num_iterations += 1
@@ -95,9 +95,9 @@ class Recorder(Observer):
 
     def _sample(self, now: float) -> None:
         assert self._scheduler is not None, "watch is called before the first request"
-        pool, ledger = self._scheduler.pool, self._scheduler.ledger
-        held = ledger.num_held * ledger.block_size
+        pool, counts, size = self._scheduler.pool, self._scheduler.kv_counts, self.block_size
+        held = counts.device.held * size
         waiting = pool.count(State.WAITING)
         preempted = self.num_recomputed + self.num_swapped
-        host = (ledger.host.num_blocks - ledger.host.num_free) * ledger.block_size
+        host = (counts.host.held + counts.host.moving) * size
         self.moments.append(Moment(now, waiting, pool.num_admitted, held, preempted, host))

@@ -117,7 +117,7 @@ class LiveView(Observer):
             },
             "kv": {
                 tier: {state: blocks[tier, state] for state in ("free", "held", "cached", "moving")}
-                | {"block_size": readings.ledger.block_size}
+                | {"block_size": readings.kv_shape.block_size}
                 for tier in ("device", "host")
             },
             "worker_state": "running" if rejection is None else str(rejection),

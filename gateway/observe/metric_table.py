@@ -165,20 +165,20 @@ METRICS: tuple[MetricRow, ...] = (
 
     # KV memory
     gauge("podway_kv_slots", "KV slots by tier and state.",
-        lambda r: {place: n * r.ledger.block_size for place, n in r.kv_blocks.items()},
+        lambda r: {place: n * r.kv_shape.block_size for place, n in r.kv_blocks.items()},
         labels=("tier", "state")),
     gauge("podway_orphan_blocks", "KV blocks owned by no live request; always 0.",
-        lambda r: r.ledger.num_leaked(r.pool)),
+        lambda r: r.kv_counts.num_orphans),
     counter("podway_swapped_blocks_total", "KV blocks moved between device and host.",
         lambda r: r.metrics.requests.swapped_blocks, labels=("direction",)),
     counter("podway_kv_store_lookups_total",
         "Prompts that were looked up in the store of --kv-store.", lambda r: r.metrics.kv_lookups,
         labels=("outcome",)),
     gauge("vllm:cache_config_info", "Block size and number of KV blocks.",
-        lambda r: {(r.ledger.block_size, r.ledger.num_blocks): 1},
+        lambda r: {(r.kv_shape.block_size, r.kv_shape.num_blocks): 1},
         labels=(MODEL_NAME, "block_size", "num_gpu_blocks")),
     *(gauge(name, "Share of KV blocks in use, 0 to 1.",
-        lambda r: r.num_used_blocks / r.ledger.num_blocks, labels=MODEL)
+        lambda r: r.num_used_blocks / r.kv_shape.num_blocks, labels=MODEL)
       for name in ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")),
 
     # The server

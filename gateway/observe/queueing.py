@@ -75,8 +75,7 @@ class QueueWatch:
         num_waiting = pool.count(WAITING)
         if not num_waiting:
             return STEP
-        ledger = scheduler.ledger
-        held = ledger.num_held / ledger.num_blocks
+        held = scheduler.kv_counts.device.held / scheduler.kv.shape.num_blocks
         self.pressure = Pressure(num_waiting, pool.num_admitted, held)
         oldest = next((each for each in islice(pool, MAX_SEARCH) if each.state is WAITING), None)
         return Cause.TOKENS if oldest is None else lacks(oldest, scheduler, num_requests)
@@ -87,13 +86,12 @@ def lacks(request: "Request", scheduler: "IterationScheduler", num_requests: int
 
     Changes nothing: blocks that the request may share count only once the scheduler found them.
     """
-    ledger = scheduler.ledger
+    kv = scheduler.kv
     grows = scheduler.settings.admission is Admission.GROW
     slots = request.num_tokens if grows else request.max_slots
-    headroom = scheduler.pool.num_admitted * len(ledger.groups) if grows else 0
+    headroom = scheduler.pool.num_admitted * len(kv.groups) if grows else 0
     found = request.block_hashes[: request.num_matched]
-    needed = ledger.num_to_start(request.request_id, slots, found)
-    if needed + headroom > ledger.num_free:
+    if kv.missing(request, slots, found).blocks + headroom > 0:
         return Cause.KV
     if num_requests >= scheduler.settings.max_batch_size:
         return Cause.SEAT

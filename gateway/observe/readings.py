@@ -10,12 +10,12 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from engine.request import State
-from engine.step import Tier
 
 if TYPE_CHECKING:
     from engine.control.scheduler import IterationScheduler
     from engine.cost.errors import ErrorSummary
-    from engine.kv.ledger import KVLedger
+    from engine.kv.counts import KVCounts
+    from engine.kv_shape import KVShape
     from engine.pool import RequestPool
     from gateway.observe.loras import LoraUsage
     from gateway.observe.metrics import Metrics
@@ -38,8 +38,12 @@ class Readings:
         return self.scheduler.pool
 
     @property
-    def ledger(self) -> "KVLedger":
-        return self.scheduler.ledger
+    def kv_shape(self) -> "KVShape":
+        return self.scheduler.kv.shape
+
+    @property
+    def kv_counts(self) -> "KVCounts":
+        return self.scheduler.kv_counts
 
     @property
     def num_waiting(self) -> int:
@@ -55,23 +59,17 @@ class Readings:
     @property
     def num_used_blocks(self) -> int:
         """KV blocks on the device that requests hold or move."""
-        return self.ledger.num_held + self.ledger.num_moving
+        return self.kv_counts.num_used
 
     @property
     def kv_blocks(self) -> dict[tuple[str, str], int]:
         """KV blocks by tier and state."""
-        ledger = self.ledger
+        counts = self.kv_counts
         return {
-            ("device", "free"): ledger.num_free - ledger.num_cached,
-            ("device", "held"): ledger.num_held,
-            ("device", "cached"): ledger.num_cached,
-            ("device", "moving"): ledger.num_moving,
-            ("host", "free"): ledger.host.num_free - ledger.host.cached.num_replaceable,
-            ("host", "held"): ledger.host.num_held,
-            ("host", "cached"): len(ledger.host.cached),
-            ("host", "moving"): ledger.host.num_moving,
-            ("disk", "cached"): len(ledger.disk),
-            ("store", "cached"): len(ledger.lower.get(Tier.STORE, ())),
+            **{("device", state): n for state, n in counts.device._asdict().items()},
+            **{("host", state): n for state, n in counts.host._asdict().items()},
+            ("disk", "cached"): counts.num_on_disk,
+            ("store", "cached"): counts.num_in_store,
         }
 
     @property

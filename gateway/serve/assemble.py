@@ -28,7 +28,7 @@ from engine.events import Observer, ObserverGroup
 from engine.kv_store import MOST_NAMES
 from engine.loop import Engine
 from engine.speculation.drafter import Drafter
-from engine.step import HASH_BYTES
+from engine.step import HASH_BYTES, PageKind
 from engine.transport.process import LocalLauncher
 from gateway.access.callers import MAX_COMMAS, BodyLimits
 from gateway.access.grammar_check import GrammarCheck
@@ -269,10 +269,11 @@ def build_control_plane(
         size_ratio = report.num_draft_parameters / max(1, report.num_parameters)
         drafter = Drafter.build(speculation, cost, size_ratio, time.perf_counter)
     scheduler = header.build(cost, ObserverGroup(*observers), drafter)
-    ledger = scheduler.ledger
+    search = scheduler.kv.search
     if kv_events is not None:
-        ledger.listen(kv_events)
-    ledger.below.restore_disk(loaded.report.disk_hashes, loaded.report.disk_state_hashes)
+        search.listen(kv_events)
+    hashes, state_hashes = loaded.report.disk_hashes, loaded.report.disk_state_hashes
+    search.restore_disk({PageKind.BLOCK: hashes, PageKind.SNAPSHOT: state_hashes})
     timelines.attach(scheduler)
     return ControlPlane(
         scheduler, metrics, quotas, live, timelines, request_log, traces, lora_usage

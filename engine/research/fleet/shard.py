@@ -124,7 +124,8 @@ class _Member:
         tokens = pool.waiting_tokens + sum([request.num_tokens for request in pool.started])
         delay = self._delay(tokens - pool.waiting_tokens) if forecasts and pool else 0.0
         waiting = pool.count(State.WAITING)
-        ledger, rate = self.replica.scheduler.ledger, self.replica.scheduler.cost.tokens_per_second
+        scheduler = self.replica.scheduler
+        rate, shape = scheduler.cost.tokens_per_second, scheduler.kv.shape
         return LoadReport(
             self.number,
             len(pool),
@@ -133,7 +134,7 @@ class _Member:
             pool.waiting_tokens,
             delay,
             rate if pool.num_admitted else 0.0,
-            ledger.num_held * ledger.block_size / ledger.num_slots,
+            scheduler.kv_counts.device.held / shape.num_blocks,
         )
 
     def _delay(self, slots: int) -> float:

@@ -47,9 +47,9 @@ class Leaps:
         self.recorder = recorder
         self.outputs = outputs
         self.is_fcfs = _is_fcfs(scheduler)
-        ledger = scheduler.ledger
-        has_host_tier = ledger.host.num_blocks > 0  # KV may be swapped in any plan
-        self._is_possible = ledger.keeps_all and not has_host_tier and not ledger.saves
+        kv = scheduler.kv
+        has_host_tier = kv.shape.num_host_blocks > 0  # KV may be swapped in any plan
+        self._is_possible = kv.keeps_all and not has_host_tier and not kv.saves
         self._goes_on_beside_waiting = self.is_fcfs and scheduler.settings.itl_goal == float("inf")
 
     def begin(self, now: float, *, is_blocked: bool) -> "DecodeLeap | None":
@@ -138,7 +138,7 @@ class DecodeLeap:
         """How many steps can be made, at most `most`, before blocks run short."""
         ledger = self._scheduler.ledger
         size, free = ledger.block_size, ledger.num_free
-        slots = [(ledger.num_slots_of(r.request_id), r.num_computed) for r in self.batch]
+        slots = [(ledger.holding(r.request_id).num_slots, r.num_computed) for r in self.batch]
 
         def needed(steps: int) -> int:
             return sum([-(-max(0, used + steps - held) // size) for held, used in slots])
@@ -270,7 +270,7 @@ class DecodeLeap:
         size = ledger.block_size
         events: list[tuple[int, bool, int]] = []
         for index, (request, start) in enumerate(zip(self.batch, starts, strict=True)):
-            first = ledger.num_slots_of(request.request_id) - start + 1
+            first = ledger.holding(request.request_id).num_slots - start + 1
             if first <= count:
                 events += [(step, False, index) for step in range(first, count + 1, size)]
             first = size - start % size

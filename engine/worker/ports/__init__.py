@@ -21,7 +21,6 @@ from engine.worker.ports.kv import (
     KVTensors,
     Moved,
     MovesInFlight,
-    Unread,
     as_bytes,
 )
 from engine.worker.ports.layout import Int32s, Int64s, LoraSegment, RaggedLayout
@@ -133,7 +132,6 @@ __all__ = [
     "StepStates",
     "TensorSlice",
     "ThreadPool",
-    "Unread",
     "Weight",
     "WeightSource",
     "as_bytes",

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from engine.step import BlockMove
+from engine.step import BlockMove, Page
 
 
 class KVCapacity(NamedTuple):
@@ -104,20 +104,10 @@ def as_bytes(numbers: Tensor) -> Tensor:
     return numbers.view(torch.uint8) if is_small else numbers
 
 
-class Unread(NamedTuple):
-    """The device blocks and state slots that moves from the disk could not fill."""
-
-    blocks: tuple[int, ...] = ()
-    states: tuple[int, ...] = ()
-
-
-NONE_UNREAD = Unread()
-
-
 class MovesInFlight(Protocol):
     """The moves of a step, which may still be under way."""
 
-    def wait(self) -> Unread:
+    def wait(self) -> tuple[Page, ...]:
         """Wait until all are done; what could not be filled from the disk or a store."""
         ...
 
@@ -126,9 +116,9 @@ class MovesInFlight(Protocol):
 class Moved:
     """Moves that were made at once."""
 
-    unread: Unread = NONE_UNREAD
+    unread: tuple[Page, ...] = ()
 
-    def wait(self) -> Unread:
+    def wait(self) -> tuple[Page, ...]:
         return self.unread
 
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from engine.errors import StartupError
+from engine.step import PageKind
 from engine.worker.device import Device, Progress, open_device
 from engine.worker.lora.loading import Loras
 from engine.worker.model.kv.data_plane import DataPlane
@@ -254,9 +255,9 @@ def _report(
         threads=device.threads,
         weights=device.weights,
         num_host_blocks=counts.host_blocks,
-        disk_hashes=b"" if disk is None else disk.blocks.hashes(),
+        disk_hashes=disk.hashes(PageKind.BLOCK) if disk else b"",
         kv_store_keys=kept.keys,
-        disk_state_hashes=disk.states.hashes() if disk and disk.states else b"",
+        disk_state_hashes=disk.hashes(PageKind.SNAPSHOT) if disk else b"",
         kernels=device.kernels,
         loras=tuple(load_loras(loaded.loras, place.settings, place.progress)),
         windows=kv.groups.windows,

@@ -1,13 +1,12 @@
 """The disk tier of a worker: its files and their sizes."""
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
 from engine.errors import StartupError
-from engine.step import ReadAhead
+from engine.step import PageKind, ReadAhead
 from engine.worker.model.kv.disk_pool import DiskFiles, folder_of, has_folders, remove_unused
 from engine.worker.model.kv.kv_tensors import size_text
 from engine.worker.process.stage_kv import StageKV
@@ -20,10 +19,9 @@ STATES = "states"  # folder of the snapshots of recurrent layers, within that of
 
 @dataclass(frozen=True, slots=True)
 class DiskTier:
-    """The files of KV blocks, and of snapshots if the model has recurrent layers."""
+    """The files of each kind of page that the model has."""
 
-    blocks: DiskFiles
-    states: DiskFiles | None
+    files: dict[PageKind, DiskFiles]
 
     @classmethod
     def open(cls, settings: WorkerSettings, facts: str, kv: StageKV) -> "DiskTier | None":
@@ -39,32 +37,33 @@ class DiskTier:
                 "--disk-kv: %s is new; the KV of other models, KV dtypes or versions is not used",
                 folder,
             )
-        states = None
+        files: dict[PageKind, DiskFiles] = {}
         if kv.shard.shape.recurrent_layers:
             memory //= 2
-            states = _files(folder / STATES, memory, kv.state_bytes, "snapshot")
-        blocks = _files(folder, memory, kv.block_bytes, "block")
+            files[PageKind.SNAPSHOT] = _files(folder / STATES, memory, kv.state_bytes, "snapshot")
+        files[PageKind.BLOCK] = _files(folder, memory, kv.block_bytes, "block")
         remove_unused(directory, folder, datetime.now(UTC).timestamp())
-        return cls(blocks, states)
+        return cls(files)
 
     def read_ahead(self, copies: ReadAhead) -> None:
         """Begin to read the copies; does not wait."""
-        self.blocks.read_ahead(copies.request_id, copies.blocks)
-        if self.states is not None:
-            self.states.read_ahead(copies.request_id, copies.states)
+        for kind, files in self.files.items():
+            slots = [(copy.slot, copy.name) for copy in copies.copies if copy.kind is kind]
+            files.read_ahead(copies.request_id, slots)
+
+    def hashes(self, kind: PageKind) -> bytes:
+        """The content hashes of all slots of this kind, in their order; zeros for unused slots."""
+        return self.files[kind].hashes() if kind in self.files else b""
 
     def wait(self) -> None:
         """Wait until all queued copies are written."""
-        for files in self._all():
+        for files in self.files.values():
             files.wait()
 
     def close(self) -> None:
         """Write what is queued and close the files."""
-        for files in self._all():
+        for files in self.files.values():
             files.close()
-
-    def _all(self) -> Sequence[DiskFiles]:
-        return (self.blocks,) if self.states is None else (self.blocks, self.states)
 
 
 def _files(folder: Path, num_bytes: int, slot_bytes: int, what: str) -> DiskFiles:

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from hashlib import file_digest, sha256
 from pathlib import Path
 
-from engine.kv_store import KVStore, SharedStore, open_store
-from engine.step import HASH_VERSION, ReadAhead, Tier
+from engine.kv_store import SharedStore, open_store
+from engine.step import HASH_VERSION, PageKind, ReadAhead, Tier
 from engine.worker.device import Device
 from engine.worker.model.kv.recurrent_states import RecurrentStates
 from engine.worker.model.kv.tiered_pool import StoredTensors, TieredPool
@@ -45,20 +45,17 @@ class KeptKV:
         self, host: BlockMover, cache: KVTensors, states: RecurrentStates | None
     ) -> BlockMover:
         """Moves blocks and states to and from the host tier, by `host`, and the tiers here."""
-        stores: dict[Tier, tuple[KVStore, KVStore | None]] = {}
-        if self.disk is not None:
-            stores[Tier.DISK] = self.disk.blocks, self.disk.states
-        if self.store is not None:
-            stores[Tier.STORE] = self.store, self.store
-        if not stores:
-            return host
-        of_blocks, of_states = {}, {}
-        for tier, (blocks, snapshots) in stores.items():
-            of_blocks[tier] = StoredTensors(cache.in_memory_order(), cache.num_blocks, blocks)
-            if states is not None and snapshots is not None:
-                tensors = list(states.tensors())
-                of_states[tier] = StoredTensors(tensors, states.num_slots, snapshots)
-        return TieredPool(host, of_blocks, of_states)
+        tensors = {PageKind.BLOCK: (cache.in_memory_order(), cache.num_blocks)}
+        if states is not None:
+            tensors[PageKind.SNAPSHOT] = list(states.tensors()), states.num_slots
+        stored: dict[tuple[Tier, PageKind], StoredTensors] = {}
+        for kind, (of_kind, num_rows) in tensors.items():
+            if self.disk is not None:
+                files = self.disk.files[kind]
+                stored[Tier.DISK, kind] = StoredTensors(of_kind, num_rows, files)
+            if self.store is not None:
+                stored[Tier.STORE, kind] = StoredTensors(of_kind, num_rows, self.store)
+        return TieredPool(host, stored) if stored else host
 
     def read_ahead(self, copies: ReadAhead) -> None:
         """Begin to read copies on the disk; does not wait."""

@@ -291,8 +291,7 @@ class StepPipeline:
         result = StepResult(
             step_id=step.step_id,
             seconds=launched.seconds_before + seconds,
-            unread=unread.blocks,
-            unread_states=unread.states,
+            unread=unread,
             proposals=proposals,
             proposal_seconds=proposal_seconds if proposals else 0.0,
             **output._asdict(),

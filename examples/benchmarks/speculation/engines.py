@@ -50,8 +50,8 @@ from engine.control.settings import SchedulerSettings
 from engine.cost.live import LiveCost
 from engine.cost.model import CostModel
 from engine.cost.profiler import ProbeLimits, measure
-from engine.kv.block_pool import BlockPool
 from engine.kv.ledger import KVLedger
+from engine.kv.page_pool import PagePool
 from engine.kv_shape import KVShape
 from engine.loop import Engine
 from engine.policy.fcfs import FirstComeFirstServed
@@ -108,7 +108,7 @@ class Machine:
     report: WorkerReport
     cost: CostModel
     clock: Clock
-    blocks: BlockPool  # from which every engine takes its KV blocks
+    blocks: PagePool  # from which every engine takes its KV blocks
     draft_cost: CostModel | None = None  # with which drafts are chosen; None: `cost`, as it learns
 
     def ledger(self) -> KVLedger:

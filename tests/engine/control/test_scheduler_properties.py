@@ -22,8 +22,8 @@ from engine.cost.live import LiveCost
 from engine.errors import DeadlineUnmeetable, InvalidRequest, StepFailed
 from engine.events import Observer
 from engine.iteration import Iteration
+from engine.kv.cache import KVCache
 from engine.kv.ledger import KVLedger
-from engine.kv.manager import KVManager
 from engine.kv_shape import KVShape
 from engine.policy import POLICIES, RESEARCH, Policy, PolicySettings
 from engine.request import Abort, Request, RequestSpec, State
@@ -43,11 +43,9 @@ SAMPLINGS = (
 )
 
 
-def held_tables(kv: KVManager, request: Request) -> tuple[BlockTable, ...]:
+def held_tables(kv: KVCache, request: Request) -> tuple[BlockTable, ...]:
     """The blocks that the request holds now, by layer group."""
-    return kv.ledger.tables(request.request_id) or (
-        BlockTable(0, kv.ledger.table(request.request_id)),
-    )
+    return kv.ledger.holding(request.request_id).block_tables()
 
 
 class Ends(Observer):
@@ -258,7 +256,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.in_flight.clear()
         self.device.forget()
         ledger = self.scheduler.ledger
-        assert ledger.num_held == ledger.num_moving == ledger.host.num_held == 0
+        assert ledger.num_held == ledger.num_moving == ledger.blocks.host.num_held == 0
 
     @precondition(lambda self: self.requests)
     @rule(which=st.integers(0, 1 << 16))
@@ -294,9 +292,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert not self.scheduler.pool, f"starved: {self.scheduler!r}"
         ledger = self.scheduler.ledger
         assert ledger.num_held == ledger.num_moving == 0
-        assert ledger.host.num_free == ledger.host.num_blocks
-        if ledger.states is not None:
-            assert ledger.states.num_leaked(()) == 0
+        assert ledger.blocks.host.num_free == ledger.blocks.host.num_pages
+        assert ledger.states.num_leaked(()) == 0
         self.nothing_is_lost_or_doubled()
 
 

@@ -136,9 +136,8 @@ class Case:
         assert iterations_left, f"never served: {self.scheduler!r}"
         ledger = self.scheduler.ledger
         assert ledger.num_held == ledger.num_moving == 0
-        assert ledger.host.num_free == ledger.host.num_blocks
-        if ledger.states is not None:
-            assert ledger.states.num_leaked(()) == 0
+        assert ledger.blocks.host.num_free == ledger.blocks.host.num_pages
+        assert ledger.states.num_leaked(()) == 0
         assert all(request.state.is_terminal for request in self.requests)
 
     def arrive(self) -> None:
@@ -194,7 +193,7 @@ class Case:
 
     def commit(self, iteration: Iteration) -> None:
         samples = sum(entry.sample is not None for entry in iteration.step.entries)
-        unread, unread_states = self.device.run(iteration)
+        unread = self.device.run(iteration)
         seconds = HAND_COST.step(iteration.step)
         self.now += seconds
         result = StepResult(
@@ -202,7 +201,6 @@ class Case:
             (5,) * samples,
             seconds,
             unread=unread,
-            unread_states=unread_states,
         )
         self.scheduler.commit(iteration, result, self.now)
 

@@ -97,9 +97,9 @@ def test_blocks_that_are_about_to_be_freed_are_not_swapped_out_twice() -> None:
     assert first is not None
     assert len(first.step.moves) == 1
     assert second is None
-    assert scheduler.kv.num_to_be_freed == 27
+    assert scheduler.kv.room.blocks_coming == 27
     scheduler.commit(first, StepResult(first.step.step_id, (5,), 1.0), 0.0)
-    assert scheduler.kv.num_to_be_freed == 0
+    assert scheduler.kv.room.blocks_coming == 0
 
 
 def test_a_swapped_request_waits_for_its_kv_while_others_fill_the_iteration() -> None:

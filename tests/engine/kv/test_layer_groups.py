@@ -7,8 +7,9 @@ import pytest
 from engine.control.scheduler import IterationScheduler
 from engine.control.settings import SchedulerSettings
 from engine.errors import ContextTooLong
+from engine.kv.cache import NO_LIMIT
 from engine.kv.layer_groups import LayerGroups
-from engine.kv.ledger import NO_LIMIT, KVLedger
+from engine.kv.ledger import KVLedger
 from engine.kv.prefix import name_in_group
 from engine.kv_shape import KVShape
 from engine.policy.fcfs import FirstComeFirstServed
@@ -137,7 +138,8 @@ def test_the_longest_request_that_fits_alone(
     windows: tuple[int | None, ...], num_blocks: int, longest: int
 ) -> None:
     ledger = KVLedger(KVShape(num_blocks, SIZE, windows=windows, chunk=CHUNK))
-    assert ledger.longest_request == longest
+    scheduler = IterationScheduler(SchedulerSettings(64), ledger, FirstComeFirstServed())
+    assert scheduler.kv.longest_request == longest
     if longest < NO_LIMIT:
         assert ledger.reserve(A, longest)
         assert not ledger.reserve(RequestId(2), 2 * SIZE * num_blocks)

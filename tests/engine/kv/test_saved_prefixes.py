@@ -10,12 +10,12 @@ from engine.control.settings import SchedulerSettings
 from engine.errors import StepFailed
 from engine.iteration import Iteration
 from engine.kv.ledger import KVLedger
+from engine.kv.lower_tiers import LowerTier
 from engine.kv.prefix import hash_blocks
-from engine.kv.saved_blocks import SavedBlocks
 from engine.kv_shape import KVShape
 from engine.policy import build
 from engine.request import Abort, Request, RequestSpec, State
-from engine.step import BlockMove, Direction, RequestId, StepResult, Tier
+from engine.step import BlockMove, Direction, Page, RequestId, StepResult, Tier
 from tests.scheduling import GREEDY, HAND_COST
 
 BLOCK = 4
@@ -49,14 +49,14 @@ class Rig:
 
     def commit(self, iteration: Iteration) -> None:
         """What the workers do, and its result."""
-        unread = [block for move in iteration.step.moves for block in self._make(move)]
+        unread = tuple(page for move in iteration.step.moves for page in self._make(move))
         samples = sum(entry.sample is not None for entry in iteration.step.entries)
-        result = StepResult(iteration.step.step_id, (7,) * samples, 0.1, unread=tuple(unread))
+        result = StepResult(iteration.step.step_id, (7,) * samples, 0.1, unread=unread)
         self.scheduler.commit(iteration, result, 0.0)
         self.ledger.check()
         self.scheduler.pool.check()
 
-    def _make(self, move: BlockMove) -> list[int]:
+    def _make(self, move: BlockMove) -> list[Page]:
         blocks = memoryview(move.device).cast("i").tolist()
         slots = memoryview(move.host).cast("i").tolist()
         unread = []
@@ -67,7 +67,7 @@ class Rig:
             if move.direction is Direction.OUT:
                 self.contents[move.tier, slot] = name
             elif move.tier is Tier.DISK and slot in self.unreadable:
-                unread.append(block)
+                unread.append(Page(move.kind, block))
             else:
                 assert self.contents[move.tier, slot] == name
                 self.loaded.append((move.tier, slot))
@@ -80,7 +80,8 @@ class Rig:
         while (iteration := self.scheduler.save()) is not None:
             for move in iteration.step.moves:
                 self._make(move)
-            self.scheduler.saved(iteration)
+            result = StepResult(iteration.step.step_id, (), 0.1)
+            self.scheduler.saved(iteration, result)
             self.ledger.check()
         return request
 
@@ -158,13 +159,13 @@ def test_a_copy_that_cannot_be_read_is_dropped_and_its_request_computed() -> Non
     rig = Rig(disk=20)
     rig.serve(prompt(100, 17))
     rig.serve(prompt(200, 17))
-    slot = rig.ledger.disk.pin(again_hashes(rig, 100, 17)[1])
-    rig.ledger.disk.unpin(again_hashes(rig, 100, 17)[1])
+    slot = rig.ledger.blocks.disk.take(again_hashes(rig, 100, 17)[1])
+    rig.ledger.blocks.disk.drop(again_hashes(rig, 100, 17)[1])
     rig.unreadable = frozenset({slot})
     request = rig.serve(prompt(100, 17), max_tokens=3)
     assert request.state is State.FINISHED
     assert request.output == [7, 7, 7]
-    assert len(rig.ledger.disk) >= 8  # computed and saved again
+    assert len(rig.ledger.blocks.disk) >= 8  # computed and saved again
 
 
 def test_a_request_that_needs_prompt_logprobs_loads_nothing() -> None:
@@ -197,7 +198,7 @@ def test_the_disk_tier_survives_the_loss_of_the_worker_and_the_host_tier_does_no
     rig.serve(prompt(100, 17))
     rig.scheduler.lose_device([], 0.0)
     rig.ledger.check()
-    assert (len(rig.ledger.host.cached), len(rig.ledger.disk)) == (0, 4)
+    assert (len(rig.ledger.blocks.host.cached), len(rig.ledger.blocks.disk)) == (0, 4)
     rig.serve(prompt(100, 17))
     assert {tier for tier, _ in rig.loaded} == {Tier.DISK}
 
@@ -212,13 +213,13 @@ def test_a_save_that_is_lost_with_its_worker_is_no_copy() -> None:
     assert rig.ledger.num_moving == 4
     rig.scheduler.lose_device([iteration], 0.0)
     rig.ledger.check()
-    assert len(rig.ledger.disk) == 0
+    assert len(rig.ledger.blocks.disk) == 0
 
 
 def test_contents_from_an_earlier_run_are_found() -> None:
     rig = Rig(disk=8)
     hashes = again_hashes(rig, 100, 17)
-    rig.ledger.lower.restore_disk(b"".join([bytes(16), *hashes, bytes(16)]))
+    rig.ledger.blocks.lower.restore_disk(b"".join([bytes(16), *hashes, bytes(16)]))
     rig.contents = {(Tier.DISK, number + 1): name for number, name in enumerate(hashes)}
     assert rig.serve(prompt(100, 17)).num_cached == 16
 
@@ -227,25 +228,25 @@ def test_swapped_requests_take_host_blocks_from_cached_prefixes() -> None:
     rig = Rig(host=4)
     rig.serve(prompt(100, 17))
     rig.serve(prompt(200, 17))
-    assert len(rig.ledger.host.cached) == 4
-    assert rig.ledger.host.num_free == 4
-    assert rig.ledger.host.begin_write(RequestId(99), 3) is not None
-    assert len(rig.ledger.host.cached) == 1
-    rig.ledger.host.check()
+    assert len(rig.ledger.blocks.host.cached) == 4
+    assert rig.ledger.blocks.host.num_free == 4
+    assert rig.ledger.blocks.host.begin_write(RequestId(99), 3) is not None
+    assert len(rig.ledger.blocks.host.cached) == 1
+    rig.ledger.blocks.host.check()
 
 
 def test_the_least_recently_used_copy_makes_room_unless_it_is_being_read() -> None:
     free = [1, 0]
-    copies = SavedBlocks(free)
+    copies = LowerTier(free)
     for name in (b"a", b"b"):
-        copies.begin_save(name)
-        copies.finish_save(name, is_complete=True)
-    copies.pin(b"a")
-    assert copies.begin_save(b"c") is not None
+        copies.put(name)
+        copies.finish_put(name, is_complete=True)
+    copies.take(b"a")
+    assert copies.put(b"c") is not None
     assert b"b" not in copies
-    assert copies.begin_save(b"d") is None  # "a" is read and "c" is written
-    copies.unpin(b"a")
-    assert copies.begin_save(b"d") is not None
+    assert copies.put(b"d") is None  # "a" is read and "c" is written
+    copies.drop(b"a")
+    assert copies.put(b"d") is not None
     assert b"a" not in copies
 
 

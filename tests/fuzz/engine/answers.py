@@ -1,18 +1,18 @@
 """The answers of a device: samples the rows of a step into the fields of its result."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
 from struct import pack
 from typing import TYPE_CHECKING
 
-from engine.step import Fault, RequestId, Step, StepResult, TokenLogprobs
+from engine.step import Fault, Page, RequestId, Step, StepResult, TokenLogprobs
 from tests.fuzz.engine.language import NUM_TOKENS, next_token
 from tests.fuzz.engine.wrong import Wrong
 
 if TYPE_CHECKING:
     from collections import Counter
 
-    from tests.fuzz.engine.memory import Unread
     from tests.fuzz.engine.reading import Row
 
 
@@ -112,7 +112,7 @@ class Answers:
         self.proposals.append(tuple(proposed[1:]))
         return proposed
 
-    def result(self, step: Step, unread: "Unread") -> StepResult:
+    def result(self, step: Step, unread: Sequence[Page]) -> StepResult:
         """The result of the step, whose moves could not read `unread`."""
         return StepResult(
             step.step_id,
@@ -123,10 +123,9 @@ class Answers:
             tuple(self.faults),
             tuple(self.late),
             tuple(self.num_accepted),
-            tuple(unread.blocks),
+            tuple(unread),
             tuple(self.vectors),
             tuple(self.proposals),
-            unread_states=tuple(unread.states),
         )
 
 

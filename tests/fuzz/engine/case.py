@@ -209,7 +209,7 @@ class Case:
     def _check_lost(self) -> None:
         """A worker died: no KV is left on it."""
         ledger = self.scheduler.ledger
-        if ledger.num_held or ledger.num_moving or ledger.host.num_held:
+        if ledger.num_held or ledger.num_moving or ledger.blocks.host.num_held:
             raise Wrong(f"KV of a dead worker is kept: {ledger!r}")
 
     def _check_end(self, now: float) -> None:
@@ -225,7 +225,7 @@ class Case:
         scheduler.pool.check()
         if len(scheduler.pool) or ledger.num_held or ledger.num_moving or ledger.num_leaked(()):
             raise Wrong(f"something is held after the end: {scheduler!r}")
-        if ledger.host.num_held or (ledger.states and ledger.states.num_leaked(())):
+        if ledger.blocks.host.num_held or ledger.states.num_leaked(()):
             raise Wrong(f"the host holds something after the end: {scheduler!r}")
         if list(scheduler.policy.order(now)):
             raise Wrong("the policy keeps requests after the end")

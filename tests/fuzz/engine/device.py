@@ -4,11 +4,11 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import TYPE_CHECKING
 
-from engine.step import LAST_TOKEN, ProposalSpec, RequestId, Step, StepEntry, StepResult
+from engine.step import LAST_TOKEN, Page, ProposalSpec, RequestId, Step, StepEntry, StepResult
 from engine.worker.sampling.outputs import OutputMemory
 from tests.fuzz.engine.answers import Answers, RowRates
 from tests.fuzz.engine.language import UNREADABLE, Text
-from tests.fuzz.engine.memory import Memory, Unread
+from tests.fuzz.engine.memory import Memory
 from tests.fuzz.engine.reading import Reader, Row
 from tests.fuzz.engine.wrong import Wrong
 
@@ -45,12 +45,12 @@ class Device:
         """The step raises an error, before or after its awaited moves."""
         self._outputs.open(step)
         if has_moved:
-            self._move(step, Unread([], []), is_awaited=True)
+            self._move(step, [], is_awaited=True)
         self._failed.update(entry.request_id for entry in step.entries)
 
     def run(self, step: Step) -> StepResult:
         """Make the moves and compute the entries; moves that are not awaited come at any time."""
-        unread = Unread([], [])
+        unread: list[Page] = []
         self._outputs.open(step)
         order = [True, False] if self.random.random() < 0.5 else [False, True]
         self._move(step, unread, is_awaited=True)
@@ -73,7 +73,7 @@ class Device:
             self._move(step, unread, is_awaited=False)
         return answers.result(step, unread)
 
-    def _move(self, step: Step, unread: Unread, *, is_awaited: bool) -> None:
+    def _move(self, step: Step, unread: list[Page], *, is_awaited: bool) -> None:
         for move in step.moves:
             if move.is_awaited is is_awaited:
                 self.memory.move(move, unread)

@@ -3,7 +3,7 @@
 from array import array
 from typing import TYPE_CHECKING, NamedTuple
 
-from engine.step import HASH_BYTES, Direction, Tier
+from engine.step import HASH_BYTES, Direction, Page, PageKind, Tier
 from tests.fuzz.engine.language import UNREADABLE
 from tests.fuzz.engine.wrong import Wrong
 
@@ -24,13 +24,6 @@ class Copy(NamedTuple):
     name: bytes
 
 
-class Unread(NamedTuple):
-    """What moves from the disk or a store could not fill."""
-
-    blocks: list[int]
-    states: list[int]
-
-
 class Memory:
     """Blocks, states and copies; `unread_rate` of the reads from disk or store fail."""
 
@@ -41,7 +34,7 @@ class Memory:
         self._unread_rate = unread_rate
         self._random = random
         self._counts = counts
-        self._disk: dict[tuple[bool, int], Copy] = {}
+        self._disk: dict[tuple[PageKind, int], Copy] = {}
         self.store: dict[bytes, Content] = {}
         self._named: dict[bytes, Content] = {}  # all that was ever saved
         self.lose()
@@ -51,7 +44,7 @@ class Memory:
         self._blocks: dict[int, list[int]] = {}
         self._drafted: dict[int, list[int]] = {}
         self.states: dict[int, int] = {}
-        self._host: dict[tuple[bool, int], Copy] = {}
+        self._host: dict[tuple[PageKind, int], Copy] = {}
 
     def block(self, number: int) -> list[int]:
         """The digests in the slots of a block."""
@@ -61,20 +54,21 @@ class Memory:
         """The digests that the draft model's KV has in the slots of a block."""
         return self._drafted.setdefault(number, [UNREADABLE] * self.block_size)
 
-    def move(self, move: "BlockMove", unread: Unread) -> None:
+    def move(self, move: "BlockMove", unread: list[Page]) -> None:
         """Copy every block or state of a move."""
-        self._counts[f"{move.direction} {move.tier}{' state' if move.is_state else ''}"] += 1
+        is_state = move.kind is PageKind.SNAPSHOT
+        self._counts[f"{move.direction} {move.tier}{' state' if is_state else ''}"] += 1
         for device, slot, name in _pairs(move):
             if move.direction is Direction.OUT:
-                content = self._read(device, is_state=move.is_state)
-                self._put(move.tier, (move.is_state, slot), Copy(content, name))
+                content = self._read(device, is_state=is_state)
+                self._put(move.tier, (move.kind, slot), Copy(content, name))
                 continue
-            content_or_none = self._get(move.tier, (move.is_state, slot), name)
+            content_or_none = self._get(move.tier, (move.kind, slot), name)
             if content_or_none is None:
                 self._counts["unread"] += 1
-                (unread.states if move.is_state else unread.blocks).append(device)
-                content_or_none = (UNREADABLE,) * (1 if move.is_state else self.block_size)
-            self._write(device, content_or_none, is_state=move.is_state)
+                unread.append(Page(move.kind, device))
+                content_or_none = (UNREADABLE,) * (1 if is_state else self.block_size)
+            self._write(device, content_or_none, is_state=is_state)
 
     def _read(self, device: int, *, is_state: bool) -> Content:
         if is_state:
@@ -88,7 +82,7 @@ class Memory:
             self.block(device)[:] = content
             self._drafted.pop(device, None)
 
-    def _put(self, tier: Tier, key: tuple[bool, int], copy: Copy) -> None:
+    def _put(self, tier: Tier, key: tuple[PageKind, int], copy: Copy) -> None:
         if copy.name:
             known = self._named.setdefault(copy.name, copy.content)
             if known != copy.content or UNREADABLE in copy.content:
@@ -100,7 +94,7 @@ class Memory:
         else:
             self.store[copy.name] = copy.content
 
-    def _get(self, tier: Tier, key: tuple[bool, int], name: bytes) -> Content | None:
+    def _get(self, tier: Tier, key: tuple[PageKind, int], name: bytes) -> Content | None:
         """The copied content; None if it cannot be read, which a host tier can always be."""
         if tier is Tier.HOST:
             copy = self._host.get(key)

@@ -1,10 +1,11 @@
 """What an entry reads must be the KV, the state and the output of the tokens before it."""
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from engine.step import NO_STATE, ProposalSpec, StepEntry
+from engine.step import NO_STATE, Page, PageKind, ProposalSpec, StepEntry
 from tests.fuzz.engine.language import UNREADABLE, Text, extend
 from tests.fuzz.engine.step_checks import tables_of
 from tests.fuzz.engine.wrong import Wrong
@@ -12,7 +13,7 @@ from tests.fuzz.engine.wrong import Wrong
 if TYPE_CHECKING:
     from collections import Counter
 
-    from tests.fuzz.engine.memory import Memory, Unread
+    from tests.fuzz.engine.memory import Memory
 
 
 class Table(NamedTuple):
@@ -45,7 +46,9 @@ class Reader:
     windows: tuple[int | None, ...]
     counts: "Counter[str]"
 
-    def read(self, entry: StepEntry, text: Text, unread: "Unread", *, is_dropped: bool) -> Row:
+    def read(
+        self, entry: StepEntry, text: Text, unread: Sequence[Page], *, is_dropped: bool
+    ) -> Row:
         """Check what an entry reads, unless its result will be dropped."""
         stop = entry.start + len(entry.tokens)
         text.reach(stop)
@@ -117,9 +120,10 @@ class Reader:
         self.counts["draft model slots read"] += spec.start
 
 
-def _is_unread(entry: StepEntry, tables: list[Table], unread: "Unread") -> bool:
+def _is_unread(entry: StepEntry, tables: list[Table], unread: Sequence[Page]) -> bool:
     """Whether a move of this step could not fill what the entry reads."""
     state = entry.state
-    if state is not None and not {state.source, state.slot}.isdisjoint(unread.states):
-        return True
-    return any(not set(table.blocks).isdisjoint(unread.blocks) for table in tables)
+    slots = () if state is None else (state.source, state.slot)
+    pages = {Page(PageKind.SNAPSHOT, slot) for slot in slots}
+    pages.update(Page(PageKind.BLOCK, block) for table in tables for block in table.blocks)
+    return not pages.isdisjoint(unread)

@@ -6,7 +6,7 @@ from collections import Counter
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from engine.step import NO_STATE, BlockMove, BlockTable, Direction, Step, StepEntry
+from engine.step import NO_STATE, BlockMove, BlockTable, Direction, PageKind, Step, StepEntry
 from tests.fuzz.engine.wrong import Wrong
 
 if TYPE_CHECKING:
@@ -38,8 +38,8 @@ def check_step(
     if any(not entry.tokens for entry in step.entries):
         raise Wrong(f"an entry without tokens: {kinds}")
     steps = [step, *in_flight]
-    for is_state in (False, True):
-        _check_copies([m for each in steps for m in each.moves if m.is_state is is_state])
+    for kind in PageKind:
+        _check_copies([m for each in steps for m in each.moves if m.kind is kind])
     if step.entries:
         _check_blocks(step, steps, block_size)
         _check_states(step, steps)
@@ -60,7 +60,7 @@ def _check_copies(moves: "Sequence[BlockMove]") -> None:
 def _check_blocks(step: Step, steps: "Sequence[Step]", size: int) -> None:
     """An entry has the blocks it writes to itself; moves beside the step leave them alone, and
     write none that it reads."""
-    moving, coming = _beside(steps, is_state=False)
+    moving, coming = _beside(steps, PageKind.BLOCK)
     touched: Counter[int] = Counter()
     written: set[int] = set()
     for entry in step.entries:
@@ -80,7 +80,7 @@ def _check_blocks(step: Step, steps: "Sequence[Step]", size: int) -> None:
 
 def _check_states(step: Step, steps: "Sequence[Step]") -> None:
     """No entry writes a state that another one reads or writes, or that moves beside the step."""
-    moving, coming = _beside(steps, is_state=True)
+    moving, coming = _beside(steps, PageKind.SNAPSHOT)
     states = [entry.state for entry in step.entries if entry.state is not None]
     written = [slot for state in states for slot in (state.slot, *(s for _, s in state.snapshots))]
     read = {state.source for state in states if state.source not in (NO_STATE, state.slot)}
@@ -91,13 +91,10 @@ def _check_states(step: Step, steps: "Sequence[Step]") -> None:
         raise Wrong("a move beside the step touches a state of an entry")
 
 
-def _beside(steps: "Iterable[Step]", *, is_state: bool) -> tuple[set[int], set[int]]:
+def _beside(steps: "Iterable[Step]", kind: PageKind) -> tuple[set[int], set[int]]:
     """What moves beside the computing of these steps, and what of it comes in."""
     moves = [
-        move
-        for step in steps
-        for move in step.moves
-        if not move.is_awaited and move.is_state is is_state
+        move for step in steps for move in step.moves if not move.is_awaited and move.kind is kind
     ]
     coming = [move for move in moves if move.direction is Direction.IN]
     return _devices(moves), _devices(coming)

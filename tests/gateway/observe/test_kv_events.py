@@ -14,6 +14,7 @@ from engine.control.settings import SchedulerSettings
 from engine.errors import StartupError
 from engine.kv.ledger import KVLedger
 from engine.kv.prefix import name_in_group
+from engine.kv.prefix_search import PrefixSearch
 from engine.kv_shape import KVShape
 from engine.lora import LoraAdapter
 from engine.policy import build
@@ -50,9 +51,9 @@ class Rig:
         ledger = KVLedger(
             KVShape(num_blocks, BLOCK, windows=windows, chunk=64, num_states=num_states)
         )
-        ledger.listen(self.events)
         policy = build("fcfs", HAND_COST)
         self.scheduler = IterationScheduler(settings, ledger, policy, self.events)
+        self.scheduler.kv.search.listen(self.events)
 
     def serve(
         self, *prompts: tuple[int, ...], salt: str = "", lora: LoraAdapter | None = None
@@ -148,8 +149,7 @@ def test_a_router_that_follows_the_events_knows_the_blocks_of_every_group(
                 known -= blocks
         rig.batches.clear()
         ledger, states = rig.scheduler.ledger, rig.scheduler.ledger.states
-        num_snapshots = 0 if states is None else len(states.snapshots.blocks)
-        groups = [len(ledger.prefixes.blocks), num_snapshots]
+        groups = [len(ledger.prefixes.pages), len(states.snapshots.pages)]
         counts = Counter(group == len(windows) for group, _ in known)
         assert [counts[False], counts[True]] == groups
     rig.scheduler.ledger.reset()
@@ -195,7 +195,7 @@ def test_a_router_that_follows_the_events_knows_exactly_the_cached_blocks() -> N
         rig.serve(prompt(first, 13), prompt(first, 17))
         index.apply(rig.all_events())
         rig.batches.clear()
-        hashes = rig.scheduler.ledger.prefixes._blocks
+        hashes = rig.scheduler.ledger.prefixes._pages
         assert index.blocks.keys() == {int.from_bytes(one[:8], "big") for one in hashes}
     rig.scheduler.ledger.reset()
     rig.events.worker_lost(0.0)
@@ -250,8 +250,8 @@ def test_a_copy_in_a_lower_tier_is_reported_with_its_layer_group() -> None:
 def test_what_a_shared_store_has_is_not_reported() -> None:
     rig = Rig()
     ledger = KVLedger(KVShape(8, BLOCK, num_store_names=4))
-    ledger.listen(rig.events)
-    ledger.lower[Tier.STORE].learn([bytes(range(16))])
+    PrefixSearch(ledger, is_on=True).listen(rig.events)
+    ledger.blocks.lower[Tier.STORE].learn([bytes(range(16))])
     rig.events.planned(None, 0.0)  # type: ignore[arg-type] # not read
     assert not rig.all_events()
 

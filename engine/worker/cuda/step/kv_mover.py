@@ -18,10 +18,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engine.step import BlockMove, Direction
+from engine.step import BlockMove, Direction, Page
 from engine.worker.cuda.step.transfers import put
 from engine.worker.model.kv.host_pool import read_blocks
-from engine.worker.ports import KVTensors, Moved, MovesInFlight, Unread, as_bytes
+from engine.worker.ports import KVTensors, Moved, MovesInFlight, as_bytes
 from engine.worker.streams import StreamEvent, Streams
 
 STAGING_BYTES = 64 << 20  # device memory for staging, at least one block
@@ -41,9 +41,9 @@ class _Moving:
 
     ended: StreamEvent
 
-    def wait(self) -> Unread:
+    def wait(self) -> tuple[Page, ...]:
         self.ended.wait()
-        return Unread()
+        return ()
 
 
 class DeviceMover:

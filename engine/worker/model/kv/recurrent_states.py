@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.step import NO_STATE, BlockMove, Direction, StateSlots
+from engine.step import NO_STATE, BlockMove, Direction, PageKind, StateSlots
 from engine.worker.model.kv.host_pool import read_blocks
 from engine.worker.model.kv.kv_tensors import untouched_zeros
 from engine.worker.ports import (
@@ -85,9 +85,9 @@ class StateMover:
     def move(self, moves: Sequence[BlockMove]) -> MovesInFlight:
         """Make the copies; moves of blocks and of states are independent of each other."""
         for move in moves:
-            if move.is_state:
+            if move.kind is PageKind.SNAPSHOT:
                 self._copy(move)
-        return self._kv.move([move for move in moves if not move.is_state])
+        return self._kv.move([move for move in moves if move.kind is PageKind.BLOCK])
 
     def _copy(self, move: BlockMove) -> None:
         source, at = self._device, read_blocks(move.device, self._device.num_slots, "device state")

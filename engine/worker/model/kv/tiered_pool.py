@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from engine.kv_store import KVStore
-from engine.step import HASH_BYTES, BlockMove, Direction, Tier
+from engine.step import HASH_BYTES, BlockMove, Direction, Page, PageKind, Tier
 from engine.worker.model.kv.host_pool import read_blocks
-from engine.worker.ports import BlockMover, Moved, Unread
+from engine.worker.ports import BlockMover, Moved
 
 
 class StoredTensors:
@@ -73,27 +73,23 @@ class TieredPool:
     def __init__(
         self,
         host: BlockMover,
-        blocks: Mapping[Tier, StoredTensors],
-        states: Mapping[Tier, StoredTensors] | None = None,
+        stored: Mapping[tuple[Tier, PageKind], StoredTensors],
     ) -> None:
-        """`states` is for a model with recurrent layers."""
         self._host = host
-        self._blocks = blocks
-        self._states = states or {}
+        self._stored = stored
 
     def move(self, moves: Sequence[BlockMove]) -> Moved:
         """Make the copies, in the order given."""
-        blocks: list[int] = []
-        states: list[int] = []
+        unread: list[Page] = []
         for move in moves:
             if move.tier is Tier.HOST:
                 self._host.move([move])
                 continue
-            stored = (self._states if move.is_state else self._blocks).get(move.tier)
+            stored = self._stored.get((move.tier, move.kind))
             if stored is None:
                 raise ValueError(f"a move to or from the tier {move.tier}, which there is not")
             if move.direction is Direction.OUT:
                 stored.write(move)
             else:
-                (states if move.is_state else blocks).extend(stored.read(move))
-        return Moved(Unread(tuple(blocks), tuple(states)))
+                unread += [Page(move.kind, number) for number in stored.read(move)]
+        return Moved(tuple(unread))

@@ -13,10 +13,10 @@ async def loads(http: "HttpRequest") -> dict[str, Any]:
     """Requests and KV slots; one entry, since a server is one data-parallel rank."""
     service = service_of(http)
     scheduler = service.engine.scheduler
-    pool, ledger, settings = scheduler.pool, scheduler.ledger, scheduler.settings
+    pool, shape, settings = scheduler.pool, scheduler.kv.shape, scheduler.settings
     running, waiting = pool.num_admitted, service.readings.num_waiting
-    used = service.readings.num_used_blocks * ledger.block_size
-    usage = used / ledger.num_slots
+    used = service.readings.num_used_blocks * shape.block_size
+    usage = used / shape.num_slots
     prefix_tokens = service.readings.prefix_tokens
     load = {
         "dp_rank": 0,
@@ -25,7 +25,7 @@ async def loads(http: "HttpRequest") -> dict[str, Any]:
         "num_total_reqs": running + waiting,
         "num_used_tokens": used,
         "num_total_tokens": used + pool.waiting_tokens,
-        "max_total_num_tokens": ledger.num_slots,
+        "max_total_num_tokens": shape.num_slots,
         "token_usage": usage,
         "gen_throughput": scheduler.cost.tokens_per_second if running else 0.0,
         "cache_hit_rate": prefix_tokens["hit"] / max(1, sum(prefix_tokens.values())),

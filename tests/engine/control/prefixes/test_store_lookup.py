@@ -16,7 +16,7 @@ from engine.policy.fcfs import FirstComeFirstServed
 from engine.request import RequestSpec
 from engine.simulated.executor import SimulatedExecutor
 from engine.simulated.virtual_loop import run_virtual
-from engine.step import Step, Tier
+from engine.step import PageKind, Step, Tier
 from engine.stream import TokenStream
 from tests.scheduling import GREEDY
 
@@ -107,8 +107,8 @@ def test_a_snapshot_in_the_store_is_loaded_with_its_blocks() -> None:
     snapshot = name_in_group(hashes[1], 1)
     executor = serve(Lookup([*hashes, snapshot]), found, one_request)
     (_, step), *_ = executor.steps
-    moves = [(move.is_state, move.num_blocks) for move in step.moves]
-    assert sorted(moves) == [(False, 2), (True, 1)]
+    moves = [(move.kind, move.num_blocks) for move in step.moves]
+    assert sorted(moves) == [(PageKind.BLOCK, 2), (PageKind.SNAPSHOT, 1)]
     assert [len(entry.tokens) for entry in step.entries] == [9]
 
 

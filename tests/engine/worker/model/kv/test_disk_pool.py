@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from engine.errors import StartupError
-from engine.step import BlockMove, Direction, Tier
+from engine.step import BlockMove, Direction, Page, PageKind, Tier
 from engine.worker.model.kv import disk_pool
 from engine.worker.model.kv.disk_pool import HEADER, DiskFiles, folder_of
 from engine.worker.model.kv.host_pool import HostPool
 from engine.worker.model.kv.kv_tensors import allocate, bytes_per_block
 from engine.worker.model.kv.tiered_pool import StoredTensors, TieredPool
-from engine.worker.ports import KVTensors, Unread
+from engine.worker.ports import KVTensors
 from engine.worker.ports.shapes import ModelShape
 
 SHAPE = ModelShape(2, 4, 2, 8, 32, 64, 1, 100, 64)
@@ -220,7 +220,7 @@ def tiered(device: KVTensors, dtype: torch.dtype, files: DiskFiles) -> TieredPoo
     """A disk tier below a host tier without blocks."""
     host = HostPool(device, allocate(SHAPE, 2, 0, BLOCK, dtype))
     stored = StoredTensors(device.in_memory_order(), device.num_blocks, files)
-    return TieredPool(host, {Tier.DISK: stored})
+    return TieredPool(host, {(Tier.DISK, PageKind.BLOCK): stored})
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int8])
@@ -231,9 +231,9 @@ def test_blocks_come_back_bit_by_bit_and_the_missing_ones_are_named(
     before = [tensor.clone() for tensor in device.in_memory_order()]
     files = DiskFiles(tmp_path, 4, bytes_per_block(SHAPE, 2, BLOCK, dtype))
     pool = tiered(device, dtype, files)
-    assert pool.move([move(Direction.OUT, [1, 4], [3, 0], [A, B])]).wait() == Unread()
+    assert pool.move([move(Direction.OUT, [1, 4], [3, 0], [A, B])]).wait() == ()
     back = pool.move([move(Direction.IN, [5, 2, 0], [0, 1, 3], [B, C, A])])
-    assert back.wait() == Unread((2,))
+    assert back.wait() == (Page(PageKind.BLOCK, 2),)
     for tensor, old in zip(device.in_memory_order(), before, strict=True):
         assert torch.equal(tensor[5], old[4])
         assert torch.equal(tensor[0], old[1])

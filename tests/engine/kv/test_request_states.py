@@ -6,11 +6,21 @@ from engine.control.admission import SwapMode
 from engine.control.scheduler import IterationScheduler
 from engine.control.settings import SchedulerSettings
 from engine.kv.ledger import KVLedger
-from engine.kv.state_ledger import SNAPSHOT_TOKENS, StateLedger
+from engine.kv.pages import Pages
+from engine.kv.request_states import SNAPSHOT_TOKENS, RequestStates
 from engine.kv_shape import KVShape
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.request import Request, RequestSpec, State
-from engine.step import NO_STATE, Direction, RequestId, StateSlots, Step, StepEntry, StepResult
+from engine.step import (
+    NO_STATE,
+    Direction,
+    PageKind,
+    RequestId,
+    StateSlots,
+    Step,
+    StepEntry,
+    StepResult,
+)
 from tests.scheduling import GREEDY
 
 A, B, C = RequestId(1), RequestId(2), RequestId(3)
@@ -24,9 +34,14 @@ def make(num_states: int = 12, num_blocks: int = 400) -> IterationScheduler:
     return IterationScheduler(settings, ledger, FirstComeFirstServed())
 
 
-def states(scheduler: IterationScheduler) -> StateLedger:
-    assert scheduler.ledger.states is not None
+def states(scheduler: IterationScheduler) -> RequestStates:
     return scheduler.ledger.states
+
+
+def slots(count: int) -> RequestStates:
+    """So many state slots, which no request has."""
+    shape = KVShape(1, SIZE, num_states=count)
+    return RequestStates(Pages(PageKind.SNAPSHOT, shape), group=0)
 
 
 def spec(prompt: range | tuple[int, ...], max_tokens: int) -> RequestSpec:
@@ -118,14 +133,16 @@ def test_of_the_output_only_the_newest_snapshot_is_kept() -> None:
 
 
 def test_snapshots_of_a_long_prompt_take_a_quarter_of_the_slots() -> None:
-    ledger = StateLedger(num_states=16)
-    assert ledger.interval(1000) == SNAPSHOT_TOKENS
-    assert ledger.interval(4 * SNAPSHOT_TOKENS) == SNAPSHOT_TOKENS
-    assert ledger.interval(4 * SNAPSHOT_TOKENS + 1) == 2 * SNAPSHOT_TOKENS
+    ledger = slots(16)
+    for prompt_len, first in ((4 * SNAPSHOT_TOKENS, 1), (4 * SNAPSHOT_TOKENS + 1, 2)):
+        request = Request(A, spec(range(prompt_len), 1), 0.0)
+        ends = ledger.snapshot_ends(request, 0, prompt_len, SIZE)
+        assert ends[0] == first * SNAPSHOT_TOKENS
+        assert len(ends) <= 4
 
 
 def test_a_snapshot_that_is_read_is_not_overwritten() -> None:
-    ledger = StateLedger(num_states=3)
+    ledger = slots(3)
     ledger.start(A, [])
     ((_, snapshot),) = ledger.plan(A, 0, [4]).snapshots
     ledger.commit(A, 4, 4, HASHES, SIZE)
@@ -142,14 +159,14 @@ def test_a_snapshot_that_is_read_is_not_overwritten() -> None:
     ledger.check({B, C})
 
 
-def a_verify_step(ledger: StateLedger, start: int, num_drafts: int) -> StateSlots:
+def a_verify_step(ledger: RequestStates, start: int, num_drafts: int) -> StateSlots:
     """A decode at `start`, with slots for the states behind its drafts."""
     planned = ledger.plan(A, start, [])
     return ledger.plan_drafts(A, planned, start, num_drafts, has_snapshot=False)
 
 
 def test_the_next_step_reads_the_state_after_the_last_accepted_row() -> None:
-    ledger = StateLedger(num_states=8)
+    ledger = slots(8)
     ledger.start(A, [])
     first = ledger.plan(A, 0, [])
     ledger.commit(A, 5, 5, HASHES, SIZE)
@@ -166,7 +183,7 @@ def test_the_next_step_reads_the_state_after_the_last_accepted_row() -> None:
 
 
 def test_with_all_drafts_accepted_the_requests_own_slot_is_read() -> None:
-    ledger = StateLedger(num_states=8)
+    ledger = slots(8)
     ledger.start(A, [])
     a_verify_step(ledger, 5, num_drafts=3)
     ledger.commit(A, 9, 5, HASHES, SIZE)
@@ -177,7 +194,7 @@ def test_with_all_drafts_accepted_the_requests_own_slot_is_read() -> None:
 
 
 def test_an_accepted_row_at_the_end_of_a_block_is_a_snapshot_too() -> None:
-    ledger = StateLedger(num_states=8)
+    ledger = slots(8)
     ledger.start(A, [])
     planned = a_verify_step(ledger, 5, num_drafts=4)
     ledger.commit(A, 8, 5, HASHES, SIZE)  # the third row ends a block, and its draft is rejected
@@ -189,7 +206,7 @@ def test_an_accepted_row_at_the_end_of_a_block_is_a_snapshot_too() -> None:
 
 
 def test_drafts_behind_a_chunk_in_flight_keep_their_slots_when_it_returns() -> None:
-    ledger = StateLedger(num_states=5)
+    ledger = slots(5)
     ledger.start(A, [])
     ledger.plan(A, 0, [4])
     planned = a_verify_step(ledger, 5, num_drafts=1)  # the chunk before has not returned
@@ -211,10 +228,10 @@ def test_a_state_is_swapped_also_if_the_model_keeps_no_kv() -> None:
     assert scheduler.kv.swap_out(request, 0.0, is_awaited=False)
     other = scheduler.add(spec(range(10), 1), 0.0)
     (out,) = run_step(scheduler).moves
-    assert (out.direction, out.is_state) == (Direction.OUT, True)
+    assert (out.direction, out.kind) == (Direction.OUT, PageKind.SNAPSHOT)
     assert (request.state, other.produced) == (State.SWAPPED, 1)
     (back,) = run_step(scheduler).moves
-    assert (back.direction, back.is_state, back.host) == (Direction.IN, True, out.host)
+    assert (back.direction, back.kind, back.host) == (Direction.IN, PageKind.SNAPSHOT, out.host)
     while scheduler.pool:
         run_iteration(scheduler)
     assert request.produced == 4

@@ -1,4 +1,4 @@
-"""StateLedger: which request holds which recurrent states, and which snapshots are cached.
+"""RequestStates: which request holds which recurrent states, and which snapshots are cached.
 
 A recurrent layer keeps one state of fixed size per request, whatever the number of tokens. A state
 slot has the states of all recurrent layers of all stages. Each started request owns one slot, which
@@ -7,6 +7,7 @@ beside the request's own slot, and when the step has returned it is published un
 prefix. A request that starts behind the prefix reads the snapshot in its first step. Snapshots are
 saved in the tiers below like cached blocks, but those within an output only when its request has
 ended, since a newer one replaces them. A snapshot is loaded into the own slot of its request.
+A model without recurrent layers has no slots, and then nothing here happens.
 
 A step with drafts writes the state after each of its rows to a slot of its own, and the state after
 the last row to the request's slot. If it accepts only some drafts, the request's next step reads
@@ -22,21 +23,22 @@ the slot of the last accepted row.
     free ──plan drafts──▶ being written ──commit──▶ free, or read by the request's next step
 """
 
+from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from engine.kv.block_pool import BlockPool
-from engine.kv.host_tier import HostTier
 from engine.kv.prefix import name_in_group
-from engine.kv.saved_blocks import LowerTiers, SavedBlocks
 from engine.step import NO_STATE, Snapshot, StateSlots
 
 if TYPE_CHECKING:
     from collections.abc import Container, Sequence
 
+    from engine.kv.pages import Pages
+    from engine.request import Request
     from engine.step import RequestId
 
 LEAST_STATES = 2  # the snapshot that a request starts behind, and its own
+NO_LIMIT = 1 << 40  # drafts of a model without recurrent layers
 SNAPSHOT_TOKENS = 1024  # between two snapshots of a long prompt, at least
 
 
@@ -45,13 +47,6 @@ class _Written(NamedTuple):
 
     num_tokens: int
     slot: int
-
-
-class StatePair(NamedTuple):
-    """A state to copy between a device slot and a host slot."""
-
-    device: int
-    host: int
 
 
 @dataclass(slots=True)
@@ -72,77 +67,70 @@ class _Held:
         return held if self.read_once is None else [*held, self.read_once]
 
 
-class StateLedger:
-    """Allocates state slots on the device and on the host."""
+class RequestStates:
+    """Gives requests their state slots, which are pages on the device, and publishes snapshots."""
 
-    def __init__(
-        self,
-        num_states: int,
-        num_host_states: int = 0,
-        num_disk_states: int = 0,
-        num_store_names: int = 0,
-        saves_on_host: bool = False,
-        *,
-        group: int = 0,
-    ) -> None:
+    def __init__(self, pages: "Pages", group: int) -> None:
         """`group` is the number of layer groups: in names, the snapshots are one more."""
-        assert num_states >= LEAST_STATES, "a request can start behind a snapshot"
-        self.num_states = num_states
+        self.pages = pages
+        self.pool = pages.pool
+        self.snapshots = pages.index
         self.group = group
-        self.host = HostTier(num_host_states)
-        self.disk = SavedBlocks.of_size(num_disk_states)
-        store = SavedBlocks.of_size(num_store_names)
-        self.lower = LowerTiers.of(self.host.cached if saves_on_host else None, self.disk, store)
-        self.pool = BlockPool(num_states, self.lower)
-        self.snapshots = self.pool.prefixes
+        self.is_on = pages.pool.num_pages > 0
+        assert not self.is_on or pages.pool.num_pages >= LEAST_STATES, "no room for a snapshot"
         self._held: dict[RequestId, _Held] = {}
-
-    def __repr__(self) -> str:
-        free = self.pool.num_available - self.pool.num_cached
-        return f"StateLedger(free={free}, cached={self.pool.num_cached}, all={self.num_states})"
 
     # Prefixes
 
     def longest(self, hashes: "Sequence[bytes]", most: int) -> int:
         """The largest number of hashes, at most `most`, behind which there is a snapshot, or a copy
         of one."""
-        return next((n for n in range(most, 0, -1) if self._has(self._name(hashes[n - 1]))), 0)
-
-    def _has(self, name: bytes) -> bool:
-        return name in self.snapshots or self.lower.has(name)
+        if not self.is_on:
+            return most
+        lengths = range(most, 0, -1)
+        return next((n for n in lengths if self.name_of(hashes[n - 1]) in self.pages), 0)
 
     def names(self, hashes: "Sequence[bytes]") -> list[bytes]:
         """The name of the snapshot behind a prefix; none if the prefix is empty."""
-        return [self._name(block_hash) for block_hash in hashes[-1:]]
+        return [self.name_of(block_hash) for block_hash in hashes[-1:]] if self.is_on else []
 
-    def _name(self, block_hash: bytes) -> bytes:
+    def name_of(self, block_hash: bytes) -> bytes:
         """The name of the snapshot behind the block with this hash."""
         return name_in_group(block_hash, self.group)
 
-    @property
-    def version(self) -> int:
-        """Changes whenever the snapshots and their copies change."""
-        return self.snapshots.version + self.lower.version
-
     def num_missing(self, hashes: "Sequence[bytes]") -> int:
         """Slots that lack for a request to start behind this prefix; 0 or negative if none do."""
+        if not self.is_on:
+            return 0
         return 1 + self.pool.num_idle(self.names(hashes)) - self.pool.num_available
 
-    def interval(self, prompt_len: int) -> int:
-        """The tokens between two snapshots of a prompt: all its snapshots are at most a quarter of
-        the slots."""
-        most = max(1, self.num_states // 4)
-        return SNAPSHOT_TOKENS * -(-prompt_len // (SNAPSHOT_TOKENS * most))
+    def snapshot_ends(
+        self, request: "Request", start: int, stop: int, block_size: int
+    ) -> list[int]:
+        """After how many tokens a step that computes `[start, stop)` writes snapshots: after the
+        last full block of the prompt, of all tokens so far, and of each block of the output, and at
+        intervals within long prompts, so that one prompt takes at most a quarter of the slots."""
+        prompt_len, most = request.prompt_len, max(1, self.pool.num_pages // 4)
+        interval = SNAPSHOT_TOKENS * -(-prompt_len // (SNAPSHOT_TOKENS * most))
+        interval = -(-interval // block_size) * block_size
+        last = (prompt_len - 1) // block_size * block_size
+        ends = {*range(interval, last, interval), last}
+        ends.add((request.num_tokens - 1) // block_size * block_size)
+        if start >= prompt_len:
+            ends.add(stop // block_size * block_size)
+        return sorted(end for end in ends if start < end <= stop)
 
     # Slots of requests
 
     def start(self, request_id: "RequestId", hashes: "Sequence[bytes]") -> list[tuple[int, bytes]]:
         """Give a request a slot of its own, and the snapshot behind the prefix that it shares. If
         that is not on the device, returns the slot to load it into, with its name."""
+        if not self.is_on:
+            return []
         assert request_id not in self._held, "a request has one state"
         names = self.names(hashes)
         missing = [name for name in names if name not in self.snapshots]
-        snapshot = self.pool.share(names[0]) if names and not missing else None
+        snapshot = self.pool.take(names[0]) if names and not missing else None
         (slot,) = self.pool.allocate(1)
         source = NO_STATE if snapshot is None else snapshot
         self._held[request_id] = _Held(slot, slot if missing else source, snapshot)
@@ -163,9 +151,9 @@ class StateLedger:
 
     @property
     def num_for_drafts(self) -> int:
-        """Slots that the rows of drafts may take: all that are available but one, so that a request
-        can start."""
-        return self.pool.num_available - 1
+        """Drafts whose rows have slots: all that are available but one, so that a request can
+        start."""
+        return max(0, self.pool.num_available - 1) if self.is_on else NO_LIMIT
 
     def plan_drafts(
         self,
@@ -216,7 +204,7 @@ class StateLedger:
         for end, slot in done:
             if not end % block_size and end // block_size <= len(hashes):
                 place = end // block_size - 1
-                name = self._name(hashes[place])
+                name = self.name_of(hashes[place])
                 if self._publish(held, slot, name, is_output=end >= prompt_len):
                     places.append(place)
             if drafted is not None and end == num_computed and end != drafted.stop:
@@ -245,24 +233,25 @@ class StateLedger:
     def _forget(self, name: bytes | None) -> None:
         """Evict a snapshot that no request reads."""
         if name is not None and name in self.snapshots:
-            self.pool.discard(self.snapshots.block(name))
+            self.pool.discard(self.snapshots.page_of(name))
 
     # Swapping
 
-    def begin_swap_out(self, request_id: "RequestId") -> StatePair | None:
-        """Allocate a host slot for a copy of the request's state; None, and no change, if there is
-        none."""
-        copy = self.host.begin_write(request_id, 1)
-        return None if copy is None else StatePair(self._held[request_id].source, copy[0])
+    def current(self, request_id: "RequestId") -> "array[int]":
+        """The slot with the request's state, from which it is swapped out."""
+        return array("i", [self._held[request_id].source] if self.is_on else ())
 
-    def begin_swap_in(self, request_id: "RequestId") -> StatePair:
-        """The copy is read into the slot of the request, which has just been started."""
+    def refill(self, request_id: "RequestId") -> "array[int]":
+        """The own slot of a request that has just been started, into which its state is swapped
+        in."""
+        if not self.is_on:
+            return array("i")
         held = self._held[request_id]
         held.source = held.slot
-        return StatePair(held.slot, self.host.begin_read(request_id, 0)[0])
+        return array("i", [held.slot])
 
-    def release_device(self, request_id: "RequestId") -> None:
-        """Free the request's slots on the device; a host copy is kept."""
+    def release(self, request_id: "RequestId") -> None:
+        """Free the request's slots."""
         held = self._held.pop(request_id, None)
         if held is not None:
             for slot in held.slots():
@@ -271,31 +260,20 @@ class StateLedger:
             if slot_of_output is not None:
                 self.pool.allow_save(slot_of_output)
 
-    def release(self, request_id: "RequestId") -> None:
-        """Free the request's slots in both tiers."""
-        self.host.release(request_id)
-        self.release_device(request_id)
-
     def reset(self) -> None:
-        """The worker is lost: all slots are free."""
-        self.host.reset()
-        self.lower.abandon()
+        """The worker is lost: no request has any slot."""
         self._held.clear()
-        self.pool.reset()
 
     def num_leaked(self, live: "Container[RequestId]") -> int:
-        """Slots of both tiers whose request is not live; anything but 0 is a leak."""
-        held = [len(held.slots()) for owner, held in self._held.items() if owner not in live]
-        return sum(held) + self.host.num_leaked(live)
+        """Slots whose request is not live; anything but 0 is a leak."""
+        return sum(len(held.slots()) for owner, held in self._held.items() if owner not in live)
 
     def check(self, owners: "Container[RequestId]") -> None:
         """Assert that every slot is in exactly one state, and that only `owners` have one."""
-        holders = [0] * self.num_states
+        holders = [0] * self.pool.num_pages
         for owner, held in self._held.items():
             assert owner in owners, "a state without blocks"
             for slot in held.slots():
                 holders[slot] += 1
             assert holders[held.slot] == 1, "a request's own state is shared"
-        self.pool.check(holders)
-        self.host.check()
-        self.disk.check()
+        self.pages.check(holders)

@@ -69,19 +69,19 @@ def test_the_last_request_is_swapped_out_when_blocks_are_short_and_in_when_it_fi
     assert (move.direction, move.is_awaited, move.num_blocks) == (Direction.OUT, True, 4)
     assert (young.state, young.num_computed) == (State.SWAPPING_OUT, 4)
     assert (out.requests, out.swapping) == ((old,), (young,))
-    assert (scheduler.ledger.num_held, scheduler.ledger.host.num_moving) == (5, 4)
+    assert (scheduler.ledger.num_held, scheduler.ledger.blocks.host.num_moving) == (5, 4)
     commit(scheduler, out)
     assert young.state is State.SWAPPED
-    assert scheduler.ledger.host.num_held == 4
+    assert scheduler.ledger.blocks.host.num_held == 4
     back = until(scheduler, lambda iteration: bool(iteration.step.moves))
     (move_in,) = back.step.moves
     assert (move_in.direction, move_in.is_awaited) == (Direction.IN, True)
     assert blocks(move_in)[1] == blocks(move)[1]
     assert back.requests == (young,)
     assert [(entry.start, len(entry.tokens)) for entry in back.step.entries] == [(4, 1)]
-    assert scheduler.ledger.host.num_moving == 4
+    assert scheduler.ledger.blocks.host.num_moving == 4
     commit(scheduler, back)
-    assert scheduler.ledger.host.num_free == 8
+    assert scheduler.ledger.blocks.host.num_free == 8
     while scheduler.pool:
         commit(scheduler, planned(scheduler))
     assert (young.num_swaps, young.num_preemptions, old.num_swaps) == (1, 0, 0)
@@ -105,9 +105,9 @@ def test_published_blocks_stay_cached_on_the_device_and_are_not_swapped_in() -> 
     back = until(scheduler, lambda iteration: bool(iteration.step.moves))
     moved_out, moved_in = out.step.moves[0].num_blocks, back.step.moves[0].num_blocks
     assert 0 < moved_in < moved_out
-    assert scheduler.ledger.host.num_free == 8 - moved_in
+    assert scheduler.ledger.blocks.host.num_free == 8 - moved_in
     commit(scheduler, back)
-    assert scheduler.ledger.host.num_free == 8
+    assert scheduler.ledger.blocks.host.num_free == 8
 
 
 def swapping_out() -> tuple[IterationScheduler, Request, Iteration | None]:
@@ -126,7 +126,7 @@ def swapped() -> tuple[IterationScheduler, Request, Iteration | None]:
 
 def swapping_in() -> tuple[IterationScheduler, Request, Iteration | None]:
     scheduler, young, _ = swapped()
-    while scheduler.admission.num_missing(young) > 0:
+    while scheduler.admission.missing(young).blocks > 0:
         commit(scheduler, planned(scheduler))
     scheduler.add(a_spec(1, 3), 0.0)
     scheduler.admission.start(young, 0.0, is_awaited=False)
@@ -156,7 +156,7 @@ def settled(scheduler: IterationScheduler, in_flight: Iteration | None) -> None:
         commit(scheduler, planned(scheduler))
     ledger = scheduler.ledger
     assert (ledger.num_held, ledger.num_moving, ledger.num_leaked(())) == (0, 0, 0)
-    assert ledger.host.num_free == ledger.host.num_blocks
+    assert ledger.blocks.host.num_free == ledger.blocks.host.num_pages
 
 
 @in_every_place
@@ -170,7 +170,7 @@ def test_a_cancelled_request_is_freed_from_both_tiers_at_the_commit(place: State
     if in_flight is not None:
         commit(scheduler, in_flight)
     assert young.state is State.CANCELLED
-    assert scheduler.ledger.host.num_free == 8
+    assert scheduler.ledger.blocks.host.num_free == 8
     settled(scheduler, None)
 
 

@@ -1,0 +1,125 @@
+"""PageMoves: the moves of the plan being made, and what is done when their step has returned.
+
+Swapping. A move is part of the next step. Until that step returns, both ends of the move are
+moving: device pages that are swapped out are not free yet, and a request whose pages are being
+copied does not run. An *awaited* move ends before its step computes. So the device pages that it
+swaps out are free in the plan that orders it, and a request that it swaps in may run in that plan.
+
+Saves and loads. Copies in the tiers below are made while their pages are cached. A load is awaited:
+its pages are filled before the step computes, and are published like computed ones when the step
+has returned.
+"""
+
+from array import array
+from typing import TYPE_CHECKING
+
+from engine.iteration import NO_SWAPS, Load, Save, Swaps
+from engine.step import BlockMove, Direction, Page, PageKind, Tier
+
+if TYPE_CHECKING:
+    from collections.abc import Container, Iterable, Sequence
+
+    from engine.iteration import Iteration
+    from engine.kv.ledger import KVLedger
+    from engine.kv.tables import Missing, PagePairs
+    from engine.request import Request
+
+BLOCKS_PER_STATE = 16  # saved blocks for one saved snapshot, which is about as large
+
+
+class PageMoves:
+    """Orders moves of all kinds of pages between all tiers."""
+
+    def __init__(self, ledger: "KVLedger") -> None:
+        self._pages = ledger.pages
+        self._moves: list[BlockMove] = []  # of the plan being made
+        self._saves: list[Save] = []
+        self._loads: list[Load] = []
+        self._swapping: list[Request] = []  # whose pages are copied, without being in the batch
+
+    def wait_for(self, request: "Request") -> None:
+        """The request is in flight until the step being planned has returned, without an entry."""
+        self._swapping.append(request)
+        request.num_in_flight += 1
+
+    def swap(
+        self, direction: Direction, pairs: "Sequence[PagePairs]", *, is_awaited: bool
+    ) -> BlockMove:
+        """Order a swap; returns its move of blocks, which may have none."""
+        moves = [
+            BlockMove(direction, device.tobytes(), host.tobytes(), is_awaited, kind=kind)
+            for kind, device, host in pairs
+        ]
+        self._moves += [move for move in moves if move.device]
+        return moves[0]
+
+    def save(self, most: int) -> None:
+        """Order copies of at most so many cached blocks to the tiers below, and of a snapshot for
+        each `BLOCKS_PER_STATE` of them, beside the step being planned."""
+        saves: list[Save] = []
+        for kind, pages in self._pages.items():
+            count = most if kind is PageKind.BLOCK else max(1, most // BLOCKS_PER_STATE)
+            saves += pages.pool.begin_save(count)
+        self._saves += saves
+        by_tier: dict[tuple[Tier, PageKind], list[tuple[int, int, bytes]]] = {}
+        for tier, page, slot, name in saves:
+            by_tier.setdefault((tier, page.kind), []).append((page.number, slot, name))
+        self._copy(Direction.OUT, by_tier)
+
+    def load(self, request: "Request", wanted: "Iterable[Missing]") -> int:
+        """Order awaited moves that fill device pages with the contents of these names, up to the
+        first one that no tier has; returns their number."""
+        by_tier: dict[tuple[Tier, PageKind], list[tuple[int, int, bytes]]] = {}
+        num_loaded = 0
+        for page, name in wanted:
+            copy = self._pages[page.kind].lower.begin_load(name)
+            if copy is None:
+                break
+            tier, slot = copy
+            by_tier.setdefault((tier, page.kind), []).append((page.number, slot, name))
+            self._loads.append(Load(request, tier, page, name))
+            num_loaded += 1
+        self._copy(Direction.IN, by_tier)
+        return num_loaded
+
+    def _copy(
+        self,
+        direction: Direction,
+        by_tier: dict[tuple[Tier, PageKind], list[tuple[int, int, bytes]]],
+    ) -> None:
+        """Order a move of named pages, by number, slot and name, for each tier and kind."""
+        for (tier, kind), copies in by_tier.items():
+            numbers, slots, names = zip(*copies, strict=True)
+            tables = array("i", numbers).tobytes(), array("i", slots).tobytes()
+            is_awaited = direction is Direction.IN
+            move = BlockMove(direction, *tables, is_awaited, tier, b"".join(names), kind)
+            self._moves.append(move)
+
+    def collect(self) -> Swaps:
+        """The moves ordered since the last call; they must be part of the step being planned."""
+        if not self._moves:
+            return NO_SWAPS
+        self._moves.sort(key=lambda move: not move.is_awaited)  # stable: out before in, as ordered
+        moves, swapping, saves, loads = self._moves, self._swapping, self._saves, self._loads
+        self._moves, self._swapping, self._saves, self._loads = [], [], [], []
+        return Swaps(tuple(moves), tuple(swapping), tuple(saves), tuple(loads))
+
+    def finish_saves(self, iteration: "Iteration", *, is_complete: bool) -> None:
+        """A step has returned, or will not return."""
+        for kind, pages in self._pages.items():
+            saves = [save for save in iteration.saves if save.page.kind is kind]
+            if saves:
+                pages.pool.finish_save(saves, is_complete=is_complete)
+
+    def finish_loads(
+        self, iteration: "Iteration", unread: "Container[Page]"
+    ) -> "dict[Request, None]":
+        """A step has returned, or will not return: what it read may be replaced. Returns the
+        requests with pages that it could not read; these copies are dropped."""
+        failed: dict[Request, None] = {}
+        for request, tier, page, name in iteration.loads:
+            is_readable = page not in unread
+            self._pages[page.kind].lower.finish_load(tier, name, is_readable=is_readable)
+            if not is_readable:
+                failed[request] = None
+        return failed

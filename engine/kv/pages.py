@@ -1,0 +1,65 @@
+"""Pages: all pages of one kind, on the device and in the tiers below it.
+
+A *page* is what a name stands for and a tier keeps: a block of KV, or a snapshot of recurrent
+states. Each kind has memory of its own in each tier, and its pages are numbered there.
+
+    device   `PagePool`    pages of requests; published ones stay cached until they are evicted
+    host     `HostTier`    copies of the pages of swapped requests, and of cached pages
+    disk     `LowerTier`   copies of cached pages, which outlive the worker
+    store    `LowerTier`   copies of cached pages, which other servers read and write too
+"""
+
+from typing import TYPE_CHECKING
+
+from engine.kv.host_tier import HostTier
+from engine.kv.lower_tiers import LowerTier, LowerTiers
+from engine.kv.page_pool import PagePool
+from engine.step import PageKind, Tier
+
+if TYPE_CHECKING:
+    from engine.kv_shape import KVShape
+
+
+class Pages:
+    """The tiers of one kind of page, of which a model may have none."""
+
+    def __init__(self, kind: PageKind, shape: "KVShape") -> None:
+        self.kind = kind
+        num_pages = shape.num_blocks
+        num_host, num_disk = shape.num_host_blocks, shape.num_disk_blocks
+        if kind is PageKind.SNAPSHOT:
+            num_pages = shape.num_states
+            num_host, num_disk = shape.num_host_states, shape.num_disk_states
+        self.host = HostTier(num_host)
+        self.disk = LowerTier.of_size(num_disk)
+        store = LowerTier.of_size(shape.num_store_names if num_pages else 0)
+        cached = self.host.cached if shape.saves_on_host else None
+        self.lower = LowerTiers.of(cached, self.disk, store)
+        self.pool = PagePool(kind, num_pages, self.lower)
+        self.index = self.pool.prefixes  # of the device
+
+    def __contains__(self, name: object) -> bool:
+        """Whether any tier has this page."""
+        return name in self.index or any(name in copies for copies in self.lower.values())
+
+    @property
+    def version(self) -> int:
+        """Changes whenever the published pages and their copies change."""
+        return self.index.version + self.lower.version
+
+    def only_on_disk(self, name: bytes) -> int | None:
+        """The slot of a copy on the disk; None if there is none, or if it is faster elsewhere."""
+        is_faster = name in self.index or name in self.lower.get(Tier.HOST, ())
+        return None if is_faster else self.disk.find(name)
+
+    def reset(self) -> None:
+        """The worker is lost, and all pages of the device and the host with it."""
+        self.host.reset()
+        self.lower.abandon()
+        self.pool.reset()
+
+    def check(self, holders: list[int]) -> None:
+        """Assert that each page is in exactly one state in each tier, given its holders."""
+        self.pool.check(holders)
+        self.host.check()
+        self.disk.check()
