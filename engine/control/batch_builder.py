@@ -75,10 +75,9 @@ class BatchBuilder:
         samples = is_last and spec.pooling is None
         sample = request.constant_sample or self._sample_spec(request) if samples else None
         targets = None if spec.prompt_logprobs is None else _targets(request, start, stop)
-        blocks, tables, state = kv.pages(request, start, stop)
-        entry = StepEntry(request_id, start, tokens, blocks, sample, targets)
+        entry = StepEntry(request_id, start, tokens, kv.table(request_id), sample, targets)
         if not kv.keeps_all:
-            entry = entry._replace(tables=tables, state=state)
+            entry = kv.extend(request, entry)
         if spec.lora is not None:
             entry = entry._replace(lora_id=spec.lora.lora_id)
             self._has_loras = True

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from engine.kv.page_moves import PageMoves
 from engine.kv.prefix import extend_hashes
 from engine.kv.prefix_search import PrefixSearch
+from engine.kv.request_states import RowsOfDrafts
 from engine.kv.swapped import SwappedPages
 from engine.kv.tables import Missing
 from engine.request import Move, Request, State
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from engine.iteration import Iteration, Swaps
     from engine.kv.ledger import KVLedger
     from engine.pool import RequestPool
-    from engine.step import BlockTable, StateSlots, StepEntry, StepResult
+    from engine.step import StepEntry, StepResult
 
 WAITING, SWAPPED = State.WAITING, State.SWAPPED  # bound once (see engine.pool)
 NO_LIMIT = 1 << 40  # slots
@@ -44,14 +45,6 @@ class Room(NamedTuple):
     blocks_coming: int
 
 
-class EntryPages(NamedTuple):
-    """Where an entry reads and writes KV and states (`StepEntry`)."""
-
-    blocks: bytes
-    tables: "tuple[BlockTable, ...]"
-    state: "StateSlots | None"
-
-
 class Finished(NamedTuple):
     """The requests of a step whose end was decided while it moved their pages, which they still
     hold; and those whose pages it could not read."""
@@ -66,7 +59,8 @@ NOTHING_FINISHED = Finished([], {})
 class KVCache:
     """Gives requests pages, takes them back, swaps them, and lets requests share prefixes.
 
-    `search` finds the prefixes of waiting requests. `rewinds`: a request can compute its last token
+    `search` finds the prefixes of waiting requests. `table` gives a request's blocks in its first
+    layer group, as int32, by its id. `rewinds`: a request can compute its last token
     again, since no recurrent state has gone past it.
     """
 
@@ -87,6 +81,7 @@ class KVCache:
         self.rewinds = not ledger.states.is_on
         most = ledger.groups.longest_request(ledger.num_blocks)
         self.longest_request = NO_LIMIT if most is None else most * ledger.block_size  # in slots
+        self.table = ledger.table  # bound once, for the hot path
         self._pool = pool
         self._observer = observer
         self._reuses_prefixes = reuses_prefixes and bool(ledger.groups)
@@ -178,39 +173,25 @@ class KVCache:
             self._pool.move(request, Move.SWAP_IN)
             self._moves.wait_for(request)
 
-    def pages(self, request: Request, start: int, stop: int) -> EntryPages:
-        """The pages of an entry that computes the request's tokens `[start, stop)`."""
-        holding = self.ledger.holding(request.request_id)
-        if self.keeps_all:
-            return EntryPages(holding.first_table, (), None)
-        blocks = holding.first_table if self._has_one_table else b""
-        tables = () if self._has_one_table else holding.block_tables()
-        states, state = self.ledger.states, None
-        if states.is_on:
-            size = self.block_size
-            ends = states.snapshot_ends(request, start, stop, size) if self._reuses_prefixes else ()
-            state = states.plan(request.request_id, start, ends)
-        return EntryPages(blocks, tables, state)
-
     def extend(
         self, request: Request, entry: "StepEntry", *, has_new_drafts: bool = False
     ) -> "StepEntry":
-        """The entry with the request's blocks as they are now, and state slots for the rows of
-        drafts that it has just got."""
-        if has_new_drafts and entry.state is not None:
-            stop = entry.start + len(entry.tokens)
-            state = self.ledger.states.plan_drafts(
-                request.request_id,
-                entry.state,
-                entry.start,
-                entry.num_drafts,
-                has_snapshot=self._reuses_prefixes and stop % self.block_size == 0,
-            )
-            entry = entry._replace(state=state)
-        holding = self.ledger.holding(request.request_id)
+        """The entry with the request's blocks as they are now; and with state slots, if it has none
+        yet, or has got drafts, whose rows need them too."""
+        states, request_id = self.ledger.states, request.request_id
+        stop, size = entry.start + len(entry.tokens), self.block_size
+        if states.is_on and entry.state is None:
+            ends: Sequence[int] = ()
+            if self._reuses_prefixes:
+                ends = states.snapshot_ends(request, entry.start, stop, size)
+            entry = entry._replace(state=states.plan(request_id, entry.start, ends))
+        elif entry.state is not None and has_new_drafts:
+            has_snapshot = self._reuses_prefixes and stop % size == 0
+            rows = RowsOfDrafts(entry.start, entry.num_drafts, has_snapshot)
+            entry = entry._replace(state=states.plan_drafts(request_id, entry.state, rows))
         if self._has_one_table:
-            return entry._replace(blocks=holding.first_table)
-        return entry._replace(tables=holding.block_tables())
+            return entry._replace(blocks=self.table(request_id))
+        return entry._replace(blocks=b"", tables=self.ledger.holding(request_id).block_tables())
 
     def publish(self, request: Request, start: int) -> None:
         """Let other requests share the pages that this one has filled from position `start`, and

@@ -192,6 +192,11 @@ class KVLedger:
         blocks = self._held[request_id].blocks()
         return sum([holders(block) == 1 and block not in exclude for block in blocks])
 
+    def table(self, request_id: "RequestId") -> bytes:
+        """The request's block table as int32, oldest block first, in the first layer group."""
+        tables = self._held[request_id].tables
+        return tables[0].blocks.tobytes() if tables else b""
+
     def holding(self, request_id: "RequestId") -> Holding:
         """The request's tables."""
         return self._held[request_id]

@@ -106,7 +106,8 @@ class LowerTier:
         if is_complete:
             self._saved[name] = slot
             self.version += 1
-            self._report(name, is_saved=True)
+            if self.on_change is not None:
+                self.on_change(name, True)
         else:
             self._free.append(slot)
 
@@ -157,11 +158,8 @@ class LowerTier:
         self._free.append(self._saved.pop(name))
         self.num_drops += 1
         self.version += 1
-        self._report(name, is_saved=False)
-
-    def _report(self, name: bytes, *, is_saved: bool) -> None:
         if self.on_change is not None:
-            self.on_change(name, is_saved)
+            self.on_change(name, False)
 
 
 class LowerTiers(dict[Tier, LowerTier]):

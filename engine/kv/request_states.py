@@ -67,6 +67,15 @@ class _Held:
         return held if self.read_once is None else [*held, self.read_once]
 
 
+class RowsOfDrafts(NamedTuple):
+    """The rows of a decode at `start` with so many drafts; with `has_snapshot` the last row ends a
+    block."""
+
+    start: int
+    num_drafts: int
+    has_snapshot: bool
+
+
 class RequestStates:
     """Gives requests their state slots, which are pages on the device, and publishes snapshots."""
 
@@ -159,14 +168,12 @@ class RequestStates:
         self,
         request_id: "RequestId",
         planned: StateSlots,
-        start: int,
-        num_drafts: int,
-        *,
-        has_snapshot: bool,
+        drafts: "RowsOfDrafts",
     ) -> StateSlots:
-        """The slots of a decode at `start` that was `planned` without its drafts: also one for the
-        state after each row but the last. A snapshot of the first row is one of them; with
-        `has_snapshot` the last row has one too, if a slot is left."""
+        """The slots of a decode that was `planned` without its drafts: also one for the state after
+        each row but the last. A snapshot of the first row is one of them; the last row has one too
+        if it is wanted and a slot is left."""
+        start, num_drafts, has_snapshot = drafts
         held, stop = self._held[request_id], start + 1 + num_drafts
         known = dict(planned.snapshots)
         rows = []

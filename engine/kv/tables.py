@@ -41,11 +41,6 @@ class Holding:
         for table in self.tables:
             yield from table.blocks
 
-    @property
-    def first_table(self) -> bytes:
-        """The block table of the first layer group as int32, oldest block first."""
-        return self.tables[0].blocks.tobytes() if self.tables else b""
-
     def block_tables(self) -> "tuple[BlockTable, ...]":
         """The table of each layer group."""
         return tuple([BlockTable(table.first, table.blocks.tobytes()) for table in self.tables])

@@ -7,7 +7,7 @@ from engine.control.scheduler import IterationScheduler
 from engine.control.settings import SchedulerSettings
 from engine.kv.ledger import KVLedger
 from engine.kv.pages import Pages
-from engine.kv.request_states import SNAPSHOT_TOKENS, RequestStates
+from engine.kv.request_states import SNAPSHOT_TOKENS, RequestStates, RowsOfDrafts
 from engine.kv_shape import KVShape
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.request import Request, RequestSpec, State
@@ -162,7 +162,7 @@ def test_a_snapshot_that_is_read_is_not_overwritten() -> None:
 def a_verify_step(ledger: RequestStates, start: int, num_drafts: int) -> StateSlots:
     """A decode at `start`, with slots for the states behind its drafts."""
     planned = ledger.plan(A, start, [])
-    return ledger.plan_drafts(A, planned, start, num_drafts, has_snapshot=False)
+    return ledger.plan_drafts(A, planned, RowsOfDrafts(start, num_drafts, has_snapshot=False))
 
 
 def test_the_next_step_reads_the_state_after_the_last_accepted_row() -> None:
