@@ -211,7 +211,7 @@ class Tiers:
         "",
         "memory",
         "directory of the disk tier, which keeps KV blocks of prefixes, also after the server has "
-        "ended; for a CPU and a single worker. The files contain what prompts were about, and are "
+        "ended; for a single worker. The files contain what prompts were about, and are "
         "readable by their owner only",
         "DIR",
     )
@@ -228,8 +228,8 @@ class Tiers:
         "",
         "memory",
         "store of KV blocks that servers of one model share, as mooncake://HOST:PORT (the address "
-        "of mooncake_master; options: protocol, metadata, devices, host, segment); for a CPU and "
-        "a single worker. The store gets what prompts were about",
+        "of mooncake_master; options: protocol, metadata, devices, host, segment); for a single "
+        "worker. The store gets what prompts were about",
         "URL",
         is_advanced=True,
     )

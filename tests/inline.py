@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from engine.control.scheduler import IterationScheduler
 from engine.control.settings import SchedulerSettings
@@ -16,7 +17,7 @@ from engine.request import FinishReason, Request, RequestSpec
 from engine.speculation.drafter import Drafter
 from engine.step import HASH_BYTES, PageKind, Step, StepResult, TokenLogprobs
 from engine.transport.inline import InlineExecutor, ResultFuture
-from engine.worker.process.worker import Worker
+from engine.worker_settings import WorkerReport
 
 
 @dataclass
@@ -31,10 +32,19 @@ class RequestOutcome:
     request: Request | None = None
 
 
+class RunsSteps(Protocol):
+    """A worker, or what stands for it."""
+
+    @property
+    def report(self) -> WorkerReport: ...
+
+    def run(self, step: Step) -> StepResult: ...
+
+
 class Mortal:
     """An inline executor whose worker dies in the steps with these numbers, and comes back."""
 
-    def __init__(self, worker: Worker, dies_in: Sequence[int], depth: int) -> None:
+    def __init__(self, worker: RunsSteps, dies_in: Sequence[int], depth: int) -> None:
         self.steps: list[Step] = []
         self._worker = worker
         self._dies_in = set(dies_in)
@@ -66,7 +76,7 @@ class Mortal:
 
 
 def play(
-    worker: Worker,
+    worker: RunsSteps,
     specs: Sequence[RequestSpec],
     *,
     num_blocks: int = 0,

@@ -114,6 +114,10 @@ class Device(Protocol):
         """
         ...
 
+    def beside(self, preferred: PreferredFormat) -> "Device":
+        """The same device for the weights of another model."""
+        ...
+
     def operators(self) -> Operators: ...
 
     def recorded(self, model: StageModel, operators: Operators, num_ranks: int) -> StageModel:
@@ -152,6 +156,10 @@ class Device(Protocol):
 
     def allocate(self, shape: ModelShape, num_blocks: int) -> KVTensors:
         """A cache of zeros for all layers of `shape`."""
+        ...
+
+    def allocate_states(self, sizes: tuple[int, ...]) -> Tensor:
+        """Zeros in float32 for states of recurrent layers, which live as long as the worker."""
         ...
 
     def mover(self, cache: KVTensors, shape: ModelShape, num_host_blocks: int) -> BlockMover:

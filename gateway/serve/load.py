@@ -33,7 +33,6 @@ from gateway.serve.lookahead import choose_lookahead, max_lookahead
 from gateway.settings.generation_config import sampling_defaults
 from gateway.settings.model import BUILTIN_MODEL
 from gateway.settings.settings import Settings
-from gateway.settings.speculative_config import check_device
 
 if TYPE_CHECKING:
     from gateway.ports import ChatTemplate, Dialect, GrammarChecker, Tokenizer
@@ -102,7 +101,6 @@ async def load_model(
             starting = group.create_task(executor.start(progress))
             reading = group.create_task(asyncio.to_thread(_text_adapters, settings, directory))
         report, texts = starting.result(), reading.result()
-        check_device(settings.model.speculative_config, report.device)
         if report.pooling is not None:
             await asyncio.to_thread(importlib.import_module, "numpy")  # for `gateway.pooling`
         stack.push_async_callback(texts.grammars.close)

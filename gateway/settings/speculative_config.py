@@ -2,7 +2,6 @@
 
 import json
 
-from engine.errors import StartupError
 from engine.speculation.settings import SpeculationSettings
 
 FLAG = "--speculative-config"
@@ -25,9 +24,3 @@ def speculation_settings(value: object) -> SpeculationSettings | None:
         return SpeculationSettings.parse(given)
     except ValueError as error:
         raise ValueError(f": {error}") from None
-
-
-def check_device(speculation: SpeculationSettings | None, device: str) -> None:
-    """Raise `StartupError` if speculation is on and the model does not run on the CPU."""
-    if speculation is not None and not device.startswith("cpu"):
-        raise StartupError(f"{FLAG} is supported on the CPU; this model runs on {device}")

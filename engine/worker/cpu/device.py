@@ -30,6 +30,7 @@ from engine.worker.model.kv.kv_tensors import (
     allocate,
     available_bytes,
     bytes_per_block,
+    untouched_zeros,
 )
 from engine.worker.model.layout import LayoutLimits
 from engine.worker.model.stage import Stage
@@ -187,6 +188,9 @@ class CpuDevice:
         self._compiling = compiler.submit(compile_all, attention)
         compiler.shutdown(wait=False)
 
+    def beside(self, preferred: PreferredFormat) -> "CpuDevice":
+        return CpuDevice(self._settings, preferred)
+
     def operators(self) -> Operators:
         return TorchOperators() if self._is_plain else self._native_operators()
 
@@ -240,6 +244,9 @@ class CpuDevice:
     def allocate(self, shape: ModelShape, num_blocks: int) -> KVTensors:
         size = self._settings.kv.block_size
         return allocate(shape, shape.num_layers, num_blocks, size, self.kv_dtype)
+
+    def allocate_states(self, sizes: tuple[int, ...]) -> Tensor:
+        return untouched_zeros(sizes, torch.float32)
 
     def mover(self, cache: KVTensors, shape: ModelShape, num_host_blocks: int) -> BlockMover:
         return HostPool(cache, self.allocate(shape, num_host_blocks))

@@ -90,7 +90,7 @@ class CudaDevice:
     it."""
 
     threads = 1
-    kernels = "torch"
+    kernels = "cuda"
     linear_format = None  # weights are converted on the GPU
 
     def __init__(
@@ -150,6 +150,9 @@ class CudaDevice:
     def check_weights(self, num_bytes: int, idle_bytes: int) -> None:
         """Raise `StartupError` if the GPU has less memory left for weights."""
         check_weights(self._gpu, self._settings.kernels.gpu_memory_utilization, num_bytes)
+
+    def beside(self, preferred: PreferredFormat) -> "CudaDevice":
+        return CudaDevice(self._settings, self._gpu, self._kernels, preferred, self._triton)
 
     def operators(self) -> Operators:
         """Operators that place weights on the GPU in the configured weight format."""
@@ -214,6 +217,9 @@ class CudaDevice:
         cache = torch.zeros(sizes, dtype=self.kv_dtype, device=self.place)
         return KVTensors(tuple(cache[:, 0]), tuple(cache[:, 1]), NUM_SPARE)
 
+    def allocate_states(self, sizes: tuple[int, ...]) -> Tensor:
+        return torch.zeros(sizes, dtype=torch.float32, device=self.place)
+
     def mover(self, cache: KVTensors, shape: ModelShape, num_host_blocks: int) -> BlockMover:
         """Moves KV blocks to pinned host memory, where all layers of a block are contiguous."""
         layers, both, _, *block = self._sizes(shape, num_host_blocks)
@@ -232,7 +238,7 @@ class CudaDevice:
     ) -> Stage:
         """The stage with CUDA graphs of its decode steps."""
         settings = self._settings
-        if not (settings.kernels.cuda_graphs and shard.has_logits):
+        if not (settings.kernels.cuda_graphs and shard.has_logits) or limits.num_states:
             return stage
         received, most = None, settings.max_batch_size
         if not shard.is_first:

@@ -51,12 +51,13 @@ class GatedDeltaNet:
 
 @dataclass(frozen=True, slots=True)
 class TorchDeltaNet:
-    """A `DeltaNet` in plain torch, in the dtype of its inputs."""
+    """A `DeltaNet` in plain torch. It computes in float32, and returns the dtype of its inputs."""
 
     weights: DeltaWeights
 
     def __call__(self, y: Tensor, state: RecurrentState, runs: StateRuns) -> Tensor:
-        weights, shape = self.weights, self.weights.shape
+        weights, shape, dtype = self.weights, self.weights.shape, y.dtype
+        y = y.float()
         heads, width = shape.num_value_heads, shape.num_value_heads * shape.value_dim
         qkv, gate, b, a = torch.split(y, [shape.channels, width, heads, heads], dim=1)
         decay = (weights.decay_rate * F.softplus(a + weights.decay_bias)).exp()
@@ -80,7 +81,7 @@ class TorchDeltaNet:
                         state.inputs[slot], state.matrices[slot] = inputs, matrices
         scale = torch.rsqrt(mixed.square().mean(dim=2, keepdim=True) + weights.eps)
         mixed = mixed.mul_(scale).mul_(weights.norm).view(len(y), width)
-        return mixed.mul_(F.silu(gate))
+        return mixed.mul_(F.silu(gate)).to(dtype)
 
     def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v of all value heads of a row, `[heads, dim]` each."""

@@ -24,9 +24,10 @@ class KVCapacity(NamedTuple):
         return self.host - taken if self.is_shared else self.host
 
     def without(self, num_bytes: int) -> "KVCapacity":
-        """What is left if `num_bytes` of host memory are used for something else."""
+        """What is left if `num_bytes` are used by what was loaded on the same device; one that
+        measured its memory has counted them."""
         if not self.is_shared:
-            return self._replace(host=max(0, self.host - num_bytes))
+            return self
         most = max(0, self.most - num_bytes)
         return KVCapacity(most, min(self.usual, most), max(0, self.host - num_bytes), True)
 

@@ -115,8 +115,6 @@ def _open_place(settings: WorkerSettings, progress: Progress, device: Device | N
     checkpoint = Checkpoint.open(settings.model, settings.task)
     device = device or open_device(settings, checkpoint.preferred_format)
     shape = _served_shape(settings, checkpoint)
-    if shape.recurrent_layers and device.place.type != "cpu":
-        raise StartupError("recurrent layers are computed on the CPU only; use --device cpu")
     shard, plane = _join(shape, settings.placement, device)
     shard = replace(shard, has_logits=checkpoint.pooling is None)
     return _Place(settings, checkpoint, device, shape, shard, plane, progress)
@@ -156,7 +154,7 @@ def _load(place: _Place) -> _Loaded:
         "LoRA is not supported with --batch-invariant" if settings.kernels.batch_invariant else "",
     )
     drafter = load_mtp(settings, device, built, place.shape, num_mtp) or load_draft(
-        settings, checkpoint, place.max_model_len, place.progress
+        settings, checkpoint, device, place.max_model_len, place.progress
     )
     return _Loaded(built, loras, drafter, num_parameters)
 
@@ -217,7 +215,7 @@ def build_worker(
         stage=stage,
         reader=_reader(place, built, stage, sampler),
         drafter=None if drafter is None else drafter.open(counts.blocks),
-        mover=kept.mover(host, cache, states),
+        mover=kept.mover(host, cache, states, transfers),
         kept=kept,
         loras=loaded.loras,
         limits=limits,

@@ -79,7 +79,5 @@ def check_kept(settings: WorkerSettings, flag: str, kv: StageKV) -> None:
     """Raise `StartupError` if this worker's KV cannot be kept outside the process."""
     if settings.placement.num_workers > 1:
         raise StartupError(f"{flag} needs a single worker: no stages and no ranks")
-    if kv.device.place.type != "cpu":
-        raise StartupError(f"{flag} needs KV in host memory; use --device cpu")
     if not kv.groups.windows:
         raise StartupError(f"{flag} is for models that keep KV; an encoder keeps none")

@@ -13,6 +13,7 @@ from engine.worker.model.kv.tiered_pool import StoredTensors, TieredPool
 from engine.worker.ports import BlockMover, KVTensors
 from engine.worker.process.disk_tier import DiskTier, check_kept
 from engine.worker.process.stage_kv import StageKV
+from engine.worker.transfers import Transfers
 from engine.worker.weights.checkpoint import Checkpoint
 from engine.worker_settings import WorkerSettings
 
@@ -42,7 +43,11 @@ class KeptKV:
         return cls(disk, open_store(settings.tiers.kv_store, keys, lends_memory=True), keys)
 
     def mover(
-        self, host: BlockMover, cache: KVTensors, states: RecurrentStates | None
+        self,
+        host: BlockMover,
+        cache: KVTensors,
+        states: RecurrentStates | None,
+        transfers: Transfers,
     ) -> BlockMover:
         """Moves blocks and states to and from the host tier, by `host`, and the tiers here."""
         tensors = {PageKind.BLOCK: (cache.in_memory_order(), cache.num_blocks)}
@@ -52,9 +57,9 @@ class KeptKV:
         for kind, (of_kind, num_rows) in tensors.items():
             if self.disk is not None:
                 files = self.disk.files[kind]
-                stored[Tier.DISK, kind] = StoredTensors(of_kind, num_rows, files)
+                stored[Tier.DISK, kind] = StoredTensors(of_kind, num_rows, files, transfers)
             if self.store is not None:
-                stored[Tier.STORE, kind] = StoredTensors(of_kind, num_rows, self.store)
+                stored[Tier.STORE, kind] = StoredTensors(of_kind, num_rows, self.store, transfers)
         return TieredPool(host, stored) if stored else host
 
     def read_ahead(self, copies: ReadAhead) -> None:

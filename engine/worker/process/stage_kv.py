@@ -156,7 +156,10 @@ class StageKV:
     def states(self, num_states: int) -> RecurrentStates | None:
         """The states of this worker's recurrent layers; None if the model has none."""
         local = self.shard.local_shape
-        return RecurrentStates(local.recurrent_layers, num_states) if num_states else None
+        if not num_states:
+            return None
+        zeros = self.device.allocate_states
+        return RecurrentStates(local.recurrent_layers, num_states, zeros)
 
     def by_layer(self, cache: KVTensors) -> KVTensors:
         """The same cache with the tensors of each layer of the stage."""
@@ -175,7 +178,8 @@ class StageKV:
         if states is None:
             return kv
         shapes = self.shard.local_shape.recurrent_layers
-        return StateMover(states, RecurrentStates(shapes, num_host_states), kv)
+        host = RecurrentStates(shapes, num_host_states)
+        return StateMover(states, host, kv, self.device.transfers())
 
     def limits(self, max_model_len: int, num_blocks: int, num_states: int) -> LayoutLimits:
         """The bounds of the indices in a step over so many blocks and states."""

@@ -1,6 +1,7 @@
 """The state slots of one stage: their number, their tensors, and the moves to and from the host."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from engine.step import NO_STATE, BlockMove, Direction, PageKind, StateSlots
 from engine.worker.model.kv.host_pool import read_blocks
 from engine.worker.model.kv.kv_tensors import untouched_zeros
+from engine.worker.model.kv.leaving import AfterLeaving, Leaving
 from engine.worker.ports import (
     BlockMover,
     MovesInFlight,
@@ -18,6 +20,7 @@ from engine.worker.ports import (
     StateRuns,
     StepStates,
 )
+from engine.worker.transfers import Transfers
 
 BYTES = torch.float32.itemsize
 
@@ -27,12 +30,22 @@ def bytes_per_state(shapes: Sequence[RecurrentShape]) -> int:
     return BYTES * sum(shape.num_elements for shape in shapes)
 
 
+def host_zeros(sizes: tuple[int, ...]) -> Tensor:
+    """Zeros in float32 in host memory."""
+    return untouched_zeros(sizes, torch.float32)
+
+
 class RecurrentStates:
     """The states of all recurrent layers of a stage, in `num_slots` slots."""
 
-    def __init__(self, shapes: Sequence[RecurrentShape], num_slots: int) -> None:
+    def __init__(
+        self,
+        shapes: Sequence[RecurrentShape],
+        num_slots: int,
+        zeros: Callable[[tuple[int, ...]], Tensor] = host_zeros,
+    ) -> None:
         self.num_slots = num_slots
-        self.layers = tuple(_zeros(shape, num_slots) for shape in shapes)
+        self.layers = tuple(_zeros(shape, num_slots, zeros) for shape in shapes)
 
     def tensors(self) -> Iterator[Tensor]:
         """All tensors, `[slots, …]` each."""
@@ -40,11 +53,13 @@ class RecurrentStates:
             yield from layer
 
 
-def _zeros(shape: RecurrentShape, num_slots: int) -> RecurrentState:
+def _zeros(
+    shape: RecurrentShape, num_slots: int, zeros: Callable[[tuple[int, ...]], Tensor]
+) -> RecurrentState:
     heads = shape.num_value_heads
     return RecurrentState(
-        untouched_zeros((num_slots, shape.kernel - 1, shape.channels), torch.float32),
-        untouched_zeros((num_slots, heads, shape.key_dim, shape.value_dim), torch.float32),
+        zeros((num_slots, shape.kernel - 1, shape.channels)),
+        zeros((num_slots, heads, shape.key_dim, shape.value_dim)),
     )
 
 
@@ -75,24 +90,43 @@ def state_runs(slots: Sequence[StateSlots], indptr: Sequence[int]) -> StateRuns:
 
 
 class StateMover:
-    """A `BlockMover` that copies states, and passes moves of KV blocks on to another one."""
+    """A `BlockMover` that copies states, and passes moves of KV blocks on to another one.
 
-    def __init__(self, device: RecurrentStates, host: RecurrentStates, kv: BlockMover) -> None:
+    Copies run between the compute of the steps, in their order; those to the host are written there
+    when they are waited for, or before the next one back.
+    """
+
+    def __init__(
+        self, device: RecurrentStates, host: RecurrentStates, kv: BlockMover, transfers: Transfers
+    ) -> None:
         self._device = device
         self._host = host
         self._kv = kv
+        self._transfers = transfers
+        self._leaving = Leaving()
 
     def move(self, moves: Sequence[BlockMove]) -> MovesInFlight:
-        """Make the copies; moves of blocks and of states are independent of each other."""
+        """Begin the copies; moves of blocks and of states are independent of each other."""
         for move in moves:
             if move.kind is PageKind.SNAPSHOT:
                 self._copy(move)
-        return self._kv.move([move for move in moves if move.kind is PageKind.BLOCK])
+        moving = self._kv.move([move for move in moves if move.kind is PageKind.BLOCK])
+        return AfterLeaving(self._leaving, (moving,))
 
     def _copy(self, move: BlockMove) -> None:
-        source, at = self._device, read_blocks(move.device, self._device.num_slots, "device state")
-        target, to = self._host, read_blocks(move.host, self._host.num_slots, "host state")
-        if move.direction is Direction.IN:
-            source, target, at, to = target, source, to, at
-        for read, write in zip(source.tensors(), target.tensors(), strict=True):
-            write.index_copy_(0, to, read.index_select(0, at))
+        rows = read_blocks(move.device, self._device.num_slots, "device state")
+        slots = read_blocks(move.host, self._host.num_slots, "host state")
+        at = self._transfers.put(rows.numpy())
+        pairs = list(zip(self._device.tensors(), self._host.tensors(), strict=True))
+        if move.direction is Direction.OUT:
+            copies = self._transfers.fetch(*(tensor.index_select(0, at) for tensor, _ in pairs))
+            self._leaving.add(copies, partial(_fill, [host for _, host in pairs], slots))
+            return
+        self._leaving.wait()
+        for tensor, host in pairs:
+            tensor.index_copy_(0, at, self._transfers.put(host.index_select(0, slots).numpy()))
+
+
+def _fill(tensors: Sequence[Tensor], rows: Tensor, contents: Sequence[Tensor]) -> None:
+    for tensor, content in zip(tensors, contents, strict=True):
+        tensor.index_copy_(0, rows, content)

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from engine.errors import StartupError
 from engine.step import SampleSpec, SamplingParams, Step, StepEntry
-from engine.worker.device import Device, Progress, open_device
+from engine.worker.device import Device, Progress
 from engine.worker.model.kv.kv_groups import KVGroups
 from engine.worker.model.layout import LayoutLimits, build_layout
 from engine.worker.model.stage import Stage, put_each
@@ -185,9 +185,13 @@ class LoadedDraft:
 
 
 def load_draft(
-    settings: WorkerSettings, target: Checkpoint, max_model_len: int, progress: Progress
+    settings: WorkerSettings,
+    target: Checkpoint,
+    of_target: Device,
+    max_model_len: int,
+    progress: Progress,
 ) -> LoadedDraft | None:
-    """Load the draft model of the settings, if they name one.
+    """Load the draft model of the settings, if they name one, on the device `of_target`.
 
     Raises `StartupError` if it cannot propose tokens for `target` over `max_model_len` positions.
     """
@@ -195,9 +199,7 @@ def load_draft(
         return None
     checkpoint = Checkpoint.open(settings.draft_model, "generate")
     _check(settings, target, checkpoint, max_model_len)
-    device = open_device(settings, checkpoint.preferred_format)
-    if device.name != "cpu":
-        raise StartupError(f"{METHOD} is supported on the CPU; this model runs on {device.name}")
+    device = of_target.beside(checkpoint.preferred_format)
     shape = replace(checkpoint.family.shape, max_positions=max_model_len)
     shard = Shard.whole(shape)
     groups = KVGroups.of(shape)

@@ -177,7 +177,7 @@ class MtpHead:
             self._attention,
             None if len(numbers) in (0, layout.num_tokens) else put(numbers),
         )
-        features = torch.cat([row.features for row in rows])
+        features = torch.cat([row.features for row in rows]).to(self._device.dtype)
         hidden = self._mtp.layers(put(layout.token_ids), features, context)
         sampling = [row for row in rows if row.entry.sample is not None]
         if not sampling:

@@ -23,12 +23,13 @@ from engine.worker.ports import (
     AttentionSpec,
     KVTensors,
     MakesAttention,
+    PreferredFormat,
     RaggedLayout,
     RopeAngles,
 )
 from engine.worker.process.worker import Worker
 from engine.worker.sampling.logits_processors import Put
-from engine.worker_settings import WorkerSettings
+from engine.worker_settings import WorkerReport, WorkerSettings
 from tests.engine.worker.cuda.standing import StandingGpu
 from tests.engine.worker.process.driving import settings_for
 from tests.worker_settings import changed
@@ -84,8 +85,12 @@ class StandInDevice(CudaDevice):
     def __init__(self, settings: WorkerSettings, gpu: StandingGpu | None = None) -> None:
         gpu = gpu or StandingGpu(total_bytes=1 << 31)
         super().__init__(changed(settings, dtype="float32"), gpu)
+        self.gpu = gpu
         self.streams = gpu.of_it
         self.made: list[CapturableReference] = []
+
+    def beside(self, preferred: PreferredFormat) -> "StandInDevice":
+        return StandInDevice(self._settings, self.gpu)
 
     def backend(
         self, makes: MakesAttention, spec: AttentionSpec, cache: KVTensors
@@ -110,6 +115,14 @@ class OnStandIns:
     worker: Worker
     device: StandInDevice
     progress: list[tuple[str, int, int]]
+
+    @property
+    def report(self) -> WorkerReport:
+        return self.worker.report
+
+    def run(self, step: Step) -> StepResult:
+        """The result of a step that is launched within the rules."""
+        return self.launch(step).collect().result
 
     def launch(self, step: Step) -> StepInFlight:
         """Within the rules of a step."""

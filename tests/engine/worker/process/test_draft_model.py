@@ -9,6 +9,7 @@ import pytest
 import adapters
 from engine.errors import StartupError
 from engine.step import ProposalSpec, RequestId, SampleSpec, SamplingParams, Step, StepEntry, StepId
+from engine.worker.device import open_device
 from engine.worker.process.drafts.draft_model import load_draft
 from engine.worker.process.worker import Worker
 from engine.worker.weights.checkpoint import Checkpoint
@@ -58,7 +59,8 @@ def test_a_draft_model_beside_stages_or_ranks_is_rejected() -> None:
 
 
 def load_draft_of(settings: WorkerSettings) -> None:
-    load_draft(settings, Checkpoint.open(settings.model), 128, lambda *_: None)
+    device = open_device(settings)
+    load_draft(settings, Checkpoint.open(settings.model), device, 128, lambda *_: None)
 
 
 def test_a_draft_model_with_sliding_windows_is_rejected(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from engine.errors import StartupError
 from engine.step import BlockMove, Direction, Page, PageKind, Tier
+from engine.worker.cpu.transfers import HostTransfers
 from engine.worker.model.kv import disk_pool
 from engine.worker.model.kv.disk_pool import HEADER, DiskFiles, folder_of
 from engine.worker.model.kv.host_pool import HostPool
@@ -219,7 +220,7 @@ def move(
 def tiered(device: KVTensors, dtype: torch.dtype, files: DiskFiles) -> TieredPool:
     """A disk tier below a host tier without blocks."""
     host = HostPool(device, allocate(SHAPE, 2, 0, BLOCK, dtype))
-    stored = StoredTensors(device.in_memory_order(), device.num_blocks, files)
+    stored = StoredTensors(device.in_memory_order(), device.num_blocks, files, HostTransfers())
     return TieredPool(host, {(Tier.DISK, PageKind.BLOCK): stored})
 
 
