@@ -1,6 +1,6 @@
 """Features on each kind of device: each is tested here, or rejected with an error that names it.
 
-README's table says the same; on a failure, the last test prints the table that it should have.
+The README of `engine` has the same table; on a failure, the last test prints the table that it should have.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -49,7 +49,7 @@ from tests.models.mtp import make_mtp_checkpoint
 from tests.worker_settings import changed
 
 BUILTIN = Path(adapters.__file__).parent / "builtin"
-README = Path(__file__).parents[2] / "README.md"
+README = Path(__file__).parents[2] / "engine" / "README.md"
 SEEDED = SamplingParams(temperature=0.9, top_p=0.9, seed=5)
 SPECS = [
     RequestSpec((5, 7, 11), 14, GREEDY),
@@ -321,7 +321,7 @@ def test_a_feature_works_on_a_device_or_its_error_names_it(
 
 
 def table() -> str:
-    """README's table of features and devices."""
+    """The table of features and devices."""
     rows = ["| feature | CPU | GPU (stand-in) |", "|---|---|---|"]
     for feature in FEATURES:
         errors = [REJECTED.get((feature, device)) for device in DEVICES]
@@ -330,5 +330,5 @@ def table() -> str:
     return "\n".join(rows)
 
 
-def test_the_table_in_readme_says_the_same() -> None:
+def test_the_table_in_the_readme_says_the_same() -> None:
     assert table() in README.read_text(), table()
