@@ -1,6 +1,6 @@
 """Features on each kind of device: each is tested here, or rejected with an error that names it.
 
-The README of `engine` has the same table; on a failure, the last test prints the table that it should have.
+The README of `engine` has the same table; when they differ, the last test prints the right one.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

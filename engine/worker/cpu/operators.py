@@ -288,7 +288,8 @@ class NativeOperators:
         return NativeDeltaNet(self._pool, weights)
 
     def argmax(self, logits: Tensor) -> Argmax:
-        return self._largest.take(logits) or self._run_argmax(logits)
+        values, ids = self._largest.take(logits) or self._run_argmax(logits)
+        return Argmax(values.clone(), ids.clone())  # later steps use their memory again
 
     def _run_argmax(self, logits: Tensor) -> Argmax:
         rows, vocab = logits.shape

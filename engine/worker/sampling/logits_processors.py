@@ -23,6 +23,7 @@ from engine.worker.sampling.token_counts import (
 )
 
 Ids = tuple[int, ...]
+NO_NUMBERS: Floats = np.zeros(0, dtype=np.float32)
 Put = Callable[[NDArray[Any]], Tensor]  # copies to where the logits are, without waiting
 
 
@@ -39,26 +40,45 @@ def process(logits: Tensor, rows: Sequence[int], specs: Sequence[SampleSpec], pu
     All ids are in range. The host prepares positions and amounts, which `put` copies to the logits'
     device in one piece each; it reads nothing back.
     """
-    bias, amounts = _bias(rows, specs, logits.shape[1])
-    banned = indices_of(rows, [spec.banned for spec in specs])
-    seen, penalties = _repetition(rows, specs)
-    generated, costs = _presence_and_frequency(rows, specs)
-    lists = [bias, banned, seen, generated]
-    if not any(len(indices.rows) for indices in lists):
+    width = logits.shape[1]
+    edits = [
+        _Edit(_add, *_bias(rows, specs, width)),
+        _Edit(_ban, indices_of(rows, [spec.banned for spec in specs]), NO_NUMBERS),
+        _Edit(_penalize, *_repetition(rows, specs)),
+        _Edit(_add, *_presence_and_frequency(rows, specs)),
+    ]
+    edits = [edit for edit in edits if len(edit.places.rows)]
+    if not edits:
         return
-    places = put(np.concatenate([np.stack(indices) for indices in lists], axis=1))
-    biased, bans, repeated, told = torch.split(places, [len(each.rows) for each in lists], dim=1)
-    numbers = put(np.concatenate((amounts, penalties, costs)))
-    by_bias, by_penalty, by_costs = torch.split(numbers, [len(amounts), len(penalties), len(costs)])
-    if len(amounts):
-        logits[tuple(biased)] += by_bias
-    if bans.shape[1]:
-        logits.index_put_(tuple(bans), logits.new_full((), -torch.inf))
-    if len(penalties):
-        scores = logits[tuple(repeated)]
-        logits[tuple(repeated)] = torch.where(scores > 0, scores / by_penalty, scores * by_penalty)
-    if len(costs):
-        logits[tuple(told)] -= by_costs
+    flat = [edit.places.rows * width + edit.places.ids for edit in edits]
+    sizes, counts = [len(each) for each in flat], [len(edit.numbers) for edit in edits]
+    places = torch.split(put(np.concatenate(flat)), sizes)
+    numbers = torch.split(put(np.concatenate([edit.numbers for edit in edits])), counts)
+    for edit, at, amounts in zip(edits, places, numbers, strict=True):
+        edit.apply(logits.view(-1), at, amounts)
+
+
+class _Edit(NamedTuple):
+    """A change of some logits, and the number that belongs to each of them."""
+
+    apply: Callable[[Tensor, Tensor, Tensor], object]
+    places: LogitIndices
+    numbers: Floats
+
+
+def _add(logits: Tensor, at: Tensor, amounts: Tensor) -> None:
+    logits.index_add_(0, at, amounts)
+
+
+def _ban(logits: Tensor, at: Tensor, _: Tensor) -> None:
+    logits.index_fill_(0, at, -torch.inf)
+
+
+def _penalize(logits: Tensor, at: Tensor, penalties: Tensor) -> None:
+    """Divide positive logits by the penalty, multiply others."""
+    scores = logits.index_select(0, at)
+    scores = torch.where(scores > 0, scores / penalties, scores * penalties)
+    logits.index_copy_(0, at, scores)
 
 
 def invalid_id_fields(specs: Sequence[SampleSpec], vocab_size: int) -> dict[int, str]:
@@ -162,7 +182,7 @@ def _bias(
     places = indices_of(rows, [biased_ids(spec) for spec in specs])
     amounts = [amount for spec in specs for _, amount in spec.sampling.logit_bias]
     if not amounts:
-        return places, np.zeros(0, dtype=np.float32)
+        return places, NO_NUMBERS
     keys, inverse = np.unique(places.rows * vocab_size + places.ids, return_inverse=True)
     sums = np.zeros(len(keys), dtype=np.float32)
     np.add.at(sums, inverse, np.array(amounts, dtype=np.float32))
@@ -173,15 +193,19 @@ def _repetition(rows: Sequence[int], specs: Sequence[SampleSpec]) -> tuple[Logit
     """The ids of prompt and output, whose positive logits are divided by the penalty; others are
     multiplied by it."""
     places, _ = seen_by_repetition(rows, specs)
+    if not len(places.rows):
+        return places, NO_NUMBERS
     return places, _of_rows(rows, [spec.sampling.repetition_penalty for spec in specs], places)
 
 
 def _presence_and_frequency(
     rows: Sequence[int], specs: Sequence[SampleSpec]
 ) -> tuple[LogitIndices, Floats]:
-    """The ids of the output, with what is subtracted: `presence`, and `frequency` for each
-    occurrence."""
+    """The ids of the output, with what is added to their logits: minus `presence`, and minus
+    `frequency` for each occurrence."""
     places, counts = seen_by_presence_and_frequency(rows, specs)
+    if not len(counts):
+        return places, NO_NUMBERS
     frequency = _of_rows(rows, [spec.sampling.frequency_penalty for spec in specs], places)
     presence = _of_rows(rows, [spec.sampling.presence_penalty for spec in specs], places)
-    return places, frequency * counts.astype(np.float32) + presence
+    return places, -(frequency * counts.astype(np.float32) + presence)

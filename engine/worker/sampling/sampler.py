@@ -9,6 +9,7 @@ An error in one row is that row's fault and does not affect the others.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import isfinite
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -47,6 +48,7 @@ class Masks(NamedTuple):
 
 
 NO_MASKS = Masks()
+NUM_SOURCES = 3  # ids, the largest logits, and those of processed rows
 
 
 class SampledBatch(NamedTuple):
@@ -112,8 +114,8 @@ def permitted(mask: Mask, spec: SampleSpec, vocab_size: int) -> tuple[Bits, Samp
 class PendingSample:
     """A batch whose tokens the device is sampling.
 
-    `sources` are the tensors that `finish` needs on the host. `ids` is one of them; it is 0 in rows
-    whose logits are not finite.
+    `sources` are the tensors that `finish` needs on the host. `ids` is one of them; it is any id in
+    rows whose logits are not finite.
     """
 
     ids: Tensor  # int64 [rows]
@@ -124,19 +126,21 @@ class PendingSample:
 
     def finish(self, copied: Sequence[Tensor]) -> SampledBatch:
         """The sampled batch; `copied` are `sources` on the host."""
-        ids, are_fine, are_left, *likely = copied
-        tokens: list[int] = ids.tolist()
-        fine: list[bool] = are_fine.tolist()
-        faults = {row: not_finite_fault() for row, is_fine in enumerate(fine) if not is_fine}
+        ids, largest, left = (source.numpy().tolist() for source in copied[:NUM_SOURCES])
+        tokens: list[int] = ids
+        faults: dict[int, RowFault] = {}
+        if not isfinite(sum(largest)):  # in float64, which float32s cannot overflow
+            rows = [row for row, value in enumerate(largest) if not isfinite(value)]
+            faults = {row: not_finite_fault() for row in rows}
         for row, fault in self.faults.items():
             faults.setdefault(row, fault)
-        for row, is_left in zip(self.processed, are_left.tolist(), strict=True):
-            if not is_left:
+        for row, value in zip(self.processed, left, strict=True):
+            if not isfinite(value):
                 faults.setdefault(row, all_banned_fault())
-        if not likely:
+        if len(copied) == NUM_SOURCES:
             return SampledBatch(tuple(tokens), (), tuple(faults.items()))
         tops = [spec.logprobs for spec in self.specs if spec.logprobs is not None]
-        scores = iter(to_token_logprobs(RowLogprobs(*likely), tops))
+        scores = iter(to_token_logprobs(RowLogprobs(*copied[NUM_SOURCES:]), tops))
         logprobs = [None if spec.logprobs is None else next(scores) for spec in self.specs]
         return SampledBatch(tuple(tokens), tuple(logprobs), tuple(faults.items()))
 
@@ -187,14 +191,12 @@ class Sampler:
         asking = [row for row, spec in enumerate(specs) if spec.logprobs is not None]
         raw_logits = self._rows(logits, asking).clone() if asking else None
         largest = self.operators.argmax(logits)
-        are_fine = largest.values.isfinite()
-        ids, are_left = largest.ids, are_fine[:0]
+        ids, left = largest.ids, largest.values[:0]
         work = self._prepare(specs, masks)
         if work.specs:
-            ids, are_left = self._process(logits, ids, work)
+            ids, left = self._process(logits, ids, work)
         ids = self._sample(logits, ids, specs, positions, idle={*work.faults, *masks.late})
-        ids = ids.masked_fill(~are_fine, 0)
-        sources = [ids, are_fine, are_left]
+        sources = [ids, largest.values, left]
         if raw_logits is not None:
             most = max(spec.logprobs or 0 for spec in specs)
             sources += row_logprobs(raw_logits, self._rows(ids, asking), most)
@@ -225,8 +227,7 @@ class Sampler:
         return work
 
     def _process(self, logits: Tensor, ids: Tensor, work: _Work) -> tuple[Tensor, Tensor]:
-        """Process logits: all rows' argmax afterwards, and whether processed rows have a finite
-        logit."""
+        """Process logits: all rows' argmax afterwards, and the largest logit of processed rows."""
         if work.allowed:
             masked = self.put(np.array(list(work.allowed), dtype=np.int64))
             bits = self.put(np.stack(list(work.allowed.values())))
@@ -234,7 +235,7 @@ class Sampler:
         process(logits, list(work.specs), list(work.specs.values()), self.put)
         rows = self.put(np.array(list(work.specs), dtype=np.int64))
         largest = self.operators.argmax_of(logits, rows)
-        return ids.index_copy(0, rows, largest.ids), largest.values.isfinite()
+        return ids.index_copy(0, rows, largest.ids), largest.values
 
     def _sample(
         self,

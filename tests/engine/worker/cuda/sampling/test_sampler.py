@@ -154,4 +154,4 @@ def test_a_row_whose_logits_are_no_numbers_gives_the_next_step_an_id_that_exists
     logits = logits_of(2, 3)
     logits[1] = torch.nan
     pending = on_device().begin(logits, [SampleSpec(SamplingParams())] * 2, [0, 0])
-    assert int(pending.ids[1]) == 0
+    assert 0 <= int(pending.ids[1]) < VOCAB
