@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RESTART_SECONDS = 5.0  # expected duration of a restart, until one has been measured
-LEAST_RETRY_SECONDS = 1.0
+MIN_RETRY_SECONDS = 1.0
 # Requests sent at once are accepted, read and added in different turns: of 8 over HTTP, one turn
 # gathered 1 to 3 in most of 16 bursts, 4 turns 5 to 8, 8 turns all in 14. An empty turn takes 2 µs.
 GATHER_TURNS = 8
@@ -145,7 +145,7 @@ class Engine:
         now = self._clock()
         since = now if self._lost_at is None else self._lost_at
         left = since + self._restart_seconds - now
-        return Unavailable("The worker is restarting.", max(left, LEAST_RETRY_SECONDS))
+        return Unavailable("The worker is restarting.", max(left, MIN_RETRY_SECONDS))
 
     def check_fits(self, prompt_len: int, max_tokens: int) -> None:
         """Raise `ContextTooLong` if so many tokens exceed the context or the KV cache."""

@@ -8,13 +8,13 @@ they make it longer by at most a factor (`max_background_slowdown`), estimated b
 from math import inf
 from typing import TYPE_CHECKING
 
+from engine.control.step_time import MIN_PIECE
+
 if TYPE_CHECKING:
     from engine.cost.live import LiveCost
     from engine.pool import RequestPool
     from engine.request import Request
     from engine.step import Step
-
-MIN_PIECE = 16  # tokens of a prompt's chunk; with less time there is none
 
 
 class BackgroundTime:

@@ -3,7 +3,7 @@
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from engine.control.admission import Admission
+from engine.control.admission import CHUNK, Admission
 from engine.control.seats import SeatBound
 from engine.control.time_bound import TimeBound
 from engine.request import Move, Request, State
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 WAITING, READY, SWAPPED = State.WAITING, State.READY, State.SWAPPED  # bound once, for the hot
 PLAN = Move.PLAN  # path (see engine.pool)
-CHUNK = 64  # started requests whose keys are compared at a time
 
 
 class BatchPlanner:

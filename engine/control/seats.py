@@ -37,7 +37,7 @@ class SeatBound:
         return self._pool.count(READY) - batch.num_skipped + len(batch.ahead)
 
     def num_others(self, batch: "BatchBuilder", request: Request) -> int:
-        """For how many other ready requests a prefill of `request` leaves a token: at most one per
+        """The other ready requests for which a prefill of `request` leaves a token: at most one per
         seat, and none for background requests unless it is one itself."""
         num_ready, background = self.num_ready(batch) - request.is_started, self._pool.background
         if background and not request.spec.is_background:

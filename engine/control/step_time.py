@@ -57,9 +57,7 @@ MIN_SHARE = 0.1  # of the goal: the time that the first prompt of an iteration g
 PROMPT_SHARE = 0.25  # of a decode's time, for each prompt, if that is more than the factor allows
 PATIENCE = 0.5  # seconds, after which a prompt's age makes the factor grow
 MAX_GROWTH = 2.0  # of the factor, if no seat decodes
-MIN_BATCH_SECONDS = (
-    1.5  # seconds of a lone decode: below this the goal does not keep requests waiting
-)
+MIN_BATCH_SECONDS = 1.5  # lone decodes: a goal below that time keeps no request waiting
 
 
 class _Decodes(NamedTuple):

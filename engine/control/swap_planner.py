@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 READY, SWAPPED = State.READY, State.SWAPPED  # bound once (see engine.pool)
 DECAY = 0.98  # per plan, of the largest recent burst
-MOST_SPARE = 0.25  # of all blocks
-MOST_WAITS = 4  # iterations of others before a swapped request is swapped in by an awaited move
+MAX_SPARE = 0.25  # of all blocks
+MAX_WAITS = 4  # iterations of others before a swapped request is swapped in by an awaited move
 CLEARLY = 2.0  # ratio of next scheduled times from which one request makes room for another
 
 
@@ -62,12 +62,12 @@ class SwapPlanner:
         """Whether a swapped request that could run now waits for a move that is not awaited.
 
         It does if enough other requests are ready to fill the iteration (`num_others`, those
-        beyond a full batch, is not negative), and at most `MOST_WAITS` times in a row.
+        beyond a full batch, is not negative), and at most `MAX_WAITS` times in a row.
         """
         if request.state is not SWAPPED or num_others < 0 or not self._is_active:
             return False
         request.num_step_overs += 1
-        return request.num_step_overs <= MOST_WAITS
+        return request.num_step_overs <= MAX_WAITS
 
     def order_moves(self, now: float) -> None:
         """Order moves that are not awaited, to be part of the iteration being planned."""
@@ -101,7 +101,7 @@ class SwapPlanner:
         self._arrived = 0
         growth = self._pool.count(State.RUNNING) // self._kv.block_size + 1
         growth *= len(self._kv.groups)
-        return min(int(self._burst) + growth, int(MOST_SPARE * self._kv.shape.num_blocks))
+        return min(int(self._burst) + growth, int(MAX_SPARE * self._kv.shape.num_blocks))
 
     def _num_short(self, spare: int) -> int:
         """Blocks that lack for so many free ones, when the moves in flight have ended."""

@@ -25,7 +25,7 @@ class PolicyBase(ABC):
 
     @abstractmethod
     def sort_keys(self, requests: "Sequence[Request]", now: float) -> "list[SortKey]":
-        """As `Policy` says."""
+        """One key for each request; the policy's order is ascending in them."""
 
     def started_order(
         self, started: "Collection[Request]", now: float, *, reverse: bool = False
@@ -37,7 +37,7 @@ class PolicyBase(ABC):
     def next_scheduled_times(self, requests: "Sequence[Request]", now: float) -> list[float]:
         """The position of each request among all of them in the order, from 0."""
         keys = self.sort_keys(requests, now)
-        found = [0.0] * len(keys)
+        positions = [0.0] * len(keys)
         for position, index in enumerate(sorted(range(len(keys)), key=keys.__getitem__)):
-            found[index] = float(position)
-        return found
+            positions[index] = float(position)
+        return positions

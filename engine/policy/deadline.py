@@ -12,6 +12,7 @@ from engine.policy.base import PolicyBase
 from engine.policy.forecast import Forecast, spread
 from engine.policy.port import Preemption
 from engine.policy.settings import PolicySettings
+from engine.policy.waiting import STARVATION_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -21,8 +22,7 @@ if TYPE_CHECKING:
     from engine.request import Request, RequestSpec
     from engine.step import RequestId
 
-STARVATION_SECONDS = 60.0
-MOST_LATE = 64  # requests found late per walk: a whole queue at once would delay the plan
+MAX_LATE = 64  # requests found late per walk: a whole queue at once would delay the plan
 
 
 class _DeadlineKey(NamedTuple):
@@ -89,8 +89,8 @@ class EarliestFeasibleFirst(PolicyBase):
             self._forecast.rest()
 
     def order(self, now: float) -> "Iterator[Request]":
-        """By due time. A request that is found to be late on the way moves further back, at most
-        `MOST_LATE` of them per walk.
+        """Requests by due time. One that is found to be late on the way moves further back, at most
+        `MAX_LATE` of them per walk.
 
         The walk continues from the last key, so that others may change the queue meanwhile.
         """
@@ -98,7 +98,7 @@ class EarliestFeasibleFirst(PolicyBase):
         while at < len(self._queue):
             key = self._queue[at]
             request = key.request
-            may_be_late = request in self._in_time and num_late < MOST_LATE
+            may_be_late = request in self._in_time and num_late < MAX_LATE
             if may_be_late and self._postpone_if_late(request, now):
                 num_late += 1
                 at = bisect_left(self._queue, key)  # its key may be the same as before
@@ -108,7 +108,7 @@ class EarliestFeasibleFirst(PolicyBase):
             at = at + 1 if is_same else bisect_right(self._queue, key)
 
     def sort_keys(self, requests: "Sequence[Request]", now: float) -> "list[SortKey]":
-        """By due time; requests that are found to be late move further back first."""
+        """Due times, after requests that are found to be late have moved further back."""
         for request in requests:
             self._postpone_if_late(request, now)
         return [self._keys[request][:2] for request in requests]

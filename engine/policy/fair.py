@@ -111,7 +111,7 @@ class VirtualTokenCounter(PolicyBase):
             yield from heap[0][2]
 
     def sort_keys(self, requests: "Sequence[Request]", now: float) -> "list[SortKey]":
-        """By the tenant's counter when the request is next, as `order` counts it."""
+        """The counters of the tenants when these requests are next, as in `order`."""
         wanted: dict[str, set[Request]] = {}
         for request in requests:
             wanted.setdefault(request.spec.tenant, set()).add(request)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from engine.ports import Cost
     from engine.request import Request, RequestSpec
 
-MOST_SAMPLED = 64  # requests whose work is predicted one by one
+MAX_SAMPLED = 64  # requests whose work is predicted one by one
 WEIGHT = 0.1  # of the latest iteration or output in the moving averages
 
 
@@ -82,5 +82,5 @@ class Forecast:
 
 
 def spread(count: int) -> range:
-    """At most `MOST_SAMPLED` indices below `count`, evenly spaced."""
-    return range(0, count, -(-count // MOST_SAMPLED) or 1)
+    """Up to `MAX_SAMPLED` indices below `count`, evenly spaced."""
+    return range(0, count, -(-count // MAX_SAMPLED) or 1)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from engine.policy.base import PolicyBase
 from engine.policy.settings import PolicySettings
-from engine.policy.waiting import MOST_AT_ONCE, WaitingTimes
+from engine.policy.waiting import MAX_AT_ONCE, STARVATION_SECONDS, WaitingTimes
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from engine.ports import Cost
     from engine.request import Request, RequestSpec
     from engine.step import RequestId
-
-STARVATION_SECONDS = 60.0
 
 
 class GoodputFirst(PolicyBase):
@@ -116,7 +114,7 @@ class GoodputFirst(PolicyBase):
         if now == self._found_at:
             return
         self._found_at = now
-        queue, left = self._latest_starts, MOST_AT_ONCE
+        queue, left = self._latest_starts, MAX_AT_ONCE
         while queue and left and queue[0][0] < now:
             request = heappop(queue)[2]
             if request in self._undecided:

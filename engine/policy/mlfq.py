@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 STARVATION_SECONDS = 3.0  # of the paper's released code
 FAR = 4096  # a position to measure the cost of attention by
-MOST_PLACES = 1024  # of a queue, for which next scheduled times are computed exactly
+MAX_PLACES = 1024  # of a queue, for which next scheduled times are computed exactly
 
 
 @dataclass(slots=True, eq=False)
@@ -104,8 +104,8 @@ class SkipJoinMLFQ(PolicyBase):
     def started_order(
         self, started: "Collection[Request]", now: float, *, reverse: bool = False
     ) -> "Iterator[Request]":
-        found = self._started[::-1] if reverse else self._started[:]
-        return (request for _, _, request in found)
+        in_order = self._started[::-1] if reverse else self._started[:]
+        return (request for _, _, request in in_order)
 
     def sort_keys(self, requests: "Sequence[Request]", now: float) -> "list[SortKey]":
         jobs = [self._jobs[request] for request in requests]
@@ -195,11 +195,11 @@ def _walk(
     queue: "Iterable[Request]", wanted: "set[Request]", above: float, share: float
 ) -> "dict[Request, float]":
     """Seconds until these requests of a queue run, if each one before them takes `share`. Requests
-    beyond `MOST_PLACES` are not looked for: they count as next after those."""
-    found: dict[Request, float] = {}
-    for place, request in enumerate(islice(queue, MOST_PLACES)):
+    beyond `MAX_PLACES` are not looked for: they count as next after those."""
+    seconds: dict[Request, float] = {}
+    for place, request in enumerate(islice(queue, MAX_PLACES)):
         if request in wanted:
-            found[request] = above + place * share
-            if len(found) == len(wanted):
-                return found
-    return dict.fromkeys(wanted, above + MOST_PLACES * share) | found
+            seconds[request] = above + place * share
+            if len(seconds) == len(wanted):
+                return seconds
+    return dict.fromkeys(wanted, above + MAX_PLACES * share) | seconds

@@ -1,4 +1,4 @@
-"""By `RequestSpec.priority`: lower values first as in vLLM, then in order of arrival."""
+"""Requests ordered by `RequestSpec.priority`: lower values first, as in vLLM, then by arrival."""
 
 from bisect import insort
 from itertools import chain
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from engine.policy.base import PolicyBase
 from engine.policy.port import Preemption
 from engine.policy.settings import PolicySettings
-from engine.policy.waiting import WaitingTimes
+from engine.policy.waiting import STARVATION_SECONDS, WaitingTimes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from engine.policy.port import SortKey
     from engine.ports import Cost
     from engine.request import Request
-
-STARVATION_SECONDS = 60.0
 
 
 class LowestPriorityFirst(PolicyBase):

@@ -7,7 +7,8 @@ from engine.request import State
 if TYPE_CHECKING:
     from engine.request import Request
 
-MOST_AT_ONCE = 64  # so that one plan does not promote a whole queue
+STARVATION_SECONDS = 60.0  # of policies whose paper names no limit
+MAX_AT_ONCE = 64  # so that one plan does not promote a whole queue
 IN_FLIGHT = frozenset({State.RUNNING, State.LEAVING})
 
 
@@ -34,21 +35,21 @@ class WaitingTimes:
         """Seconds until the request starves."""
         return self._since[request] + self._limit - now
 
-    def starving(self, now: float, most: int = MOST_AT_ONCE) -> "list[Request]":
+    def starving(self, now: float, most: int = MAX_AT_ONCE) -> "list[Request]":
         """Requests that have waited for the limit or longer, at most `most`, the longest wait
         first. Their wait restarts, so that each is reported once per limit. None at a time for
         which this was called before: a second walk of an order changes nothing."""
         if now == self._reported_at:
             return []
         self._reported_at = now
-        found: list[Request] = []
+        starving: list[Request] = []
         for request, since in self._since.items():
             if now - since < self._limit:
                 break
             if request.state not in IN_FLIGHT:
-                found.append(request)
-                if len(found) == most:
+                starving.append(request)
+                if len(starving) == most:
                     break
-        for request in found:
+        for request in starving:
             self.restart(request, now)
-        return found
+        return starving

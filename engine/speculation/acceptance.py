@@ -10,29 +10,12 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from engine.speculation.proposers import Proposal
 
-_BUCKETS = (
-    0,
-    1,
-    2,
-    3,
-    4,
-    5,
-    5,
-    5,
-    6,
-    6,
-    6,
-    6,
-    6,
-    6,
-    6,
-    6,
-)  # by length; longer ones are in the last
+_BUCKETS = (0, 1, 2, 3, 4, *[5] * 3, *[6] * 8)  # by length; longer matches are in the last one
 NUM_BUCKETS = 8
 UNKNOWN = 0.5  # the rate before any guess was compared
 WEIGHT = 4.0  # of the prior rate, in guesses
 MEMORY = 0.995  # per guess, of all requests
-LEAST = 0.01  # guesses with a smaller probability are not computed
+MIN_PROBABILITY = 0.01  # guesses with a smaller probability are not computed
 OWN_MEMORY = 0.9  # per guess, of one request
 
 
@@ -58,8 +41,8 @@ class AcceptanceRates:
         return (self._hits[bucket] + WEIGHT * prior) / (self._trials[bucket] + WEIGHT)
 
     def cumulative(self, length: int, count: int) -> list[float]:
-        """For each of `count` guesses behind a match of `length`: the probability that it and all
-        before it are right, up to the first that is below `LEAST`."""
+        """A probability for each of `count` guesses behind a match of `length`: that it and all
+        before it are right, up to the first that is below `MIN_PROBABILITY`."""
         rates: list[float] = []
         probability, rate, last = 1.0, 1.0, -1
         for matched in range(length, length + count):
@@ -67,7 +50,7 @@ class AcceptanceRates:
             if bucket != last:
                 rate, last = self.rate(bucket), bucket
             probability *= rate
-            if probability < LEAST:
+            if probability < MIN_PROBABILITY:
                 break
             rates.append(probability)
         return rates

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from engine.request import Request
     from engine.step import StepId
 
-SHARE = 0.003  # of the workers' time
+# The share of the workers' time. What text without matches loses with it is in the rows `hostile`
+# and `stories` of examples/benchmarks/results/speculation/README.md, column "on / off".
+SHARE = 0.003
 FIRST_STEPS, MAX_STEPS = 4.0, 16.0  # lone decodes whose seconds are there at first, and at most
 ASK_SECONDS = 5e-5  # of the event loop, to guess for one request, until it is measured
 DRAFT_SECONDS = 1e-5  # of the event loop per draft, until it is measured
@@ -111,7 +113,8 @@ class SpeculationBudget:
         self.seconds += SHARE * seconds
 
     def plain_took(self, iteration: "Iteration", seconds: float, now: float) -> None:
-        """The same, and nothing else was done for speculation: learn the time between steps."""
+        """An iteration without drafts was committed, for which nothing else of speculation was
+        done: learn the time between steps."""
         gap = now - self._committed_at - seconds - self._cost.model.idle(len(iteration.requests))
         most = 1e-4 + 2.0 * abs(self._gap)  # requests may have arrived after a pause
         self._gap += WEIGHT * (max(-most, min(most, gap)) - self._gap)

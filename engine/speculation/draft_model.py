@@ -14,19 +14,19 @@ small share of the workers' time, so that better times are noticed.
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+from engine.speculation.gain import MIN_GAIN
 from engine.speculation.proposers import NO_PROPOSAL, Proposal
 from engine.step import ProposalSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from engine.cost.live import LiveCost
     from engine.iteration import Iteration
     from engine.request import Request
-    from engine.speculation.guesses import Guesses
+    from engine.speculation.acceptance import AcceptanceRates
     from engine.step import RequestId, StepEntry, StepResult
 
-MIN_GAIN = 1.02  # of the expected tokens per second, for drafts to be proposed
 DRAFT_SECONDS = 5e-5  # of Python per draft, beside the cost models
 CATCH_UP_AT_ONCE = 32  # missing tokens that are computed with the proposals
 MIN_PIECE = 32  # of a prompt
@@ -182,7 +182,7 @@ class DraftModelProposer:
     def candidates(
         self,
         decodes: "Sequence[tuple[Request, StepEntry]]",
-        guesses: "Guesses",
+        rates_of: "Callable[[Request], AcceptanceRates]",
         num_drafts: int,
     ) -> list[Candidate]:
         """The decodes that at most `num_drafts` tokens can be proposed for. Background requests are
@@ -195,7 +195,7 @@ class DraftModelProposer:
             limit = request.spec.max_tokens - request.produced - request.num_pending - 1
             limit = min(num_drafts, limit - entry.num_drafts)
             if limit > 0 and entry.sample is not None:
-                probabilities = guesses.rates(request, self.name).cumulative(1, limit)
+                probabilities = rates_of(request).cumulative(1, limit)
                 num_missing = max(0, entry.start - request.num_drafted)
                 candidates.append(Candidate(place, request, entry, probabilities, num_missing))
         return candidates

@@ -124,7 +124,7 @@ class Drafter(Observer):
         return chosen
 
     def waiting(self, oldest: "Iteration", ahead: "Collection[Request]") -> "set[Request]":
-        """Which of the requests that could be planned ahead of the `oldest` iteration in flight
+        """The requests that could be planned ahead of the `oldest` iteration in flight, but
         wait for their tokens instead, because drafts will probably follow them.
 
         All of them do, so that the next iteration has them all, if drafts are worth that the worker
@@ -184,7 +184,7 @@ class Drafter(Observer):
         model = self._draft_model
         if model is None or self.budget.is_spent or not model.may_plan(len(decodes)):
             return {}
-        candidates = model.candidates(decodes, self._guesses, self._num_drafts)
+        candidates = model.candidates(decodes, self._guesses.rates_of_draft_model, self._num_drafts)
         num_rows = sum([len(entry.tokens) for _, entry in decodes])
         seconds = self._gain.fixed_seconds([entry.start for _, entry in decodes])
         seconds += self._cost.model.tokens(num_rows)

@@ -96,7 +96,7 @@ class Guesses:
         return candidates
 
     def hopeful(self, requests: "Iterable[Request]") -> "dict[Request, Sequence[float]]":
-        """Those of the requests that will probably have drafts behind the token in flight, with the
+        """The requests that will probably have drafts behind the token in flight, with the
         probabilities of the drafts."""
         hopeful: dict[Request, Sequence[float]] = {}
         for request in requests:
@@ -126,9 +126,10 @@ class Guesses:
             request.num_accepted_prediction += num_accepted
             request.num_rejected_prediction += num_drafts - num_accepted
 
-    def rates(self, request: "Request", name: str) -> AcceptanceRates:
-        """The request's own rates of a proposer."""
-        return self._drafting(request).rates[name]
+    def rates_of_draft_model(self, request: "Request") -> AcceptanceRates:
+        """The request's own rates of the draft model's proposals."""
+        assert self._draft_model is not None, "there is a draft model"
+        return self._drafting(request).rates[self._draft_model.name]
 
     def forget(self, request: "Request") -> None:
         """The request has ended."""

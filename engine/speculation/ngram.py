@@ -52,10 +52,10 @@ class NgramProposer:
         index = self._indexes.index(request)
         if index is None:
             return NO_PROPOSAL
-        found = index.find(index.tokens[-self._lookup_max :], tries=1)
-        if not found.length:
+        match = index.find(index.tokens[-self._lookup_max :], tries=1)
+        if not match.length:
             return NO_PROPOSAL
-        return Proposal(tuple(index.follow(found.ends[0], count)), found.length)
+        return Proposal(tuple(index.follow(match.ends[0], count)), match.length)
 
     def forget(self, request: "Request") -> None:
         self._indexes.forget(request)

@@ -42,11 +42,11 @@ class _Place:
         self.num_read = len(output)
 
     def _find(self, tail: list[int]) -> None:
-        found = self.prediction.find(tail)
-        self.length = found.length
-        if found.length:
-            ahead = [end for end in found.ends if end >= self.at]
-            self.at = 1 + min(ahead, default=found.ends[0])
+        match = self.prediction.find(tail)
+        self.length = match.length
+        if match.length:
+            ahead = [end for end in match.ends if end >= self.at]
+            self.at = 1 + min(ahead, default=match.ends[0])
 
 
 class PredictionProposer:

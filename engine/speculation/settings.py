@@ -58,7 +58,7 @@ class SpeculationSettings:
 
     @classmethod
     def parse(cls, config: "Mapping[str, object]") -> "SpeculationSettings":
-        """From the keys of vLLM's `--speculative-config`; ValueError names a wrong key or value."""
+        """Settings from vLLM's `--speculative-config`; ValueError names a wrong key or value."""
         given = config.get("method")
         method = ALIASES.get(given, given) if isinstance(given, str) else given
         if method not in METHODS:

@@ -77,9 +77,9 @@ class SuffixProposer:
         if outputs is not None:
             outputs.index(self._settings.max_cached_requests)
             for other in (outputs.newer, outputs.older):
-                found = other.find(tail)
-                if found.length > match.length:
-                    index, match = other, found
+                longer = other.find(tail)
+                if longer.length > match.length:
+                    index, match = other, longer
         count = min(count, int(self._settings.max_spec_factor * match.length))
         if match is NO_MATCH or count == 0:
             return NO_PROPOSAL

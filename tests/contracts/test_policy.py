@@ -11,7 +11,7 @@ import pytest
 from engine.control.admission import Admission, SwapMode
 from engine.policy import POLICIES, RESEARCH, Policy, PolicySettings
 from engine.policy.mlfq import SkipJoinMLFQ
-from engine.policy.waiting import MOST_AT_ONCE
+from engine.policy.waiting import MAX_AT_ONCE
 from engine.request import Abort, Request, RequestSpec, State
 from engine.step import RequestId
 from tests.scheduling import (
@@ -214,7 +214,7 @@ def test_one_order_promotes_a_bounded_number_of_starving_requests() -> None:
     policy = SkipJoinMLFQ(HAND_COST, PolicySettings(starvation_seconds=5.0))
     for number in range(1000):
         policy.arrive(a_request(number, 7, 9), 0.0)
-    for now, num_promoted in ((6.0, MOST_AT_ONCE), (7.0, 2 * MOST_AT_ONCE)):
+    for now, num_promoted in ((6.0, MAX_AT_ONCE), (7.0, 2 * MAX_AT_ONCE)):
         order = list(policy.order(now))
         assert list(policy.order(now)) == order
         assert sum(policy.level(request) == 0 for request in order) == num_promoted

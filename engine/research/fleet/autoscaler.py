@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from engine.errors import InvalidRequest
 
-MOST_GROWTH = 1.5  # at a time
+MAX_GROWTH = 1.5  # at a time
 SHRINK = 0.05
 CALM = 0.1  # of the target of waiting tokens, below which the fleet may shrink
 MARGIN = 0.9  # of the target of KV usage, which the fleet may reach by shrinking
@@ -75,7 +75,7 @@ class Autoscaler:
         if waiting > CALM:
             self._calm_since = now
         if (ratio := max(waiting, used)) > 1.0:
-            wanted = ceil(self._active * min(ratio, MOST_GROWTH))
+            wanted = ceil(self._active * min(ratio, MAX_GROWTH))
             for _ in range(min(wanted, settings.most) - total):
                 self._starting.append(now + settings.start_seconds)
         elif now - self._calm_since >= settings.calm_seconds and not self._starting:

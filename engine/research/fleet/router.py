@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from engine.simulated.trace import Arrival
 
 CACHE_THRESHOLD = 0.3  # share of a prompt that must match for affinity to decide
-SPILL_ABS, SPILL_REL, LEAST_SPILL = 64.0, 1.5, 4.0  # requests above the mean, and times the mean
+SPILL_ABS, SPILL_REL, MIN_SPILL = 64.0, 1.5, 4.0  # requests above the mean, and times the mean
 OVERLOADED = 8  # waiting requests from which on a replica gets no more if another has fewer
 
 
@@ -164,8 +164,8 @@ class Affinity:
 
     def spills(self, replica: int, mean: float) -> bool:
         """Whether the replica has too many requests beside a mean of `mean`. The margin is at most
-        two standard deviations of a Poisson number with this mean, but at least `LEAST_SPILL`."""
-        margin = min(SPILL_ABS, max(LEAST_SPILL, ceil(2.0 * mean**0.5)))
+        two standard deviations of a Poisson number with this mean, but at least `MIN_SPILL`."""
+        margin = min(SPILL_ABS, max(MIN_SPILL, ceil(2.0 * mean**0.5)))
         live = float(self._loads.live[replica])
         return live > mean + margin and live > SPILL_REL * mean
 

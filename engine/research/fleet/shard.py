@@ -14,7 +14,7 @@ from math import floor, inf, log
 from typing import TYPE_CHECKING, NamedTuple
 
 from engine.errors import EngineError
-from engine.policy.forecast import MOST_SAMPLED, Forecast
+from engine.policy.forecast import MAX_SAMPLED, Forecast
 from engine.request import State
 from engine.research.leaping.run import build_replica
 from engine.simulated.record import Recorder
@@ -150,7 +150,7 @@ class _Member:
         seconds += forecast.wait(prefill, len(prefill))
         if count:  # they wait for KV, so for the ends of running ones
             waiting = (request for request in pool if request.state is State.WAITING)
-            seconds += forecast.wait(list(islice(waiting, MOST_SAMPLED)), count)
+            seconds += forecast.wait(list(islice(waiting, MAX_SAMPLED)), count)
             seconds += decodes * pace * count / max(1, running)
         return seconds
 

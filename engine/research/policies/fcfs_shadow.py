@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from engine.request import Request
 
 MEMORY = 0.999  # of work and seconds, per iteration
-LEAST_SHARE = 0.02  # of the seconds of an iteration that its decodes are assumed to take
+MIN_SHARE = 0.02  # of the seconds of an iteration that its decodes are assumed to take
 
 
 @dataclass(slots=True, eq=False)
@@ -65,7 +65,7 @@ class FcfsShadow:
         number of decodes."""
         if not self._decodes:
             return 0.0
-        return max(self._seconds - self._prefill, LEAST_SHARE * self._seconds) / self._decodes
+        return max(self._seconds - self._prefill, MIN_SHARE * self._seconds) / self._decodes
 
     def arrive(self, request: "Request", prefill: float) -> None:
         """`prefill`: seconds that its prompt adds to iterations, if nothing of it is cached."""
@@ -180,7 +180,7 @@ class FcfsShadow:
         prompts have seats, a chunk of prefill as long as recent ones."""
         self._chunk = max(prefill, self._chunk * MEMORY)
         self._budget += seconds
-        decodes = max(seconds - prefill, LEAST_SHARE * seconds)
+        decodes = max(seconds - prefill, MIN_SHARE * seconds)
         while self._budget > 0.0 and (self._served or self._prefills):
             self._budget -= decodes
             if self._prefills:

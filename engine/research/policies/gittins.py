@@ -56,7 +56,7 @@ SHARE_PER_UPDATE = 0.125  # but not before so many more than were known,
 SECONDS_PER_UPDATE = 1.0  # or after this time
 KINDS_PER_PLAN = 16  # of waiting requests, which get new ranks in one plan
 FOREVER = 1 << 62  # an output length
-MOST_AT_ONCE = 64  # requests of a kind or level that starve at once, and so go first
+MAX_AT_ONCE = 64  # requests of a kind or level that starve at once, and so go first
 
 
 class _Kind(NamedTuple):
@@ -239,7 +239,7 @@ class GittinsIndex(PolicyBase):
         queue[request] = None
 
     def _move(self, request: "Request", job: _Job) -> None:
-        """To its level, after an iteration."""
+        """Move the job to its level, after an iteration."""
         if not job.is_started:
             self._new.pop(request, None)
             self._remove(request, job)
@@ -291,7 +291,7 @@ class GittinsIndex(PolicyBase):
         return self._cost.compute(num_tokens, start) / self._unit if num_tokens > 1 else 0.0
 
     def _level_of(self, job: _Job, factor: float = 1.0) -> int:
-        """By its rank times `factor`."""
+        """The level of the job's rank times `factor`."""
         if not self._is_ranked:
             return 1
         prefill = prefill_class(job.prefill) if job.prefill else 0
@@ -367,10 +367,10 @@ class GittinsIndex(PolicyBase):
         for queue in self._waiting.values():
             late += takewhile(
                 lambda request: self._jobs[request].waits_since <= since,
-                islice(queue, MOST_AT_ONCE),
+                islice(queue, MAX_AT_ONCE),
             )
         for started in self._started[1:]:
-            first = islice(started, MOST_AT_ONCE)
+            first = islice(started, MAX_AT_ONCE)
             late += [request for _, request in first if self._jobs[request].waits_since <= since]
         return late
 

@@ -22,7 +22,7 @@ STRATUM_RATIO = 1.25  # of the longest to the shortest prompt of a stratum
 PRIOR = 10.0  # weight of all requests' hazards in those of a stratum, in outputs
 TAIL_HAZARD = 0.12  # of a bin without observations
 TAIL_WEIGHT = 0.5  # of `TAIL_HAZARD`, in outputs
-MOST_WEIGHT = 1e9  # of an observation, before all are scaled down
+MAX_WEIGHT = 1e9  # of an observation, before all are scaled down
 
 
 def _edges() -> tuple[int, ...]:
@@ -53,7 +53,7 @@ class _Counts:
         self.ended = [0.0] * NUM_BINS
 
     def hazards(self, prior: Sequence[float], weight: float) -> list[float]:
-        """As if outputs of so much weight had followed the hazards of `prior`."""
+        """The hazards, as if outputs of so much weight had followed those of `prior`."""
         return [
             (ended + weight * hazard) / (reached + weight)
             for reached, ended, hazard in zip(self.reached, self.ended, prior, strict=True)
@@ -85,13 +85,13 @@ class LearnedLengths:
             counts.ended[number] += self._weight
         self.num_observed += 1
         self._weight /= DECAY
-        if self._weight > MOST_WEIGHT:
+        if self._weight > MAX_WEIGHT:
             for counts in (self._all, *self._strata.values()):
                 counts.scale(1.0 / self._weight)
             self._weight = 1.0
 
     def hazards(self) -> list[float]:
-        """For each bin, the probability that an output which reaches it ends in it."""
+        """The probability, for each bin, that an output which reaches it ends in it."""
         return self._all.hazards([TAIL_HAZARD] * NUM_BINS, TAIL_WEIGHT * self._weight)
 
     def stratum_hazards(self, stratum: int, general: list[float]) -> list[float]:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from engine.research.policies.lengths import LearnedLengths
 
-LEAST_RANK = 1e-3
+MIN_RANK = 1e-3
 ONE = 1.0
 HALF_WIDTHS = [(stop - start) / 2 for start, stop in pairwise(EDGES)]  # of the bins
 
@@ -31,7 +31,7 @@ def gittins_rank(hazards: "Sequence[float]", age_bin: int, prefill: float, cap: 
     ended = [*map(ONE.__sub__, alive)]
     first = bisect_right(ended, 0.0)
     rank = min(map(truediv, works[first:], ended[first:]), default=inf)
-    return max(LEAST_RANK, min(rank, works[-1]))
+    return max(MIN_RANK, min(rank, works[-1]))
 
 
 class LearnedRanks:
@@ -52,7 +52,7 @@ class LearnedRanks:
         self._ranks.clear()
 
     def rank(self, stratum: int, age_bin: int, prefill: int, cap: int) -> float:
-        """As `gittins_rank`, with a class of prefills and the hazards of a stratum."""
+        """The `gittins_rank` of a class of prefills, with the hazards of a stratum."""
         key = stratum, age_bin, prefill, cap
         rank = self._ranks.get(key)
         if rank is None:

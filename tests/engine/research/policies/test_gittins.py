@@ -13,7 +13,7 @@ from engine.request import Abort, FinishReason, Request, State
 from engine.research.policies import rank
 from engine.research.policies.gittins import KINDS_PER_PLAN, GittinsIndex
 from engine.research.policies.lengths import EDGES, NUM_BINS, LearnedLengths, bin_of
-from engine.research.policies.rank import LEAST_RANK, gittins_rank
+from engine.research.policies.rank import MIN_RANK, gittins_rank
 from tests.scheduling import (
     HAND_COST,
     a_request,
@@ -68,7 +68,7 @@ def brute_force(hazards: Sequence[float], age_bin: int, prefill: float, cap: int
             ratios.append((prefill + shorter + (1.0 - within) * horizon) / within)
             if last == cap - 1:  # `max_tokens`: it ends for certain
                 ratios.append(prefill + shorter + (1.0 - within) * horizon)
-    return max(LEAST_RANK, min(ratios))
+    return max(MIN_RANK, min(ratios))
 
 
 @given(
