@@ -3,6 +3,8 @@
 Tokens of a long context, or of a prompt, may take longer than the whole iteration without them.
 So background requests do not get what is left of an iteration's tokens, but of its time: together
 they make it longer by at most a factor (`max_background_slowdown`), estimated by the cost model.
+Nor may they make an iteration with decodes longer than its ITL goal, less the model's error. There
+is no limit if no other request is in the batch or in flight.
 """
 
 from math import inf
@@ -11,49 +13,63 @@ from typing import TYPE_CHECKING
 from engine.control.step_time import MIN_PIECE
 
 if TYPE_CHECKING:
+    from engine.control.batch_builder import BatchBuilder
+    from engine.control.settings import SchedulerSettings
+    from engine.control.step_time import StepTime
     from engine.cost.live import LiveCost
     from engine.pool import RequestPool
     from engine.request import Request
-    from engine.step import Step
 
 
 class BackgroundTime:
-    """The seconds that background requests may still add to the iteration being planned.
-
-    It is made once all other requests are in the batch; `step` is theirs, None if there are none.
-    There is no limit if no other request is in the batch or in flight. Nor may they make an
-    iteration with decodes longer than `goal`, an ITL goal less the model's error.
-    """
+    """The seconds that background requests may still add to the batch being filled. They are known
+    from the first background request on, when all other requests are in the batch."""
 
     def __init__(
         self,
-        step: "Step | None",
+        settings: "SchedulerSettings",
         pool: "RequestPool",
         cost: "LiveCost",
-        slowdown: float,
-        goal: float = inf,
+        step_time: "StepTime",
     ) -> None:
-        self._model = cost.model
-        self._seconds = inf
-        if step is not None and goal < inf:
-            self._seconds = max(0.0, goal - cost.step(step))
-        if slowdown == inf:
-            return
-        if step is not None:
-            self._seconds = min(self._seconds, (slowdown - 1) * cost.step(step))
-        elif any(r.num_in_flight for r in pool.started if not r.spec.is_background):
-            self._seconds = (slowdown - 1) * cost.compute(1, 0)
+        self._slowdown = settings.max_background_slowdown
+        self._chunks_prompts = settings.chunks_prompts
+        self._pool = pool
+        self._cost = cost
+        self._step_time = step_time
+        self._seconds: float | None = None
 
-    def num_tokens(self, request: "Request", num_tokens: int, beside: int) -> int:
-        """How many of a request's next `num_tokens` tokens there is time for, in an iteration with
-        `beside` other tokens."""
+    def begin_batch(self) -> None:
+        """An empty batch will be filled."""
+        self._seconds = None
+
+    def tokens(self, batch: "BatchBuilder", request: "Request", num_tokens: int) -> int:
+        """How many of a background request's next `num_tokens` tokens there is time for."""
+        if self._seconds is None:
+            self._seconds = self._all_seconds(batch)
         if self._seconds == inf or num_tokens < 1:
             return num_tokens
-        seconds = self._model.tokens(beside) + self._seconds
-        in_time = self._model.tokens_within(seconds, num_tokens, request.num_planned, beside)
-        return in_time if in_time >= min(num_tokens, MIN_PIECE) else 0
+        model, beside = self._cost.model, batch.num_tokens
+        seconds = model.tokens(beside) + self._seconds
+        in_time = model.tokens_within(seconds, num_tokens, request.num_planned, beside)
+        fewest = min(num_tokens, MIN_PIECE) if self._chunks_prompts else num_tokens
+        return in_time if in_time >= fewest else 0
 
-    def spend(self, request: "Request", num_tokens: int, beside: int) -> None:
-        """So many of its tokens are computed in the iteration."""
-        if self._seconds < inf:
-            self._seconds -= self._model.added(num_tokens, request.num_planned, beside)
+    def spend(self, batch: "BatchBuilder", request: "Request", num_tokens: int) -> None:
+        """So many of its tokens will be added to the batch."""
+        if self._seconds is not None and self._seconds < inf:
+            model = self._cost.model
+            self._seconds -= model.added(num_tokens, request.num_planned, batch.num_tokens)
+
+    def _all_seconds(self, batch: "BatchBuilder") -> float:
+        """The seconds for all background requests beside those in the batch."""
+        if batch.is_empty:
+            others = (r for r in self._pool.started if not r.spec.is_background)
+            if self._slowdown == inf or not any(r.num_in_flight for r in others):
+                return inf
+            return (self._slowdown - 1) * self._cost.compute(1, 0)
+        goal = self._step_time.goal(batch) / self._cost.margin
+        if self._slowdown == inf and goal == inf:
+            return inf
+        seconds = self._cost.step(batch.iteration().step)
+        return min(max(0.0, goal - seconds), (self._slowdown - 1) * seconds)

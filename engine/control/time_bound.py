@@ -31,13 +31,11 @@ class TimeBound:
         seats: "SeatBound",
     ) -> None:
         self._settings = settings
-        self._pool = pool
         self._cost = cost
         self._seats = seats
         self._step_time = StepTime(settings, pool, cost)
-        # Of the batch being filled:
-        self._is_cut = False  # a prompt's chunk was shortened to keep the iteration short
-        self._background: BackgroundTime | None = None  # made for the first background request
+        self._background = BackgroundTime(settings, pool, cost, self._step_time)
+        self._is_cut = False  # a prompt's chunk in the batch was shortened for lack of time
 
     def watch(self, request: "Request") -> None:
         """A request arrives; it may have a goal of its own."""
@@ -49,7 +47,8 @@ class TimeBound:
 
     def begin_batch(self) -> None:
         """An empty batch will be filled."""
-        self._is_cut, self._background = False, None
+        self._is_cut = False
+        self._background.begin_batch()
 
     def goal(self, batch: "BatchBuilder") -> float:
         """The lowest ITL goal of the decodes in the batch; infinite if there is none."""
@@ -67,7 +66,7 @@ class TimeBound:
             self._is_cut = self._is_cut or in_time < num_tokens
             num_tokens = in_time
         if num_tokens and request.spec.is_background:
-            return self._background_tokens(batch, request, num_tokens)
+            return self._background.tokens(batch, request, num_tokens)
         return num_tokens
 
     def has_room(self, batch: "BatchBuilder", request: "Request") -> bool:
@@ -78,7 +77,7 @@ class TimeBound:
             return False
         if not request.spec.is_background:
             return True
-        return self._background_tokens(batch, request, request.unplanned) > 0
+        return self._background.tokens(batch, request, request.unplanned) > 0
 
     def may_start(self, request: "Request") -> bool:
         """Whether the ITL goals would be met with this waiting request as one more decode."""
@@ -90,8 +89,7 @@ class TimeBound:
 
     def spend(self, batch: "BatchBuilder", request: "Request", num_tokens: int) -> None:
         """So many tokens of a background request will be added to the batch."""
-        if self._background is not None:
-            self._background.spend(request, num_tokens, batch.num_tokens)
+        self._background.spend(batch, request, num_tokens)
 
     def _is_used_up(self, batch: "BatchBuilder") -> bool:
         """Whether the batch has no time left for another prompt."""
@@ -110,14 +108,3 @@ class TimeBound:
             return num_tokens
         in_time = self._cost.tokens_within(bound, num_tokens, request.num_planned, beside)
         return max(MIN_PIECE, in_time)
-
-    def _background_tokens(self, batch: "BatchBuilder", request: "Request", num_tokens: int) -> int:
-        """How many of a background request's tokens there is time for."""
-        settings = self._settings
-        if self._background is None:  # all others are in the batch by now
-            step = None if batch.is_empty else batch.iteration().step
-            goal = self.goal(batch) / self._cost.margin
-            slowdown = settings.max_background_slowdown
-            self._background = BackgroundTime(step, self._pool, self._cost, slowdown, goal)
-        in_time = self._background.num_tokens(request, num_tokens, batch.num_tokens)
-        return in_time if settings.chunks_prompts or in_time == num_tokens else 0

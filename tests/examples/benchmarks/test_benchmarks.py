@@ -174,7 +174,7 @@ def test_a_large_tenant_is_played_beside_small_ones_under_each_policy(tmp_path: 
 def test_the_cost_of_a_plan_is_measured_for_every_policy(tmp_path: Path) -> None:
     flags = ("--out", tmp_path, "--waiting", "2000", "--plans", "5")
     shown = run_here("benchmarks.virtual_time.plan_cost", *flags)
-    assert "| gittins | " in shown
+    assert "| deadline | " in shown
 
 
 def test_the_cost_of_a_step_is_measured_for_every_case(tmp_path: Path) -> None:
