@@ -14,7 +14,8 @@ small share of the workers' time, so that better times are noticed.
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from engine.speculation.gain import MIN_GAIN
+from engine.speculation.budget import SHARE
+from engine.speculation.gain import MAX_SLOWDOWN, MIN_GAIN
 from engine.speculation.proposers import NO_PROPOSAL, Proposal
 from engine.step import ProposalSpec
 
@@ -28,18 +29,16 @@ if TYPE_CHECKING:
     from engine.step import RequestId, StepEntry, StepResult
 
 DRAFT_SECONDS = 5e-5  # of Python per draft, beside the cost models
-CATCH_UP_AT_ONCE = 32  # missing tokens that are computed with the proposals
-MIN_PIECE = 32  # of a prompt
-MAX_SLOWDOWN = 0.25  # of an iteration with several decodes, by pieces of prompts
+MIN_PIECE = 32  # tokens of a prompt; as many missing tokens are computed with the proposals
 EXPECTED_TOKENS = 256  # at most, that a request is expected to go on for
 MIN_RETURN = 2.0  # seconds that drafts save, for each that a prompt takes
 PROBE_DRAFTS = 3
 FIRST_PROBES = 6  # that need no credit, so that a server soon knows the rates
 MAX_PROBED = 512  # missing tokens of a request that is probed without credit
-PROBE_SHARE = 0.0015  # of the workers' time
+PROBE_SHARE = SHARE / 2  # of the workers' time; with `PLAN_SHARE` as much as for guesses
 MAX_CREDIT = 1.0  # seconds
 PLAN_SECONDS = 1.5e-5  # of the event loop per decode, to find out whether proposals pay
-PLAN_SHARE = 0.0015  # of the workers' time, while they do not
+PLAN_SHARE = SHARE / 2  # of the workers' time, while they do not
 FIRST_PLAN_CREDIT = 0.005  # seconds
 LEARNING_WEIGHT = 0.2
 
@@ -222,7 +221,7 @@ class DraftModelProposer:
         """What the draft model does in an iteration of `num_rows` rows that takes `seconds`, by the
         place of the decode. The iteration computes at most `most` more tokens, and takes at most
         `max_seconds`."""
-        ready = [decode for decode in candidates if decode.num_missing <= CATCH_UP_AT_ONCE]
+        ready = [decode for decode in candidates if decode.num_missing <= MIN_PIECE]
         num_missing = sum(decode.num_missing for decode in ready)
         depth = self._depth(ready, num_rows, seconds, max_seconds) if num_missing <= most else 0
         specs = {
@@ -231,8 +230,10 @@ class DraftModelProposer:
             if depth and decode.probabilities
         }
         if specs or len(ready) < len(candidates):
-            left = min(max_seconds - seconds, seconds * (MAX_SLOWDOWN if num_rows > 1 else 1.0))
-            behind = [decode for decode in candidates if decode.num_missing > CATCH_UP_AT_ONCE]
+            left = min(
+                max_seconds - seconds, seconds * (MAX_SLOWDOWN - 1.0 if num_rows > 1 else 1.0)
+            )
+            behind = [decode for decode in candidates if decode.num_missing > MIN_PIECE]
             specs |= self._pieces(behind, num_rows, seconds, most - num_missing, left)
         self._pays_now = bool(specs)
         return specs or self._probe(candidates, most)

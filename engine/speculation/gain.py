@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from engine.speculation.budget import SpeculationBudget
 
 MIN_GAIN = 1.02  # of the expected tokens per second, for drafts to be computed
-MAX_SLOWDOWN = 1.25  # of an iteration with decodes for which there is no guess
+MAX_SLOWDOWN = 1.25  # of an iteration with decodes that gain nothing by it
 
 
 class Guess(NamedTuple):
