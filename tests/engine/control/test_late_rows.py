@@ -1,11 +1,15 @@
 """Rows with a fault and late rows: a result without a token for one request of a batch."""
 
 from engine.control.scheduler import IterationScheduler
+from engine.control.settings import SchedulerSettings
 from engine.errors import NoAllowedToken, RowFailed
 from engine.iteration import Iteration
+from engine.kv.ledger import KVLedger
+from engine.kv_shape import KVShape
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.request import Request, RequestSpec, State
 from engine.step import Fault, Grammar, GrammarKind, SamplingParams, StepResult, TokenLogprobs
+from tests.models.drafts import a_drafter
 from tests.scheduling import a_scheduler, run_iteration
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -71,6 +75,23 @@ def test_a_late_request_computes_its_last_token_again_and_delays_no_other() -> N
     (entry,) = planned(scheduler).step.entries
     assert entry.sample is not None
     assert (entry.sample.continues, entry.sample.may_be_late) == (True, False)
+
+
+def test_a_late_row_with_drafts_goes_on_before_all_of_them() -> None:
+    drafter = a_drafter([range(7, 17)], error_rate=0.0)
+    settings = SchedulerSettings(500, max_batch_size=1, max_batch_tokens=8)
+    scheduler = IterationScheduler(
+        settings, KVLedger(KVShape(100, 1)), FirstComeFirstServed(), drafter=drafter
+    )
+    request = scheduler.add(RequestSpec((1, 2, 3), 10, GREEDY), 0.0)
+    assert commit(scheduler, planned(scheduler)) == [(0, 7)]
+    drafted = planned(scheduler)
+    assert drafted.step.entries[0].tokens == (7, 8, 9, 10, 11)
+    assert commit(scheduler, drafted, late=(0,), num_accepted=(0,)) == []
+    assert (request.state, request.output) == (State.READY, [7])
+    assert request.num_computed == request.num_planned == 3
+    assert (drafter.counts.num_drafts, drafter.counts.num_accepted) == (4, 0)
+    assert planned(scheduler).step.entries[0].start == 3
 
 
 def alone(max_tokens: int = 200) -> tuple[IterationScheduler, Request]:
