@@ -79,14 +79,19 @@ def name_in_group(block_hash: bytes, group: int) -> bytes:
     return block_hash if not group else bytes((block_hash[0] ^ group,)) + block_hash[1:]
 
 
+def spans_in(spans: "Sequence[Span]", start: int, stop: int) -> "list[Span]":
+    """The spans with a token at one of the positions `[start, stop)`."""
+    return [span for span in spans if span.start < stop and start < span.start + span.length]
+
+
 def _next(
     before: bytes, tokens: "Sequence[int]", start: int, spans: "Sequence[Span]" = ()
 ) -> bytes:
     """The digest of the block with these tokens, the first of which is at position `start`."""
     ids = array("i", tokens)
     digest = blake2b(_PARENT + before + Part.TOKENS.of(ids.tobytes()), digest_size=HASH_BYTES)
-    for span in spans:
-        if span.start < start + len(ids) and start < span.start + span.length:
+    if spans:
+        for span in spans_in(spans, start, start + len(ids)):
             place = array("i", (span.start - start, span.length)).tobytes()
             digest.update(Part.SPAN.of(place + span.digest))
     return digest.digest()

@@ -25,7 +25,7 @@ import msgspec
 
 from engine.errors import StartupError
 from engine.events import Observer
-from engine.kv.prefix import name_in_group
+from engine.kv.prefix import name_in_group, spans_in
 from engine.step import Tier
 
 if TYPE_CHECKING:
@@ -65,7 +65,8 @@ class KVEventsConfig(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
 
 class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
     """Consecutive blocks of one prefix are cached in a layer group. `extra_keys` has, for each
-    block, the digest of the LoRA adapter that computed it, and the salt of a first block."""
+    block, the digest of the LoRA adapter that computed it, those of its spans of other content, and
+    the salt of a first block."""
 
     block_hashes: list[int]
     parent_block_hash: int | None
@@ -180,7 +181,7 @@ class KVEvents(Observer):
             lora_id=None if lora is None else lora.lora_id,
             medium=DEVICE,
             lora_name=None if lora is None else lora.name,
-            extra_keys=_extra_keys(spec, first, stop),
+            extra_keys=_extra_keys(spec, range(first, stop), size),
             group_idx=group.number,
             kv_cache_spec_kind=group.kind,
             kv_cache_spec_sliding_window=group.window,
@@ -248,13 +249,17 @@ class KVEvents(Observer):
             self._events = []
 
 
-def _extra_keys(spec: "RequestSpec", first: int, stop: int) -> list[tuple[str, ...] | None] | None:
+def _extra_keys(
+    spec: "RequestSpec", blocks: range, block_size: int
+) -> list[tuple[str, ...] | None] | None:
     """What the hash of each block depends on besides its tokens; None if on nothing."""
     lora = (spec.lora_digest,) if spec.lora_digest else ()
-    salt = (spec.salt,) if spec.salt and first == 0 else ()
-    if not lora and not salt:
-        return None
-    return [(lora + salt) or None, *[lora or None] * (stop - first - 1)]
+    keys: list[tuple[str, ...] | None] = []
+    for place in blocks:
+        spans = spans_in(spec.spans, place * block_size, (place + 1) * block_size)
+        salt = (spec.salt,) if spec.salt and not place else ()
+        keys.append((*lora, *[span.digest.hex() for span in spans], *salt) or None)
+    return keys if any(keys) else None
 
 
 def _integer(block_hash: bytes) -> int:

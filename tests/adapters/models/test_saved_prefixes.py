@@ -7,6 +7,7 @@ import pytest
 
 from engine.errors import StartupError
 from engine.request import RequestSpec
+from engine.step import HASH_VERSION
 from engine.worker.process.worker import Worker
 from engine.worker_settings import WorkerSettings
 from tests.engine.worker.process.driving import settings_for
@@ -61,6 +62,23 @@ def test_after_a_restart_the_next_message_of_a_chat_finds_its_prefix_on_the_disk
     end(worker)
     assert num_cached(found) == (len(CHAT) + 8) // 4 * 4
     assert found.tokens == expected.tokens
+
+
+def test_files_with_hashes_of_another_version_are_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_disk = changed(
+        settings(tmp_path, "llama"), disk_kv=str(tmp_path / "disk"), disk_kv_memory=4 << 20
+    )
+    worker = Worker.load(on_disk, lambda *_: None)
+    serve(worker, CHAT)
+    end(worker)
+    again = Worker.load(on_disk, lambda *_: None)
+    end(again)
+    monkeypatch.setattr("engine.worker.process.kept_kv.HASH_VERSION", HASH_VERSION + 1)
+    later = Worker.load(on_disk, lambda *_: None)
+    end(later)
+    assert [any(one.report.disk_hashes) for one in (again, later)] == [True, False]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -18,7 +18,7 @@ from engine.kv.prefix_search import PrefixSearch
 from engine.kv_shape import KVShape
 from engine.lora import LoraAdapter
 from engine.policy import build
-from engine.request import Request, RequestSpec
+from engine.request import Request, RequestSpec, Span
 from engine.step import Tier
 from gateway.observe.kv_events import (
     AllBlocksCleared,
@@ -187,6 +187,18 @@ def test_blocks_of_a_lora_adapter_have_its_name_and_digest() -> None:
     assert isinstance(stored, BlockStored)
     assert (stored.lora_id, stored.lora_name) == (3, "sql")
     assert stored.extra_keys == [("ab", "mine"), ("ab",)]
+
+
+def test_blocks_with_an_image_have_its_digest() -> None:
+    rig = Rig(num_blocks=20)
+    image = Span(6, 4, bytes(range(32)))
+    rig.scheduler.add(RequestSpec(tuple(range(16)), 1, GREEDY, salt="mine", spans=(image,)), 0.0)
+    run_iteration(rig.scheduler, 0.0)
+    rig.events.worker_lost(0.0)
+    (stored,) = rig.all_events()
+    assert isinstance(stored, BlockStored)
+    digest = image.digest.hex()
+    assert stored.extra_keys == [("mine",), (digest,), (digest,), None]
 
 
 def test_a_router_that_follows_the_events_knows_exactly_the_cached_blocks() -> None:
