@@ -12,7 +12,7 @@ from engine.request import Move, Request, State
 from engine.step import Direction, Page, PageKind
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     from engine.events import Observer
     from engine.iteration import Iteration, Swaps
@@ -49,11 +49,11 @@ class Finished(NamedTuple):
     """The requests of a step whose end was decided while it moved their pages, which they still
     hold; and those whose pages it could not read."""
 
-    leaving: list[Request]
-    unread: dict[Request, None]
+    leaving: "Sequence[Request]"
+    unread: "Collection[Request]"
 
 
-NOTHING_FINISHED = Finished([], {})
+NOTHING_FINISHED = Finished((), ())
 
 
 class KVCache:

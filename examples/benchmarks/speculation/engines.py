@@ -114,7 +114,8 @@ class Machine:
     def ledger(self) -> KVLedger:
         """A ledger for one engine, over the blocks of all."""
         ledger = KVLedger(KVShape(self.report.num_blocks, self.report.block_size))
-        ledger.pool, ledger.prefixes = self.blocks, self.blocks.prefixes
+        ledger.blocks.pool = ledger.pool = self.blocks
+        ledger.blocks.index = ledger.prefixes = self.blocks.prefixes
         return ledger
 
 
