@@ -7,11 +7,13 @@ file.
 
 import importlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import cast
 
 from adapters.gguf import is_gguf, read_document
+from adapters.models import FAMILIES
 from adapters.models.random_checkpoint import PREFIX, random_checkpoint
 from engine.errors import StartupError
 
@@ -29,7 +31,20 @@ def resolve_checkpoint(model: str) -> Path:
         return directory
     if not (directory / "config.json").is_file():
         raise StartupError(f"{directory} has no config.json")
+    _require_family(read_json(directory / "config.json"))
     return directory
+
+
+def _require_family(config: Mapping[str, object]) -> None:
+    """Refuse an architecture without a family before a worker starts, which takes seconds."""
+    match config.get("architectures"):
+        case [str(name)] if name not in FAMILIES:
+            near = get_close_matches(name, FAMILIES)
+            nearest = f"nearest: {', '.join(near)}; " if near else ""
+            raise StartupError(
+                f"config.json: architecture {name!r} is not supported; {nearest}all that are: "
+                "adapters/models/FAMILIES.md"
+            )
 
 
 def _download(model: str) -> Path:

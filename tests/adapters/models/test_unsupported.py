@@ -117,6 +117,27 @@ def test_the_error_for_an_unsupported_config_names_the_field(
 
 
 @pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("Qwen2VLForConditionalGeneration", "nearest: Qwen3_5ForConditionalGeneration"),
+        ("LlamaForCausalML", "nearest: LlamaForCausalLM"),
+        ("XYZ", "is not supported; all that are: "),
+    ],
+)
+def test_an_unknown_architecture_is_refused_before_a_worker_starts_with_its_nearest_names(
+    tmp_path: Path, name: str, nearest: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [name]}))
+    with pytest.raises(StartupError) as refused:
+        resolve_checkpoint(str(tmp_path))
+    message = str(refused.value)
+    assert f"architecture {name!r} is not supported" in message
+    assert nearest in message
+    assert message.endswith("adapters/models/FAMILIES.md")
+    assert len(message) < 300
+
+
+@pytest.mark.parametrize(
     ("changes", "named"),
     [
         ({"model__norm__weight": None}, "tensor model.norm.weight is missing"),
