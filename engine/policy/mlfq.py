@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from engine.ports import Cost
     from engine.request import Request
 
-# examples/benchmarks/results/policies/README.md, `mlfq` beside `mlfq, 3 s`, the limit of the paper's
-# released code: under overload that swaps so much that the mean is ten times FCFS's.
+# examples/benchmarks/results/policies/README.md: `mlfq` beside `mlfq, 3 s`, which is the limit of
+# the released code of the paper and under overload swaps until the mean is ten times FCFS's.
 STARVATION_SECONDS = 30.0
 FAR = 4096  # a position to measure the cost of attention by
 MAX_PLACES = 1024  # of a queue, for which next scheduled times are computed exactly
