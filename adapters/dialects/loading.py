@@ -1,5 +1,6 @@
 """Loads the chat template of a checkpoint from the files in which Hugging Face stores it."""
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,17 +11,33 @@ from adapters.dialects.jinja_template import JinjaTemplate
 from adapters.gguf import is_gguf, read_document
 from engine.errors import StartupError
 
+logger = logging.getLogger(__name__)
+
+CHATML = """{% for message in messages -%}
+<|im_start|>{{ message.role }}
+{{ message.content or '' }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
 
 def load_chat_template(directory: Path, instead: Path | None = None) -> JinjaTemplate | None:
     """The chat template of the checkpoint in `directory`; None if it has none.
 
     The first of these is used: the Jinja file `instead`; `chat_template.jinja` with
-    `additional_chat_templates/*.jinja`; `chat_template` of `tokenizer_config.json`.
+    `additional_chat_templates/*.jinja`; `chat_template` of `tokenizer_config.json`; for a GGUF file
+    ChatML, as in llama.cpp.
     Raises `StartupError` for a file that cannot be read or a template that does not compile.
     """
     config = _object(directory / "tokenizer_config.json")
     sources = _read(_files(directory) if instead is None else {"default": instead})
     sources = sources or _configured(config.get("chat_template"), directory)
+    if not sources and directory.is_file():
+        logger.warning(
+            "%s has no chat template: chats are formatted as ChatML; give the right one with "
+            "--chat-template",
+            directory,
+        )
+        sources = {"default": CHATML}
     if not sources:
         return None
     older = _object(directory / "special_tokens_map.json")

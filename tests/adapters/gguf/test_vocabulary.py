@@ -118,6 +118,23 @@ def test_end_tokens_and_chat_template_are_read(tmp_path: Path) -> None:
     )
 
 
+def test_chats_of_a_file_without_a_template_are_chatml_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "model.gguf"
+    Gguf("llama", tokenizer=families.llama_3()).write(path)
+    template = load_chat_template(path)
+    assert template is not None
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
+    assert template.render(chat) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n"
+        "<|im_start|>user\nhi<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    (record,) = caplog.records
+    assert "has no chat template" in record.getMessage()
+
+
 def test_the_file_determines_whether_bos_is_added(tmp_path: Path) -> None:
     tok = families.llama_3()
     path = tmp_path / "model.gguf"
