@@ -13,6 +13,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
+import orjson
+
 from engine.errors import InvalidRequest, RequestFailed, StartupError, Unavailable, WorkerLost
 from engine.lora import LoraAdapter, LoraReport, LoraSpec
 from gateway.errors import LoraNotFound, ModelNotFound
@@ -150,6 +152,13 @@ class LoraRegistry(LoraNames):
     def _serve(self, spec: LoraSpec, report: LoraReport, now: int) -> None:
         adapter = LoraAdapter(spec.lora_id, spec.name, report.digest)
         self._served[spec.name] = ServedLora(adapter, spec.path, now)
+        if (base := other_base(Path(spec.path), self._base_names)) is not None:
+            logger.warning(
+                "the LoRA adapter %r was trained on %s, and this server serves %s",
+                spec.name,
+                base,
+                self._base_names[0],
+            )
         self._num_loaded += 1
         self._last_id = max(self._last_id, spec.lora_id)
 
@@ -188,3 +197,17 @@ def check_name(name: str) -> None:
             f"'lora_name' must have 1 to {MAX_NAME_LEN} printable characters and no comma.",
             "lora_name",
         )
+
+
+def other_base(adapter: Path, names: Sequence[str]) -> str | None:
+    """The base model that an adapter's files name, unless it is one of `names`, of which the last
+    parts count, or unknown."""
+    try:
+        config = orjson.loads((adapter / "adapter_config.json").read_bytes())
+        base = config.get("base_model_name_or_path")
+    except (OSError, orjson.JSONDecodeError, AttributeError):
+        return None  # the workers report files that cannot be read
+    if not isinstance(base, str) or not base:
+        return None
+    known = {Path(name).name.casefold() for name in names}
+    return None if Path(base).name.casefold() in known else base
