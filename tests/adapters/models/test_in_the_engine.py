@@ -6,6 +6,7 @@ from random import Random
 
 import pytest
 
+from engine.control.admission import SwapMode
 from engine.request import RequestSpec
 from engine.step import SamplingParams
 from engine.worker.process.worker import Worker
@@ -62,19 +63,27 @@ def test_a_shared_prefix_is_computed_once(served: Served) -> None:
     assert cached == [0, SHARED, SHARED, SHARED]
 
 
-def test_preempted_and_swapped_requests_continue_as_they_were(served: Served) -> None:
-    for reuses in (True, False):
+def test_preempted_requests_are_computed_again_or_swapped_and_continue_as_they_were(
+    served: Served,
+) -> None:
+    for swap, reuses in ((SwapMode.OFF, True), (SwapMode.PROACTIVE, False)):
         outcomes = play(
             served.worker,
             served.specs,
             num_blocks=20 if served.worker.report.windows == (None,) else 32,
             max_batch_size=4,
             max_batch_tokens=4,
+            swap=swap,
             reuses_prefixes=reuses,
         )
         assert tokens(outcomes) == served.expected
-    requests = [outcome.request for outcome in outcomes if outcome.request]
-    assert sum(each.num_swaps for each in requests) > 0
+        requests = [outcome.request for outcome in outcomes if outcome.request]
+        num_preemptions = sum(each.num_preemptions for each in requests)
+        num_swaps = sum(each.num_swaps for each in requests)
+        assert (num_preemptions > 0, num_swaps > 0) == (
+            swap is SwapMode.OFF,
+            swap is not SwapMode.OFF,
+        )
 
 
 def test_right_and_wrong_drafts_change_no_output(served: Served) -> None:
