@@ -25,7 +25,7 @@ from engine.step import ReadAhead
 from engine.stream import TokenStream
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from engine.control.scheduler import IterationScheduler
     from engine.iteration import Iteration
@@ -151,10 +151,10 @@ class Engine:
         """Raise `ContextTooLong` if so many tokens exceed the context or the KV cache."""
         self.scheduler.arrivals.check_fits(prompt_len, max_tokens)
 
-    def check_group(self, prompt_lens: "Sequence[int]") -> None:
-        """Raise `InvalidRequest` if the queue can never hold requests with prompts of these lengths
-        at once."""
-        self.scheduler.arrivals.check_group(prompt_lens)
+    def check_group(self, num_requests: int, num_tokens: int) -> None:
+        """Raise `InvalidRequest` if the queue can never hold so many requests, with so many prompt
+        tokens in all, at once."""
+        self.scheduler.arrivals.check_group(num_requests, num_tokens)
 
     def stream(self, spec: RequestSpec) -> TokenStream:
         """The output of a new request, which is added when the stream's `with` is entered."""

@@ -7,8 +7,6 @@ from engine.request import Request, RequestSpec, State
 from engine.step import RequestId
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from engine.control.settings import SchedulerSettings
     from engine.cost.live import LiveCost
     from engine.kv.cache import KVCache
@@ -55,10 +53,9 @@ class Arrivals:
         if prompt_len + max(0, max_tokens - 1) > longest:
             raise ContextTooLong(prompt_len, max_tokens, longest, "KV cache size")
 
-    def check_group(self, prompt_lens: "Sequence[int]") -> None:
-        """Raise `InvalidRequest` if the queue can never hold requests with prompts of these lengths
-        at once."""
-        num_requests, num_tokens = len(prompt_lens), sum(prompt_lens)
+    def check_group(self, num_requests: int, num_tokens: int) -> None:
+        """Raise `InvalidRequest` if the queue can never hold so many requests, with so many prompt
+        tokens in all, at once."""
         bound, tokens = self._settings.max_queue_requests, self._settings.max_queue_tokens
         if num_requests > bound or (num_requests > 1 and num_tokens > tokens):
             raise InvalidRequest(

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from gateway.ports import GrammarChecker
 
 SEATS = 2
+CHARS_ON_LOOP = 32 << 10  # of a grammar whose limits are checked on the loop, in 2 ms
 JSON_KINDS = frozenset({GrammarKind.JSON_SCHEMA, GrammarKind.CHOICE, GrammarKind.TAGS})
 BRACKETS = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
 
@@ -51,7 +52,10 @@ class GrammarCheck:
         within `wait_seconds`. `param` is the request field that the error names, for example
         `response_format.json_schema.schema`.
         """
-        reason = _limit_error(grammar, self._limits)
+        if len(grammar.text) <= CHARS_ON_LOOP:
+            reason = _limit_error(grammar, self._limits)
+        else:
+            reason = await asyncio.to_thread(_limit_error, grammar, self._limits)
         if reason is None:
             reason = await asyncio.shield(self._result(grammar, tenant))
         if reason is not None:

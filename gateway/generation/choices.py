@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 from engine.errors import EngineError, InvalidRequest
 from engine.request import Abort, RequestSpec
 from gateway.generation.choice_stream import ChoiceOptions, ChoiceStream
-from gateway.generation.plan import GenerationPlan, request_specs
+from gateway.generation.plan import GenerationPlan, request_specs, truncated
 from gateway.generation.prompt import tokenize_text
 from gateway.generation.text import SpecialTokenDecoder
 from gateway.schema.rendering import PredictionTokens, Usage
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 S = TypeVar("S")
 T = TypeVar("T")
+TASKS_AT_ONCE = 256  # that are created without a pause
+SPECS_AT_ONCE = 64  # requests that are built or added without a pause
 DEADLINE_FIELDS = ("ttft_deadline", "deadline")  # of `RequestSpec`; request bodies add `_ms`
 
 
@@ -58,21 +60,27 @@ class ChoiceGroup:
             prediction = await tokenize_text(
                 service.model.tokenizer, plan.prediction, "prediction.content"
             )
-        specs = [
-            spec
-            for prompt in tokenized.prompts
-            for spec in request_specs(plan, prompt, service, prediction)
-        ]
-        self._num_prompt_tokens = sum(len(spec.prompt) for spec in specs[:: plan.num_candidates])
-        self._check_group(specs)
+        # Counted before any is built: 2,048 prompts with 128 choices each fit into 14 KB.
+        self._num_prompt_tokens = sum(
+            len(truncated(plan, prompt, service)) for prompt in tokenized.prompts
+        )
+        self._check_group(len(tokenized.prompts))
+        specs: list[RequestSpec] = []
+        for prompt in tokenized.prompts:
+            specs += request_specs(plan, prompt, service, prediction)
+            if len(specs) % SPECS_AT_ONCE < plan.num_candidates:
+                await asyncio.sleep(0)
         for index, spec in enumerate(specs):
+            if index and index % SPECS_AT_ONCE == 0:
+                await asyncio.sleep(0)
             stream = enter_stream(self._streams, spec, service)
             self.choices.append(ChoiceStream(index, stream, self._options(tokenized)))
 
-    def _check_group(self, specs: Sequence[RequestSpec]) -> None:
+    def _check_group(self, num_prompts: int) -> None:
         """Reject with a 400 what even an empty queue could not take, instead of a 503."""
+        each = self._plan.num_candidates
         try:
-            self._service.engine.check_group([len(spec.prompt) for spec in specs])
+            self._service.engine.check_group(num_prompts * each, self._num_prompt_tokens * each)
         except InvalidRequest as error:
             plan = self._plan
             param = "n" if plan.num_choices > 1 else plan.prompt_field
@@ -144,7 +152,11 @@ async def in_parallel(items: Sequence[S], run: Callable[[S], Awaitable[T]]) -> l
         return [await run(items[0])]
     try:
         async with asyncio.TaskGroup() as tasks:
-            running = [tasks.create_task(_await(run, item)) for item in items]
+            running = []
+            for index, item in enumerate(items):
+                running.append(tasks.create_task(_await(run, item)))
+                if index % TASKS_AT_ONCE == TASKS_AT_ONCE - 1:
+                    await asyncio.sleep(0)
     except ExceptionGroup as failed:
         raise failed.exceptions[0] from failed
     return [task.result() for task in running]

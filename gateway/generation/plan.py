@@ -165,9 +165,9 @@ def request_specs(
 
     Raises `InvalidRequest` for a prompt or a length that the engine cannot serve.
     """
-    prompt = _truncated(plan, prompt, service)
-    _check_prompt(plan, prompt, service)
+    prompt = truncated(plan, prompt, service)
     max_tokens = max(1, _max_tokens(plan, len(prompt), service))
+    _check_prompt(plan, prompt, service)
     report, constraint = plan.report, plan.constraint
     eos_ids = service.model.vocabulary.eos_token_ids
     # A grammar ends in an end token: with `ignore_eos` it must stay possible, but never preferred.
@@ -199,7 +199,7 @@ def request_specs(
     ]
 
 
-def _truncated(plan: GenerationPlan, prompt: "Prompt", service: "Service") -> "Prompt":
+def truncated(plan: GenerationPlan, prompt: "Prompt", service: "Service") -> "Prompt":
     """The last `truncate_prompt_tokens` tokens; for -1, as many as fit with `max_tokens`."""
     keep = plan.truncate_prompt_tokens
     if keep is None:

@@ -8,6 +8,7 @@ to be part of the text). If several are completed at the same character, the lon
 from codecs import utf_8_decode
 from collections import deque
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from gateway.schema.rendering import OutputToken
@@ -191,8 +192,12 @@ class _Search:
         return None
 
 
-def _borders(word: str) -> list[int]:
-    """The length of the longest proper prefix that is a suffix, for each prefix of `word`."""
+@lru_cache(64)
+def _borders(word: str) -> Sequence[int]:
+    """The length of the longest proper prefix that is a suffix, for each prefix of `word`.
+
+    The choices of a request, which have the same stop strings, share these tables.
+    """
     borders = [0] * len(word)
     length = 0
     for i in range(1, len(word)):

@@ -49,7 +49,7 @@ class PoolingGroup:
         tokenized = await tokenize_inputs(tokenizer, plan.inputs, plan.input_fields)
         specs = pooling_specs(plan, tokenized, service)
         try:
-            service.engine.check_group([len(spec.prompt) for spec in specs])
+            service.engine.check_group(len(specs), sum(len(spec.prompt) for spec in specs))
         except InvalidRequest as error:
             field = plan.input_field
             raise InvalidRequest(f"'{field}' is too large: {error}", field) from error

@@ -80,7 +80,8 @@ def _scoring(pairs: Sequence[TextPair], report: "PoolingReport") -> Scoring:
     fields = [pair.field for pair in pairs]
     if report.task == "embed":
         queries = list(dict.fromkeys(pair.query for pair in pairs))
-        places = [queries.index(pair.query) for pair in pairs]
+        place_of = {query: place for place, query in enumerate(queries)}
+        places = [place_of[pair.query] for pair in pairs]
         inputs = [*queries, *(pair.document for pair in pairs)]
         return Scoring(inputs, [*("query" for _ in queries), *fields], partial(_cosines, places))
     if report.pair_template:

@@ -5,7 +5,7 @@ Struct cannot express (ranges, allowed values), so that all error messages have 
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -30,6 +30,14 @@ _JSON_NAMES = {
     "object": "an object",
     "null": "null",
 }
+MAX_TEXT = 4_096  # characters of a string, except those below
+MAX_KEYS = 4_096  # fields of an object without a fixed shape
+_PROMPTS = (
+    "prompt", "input", "instructions", "system", "content", "query", "queries", "documents",
+    "text_1", "text_2", "chat_template", "guided_json", "guided_regex", "guided_grammar", "json",
+    "regex", "grammar", "stop",
+)  # fmt: skip
+MAX_TEXTS: Mapping[str, int | None] = {**dict.fromkeys(_PROMPTS), "description": 1 << 16}
 _MAX_QUOTED = 100  # characters of a caller's value that an error message repeats
 
 
@@ -41,8 +49,17 @@ def decode(
 ) -> Shape:
     """Decode `body`, without the fields that `unknown` may ignore; `root` is the body's path.
 
-    Raises `InvalidRequest` if it is not UTF-8, not JSON, or has another shape.
+    Raises `InvalidRequest` if it is not UTF-8, not JSON, has another shape, or a field is too long.
     """
+    shape = _decoded(decoder, body, unknown, root)
+    if isinstance(shape, msgspec.Struct):
+        check_lengths((name, getattr(shape, name)) for name in shape.__struct_fields__)
+    return shape
+
+
+def _decoded(
+    decoder: msgspec.json.Decoder[Shape], body: bytes, unknown: UnknownFields | None, root: str
+) -> Shape:
     try:
         try:
             return decoder.decode(body)
@@ -68,6 +85,24 @@ def convert(kind: type[Shape], data: Mapping[str, object]) -> Shape:
         return msgspec.convert(data, kind)
     except msgspec.ValidationError as error:
         raise _invalid_request(str(error)) from None
+
+
+def check_lengths(fields: Iterable[tuple[str, object]], path: str = "") -> None:
+    """Raise `InvalidRequest` for a string or an object that is too long, outside of arrays. What
+    the prompt or a grammar is made of is bounded by the context and the limits of grammars."""
+    for name, value in fields:
+        if isinstance(value, msgspec.Struct):
+            inner = ((each, getattr(value, each)) for each in value.__struct_fields__)
+            check_lengths(inner, f"{path}{name}.")
+            continue
+        most = MAX_TEXTS.get(name, MAX_TEXT) if isinstance(value, str) else MAX_KEYS
+        if most is not None and isinstance(value, str | dict) and len(value) > most:
+            unit = "characters" if isinstance(value, str) else "fields"
+            raise InvalidRequest(
+                f"Invalid '{path}{name}': at most {most} {unit} are allowed, but it has "
+                f"{len(value)}.",
+                f"{path}{name}",
+            )
 
 
 def check_unicode(body: bytes) -> None:

@@ -14,6 +14,8 @@ from typing import Any
 import msgspec
 from msgspec import inspect
 
+from engine.errors import InvalidRequest
+
 HEADER = "x-podway-ignored-fields"
 # Anything inside these top-level fields may have unknown fields.
 _OPEN_FIELDS = frozenset({"messages", "input", "system", "tools"})
@@ -44,6 +46,7 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
 }
 _NAME = re.compile(r"[\w.\-\[\]]{1,100}", re.ASCII)
 _MAX_NAMED = 16
+MAX_IGNORED = 1_000  # different unknown fields of one request
 
 
 class UnknownFields:
@@ -53,12 +56,17 @@ class UnknownFields:
 
     def __init__(self, *, rejects_all: bool = False) -> None:
         self._rejects_all = rejects_all
-        self.ignored: list[str] = []
+        self.ignored: dict[str, None] = {}
 
     def ignore(self, path: str) -> bool:
-        """Add `path` to the ignored fields; False if the server rejects them."""
-        if not self._rejects_all and path not in self.ignored:
-            self.ignored.append(path)
+        """Add `path` to the ignored fields; False if the server rejects them. Raises
+        `InvalidRequest` for more than `MAX_IGNORED`."""
+        if not self._rejects_all:
+            self.ignored[path] = None
+            if len(self.ignored) > MAX_IGNORED:
+                raise InvalidRequest(
+                    f"The request has more than {MAX_IGNORED} different unknown fields."
+                )
         return not self._rejects_all
 
     def remove(self, body: bytes, shape: type, root: str = "") -> bytes:
@@ -70,10 +78,11 @@ class UnknownFields:
         if self._rejects_all:
             return body
         data = msgspec.json.decode(body)
-        found = list(_remove(data, _type_of(shape), root))
-        for path in found:
+        has_changed = False
+        for path in _remove(data, _type_of(shape), root):
+            has_changed = True
             self.ignore(path)
-        return msgspec.json.encode(data) if found else body
+        return msgspec.json.encode(data) if has_changed else body
 
     def headers(self) -> dict[str, str]:
         """The response header that lists the ignored fields, if any."""

@@ -7,7 +7,8 @@ OpenAPI document are made from these rows.
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from inspect import isawaitable
+from functools import partial
+from inspect import isawaitable, iscoroutinefunction
 from typing import TYPE_CHECKING, Any, Union
 
 import msgspec
@@ -19,6 +20,7 @@ from gateway.access.callers import read_body
 from gateway.errors import PathNotFound
 from gateway.generation import event_stream
 from gateway.generation.reply import json_response
+from gateway.generation.threads import MAX_BYTES_ON_LOOP, read_body_with
 from gateway.pooling import group
 from gateway.pooling.plan import PoolingPlan
 from gateway.schema.dialect import OPENAI, ApiDialect
@@ -88,7 +90,10 @@ class Route:
     async def plan_of(self, body: bytes, caller: "Caller", service: "Service") -> "Plan":
         """The plan of a request body. Raises `InvalidRequest` for what cannot be served."""
         assert self.plan is not None, "a route has an endpoint or a plan"
-        plan = self.plan(body, caller, service)
+        if iscoroutinefunction(self.plan) or len(body) <= MAX_BYTES_ON_LOOP:
+            plan = self.plan(body, caller, service)
+        else:
+            plan = await read_body_with(partial(self.plan, body, caller, service), body, caller)
         return await plan if isawaitable(plan) else plan
 
 

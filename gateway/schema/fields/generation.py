@@ -11,6 +11,7 @@ from gateway.schema.openai.event_envelope import UsageOptions
 from gateway.schema.rendering import ReportOptions
 
 MAX_STOPS = 16
+MAX_STOP_CHARS = 1_000
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -73,6 +74,13 @@ class GenerationRequest(OutputRequest, kw_only=True, forbid_unknown_fields=True)
             )
         if "" in self.stops:
             raise InvalidRequest("Invalid 'stop': an empty string is not allowed.", "stop")
+        longest = max(map(len, self.stops), default=0)
+        if longest > MAX_STOP_CHARS:
+            raise InvalidRequest(
+                f"Invalid 'stop': a sequence has {longest} characters; at most {MAX_STOP_CHARS} "
+                "are allowed.",
+                "stop",
+            )
 
     def _check_stream_options(self) -> None:
         if self.stream_options is None:

@@ -7,6 +7,7 @@ import msgspec
 from engine.errors import InvalidRequest
 from gateway.schema.decoding import check_allowed, quote
 
+MAX_TOOL_CALLS = 1_024  # of one message
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _LEGACY_CALL_ID = "000000000"  # for calls without an id; Mistral's templates require nine digits
 _OPTIONAL_FIELDS = (
@@ -83,6 +84,13 @@ class Message(msgspec.Struct, forbid_unknown_fields=True):
         if self.role == "tool" and self.tool_call_id is None:
             name = f"{path}.tool_call_id"
             raise InvalidRequest(f"Missing required parameter: '{name}'.", name)
+        if len(self.tool_calls or ()) > MAX_TOOL_CALLS:
+            name = f"{path}.tool_calls"
+            raise InvalidRequest(
+                f"Invalid '{name}': at most {MAX_TOOL_CALLS} calls, but got "
+                f"{len(self.tool_calls or ())}.",
+                name,
+            )
         for i, call in enumerate(self.tool_calls or ()):
             check_allowed(call.type, f"{path}.tool_calls[{i}].type", ("function",))
         if isinstance(self.content, list):

@@ -84,6 +84,7 @@ NO_TOOLS = ToolPlan()
 
 def plan_tools(tools: Sequence[Tool] | None, choice: Any, *, is_parallel: bool | None) -> ToolPlan:
     """The plan for `tools` and `tool_choice`. Raises `InvalidRequest`."""
+    _check_number(tools or (), "tools")
     functions = [_function(tool, f"tools[{i}]") for i, tool in enumerate(tools or ())]
     _check_names(functions, "tools")
     mode, names = _chosen(choice)
@@ -100,6 +101,7 @@ def plan_tools(tools: Sequence[Tool] | None, choice: Any, *, is_parallel: bool |
 
 def plan_functions(functions: Sequence[FunctionDefinition] | None, choice: Any) -> ToolPlan:
     """The plan for the deprecated `functions` and `function_call`, which allow one call."""
+    _check_number(functions or (), "functions")
     for i, function in enumerate(functions or ()):
         function.check(f"functions[{i}]")
     offered = list(functions or ())
@@ -127,11 +129,14 @@ def _function(tool: Tool, path: str) -> FunctionDefinition:
     return tool.function
 
 
-def _check_names(functions: Sequence[FunctionDefinition], param: str) -> None:
-    if len(functions) > MAX_TOOLS:
+def _check_number(tools: Sequence[object], param: str) -> None:
+    if len(tools) > MAX_TOOLS:
         raise InvalidRequest(
-            f"Invalid '{param}': at most {MAX_TOOLS}, but got {len(functions)}.", param
+            f"Invalid '{param}': at most {MAX_TOOLS}, but got {len(tools)}.", param
         )
+
+
+def _check_names(functions: Sequence[FunctionDefinition], param: str) -> None:
     names = [function.name for function in functions]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
@@ -150,6 +155,9 @@ def _chosen(choice: Any) -> tuple[str, list[str] | None]:
             return "named", [name]
         case {"type": "allowed_tools", "allowed_tools": {"mode": str(mode), "tools": [*tools]}}:
             check_allowed(mode, "tool_choice.allowed_tools.mode", ("auto", "required"))
+            if len(tools) > MAX_TOOLS:
+                param = "tool_choice.allowed_tools.tools"
+                raise InvalidRequest(f"Invalid '{param}': at most {MAX_TOOLS} tools.", param)
             return mode, [_allowed(tool, i) for i, tool in enumerate(tools)]
         case {"type": str(kind)}:
             check_allowed(kind, "tool_choice.type", ("function", "allowed_tools"))

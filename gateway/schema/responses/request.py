@@ -249,6 +249,8 @@ def response_head(
 
 
 def _given_fields(text_format: TextFormat) -> dict[str, Any]:
+    if text_format.type != "json_schema":
+        return {"type": text_format.type}
     fields = msgspec.structs.asdict(text_format)
     return {name: value for name, value in fields.items() if value is not None}
 

@@ -1,10 +1,12 @@
 """`POST /v1/chat/completions` and `…/render`."""
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from gateway.access.callers import read_body
 from gateway.generation.conversation import render_prompt
 from gateway.generation.plan import GenerationPlan, plan_chat
+from gateway.generation.threads import read_body_with
 from gateway.schema.openai.chat import decode_chat
 from gateway.schema.openai.chat_renderer import ChatRenderer
 from gateway.schema.openai.event_envelope import token_formatter
@@ -35,7 +37,8 @@ def plan_chat_completion(body: bytes, caller: "Caller", service: "Service") -> G
 async def render_chat(http: "HttpRequest") -> dict[str, Any]:
     """The prompt of a chat request as text and ids; nothing is generated."""
     service, caller = service_of(http), caller_of(http)
-    request = decode_chat(await read_body(http, service.limits), caller.unknown_fields)
+    raw = await read_body(http, service.limits)
+    request = await read_body_with(partial(decode_chat, raw, caller.unknown_fields), raw, caller)
     service.check_generates(request.model)
     text, ids = await render_prompt(service.model, request)
     return {

@@ -1,10 +1,12 @@
 """`POST /v1/messages` and `…/count_tokens`: Anthropic's API, which coding agents use."""
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from gateway.access.callers import read_body
 from gateway.generation.conversation import render_prompt
 from gateway.generation.plan import plan_chat
+from gateway.generation.threads import read_body_with
 from gateway.schema.anthropic.renderer import MessagesRenderer
 from gateway.schema.anthropic.request import NAMES, decode_anthropic
 from gateway.schema.field_names import renamed_fields
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
 
     from gateway.access.callers import Caller
     from gateway.generation.plan import GenerationPlan
+    from gateway.schema.openai.chat import ChatRequest
     from gateway.service import Service
 
 
@@ -36,8 +39,15 @@ async def count_tokens(http: "HttpRequest") -> dict[str, int]:
     """The number of tokens of a prompt; nothing is generated."""
     service, caller = service_of(http), caller_of(http)
     body = await read_body(http, service.limits)
+    request = await read_body_with(partial(_counted, body, caller, service), body, caller)
+    with renamed_fields(NAMES):
+        rendered = await render_prompt(service.model, request)
+    return {"input_tokens": len(rendered.ids)}
+
+
+def _counted(body: bytes, caller: "Caller", service: "Service") -> "ChatRequest":
+    """The chat request whose prompt is counted."""
     request = decode_anthropic(body, caller.unknown_fields, is_count_only=True)
     service.check_generates(request.model)
     with renamed_fields(NAMES):
-        rendered = await render_prompt(service.model, request.as_chat())
-    return {"input_tokens": len(rendered.ids)}
+        return request.as_chat()

@@ -1,9 +1,9 @@
 """`/v1/responses`: outputs as items, stored so that a later request can continue from them."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from engine.errors import ContextTooLong, InvalidRequest
 from gateway.access.callers import read_body
@@ -11,13 +11,14 @@ from gateway.errors import ResponseNotFound
 from gateway.generation.conversation import render_prompt
 from gateway.generation.event_stream import respond
 from gateway.generation.plan import GenerationPlan, plan_chat
+from gateway.generation.threads import MAX_BYTES_ON_LOOP, in_thread_if, read_body_with
 from gateway.schema.field_names import renamed_fields
 from gateway.schema.openai.event_envelope import token_formatter
 from gateway.schema.paging import list_json, read_page
 from gateway.schema.responses.items import Item, stored_items
 from gateway.schema.responses.renderer import ResponsesRenderer
 from gateway.schema.responses.request import NAMES, ResponseRequest, decode_response, response_head
-from gateway.schema.responses.tools import read_tools
+from gateway.schema.responses.tools import ToolSet, read_tools
 from gateway.service import caller_of, service_of
 from gateway.store.responses import ResponseRecord
 from gateway.store.running import RunningResponse
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 Json = dict[str, Any]
 DEFAULT_LISTED, MAX_LISTED = 20, 100
+MAX_ITEMS_ON_LOOP = 64
 
 
 async def create_response(http: "HttpRequest") -> "ASGIApp":
@@ -45,10 +47,46 @@ async def create_response(http: "HttpRequest") -> "ASGIApp":
 
 async def plan_response(body: bytes, caller: "Caller", service: "Service") -> GenerationPlan:
     """The plan of a request body; raises `InvalidRequest` for what cannot be served."""
+    request, tools, items = await read_body_with(
+        partial(_read, body, caller, service), body, caller
+    )
+    items = await _earlier_items(request, caller, service) + items
+    make = partial(_planned, request, tools, items, caller, service)
+    plan = await in_thread_if(_is_long(items, body), make, caller)
+    if request.truncation == "auto":
+        as_chat = partial(request.as_chat, tools=tools)
+        plan = replace(plan, tokenize=partial(_tokenize_truncated, as_chat, items, plan, service))
+    if request.is_stored:
+        await service.store.responses.check_room()
+        renderer = plan.renderer
+        assert isinstance(renderer, ResponsesRenderer), "made by _planned"
+        plan = replace(plan, on_complete=partial(_store, renderer, items, caller, service))
+    return plan
+
+
+class _Parts(NamedTuple):
+    """A request with its tools and the items of its `input`."""
+
+    request: ResponseRequest
+    tools: ToolSet
+    items: list[Item]
+
+
+def _read(body: bytes, caller: "Caller", service: "Service") -> _Parts:
     request = decode_response(body, caller.unknown_fields)
     service.check_generates(request.model)
+    assert request.input is not None, "checked by decode_response"
     tools = read_tools(request.tools or (), caller.unknown_fields)
-    items = await _items(request, caller, service)
+    return _Parts(request, tools, stored_items(request.input, service.new_id))
+
+
+def _planned(
+    request: ResponseRequest,
+    tools: ToolSet,
+    items: list[Item],
+    caller: "Caller",
+    service: "Service",
+) -> GenerationPlan:
     chat = request.as_chat(items, tools)
     model = service.model
     renderer = ResponsesRenderer(
@@ -62,24 +100,18 @@ async def plan_response(body: bytes, caller: "Caller", service: "Service") -> Ge
     )
     with renamed_fields(NAMES):
         plan = plan_chat(chat, renderer, caller, service)
-    plan = replace(plan, prompt_field="input")
-    if request.truncation == "auto":
-        as_chat = partial(request.as_chat, tools=tools)
-        plan = replace(plan, tokenize=partial(_tokenize_truncated, as_chat, items, plan, service))
-    if request.is_stored:
-        await service.store.responses.check_room()
-        plan = replace(plan, on_complete=partial(_store, renderer, items, caller, service))
-    return plan
+    return replace(plan, prompt_field="input")
 
 
 async def count_input_tokens(http: "HttpRequest") -> Json:
     """The number of tokens of a request's prompt; nothing is generated."""
     service, caller = service_of(http), caller_of(http)
     body = await read_body(http, service.limits)
-    request = decode_response(body, caller.unknown_fields)
-    service.check_generates(request.model)
-    tools = read_tools(request.tools or (), caller.unknown_fields)
-    chat = request.as_chat(await _items(request, caller, service), tools)
+    request, tools, items = await read_body_with(
+        partial(_read, body, caller, service), body, caller
+    )
+    items = await _earlier_items(request, caller, service) + items
+    chat = await in_thread_if(_is_long(items, body), partial(request.as_chat, items, tools), caller)
     with renamed_fields(NAMES):
         rendered = await render_prompt(service.model, chat)
     return {"object": "response.input_tokens", "input_tokens": len(rendered.ids)}
@@ -93,17 +125,13 @@ async def compact_response(http: "HttpRequest") -> Json:
     )
 
 
-async def _items(request: ResponseRequest, caller: "Caller", service: "Service") -> list[Item]:
-    """The request's items, after those of the response that it continues."""
-    assert request.input is not None, "checked by decode_response"
-    items = stored_items(request.input, service.new_id)
-    if request.previous_response_id is None:
-        return items
-    return await _earlier_items(request.previous_response_id, caller, service) + items
-
-
-async def _earlier_items(response_id: str, caller: "Caller", service: "Service") -> list[Item]:
-    """The items of the conversation up to and including a stored response."""
+async def _earlier_items(
+    request: ResponseRequest, caller: "Caller", service: "Service"
+) -> list[Item]:
+    """The items of the conversation up to and including the response that the request continues."""
+    response_id = request.previous_response_id
+    if response_id is None:
+        return []
     responses = service.store.responses
     try:
         record = await responses.find(response_id, caller.tenant, service.unix_now())
@@ -119,17 +147,22 @@ async def _tokenize_truncated(
     service: "Service",
 ) -> "TokenizedPrompts":
     """The prompt without the oldest items, as few of them as needed (binary search)."""
-    suffixes = list(_suffixes(items))
+    is_long = _is_long(items, b"")
+    starts = await in_thread_if(is_long, partial(_starts, items), plan.caller)
 
-    async def tokenize(start: int) -> "TokenizedPrompts":
-        chat = as_chat(suffixes[start])
-        return await plan_chat(chat, plan.renderer, plan.caller, service).tokenize()
+    def plan_from(start: int) -> GenerationPlan:
+        return plan_chat(as_chat(_suffix(items, start)), plan.renderer, plan.caller, service)
+
+    async def tokenize(number: int) -> "TokenizedPrompts":
+        make = partial(plan_from, starts[number])
+        cut = await in_thread_if(is_long, make, plan.caller)
+        return await cut.tokenize()
 
     def fits(tokenized: "TokenizedPrompts") -> bool:
         return _fits(plan.limits.max_tokens, len(tokenized.prompts[0]), service)
 
     best = await plan.tokenize()
-    low, high = (len(suffixes), 0) if fits(best) else (1, len(suffixes) - 1)
+    low, high = (len(starts), 0) if fits(best) else (1, len(starts) - 1)
     while low <= high:
         middle = (low + high) // 2
         tokenized = await tokenize(middle)
@@ -140,13 +173,20 @@ async def _tokenize_truncated(
     return best  # if nothing fits, `request_specs` rejects its length
 
 
-def _suffixes(items: Sequence[Item]) -> Iterator[list[Item]]:
-    """All items, then fewer and fewer: always from a user's message on, after all system items."""
-    yield list(items)
-    for start, item in enumerate(items):
-        if start and item.get("role") == "user":
-            system = [i for i in items[:start] if i.get("role") in ("system", "developer")]
-            yield [*system, *items[start:]]
+def _is_long(items: Sequence[Item], body: bytes) -> bool:
+    """Whether a conversation is converted in a thread. Items of earlier responses count too."""
+    return len(items) > MAX_ITEMS_ON_LOOP or len(body) > MAX_BYTES_ON_LOOP
+
+
+def _starts(items: Sequence[Item]) -> list[int]:
+    """Where a shortened conversation may begin: at its first item, and at each user's message."""
+    return [0, *(at for at, item in enumerate(items) if at and item.get("role") == "user")]
+
+
+def _suffix(items: Sequence[Item], start: int) -> list[Item]:
+    """The items from a user's message on, after all system items before it."""
+    system = [item for item in items[:start] if item.get("role") in ("system", "developer")]
+    return [*system, *items[start:]]
 
 
 def _fits(max_tokens: int | None, prompt_len: int, service: "Service") -> bool:

@@ -11,7 +11,7 @@ from gateway.access.callers import read_body
 from gateway.generation.conversation import render_prompt
 from gateway.generation.prompt import fits_on_loop, token_ids, tokenize_prompts
 from gateway.generation.reply import unless_disconnected
-from gateway.generation.threads import run_in_thread
+from gateway.generation.threads import read_body_with, run_in_thread
 from gateway.schema.openai.tokens import TokenizeRequest, decode_detokenize, decode_tokenize
 from gateway.service import Service, caller_of, service_of
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
 
     from gateway.ports import Tokenizer
+    from gateway.schema.openai.chat import ChatRequest
 
 T = TypeVar("T")
 IDS_AT_ONCE = 16_384  # rendered as JSON in 0.1 ms
@@ -29,11 +30,18 @@ IDS_PER_PART = 8  # decoding 8 ids takes about as long as encoding one short tex
 
 async def tokenize(http: "HttpRequest") -> bytes:
     """The ids of a prompt or of a conversation; raises `InvalidRequest`."""
-    service = service_of(http)
-    request = decode_tokenize(await read_body(http, service.limits), caller_of(http).unknown_fields)
+    service, caller = service_of(http), caller_of(http)
+    raw = await read_body(http, service.limits)
+    decode = partial(decode_tokenize, raw, caller.unknown_fields)
+    request = await read_body_with(decode, raw, caller)
     if request.model is not None:
         service.check_model(request.model)
-    ids = await unless_disconnected(http.receive, partial(_ids, request, service), lambda: None)
+    chat = None
+    if request.messages is not None:
+        chat = await read_body_with(partial(request.as_chat, service.model.name), raw, caller)
+    ids = await unless_disconnected(
+        http.receive, partial(_ids, request, chat, service), lambda: None
+    )
     if ids is None:
         raise ClientDisconnect
     max_model_len = service.engine.scheduler.settings.max_model_len
@@ -44,25 +52,27 @@ async def tokenize(http: "HttpRequest") -> bytes:
 async def detokenize(http: "HttpRequest") -> dict[str, str]:
     """The text of ids, control tokens included; raises `InvalidRequest`."""
     service = service_of(http)
-    vocabulary = service.model.vocabulary
-    request = decode_detokenize(await read_body(http, service.limits), vocabulary)
+    raw = await read_body(http, service.limits)
+    decode = partial(decode_detokenize, raw, service.model.vocabulary)
+    request = await read_body_with(decode, raw, caller_of(http))
     if request.model is not None:
         service.check_model(request.model)
     ids, tokenizer = request.tokens, service.model.tokenizer
     return {"prompt": await _off_loop(ids, lambda: _text(tokenizer, ids))}
 
 
-async def _ids(request: TokenizeRequest, service: Service) -> "Sequence[int]":
+async def _ids(
+    request: TokenizeRequest, chat: "ChatRequest | None", service: Service
+) -> "Sequence[int]":
     tokenizer = service.model.tokenizer
-    if request.prompt is None:
-        chat = request.as_chat(service.model.name)
+    if chat is not None:
         text, ids = await render_prompt(service.model, chat)
         if not request.add_special_tokens:
             return ids
-    elif request.add_special_tokens is not False:
+    elif request.prompt is not None and request.add_special_tokens is not False:
         return (await tokenize_prompts(tokenizer, [request.prompt])).prompts[0]
     else:
-        text = request.prompt
+        text = request.prompt or ""
     is_special = bool(request.add_special_tokens)
 
     def tokenize() -> "Sequence[int]":

@@ -1,5 +1,6 @@
 """Fields that limit output or prompt: bad_words, allowed_token_ids, truncation, stop strings."""
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -80,7 +81,7 @@ def test_the_error_names_the_field(path: str, fields: dict[str, Any], param: str
             error = (await exchange.json())["error"]
         assert (exchange.status, error["param"]) == (400, param)
 
-    play(scene)
+    play(scene, run=asyncio.run)
 
 
 def test_sixteen_stop_strings_are_allowed() -> None:

@@ -1,5 +1,6 @@
 """Tokenize, detokenize, and the rendered prompt of a chat."""
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -118,4 +119,4 @@ def test_more_messages_than_allowed_are_rejected_before_each_is_checked() -> Non
         assert (exchange.status, error["param"]) == (400, "messages")
         assert "expected at most 16384 messages, but got 16385" in error["message"]
 
-    play(scene)
+    play(scene, run=asyncio.run)

@@ -1,5 +1,7 @@
 """A malformed body never causes a 5xx, and the next request is served."""
 
+import asyncio
+
 import orjson
 import pytest
 
@@ -58,4 +60,4 @@ def test_a_malformed_body_is_a_4xx_in_json_and_the_next_request_is_served(path: 
         async with rig.client.post(CHAT, chat()) as exchange:
             assert (await exchange.json())["choices"][0]["message"]["content"] == "Hello!"
 
-    play(scene)
+    play(scene, run=asyncio.run)
