@@ -8,6 +8,10 @@ the loop at most one request continues. The others wait in a queue for each clie
 arrival, and clients alternate. A client is a network address. Without running requests there is no
 bound.
 
+Time that was used beyond the share is repaid at the rate of the share. All clients together wait
+for at most `MAX_DEBT_SECONDS` of it, so that one request that held the loop keeps others waiting
+for half a second at most; the client that used it waits for up to `MAX_CLIENT_DEBT_SECONDS`.
+
 A part is measured whenever the request's task runs. A request is no longer measured once the engine
 has it, and never waits after its body has arrived.
 """
@@ -29,6 +33,10 @@ if TYPE_CHECKING:
 SHARE = 0.2  # of the loop's time, while the engine generates
 BUSY_SHARE = 0.1  # the same while the loop is busy
 MAX_CREDIT_SECONDS = 0.002  # of unused time that may be used at once
+MAX_DEBT_SECONDS = 0.05  # of all clients together
+MAX_CLIENT_DEBT_SECONDS = 1.0
+MAX_DEBTORS = 4096  # clients whose debt is remembered
+RECHECK_SECONDS = 0.05  # generation may end while requests wait
 
 
 @dataclass(slots=True, eq=False)
@@ -42,6 +50,7 @@ class Intake:
     busy_share: float = BUSY_SHARE
     _credit: float = MAX_CREDIT_SECONDS  # seconds; negative if more was used
     _credited_at: float = 0.0
+    _debts: OrderedDict[str, tuple[float, float]] = field(default_factory=OrderedDict)  # and when
     _waiting: OrderedDict[str, deque[asyncio.Future[None]]] = field(default_factory=OrderedDict)
     _timer: asyncio.Handle | None = None
 
@@ -50,14 +59,19 @@ class Intake:
         """Requests that wait for their part of the loop's time."""
         return sum(len(queue) for queue in self._waiting.values())
 
-    def charge(self, seconds: float) -> None:
-        """A request has taken so much of the loop's time."""
+    def charge(self, seconds: float, client: str = "") -> None:
+        """A request of this client has taken so much of the loop's time."""
         self._refill()
-        self._credit -= seconds
+        self._credit = max(self._credit - seconds, -MAX_DEBT_SECONDS)
+        debt = min(self._debt_of(client) + seconds, MAX_CLIENT_DEBT_SECONDS)
+        self._debts.pop(client, None)
+        self._debts[client] = (debt, self._credited_at)
+        if len(self._debts) > MAX_DEBTORS:
+            self._debts.popitem(last=False)
 
     async def enter(self, client: str) -> None:
         """Wait until a request of this client may take time of the loop."""
-        if not self._waiting and self._may_continue():
+        if not self._waiting and self._may_continue() and not self._owes(client):
             return
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(client, deque()).append(future)
@@ -79,13 +93,15 @@ class Intake:
         return receive_in_order
 
     @coroutine
-    def metered(self, work: Awaitable[None], record: "RequestRecord") -> Generator[Any, Any, None]:
+    def metered(
+        self, work: Awaitable[None], record: "RequestRecord", client: str = ""
+    ) -> Generator[Any, Any, None]:
         """Await `work`, and charge the time that it takes until the engine has the request."""
         running = work.__await__()
         resume = partial(next, running)
         try:
             while True:
-                awaited = self._charged(resume)
+                awaited = self._charged(resume, client)
                 try:
                     yield awaited
                 except BaseException as error:  # of whatever the task awaits, or a cancellation
@@ -98,13 +114,13 @@ class Intake:
             return
         yield from running
 
-    def _charged(self, resume: Callable[[], Any]) -> Any:
+    def _charged(self, resume: Callable[[], Any], client: str) -> Any:
         """Resume a coroutine; the future that it awaits next."""
         started = self.clock()
         try:
             return resume()
         finally:
-            self.charge(self.clock() - started)
+            self.charge(self.clock() - started, client)
 
     @property
     def _share(self) -> float:
@@ -122,21 +138,34 @@ class Intake:
         self._refill()
         return self._credit > 0
 
+    def _debt_of(self, client: str) -> float:
+        debt, at = self._debts.get(client, (0.0, 0.0))
+        return max(0.0, debt - (self._credited_at - at) * self._share)
+
+    def _owes(self, client: str) -> bool:
+        return self.is_generating() and self._debt_of(client) > MAX_CREDIT_SECONDS
+
     def _schedule(self) -> None:
         """Let the next request continue in the next cycle of the loop, or once there is credit."""
         if self._timer is not None or not self._waiting:
             return
         loop = asyncio.get_running_loop()
-        if self._may_continue():
-            self._timer = loop.call_soon(self._continue_one)
+        if not self._may_continue():
+            seconds = min(-self._credit / self._share, RECHECK_SECONDS)
+            self._timer = loop.call_later(seconds, self._continue_one)
+        elif all(map(self._owes, self._waiting)):
+            self._timer = loop.call_later(RECHECK_SECONDS, self._continue_one)
         else:
-            self._timer = loop.call_later(-self._credit / self._share, self._continue_one)
+            self._timer = loop.call_soon(self._continue_one)
 
     def _continue_one(self) -> None:
         """Let the next client's first request continue, if there is credit."""
         self._timer = None
-        while self._waiting and self._may_continue():
-            client, queue = self._waiting.popitem(last=False)
+        while self._may_continue():
+            client = next((each for each in self._waiting if not self._owes(each)), None)
+            if client is None:
+                break
+            queue = self._waiting.pop(client)
             future = queue.popleft()
             if queue:
                 self._waiting[client] = queue  # behind the other clients

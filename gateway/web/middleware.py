@@ -7,6 +7,7 @@ events there directly, because middleware reads the status line and the last mes
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from starlette.middleware.cors import CORSMiddleware
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from gateway.service import Service
     from gateway.web.route import Route, RouteTable
 
+UNGATED = "/cancel"  # a cancellation never waits, and neither does a probe
 EXPOSED = (
     "x-request-id",
     "openai-processing-ms",
@@ -53,7 +55,10 @@ class IdentifyCaller:
         self._service = service
         self._routes = routes
         self._intake = Intake(
-            service.clock, lambda: service.engine.is_generating, lambda: service.watch.is_busy
+            service.clock,
+            # Requests that wait when the server begins to drain get its 503 at once.
+            lambda: service.engine.is_generating and not service.engine.is_draining,
+            lambda: service.watch.is_busy,
         )
         self._app: ASGIApp = AccessControl(app, service)
         if service.origins.cors_origins:
@@ -79,9 +84,12 @@ class IdentifyCaller:
 
         intake, client = self._intake, record.client
         try:
-            await intake.enter(client)
-            work = self._app(scope, intake.gated(receive, client), send_and_note)
-            await intake.metered(work, record)
+            if record.is_probe or scope["path"].endswith(UNGATED):
+                await self._app(scope, receive, send_and_note)
+            else:
+                await intake.enter(client)
+                work = self._app(scope, intake.gated(receive, client), send_and_note)
+                await intake.metered(work, record, client)
         finally:
             scope.pop("podway.send", None)  # breaks the cycle scope ─▶ send ─▶ scope
             if rejection := scope.get("podway.rejection"):  # by the connection
@@ -105,6 +113,7 @@ class IdentifyCaller:
             dialect=self._routes.dialect_of(scope["path"]),
             unknown_fields=UnknownFields(rejects_all=service.rejects_unknown_fields),
             record=record,
+            charge=partial(self._intake.charge, client=client),
         )
         if service.traces is not None and (parent := _header(scope, b"traceparent")):
             service.traces.begin(request_id, parent)

@@ -1,9 +1,12 @@
 """Middleware: which routes need an API key, and which origins may use CORS."""
 
+import asyncio
+
 import pytest
 
-from gateway.web.middleware import EXPOSED
-from tests.gateway.rig import CHAT, Rig, Setting, chat, play
+from gateway.access.intake import Intake
+from gateway.web.middleware import EXPOSED, IdentifyCaller
+from tests.gateway.rig import CHAT, STEP, Rig, Setting, chat, play
 
 PAGE = "https://page.example"
 PREFLIGHT = {
@@ -87,5 +90,49 @@ def test_without_cors_there_are_no_cors_headers() -> None:
         async with rig.client.post(CHAT, chat(), {"origin": PAGE}) as exchange:
             await exchange.json()
         assert not any(name.startswith("access-control") for name in exchange.headers)
+
+    play(scene)
+
+
+def intake_of(rig: Rig) -> Intake:
+    """The intake of the app."""
+    assert isinstance(rig.app, IdentifyCaller)
+    return rig.app._intake
+
+
+def test_probes_and_cancellations_do_not_wait_while_the_intake_is_in_debt() -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(CHAT, chat(stream=True, max_tokens=5)) as stream:
+            await stream.start()
+            owing = intake_of(rig)
+            before = rig.service.clock()
+            for method, path in (
+                ("GET", "/health"),
+                ("GET", "/ready"),
+                ("GET", "/metrics"),
+                ("POST", "/v1/requests/none/cancel"),
+            ):
+                owing.charge(60.0, "127.0.0.1")
+                async with rig.client.send(method, path) as exchange:
+                    assert await exchange.start() in (200, 404)
+            assert rig.service.clock() == before
+            await stream.read()
+
+    play(scene)
+
+
+def test_requests_that_wait_get_a_503_when_the_server_drains() -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(CHAT, chat(stream=True, max_tokens=5)) as stream:
+            await stream.start()
+            for client in ("127.0.0.1", "-", "testclient"):
+                intake_of(rig).charge(60.0, client)
+            async with rig.client.post(CHAT, chat()) as waiting:
+                draining = asyncio.create_task(rig.engine.drain(100))
+                before = rig.service.clock()
+                assert await waiting.start() == 503
+                assert rig.service.clock() - before < STEP
+                await stream.read()
+            await draining
 
     play(scene)
