@@ -50,7 +50,7 @@ from gateway.observe.request_log import RequestLog
 from gateway.observe.timelines import Timelines
 from gateway.observe.traces import Traces
 from gateway.schema.fields.sampling import Vocabulary
-from gateway.serve.connection import ConnectionBounds
+from gateway.serve.connection import ConnectionBounds, ParsingMeter
 from gateway.serve.credentials import Credentials, load_credentials
 from gateway.serve.kv_lookup import KVLookup
 from gateway.serve.load import LoadedModel, OnProgress, load_model, lora_specs, served_name
@@ -216,6 +216,7 @@ def build_server(settings: Settings, service: Service, credentials: Credentials)
         settings.http.max_connections or raise_file_limit(),
         settings.http.body_seconds,
         settings.http.stall_seconds,
+        ParsingMeter(),
     )
     limits = LineLimits(line_bytes=settings.http.max_body_bytes)
     batch_size = settings.scheduler.max_batch_size

@@ -7,17 +7,31 @@ whose framing is ambiguous (RFC 9112, 3.2 and 6.1) is rejected before the app se
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
 
 from gateway.observe.request_log import RequestLog, RequestRecord
+
+if TYPE_CHECKING:
+    from uvicorn._types import ASGI3Application
 
 MAX_HEAD_BYTES = 64 << 10  # request line, headers and trailers
 HEAD_SECONDS = 30.0
 BODY_BYTES_PER_SECOND = 64 << 10  # a body that arrives at this rate gets more time
 GRACE_SECONDS = 5.0  # in which the route may reject a slow body first
+MAX_PIPELINED = 16  # requests that wait for the responses before theirs
+SLICE_BYTES = 2_048  # parsed at a time; it may contain 50 further requests
+MAX_UNPARSED_BYTES = 1 << 20
+MAX_LATE_BYTES = 256 << 10  # of a body that go on arriving after its response
+PARSING_SECONDS = 0.002  # that the data of one read may take at once; more is metered
+PARSING_SHARE = 0.1  # of the loop's time, for all connections whose data takes longer
 _INVALID = "invalid_request_error"
 _FIELD_OVERHEAD = 4  # of a header: ": " and the line's end
 
@@ -29,6 +43,19 @@ class ConnectionBounds(NamedTuple):
     max_connections: int = 1 << 20
     body_seconds: float = 60.0
     stall_seconds: float = 600.0
+    meter: "ParsingMeter | None" = None  # shared by all connections of a server
+
+
+class ParsingMeter:
+    """The time that connections take whose data is costly to parse, such as chunks of one byte."""
+
+    def __init__(self) -> None:
+        self._free_at = 0.0
+
+    def delay(self, seconds: float, now: float) -> float:
+        """How long a connection must rest that has parsed for so many seconds."""
+        self._free_at = max(now, self._free_at) + seconds / PARSING_SHARE
+        return self._free_at - now
 
 
 class Rejection(Exception):  # it ends the parsing of a request, as its error response
@@ -53,6 +80,7 @@ class Connection(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._log = log
         self._bounds = bounds or ConnectionBounds()
+        self._meter = self._bounds.meter or ParsingMeter()
         self._began_at = log.clock()  # the current request
         self._is_in_head = False
         self._fields_bytes = 0  # of the request line, the headers and trailers that are complete
@@ -64,6 +92,13 @@ class Connection(HttpToolsProtocol):
         self._rejection: Rejection | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self._stall: asyncio.TimerHandle | None = None
+        self._running: RequestResponseCycle | None = None  # whose response comes next
+        self._unparsed = b""
+        self._parsing: asyncio.Handle | None = None  # when `_unparsed` is parsed on
+        self._is_in_body = False
+        self._num_messages = 0
+        self._overhead_bytes = 0  # of the body's framing: sizes and extensions of chunks
+        self._late_bytes = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as uvicorn's
         super().connection_made(transport)
@@ -76,13 +111,26 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
         self._stop_stall()
+        self._unparsed = b""
+        if self._parsing is not None:
+            self._parsing.cancel()
+        if self.pipeline:  # those that wait are dropped; the one that runs sees the disconnect
+            self.pipeline.clear()
+            self.cycle = self._running  # type: ignore[assignment] # one runs if others wait
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
         self._release()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        if self._unparsed:
+            self.flow.pause_reading()
+            self._parse_later(0.0)
         self._release()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: "ASGI3Application") -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -94,8 +142,55 @@ class Connection(HttpToolsProtocol):
         super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
+        """Parse in slices, until too many requests wait or it has taken too long. The rest is
+        parsed when a response is complete, or after a rest."""
+        if self._unparsed and len(self._unparsed) + len(data) > MAX_UNPARSED_BYTES:
+            self.transport.abort()
+            return
+        is_waiting = bool(self._unparsed)
+        self._unparsed += data
+        if is_waiting:
+            self.flow.pause_reading()
+        else:
+            self._parse()
+
+    def _parse(self) -> None:
+        self._parsing = None
+        data, self._unparsed = self._unparsed, b""
+        clock = self._log.clock
+        began, at = clock(), 0
+        while at < len(data) and not self.transport.is_closing() and self.parser is not None:
+            is_late = clock() - began > PARSING_SECONDS
+            if is_late or len(self.pipeline) >= MAX_PIPELINED:
+                self._unparsed = data[at:]
+                self.flow.pause_reading()
+                if is_late:
+                    self._parse_later(self._meter.delay(clock() - began, clock()))
+                return
+            self._feed(data[at : at + SLICE_BYTES])
+            at += SLICE_BYTES
+        if not self.pipeline and not self._body_waits:
+            self.flow.resume_reading()
+
+    @property
+    def _body_waits(self) -> bool:
+        """Whether the app has not read what has arrived of the body."""
+        cycle = self.cycle
+        return cycle is not None and len(cycle.body) > HIGH_WATER_LIMIT
+
+    def _parse_later(self, seconds: float) -> None:
+        if self._parsing is None and len(self.pipeline) < MAX_PIPELINED:
+            self._parsing = self.loop.call_later(seconds, self._parse)
+
+    def _feed(self, data: bytes) -> None:
         before = self._awaited
+        message, num_body_bytes = self._num_messages, self._body_bytes
+        was_in_body = self._is_in_body
         super().data_received(data)
+        if was_in_body and self._is_in_body and message == self._num_messages:
+            self._overhead_bytes += len(data) - (self._body_bytes - num_body_bytes)
+            if self._overhead_bytes > MAX_HEAD_BYTES + self._body_bytes:
+                self._reject(431, _TOO_SMALL_CHUNKS)
         if self._awaited is None or self._awaited != before:
             self._open_bytes = 0
             return
@@ -108,13 +203,15 @@ class Connection(HttpToolsProtocol):
         """The part of a message that is incomplete: its head, or what follows the header of a
         chunk, which is data, or trailers if the chunk is the last one."""
         if self._is_in_head:
-            return ("head", 0)
+            return ("head", self._num_messages)
         return ("chunk", self._chunk) if self._chunk else None
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._began_at = self._log.clock()
         self._is_in_head = True
+        self._num_messages += 1
+        self._overhead_bytes = self._late_bytes = 0
         self._fields_bytes = self._chunk = self._num_chunks = 0
         self._arm(HEAD_SECONDS, self._head_too_slow)
 
@@ -135,6 +232,7 @@ class Connection(HttpToolsProtocol):
             self._rejection = rejection
             raise
         self._is_in_head = False
+        self._is_in_body = True
         self._body_bytes = 0
         self._body_began_at = self.loop.time()
         self._arm(self._bounds.body_seconds + GRACE_SECONDS, self._body_too_slow)
@@ -148,9 +246,14 @@ class Connection(HttpToolsProtocol):
         self._chunk = 0
         self._body_bytes += len(body)
         super().on_body(body)
+        if self.cycle is not None and self.cycle.response_complete:
+            self._late_bytes += len(body)
+            if self._late_bytes > MAX_LATE_BYTES:
+                self.transport.close()
 
     def on_message_complete(self) -> None:
         self._chunk = 0
+        self._is_in_body = False
         self._disarm()
         super().on_message_complete()
 
@@ -249,8 +352,10 @@ class Connection(HttpToolsProtocol):
         is_lost = self.parser is None
         if is_lost and (self.cycle is None or self.cycle.response_complete):
             del self.cycle, self.scope, self.headers, self.flow
+            self._running = None
 
 
+_TOO_SMALL_CHUNKS = "The chunks of the body are too small, or their extensions too long."
 _TOO_LARGE = f"The request's headers and trailers are larger than {MAX_HEAD_BYTES} bytes."
 
 

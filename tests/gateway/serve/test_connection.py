@@ -19,6 +19,9 @@ from gateway.serve.connection import (
     GRACE_SECONDS,
     HEAD_SECONDS,
     MAX_HEAD_BYTES,
+    MAX_LATE_BYTES,
+    MAX_PIPELINED,
+    SLICE_BYTES,
     Connection,
     ConnectionBounds,
 )
@@ -371,3 +374,104 @@ def test_a_request_rejected_by_the_connection_is_one_line(
     lines += [f"method=POST path=/ status={scope['podway.rejection'][0]}" for scope in scopes]
     assert len(lines) == 1
     assert expected in lines[0]
+
+
+POST = b"POST /x HTTP/1.1\r\nhost: x\r\ncontent-length: 40\r\n\r\n" + b"a" * 40
+CHUNKED = b"POST /x HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+def test_of_pipelined_requests_only_a_few_are_parsed_before_they_are_answered() -> None:
+    async def main() -> None:
+        connection, _ = connect(app=reads_on)
+        connection.data_received(POST * 5_000)
+        await asyncio.sleep(0)
+        assert len(connection.pipeline) < MAX_PIPELINED + SLICE_BYTES // len(POST) + 2
+        connection.connection_lost(None)
+        await asyncio.sleep(0)
+
+    run_virtual(main())
+
+
+def test_all_pipelined_requests_are_answered() -> None:
+    async def main() -> None:
+        connection, peer = connect()
+        connection.data_received(POST * 3_000 + POST[:20])
+        connection.data_received(POST[20:])
+        for _ in range(20_000):
+            await asyncio.sleep(0.0001)
+            if peer.written.count(b"HTTP/1.1 204") == 3_001:
+                break
+        assert peer.written.count(b"HTTP/1.1 204") == 3_001
+        connection.connection_lost(None)
+
+    run_virtual(main())
+
+
+def test_the_pipelined_requests_of_a_closed_connection_are_freed_at_once() -> None:
+    async def main() -> None:
+        connection, _ = connect(app=reads_on)
+        connection.data_received(POST * 100)
+        await asyncio.sleep(0)
+        queued = weakref.ref(connection.pipeline[0][0])
+        tasks = [*connection.tasks]
+        connection.connection_lost(None)
+        assert queued() is None
+        await asyncio.wait(tasks, timeout=1)
+        assert all(task.done() for task in tasks), "the request that runs saw no disconnect"
+
+    gc.collect()
+    gc.disable()
+    try:
+        run_virtual(main())
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize(
+    ("begin", "endless"), [(b"5;", b"a=b;" * 16_384), (b"", b"1\r\na\r\n" * 40_000)]
+)
+def test_framing_that_is_larger_than_the_body_is_a_431(begin: bytes, endless: bytes) -> None:
+    async def main() -> None:
+        connection, peer = connect(app=reads_on)
+        connection.data_received(CHUNKED + begin)
+        for _ in range(4):
+            connection.data_received(endless)
+            await asyncio.sleep(60)
+        assert rejected_with(peer) == b"431"
+        connection.connection_lost(None)
+        await asyncio.sleep(0)
+
+    run_virtual(main())
+
+
+def test_a_body_that_goes_on_after_its_response_closes_the_connection() -> None:
+    async def main() -> None:
+        connection, peer = connect()
+        connection.data_received(b"POST /x HTTP/1.1\r\nhost: x\r\ncontent-length: 9999999\r\n\r\n")
+        await asyncio.sleep(0.1)
+        assert not peer.is_closed
+        connection.data_received(b"a" * (MAX_LATE_BYTES + SLICE_BYTES))
+        assert peer.is_closed
+        connection.connection_lost(None)
+
+    run_virtual(main())
+
+
+def test_data_that_is_costly_to_parse_is_parsed_in_parts_with_rests_between_them() -> None:
+    async def main() -> None:
+        connection, peer = connect()
+        now = [0.0]
+
+        def clock() -> float:
+            now[0] += 0.001
+            return now[0]
+
+        connection._log = RequestLog(clock)
+        fields = b"".join(b"a%d: b\r\n" % i for i in range(2_000))
+        connection.data_received(b"GET /x HTTP/1.1\r\nhost: x\r\n" + fields + b"\r\n")
+        assert connection._unparsed
+        await asyncio.sleep(20)
+        assert peer.written.startswith(b"HTTP/1.1 204")
+        connection.connection_lost(None)
+
+    run_virtual(main())
