@@ -25,15 +25,16 @@ logger = logging.getLogger(__name__)
 _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 
 
-def parser(*, shows_all: bool = False) -> Parser:
-    """One flag for every setting, in the settings' own groups; the help has those that most people
-    need, or all."""
+def parser(*, shows_all: bool = True) -> Parser:
+    """One flag for every setting, in the settings' own groups. The help has all flags, or only
+    those that most people need."""
     parser = Parser(
         "podway serve",
         usage="podway serve [MODEL] [flags]",
         description="Serve a model over the OpenAI API. Default model: builtin.",
-        epilog="Precedence: flags, PODWAY_* environment variables, --config FILE, "
-        f"{LOCAL_FILE} in the current directory. In files, settings have the flags' names.",
+        epilog="--help-all shows all flags. Precedence: flags, PODWAY_* environment variables, "
+        f"--config FILE, {LOCAL_FILE} in the current directory. In files, settings have the flags' "
+        "names.",
     )
     parser.add_argument("--help-all", action=_HelpAll, nargs=0, help="show all flags and exit")
     groups = {}
@@ -53,7 +54,7 @@ class _HelpAll(argparse.Action):
     """Shows the flags that `--help` leaves out as well."""
 
     def __call__(self, *_: object) -> None:
-        whole = parser(shows_all=True)
+        whole = parser()
         whole.print_help()
         whole.exit()
 
@@ -74,7 +75,7 @@ def main(
     and `KeyboardInterrupt` after Ctrl-C. `launcher` starts the workers on this machine;
     the process began at `began_at` on the performance counter."""
     began_at = time.perf_counter() if began_at is None else began_at
-    flags = vars(parser().parse_args(argv))
+    flags = vars(parser(shows_all=False).parse_args(argv))
     settings = load({name: value for name, value in flags.items() if value is not None})
     is_json = settings.observe.log_format == "json"
     _set_up_logging(settings)

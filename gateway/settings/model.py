@@ -26,7 +26,7 @@ def _check_loras(values: tuple[str, ...]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ModelSettings:
-    """Which model is served, for what, and how texts become its tokens."""
+    """The model that is served, its task, and how texts become its tokens."""
 
     source: str = setting(
         BUILTIN_MODEL,
@@ -102,7 +102,7 @@ class ModelSettings:
 
 @dataclass(frozen=True, slots=True)
 class LoraSettings:
-    """Which LoRA adapters are served beside the model."""
+    """The LoRA adapters that are served beside the model."""
 
     lora: tuple[str, ...] = setting(
         (),

@@ -133,7 +133,7 @@ class StoreSettings:
 
 @dataclass(frozen=True, slots=True)
 class ObserveSettings:
-    """What the server tells about itself: logs, traces, recordings and events."""
+    """Logs, traces, recordings and events of the server."""
 
     log_level: str = setting(
         "info",

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from engine.ports import Clock, StepExecutor
 
 LONGEST_PROMPT, LONGEST_OUTPUT = 512, 32  # tokens
-MOST_REQUESTS = 1000
+MAX_REQUESTS = 1000
 _GREEDY = SamplingParams(temperature=0.0)
 Lengths = tuple[int, int]  # tokens of a prompt, and of its output
 
@@ -62,7 +62,7 @@ def waves(limits: "ProbeLimits", cost: "CostModel", seconds: float) -> Iterator[
     counts = [1 << power for power in range(limits.max_batch_size.bit_length())]
     half = limits.longest // 2
     most = min(LONGEST_PROMPT, half), min(LONGEST_OUTPUT, half)
-    num_left = MOST_REQUESTS if min(most) else 0
+    num_left = MAX_REQUESTS if min(most) else 0
     for number, count in enumerate(counts, 1):
         left = seconds * number / sum(range(len(counts) + 1))
         while num_left >= count:

@@ -1,11 +1,13 @@
 """`podway completion`: what bash completes with the script, and the text of the others."""
 
+import re
 import subprocess
 
 import pytest
 
 from gateway.commands import completion
 from gateway.commands.table import COMMANDS
+from gateway.console import ROOT
 
 
 @pytest.fixture(scope="module")
@@ -47,3 +49,27 @@ def test_help_texts_are_quoted_for_fish() -> None:
     flags = {"chat": [completion.FlagInfo("--x", "it's a \\ test", ("a", "b"))]}
     line = completion.fish(flags).splitlines()[-1]
     assert line.endswith("-l x -d 'it\\'s a \\\\ test' -x -a 'a b'")
+
+
+PAGES = (
+    "README.md",
+    "gateway/README.md",
+    "gateway/PROTECTION.md",
+    "engine/README.md",
+    "engine/kv/README.md",
+    "adapters/models/FAMILIES.md",
+    "adapters/attention/README.md",
+)
+OTHERS = {"--profile", "--offline", "--limits"}  # of docker compose, and of podway bench --offline
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_flags_that_a_page_names_exist(page: str) -> None:
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", (ROOT / page).read_text()))
+    known = {info.flag for infos in completion.all_flags().values() for info in infos}
+    assert named - OTHERS <= known
+
+
+def test_completion_has_the_help_of_flags_that_the_usual_help_leaves_out() -> None:
+    helps = {info.flag: info.help for info in completion.all_flags()["serve"]}
+    assert helps["--max-queue-tokens"].startswith("maximum tokens")
