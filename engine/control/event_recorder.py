@@ -21,7 +21,7 @@ A recording has no texts and no token ids, and neither can be derived from the n
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -63,7 +63,8 @@ _OPTIONAL = {
 # Settings that the first recordings had: each recording has them. Others are left out if they have
 # their defaults, so that a new setting changes no recording that does not use it.
 _FIRST = {
-    "": ("num_blocks", "block_size", "depth", "lookahead", "num_host_blocks"),
+    "": ("depth", "lookahead"),
+    "kv": ("num_blocks", "block_size", "num_host_blocks"),
     "policies": (
         "starvation_seconds",
         "seats",
@@ -93,6 +94,18 @@ _FIRST = {
 }
 
 
+_LEADING = (  # names of a header in the order of the first recordings; others follow
+    "policy",
+    "policies",
+    "scheduler",
+    "num_blocks",
+    "block_size",
+    "depth",
+    "cost",
+    "lookahead",
+)
+
+
 class _Blocks(NamedTuple):
     """The content of a request's blocks from block `first` on; hashed only when it is written."""
 
@@ -117,26 +130,17 @@ class RecordingHeader:
     policy: str
     policies: PolicySettings
     scheduler: SchedulerSettings
-    num_blocks: int
-    block_size: int
+    kv: KVShape
     depth: int
     cost: CostModel
     lookahead: int = 0
-    num_host_blocks: int = 0
-    saves_on_host: bool = False
-    num_disk_blocks: int = 0
-    windows: tuple[int | None, ...] = (None,)  # of the layer groups
-    num_states: int = 0  # slots for recurrent states
-    num_host_states: int = 0
-    num_disk_states: int = 0
-    num_store_names: int = 0
 
     @property
     def _kept(self) -> tuple[int | None, ...]:
         """The windows whose blocks are given back. With reserving admission a request gets all its
         blocks when it starts, so that it always finishes, and gives none back."""
         grows = self.scheduler.admission is Admission.GROW
-        return self.windows if grows else (None,) * len(self.windows)
+        return self.kv.windows if grows else (None,) * len(self.kv.windows)
 
     def build(
         self,
@@ -146,27 +150,16 @@ class RecordingHeader:
     ) -> IterationScheduler:
         """An empty scheduler with these settings."""
         policy = build(self.policy, cost, self.policies, serves=False)
-        ledger = KVLedger(
-            KVShape(
-                self.num_blocks,
-                self.block_size,
-                self.num_host_blocks,
-                self.num_disk_blocks,
-                saves_on_host=self.saves_on_host,
-                windows=self._kept,
-                chunk=self.scheduler.max_batch_tokens * (1 + self.lookahead),
-                num_states=self.num_states,
-                num_host_states=self.num_host_states,
-                num_disk_states=self.num_disk_states,
-                num_store_names=self.num_store_names,
-            )
-        )
+        chunk = self.scheduler.max_batch_tokens * (1 + self.lookahead)
+        ledger = KVLedger(replace(self.kv, windows=self._kept, chunk=chunk))
         return IterationScheduler(self.scheduler, ledger, policy, observer, cost, drafter)
 
     def line(self) -> str:
         """The first line of a recording, without settings that have their defaults and are newer
-        than the first recordings."""
-        row = _recorded(self, "")
+        than the first recordings. The fields of `kv` are beside the header's own."""
+        own = _recorded(self, "")
+        kv = _recorded(self.kv, "kv")
+        row = {name: (own | kv)[name] for name in _LEADING} | kv
         return json.dumps({"podway_recording": VERSION} | row, separators=(",", ":"))
 
 

@@ -6,7 +6,7 @@ with equal hashes are equal again, in prompts and outputs, and each output ends 
 
 import gzip
 from collections.abc import Hashable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +18,7 @@ from engine.cost.errors import ErrorSummary
 from engine.cost.fit import Sample, fit
 from engine.cost.model import CostModel
 from engine.errors import InvalidRequest
+from engine.kv_shape import KVShape
 from engine.policy import PolicySettings
 from engine.pooling import PoolSpec
 from engine.request import Abort, FinishReason, Request, RequestSpec
@@ -206,7 +207,7 @@ class Recording:
             patience=leaving.at - row.at if leaving is not None and is_gone else None,
             params=_params(row),
             names=tuple(names.setdefault(block, len(names)) for block in blocks),
-            block_size=self.header.block_size,
+            block_size=self.header.kv.block_size,
             number=row.arrived,
             ends_after=ends_after,
         )
@@ -356,7 +357,8 @@ def read_recording(path: Path) -> Recording:
 
 def _header(path: Path, line: bytes) -> RecordingHeader:
     try:
-        version = msgspec.json.decode(line).get("podway_recording")
+        row = msgspec.json.decode(line)
+        version = row.get("podway_recording")
     except (msgspec.MsgspecError, AttributeError) as error:
         raise BadRecording(f"{path} is not a recording of podway serve", "replay") from error
     if version != VERSION:
@@ -365,6 +367,7 @@ def _header(path: Path, line: bytes) -> RecordingHeader:
             "replay",
         )
     try:
-        return msgspec.json.decode(line, type=RecordingHeader)
+        kv = {each.name: row[each.name] for each in fields(KVShape) if each.name in row}
+        return msgspec.convert(row | {"kv": kv}, RecordingHeader)
     except (AssertionError, msgspec.MsgspecError) as error:
         raise BadRecording(f"{path}, line 1: {error}", "replay") from error

@@ -53,7 +53,7 @@ class RecordingVerifier:
         self._produced: list[IterationRow] = []
         span = recording.rows[-1].at - recording.rows[0].at
         self._recorder = Recorder(period=span / _PERIODS or 1.0)
-        observers = ObserverGroup(self._recorder, EventRecorder(self._append, header.block_size))
+        observers = ObserverGroup(self._recorder, EventRecorder(self._append, header.kv.block_size))
         self._scheduler = header.build(LiveCost(header.cost), observers)
         self._recorder.watch(self._scheduler)
         self._outputs = RecordedOutputs()

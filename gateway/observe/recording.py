@@ -97,6 +97,6 @@ def recording(path: Path, header: RecordingHeader) -> Iterator[EventRecorder]:
         raise StartupError(f"cannot write the recording {path}: {error.strerror}") from error
     record = RecordingFile(file, path)
     try:
-        yield EventRecorder(record.put, header.block_size)
+        yield EventRecorder(record.put, header.kv.block_size)
     finally:
         record.close()

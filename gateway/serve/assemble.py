@@ -25,11 +25,13 @@ from engine.control.event_recorder import RecordingHeader
 from engine.control.scheduler import IterationScheduler
 from engine.cost.live import LiveCost
 from engine.events import Observer, ObserverGroup
+from engine.kv_shape import KVShape
 from engine.kv_store import MOST_NAMES
 from engine.loop import Engine
 from engine.speculation.drafter import Drafter
 from engine.step import HASH_BYTES, PageKind
 from engine.transport.process import LocalLauncher
+from engine.worker_settings import WorkerReport
 from gateway.access.callers import MAX_COMMAS, BodyLimits
 from gateway.access.grammar_check import GrammarCheck
 from gateway.access.origins import OriginPolicy, is_loopback
@@ -320,14 +322,21 @@ def _recording_header(settings: Settings, loaded: LoadedModel) -> RecordingHeade
         policy=settings.schedule.policy,
         policies=replace(settings.policies, seats=settings.scheduler.max_batch_size),
         scheduler=scheduler,
-        num_blocks=report.num_blocks,
-        block_size=report.block_size,
+        kv=_kv_shape(settings, report),
         depth=settings.workers.num_stages,
         cost=loaded.calibration.model,
         lookahead=loaded.lookahead,
+    )
+
+
+def _kv_shape(settings: Settings, report: WorkerReport) -> KVShape:
+    """The size of the KV cache and its tiers in the workers, and of what is known of a store."""
+    return KVShape(
+        num_blocks=report.num_blocks,
+        block_size=report.block_size,
         num_host_blocks=report.num_host_blocks,
-        saves_on_host=settings.scheduler.reuses_prefixes,
         num_disk_blocks=len(report.disk_hashes) // HASH_BYTES,
+        saves_on_host=settings.scheduler.reuses_prefixes,
         windows=report.windows,
         num_states=report.num_states,
         num_host_states=report.num_host_states,

@@ -14,6 +14,7 @@ from engine.control.admission import Admission
 from engine.control.event_recorder import EventRecorder, RecordingHeader, Row, render
 from engine.control.settings import SchedulerSettings
 from engine.cost.model import CostModel
+from engine.kv_shape import KVShape
 from engine.policy import POLICIES, RESEARCH, Policy, PolicySettings, build
 from engine.ports import Cost
 from engine.request import RequestSpec
@@ -42,7 +43,7 @@ def header(policy: str, admission: Admission) -> RecordingHeader:
         scan_limit=3,
         max_step_seconds=2.5,
     )
-    return RecordingHeader(policy, POLICY, settings, NUM_BLOCKS, BLOCK_SIZE, 1, COST)
+    return RecordingHeader(policy, POLICY, settings, KVShape(NUM_BLOCKS, BLOCK_SIZE), 1, COST)
 
 
 def load() -> list[RecordedRequest]:
@@ -101,20 +102,24 @@ def lines(header: RecordingHeader, arrivals: Sequence[RecordedRequest]) -> list[
         settings=header.scheduler,
         policy=partial(policy, header),
         cost=header.cost,
-        num_slots=header.num_blocks * header.block_size,
-        block_size=header.block_size,
+        num_slots=header.kv.num_blocks * header.kv.block_size,
+        block_size=header.kv.block_size,
         stages=header.depth,
         is_oracle=header.policy in ORACLES,
         lookahead=header.lookahead,
-        num_host_slots=header.num_host_blocks * header.block_size,
+        num_host_slots=header.kv.num_host_blocks * header.kv.block_size,
         slot_seconds=1 / 64,
     )
-    simulate(setup, arrivals, EventRecorder(write, header.block_size))
+    simulate(setup, arrivals, EventRecorder(write, header.kv.block_size))
     return written
 
 
 def policy(header: RecordingHeader, cost: Cost) -> Policy:
     return build(header.policy, cost, header.policies, serves=False)
+
+
+def with_host(header: RecordingHeader) -> RecordingHeader:
+    return replace(header, kv=replace(header.kv, num_host_blocks=12))
 
 
 def headers() -> dict[str, RecordingHeader]:
@@ -127,13 +132,13 @@ def headers() -> dict[str, RecordingHeader]:
     grow = header("mlfq", Admission.GROW)
     fcfs = header("fcfs", Admission.GROW)
     found["fcfs_goal"] = replace(fcfs, scheduler=replace(fcfs.scheduler, itl_goal=0.75))
-    found["gittins_host"] = replace(header("gittins", Admission.GROW), num_host_blocks=12)
+    found["gittins_host"] = with_host(header("gittins", Admission.GROW))
     goal, fair = replace(POLICY, ttft_goal=4.0), replace(POLICY, fair_keys=True)
     found["gittins_goal"] = replace(header("gittins", Admission.GROW), policies=goal)
     found["gittins_fair"] = replace(header("gittins", Admission.GROW), policies=fair)
-    found["mlfq_host"] = replace(grow, num_host_blocks=12)
+    found["mlfq_host"] = with_host(grow)
     found["mlfq_ahead"] = replace(grow, lookahead=1)
-    found["mlfq_stages"] = replace(grow, depth=2, lookahead=1, num_host_blocks=12)
+    found["mlfq_stages"] = replace(with_host(grow), depth=2, lookahead=1)
     return found
 
 

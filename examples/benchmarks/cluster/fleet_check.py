@@ -171,10 +171,10 @@ def simulated(
         header.scheduler,
         partial(build, "fcfs"),
         costs[0],
-        header.num_blocks * header.block_size,
-        header.block_size,
+        header.kv.num_blocks * header.kv.block_size,
+        header.kv.block_size,
     )
-    arrivals = arrivals_of(sent, header.block_size)
+    arrivals = arrivals_of(sent, header.kv.block_size)
     fleet = FleetSetup(setup, len(costs), router, epoch=0.02, costs=costs)
     runs = [simulate_fleet(replace(fleet, seed=seed), arrivals) for seed in range(SEEDS)]
     return {

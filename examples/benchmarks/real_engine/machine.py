@@ -18,6 +18,7 @@ from engine.control.event_recorder import RecordingHeader
 from engine.control.settings import SchedulerSettings
 from engine.cost.model import CostModel
 from engine.cost.profiler import ProbeLimits
+from engine.kv_shape import KVShape
 from engine.policy import PolicySettings
 from engine.simulated.virtual_loop import run_virtual
 from engine.transport.multiprocess import MultiprocessExecutor, MultiprocessSettings
@@ -132,8 +133,7 @@ class Machine:
             policy=policy,
             policies=PolicySettings(seats=settings.max_batch_size, starvation_seconds=60.0),
             scheduler=settings,
-            num_blocks=self.report.num_blocks,
-            block_size=self.report.block_size,
+            kv=KVShape(self.report.num_blocks, self.report.block_size),
             depth=1,
             cost=cost or self.cost,
         )

@@ -221,7 +221,8 @@ async def prefix(on: Machine, count: int) -> tuple[Table, Results]:
         ("8,192 slots", whole // 4),
     ):
         header = on.header("fcfs", reuses_prefixes=bool(blocks))
-        run = await measure(on, replace(header, num_blocks=blocks or whole), arrivals)
+        kv = replace(header.kv, num_blocks=blocks or whole)
+        run = await measure(on, replace(header, kv=kv), arrivals)
         ttft = [one.ttft for one in run.played.outcomes]
         hit = run.figures.cached_tokens / total
         cells = [mean(ttft), *percentiles(ttft, 50, 95), run.figures.at("jct", "mean") or 0.0]

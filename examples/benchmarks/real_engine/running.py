@@ -91,7 +91,7 @@ class _Measurement:
         self._header = header
         self._rows: list[Row] = []
         self._recorder = _recorder(arrivals)
-        event_recorder = EventRecorder(self._rows.append, header.block_size)
+        event_recorder = EventRecorder(self._rows.append, header.kv.block_size)
         observer = ObserverGroup(self._recorder, event_recorder)
         self.scheduler = header.build(LiveCost(header.cost), observer)
         self._recorder.watch(self.scheduler)

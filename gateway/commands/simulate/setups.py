@@ -121,22 +121,22 @@ def _described(args: argparse.Namespace) -> Setup:
 def _recorded(args: argparse.Namespace, recording: Recording) -> Setup:
     """The recorded server, with a cost model fitted to its iterations."""
     header = recording.header
-    groups = len(header.windows)
-    host_slots = header.num_host_blocks // groups * header.block_size
+    groups = len(header.kv.windows)
+    host_slots = header.kv.num_host_blocks // groups * header.kv.block_size
     return Setup(
         label="",
         settings=_bounds(args, header.scheduler),
         policy=partial(_policy, header.policy, header.policies),
         cost=read_cost(args.cost) if args.cost else recording.cost(),
-        num_slots=args.kv_slots or header.num_blocks // groups * header.block_size,
-        block_size=header.block_size,
+        num_slots=args.kv_slots or header.kv.num_blocks // groups * header.kv.block_size,
+        block_size=header.kv.block_size,
         stages=args.stages or header.depth,
         slo=args.slo,
         lookahead=header.lookahead,
         num_host_slots=host_slots if args.host_kv_slots is None else args.host_kv_slots,
-        windows=header.windows,
-        num_states=header.num_states,
-        num_host_states=header.num_host_states,
+        windows=header.kv.windows,
+        num_states=header.kv.num_states,
+        num_host_states=header.kv.num_host_states,
     )
 
 

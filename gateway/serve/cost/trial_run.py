@@ -17,6 +17,7 @@ from engine.control.event_recorder import EventRecorder, RecordingHeader, Row, r
 from engine.control.settings import SchedulerSettings
 from engine.cost.fit import fit
 from engine.cost.live import LiveCost
+from engine.kv_shape import KVShape
 from engine.loop import Engine
 from engine.policy import PolicySettings
 from engine.request import RequestSpec
@@ -45,7 +46,9 @@ async def refined(
     model pools, or if a trial run would take longer. Raises the error of a failed request."""
     rows: list[Row] = []
     header = _header(executor, limits, profile.model)
-    scheduler = header.build(LiveCost(header.cost), EventRecorder(rows.append, header.block_size))
+    scheduler = header.build(
+        LiveCost(header.cost), EventRecorder(rows.append, header.kv.block_size)
+    )
     planned = [] if limits.pools else list(waves(limits, header.cost, seconds))
     await _run(Engine(scheduler, executor, clock), planned)
     if not planned:
@@ -119,8 +122,7 @@ def _header(executor: "StepExecutor", limits: "ProbeLimits", cost: "CostModel") 
         policy="fcfs",
         policies=PolicySettings(seats=limits.max_batch_size),
         scheduler=settings,
-        num_blocks=limits.num_blocks,
-        block_size=limits.block_size,
+        kv=KVShape(limits.num_blocks, limits.block_size),
         depth=executor.depth,
         cost=cost,
     )

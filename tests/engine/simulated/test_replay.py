@@ -13,6 +13,7 @@ from engine.control.settings import SchedulerSettings
 from engine.cost.live import LiveCost
 from engine.cost.model import CostModel
 from engine.errors import EngineError, StepFailed, WorkerLost
+from engine.kv_shape import KVShape
 from engine.policy import PolicySettings
 from engine.request import Request
 from engine.simulated.executor import SimulatedExecutor
@@ -68,7 +69,7 @@ def test_a_recording_with_failed_steps_and_lost_workers_is_reproduced(
     def write(row: Row) -> None:
         written.append(render(row, str))
 
-    scheduler = header.build(LiveCost(header.cost), EventRecorder(write, header.block_size))
+    scheduler = header.build(LiveCost(header.cost), EventRecorder(write, header.kv.block_size))
     played = play_all(scheduler, FailingExecutor(TRUE, depth=2), [plain(one) for one in load()])
     assert any("as" not in str(lost.error) for lost in played.lost)
     path = tmp_path / "record.jsonl"
@@ -111,7 +112,7 @@ def test_verification_returns_the_metrics_of_the_recorded_run() -> None:
 
 
 def setup(header: RecordingHeader, cost: CostModel) -> Setup:
-    size = header.num_blocks * header.block_size
+    size = header.kv.num_blocks * header.kv.block_size
     return Setup("again", header.scheduler, lambda c: policy(header, c), cost, size, 4)
 
 
@@ -186,7 +187,9 @@ def test_a_recording_may_be_gzipped(tmp_path: Path) -> None:
 
 
 def test_a_header_omits_unlimited_settings_and_reads_back_equal(tmp_path: Path) -> None:
-    header = RecordingHeader("mlfq", PolicySettings(), SchedulerSettings(64), 10, 4, 1, TRUE)
+    header = RecordingHeader(
+        "mlfq", PolicySettings(), SchedulerSettings(64), KVShape(10, 4), 1, TRUE
+    )
     path = tmp_path / "record.jsonl"
     row: Row = {"at": 0, "arrived": 0, "prompt": 1, "max_tokens": 1}
     path.write_text(header.line() + "\n" + render(row, str))

@@ -11,13 +11,14 @@ from engine.control.event_recorder import RecordingHeader
 from engine.control.settings import SchedulerSettings
 from engine.cost.fit import Sample
 from engine.cost.model import CostModel
+from engine.kv_shape import KVShape
 from engine.policy import PolicySettings
 from engine.simulated.replay import Recording, decode_row
 from examples.benchmarks.real_engine.running import CLASSES, pace_of, spread_of
 
 COST = CostModel.linear(per_step=0.001, per_token=0.0001, per_slot=0.0)
 SETTINGS = SchedulerSettings(max_model_len=4096)
-HEADER = RecordingHeader("fcfs", PolicySettings(seats=8), SETTINGS, 100, 16, 1, COST)
+HEADER = RecordingHeader("fcfs", PolicySettings(seats=8), SETTINGS, KVShape(100, 16), 1, COST)
 STALL = 0.002  # seconds, in every fourth step
 
 

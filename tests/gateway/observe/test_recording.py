@@ -14,13 +14,14 @@ from engine.control.event_recorder import RecordingHeader, Row
 from engine.control.settings import SchedulerSettings
 from engine.cost.model import CostModel
 from engine.errors import StartupError
+from engine.kv_shape import KVShape
 from engine.policy import PolicySettings
 from engine.simulated.replay import read_recording
 from gateway.observe import recording as module
 from gateway.observe.recording import RecordingFile, recording
 
 COST = CostModel.linear(0.5, 0.125, 0.0)
-HEADER = RecordingHeader("fcfs", PolicySettings(), SchedulerSettings(64), 10, 4, 1, COST)
+HEADER = RecordingHeader("fcfs", PolicySettings(), SchedulerSettings(64), KVShape(10, 4), 1, COST)
 
 
 class Blocks:
