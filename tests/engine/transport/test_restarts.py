@@ -121,5 +121,5 @@ async def test_a_restart_requires_the_slots_of_the_first_start() -> None:
     async with started(settings, model="shrink") as executor:
         with pytest.raises(Unavailable) as caught:
             await executor.restart()
-        assert "3 KV blocks of 16 slots, but 64 slots" in str(caught.value.__cause__)
+        assert "3 KV blocks of 16 slots, but 4 are required" in str(caught.value.__cause__)
         assert executor.num_restarts == 3

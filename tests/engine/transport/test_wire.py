@@ -13,6 +13,8 @@ from engine.step import (
     Fault,
     Grammar,
     GrammarKind,
+    Page,
+    PageKind,
     PromptTargets,
     ProposalSpec,
     SampleSpec,
@@ -106,6 +108,7 @@ moves = st.builds(
     is_awaited=st.booleans(),
     tier=st.sampled_from(Tier),
     hashes=st.binary(max_size=40),
+    kind=st.sampled_from(PageKind),
 )
 steps = st.builds(
     Step,
@@ -130,7 +133,7 @@ results = st.builds(
         st.builds(Fault, entry=counts, message=lines, is_caller_error=st.booleans()), max_size=3
     ).map(tuple),
     num_accepted=st.lists(counts, max_size=3).map(tuple),
-    unread=st.lists(counts, max_size=3).map(tuple),
+    unread=st.lists(st.builds(Page, st.sampled_from(PageKind), counts), max_size=3).map(tuple),
     proposals=st.lists(tokens, max_size=3).map(tuple),
     proposal_seconds=floats,
 )
