@@ -38,14 +38,17 @@ class StepResults:
         self._pool = pool
         self._lifecycle = lifecycle
         self._proposals = proposals
+        self._block_size = kv.block_size
+        self._keeps_all = kv.keeps_all
         # Of the iteration being committed:
         self._seconds = 0.0
         self._now = 0.0
+        self._ran = pool.policy.ran
 
     def apply(self, iteration: Iteration, result: "StepResult", now: float) -> list[Delivery]:
         """Apply a result; returns the tokens of requests whose end was not decided before. A
         request that fails, or finishes with a vector, is returned without a token."""
-        self._seconds, self._now = result.seconds, now
+        self._seconds, self._now, self._ran = result.seconds, now, self._pool.policy.ran
         unread = self._finish_moves(iteration, result)
         if result.prompt_logprobs:
             for request, of_prompt in zip(iteration.requests, result.prompt_logprobs, strict=True):
@@ -107,7 +110,7 @@ class StepResults:
     def _advance(self, request: Request, start: int, num_tokens: int, token: int | None) -> None:
         """The KV of `num_tokens` tokens was computed, and `token` was sampled after them."""
         request.num_computed = start + num_tokens
-        self._pool.policy.ran(request, num_tokens, self._seconds, self._now)
+        self._ran(request, num_tokens, self._seconds, self._now)
         if token is None:
             return
         request.num_pending -= 1
@@ -120,9 +123,8 @@ class StepResults:
 
     def _settle(self, request: Request, start: int, num_tokens: int) -> None:
         """The request is ready for the next iteration, or ends."""
-        kv = self._kv
-        if request.num_computed % kv.block_size < num_tokens or not kv.keeps_all:
-            kv.publish(request, start)  # a block is full
+        if request.num_computed % self._block_size < num_tokens or not self._keeps_all:
+            self._kv.publish(request, start)  # a block is full
         if request.finish is not None:
             self._lifecycle.leave(request, self._now)
         elif not request.num_in_flight:
