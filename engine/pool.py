@@ -126,13 +126,12 @@ class RequestPool:
             after = request.state = READY
         else:
             after = request.move(move)
+            if move is not PLAN and move is not COMMIT:  # else it is started before and after
+                self._update_sets(request, before, after)
         counts[before] -= 1
         counts[after] += 1
         if self.background.num_live and request.spec.is_background:
             self.background.moved(request, before, after)
-        if move is PLAN or move is COMMIT:
-            return  # the request is started before and after
-        self._update_sets(request, before, after)
 
     def _update_sets(self, request: Request, before: State, after: State) -> None:
         if before is WAITING:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 
 PENDING = (LAST_TOKEN,)
+REST = tuple(StepEntry._field_defaults.values())[1:]  # of the fields behind `prompt_logprobs`
 
 
 class BatchBuilder:
@@ -75,7 +76,8 @@ class BatchBuilder:
         samples = is_last and spec.pooling is None
         sample = request.constant_sample or self._sample_spec(request) if samples else None
         targets = None if spec.prompt_logprobs is None else _targets(request, start, stop)
-        entry = StepEntry(request_id, start, tokens, kv.table(request_id), sample, targets)
+        given = (request_id, start, tokens, kv.table(request_id), sample, targets)
+        entry = tuple.__new__(StepEntry, given + REST)  # in half the time of StepEntry(*given)
         if not kv.keeps_all:
             entry = kv.extend(request, entry)
         if spec.lora is not None:

@@ -64,13 +64,13 @@ class BatchPlanner:
         order = self._pool.policy.order(now)
         admits = not (self._takes_whole_batch and self._pool.num_admitted)
         request: Request | None = None
-        ahead = batch.ahead
+        ahead, take = batch.ahead, self._take
         while admits and batch.seats:
             request = next(order, None)
             if request is None:
                 return
             if request.state is READY or request in ahead:
-                self._take(batch, request, now)
+                take(batch, request, now)
             elif request.state is WAITING or request.state is SWAPPED:
                 admits = self._admit(batch, request, now)
         if not batch.is_full and self._seats.num_ready(batch):
@@ -79,7 +79,7 @@ class BatchPlanner:
                 if not batch.seats:
                     return
                 if other.state is READY or other in batch.ahead:
-                    self._take(batch, other, now)
+                    take(batch, other, now)
 
     def _started_behind(self, request: Request | None, now: float) -> "Iterator[Request]":
         """Started requests behind `request` in the policy's order (all if it is None).
