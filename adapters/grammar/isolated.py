@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 SECONDS = 5.0
 NUM_BYTES = 256 << 20
+ANSWER_SECONDS = 10.0  # for a verdict to arrive, beyond twice what a compilation may take
 EXIT_SECONDS = 1.0  # for the process to end its children, before it is killed
 RECEIVE_BYTES = 1 << 16
 LOST = "The process that compiles grammars was lost; try again."
@@ -36,8 +37,14 @@ class IsolatedCompiler:
     """
 
     def __init__(
-        self, loader: str, directory: Path, seconds: float = SECONDS, num_bytes: int = NUM_BYTES
+        self,
+        loader: str,
+        directory: Path,
+        seconds: float = SECONDS,
+        num_bytes: int = NUM_BYTES,
+        answer_seconds: float = ANSWER_SECONDS,
     ) -> None:
+        self._verdict_seconds = 2 * seconds + answer_seconds
         self._arguments = [loader, str(directory), str(seconds), str(num_bytes)]
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
@@ -74,9 +81,17 @@ class IsolatedCompiler:
         verdict: asyncio.Future[str | None] = loop.create_future()
         self._pending[number] = verdict
         try:
-            async with self._sending:
-                await loop.sock_sendall(connection, encode(CompileRequest(number, grammar)))
-            return await verdict
+            async with asyncio.timeout(self._verdict_seconds):
+                async with self._sending:
+                    await loop.sock_sendall(connection, encode(CompileRequest(number, grammar)))
+                return await verdict
+        except TimeoutError as error:
+            if self._connection is connection and self._process is not None:
+                logger.error("the process that compiles grammars does not answer: it is replaced")
+                self._process.kill()
+                if self._reading is not None:  # it sees the end of the process
+                    await asyncio.wait((self._reading,), timeout=2 * EXIT_SECONDS)
+            raise Unavailable(LOST) from error
         except OSError as error:
             raise Unavailable(LOST) from error
         finally:

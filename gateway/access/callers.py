@@ -55,6 +55,13 @@ class Caller:
     reports: dict[str, str] = field(default_factory=dict, compare=False)
     charge: Callable[[float], None] = field(default=_uncharged, compare=False)
 
+    @property
+    def client(self) -> str:
+        """Which caller this is for what callers take in turns: the API key, or on a server without
+        keys the network address."""
+        address = "" if self.record is None else self.record.client
+        return self.tenant or address
+
     def authenticated(self, key: Key) -> "Caller":
         """The same request with the name and the rights of its API key."""
         allowance = key.allowance

@@ -90,7 +90,8 @@ class OriginPolicy:
 def _name(host: str) -> str:
     """A Host header without its port."""
     if host.startswith("["):
-        return host.partition("]")[0] + "]"
+        address, _, port = host.partition("]")
+        return f"{address}]" if not port or port.startswith(":") else host
     return host.partition(":")[0]
 
 

@@ -31,7 +31,7 @@ from gateway.batch.lines import (
     request_id,
     tokens_of,
 )
-from gateway.errors import PathNotFound, StoreFailed, StoreOutOfSpace, http_error
+from gateway.errors import InvalidApiKey, PathNotFound, StoreFailed, StoreOutOfSpace, http_error
 from gateway.observe.request_log import RequestRecord
 from gateway.pooling.group import body_of
 from gateway.pooling.plan import PoolingPlan
@@ -185,7 +185,7 @@ class _Run:
 
     async def _wait_for_quota(self) -> None:
         quotas, clock = self._service.quotas, self._service.clock
-        while (delay := quotas.line_delay(self._key, clock())) > 0:  # noqa: ASYNC110 # a duration
+        while (key := self._key) and (delay := quotas.line_delay(key, clock())) > 0:  # noqa: ASYNC110 # a duration
             await asyncio.sleep(delay)
 
     async def _next_line(self) -> BatchLine | None:
@@ -260,7 +260,9 @@ class _Run:
 
     async def _generate(self, line: BatchLine) -> bytes:
         service = self._service
-        caller = Caller(request_id(self._record, line), service.clock()).authenticated(self._key)
+        if (key := self._key) is None:
+            raise InvalidApiKey("The API key of this batch no longer exists.")
+        caller = Caller(request_id(self._record, line), service.clock()).authenticated(key)
         plan = await self._plan(line.body, caller, service)
         if not isinstance(plan, PoolingPlan) and plan.is_stream:
             raise InvalidRequest("'stream' is not supported in a batch.", "stream")
@@ -268,10 +270,13 @@ class _Run:
         return await body_of(plan, service)
 
     @property
-    def _key(self) -> Key:
-        """The batch's API key, or one without limits if it no longer exists."""
-        tenant = self._record.tenant
-        return self._service.keys.named(tenant) or Key(tenant, (), Allowance(), cache_domain=tenant)
+    def _key(self) -> Key | None:
+        """The batch's API key; one without limits on a server that no longer has keys; None if it
+        was revoked: then no further line is generated."""
+        tenant, keys = self._record.tenant, self._service.keys
+        if (key := keys.named(tenant)) is None and keys.is_open:
+            return Key(tenant, (), Allowance(), cache_domain=tenant)
+        return key
 
     async def _finish(self) -> None:
         """Write the output files and end the batch."""

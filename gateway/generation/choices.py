@@ -53,7 +53,7 @@ class ChoiceGroup:
         """
         plan, service = self._plan, self._service
         if plan.constraint is not None:
-            await service.grammars.check_grammar(*plan.constraint, plan.caller.tenant)
+            await service.grammars.check_grammar(*plan.constraint, plan.caller.client)
         tokenized = await plan.tokenize()
         prediction: tuple[int, ...] = ()
         if plan.prediction:

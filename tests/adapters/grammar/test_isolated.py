@@ -1,6 +1,7 @@
 """Grammars are compiled in children that are limited in time and memory."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import time
@@ -80,6 +81,24 @@ async def test_checks_fail_if_the_process_is_lost_and_the_next_one_starts_anothe
     with pytest.raises(Unavailable, match="was lost"):
         await pending
     assert await compiler.check(GOOD) is None
+
+
+async def test_a_process_that_does_not_answer_is_replaced() -> None:
+    compiler = IsolatedCompiler(LOADER, BUILTIN, seconds=0.1, answer_seconds=1.0)
+    try:
+        for _ in range(5):  # the first start may take longer than the process may
+            with contextlib.suppress(Unavailable):
+                await compiler.check(GOOD)
+                break
+        (process,) = psutil.Process().children()
+        os.kill(process.pid, signal.SIGSTOP)
+        with pytest.raises(Unavailable, match="was lost"):
+            await compiler.check(GOOD)
+        await asyncio.to_thread(process.wait)
+        compiler._verdict_seconds = 60.0
+        assert await compiler.check(GOOD) is None
+    finally:
+        await compiler.close()
 
 
 async def test_close_ends_a_compilation_in_progress() -> None:

@@ -7,7 +7,9 @@ import pytest
 
 from engine.errors import InvalidRequest, Overloaded, Unavailable
 from engine.step import Grammar, GrammarKind
+from gateway.access.callers import Caller
 from gateway.access.grammar_check import GrammarCheck, GrammarLimits
+from gateway.observe.request_log import RequestRecord
 from tests.gateway.scripted_model import CheckedOnLoop
 
 REGEX = GrammarKind.REGEX
@@ -161,3 +163,9 @@ def test_the_error_names_the_field_and_the_reason(grammar: Grammar, said: str) -
 )
 def test_supported_grammars_are_accepted(grammar: Grammar) -> None:
     assert complaint(grammar) == ""
+
+
+def test_callers_of_a_server_without_keys_take_turns_by_their_addresses() -> None:
+    record = RequestRecord("r", 0.0, client="192.0.2.1")
+    assert Caller("r", 0.0, record=record).client == "192.0.2.1"
+    assert Caller("r", 0.0, tenant="alice", record=record).client == "alice"

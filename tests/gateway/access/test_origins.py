@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from gateway.access.origins import OriginPolicy
+from gateway.errors import Forbidden
 from tests.gateway.forms import a_form
 from tests.gateway.rig import CHAT, Rig, Setting, chat, play
 
@@ -160,3 +162,10 @@ def test_a_chat_needs_no_host_header() -> None:
             await exchange.read()
 
     play(scene)
+
+
+@pytest.mark.parametrize("host", ["[::1]anything", "[::1]x:80"])
+def test_a_host_that_only_begins_like_a_loopback_address_is_refused(host: str) -> None:
+    policy = OriginPolicy(listens_on_loopback=True)
+    with pytest.raises(Forbidden):
+        policy.check({"headers": [(b"host", host.encode())], "method": "GET"})

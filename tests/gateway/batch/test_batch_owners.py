@@ -146,3 +146,19 @@ def test_a_batch_that_was_being_cancelled_is_cancelled_after_a_restart(tmp_path:
     play(begin, setting)
     rig = play(end, replace(setting, seed=99))
     assert not rig.ended
+
+
+def test_the_lines_of_a_revoked_key_are_not_generated(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("[a]\nkey = 'sk-a'\n[b]\nkey = 'sk-b'\n")
+
+    async def scene(rig: Rig) -> None:
+        batch_id = await started(rig, chat_lines(60), key("sk-a"))
+        keys.write_text("[b]\nkey = 'sk-b'\n")
+        rig.service.keys.reload()
+        await asyncio.sleep(60)
+        record = await rig.service.store.batch_queue.batches.find(batch_id, "a")
+        assert record.num_completed + record.num_failed == 60
+        assert record.num_completed <= 8, "only those that ran when the key was revoked"
+
+    play(scene, Setting(key_file=keys))
