@@ -195,3 +195,16 @@ def test_a_header_omits_unlimited_settings_and_reads_back_equal(tmp_path: Path) 
     path.write_text(header.line() + "\n" + render(row, str))
     assert "Infinity" not in path.read_text()
     assert read_recording(path).header == header
+
+
+def test_a_header_has_the_size_of_the_kv_cache_beside_its_own_fields(tmp_path: Path) -> None:
+    kv = KVShape(10, 4, 8, 6, saves_on_host=True, windows=(None, 8), num_states=3)
+    header = RecordingHeader("fcfs", PolicySettings(), SchedulerSettings(64), kv, 1, TRUE)
+    row = json.loads(header.line())
+    assert (row["num_blocks"], row["num_disk_blocks"], row["windows"]) == (10, 6, [None, 8])
+    assert "kv" not in row
+    assert "num_store_names" not in row, "it has its default"
+    path = tmp_path / "record.jsonl"
+    event: Row = {"at": 0, "arrived": 0, "prompt": 1, "max_tokens": 1}
+    path.write_text(header.line() + "\n" + render(event, str))
+    assert read_recording(path).header == header
