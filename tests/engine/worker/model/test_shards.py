@@ -66,12 +66,16 @@ VARIANTS = {
     "gpt2_untied": "reference",
 }
 
+IN_FOUR = ("llama_biases", "gemma4", "qwen3_moe", "qwen3_5")  # also cut by stages and by ranks
+
 
 @pytest.fixture(scope="module", params=VARIANTS)
-def checkpoint(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, str]:
-    variant = str(request.param)
+def variant(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(variant: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return make_checkpoint(tmp_path_factory.mktemp(variant), variant), VARIANTS[variant]
 
 
@@ -81,8 +85,12 @@ def alone(checkpoint: tuple[Path, str]) -> Worker:
 
 
 @pytest.fixture(scope="module", params=[(2, 1), (1, 2), (2, 2)], ids=["2x1", "1x2", "2x2"])
-def together(request: pytest.FixtureRequest, checkpoint: tuple[Path, str]) -> Iterator[Fleet]:
+def together(
+    request: pytest.FixtureRequest, variant: str, checkpoint: tuple[Path, str]
+) -> Iterator[Fleet]:
     stages, ranks = request.param
+    if (stages, ranks) == (2, 2) and variant not in IN_FOUR:
+        pytest.skip("what differs between families is cut by stages or by ranks")
     with fleet(checkpoint[0], stages, ranks, attention=checkpoint[1]) as workers:
         yield workers
 
@@ -111,7 +119,7 @@ def test_generations_are_those_of_one_worker(alone: Worker, together: Fleet) -> 
     one, many = Driver(alone, seed=1), Driver(together, seed=2)
     sampled = SamplingParams(temperature=0.8, top_p=0.9, seed=3)
     prompt = text(11, seed=8)
-    assert many.generate(0, prompt, 20) == one.generate(0, prompt, 20)
+    assert many.generate(0, prompt, 8) == one.generate(0, prompt, 8)
     assert many.tokens((1, prompt, sampled)) == one.tokens((1, prompt, sampled))
 
 
@@ -129,6 +137,7 @@ def test_a_prompt_chunk_yields_no_token_on_any_worker(together: Fleet) -> None:
     assert together.run(Step(StepId(41), (piece,))).tokens == ()
 
 
+@pytest.mark.parametrize("variant", ["llama_biases"], indirect=True)
 def test_every_rank_rejects_a_wrong_step_and_runs_the_next(together: Fleet) -> None:
     expected = Driver(together).generate(0, [1, 2, 3], 4)
     outside = StepEntry(RequestId(0), 0, (97,), bytes(4), SampleSpec(GREEDY))
