@@ -1,5 +1,5 @@
 # make serve      install what serving needs, then serve the built-in model
-# make test       the tests of the product, in less than 5 minutes on 2 cores
+# make test       the tests of the product (ARGS="--cpu-report FILE" prints what they take)
 # make test-rest  the other tests: fault injection, examples, other projects' clients and fuzzing
 # make test-all   all tests
 # make lint       format, style, types, import contracts

@@ -3,8 +3,8 @@
 Whatever happens: no slot is lost or owned twice in either tier, what is attended to is the KV of
 the tokens before, every request ends exactly once, no request in flight is touched, protected
 requests are preempted by earlier ones only, and when arrivals stop every request is served.
-PODWAY_EXAMPLES=10000 runs as many cases. (`test_scheduler_under_pressure` has fewer kinds of
-events, and many more swaps.)
+PODWAY_EXAMPLES=10000 runs as many cases. (`tests.fuzz.engine` has more kinds of events and tiers,
+and the engine's loop; here events come in any order, and cases that fail are made small.)
 """
 
 import os
