@@ -19,6 +19,7 @@ from engine.errors import StartupError
 from engine.simulated.figures import SLO
 from engine.simulated.replay import read_recording
 from engine.simulated.verify import RecordingVerifier
+from gateway.__main__ import run
 from gateway.serve import command as cli
 from gateway.serve import start
 from gateway.settings.settings import options
@@ -48,15 +49,46 @@ def test_the_whole_help_has_a_flag_for_every_setting_and_the_usual_one_at_most_6
     [
         (["--port", "99999"], "podway: --port must be a whole number from 0 to 65535, not '99999'"),
         (["--kv-slots", "1", "--kv-memory", "1GiB"], "podway: --kv-slots and --kv-memory exclude"),
-        (["no/such/directory"], "podway: no/such/directory is"),
         (["--tls-cert", "c.pem"], "podway: --tls-cert and --tls-key are used together"),
+        (["--prot", "1"], "podway serve: unknown flag --prot; did you mean --port?"),
+        (["--quantum-ratio", "1"], "podway: --quantum-ratio must be a number above 1, not '1'"),
+        (["--config", "none.toml"], "podway: cannot read the settings file none.toml"),
+    ],
+)
+def test_a_wrong_setting_is_rejected_in_one_line(
+    flags: list[str],
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def accepted(settings: object) -> None:
+        raise AssertionError("the settings were accepted")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli, "_set_up_logging", accepted)
+    code: object
+    try:
+        code = run(["serve", *flags])
+    except SystemExit as ended:  # raised by the parser of flags
+        code = ended.code
+    shown = capsys.readouterr()
+    assert code == 1
+    assert shown.err.splitlines()[-1].startswith(says)
+    assert "Traceback" not in shown.err
+    assert shown.out == ""
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["no/such/directory"], "podway: no/such/directory is"),
         (
             ["--tls-cert", "c", "--tls-key", "k"],
             "podway: cannot read c and k for TLS: No such file",
         ),
         (["--api-key-file", "none"], "podway: cannot read the key file none: No such file"),
         (["--api-key", "a=1,a=2"], "podway: two API keys have the name 'a'"),
-        (["--prot", "1"], "podway serve: unknown flag --prot; did you mean --port?"),
         (
             ["--attention", "flashinfr"],
             "podway: --attention must be one of auto, cpu, flashinfer, flashinfer-split, "
@@ -68,8 +100,6 @@ def test_the_whole_help_has_a_flag_for_every_setting_and_the_usual_one_at_most_6
         (["--trace", "."], "podway: --trace: . is a directory, not a file"),
         (["--chat-template", "no.jinja"], "podway: --chat-template: there is no file no.jinja"),
         (["--store", "."], "podway: cannot open"),
-        (["--quantum-ratio", "1"], "podway: --quantum-ratio must be a number above 1, not '1'"),
-        (["--config", "none.toml"], "podway: cannot read the settings file none.toml"),
     ],
 )
 def test_an_impossible_start_is_rejected_in_one_line(
