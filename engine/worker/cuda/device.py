@@ -173,7 +173,7 @@ class CudaDevice:
         """The model with sums fused into the norms behind them, and norms and gates into 8-bit
         linears.
 
-        On a GPU decode steps are captured as CUDA graphs, by `launcher`.
+        On a GPU decode steps are captured as CUDA graphs, by `replaying`.
         """
         residual = residual_kernels(self._triton, self._kernels)
         return fused(model, self._triton.quantization, residual)
