@@ -23,6 +23,9 @@ Prompt = tuple[int, ...]
 # counts as this many characters more, because a part has a cost however short it is.
 _MAX_CHARS_ON_LOOP = 4_096
 _CHARS_PER_PART = 128
+UNUSUAL_CHARS = 8  # per token: a text of so many may have no place to cut, like one of newlines
+SLICE_CHARS = 16_384
+IDS_PER_CUT = 8  # by which a cut may change the number of ids
 
 
 class TokenizedPrompts(NamedTuple):
@@ -80,11 +83,13 @@ def token_ids(
 ) -> Prompt:
     """The ids of a text. Raises `InvalidRequest` naming `param` if it is not valid Unicode.
 
-    A text with more than `most` ids is tokenized only until this is known, if the tokenizer can
-    divide texts: then this raises `PromptTooLong`.
+    A text with more than `most` ids is tokenized only until this is known: then this raises
+    `PromptTooLong`.
     """
     ids: list[int] = []
     try:
+        if most is not None and len(text) > UNUSUAL_CHARS * most:
+            _check_slices(tokenizer, text, param, most)
         for piece in encode_pieces(tokenizer, text, add_special_tokens=add_special_tokens):
             if piece and most is not None and len(ids) > most:
                 raise PromptTooLong(len(ids) + len(piece), most, param)
@@ -93,3 +98,17 @@ def token_ids(
     except UnicodeEncodeError as error:
         message = f"'{param}' is not valid Unicode: it has an unpaired surrogate."
         raise InvalidRequest(message, param) from error
+
+
+def _check_slices(tokenizer: "Tokenizer", text: str, param: str, most: int) -> None:
+    """Raise `PromptTooLong` if slices of the text have far more than `most` ids together.
+
+    Some texts have no place at which their ids allow a cut, such as millions of newlines, and take
+    a minute in one piece. A cut anywhere changes the count by a few ids only.
+    """
+    min_ids = 0
+    for start in range(0, len(text), SLICE_CHARS):
+        ids = tokenizer.encode(text[start : start + SLICE_CHARS], add_special_tokens=False)
+        min_ids += len(ids) - IDS_PER_CUT
+        if min_ids > most:
+            raise PromptTooLong(min_ids, most, param)

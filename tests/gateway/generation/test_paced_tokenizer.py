@@ -8,7 +8,7 @@ import pytest
 
 from gateway.errors import PromptTooLong
 from gateway.generation.paced_tokenizer import SHARE, PacedTokenizer
-from gateway.generation.prompt import tokenize_prompts
+from gateway.generation.prompt import SLICE_CHARS, tokenize_prompts
 from tests.gateway.generation.test_prompt import Letters
 
 SECONDS = 0.01  # of CPU time for each piece, as measured by the fake clock
@@ -96,6 +96,28 @@ async def test_a_text_is_tokenized_only_until_it_exceeds_the_context() -> None:
         await tokenize_prompts(PacedTokenizer(pieces, lambda: True), [TEXT], most=2500)
     assert (error.value.param, pieces.num_encoded) == ("prompt", 4)
     assert (await tokenize_prompts(pieces, [TEXT], most=10_000)).prompts == [tuple(map(ord, TEXT))]
+
+
+class Newlines(Pieces):
+    """Has a token for each 64 newlines, and can divide no text."""
+
+    longest = 0
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        self.longest = max(self.longest, len(text))
+        return [10] * -(-len(text) // 64)
+
+    def encode_pieces(self, text: str, *, add_special_tokens: bool) -> Iterator[list[int]]:
+        yield self.encode(text, add_special_tokens=add_special_tokens)
+
+
+async def test_a_text_without_a_place_to_cut_is_refused_by_its_slices() -> None:
+    tokenizer = Newlines()
+    with pytest.raises(PromptTooLong, match="at least 2"):
+        await tokenize_prompts(tokenizer, ["\n" * 8_000_000], most=2_500)
+    assert tokenizer.longest == SLICE_CHARS
+    fits = "\n" * (64 * 2_000)
+    assert len((await tokenize_prompts(tokenizer, [fits], most=2_500)).prompts[0]) == 2_000
 
 
 async def test_a_text_is_tokenized_no_further_once_its_request_is_cancelled() -> None:
