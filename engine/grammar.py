@@ -26,7 +26,7 @@ class TokenTable(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """Which ids are allowed next: bit `id % 8` of byte `id // 8` is 1 for an allowed id.
+    """The ids that are allowed next: bit `id % 8` of byte `id // 8` is 1 for an allowed id.
 
     `accepts`: the output matches the grammar as it is, so that an end token is allowed.
     """

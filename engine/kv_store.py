@@ -16,7 +16,7 @@ else:
     Bytes = object  # the server, which reads no contents, does without numpy
 
 STORES = "adapters.cluster:KV_STORES"
-MOST_NAMES = 1 << 16  # contents of a shared store that the scheduler knows of
+MAX_NAMES = 1 << 16  # contents of a shared store that the scheduler knows of
 
 
 class KVStore(Protocol):
@@ -59,7 +59,7 @@ class SharedStore(KVStore, Protocol):
         ...
 
     def exists(self, names: Sequence[bytes]) -> Sequence[bool] | None:
-        """Which contents the store has; None if it does not answer. Bounded like `read`."""
+        """The contents that the store has; None if it does not answer. Bounded like `read`."""
         ...
 
 

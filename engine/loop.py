@@ -83,7 +83,7 @@ class Engine:
         read_ahead: "Callable[[ReadAhead], object] | None" = None,
         lookup: "StoreLookup | None" = None,
     ) -> None:
-        """At most `depth` iterations are in flight, `executor.depth` if it is None; `lookahead` of
+        """Keep at most `depth` iterations in flight, `executor.depth` if it is None; `lookahead` of
         them are for iterations planned ahead. `is_ready` turns False if no iteration returns for
         `ready_seconds`. `read_ahead` is called with what workers should read from the disk for a
         request that has to wait, and again when it has ended. Before a request starts, `lookup`

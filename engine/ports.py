@@ -61,8 +61,8 @@ class StoreLookup(Protocol):
     """Asks a store of KV that servers share."""
 
     async def find(self, names: "Sequence[bytes]") -> "Container[bytes]":
-        """Those of the names that the store has. Returns within a bounded time, with nothing if the
-        store does not answer; does not raise."""
+        """The names among these that the store has. Returns within a bounded time, with nothing if
+        the store does not answer; does not raise."""
         ...
 
 

@@ -34,7 +34,7 @@ from urllib.parse import parse_qs, urlsplit
 import numpy as np
 
 from engine.errors import StartupError
-from engine.kv_store import MOST_NAMES, Bytes
+from engine.kv_store import MAX_NAMES, Bytes
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ READ_SECONDS = 4.0  # for all contents that one step loads
 CONNECT_SECONDS = 1.0
 PAUSE_SECONDS = 10.0
 FLUSH_SECONDS = 10.0
-MOST_QUEUED_BYTES = 256 << 20  # waiting to be written; contents beyond that are not
+MAX_QUEUED_BYTES = 256 << 20  # waiting to be written; contents beyond that are not
 LOCAL_BUFFER_BYTES = 256 << 20  # of a client, for transfers
 DEFAULT_SEGMENT_BYTES = 512 << 20
 UNITS = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
@@ -121,7 +121,7 @@ class MooncakeStore:
 
     @property
     def num_slots(self) -> int:
-        return MOST_NAMES
+        return MAX_NAMES
 
     @property
     def is_paused(self) -> bool:
@@ -151,7 +151,7 @@ class MooncakeStore:
     def write(self, slot: int, name: bytes, content: Bytes) -> None:
         size = content.nbytes
         with self._lock:
-            if self.is_paused or self._num_queued_bytes + size > MOST_QUEUED_BYTES:
+            if self.is_paused or self._num_queued_bytes + size > MAX_QUEUED_BYTES:
                 return
             self._num_queued_bytes += size
         self._written = self._writer.submit(lambda: self._put(name, content))

@@ -45,7 +45,7 @@ CHUNK = 64  # started requests whose keys are compared at a time
 
 
 class Admission(Enum):
-    """Which blocks must be available before a request starts, and when it may join the batch."""
+    """The blocks that must be available before a request starts, and when it may join the batch."""
 
     GROW = "grow"  # blocks for the tokens so far; more are allocated as needed
     RESERVE = "reserve"  # blocks for prompt + max_tokens (Orca)

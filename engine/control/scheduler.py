@@ -81,7 +81,7 @@ class IterationScheduler:
 
     @property
     def ledger(self) -> "KVLedger":
-        """Which request holds which pages, for checks."""
+        """The pages that each request holds, for checks."""
         return self.kv.ledger
 
     @property

@@ -93,7 +93,7 @@ class LiveCost:
         return self._decode_ratio * self._start.decodes(num_rows, num_slots)
 
     def tokens_within(self, seconds: float, num_tokens: int, start: int, beside: int) -> int:
-        """As `CostModel.tokens_within`."""
+        """The tokens that fit, see `CostModel.tokens_within`."""
         return self.model.tokens_within(seconds, num_tokens, start, beside)
 
     def seconds_for(self, num_tokens: int) -> float:

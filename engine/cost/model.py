@@ -82,7 +82,8 @@ class CostModel:
 
     @classmethod
     def parse(cls, values: "Mapping[str, object]") -> "CostModel":
-        """From fields parsed from JSON; ValueError if one is unknown or has a wrong value."""
+        """The model with these fields, parsed from JSON; ValueError if one is unknown or has a
+        wrong value."""
         known = {field.name for field in fields(cls)}
         if not values.keys() <= known:
             raise ValueError(f"{sorted(values.keys() - known)[0]!r} is not a field of a cost model")

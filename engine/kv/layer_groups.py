@@ -73,7 +73,7 @@ class LayerGroups(tuple[LayerGroup, ...]):
         return [name for number in range(len(self)) for name in self.names_in(number, hashes)]
 
     def names_in(self, number: int, hashes: "Sequence[bytes]") -> "Iterator[bytes]":
-        """Those of one group."""
+        """The names of one group."""
         group = self[number]
         for block_hash in hashes[group.first_needed(len(hashes) * group.block_size) :]:
             yield name_in_group(block_hash, number)

@@ -167,7 +167,7 @@ class LowerTiers(dict[Tier, LowerTier]):
 
     @classmethod
     def of(cls, host: LowerTier | None, disk: LowerTier, store: LowerTier) -> "LowerTiers":
-        """Those of the tiers that have slots."""
+        """The tiers that have slots."""
         tiers = {Tier.HOST: host, Tier.DISK: disk, Tier.STORE: store}
         return cls({tier: one for tier, one in tiers.items() if one is not None and one.num_slots})
 

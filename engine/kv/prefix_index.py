@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from engine.request import Request
     from engine.step import Tier
 
-MOST_EVICTIONS = 4096  # in the log; a request that missed some looks up all its hashes again
+MAX_EVICTIONS = 4096  # in the log; a request that missed some looks up all its hashes again
 
 
 class PrefixListener(Protocol):
@@ -98,9 +98,9 @@ class PrefixIndex:
         if evicted.depth is None:
             return
         self._evictions.append(evicted)
-        if len(self._evictions) > 2 * MOST_EVICTIONS:
-            del self._evictions[:MOST_EVICTIONS]
-            self._num_dropped += MOST_EVICTIONS
+        if len(self._evictions) > 2 * MAX_EVICTIONS:
+            del self._evictions[:MAX_EVICTIONS]
+            self._num_dropped += MAX_EVICTIONS
 
     def clear(self) -> None:
         """The content of all pages is lost."""

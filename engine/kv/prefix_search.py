@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from engine.kv.prefix_index import PrefixListener
     from engine.request import Request, RequestSpec
 
-LEAST_COMMON = 64  # tokens: to compute fewer of them twice costs less than to wait
+MIN_COMMON = 64  # tokens: to compute fewer of them twice costs less than to wait
 CHUNK = 512  # tokens that are compared at a time
 SWAPPED = State.SWAPPED  # bound once (see engine.pool)
-MOST_LOOKED_UP = 512  # blocks of a prompt, which are about 1 ms of hashing
+MAX_LOOKED_UP = 512  # blocks of a prompt, which are about 1 ms of hashing
 HASHES_PER_PLAN = 512  # about 1 ms; longer cached prefixes are found in several plans
 
 
@@ -99,7 +99,7 @@ class PrefixSearch:
     def to_look_up(self, request: "Request") -> "list[tuple[PageKind, bytes]]":
         """The pages of the first blocks of a request's prompt that are on no tier, as far as is
         known, so that a shared store may have them."""
-        count = min(self.most_reusable(request) // self._block_size, MOST_LOOKED_UP)
+        count = min(self.most_reusable(request) // self._block_size, MAX_LOOKED_UP)
         extend_hashes(request, self._block_size, count)
         hashes, groups, states = request.block_hashes[:count], self._ledger.groups, self._states
         names = {
@@ -110,7 +110,7 @@ class PrefixSearch:
         return [(kind, n) for kind, all_of in names.items() for n in all_of if n not in pages[kind]]
 
     def learn(self, names: "Iterable[tuple[PageKind, bytes]]", stored: "Container[bytes]") -> None:
-        """Of these pages, a shared store has those in `stored`."""
+        """Note that of these pages a shared store has those in `stored`."""
         for kind, name in names:
             lower = self._ledger.pages[kind].lower
             if name in stored and Tier.STORE in lower:
@@ -195,7 +195,7 @@ class PrefixSearch:
 
     def is_being_computed(self, request: "Request") -> bool:
         """Whether an iteration in flight, or the one being planned, computes a prompt that has
-        half of this request's uncached tokens in common, and at least `LEAST_COMMON`: then it is
+        half of this request's uncached tokens in common, and at least `MIN_COMMON`: then it is
         better to wait for their KV than to compute it twice. Choices of one response, which have
         the same prompt object, wait for a single block: together they compute it many times."""
         place, size = request.num_matched, self._block_size
@@ -206,7 +206,7 @@ class PrefixSearch:
             return False
         cached = place * size
         common = _num_common(request.spec, other.spec, cached) // size * size - cached
-        least = LEAST_COMMON
+        least = MIN_COMMON
         if other.spec.prompt is request.spec.prompt and not request.wants_prompt_logprobs:
             reusable = (request.num_tokens - 1) // size * size  # a request computes one at least
             least, common = size, min(common, reusable - cached)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from engine.request import Request
     from engine.step import RequestId
 
-LEAST_STATES = 2  # the snapshot that a request starts behind, and its own
+MIN_STATES = 2  # the snapshot that a request starts behind, and its own
 NO_LIMIT = 1 << 40  # drafts of a model without recurrent layers
 SNAPSHOT_TOKENS = 1024  # between two snapshots of a long prompt, at least
 
@@ -86,7 +86,7 @@ class RequestStates:
         self.snapshots = pages.index
         self.group = group
         self.is_on = pages.pool.num_pages > 0
-        assert not self.is_on or pages.pool.num_pages >= LEAST_STATES, "no room for a snapshot"
+        assert not self.is_on or pages.pool.num_pages >= MIN_STATES, "no room for a snapshot"
         self._held: dict[RequestId, _Held] = {}
 
     # Prefixes

@@ -56,8 +56,8 @@ class Drafter(Observer):
         draft_model: DraftModelProposer | None = None,
         clock: "Clock | None" = None,
     ) -> None:
-        """At most `num_drafts` per request and iteration; `draft_model` is one more proposer. The
-        time of guesses is measured by `clock`, and estimated without one."""
+        """Propose at most `num_drafts` per request and iteration; `draft_model` is one more
+        proposer. The time of guesses is measured by `clock`, and estimated without one."""
         self.budget = SpeculationBudget(cost, clock)
         self.counts = DraftCounts(by_position=[0] * num_drafts)
         self._num_drafts = num_drafts

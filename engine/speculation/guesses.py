@@ -55,7 +55,7 @@ class Guesses:
         budget: "SpeculationBudget",
         draft_model: "DraftModelProposer | None",
     ) -> None:
-        """At most `num_drafts` for a request; `draft_model` is one more proposer."""
+        """Propose at most `num_drafts` for a request; `draft_model` is one more proposer."""
         self._proposers = [*proposers, draft_model] if draft_model is not None else proposers
         self._num_drafts = num_drafts
         self._budget = budget

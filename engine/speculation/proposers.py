@@ -31,7 +31,7 @@ class Proposer(Protocol):
     def name(self) -> str: ...
 
     def propose(self, request: "Request", count: int) -> Proposal:
-        """At most `count` tokens that may follow the request's last token; none if unknown."""
+        """Up to `count` tokens that may follow the request's last token; none if unknown."""
         ...
 
     def forget(self, request: "Request") -> None:

@@ -79,7 +79,7 @@ class TokenIndex:
         return Match(best, ends)
 
     def follow(self, end: int, count: int) -> list[int]:
-        """At most `count` tokens behind position `end`, up to the end of their text.
+        """Up to `count` tokens behind position `end`, up to the end of their text.
 
         Behind the last token of the sequence, they are repeated: as in LZ77, a copy may overlap
         what it produces.

@@ -57,7 +57,7 @@ class Caller:
 
     @property
     def client(self) -> str:
-        """Which caller this is for what callers take in turns: the API key, or on a server without
+        """The caller that takes turns with others: the API key, or on a server without
         keys the network address."""
         address = "" if self.record is None else self.record.client
         return self.tenant or address

@@ -93,7 +93,7 @@ def digest_of(key: str) -> bytes:
 
 
 def key_from_text(text: str, defaults: KeyDefaults, *, is_admin: bool = False) -> Key:
-    """From `NAME=KEY`, or from a bare key, which is named after its digest."""
+    """The key of `NAME=KEY`, or of a bare key, which is named after its digest."""
     named = _NAMED.fullmatch(text)
     digest = digest_of(named["key"] if named else text)
     name = named["name"] if named else digest.hex()[:NAME_DIGITS]

@@ -157,8 +157,9 @@ def _row(request: "Request", engine: "Engine", now: float) -> dict[str, Any]:
 
 
 def _shown(pool: "RequestPool") -> "list[Request]":
-    """At most `MAX_REQUESTS` live requests: some of those that hold KV on the device, some that are
-    swapped out, and the longest waiting ones. The cost does not depend on how many wait."""
+    """The live requests to show, `MAX_REQUESTS` at most: some of those that hold KV on the device,
+    some that are swapped out, and the longest waiting ones. The cost does not depend on how many
+    wait."""
     found = list(islice(pool.started, MAX_STARTED)) + list(islice(pool.swapped, MAX_SWAPPED))
     waiting = (request for request in pool if request.state is State.WAITING)
     return found + list(islice(waiting, MAX_REQUESTS - len(found)))

@@ -88,8 +88,8 @@ class RequestLog(Observer):
     _running: dict[tuple[str, str], RequestRecord] = field(default_factory=dict)
 
     def watch(self, record: RequestRecord) -> None:
-        """From now on engine requests with its id and key belong to this record, unless they belong
-        to another one with the same id (clients may choose it)."""
+        """Let engine requests with its id and key belong to this record from now on, unless they
+        belong to another one with the same id (clients may choose it)."""
         self._running.setdefault((record.key, record.request_id), record)
 
     def close(self, record: RequestRecord) -> None:

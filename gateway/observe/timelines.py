@@ -163,7 +163,7 @@ class ReaderWaits:
         self._waits: OrderedDict[str, list[Wait]] = OrderedDict()
 
     def of(self, label: str) -> list[Wait]:
-        """Those of the client of the requests with this label."""
+        """The waits of the client of the requests with this label."""
         return self._waits.get(label, [])
 
     def add(self, label: str, wait: Wait) -> None:

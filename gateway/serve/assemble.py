@@ -26,7 +26,7 @@ from engine.control.scheduler import IterationScheduler
 from engine.cost.live import LiveCost
 from engine.events import Observer, ObserverGroup
 from engine.kv_shape import KVShape
-from engine.kv_store import MOST_NAMES
+from engine.kv_store import MAX_NAMES
 from engine.loop import Engine
 from engine.speculation.drafter import Drafter
 from engine.step import HASH_BYTES, PageKind
@@ -341,7 +341,7 @@ def _kv_shape(settings: Settings, report: WorkerReport) -> KVShape:
         num_states=report.num_states,
         num_host_states=report.num_host_states,
         num_disk_states=len(report.disk_state_hashes) // HASH_BYTES,
-        num_store_names=MOST_NAMES if report.kv_store_keys else 0,
+        num_store_names=MAX_NAMES if report.kv_store_keys else 0,
     )
 
 

@@ -45,7 +45,7 @@ HTML = "text/html"
 
 
 class Access(Enum):
-    """Which API key a route needs, if the server has any."""
+    """The API key that a route needs, if the server has any."""
 
     OPEN = auto()  # none: probes and routers cannot send keys, and the web page asks for it itself
     TENANT = auto()

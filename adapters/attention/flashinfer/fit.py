@@ -13,7 +13,7 @@ HEAD_DIMS = (64, 128, 256)
 PACKED_MAJORS = (9, 10, 12)  # compute capabilities that XQA is compiled for
 PACKED_PAGES = (16, 32, 64, 128)
 CAPABILITY = (8, 0)  # Ampere: the first with bfloat16; fp8 KV is converted in the kernel
-MOST_STRIDE = 1 << 32  # elements of a page
+MAX_STRIDE = 1 << 32  # elements of a page
 ALTERNATIVE = "--attention reference supports it, slowly, in plain torch"
 
 
@@ -44,7 +44,7 @@ def unsupported_shape(spec: AttentionSpec, kv_dtype: torch.dtype, block_size: in
         return (
             f"{spec.num_heads} attention heads are not a multiple of {spec.num_kv_heads} KV heads"
         )
-    if block_size * spec.num_kv_heads * spec.head_dim >= MOST_STRIDE:
+    if block_size * spec.num_kv_heads * spec.head_dim >= MAX_STRIDE:
         return f"block_size {block_size} is too large for 32-bit strides"
     return ""
 

@@ -43,7 +43,7 @@ class Loads:
         self.active: list[int] = []
 
     def activate(self, replicas: "Iterable[int]") -> None:
-        """From now on these replicas, and no others, take requests."""
+        """Let these replicas, and no others, take requests from now on."""
         self.active = sorted(replicas)
         self.penalty[:] = numpy.inf
         self.penalty[self.active] = 0.0
@@ -97,7 +97,7 @@ class LeastTokens:
 
 
 class _Sent:
-    """Which prompts were sent to which replica: for each block, after those before it, the
+    """The prompts that were sent to each replica: for each block, after those before it, the
     replicas that got it. Of each replica the `most` blocks that were sent last are kept."""
 
     def __init__(self, most: int) -> None:
@@ -142,8 +142,8 @@ def block_size_of(arrival: "Arrival") -> int:
 
 
 class Affinity:
-    """Which active replicas hold a prompt's longest prefix, and whether one has too many requests:
-    the rules of smg's cache_aware policy, with its defaults."""
+    """The active replicas that hold a prompt's longest prefix, and whether one has too many
+    requests: the rules of smg's cache_aware policy, with its defaults."""
 
     def __init__(self, loads: Loads, cache_blocks: int) -> None:
         self._loads = loads
@@ -154,8 +154,8 @@ class Affinity:
         self._sent.add(arrival, replica)
 
     def holders(self, arrival: "Arrival", replicas: "Sequence[int]") -> list[int]:
-        """Those of `replicas` that were sent the longest prefix of the prompt that any replica was
-        sent; none if it is not long enough."""
+        """The replicas among these that were sent the longest prefix of the prompt that any replica
+        was sent; none if it is not long enough."""
         matches = self._sent.matches(arrival)
         deepest = max(matches.values(), default=0)
         if deepest * block_size_of(arrival) <= CACHE_THRESHOLD * arrival.prompt_len:

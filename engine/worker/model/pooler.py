@@ -80,7 +80,7 @@ class Pooler:
         return PendingVectors(entries, self.transfers.fetch(*states), self.config.is_normalized)
 
     def _state(self, states: Tensor) -> Tensor:
-        """From the states `[rows, hidden]` that the method pools."""
+        """The pooled state of `[rows, hidden]` by the method."""
         pooled = states.mean(dim=0, keepdim=True) if len(states) > 1 else states
         if self.head is not None:
             pooled = self.head(pooled)

@@ -32,7 +32,7 @@ class ProfileRun:
     sampler: Sampler
 
     def __call__(self) -> None:
-        """As many requests and tokens as a step may have; every request samples a token."""
+        """Run as many requests and tokens as a step may have; every request samples a token."""
         shape, step = self.shard.shape, self._step()
         num_blocks = -(-self._tokens_each // self.settings.kv.block_size)
         if not self.kv.groups.windows:  # then the blocks of requests are different ones

@@ -17,7 +17,7 @@ from engine.worker.ports import BlockMover, KVCapacity, KVTensors, ModelShape, S
 from engine.worker_settings import WorkerSettings
 
 STATES_PER_REQUEST = 3  # its own, and the snapshots of its prompt and of its output
-LEAST_STATES = 2  # the snapshot that a request starts behind, and its own
+MIN_STATES = 2  # the snapshot that a request starts behind, and its own
 
 
 class KVCounts(NamedTuple):
@@ -93,13 +93,13 @@ class StageKV:
         memory = settings.kv.kv_memory or (
             capacity.most if settings.kv.kv_slots else capacity.usual
         )
-        enough = STATES_PER_REQUEST * settings.max_batch_size + LEAST_STATES
+        enough = STATES_PER_REQUEST * settings.max_batch_size + MIN_STATES
         fitting = memory // 2 // own_bytes if own_bytes else enough  # a stage may have none
         num_states = settings.kv.num_states or min(enough, fitting)
-        if num_states < LEAST_STATES:
+        if num_states < MIN_STATES:
             raise StartupError(
                 f"half of the memory for the KV cache ({size_text(memory)}) is less than "
-                f"{LEAST_STATES} recurrent states ({size_text(own_bytes)} each)"
+                f"{MIN_STATES} recurrent states ({size_text(own_bytes)} each)"
             )
         host_states = settings.tiers.host_kv_memory // 2 // own_bytes if own_bytes else enough
         return num_states, min(enough, host_states) if settings.tiers.host_kv_memory else 0

@@ -39,7 +39,7 @@ from engine.worker.sampling.sampler import NO_MASKS, Masks, RowFault
 MAX_GRAMMARS = 64  # compiled grammars in the cache
 MAX_MATCHERS = 512
 MASK_WAIT_SHARE = 0.25  # of a step's time so far: that it waits for late rows
-LEAST_WAIT_SECONDS = 0.0005  # the same in a step that has just begun
+MIN_WAIT_SECONDS = 0.0005  # the same in a step that has just begun
 MASK_WAIT_SECONDS_ALONE = 0.1  # the same, for the first mask, if all rows of the batch are late
 MASK_SECONDS = 2.0  # of CPU time, after which a row fails
 WITHOUT_CORE = 10.0  # times `MASK_SECONDS`, after which it fails in any case
@@ -158,7 +158,7 @@ class MaskRequest:
     def wait_seconds(self) -> float:
         """Seconds that the step still waits for late rows: a share of its time so far."""
         share = MASK_WAIT_SHARE * (time.perf_counter() - self.begun_at)
-        return min(max(share, LEAST_WAIT_SECONDS), MASK_WAIT_SECONDS)
+        return min(max(share, MIN_WAIT_SECONDS), MASK_WAIT_SECONDS)
 
 
 @dataclass(slots=True)

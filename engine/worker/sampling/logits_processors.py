@@ -82,7 +82,7 @@ def _penalize(logits: Tensor, at: Tensor, penalties: Tensor) -> None:
 
 
 def invalid_id_fields(specs: Sequence[SampleSpec], vocab_size: int) -> dict[int, str]:
-    """By index in `specs`, the first field that holds an id outside the vocabulary."""
+    """The first field, by index in `specs`, that holds an id outside the vocabulary."""
     found: dict[int, str] = {}
     for name, read in ID_FIELDS.items():
         places = indices_of(range(len(specs)), [read(spec) for spec in specs])

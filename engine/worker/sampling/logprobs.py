@@ -20,7 +20,7 @@ class RowLogprobs(NamedTuple):
 
 
 def row_logprobs(logits: Tensor, ids: Tensor, most: int) -> RowLogprobs:
-    """Of `ids[i]` in row i of `[rows, vocab]`, and of the `most` most likely ids.
+    """Log-probabilities of `ids[i]` in row i of `[rows, vocab]`, and of the `most` most likely ids.
 
     The order of equally likely ids is not defined.
     """
@@ -37,7 +37,8 @@ def row_logprobs(logits: Tensor, ids: Tensor, most: int) -> RowLogprobs:
 
 
 def to_token_logprobs(found: RowLogprobs, tops: Sequence[int]) -> list[TokenLogprobs | None]:
-    """As Python numbers, with the `tops[i]` most likely ids of row i; None for a row with NaN."""
+    """The rows as Python numbers, with the `tops[i]` most likely ids of row i; None for a row with
+    NaN."""
     return [
         TokenLogprobs(logprob, rank, tuple(zip(top_ids, top, strict=True))[:count])
         if is_fine
@@ -51,7 +52,8 @@ def to_token_logprobs(found: RowLogprobs, tops: Sequence[int]) -> list[TokenLogp
 def log_probabilities(
     logits: Tensor, ids: Sequence[int], tops: Sequence[int]
 ) -> list[TokenLogprobs | None]:
-    """Of `ids[i]` in row i of `[rows, vocab]`, with the `tops[i]` most likely ids.
+    """Log-probabilities of `ids[i]` in row i of `[rows, vocab]`, with the `tops[i]` most likely
+    ids.
 
     None for a row that has NaN or infinity. The order of equally likely ids is not defined.
     """

@@ -45,7 +45,8 @@ class MaskThreads:
             matcher.feed((token,))
 
     def read_slowly(self, matcher: "Matcher", tokens: Sequence[int]) -> None:
-        """As `read`, with a rest after each token if the batch has rows that are not late."""
+        """Read like `read`, with a rest after each token if the batch has rows that are not
+        late."""
         for token in tokens:
             began = time.thread_time()
             matcher.feed((token,))

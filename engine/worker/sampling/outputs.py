@@ -103,8 +103,8 @@ class OutputMemory:
 
 
 def _first(step_id: StepId, entry: StepEntry, spec: SampleSpec) -> _Output:
-    """From an entry that carries everything: its tokens, without drafts, end where the output
-    does."""
+    """The output of an entry that carries everything: its tokens, without drafts, end where the
+    output does."""
     num_known = len(entry.tokens) - entry.num_drafts
     first = entry.start + num_known - len(spec.output)
     tokens = spec.output + entry.tokens[num_known:]

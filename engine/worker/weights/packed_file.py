@@ -88,7 +88,7 @@ class PackedFile:
 
     @property
     def resident_bytes(self) -> int:
-        """Of the file's pages, which the system counts as available memory, those that stay in
+        """Bytes of the file's pages, which the system counts as available memory, that stay in
         memory while the worker runs."""
         return self.num_bytes
 

@@ -19,8 +19,8 @@ BASE = "fcfs"  # the policy that the others are compared with
 GOAL = SLO(ttft=5.0, tpot=0.1)
 STUDENT = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 10: 2.262, 20: 2.093}  # 95 %, by samples
 SAME = 0.005  # relative difference
-MOST_PLAN = 2.0  # milliseconds, the goal
-MOST_LOST = 0.98  # of FCFS's latency over the policy's: the least that a default may have
+MAX_PLAN = 2.0  # milliseconds, the goal
+MAX_LOST = 0.98  # of FCFS's latency over the policy's: the least that a default may have
 
 
 class Run(TypedDict):
@@ -149,7 +149,7 @@ def against_fcfs(runs: Sequence[Run], system: str) -> str:
         found = [ratios(own, base, latency) for latency in ("mean", "p99")]
         cells = [f"{exact(each)} | {min(each):.3f} ×" for each in found]
         lines.append(f"| {case} | {load:g} | {len(own)} | " + " | ".join(cells) + " |")
-        if min(map(fmean, found)) < MOST_LOST:
+        if min(map(fmean, found)) < MAX_LOST:
             lost.append(f"{case} at {load:g} requests/s")
     sentence = f"`{system}` does at " + (", ".join(lost) or "none of these loads") + "."
     return sentence + "\n\n" + "\n".join(lines)
@@ -354,15 +354,15 @@ def plan_table(costs: PlanCosts) -> str:
 
 
 def slow_plans(costs: PlanCosts) -> str:
-    """Which medians and p99 are above the goal of `MOST_PLAN` milliseconds."""
+    """Which medians and p99 are above the goal of `MAX_PLAN` milliseconds."""
     found = {
         latency: [
             f"`{name}` with {int(count):,} waiting"
             for name, row in costs["milliseconds"].items()
             for count, one in row.items()
-            if one[latency] > MOST_PLAN
+            if one[latency] > MAX_PLAN
         ]
         for latency in ("median", "p99")
     }
     above = {latency: ", ".join(names) or "none" for latency, names in found.items()}
-    return f"Above {MOST_PLAN:g} ms: medians: {above['median']}; p99: {above['p99']}."
+    return f"Above {MAX_PLAN:g} ms: medians: {above['median']}; p99: {above['p99']}."

@@ -14,7 +14,7 @@ from engine.worker.ports import AttentionSpec, KVTensors, RaggedLayout, StepLimi
 from tests.flashinfer_stand_in import StandIn
 
 LIMITS = StepLimits(max_requests=8, max_tokens=128, max_model_len=128)
-MOST_POSITIONS = 1 << 20
+MAX_POSITIONS = 1 << 20
 SPARE = 1
 
 
@@ -63,7 +63,7 @@ class Paged(NamedTuple):
             )
             for i, ((cached, new), table) in enumerate(zip(self.requests, self.tables, strict=True))
         )
-        limits = LayoutLimits(1, MOST_POSITIONS, self.num_pages, self.page_size)
+        limits = LayoutLimits(1, MAX_POSITIONS, self.num_pages, self.page_size)
         return build_layout(Step(StepId(0), tuple(entries)), limits)
 
     def slots(self, i: int) -> list[int]:

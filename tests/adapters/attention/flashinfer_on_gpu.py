@@ -28,7 +28,7 @@ DECODES: dict[str, type[FlashInferAttention]] = {
     "fa2": Fa2FlashInferAttention,
     "xqa": XqaFlashInferAttention,
 }
-STALE, MOST_FP8 = 1e4, 448.0  # in slots of used pages that no token has
+STALE, MAX_FP8 = 1e4, 448.0  # in slots of used pages that no token has
 
 ON_GPU = [
     pytest.mark.gpu,
@@ -152,7 +152,7 @@ class OnGpu:
 
     @property
     def _stale(self) -> float:
-        return MOST_FP8 if self.shape.kept == FP8 else STALE
+        return MAX_FP8 if self.shape.kept == FP8 else STALE
 
 
 def _put(into: Tensor, at: Tensor, rows: Tensor) -> None:

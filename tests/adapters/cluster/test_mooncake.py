@@ -137,7 +137,7 @@ def test_a_master_that_cannot_be_reached_pauses_the_store(client: Client) -> Non
 def test_contents_that_the_store_does_not_take_in_time_are_dropped(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mooncake, "MOST_QUEUED_BYTES", SIZE)
+    monkeypatch.setattr(mooncake, "MAX_QUEUED_BYTES", SIZE)
     store = store_over(client)
     client.may_answer.clear()
     store.write(0, A, content(1))

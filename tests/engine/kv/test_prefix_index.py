@@ -51,7 +51,7 @@ def test_a_block_that_is_published_again_is_matched() -> None:
 def test_the_remembered_match_agrees_with_a_whole_search(
     most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefix_index, "MOST_EVICTIONS", most)
+    monkeypatch.setattr(prefix_index, "MAX_EVICTIONS", most)
     random, index = Random(5), PrefixIndex()
     chains = [chain(name, 12) for name in "abc"]
     matches = [(0, 0)] * len(chains)  # (blocks matched, evictions seen)

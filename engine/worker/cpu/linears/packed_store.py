@@ -89,7 +89,7 @@ class PackedStore:
         return self._file.resident_bytes
 
     def check(self) -> None:
-        """As `PackedFile.check`, of the file in use."""
+        """Check the file in use, see `PackedFile.check`."""
         self._file.check()
 
     def packed(

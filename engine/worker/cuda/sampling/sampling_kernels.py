@@ -19,7 +19,7 @@ from engine.step import SamplingParams
 from engine.worker.sampling.logits_processors import Put
 
 RUN = 512  # ids per partial sum, as in `engine.worker.sampling.filters`
-MOST_SORTED = 1024  # a larger k is found by bisection
+MAX_SORTED = 1024  # a larger k is found by bisection
 FLOAT_BITS = 31  # of a non-negative float32
 ONE = 0x3F800000  # the bits of 1.0, the largest weight of each row
 
@@ -137,7 +137,7 @@ def _last(flags: Tensor) -> Tensor:
 def _smallest_of_top(weights: Tensor, params: SamplingTensors) -> Tensor:
     """The smallest weight that top-k keeps in each row; 0 in rows without top-k."""
     width = weights.shape[1]
-    if params.most > MOST_SORTED:
+    if params.most > MAX_SORTED:
         bits = _bisect(weights, lambda over: over.sum(dim=1) >= params.top_ks)
         return bits.to(torch.int32).view(torch.float32)
     best = weights.topk(min(params.most, width), dim=1).values

@@ -38,8 +38,8 @@ HEADERS = "headers"  # the file that the server which uses a folder locks
 UNUSED_DAYS = 30
 HEADER = np.dtype([("hash", f"V{HASH_BYTES}"), ("checksum", "<u4"), ("is_used", "<u4")])
 READERS = 4  # threads
-MOST_QUEUED_BYTES = 256 << 20  # waiting for the disk; copies beyond that are not written
-MOST_AHEAD_BYTES = 256 << 20  # read for waiting requests
+MAX_QUEUED_BYTES = 256 << 20  # waiting for the disk; copies beyond that are not written
+MAX_AHEAD_BYTES = 256 << 20  # read for waiting requests
 
 
 def folder_of(directory: Path, facts: str) -> Path:
@@ -74,7 +74,7 @@ class DiskFiles:
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="disk-kv-read")
         self._thread = threading.Thread(target=self._run, name="disk-kv-write", daemon=True)
         self._thread.start()
-        self.ahead = ReadAheadBuffer(self._read_file, MOST_AHEAD_BYTES // block_bytes)
+        self.ahead = ReadAheadBuffer(self._read_file, MAX_AHEAD_BYTES // block_bytes)
 
     def read_ahead(self, request_id: RequestId, copies: Iterable[tuple[int, bytes]]) -> None:
         """Begin to read slots with these hashes for a waiting request; none: drop what was read for
@@ -95,7 +95,7 @@ class DiskFiles:
     def write(self, slot: int, block_hash: bytes, content: Bytes) -> None:
         """Queue a copy; if the disk does not keep up or has failed, the copy is not written."""
         with self._lock:
-            if self._has_failed or len(self._queued) * self.block_bytes > MOST_QUEUED_BYTES:
+            if self._has_failed or len(self._queued) * self.block_bytes > MAX_QUEUED_BYTES:
                 return
             self._queued[slot] = block_hash, content
         self._queue.put((slot, block_hash, content))
@@ -170,7 +170,7 @@ def has_folders(directory: Path) -> bool:
 
 
 def _folders(directory: Path) -> list[Path]:
-    """Those that a disk tier made, of any model and format."""
+    """The folders that a disk tier made, of any model and format."""
     names = re.compile(f"[0-9a-f]{{{FOLDER_DIGITS}}}")
     ours = (folder for folder in directory.iterdir() if names.fullmatch(folder.name))
     return [folder for folder in ours if (folder / HEADERS).is_file()]

@@ -14,7 +14,7 @@ from typing import Self
 from engine.errors import StartupError
 from engine.worker.ports import ModelShape
 
-MOST_WASTE = 8  # at most one in so many layers of a block is unused
+MAX_WASTE = 8  # at most one in so many layers of a block is unused
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +100,6 @@ def _fits(size: int, counts: dict[int | None, int]) -> bool:
     """Whether groups of `size` layers waste little of a block: over all groups, and over those that
     keep the KV of all tokens, which need most blocks for long contexts."""
     used = {window: -(-count // size) * size for window, count in counts.items()}
-    is_dense = (sum(used.values()) - sum(counts.values())) * MOST_WASTE <= sum(counts.values())
+    is_dense = (sum(used.values()) - sum(counts.values())) * MAX_WASTE <= sum(counts.values())
     full = counts.get(None, 0)
-    return is_dense and (used.get(None, 0) - full) * MOST_WASTE <= full
+    return is_dense and (used.get(None, 0) - full) * MAX_WASTE <= full

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from engine.control.scheduler import IterationScheduler
-from engine.kv.prefix_search import LEAST_COMMON
+from engine.kv.prefix_search import MIN_COMMON
 from engine.request import Abort, RequestSpec
 from tests.engine.control.test_scheduler import GREEDY, make, run_iteration, spec
 
@@ -31,7 +31,7 @@ def test_a_chunked_prompt_is_computed_once_by_requests_that_share_it() -> None:
     scheduler = make(block_size=4, max_batch_tokens=16, reuses_prefixes=True, num_blocks=200)
     for _ in range(3):
         scheduler.add(spec(121, 1), 0.0)
-    assert sum(tokens_per_iteration(scheduler)) < 121 + 2 * LEAST_COMMON
+    assert sum(tokens_per_iteration(scheduler)) < 121 + 2 * MIN_COMMON
 
 
 @pytest.mark.parametrize("length", [10, 65])

@@ -145,7 +145,7 @@ def test_a_full_disk_ends_writing_and_is_logged_once(
 def test_a_disk_that_does_not_keep_up_gets_no_more_copies(
     files: DiskFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk_pool, "MOST_QUEUED_BYTES", -1)
+    monkeypatch.setattr(disk_pool, "MAX_QUEUED_BYTES", -1)
     files.write(0, A, content(1, 100))
     files.wait()
     assert files.read([0], [A]) == [None]
