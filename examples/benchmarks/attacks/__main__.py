@@ -40,7 +40,7 @@ from examples.benchmarks.attacks.report import (
     table_head,
     write_table,
 )
-from examples.benchmarks.server.soak import serving, until_idle
+from examples.benchmarks.server.served import serving, until_idle
 
 SERVER_FLAGS = ("--store", "memory", "--cost-model", "measure")  # not one saved on a busy machine
 SETTLE_SECONDS = 0.8

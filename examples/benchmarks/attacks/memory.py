@@ -21,7 +21,7 @@ import psutil
 from examples.benchmarks.attacks.catalog import LONG_TEXT, chat, trailers
 from examples.benchmarks.attacks.report import replace_rows
 from examples.benchmarks.attacks.sending import Attacker
-from examples.benchmarks.server.soak import serving
+from examples.benchmarks.server.served import serving
 
 SAMPLES = 10
 CLIENTS = 16

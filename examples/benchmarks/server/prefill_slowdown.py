@@ -24,7 +24,7 @@ import uvloop
 from examples.benchmarks.attacks.__main__ import LOAD_BEFORE, SERVER_FLAGS, machine
 from examples.benchmarks.attacks.honest import HonestStreams
 from examples.benchmarks.attacks.report import quantiles, replace_rows, table_head
-from examples.benchmarks.server.soak import serving, until_idle
+from examples.benchmarks.server.served import serving, until_idle
 
 FACTORS = ("0", "8", "4", "3", "2")
 SETTLE_SECONDS = 1.0

@@ -15,12 +15,13 @@ def test_texts_are_unchanged_when_workers_are_killed() -> None:
     assert "| failed or different | 0 |" in shown
 
 
-def test_requests_cancelled_by_their_clients_leave_nothing_behind(tmp_path: Path) -> None:
-    flags = ("--requests", "150", "--out", tmp_path)
-    server_flags = ("--pipeline-stages", "2", "--cost-model", "none")
-    shown = run_module("benchmarks.server.soak", *flags, "--", *server_flags)
-    assert "0 failures" in shown
-    assert (tmp_path / "soak.json").exists()
+def test_answers_are_unchanged_while_everything_fails(tmp_path: Path) -> None:
+    """It fails by itself if an answer differs or is missing, or anything is left."""
+    load = ("--hours", "0.01", "--rate", "2", "--every", "1.5", "--out", tmp_path)
+    assert "0 different or lost" in run_module("benchmarks.server.chaos", *load)
+    found = json.loads((tmp_path / "chaos.json").read_text())
+    assert found["faults"]["worker killed"] >= 1
+    assert sum(found["tally"]["answers"].values()) > 20
 
 
 def test_lookahead_is_measured_off_and_on(tmp_path: Path) -> None:

@@ -265,6 +265,19 @@ def kills() -> list[str]:
     ]
 
 
+def chaos() -> list[str]:
+    """The tables of the hour in which everything failed."""
+    run = read("chaos/chaos.json")
+    tally, faults = run["tally"], run["faults"]
+    return [
+        f"{run['seconds'] / 60:.0f} minutes: {sum(tally['behaviours'].values())} requests, "
+        f"{sum(tally['answers'].values())} whole answers, all compared; "
+        f"{sum(faults.values())} faults; {len(tally['failures'])} different or lost.",
+        *(f"| {name} | {count} |" for name, count in faults.items()),
+        *(f"| {name} | {count} |" for name, count in tally["behaviours"].items()),
+    ]
+
+
 CLAIMS: list[tuple[Path, Callable[[], list[str]]]] = [
     (README, beside_others),
     (README, starts),
@@ -291,6 +304,7 @@ CLAIMS: list[tuple[Path, Callable[[], list[str]]]] = [
     (RESULTS / "attacks" / "README.md", memory_under_attack),
     (RESULTS / "attacks" / "README.md", fuzzed),
     (RESULTS / "survival" / "README.md", kills),
+    (RESULTS / "chaos" / "README.md", chaos),
 ]
 
 

@@ -1,0 +1,1 @@
+"""A real server under mixed load while something fails every few seconds."""
