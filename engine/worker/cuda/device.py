@@ -11,12 +11,13 @@ from torch import Tensor
 from engine.errors import KernelFaulted, StartupError
 from engine.worker.cuda.build_environment import missing_norm_headers, prepare_environment
 from engine.worker.cuda.choice_file import file_of
+from engine.worker.cuda.formats import kv_format, weight_format
 from engine.worker.cuda.gpu import Gpu, TorchGpu
 from engine.worker.cuda.kernels.library import NO_KERNELS, TritonKernels, kernel_trials, load
 from engine.worker.cuda.kernels.tiling import Tiling
 from engine.worker.cuda.memory import check_weights, fitting, measure
 from engine.worker.cuda.model.fusion import fused
-from engine.worker.cuda.model.gemm import FP8, FP8_BY_ROW, TorchGemm8Bit, by_cublaslt, torch_product
+from engine.worker.cuda.model.gemm import TorchGemm8Bit, by_cublaslt, torch_product
 from engine.worker.cuda.model.gemm_choice import (
     CUBLASLT,
     FIXED_TILING,
@@ -25,7 +26,7 @@ from engine.worker.cuda.model.gemm_choice import (
 )
 from engine.worker.cuda.model.kernels import FlashInferKernels, Kernels, TritonRowKernels
 from engine.worker.cuda.model.linears import FastProducts
-from engine.worker.cuda.model.operators import LINEARS, STORED, CudaOperators
+from engine.worker.cuda.model.operators import STORED, CudaOperators
 from engine.worker.cuda.model.residual import ResidualKernels
 from engine.worker.cuda.model.weight_staging import OnDevice
 from engine.worker.cuda.requirements import has_cached_kernels, missing
@@ -52,7 +53,6 @@ from engine.worker.ports import (
     Shard,
     StageModel,
     WeightSource,
-    name_of,
 )
 from engine.worker.weights.packed_cache import PackedCache
 from engine.worker_settings import Placement, WorkerSettings
@@ -314,31 +314,6 @@ class CudaDevice:
         return (shape.num_layers, 2, num_blocks, size, shape.num_kv_heads, shape.head_dim)
 
 
-def weight_format(
-    asked: str, dtype: torch.dtype, gpu: Gpu, preferred: PreferredFormat | None = None
-) -> str:
-    """The weight format of linear layers; raises `StartupError` if this GPU cannot compute it."""
-    own = name_of(dtype)
-    if asked == "auto" and preferred is not None and preferred.format is not None:
-        return STORED if preferred.stored == (preferred.format,) else preferred.format
-    if asked in ("auto", own):
-        return own
-    if asked not in LINEARS:
-        known = ", ".join((own, *LINEARS))
-        raise StartupError(
-            f"--weights {asked!r} is not supported on cuda with dtype {own}; known: {known}"
-        )
-    if asked == "fp8" and gpu.capability < FP8_BY_ROW:
-        major, minor = gpu.capability
-        raise StartupError(
-            f"--weights 'fp8' needs a GPU of compute capability 9.0 (Hopper) or later, and "
-            f"{gpu.model} has {major}.{minor}; int8 runs there"
-        )
-    if asked == "fp8" and dtype is not torch.bfloat16:
-        raise StartupError(f"--weights 'fp8' needs --dtype bfloat16, not {own}")
-    return asked
-
-
 def row_kernels(triton: TritonKernels) -> Kernels:
     """FlashInfer's norm and gates; ours where its norm cannot be compiled here."""
     lacking = () if has_cached_kernels() else missing_norm_headers()
@@ -365,12 +340,6 @@ def residual_kernels(triton: TritonKernels, kernels: Kernels | None) -> Residual
     if triton.rows is None and library is None:
         return None
     return ResidualKernels(triton.rows, library)
-
-
-def kv_format(asked: str, dtype: torch.dtype) -> torch.dtype:
-    """The dtype of the KV cache: that of the model, or 8-bit floats (fp8 e4m3)."""
-    own = name_of(dtype)
-    return choose_dtype("--kv-cache-dtype", asked, {"auto": dtype, own: dtype, "fp8": FP8}, "cuda")
 
 
 def warm_up(runs: Mapping[str, Callable[[], object]], progress: Progress) -> None:
