@@ -316,10 +316,9 @@ def test_end_ids_come_from_the_generation_config_first(tmp_path: Path) -> None:
         ({"device": "tpu"}, "device 'tpu'"),
         ({"attention": "magic"}, "attention 'magic'"),
         ({"max_model_len": 129}, "--max-model-len 129 is beyond"),
-        ({"kv_slots": 7}, "--kv-slots 7 is less than one block of 16 slots"),
-        ({"kv_bytes": 100}, "--kv-memory 100 bytes is less than one block of 16 slots"),
+        ({"kv_memory": 100}, "--kv-memory 100 bytes is less than one block of 16 slots"),
         (
-            {"kv_bytes": 1 << 50},
+            {"kv_memory": 1 << 50},
             "--kv-memory 1,048,576.0 GiB needs 1,048,576.0 GiB for the KV cache",
         ),
         ({"block_size": 0}, "--block-size"),
