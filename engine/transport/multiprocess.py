@@ -327,7 +327,10 @@ class MultiprocessExecutor:
             *(worker.end(EXIT_SECONDS if self._has_exited(worker) else grace) for worker in workers)
         )
         for worker, exit in zip(workers, exits, strict=True):
-            level = logging.ERROR if self._has_exited(worker) else logging.INFO
+            expected = (
+                logging.DEBUG if self._channel is None else logging.INFO
+            )  # a start that failed
+            level = logging.ERROR if self._has_exited(worker) else expected
             logger.log(level, "worker %d %s", worker.pid, exit.description)
         return exits
 

@@ -1,6 +1,7 @@
 """A real worker process dies, hangs and sends invalid data at every moment; nothing leaks."""
 
 import asyncio
+import logging
 import os
 import select
 import signal
@@ -64,13 +65,14 @@ async def test_start_reports_progress_and_returns_the_workers_report() -> None:
         ("send garbage", "^protocol error while loading the worker: a frame of"),
     ],
 )
-async def test_a_worker_that_cannot_load_fails_the_start_with_a_readable_message(
-    model: str, line: str
+async def test_a_worker_that_cannot_load_fails_the_start_with_a_readable_message_and_no_other(
+    model: str, line: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     executor = MultiprocessExecutor(WorkerSettings(model=model), ECHO)
-    with pytest.raises(StartupError, match=line):
+    with caplog.at_level(logging.INFO), pytest.raises(StartupError, match=line):
         await executor.start(no_progress)
     assert not executor.pids
+    assert caplog.messages == []
 
 
 async def test_workers_start_again_without_the_kernels_that_fault(
