@@ -59,7 +59,7 @@ def read_json(path: Path) -> dict[str, object]:
         return {}
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise StartupError(f"{path} is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise StartupError(f"{path} is not a JSON object")

@@ -33,7 +33,7 @@ def equal_heads(
     hidden, heads = fields.integer(names.hidden), fields.integer(names.heads)
     inner = fields.integer(names.inner, default_inner and default_inner * hidden)
     return ModelShape(
-        num_layers=fields.integer(names.layers),
+        num_layers=fields.layers(names.layers),
         num_heads=heads,
         num_kv_heads=heads,
         head_dim=hidden // heads,

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from engine.errors import StartupError
 from engine.worker.model.torch_operators import ACTIVATIONS
 
+MAX_LAYERS = 10_000  # models have some hundred at most
+
 
 @dataclass(frozen=True, slots=True)
 class Fields:
@@ -29,6 +31,13 @@ class Fields:
             return default
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise self._wrong(name, "a positive integer")
+        return value
+
+    def layers(self, name: str) -> int:
+        """A number of layers, bounded so that a wrong one is refused before any is built."""
+        value = self.integer(name)
+        if value > MAX_LAYERS:
+            raise self._wrong(name, f"at most {MAX_LAYERS:,}")
         return value
 
     def count(self, name: str, default: int) -> int:

@@ -72,7 +72,7 @@ def _modules(directory: Path) -> dict[str, Path]:
     try:
         listed = json.loads(path.read_text(encoding="utf-8"))
         return {str(row["type"]).rpartition(".")[2]: directory / str(row["path"]) for row in listed}
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise StartupError(f"{path} is not a list of modules: {error!r}") from error
 
 

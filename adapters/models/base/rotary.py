@@ -97,7 +97,7 @@ class RotaryFamily(ABC):
     def _shape(self, fields: Fields) -> ModelShape:
         hidden, heads = fields.integer("hidden_size"), fields.integer("num_attention_heads")
         kv_heads = fields.integer("num_key_value_heads", heads)
-        num_layers, inner = fields.integer("num_hidden_layers"), self.inner_size(fields)
+        num_layers, inner = fields.layers("num_hidden_layers"), self.inner_size(fields)
         head_dim = self.head_dim(fields, hidden // heads)
         shape = ModelShape(
             num_layers=num_layers,

@@ -80,6 +80,8 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise StartupError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:  # the path has a NUL
+        raise StartupError(f"cannot read {str(path)!r}: {error}") from error
 
 
 def _digest(texts: list[bytes]) -> str:
@@ -93,7 +95,7 @@ def _digest(texts: list[bytes]) -> str:
 def _parsed(text: bytes, directory: Path) -> dict[str, object]:
     try:
         config = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise StartupError(f"{directory / CONFIG_FILE} is not JSON: {error}") from error
     if not isinstance(config, dict):
         raise StartupError(f"{directory / CONFIG_FILE} is not a JSON object")

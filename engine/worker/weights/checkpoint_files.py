@@ -74,7 +74,7 @@ def _read_index(index: Path) -> dict[str, Path]:
     try:
         names: dict[str, str] = json.loads(index.read_text())["weight_map"]
         shards = {name: index.parent / Path(file).name for name, file in names.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise StartupError(f"{index} is not a safetensors index: {error!r}") from error
     for path in sorted(set(shards.values())):
         missing = {name for name, at in shards.items() if at == path} - _names(path)

@@ -100,6 +100,12 @@ def edit_weights(directory: Path, **changes: torch.Tensor | None) -> None:
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0 is not supported"),
         ("gpt_oss", {"layer_types": ["chunked_attention"] * 3}, "'chunked_attention'"),
         ("gpt_oss", {"sliding_window": "wide"}, "sliding_window is 'wide'"),
+        (
+            "llama",
+            {"num_hidden_layers": 10**9},
+            "num_hidden_layers is 1000000000, expected at most",
+        ),
+        ("gpt2", {"n_layer": 10_001}, "n_layer is 10001, expected at most 10,000"),
         ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights=False"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention"),
@@ -297,6 +303,12 @@ def test_only_config_weights_and_tokenizer_are_downloaded(
         ignore_patterns=asked["ignore_patterns"],
     )
     assert list(found) == wanted
+
+
+def test_a_config_that_is_nested_too_deeply_is_no_json(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"a":' * 100_000 + "1" + "}" * 100_000)
+    with pytest.raises(StartupError, match=r"config\.json is not JSON: maximum recursion depth"):
+        load_worker(tmp_path)
 
 
 def test_end_ids_come_from_the_generation_config_first(tmp_path: Path) -> None:
