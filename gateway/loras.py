@@ -205,7 +205,7 @@ def other_base(adapter: Path, names: Sequence[str]) -> str | None:
     try:
         config = orjson.loads((adapter / "adapter_config.json").read_bytes())
         base = config.get("base_model_name_or_path")
-    except (OSError, orjson.JSONDecodeError, AttributeError):
+    except (OSError, ValueError, AttributeError):  # not JSON, or a NUL in the path
         return None  # the workers report files that cannot be read
     if not isinstance(base, str) or not base:
         return None

@@ -37,3 +37,10 @@ def test_an_adapter_for_another_base_model_is_served_with_a_warning(
         "meta-llama/Llama-3.1-8B"
     )
     assert warnings == ([expected] if is_other else [])
+
+
+@pytest.mark.parametrize("path", ["/no/such/folder", "with a NUL \0"])
+def test_files_that_cannot_be_read_are_the_workers_to_report(path: str) -> None:
+    registry = LoraRegistry(ScriptedLoader(), LoraUsage(1), NAMES, lambda *_: None)
+    registry.start([LoraSpec(1, "mine", path)], [LoraReport(1, digest="0" * 64)], 0)
+    assert registry.find("mine") is not None
