@@ -1,0 +1,101 @@
+"""The house stays small: lines per room, and the shape of classes, names and docstrings.
+
+`tests/house.toml` has the budgets. Raising one is a commit of its own that says why; a room that
+has shrunk by more than a twentieth lowers its budget, so that it is not filled again unnoticed.
+"""
+
+import ast
+import re
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PRODUCT = ("adapters", "engine", "gateway")
+BUDGETS = tomllib.loads((ROOT / "tests/house.toml").read_text())
+ROOMS: dict[str, int] = BUDGETS["lines"]
+SLACK = 0.05  # the share of its budget that a room may leave unused
+MAX_METHODS = 20
+MAX_FIELDS = 25
+MAX_FILE = 400
+FRAGMENT = re.compile(r"(As|Of|By|From|Which|Those|At) ")  # the begin of no sentence of its own
+OTHER_WORDS = re.compile(r"\b(?:LEAST|MOST)_[A-Z_]+")  # the field says MIN_ and MAX_
+
+
+def sources(*folders: str) -> Iterator[Path]:
+    """All Python files below the folders."""
+    for folder in folders:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            if "node_modules" not in path.parts:
+                yield path
+
+
+def room_of(path: Path) -> str:
+    """The longest room of `house.toml` that holds the file; "" if there is none."""
+    name = path.relative_to(ROOT).as_posix()
+    return max((room for room in ROOMS if name.startswith(f"{room}/")), key=len, default="")
+
+
+@cache
+def lines_by_room() -> dict[str, int]:
+    """The lines of each room, without those of rooms inside it."""
+    lines = dict.fromkeys(["", *ROOMS], 0)
+    for path in sources(*PRODUCT, "tests", "examples"):
+        lines[room_of(path)] += len(path.read_text().splitlines())
+    return lines
+
+
+def definitions() -> Iterator[tuple[str, Any]]:
+    """All classes and functions of the product, with their places."""
+    for path in sources(*PRODUCT):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                yield f"{path.relative_to(ROOT)}:{node.lineno} {node.name}", node
+
+
+def test_every_file_is_in_a_room() -> None:
+    assert lines_by_room()[""] == 0
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_keeps_its_budget_of_lines(room: str) -> None:
+    lines, budget = lines_by_room()[room], ROOMS[room]
+    assert lines <= budget, f"{room} has {lines} lines: shorten it, or raise its budget and say why"
+    assert lines >= budget * (1 - SLACK) - 20, f"{room} has {lines} lines: lower its budget"
+
+
+def test_no_file_is_longer_than_it_can_be_read_at_once() -> None:
+    lines = {path: len(path.read_text().splitlines()) for path in sources(*PRODUCT)}
+    assert [str(path) for path, count in lines.items() if count > MAX_FILE] == []
+
+
+def test_no_class_has_more_methods_or_fields_than_one_can_hold() -> None:
+    large = []
+    for place, node in definitions():
+        if not isinstance(node, ast.ClassDef):
+            continue
+        methods = sum(
+            isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef) for each in node.body
+        )
+        fields = sum(isinstance(each, ast.AnnAssign) for each in node.body)
+        if methods > MAX_METHODS or fields > MAX_FIELDS:
+            large.append(f"{place.partition(':')[0]}: {node.name}")
+    assert sorted(large) == BUDGETS["classes"]["larger"]
+
+
+def test_a_docstring_is_understood_without_its_signature() -> None:
+    docs = ((place, ast.get_docstring(node) or "") for place, node in definitions())
+    assert [place for place, text in docs if FRAGMENT.match(text)] == []
+
+
+def test_limits_are_named_min_and_max() -> None:
+    found = {
+        f"{path.relative_to(ROOT)}: {name}"
+        for path in sources(*PRODUCT)
+        for name in OTHER_WORDS.findall(path.read_text())
+    }
+    assert sorted(found) == []
