@@ -173,16 +173,28 @@ async def test_sigterm_lets_a_running_answer_finish_and_ends_with_0(tmp_path: Pa
 
 
 def test_costs_measured_at_one_start_are_used_at_the_next(tmp_path: Path) -> None:
-    origins = []
-    for _ in range(2):
-        with start_server(tmp_path) as server:
-            read_url(server)
-            assert server.stdout is not None
-            origins.append(next(line for line in server.stdout if line.startswith("  cost")))
-            server.send_signal(signal.SIGTERM)
-            assert server.wait(60) == 0
-    assert "measured in" in origins[0]
-    assert str(tmp_path / "cache" / "costs") in origins[1]
+    """They are kept once two rounds agree, which may take some starts beside other work."""
+    files = tmp_path / "cache" / "costs"
+    measured = ""
+    for _ in range(6):
+        measured = cost_line(tmp_path)
+        assert "measured in" in measured
+        if any(files.glob("*")):
+            break
+    else:
+        pytest.skip(f"other work runs on this machine: {measured}")
+    assert str(files) in cost_line(tmp_path)
+
+
+def cost_line(directory: Path) -> str:
+    """The line about costs with which a server starts that ends at once."""
+    with start_server(directory) as server:
+        read_url(server)
+        assert server.stdout is not None
+        line = next(line for line in server.stdout if line.startswith("  cost"))
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(60) == 0
+    return line
 
 
 async def test_keys_and_certificate_are_reloaded_on_sighup(tmp_path: Path) -> None:
