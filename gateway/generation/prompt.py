@@ -25,7 +25,7 @@ _MAX_CHARS_ON_LOOP = 4_096
 _CHARS_PER_PART = 128
 UNUSUAL_CHARS = 8  # per token: a text of so many may have no place to cut, like one of newlines
 SLICE_CHARS = 16_384
-IDS_PER_CUT = 8  # by which a cut may change the number of ids
+IDS_PER_CUT = 32  # more than a cut through the longest token adds on both of its sides
 
 
 class TokenizedPrompts(NamedTuple):
