@@ -142,7 +142,10 @@ class RopeTable:
         if len(self._known.cos) < stop:
             count = max(MIN_TABLE_POSITIONS, 1 << (stop - 1).bit_length())
             self._known = self._rope.angles(torch.arange(count))
-        return RopeAngles(self._known.cos[positions], self._known.sin[positions])
+        known = self._known
+        return RopeAngles(
+            known.cos.index_select(0, positions), known.sin.index_select(0, positions)
+        )
 
 
 class RecordedDecoder:

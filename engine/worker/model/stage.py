@@ -157,14 +157,15 @@ class Stage:
         self, layout: RaggedLayout, wide: RaggedLayout, rows: Int64s, continued: Continued
     ) -> _Inputs:
         """Copy the inputs of the layers; tokens that only the device knows are copied there."""
-        known, held, numbers = continued.on_device()
         types = NO_ROWS if layout.token_types is None else layout.token_types
-        targets = layout.last_token_rows[numbers] if known is not None else NO_ROWS
+        known, held, numbers = continued.on_device()
+        if known is None:
+            return _Inputs(*self.put(wide.token_ids, wide.positions, rows, types))
+        targets = layout.last_token_rows[numbers]
         ids, positions, wanted, token_types, last_token_rows, places = self.put(
             wide.token_ids, wide.positions, rows, types, targets, held
         )
-        if known is not None:
-            ids.index_copy_(0, last_token_rows, known.index_select(0, places))
+        ids.index_copy_(0, last_token_rows, known.index_select(0, places))
         return _Inputs(ids, positions, wanted, token_types)
 
 

@@ -157,15 +157,14 @@ class OutputReader:
         self, step: Step, layout: RaggedLayout, hidden: Tensor, masks: MaskRequest
     ) -> PendingOutput:
         num_samples = len(layout.sampled_rows)
-        sampled = self._sample(step, layout, hidden[:num_samples], masks) if num_samples else None
+        sampled = self._sample(step, hidden[:num_samples], masks) if num_samples else None
         scoring = self._score(step, hidden[num_samples:]) if len(layout.scored_rows) else ()
         return _LogitsPending(step, sampled, scoring)
 
-    def _sample(
-        self, step: Step, layout: RaggedLayout, hidden: Tensor, wanted: MaskRequest
-    ) -> _PendingTokens:
-        specs = [entry.sample for entry in step.entries if entry.sample is not None]
-        positions = (layout.positions[layout.sampled_rows] + 1).tolist()
+    def _sample(self, step: Step, hidden: Tensor, wanted: MaskRequest) -> _PendingTokens:
+        sampled = [entry for entry in step.entries if entry.sample is not None]
+        specs = [entry.sample for entry in sampled if entry.sample is not None]
+        positions = [entry.start + len(entry.tokens) for entry in sampled]
         logits = self._logits(hidden)
         masks = self.constraints.collect(wanted)
         pending = self.sampler.begin(logits, specs, positions, masks)

@@ -126,17 +126,18 @@ class PendingSample:
 
     def finish(self, copied: Sequence[Tensor]) -> SampledBatch:
         """The sampled batch; `copied` are `sources` on the host."""
-        ids, largest, left = (source.numpy().tolist() for source in copied[:NUM_SOURCES])
-        tokens: list[int] = ids
+        tokens: list[int] = copied[0].tolist()
+        largest: list[float] = copied[1].tolist()
         faults: dict[int, RowFault] = {}
         if not isfinite(sum(largest)):  # in float64, which float32s cannot overflow
             rows = [row for row, value in enumerate(largest) if not isfinite(value)]
             faults = {row: not_finite_fault() for row in rows}
         for row, fault in self.faults.items():
             faults.setdefault(row, fault)
-        for row, value in zip(self.processed, left, strict=True):
-            if not isfinite(value):
-                faults.setdefault(row, all_banned_fault())
+        if self.processed:
+            for row, value in zip(self.processed, copied[2].tolist(), strict=True):
+                if not isfinite(value):
+                    faults.setdefault(row, all_banned_fault())
         if len(copied) == NUM_SOURCES:
             return SampledBatch(tuple(tokens), (), tuple(faults.items()))
         tops = [spec.logprobs for spec in self.specs if spec.logprobs is not None]
