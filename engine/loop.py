@@ -11,6 +11,9 @@ and be computed in pieces beside its decodes.
 
 With lookahead, one more iteration in flight is allowed for one that is planned before its input
 tokens are known. It is used only if all stages are busy, or if no other request could run.
+
+Engines of several models on the same cores submit iterations only while they have the turn
+(`engine.turns`).
 """
 
 import asyncio
@@ -23,6 +26,7 @@ from engine.errors import EngineError, RequestCancelled, StepFailed, Unavailable
 from engine.request import Abort, Request, RequestSpec
 from engine.step import ReadAhead
 from engine.stream import TokenStream
+from engine.wakeup import Wakeup
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,6 +36,7 @@ if TYPE_CHECKING:
     from engine.policy.port import Policy
     from engine.ports import Clock, StepExecutor, StepFuture, StoreLookup
     from engine.step import PageKind, RequestId
+    from engine.turns import Turn
 
 logger = logging.getLogger(__name__)
 
@@ -48,27 +53,6 @@ class _IterationInFlight(NamedTuple):
     future: "StepFuture"
 
 
-class _Wakeup:
-    """An `asyncio.Event` that only one task waits for, in a third of the time."""
-
-    def __init__(self) -> None:
-        self._is_set = False
-        self._waiter: asyncio.Future[None] | None = None
-
-    def set(self) -> None:
-        self._is_set = True
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
-
-    def clear(self) -> None:
-        self._is_set = False
-
-    async def wait(self) -> None:
-        if not self._is_set:
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-
-
 class Engine:
     """Serves requests as token streams, and runs the iterations that compute them."""
 
@@ -82,18 +66,21 @@ class Engine:
         depth: int | None = None,
         read_ahead: "Callable[[ReadAhead], object] | None" = None,
         lookup: "StoreLookup | None" = None,
+        turn: "Turn | None" = None,
     ) -> None:
         """Keep at most `depth` iterations in flight, `executor.depth` if it is None; `lookahead` of
         them are for iterations planned ahead. `is_ready` turns False if no iteration returns for
         `ready_seconds`. `read_ahead` is called with what workers should read from the disk for a
         request that has to wait, and again when it has ended. Before a request starts, `lookup`
-        finds what a shared store has of its prompt."""
+        finds what a shared store has of its prompt. With a `turn`, other engines compute on the
+        same cores."""
         self.scheduler = scheduler
         scheduler.looks_ahead = lookahead > 0
         self._executor = executor
         self._clock = clock
         self._read_ahead = read_ahead
         self._lookup = lookup
+        self._turn = turn
         self._lookups: set[asyncio.Task[None]] = set()
         self._reads: set[RequestId] = set()  # live requests for which copies were read ahead
         self._ready_seconds = ready_seconds
@@ -101,7 +88,7 @@ class Engine:
         self._depth = executor.depth if depth is None else depth
         self._streams: dict[RequestId, TokenStream] = {}
         self._in_flight: deque[_IterationInFlight] = deque()
-        self._wakeup = _Wakeup()
+        self._wakeup = Wakeup()
         self._idle = asyncio.Event()
         self._idle.set()
         self._is_saved = asyncio.Event()  # whether no iteration is in flight
@@ -113,6 +100,8 @@ class Engine:
         self.failure: str | None = None  # why no worker can be restarted
         self.failed = asyncio.Event()  # set once `failure` is
         executor.watch(self._wakeup.set)
+        if turn is not None:
+            turn.wake = self._wakeup.set
 
     def __repr__(self) -> str:
         return f"Engine(in_flight={len(self._in_flight)}, {self.scheduler!r})"
@@ -261,8 +250,9 @@ class Engine:
                 for _ in range(GATHER_TURNS if was_idle else 0):
                     await asyncio.sleep(0)
 
-    async def drain(self, seconds: float) -> None:
-        """Reject new requests, wait at most so long for the live ones, and end the rest."""
+    async def drain(self, seconds: float | None) -> None:
+        """Reject new requests, wait at most so long for the live ones, and end the rest. None: wait
+        until all have ended."""
         self._is_draining = True
         try:
             async with asyncio.timeout(seconds):
@@ -304,15 +294,28 @@ class Engine:
     def _submit(self) -> None:
         if self.scheduler.pool.next_deadline is not None:
             self._wake(self.scheduler.expire(self._clock()))
+        must_wait = False
         while len(self._in_flight) < self._depth and self._executor.is_alive:
+            must_wait = self._turn is not None and self._has_work and not self._turn.take()
+            if must_wait:
+                break
             iteration = self._plan(self._clock())
             if iteration is None and not self.scheduler.pool and not self._in_flight:
                 iteration = self.scheduler.save()
             if iteration is None:
-                return
+                break
             future = self._executor.submit(iteration.step)
             future.add_done_callback(self._returned)
             self._in_flight.append(_IterationInFlight(iteration, future))
+        if self._turn is not None and not self._in_flight:
+            self._turn.give()
+            if must_wait:
+                self._turn.take()
+
+    @property
+    def _has_work(self) -> bool:
+        """Whether there may be an iteration to submit."""
+        return bool(self.scheduler.pool) or self.scheduler.kv.saves
 
     def _returned(self, future: "StepFuture") -> None:
         self._wakeup.set()
@@ -359,6 +362,8 @@ class Engine:
         """Reset the KV cache, restart the workers, and let all live requests be recomputed."""
         lost = [flight.iteration for flight in self._in_flight]
         self._in_flight.clear()
+        if self._turn is not None:
+            self._turn.give()
         self._lost_at = self._clock()
         self._wake(self.scheduler.lose_device(lost, self._lost_at))
         try:

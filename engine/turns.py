@@ -1,0 +1,99 @@
+"""Turns: groups of workers on the same cores compute one after the other, by their shares.
+
+Two engines whose workers have the same cores would slow each other down by more than their work:
+thread pools wait for threads that do not run, and no cost model is right any more. So an engine
+submits iterations only while it has the turn. The turn goes to the waiting engine that has computed
+the least for its share (start-time fair queueing); an engine that nobody waits for keeps it.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from engine.ports import Clock
+
+
+class Turns:
+    """The turns of all engines on the same cores."""
+
+    def __init__(self, clock: "Clock") -> None:
+        self._clock = clock
+        self._holder: Turn | None = None
+        self._taken_at = 0.0  # since when the holder's time has not been counted
+        self._waiting: list[Turn] = []
+        self._floor = 0.0  # what an engine that was idle is taken to have used
+
+    def __repr__(self) -> str:
+        return f"Turns(holder={self._holder!r}, waiting={self._waiting!r})"
+
+    def join(self, share: float = 1.0) -> "Turn":
+        """The turn of one more engine; a share of 2 is twice the time of a share of 1."""
+        return Turn(self, share)
+
+    def take(self, turn: "Turn") -> bool:
+        """Whether the engine may submit an iteration now; if not, it is woken when it may."""
+        if self._holder is turn:
+            self._count()
+            if self._waiting and self._next().used < turn.used:
+                return False
+            self._floor = turn.used
+            return True
+        if self._holder is None and not self._waiting:
+            self._grant(turn)
+            return True
+        if turn not in self._waiting:
+            turn.used = max(turn.used, self._floor)
+            self._waiting.append(turn)
+        return False
+
+    def give(self, turn: "Turn") -> None:
+        """The engine has no iteration in flight, and takes the turn again before it submits one."""
+        if self._holder is turn:
+            self._count()
+            self._holder = None
+            if self._waiting:
+                successor = self._next()
+                self._waiting.remove(successor)
+                self._grant(successor)
+                successor.wake()
+        elif turn in self._waiting:
+            self._waiting.remove(turn)
+
+    def _next(self) -> "Turn":
+        return min(self._waiting, key=lambda turn: turn.used)
+
+    def _grant(self, turn: "Turn") -> None:
+        self._holder = turn
+        self._taken_at = self._clock()
+        self._floor = turn.used = max(turn.used, self._floor)
+
+    def _count(self) -> None:
+        assert self._holder is not None, "only a holder's time is counted"
+        now = self._clock()
+        self._holder.used += (now - self._taken_at) / self._holder.share
+        self._taken_at = now
+
+
+class Turn:
+    """The turn of one engine. `used` are the seconds that it has computed, divided by its share."""
+
+    def __init__(self, turns: Turns, share: float) -> None:
+        self.share = share
+        self.used = 0.0
+        self.wake: Callable[[], object] = _ignore  # set by the engine
+        self._turns = turns
+
+    def __repr__(self) -> str:
+        return f"Turn(share={self.share:g}, used={self.used:.3f})"
+
+    def take(self) -> bool:
+        """Whether the engine may submit an iteration now; if not, `wake` is called when it may."""
+        return self._turns.take(self)
+
+    def give(self) -> None:
+        """Let the others compute: no iteration of this engine is in flight."""
+        self._turns.give(self)
+
+
+def _ignore() -> None:
+    """Nothing waits for the turn yet."""
