@@ -1,4 +1,8 @@
-"""Pooling, in the messages of `engine.step`: a prompt becomes one vector instead of output."""
+"""Pooling, in the messages of `engine.step`: a prompt becomes one vector instead of output.
+
+A model that pools makes the vector of hidden states. For a model that generates text, the vector
+has the log-probabilities of given tokens after the prompt.
+"""
 
 from typing import NamedTuple
 
@@ -9,10 +13,14 @@ class PoolSpec(NamedTuple):
     `dimensions` keeps the vector's first so many numbers, before it is normalized; None keeps all.
     `first_len` is the number of tokens of the first text of a pair, which have token type 0; those
     after them have token type 1. None: one text.
+
+    For a model that generates text there is nothing to pool: the vector has the log-probability of
+    each of `token_ids` after the prompt, and is empty if there are none.
     """
 
     dimensions: int | None = None
     first_len: int | None = None
+    token_ids: tuple[int, ...] = ()
 
 
 class PoolingReport(NamedTuple):

@@ -186,7 +186,8 @@ class RequestSpec:
     that its prompt is pooled into.
 
     `spans` are the tokens of the prompt that stand for other content; prefixes with such tokens are
-    shared only if the content is the same.
+    shared only if the content is the same. `checkpoints` are numbers of prompt tokens behind which
+    other requests will probably go on.
     """
 
     prompt: tuple[int, ...]
@@ -211,6 +212,7 @@ class RequestSpec:
     lora: "LoraAdapter | None" = None
     pooling: "PoolSpec | None" = None
     spans: tuple[Span, ...] = ()
+    checkpoints: tuple[int, ...] = ()
 
     @property
     def lora_digest(self) -> str:

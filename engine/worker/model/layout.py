@@ -181,20 +181,24 @@ def _token_types(entries: tuple[StepEntry, ...], qo_indptr: Int32s) -> Int64s | 
     return types
 
 
-def _pooled(
-    entries: tuple[StepEntry, ...], qo_indptr: Int32s, method: PoolingMethod | None
-) -> PooledRows:
-    """The rows that pooling reads of each entry with `pooling`."""
-    wanted = [at for at, entry in enumerate(entries) if entry.pooling is not None]
+def _pooled(entries: tuple[StepEntry, ...], qo_indptr: Int32s, limits: LayoutLimits) -> PooledRows:
+    """The rows that pooling reads of each entry with `pooling`; of a model that generates text,
+    the last row of each entry with `token_ids`."""
+    method = limits.pooling
+    wanted = [
+        at
+        for at, entry in enumerate(entries)
+        if entry.pooling is not None and (method is not None or entry.pooling.token_ids)
+    ]
     if not wanted:
         return NONE_POOLED
-    if method is None:
-        raise ValueError(f"request {entries[wanted[0]].request_id}: this model does not pool")
+    ids = [token for at in wanted if (spec := entries[at].pooling) for token in spec.token_ids]
+    _check("token ids to score", np.array(ids, dtype=np.int64), limits.vocab_size)
     first, stop = qo_indptr[:-1][wanted].astype(np.int64), qo_indptr[1:][wanted].astype(np.int64)
     if method is PoolingMethod.MEAN:
         rows = np.concatenate([np.arange(*ends) for ends in zip(first, stop, strict=True)])
         return PooledRows(rows, stop - first)
-    rows = stop - 1 if method is PoolingMethod.LAST else first
+    rows = first if method is PoolingMethod.CLS else stop - 1
     return PooledRows(rows, np.ones(len(rows), dtype=np.int64))
 
 
@@ -352,6 +356,6 @@ def _build(
         num_decodes=num_decodes,
         block_size=size,
         lora_segments=_lora_segments(entries, qo_indptr) if has_loras else (),
-        pooled=_pooled(entries, qo_indptr, limits.pooling),
+        pooled=_pooled(entries, qo_indptr, limits),
         token_types=_token_types(entries, qo_indptr),
     )

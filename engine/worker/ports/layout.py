@@ -21,7 +21,8 @@ class LoraSegment(NamedTuple):
 
 
 class PooledRows(NamedTuple):
-    """The rows of a step that are pooled, and how many of them each pooled entry has."""
+    """The rows of a step that are pooled, and how many of them each pooled entry has. Of a model
+    that generates text: the rows after which the log-probabilities of given tokens are computed."""
 
     rows: Int64s
     counts: Int64s

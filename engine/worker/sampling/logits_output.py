@@ -17,7 +17,12 @@ from engine.step import Fault, Step, TokenLogprobs
 from engine.worker.ports import AllReduce, RaggedLayout
 from engine.worker.sampling.constraints import Constraints, MaskRequest
 from engine.worker.sampling.last_tokens import SampledTokens
-from engine.worker.sampling.logprobs import RowLogprobs, row_logprobs, to_token_logprobs
+from engine.worker.sampling.logprobs import (
+    RowLogprobs,
+    logprobs_of,
+    row_logprobs,
+    to_token_logprobs,
+)
 from engine.worker.sampling.sampler import PendingSample, RowFault, SampledBatch, Sampler
 from engine.worker.transfers import Fetched, Transfers
 
@@ -33,7 +38,7 @@ class LogitsOutput(NamedTuple):
     faults: tuple[Fault, ...] = ()
     late: tuple[int, ...] = ()
     num_accepted: tuple[int, ...] = ()  # of steps with drafts
-    vectors: tuple[bytes, ...] = ()  # of pooling requests
+    vectors: tuple[bytes, ...] = ()  # of entries with `pooling`
 
 
 class PendingOutput(SampledTokens, Protocol):
@@ -89,12 +94,39 @@ class _PendingScores(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class _PendingVectors:
+    """Log-probabilities of the `token_ids` of entries with `pooling`, and their copies to the
+    host; each copy has as many columns as its longest row needs."""
+
+    step: Step
+    fetched: tuple[Fetched, ...]
+
+    def read(self) -> tuple[tuple[bytes, ...], list[Fault]]:
+        """A vector for each entry with `pooling`; an entry whose logits are not finite gets a
+        fault."""
+        rows = (row for part in self.fetched for row in part.wait()[0].numpy())
+        vectors: list[bytes] = []
+        faults: list[Fault] = []
+        for at, entry in enumerate(self.step.entries):
+            if entry.pooling is None:
+                continue
+            vector = np.zeros(0, dtype="<f4")
+            if entry.pooling.token_ids:
+                vector = next(rows)[: len(entry.pooling.token_ids)].astype("<f4")
+            if not np.isfinite(vector).all():
+                faults.append(Fault(at, "the model computed NaN or infinite logits"))
+            vectors.append(vector.tobytes())
+        return tuple(vectors), faults
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class _LogitsPending:
     """The submitted work of a step on rank 0."""
 
     step: Step
     sampled: _PendingTokens | None  # None if the step samples nothing
     scoring: tuple[_PendingScores, ...]
+    pooling: _PendingVectors | None = None  # None if the step pools nothing
 
     @property
     def ids(self) -> Tensor | None:
@@ -118,13 +150,19 @@ class _LogitsPending:
         entries = [at for at, entry in enumerate(self.step.entries) if entry.sample is not None]
         faults = [fault_of(entries[row], fault) for row, fault in sampled.faults]
         late = tuple(entries[row] for row in late_rows)
-        if not self.scoring:
-            return LogitsOutput(sampled.tokens, sampled.logprobs, (), tuple(faults), late)
-        logprobs = self._prompt_logprobs()
-        line = "the model computed NaN or infinite logits in its prompt"
-        faults += [Fault(at, line) for at, row in enumerate(logprobs) if None in row]
-        scores = tuple(tuple(one for one in row if one is not None) for row in logprobs)
-        return LogitsOutput(sampled.tokens, sampled.logprobs, scores, tuple(faults), late)
+        vectors: tuple[bytes, ...] = ()
+        if self.pooling is not None:
+            vectors, more = self.pooling.read()
+            faults += more
+        scores: tuple[tuple[TokenLogprobs, ...], ...] = ()
+        if self.scoring:
+            logprobs = self._prompt_logprobs()
+            line = "the model computed NaN or infinite logits in its prompt"
+            faults += [Fault(at, line) for at, row in enumerate(logprobs) if None in row]
+            scores = tuple(tuple(one for one in row if one is not None) for row in logprobs)
+        return LogitsOutput(
+            sampled.tokens, sampled.logprobs, scores, tuple(faults), late, vectors=vectors
+        )
 
     def _prompt_logprobs(self) -> list[list[TokenLogprobs | None]]:
         """Log-probabilities of each entry's targets; an empty list for entries without targets."""
@@ -151,15 +189,17 @@ class OutputReader:
         return self.constraints.begin(step)
 
     def has_collectives(self, layout: RaggedLayout) -> bool:
-        return self.share is not None or len(layout.scored_rows) > 0
+        num_more = len(layout.scored_rows) + len(layout.pooled.rows)
+        return self.share is not None or num_more > 0
 
     def begin(
         self, step: Step, layout: RaggedLayout, hidden: Tensor, masks: MaskRequest
     ) -> PendingOutput:
-        num_samples = len(layout.sampled_rows)
+        num_samples, num_scored = len(layout.sampled_rows), len(layout.scored_rows)
         sampled = self._sample(step, hidden[:num_samples], masks) if num_samples else None
-        scoring = self._score(step, hidden[num_samples:]) if len(layout.scored_rows) else ()
-        return _LogitsPending(step, sampled, scoring)
+        scoring = self._score(step, hidden[num_samples:][:num_scored]) if num_scored else ()
+        pooling = self._pool(step, hidden[num_samples + num_scored :])
+        return _LogitsPending(step, sampled, scoring, pooling)
 
     def _sample(self, step: Step, hidden: Tensor, wanted: MaskRequest) -> _PendingTokens:
         sampled = [entry for entry in step.entries if entry.sample is not None]
@@ -182,6 +222,21 @@ class OutputReader:
             likely = row_logprobs(self._logits(hidden[part]), ids[part], max(tops[part]))
             scores.append(_PendingScores(self.transfers.fetch(*likely), tops[part]))
         return tuple(scores)
+
+    def _pool(self, step: Step, hidden: Tensor) -> _PendingVectors | None:
+        """Compute the log-probabilities of `token_ids`, one row for each entry that has any."""
+        specs = [entry.pooling for entry in step.entries if entry.pooling is not None]
+        if not specs:
+            return None
+        rows = [spec.token_ids for spec in specs if spec.token_ids]
+        fetched = []
+        for part in slices(len(rows), self.sampler.vocab_size):
+            ids = np.zeros((len(rows[part]), max(map(len, rows[part]))), dtype=np.int64)
+            for row, token_ids in zip(ids, rows[part], strict=True):
+                row[: len(token_ids)] = token_ids
+            logprobs = logprobs_of(self._logits(hidden[part]), self.transfers.put(ids))
+            fetched.append(self.transfers.fetch(logprobs))
+        return _PendingVectors(step, tuple(fetched))
 
     def _logits(self, hidden: Tensor) -> Tensor:
         logits = self.head(hidden)
@@ -230,8 +285,11 @@ class FollowingReader:
         if num_samples and self.share is not None:
             ids = self.transfers.put(np.zeros(num_samples, dtype=np.int64))
             self.share(ids)
-        for part in slices(len(layout.scored_rows), self.vocab_size):
+        num_scored, num_pooled = len(layout.scored_rows), len(layout.pooled.rows)
+        for part in slices(num_scored, self.vocab_size):
             self.head(hidden[num_samples:][part])
+        for part in slices(num_pooled, self.vocab_size):
+            self.head(hidden[num_samples + num_scored :][part])
         return _Followed(ids)
 
 

@@ -36,6 +36,12 @@ def row_logprobs(logits: Tensor, ids: Tensor, most: int) -> RowLogprobs:
     )
 
 
+def logprobs_of(logits: Tensor, ids: Tensor) -> Tensor:
+    """Log-probabilities of the ids `[rows, most]` in each row of `[rows, vocab]`; NaN or infinity
+    in a row whose logits are not finite."""
+    return logits.gather(1, ids) - logits.logsumexp(dim=-1, keepdim=True)
+
+
 def to_token_logprobs(found: RowLogprobs, tops: Sequence[int]) -> list[TokenLogprobs | None]:
     """The rows as Python numbers, with the `tops[i]` most likely ids of row i; None for a row with
     NaN."""

@@ -107,6 +107,7 @@ def accept_drafts(step: Step, output: LogitsOutput) -> LogitsOutput:
         faults=tuple(f._replace(entry=entries[r]) for r, f in faults.items() if r in entries),
         late=tuple(entries[row] for row in output.late if row in entries),
         num_accepted=tuple(num_accepted),
+        vectors=output.vectors,
     )
 
 
