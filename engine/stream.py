@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 from engine.request import Abort, FinishReason, Request, RequestSpec
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import TracebackType
 
     from engine.step import TokenLogprobs
@@ -27,6 +28,14 @@ class TokenChunk(NamedTuple):
     finish: FinishReason | None
     logprobs: "tuple[TokenLogprobs, ...]" = ()
     prompt_logprobs: "tuple[TokenLogprobs, ...]" = ()
+
+    def split(self) -> "Iterator[TokenChunk]":
+        """The same as chunks of one token."""
+        last = len(self.tokens) - 1
+        for i, token in enumerate(self.tokens):
+            finish = self.finish if i == last else None
+            prompt_logprobs = () if i else self.prompt_logprobs
+            yield TokenChunk((token,), finish, self.logprobs[i : i + 1], prompt_logprobs)
 
 
 class StreamOwner(Protocol):

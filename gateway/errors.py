@@ -122,6 +122,23 @@ class ResponseNotFound(InvalidRequest):
         super().__init__(f"You have no stored response with the id {response_id[:128]!r}.", param)
 
 
+class StreamNotFound(InvalidRequest):
+    """The caller has no stream of that name whose events are held."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"You have no stream with the id {name[:128]!r} whose events are held.")
+
+
+class EventsEvicted(InvalidRequest):
+    """The ring of a stream no longer has the events that are to be read."""
+
+    def __init__(self, oldest: int, offset: int) -> None:
+        super().__init__(
+            "The next events of this stream are not held any more. The oldest available event has "
+            f"the id {oldest}, {offset} bytes from the start."
+        )
+
+
 class StoreFull(InvalidRequest):
     """The caller's files and batches have reached their limit; `limit` says which."""
 
@@ -221,6 +238,8 @@ TABLE: dict[type[EngineError], HttpError] = {
     FileNotFound: HttpError(404, _INVALID, "file_not_found"),
     ResponseNotFound: HttpError(404, _INVALID, "response_not_found"),
     BatchNotFound: HttpError(404, _INVALID, "batch_not_found"),
+    StreamNotFound: HttpError(404, _INVALID, "stream_not_found"),
+    EventsEvicted: HttpError(410, _INVALID, "events_evicted", retry=False),
     MethodNotAllowed: HttpError(405, _INVALID, "method_not_allowed"),
     BodyTooSlow: HttpError(408, _INVALID, "request_timeout"),
     BodyTooLarge: HttpError(413, _INVALID, "request_too_large"),

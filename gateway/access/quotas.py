@@ -7,6 +7,7 @@ then the key's requests are rejected until it has refilled. So no request is rej
 that it might use.
 """
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import ceil
@@ -54,6 +55,7 @@ class Quotas(Observer):
     """The accounts of all keys. As an observer of the engine it learns the tokens used."""
 
     _accounts: dict[str, _Account] = field(default_factory=dict)
+    _unattended: Counter[str] = field(default_factory=Counter)  # running without a connection
 
     def enter(self, key: Key, now: float) -> Mapping[str, str]:
         """Count a request; returns the response headers about the key's limits.
@@ -72,6 +74,10 @@ class Quotas(Observer):
     def leave(self, key: Key) -> None:
         """The request has ended."""
         self._accounts[key.name].num_running -= 1
+
+    def add_running(self, name: str, num_running: int) -> None:
+        """A key has so many more (or fewer) running requests that no connection waits for."""
+        self._unattended[name] += num_running
 
     def arrived(self, request: "Request", now: float) -> None:
         """Charge the prompt."""
@@ -113,9 +119,10 @@ class Quotas(Observer):
     def _check(self, account: _Account, key: Key) -> None:
         allowance = key.allowance
         headers = _headers(account)
-        if allowance.max_concurrent and account.num_running >= allowance.max_concurrent:
+        num_running = account.num_running + self._unattended[key.name]
+        if allowance.max_concurrent and num_running >= allowance.max_concurrent:
             raise TooManyAtOnce(
-                f"Rate limit reached: {account.num_running} requests of this key are running, "
+                f"Rate limit reached: {num_running} requests of this key are running, "
                 f"and at most {allowance.max_concurrent} may run at once.",
                 AT_ONCE_RETRY_SECONDS,
                 headers,

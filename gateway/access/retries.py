@@ -3,15 +3,15 @@
 Clients retry after a timeout, and a proxy may keep the first connection open: then both would be
 computed. A request names itself with the header `idempotency-key`. If one with the same key, API
 key, method and path is running, the newer attempt supersedes it: the app sees a disconnect of the
-older one, which frees its KV cache within an iteration, and the newer one finds the prompt in the
-prefix cache. The same key with another body is rejected. Requests without the header are never
-compared: two equal requests may be two users of one proxy.
+older one, and the newer one takes over what is in flight for it, a stream from its first event on.
+The same key with another body is rejected. Requests without the header are never compared: two
+equal requests may be two users of one proxy.
 """
 
 import asyncio
 import hashlib
 import logging
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Protocol, Self
 
 from engine.errors import InvalidRequest
 
@@ -23,6 +23,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 HEADER = b"idempotency-key"
 Identity = tuple[str, ...]
+
+
+class Shared(Protocol):
+    """Work behind a response, which attempts at the same request take over from each other."""
+
+    def hold(self) -> None:
+        """Another attempt waits for it."""
+        ...
+
+    def release(self) -> None:
+        """An attempt has left; the work ends with the last one."""
+        ...
 
 
 class Retries:
@@ -50,6 +62,8 @@ class Retries:
             logger.info(
                 "%s superseded by %s: same idempotency-key", earlier.request_id, attempt.request_id
             )
+            if earlier.shared is not None:
+                attempt.share(earlier.shared)
             earlier.supersede()
         self._running[attempt.identity] = attempt
 
@@ -68,6 +82,7 @@ class Attempt:
         self.request_id = caller.request_id
         self.identity = (caller.tenant, scope["method"], scope["path"], key.hex())
         self.digest: bytes | None = None
+        self.shared: Shared | None = None  # what this attempt waits for
         self._retries = retries
         self._receive = receive
         self._hash = hashlib.blake2b(digest_size=16)
@@ -78,6 +93,7 @@ class Attempt:
 
     def __exit__(self, *_: object) -> None:
         self._retries.leave(self)
+        self._release()
         self._superseded.cancel()
 
     @property
@@ -89,6 +105,11 @@ class Attempt:
         """Let `receive` return a disconnect from now on."""
         if not self._superseded.done():
             self._superseded.set_result(None)
+
+    def share(self, shared: Shared) -> None:
+        """Wait for work that later attempts can take over."""
+        self.shared = shared
+        shared.hold()
 
     async def receive(self) -> "Message":
         """The client's next message. Raises `InvalidRequest` (see `Retries.join`)."""
@@ -102,6 +123,10 @@ class Attempt:
             return {"type": "http.disconnect"} if self.is_superseded else receiving.result()
         finally:
             receiving.cancel()
+
+    def _release(self) -> None:
+        if self.shared is not None:
+            self.shared.release()
 
     def _note(self, message: "Message") -> None:
         if message["type"] != "http.request":

@@ -266,6 +266,8 @@ class _Run:
         plan = await self._plan(line.body, caller, service)
         if not isinstance(plan, PoolingPlan) and plan.is_stream:
             raise InvalidRequest("'stream' is not supported in a batch.", "stream")
+        if not isinstance(plan, PoolingPlan) and plan.background is not None:
+            raise InvalidRequest("'background' is not supported in a batch.", "background")
         plan = replace(plan, scheduling=plan.scheduling._replace(is_background=True))
         return await body_of(plan, service)
 

@@ -3,6 +3,7 @@
 tokens ──decoder──▶ bytes ──TextStream──▶ text ──parser──▶ pieces
 """
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import repeat
@@ -34,7 +35,8 @@ class ChoiceOptions:
 
     The decoder and the parser are fresh and used by this choice only. `caller_end_ids` are the
     request's `stop_token_ids`. A ranked choice sums its tokens' log-probabilities; of a
-    prompt-only choice no output is reported.
+    prompt-only choice no output is reported. `is_single`: each delta is of one token, so that the
+    events of a message do not depend on how tokens were grouped into chunks.
     """
 
     decoder: "TokenDecoder"
@@ -44,6 +46,7 @@ class ChoiceOptions:
     caller_end_ids: frozenset[int] = frozenset()
     is_ranked: bool = False
     is_prompt_only: bool = False
+    is_single: bool = False
 
     @property
     def is_plain(self) -> bool:
@@ -83,13 +86,17 @@ class ChoiceStream:
         self._reports: list[OutputToken | PromptReport] = []  # go out with the next delta
         self._has_begun = self._has_called = False
         self._is_plain = options.is_plain
+        self._chunks: deque[TokenChunk] = deque()  # not yet read, if deltas are of one token
 
     async def next(self) -> Delta:
         """Wait for tokens and return what they add to the message, which may be nothing.
 
         Raises `RequestFailed` or `Unavailable` if the engine lost the request.
         """
-        chunk = await self._tokens.next()
+        chunk = self._chunks.popleft() if self._chunks else await self._tokens.next()
+        if self._options.is_single and len(chunk.tokens) > 1:
+            self._chunks.extend(chunk.split())
+            chunk = self._chunks.popleft()
         if self._is_plain and chunk.finish is None:
             self.num_tokens += len(chunk.tokens)
             text = self._text.feed(chunk.tokens)
@@ -225,6 +232,11 @@ class ChoiceStream:
     def num_completion_tokens(self) -> int:
         """Tokens counted in the usage; the one token of a prompt-only choice is not."""
         return 0 if self._options.is_prompt_only else self.num_tokens
+
+    @property
+    def has_started(self) -> bool:
+        """Whether the engine has begun to compute it."""
+        return self._tokens.request.admitted_at is not None
 
     @property
     def num_cached_tokens(self) -> int:

@@ -5,7 +5,8 @@ GenerationPlan ──start──▶ engine streams ──▶ ChoiceStream × cho
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from engine.errors import EngineError, InvalidRequest
@@ -14,17 +15,28 @@ from gateway.generation.choice_stream import ChoiceOptions, ChoiceStream
 from gateway.generation.plan import GenerationPlan, request_specs, truncated
 from gateway.generation.prompt import tokenize_text
 from gateway.generation.text import SpecialTokenDecoder
-from gateway.schema.rendering import PredictionTokens, Usage
+from gateway.schema.rendering import (
+    FinishedChoice,
+    OutputToken,
+    PredictionTokens,
+    PromptReport,
+    Usage,
+    finished_choice,
+)
 
 if TYPE_CHECKING:
     from engine.stream import TokenStream
     from gateway.generation.prompt import TokenizedPrompts
+    from gateway.ports import Piece
     from gateway.service import Service
 
 S = TypeVar("S")
 T = TypeVar("T")
 TASKS_AT_ONCE = 256  # that are created without a pause
 SPECS_AT_ONCE = 64  # requests that are built or added without a pause
+Sink = Callable[[bytes], Awaitable[None]]  # takes one or several events
+_MANY_CHOICES = 256  # the same, rendered in 2 ms
+_MANY_TOKENS = 500  # reported one by one; more of them are rendered in a thread
 DEADLINE_FIELDS = ("ttft_deadline", "deadline")  # of `RequestSpec`; request bodies add `_ms`
 
 
@@ -101,11 +113,17 @@ class ChoiceGroup:
             caller_end_ids=plan.caller_end_ids,
             is_ranked=plan.is_ranked,
             is_prompt_only=plan.is_prompt_only,
+            is_single=plan.is_held,
         )
 
     async def run_each(self, run: Callable[[ChoiceStream], Awaitable[T]]) -> list[T]:
         """The results of `run` for all choices; see `in_parallel`."""
         return await in_parallel(self.choices, run)
+
+    @property
+    def has_started(self) -> bool:
+        """Whether the engine has begun to compute any of it."""
+        return any(choice.has_started for choice in self.choices)
 
     def close(self, reason: Abort) -> None:
         """End the requests that still run."""
@@ -164,3 +182,88 @@ async def in_parallel(items: Sequence[S], run: Callable[[S], Awaitable[T]]) -> l
 
 async def _await(run: Callable[[S], Awaitable[T]], item: S) -> T:
     return await run(item)
+
+
+def _nothing() -> None:
+    """The default of `on_accepted`."""
+
+
+async def generate_events(
+    plan: GenerationPlan,
+    group: ChoiceGroup,
+    sink: Sink,
+    on_accepted: Callable[[], None] = _nothing,
+) -> bytes:
+    """Hand the plan's events to `sink`, and return the last ones.
+
+    `on_accepted` is called once the engine has the requests. `group` is new, and is closed when
+    this returns. Raises what `ChoiceGroup.start` and the engine raise.
+    """
+    with plan.listed or nullcontext():
+        with group:
+            await group.start()
+            if plan.background is not None:
+                await sink(plan.background.accepted())
+            on_accepted()
+            last_events = await group.run_each(partial(_choice_events, plan, group, sink))
+            last_events.append(plan.renderer.closing(group))
+        if plan.on_complete is not None:
+            await plan.on_complete()
+    return b"".join(last_events)
+
+
+async def _choice_events(
+    plan: GenerationPlan, group: ChoiceGroup, sink: Sink, choice: "ChoiceStream"
+) -> bytes:
+    """Hand over a choice's events. A single choice's last events are returned instead, so that
+    they and the end of the stream are one write."""
+    renderer, index = plan.renderer, choice.index
+    while True:
+        delta = await choice.next()
+        events = renderer.delta(index, delta, group) if delta else b""
+        if choice.end is not None:
+            break
+        if events:
+            await sink(events)
+    events += renderer.ending(index, choice.end, group)
+    if len(group.choices) == 1:
+        return events
+    await sink(events)
+    return b""
+
+
+async def generate_body(plan: GenerationPlan, group: ChoiceGroup) -> bytes:
+    """The response body of a plan. `group` is new, and is closed when this returns."""
+    with plan.listed or nullcontext():
+        with group:
+            await group.start()
+            candidates = await group.run_each(_finished_choice)
+            choices = _most_likely(plan, group, candidates)
+            is_many = len(choices) > _MANY_CHOICES
+            if is_many or sum(choice.num_reported for choice in choices) > _MANY_TOKENS:
+                body = await asyncio.to_thread(plan.renderer.whole, choices, group)
+            else:
+                body = plan.renderer.whole(choices, group)
+        if plan.on_complete is not None:
+            await plan.on_complete()
+    return body
+
+
+async def _finished_choice(choice: "ChoiceStream") -> FinishedChoice:
+    parts: list[Piece | OutputToken | PromptReport] = []
+    while choice.end is None:
+        parts += await choice.next()
+    return finished_choice(parts, choice.end)
+
+
+def _most_likely(
+    plan: GenerationPlan, group: ChoiceGroup, candidates: list[FinishedChoice]
+) -> list[FinishedChoice]:
+    """The `num_choices` candidates of each prompt with the highest scores, highest first."""
+    if not plan.is_ranked:
+        return candidates
+    size, best = plan.num_candidates, []
+    for start in range(0, len(candidates), size):
+        ranked = sorted(range(start, start + size), key=lambda i: -group.choices[i].score)
+        best += [candidates[i] for i in ranked[: plan.num_choices]]
+    return best

@@ -21,14 +21,14 @@ import anyio
 
 from engine.errors import EngineError
 from engine.request import Abort
-from gateway.generation.choices import ChoiceGroup
-from gateway.generation.reply import Reply, error_response, generate_body
+from gateway.generation.choices import ChoiceGroup, generate_body, generate_events
+from gateway.generation.reply import Reply, error_response
 from gateway.observe.timelines import Wait
+from gateway.schema.rendering import EventNumbers
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
 
-    from gateway.generation.choice_stream import ChoiceStream
     from gateway.generation.plan import GenerationPlan
     from gateway.service import Service
 
@@ -48,6 +48,7 @@ class EventStream:
         self._plan = plan
         self._service = service
         self._group = ChoiceGroup(plan, service)
+        self._numbers = EventNumbers()
         self._starting = asyncio.Lock()
         self._send: Send  # through the middleware, and
         self._write: Send  # directly to the server: both are set by `__call__`
@@ -71,41 +72,19 @@ class EventStream:
             raise failed.exceptions[0] from failed
 
     async def _stream(self) -> None:
-        plan = self._plan
         try:
-            with self._group as group:
-                await group.start()
-                last_events = await group.run_each(self._stream_choice)
-                last_events.append(plan.renderer.closing(group))
-            if plan.on_complete is not None:
-                await plan.on_complete()
-            await self._end(b"".join(last_events))
+            await self._end(await generate_events(self._plan, self._group, self._send_events))
         except EngineError as error:
             await self._fail(error)
-
-    async def _stream_choice(self, choice: "ChoiceStream") -> bytes:
-        """Send a choice's events. A single choice's last events are returned instead, so that
-        they and the end of the stream are one write."""
-        renderer, index, group = self._plan.renderer, choice.index, self._group
-        watch = self._service.watch
-        while True:
-            delta = await choice.next()
-            events = renderer.delta(index, delta, group) if delta else b""
-            if choice.end is not None:
-                break
-            if events:
-                await self._send_events(events)
-                if watch.gap:
-                    await asyncio.sleep(watch.gap)  # the loop is late: let tokens gather
-        events += renderer.ending(index, choice.end, group)
-        if len(group.choices) == 1:
-            return events
-        await self._send_events(events)
-        return b""
 
     async def _send_events(self, events: bytes) -> None:
         if not self._has_started:
             await self._start()
+        await self._send_bytes(self._numbers.numbered(events))
+        if self._service.watch.gap:
+            await asyncio.sleep(self._service.watch.gap)  # the loop is late: let tokens gather
+
+    async def _send_bytes(self, events: bytes) -> None:
         self._num_writes_begun += 1
         began = self._service.clock()
         try:
@@ -137,7 +116,8 @@ class EventStream:
         if not self._has_started:
             await self._start()
         self._has_ended = True
-        await self._send({"type": "http.response.body", "body": events, "more_body": False})
+        body = self._numbers.numbered(events)
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
     async def _fail(self, error: EngineError) -> None:
         """Answer with the error's status if nothing was sent yet, else with one last event."""
@@ -174,7 +154,7 @@ class EventStream:
             elif self._num_writes_begun != num_done:
                 blocked_seconds += pace.ping
             elif not self._has_ended:
-                await self._send_events(self._plan.renderer.ping)
+                await self._send_bytes(self._plan.renderer.ping)
         self._group.close(Abort.SLOW_CLIENT)
 
     async def _wait_for_disconnect(self, receive: "Receive") -> None:
@@ -190,4 +170,5 @@ def respond(plan: "GenerationPlan", service: "Service") -> "ASGIApp":
     if plan.is_stream:
         return EventStream(plan, service)
     group = ChoiceGroup(plan, service)
-    return Reply(plan.caller, group, partial(generate_body, plan, group), service)
+    abandon = partial(group.close, Abort.CLIENT_GONE)
+    return Reply(plan.caller, partial(generate_body, plan, group), abandon, service)

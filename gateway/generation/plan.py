@@ -18,6 +18,8 @@ from gateway.schema.fields.scheduling import SchedulingParams
 from gateway.schema.rendering import ReportOptions, ResponseRenderer
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from engine.lora import LoraAdapter
     from engine.step import SamplingParams
     from gateway.access.callers import Caller
@@ -28,6 +30,17 @@ if TYPE_CHECKING:
 
 
 MAX_TOKENS_HEADER = "x-podway-max-tokens"  # the bound, if it is lower than the request's
+
+
+class Background(NamedTuple):
+    """A response that is generated whether a client listens or not; its events can be read by its
+    id. `accepted` renders the first events, `snapshot` the response as it is; `on_failure` is
+    awaited if it fails or is cancelled."""
+
+    response_id: str
+    accepted: Callable[[], bytes]
+    snapshot: Callable[[], bytes]
+    on_failure: Callable[[], Awaitable[None]]
 
 
 class LengthLimits(NamedTuple):
@@ -70,6 +83,9 @@ class GenerationPlan:
     prediction: str = ""  # text that the outputs are expected to repeat, if the engine can use it
     on_complete: "Callable[[], Awaitable[None]] | None" = None  # awaited before the last bytes
     lora: "LoraAdapter | None" = None  # None: the base model
+    listed: "AbstractContextManager[None] | None" = None  # entered while it runs
+    background: Background | None = None
+    is_held: bool = False  # its events are kept in a ring
 
     @property
     def num_candidates(self) -> int:

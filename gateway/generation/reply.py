@@ -1,33 +1,28 @@
 """Responses in one piece, errors included. Generation ends as soon as the client disconnects."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
 from starlette.responses import Response
 
-from engine.request import Abort
 from gateway.errors import error_headers, http_error
-from gateway.generation.choices import ChoiceGroup
+from gateway.generation.shared_work import SharedWork
 from gateway.observe.timelines import phase_seconds, slowest
-from gateway.schema.rendering import FinishedChoice, OutputToken, PromptReport, finished_choice
 
 if TYPE_CHECKING:
-    from starlette.types import Receive, Scope, Send
+    from starlette.types import ASGIApp, Receive, Scope, Send
 
     from engine.ports import Clock
     from gateway.access.callers import Caller
-    from gateway.generation.choice_stream import ChoiceStream
-    from gateway.generation.plan import GenerationPlan
-    from gateway.ports import Piece
+    from gateway.access.retries import Attempt
     from gateway.service import Service
 
 T = TypeVar("T")
 JSON = "application/json"
+Work = Callable[[], Coroutine[Any, Any, bytes]]
 TIMING = b"x-podway-timing"  # with this request header, a response has timing headers
-_MANY_CHOICES = 256  # the same, rendered in 2 ms
-_MANY_TOKENS = 500  # reported one by one; more of them are rendered in a thread
 
 
 def json_response(body: bytes, caller: "Caller", clock: "Clock", status: int = 200) -> Response:
@@ -44,33 +39,43 @@ def error_response(error: BaseException, caller: "Caller", clock: "Clock") -> Re
     return Response(body, http_error(error).status, headers, JSON)
 
 
-class ClosableGroup(Protocol):
-    """The engine requests of one response."""
-
-    def close(self, reason: Abort) -> None:
-        """End the requests that still run."""
-        ...
-
-
 class Reply:
     """The ASGI response that is not streamed: `work` runs a group's requests to their end and
-    returns the body."""
+    returns the body; `abandon` ends them."""
 
     def __init__(
         self,
         caller: "Caller",
-        group: ClosableGroup,
-        work: Callable[[], Awaitable[bytes]],
+        work: Work,
+        abandon: Callable[[], None],
         service: "Service",
     ) -> None:
         self._caller = caller
-        self._group = group
         self._work = work
+        self._abandon = abandon
         self._service = service
 
     async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
         """Send the body; if the client disconnects first, end the requests and send nothing."""
-        body = await unless_disconnected(receive, self._work, self._on_disconnect)
+        attempt: Attempt | None = scope.get("podway.attempt")
+        if attempt is None:
+            await self._answer(self._work, self._abandon, scope, receive, send)
+            return
+        if attempt.shared is None:
+            attempt.share(SharedReply(self, SharedWork(self._work, self._abandon)))
+        assert isinstance(attempt.shared, SharedReply), "a retry has the same body"
+        result = attempt.shared.work.result
+        await self._answer(result, lambda: None, scope, receive, send)
+
+    async def _answer(
+        self,
+        work: Work,
+        abandon: Callable[[], None],
+        scope: "Scope",
+        receive: "Receive",
+        send: "Send",
+    ) -> None:
+        body = await unless_disconnected(receive, work, abandon)
         if body is not None:
             response = json_response(body, self._caller, self._service.clock)
             if TIMING in dict(scope["headers"]):
@@ -84,44 +89,26 @@ class Reply:
         phases = phase_seconds(slowest(timelines, now), now)
         return {f"x-podway-{name}-ms": f"{seconds * 1e3:.1f}" for name, seconds in phases.items()}
 
-    def _on_disconnect(self) -> None:
-        self._group.close(Abort.CLIENT_GONE)
+    def for_caller(self, caller: "Caller") -> "Reply":
+        """The same for another connection."""
+        return Reply(caller, self._work, self._abandon, self._service)
 
 
-async def generate_body(plan: "GenerationPlan", group: ChoiceGroup) -> bytes:
-    """The response body of a plan. `group` is new, and is closed when this returns."""
-    with group:
-        await group.start()
-        candidates = await group.run_each(_finished_choice)
-        choices = _most_likely(plan, group, candidates)
-        is_many = len(choices) > _MANY_CHOICES
-        if is_many or sum(choice.num_reported for choice in choices) > _MANY_TOKENS:
-            body = await asyncio.to_thread(plan.renderer.whole, choices, group)
-        else:
-            body = plan.renderer.whole(choices, group)
-    if plan.on_complete is not None:
-        await plan.on_complete()
-    return body
+class SharedReply:
+    """A reply in flight, which retries can take over."""
 
+    def __init__(self, reply: Reply, work: SharedWork[bytes]) -> None:
+        self.work = work
+        self._reply = reply
 
-async def _finished_choice(choice: "ChoiceStream") -> FinishedChoice:
-    parts: list[Piece | OutputToken | PromptReport] = []
-    while choice.end is None:
-        parts += await choice.next()
-    return finished_choice(parts, choice.end)
+    def hold(self) -> None:
+        self.work.hold()
 
+    def release(self) -> None:
+        self.work.release()
 
-def _most_likely(
-    plan: "GenerationPlan", group: ChoiceGroup, candidates: list[FinishedChoice]
-) -> list[FinishedChoice]:
-    """The `num_choices` candidates of each prompt with the highest scores, highest first."""
-    if not plan.is_ranked:
-        return candidates
-    size, best = plan.num_candidates, []
-    for start in range(0, len(candidates), size):
-        ranked = sorted(range(start, start + size), key=lambda i: -group.choices[i].score)
-        best += [candidates[i] for i in ranked[: plan.num_choices]]
-    return best
+    def response(self, caller: "Caller", after: int = -1) -> "ASGIApp":
+        return self._reply.for_caller(caller)
 
 
 async def unless_disconnected(

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from engine.errors import EngineError, InvalidRequest
 from engine.request import Abort
-from gateway.generation.choices import ChoiceGroup, enter_stream, in_parallel
-from gateway.generation.reply import Reply, generate_body
+from gateway.generation.choices import ChoiceGroup, enter_stream, generate_body, in_parallel
+from gateway.generation.reply import Reply
 from gateway.pooling.inputs import tokenize_inputs
 from gateway.pooling.plan import PooledInputs, PoolingPlan, pooling_specs
 
@@ -94,4 +94,5 @@ async def body_of(plan: "GenerationPlan | PoolingPlan", service: "Service") -> b
 def respond(plan: PoolingPlan, service: "Service") -> "ASGIApp":
     """The ASGI response of a plan; the requests end as soon as the client disconnects."""
     group = PoolingGroup(plan, service)
-    return Reply(plan.caller, group, partial(pooled_body, plan, group), service)
+    abandon = partial(group.close, Abort.CLIENT_GONE)
+    return Reply(plan.caller, partial(pooled_body, plan, group), abandon, service)

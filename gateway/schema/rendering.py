@@ -15,12 +15,32 @@ from gateway.ports import CallArguments, CallBegin, Piece, Reasoning
 if TYPE_CHECKING:
     from engine.step import TokenLogprobs
 
+END = b"\n\n"  # of an event; JSON in an event has no line feed
 PING = ServerSentEvent(comment="ping", sep="\n").encode()
 
 
 def error_event(body: bytes, name: str | None = "error") -> bytes:
     """A JSON body as a server-sent event."""
     return ServerSentEvent(body.decode(), event=name, sep="\n").encode()
+
+
+class EventNumbers:
+    """Gives the events of one stream their numbers."""
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def numbered(self, events: bytes) -> bytes:
+        """One or several events with their `id` lines."""
+        if events.count(END) == 1:
+            number, self._next = self._next, self._next + 1
+            return b"id: %d\n%b" % (number, events)
+        return b"".join(map(self.numbered, split_events(events)))
+
+
+def split_events(events: bytes) -> list[bytes]:
+    """The events, each with its end."""
+    return [event + END for event in events.split(END)[:-1]]
 
 
 class PredictionTokens(NamedTuple):

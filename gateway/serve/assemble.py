@@ -61,6 +61,7 @@ from gateway.service import Pace, ServedModel, Service, unix_now
 from gateway.settings.checks import check_settings
 from gateway.settings.server import IN_MEMORY
 from gateway.settings.settings import Settings
+from gateway.store.event_ring import RingLimits
 from gateway.store.store import Store, open_default, open_named, open_store
 from gateway.store.usage import StoreLimits
 from gateway.version import podway_version
@@ -142,12 +143,14 @@ def build_store(settings: Settings, model: str) -> Store:
         tenant_bytes=settings.store.max_key_bytes,
         total_bytes=settings.store.max_store_bytes,
     )
+    replay = settings.replay
+    rings = RingLimits(replay.max_key_replay_bytes, replay.max_replay_bytes, replay.replay_seconds)
     if settings.store.store == IN_MEMORY:
-        return open_store(None, limits)
+        return open_store(None, limits, rings=rings)
     if settings.store.store is not None:
-        return open_named(Path(settings.store.store).expanduser(), limits)
+        return open_named(Path(settings.store.store).expanduser(), limits, rings)
     folder = user_state_path("podway", appauthor=False)
-    return open_default(folder / f"{quote(model, safe='')}.sqlite", limits)
+    return open_default(folder / f"{quote(model, safe='')}.sqlite", limits, rings)
 
 
 def build_service(
@@ -231,6 +234,7 @@ def build_server(settings: Settings, service: Service, credentials: Credentials)
         runner=runner,
         drain_seconds=settings.http.drain_seconds,
         request_log=service.request_log,
+        held=service.store.held,
         bounds=bounds,
         tls=credentials.tls,
     )

@@ -58,5 +58,6 @@ async def embedded(
             finally:
                 batching.cancel()  # unfinished lines run after the next start
                 await server.engine.drain(settings.http.drain_seconds)
+                await service.store.held.close()
                 for task in running:
                     task.cancel()

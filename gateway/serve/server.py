@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from gateway.batch.runner import BatchRunner
     from gateway.observe.backpressure import LoopWatch
     from gateway.observe.request_log import RequestLog
+    from gateway.store.held_streams import HeldStreams
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -171,6 +172,7 @@ class Server:
     runner: "BatchRunner"
     drain_seconds: float
     request_log: "RequestLog"
+    held: "HeldStreams"
     bounds: ConnectionBounds = field(default_factory=ConnectionBounds)
     tls: "ssl.SSLContext | None" = None
 
@@ -198,6 +200,7 @@ class Server:
             batching.cancel()  # unfinished lines run after the next start
             await asyncio.wait((batching,))
             await self._drain(signals)
+            await self.held.close()
             accepting.cancel()
             server.exit()
             await serving

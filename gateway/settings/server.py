@@ -132,6 +132,39 @@ class StoreSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplaySettings:
+    """How much of the streams that clients can read again is held in memory."""
+
+    max_key_replay_bytes: int = setting(
+        64 << 20,
+        "server",
+        "maximum size of the events that are held for one API key to be read again; without keys, "
+        "for all clients",
+        "SIZE",
+        unit="bytes",
+        ge=1,
+        is_advanced=True,
+    )
+    max_replay_bytes: int = setting(
+        256 << 20,
+        "server",
+        "maximum size of all events that are held to be read again",
+        "SIZE",
+        unit="bytes",
+        ge=1,
+        is_advanced=True,
+    )
+    replay_seconds: float = setting(
+        600.0,
+        "server",
+        "time for which the events of a stream that has ended can be read again",
+        "SECONDS",
+        ge=0,
+        is_advanced=True,
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class ObserveSettings:
     """Logs, traces, recordings and events of the server."""
 

@@ -23,7 +23,13 @@ from gateway.options import PREFIX, Option, options_of, with_values
 from gateway.settings.access import AccessSettings
 from gateway.settings.flags import did_you_mean
 from gateway.settings.model import LoraSettings, ModelSettings
-from gateway.settings.server import LOCAL_FILE, HttpSettings, ObserveSettings, StoreSettings
+from gateway.settings.server import (
+    LOCAL_FILE,
+    HttpSettings,
+    ObserveSettings,
+    ReplaySettings,
+    StoreSettings,
+)
 from gateway.settings.workers import LaunchSettings, ScheduleSettings
 
 
@@ -49,6 +55,7 @@ class Settings:
     launch: LaunchSettings = LaunchSettings()
     http: HttpSettings = HttpSettings()
     store: StoreSettings = StoreSettings()
+    replay: ReplaySettings = ReplaySettings()
     observe: ObserveSettings = ObserveSettings()
     access: AccessSettings = AccessSettings()
 

@@ -14,7 +14,7 @@ class RunningResponse(NamedTuple):
     response_id: str
     request_id: str
     tenant: str
-    snapshot: Callable[[str], dict[str, Any]]
+    snapshot: Callable[..., dict[str, Any]]
 
 
 class RunningResponses:

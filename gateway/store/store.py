@@ -1,4 +1,4 @@
-"""Store: files, batches and responses, in one database."""
+"""Store: files, batches and responses, in one database; and the events of streams, in memory."""
 
 import logging
 import time
@@ -11,11 +11,14 @@ from gateway.errors import StoreFailed
 from gateway.store.batch_queue import BatchQueue
 from gateway.store.batches import Batches
 from gateway.store.database import Database, StoreExecutor
+from gateway.store.event_ring import RingLimits
 from gateway.store.files import Files
+from gateway.store.held_streams import HeldStreams
 from gateway.store.responses import ResponseLimits, Responses
 from gateway.store.usage import StoreLimits
 
 DEFAULT_LIMITS = ResponseLimits()
+DEFAULT_RINGS = RingLimits()
 logger = logging.getLogger(__name__)
 
 
@@ -27,6 +30,7 @@ class Store:
     files: Files
     batch_queue: BatchQueue
     responses: Responses
+    held: HeldStreams
 
     def close(self) -> None:
         self.database.close()
@@ -38,6 +42,7 @@ def open_store(
     executor: StoreExecutor | None = None,
     responses: ResponseLimits = DEFAULT_LIMITS,
     clock: Callable[[], float] = time.monotonic,
+    rings: RingLimits = DEFAULT_RINGS,
 ) -> Store:
     """The store in that file, or in memory. Raises `StoreFailed` if it cannot be opened."""
     database = Database(path, executor, clock)
@@ -46,25 +51,26 @@ def open_store(
         Files(database, limits),
         BatchQueue(Batches(database, limits)),
         Responses(database, responses),
+        HeldStreams(rings, clock),
     )
 
 
-def open_named(path: Path, limits: StoreLimits) -> Store:
+def open_named(path: Path, limits: StoreLimits, rings: RingLimits = DEFAULT_RINGS) -> Store:
     """The store in the file that `--store` names. Raises `StartupError`."""
     try:
-        return open_store(path, limits)
+        return open_store(path, limits, rings=rings)
     except StoreFailed as error:
         raise StartupError(str(error)) from error
 
 
-def open_default(path: Path, limits: StoreLimits) -> Store:
+def open_default(path: Path, limits: StoreLimits, rings: RingLimits = DEFAULT_RINGS) -> Store:
     """The store in that file; in memory, with a warning, if the file cannot be opened."""
     try:
-        return open_store(path, limits)
+        return open_store(path, limits, rings=rings)
     except StoreFailed as error:
         logger.warning(
             "%s; files, batches and responses are kept in memory and lost when this server ends: "
             "give it a file of its own with --store",
             error,
         )
-        return open_store(None, limits)
+        return open_store(None, limits, rings=rings)

@@ -183,6 +183,7 @@ class AccessControl:
             await self._app(scope, receive, send)
             return
         response = _Progress(send)
+        scope["podway.attempt"] = attempt
         with attempt:
             await self._app(scope, attempt.receive, response.send)
             if attempt.is_superseded:

@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from gateway.access.callers import read_body
 from gateway.errors import PathNotFound
-from gateway.generation import event_stream
+from gateway.generation import event_stream, held_streams
 from gateway.generation.reply import json_response
 from gateway.generation.threads import MAX_BYTES_ON_LOOP, read_body_with
 from gateway.pooling import group
@@ -82,9 +82,17 @@ class Route:
         if self.endpoint is not None:
             return _response(await self.endpoint(http), caller_of(http), service)
         body = await read_body(http, service.limits)
+        scope = http.scope
+        is_resumable = "podway.attempt" in scope or any(
+            name in held_streams.HEADERS for name, _ in scope["headers"]
+        )
+        if is_resumable and (response := held_streams.resumed(scope, caller_of(http), service)):
+            return response
         plan = await self.plan_of(body, caller_of(http), service)
         if isinstance(plan, PoolingPlan):
             return group.respond(plan, service)
+        if is_resumable or plan.background is not None:
+            return held_streams.respond(plan, service, scope)
         return event_stream.respond(plan, service)
 
     async def plan_of(self, body: bytes, caller: "Caller", service: "Service") -> "Plan":

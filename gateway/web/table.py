@@ -22,6 +22,7 @@ from gateway.web.routes import (
     models,
     requests,
     responses,
+    streams,
     tokens,
 )
 from gateway.web.routes.operations import admin, docs, health, loads, loras, page, simulate
@@ -83,14 +84,15 @@ ROUTES = RouteTable((
           messages.count_tokens, AnthropicRequest, is_metered=True, dialect=ANTHROPIC),
 
     Route("POST", "/v1/responses", "responses", "The next items of a conversation.",
-          responses.create_response, ResponseRequest, responses.plan_response, is_metered=True,
-          is_batchable=True, media_types=STREAM, dialect=RESPONSES),
+          plan=responses.plan_response, body=ResponseRequest, is_metered=True, is_batchable=True,
+          media_types=STREAM, dialect=RESPONSES),
     Route("POST", "/v1/responses/input_tokens", "responses", "The number of tokens of a prompt.",
           responses.count_input_tokens, ResponseRequest, is_metered=True, dialect=RESPONSES),
     Route("POST", "/v1/responses/compact", "responses", "Rejected: compaction is not supported.",
           responses.compact_response, is_metered=True, dialect=RESPONSES),
-    Route("GET", "/v1/responses/{response_id}", "responses", "A stored response.",
-          responses.retrieve_response, dialect=RESPONSES),
+    Route("GET", "/v1/responses/{response_id}", "responses", "A stored response, or its events.",
+          responses.retrieve_response, media_types=STREAM, query=("stream", "starting_after"),
+          dialect=RESPONSES),
     Route("DELETE", "/v1/responses/{response_id}", "responses", "Delete a stored response.",
           responses.delete_response, dialect=RESPONSES),
     Route("POST", "/v1/responses/{response_id}/cancel", "responses",
@@ -98,6 +100,13 @@ ROUTES = RouteTable((
     Route("GET", "/v1/responses/{response_id}/input_items", "responses",
           "The input items of a response.", responses.list_input_items, is_metered=True,
           query=PAGING, dialect=RESPONSES),
+
+    Route("GET", "/v1/streams", "streams", "Your streams that can be read again.",
+          streams.list_streams, is_metered=True, query=("conversation_id",)),
+    Route("GET", "/v1/stream/{name:path}", "streams", "The events of a stream.",
+          streams.read_stream, media_types=(EVENTS,), query=("from",)),
+    Route("DELETE", "/v1/stream/{name:path}", "streams", "End a stream and forget its events.",
+          streams.delete_stream),
 
     Route("POST", "/v1/requests/{request_id:path}/cancel", "requests",
           "Cancel a running request by its x-request-id.", requests.cancel),

@@ -50,6 +50,7 @@ from gateway.ports import Dialect
 from gateway.schema.fields.sampling import SamplingDefaults, Vocabulary
 from gateway.service import Pace, ServedModel, Service
 from gateway.store.database import StoreExecutor
+from gateway.store.event_ring import RingLimits
 from gateway.store.responses import ResponseLimits
 from gateway.store.store import open_store
 from gateway.store.usage import StoreLimits
@@ -117,6 +118,7 @@ class Setting:
     lines: LineLimits = field(default_factory=LineLimits)
     pooling: PoolingReport | None = None
     max_loras: int = 2
+    rings: RingLimits = field(default_factory=RingLimits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +165,7 @@ def play(
             batching = group.create_task(rig.runner.run())
             await scene(rig)
             batching.cancel()
+            await rig.service.store.held.close()
             await asyncio.sleep(2 * STEP)
             running.cancel()
         rig.service.store.close()
@@ -203,7 +206,12 @@ def build_rig(setting: Setting) -> Rig:
     )
     timelines.attach(scheduler)
     store = open_store(
-        setting.store, setting.files, setting.store_executor(), setting.responses, clock
+        setting.store,
+        setting.files,
+        setting.store_executor(),
+        setting.responses,
+        clock,
+        setting.rings,
     )
     executor = ScoringExecutor(cost, next_token=ScriptedTexts(setting.texts))
     engine = Engine(scheduler, executor, clock)

@@ -1,6 +1,6 @@
 """Renders the Responses API: one answer as items, in events or as one body.
 
-    created, in_progress, (item added, (part added, deltas, done)…, item done)…, completed
+    created, (queued,) in_progress, (item added, (part added, deltas, done)…, item done)…, completed
 
 Reasoning, text and each function call are an item each. An item is complete when the next begins.
 Every event has the next sequence number.
@@ -55,7 +55,7 @@ class ResponsesRenderer:
         self._now = now
         self._formatter = formatter
         self._number = 0  # of the next event
-        self._has_begun = False
+        self._has_begun = self._is_created = False
         self._is_open = False  # the last item
         self._texts: list[str] = []  # of the open item
         self._tokens: list[OutputToken] = []  # of the open item
@@ -88,8 +88,8 @@ class ResponsesRenderer:
         return b"".join(events)
 
     def ending(self, index: int, end: ChoiceEnd, progress: GenerationProgress) -> bytes:
-        self._status = _STATUS.get(end.reason, "completed")
         events = self._opening()
+        self._status = _STATUS.get(end.reason, "completed")
         if not self.output:
             events += self._open_text("message", "output_text")  # an empty message
         return events + self._close(self._status)
@@ -137,15 +137,24 @@ class ResponsesRenderer:
         logprobs = None if self._formatter is None else self._formatter.chat(tokens)
         return [] if logprobs is None else list(logprobs["content"])
 
+    def accepted(self) -> bytes:
+        """The first two events of a response in the background, which waits for its turn."""
+        self._status, self._is_created = "queued", True
+        return self._state_events("created", "queued")
+
     def _opening(self) -> bytes:
-        """The first two events, once; sent with the first delta."""
+        """The events before the first item, once; sent with the first delta."""
         if self._has_begun:
             return b""
         self._has_begun = True
-        return b"".join(
-            self._event(kind, response=self.snapshot())
-            for kind in ("response.created", "response.in_progress")
-        )
+        if self._is_created:
+            self._status = "in_progress"
+            return self._state_events("in_progress")
+        return self._state_events("created", "in_progress")
+
+    def _state_events(self, *kinds: str) -> bytes:
+        events = [self._event(f"response.{kind}", response=self.snapshot()) for kind in kinds]
+        return b"".join(events)
 
     def _piece_events(self, piece: Piece) -> bytes:
         tokens, self._pending = self._pending, []

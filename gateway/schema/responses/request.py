@@ -25,7 +25,6 @@ INCLUDABLE = (
 )  # fmt: skip
 LOGPROBS = "message.output_text.logprobs"  # the only one of these that a response here can have
 NO_EFFECT: dict[str, tuple[object, ...]] = {
-    "background": (False,),
     "conversation": (),
     "prompt": (),
     "context_management": ([],),
@@ -164,6 +163,10 @@ class ResponseRequest(SchedulingRequest, kw_only=True, forbid_unknown_fields=Tru
         if self.max_output_tokens is not None and self.max_output_tokens < 1:
             message = "Invalid 'max_output_tokens': expected at least 1."
             raise InvalidRequest(message, "max_output_tokens")
+        if self.background and self.store is False:
+            raise InvalidRequest(
+                "Invalid 'store': a response with 'background' is stored.", "store"
+            )
         check_metadata(self.metadata)
 
     @property
@@ -225,7 +228,7 @@ def response_head(
         "id": response_id,
         "object": "response",
         "created_at": now,
-        "background": False,
+        "background": bool(request.background),
         "instructions": request.instructions,
         "max_output_tokens": request.max_output_tokens,
         "max_tool_calls": request.max_tool_calls,

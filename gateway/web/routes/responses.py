@@ -1,16 +1,19 @@
 """`/v1/responses`: outputs as items, stored so that a later request can continue from them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import orjson
+
 from engine.errors import ContextTooLong, InvalidRequest
 from gateway.access.callers import read_body
-from gateway.errors import ResponseNotFound
+from gateway.errors import ResponseNotFound, StreamNotFound
 from gateway.generation.conversation import render_prompt
-from gateway.generation.event_stream import respond
-from gateway.generation.plan import GenerationPlan, plan_chat
+from gateway.generation.held_streams import event_number, held_stream
+from gateway.generation.plan import Background, GenerationPlan, plan_chat
 from gateway.generation.threads import MAX_BYTES_ON_LOOP, in_thread_if, read_body_with
 from gateway.schema.field_names import renamed_fields
 from gateway.schema.openai.event_envelope import token_formatter
@@ -25,7 +28,7 @@ from gateway.store.running import RunningResponse
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
-    from starlette.types import ASGIApp, Receive, Scope, Send
+    from starlette.types import ASGIApp
 
     from gateway.access.callers import Caller
     from gateway.generation.prompt import TokenizedPrompts
@@ -35,14 +38,6 @@ if TYPE_CHECKING:
 Json = dict[str, Any]
 DEFAULT_LISTED, MAX_LISTED = 20, 100
 MAX_ITEMS_ON_LOOP = 64
-
-
-async def create_response(http: "HttpRequest") -> "ASGIApp":
-    """An event stream or a JSON body; raises `InvalidRequest` for what cannot be served."""
-    service, caller = service_of(http), caller_of(http)
-    body = await read_body(http, service.limits)
-    plan = await plan_response(body, caller, service)
-    return _Registered(plan, service)
 
 
 async def plan_response(body: bytes, caller: "Caller", service: "Service") -> GenerationPlan:
@@ -56,12 +51,26 @@ async def plan_response(body: bytes, caller: "Caller", service: "Service") -> Ge
     if request.truncation == "auto":
         as_chat = partial(request.as_chat, tools=tools)
         plan = replace(plan, tokenize=partial(_tokenize_truncated, as_chat, items, plan, service))
+    renderer = plan.renderer
+    assert isinstance(renderer, ResponsesRenderer), "made by _planned"
+    running = RunningResponse(
+        renderer.response_id, caller.request_id, caller.tenant, renderer.snapshot
+    )
+    plan = replace(plan, listed=service.running.register(running))
     if request.is_stored:
         await service.store.responses.check_room()
-        renderer = plan.renderer
-        assert isinstance(renderer, ResponsesRenderer), "made by _planned"
-        plan = replace(plan, on_complete=partial(_store, renderer, items, caller, service))
+        store = partial(_store, renderer, items, caller, service)
+        plan = replace(plan, on_complete=store)
+        if request.background:
+            plan = replace(plan, background=_background(renderer, store))
     return plan
+
+
+def _background(renderer: ResponsesRenderer, store: Callable[[], Awaitable[None]]) -> Background:
+    def snapshot() -> bytes:
+        return orjson.dumps(renderer.snapshot())
+
+    return Background(renderer.response_id, renderer.accepted, snapshot, store)
 
 
 class _Parts(NamedTuple):
@@ -204,41 +213,61 @@ async def _store(
     await service.store.responses.put(record, service.unix_now())
 
 
-class _Registered:
-    """The ASGI response of a plan, which can be cancelled by the response's id while it runs."""
-
-    def __init__(self, plan: GenerationPlan, service: "Service") -> None:
-        self._plan = plan
-        self._service = service
-
-    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
-        plan, renderer = self._plan, self._plan.renderer
-        assert isinstance(renderer, ResponsesRenderer), "set by plan_response"
-        caller = plan.caller
-        running = RunningResponse(
-            renderer.response_id, caller.request_id, caller.tenant, renderer.snapshot
-        )
-        with self._service.running.register(running):
-            await respond(plan, self._service)(scope, receive, send)
-
-
-async def retrieve_response(http: "HttpRequest") -> Json:
-    """A stored response; raises `ResponseNotFound`."""
+async def retrieve_response(http: "HttpRequest") -> "ASGIApp | Json":
+    """A stored response, or one in the background as it is now; with `stream`, its events after
+    number `starting_after`. Raises `ResponseNotFound`."""
+    service, caller = service_of(http), caller_of(http)
+    response_id = http.path_params["response_id"]
     if http.query_params.get("stream", "false").lower() not in ("false", "0"):
-        raise InvalidRequest(
-            "'stream' is not supported here: its events are sent once, when it is generated.",
-            "stream",
-        )
+        return await _events(http)
+    with suppress(StreamNotFound):
+        group = held_stream(response_id, caller, service).group
+        running = service.running.find(response_id, caller.tenant)
+        if group is not None and running is not None:
+            is_queued = running.snapshot()["status"] == "queued"
+            return running.snapshot("in_progress" if is_queued and group.has_started else None)
     record = await _find(http)
     return record.response
+
+
+async def _events(http: "HttpRequest") -> "ASGIApp":
+    """The events of a response in the background."""
+    service, caller = service_of(http), caller_of(http)
+    text = http.query_params.get("starting_after")
+    after = -1 if text is None else event_number(text, "starting_after")
+    try:
+        stream = held_stream(http.path_params["response_id"], caller, service)
+    except StreamNotFound:
+        await _find(http)
+        raise InvalidRequest(
+            "The events of this response are not held: it was made without 'background', or it "
+            "ended too long ago. It can be read without 'stream'.",
+            "stream",
+        ) from None
+    return stream.response(caller, after)
 
 
 async def delete_response(http: "HttpRequest") -> Json:
     """Delete a stored response; raises `ResponseNotFound`."""
     service, caller = service_of(http), caller_of(http)
     response_id = http.path_params["response_id"]
-    await service.store.responses.delete(response_id, caller.tenant, service.unix_now())
+    if await _end_background(response_id, caller, service):
+        with suppress(ResponseNotFound):  # it was rejected
+            await service.store.responses.delete(response_id, caller.tenant, service.unix_now())
+    else:
+        await service.store.responses.delete(response_id, caller.tenant, service.unix_now())
     return {"id": response_id, "object": "response", "deleted": True}
+
+
+async def _end_background(response_id: str, caller: "Caller", service: "Service") -> bool:
+    """End a response in the background, and forget its events; False if there is none."""
+    try:
+        stream = held_stream(response_id, caller, service)
+    except StreamNotFound:
+        return False
+    service.store.held.delete(caller.tenant, response_id)
+    await stream.finished()
+    return True
 
 
 async def cancel_response(http: "HttpRequest") -> Json:
@@ -252,6 +281,8 @@ async def cancel_response(http: "HttpRequest") -> Json:
     if running is None or not service.engine.cancel(running.request_id, caller.tenant):
         record = await _find(http)
         status = record.response["status"]
+        if status == "cancelled" and record.response["background"]:
+            return record.response  # cancelling again has no effect
         raise InvalidRequest(f"This response cannot be cancelled: it is {status}.", "response_id")
     return running.snapshot("cancelled")
 

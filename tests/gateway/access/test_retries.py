@@ -15,7 +15,7 @@ STREAMED_OR_NOT = pytest.mark.parametrize("stream", [True, False])
 
 
 @STREAMED_OR_NOT
-def test_a_retry_replaces_the_attempt_before(
+def test_a_retry_takes_over_what_is_in_flight(
     stream: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
@@ -28,14 +28,55 @@ def test_a_retry_replaces_the_attempt_before(
                 await asyncio.sleep(2 * STEP)
                 assert len(rig.engine.scheduler.pool) == 1
                 await check_superseded(earlier, stream)
-                answer = await later.read()
+                if stream:
+                    events = [event async for event in later.events()]
+                    answer = "".join(content_of(event) for event in events)
+                    assert events[-1] == "DONE"
+                else:
+                    answer = (await later.json())["choices"][0]["message"]["content"]
             assert later.status == 200
-            assert b"a long story" in answer or b'" story"' in answer or stream
+            assert answer == LONG.texts[0]
 
     rig = play(scene, LONG)
-    assert [request.abort for request in rig.ended] == [Abort.CLIENT_GONE, None]
-    assert rig.metrics.requests.cancel_to_free.sum <= 1
+    assert [request.abort for request in rig.ended] == [None]
     assert "one superseded by two: same idempotency-key" in caplog.messages
+
+
+def content_of(event: Any) -> str:
+    return "" if event == "DONE" else event["choices"][0]["delta"].get("content") or ""
+
+
+@STREAMED_OR_NOT
+def test_the_last_client_that_leaves_ends_what_was_taken_over(stream: bool) -> None:
+    async def scene(rig: Rig) -> None:
+        body = chat(stream=stream)
+        async with rig.client.post(CHAT, body, KEYED) as earlier:
+            await asyncio.sleep(2.5 * STEP)
+            async with rig.client.post(CHAT, body, KEYED) as later:
+                await check_superseded(earlier, stream)
+                await asyncio.sleep(STEP)
+                assert len(rig.engine.scheduler.pool) == 1
+                later.disconnect()
+                await later.ended()
+        await asyncio.sleep(STEP)
+        assert not rig.engine.scheduler.pool
+
+    rig = play(scene, LONG)
+    assert [request.abort for request in rig.ended] == [Abort.CLIENT_GONE]
+    assert rig.metrics.requests.cancel_to_free.sum <= 1
+
+
+def test_a_retry_of_a_stream_goes_on_after_the_event_that_it_names() -> None:
+    async def scene(rig: Rig) -> None:
+        body = chat(stream=True)
+        async with rig.client.post(CHAT, body, KEYED) as earlier:
+            await asyncio.sleep(4.5 * STEP)
+            async with rig.client.post(CHAT, body, KEYED | {"last-event-id": "2"}) as later:
+                answer = [content_of(event) async for event in later.events()]
+            await earlier.read()
+        assert "".join(answer) == LONG.texts[0][2:]  # event 0 has the role
+
+    play(scene, LONG)
 
 
 async def check_superseded(earlier: Any, stream: bool) -> None:

@@ -40,6 +40,7 @@ async def streamed(rig: Rig, **fields: Any) -> list[Any]:
         events = []
         async for chunk in exchange.chunks():
             for frame in chunk.split(b"\n\n"):
+                frame = frame[frame.find(b"event: ") :]  # after the event's number
                 if frame.startswith(b"event: "):
                     kind, _, data = frame.removeprefix(b"event: ").partition(b"\ndata: ")
                     events.append(parsed(kind.decode(), data))
@@ -318,7 +319,7 @@ def test_a_failing_stream_ends_with_an_error_event() -> None:
             await rig.engine.drain(0)
             body = await exchange.read()
         last = body.rstrip(b"\n").split(b"\n\n")[-1]
-        event = parsed("error", last.removeprefix(b"event: error\ndata: "))
+        event = parsed("error", last.partition(b"event: error\ndata: ")[2])
         assert event["error"]["type"] == "overloaded_error"
 
     play(scene, Setting(texts=(LONG,)))

@@ -10,6 +10,7 @@ from engine.control.admission import Admission
 from engine.request import Abort, State
 from gateway.service import Pace
 from tests.gateway.rig import CHAT, STEP, TEXT, Rig, Setting, chat, play, text
+from tests.wire.response_check import data_of
 
 LONG = "a long story " * 10
 STREAMED_OR_NOT = pytest.mark.parametrize("stream", [True, False])
@@ -154,8 +155,8 @@ def test_a_slow_reader_gets_merged_tokens_and_delays_no_other_request() -> None:
 def content_of(write: bytes) -> str:
     pieces = []
     for frame in write.split(b"\n\n"):
-        if frame.startswith(b"data: {"):
-            (choice,) = orjson.loads(frame.removeprefix(b"data: "))["choices"]
+        if (data := data_of(frame)).startswith(b"{"):
+            (choice,) = orjson.loads(data)["choices"]
             pieces.append(choice["delta"].get("content", ""))
     return "".join(pieces)
 

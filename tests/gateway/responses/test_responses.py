@@ -263,7 +263,7 @@ def test_logprobs_are_returned_if_included() -> None:
         ),
         ({"input": [{"type": "function_call", "name": "x"}]}, "input[0].call_id"),
         ({"model": "gpt-4o"}, "model"),
-        ({"background": True}, "background"),
+        ({"background": True, "store": False}, "store"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"prompt": {"id": "x"}}, "prompt"),
         ({"temperature": 3}, "temperature"),

@@ -4,11 +4,13 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
+from tests.wire.response_check import data_of
+
 
 def payloads(stream: bytes) -> list[Any]:
     """The JSON of every event, without the end mark."""
-    events = [event.removeprefix(b"data: ") for event in stream.split(b"\n\n") if event]
-    return [json.loads(event) for event in events if event != b"[DONE]"]
+    events = [data_of(event) for event in stream.split(b"\n\n")]
+    return [json.loads(event) for event in events if event not in (b"", b"[DONE]")]
 
 
 def assembled(chunks: Iterable[Any], index: int = 0) -> dict[str, Any]:

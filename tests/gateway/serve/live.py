@@ -62,6 +62,7 @@ def listening(
                 runner=rig.runner,
                 drain_seconds=drain_seconds,
                 request_log=rig.service.request_log,
+                held=rig.service.store.held,
                 bounds=bounds or ConnectionBounds(),
                 tls=tls,
             )

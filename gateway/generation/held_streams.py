@@ -1,0 +1,115 @@
+"""Responses of streams that are held: to new requests, and to those that read one again.
+
+An event is named by its number, as in the SSE fields `id` and `last-event-id`.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from engine.errors import InvalidRequest
+from engine.request import Abort
+from gateway.access.callers import valid_request_id
+from gateway.generation.choices import ChoiceGroup, generate_body
+from gateway.generation.held_stream import AcceptedResponse, HeldResponse, HeldStream
+from gateway.generation.reply import Reply, SharedReply
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Scope
+
+    from gateway.access.callers import Caller
+    from gateway.access.retries import Attempt
+    from gateway.generation.plan import GenerationPlan
+    from gateway.service import Service
+
+CONVERSATION = b"x-conversation-id"
+LAST_EVENT = b"last-event-id"
+HEADERS = frozenset({CONVERSATION, LAST_EVENT})
+MAX_DIGITS = 18  # of a number of an event
+
+
+def resumed(scope: "Scope", caller: "Caller", service: "Service") -> "ASGIApp | None":
+    """The response to a request that continues another one: a retry of one in flight, or one with
+    `last-event-id`; None for a new request.
+
+    Raises `InvalidRequest` or `StreamNotFound`.
+    """
+    attempt: Attempt | None = scope.get("podway.attempt")
+    after = last_event(scope)
+    if attempt is not None and (shared := attempt.shared) is not None:
+        assert isinstance(shared, HeldStream | SharedReply), "shared by a response here"
+        return shared.response(caller, -1 if after is None else after)
+    name = conversation_id(scope)
+    if after is None:
+        return None
+    if name is None:
+        raise InvalidRequest(
+            "The header 'last-event-id' continues a stream that is held. Name it with the header "
+            "'x-conversation-id', in this request and in the one that began it.",
+            "last-event-id",
+        )
+    return held_stream(name, caller, service).response(caller, after)
+
+
+def held_stream(name: str, caller: "Caller", service: "Service") -> HeldStream:
+    """A stream of this caller. Raises `StreamNotFound`."""
+    stream = service.store.held.find(caller.tenant, name)
+    assert isinstance(stream, HeldStream), "added by begin"
+    return stream
+
+
+def begin(plan: "GenerationPlan", service: "Service", names: Sequence[str]) -> HeldStream:
+    """Generate a plan's events. Without names, the stream ends when no attempt waits for it."""
+    held = service.store.held
+    ring = held.open(plan.caller.tenant, names)
+    stream = HeldStream(plan, service, ring, held.ended, is_kept=bool(names))
+    held.add(stream, names)
+    return stream
+
+
+def respond(plan: "GenerationPlan", service: "Service", scope: "Scope") -> "ASGIApp":
+    """The response of a plan that goes on without its connection, or that retries can join."""
+    attempt: Attempt | None = scope.get("podway.attempt")
+    name, background = conversation_id(scope), plan.background
+    names = [name] if name is not None and plan.is_stream else []
+    if background is not None:
+        names.append(background.response_id)
+    if not plan.is_stream and background is None:
+        group = ChoiceGroup(plan, service)
+        abandon = partial(group.close, Abort.CLIENT_GONE)
+        return Reply(plan.caller, partial(generate_body, plan, group), abandon, service)
+    stream = begin(plan, service, names)
+    if not plan.is_stream:
+        return AcceptedResponse(stream, plan, service)
+    if attempt is not None:
+        attempt.share(stream)
+    return HeldResponse(stream, service, plan.caller)
+
+
+def conversation_id(scope: "Scope") -> str | None:
+    """The header `x-conversation-id`. Raises `InvalidRequest`."""
+    value = _header(scope, CONVERSATION)
+    if value is not None and valid_request_id(value) is None:
+        raise InvalidRequest(
+            "Invalid header 'x-conversation-id': expected 1 to 128 letters, digits or ._:/+=@#-",
+            "x-conversation-id",
+        )
+    return value
+
+
+def last_event(scope: "Scope") -> int | None:
+    """The header `last-event-id`. Raises `InvalidRequest`."""
+    value = _header(scope, LAST_EVENT)
+    return None if value is None else event_number(value, "last-event-id")
+
+
+def event_number(text: str, param: str) -> int:
+    """A number of an event, or of a byte. Raises `InvalidRequest`."""
+    if not (text.isascii() and text.isdecimal() and len(text) <= MAX_DIGITS):
+        raise InvalidRequest(f"Invalid '{param}': expected a whole number from 0.", param)
+    return int(text)
+
+
+def _header(scope: "Scope", name: bytes) -> str | None:
+    value = dict(scope["headers"]).get(name)
+    return None if value is None else value.decode("latin-1")

@@ -1,0 +1,62 @@
+"""`/v1/stream` and `/v1/streams`: streams that were begun with the header `x-conversation-id`."""
+
+from typing import TYPE_CHECKING, Any
+
+from engine.errors import InvalidRequest
+from gateway.generation.held_stream import HeldResponse, HeldStream
+from gateway.generation.held_streams import event_number, held_stream, last_event
+from gateway.service import caller_of, service_of
+
+if TYPE_CHECKING:
+    from starlette.requests import Request as HttpRequest
+    from starlette.types import ASGIApp
+
+Json = dict[str, Any]
+
+
+async def read_stream(http: "HttpRequest") -> "ASGIApp":
+    """The events after the one that `last-event-id` names, or from the byte `from` on. Raises
+    `StreamNotFound`."""
+    service, caller = service_of(http), caller_of(http)
+    stream = held_stream(http.path_params["name"], caller, service)
+    after, start = last_event(http.scope), http.query_params.get("from")
+    if start is None:
+        return stream.response(caller, -1 if after is None else after)
+    if after is not None:
+        raise InvalidRequest("Send 'from' or 'last-event-id', not both.", "from")
+    return HeldResponse(stream, service, caller, offset=event_number(start, "from"))
+
+
+async def list_streams(http: "HttpRequest") -> Json:
+    """The caller's streams, or the one that the query `conversation_id` names."""
+    service, caller = service_of(http), caller_of(http)
+    wanted = http.query_params.get("conversation_id")
+    streams = service.store.held.named(caller.tenant)
+    data = [
+        _as_json(name, stream)
+        for name, stream in streams.items()
+        if wanted in (None, name) and isinstance(stream, HeldStream)
+    ]
+    return {"object": "list", "data": data}
+
+
+async def delete_stream(http: "HttpRequest") -> Json:
+    """End a stream, if it still runs, and forget its events. Raises `StreamNotFound`."""
+    service, caller = service_of(http), caller_of(http)
+    name = http.path_params["name"]
+    service.store.held.delete(caller.tenant, name)
+    return {"id": name, "object": "stream", "deleted": True}
+
+
+def _as_json(name: str, stream: HeldStream) -> Json:
+    ring = stream.ring
+    return {
+        "id": name,
+        "object": "stream",
+        "conversation_id": name,
+        "created_at": stream.created_at,
+        "status": "completed" if ring.is_complete else "in_progress",
+        "oldest_event": ring.oldest,
+        "num_events": ring.num_events,
+        "num_bytes": ring.end,
+    }
