@@ -10,6 +10,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from engine.step import Grammar
 
 Message = Mapping[str, Any]
@@ -123,6 +126,73 @@ class GrammarChecker(Protocol):
         """Why outputs cannot be constrained to the grammar; None if they can.
 
         Raises `Unavailable` if no grammar can be checked now.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Release what it uses. Idempotent."""
+        ...
+
+
+class EncodedImage(NamedTuple):
+    """The bytes of an image file, or their base64 text."""
+
+    data: bytes | str
+    is_base64: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.data) * 3 // 4 if self.is_base64 else len(self.data)
+
+
+class ImageTile(NamedTuple):
+    """An image, or a part of it, that the encoder reads at once; as in `engine.media.Media`."""
+
+    num_tokens: int
+    digest: bytes
+    pixels: "NDArray[np.float32]"
+    grid: tuple[int, int, int]
+
+
+class PreparedImage(NamedTuple):
+    """What replaces the placeholder of an image in a prompt: texts, and tiles between them."""
+
+    pieces: tuple[str | ImageTile, ...]
+
+    @property
+    def tiles(self) -> list[ImageTile]:
+        return [piece for piece in self.pieces if not isinstance(piece, str)]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of its tiles; those of its texts are few."""
+        return sum(tile.num_tokens for tile in self.tiles)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its pixels."""
+        return sum(tile.pixels.nbytes for tile in self.tiles)
+
+
+class UnreadableImage(Exception):
+    """An image that cannot be read. The text says why and ends a sentence about the image."""
+
+
+class ImageDecoder(Protocol):
+    """Decodes images and prepares them for the model's encoder, within limits of time and memory.
+
+    The chat template writes `placeholder` where an image is; each tile is as many `soft_token`.
+    `reserved` are the tokens around images, which the text of a message must not become.
+    """
+
+    placeholder: str
+    soft_token: str
+    reserved: Sequence[str]
+
+    async def prepare(self, image: EncodedImage, max_tokens: int) -> PreparedImage:
+        """The image in at most `max_tokens` tokens, if it has such a form.
+
+        Raises `UnreadableImage`, and `Unavailable` if no image can be decoded now.
         """
         ...
 

@@ -1,0 +1,113 @@
+"""What the image processors of all families have in common."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL.Image import Resampling
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+Config = Mapping[str, object]
+Pixels = NDArray[np.uint8]  # [height, width, channels]
+
+
+class Settings(NamedTuple):
+    """A checkpoint's files about images; missing ones are empty."""
+
+    image: Config  # of the image processor
+    processor: Config  # of the processor of images and texts
+    model: Config  # config.json
+
+
+class Tile(NamedTuple):
+    """An image, or a part of it, that the encoder reads at once."""
+
+    pixels: NDArray[np.float32]  # as in `engine.media.Media`
+    grid: tuple[int, int, int]
+    num_tokens: int
+
+
+Piece = str | Tile
+
+
+class ImageProcessor(Protocol):
+    """Prepares images for one checkpoint, with the same results as its processor in transformers.
+
+    The chat template writes `placeholder` where an image is. A tile is as many tokens `soft_token`.
+    """
+
+    @property
+    def placeholder(self) -> str: ...
+
+    @property
+    def soft_token(self) -> str: ...
+
+    @property
+    def reserved(self) -> Sequence[str]:
+        """The tokens around images, which the text of a message must not become."""
+        ...
+
+    def process(self, image: "Image", max_tokens: int) -> list[Piece]:
+        """What replaces the placeholder of an RGB image: texts, and tiles of at most `max_tokens`
+        tokens together, unless its smallest form has more. Raises `UnreadableImage`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Normalization:
+    """Pixels to floats: `(pixel · scale - mean) / deviation`, per channel."""
+
+    table: NDArray[np.float32]  # [channels, 256]
+
+    @classmethod
+    def of(
+        cls, config: Config, mean: Sequence[float], deviation: Sequence[float]
+    ) -> "Normalization":
+        """The settings of a checkpoint; `mean` and `deviation` are the family's defaults."""
+        values = np.arange(256, dtype=np.uint8)
+        factor = number(config, "rescale_factor", 1 / 255)
+        floats = (values.astype(np.float64) * factor).astype(np.float32)
+        if config.get("do_rescale") is False:
+            floats = values.astype(np.float32)
+        table = np.stack([floats] * 3)
+        if config.get("do_normalize") is not False:
+            means = np.array(config.get("image_mean") or mean, dtype=np.float32)
+            deviations = np.array(config.get("image_std") or deviation, dtype=np.float32)
+            table = (table - means[:, None]) / deviations[:, None]
+        return cls(table)
+
+    def planes(self, pixels: Pixels) -> NDArray[np.float32]:
+        """The channels [3, height, width] of an image."""
+        return np.stack([self.table[channel][pixels[..., channel]] for channel in range(3)])
+
+
+def resized(image: "Image", height: int, width: int, resample: Resampling) -> "Image":
+    """The image in another size, as Pillow computes it."""
+    return image.resize((width, height), resample=resample)
+
+
+def resampling(config: Config, default: Resampling) -> Resampling:
+    """The filter that a checkpoint names."""
+    value = config.get("resample")
+    return Resampling(value) if isinstance(value, int) else default
+
+
+def number(config: Config, name: str, default: float) -> float:
+    """A number of a config."""
+    value = config.get(name)
+    return value if isinstance(value, int | float) else default
+
+
+def whole(config: Config, name: str, default: int) -> int:
+    """A whole number of a config."""
+    return int(number(config, name, default))
+
+
+def section(config: Config, name: str) -> Config:
+    """An object in a config; empty if it has none."""
+    value = config.get(name)
+    return value if isinstance(value, Mapping) else {}
