@@ -23,3 +23,10 @@ def read_document(path: Path, name: str) -> dict[str, object]:
     """
     documents = importlib.import_module("adapters.gguf.documents")
     return cast("dict[str, object]", documents.read_document(path, name))
+
+
+def check_file(path: Path) -> dict[str, object]:
+    """config.json of a GGUF file whose vocabulary and types of tensors are supported. Raises
+    `StartupError`."""
+    checks = importlib.import_module("adapters.gguf.checks")
+    return cast("dict[str, object]", checks.checked_config(path))

@@ -65,10 +65,9 @@ PRE_TOKENIZATIONS = {
 
 def read_tokenizer(file: GgufFile) -> Section:
     """The content of tokenizer.json. Raises `StartupError`."""
+    check_vocabulary(file)
     model = file.text("tokenizer.ggml.model")
     tokens, types = file.texts("tokenizer.ggml.tokens"), file.numbers("tokenizer.ggml.token_type")
-    if not tokens:
-        raise file.error("tokenizer.ggml.tokens is missing")
     if len(types) not in (0, len(tokens)):
         raise file.error("tokenizer.ggml.token_type is not as long as tokenizer.ggml.tokens")
     kinds = [int(kind) for kind in types] or [NORMAL] * len(tokens)
@@ -84,10 +83,21 @@ def read_tokenizer(file: GgufFile) -> Section:
     ]
     if model == "gpt2":
         return _byte_level(file, vocabulary, added)
-    if model in SENTENCEPIECE:
-        return _sentencepiece(file, vocabulary, added)
-    known = ", ".join(("gpt2", *SENTENCEPIECE))
-    raise file.error(f"tokenizer.ggml.model {model!r} is not supported; known: {known}")
+    return _sentencepiece(file, vocabulary, added)
+
+
+def check_vocabulary(file: GgufFile) -> None:
+    """Raise `StartupError` unless the file has a vocabulary of a known kind; its tokens are not
+    read."""
+    model, pre = file.text("tokenizer.ggml.model"), file.text("tokenizer.ggml.pre")
+    if "tokenizer.ggml.tokens" not in file.keys:
+        raise file.error("tokenizer.ggml.tokens is missing")
+    if model not in ("gpt2", *SENTENCEPIECE):
+        known = ", ".join(("gpt2", *SENTENCEPIECE))
+        raise file.error(f"tokenizer.ggml.model {model!r} is not supported; known: {known}")
+    if model == "gpt2" and pre not in PRE_TOKENIZATIONS:
+        known = ", ".join(PRE_TOKENIZATIONS)
+        raise file.error(f"tokenizer.ggml.pre {pre!r} is not supported; known: {known}")
 
 
 def special_token(file: GgufFile, name: str) -> str | None:
@@ -117,11 +127,7 @@ def _added(place: int, token: str, *, is_special: bool) -> Section:
 
 
 def _byte_level(file: GgufFile, vocabulary: Mapping[str, int], added: list[Section]) -> Section:
-    name = file.text("tokenizer.ggml.pre")
-    if name not in PRE_TOKENIZATIONS:
-        known = ", ".join(PRE_TOKENIZATIONS)
-        raise file.error(f"tokenizer.ggml.pre {name!r} is not supported; known: {known}")
-    pre = PRE_TOKENIZATIONS[name]
+    pre = PRE_TOKENIZATIONS[file.text("tokenizer.ggml.pre") or ""]
     by_bytes = {
         "type": "ByteLevel",
         "add_prefix_space": False,

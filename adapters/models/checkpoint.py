@@ -7,13 +7,11 @@ file.
 
 import importlib
 import json
-from collections.abc import Callable, Mapping
-from difflib import get_close_matches
+from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
 from adapters.gguf import is_gguf, read_document
-from adapters.models import FAMILIES
 from adapters.models.random_checkpoint import PREFIX, random_checkpoint
 from engine.errors import StartupError
 
@@ -30,21 +28,10 @@ def resolve_checkpoint(model: str) -> Path:
     if is_gguf(directory) and directory.is_file():
         return directory
     if not (directory / "config.json").is_file():
-        raise StartupError(f"{directory} has no config.json")
-    _require_family(read_json(directory / "config.json"))
+        is_adapter = (directory / "adapter_config.json").is_file()
+        why = ": it is a LoRA adapter; serve its base model with --lora NAME=DIR" * is_adapter
+        raise StartupError(f"{directory} has no config.json{why}")
     return directory
-
-
-def _require_family(config: Mapping[str, object]) -> None:
-    """Refuse an architecture without a family before a worker starts, which takes seconds."""
-    match config.get("architectures"):
-        case [str(name)] if name not in FAMILIES:
-            near = get_close_matches(name, FAMILIES)
-            nearest = f"nearest: {', '.join(near)}; " if near else ""
-            raise StartupError(
-                f"config.json: architecture {name!r} is not supported; {nearest}all that are: "
-                "adapters/models/FAMILIES.md"
-            )
 
 
 def _download(model: str) -> Path:

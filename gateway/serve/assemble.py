@@ -58,7 +58,6 @@ from gateway.serve.kv_lookup import KVLookup
 from gateway.serve.load import LoadedModel, OnProgress, load_model, lora_specs, served_name
 from gateway.serve.server import Server, Signals, bind, raise_file_limit, unless_stopped
 from gateway.service import Pace, ServedModel, Service, unix_now
-from gateway.settings.checks import check_settings
 from gateway.settings.server import IN_MEMORY
 from gateway.settings.settings import Settings
 from gateway.store.event_ring import RingLimits
@@ -108,7 +107,6 @@ async def _serve(
         ThreadPoolExecutor(TOKENIZER_THREADS, "tokenize")
     )
     sys.setswitchinterval(SWITCH_SECONDS)
-    check_settings(settings)
     credentials = load_credentials(settings)
     with Signals() as signals, closing(bind(settings.http.host, settings.http.port)) as listener:
         if credentials.has_files:

@@ -1,22 +1,23 @@
-"""The command `podway serve`: its flags, made from the settings, and its output.
+"""The command `podway serve`: its flags, made from the settings, and what it checks first.
 
 Exit codes: 0 drained, 1 could not start or lost its workers (`gateway.__main__` prints the line),
 130 interrupted.
 """
 
 import argparse
+import importlib
 import logging
-import sys
 import time
+from collections.abc import Callable
+from typing import cast
 
 from engine.errors import EngineError
 from engine.json_log import set_up_json_logs
 from engine.transport.process import LocalLauncher
 from gateway.options import Option
-from gateway.serve.assemble import serve
-from gateway.serve.load import LoadedModel
-from gateway.serve.start_times import StartTimes
-from gateway.serve.terminal import LoadingBars, banner, url_of
+from gateway.serve.model_checks import check_local_model
+from gateway.settings.checks import check_settings
+from gateway.settings.device_checks import check_device
 from gateway.settings.flags import Parser
 from gateway.settings.server import LOCAL_FILE
 from gateway.settings.settings import Settings, load, options
@@ -77,31 +78,24 @@ def main(
     began_at = time.perf_counter() if began_at is None else began_at
     flags = vars(parser(shows_all=False).parse_args(argv))
     settings = load({name: value for name, value in flags.items() if value is not None})
-    is_json = settings.observe.log_format == "json"
     _set_up_logging(settings)
-    with LoadingBars(sys.stderr, logs=is_json) as bars:
-        times = StartTimes(bars, began_at, time.perf_counter)
-
-        def announce(port: int, loaded: LoadedModel) -> None:
-            bars.stop()
-            url = url_of(settings.http.host, port, "https" if settings.http.tls_cert else "http")
-            cost = f"{loaded.calibration}; lookahead {'on' if loaded.lookahead else 'off'}"
-            more = {"sampling": f"defaults {loaded.sampling_defaults}", "cost": cost}
-            if settings.loras.lora:
-                more["lora"] = ", ".join(value.partition("=")[0] for value in settings.loras.lora)
-            if (summary := times.summary()) is not None:
-                more["start"] = summary
-            sys.stdout.write(banner(url, loaded.name, loaded.report, settings, more))
-            sys.stdout.flush()
-
-        try:
-            serve(settings, launcher, progress=times, announce=announce)
-        except EngineError as error:
-            if not is_json:
-                raise
-            logger.critical("%s", error)
-            return 1
+    try:
+        check_settings(settings)
+        check_device(settings)
+        check_local_model(settings)
+        _serve()(settings, launcher, began_at)
+    except EngineError as error:
+        if settings.observe.log_format != "json":
+            raise
+        logger.critical("%s", error)
+        return 1
     return 0
+
+
+def _serve() -> Callable[[Settings, LocalLauncher | None, float], None]:
+    """The server, whose imports take half a second: what is wrong is said before them."""
+    function = importlib.import_module("gateway.serve.announced").serve_announced
+    return cast("Callable[[Settings, LocalLauncher | None, float], None]", function)
 
 
 def _set_up_logging(settings: Settings) -> None:

@@ -11,7 +11,6 @@ import importlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -30,6 +29,7 @@ from gateway.loras import absolute
 from gateway.schema.fields.sampling import SamplingDefaults
 from gateway.serve.cost.calibration import Calibration, CostFile, calibrate, cost_facts
 from gateway.serve.lookahead import choose_lookahead, max_lookahead
+from gateway.serve.model_checks import check_model, model_directory
 from gateway.settings.generation_config import sampling_defaults
 from gateway.settings.model import BUILTIN_MODEL
 from gateway.settings.settings import Settings
@@ -42,7 +42,6 @@ OnProgress = Callable[[str, int, int], None]  # label, done, total
 LAUNCHERS = {"ray": "adapters.cluster.ray:RayLauncher"}
 ADAPTERS = {
     "generation_config": "adapters.models.checkpoint:read_generation_config",
-    "checkpoint": "adapters.models.checkpoint:resolve_checkpoint",
     "tokenizer": "adapters.tokenizers:load_tokenizer",
     "template": "adapters.dialects:load_chat_template",
     "dialect": "adapters.dialects:choose_dialect",
@@ -83,7 +82,8 @@ async def load_model(
 
     `local` starts workers on this machine. Raises `StartupError`.
     """
-    directory = await asyncio.to_thread(_directory, settings.model.source)
+    directory = await asyncio.to_thread(model_directory, settings.model.source)
+    await asyncio.to_thread(check_model, settings, directory)
     config = await asyncio.to_thread(_adapter("generation_config"), directory)
     defaults = sampling_defaults(config, settings.model.override_generation_config)
     workers = settings.workers
@@ -158,12 +158,6 @@ def _launcher(settings: Settings, worker: str) -> Launcher | None:
     return cast("Launcher", launcher(worker, settings.launch.ray_address, threads, gpus))
 
 
-def _directory(model: str) -> Path:
-    if model == BUILTIN_MODEL:
-        return Path(str(files("adapters").joinpath("builtin")))
-    return cast("Path", _adapter("checkpoint")(model))
-
-
 def served_name(settings: Settings) -> str:
     """The first name that clients use for the model."""
     names = settings.model.served_model_name
@@ -230,7 +224,7 @@ def _worker_settings(settings: Settings, directory: Path) -> WorkerSettings:
         lookahead=max_lookahead(settings),
         loras=lora_specs(settings),
         max_lora_rank=settings.loras.max_lora_rank,
-        draft_model=str(_directory(draft_model)) if draft_model else "",
+        draft_model=str(model_directory(draft_model)) if draft_model else "",
         has_mtp=speculation is not None and speculation.method == MTP,
         logs_json=settings.observe.log_format == "json",
     )

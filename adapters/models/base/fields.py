@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from engine.errors import StartupError
-from engine.worker.model.torch_operators import ACTIVATIONS
 
+# Those that every device has; a test holds them to the operators in torch.
+ACTIVATIONS = ("silu", "swish", "relu", "gelu", "gelu_new", "gelu_pytorch_tanh")
 MAX_LAYERS = 10_000  # models have some hundred at most
 
 

@@ -1,8 +1,4 @@
-"""The files of a LoRA adapter: read once, hashed, and checked against the model's linears.
-
-Tensors are named `base_model.model.MODULE.lora_A.weight` `[rank, in]` and `….lora_B.weight`
-`[out, rank]`, where MODULE is the linear's name in Hugging Face's model.
-"""
+"""The files of a LoRA adapter: read once, hashed, and checked against the model's linears."""
 
 import hashlib
 import json
@@ -18,19 +14,9 @@ from torch import Tensor
 
 from engine.errors import StartupError
 from engine.worker.lora.peft_config import CONFIG_FILE, PeftConfig
+from engine.worker.lora.peft_names import WEIGHTS_FILE, check_rank, check_shape, place_of
 
-WEIGHTS_FILE = "adapter_model.safetensors"
 DIGEST_BYTES = 32
-_PREFIXES = ("base_model.model.", "")
-_FACTORS = {".lora_A.weight": "A", ".lora_B.weight": "B"}
-# Ends of tensor names that belong to what is not supported.
-_UNSUPPORTED = {
-    ".lora_magnitude_vector": "DoRA is not supported",
-    ".lora_embedding_A": "LoRA on embeddings is not supported",
-    ".lora_embedding_B": "LoRA on embeddings is not supported",
-    ".lora_B.bias": "a bias of lora_B is not supported",
-    ".bias": "trained biases are not supported",
-}
 
 
 class LowRankPair(NamedTuple):
@@ -110,7 +96,7 @@ def _pairs(
 ) -> dict[str, LowRankPair]:
     factors: dict[str, dict[str, Tensor]] = {}
     for name, tensor in sorted(tensors.items()):
-        module, factor = _place(name, linears)
+        module, factor = place_of(name, linears)
         factors.setdefault(module, {})[factor] = _checked(name, tensor, config, module, max_rank)
     if not factors:
         raise StartupError(f"{WEIGHTS_FILE} has no tensors")
@@ -122,37 +108,10 @@ def _pairs(
     }
 
 
-def _place(name: str, linears: Mapping[str, tuple[int, int]]) -> tuple[str, str]:
-    """The module that a tensor belongs to, and which factor it is."""
-    for end, why in _UNSUPPORTED.items():
-        if name.removesuffix(".weight").endswith(end):
-            raise StartupError(f"tensor {name}: {why}")
-    for end, factor in _FACTORS.items():
-        if name.endswith(end):
-            module = _module_of(name.removesuffix(end), linears)
-            if module is None:
-                raise StartupError(f"tensor {name}: this model has no such linear for LoRA")
-            return module, factor
-    raise StartupError(f"tensor {name} is not part of a LoRA")
-
-
-def _module_of(path: str, linears: Mapping[str, tuple[int, int]]) -> str | None:
-    """The linear's name in this model. Old GPT-2 checkpoints lack `transformer.`, text models of
-    multimodal ones `language_model.`."""
-    for prefix in _PREFIXES:
-        if path.startswith(prefix):
-            path = path.removeprefix(prefix)
-            break
-    names = (path, path.removeprefix("transformer."), path.replace("language_model.", ""))
-    return next((name for name in names if name in linears), None)
-
-
 def _checked(name: str, tensor: Tensor, config: PeftConfig, module: str, max_rank: int) -> Tensor:
     if not config.targets_module(module):
         raise StartupError(f"tensor {name}: {module} is not a target module of {CONFIG_FILE}")
-    rank = config.rank_of(module)
-    if rank > max_rank:
-        raise StartupError(f"{module} has rank {rank}; --max-lora-rank allows {max_rank}")
+    check_rank(module, config, max_rank)
     if not tensor.is_floating_point():
         raise StartupError(f"tensor {name} has dtype {tensor.dtype}, expected floats")
     if not bool(torch.isfinite(tensor).all()):
@@ -163,15 +122,10 @@ def _checked(name: str, tensor: Tensor, config: PeftConfig, module: str, max_ran
 def _pair(
     module: str, factors: Mapping[str, Tensor], sizes: tuple[int, int], config: PeftConfig
 ) -> LowRankPair:
-    outputs, inputs = sizes
-    rank = config.rank_of(module)
-    for factor, expected in (("A", (rank, inputs)), ("B", (outputs, rank))):
-        name = f"{module}.lora_{factor}.weight"
+    for factor in ("A", "B"):
         if factor not in factors:
-            raise StartupError(f"tensor {name} is missing from {WEIGHTS_FILE}")
-        if tuple(factors[factor].shape) != expected:
             raise StartupError(
-                f"tensor {name} has shape {list(factors[factor].shape)}, but the model and "
-                f"{CONFIG_FILE} imply {list(expected)}"
+                f"tensor {module}.lora_{factor}.weight is missing from {WEIGHTS_FILE}"
             )
+        check_shape(module, factor, factors[factor].shape, sizes, config)
     return LowRankPair(factors["A"], factors["B"] * config.scale_of(module))

@@ -130,22 +130,24 @@ class Checkpoint:
             Callable[[Path], tuple[int, ...]],
             load_by_name("adapters.models.checkpoint:end_token_ids"),
         )
+        check_architecture = cast(
+            Callable[[Mapping[str, object]], str],
+            load_by_name("adapters.models.checks.architecture:check_architecture"),
+        )
         read_pooling = cast(
             Callable[[Path, Mapping[str, object], str, str], PoolingConfig | None],
             load_by_name("adapters.models.base.pooling:read_pooling"),
         )
         directory = resolve(model)
         config = read_config(directory)
-        names = config.get("architectures")
-        if not isinstance(names, list) or len(names) != 1:
-            raise StartupError(f"config.json: architectures is {names!r}, expected one name")
-        reads = load_from_table("adapters.models:FAMILIES", "architecture", str(names[0]))
+        name = check_architecture(config)
+        reads = load_from_table("adapters.models:FAMILIES", "architecture", name)
         family = cast(ReadsFamily, reads)(config)
         is_random = config.get("random_weights") is True
         files = None if is_random else _open_files(directory, config)
-        pooling = read_pooling(directory, config, str(names[0]), task)
+        pooling = read_pooling(directory, config, name, task)
         end_ids = end_token_ids(directory)
-        return cls(directory, str(names[0]), family, end_ids, files, pooling)
+        return cls(directory, name, family, end_ids, files, pooling)
 
     @property
     def preferred_format(self) -> PreferredFormat:

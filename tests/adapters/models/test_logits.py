@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from adapters.models.checks.checkpoint import check_checkpoint
 from engine.worker.process.worker import Worker
 from tests.engine.worker.process.driving import Driver, load_worker
 from tests.models.checkpoints import VARIANTS, make_checkpoint, make_model
@@ -49,6 +50,10 @@ def checkpoint(
 def pair(request: pytest.FixtureRequest, checkpoint: tuple[Any, Path]) -> Pair:
     model, directory = checkpoint
     return Pair(model, load_worker(directory, attention=str(request.param)))
+
+
+def test_the_checks_before_a_start_accept_it(checkpoint: tuple[Any, Path]) -> None:
+    assert check_checkpoint(checkpoint[1], 128).keys()
 
 
 def text(length: int, seed: int = 0) -> list[int]:

@@ -11,8 +11,12 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 
+from adapters.models.base import fields
 from adapters.models.checkpoint import end_token_ids, resolve_checkpoint
+from adapters.models.checks import architecture
+from adapters.models.checks.checkpoint import check_checkpoint
 from engine.errors import StartupError
+from engine.worker.model import torch_operators
 from engine.worker.process.worker import Worker
 from tests.engine.worker.process.driving import Driver, load_worker, settings_for
 from tests.models.checkpoints import LLAMA3_ROPE, LONGROPE, make_checkpoint, make_model
@@ -125,7 +129,7 @@ def test_the_error_for_an_unsupported_config_names_the_field(
 @pytest.mark.parametrize(
     ("name", "nearest"),
     [
-        ("Qwen2VLForConditionalGeneration", "nearest: Qwen3_5ForConditionalGeneration"),
+        ("Qwen2VLForSpeech", "is not supported"),
         ("LlamaForCausalML", "nearest: LlamaForCausalLM"),
         ("XYZ", "is not supported; all that are: "),
     ],
@@ -135,12 +139,25 @@ def test_an_unknown_architecture_is_refused_before_a_worker_starts_with_its_near
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": [name]}))
     with pytest.raises(StartupError) as refused:
-        resolve_checkpoint(str(tmp_path))
+        check_checkpoint(tmp_path, 0)
     message = str(refused.value)
     assert f"architecture {name!r} is not supported" in message
     assert nearest in message
     assert message.endswith("adapters/models/FAMILIES.md")
     assert len(message) < 300
+
+
+def test_a_model_that_reads_images_is_refused_with_the_name_of_its_text_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(architecture, "FAMILIES", {})
+    config = {"architectures": ["SmolVLMForConditionalGeneration"]}
+    with pytest.raises(StartupError, match="saved alone as LlamaForCausalLM"):
+        architecture.check_architecture(config)
+
+
+def test_activations_are_those_of_the_operators() -> None:
+    assert set(fields.ACTIVATIONS) == set(torch_operators.ACTIVATIONS)
 
 
 @pytest.mark.parametrize(

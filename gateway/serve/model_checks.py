@@ -1,0 +1,65 @@
+"""Checks of the model's files before a worker starts: an error within a second.
+
+Adapters are imported here, by name.
+"""
+
+import importlib
+from collections.abc import Callable, Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, cast
+
+from gateway.settings.model import BUILTIN_MODEL
+from gateway.settings.settings import Settings
+
+RESOLVE = "adapters.models.checkpoint:resolve_checkpoint"
+CHECKPOINT = "adapters.models.checks.checkpoint:check_checkpoint"
+TOKENIZER = "adapters.tokenizers.checks:check_tokenizer"
+ADAPTER = "adapters.models.checks.adapter:check_adapter"
+
+
+def check_local_model(settings: Settings) -> None:
+    """Check the model, its adapters and its draft model, unless they have to be downloaded first.
+    Raises `StartupError`."""
+    if is_local(settings.model.source):
+        check_model(settings, model_directory(settings.model.source))
+
+
+def check_model(settings: Settings, directory: Path) -> None:
+    """Check the model in `directory`, its adapters and its draft model. Raises `StartupError`."""
+    headers = _by_name(CHECKPOINT)(directory, settings.model.max_model_len)
+    if directory.is_dir():
+        _by_name(TOKENIZER)(directory)
+    _check_loras(settings, headers)
+    speculation = settings.model.speculative_config
+    if speculation is not None and speculation.model and is_local(speculation.model):
+        _by_name(CHECKPOINT)(model_directory(speculation.model), 0)
+
+
+def is_local(source: str) -> bool:
+    """Whether the model is on this machine, so that nothing is downloaded."""
+    if source == BUILTIN_MODEL or source.startswith("random:"):
+        return True
+    return Path(source).expanduser().exists()
+
+
+def model_directory(source: str) -> Path:
+    """The directory or GGUF file of a model, downloaded or created if necessary. Raises
+    `StartupError`."""
+    if source == BUILTIN_MODEL:
+        return Path(str(files("adapters").joinpath("builtin")))
+    return cast("Path", _by_name(RESOLVE)(source))
+
+
+def _check_loras(settings: Settings, headers: Mapping[str, object]) -> None:
+    if settings.launch.launcher != "local":
+        return  # the directories are on the workers' machines
+    for value in settings.loras.lora:
+        name, _, path = value.partition("=")
+        directory = Path(path).expanduser()
+        _by_name(ADAPTER)(name, directory, headers, settings.loras.max_lora_rank)
+
+
+def _by_name(target: str) -> Callable[..., Any]:
+    module, _, name = target.partition(":")
+    return cast("Callable[..., Any]", getattr(importlib.import_module(module), name))
