@@ -23,6 +23,7 @@ from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
 from engine.errors import EngineError, RequestCancelled, StepFailed, Unavailable, WorkerLost
+from engine.image_sender import ImageSender
 from engine.request import Abort, Request, RequestSpec
 from engine.step import ReadAhead
 from engine.stream import TokenStream
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
     from engine.control.scheduler import IterationScheduler
     from engine.iteration import Iteration
+    from engine.media import ImagePixels
     from engine.policy.port import Policy
     from engine.ports import Clock, StepExecutor, StepFuture, StoreLookup
     from engine.step import PageKind, RequestId
@@ -67,13 +69,14 @@ class Engine:
         read_ahead: "Callable[[ReadAhead], object] | None" = None,
         lookup: "StoreLookup | None" = None,
         turn: "Turn | None" = None,
+        send_pixels: "Callable[[ImagePixels], object] | None" = None,
     ) -> None:
         """Keep at most `depth` iterations in flight, `executor.depth` if it is None; `lookahead` of
         them are for iterations planned ahead. `is_ready` turns False if no iteration returns for
         `ready_seconds`. `read_ahead` is called with what workers should read from the disk for a
         request that has to wait, and again when it has ended. Before a request starts, `lookup`
         finds what a shared store has of its prompt. With a `turn`, other engines compute on the
-        same cores."""
+        same cores. `send_pixels` sends a piece of an image to the workers."""
         self.scheduler = scheduler
         scheduler.looks_ahead = lookahead > 0
         self._executor = executor
@@ -89,6 +92,7 @@ class Engine:
         self._streams: dict[RequestId, TokenStream] = {}
         self._in_flight: deque[_IterationInFlight] = deque()
         self._wakeup = Wakeup()
+        self._sender = send_pixels and ImageSender(scheduler.images, send_pixels, self._wakeup.set)
         self._idle = asyncio.Event()
         self._idle.set()
         self._is_saved = asyncio.Event()  # whether no iteration is in flight
@@ -302,6 +306,8 @@ class Engine:
             iteration = self._plan(self._clock())
             if iteration is None and not self.scheduler.pool and not self._in_flight:
                 iteration = self.scheduler.save()
+            if self._sender is not None:
+                self._sender.wake()
             if iteration is None:
                 break
             future = self._executor.submit(iteration.step)
@@ -342,7 +348,7 @@ class Engine:
             self._in_flight.appendleft(oldest)
             return False
         else:
-            if not oldest.iteration.requests:
+            if not oldest.iteration.requests and not oldest.iteration.step.encodes:
                 self.scheduler.saved(oldest.iteration, result)
                 return True
             streams = self._streams

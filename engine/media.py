@@ -1,9 +1,23 @@
-"""What a prompt holds besides token ids: the images that a model's encoder reads."""
+"""What a prompt holds besides token ids: images for a model's encoder, and what workers are told
+of them."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import numpy as np
+    from numpy.typing import NDArray
+
+
+class Span(NamedTuple):
+    """`length` tokens of a prompt, from position `start` on, that stand for other content, whose
+    digest this is: the tokens are the same whatever they stand for."""
+
+    start: int
+    length: int
+    digest: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,12 +27,84 @@ class Media:
     start: int  # position in the prompt of the first token that stands for the image
     num_tokens: int  # tokens that stand for it: the rows that the encoder gives
     digest: bytes  # SHA-256 of the canonical pixels, the processor's settings and the checkpoint
-    pixels: NDArray[
-        np.float32
-    ]  # [patches, channels · patch size²] or [tiles, channels, height, width]
+    pixels: "NDArray[np.float32]"  # [patches, channels · patch size²] or
+    # [tiles, channels, height, width]
     grid: tuple[int, int, int]  # frames, rows and columns of patches
 
     @property
     def end(self) -> int:
         """The position behind its last token."""
         return self.start + self.num_tokens
+
+    def pieces(self, image: int) -> "Iterator[ImagePixels]":
+        """Its pixels as messages to the workers, which know it by the number `image`."""
+        pixels = self.pixels.astype("<f4", order="C", copy=False).reshape(-1)
+        for first in range(0, len(pixels), PIECE):
+            data = pixels[first : first + PIECE].tobytes()
+            yield ImagePixels(image, 4 * first, data, self.pixels.shape, self.grid)
+
+
+PIECE = 1 << 18  # numbers in one message, which takes less than 1 ms
+
+
+class ImagePixels(NamedTuple):
+    """The bytes of an image's pixels from `offset` on, little-endian float32 of this `shape`."""
+
+    image: int
+    offset: int
+    data: bytes
+    shape: tuple[int, ...]
+    grid: tuple[int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderReport:
+    """What the control plane knows of a model's image encoder.
+
+    An image is encoded layer by layer; `layer_flops` of a patch in one layer do not count
+    attention, of which every patch has `patch_flops` for each patch. With `merge` a token stands
+    for `merge` × `merge` patches and has positions along three axes (M-RoPE); 0: its positions are
+    those of text. Where an image `is_whole`, its tokens attend to all of each other, so that they
+    are computed together.
+    """
+
+    num_layers: int
+    row_bytes: int  # of the encoding of a token
+    layer_flops: int
+    patch_flops: int
+    merge: int = 0
+    is_whole: bool = False
+
+    def flops(self, num_patches: int) -> float:
+        """Operations of one layer."""
+        return num_patches * (self.layer_flops + self.patch_flops * num_patches)
+
+
+class ImageRows(NamedTuple):
+    """Tokens of an entry, from number `offset` on, that stand for rows of an encoded image."""
+
+    image: int  # its number, from `EncoderWork`
+    offset: int
+    first: int  # row
+    num_rows: int
+
+
+class EntryMedia(NamedTuple):
+    """What the images of a request mean for an entry.
+
+    Embeddings of the tokens in `rows` are replaced by rows of the encoder's output. The position
+    that RoPE turns a token by is its own plus `shift`, unless there are `positions`: three for each
+    token, all of the first axis before those of the second, as little-endian int32.
+    """
+
+    rows: tuple[ImageRows, ...] = ()
+    shift: int = 0
+    positions: bytes = b""
+
+
+class EncoderWork(NamedTuple):
+    """Layers `[start, stop)` of the encoder, for an image whose pixels the workers have."""
+
+    image: int
+    start: int
+    stop: int

@@ -30,11 +30,14 @@ Orca calls the phases initiation and increment; here they are prefill and decode
 
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
+
+from engine.media import Span
 
 if TYPE_CHECKING:
     from engine.errors import EngineError
     from engine.lora import LoraAdapter
+    from engine.media import Media
     from engine.pooling import PoolSpec
     from engine.step import (
         Grammar,
@@ -151,15 +154,6 @@ class Abort(Enum):
     DEADLINE = "deadline"
 
 
-class Span(NamedTuple):
-    """`length` tokens of a prompt, from position `start` on, that stand for other content, whose
-    digest this is: the tokens are the same whatever they stand for."""
-
-    start: int
-    length: int
-    digest: bytes
-
-
 @dataclass(frozen=True, slots=True)
 class RequestSpec:
     """What a caller requests: at most `max_tokens` tokens after `prompt` (ids, at least one).
@@ -186,8 +180,8 @@ class RequestSpec:
     that its prompt is pooled into.
 
     `spans` are the tokens of the prompt that stand for other content; prefixes with such tokens are
-    shared only if the content is the same. `checkpoints` are numbers of prompt tokens behind which
-    other requests will probably go on.
+    shared only if the content is the same; by default they are those of the images in `media`.
+    `checkpoints` are numbers of prompt tokens behind which other requests will probably go on.
     """
 
     prompt: tuple[int, ...]
@@ -213,6 +207,14 @@ class RequestSpec:
     pooling: "PoolSpec | None" = None
     spans: tuple[Span, ...] = ()
     checkpoints: tuple[int, ...] = ()
+    media: "tuple[Media, ...]" = ()
+
+    def __post_init__(self) -> None:
+        if self.media and not self.spans:
+            spans = tuple(Span(each.start, each.num_tokens, each.digest) for each in self.media)
+            checkpoints = (*self.checkpoints, *(each.end for each in self.media))
+            object.__setattr__(self, "spans", spans)  # it is frozen
+            object.__setattr__(self, "checkpoints", checkpoints)
 
     @property
     def lora_digest(self) -> str:

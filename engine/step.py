@@ -10,6 +10,7 @@ from enum import StrEnum
 from typing import NamedTuple, NewType
 
 from engine.lora import NO_LORA
+from engine.media import EncoderWork, EntryMedia
 from engine.pooling import PoolSpec
 
 RequestId = NewType("RequestId", int)
@@ -174,6 +175,9 @@ class StepEntry(NamedTuple):
     draft; the first one that differs is the last token of the entry. So the output is the same
     with and without drafts. `sample` holds for all rows: they have the same `banned`. With
     `proposal`, the worker's draft model proposes drafts for the request's next entry.
+
+    A request with images has `media`, unless its positions are those of text and no token of the
+    entry stands for an image.
     """
 
     request_id: RequestId
@@ -188,6 +192,7 @@ class StepEntry(NamedTuple):
     pooling: PoolSpec | None = None
     state: StateSlots | None = None
     proposal: ProposalSpec | None = None
+    media: EntryMedia | None = None
 
     @property
     def is_decode(self) -> bool:
@@ -272,14 +277,20 @@ class BlockMove(NamedTuple):
 class Step:
     """One iteration over one batch; `entries` has the decodes first, then the prefills.
 
+    The layers of `encodes` are computed before any entry; the images in `dropped` are forgotten,
+    with their pixels and what was computed of them, before that.
+
     `moves` copy KV between the tiers. No two moves of a step touch the same block, with two
     exceptions: an awaited move in may use the device blocks of an awaited move out that precedes
-    it, and a device block may be saved in two tiers. A step without entries only makes its moves.
+    it, and a device block may be saved in two tiers. A step without entries only makes its moves
+    and computes layers of the encoder.
     """
 
     step_id: StepId
     entries: tuple[StepEntry, ...]
     moves: tuple[BlockMove, ...] = ()
+    encodes: tuple[EncoderWork, ...] = ()
+    dropped: tuple[int, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -338,7 +349,7 @@ class StepResult:
     `unread` are device pages that moves from the disk or a store could not fill. `vectors` has one
     vector for each entry with `pooling`, in their order, as little-endian float32. `proposals` has
     the proposed tokens of each entry with `proposal`; `proposal_seconds`, a part of `seconds`, is
-    the draft model's time.
+    the draft model's time, and `encoder_seconds`, another part, that of the layers in `encodes`.
     """
 
     step_id: StepId
@@ -353,6 +364,7 @@ class StepResult:
     vectors: tuple[bytes, ...] = ()
     proposals: tuple[tuple[int, ...], ...] = ()
     proposal_seconds: float = 0.0
+    encoder_seconds: float = 0.0
 
 
 class StepTimes(NamedTuple):

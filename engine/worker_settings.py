@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from engine.lora import LoraReport, LoraSpec
+from engine.media import EncoderReport
 from engine.pooling import PoolingReport
 from engine.setting import setting
 
@@ -278,7 +279,7 @@ class WorkerReport:
     keeps the KV of all tokens; `bytes_per_block` is the size of a block of one group. `pooling` is
     None if the model generates text. `num_draft_parameters` is the size of the draft model, or
     of the layer for multi-token prediction and the head; 0 without one. `kv_store_keys` names all
-    that the contents of the shared store depend on.
+    that the contents of the shared store depend on. `encoder` is None if the model reads no images.
     """
 
     architecture: str
@@ -307,3 +308,4 @@ class WorkerReport:
     num_draft_parameters: int = 0
     kv_store_keys: str = ""
     disk_state_hashes: bytes = b""
+    encoder: EncoderReport | None = None

@@ -105,11 +105,19 @@ def play(
             num_disk_states=len(report.disk_state_hashes) // HASH_BYTES,
         )
     )
-    scheduler = IterationScheduler(settings, ledger, FirstComeFirstServed(), drafter=drafter)
+    scheduler = IterationScheduler(
+        settings, ledger, FirstComeFirstServed(), drafter=drafter, encoder=report.encoder
+    )
     hashes, state_hashes = report.disk_hashes, report.disk_state_hashes
     scheduler.kv.search.restore_disk({PageKind.BLOCK: hashes, PageKind.SNAPSHOT: state_hashes})
     executor = Mortal(worker, dies_in, 1 + lookahead)
-    engine = Engine(scheduler, executor, time.perf_counter, lookahead=lookahead)
+    engine = Engine(
+        scheduler,
+        executor,
+        time.perf_counter,
+        lookahead=lookahead,
+        send_pixels=getattr(worker, "put_pixels", None),
+    )
     outcomes = asyncio.run(_serve(engine, specs))
     scheduler.ledger.check()
     assert scheduler.ledger.num_held == 0

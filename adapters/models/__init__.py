@@ -34,6 +34,7 @@ FAMILIES: dict[str, str] = {
     "Qwen2MoeForCausalLM": "adapters.models.mixtures.qwen2_moe:Qwen2Moe",
     "Qwen3ForCausalLM": "adapters.models.dense.qwen3:Qwen3",
     "Qwen3ForSequenceClassification": "adapters.models.dense.qwen3:Qwen3",
+    "Qwen3VLForConditionalGeneration": "adapters.models.dense.qwen3_vl:Qwen3VL",
     "Qwen3Model": "adapters.models.dense.qwen3:Qwen3",
     "Qwen3MoeForCausalLM": "adapters.models.mixtures.qwen3_moe:Qwen3Moe",
     "RobertaForSequenceClassification": "adapters.models.encoders.bert:Roberta",

@@ -7,6 +7,7 @@ from engine.request import Request, RequestSpec, State
 from engine.step import RequestId
 
 if TYPE_CHECKING:
+    from engine.control.images import Images
     from engine.control.settings import SchedulerSettings
     from engine.cost.live import LiveCost
     from engine.kv.cache import KVCache
@@ -22,11 +23,13 @@ class Arrivals:
         kv: "KVCache",
         pool: "RequestPool",
         cost: "LiveCost",
+        images: "Images",
     ) -> None:
         self._settings = settings
         self._kv = kv
         self._pool = pool
         self._cost = cost
+        self._images = images
         self._next_request_id = 0
 
     def accept(self, spec: RequestSpec, now: float) -> Request:
@@ -35,6 +38,7 @@ class Arrivals:
         assert spec.prompt, "a prompt has at least one token"
         assert (spec.max_tokens == 0) == spec.is_pooling, "max_tokens is 0 only without output"
         self.check_fits(len(spec.prompt), spec.max_tokens)
+        self._images.check(spec)
         self._check_queue(len(spec.prompt))
         request = Request(RequestId(self._next_request_id), spec, arrived_at=now)
         has_deadline = spec.ttft_deadline is not None or spec.deadline is not None
@@ -43,6 +47,8 @@ class Arrivals:
         self._next_request_id += 1
         self._pool.add(request)
         self._pool.policy.arrive(request, now)
+        if spec.media:
+            self._images.arrive(request)
         return request
 
     def check_fits(self, prompt_len: int, max_tokens: int) -> None:

@@ -16,7 +16,9 @@ from engine.step import (
 )
 
 if TYPE_CHECKING:
+    from engine.control.images import Images
     from engine.kv.cache import KVCache
+    from engine.media import EncoderWork
     from engine.request import Request
 
 
@@ -46,6 +48,9 @@ class BatchBuilder:
         self.looks_ahead = True  # so tokens that may be late are few
         self.decodes: list[tuple[Request, StepEntry]] = []  # `Proposals` changes them
         self.prefills: list[tuple[Request, StepEntry]] = []
+        self.images: Images | None = None  # of requests with images
+        self.encodes: tuple[EncoderWork, ...] = ()
+        self.dropped: tuple[int, ...] = ()
         self._has_loras = False
 
     @property
@@ -83,6 +88,8 @@ class BatchBuilder:
         if spec.lora is not None:
             entry = entry._replace(lora_id=spec.lora.lora_id)
             self._has_loras = True
+        if spec.media and self.images is not None:
+            entry = entry._replace(media=self.images.entry_media(request, start, stop))
         if is_last and not samples:
             entry = entry._replace(pooling=spec.pooling)
         rows.append((request, entry))
@@ -129,7 +136,7 @@ class BatchBuilder:
         rows = self.decodes + self.prefills
         entries = tuple([entry for _, entry in rows])
         requests = tuple([request for request, _ in rows])
-        step = Step(self.step_id, entries, swaps.moves)
+        step = Step(self.step_id, entries, swaps.moves, self.encodes, self.dropped)
         return Iteration(step, requests, swaps.requests, swaps.saves, swaps.loads, itl_goal)
 
     def _sample_spec(self, request: "Request") -> SampleSpec:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
     from engine.control.admission import AdmissionControl
     from engine.control.batch_builder import BatchBuilder
+    from engine.control.images import Images
     from engine.control.settings import SchedulerSettings
     from engine.control.swap_planner import SwapPlanner
     from engine.cost.live import LiveCost
@@ -35,11 +36,13 @@ class BatchPlanner:
         admission: "AdmissionControl",
         swap_planner: "SwapPlanner",
         cost: "LiveCost",
+        images: "Images",
     ) -> None:
         self._settings = settings
         self._takes_whole_batch = settings.admission is Admission.REQUEST
         self._pool = pool
         self._kv = kv
+        self._images = images
         self._unit = kv.block_size if kv.groups else 1  # slots that are reserved at once
         self._admission = admission
         self._swap_planner = swap_planner
@@ -51,6 +54,7 @@ class BatchPlanner:
         go on hashing."""
         self._admission.begin_plan()
         self._kv.search.begin_plan()
+        self._images.begin_plan()
         self.time.begin_plan(now)
         self._fill(batch, now)
         while batch.is_empty and batch.is_deferred:
@@ -113,6 +117,8 @@ class BatchPlanner:
             num_tokens = self.time.tokens(batch, request, num_tokens)
         elif not batch.tokens_left:
             num_tokens = 0
+        if spec.media and num_tokens:
+            num_tokens = self._images.num_ready(request, num_planned, num_tokens)
         if batch.ahead:
             batch.ahead.pop(request, None)
         if num_tokens > 0 and (
@@ -135,9 +141,7 @@ class BatchPlanner:
     def _admit(self, batch: "BatchBuilder", request: Request, now: float) -> bool:
         """Start a request without device KV if it fits. Returns whether requests behind it may be
         admitted in this plan."""
-        if request.awaits_lookup or (request.is_suspect and batch.excludes_suspect(request)):
-            return True
-        if self._swap_planner.may_wait(request, self._seats.num_ready(batch) - batch.seats):
+        if self._waits(batch, request):
             return True
         whole_batch = self._takes_whole_batch
         if whole_batch and self._pool.num_admitted >= self._settings.max_batch_size:
@@ -150,6 +154,8 @@ class BatchPlanner:
             and request.state is WAITING
             and self._kv.search.is_being_computed(request)
         ):
+            return True
+        if request.spec.media and not self._images.may_start(request, self._num_cached(request)):
             return True
         if not whole_batch and not self._has_room(batch, request):
             return False
@@ -165,6 +171,18 @@ class BatchPlanner:
         bound = self._settings.max_step_overs
         must_stop = any(other.num_step_overs >= bound for other in batch.not_admitted)
         return not must_stop and len(batch.not_admitted) < self._settings.scan_limit
+
+    def _waits(self, batch: "BatchBuilder", request: Request) -> bool:
+        """Whether a request without KV waits for something else than seats, tokens or KV."""
+        if request.awaits_lookup or (request.is_suspect and batch.excludes_suspect(request)):
+            return True
+        return self._swap_planner.may_wait(request, self._seats.num_ready(batch) - batch.seats)
+
+    def _num_cached(self, request: Request) -> int:
+        """The tokens that a request without KV will not compute, as far as is known."""
+        if request.state is SWAPPED:
+            return request.num_computed
+        return len(self._kv.search.prefix(request)) * self._kv.block_size
 
     def _has_room(self, batch: "BatchBuilder", request: Request) -> bool:
         """Whether the batch has tokens and time for a request without KV, and so may have for those

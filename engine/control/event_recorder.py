@@ -39,8 +39,9 @@ from engine.request import State
 
 if TYPE_CHECKING:
     from engine.iteration import Iteration
+    from engine.media import EncoderReport, Span
     from engine.policy.port import Policy
-    from engine.request import Request, Span
+    from engine.request import Request
     from engine.speculation.drafter import Drafter
 
 Row = dict[str, object]
@@ -147,12 +148,13 @@ class RecordingHeader:
         cost: LiveCost,
         observer: Observer,
         drafter: "Drafter | None" = None,
+        encoder: "EncoderReport | None" = None,
     ) -> IterationScheduler:
         """An empty scheduler with these settings."""
         policy = build(self.policy, cost, self.policies, serves=False)
         chunk = self.scheduler.max_batch_tokens * (1 + self.lookahead)
         ledger = KVLedger(replace(self.kv, windows=self._kept, chunk=chunk))
-        return IterationScheduler(self.scheduler, ledger, policy, observer, cost, drafter)
+        return IterationScheduler(self.scheduler, ledger, policy, observer, cost, drafter, encoder)
 
     def line(self) -> str:
         """The first line of a recording, without settings that have their defaults and are newer

@@ -11,6 +11,7 @@ from engine.control.admission import AdmissionControl, AdmissionSettings, SwapMo
 from engine.control.arrivals import Arrivals
 from engine.control.batch_builder import BatchBuilder
 from engine.control.batch_planner import BatchPlanner
+from engine.control.images import Images
 from engine.control.lifecycle import Lifecycle
 from engine.control.proposals import Proposals
 from engine.control.results import StepResults
@@ -23,7 +24,7 @@ from engine.iteration import Delivery, Iteration
 from engine.kv.cache import KVCache
 from engine.kv.counts import KVCounts
 from engine.pool import RequestPool
-from engine.request import Abort, Request, RequestSpec
+from engine.request import Abort, Request, RequestSpec, State
 from engine.step import Step, StepId
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
     from engine.errors import EngineError
     from engine.kv.ledger import KVLedger
+    from engine.media import EncoderReport
     from engine.policy.port import Policy
     from engine.speculation.drafter import Drafter
     from engine.step import StepResult
@@ -51,8 +53,10 @@ class IterationScheduler:
         observer: Observer | None = None,
         cost: LiveCost | None = None,
         drafter: "Drafter | None" = None,
+        encoder: "EncoderReport | None" = None,
     ) -> None:
         self.settings = settings
+        self.images = Images(encoder, settings.encoder_memory)
         self.pool = RequestPool(policy)
         self.cost = cost or LiveCost(UNMEASURED)
         observer = observer or Observer()
@@ -66,11 +70,17 @@ class IterationScheduler:
             terms, self.kv, self.pool, self.admission, settings.max_batch_size
         )
         self._planner = BatchPlanner(
-            settings, self.pool, self.kv, self.admission, self._swap_planner, self.cost
+            settings,
+            self.pool,
+            self.kv,
+            self.admission,
+            self._swap_planner,
+            self.cost,
+            self.images,
         )
         ends = observer if drafter is None else ObserverGroup(observer, drafter)
         self.lifecycle = Lifecycle(self.kv, self.pool, ends, settings.max_crashes)
-        self.arrivals = Arrivals(settings, self.kv, self.pool, self.cost)
+        self.arrivals = Arrivals(settings, self.kv, self.pool, self.cost, self.images)
         self._proposals = Proposals(drafter, self.kv, self.pool, settings)
         self._results = StepResults(self.kv, self.pool, self.lifecycle, self._proposals)
         self.looks_ahead = True  # whether `plan` may be called with an iteration in flight
@@ -139,12 +149,16 @@ class IterationScheduler:
         if not batch.is_empty:
             self._swap_planner.order_moves(now)
             self._proposals.add_to(batch)
+        if not batch.is_empty or not self.pool.count(State.RUNNING):
+            batch.encodes = self.images.plan(self._planner.time.left(batch))
         swaps = self.kv.collect_moves(0 if batch.is_empty else SAVES_PER_STEP)
         if batch.is_empty:
             assert not swaps.moves, "KV is swapped by an iteration without entries"
-            if self.pool:
-                self._observer.idled(now)
-            return None
+            if not batch.encodes:
+                if self.pool:
+                    self._observer.idled(now)
+                return None
+        batch.dropped = self.images.take_dropped()
         self._next_step_id += 1
         iteration = batch.iteration(swaps, self._planner.time.goal(batch))
         self._observer.planned(iteration, now)
@@ -165,6 +179,7 @@ class IterationScheduler:
         batch.looks_ahead = self.looks_ahead
         batch.has_suspect = self.lifecycle.has_suspect_in_flight
         batch.least_crashes = self.lifecycle.least_crashes
+        batch.images = self.images
         return batch
 
     def save(self) -> Iteration | None:
@@ -188,7 +203,10 @@ class IterationScheduler:
         self.lifecycle.num_committed += 1
         deliveries = self._results.apply(iteration, result, now)
         self._proposals.committed(iteration, result, now)
-        self.cost.observe(iteration.step, result.seconds - result.proposal_seconds)
+        self.images.committed(iteration, result)
+        if iteration.requests:
+            others = result.proposal_seconds + result.encoder_seconds
+            self.cost.observe(iteration.step, result.seconds - others)
         self._observer.committed(iteration, result.seconds, now)
         return deliveries
 
@@ -206,7 +224,12 @@ class IterationScheduler:
         for request in iteration.requests:
             request.num_in_flight -= 1
             self.lifecycle.fail(request, error, now)
-        return list(iteration.requests)
+        failed = dict.fromkeys(iteration.requests)
+        for request in self.images.failed(iteration):
+            if request not in failed and not request.state.is_terminal:
+                failed[request] = None
+                self.lifecycle.fail(request, error, now)
+        return list(failed)
 
     # Ends from outside
 
@@ -217,6 +240,7 @@ class IterationScheduler:
     def lose_device(self, in_flight: "Collection[Iteration]", now: float) -> list[Request]:
         """A worker died: all KV is lost, and the iterations in flight will not return. Returns the
         requests that ended (`Lifecycle.lose_device`); all others wait to be recomputed."""
+        self.images.lose()
         return self.lifecycle.lose_device(in_flight, now)
 
     def cancel(self, request: Request, reason: Abort, now: float) -> None:

@@ -109,6 +109,16 @@ class SchedulerSettings:
         ge=1,
     )
 
+    encoder_memory: int = setting(
+        256 << 20,
+        "memory",
+        "size of the cache of encoded images, which prompts with the same image share",
+        "SIZE",
+        unit="bytes",
+        ge=1,
+        is_advanced=True,
+    )
+
     def __post_init__(self) -> None:
         if self.max_batch_tokens < self.max_batch_size:
             raise ValueError(

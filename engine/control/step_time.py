@@ -132,6 +132,17 @@ class StepTime:
             in_time = max(in_time, model.tokens_within(seconds, num_tokens, start, beside), fewest)
         return min(num_tokens, in_time) if in_time >= min(fewest, num_tokens) else 0
 
+    def left(self, batch: "BatchBuilder") -> float:
+        """The seconds that the decodes of a complete batch leave for other work; infinite without
+        decodes, or without a goal for them."""
+        if not self.bounds_pieces or not batch.decodes:
+            return inf
+        decodes = self._decodes(batch)
+        goal = self._bound(decodes, batch.decodes[0][0])
+        pieces = sum(len(entry.tokens) for _, entry in batch.prefills)
+        tokens = self._cost.model.tokens(decodes.num_rows + pieces)
+        return goal - self._besides_tokens(decodes, batch) - tokens
+
     def _bound(self, decodes: _Decodes, request: "Request") -> float:
         """Seconds that an iteration with these decodes and this prompt may take; infinite without
         decodes."""

@@ -69,6 +69,11 @@ class TimeBound:
             return self._background.tokens(batch, request, num_tokens)
         return num_tokens
 
+    def left(self, batch: "BatchBuilder") -> float:
+        """The seconds that the goals of a complete batch leave for other work; infinite without
+        any."""
+        return self._step_time.left(batch)
+
     def has_room(self, batch: "BatchBuilder", request: "Request") -> bool:
         """Whether there is time for a request without KV."""
         if not self.may_start(request):

@@ -23,7 +23,8 @@ from engine.step import HASH_BYTES
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from engine.request import Request, Span
+    from engine.media import Span
+    from engine.request import Request
 
 LENGTH_BYTES = 4
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from engine.errors import StepFailed, WorkerLost
 from engine.lora import LoraReport, LoraSpec, common_report
+from engine.media import ImagePixels
 from engine.step import ReadAhead, Step, StepId, StepResult
 from engine.transport.connection import ConnectionLost, WorkerConnection
 from engine.transport.trace import TraceFile
@@ -25,6 +26,7 @@ from engine.transport.wire import (
     LoraLoaded,
     ReadCopies,
     RunStep,
+    SendPixels,
     StepFailure,
     StepRan,
     TraceEvents,
@@ -75,14 +77,14 @@ class StepChannel:
         self.num_results = 0  # results received; failed steps are not counted
         self.num_lost = 0  # steps that were in flight when the channel ended
         self.closed_by: Placement | None = None  # the worker that closed its connection
-        self._connections = [
-            WorkerConnection(
+        self._connections = {
+            placement: WorkerConnection(
                 connection,
                 partial(self._receive, placement),
                 partial(self._lose_connection, placement),
             )
             for placement, connection in connections.items()
-        ]
+        }
 
     @property
     def ended(self) -> str | None:
@@ -139,14 +141,22 @@ class StepChannel:
         if self._ended is None:
             self._send_all(frame(ReadCopies(copies)))
 
+    def send_pixels(self, piece: ImagePixels) -> None:
+        """Send a piece of an image to the workers of the first stage, which encode it."""
+        if self._ended is None:
+            data = frame(SendPixels(piece))
+            for placement, connection in self._connections.items():
+                if placement.stage == 0:
+                    connection.write(data)
+
     def _send_all(self, data: bytearray) -> None:
-        for connection in self._connections:
+        for connection in self._connections.values():
             connection.write(data)
 
     def close(self, reason: str) -> None:
         """Send every worker a goodbye and fail the futures in flight with `reason`. Idempotent."""
         if self._ended is None:
-            for connection in self._connections:
+            for connection in self._connections.values():
                 connection.send_goodbye()
         self._end(reason)
 
@@ -165,7 +175,7 @@ class StepChannel:
             return
         self._ended = reason
         self.num_lost = len(self._in_flight)
-        for connection in self._connections:
+        for connection in self._connections.values():
             connection.close()
         if self._watchdog is not None:
             self._watchdog.cancel()
@@ -220,7 +230,7 @@ class StepChannel:
         self._watchdog = None
         if self._remaining_seconds() <= 0:
             # This process may have been the one that was suspended: read what has arrived.
-            for connection in self._connections:
+            for connection in self._connections.values():
                 connection.read()
         if self._ended is not None or not self._in_flight:
             return

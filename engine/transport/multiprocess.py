@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 
 from engine.errors import EngineError, KernelFaulted, StartupError, Unavailable, WorkerLost
 from engine.lora import LoraReport, LoraSpec
+from engine.media import ImagePixels
 from engine.pooling import PoolSpec
 from engine.ports import Clock
 from engine.setting import setting
@@ -218,6 +219,11 @@ class MultiprocessExecutor:
         """Let the workers read copies in the disk tier for a waiting request, beside steps."""
         if self._channel is not None:
             self._channel.read_ahead(copies)
+
+    def send_pixels(self, piece: ImagePixels) -> None:
+        """Send a piece of an image to the workers that encode it."""
+        if self._channel is not None:
+            self._channel.send_pixels(piece)
 
     def _forget_lora(self, lora_id: int) -> None:
         left = tuple(spec for spec in self._worker.loras if spec.lora_id != lora_id)

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Struct
 
 from engine.lora import LoraReport, LoraSpec
+from engine.media import ImagePixels
 from engine.step import ReadAhead, Step, StepId, StepResult, StepTimes
 from engine.worker_settings import WorkerReport, WorkerSettings
 
@@ -50,6 +51,12 @@ class ReadCopies(Struct, frozen=True, tag="read_ahead", array_like=True):
     """Read copies in the disk tier ahead of the step that loads them, beside other steps."""
 
     copies: ReadAhead
+
+
+class SendPixels(Struct, frozen=True, tag="pixels", array_like=True):
+    """A piece of an image's pixels, before the step that begins to encode it."""
+
+    piece: ImagePixels
 
 
 class Goodbye(Struct, frozen=True, tag="goodbye", array_like=True):
@@ -107,7 +114,9 @@ class TraceEvents(Struct, frozen=True, tag="traced", array_like=True):
     times: StepTimes
 
 
-ToWorker: TypeAlias = LoadWorker | RunStep | LoadLora | UnloadLora | ReadCopies | Goodbye
+ToWorker: TypeAlias = (
+    LoadWorker | RunStep | LoadLora | UnloadLora | ReadCopies | SendPixels | Goodbye
+)
 FromWorker: TypeAlias = (
     LoadProgress | WorkerLoaded | LoadFailed | StepRan | StepFailure | LoraLoaded | TraceEvents
 )

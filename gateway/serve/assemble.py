@@ -175,6 +175,7 @@ def build_service(
         depth=depth,
         read_ahead=read_ahead,
         lookup=lookup,
+        send_pixels=None if loaded.report.encoder is None else loaded.executor.send_pixels,
     )
     model = _served_model(settings, loaded, engine)
     loras = LoraRegistry(loaded.executor, plane.lora_usage, model.names, engine.fail_lora)
@@ -273,7 +274,7 @@ def build_control_plane(
         report = loaded.report
         size_ratio = report.num_draft_parameters / max(1, report.num_parameters)
         drafter = Drafter.build(speculation, cost, size_ratio, time.perf_counter)
-    scheduler = header.build(cost, ObserverGroup(*observers), drafter)
+    scheduler = header.build(cost, ObserverGroup(*observers), drafter, loaded.report.encoder)
     search = scheduler.kv.search
     if kv_events is not None:
         search.listen(kv_events)

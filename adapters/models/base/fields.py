@@ -74,6 +74,15 @@ class Fields:
             raise self._wrong(name, f"{count} positive numbers")
         return tuple(map(float, value))
 
+    def counts(self, name: str, count: int) -> tuple[int, ...]:
+        """A list of `count` integers from 0."""
+        value = self.get(name)
+        if not isinstance(value, list) or len(value) != count:
+            raise self._wrong(name, f"{count} integers")
+        if any(isinstance(one, bool) or not isinstance(one, int) or one < 0 for one in value):
+            raise self._wrong(name, f"{count} integers from 0")
+        return tuple(map(int, value))
+
     def flag(self, name: str, default: bool) -> bool:
         """True or false; null counts as absent."""
         value = self.get(name)

@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from torch import Tensor
+
 from adapters.models.base.fields import Fields
 from engine.errors import StartupError
 from engine.worker.model.rope import (
@@ -14,9 +16,11 @@ from engine.worker.model.rope import (
     Rope,
     Scaling,
     YarnScaling,
+    interleaved_axes,
     inverse_frequencies,
     longrope_magnitude,
     proportional_frequencies,
+    sectioned_axes,
     yarn_magnitude,
 )
 from engine.worker.ports import ModelShape
@@ -38,9 +42,22 @@ class RopeSource:
     share: float = 1.0  # of frequencies that are not zero
     long: Scaling | None = None
     original_positions: int | None = None
+    sections: tuple[int, ...] = ()  # frequencies of each axis of M-RoPE
+    is_interleaved: bool = False  # the axes of M-RoPE
 
     def rope(self, served_positions: int) -> Rope:
         """The frequencies for a context of `served_positions` tokens."""
+        return replace(self._rope(served_positions), axes=self._axes())
+
+    def _axes(self) -> Tensor | None:
+        """The axis of each frequency of M-RoPE."""
+        if not self.sections:
+            return None
+        if self.is_interleaved:
+            return interleaved_axes(self.sections, self.dim // 2)
+        return sectioned_axes(self.sections)
+
+    def _rope(self, served_positions: int) -> Rope:
         if self.share < 1.0:
             inverse = proportional_frequencies(self.dim, self.share, self.theta)
             return Rope(inverse if self.scaling is None else self.scaling(inverse))
@@ -102,6 +119,20 @@ def read_rope(
     require_even(width, head_dim, rope.where)
     base = RopeSource(width, theta, share=share if kind == "proportional" else 1.0)
     return READERS[kind](base, RopeContext(config, rope, theta, max_positions))
+
+
+def with_axes(source: RopeSource, rope: Fields) -> RopeSource:
+    """The same RoPE with the three axes of `mrope_section`, if it has that."""
+    if rope.get("mrope_section") is None:
+        return source
+    sections = rope.counts("mrope_section", 3)
+    if sum(sections) != source.dim // 2:
+        raise StartupError(
+            f"{rope.where}: mrope_section={list(sections)} does not divide the {source.dim // 2} "
+            "frequencies of RoPE"
+        )
+    is_interleaved = rope.flag("mrope_interleaved", False)
+    return replace(source, sections=sections, is_interleaved=is_interleaved)
 
 
 def require_even(width: int, head_dim: int, where: str) -> None:

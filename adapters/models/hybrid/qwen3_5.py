@@ -2,7 +2,6 @@
 gated and whose RoPE turns a quarter of each head. Of multimodal checkpoints the text model is
 served."""
 
-import logging
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -10,9 +9,10 @@ import torch
 
 from adapters.models.base.fields import Fields
 from adapters.models.base.projections import Projections
-from adapters.models.base.rope_fields import LayerRopes, read_rope
+from adapters.models.base.rope_fields import LayerRopes, read_rope, with_axes
 from adapters.models.base.traits import FULL, FamilyTraits
 from adapters.models.dense.qwen3 import Qwen3
+from adapters.models.encoders.qwen_vision import QwenVision, read_vision, text_fields
 from engine.errors import StartupError
 from engine.worker.model.delta_net import GatedDeltaNet
 from engine.worker.model.layers import AttentionBlock, Decoder, GatedAttentionBlock, Mixer
@@ -30,8 +30,6 @@ from engine.worker.ports import (
     TensorSlice,
     WeightSource,
 )
-
-logger = logging.getLogger(__name__)
 
 LINEAR = "linear_attention"
 PERIOD = 4  # every fourth layer has attention
@@ -55,7 +53,8 @@ class Qwen35(Qwen3):
 
     def ropes(self, fields: Fields, shape: ModelShape) -> LayerRopes:
         source = read_rope(fields, shape.head_dim, shape.max_positions, share=0.25)
-        return LayerRopes.same(source, shape.num_layers)
+        rope = fields.child("rope_parameters") or fields.child("rope_scaling")
+        return LayerRopes.same(with_axes(source, rope or fields), shape.num_layers)
 
     def sized(self, fields: Fields, shape: ModelShape) -> ModelShape:
         recurrent = RecurrentShape(
@@ -168,17 +167,22 @@ class Qwen35(Qwen3):
 
 
 class Qwen35Multimodal(Qwen35):
-    """The text model of `Qwen3_5ForConditionalGeneration`; its vision tower is skipped."""
+    """`Qwen3_5ForConditionalGeneration`: the text model and its image encoder."""
 
     ignored_weights = (*Qwen35.ignored_weights, "model.visual.*")
     roots = ("model.language_model", "model")
+    encoder_root = "model.visual."
+
+    def __init__(self, config: Mapping[str, object]) -> None:
+        super().__init__(config)
+        self._vision = read_vision(config, self.shape.hidden_size)
+        self.encoder = self._vision.report
 
     def text_config(self, config: Mapping[str, object]) -> Mapping[str, object]:
-        text = config.get("text_config")
-        if not isinstance(text, dict):
-            raise StartupError(f"config.json: text_config is {text!r}, expected an object")
-        logger.warning("the vision tower of this checkpoint is not loaded; only text is served")
-        return {"tie_word_embeddings": config.get("tie_word_embeddings"), **text}
+        return text_fields(config)
+
+    def build_encoder(self, weights: WeightSource, operators: Operators) -> QwenVision:
+        return QwenVision(weights, operators, self._vision, self.encoder_root)
 
 
 def _layer_types(fields: Fields, num_layers: int) -> tuple[str, ...]:

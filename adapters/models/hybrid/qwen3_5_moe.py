@@ -14,4 +14,4 @@ class Qwen35Moe(SharingQwen, Qwen35):
 
 
 class Qwen35MoeMultimodal(Qwen35Moe, Qwen35Multimodal):
-    """The text model of `Qwen3_5MoeForConditionalGeneration`; its vision tower is skipped."""
+    """`Qwen3_5MoeForConditionalGeneration`: the text model and its image encoder."""

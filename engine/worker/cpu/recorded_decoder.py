@@ -136,7 +136,8 @@ class RopeTable:
 
     def angles(self, positions: Tensor) -> RopeAngles:
         """The angles of `Rope.angles`, with the same bits."""
-        stop = 1 + max(positions.tolist(), default=0) if len(positions) <= MAX_ROWS else 0
+        is_table = positions.dim() == 1 and len(positions) <= MAX_ROWS
+        stop = 1 + max(positions.tolist(), default=0) if is_table else 0
         if not 0 < stop <= MAX_TABLE_POSITIONS:
             return self._rope.angles(positions)
         if len(self._known.cos) < stop:
@@ -185,7 +186,7 @@ class RecordedDecoder:
     def layers(self, hidden: Tensor, context: StepContext) -> Tensor:
         self._computed = None
         attention, decoder = context.attention, self._decoder
-        is_other = context.states is not None or len(hidden) > MAX_ROWS
+        is_other = context.states is not None or len(hidden) > MAX_ROWS or context.added
         if is_other or not isinstance(attention, RecordableAttention) or not self._is_recordable:
             return decoder.layers(hidden, context)
         hidden, context = decoder.prepared(hidden, context)

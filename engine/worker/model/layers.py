@@ -297,7 +297,10 @@ class Decoder:
     def run_blocks(self, hidden: Tensor, context: StepContext) -> Tensor:
         """Run blocks, like `layers`, with a prepared context."""
         all_rows = context if context.rows is None else replace(context, rows=None)
-        for block in self.blocks[:-1]:
+        for block, (rows, values) in zip(self.blocks, context.added, strict=False):
+            block(hidden, all_rows)
+            hidden.index_add_(0, rows, values)
+        for block in self.blocks[len(context.added) : -1]:
             block(hidden, all_rows)
         return self.blocks[-1](hidden, context)
 

@@ -13,7 +13,7 @@ import numpy as np
 from engine.lora import NO_LORA
 from engine.step import LAST_TOKEN, NO_STATE, BlockTable, StateSlots, Step, StepEntry
 from engine.worker.ports import Int32s, Int64s, LoraSegment, PoolingMethod, RaggedLayout
-from engine.worker.ports.layout import NONE_POOLED, PooledRows
+from engine.worker.ports.layout import NONE_POOLED, EncodedRows, PooledRows
 
 FEW_DECODES = 32  # whose numbers are computed faster one by one than as arrays
 
@@ -82,6 +82,9 @@ def padded(layout: RaggedLayout, num_rows: int, spare_block: int) -> RaggedLayou
         kv_last_page_len=np.concatenate((layout.kv_last_page_len, ones)),
         num_decodes=num_rows,
         groups=tuple(padded(group, num_rows, spare_block) for group in layout.groups),
+        rope_positions=None
+        if layout.rope_positions is None
+        else np.concatenate((layout.rope_positions, zeros)),
     )
 
 
@@ -209,7 +212,35 @@ def build_layout(step: Step, limits: LayoutLimits) -> RaggedLayout:
     if not tokens or not all(tokens):
         raise ValueError("a step needs entries, and each entry needs tokens")
     layout = _with_groups(entries, limits)
+    if any(entry.media is not None for entry in entries):
+        layout = _with_media(layout, entries, limits)
     return replace(layout, states=_states(entries, limits)) if limits.num_states else layout
+
+
+def _with_media(
+    layout: RaggedLayout, entries: tuple[StepEntry, ...], limits: LayoutLimits
+) -> RaggedLayout:
+    """The layout with the rows that stand for images, and the positions that RoPE turns by."""
+    encoded: list[EncodedRows] = []
+    rope = layout.positions.copy()
+    if any(entry.media is not None and entry.media.positions for entry in entries):
+        rope = np.tile(rope, (3, 1))
+    for entry, first_row in zip(entries, layout.qo_indptr.tolist(), strict=False):
+        if entry.media is None:
+            continue
+        rows, shift, positions = entry.media
+        count = len(entry.tokens)
+        own = rope[..., first_row : first_row + count]
+        if positions:
+            own[...] = np.frombuffer(positions, dtype="<i4").reshape(3, count)
+        else:
+            own += shift
+        for image, offset, first, length in rows:
+            if min(offset, first, length) < 0 or offset + length > count:
+                raise ValueError(f"request {entry.request_id}: rows of images beyond its tokens")
+            encoded.append(EncodedRows(image, first_row + offset, first, length))
+    _check("RoPE positions", np.ascontiguousarray(rope), limits.max_positions)
+    return replace(layout, rope_positions=rope, encoded=tuple(encoded))
 
 
 def _states(entries: tuple[StepEntry, ...], limits: LayoutLimits) -> tuple[StateSlots, ...]:

@@ -5,7 +5,7 @@ al., arXiv:2402.13753). Frequencies are float32 `[rotated / 2]`, fastest first.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,17 +18,25 @@ Scaling = Callable[[Tensor], Tensor]  # of frequencies
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """One kind of RoPE. Cosines and sines are multiplied by `magnitude` (YaRN, LongRoPE)."""
+    """One kind of RoPE. Cosines and sines are multiplied by `magnitude` (YaRN, LongRoPE).
+
+    With `axes` a token has three positions (M-RoPE), of which each frequency is turned by one.
+    """
 
     inverse: Tensor  # frequencies, [rotated / 2]
     magnitude: float = 1.0
+    axes: Tensor | None = None  # int64 [rotated / 2]
 
     def using(self, constant: Callable[[Tensor], Tensor]) -> "Rope":
         """The same with its frequencies where `Operators.constant` puts them."""
-        return Rope(constant(self.inverse), self.magnitude)
+        axes = None if self.axes is None else constant(self.axes)
+        return Rope(constant(self.inverse), self.magnitude, axes)
 
     def angles(self, positions: Tensor) -> RopeAngles:
-        """The angles at `positions` `[tokens]`."""
+        """The angles at `positions` `[tokens]`, or `[3, tokens]` with images among them."""
+        if positions.dim() == 2:
+            assert self.axes is not None, "only M-RoPE has three positions"
+            positions = positions.index_select(0, self.axes).t().contiguous()
         angles = rope_angles(positions, self.inverse)
         if self.magnitude == 1.0:
             return angles
@@ -128,7 +136,22 @@ def proportional_frequencies(dim: int, share: float, theta: float) -> Tensor:
     return inverse
 
 
+def interleaved_axes(sections: Sequence[int], num_frequencies: int) -> Tensor:
+    """The axis of each frequency where sections are interleaved (Qwen3-VL): 0 1 2 0 1 2 …, as long
+    as the axis has some left; then 0."""
+    axes = torch.arange(num_frequencies) % 3
+    bounds = 3 * torch.tensor([num_frequencies, *sections[1:]])
+    return torch.where(torch.arange(num_frequencies) < bounds[axes], axes, 0)
+
+
+def sectioned_axes(sections: Sequence[int]) -> Tensor:
+    """The axis of each frequency where each axis has a section (Qwen2.5-VL)."""
+    return torch.repeat_interleave(torch.arange(3), torch.tensor(sections))
+
+
 def rope_angles(positions: Tensor, inverse: Tensor) -> RopeAngles:
-    """RoPE angles at `positions` `[tokens]` from frequencies `inverse` `[rotated / 2]`."""
-    angles = positions.to(torch.float32)[:, None] * inverse
+    """RoPE angles at `positions` `[tokens]` from frequencies `inverse` `[rotated / 2]`; or at
+    `[tokens, rotated / 2]`, a position for each frequency."""
+    each = positions if positions.dim() == 2 else positions[:, None]
+    angles = each.to(torch.float32) * inverse
     return RopeAngles(angles.cos(), angles.sin())

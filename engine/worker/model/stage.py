@@ -10,7 +10,10 @@ from torch import Tensor
 
 from engine.worker.model.kv.recurrent_states import RecurrentStates, step_states
 from engine.worker.ports import (
+    AddedRows,
     AttentionBackend,
+    EncodedRows,
+    Encoding,
     Int64s,
     RaggedLayout,
     StageModel,
@@ -43,6 +46,14 @@ def put_each(put: Callable[[Int64s], Tensor]) -> Callable[..., list[Tensor]]:
 PUT_ON_HOST = put_each(torch.from_numpy)
 
 
+class HoldsEncodings(Protocol):
+    """The encoded images of a worker."""
+
+    def encoding(self, image: int) -> Encoding:
+        """Raises `ValueError` for an image that is not encoded."""
+        ...
+
+
 class _Inputs(NamedTuple):
     """The inputs of the layers on the device."""
 
@@ -62,6 +73,7 @@ class Stage:
     gather: Callable[[Tensor], Tensor | None] | None = None  # logits of all ranks, to rank 0
     states: RecurrentStates | None = None  # with recurrent layers
     graphs: ReplaysLayers | None = None
+    images: HoldsEncodings | None = None  # of a model with an image encoder
 
     def run(
         self,
@@ -142,6 +154,7 @@ class Stage:
         if hidden is None:
             types = None if layout.token_types is None else inputs.types
             hidden = self.model.embed(inputs.ids, inputs.positions, types)
+        added = () if not layout.encoded else self._insert(hidden, layout.encoded)
         self.attention.plan(layout)
         context = StepContext(
             inputs.positions,
@@ -150,20 +163,41 @@ class Stage:
             loras=layout.lora_segments,
             states=None if self.states is None else step_states(self.states, layout),
             ids=inputs.ids,
+            added=added,
         )
         return self.model.layers(hidden, context)
+
+    def _insert(self, hidden: Tensor, encoded: tuple[EncodedRows, ...]) -> tuple[AddedRows, ...]:
+        """Replace embeddings by the rows of encoded images that the tokens stand for; returns what
+        is added behind the first layers. Stages without the encoder do nothing."""
+        if self.images is None:
+            return ()
+        rows: list[Int64s] = []
+        added: list[tuple[Tensor, ...]] = []
+        for image, start, first, count in encoded:
+            encoding = self.images.encoding(image)
+            if first + count > len(encoding.embeddings):
+                raise ValueError(f"image {image} has {len(encoding.embeddings)} rows")
+            hidden[start : start + count] = encoding.embeddings[first : first + count]
+            rows.append(np.arange(start, start + count))
+            added.append(tuple(each[first : first + count] for each in encoding.added))
+        (places,) = self.put(np.concatenate(rows))
+        return tuple(
+            AddedRows(places, torch.cat(of_layer)) for of_layer in zip(*added, strict=True)
+        )
 
     def _put(
         self, layout: RaggedLayout, wide: RaggedLayout, rows: Int64s, continued: Continued
     ) -> _Inputs:
         """Copy the inputs of the layers; tokens that only the device knows are copied there."""
         types = NO_ROWS if layout.token_types is None else layout.token_types
+        turned = wide.positions if wide.rope_positions is None else wide.rope_positions
         known, held, numbers = continued.on_device()
         if known is None:
-            return _Inputs(*self.put(wide.token_ids, wide.positions, rows, types))
+            return _Inputs(*self.put(wide.token_ids, turned, rows, types))
         targets = layout.last_token_rows[numbers]
         ids, positions, wanted, token_types, last_token_rows, places = self.put(
-            wide.token_ids, wide.positions, rows, types, targets, held
+            wide.token_ids, turned, rows, types, targets, held
         )
         ids.index_copy_(0, last_token_rows, known.index_select(0, places))
         return _Inputs(ids, positions, wanted, token_types)

@@ -14,6 +14,12 @@ from engine.worker.ports.attention import (
     RopeAngles,
     ThreadPool,
 )
+from engine.worker.ports.encoder import (
+    BuildsEncoder,
+    EncoderState,
+    Encoding,
+    ImageEncoder,
+)
 from engine.worker.ports.experts import Experts, ExpertWeights, Routing
 from engine.worker.ports.kv import (
     BlockMover,
@@ -23,8 +29,9 @@ from engine.worker.ports.kv import (
     MovesInFlight,
     as_bytes,
 )
-from engine.worker.ports.layout import Int32s, Int64s, LoraSegment, RaggedLayout
+from engine.worker.ports.layout import EncodedRows, Int32s, Int64s, LoraSegment, RaggedLayout
 from engine.worker.ports.model import (
+    AddedRows,
     BuildsMtp,
     ModelFamily,
     MtpModel,
@@ -76,21 +83,27 @@ from engine.worker.ports.weights import (
 
 __all__ = [
     "FULL_ATTENTION",
+    "AddedRows",
     "AllReduce",
     "Argmax",
     "AttentionBackend",
     "AttentionOptions",
     "AttentionSpec",
     "BlockMover",
+    "BuildsEncoder",
     "BuildsMtp",
     "CapturableAttention",
     "ChoosesShapes",
     "DeferredWeight",
     "DeltaNet",
     "DeltaWeights",
+    "EncodedRows",
+    "EncoderState",
+    "Encoding",
     "ExpertShape",
     "ExpertWeights",
     "Experts",
+    "ImageEncoder",
     "Int32s",
     "Int64s",
     "KVCapacity",

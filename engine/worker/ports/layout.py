@@ -28,6 +28,16 @@ class PooledRows(NamedTuple):
     counts: Int64s
 
 
+class EncodedRows(NamedTuple):
+    """Rows `[start, start + num_rows)` of a step, which stand for rows of an image's encoding from
+    `first` on."""
+
+    image: int
+    start: int
+    first: int
+    num_rows: int
+
+
 NONE_POOLED = PooledRows(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
 
 
@@ -62,6 +72,8 @@ class RaggedLayout:
     states: tuple[StateSlots, ...] = ()  # one per request, of a model with recurrent layers
     pooled: PooledRows = NONE_POOLED
     token_types: Int64s | None = None  # [T], 1 in the second text of a pair; None: all 0
+    rope_positions: Int64s | None = None  # [T], or [3, T] beside images; None: `positions`
+    encoded: tuple[EncodedRows, ...] = ()
 
     def of_group(self, group: int) -> "RaggedLayout":
         """What the attention of a layer group is planned with."""

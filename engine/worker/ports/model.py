@@ -6,7 +6,7 @@ One worker holds one stage (a run of layers). Everything but attention works on
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -17,6 +17,13 @@ from engine.worker.ports.recurrent import StepStates
 from engine.worker.ports.shapes import ModelShape
 from engine.worker.ports.shard import Shard
 from engine.worker.ports.weights import WeightSource
+
+
+class AddedRows(NamedTuple):
+    """What is added to rows of the hidden states: `values` `[len(rows), hidden]`."""
+
+    rows: Tensor
+    values: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +37,9 @@ class StepContext:
     `[tokens]`, on the first stage; from them models with embeddings per layer fill in
     `layer_inputs` `[tokens, layers, width]`, from the stage's first layer on. The rows of `loras`
     are computed with LoRA adapters.
-    `states` is given to models with recurrent layers.
+    `states` is given to models with recurrent layers. The first layers each have one of `added`,
+    which is added to some of the hidden states behind the layer.
+    `positions` are `[3, tokens]` where images have positions along three axes.
     """
 
     positions: Tensor
@@ -41,6 +50,7 @@ class StepContext:
     layer_inputs: Tensor | None = None
     loras: tuple[LoraSegment, ...] = ()
     states: StepStates | None = None
+    added: tuple[AddedRows, ...] = ()
 
 
 class StageModel(Protocol):

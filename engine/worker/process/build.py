@@ -21,6 +21,7 @@ from engine.worker.process.attention_choice import StageAttention, attention_spe
 from engine.worker.process.drafts.draft_model import load_draft
 from engine.worker.process.drafts.drafter import LoadedDrafter
 from engine.worker.process.drafts.mtp_head import check_mtp, load_mtp
+from engine.worker.process.images import WorkerImages
 from engine.worker.process.kept_kv import KeptKV
 from engine.worker.process.model_build import BuiltModel, build_model, linear_sizes_of, load_loras
 from engine.worker.process.parts import WorkerParts
@@ -192,10 +193,13 @@ def build_worker(
     loaded = _load(place)
     built, drafter = loaded.built, loaded.drafter
     transfers, gather = device.transfers(), _gathering(shard, plane)
+    encoder = place.checkpoint.encoder
+    num_layers = 0 if encoder is None else encoder.num_layers
+    images = WorkerImages(built.encoder, num_layers, device.zeros(1))
 
     def make_stage(cache: KVTensors, states: RecurrentStates | None) -> Stage:
         over = attention.over(kv.by_layer(cache))
-        return Stage(built.model, over, transfers.put_inputs, gather, states)
+        return Stage(built.model, over, transfers.put_inputs, gather, states, images=images)
 
     sampler = Sampler(place.shape.vocab_size, built.operators, transfers.put)
     run = ProfileRun(settings, shard, place.max_model_len, device, kv, make_stage, sampler)
@@ -217,6 +221,7 @@ def build_worker(
         drafter=None if drafter is None else drafter.open(counts.blocks),
         mover=kept.mover(host, cache, states, transfers),
         kept=kept,
+        images=images,
         loras=loaded.loras,
         limits=limits,
         report=_report(place, loaded, attention.names, kv, counts, kept),
@@ -264,4 +269,5 @@ def _report(
         bytes_per_state=kv.state_bytes,
         pooling=report_of(place.checkpoint.pooling, place.shape),
         num_draft_parameters=0 if drafter is None else drafter.num_parameters,
+        encoder=place.checkpoint.encoder,
     )

@@ -30,6 +30,7 @@ from typing import Protocol, Self, TypeAlias
 from engine.errors import KernelFaulted, StartupError, WorkerLost
 from engine.json_log import set_up_json_logs
 from engine.lora import LoraReport, LoraSpec
+from engine.media import ImagePixels
 from engine.step import ReadAhead, Step, StepTimes
 from engine.transport.process_memory import drop_library_pages, keep_heap, trim_heap
 from engine.transport.wire import (
@@ -42,6 +43,7 @@ from engine.transport.wire import (
     LoraLoaded,
     ReadCopies,
     RunStep,
+    SendPixels,
     ToWorker,
     UnloadLora,
     WireError,
@@ -99,6 +101,10 @@ class LoadableWorker(Protocol):
 
     def read_ahead(self, copies: ReadAhead) -> None:
         """Begin to read copies in the disk tier; returns at once."""
+        ...
+
+    def put_pixels(self, piece: ImagePixels) -> None:
+        """Keep a piece of an image's pixels until a step encodes it; returns at once."""
         ...
 
     def warm_up(self) -> None:
@@ -291,6 +297,8 @@ def receive_steps(parent: Parent, worker: LoadableWorker) -> Iterator[ReceivedSt
             yield ReceivedStep(message.step, time.monotonic())
         elif isinstance(message, ReadCopies):
             worker.read_ahead(message.copies)
+        elif isinstance(message, SendPixels):
+            worker.put_pixels(message.piece)
         else:
             lora_thread.put(message)
 

@@ -10,7 +10,7 @@ from engine.worker.device import Device, Progress
 from engine.worker.lora.loading import Loras
 from engine.worker.lora.model import LoraModel, linear_sizes, with_loras
 from engine.worker.lora.named_linears import NamedLinears
-from engine.worker.ports import ModelShape, MtpModel, Operators, Shard, StageModel
+from engine.worker.ports import ImageEncoder, ModelShape, MtpModel, Operators, Shard, StageModel
 from engine.worker.weights.checkpoint import Checkpoint, NoOperators
 from engine.worker.weights.packed_cache import PackedCache
 from engine.worker.weights.random import RandomWeights
@@ -19,13 +19,14 @@ from engine.worker_settings import WorkerSettings
 
 
 class BuiltModel(NamedTuple):
-    """This worker's layers, and the layers behind the pooling and for multi-token prediction, None
-    without any."""
+    """This worker's layers, and the layers behind the pooling, for multi-token prediction and of
+    the image encoder, None without any."""
 
     model: LoraModel
     operators: Operators
     head: Callable[[Tensor], Tensor] | None
     mtp: MtpModel | None
+    encoder: ImageEncoder | None
 
 
 def build_model(
@@ -44,12 +45,14 @@ def build_model(
         built = checkpoint.family.build(named.source(source), shard, named.operators(operators))
         head = checkpoint.build_head(source, shard)
         mtp = checkpoint.build_mtp(source, shard.shape, operators, built) if has_mtp else None
+        encoder = checkpoint.build_encoder(source, operators) if shard.is_first else None
     weights.drop_pages()
 
     def recorded(model: StageModel) -> StageModel:
         return device.recorded(model, operators, shard.num_ranks)
 
-    return BuiltModel(with_loras(recorded(built), built, named, recorded), operators, head, mtp)
+    model = with_loras(recorded(built), built, named, recorded)
+    return BuiltModel(model, operators, head, mtp, encoder)
 
 
 def linear_sizes_of(

@@ -9,6 +9,7 @@ from engine.worker.model.layout import LayoutLimits
 from engine.worker.model.stage import Stage
 from engine.worker.ports import BlockMover, Shard
 from engine.worker.process.drafts.drafter import Drafter
+from engine.worker.process.images import WorkerImages
 from engine.worker.process.kept_kv import KeptKV
 from engine.worker.sampling.logits_output import ReadsOutput
 from engine.worker_settings import Placement, WorkerReport
@@ -24,6 +25,7 @@ class WorkerParts:
     drafter: Drafter | None
     mover: BlockMover
     kept: KeptKV
+    images: WorkerImages
     loras: Loras
     limits: LayoutLimits
     report: WorkerReport

@@ -65,6 +65,7 @@ class LaunchedStep:
     before: StreamEvent | None  # the end of the previous step on a device that works ahead
     pending: PendingOutput | None  # None if this worker reads no hidden states of the step
     hidden: Tensor | None  # of all rows, if drafts are proposed from them
+    encoder_seconds: float = 0.0
 
     @property
     def may_wait(self) -> bool:
@@ -170,11 +171,29 @@ class StepPipeline:
     def _begin_moves(self, step: Step) -> StepInFlight:
         """Begin a step without entries."""
         began = self._transfers.mark()
-        moving = self._parts.mover.move(step.moves)
         self._set_times(None)
+        encoder_seconds = self._encode(step)
+        moving = self._parts.mover.move(step.moves)
+        ended = self._transfers.mark() if step.encodes else began
         return LaunchedStep(
-            self, step, NOTHING_CONTINUED, None, moving, began, began, None, None, None
+            self,
+            step,
+            NOTHING_CONTINUED,
+            None,
+            moving,
+            began,
+            ended,
+            None,
+            None,
+            None,
+            encoder_seconds,
         )
+
+    def _encode(self, step: Step) -> float:
+        """Compute the layers of the image encoder that the step has; the seconds it took."""
+        if step.encodes:
+            self._parts.device.wake()
+        return self._parts.images.run(step) if step.encodes or step.dropped else 0.0
 
     def _begin(self, step: Step) -> StepInFlight:
         self._tokens.open(step)
@@ -184,6 +203,7 @@ class StepPipeline:
         self._return.expect(step)
         continued = self._tokens.continued(step)
         self._parts.device.wake()
+        encoder_seconds = self._encode(step)
         moving = self._parts.mover.move(step.moves)
         reader, rows, masks = self._parts.reader, None, MaskRequest()
         if continued.is_known:
@@ -205,7 +225,17 @@ class StepPipeline:
         self._before = ended if self.is_async else None
         every = None if computed is None else computed.every
         return LaunchedStep(
-            self, step, continued, prepared, moving, began, ended, before, pending, every
+            self,
+            step,
+            continued,
+            prepared,
+            moving,
+            began,
+            ended,
+            before,
+            pending,
+            every,
+            encoder_seconds,
         )
 
     def _with_tokens(self, step: Step, continued: Continued) -> Step:
@@ -294,6 +324,7 @@ class StepPipeline:
             unread=unread,
             proposals=proposals,
             proposal_seconds=proposal_seconds if proposals else 0.0,
+            encoder_seconds=launched.encoder_seconds,
             **output._asdict(),
         )
         return StepOutcome(result, StepTimes(data_at, now - seconds, now, max(0.0, idle)))

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from engine.errors import StartupError
 from engine.lora import LoraReport, LoraSpec
+from engine.media import ImagePixels
 from engine.pooling import PoolSpec
 from engine.step import (
     Fault,
@@ -75,6 +76,10 @@ class Worker:
     def read_ahead(self, copies: ReadAhead) -> None:
         """Begin to read copies in the disk tier that a waiting request will load."""
         self.parts.kept.read_ahead(copies)
+
+    def put_pixels(self, piece: ImagePixels) -> None:
+        """Keep a piece of an image's pixels until a step encodes it."""
+        self.parts.images.put(piece)
 
     def learn(self, step: Step) -> None:
         """Start preparing a step before it runs; may be called in another thread than `launch`."""

@@ -15,9 +15,12 @@ from torch import Tensor
 
 from engine.errors import StartupError
 from engine.grammar import GrammarCompiler, TokenTable
+from engine.media import EncoderReport
 from engine.worker.model.torch_operators import TorchLinear, TorchOperators
 from engine.worker.ports import (
+    BuildsEncoder,
     BuildsMtp,
+    ImageEncoder,
     LinearWeight,
     ModelFamily,
     ModelShape,
@@ -178,6 +181,7 @@ class Checkpoint:
         all_of_it = replace(Shard.whole(shard.shape), has_logits=shard.has_logits)
         model = self.family.build(whole, all_of_it, NoOperators())
         self.build_head(whole, all_of_it)
+        self.build_encoder(whole, NoOperators())
         num_parameters = num_mtp = whole.num_parameters
         if has_mtp:
             self.build_mtp(whole, shard.shape, NoOperators(), model)
@@ -185,6 +189,8 @@ class Checkpoint:
         whole.check_all_requested(self.family.ignored_weights)
         self.family.build(own, shard, NoOperators())
         self.build_head(own, shard)
+        if shard.is_first:
+            self.build_encoder(own, NoOperators())
         weights.expect(len(whole.requested) if has_mtp else len(own.requested))
         return Survey(num_parameters, num_mtp - num_parameters)
 
@@ -204,6 +210,24 @@ class Checkpoint:
                 'another method than "mtp" in --speculative-config'
             )
         return cast(BuildsMtp, self.family).build_mtp(weights, mtp_shard(shape), operators, model)
+
+    @property
+    def encoder(self) -> EncoderReport | None:
+        """The image encoder, None without one; also if the files have no tensor of it."""
+        if self.pooling is not None or not hasattr(self.family, "build_encoder"):
+            return None
+        family = cast(BuildsEncoder, self.family)
+        if self.files is not None and not any(
+            name.startswith(family.encoder_root) for name in self.files.names
+        ):
+            return None
+        return family.encoder
+
+    def build_encoder(self, weights: WeightSource, operators: Operators) -> ImageEncoder | None:
+        """The image encoder; None without one. Raises `StartupError`."""
+        if self.encoder is None:
+            return None
+        return cast(BuildsEncoder, self.family).build_encoder(weights, operators)
 
     def build_head(self, weights: WeightSource, shard: Shard) -> Callable[[Tensor], Tensor] | None:
         """The layers behind the pooling, on the last stage; None if there are none."""

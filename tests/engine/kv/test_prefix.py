@@ -12,8 +12,9 @@ from engine.control.settings import SchedulerSettings
 from engine.kv.ledger import KVLedger
 from engine.kv.prefix import Part, extend_hashes, hash_blocks
 from engine.kv_shape import KVShape
+from engine.media import Span
 from engine.policy.fcfs import FirstComeFirstServed
-from engine.request import Request, RequestSpec, Span
+from engine.request import Request, RequestSpec
 from engine.step import HASH_BYTES, RequestId
 from tests.scheduling import GREEDY
 

@@ -5,6 +5,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.lora import LoraReport, LoraSpec
+from engine.media import EncoderWork, EntryMedia, ImagePixels, ImageRows
 from engine.pooling import PoolSpec
 from engine.step import (
     BlockMove,
@@ -38,6 +39,7 @@ from engine.transport.wire import (
     LoadWorker,
     LoraLoaded,
     RunStep,
+    SendPixels,
     StepFailure,
     StepRan,
     UnloadLora,
@@ -83,6 +85,13 @@ draws = st.builds(
 targets = st.builds(PromptTargets, top=counts, offset=counts, ids=tokens)
 poolings = st.builds(PoolSpec, dimensions=st.none() | counts, first_len=st.none() | counts)
 snapshots = st.lists(st.builds(Snapshot, num_tokens=counts, slot=counts), max_size=3).map(tuple)
+rows = st.builds(ImageRows, image=counts, offset=counts, first=counts, num_rows=counts)
+media = st.builds(
+    EntryMedia,
+    rows=st.lists(rows, max_size=3).map(tuple),
+    shift=counts,
+    positions=st.binary(max_size=40),
+)
 entries = st.builds(
     StepEntry,
     request_id=ids,
@@ -99,6 +108,7 @@ entries = st.builds(
     ).map(tuple),
     state=st.none() | st.builds(StateSlots, slot=counts, source=counts, snapshots=snapshots),
     proposal=st.none() | st.builds(ProposalSpec, num_tokens=counts, start=counts, tokens=tokens),
+    media=st.none() | media,
 )
 moves = st.builds(
     BlockMove,
@@ -115,6 +125,10 @@ steps = st.builds(
     step_id=ids,
     entries=st.lists(entries, max_size=5).map(tuple),
     moves=st.lists(moves, max_size=3).map(tuple),
+    encodes=st.lists(
+        st.builds(EncoderWork, image=counts, start=counts, stop=counts), max_size=2
+    ).map(tuple),
+    dropped=st.lists(counts, max_size=3).map(tuple),
 )
 likely = st.builds(
     TokenLogprobs,
@@ -136,6 +150,7 @@ results = st.builds(
     unread=st.lists(st.builds(Page, st.sampled_from(PageKind), counts), max_size=3).map(tuple),
     proposals=st.lists(tokens, max_size=3).map(tuple),
     proposal_seconds=floats,
+    encoder_seconds=floats,
 )
 
 lora_specs = st.builds(LoraSpec, lora_id=counts, name=lines, path=lines, digest=lines)
@@ -147,6 +162,14 @@ to_worker = st.one_of(
     lora_specs.map(LoadLora),
     counts.map(UnloadLora),
     st.builds(WorkerSettings, model=lines, kv=st.builds(KVSettings, kv_memory=ids)).map(LoadWorker),
+    st.builds(
+        ImagePixels,
+        image=counts,
+        offset=counts,
+        data=st.binary(max_size=40),
+        shape=st.tuples(counts, counts),
+        grid=st.tuples(counts, counts, counts),
+    ).map(SendPixels),
     st.just(Goodbye()),
 )
 from_worker = st.one_of(

@@ -17,8 +17,9 @@ from engine.kv.prefix import name_in_group
 from engine.kv.prefix_search import PrefixSearch
 from engine.kv_shape import KVShape
 from engine.lora import LoraAdapter
+from engine.media import Span
 from engine.policy import build
-from engine.request import Request, RequestSpec, Span
+from engine.request import Request, RequestSpec
 from engine.step import Tier
 from gateway.observe.kv_events import (
     AllBlocksCleared,

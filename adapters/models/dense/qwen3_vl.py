@@ -1,0 +1,45 @@
+"""Qwen3-VL: Qwen 3 with positions along three axes, behind Qwen's vision transformer, of which some
+layers' results are added behind the decoder's first layers (DeepStack)."""
+
+from collections.abc import Mapping
+
+from adapters.models.base.fields import Fields
+from adapters.models.base.rope_fields import LayerRopes, read_rope, with_axes
+from adapters.models.dense.qwen3 import Qwen3
+from adapters.models.encoders.qwen_vision import QwenVision, read_vision, text_fields
+from engine.errors import StartupError
+from engine.worker.model.layers import Decoder
+from engine.worker.ports import ModelShape, Operators, Shard, WeightSource
+
+
+class Qwen3VL(Qwen3):
+    """`Qwen3VLForConditionalGeneration`."""
+
+    ignored_weights = (*Qwen3.ignored_weights, "model.visual.*")
+    roots = ("model.language_model", "model")
+    encoder_root = "model.visual."
+
+    def __init__(self, config: Mapping[str, object]) -> None:
+        super().__init__(config)
+        self._vision = read_vision(config, self.shape.hidden_size)
+        self.encoder = self._vision.report
+
+    def text_config(self, config: Mapping[str, object]) -> Mapping[str, object]:
+        return text_fields(config)
+
+    def ropes(self, fields: Fields, shape: ModelShape) -> LayerRopes:
+        source = read_rope(fields, shape.head_dim, shape.max_positions)
+        rope = fields.child("rope_parameters") or fields.child("rope_scaling")
+        return LayerRopes.same(with_axes(source, rope or fields), shape.num_layers)
+
+    def build(self, weights: WeightSource, shard: Shard, operators: Operators) -> Decoder:
+        num_added = len(self._vision.added)
+        if shard.is_first and len(shard.span) <= num_added:
+            raise StartupError(
+                f"results of the image encoder are added behind the first {num_added} layers; the "
+                f"first stage has {len(shard.span)}, and needs more: use fewer --pipeline-stages"
+            )
+        return super().build(weights, shard, operators)
+
+    def build_encoder(self, weights: WeightSource, operators: Operators) -> QwenVision:
+        return QwenVision(weights, operators, self._vision, self.encoder_root)

@@ -1,0 +1,189 @@
+"""Images: which images are encoded, and which layers of the encoder the next iteration computes.
+
+An image is encoded before the first of its tokens is computed, in slices of layers: each iteration
+computes as many as its bound of time leaves, and at least one. Images are encoded one after the
+other, in the order of the requests that need them. A request computes the tokens before an image
+that is not encoded, and waits there; it starts when the first image is encoded. Prefixes in the
+cache need no encoding: what is encoded is only what will be computed.
+
+Pixels are sent to the workers once, before the first layer, and again if a worker has died: then
+everything is computed anew from the pixels, which the request holds.
+"""
+
+from typing import TYPE_CHECKING
+
+from engine.control.image_cache import CachedImage, ImageCache
+from engine.control.rope_positions import RopePositions
+from engine.errors import InvalidRequest
+from engine.media import EncoderWork, EntryMedia, ImageRows
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from engine.iteration import Iteration
+    from engine.media import EncoderReport, Media
+    from engine.request import Request, RequestSpec
+    from engine.step import StepResult
+
+FREE_SECONDS = 0.1  # of layers in an iteration that nothing bounds: so long a cancel may take
+NEWS_SHARE = 0.25  # of the latest measurement in the seconds per operation
+
+
+class Images:
+    """The images of all requests to a model with an encoder; to others, they are refused."""
+
+    def __init__(self, encoder: "EncoderReport | None", max_bytes: int) -> None:
+        self._encoder = encoder
+        self._max_bytes = max_bytes
+        self._cache = None if encoder is None else ImageCache(encoder, max_bytes)
+        self._wanted: dict[int, CachedImage] = {}  # in this plan, in the order of the policy
+        self._live: dict[Request, RopePositions | None] = {}  # requests with images
+        self._num_dropped = 0  # before this plan
+        self._seconds_per_flop = 0.0  # 0: not measured
+        self.num_encoded = 0  # images, since the start
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the encodings that are kept."""
+        return 0 if self._cache is None else self._cache.num_bytes
+
+    # Requests
+
+    def check(self, spec: "RequestSpec") -> None:
+        """Raise `InvalidRequest` if the model cannot read the images of a request."""
+        if not spec.media:
+            return
+        if self._encoder is None:
+            raise InvalidRequest("This model does not read images.")
+        largest = max(each.num_tokens for each in spec.media) * self._encoder.row_bytes
+        if largest > self._max_bytes:
+            raise InvalidRequest(
+                f"An image of this request has {largest:,} bytes when it is encoded; "
+                f"--encoder-memory allows {self._max_bytes:,}."
+            )
+
+    def arrive(self, request: "Request") -> None:
+        """A request with images was accepted."""
+        assert self._encoder is not None, "checked before"
+        assert self._cache is not None, "checked before"
+        self._cache.arrive(request)
+        merge = self._encoder.merge
+        self._live[request] = RopePositions.of(request.spec.media, merge) if merge else None
+
+    # Planning
+
+    def begin_plan(self) -> None:
+        """Forget which images the last plan wanted, and the requests that have ended."""
+        self._wanted.clear()
+        if self._cache is None:
+            return
+        self._num_dropped = self._cache.num_dropped
+        for request in [each for each in self._live if each.state.is_terminal]:
+            del self._live[request]
+            self._cache.leave(request)
+        if self._cache.num_bytes > self._max_bytes:
+            self._cache.make_room()
+
+    def may_start(self, request: "Request", start: int) -> bool:
+        """Whether the first image of which a request computes tokens, from `start` on, is encoded;
+        if it is not, it is wanted."""
+        for media in request.spec.media:
+            if media.end > start:
+                return self.num_ready(request, media.start, 1) > 0
+        return True
+
+    def num_ready(self, request: "Request", start: int, num_tokens: int) -> int:
+        """How many of a request's tokens `[start, start + num_tokens)` can be computed with the
+        images that are encoded. The image that is missing behind them is wanted."""
+        assert self._cache is not None, "requests with images were accepted"
+        stop = start + num_tokens
+        for media in request.spec.media:
+            if media.end > start and media.start < stop:
+                image = self._cache.find(request, media)
+                if not self._cache.is_encoded(image):
+                    self._wanted.setdefault(image.number, image)
+                    return max(0, media.start - start)
+        return num_tokens
+
+    def entry_media(self, request: "Request", start: int, stop: int) -> EntryMedia | None:
+        """What the images mean for the request's tokens `[start, stop)`."""
+        assert self._cache is not None, "requests with images were accepted"
+        rows = []
+        for media in request.spec.media:
+            first, last = max(media.start, start), min(media.end, stop)
+            if first < last:
+                number = self._cache.find(request, media).number
+                rows.append(ImageRows(number, first - start, first - media.start, last - first))
+        positions = self._live[request]
+        if positions is None:
+            return EntryMedia(tuple(rows)) if rows else None
+        if start >= positions.stop:
+            return EntryMedia(shift=positions.shift)
+        return EntryMedia(tuple(rows), 0, positions.between(start, stop))
+
+    def next_to_send(self) -> "tuple[int, Media] | None":
+        """The number and pixels of the first wanted image that the workers do not have; None if
+        they have all. The caller sends them, and calls `sent`."""
+        for image in self._wanted.values():
+            if not image.is_begun and image.users:
+                image.is_begun = True
+                return image.number, next(iter(image.users.values()))
+        return None
+
+    def sent(self, number: int) -> None:
+        """The workers have all pixels of an image, unless it is forgotten by now."""
+        image = None if self._cache is None else self._cache.numbered(number)
+        if image is not None:
+            image.is_sent = True
+
+    def plan(self, seconds: float) -> tuple[EncoderWork, ...]:
+        """The layers that the next iteration computes in about so many seconds: at least one, if
+        an image is wanted whose pixels were sent."""
+        ready = [each for each in self._wanted.values() if each.is_sent]
+        if not ready or self._encoder is None or self._cache is None:
+            return ()
+        begun = [each for each in ready if each.num_planned]
+        image = (begun or ready)[0]
+        self._cache.make_room(image)
+        layer = self._seconds_per_flop * self._encoder.flops(image.num_patches)
+        count = int(min(seconds, FREE_SECONDS) / layer) if layer else 1
+        start = image.num_planned
+        image.num_planned = min(self._encoder.num_layers, start + max(1, count))
+        return (EncoderWork(image.number, start, image.num_planned),)
+
+    def take_dropped(self) -> tuple[int, ...]:
+        """The images that the step being planned forgets: those dropped before its plan."""
+        return () if self._cache is None else self._cache.take_dropped(self._num_dropped)
+
+    # Results
+
+    def committed(self, iteration: "Iteration", result: "StepResult") -> None:
+        """The layers of an iteration were computed."""
+        for work in iteration.step.encodes:
+            assert self._encoder is not None, "it computed them"
+            assert self._cache is not None, "it computed them"
+            image = self._cache.numbered(work.image)
+            if image is None:
+                continue
+            self.num_encoded += work.stop == self._encoder.num_layers
+            flops = (work.stop - work.start) * self._encoder.flops(image.num_patches)
+            rate = result.encoder_seconds / flops
+            share = NEWS_SHARE if self._seconds_per_flop else 1.0
+            self._seconds_per_flop += share * (rate - self._seconds_per_flop)
+
+    def failed(self, iteration: "Iteration") -> "Iterable[Request]":
+        """An iteration raised an error, perhaps in its layers: returns the requests that have its
+        images, which cannot be encoded."""
+        requests: dict[Request, None] = {}
+        for work in iteration.step.encodes:
+            image = None if self._cache is None else self._cache.numbered(work.image)
+            if image is not None and self._cache is not None:
+                requests |= dict.fromkeys(image.users)
+                self._cache.drop(work.image)
+        return requests
+
+    def lose(self) -> None:
+        """The workers died: no image is encoded, and they have no pixels."""
+        self._wanted.clear()
+        if self._cache is not None:
+            self._cache.lose()

@@ -1,0 +1,60 @@
+"""Models with image encoders give transformers' logits, however image and prompt are split."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from engine.request import RequestSpec
+from engine.step import SamplingParams
+from engine.worker.process.worker import Worker
+from tests.engine.worker.process.driving import load_worker
+from tests.inline import play
+from tests.models.images import IMAGE_ID, VARIANTS, Picture, Prompt, make_checkpoint, make_model
+
+NO_IMAGES = ((IMAGE_ID, -100.0), (IMAGE_ID + 1, -100.0))  # transformers reads them as images
+GREEDY = SamplingParams(temperature=0.0, logit_bias=NO_IMAGES)
+SOME, OTHER = Picture(4, 6), Picture(6, 4, seed=1)
+PROMPTS = (
+    Prompt.of([5, 6, 92], SOME, [93, 7, 8]),
+    Prompt.of(OTHER, [9], SOME, [10, 11, 12]),
+    Prompt.of([1, 2, 3, 4, 5, 6, 7], Picture(2, 2, seed=2), [8]),
+    Prompt.of([12, 13, 14, 15], []),
+)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The same weights in transformers and in a worker."""
+
+    model: Any
+    worker: Worker
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    variant = str(request.param)
+    return make_model(variant), make_checkpoint(tmp_path_factory.mktemp(variant), variant)
+
+
+@pytest.fixture(scope="module", params=["reference", "cpu"])
+def pair(request: pytest.FixtureRequest, checkpoint: Any) -> Pair:
+    model, directory = checkpoint
+    return Pair(model, load_worker(directory, attention=str(request.param)))
+
+
+@pytest.mark.parametrize("max_tokens", [3, 64])
+def test_outputs_and_log_probabilities_are_transformers(pair: Pair, max_tokens: int) -> None:
+    specs = [RequestSpec(each.tokens, 12, GREEDY, media=each.media, logprobs=0) for each in PROMPTS]
+    outcomes = play(pair.worker, specs, max_batch_size=3, max_batch_tokens=max_tokens)
+    for prompt, outcome in zip(PROMPTS, outcomes, strict=True):
+        assert outcome.error is None
+        output = tuple(outcome.tokens)
+        logits = prompt.expected(pair.model, output[:-1])[len(prompt.tokens) - 1 :]
+        scores = torch.log_softmax(logits, -1)
+        logits[:, IMAGE_ID : IMAGE_ID + 2] -= 100.0
+        assert output == tuple(logits.argmax(-1).tolist())
+        expected = scores.gather(1, torch.tensor(output)[:, None])[:, 0]
+        found = torch.tensor([each.logprob for each in outcome.logprobs])
+        assert (found - expected).abs().max().item() < 5e-4

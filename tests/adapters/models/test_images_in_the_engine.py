@@ -1,0 +1,157 @@
+"""Requests with images in the whole engine: what it reuses, drops, splits and guesses changes no
+output."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from engine.control.admission import SwapMode
+from engine.media import EncoderWork, ImagePixels
+from engine.request import RequestSpec
+from engine.step import SamplingParams, Step, StepResult
+from engine.worker.process.worker import Worker
+from engine.worker_settings import WorkerReport
+from tests.engine.worker.process.driving import settings_for
+from tests.inline import RequestOutcome, play
+from tests.models.drafts import a_drafter
+from tests.models.images import VARIANTS, Picture, Prompt, make_checkpoint
+from tests.worker_settings import changed
+
+GREEDY = SamplingParams(temperature=0.0)
+NEW_TOKENS = 12
+FIRST, SECOND = Picture(4, 6), Picture(4, 6, seed=1)  # of the same tokens
+BEFORE = [5, 6, 7, 8, 9, 10, 92]
+PROMPTS = (
+    Prompt.of(BEFORE, FIRST, [93, 11, 12]),
+    Prompt.of(BEFORE, SECOND, [93, 11, 12]),
+    Prompt.of(BEFORE, FIRST, [93, 11, 12, 13], SECOND, [14, 15]),
+    Prompt.of([20, 21, 22, 23, 24], []),
+)
+
+
+@dataclass
+class Watched:
+    """A worker, and the steps that it ran."""
+
+    worker: Worker
+    steps: list[Step] = field(default_factory=list)
+
+    @property
+    def report(self) -> WorkerReport:
+        return self.worker.report
+
+    @property
+    def encodes(self) -> list[EncoderWork]:
+        """The layers of the encoder that were computed."""
+        return [work for step in self.steps for work in step.encodes]
+
+    @property
+    def num_layers(self) -> int:
+        return sum(work.stop - work.start for work in self.encodes)
+
+    def put_pixels(self, piece: ImagePixels) -> None:
+        self.worker.put_pixels(piece)
+
+    def run(self, step: Step) -> StepResult:
+        self.steps.append(step)
+        return self.worker.run(step)
+
+
+@dataclass(frozen=True)
+class Served:
+    """A worker with host memory, and the output of each request alone."""
+
+    worker: Worker
+    specs: tuple[RequestSpec, ...]
+    expected: list[list[int]]
+
+
+def tokens(outcomes: Sequence[RequestOutcome]) -> list[list[int]]:
+    return [outcome.tokens for outcome in outcomes]
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
+    directory = make_checkpoint(tmp_path_factory.mktemp("model"), str(request.param))
+    settings = changed(settings_for(directory, "cpu"), host_kv_memory=1 << 18)
+    worker = Worker.load(settings, lambda *_: None)
+    specs = [RequestSpec(each.tokens, NEW_TOKENS, GREEDY, media=each.media) for each in PROMPTS]
+    alone = [tokens(play(worker, [each]))[0] for each in specs]
+    assert alone[0] != alone[1], "the images decide"
+    return Served(worker, tuple(specs), alone)
+
+
+def test_two_images_share_no_kv_and_the_same_image_is_encoded_and_computed_once(
+    served: Served,
+) -> None:
+    watched = Watched(served.worker)
+    outcomes = play(watched, served.specs, max_batch_size=1, max_batch_tokens=8)
+    assert tokens(outcomes) == served.expected
+    first, second, third, _ = (outcome.request for outcome in outcomes)
+    assert first is not None
+    assert second is not None
+    assert third is not None
+    assert first.num_cached == 0
+    assert second.num_cached < len(BEFORE)
+    assert third.num_cached > len(BEFORE)
+    assert watched.num_layers == 2 * 3, "of two images"
+
+
+def test_with_lookahead_nothing_changes(served: Served) -> None:
+    outcomes = play(served.worker, served.specs, max_batch_tokens=8, max_batch_size=4, lookahead=1)
+    assert tokens(outcomes) == served.expected
+
+
+def test_requests_whose_worker_dies_are_computed_again_from_their_pixels(served: Served) -> None:
+    for dies_in in ((1,), (3, 8), (5, 6, 12)):
+        watched = Watched(served.worker)
+        outcomes = play(
+            watched, served.specs, dies_in=dies_in, max_batch_tokens=8, max_batch_size=4
+        )
+        assert tokens(outcomes) == served.expected
+
+
+def test_preempted_requests_are_computed_again_or_swapped(served: Served) -> None:
+    num_preempted = 0
+    for swap, reuses in ((SwapMode.OFF, True), (SwapMode.PROACTIVE, False)):
+        outcomes = play(
+            served.worker,
+            served.specs[:2] * 2,
+            num_blocks=11,
+            max_batch_size=4,
+            max_batch_tokens=4,
+            swap=swap,
+            reuses_prefixes=reuses,
+        )
+        assert tokens(outcomes) == served.expected[:2] * 2
+        requests = [outcome.request for outcome in outcomes if outcome.request]
+        num_preempted += sum(each.num_preemptions + each.num_swaps for each in requests)
+    assert num_preempted
+
+
+def test_drafts_change_no_output(served: Served) -> None:
+    outcomes = play(
+        served.worker,
+        served.specs,
+        max_batch_size=4,
+        max_batch_tokens=16,
+        drafter=a_drafter(served.expected),
+    )
+    assert tokens(outcomes) == served.expected
+
+
+def test_encodings_are_dropped_when_they_do_not_fit(served: Served) -> None:
+    encoder = served.worker.report.encoder
+    assert encoder is not None
+    watched = Watched(served.worker)
+    outcomes = play(
+        watched,
+        served.specs[:2] * 2,
+        max_batch_size=1,
+        max_batch_tokens=8,
+        encoder_memory=FIRST.num_tokens * encoder.row_bytes,
+        reuses_prefixes=False,
+    )
+    assert tokens(outcomes) == served.expected[:2] * 2
+    assert any(step.dropped for step in watched.steps)

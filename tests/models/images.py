@@ -1,0 +1,142 @@
+"""Tiny random models with image encoders, in Hugging Face's own format, and images for them."""
+
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor
+
+from engine.media import Media
+from tests.models.checkpoints import QWEN3_5, SMALL
+
+IMAGE_ID = 90
+VISION: dict[str, Any] = {
+    "depth": 3,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_heads": 2,
+    "in_channels": 3,
+    "patch_size": 2,
+    "temporal_patch_size": 2,
+    "spatial_merge_size": 2,
+    "out_hidden_size": 32,
+    "num_position_embeddings": 16,
+}
+ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 100.0}
+
+# Name of a variant: (config class, of the text, of the encoder).
+VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "qwen3_vl": (
+        "Qwen3VL",
+        {
+            "head_dim": 16,
+            "rope_parameters": ROPE | {"mrope_section": [4, 2, 2], "mrope_interleaved": True},
+        },
+        {"deepstack_visual_indexes": [0, 1]},
+    ),
+    "qwen3_5": (
+        "Qwen3_5",
+        QWEN3_5
+        | {
+            "rope_parameters": ROPE
+            | {
+                "mrope_section": [1, 1, 0],
+                "mrope_interleaved": True,
+                "partial_rotary_factor": 0.25,
+            }
+        },
+        {},
+    ),
+}
+
+
+def make_model(variant: str, seed: int = 0) -> Any:
+    """A transformers model of a variant, every parameter random (norms and biases too)."""
+    name, text, vision = VARIANTS[variant]
+    config = getattr(transformers, f"{name}Config")(
+        text_config=SMALL | text,
+        vision_config=VISION | vision,
+        image_token_id=IMAGE_ID,
+        video_token_id=91,
+        vision_start_token_id=92,
+        vision_end_token_id=93,
+    )
+    config._attn_implementation = "eager"
+    model = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            is_scale = parameter.dim() == 1 and parameter_name.endswith("weight")
+            parameter.copy_(1 + 0.1 * noise if is_scale else 0.2 * noise)
+    return model
+
+
+def make_checkpoint(directory: Path, variant: str) -> Path:
+    """Write a variant's checkpoint into `directory` and return it."""
+    make_model(variant).save_pretrained(directory)
+    return directory
+
+
+@dataclass(frozen=True)
+class Picture:
+    """Random pixels of so many rows and columns of patches."""
+
+    rows: int
+    columns: int
+    seed: int = 0
+
+    @property
+    def pixels(self) -> np.ndarray[Any, np.dtype[np.float32]]:
+        size = (self.rows * self.columns, 3 * 2 * 2 * 2)
+        return np.random.default_rng(self.seed).standard_normal(size).astype(np.float32)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.rows * self.columns // 4
+
+    def media(self, start: int) -> Media:
+        """The image at a place of a prompt."""
+        pixels = self.pixels
+        digest = sha256(pixels.tobytes()).digest()
+        return Media(start, self.num_tokens, digest, pixels, (1, self.rows, self.columns))
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids with the images that some of them stand for."""
+
+    tokens: tuple[int, ...]
+    media: tuple[Media, ...]
+
+    @classmethod
+    def of(cls, *parts: Picture | list[int]) -> "Prompt":
+        """Text and images one after the other."""
+        tokens: list[int] = []
+        media: list[Media] = []
+        for part in parts:
+            if isinstance(part, Picture):
+                media.append(part.media(len(tokens)))
+                tokens += [IMAGE_ID] * part.num_tokens
+            else:
+                tokens += part
+        return cls(tuple(tokens), tuple(media))
+
+    def expected(self, model: Any, output: tuple[int, ...] = ()) -> Tensor:
+        """transformers' logits at every position, also of an `output` behind the prompt."""
+        ids = torch.tensor([self.tokens + output])
+        given = {}
+        if self.media:
+            pixels = np.concatenate([each.pixels for each in self.media])
+            given = {
+                "pixel_values": torch.from_numpy(pixels),
+                "image_grid_thw": torch.tensor([each.grid for each in self.media]),
+                "mm_token_type_ids": (ids == IMAGE_ID).int(),
+            }
+        with torch.no_grad():
+            logits: Tensor = model(ids, **given).logits[0]
+        return logits
