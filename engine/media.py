@@ -36,6 +36,11 @@ class Media:
         """The position behind its last token."""
         return self.start + self.num_tokens
 
+    @property
+    def span(self) -> Span:
+        """The tokens that stand for it, with its digest."""
+        return Span(self.start, self.num_tokens, self.digest)
+
     def pieces(self, image: int) -> "Iterator[ImagePixels]":
         """Its pixels as messages to the workers, which know it by the number `image`."""
         pixels = self.pixels.astype("<f4", order="C", copy=False).reshape(-1)

@@ -180,8 +180,8 @@ class RequestSpec:
     that its prompt is pooled into.
 
     `spans` are the tokens of the prompt that stand for other content; prefixes with such tokens are
-    shared only if the content is the same; by default they are those of the images in `media`.
-    `checkpoints` are numbers of prompt tokens behind which other requests will probably go on.
+    shared only if the content is the same; by default they are those of `media`. Behind
+    `checkpoints`, numbers of prompt tokens, other requests will probably go on.
     """
 
     prompt: tuple[int, ...]
@@ -210,10 +210,9 @@ class RequestSpec:
     media: "tuple[Media, ...]" = ()
 
     def __post_init__(self) -> None:
-        if self.media and not self.spans:
-            spans = tuple(Span(each.start, each.num_tokens, each.digest) for each in self.media)
+        if self.media and not self.spans:  # fields of a frozen class
             checkpoints = (*self.checkpoints, *(each.end for each in self.media))
-            object.__setattr__(self, "spans", spans)  # it is frozen
+            object.__setattr__(self, "spans", tuple(each.span for each in self.media))
             object.__setattr__(self, "checkpoints", checkpoints)
 
     @property

@@ -94,6 +94,7 @@ def test_every_setting_can_be_set_by_flag_environment_and_file(
         "admission": "reserve",
         "max_batch_size": "4",
         "max_batch_tokens": "32",
+        "encoder_memory": "64MiB",
         "max_queue_requests": "5",
         "max_queue_tokens": "6",
         "speculative_config": '{"method": "ngram", "num_speculative_tokens": 4}',
