@@ -230,6 +230,33 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3_5MoeTextConfig",
         QWEN3_5 | SHARED_EXPERTS | {"linear_key_head_dim": 32, "linear_value_head_dim": 32},
     ),
+    "glm": ("GlmConfig", {"head_dim": 16, "attention_bias": True}),
+    "glm4": ("Glm4Config", {"head_dim": 16, "attention_bias": True}),
+    "cohere": ("CohereConfig", {"logit_scale": 0.5}),
+    "cohere2": (
+        "Cohere2Config",
+        {
+            "sliding_window": 7,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+    ),
+    "exaone4": ("Exaone4Config", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
+    "exaone4_window": ("Exaone4Config", {"sliding_window": 7, "sliding_window_pattern": 2}),
+    "ernie4_5": ("Ernie4_5Config", {"head_dim": 16}),
+    "hunyuan": (
+        "HunYuanDenseV1Config",
+        {
+            "head_dim": 16,
+            "rope_parameters": {
+                "rope_type": "dynamic",
+                "rope_theta": 10000.0,
+                "factor": 1.0,
+                "alpha": 50.0,
+            },
+        },
+    ),
+    "seed_oss": ("SeedOssConfig", {"head_dim": 16}),
+    "starcoder2": ("Starcoder2Config", {"sliding_window": 7}),
     "gpt2": ("GPT2Config", {}),
     "gpt2_untied": ("GPT2Config", {"tie_word_embeddings": False, "n_inner": 40}),
 }

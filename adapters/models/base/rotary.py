@@ -20,6 +20,7 @@ from engine.worker.model.layers import (
     Decoder,
     DecoderLayer,
     FeedForward,
+    Layer,
     Mixer,
     Mlp,
 )
@@ -137,7 +138,7 @@ class RotaryFamily(ABC):
             norm = self._norm(projections, f"{root}.norm", traits.logit_scale)
         ropes = [source.rope(shard.shape.max_positions) for source in self._ropes.sources]
         return Decoder(
-            blocks=tuple(self._block(projections, layer) for layer in shard.span),
+            blocks=tuple(self._layer(projections, layer) for layer in shard.span),
             tokens=tokens,
             ropes=tuple(rope.using(operators.constant) for rope in ropes),
             norm=norm,
@@ -167,6 +168,9 @@ class RotaryFamily(ABC):
         if traits.norm_offset or scale != 1.0:
             weight = (weight + traits.norm_offset) * scale
         return projections.operators.rms_norm(weight, eps / traits.residual_scale**2)
+
+    def _layer(self, projections: Projections, layer: int) -> Layer:
+        return self._block(projections, layer)
 
     def _block(self, projections: Projections, layer: int) -> DecoderLayer:
         at, names = f"{projections.root}.layers.{layer}", self._traits.norms
@@ -229,7 +233,8 @@ class RotaryFamily(ABC):
     def _mlp(self, projections: Projections, at: str) -> FeedForward:
         inner, traits = projections.shard.inner, self._traits
         parts = {f"{at}.gate_proj": inner, f"{at}.up_proj": inner}
-        fused = Fused(f"{at}.gate_up_proj", (inner, inner)) if traits.is_fused else parts
+        is_fused = traits.is_fused or traits.has_fused_mlp
+        fused = Fused(f"{at}.gate_up_proj", (inner, inner)) if is_fused else parts
         return Mlp(
             up=projections.from_hidden(fused, has_bias=traits.mlp_bias),
             down=projections.to_hidden(f"{at}.down_proj", inner, has_bias=traits.mlp_bias),

@@ -35,7 +35,8 @@ class FamilyTraits:
     """How a family or checkpoint differs from Llama.
 
     `qk_norm` is "head" for an RMS norm of each head of q and k (Qwen3), "width" for one over all
-    heads together (OLMo 2). `is_fused`: the file has `qkv_proj` and `gate_up_proj` (Phi-3).
+    heads together (OLMo 2). `is_fused`: the file has `qkv_proj` and `gate_up_proj` (Phi-3);
+    `has_fused_mlp`: it has only the latter (GLM).
     `norm_offset` is added to the weights of RMS norms (Gemma). What a layer adds to the residual
     stream is multiplied by `residual_scale`, embeddings by `embedding_scale`, logits by
     `logit_scale` (Granite).
@@ -46,6 +47,7 @@ class FamilyTraits:
     mlp_bias: bool = False
     qk_norm: str = ""
     is_fused: bool = False
+    has_fused_mlp: bool = False
     norms: NormNames = PRE_NORMS
     has_layer_norm: bool = False  # with a bias, instead of RMS norms
     norm_offset: float = 0.0

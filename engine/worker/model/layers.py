@@ -228,6 +228,25 @@ class DecoderLayer:
         return hidden if self.scale is None else self.scale(hidden)
 
 
+@dataclass(frozen=True, slots=True)
+class ParallelLayer:
+    """Attention and MLP that read the same norm of the residual stream; both are added to it
+    (Cohere)."""
+
+    norm: Norm
+    attention: Mixer
+    mlp: FeedForward
+
+    def __call__(self, hidden: Tensor, context: StepContext) -> Tensor:
+        """Hidden states of `context.rows`; in `hidden` itself if all rows are needed."""
+        x = self.norm(hidden)
+        heads, rows = self.attention(x, context), context.rows
+        if rows is not None:
+            hidden, heads, x = (each.index_select(0, rows) for each in (hidden, heads, x))
+        self.attention.out(heads, hidden)
+        return self.mlp(x, hidden)
+
+
 class Layer(Protocol):
     """One layer of a `Decoder`."""
 

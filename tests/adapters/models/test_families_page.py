@@ -11,6 +11,8 @@ from adapters.models import FAMILIES
 from adapters.models.base.pooling import GENERATORS
 from tests.adapters.gguf.test_logits import VARIANTS as GGUF_VARIANTS
 from tests.adapters.models.test_in_the_engine import VARIANTS as ENGINE_VARIANTS
+from tests.engine.worker.cuda.test_device import VARIANTS as GPU_VARIANTS
+from tests.engine.worker.lora.test_lora_logits import VARIANTS as LORA_VARIANTS
 from tests.engine.worker.model.test_shards import VARIANTS as SHARD_VARIANTS
 from tests.models.checkpoints import VARIANTS
 
@@ -24,6 +26,7 @@ COLUMNS = (
     *(SHARD_VARIANTS, SHARD_VARIANTS),
     GGUF_VARIANTS,
     *(ENGINE_VARIANTS, ENGINE_VARIANTS, ENGINE_VARIANTS),
+    *(LORA_VARIANTS, GPU_VARIANTS),
 )
 
 

@@ -31,6 +31,13 @@ from tests.worker_settings import changed, worker_settings
 MIB = 1 << 20
 SHAPE = ModelShape(3, 4, 2, 8, 32, 48, 1, 97, 256)
 FAMILIES = ("llama", "qwen3", "gpt2", "mistral_window")
+VARIANTS = (
+    *("llama", "mistral", "qwen2", "qwen3", "gpt2", "opt", "smollm3", "granite", "phi3"),
+    *("stablelm", "olmo2", "olmo3", "gemma2", "gemma3", "gemma4", "mixtral", "qwen2_moe"),
+    *("qwen3_moe", "olmoe", "gpt_oss"),
+    *("glm", "glm4", "cohere", "cohere2", "exaone4_window", "ernie4_5", "hunyuan", "seed_oss"),
+    "starcoder2",
+)
 DTYPES = {"bfloat16": 0.15, "float16": 0.02, "float32": 1e-4}
 
 
@@ -40,6 +47,16 @@ def nothing(*_: object) -> None:
 
 def on_gpu(settings: WorkerSettings, gpu: StandingGpu) -> Worker:
     return Worker.load(settings, nothing, CudaDevice(settings, gpu))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_family_has_the_logits_of_a_cpu(tmp_path: Path, variant: str) -> None:
+    make_checkpoint(tmp_path, variant)
+    settings = changed(settings_for(tmp_path, kv_dtype="auto"), dtype="float32")
+    on_cpu = Driver(load_worker(tmp_path), seed=1)
+    stand_in = Driver(on_gpu(settings, StandingGpu(total_bytes=1 << 31)), seed=1)
+    for piece in [(0, range(1, 20)), (1, (5,)), (0, (7,))]:
+        torch.testing.assert_close(stand_in.logits(piece), on_cpu.logits(piece), rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

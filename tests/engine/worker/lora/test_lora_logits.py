@@ -34,6 +34,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "layers_pattern": {"layers_to_transform": 1, "layers_pattern": "layers"},
     "excluded": {"target_modules": ALL, "exclude_modules": ["k_proj"]},
 }
+VARIANTS = (
+    *("llama", "qwen3", "qwen2", "llama_biases", "gpt2", "mistral_window", "opt", "phi3"),
+    *("stablelm", "gemma3", "qwen3_5", "gpt_oss", "mixtral", "exaone4", "hunyuan", "seed_oss"),
+    *("starcoder2", "smollm3", "granite", "olmo2", "olmo3", "gemma2"),
+)
 GPT2: dict[str, Any] = {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}
 
 
@@ -84,7 +89,7 @@ def check_against_peft(worker: Any, variant: str, configs: list[dict[str, Any]])
 
 
 @pytest.mark.parametrize("attention", ["cpu", "reference"])
-@pytest.mark.parametrize("variant", ["llama", "qwen3"])
+@pytest.mark.parametrize("variant", VARIANTS[:2])
 def test_logits_are_those_of_peft(tmp_path: Path, variant: str, attention: str) -> None:
     worker = load_worker(make_checkpoint(tmp_path / "base", variant), attention=attention)
     for seed, config in enumerate(CONFIGS.values(), 1):
@@ -92,13 +97,18 @@ def test_logits_are_those_of_peft(tmp_path: Path, variant: str, attention: str) 
     check_against_peft(worker, variant, list(CONFIGS.values()))
 
 
-@pytest.mark.parametrize(
-    "variant",
-    [
-        *("qwen2", "llama_biases", "gpt2", "mistral_window", "opt", "phi3", "stablelm", "gemma3"),
-        *("qwen3_5", "gpt_oss", "mixtral"),
-    ],
-)
+def test_factors_of_rows_in_another_order_are_refused(tmp_path: Path) -> None:
+    """The rows of GLM's q and k are not in the order of the checkpoint."""
+    worker = load_worker(make_checkpoint(tmp_path / "base", "glm4"), attention="cpu")
+    lora = make_lora(tmp_path / "q", "glm4", 1, target_modules=["q_proj"])
+    refused = worker.load_lora(LoraSpec(1, "q", str(lora))).error
+    assert "self_attn.q_proj.lora_A.weight: this model has no such linear for LoRA" in refused
+    config = {"target_modules": ["o_proj", "down_proj"]}
+    load_lora(worker, 1, make_lora(tmp_path / "others", "glm4", 1, **config))
+    check_against_peft(worker, "glm4", [config])
+
+
+@pytest.mark.parametrize("variant", VARIANTS[2:])
 def test_other_families_have_the_logits_of_peft(tmp_path: Path, variant: str) -> None:
     worker = load_worker(make_checkpoint(tmp_path / "base", variant), attention="cpu")
     config: dict[str, Any] = GPT2 if variant == "gpt2" else {"target_modules": "all-linear"}
