@@ -35,6 +35,13 @@ O200K = "|".join(  # of tiktoken's o200k_base
         r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     )
 )
+TEKKEN = "|".join(  # Mistral Nemo and later: as o200k_base, but single digits and no contractions
+    (
+        f"{_FIRST}{_UPPER}*{_LOWER}+",
+        f"{_FIRST}{_UPPER}+{_LOWER}*",
+        r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    )
+)
 
 
 class PreTokenization(NamedTuple):
@@ -54,8 +61,13 @@ PRE_TOKENIZATIONS = {
     "llama3": _LLAMA_3,
     "llama-v3": _LLAMA_3,
     "qwen2": PreTokenization(QWEN_2, normalizes=True),
+    "deepseek-r1-qwen": PreTokenization(QWEN_2),
     "qwen35": PreTokenization(QWEN_3_5),
+    "tekken": PreTokenization(TEKKEN, ignores_merges=True, adds_bos=True),
+    "stablelm2": PreTokenization(QWEN_2),
+    "olmo": PreTokenization(None, normalizes=True),  # OLMoE, with the vocabulary of GPT-NeoX
     "smollm": PreTokenization(None, splits_digits=True),
+    "starcoder": PreTokenization(None, splits_digits=True),
     "refact": PreTokenization(None, splits_digits=True),  # Granite 3
     "smaug-bpe": PreTokenization(LLAMA_3, ignores_merges=True),  # SmolLM 3
     "dbrx": PreTokenization(LLAMA_3),  # OLMo 2 and 3

@@ -2,35 +2,68 @@
 
 Supported are W8A8 as `compressed-tensors` writes it (int8 weights, one scale per output channel,
 activations quantized at run time), int4 weights with scales of groups: `compressed-tensors`'
-`pack-quantized`, GPTQ and AWQ; and experts in MXFP4 (gpt-oss). Every other scheme is rejected with
-an error that names the field.
+`pack-quantized`, GPTQ and AWQ; FP8 weights, which are widened (`quant_method` fp8, and
+`compressed-tensors`' `float-quantized`); and experts in MXFP4 (gpt-oss). Every other scheme is
+rejected with an error that names the field.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from adapters.models.base.fields import Fields
 from engine.errors import StartupError
 
-INT8, INT4 = "int-quantized", "pack-quantized"  # formats of compressed-tensors
+INT8, INT4, FLOAT8 = "int-quantized", "pack-quantized", "float-quantized"  # compressed-tensors
+FP8 = "fp8"
 
 
 def stored_scheme(config: Mapping[str, object]) -> str:
-    """How linears are stored: "int8", "mxfp4", a key of `int4_files.SCHEMES`, or "" for floats.
+    """How linears are stored: "int8", "fp8", "mxfp4", a key of `int4_files.SCHEMES`; "": floats.
 
     Raises `StartupError` for any other scheme.
     """
     scheme = Fields(config).child("quantization_config")
     if scheme is None:
         return ""
-    _require(scheme, "quant_method", "compressed-tensors", "gptq", "awq", "mxfp4")
     method = scheme.get("quant_method")
+    if method == "bitsandbytes":
+        raise StartupError(
+            f"{scheme.where}: quant_method='bitsandbytes' is not supported, since only its own "
+            "library reads its weights; serve the original checkpoint with --weights int8 or int4"
+        )
+    _require(scheme, "quant_method", "compressed-tensors", "gptq", "awq", "fp8", "mxfp4")
     if method == "mxfp4":
         return "mxfp4"
+    if method == FP8:
+        _require(scheme, "fmt", "e4m3", "float8_e4m3fn", None)
+        fp8_block(config)
+        return FP8
     if method == "gptq":
         return _check_gptq(scheme)
     if method == "awq":
         return _check_awq(scheme)
     return _check_compressed_tensors(scheme)
+
+
+def fp8_block(config: Mapping[str, object]) -> tuple[int, int] | None:
+    """The outputs and inputs of a block of FP8 weights with one scale, None for other scales.
+
+    Raises `StartupError` if they are not two sizes.
+    """
+    scheme = Fields(config).child("quantization_config")
+    if scheme is None:
+        return None
+    groups = scheme.child("config_groups") or Fields({})
+    weights = [(groups.child(name) or scheme).child("weights") for name in groups.values]
+    sizes = [scheme.get("weight_block_size")]
+    sizes += [each.get("block_structure") for each in weights if each is not None]
+    for size in sizes:
+        if size is None:
+            continue
+        match size:
+            case [int(outputs), int(inputs)] if outputs > 0 and inputs > 0:
+                return outputs, inputs
+        raise StartupError(f"{scheme.where}: a block of weights is {size!r}, expected two sizes")
+    return None
 
 
 def _check_gptq(scheme: Fields) -> str:
@@ -50,8 +83,8 @@ def _check_awq(scheme: Fields) -> str:
 
 
 def _check_compressed_tensors(scheme: Fields) -> str:
-    _require(scheme, "format", INT8, INT4)
-    is_int8 = scheme.get("format") == INT8
+    _require(scheme, "format", *CHECKS)
+    stored, check = CHECKS[str(scheme.get("format"))]
     _require(scheme, "quantization_status", "compressed", None)
     scheme.reject_unless("kv_cache_scheme")
     for name in ("sparsity_config", "transform_config"):
@@ -63,9 +96,9 @@ def _check_compressed_tensors(scheme: Fields) -> str:
     for name in groups.values:
         group = groups.child(name)
         if group is not None:
-            _check_targets(group, INT8 if is_int8 else INT4)
-            (_check_int8 if is_int8 else _check_int4)(group)
-    return "int8" if is_int8 else INT4
+            _check_targets(group, str(scheme.get("format")))
+            check(group)
+    return stored
 
 
 def _check_targets(group: Fields, stored: str) -> None:
@@ -105,6 +138,26 @@ def _check_int8(group: Fields) -> None:
         _require(side, "group_size", None)
         _require(side, "block_structure", None)
         _require(side, "actorder", None)
+
+
+def _check_fp8(group: Fields) -> None:
+    """Scales are read from the tensors; those of activations are not needed."""
+    weights = group.child("weights")
+    if weights is None:
+        raise StartupError(f"{group.where}: weights is missing, expected 8-bit floats")
+    _require(weights, "num_bits", 8)
+    _require(weights, "type", "float")
+    _require(weights, "strategy", "tensor", "channel", "block")
+    _require(weights, "symmetric", True, None)
+    _require(weights, "dynamic", False, None)
+
+
+# The formats of compressed-tensors: how `stored_scheme` names them, and what checks a group.
+CHECKS: dict[str, tuple[str, Callable[[Fields], None]]] = {
+    INT8: ("int8", _check_int8),
+    INT4: (INT4, _check_int4),
+    FLOAT8: (FP8, _check_fp8),
+}
 
 
 def _require(fields: Fields, name: str, *supported: object) -> None:

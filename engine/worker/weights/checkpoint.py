@@ -44,6 +44,7 @@ from engine.worker.weights.checkpoint_files import (
 from engine.worker.weights.expert_files import ExpertFiles, has_fused_experts
 from engine.worker.weights.formats.int8 import INT8
 from engine.worker.weights.formats.mxfp4 import MXFP4
+from engine.worker.weights.fp8_files import FP8, Block, Fp8Files
 from engine.worker.weights.int4_files import Int4Files
 from engine.worker.weights.packed_cache import PackedCache, source_digest
 from engine.worker.weights.random import RandomWeights
@@ -91,6 +92,12 @@ def _open_files(checkpoint: Path, config: Mapping[str, object]) -> CheckpointFil
             return files
         is_gpt_oss = config.get("architectures") == ["GptOssForCausalLM"]
         return ExpertFiles(checkpoint, is_interleaved=is_gpt_oss)
+    if scheme == FP8:
+        fp8_block = cast(
+            Callable[[Mapping[str, object]], Block | None],
+            load_by_name("adapters.models.quantization:fp8_block"),
+        )
+        return Fp8Files(checkpoint, fp8_block(config))
     return QuantizedFiles(checkpoint) if scheme == INT8.name else Int4Files(checkpoint, scheme)
 
 

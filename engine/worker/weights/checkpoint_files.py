@@ -7,6 +7,7 @@ Files are memory-mapped: a tensor is a view of its file, and its pages are read 
 import json
 from collections.abc import Sequence, Set
 from pathlib import Path
+from types import EllipsisType
 from typing import Protocol, cast
 
 import torch
@@ -98,7 +99,7 @@ class SafetensorsHeader(Protocol):
 
     def get_dtype(self) -> str: ...
 
-    def __getitem__(self, index: tuple[slice, ...]) -> Tensor: ...
+    def __getitem__(self, index: tuple[slice, ...] | EllipsisType) -> Tensor: ...
 
 
 class SafetensorsFiles:

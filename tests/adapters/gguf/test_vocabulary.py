@@ -60,6 +60,7 @@ def same(path: Path, tok: tokenizers.Tokenizer) -> None:
         (families.qwen_2, "qwen2", None),
         (families.qwen_3_5, "qwen35", None),
         (families.llama_3, "llama-bpe", "<|begin_of_text|>"),
+        (families.tekken, "tekken", "<|begin_of_text|>"),
     ],
 )
 def test_byte_level_vocabularies_give_the_same_ids(

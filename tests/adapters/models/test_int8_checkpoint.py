@@ -130,7 +130,7 @@ def test_every_shard_has_the_scales_of_its_rows(tmp_path: Path) -> None:
 
 CHANGES: list[tuple[tuple[str, ...], object]] = [
     (("quant_method",), "bitsandbytes"),
-    (("format",), "float-quantized"),
+    (("format",), "marlin-24"),
     (("quantization_status",), "frozen"),
     (("kv_cache_scheme",), {"num_bits": 8}),
     (("sparsity_config",), {"format": "sparse-bitmask"}),

@@ -19,6 +19,11 @@ QWEN_3_5 = (
     + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+"
     + r"|\s+(?!\S)|\s+"
 )
+TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 QWEN_2 = CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|" + REST
 
 PIECES = [
@@ -78,6 +83,13 @@ def llama_3(vocab_size: int = 700) -> tokenizers.Tokenizer:
     )
     tok.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), template])
     return tok
+
+
+def tekken(vocab_size: int = 700) -> tokenizers.Tokenizer:
+    """Mistral Nemo: splits where lower case becomes upper case, BOS in front."""
+    data = json.loads(llama_3(vocab_size).to_str())
+    data["pre_tokenizer"]["pretokenizers"][0]["pattern"] = {"Regex": TEKKEN}
+    return tokenizers.Tokenizer.from_str(json.dumps(data))
 
 
 def qwen_2(vocab_size: int = 700) -> tokenizers.Tokenizer:

@@ -1,0 +1,117 @@
+"""Checkpoints of FP8 weights: the numbers of the file in float32, nearly so in other formats."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from adapters.models.checks.checkpoint import check_checkpoint
+from engine.errors import StartupError
+from engine.worker.cpu.kernels.linears.tile_formats import HAS_BFLOAT16
+from tests.engine.worker.process.driving import Driver, load_worker
+from tests.models.checkpoints import make_checkpoint, make_model
+
+TOKENS = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38]
+BLOCK = 20  # of outputs and inputs; no size of the model is a multiple of it
+BLOCKS = {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK], "fmt": "e4m3"}
+GROUP = {"num_bits": 8, "type": "float", "strategy": "channel", "dynamic": False}
+CHANNELS = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": GROUP}},
+}
+TENSORS = {"quant_method": "fp8", "activation_scheme": "static"}
+SCHEMES: dict[str, tuple[dict[str, Any], str, tuple[int, int]]] = {
+    "blocks": (BLOCKS, "_scale_inv", (BLOCK, BLOCK)),
+    "channels": (CHANNELS, "_scale", (1, 1 << 10)),
+    "tensors": (TENSORS, "_scale", (1 << 10, 1 << 10)),
+}
+
+
+def widened(scales: Tensor, block: tuple[int, int], shape: torch.Size) -> Tensor:
+    """The scale of each weight."""
+    for axis, size in enumerate(block):
+        scales = scales.repeat_interleave(min(size, shape[axis]), axis)
+    return scales[: shape[0], : shape[1]]
+
+
+def write(directory: Path, scheme: str, variant: str = "llama") -> Any:
+    """Write a checkpoint with FP8 linears; returns the model of its numbers."""
+    config, suffix, block = SCHEMES[scheme]
+    path = make_checkpoint(directory, variant) / "model.safetensors"
+    model = make_model(variant)
+    parameters = dict(model.named_parameters())
+    tensors: dict[str, Tensor] = {}
+    for number, (name, tensor) in enumerate(sorted(load_file(path).items())):
+        tensors[name] = tensor
+        if not name.endswith("_proj.weight"):
+            continue
+        counts = [-(-size // step) for size, step in zip(tensor.shape, block, strict=True)]
+        generator = torch.Generator().manual_seed(number)
+        scales = 0.001 + 0.01 * torch.rand(counts, generator=generator)
+        every = widened(scales, block, tensor.shape)
+        tensors[name] = (tensor / every).clamp(-448, 448).to(torch.float8_e4m3fn)
+        tensors[name + suffix] = scales if scheme != "tensors" else scales.reshape(())
+        if scheme == "tensors":
+            tensors[name.replace(".weight", ".input_scale")] = torch.tensor(1.0)
+        parameters[name].data.copy_(tensors[name].float() * every)
+    save_file(tensors, path)
+    whole = json.loads((directory / "config.json").read_text()) | {"quantization_config": config}
+    (directory / "config.json").write_text(json.dumps(whole))
+    return model
+
+
+def expected(model: Any) -> Tensor:
+    with torch.inference_mode():
+        logits: Tensor = model(torch.tensor([TOKENS])).logits[0, -1]
+    return logits
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_logits_are_those_of_the_numbers_in_the_file(tmp_path: Path, scheme: str) -> None:
+    model = write(tmp_path, scheme)
+    check_checkpoint(tmp_path, 0)
+    exact = Driver(load_worker(tmp_path, attention="cpu", weights="float32"))
+    torch.testing.assert_close(exact.logits((0, TOKENS))[0], expected(model), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(("weights", "allowed"), [("auto", 0.05), ("int8", 0.2)])
+def test_the_loss_of_other_formats_is_that_of_rounding(
+    tmp_path: Path, weights: str, allowed: float
+) -> None:
+    logits = expected(write(tmp_path, "blocks", "qwen3"))
+    worker = load_worker(tmp_path, attention="cpu", weights=weights)
+    usual = "bfloat16" if HAS_BFLOAT16 else "float32"
+    assert worker.report.weights.startswith(usual if weights == "auto" else "int8")
+    found = Driver(worker).logits((0, TOKENS))[0]
+    assert float((found - logits).abs().max()) < allowed * float(logits.std())
+
+
+def test_fused_tensors_may_be_fp8(tmp_path: Path) -> None:
+    model = write(tmp_path, "blocks", "phi3")
+    worker = load_worker(tmp_path, attention="cpu", weights="float32")
+    torch.testing.assert_close(
+        Driver(worker).logits((0, TOKENS))[0], expected(model), rtol=0, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize(
+    ("scheme", "named"),
+    [
+        (BLOCKS | {"weight_block_size": [8, 8]}, "q_proj.weight_scale_inv has shape [2, 2]"),
+        (BLOCKS | {"weight_block_size": "wide"}, "a block of weights is 'wide'"),
+        (BLOCKS | {"fmt": "e5m2"}, "fmt='e5m2' is not supported"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "only its own library reads"),
+    ],
+)
+def test_the_error_names_what_is_wrong(tmp_path: Path, scheme: object, named: str) -> None:
+    write(tmp_path, "blocks")
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": scheme}))
+    with pytest.raises(StartupError) as refused:
+        load_worker(tmp_path)
+    assert named in str(refused.value)
