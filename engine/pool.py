@@ -37,7 +37,7 @@ class BackgroundCounts:
         self.num_ready += (after is READY) - (before is READY)
         change = (after is WAITING) - (before is WAITING)
         self.num_waiting += change
-        self.waiting_tokens += change * request.num_tokens
+        self.waiting_tokens += change * request.num_queued
 
     def check(self, live: "Iterable[Request]") -> None:
         """Assert that the counts agree with these requests."""
@@ -94,7 +94,7 @@ class RequestPool:
         assert request.request_id not in self._live, "a request is added once"
         self._live[request.request_id] = request
         self._counts[request.state] += 1
-        self.waiting_tokens += request.num_tokens
+        self.waiting_tokens += request.num_queued
         if request.spec.is_background:
             self.background.moved(request, None, WAITING)
         if request.spec.deadline is not None:
@@ -135,10 +135,10 @@ class RequestPool:
 
     def _update_sets(self, request: Request, before: State, after: State) -> None:
         if before is WAITING:
-            self.waiting_tokens -= request.num_tokens
+            self.waiting_tokens -= request.num_queued
             self.started[request] = None
         elif after is WAITING:
-            self.waiting_tokens += request.num_tokens
+            self.waiting_tokens += request.num_queued
         if before is SWAPPED:
             del self.swapped[request]
             self.started[request] = None
@@ -166,7 +166,7 @@ class RequestPool:
         for state in State:
             drifted = state not in TERMINAL and counts[state] != self._counts[state]
             assert not drifted, f"counts drifted: {self!r}"
-        waiting = sum(r.num_tokens for r in self if r.state is State.WAITING)
+        waiting = sum(r.num_queued for r in self if r.state is State.WAITING)
         assert waiting == self.waiting_tokens, "waiting tokens drifted"
         self.background.check(self)
         started = {r for r in self if r.state not in (WAITING, SWAPPED)}

@@ -1,38 +1,18 @@
-"""One request: what its caller requested (`RequestSpec`, constant) and its progress (`Request`).
-
-Theory of operation. A request waits until the ledger has enough blocks, is admitted (it holds KV),
-runs in one iteration after another, and ends exactly once. Only the control plane moves it, and
-only along `TRANSITIONS`; an illegal move is a bug, raises AssertionError and changes nothing.
-
-    WAITING ──admit──▶ READY ──plan──▶ RUNNING ──finish, fail──▶ FINISHED, FAILED
-       ▲  ◀──preempt────┘ ▲             │    │
-       │                  └───commit────┘    └──leave──▶ LEAVING ──finish, fail, cancel, expire──▶
-       └───────────lose (worker gone)──── all but LEAVING
-
-With a host tier the KV of a preempted request may be kept there. A move takes one iteration. A
-request that is to run in that very iteration is admitted at once; its entry waits for the move:
-
-    READY ──swap_out──▶ SWAPPING_OUT ──settle──▶ SWAPPED ──admit──▶ READY
-      ▲                       └─────leave─────▶ LEAVING ◀──leave─┐  │
-      └───────────────────────settle───────────────── SWAPPING_IN ◀─┘ swap_in
-
-(A request whose entry does not fit into that iteration after all, and whose blocks its moves fill,
-goes on from READY to SWAPPING_IN.)
-
-Requests that are WAITING, READY or SWAPPED can be cancelled at once; a request whose deadline
-passes goes the same ways and ends EXPIRED. With lookahead a RUNNING request may be planned again
-before the token of its first iteration is known; it is READY when it is in no iteration any more.
-A request whose end is decided while it is in flight is LEAVING: workers may write to its KV until
-its last iteration has returned, and tokens sampled by then are dropped.
+"""One request: what its caller requested (`RequestSpec`, constant) and its progress (`Request`), in
+the states of `engine.states`.
 
 Orca calls the phases initiation and increment; here they are prefill and decode.
 """
 
 from dataclasses import dataclass, field
-from enum import Enum, StrEnum
+from enum import Enum
 from typing import TYPE_CHECKING
 
 from engine.media import Span
+from engine.states import TERMINAL as TERMINAL
+from engine.states import TRANSITIONS as TRANSITIONS
+from engine.states import Move as Move
+from engine.states import State as State
 
 if TYPE_CHECKING:
     from engine.errors import EngineError
@@ -49,84 +29,7 @@ if TYPE_CHECKING:
     )
 
 
-class State(StrEnum):
-    """State of a request. (A `StrEnum` hashes in C, and this is the most used dictionary key.)"""
-
-    WAITING = "waiting"  # holds no KV
-    READY = "ready"  # holds KV, in no iteration
-    RUNNING = "running"  # in an iteration in flight, or in two
-    SWAPPING_OUT = "swapping_out"  # an iteration in flight copies its KV to the host
-    SWAPPED = "swapped"  # holds KV on the host only
-    SWAPPING_IN = "swapping_in"  # an iteration in flight copies its KV to the device
-    LEAVING = "leaving"  # its end is decided; its KV is freed when its last iteration returns
-    FINISHED = "finished"
-    CANCELLED = "cancelled"
-    FAILED = "failed"
-    EXPIRED = "expired"
-
-    @property
-    def is_terminal(self) -> bool:
-        return self in TERMINAL
-
-
 LATE_INTERVAL = 16  # tokens; see `Request.may_be_late`
-TERMINAL = frozenset({State.FINISHED, State.CANCELLED, State.FAILED, State.EXPIRED})
-
-
-class Move(StrEnum):
-    """An event that changes a request's state."""
-
-    ADMIT = "admit"
-    PLAN = "plan"
-    COMMIT = "commit"
-    FINISH = "finish"
-    PREEMPT = "preempt"
-    SWAP_OUT = "swap_out"
-    SWAP_IN = "swap_in"
-    SETTLE = "settle"
-    LEAVE = "leave"
-    CANCEL = "cancel"
-    EXPIRE = "expire"
-    FAIL = "fail"
-    LOSE = "lose"
-
-
-TRANSITIONS: dict[tuple[State, Move], State] = {
-    (State.WAITING, Move.ADMIT): State.READY,
-    (State.WAITING, Move.CANCEL): State.CANCELLED,
-    (State.WAITING, Move.EXPIRE): State.EXPIRED,
-    (State.WAITING, Move.FAIL): State.FAILED,
-    (State.READY, Move.PLAN): State.RUNNING,
-    (State.READY, Move.PREEMPT): State.WAITING,
-    (State.READY, Move.CANCEL): State.CANCELLED,
-    (State.READY, Move.EXPIRE): State.EXPIRED,
-    (State.READY, Move.FAIL): State.FAILED,
-    (State.READY, Move.LOSE): State.WAITING,
-    (State.READY, Move.SWAP_OUT): State.SWAPPING_OUT,
-    (State.READY, Move.SWAP_IN): State.SWAPPING_IN,
-    (State.SWAPPING_OUT, Move.SETTLE): State.SWAPPED,
-    (State.SWAPPING_OUT, Move.LEAVE): State.LEAVING,
-    (State.SWAPPING_OUT, Move.LOSE): State.WAITING,
-    (State.SWAPPED, Move.ADMIT): State.READY,
-    (State.SWAPPED, Move.SWAP_IN): State.SWAPPING_IN,
-    (State.SWAPPED, Move.CANCEL): State.CANCELLED,
-    (State.SWAPPED, Move.EXPIRE): State.EXPIRED,
-    (State.SWAPPED, Move.FAIL): State.FAILED,
-    (State.SWAPPED, Move.LOSE): State.WAITING,
-    (State.SWAPPING_IN, Move.SETTLE): State.READY,
-    (State.SWAPPING_IN, Move.LEAVE): State.LEAVING,
-    (State.SWAPPING_IN, Move.LOSE): State.WAITING,
-    (State.RUNNING, Move.PLAN): State.RUNNING,
-    (State.RUNNING, Move.COMMIT): State.READY,
-    (State.RUNNING, Move.LEAVE): State.LEAVING,
-    (State.RUNNING, Move.FINISH): State.FINISHED,
-    (State.RUNNING, Move.FAIL): State.FAILED,
-    (State.RUNNING, Move.LOSE): State.WAITING,
-    (State.LEAVING, Move.FINISH): State.FINISHED,
-    (State.LEAVING, Move.FAIL): State.FAILED,
-    (State.LEAVING, Move.CANCEL): State.CANCELLED,
-    (State.LEAVING, Move.EXPIRE): State.EXPIRED,
-}
 
 
 class Phase(Enum):
@@ -181,7 +84,9 @@ class RequestSpec:
 
     `spans` are the tokens of the prompt that stand for other content; prefixes with such tokens are
     shared only if the content is the same; by default they are those of `media`. Behind
-    `checkpoints`, numbers of prompt tokens, other requests will probably go on.
+    `checkpoints`, numbers of prompt tokens, other requests will probably go on. The prompt begins
+    with that of the request `behind` which it goes on, if any: an ended one of the same response,
+    which is charged for it.
     """
 
     prompt: tuple[int, ...]
@@ -207,6 +112,7 @@ class RequestSpec:
     pooling: "PoolSpec | None" = None
     spans: tuple[Span, ...] = ()
     checkpoints: tuple[int, ...] = ()
+    behind: "Request | None" = None
     media: "tuple[Media, ...]" = ()
 
     def __post_init__(self) -> None:
@@ -224,6 +130,16 @@ class RequestSpec:
     def is_pooling(self) -> bool:
         """Whether the prompt is pooled into a vector, and no token is produced."""
         return self.pooling is not None
+
+    @property
+    def shared_len(self) -> int:
+        """Prompt tokens of the request `behind` which it goes on."""
+        return 0 if self.behind is None else self.behind.prompt_len
+
+    @property
+    def own_len(self) -> int:
+        """Prompt tokens that no other request of the response is charged for."""
+        return len(self.prompt) - self.shared_len
 
 
 @dataclass(slots=True, eq=False)
@@ -292,6 +208,16 @@ class Request:
     def produced(self) -> int:
         """Output tokens so far."""
         return len(self.output)
+
+    @property
+    def num_queued(self) -> int:
+        """Tokens that it adds to the queue while it waits."""
+        return self.spec.own_len + len(self.output)
+
+    @property
+    def own_cached(self) -> int:
+        """Tokens of `own_len` that were found in the prefix cache."""
+        return max(0, self.num_cached - self.spec.shared_len)
 
     @property
     def num_tokens(self) -> int:

@@ -39,8 +39,11 @@ class Arrivals:
         assert (spec.max_tokens == 0) == spec.is_pooling, "max_tokens is 0 only without output"
         self.check_fits(len(spec.prompt), spec.max_tokens)
         self._images.check(spec)
-        self._check_queue(len(spec.prompt))
+        self._check_queue(spec.own_len)
         request = Request(RequestId(self._next_request_id), spec, arrived_at=now)
+        if spec.behind is not None:  # hashing its tokens again would take several plans
+            num_full = spec.shared_len // self._kv.block_size
+            request.block_hashes = spec.behind.block_hashes[:num_full]
         has_deadline = spec.ttft_deadline is not None or spec.deadline is not None
         num_tokens = self._kv.search.num_to_compute(request) if has_deadline else len(spec.prompt)
         self._pool.policy.validate(spec, num_tokens, now)

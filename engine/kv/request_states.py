@@ -119,18 +119,18 @@ class RequestStates:
         """After how many tokens a step that computes `[start, stop)` writes snapshots: after the
         last full block of the prompt, of all tokens so far, and of each block of the output, after
         the last full block before each checkpoint, and at intervals within long prompts, so that
-        one prompt takes at most a quarter of the slots. No other request goes on behind a prompt
-        of which only log-probabilities are read."""
-        pooling = request.spec.pooling
-        if pooling is not None and pooling.token_ids:
-            return []
+        one prompt takes at most a quarter of the slots. A prompt of which only log-probabilities
+        are read has them at its checkpoints only: no chat continues it."""
+        ends = {at // block_size * block_size for at in request.spec.checkpoints}
+        if request.spec.pooling is not None and request.spec.pooling.token_ids:
+            return sorted(end for end in ends if start < end <= stop)
         prompt_len, most = request.prompt_len, max(1, self.pool.num_pages // 4)
         interval = SNAPSHOT_TOKENS * -(-prompt_len // (SNAPSHOT_TOKENS * most))
         interval = -(-interval // block_size) * block_size
         last = (prompt_len - 1) // block_size * block_size
-        ends = {*range(interval, last, interval), last}
+        ends.update(range(interval, last, interval))
+        ends.add(last)
         ends.add((request.num_tokens - 1) // block_size * block_size)
-        ends.update(at // block_size * block_size for at in request.spec.checkpoints)
         if start >= prompt_len:
             ends.add(stop // block_size * block_size)
         return sorted(end for end in ends if start < end <= stop)

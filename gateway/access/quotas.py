@@ -80,8 +80,8 @@ class Quotas(Observer):
         self._unattended[name] += num_running
 
     def arrived(self, request: "Request", now: float) -> None:
-        """Charge the prompt."""
-        self._charge(request, request.prompt_len, now)
+        """Charge the prompt, without what another request of the response is charged for."""
+        self._charge(request, request.spec.own_len, now)
 
     def ended(self, request: "Request", now: float) -> None:
         """Charge the output."""

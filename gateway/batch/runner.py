@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Union
+from typing import TYPE_CHECKING
 
 from engine.errors import (
     EngineError,
@@ -32,21 +32,19 @@ from gateway.batch.lines import (
     tokens_of,
 )
 from gateway.errors import InvalidApiKey, PathNotFound, StoreFailed, StoreOutOfSpace, http_error
+from gateway.generation.plan import GenerationPlan
 from gateway.observe.request_log import RequestRecord
-from gateway.pooling.group import body_of
-from gateway.pooling.plan import PoolingPlan
+from gateway.pooling.group import Plan, body_of
 from gateway.schema.dialect import OPENAI
 from gateway.store.batch_records import BatchLine, BatchRecord, LineAnswer
 from gateway.store.files import FileRecord
 
 if TYPE_CHECKING:
-    from gateway.generation.plan import GenerationPlan
     from gateway.service import Service
 
 
 logger = logging.getLogger(__name__)
 
-Plan = Union["GenerationPlan", PoolingPlan]
 Endpoint = Callable[[bytes, Caller, "Service"], Awaitable[Plan]]  # body to plan
 ATTEMPTS = 3  # at a line whose step or worker failed
 RETRY_SECONDS = 1.0  # between attempts while there is no worker
@@ -264,9 +262,9 @@ class _Run:
             raise InvalidApiKey("The API key of this batch no longer exists.")
         caller = Caller(request_id(self._record, line), service.clock()).authenticated(key)
         plan = await self._plan(line.body, caller, service)
-        if not isinstance(plan, PoolingPlan) and plan.is_stream:
+        if isinstance(plan, GenerationPlan) and plan.is_stream:
             raise InvalidRequest("'stream' is not supported in a batch.", "stream")
-        if not isinstance(plan, PoolingPlan) and plan.background is not None:
+        if isinstance(plan, GenerationPlan) and plan.background is not None:
             raise InvalidRequest("'background' is not supported in a batch.", "background")
         plan = replace(plan, scheduling=plan.scheduling._replace(is_background=True))
         return await body_of(plan, service)

@@ -80,6 +80,22 @@ async def tokenize_chat(
     )
 
 
+def render_text(model: ChatCapableModel, request: "ChatRequest") -> str:
+    """The prompt of a chat request without tools, as text behind which an answer follows without
+    reasoning. Raises `InvalidRequest` as `tokenize_chat` does."""
+    template = model.template
+    if template is None:
+        raise InvalidRequest(
+            "This model has no chat template. Send 'input' as one text instead.", "input"
+        )
+    text = template.render(
+        _template_messages(request), add_generation_prompt=True, **request.template_variables
+    )
+    if model.dialect is None:
+        return text
+    return text + model.dialect.without_reasoning(text, has_tools=False)
+
+
 async def render_prompt(model: ChatCapableModel, request: "ChatRequest") -> RenderedPrompt:
     """The prompt of a chat request for which nothing is generated. Raises as `tokenize_chat`."""
     tools = request.tool_plan()

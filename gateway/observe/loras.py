@@ -29,7 +29,7 @@ class LoraUsage(Observer):
         """Count its tokens; the last request of an adapter ends `wait_until_idle`."""
         lora = request.spec.lora
         name = "" if lora is None else lora.name
-        self.tokens[name, "prompt"] += request.prompt_len
+        self.tokens[name, "prompt"] += request.spec.own_len
         self.tokens[name, "output"] += request.produced
         if lora is None:
             return

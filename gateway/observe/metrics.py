@@ -208,8 +208,8 @@ class Metrics(Observer):
             self._count_prompt(request)
 
     def _count_prompt(self, request: "Request") -> None:
-        self.num_prompt_tokens += request.prompt_len
-        self.num_cached_tokens += request.num_cached
+        self.num_prompt_tokens += request.spec.own_len
+        self.num_cached_tokens += request.own_cached
 
     def worker_lost(self, now: float) -> None:
         self.num_workers_lost += 1

@@ -111,8 +111,8 @@ class RequestLog(Observer):
         if (record := self._of(request)) is None:
             return
         record.num_running -= 1
-        record.prompt_tokens += request.prompt_len
-        record.cached_tokens += request.num_cached
+        record.prompt_tokens += request.spec.own_len
+        record.cached_tokens += request.own_cached
         record.output_tokens += request.produced
         first = request.first_token_at
         if first is not None:

@@ -3,12 +3,14 @@
 import asyncio
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Union
 
 from engine.errors import EngineError, InvalidRequest
 from engine.request import Abort
 from gateway.generation.choices import ChoiceGroup, enter_stream, generate_body, in_parallel
 from gateway.generation.reply import Reply
+from gateway.pooling.decision_group import DecisionGroup, decision_body
+from gateway.pooling.decisions import DecisionPlan
 from gateway.pooling.inputs import tokenize_inputs
 from gateway.pooling.plan import PooledInputs, PoolingPlan, pooling_specs
 
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from gateway.generation.plan import GenerationPlan
     from gateway.service import Service
 
+Plan = Union["GenerationPlan", PoolingPlan, DecisionPlan]
 _MANY_BYTES = 64 << 10  # of vectors; more of them are rendered in a thread
 
 
@@ -84,15 +87,21 @@ async def pooled_body(plan: PoolingPlan, group: PoolingGroup) -> bytes:
     return plan.render(pooled)
 
 
-async def body_of(plan: "GenerationPlan | PoolingPlan", service: "Service") -> bytes:
+async def body_of(plan: "Plan", service: "Service") -> bytes:
     """The response body of any plan, outside of an HTTP request."""
+    if isinstance(plan, DecisionPlan):
+        return await decision_body(plan, DecisionGroup(plan, service))
     if isinstance(plan, PoolingPlan):
         return await pooled_body(plan, PoolingGroup(plan, service))
     return await generate_body(plan, ChoiceGroup(plan, service))
 
 
-def respond(plan: PoolingPlan, service: "Service") -> "ASGIApp":
+def respond(plan: PoolingPlan | DecisionPlan, service: "Service") -> "ASGIApp":
     """The ASGI response of a plan; the requests end as soon as the client disconnects."""
+    if isinstance(plan, DecisionPlan):
+        decisions = DecisionGroup(plan, service)
+        end = partial(decisions.close, Abort.CLIENT_GONE)
+        return Reply(plan.caller, partial(decision_body, plan, decisions), end, service)
     group = PoolingGroup(plan, service)
     abandon = partial(group.close, Abort.CLIENT_GONE)
     return Reply(plan.caller, partial(pooled_body, plan, group), abandon, service)

@@ -19,10 +19,10 @@ from starlette.responses import Response
 from gateway.access.callers import read_body
 from gateway.errors import PathNotFound
 from gateway.generation import event_stream, held_streams
+from gateway.generation.plan import GenerationPlan
 from gateway.generation.reply import json_response
 from gateway.generation.threads import MAX_BYTES_ON_LOOP, read_body_with
 from gateway.pooling import group
-from gateway.pooling.plan import PoolingPlan
 from gateway.schema.dialect import OPENAI, ApiDialect
 from gateway.service import caller_of, service_of
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
     from gateway.access.callers import Caller
-    from gateway.batch.runner import Plan
+    from gateway.pooling.group import Plan
     from gateway.service import Service
 
 Json = dict[str, Any]
@@ -89,7 +89,7 @@ class Route:
         if is_resumable and (response := held_streams.resumed(scope, caller_of(http), service)):
             return response
         plan = await self.plan_of(body, caller_of(http), service)
-        if isinstance(plan, PoolingPlan):
+        if not isinstance(plan, GenerationPlan):
             return group.respond(plan, service)
         if is_resumable or plan.background is not None:
             return held_streams.respond(plan, service, scope)

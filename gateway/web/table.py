@@ -1,9 +1,12 @@
 """The table of routes. A new route is one row here and its endpoint in `gateway.web.routes`."""
 
+from gateway.pooling.decisions import plan_decision, plan_systemone
 from gateway.pooling.embeddings import plan_embeddings
 from gateway.pooling.scores import plan_rerank, plan_score
 from gateway.schema.anthropic.dialect import AnthropicDialect
 from gateway.schema.anthropic.request import AnthropicRequest
+from gateway.schema.decisions.openai import DecisionRequest
+from gateway.schema.decisions.systemone import SystemOneRequest
 from gateway.schema.openai.batches import BatchRequest
 from gateway.schema.openai.chat import ChatRequest
 from gateway.schema.openai.completions import CompletionRequest
@@ -76,6 +79,11 @@ ROUTES = RouteTable((
     *(Route("POST", path, "pooling", "Documents by their relevance to a query.", plan=plan_rerank,
             body=RerankRequest, is_metered=True, is_batchable=path == "/v1/rerank")
       for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
+
+    Route("POST", "/v1/decisions", "decisions", "The probabilities of answers to questions.",
+          plan=plan_decision, body=DecisionRequest, is_metered=True, is_batchable=True),
+    Route("POST", "/v1/systemone", "decisions", "The same, in the format of System One.",
+          plan=plan_systemone, body=SystemOneRequest, is_metered=True, is_batchable=True),
 
     Route("POST", "/v1/messages", "messages", "The next message, in the format of Anthropic's API.",
           plan=messages.plan_message, body=AnthropicRequest, media_types=STREAM, is_metered=True,

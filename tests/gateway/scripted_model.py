@@ -165,9 +165,12 @@ class ScoringExecutor(SimulatedExecutor):
 
 
 def vector_of(entry: StepEntry) -> bytes:
-    """The vector of a prompt in the rig: four numbers, and fewer if `dimensions` says so."""
+    """The vector of a prompt in the rig: four numbers, and fewer if `dimensions` says so; or the
+    log-probabilities of tokens as in `ScoringExecutor`."""
     numbers = (entry.start + len(entry.tokens), *entry.tokens[:2], entry.tokens[-1], 0.5)[:4]
     assert entry.pooling is not None, "a pooling entry"
+    if entry.pooling.token_ids:
+        return array("f", [-token / 100 for token in entry.pooling.token_ids]).tobytes()
     if entry.pooling.first_len is not None:  # a pair: its second text decides
         numbers = (entry.tokens[entry.pooling.first_len],)
     return array("f", numbers[: entry.pooling.dimensions]).tobytes()

@@ -3,6 +3,7 @@ prompts that share a prefix, whether layers keep all of it, a window or a state.
 
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -88,7 +89,7 @@ def test_a_prompt_that_ends_with_a_block_is_shared_to_its_end(worker: Worker) ->
 
 @pytest.mark.parametrize("bounds", [{}, {"max_batch_tokens": 7, "max_batch_size": 3}], ids=str)
 def test_questions_share_iterations_with_generated_text(
-    variant: str, worker: Worker, bounds: dict[str, int]
+    variant: str, worker: Worker, bounds: dict[str, Any]
 ) -> None:
     prompt = prompt_of(3)
     tails = questions(prompt, 12)

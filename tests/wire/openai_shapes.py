@@ -194,6 +194,7 @@ SHAPES = (
     _shape("GET", "/v1/models", "ListModelsResponse"),
     Shape("GET", re.compile("/v1/models/.+"), "Model"),
     _shape("POST", "/v1/embeddings", "CreateEmbeddingResponse"),
+    _shape("POST", "/v1/decisions", ""),  # not in the description yet
     _shape("POST", "/v1/files", "OpenAIFile"),
     _shape("GET", "/v1/files", "ListFilesResponse"),
     _shape("GET", "/v1/files/{id}", "OpenAIFile"),
@@ -213,7 +214,7 @@ SHAPES = (
 )
 # What OpenAI does not have, or not in this form.
 OURS = re.compile(
-    r"/(health|ready|v1/loads|(v1/)?score|(v[12]/)?rerank|metrics|version|docs|openapi\.json)|/admin/.+|(/v1)?/(de)?tokenize"
+    r"/(health|ready|v1/loads|(v1/)?score|(v[12]/)?rerank|v1/systemone|metrics|version|docs|openapi\.json)|/admin/.+|(/v1)?/(de)?tokenize"
     r"|/v1/(un)?load_lora_adapter|/v1/streams?(/.+)?"
     r"|/v1/(chat/)?completions/(render|[^/]+/cancel)|/v1/requests/.+|/v1/messages(/.+)?"
 )

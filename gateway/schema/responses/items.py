@@ -47,6 +47,7 @@ class ContentItem(msgspec.Struct, forbid_unknown_fields=True):
     file_url: Any = None
     filename: Any = None
     detail: Any = None
+    data: Any = None  # of a part of JSON, which only decisions have
     prompt_cache_breakpoint: Any = None
 
     def read(self, path: str) -> str:

@@ -1,0 +1,194 @@
+"""DecisionGroup: the engine requests of one decision plan, and the response body made of them.
+
+    shared tokens ──▶ question 1: root ──▶ other nodes ──▶ answer
+                  └─▶ question 2 …
+
+The shared tokens are computed first. All questions then start behind them, in the same iterations,
+as far as seats and tokens are free. Tokens are counted once, whoever computes them.
+"""
+
+import asyncio
+import struct
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
+
+from engine.errors import ContextTooLong, EngineError, RowFailed
+from engine.pooling import PoolSpec
+from engine.request import Abort, RequestSpec
+from gateway.generation.choices import enter_stream, in_parallel
+from gateway.generation.plan import scheduling_of
+from gateway.pooling.decisions import DecisionPlan, TokenizedQuestion, tokenize_decision
+from gateway.pooling.labels import Node, answer_of
+from gateway.pooling.plan import GREEDY
+from gateway.schema.decisions.question import Answer, DecisionUsage
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from engine.request import Request
+    from engine.stream import TokenStream
+    from gateway.generation.prompt import Prompt
+    from gateway.service import Service
+
+MAX_WAITING_IDS = 1 << 20  # of one response in the engine, which are 8 MiB; one request at least
+BATCHES = 2  # as many requests wait or run as two iterations have seats
+
+
+class DecisionGroup:
+    """The questions of one response. Leaving its `with` block closes all of its engine streams."""
+
+    def __init__(self, plan: DecisionPlan, service: "Service") -> None:
+        self._plan = plan
+        self._service = service
+        self._opened = ExitStack()
+        self._streams: set[TokenStream] = set()
+        self._shared: Prompt = ()
+        self._questions: Sequence[TokenizedQuestion] = ()
+        self._seats = asyncio.Semaphore()  # of requests in the engine
+        self._first: TokenStream
+        self._usage = DecisionUsage(0, 0, 0)
+
+    def __enter__(self) -> "DecisionGroup":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None and issubclass(kind, EngineError):
+            self.close(Abort.EXPLICIT)  # one question failed or was rejected: end the others
+        self._opened.close()
+
+    async def start(self) -> None:
+        """Tokenize the input and the questions, and add the shared tokens to the engine.
+
+        Raises `InvalidRequest` and what `Engine.stream` raises, such as `Overloaded`.
+        """
+        self._shared, self._questions = await tokenize_decision(self._plan, self._service)
+        longest = len(self._shared)
+        for question, tokenized in zip(self._plan.questions, self._questions, strict=True):
+            num_tokens = max(len(node.path) for node in tokenized.nodes) + len(tokenized.tail)
+            longest = max(longest, len(self._shared) + num_tokens)
+            self._check_fits(len(self._shared) + num_tokens, question.field)
+        seats = self._service.engine.scheduler.settings.max_batch_size
+        self._seats = asyncio.Semaphore(
+            max(1, min(BATCHES * seats, MAX_WAITING_IDS // longest)),
+        )
+        spec = self._spec(self._shared, PoolSpec())
+        self._first = self._opened.enter_context(self._entered(spec))
+
+    def _check_fits(self, num_tokens: int, field: str) -> None:
+        try:
+            self._service.engine.check_fits(num_tokens, 0)
+        except ContextTooLong as error:
+            error.param = field
+            raise
+
+    async def answers(self) -> "list[Answer | None]":
+        """The answers in the questions' order, None for one whose logits are not finite."""
+        await self._finish(self._first)
+        return await in_parallel(self._questions, self._answer)
+
+    @property
+    def usage(self) -> DecisionUsage:
+        """The tokens of all requests that have ended."""
+        return self._usage
+
+    def close(self, reason: Abort) -> None:
+        """End the requests that still run."""
+        for stream in self._streams:
+            stream.close(reason)
+
+    async def _answer(self, question: TokenizedQuestion) -> Answer | None:
+        """The answer to a question: its root first, behind which the other nodes start."""
+        root, *others = question.nodes
+        try:
+            asked = await self._scored(
+                root, self._first.request, question.tail, goes_on=bool(others)
+            )
+            rest = (
+                []
+                if not others
+                else await in_parallel(others, lambda node: self._scored(node, asked, node.path))
+            )
+        except RowFailed:
+            return None
+        return answer_of(question.labels, question.nodes, [_scores(one) for one in (asked, *rest)])
+
+    async def _scored(
+        self, node: Node, behind: "Request", tail: "Prompt", *, goes_on: bool = False
+    ) -> "Request":
+        """The ended request for a node's children, which goes on `behind` another with `tail`."""
+        async with self._seats:
+            prompt = (*behind.spec.prompt, *tail)
+            pooling = PoolSpec(token_ids=node.children)
+            spec = self._spec(prompt, pooling, behind, goes_on=goes_on)
+            with self._entered(spec) as stream:
+                return await self._finish(stream)
+
+    def _spec(
+        self,
+        prompt: "Prompt",
+        pooling: PoolSpec,
+        behind: "Request | None" = None,
+        *,
+        goes_on: bool = True,
+    ) -> RequestSpec:
+        """A request for `prompt`; with `goes_on` others start behind it."""
+        plan, caller = self._plan, self._plan.caller
+        return RequestSpec(
+            prompt=prompt,
+            max_tokens=0,
+            sampling=GREEDY,
+            pooling=pooling,
+            label=caller.request_id,
+            tenant=caller.tenant,
+            weight=caller.weight,
+            itl_goal=caller.itl_goal,
+            lora=plan.lora,
+            checkpoints=(len(prompt),) if goes_on else (),
+            behind=behind,
+            **scheduling_of(plan.scheduling, caller)._asdict(),
+        )
+
+    @contextmanager
+    def _entered(self, spec: RequestSpec) -> "Iterator[TokenStream]":
+        """A request in the engine, which ends at the latest when the context does."""
+        with ExitStack() as stack:
+            stream = enter_stream(stack, spec, self._service)
+            self._streams.add(stream)
+            try:
+                yield stream
+            finally:
+                self._streams.discard(stream)
+
+    async def _finish(self, stream: "TokenStream") -> "Request":
+        """The ended request of a stream, whose tokens are counted."""
+        while (await stream.next()).finish is None:
+            pass
+        request, spec, usage = stream.request, stream.spec, self._usage
+        self._usage = DecisionUsage(
+            usage.input_tokens + spec.own_len,
+            usage.cached_tokens + request.own_cached,
+            usage.written_tokens + self._num_written(request),
+        )
+        return request
+
+    def _num_written(self, request: "Request") -> int:
+        """Tokens that the request has added to the prefix cache, in full blocks."""
+        scheduler = self._service.engine.scheduler
+        if not scheduler.settings.reuses_prefixes:
+            return 0
+        size = scheduler.kv.block_size
+        known = max(request.num_cached, request.spec.shared_len // size * size)
+        return max(0, request.prompt_len // size * size - known)
+
+
+def _scores(request: "Request") -> tuple[float, ...]:
+    """The log-probabilities that a request was made for."""
+    return struct.unpack(f"<{len(request.vector) // 4}f", request.vector)
+
+
+async def decision_body(plan: DecisionPlan, group: DecisionGroup) -> bytes:
+    """The response body of a plan. `group` is new, and is closed when this returns."""
+    with group:
+        await group.start()
+        answers = await group.answers()
+        return plan.render(plan.model, plan.questions, answers, group.usage)
