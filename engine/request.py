@@ -84,9 +84,11 @@ class RequestSpec:
 
     `spans` are the tokens of the prompt that stand for other content; prefixes with such tokens are
     shared only if the content is the same; by default they are those of `media`. Behind
-    `checkpoints`, numbers of prompt tokens, other requests will probably go on. The prompt begins
-    with that of the request `behind` which it goes on, if any: an ended one of the same response,
-    which is charged for it.
+    `checkpoints`, numbers of prompt tokens, other requests will probably go on. Of its blocks and
+    states only those of the first `cached_until` tokens are left to others; None: all.
+
+    The prompt begins with that of the request `behind` which it goes on, if any: an ended one of
+    the same response, which is charged for it.
     """
 
     prompt: tuple[int, ...]
@@ -113,6 +115,7 @@ class RequestSpec:
     spans: tuple[Span, ...] = ()
     checkpoints: tuple[int, ...] = ()
     behind: "Request | None" = None
+    cached_until: int | None = None
     media: "tuple[Media, ...]" = ()
 
     def __post_init__(self) -> None:

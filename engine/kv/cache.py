@@ -197,7 +197,7 @@ class KVCache:
         """Let other requests share the pages that this one has filled from position `start`, and
         give back the blocks that no window reaches any more."""
         size, ledger = self.block_size, self.ledger
-        num_full = request.num_computed // size
+        num_full = self._num_shared(request)
         if num_full > start // size and self._reuses_prefixes:
             extend_hashes(request, size, num_full)
             hashes = request.block_hashes[:num_full]
@@ -207,7 +207,8 @@ class KVCache:
                     if places:
                         listener.stored(request, places, group)
         if not self.keeps_all:
-            ledger.give_back(request.request_id, request.num_computed)
+            ends = request.spec.checkpoints
+            ledger.give_back(request.request_id, request.num_computed, ends)
             if ledger.states.is_on:
                 self._publish_snapshots(request)
 
@@ -215,13 +216,19 @@ class KVCache:
         size, num_computed, states = self.block_size, request.num_computed, self.ledger.states
         hashes: Sequence[bytes] = ()
         if self._reuses_prefixes:
-            extend_hashes(request, size, num_computed // size)
-            hashes = request.block_hashes
+            num_shared = self._num_shared(request)
+            extend_hashes(request, size, num_shared)
+            hashes = request.block_hashes[:num_shared]
         prompt_len = request.prompt_len
         places = states.commit(request.request_id, num_computed, prompt_len, hashes, size)
         if places and (listener := states.snapshots.listener) is not None:
             for place in places:
                 listener.stored(request, [place], states.group)
+
+    def _num_shared(self, request: Request) -> int:
+        """The full, computed blocks of a request that others may share."""
+        until, num_computed = request.spec.cached_until, request.num_computed
+        return (num_computed if until is None else min(until, num_computed)) // self.block_size
 
     def release(self, request: Request) -> None:
         """Free the request's pages in all tiers; no step in flight may use them."""

@@ -40,6 +40,11 @@ class LayerGroup(NamedTuple):
             return 0
         return max(0, position - self.window + 1) // self.block_size
 
+    def is_read_behind(self, ends: "Sequence[int]", place: int) -> bool:
+        """Whether block number `place` is read by a request that starts behind one of so many
+        tokens, which are whole blocks."""
+        return any(self.first_needed(end) <= place < end // self.block_size for end in ends)
+
     def stop(self, num_blocks: int, first: int) -> int:
         """Where a table that begins with block number `first` ends, so that it covers the first
         `num_blocks` blocks of a request, or as many as it may have."""

@@ -173,14 +173,18 @@ class KVLedger:
         holding.num_slots = min(stops) * self.block_size if stops else num_slots
         return True
 
-    def give_back(self, request_id: "RequestId", num_computed: int) -> None:
+    def give_back(
+        self, request_id: "RequestId", num_computed: int, checkpoints: "Sequence[int]" = ()
+    ) -> None:
         """Drop the blocks that lie wholly before the windows, now that so many tokens are computed.
-        The last of them may be computed again, so what it reads is kept."""
+        The last of them may be computed again, so what it reads is kept. Those that are read behind
+        one of the checkpoints are not evicted before others."""
+        ends = [at // self.block_size * self.block_size for at in checkpoints]
         for group, table in zip(self.groups, self._held[request_id].tables, strict=True):
             count = group.first_needed(num_computed - 1) - table.first
             if count > 0:
-                for block in table.blocks[:count]:
-                    self.pool.drop(block, is_stale=True)
+                for place, block in enumerate(table.blocks[:count], table.first):
+                    self.pool.drop(block, is_stale=not group.is_read_behind(ends, place))
                 del table.blocks[:count]
                 table.first += count
                 table.num_published = max(table.num_published, table.first)

@@ -133,6 +133,12 @@ class PagePool:
             self._cached.move_to_end(page, last=False)
             self._evict()
 
+    def age(self, name: bytes) -> None:
+        """Evict this page before the other cached ones, if it is cached."""
+        page = self.prefixes.find(name)
+        if page is not None and page in self._cached:
+            self._cached.move_to_end(page, last=False)
+
     def postpone_save(self, page: int) -> None:
         """Do not save a cached page before `allow_save`, since it may soon be discarded."""
         self._unsaved.pop(page, None)

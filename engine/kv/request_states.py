@@ -6,8 +6,10 @@ its steps read and write. A *snapshot* is a slot with the state after a prefix: 
 beside the request's own slot, and when the step has returned it is published under the hash of that
 prefix. A request that starts behind the prefix reads the snapshot in its first step. Snapshots are
 saved in the tiers below like cached blocks, but those within an output only when its request has
-ended, since a newer one replaces them. A snapshot is loaded into the own slot of its request.
-A model without recurrent layers has no slots, and then nothing here happens.
+ended, since a newer one replaces them. Once the next message of a chat has a snapshot, that of the
+output before it is evicted before others: only another next message would read it. A snapshot is
+loaded into the own slot of its request. A model without recurrent layers has no slots, and then
+nothing here happens.
 
 A step with drafts writes the state after each of its rows to a slot of its own, and the state after
 the last row to the request's slot. If it accepts only some drafts, the request's next step reads
@@ -61,6 +63,7 @@ class _Held:
     written: list[_Written] = field(default_factory=list)
     drafted: range | None = None  # the positions of the step with drafts that is in flight
     last_of_output: bytes | None = None  # the name of the newest snapshot within its output
+    began_behind: bytes | None = None  # the name of the last snapshot of an ended output
 
     def slots(self) -> list[int]:
         held = [self.slot, *[one.slot for one in self.written]]
@@ -88,6 +91,7 @@ class RequestStates:
         self.is_on = pages.pool.num_pages > 0
         assert not self.is_on or pages.pool.num_pages >= MIN_STATES, "no room for a snapshot"
         self._held: dict[RequestId, _Held] = {}
+        self._of_outputs: dict[bytes, None] = {}  # names of the last snapshots of outputs
 
     # Prefixes
 
@@ -148,7 +152,10 @@ class RequestStates:
         snapshot = self.pool.take(names[0]) if names and not missing else None
         (slot,) = self.pool.allocate(1)
         source = NO_STATE if snapshot is None else snapshot
-        self._held[request_id] = _Held(slot, slot if missing else source, snapshot)
+        began = names[0] if snapshot is not None and names[0] in self._of_outputs else None
+        self._held[request_id] = _Held(
+            slot, slot if missing else source, snapshot, began_behind=began
+        )
         return [(slot, name) for name in missing]
 
     def plan(self, request_id: "RequestId", start: int, ends: "Sequence[int]") -> StateSlots:
@@ -238,6 +245,10 @@ class RequestStates:
         if name in self.snapshots:
             return False
         self.snapshots.publish(slot, name, None)
+        if held.began_behind is not None:  # the chat goes on from here
+            self.pool.age(held.began_behind)
+            self._of_outputs.pop(held.began_behind, None)
+            held.began_behind = None
         if is_output:
             self._forget(held.last_of_output)
             held.last_of_output = name
@@ -269,13 +280,18 @@ class RequestStates:
         if held is not None:
             for slot in held.slots():
                 self.pool.drop(slot)
-            slot_of_output = self.snapshots.find(held.last_of_output or b"")
+            name = held.last_of_output or b""
+            slot_of_output = self.snapshots.find(name)
             if slot_of_output is not None:
                 self.pool.allow_save(slot_of_output)
+                self._of_outputs[name] = None
+                while len(self._of_outputs) > self.pool.num_pages:  # some of them are evicted
+                    del self._of_outputs[next(iter(self._of_outputs))]
 
     def reset(self) -> None:
         """The worker is lost: no request has any slot."""
         self._held.clear()
+        self._of_outputs.clear()
 
     def num_leaked(self, live: "Container[RequestId]") -> int:
         """Slots whose request is not live; anything but 0 is a leak."""

@@ -22,6 +22,7 @@ from gateway.schema.rendering import (
 )
 
 if TYPE_CHECKING:
+    from engine.request import Request
     from engine.step import TokenLogprobs
     from engine.stream import TokenChunk, TokenStream
     from gateway.ports import TokenDecoder
@@ -242,6 +243,11 @@ class ChoiceStream:
     def num_cached_tokens(self) -> int:
         """Tokens of its prompt that were found in the prefix cache."""
         return self._tokens.request.num_cached
+
+    @property
+    def request(self) -> "Request":
+        """Its request in the engine."""
+        return self._tokens.request
 
     @property
     def prediction_tokens(self) -> PredictionTokens:

@@ -138,6 +138,7 @@ class ChoiceGroup:
             prompt_tokens=self._num_prompt_tokens,
             completion_tokens=sum(choice.num_completion_tokens for choice in self.choices),
             cached_tokens=sum(choice.num_cached_tokens for choice in first_choices),
+            written_tokens=sum(self._service.num_written(each.request) for each in first_choices),
             reasoning_tokens=sum(choice.num_reasoning_tokens for choice in self.choices),
             prediction=self._prediction_tokens() if self._plan.prediction else None,
         )

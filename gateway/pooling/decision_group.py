@@ -167,18 +167,9 @@ class DecisionGroup:
         self._usage = DecisionUsage(
             usage.input_tokens + spec.own_len,
             usage.cached_tokens + request.own_cached,
-            usage.written_tokens + self._num_written(request),
+            usage.written_tokens + self._service.num_written(request),
         )
         return request
-
-    def _num_written(self, request: "Request") -> int:
-        """Tokens that the request has added to the prefix cache, in full blocks."""
-        scheduler = self._service.engine.scheduler
-        if not scheduler.settings.reuses_prefixes:
-            return 0
-        size = scheduler.kv.block_size
-        known = max(request.num_cached, request.spec.shared_len // size * size)
-        return max(0, request.prompt_len // size * size - known)
 
 
 def _scores(request: "Request") -> tuple[float, ...]:

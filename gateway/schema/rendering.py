@@ -56,6 +56,7 @@ class Usage(NamedTuple):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0  # of the prompts, found in the prefix cache
+    written_tokens: int = 0  # of the prompts, added to the prefix cache
     reasoning_tokens: int = 0  # of the output
     prediction: PredictionTokens | None = None  # None if no prediction was used
 
@@ -69,7 +70,10 @@ class Usage(NamedTuple):
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "prompt_tokens_details": {
+                "cached_tokens": self.cached_tokens,
+                "cache_write_tokens": self.written_tokens,
+            },
             "completion_tokens_details": details,
         }
 

@@ -122,6 +122,16 @@ def test_blocks_that_were_given_back_are_evicted_first() -> None:
     assert first.num_cached == 6
 
 
+def test_the_window_before_a_checkpoint_is_not_evicted_before_other_blocks() -> None:
+    for checkpoints in ((), (21,)):
+        scheduler = make(6, num_blocks=20)
+        marked = RequestSpec(tuple(range(40)), 1, GREEDY, checkpoints=checkpoints)
+        serve(scheduler, marked)
+        serve(scheduler, spec(range(200, 230), 1))  # evicts some of the 20 blocks that were cached
+        (other,), _ = serve(scheduler, spec((*range(20), *range(700, 708)), 1))
+        assert (other.num_cached == 20) == bool(checkpoints)
+
+
 @pytest.mark.parametrize(
     ("windows", "num_blocks", "longest"),
     [

@@ -132,6 +132,43 @@ def test_of_the_output_only_the_newest_snapshot_is_kept() -> None:
     assert states(scheduler).pool.num_cached == 2  # of the prompt and of the output
 
 
+def test_a_prompt_goes_on_behind_a_checkpoint() -> None:
+    scheduler = make(num_states=40)
+    marked = RequestSpec(tuple(range(300)), 2, GREEDY, checkpoints=(102, 203))
+    serve(scheduler, marked)
+    for shared, reused in ((250, 200), (180, 100), (90, 0)):
+        tail = range(5000 + shared, 5030 + shared)
+        other, _ = serve(scheduler, spec((*range(shared), *tail), 2))
+        assert other.num_cached == reused
+
+
+def test_nothing_behind_the_last_checkpoint_is_left_to_others_if_the_request_says_so() -> None:
+    scheduler = make()
+    explicit = RequestSpec(tuple(range(300)), 9, GREEDY, checkpoints=(102,), cached_until=102)
+    request, _ = serve(scheduler, explicit)
+    assert states(scheduler).pool.num_cached == 1
+    assert scheduler.ledger.num_cached == 100 // SIZE
+    again, _ = serve(scheduler, spec((*request.tokens(0, request.num_tokens), 7), 2))
+    assert again.num_cached == 100
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_the_state_of_an_output_is_evicted_first_once_its_chat_has_gone_on(goes_on: bool) -> None:
+    scheduler = make(num_states=12)
+    first, _ = serve(scheduler, spec(range(50), 20))
+    serve(scheduler, spec(range(900, 960), 20))  # another chat, used less lately than the first
+    history = first.tokens(0, first.num_tokens)
+    if goes_on:
+        serve(scheduler, spec((*history, *range(500, 530)), 20))
+    fork = spec((*history, *range(700, 730)), 2)
+    pool = states(scheduler).pool
+    held = pool.allocate(pool.num_available - pool.num_cached + 1)  # one snapshot is evicted
+    for slot in held:
+        pool.drop(slot)
+    request, _ = serve(scheduler, fork)
+    assert (request.num_cached < len(history) // SIZE * SIZE) == goes_on
+
+
 def test_snapshots_of_a_long_prompt_take_a_quarter_of_the_slots() -> None:
     ledger = slots(16)
     for prompt_len, first in ((4 * SNAPSHOT_TOKENS, 1), (4 * SNAPSHOT_TOKENS + 1, 2)):

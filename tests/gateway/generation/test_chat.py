@@ -32,7 +32,7 @@ def test_a_whole_response_has_openais_shape() -> None:
             "prompt_tokens": prompt_tokens,
             "completion_tokens": 7,
             "total_tokens": prompt_tokens + 7,
-            "prompt_tokens_details": {"cached_tokens": 0},
+            "prompt_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 8},
             "completion_tokens_details": {"reasoning_tokens": 0},
         }
 
@@ -84,7 +84,7 @@ def test_include_usage_adds_a_usage_chunk() -> None:
             "prompt_tokens": 8,
             "completion_tokens": 7,
             "total_tokens": 15,
-            "prompt_tokens_details": {"cached_tokens": 0},
+            "prompt_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 8},
             "completion_tokens_details": {"reasoning_tokens": 0},
         }
 
@@ -126,7 +126,7 @@ def test_the_usage_of_several_choices_counts_the_prompt_once() -> None:
             "prompt_tokens": 8,
             "completion_tokens": 4,
             "total_tokens": 12,
-            "prompt_tokens_details": {"cached_tokens": 0},
+            "prompt_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 8},
             "completion_tokens_details": {"reasoning_tokens": 0},
         }
 

@@ -19,7 +19,7 @@ def test_a_whole_response_has_openais_shape() -> None:
             "prompt_tokens": 2,
             "completion_tokens": 7,
             "total_tokens": 9,
-            "prompt_tokens_details": {"cached_tokens": 0},
+            "prompt_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 2},
             "completion_tokens_details": {"reasoning_tokens": 0},
         }
 

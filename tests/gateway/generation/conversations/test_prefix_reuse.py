@@ -37,7 +37,7 @@ def test_a_repeated_prompt_is_cached_except_its_last_token(
             "prompt_tokens": 8,
             "completion_tokens": 7,
             "total_tokens": 15,
-            "prompt_tokens_details": {"cached_tokens": 7},
+            "prompt_tokens_details": {"cached_tokens": 7, "cache_write_tokens": 1},
             "completion_tokens_details": {"reasoning_tokens": 0},
         }
 
