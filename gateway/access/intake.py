@@ -12,6 +12,8 @@ Time that was used beyond the share is repaid at the rate of the share. All clie
 for at most `MAX_DEBT_SECONDS` of it, so that one request that held the loop keeps others waiting
 for half a second at most; the client that used it waits for up to `MAX_CLIENT_DEBT_SECONDS`.
 
+Connections that are set up are metered likewise, with a share of their own.
+
 A part is measured whenever the request's task runs. A request is no longer measured once the engine
 has it, and never waits after its body has arrived.
 """
@@ -94,9 +96,10 @@ class Intake:
 
     @coroutine
     def metered(
-        self, work: Awaitable[None], record: "RequestRecord", client: str = ""
+        self, work: Awaitable[object], record: "RequestRecord | None", client: str = ""
     ) -> Generator[Any, Any, None]:
-        """Await `work`, and charge the time that it takes until the engine has the request."""
+        """Await `work`, and charge the time that it takes until the engine has the request of
+        `record`."""
         running = work.__await__()
         resume = partial(next, running)
         try:
@@ -107,7 +110,7 @@ class Intake:
                 except BaseException as error:  # of whatever the task awaits, or a cancellation
                     resume = partial(running.throw, error)
                 else:
-                    if record.num_running:
+                    if record is not None and record.num_running:
                         break
                     resume = partial(next, running)
         except StopIteration:

@@ -56,6 +56,7 @@ from gateway.serve.connection import ConnectionBounds, ParsingMeter
 from gateway.serve.credentials import Credentials, load_credentials
 from gateway.serve.kv_lookup import KVLookup
 from gateway.serve.load import LoadedModel, OnProgress, load_model, lora_specs, served_name
+from gateway.serve.places import MIN_PER_NETWORK
 from gateway.serve.server import Server, Signals, bind, raise_file_limit, unless_stopped
 from gateway.service import Pace, ServedModel, Service, unix_now
 from gateway.settings.server import IN_MEMORY
@@ -216,11 +217,15 @@ def build_service(
 
 def build_server(settings: Settings, service: Service, credentials: Credentials) -> Server:
     """The HTTP server over a service."""
+    max_connections = settings.http.max_connections or raise_file_limit()
+    share = max(MIN_PER_NETWORK, max_connections // 4)
     bounds = ConnectionBounds(
-        settings.http.max_connections or raise_file_limit(),
+        max_connections,
         settings.http.body_seconds,
         settings.http.stall_seconds,
         ParsingMeter(),
+        settings.http.max_address_connections or share,
+        frozenset(route.path.encode() for route in ROUTES.routes if route.is_probe),
     )
     limits = LineLimits(line_bytes=settings.http.max_body_bytes)
     batch_size = settings.scheduler.max_batch_size

@@ -18,6 +18,7 @@ from uvicorn.protocols.http.httptools_impl import (
 )
 
 from gateway.observe.request_log import RequestLog, RequestRecord
+from gateway.serve.places import Place
 
 if TYPE_CHECKING:
     from uvicorn._types import ASGI3Application
@@ -37,13 +38,15 @@ _FIELD_OVERHEAD = 4  # of a header: ": " and the line's end
 
 
 class ConnectionBounds(NamedTuple):
-    """Maximum open connections; timeouts for receiving a body and for a client that stops
-    reading."""
+    """Maximum open connections, in total and of one client; timeouts for receiving a body and for
+    a client that stops reading. `probes` are the paths for which places remain."""
 
     max_connections: int = 1 << 20
     body_seconds: float = 60.0
     stall_seconds: float = 600.0
     meter: "ParsingMeter | None" = None  # shared by all connections of a server
+    max_per_network: int = 1 << 20
+    probes: frozenset[bytes] = frozenset()
 
 
 class ParsingMeter:
@@ -61,9 +64,13 @@ class ParsingMeter:
 class Rejection(Exception):  # it ends the parsing of a request, as its error response
     """Raised in a callback of the parser: the request ends with this error response."""
 
-    def __init__(self, status: int, message: str) -> None:
+    def __init__(
+        self, status: int, message: str, kind: str = _INVALID, code: str = _INVALID
+    ) -> None:
         super().__init__(message)
         self.status = status
+        self.kind = kind
+        self.code = code
 
 
 class Connection(HttpToolsProtocol):
@@ -74,11 +81,13 @@ class Connection(HttpToolsProtocol):
         self,
         *args: Any,
         log: RequestLog,
+        place: Place,
         bounds: ConnectionBounds | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
         self._log = log
+        self._place = place
         self._bounds = bounds or ConnectionBounds()
         self._meter = self._bounds.meter or ParsingMeter()
         self._began_at = log.clock()  # the current request
@@ -102,13 +111,11 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as uvicorn's
         super().connection_made(transport)
-        if len(self.connections) > self._bounds.max_connections:
-            message = f"The server has {self._bounds.max_connections} open connections, its limit."
-            self._reject(503, message, "server_error", "overloaded")
-            return
+        self._place.close = transport.abort
         self._arm(HEAD_SECONDS, self._head_too_slow)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._place.leave()
         self._disarm()
         self._stop_stall()
         self._unparsed = b""
@@ -123,6 +130,8 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        if not self.pipeline:
+            self._place.rest()
         if self._unparsed:
             self.flow.pause_reading()
             self._parse_later(0.0)
@@ -228,9 +237,12 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         try:
             check_framing(self.headers, self.parser.get_http_version())
+            if self._place.is_for_probes and self.url.partition(b"?")[0] not in self._bounds.probes:
+                raise Rejection(503, _FULL, "server_error", "overloaded")
         except Rejection as rejection:
             self._rejection = rejection
             raise
+        self._place.begin()
         self._is_in_head = False
         self._is_in_body = True
         self._body_bytes = 0
@@ -260,7 +272,7 @@ class Connection(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         """The parser's error, or the rejection that one of its callbacks raised."""
         rejection, self._rejection = self._rejection or Rejection(400, msg), None
-        self._reject(rejection.status, str(rejection))
+        self._reject(rejection.status, str(rejection), rejection.kind, rejection.code)
 
     def _count(self, num_bytes: int) -> None:
         self._fields_bytes += num_bytes
@@ -355,6 +367,7 @@ class Connection(HttpToolsProtocol):
             self._running = None
 
 
+_FULL = "The server has as many open connections as it allows."
 _TOO_SMALL_CHUNKS = "The chunks of the body are too small, or their extensions too long."
 _TOO_LARGE = f"The request's headers and trailers are larger than {MAX_HEAD_BYTES} bytes."
 

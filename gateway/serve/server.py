@@ -27,8 +27,10 @@ import uvicorn
 
 from engine.errors import StartupError, Unavailable
 from engine.transport.process_memory import drop_library_pages, trim_heap
+from gateway.access.intake import Intake
+from gateway.serve.acceptor import Acceptor
 from gateway.serve.connection import Connection, ConnectionBounds
-from gateway.serve.tls import TlsListener
+from gateway.serve.places import Places
 
 if TYPE_CHECKING:
     import ssl
@@ -46,6 +48,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 BACKLOG = 2048
+CONNECTIONS_SHARE = 0.05  # of the loop's time, for setting connections up beside generation
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 LARGE_BLOCK_BYTES = 1 << 20  # a larger block is a mapping of its own, which free() removes
 FREE_BYTES = 4 << 20  # at the end of a heap; more are returned
@@ -189,9 +192,9 @@ class Server:
             running = group.create_task(self.engine.run())
             watching = group.create_task(self.watch.run())
             batching = group.create_task(self.runner.run())
-            serving = group.create_task(server.serve([] if self.tls else [listener]))
+            serving = group.create_task(server.serve([]))
             await server.listens.wait()
-            accepting = group.create_task(self._accept_tls(server, listener))
+            accepting = group.create_task(self._accept(server, listener))
             tune_collector()
             return_large_blocks()
             drop_library_pages()
@@ -218,10 +221,8 @@ class Server:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(signals.stop.wait(), FAILED_SECONDS)
 
-    async def _accept_tls(self, server: _Uvicorn, listener: socket.socket) -> None:
-        """Accept TLS connections; plain ones are accepted by uvicorn."""
-        if self.tls is None:
-            return
+    async def _accept(self, server: _Uvicorn, listener: socket.socket) -> None:
+        """Accept connections until cancelled."""
         make = partial(
             Connection,
             config=server.config,
@@ -230,8 +231,15 @@ class Server:
             bounds=self.bounds,
             log=self.request_log,
         )
-        connections = server.server_state.connections
-        await TlsListener(self.tls, make, connections, self.bounds.max_connections).run(listener)
+        places = Places(self.bounds.max_connections, self.bounds.max_per_network)
+        intake = Intake(
+            self.request_log.clock,
+            lambda: self.engine.is_generating,
+            lambda: self.watch.is_busy,
+            share=CONNECTIONS_SHARE,
+            busy_share=CONNECTIONS_SHARE,
+        )
+        await Acceptor(lambda place: make(place=place), places, intake, self.tls).run(listener)
 
     async def _drain(self, signals: Signals) -> None:
         if not signals.abort.is_set():
@@ -288,7 +296,7 @@ def raise_file_limit() -> int:
 def _config(server: Server) -> uvicorn.Config:
     return uvicorn.Config(
         server.app,
-        http=partial(Connection, bounds=server.bounds, log=server.request_log),  # type: ignore[arg-type] # it is called only
+        http=Connection,
         ws="none",
         lifespan="off",
         log_config=None,

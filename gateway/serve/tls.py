@@ -1,19 +1,17 @@
-"""TLS: a certificate and its key from two files, and the listener of TLS connections."""
+"""TLS: a certificate and its key from two files, and handshakes whose time is metered."""
 
-import asyncio
 import logging
-import socket
 import ssl
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from contextvars import ContextVar
 from pathlib import Path
 
 from engine.errors import StartupError
+from gateway.access.intake import Intake
 
 logger = logging.getLogger(__name__)
 
-HANDSHAKE_SECONDS = 15.0
-ACCEPT_RETRY_SECONDS = 1.0
+# In the context in which a connection is set up: the intake and the client that are charged.
+charged_for_handshake: ContextVar[tuple[Intake, str] | None] = ContextVar("charged", default=None)
 
 
 class Certificate:
@@ -38,61 +36,25 @@ class Certificate:
             logger.info("reloaded the certificate %s", self._files[0])
 
 
-@dataclass(slots=True, eq=False)
-class TlsListener:
-    """Accepts connections and runs their handshakes, then `make` makes their HTTP protocol.
+class MeteredHandshake(ssl.SSLObject):
+    """Charges the event loop's time for the handshake to the client of the connection."""
 
-    asyncio's own TLS servers know nothing of a connection before its handshake is complete. Here
-    it counts against the limit on connections from the start.
-    """
-
-    context: ssl.SSLContext
-    make: Callable[[], asyncio.Protocol]
-    connections: Collection[object]  # those whose handshake is complete
-    max_connections: int
-    _handshakes: set[asyncio.Task[None]] = field(default_factory=set)
-
-    async def run(self, listener: socket.socket) -> None:
-        """Accept until cancelled, which aborts the handshakes in progress."""
-        listener.setblocking(False)
-        loop = asyncio.get_running_loop()
-        try:
-            while True:
-                try:
-                    peer, _ = await loop.sock_accept(listener)
-                except OSError as error:  # for instance, no more open files
-                    logger.error("cannot accept a connection: %s", error)
-                    await asyncio.sleep(ACCEPT_RETRY_SECONDS)
-                else:
-                    self._begin(peer)
-        finally:
-            for task in self._handshakes:
-                task.cancel()
-
-    def _begin(self, peer: socket.socket) -> None:
-        if len(self.connections) + len(self._handshakes) >= self.max_connections:
-            peer.close()
+    def do_handshake(self) -> None:
+        if (charged := charged_for_handshake.get()) is None:
+            super().do_handshake()
             return
-        task = asyncio.get_running_loop().create_task(self._handshake(peer))
-        self._handshakes.add(task)
-        task.add_done_callback(self._handshakes.discard)
-
-    async def _handshake(self, peer: socket.socket) -> None:
-        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        intake, client = charged
+        began_at = intake.clock()
         try:
-            await asyncio.get_running_loop().connect_accepted_socket(
-                self.make,
-                peer,
-                ssl=self.context,
-                ssl_handshake_timeout=HANDSHAKE_SECONDS,
-            )
-        except OSError as error:  # includes TLS errors and the timeout
-            logger.debug("TLS handshake failed: %s", error)
+            super().do_handshake()
+        finally:
+            intake.charge(intake.clock() - began_at, client)
 
 
 def _context(certificate: Path, key: Path) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.sslobject_class = MeteredHandshake
     try:
         context.load_cert_chain(certificate, key, password=_reject_passphrase)
     except ssl.SSLError as error:

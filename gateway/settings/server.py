@@ -29,6 +29,15 @@ class HttpSettings:
         ge=0,
         is_advanced=True,
     )
+    max_address_connections: int = setting(
+        0,
+        "server",
+        "maximum open connections of one client address; 0: a quarter of all, at least 64; behind "
+        "a proxy all clients have one address",
+        "N",
+        ge=0,
+        is_advanced=True,
+    )
     body_seconds: float = setting(
         60.0,
         "server",

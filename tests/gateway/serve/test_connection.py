@@ -25,6 +25,9 @@ from gateway.serve.connection import (
     Connection,
     ConnectionBounds,
 )
+from gateway.serve.places import Place, Places
+
+GET = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
 
 
 class RecordingTransport:
@@ -68,11 +71,14 @@ def connect(
     bounds: ConnectionBounds | None = None,
     state: ServerState | None = None,
     app: Any = app,
+    place: Place | None = None,
 ) -> tuple[Connection, RecordingTransport]:
     config = uvicorn.Config(app, log_config=None, lifespan="off", ws="none", http=Connection)
     config.load()
+    place = place or Places().enter("client")
+    assert place is not None
     connection = Connection(
-        config, state or ServerState(), {}, bounds=bounds, log=RequestLog(lambda: 0.0)
+        config, state or ServerState(), {}, bounds=bounds, log=RequestLog(lambda: 0.0), place=place
     )
     peer = RecordingTransport()
     connection.connection_made(cast("asyncio.Transport", peer))
@@ -175,17 +181,42 @@ def test_a_response_that_is_not_read_closes_the_connection() -> None:
     run_virtual(main())
 
 
-def test_one_connection_too_many_is_a_503() -> None:
+def test_in_a_full_server_a_new_connection_closes_the_oldest_that_has_sent_no_request() -> None:
     async def main() -> None:
-        state = ServerState()
-        bounds = ConnectionBounds(max_connections=1)
-        first, peer = connect(bounds, state)
-        _, late = connect(bounds, state)
-        assert late.written.startswith(b"HTTP/1.1 503 ")
-        assert b'"overloaded"' in late.written
-        assert late.is_closed
+        places = Places(max_connections=2)
+        served, to_served = connect(place=places.enter("a"))
+        _, unused = connect(place=places.enter("a"))
+        served.data_received(GET)
+        _, late = connect(place=places.enter("b"))
+        assert unused.is_closed
+        assert not late.is_closed
+        await asyncio.sleep(1)
+        assert to_served.written.startswith(b"HTTP/1.1 204 ")
+        connect(place=places.enter("b"))
+        assert late.is_closed, "before the one that had a request"
+        served.connection_lost(None)
+
+    run_virtual(main())
+
+
+def test_while_all_connections_serve_requests_probes_are_answered_and_others_are_a_503() -> None:
+    async def main() -> None:
+        places, bounds = Places(max_connections=1), ConnectionBounds(probes=frozenset({b"/health"}))
+        busy, peer = connect(app=reads_on, place=places.enter("a"))
+        busy.data_received(GET)
+        probe, to_probe = connect(bounds, place=places.enter("b"))
+        probe.data_received(GET.replace(b"/", b"/health?x", 1))
+        other, to_other = connect(bounds, place=places.enter("c"))
+        other.data_received(GET)
+        await asyncio.sleep(1)
+        assert to_probe.written.startswith(b"HTTP/1.1 204 ")
+        assert to_other.written.startswith(b"HTTP/1.1 503 ")
+        assert b'"overloaded"' in to_other.written
+        assert to_other.is_closed
         assert not peer.is_closed
-        first.connection_lost(None)
+        for each in (busy, probe, other):
+            each.connection_lost(None)
+        assert places.num_open == 0
 
     run_virtual(main())
 
