@@ -30,7 +30,7 @@ from engine.stream import TokenStream
 from engine.wakeup import Wakeup
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from engine.control.scheduler import IterationScheduler
     from engine.iteration import Iteration
@@ -90,6 +90,7 @@ class Engine:
         self._lookahead = lookahead
         self._depth = executor.depth if depth is None else depth
         self._streams: dict[RequestId, TokenStream] = {}
+        self._reporting: dict[RequestId, TokenStream] = {}  # until the prompt is computed
         self._in_flight: deque[_IterationInFlight] = deque()
         self._wakeup = Wakeup()
         self._sender = send_pixels and ImageSender(scheduler.images, send_pixels, self._wakeup.set)
@@ -149,9 +150,9 @@ class Engine:
         tokens in all, at once."""
         self.scheduler.arrivals.check_group(num_requests, num_tokens)
 
-    def stream(self, spec: RequestSpec) -> TokenStream:
+    def stream(self, spec: RequestSpec, *, reports_progress: bool = False) -> TokenStream:
         """The output of a new request, which is added when the stream's `with` is entered."""
-        return TokenStream(spec, self)
+        return TokenStream(spec, self, reports_progress=reports_progress)
 
     def open_stream(self, stream: TokenStream) -> Request:
         """Add the stream's request, or raise as `TokenStream.__enter__` does."""
@@ -164,6 +165,8 @@ class Engine:
             self._returned_at = now
             self._idle.clear()
         self._streams[request.request_id] = stream
+        if stream.reports_progress:
+            self._reporting[request.request_id] = stream
         if stream.spec.deadline is not None:
             self._watch_deadlines()
         if self._read_ahead is not None and self._in_flight:
@@ -362,7 +365,19 @@ class Engine:
                     finished.append(request)
             for request in finished:
                 streams.pop(request.request_id, None)
+            if self._reporting:
+                self._report_progress(oldest.iteration.requests, now)
         return True
+
+    def _report_progress(self, requests: "Sequence[Request]", now: float) -> None:
+        for request in requests:
+            stream = self._reporting.get(request.request_id)
+            if stream is not None and not request.output:
+                stream.progressed(now)
+        live = self._streams.keys()
+        ended = [i for i, each in self._reporting.items() if i not in live or each.request.output]
+        for request_id in ended:
+            del self._reporting[request_id]
 
     async def _recover(self) -> None:
         """Reset the KV cache, restart the workers, and let all live requests be recomputed."""

@@ -49,8 +49,14 @@ class StreamOwner(Protocol):
 class TokenStream:
     """Tokens as they are produced, then a finish reason; for one reader."""
 
-    def __init__(self, spec: RequestSpec, owner: StreamOwner) -> None:
+    def __init__(
+        self, spec: RequestSpec, owner: StreamOwner, *, reports_progress: bool = False
+    ) -> None:
+        """With `reports_progress` each iteration that computes a part of the prompt is an update
+        without tokens."""
         self.spec = spec
+        self.reports_progress = reports_progress
+        self.prefill_seconds = 0.0  # of the prompt so far, at the last such update
         self.request: Request  # from __enter__ on
         self._owner = owner
         self._tokens: list[int] = []
@@ -110,6 +116,12 @@ class TokenStream:
         self._tokens.append(token)
         if logprobs is not None:
             self._logprobs.append(logprobs)
+        self.wake()
+
+    def progressed(self, now: float) -> None:
+        """A part of the prompt has been computed."""
+        admitted_at = self.request.admitted_at
+        self.prefill_seconds = 0.0 if admitted_at is None else now - admitted_at
         self.wake()
 
     def wake(self) -> None:

@@ -70,11 +70,13 @@ class ServedModel:
 @dataclass(frozen=True, slots=True)
 class Pace:
     """Seconds of a stream: the status line is held back for `hold`, a ping follows `ping` without
-    an event, and a write blocked for `stall` ends the stream."""
+    an event, a write blocked for `stall` ends the stream. `whole`: how often a space is sent
+    before the body of a response that is not streamed; 0: never."""
 
     hold: float = HOLD_SECONDS
     ping: float = PING_SECONDS
     stall: float = STALL_SECONDS
+    whole: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from gateway.schema.rendering import (
     Delta,
     OutputToken,
     PredictionTokens,
+    PromptProgress,
     PromptReport,
     ReportOptions,
 )
@@ -111,6 +112,8 @@ class ChoiceStream:
                 self._tokens.close(Abort.STOP_STRING)
                 return self._ended(ChoiceEnd(FinishReason.LENGTH.value))
         finish, tokens = chunk.finish, chunk.tokens
+        if self._report.progress and not self._has_begun and finish is None:
+            return (PromptReport((), progress=self.prompt_progress),)
         hides_last = finish is FinishReason.STOP and not self._shows_end_token(tokens[-1])
         logprobs: Iterable[TokenLogprobs | None] = chunk.logprobs or repeat(None)
         for i, (token, logprob) in enumerate(zip(tokens, logprobs, strict=False), 1):
@@ -238,6 +241,15 @@ class ChoiceStream:
     def has_started(self) -> bool:
         """Whether the engine has begun to compute it."""
         return self._tokens.request.admitted_at is not None
+
+    @property
+    def prompt_progress(self) -> PromptProgress:
+        """How much of its prompt is computed, as of the last update of its stream."""
+        stream, request = self._tokens, self._tokens.request
+        processed = min(request.num_computed, request.prompt_len)
+        return PromptProgress(
+            request.prompt_len, request.num_cached, processed, stream.prefill_seconds
+        )
 
     @property
     def num_cached_tokens(self) -> int:

@@ -85,7 +85,9 @@ class ChoiceGroup:
         for index, spec in enumerate(specs):
             if index and index % SPECS_AT_ONCE == 0:
                 await asyncio.sleep(0)
-            stream = enter_stream(self._streams, spec, service)
+            stream = enter_stream(
+                self._streams, spec, service, reports_progress=plan.report.progress
+            )
             self.choices.append(ChoiceStream(index, stream, self._options(tokenized)))
 
     def _check_group(self, num_prompts: int) -> None:
@@ -125,6 +127,14 @@ class ChoiceGroup:
         """Whether the engine has begun to compute any of it."""
         return any(choice.has_started for choice in self.choices)
 
+    @property
+    def ping(self) -> bytes:
+        """The bytes sent while no event comes: they say how far the prompt is, or are the
+        renderer's."""
+        progress = (choice.prompt_progress for choice in self.choices)
+        partial_one = next((each for each in progress if each.is_partial), None)
+        return self._plan.renderer.ping if partial_one is None else partial_one.as_comment()
+
     def close(self, reason: Abort) -> None:
         """End the requests that still run."""
         for choice in self.choices:
@@ -148,13 +158,16 @@ class ChoiceGroup:
         return PredictionTokens(*map(sum, zip(*counts, strict=True)))
 
 
-def enter_stream(streams: ExitStack, spec: RequestSpec, service: "Service") -> "TokenStream":
+def enter_stream(
+    streams: ExitStack, spec: RequestSpec, service: "Service", *, reports_progress: bool = False
+) -> "TokenStream":
     """Add a request to the engine, whose stream closes with `streams`; errors name the field as
     the request body spells it."""
     if spec.lora is not None:  # it may have been unloaded since the request was planned
         service.loras.check(spec.lora, service.model.names)
     try:
-        return streams.enter_context(service.engine.stream(spec))
+        stream = service.engine.stream(spec, reports_progress=reports_progress)
+        return streams.enter_context(stream)
     except InvalidRequest as error:
         if error.param not in DEADLINE_FIELDS:
             raise

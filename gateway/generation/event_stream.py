@@ -154,7 +154,7 @@ class EventStream:
             elif self._num_writes_begun != num_done:
                 blocked_seconds += pace.ping
             elif not self._has_ended:
-                await self._send_bytes(self._plan.renderer.ping)
+                await self._send_bytes(self._group.ping)
         self._group.close(Abort.SLOW_CLIENT)
 
     async def _wait_for_disconnect(self, receive: "Receive") -> None:

@@ -110,7 +110,7 @@ class HeldStream:
             self._service.quotas.add_running(self.ring.tenant, 1 if counts else -1)
 
     async def _run(self, plan: "GenerationPlan", group: ChoiceGroup) -> None:
-        pinging = asyncio.create_task(self._ping(plan))
+        pinging = asyncio.create_task(self._ping(group))
         try:
             await self._add(await generate_events(plan, group, self._add, self.accepted.set))
         except EngineError as error:
@@ -141,14 +141,14 @@ class HeldStream:
         if plan.background is not None and self.rejection is None:
             await plan.background.on_failure()
 
-    async def _ping(self, plan: "GenerationPlan") -> None:
+    async def _ping(self, group: ChoiceGroup) -> None:
         """Add a ping per `Pace.ping` without an event."""
         seconds = self._service.pace.ping
         while True:
             end = self.ring.end
             await asyncio.sleep(seconds)
             if self.ring.end == end:
-                self.ring.append_comment(plan.renderer.ping)
+                self.ring.append_comment(group.ping)
 
 
 class HeldResponse:

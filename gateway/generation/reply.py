@@ -1,12 +1,15 @@
 """Responses in one piece, errors included. Generation ends as soon as the client disconnects."""
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
 from starlette.responses import Response
 
+from engine.errors import EngineError
 from gateway.errors import error_headers, http_error
 from gateway.generation.shared_work import SharedWork
 from gateway.observe.timelines import phase_seconds, slowest
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
     from gateway.service import Service
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 JSON = "application/json"
 Work = Callable[[], Coroutine[Any, Any, bytes]]
 TIMING = b"x-podway-timing"  # with this request header, a response has timing headers
@@ -75,12 +79,17 @@ class Reply:
         receive: "Receive",
         send: "Send",
     ) -> None:
-        body = await unless_disconnected(receive, work, abandon)
-        if body is not None:
-            response = json_response(body, self._caller, self._service.clock)
-            if TIMING in dict(scope["headers"]):
-                response.headers.update(self._timing())
-            await response(scope, receive, send)
+        spaces = _Spaces(self._caller, self._service, send)
+        body = await unless_disconnected(receive, partial(spaces.before, work), abandon)
+        if body is None:
+            return
+        if spaces.has_begun:
+            await send({"type": "http.response.body", "body": body, "more_body": False})
+            return
+        response = json_response(body, self._caller, self._service.clock)
+        if TIMING in dict(scope["headers"]):
+            response.headers.update(self._timing())
+        await response(scope, receive, send)
 
     def _timing(self) -> dict[str, str]:
         """Milliseconds of each phase of the slowest choice, one header for each."""
@@ -92,6 +101,47 @@ class Reply:
     def for_caller(self, caller: "Caller") -> "Reply":
         """The same for another connection."""
         return Reply(caller, self._work, self._abandon, self._service)
+
+
+class _Spaces:
+    """Sends the status line and spaces before a body that is late, if `Pace.whole` is set."""
+
+    def __init__(self, caller: "Caller", service: "Service", send: "Send") -> None:
+        self.has_begun = False
+        self._caller = caller
+        self._service = service
+        self._send = send
+
+    async def before(self, work: Work) -> bytes:
+        """The work's body; once the status line is sent, an error is a body, too."""
+        if not self._service.pace.whole:
+            return await work()
+        sending = asyncio.create_task(self._send_spaces())
+        try:
+            return await work()
+        except Exception as error:
+            if not self.has_begun:
+                raise
+            if not isinstance(error, EngineError):
+                logger.exception("request %s", self._caller.request_id)
+            self._caller.note(http_error(error).code)
+            return self._caller.dialect.error_body(error, self._caller.request_id)
+        finally:
+            sending.cancel()
+            await asyncio.wait((sending,))
+
+    async def _send_spaces(self) -> None:
+        caller, service = self._caller, self._service
+        while True:
+            await asyncio.sleep(service.pace.whole)
+            if not self.has_begun:
+                self.has_begun = True
+                headers = json_response(b"", caller, service.clock).headers
+                del headers["content-length"]
+                await self._send(
+                    {"type": "http.response.start", "status": 200, "headers": headers.raw}
+                )
+            await self._send({"type": "http.response.body", "body": b" ", "more_body": True})
 
 
 class SharedReply:

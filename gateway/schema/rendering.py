@@ -90,11 +90,31 @@ class OutputToken(NamedTuple):
     is_end: bool = False
 
 
+class PromptProgress(NamedTuple):
+    """How much of a prompt is computed, `cached` tokens of it without computation."""
+
+    total: int
+    cached: int
+    processed: int
+    seconds: float = 0.0  # since the engine began with it
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether a part of it is computed, and not all."""
+        return 0 < self.processed < self.total
+
+    def as_comment(self) -> bytes:
+        """A ping that says so."""
+        return b": ping, %d of %d prompt tokens\n\n" % (self.processed, self.total)
+
+
 class PromptReport(NamedTuple):
-    """The prompt's token ids, and `logprobs` either for every token or empty."""
+    """The prompt's token ids, and `logprobs` either for every token or empty. While the prompt is
+    computed, the `progress` alone."""
 
     token_ids: Sequence[int]
     logprobs: "Sequence[TokenLogprobs | None]" = ()
+    progress: PromptProgress | None = None
 
 
 # What a choice adds at one moment; may be empty.
@@ -181,6 +201,7 @@ class ReportOptions(NamedTuple):
     echo: bool = False  # the prompt, before the answer
     stop_string: bool = False
     special_tokens: bool = False
+    progress: bool = False  # of the prompt, while it is computed
 
     @property
     def has_tokens(self) -> bool:

@@ -198,7 +198,7 @@ def build_service(
             settings.http.body_seconds,
             max(MAX_COMMAS, 2 * loaded.report.max_model_len),
         ),
-        pace=Pace(stall=settings.http.stall_seconds),
+        pace=Pace(stall=settings.http.stall_seconds, whole=settings.http.keepalive_whole),
         quotas=plane.quotas,
         origins=OriginPolicy(
             is_loopback(settings.http.host), settings.http.allowed_host, settings.http.cors_origin

@@ -54,6 +54,15 @@ class HttpSettings:
         gt=0,
         is_advanced=True,
     )
+    keepalive_whole: float = setting(
+        0.0,
+        "server",
+        "send a space this often while a response that is not streamed is generated, so that "
+        "clients and proxies do not give up; its status is then 200, also of an error; 0: never",
+        "SECONDS",
+        ge=0,
+        is_advanced=True,
+    )
     drain_seconds: float = setting(
         30.0, "server", "time that running requests get to finish after SIGTERM", "SECONDS", ge=0
     )

@@ -200,9 +200,10 @@ class AccessControl:
             whole = error_response(error, caller, self._service.clock)
             await whole(scope, attempt.receive, response.send)
         elif not response.is_complete:
-            is_stream, request_id = response.is_stream, caller.request_id
-            event = caller.dialect.error_event(error, request_id) if is_stream else b""
-            await response.send({"type": "http.response.body", "body": event, "more_body": False})
+            dialect, request_id = caller.dialect, caller.request_id
+            render = dialect.error_event if response.is_stream else dialect.error_body
+            rest = render(error, request_id)
+            await response.send({"type": "http.response.body", "body": rest, "more_body": False})
 
 
 class _Progress:

@@ -92,6 +92,7 @@ class Setting:
     max_queue_requests: int = 100
     max_queue_tokens: int = 1 << 20
     max_batch_size: int = 8
+    max_batch_tokens: int = 2048
     itl_goal: float = inf
     keys: Sequence[str] = ()
     key_file: Path | None = None
@@ -190,6 +191,7 @@ def build_rig(setting: Setting) -> Rig:
         SchedulerSettings(
             max_model_len=setting.context,
             max_batch_size=setting.max_batch_size,
+            max_batch_tokens=setting.max_batch_tokens,
             itl_goal=setting.itl_goal,
             max_queue_requests=setting.max_queue_requests,
             max_queue_tokens=setting.max_queue_tokens,

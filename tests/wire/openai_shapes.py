@@ -26,6 +26,16 @@ _IDS: Json = {"type": ["array", "null"], "items": {"type": "integer", "minimum":
 _STOP: Json = {"type": ["string", "integer"]}
 _PROMPT_LOGPROBS: Json = {"type": ["array", "null"], "items": {"type": ["object", "null"]}}
 
+_PROGRESS: Json = {  # llama.cpp's
+    "type": "object",
+    "required": ["total", "cache", "processed", "time_ms"],
+    "properties": {
+        name: {"type": "integer", "minimum": 0}
+        for name in ("total", "cache", "processed", "time_ms")
+    },
+    "additionalProperties": False,
+}
+
 # Where: a component, then properties; `[]` is "each of them". vLLM's spelling, but for `Model`.
 EXTENSIONS: dict[str, dict[str, Json]] = {
     "Model": {
@@ -41,12 +51,14 @@ EXTENSIONS: dict[str, dict[str, Json]] = {
     "CreateChatCompletionResponse.choices[]": {"token_ids": _IDS, "stop_reason": _STOP},
     "ChatCompletionResponseMessage": {"reasoning_content": _TEXT, "reasoning": _TEXT},
     "CreateChatCompletionStreamResponse": {
+        "prompt_progress": _PROGRESS,
         "prompt_logprobs": _PROMPT_LOGPROBS,
         "prompt_token_ids": _IDS,
     },
     "CreateChatCompletionStreamResponse.choices[]": {"token_ids": _IDS, "stop_reason": _STOP},
     "ChatCompletionStreamResponseDelta": {"reasoning_content": _TEXT, "reasoning": _TEXT},
     "InputMessage": {"id": {"type": "string"}},  # in lists of what was asked, as OpenAI answers
+    "CreateCompletionResponse": {"prompt_progress": _PROGRESS},
     "CreateCompletionResponse.choices[]": {
         "prompt_logprobs": _PROMPT_LOGPROBS,
         "prompt_token_ids": _IDS,

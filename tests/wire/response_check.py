@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
 ON_EVERY_RESPONSE = ("x-request-id", "openai-processing-ms", "openai-version")
 CLIENT_GONE = 499
+_ERRORS = (b'{"error"', b'{"type":"error"')
 
 
 class ResponseCheck:
@@ -59,7 +60,9 @@ class ResponseCheck:
 
     def _take_whole(self) -> None:
         if self._media_type == "application/json":
-            self._judge(self._rest, whole_complaints, self._method, self._path, self._status)
+            is_late_error = self._rest.startswith(b" ") and self._rest.lstrip().startswith(_ERRORS)
+            status = 500 if is_late_error else self._status  # after spaces, the status was sent
+            self._judge(self._rest, whole_complaints, self._method, self._path, status)
         elif self._status >= 400:
             self._complain(f"a {self._status} that is not JSON but {self._media_type!r}")
 

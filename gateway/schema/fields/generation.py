@@ -39,6 +39,7 @@ class GenerationRequest(OutputRequest, kw_only=True, forbid_unknown_fields=True)
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
     return_token_ids: bool | None = None
+    return_progress: bool | None = None  # named as in llama.cpp
 
     # Accepted and ignored.
     user: str | None = None
@@ -133,4 +134,5 @@ class GenerationRequest(OutputRequest, kw_only=True, forbid_unknown_fields=True)
             token_ids=bool(self.return_token_ids),
             stop_string=bool(self.include_stop_str_in_output),
             special_tokens=self.skip_special_tokens is False,
+            progress=bool(self.return_progress and self.stream),
         )

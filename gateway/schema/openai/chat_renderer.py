@@ -60,6 +60,8 @@ class ChatRenderer(Envelope):
         head = self._plain_heads.get(index)
         if head is not None and len(parts) == 1 and isinstance(piece := parts[0], str):
             return head + orjson.dumps(piece) + self._tail
+        if progress_chunk := self._progress_chunk(index, parts, delta={}):
+            return progress_chunk
         pieces = [piece for piece in parts if not isinstance(piece, OutputToken | PromptReport)]
         events = [self._opening(index, parts, progress)]
         deltas = [_delta(piece, is_legacy=self._is_legacy) for piece in pieces] or [{}]

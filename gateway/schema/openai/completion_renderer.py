@@ -50,6 +50,8 @@ class CompletionRenderer(Envelope):
         head = self._plain_heads.get(index)
         if head is not None and len(parts) == 1:
             return head + orjson.dumps(parts[0]) + self._tail
+        if progress_chunk := self._progress_chunk(index, parts, text=""):
+            return progress_chunk
         if self._is_plain:
             self._plain_heads[index] = self._open + b'{"index":%d,"text":' % index
         text = "".join([piece for piece in parts if isinstance(piece, str)])

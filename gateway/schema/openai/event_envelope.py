@@ -78,6 +78,21 @@ class Envelope:
             close = b',"usage":' + orjson.dumps(progress.usage.as_json()) + b"}\n\n"
         return self._open + orjson.dumps(choice) + b"]" + rest + close
 
+    def _progress_chunk(self, index: int, parts: Delta, **choice: Any) -> bytes:
+        """A chunk without output, in llama.cpp's form, for the progress of a prompt; else empty."""
+        report = parts[0]
+        if not isinstance(report, PromptReport) or (part := report.progress) is None:
+            return b""
+        progress = {
+            "total": part.total,
+            "cache": part.cached,
+            "processed": part.processed,
+            "time_ms": round(part.seconds * 1e3),
+        }
+        fields = {"index": index, **choice, "logprobs": None, "finish_reason": None}
+        more = b'],"prompt_progress":' + orjson.dumps(progress)
+        return self._open + orjson.dumps(fields) + more + self._close
+
     def closing(self, progress: GenerationProgress) -> bytes:
         """The usage chunk, if the request has `include_usage`, and `[DONE]`."""
         if not self._usage_options.at_the_end:
