@@ -139,6 +139,17 @@ class EventsEvicted(InvalidRequest):
         )
 
 
+class PreviousResponseNotFound(ResponseNotFound):
+    """The response that a request continues is unknown. Clients send the whole input then."""
+
+    def __init__(self, response_id: str) -> None:
+        super().__init__(response_id, "previous_response_id")
+
+
+class UpgradeRequired(InvalidRequest):
+    """The endpoint is a WebSocket. Clients use HTTP after this status."""
+
+
 class StoreFull(InvalidRequest):
     """The caller's files and batches have reached their limit; `limit` says which."""
 
@@ -210,6 +221,13 @@ class Superseded(EngineError):
         super().__init__("This request was retried, and the retry is served instead.")
 
 
+class TooManyMessages(EngineError):
+    """A WebSocket has as many messages in progress as it may have."""
+
+    def __init__(self, limit: str) -> None:
+        super().__init__(f"{limit} on this connection, which is the limit.")
+
+
 class HttpError(NamedTuple):
     """The HTTP form of an error class.
 
@@ -237,6 +255,8 @@ TABLE: dict[type[EngineError], HttpError] = {
     RequestNotFound: HttpError(404, _INVALID, "request_not_found"),
     FileNotFound: HttpError(404, _INVALID, "file_not_found"),
     ResponseNotFound: HttpError(404, _INVALID, "response_not_found"),
+    PreviousResponseNotFound: HttpError(400, _INVALID, "previous_response_not_found"),
+    UpgradeRequired: HttpError(426, _INVALID, "upgrade_required"),
     BatchNotFound: HttpError(404, _INVALID, "batch_not_found"),
     StreamNotFound: HttpError(404, _INVALID, "stream_not_found"),
     EventsEvicted: HttpError(410, _INVALID, "events_evicted", retry=False),
@@ -252,6 +272,7 @@ TABLE: dict[type[EngineError], HttpError] = {
     TooManyBatches: HttpError(429, "requests", "batch_limit_exceeded", retry=False),
     TooManyRequests: HttpError(429, "requests", "rate_limit_exceeded", retry=True),
     TooManyAtOnce: HttpError(429, "requests", "rate_limit_exceeded", retry=True),
+    TooManyMessages: HttpError(429, "requests", "too_many_messages", retry=True),
     TooManyTokens: HttpError(429, "tokens", "rate_limit_exceeded", retry=True),
     Overloaded: HttpError(503, "server_error", "overloaded", retry=True),
     DeadlineUnmeetable: HttpError(503, "server_error", "deadline_unmeetable", retry=True),
@@ -293,6 +314,8 @@ def _own_headers(error: BaseException) -> dict[str, str]:
         return _retry_after(error.retry_after)
     if isinstance(error, MethodNotAllowed):
         return {"allow": error.allow}
+    if isinstance(error, UpgradeRequired):
+        return {"upgrade": "websocket"}
     if isinstance(error, InvalidApiKey):
         return {"www-authenticate": "Bearer"}
     if isinstance(error, BodyTooLarge | BodyTooSlow):

@@ -114,6 +114,11 @@ class Dialect(Protocol):
         """
         ...
 
+    @property
+    def call_mark(self) -> str:
+        """The text with which every call begins and nothing else does; "" if there is none."""
+        ...
+
     def call_grammar(self, calls: ToolCallGrammar) -> "Grammar | None":
         """The grammar of outputs with such calls; None if this format has no grammar."""
         ...

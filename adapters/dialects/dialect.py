@@ -91,6 +91,10 @@ class ModelDialect:
             return ""
         return f"\n{self.reasoning.close}\n\n"
 
+    @property
+    def call_mark(self) -> str:
+        return "" if self.tools is None else self.tools.mark
+
     def call_grammar(self, calls: ToolCallGrammar) -> Grammar | None:
         """The grammar of outputs with such calls.
 

@@ -11,7 +11,7 @@ response format" (2025).
 """
 
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -69,11 +69,11 @@ class Header(NamedTuple):
 class HarmonyParser:
     """Parses the output of one choice. Text that does not follow the format is content."""
 
-    def __init__(self, reader: TextReader, header: Header | None, *, has_tools: bool) -> None:
+    def __init__(self, reader: TextReader, header: Header | None, tools: Container[str]) -> None:
         """`header` is that of the message which the prompt has begun; None if it has not."""
         self.is_reasoning = False
         self._reader = reader
-        self._has_tools = has_tools
+        self._tools = tools  # those whose calls are calls
         self._kinds: set[Callable[[str], Piece]] = set()  # of pieces so far
         self._needs_gap = False  # before the next text
         self._parsing = self._read(header)
@@ -124,7 +124,7 @@ class HarmonyParser:
         reader, at = self._reader, 0
         if not after_header and (found := _STOP.match(reader.text)):
             at = found.end() if found[0] in (START, CHANNEL) else 0
-        if header.tool and self._has_tools:
+        if header.tool in self._tools:
             reader.begin_call(header.tool)
             yield from self._emit_text(lambda size: reader.emit_arguments(reader.take(size)), at)
         else:
@@ -181,8 +181,12 @@ class HarmonyDialect(ModelDialect):
         return HarmonyParser(
             TextReader(lambda: long_id(bits), wanted.max_calls),
             None if begun is None else Header.read(begun),
-            has_tools=self.has_tool_calls and bool(wanted.tools),
+            wanted.tools if self.has_tool_calls else (),
         )
+
+    @property
+    def call_mark(self) -> str:
+        return ""  # other messages begin in the same way
 
     def without_reasoning(self, prompt: str, *, has_tools: bool) -> str:
         """The header of the answer; "" where tools may be called, whose grammar has headers."""

@@ -37,7 +37,8 @@ class Caller:
     response headers about the key's rate limits. `dialect` renders the errors and headers of the
     path's API. `record` is the request's entry in the request log. `reports` are headers of the
     response that say how the request was understood. `charge` tells the intake how many seconds
-    of work the request has caused in threads.
+    of work the request has caused in threads. `turn` is that of a message of a WebSocket: what its
+    connection knows of the conversation (`gateway.generation.turn`).
     """
 
     request_id: str
@@ -54,6 +55,7 @@ class Caller:
     record: RequestRecord | None = field(default=None, compare=False)
     reports: dict[str, str] = field(default_factory=dict, compare=False)
     charge: Callable[[float], None] = field(default=_uncharged, compare=False)
+    turn: object | None = field(default=None, compare=False)
 
     @property
     def client(self) -> str:

@@ -45,12 +45,13 @@ class OriginPolicy:
 
     def check(self, scope: "Scope") -> None:
         """Raises `Forbidden` for another host, or for a request of another site's page that
-        changes something."""
+        changes something or opens a WebSocket, whose messages the page could read."""
         headers = dict(scope["headers"])
         host = headers.get(b"host", b"").decode("latin-1").lower()
         self._check_host(_name(host))
         origin = headers.get(b"origin", b"").decode("latin-1").lower()
-        if origin and scope["method"] not in SAFE_METHODS and not self._allows(origin, host):
+        is_safe = scope["method"] in SAFE_METHODS and "podway.upgrade" not in scope
+        if origin and not is_safe and not self._allows(origin, host):
             raise Forbidden(
                 f"Requests from web pages of {origin[:200]!r} are not allowed; --cors-origin "
                 "allows them."

@@ -16,7 +16,6 @@ from gateway.schema.rendering import (
     ChoiceEnd,
     Delta,
     OutputToken,
-    PredictionTokens,
     PromptProgress,
     PromptReport,
     ReportOptions,
@@ -87,6 +86,7 @@ class ChoiceStream:
         self._pieces: list[Piece] = []  # of the message, since the last delta
         self._reports: list[OutputToken | PromptReport] = []  # go out with the next delta
         self._has_begun = self._has_called = False
+        self._early_end = ""  # the finish reason if the answer is to end before the model ends it
         self._is_plain = options.is_plain
         self._chunks: deque[TokenChunk] = deque()  # not yet read, if deltas are of one token
 
@@ -99,11 +99,31 @@ class ChoiceStream:
         if self._options.is_single and len(chunk.tokens) > 1:
             self._chunks.extend(chunk.split())
             chunk = self._chunks.popleft()
+        if self._early_end and chunk.finish is None and not self._chunks:
+            return self._process_last(chunk)
         if self._is_plain and chunk.finish is None:
             self.num_tokens += len(chunk.tokens)
             text = self._text.feed(chunk.tokens)
             return (text,) if text else ()
         return self._process(chunk)
+
+    def end_early(self, reason: str) -> None:
+        """End the message after the tokens that have arrived, with this finish reason. An answer
+        that calls tools goes on to its own end."""
+        if not self._has_called and self.end is None:
+            self._early_end = reason
+            self._tokens.wake()
+
+    def _process_last(self, chunk: "TokenChunk") -> Delta:
+        """End the message. Text that the parser still withholds, such as the begin of a tool call,
+        is no part of it."""
+        delta = self._process(chunk)
+        if self.end is not None or self._has_called:
+            self._early_end = ""
+            return delta
+        self._tokens.close(Abort.STOP_STRING)
+        self._parse(self._token_text.finish() if self._parser is None else "")
+        return [*delta, *self._ended(ChoiceEnd(self._early_end))]
 
     def _process(self, chunk: "TokenChunk") -> Delta:
         if not self._has_begun and chunk.tokens:
@@ -117,7 +137,9 @@ class ChoiceStream:
         hides_last = finish is FinishReason.STOP and not self._shows_end_token(tokens[-1])
         logprobs: Iterable[TokenLogprobs | None] = chunk.logprobs or repeat(None)
         for i, (token, logprob) in enumerate(zip(tokens, logprobs, strict=False), 1):
-            self._count(logprob)
+            self.num_tokens += 1
+            if self._options.is_ranked and logprob is not None:
+                self._sum_logprobs += logprob.logprob
             if hides_last and i == len(tokens):
                 return self._finish(FinishReason.STOP, token, logprob)
             self._add_token(token, logprob)
@@ -154,11 +176,6 @@ class ChoiceStream:
 
     def _shows_end_token(self, token: int) -> bool:
         return self._report.stop_string and token in self._options.caller_end_ids
-
-    def _count(self, logprob: "TokenLogprobs | None") -> None:
-        self.num_tokens += 1
-        if self._options.is_ranked and logprob is not None:
-            self._sum_logprobs += logprob.logprob
 
     def _add_token(self, token: int, logprob: "TokenLogprobs | None") -> None:
         """Add a visible token. It counts as reasoning if reasoning is open before or after it."""
@@ -228,6 +245,11 @@ class ChoiceStream:
         return self._parser is not None and self._parser.is_reasoning
 
     @property
+    def request(self) -> "Request":
+        """Its progress in the engine."""
+        return self._tokens.request
+
+    @property
     def score(self) -> float:
         """The mean log-probability of a ranked choice's tokens."""
         return self._sum_logprobs / max(1, self.num_tokens)
@@ -250,22 +272,6 @@ class ChoiceStream:
         return PromptProgress(
             request.prompt_len, request.num_cached, processed, stream.prefill_seconds
         )
-
-    @property
-    def num_cached_tokens(self) -> int:
-        """Tokens of its prompt that were found in the prefix cache."""
-        return self._tokens.request.num_cached
-
-    @property
-    def request(self) -> "Request":
-        """Its request in the engine."""
-        return self._tokens.request
-
-    @property
-    def prediction_tokens(self) -> PredictionTokens:
-        """Tokens of the request's prediction that were computed as drafts."""
-        request = self._tokens.request
-        return PredictionTokens(request.num_accepted_prediction, request.num_rejected_prediction)
 
     def close(self, reason: Abort) -> None:
         """End the engine request early."""

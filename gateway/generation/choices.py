@@ -89,6 +89,8 @@ class ChoiceGroup:
                 self._streams, spec, service, reports_progress=plan.report.progress
             )
             self.choices.append(ChoiceStream(index, stream, self._options(tokenized)))
+        if plan.turn is not None:
+            plan.turn.begin(tokenized, self.choices[0])
 
     def _check_group(self, num_prompts: int) -> None:
         """Reject with a 400 what even an empty queue could not take, instead of a 503."""
@@ -147,15 +149,18 @@ class ChoiceGroup:
         return Usage(
             prompt_tokens=self._num_prompt_tokens,
             completion_tokens=sum(choice.num_completion_tokens for choice in self.choices),
-            cached_tokens=sum(choice.num_cached_tokens for choice in first_choices),
+            cached_tokens=sum(choice.request.num_cached for choice in first_choices),
             written_tokens=sum(self._service.num_written(each.request) for each in first_choices),
             reasoning_tokens=sum(choice.num_reasoning_tokens for choice in self.choices),
             prediction=self._prediction_tokens() if self._plan.prediction else None,
         )
 
     def _prediction_tokens(self) -> PredictionTokens:
-        counts = [choice.prediction_tokens for choice in self.choices]
-        return PredictionTokens(*map(sum, zip(*counts, strict=True)))
+        requests = [choice.request for choice in self.choices]
+        return PredictionTokens(
+            sum(request.num_accepted_prediction for request in requests),
+            sum(request.num_rejected_prediction for request in requests),
+        )
 
 
 def enter_stream(

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import orjson
 
 from engine.errors import InvalidRequest
+from gateway.generation.known_text import continued_ids
 from gateway.generation.prompt import Prompt, TokenizedPrompts, fits_on_loop, token_ids
 from gateway.generation.threads import run_in_thread
 from gateway.ports import ToolChoice
 
 if TYPE_CHECKING:
+    from gateway.generation.known_text import KnownText
     from gateway.ports import ChatTemplate, Dialect, StreamParser, Tokenizer
     from gateway.schema.openai.chat import ChatRequest
     from gateway.schema.openai.tools import ToolPlan
@@ -57,26 +59,31 @@ async def tokenize_chat(
     *,
     skips_reasoning: bool = False,
     most: int | None = None,
+    known: "KnownText | None" = None,
 ) -> TokenizedPrompts:
     """The one prompt of a chat request, and the parser of its outputs.
 
     `tools` is the request's tool plan; `random_bits(n)` makes the ids of tool calls. With
-    `skips_reasoning` the prompt closes the reasoning, since a grammar holds from its end on.
+    `skips_reasoning` the prompt closes the reasoning, since a grammar holds from its end on. The
+    ids of `known` stay where the prompt begins with its text.
     Raises `InvalidRequest` if the model has no template, the template rejects the messages, or
     the text is not valid Unicode, and `PromptTooLong` as `token_ids` does for more than `most` ids.
     """
-    rendered = await _rendered(model, request, tools, skips_reasoning=skips_reasoning, most=most)
+    rendered = await _rendered(
+        model, request, tools, skips_reasoning=skips_reasoning, most=most, known=known
+    )
     dialect, choice = model.dialect, ToolChoice()
     if tools.offered:
         choice = ToolChoice(tools.parameters, tools.max_calls)
     if dialect is None or dialect.parser(rendered.text, choice, random_bits) is None:
-        return TokenizedPrompts([rendered.ids])
+        return TokenizedPrompts([rendered.ids], text=rendered.text)
     special_tokens = model.tokenizer.special_tokens
     marks = [mark for mark in dialect.special_tokens if mark in special_tokens]
     return TokenizedPrompts(
         [rendered.ids],
         partial(_parser, dialect, rendered.text, choice, random_bits),
         {special_tokens[mark]: mark.encode() for mark in marks},
+        rendered.text,
     )
 
 
@@ -110,6 +117,7 @@ async def _rendered(
     *,
     skips_reasoning: bool,
     most: int | None = None,
+    known: "KnownText | None" = None,
 ) -> RenderedPrompt:
     template = model.template
     if template is None:
@@ -117,15 +125,16 @@ async def _rendered(
             "This model has no chat template. Use /v1/completions with a prompt instead.",
             "messages",
         )
-    functions = [function.as_tool() for function in tools.offered]
+    functions = [function.as_tool() for function in tools.listed]
     variables = {**request.template_variables, **({"tools": functions} if functions else {})}
     finish = partial(
         _finish,
         model,
         request,
         skips_reasoning=skips_reasoning,
-        has_tools=bool(functions),
+        has_tools=bool(tools.offered),
         most=most,
+        known=known,
     )
     if request.chat_template is not None:
         messages = await run_in_thread(partial(_template_messages, request))
@@ -178,11 +187,14 @@ def _finish(
     skips_reasoning: bool,
     has_tools: bool,
     most: int | None,
+    known: "KnownText | None",
 ) -> RenderedPrompt:
     if request.continue_final_message:
         text = _cut_after(text, messages[-1]["content"])
     if skips_reasoning and model.dialect is not None:
         text += model.dialect.without_reasoning(text, has_tools=has_tools)
+    if known is not None:
+        return RenderedPrompt(text, continued_ids(model.tokenizer, known, text, most))
     ids = token_ids(model.tokenizer, text, "messages", add_special_tokens=False, most=most)
     return RenderedPrompt(text, ids)
 

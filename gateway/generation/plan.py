@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from engine.errors import ContextTooLong, InvalidRequest
 from engine.request import RequestSpec
 from gateway.generation.conversation import tokenize_chat
-from gateway.generation.tool_grammar import tool_constraint
+from gateway.generation.tool_grammar import tool_constraint, without_calls
 from gateway.schema.fields.output import OutputConstraint
 from gateway.schema.fields.scheduling import SchedulingParams
 from gateway.schema.rendering import ReportOptions, ResponseRenderer
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from engine.step import SamplingParams
     from gateway.access.callers import Caller
     from gateway.generation.prompt import Prompt, TokenizedPrompts
+    from gateway.generation.turn import Turn
     from gateway.schema.fields.generation import GenerationRequest
     from gateway.schema.openai.chat import ChatRequest
     from gateway.service import Service
@@ -86,6 +87,7 @@ class GenerationPlan:
     listed: "AbstractContextManager[None] | None" = None  # entered while it runs
     background: Background | None = None
     is_held: bool = False  # its events are kept in a ring
+    turn: "Turn | None" = None  # None: its connection keeps no conversation
 
     @property
     def num_candidates(self) -> int:
@@ -107,7 +109,11 @@ class GenerationPlan:
 
 
 def plan_chat(
-    request: "ChatRequest", renderer: ResponseRenderer, caller: "Caller", service: "Service"
+    request: "ChatRequest",
+    renderer: ResponseRenderer,
+    caller: "Caller",
+    service: "Service",
+    turn: "Turn | None" = None,
 ) -> GenerationPlan:
     """The plan of a checked chat request, whichever API it came from.
 
@@ -125,11 +131,14 @@ def plan_chat(
         service.random.getrandbits,
         skips_reasoning=skips_reasoning,
         most=longest_prompt(request, service),
+        known=None if turn is None else turn.known,
     )
     plan = build_plan(request, tokenize, renderer, caller, service)
+    if tools.listed and not tools.offered:
+        plan = replace(plan, sampling=without_calls(plan.sampling, model))
     can_speculate = service.engine.scheduler.drafter is not None
     prediction = request.prediction.text if request.prediction and can_speculate else ""
-    return replace(plan, constraint=constraint, prediction=prediction)
+    return replace(plan, constraint=constraint, prediction=prediction, turn=turn)
 
 
 def build_plan(

@@ -31,12 +31,14 @@ IDS_PER_CUT = 32  # more than a cut through the longest token adds on both of it
 class TokenizedPrompts(NamedTuple):
     """Prompts as token ids, and how to parse the outputs; without a parser all is content.
 
-    `visible_tokens` maps control tokens that the parser must see to their texts.
+    `visible_tokens` maps control tokens that the parser must see to their texts. `text` is that of
+    the one prompt of a conversation.
     """
 
     prompts: Sequence[Prompt]
     new_parser: "Callable[[], StreamParser] | None" = None  # a fresh parser for each output
     visible_tokens: Mapping[int, bytes] = MappingProxyType({})
+    text: str = ""
 
 
 async def tokenize_prompts(

@@ -1,6 +1,7 @@
 """One grammar for tool calls and output formats together."""
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from engine.errors import InvalidRequest
@@ -9,8 +10,12 @@ from gateway.ports import ToolCallGrammar
 from gateway.schema.fields.output import OutputConstraint
 
 if TYPE_CHECKING:
+    from engine.step import SamplingParams
     from gateway.ports import Dialect
     from gateway.schema.openai.tools import ToolPlan
+    from gateway.service import ServedModel
+
+BANNED = -100.0  # added to a logit: the token is sampled only if nothing else is left
 
 
 def tool_constraint(
@@ -38,6 +43,17 @@ def tool_constraint(
     if grammar is None:
         return None
     return OutputConstraint(grammar, tools.param if requested is None else requested.param)
+
+
+def without_calls(sampling: "SamplingParams", model: "ServedModel") -> "SamplingParams":
+    """Sampling that begins no call of a tool that the prompt lists, if calls begin with a token of
+    their own. Unlike a grammar it leaves the model its reasoning."""
+    mark = "" if model.dialect is None else model.dialect.call_mark
+    ids = model.tokenizer.encode(mark, add_special_tokens=False) if mark else []
+    if len(ids) != 1:
+        return sampling
+    others = [bias for bias in sampling.logit_bias if bias[0] != ids[0]]
+    return replace(sampling, logit_bias=(*others, (ids[0], BANNED)))
 
 
 def _json_schema(requested: OutputConstraint, tools_param: str) -> dict[str, object]:

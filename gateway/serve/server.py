@@ -29,8 +29,9 @@ from engine.errors import StartupError, Unavailable
 from engine.transport.process_memory import drop_library_pages, trim_heap
 from gateway.access.intake import Intake
 from gateway.serve.acceptor import Acceptor
-from gateway.serve.connection import Connection, ConnectionBounds
+from gateway.serve.connection import ConnectionBounds
 from gateway.serve.places import Places
+from gateway.serve.websocket import UpgradableConnection
 
 if TYPE_CHECKING:
     import ssl
@@ -224,7 +225,7 @@ class Server:
     async def _accept(self, server: _Uvicorn, listener: socket.socket) -> None:
         """Accept connections until cancelled."""
         make = partial(
-            Connection,
+            UpgradableConnection,
             config=server.config,
             server_state=server.server_state,
             app_state=server.lifespan.state,
@@ -296,7 +297,7 @@ def raise_file_limit() -> int:
 def _config(server: Server) -> uvicorn.Config:
     return uvicorn.Config(
         server.app,
-        http=Connection,
+        http=UpgradableConnection,
         ws="none",
         lifespan="off",
         log_config=None,

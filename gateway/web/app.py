@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from engine.errors import EngineError
 from gateway.errors import MethodNotAllowed, PathNotFound
+from gateway.generation.held import HeldResponses
 from gateway.generation.reply import error_response
 from gateway.service import Service, caller_of, service_of
 from gateway.web.middleware import IdentifyCaller
@@ -43,6 +44,7 @@ def build_app(service: Service) -> "ASGIApp":
     app.state.routes = ROUTES
     app.state.documents = documents(ROUTES.routes)
     app.state.live = live_state(service)
+    app.state.held = HeldResponses()
     app.state.simulations = asyncio.Semaphore(1)
     return IdentifyCaller(app, service, ROUTES)
 

@@ -76,6 +76,8 @@ class IdentifyCaller:
             return
         record = self._identify(scope)
         scope["podway.send"] = send
+        if "podway.upgrade" in scope:
+            scope["podway.app"] = self  # serves each message of the WebSocket as a request
 
         async def send_and_note(message: "Message") -> None:
             if message["type"] == "http.response.start":
@@ -91,7 +93,8 @@ class IdentifyCaller:
                 work = self._app(scope, intake.gated(receive, client), send_and_note)
                 await intake.metered(work, record, client)
         finally:
-            scope.pop("podway.send", None)  # breaks the cycle scope ─▶ send ─▶ scope
+            for name in ("podway.send", "podway.upgrade"):  # they refer back to the scope
+                scope.pop(name, None)
             if rejection := scope.get("podway.rejection"):  # by the connection
                 record.status, record.reason = rejection
             self._service.request_log.close(record)
@@ -114,6 +117,7 @@ class IdentifyCaller:
             unknown_fields=UnknownFields(rejects_all=service.rejects_unknown_fields),
             record=record,
             charge=partial(self._intake.charge, client=client),
+            turn=scope.get("podway.turn"),
         )
         if service.traces is not None and (parent := _header(scope, b"traceparent")):
             service.traces.begin(request_id, parent)

@@ -24,6 +24,7 @@ from gateway.web.routes import (
     messages,
     models,
     requests,
+    response_socket,
     responses,
     streams,
     tokens,
@@ -91,6 +92,8 @@ ROUTES = RouteTable((
     Route("POST", "/v1/messages/count_tokens", "messages", "The number of tokens of a prompt.",
           messages.count_tokens, AnthropicRequest, is_metered=True, dialect=ANTHROPIC),
 
+    Route("GET", "/v1/responses", "responses", "A WebSocket for responses that continue.",
+          response_socket.connect, dialect=RESPONSES),
     Route("POST", "/v1/responses", "responses", "The next items of a conversation.",
           plan=responses.plan_response, body=ResponseRequest, is_metered=True, is_batchable=True,
           media_types=STREAM, dialect=RESPONSES),

@@ -40,6 +40,8 @@ def make_bare_reader(marks: BareCallMarks) -> ParseOutput:
             body, _, _ = reader.text.partition(marks.close)
             try:
                 name, arguments = parse_bare_call(body, marks.quote)
+                if name not in tools:
+                    raise NotACall
             except NotACall:
                 emit_skipped(reader)
                 continue

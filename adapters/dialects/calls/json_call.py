@@ -21,13 +21,6 @@ _FIRST_KEY = re.compile(r'\s*\{\s*(?:"([^"\\]*)"|[^"\s])')
 _KEYS = frozenset({"name", "arguments", "parameters", "type", "function", "id"})
 
 
-class AnyName:
-    """A container of all names, so that a call of any tool is accepted."""
-
-    def __contains__(self, name: object) -> bool:
-        return True
-
-
 class _Call(NamedTuple):
     name: str
     arguments: str

@@ -40,6 +40,8 @@ def read_python_calls(reader: TextReader, tools: OfferedTools) -> Parsing[None]:
         body, close, _ = reader.text.partition(CLOSE)
         try:
             calls = parse_python_calls(body)
+            if any(call.name not in tools for call in calls):
+                raise NotACall
         except NotACall:
             emit_skipped(reader)
             continue

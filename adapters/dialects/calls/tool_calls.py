@@ -1,13 +1,14 @@
 """Parsers for the tool-call syntax of model families, as generators over a `TextReader`.
 
-Text that only resembles a call is passed through as content, its marks included.
+Text that only resembles a call, or calls a tool that was not offered, is passed through as content,
+its marks included.
 """
 
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from adapters.dialects.calls.json_call import AnyName, read_arguments, read_call
+from adapters.dialects.calls.json_call import read_arguments, read_call
 from adapters.dialects.reader import Parsing, TextReader
 
 # The tools offered: by name, the JSON schema of the parameters if it is known.
@@ -20,7 +21,6 @@ MISTRAL_CALLS, MISTRAL_ARGS, MISTRAL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 GRANITE_CALLS = "<|tool_call|>"
 PHI_OPEN, PHI_CLOSE = "<|tool_call|>", "<|/tool_call|>"
 
-_ANY_NAME = AnyName()
 _MISTRAL_NAME = re.compile(r"\s*([\w.\-]{1,64})(?:\[CALL_ID\][\w\-]{1,64})?(?:\[ARGS\])?\s*(?=\{)")
 _MAX_NAME = 192  # characters before the arguments
 
@@ -34,7 +34,7 @@ def read_hermes(reader: TextReader, tools: OfferedTools) -> Parsing[None]:
     """Hermes, Qwen and the built-in model:
     `<tool_call>{"name": …, "arguments": …}</tool_call>`."""
     while (yield from reader.emit_until(content, HERMES_OPEN)):
-        if (yield from read_call(reader, _ANY_NAME)):
+        if (yield from read_call(reader, tools)):
             yield from reader.accept(HERMES_CLOSE)
         else:
             emit_skipped(reader)
@@ -56,8 +56,8 @@ def read_llama(reader: TextReader, tools: OfferedTools) -> Parsing[None]:
 def read_mistral(reader: TextReader, tools: OfferedTools) -> Parsing[None]:
     """Mistral: `[TOOL_CALLS]`, then an array of calls or, since 2025, a name and its arguments."""
     while (yield from reader.emit_until(content, MISTRAL_CALLS)):
-        is_array = yield from reader.accept("[")
-        if not (yield from (_read_array(reader) if is_array else _read_named(reader))):
+        read = _read_array if (yield from reader.accept("[")) else _read_named
+        if not (yield from read(reader, tools)):
             emit_skipped(reader)
 
 
@@ -66,27 +66,29 @@ def read_marked_array(reader: TextReader, tools: OfferedTools) -> Parsing[None]:
     with `<|/tool_call|>`."""
     while (yield from reader.emit_until(content, GRANITE_CALLS)):
         is_array = yield from reader.accept("[")
-        if is_array and (yield from _read_array(reader)):
+        if is_array and (yield from _read_array(reader, tools)):
             yield from reader.accept(PHI_CLOSE)
         else:
             emit_skipped(reader)
 
 
-def _read_array(reader: TextReader) -> Parsing[bool]:
+def _read_array(reader: TextReader, tools: OfferedTools) -> Parsing[bool]:
     """Parse calls up to the closing bracket; False if it is missing."""
-    while (yield from read_call(reader, _ANY_NAME)):
+    while (yield from read_call(reader, tools)):
         if not (yield from reader.accept(",")):
             return (yield from reader.accept("]"))
     return False
 
 
-def _read_named(reader: TextReader) -> Parsing[bool]:
+def _read_named(reader: TextReader, tools: OfferedTools) -> Parsing[bool]:
     """Parse `name[ARGS]{…}`, with an optional `[CALL_ID]`."""
     while (header := _MISTRAL_NAME.match(reader.text[:_MAX_NAME])) is None:
         is_late = "{" in reader.text or len(reader.text) >= _MAX_NAME
         if is_late or reader.is_ended or MISTRAL_CALLS in reader.text:
             return False
         yield
+    if header[1] not in tools:
+        return False
     reader.take(header.end())
     reader.begin_call(header[1])
     reader.skipped = ""

@@ -47,7 +47,7 @@ def read_xml_calls(reader: TextReader, tools: OfferedTools) -> Parsing[None]:
         body, close, _ = reader.text.partition(HERMES_CLOSE)
         found = _CALL.fullmatch(body)
         arguments = None
-        if found is not None:
+        if found is not None and found[1] in tools:
             arguments = parse_parameters(found[2], tools.get(found[1]))
         if found is None or arguments is None:
             emit_skipped(reader)

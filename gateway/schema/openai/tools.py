@@ -50,16 +50,18 @@ class Tool(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ToolPlan(NamedTuple):
-    """The functions that the model may call.
+    """The functions that the model may call, and those that the prompt lists.
 
-    `param` is the request field that lists them. `must_call`: the answer must be a call.
-    `max_calls` None: any number.
+    The prompt lists all tools of the request whatever `tool_choice` is, so that prompts with
+    different choices begin with the same text. `param` is the request field that lists them.
+    `must_call`: the answer must be a call. `max_calls` None: any number.
     """
 
     offered: Sequence[FunctionDefinition] = ()
     must_call: bool = False
     max_calls: int | None = None
     param: str = "tools"
+    listed: Sequence[FunctionDefinition] = ()
 
     @property
     def is_constrained(self) -> bool:
@@ -94,9 +96,10 @@ def plan_tools(tools: Sequence[Tool] | None, choice: Any, *, is_parallel: bool |
         )
     offered = functions if names is None else _named(functions, names, "tool_choice")
     if mode == "none":
-        return ToolPlan()
+        return ToolPlan(listed=functions)
     is_one = is_parallel is False or mode == "named"
-    return ToolPlan(offered, mode in ("required", "named"), 1 if is_one else None)
+    max_calls = 1 if is_one else None
+    return ToolPlan(offered, mode in ("required", "named"), max_calls, listed=functions)
 
 
 def plan_functions(functions: Sequence[FunctionDefinition] | None, choice: Any) -> ToolPlan:
@@ -108,12 +111,12 @@ def plan_functions(functions: Sequence[FunctionDefinition] | None, choice: Any) 
     _check_names(offered, "functions")
     match choice:
         case None | "auto":
-            return ToolPlan(offered, max_calls=1, param="functions")
+            return ToolPlan(offered, max_calls=1, param="functions", listed=offered)
         case "none":
-            return ToolPlan(param="functions")
+            return ToolPlan(param="functions", listed=offered)
         case {"name": str(name)} if len(choice) == 1:
             named = _named(offered, [name], "function_call")
-            return ToolPlan(named, must_call=True, max_calls=1, param="functions")
+            return ToolPlan(named, True, 1, "functions", offered)
     raise InvalidRequest(
         "Invalid 'function_call': expected 'none', 'auto' or an object with a function's name.",
         "function_call",

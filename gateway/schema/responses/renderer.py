@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from gateway.schema.openai.logprobs import LogprobsFormatter
 
 Item = dict[str, Any]
-_STATUS = {"length": "incomplete"}  # by finish reason; "completed" for all others
+_INCOMPLETE = {"length": "max_output_tokens", "steered": "steered"}  # why, by finish reason
 
 
 class ResponsesRenderer:
@@ -62,6 +62,7 @@ class ResponsesRenderer:
         self._pending: list[OutputToken] = []  # not yet in any event
         self._delta_head = b""  # constant bytes before a delta's number, for the open item
         self._status = "in_progress"
+        self._incomplete_details: dict[str, Any] | None = None
         self._end: dict[str, Any] = {}
 
     @property
@@ -79,6 +80,15 @@ class ResponsesRenderer:
             "output": self.output,
         }
 
+    @property
+    def status(self) -> str:
+        return self._status
+
+    def next_number(self) -> int:
+        """The sequence number of an event that is rendered elsewhere."""
+        number, self._number = self._number, self._number + 1
+        return number
+
     def delta(self, index: int, parts: Delta, progress: GenerationProgress) -> bytes:
         events = [self._opening()]
         for piece, tokens in _with_tokens(parts):
@@ -89,8 +99,10 @@ class ResponsesRenderer:
 
     def ending(self, index: int, end: ChoiceEnd, progress: GenerationProgress) -> bytes:
         events = self._opening()
-        self._status = _STATUS.get(end.reason, "completed")
-        if not self.output:
+        if reason := _INCOMPLETE.get(end.reason):
+            self._incomplete_details = {"reason": reason}
+        self._status = "incomplete" if reason else "completed"
+        if not self.output and end.reason != "steered":
             events += self._open_text("message", "output_text")  # an empty message
         return events + self._close(self._status)
 
@@ -131,7 +143,7 @@ class ResponsesRenderer:
             },
         }
         if self._status == "incomplete":
-            self._end["incomplete_details"] = {"reason": "max_output_tokens"}
+            self._end["incomplete_details"] = self._incomplete_details
 
     def _logprobs(self, tokens: Sequence[OutputToken]) -> list[Any]:
         logprobs = None if self._formatter is None else self._formatter.chat(tokens)
@@ -280,6 +292,14 @@ class ResponsesRenderer:
         number, self._number = self._number, self._number + 1
         data = orjson.dumps({"type": kind, "sequence_number": number, **fields})
         return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
+
+
+class PrefillRenderer(ResponsesRenderer):
+    """Renders a response for which only the prompt was computed: it has no output."""
+
+    def ending(self, index: int, end: ChoiceEnd, progress: GenerationProgress) -> bytes:
+        self._status = "completed"
+        return self._opening()
 
 
 def _without_bytes(logprobs: Sequence[Mapping[str, Any]]) -> list[Item]:

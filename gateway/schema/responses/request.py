@@ -200,12 +200,37 @@ class ResponseRequest(SchedulingRequest, kw_only=True, forbid_unknown_fields=Tru
         return with_renamed_fields(partial(chat_of, given), NAMES)
 
 
+class ResponseCreate(ResponseRequest, kw_only=True, forbid_unknown_fields=True):
+    """The message `response.create` of a WebSocket. Without `generate` the prompt is computed, so
+    that the next response can continue it."""
+
+    type: str
+    stream_id: str | None = None
+    generate: bool | None = None
+
+    def check(self) -> None:
+        """Raise as for a request. `input` may be left out where nothing is generated."""
+        if self.input is None and self.generate is False:
+            self.input = []
+        reject_unless(self, "background", False)
+        reject_unless(self, "stream", True)
+        self.stream = True
+        super().check()
+
+
 _DECODER = msgspec.json.Decoder(ResponseRequest)
+_CREATE_DECODER = msgspec.json.Decoder(ResponseCreate)
 
 
-def decode_response(body: bytes, unknown: UnknownFields | None = None) -> ResponseRequest:
-    """Decode and check the request. Raises `InvalidRequest`."""
-    request = decode(_DECODER, body, unknown)
+def decode_response(
+    body: bytes, unknown: UnknownFields | None = None, *, is_message: bool = False
+) -> ResponseRequest:
+    """Decode and check the request, or the message of a WebSocket. Raises `InvalidRequest`."""
+    request: ResponseRequest
+    if is_message:
+        request = decode(_CREATE_DECODER, body, unknown)
+    else:
+        request = decode(_DECODER, body, unknown)
     check_unicode(body)
     request.check()
     verbosity = request.text and request.text.verbosity

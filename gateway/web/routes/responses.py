@@ -10,17 +10,24 @@ import orjson
 
 from engine.errors import ContextTooLong, InvalidRequest
 from gateway.access.callers import read_body
-from gateway.errors import ResponseNotFound, StreamNotFound
+from gateway.errors import PreviousResponseNotFound, ResponseNotFound, StreamNotFound
 from gateway.generation.conversation import render_prompt
 from gateway.generation.held_streams import event_number, held_stream
-from gateway.generation.plan import Background, GenerationPlan, plan_chat
+from gateway.generation.plan import Background, GenerationPlan, LengthLimits, plan_chat
 from gateway.generation.threads import MAX_BYTES_ON_LOOP, in_thread_if, read_body_with
+from gateway.generation.turn import Turn
 from gateway.schema.field_names import renamed_fields
 from gateway.schema.openai.event_envelope import token_formatter
 from gateway.schema.paging import list_json, read_page
 from gateway.schema.responses.items import Item, stored_items
-from gateway.schema.responses.renderer import ResponsesRenderer
-from gateway.schema.responses.request import NAMES, ResponseRequest, decode_response, response_head
+from gateway.schema.responses.renderer import PrefillRenderer, ResponsesRenderer
+from gateway.schema.responses.request import (
+    NAMES,
+    ResponseCreate,
+    ResponseRequest,
+    decode_response,
+    response_head,
+)
 from gateway.schema.responses.tools import ToolSet, read_tools
 from gateway.service import caller_of, service_of
 from gateway.store.responses import ResponseRecord
@@ -36,17 +43,24 @@ if TYPE_CHECKING:
     from gateway.service import Service
 
 Json = dict[str, Any]
+Complete = Callable[[], Awaitable[None]]
+# A prompt is computed up to this message where a WebSocket sends none yet.
+NOTHING: Item = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": ""}]}
 DEFAULT_LISTED, MAX_LISTED = 20, 100
 MAX_ITEMS_ON_LOOP = 64
 
 
 async def plan_response(body: bytes, caller: "Caller", service: "Service") -> GenerationPlan:
-    """The plan of a request body; raises `InvalidRequest` for what cannot be served."""
+    """The plan of a request body, or of a message of a WebSocket if the caller has a turn.
+
+    Raises `InvalidRequest` for what cannot be served.
+    """
+    turn = _turn_of(caller)
     request, tools, items = await read_body_with(
         partial(_read, body, caller, service), body, caller
     )
     items = await _earlier_items(request, caller, service) + items
-    make = partial(_planned, request, tools, items, caller, service)
+    make = partial(_planned, _Parts(request, tools, items or [NOTHING]), caller, service)
     plan = await in_thread_if(_is_long(items, body), make, caller)
     if request.truncation == "auto":
         as_chat = partial(request.as_chat, tools=tools)
@@ -63,7 +77,21 @@ async def plan_response(body: bytes, caller: "Caller", service: "Service") -> Ge
         plan = replace(plan, on_complete=store)
         if request.background:
             plan = replace(plan, background=_background(renderer, store))
+    if turn is not None:
+        turn.renderer = renderer
+        keep = partial(_hold, turn, renderer, items, caller, service)
+        plan = replace(plan, on_complete=partial(_in_order, keep, plan.on_complete))
     return plan
+
+
+def _turn_of(caller: "Caller") -> Turn | None:
+    return caller.turn if isinstance(caller.turn, Turn) else None
+
+
+async def _in_order(first: Complete, second: Complete | None) -> None:
+    await first()
+    if second is not None:
+        await second()
 
 
 def _background(renderer: ResponsesRenderer, store: Callable[[], Awaitable[None]]) -> Background:
@@ -82,23 +110,23 @@ class _Parts(NamedTuple):
 
 
 def _read(body: bytes, caller: "Caller", service: "Service") -> _Parts:
-    request = decode_response(body, caller.unknown_fields)
+    is_message = caller.turn is not None
+    request = decode_response(body, caller.unknown_fields, is_message=is_message)
     service.check_generates(request.model)
     assert request.input is not None, "checked by decode_response"
     tools = read_tools(request.tools or (), caller.unknown_fields)
+    if isinstance(request, ResponseCreate) and request.generate is False and not request.input:
+        return _Parts(request, tools, [])
     return _Parts(request, tools, stored_items(request.input, service.new_id))
 
 
-def _planned(
-    request: ResponseRequest,
-    tools: ToolSet,
-    items: list[Item],
-    caller: "Caller",
-    service: "Service",
-) -> GenerationPlan:
+def _planned(parts: _Parts, caller: "Caller", service: "Service") -> GenerationPlan:
+    request, tools, items = parts
+    turn = _turn_of(caller)
     chat = request.as_chat(items, tools)
     model = service.model
-    renderer = ResponsesRenderer(
+    kind = ResponsesRenderer if turn is None or turn.generates else PrefillRenderer
+    renderer = kind(
         response_head(
             request, tools, service.new_id("resp_"), service.unix_now(), model.sampling_defaults
         ),
@@ -108,7 +136,9 @@ def _planned(
         tools.by_function,
     )
     with renamed_fields(NAMES):
-        plan = plan_chat(chat, renderer, caller, service)
+        plan = plan_chat(chat, renderer, caller, service, turn)
+    if turn is not None and not turn.generates:
+        plan = replace(plan, limits=LengthLimits(0), constraint=None)
     return replace(plan, prompt_field="input")
 
 
@@ -141,11 +171,14 @@ async def _earlier_items(
     response_id = request.previous_response_id
     if response_id is None:
         return []
+    turn = _turn_of(caller)
+    if turn is not None and (held := turn.continues(response_id)) is not None:
+        return held
     responses = service.store.responses
     try:
         record = await responses.find(response_id, caller.tenant, service.unix_now())
     except ResponseNotFound as error:
-        raise ResponseNotFound(response_id, "previous_response_id") from error
+        raise PreviousResponseNotFound(response_id) from error
     return record.turns
 
 
@@ -204,6 +237,19 @@ def _fits(max_tokens: int | None, prompt_len: int, service: "Service") -> bool:
     except ContextTooLong:
         return False
     return True
+
+
+async def _hold(
+    turn: Turn,
+    renderer: ResponsesRenderer,
+    items: list[Item],
+    caller: "Caller",
+    service: "Service",
+) -> None:
+    """Let the connection's next messages continue the response."""
+    know = partial(turn.known_text, service.model.tokenizer)
+    known = await in_thread_if(_is_long(items, b""), know, caller)
+    turn.hold(renderer.response_id, [*items, *renderer.output], known)
 
 
 async def _store(

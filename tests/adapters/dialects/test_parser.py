@@ -285,3 +285,22 @@ def test_a_call_beyond_the_maximum_completes_the_output(size: int) -> None:
     message = finished_choice([*pieces, *parser.finish()], ChoiceEnd("stop"))
     assert message.content == "ab"
     assert [call.name for call in message.calls] == ["f"]
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("hermes", '<tool_call>{"name": "f", "arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call>{"arguments": {}, "name": "f"}</tool_call>'),
+        ("llama3", '{"name": "f", "parameters": {}}'),
+        ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {}}]'),
+        ("mistral", "[TOOL_CALLS]f[ARGS]{}"),
+        ("granite", '<|tool_call|>[{"name": "f", "arguments": {}}]'),
+        ("qwen-xml", "<tool_call>\n<function=f>\n</function>\n</tool_call>"),
+        ("olmo3", "<function_calls>f()</function_calls>"),
+        ("gemma", "<start_function_call>call:f{}<end_function_call>"),
+    ],
+)
+def test_a_call_of_a_tool_that_was_not_offered_is_content(name: str, call: str) -> None:
+    assert read(name, [call], tools=("f",)).calls == (("f", "{}"),)
+    assert read(name, [call], tools=("weather",)) == ParsedMessage(call)

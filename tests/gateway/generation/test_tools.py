@@ -66,7 +66,20 @@ def test_without_callable_tools_call_syntax_is_content() -> None:
             (choice,) = (await reply_to(rig, **fields))["choices"]
             assert choice["message"]["content"] == CALL
             assert choice["finish_reason"] == "stop"
-        assert not any(bytes(ended.spec.prompt).startswith(b"tools:") for ended in rig.ended)
+        shown = [bytes(ended.spec.prompt).startswith(b"tools:f\n") for ended in rig.ended]
+        assert shown == [False, False, True, True]  # the prefix is that of other choices
+
+    play(scene, hermes(CALL))
+
+
+def test_a_call_of_a_tool_that_may_not_be_called_is_content() -> None:
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [G]}}
+
+    async def scene(rig: Rig) -> None:
+        for fields in ({"tools": [G]}, {"tools": [F, G], "tool_choice": allowed}):
+            (choice,) = (await reply_to(rig, **fields))["choices"]
+            assert choice["message"]["content"] == CALL
+            assert "tool_calls" not in choice["message"]
 
     play(scene, hermes(CALL))
 
@@ -97,11 +110,11 @@ def test_a_required_call_is_constrained_to_the_tools(
     play(scene, hermes(CALL))
 
 
-def test_the_model_sees_only_the_allowed_tools() -> None:
+def test_the_prompt_lists_all_tools_whichever_are_allowed() -> None:
     async def scene(rig: Rig) -> None:
         choice = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [G]}}
         await reply_to(rig, tools=[F, G], tool_choice=choice)
-        assert bytes(rig.ended[0].spec.prompt).startswith(b"tools:g\n")
+        assert bytes(rig.ended[0].spec.prompt).startswith(b"tools:f,g\n")
 
     play(scene, hermes())
 

@@ -53,7 +53,9 @@ def test_another_key_cannot_access_it() -> None:
             assert (await got(rig, f"{kept['id']}{path}", key("b")))[0] == 404
         body = ask(previous_response_id=kept["id"])
         async with rig.client.post(PATH, body, key("b")) as exchange:
-            assert await exchange.start() == 404
+            assert await exchange.start() == 400
+            error = (await exchange.json())["error"]
+            assert error["code"] == "previous_response_not_found"
         async with rig.client.send("DELETE", f"{PATH}/{kept['id']}", headers=key("b")) as exchange:
             assert await exchange.start() == 404
         assert (await got(rig, kept["id"], key("a")))[0] == 200

@@ -1,0 +1,62 @@
+"""Turn: one response of a conversation that its connection keeps."""
+
+from typing import TYPE_CHECKING, Any
+
+from gateway.generation.held import HeldConversations, HeldResponse
+from gateway.generation.known_text import KnownText, known_text
+
+if TYPE_CHECKING:
+    from gateway.generation.choice_stream import ChoiceStream
+    from gateway.generation.prompt import TokenizedPrompts
+    from gateway.ports import Tokenizer
+    from gateway.schema.responses.renderer import ResponsesRenderer
+
+    Item = dict[str, Any]
+
+STEERED = "steered"  # the finish reason of an answer that further input has ended
+
+
+class Turn:
+    """What a response knows of the text before it, and what the next one may know of it."""
+
+    def __init__(self, conversations: HeldConversations, *, generates: bool = True) -> None:
+        """Without `generates` the prompt is computed, and nothing is generated."""
+        self.generates = generates
+        self._conversations = conversations
+        self.known: KnownText | None = None  # of the response that it continues
+        self._tokenized: TokenizedPrompts | None = None
+        self.renderer: ResponsesRenderer | None = None  # once its request is accepted
+        self._choice: ChoiceStream | None = None
+        self._is_steered = False
+
+    def begin(self, tokenized: "TokenizedPrompts", choice: "ChoiceStream") -> None:
+        """The engine has its request."""
+        self._tokenized, self._choice = tokenized, choice
+        if self._is_steered:
+            choice.end_early(STEERED)
+
+    def steer(self) -> None:
+        """End the answer after the tokens that have arrived, unless it calls a tool."""
+        self._is_steered = True
+        if self._choice is not None:
+            self._choice.end_early(STEERED)
+
+    def continues(self, response_id: str) -> "list[Item] | None":
+        """The items before this turn, if its connection holds the response that it continues."""
+        held = self._conversations.find(response_id)
+        if held is None:
+            return None
+        self.known = held.known
+        return held.items
+
+    def hold(self, response_id: str, items: "list[Item]", known: KnownText | None) -> None:
+        """Hold the response, so that the next turn can continue it: `items` end with its output."""
+        self._conversations.put(response_id, HeldResponse(items, known))
+
+    def known_text(self, tokenizer: "Tokenizer") -> KnownText | None:
+        """The text of its prompt and its output, as far as it has begun."""
+        tokenized, choice = self._tokenized, self._choice
+        if tokenized is None or choice is None or not tokenized.text:
+            return None
+        output = choice.request.output if self.generates else ()
+        return known_text(tokenized.text, tokenized.prompts[0], output, tokenizer)
