@@ -11,9 +11,6 @@ and be computed in pieces beside its decodes.
 
 With lookahead, one more iteration in flight is allowed for one that is planned before its input
 tokens are known. It is used only if all stages are busy, or if no other request could run.
-
-Engines of several models on the same cores submit iterations only while they have the turn
-(`engine.turns`).
 """
 
 import asyncio
@@ -75,8 +72,8 @@ class Engine:
         them are for iterations planned ahead. `is_ready` turns False if no iteration returns for
         `ready_seconds`. `read_ahead` is called with what workers should read from the disk for a
         request that has to wait, and again when it has ended. Before a request starts, `lookup`
-        finds what a shared store has of its prompt. With a `turn`, other engines compute on the
-        same cores. `send_pixels` sends a piece of an image to the workers."""
+        finds what a shared store has of its prompt. With a `turn`, engines of other models
+        compute on the same cores, too. `send_pixels` sends a piece of an image to the workers."""
         self.scheduler = scheduler
         scheduler.looks_ahead = lookahead > 0
         self._executor = executor
@@ -301,9 +298,9 @@ class Engine:
     def _submit(self) -> None:
         if self.scheduler.pool.next_deadline is not None:
             self._wake(self.scheduler.expire(self._clock()))
-        must_wait = False
+        has_work, must_wait = bool(self.scheduler.pool) or self.scheduler.kv.saves, False
         while len(self._in_flight) < self._depth and self._executor.is_alive:
-            must_wait = self._turn is not None and self._has_work and not self._turn.take()
+            must_wait = self._turn is not None and has_work and not self._turn.take()
             if must_wait:
                 break
             iteration = self._plan(self._clock())
@@ -320,11 +317,6 @@ class Engine:
             self._turn.give()
             if must_wait:
                 self._turn.take()
-
-    @property
-    def _has_work(self) -> bool:
-        """Whether there may be an iteration to submit."""
-        return bool(self.scheduler.pool) or self.scheduler.kv.saves
 
     def _returned(self, future: "StepFuture") -> None:
         self._wakeup.set()

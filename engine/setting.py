@@ -74,9 +74,9 @@ def secret(default: T, group: str, help: str, metavar: str, **declared: Unpack[D
 
 
 def duration(text: str) -> float:
-    """Seconds from `50ms`, `0.05s` or `0.05`. Raises `ValueError` for another text."""
+    """Seconds from `50ms`, `0.05s`, `0.05`, `10m` or `2h`. Raises `ValueError` for another text."""
     number = text.strip()
-    for unit, seconds in (("ms", 1e-3), ("s", 1.0)):
+    for unit, seconds in (("ms", 1e-3), ("s", 1.0), ("m", 60.0), ("h", 3600.0)):
         if number.endswith(unit):
             return round(float(number.removesuffix(unit)) * seconds, 9)
     return float(number)

@@ -153,8 +153,8 @@ class KVSettings:
     """Format and size of the KV cache.
 
     `kv_slots` None: as many as fit in `kv_memory`, the total over all workers; both None: the
-    worker chooses from the free memory. So it does for `num_states` 0, the state slots of a model
-    with recurrent layers.
+    worker chooses from the free memory, at most `kv_memory_limit` if that is not 0. So it does for
+    `num_states` 0, the state slots of a model with recurrent layers.
     """
 
     kv_cache_dtype: str = setting(
@@ -184,6 +184,7 @@ class KVSettings:
         16, "memory", "KV slots in a block", "N", ge=1, le=4096, is_advanced=True
     )
     num_states: int = 0
+    kv_memory_limit: int = 0
 
     def __post_init__(self) -> None:
         if self.kv_slots and self.kv_memory:

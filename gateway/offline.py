@@ -24,13 +24,11 @@ import uvloop
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from engine.cost.live import LiveCost
 from engine.errors import Unavailable
 from gateway.access.callers import Caller
 from gateway.pooling.group import body_of
-from gateway.serve.assemble import build_control_plane, build_service
+from gateway.serve.assemble import build_models, build_service, load_at_start
 from gateway.serve.credentials import load_credentials
-from gateway.serve.load import load_model
 from gateway.service import Service
 from gateway.settings.checks import check_settings
 from gateway.settings.settings import Settings, load
@@ -177,18 +175,16 @@ class Podway:
     async def _serve(self, settings: Settings) -> None:
         check_settings(settings)
         async with AsyncExitStack() as stack:
-            loaded = await stack.enter_async_context(load_model(settings, lambda *_: None))
+            models = build_models(settings, stack)
+            await load_at_start(models.groups)
             store = open_store(None, StoreLimits())
             stack.callback(store.close)
-            cost = LiveCost(loaded.calibration.model)
-            plane = build_control_plane(settings, loaded, cost, stack)
-            credentials = load_credentials(settings)
-            service = build_service(settings, loaded, plane, credentials, store)
+            service = build_service(settings, models, load_credentials(settings), store)
             async with asyncio.TaskGroup() as group:
-                running = group.create_task(service.engine.run())
+                running = group.create_task(models.groups.run())
                 self._started.set_result(service)
                 await self._stop.wait()
-                await service.engine.drain(0)
+                await models.groups.drain(0)
                 running.cancel()
 
 

@@ -1,13 +1,19 @@
-"""Service: everything the routes use, built once at startup and never modified."""
+"""Service: everything the routes use, built once at startup and never modified.
+
+A server may have several models (`gateway.groups`). The service of a request is bound to the one
+that the request names; `Service.at` keeps that model loaded.
+"""
 
 import random
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from engine.loop import Engine
-from engine.policy import PolicySettings
 from engine.pooling import PoolingReport
 from engine.ports import Clock
 from gateway.access.callers import BodyLimits, Caller
@@ -16,6 +22,9 @@ from gateway.access.keys import Keys
 from gateway.access.origins import OriginPolicy
 from gateway.access.quotas import Quotas
 from gateway.errors import ModelNotFound, UnsupportedByModel
+from gateway.groups.group import Group
+from gateway.groups.groups import Groups
+from gateway.groups.serving import ServedModel
 from gateway.loras import LoraNames
 from gateway.observe.backpressure import LoopWatch
 from gateway.observe.exposition import Exposition
@@ -24,8 +33,6 @@ from gateway.observe.readings import Readings
 from gateway.observe.request_log import RequestLog
 from gateway.observe.timelines import Timelines
 from gateway.observe.traces import Traces
-from gateway.ports import ChatTemplate, Dialect, Tokenizer
-from gateway.schema.fields.sampling import SamplingDefaults, Vocabulary
 from gateway.schema.rendering import ResponseHeader
 from gateway.store.running import RunningResponses
 from gateway.store.store import Store
@@ -39,32 +46,6 @@ SEED_BITS = 63
 HOLD_SECONDS = 1.0
 PING_SECONDS = 15.0
 STALL_SECONDS = 600.0
-
-
-@dataclass(frozen=True, slots=True)
-class ServedModel:
-    """The one model of this server: its name in requests and responses, and its text adapters.
-
-    `created` is in Unix seconds. Without a `template` there is no chat; without a `dialect` the
-    output is content only.
-    """
-
-    name: str
-    created: int
-    fingerprint: str
-    vocabulary: Vocabulary
-    tokenizer: Tokenizer
-    template: ChatTemplate | None
-    dialect: Dialect | None = None
-    aliases: tuple[str, ...] = ()  # further names
-    sampling_defaults: SamplingDefaults = SamplingDefaults()  # noqa: RUF009 # frozen
-    trusts_request_templates: bool = False  # requests may have a `chat_template`
-    pooling: PoolingReport | None = None  # None: it generates text
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """All names that requests may use."""
-        return (self.name, *self.aliases)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +64,8 @@ class Pace:
 class Service:
     """Everything the routes use. `unix_now` is wall time in seconds, used for dates only."""
 
-    engine: Engine
-    model: ServedModel
-    grammars: GrammarCheck
-    readings: Readings
+    groups: Groups
+    group: Group  # the model of the request, or the default
     exposition: Exposition
     watch: LoopWatch
     clock: Clock
@@ -102,17 +81,62 @@ class Service:
     origins: OriginPolicy = field(default_factory=OriginPolicy)
     rejects_unknown_fields: bool = False
     is_strict_about_max_tokens: bool = False  # completions always are
-    policies: PolicySettings = PolicySettings()  # noqa: RUF009 # frozen
-    live: LiveView = field(default_factory=LiveView)
-    timelines: Timelines = field(default_factory=Timelines)
     traces: Traces | None = None
-    loras: LoraNames = field(default_factory=LoraNames)
     has_page: bool = True
+
+    @property
+    def engine(self) -> Engine:
+        """The engine of the request's model. As all properties of a loaded model, it raises
+        `Unavailable` if the model is not loaded."""
+        return self.group.serving.engine
+
+    @property
+    def model(self) -> ServedModel:
+        return self.group.serving.model
+
+    @property
+    def grammars(self) -> GrammarCheck:
+        return self.group.serving.grammars
+
+    @property
+    def readings(self) -> Readings:
+        return self.group.serving.readings
+
+    @property
+    def live(self) -> LiveView:
+        return self.group.serving.live
+
+    @property
+    def timelines(self) -> Timelines:
+        return self.group.serving.timelines
+
+    @property
+    def loras(self) -> LoraNames:
+        return self.group.serving.loras
+
+    def bound_to(self, group: Group) -> "Service":
+        """The service of another model, loaded or not."""
+        return self if group is self.group else replace(self, group=group)
+
+    @asynccontextmanager
+    async def at(self, group: Group) -> AsyncIterator["Service"]:
+        """The service of a model, which is loaded first and stays loaded inside."""
+        with group.lease() as lease:
+            await self.groups.loads.ensure(lease)
+            yield self.bound_to(group)
+
+    def at_model_of(self, body: bytes) -> AbstractAsyncContextManager["Service"]:
+        """The service of the model that a body of JSON names (`at`). Raises `ModelNotFound`."""
+        return self.at(self.groups.default if self.groups.are_fixed else self.group_of(body))
+
+    def group_of(self, body: bytes) -> Group:
+        """The group that a body names; the default if it names none. Raises `ModelNotFound`."""
+        return self.groups.find(model_named(body))
 
     def check_model(self, name: str) -> None:
         """Raise `ModelNotFound` unless this is a name of the served model or of a LoRA adapter."""
         if name not in self.model.names and self.loras.find(name) is None:
-            raise ModelNotFound(name, (*self.model.names, *self.loras.served))
+            raise ModelNotFound(name, self.groups.names)
 
     def check_generates(self, name: str) -> None:
         """Raise `ModelNotFound` for another model's name, and `UnsupportedByModel` if the model
@@ -182,6 +206,21 @@ class Service:
         return room - prompt_len
 
 
+class _Named(msgspec.Struct):
+    model: str | None = None
+
+
+def model_named(body: bytes) -> str | None:
+    """The field `model` of a body; None without one, and for a body that is not such an object."""
+    try:
+        return _NAMED.decode(body).model
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+_NAMED = msgspec.json.Decoder(_Named)
+
+
 def _purpose(pooling: PoolingReport) -> str:
     if pooling.task == "embed":
         return "it is served for /v1/embeddings, /v1/rerank and /score"
@@ -194,8 +233,8 @@ def unix_now() -> int:
 
 
 def service_of(http: "HttpRequest") -> Service:
-    """The service behind the app that serves this HTTP request."""
-    service = http.app.state.service
+    """The service of the model that this HTTP request names, or of the default model."""
+    service = http.scope.get("podway.service") or http.app.state.service
     assert isinstance(service, Service), "the app was built with its service"
     return service
 

@@ -1,7 +1,9 @@
-"""Memory of a process: what its start has used and serving does not need (code of libraries, freed
-heap), and the heap that steps use again and again."""
+"""Memory of a process: what it can still use, what its start has used and serving does not need
+(code of libraries, freed heap), and the heap that steps use again and again."""
 
 import ctypes
+import os
+import resource
 import sys
 from array import array
 from collections.abc import Iterator
@@ -26,6 +28,25 @@ class Mapping(NamedTuple):
     stop: int
     path: str
     own_bytes: int
+
+
+def available_bytes() -> int:
+    """Bytes of memory that this process can still use: free in the system, within its cgroup and
+    within its address space (`ulimit -v`)."""
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        free = int(fields["MemAvailable"].split()[0]) * 1024
+    else:
+        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and used.exists() and (most := limit.read_text().strip()) != "max":
+        free = min(free, max(0, int(most) - int(used.read_text())))
+    address_space, mapped = resource.getrlimit(resource.RLIMIT_AS)[0], Path("/proc/self/statm")
+    if address_space != resource.RLIM_INFINITY and mapped.exists():
+        pages = int(mapped.read_text().split()[0])
+        free = min(free, max(0, address_space - pages * PAGESIZE))
+    return free
 
 
 def drop_library_pages() -> None:

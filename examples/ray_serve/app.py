@@ -99,7 +99,7 @@ class Replica:
 
     async def check_health(self) -> None:
         """`/health`; raises if the workers are lost for good. Ray then replaces the replica."""
-        failure = self._server.service.engine.failure
+        failure = self._server.service.groups.failure
         if failure is not None:
             raise RuntimeError(failure)
 

@@ -261,13 +261,14 @@ class _Run:
         if (key := self._key) is None:
             raise InvalidApiKey("The API key of this batch no longer exists.")
         caller = Caller(request_id(self._record, line), service.clock()).authenticated(key)
-        plan = await self._plan(line.body, caller, service)
-        if isinstance(plan, GenerationPlan) and plan.is_stream:
-            raise InvalidRequest("'stream' is not supported in a batch.", "stream")
-        if isinstance(plan, GenerationPlan) and plan.background is not None:
-            raise InvalidRequest("'background' is not supported in a batch.", "background")
-        plan = replace(plan, scheduling=plan.scheduling._replace(is_background=True))
-        return await body_of(plan, service)
+        async with service.at_model_of(line.body) as serving:
+            plan = await self._plan(line.body, caller, serving)
+            if isinstance(plan, GenerationPlan) and plan.is_stream:
+                raise InvalidRequest("'stream' is not supported in a batch.", "stream")
+            if isinstance(plan, GenerationPlan) and plan.background is not None:
+                raise InvalidRequest("'background' is not supported in a batch.", "background")
+            plan = replace(plan, scheduling=plan.scheduling._replace(is_background=True))
+            return await body_of(plan, serving)
 
     @property
     def _key(self) -> Key | None:

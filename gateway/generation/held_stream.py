@@ -68,7 +68,9 @@ class HeldStream:
         self._numbers = EventNumbers()
         self._num_readers = 0
         self._is_counted = False  # among the running requests of its key
-        work = partial(self._run, replace(plan, is_held=True), self.group)
+        work = partial(
+            service.group.holding, partial(self._run, replace(plan, is_held=True), self.group)
+        )
         abandon = partial(self.group.close, Abort.CLIENT_GONE)
         self._work = SharedWork(work, abandon, is_kept=is_kept)
         self._count()

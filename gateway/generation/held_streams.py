@@ -77,7 +77,8 @@ def respond(plan: "GenerationPlan", service: "Service", scope: "Scope") -> "ASGI
     if not plan.is_stream and background is None:
         group = ChoiceGroup(plan, service)
         abandon = partial(group.close, Abort.CLIENT_GONE)
-        return Reply(plan.caller, partial(generate_body, plan, group), abandon, service)
+        work = partial(service.group.holding, partial(generate_body, plan, group))
+        return Reply(plan.caller, work, abandon, service)
     stream = begin(plan, service, names)
     if not plan.is_stream:
         return AcceptedResponse(stream, plan, service)

@@ -1,6 +1,6 @@
 """`/metrics`: the table of metrics in Prometheus' text format."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any
@@ -9,7 +9,14 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
-from gateway.observe.metric_table import METRICS, MODEL, MODEL_NAME, MetricRow, Value
+from gateway.observe.metric_table import (
+    METRICS,
+    MODEL,
+    MODEL_NAME,
+    SERVER_METRICS,
+    MetricRow,
+    Reading,
+)
 from gateway.observe.metrics import Histogram
 from gateway.observe.ticked import Ticked
 
@@ -17,22 +24,27 @@ if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
     from engine.ports import Clock
-    from gateway.observe.readings import Readings
+    from gateway.observe.readings import Readings, ServerReadings
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
+Models = Callable[[], Mapping[str, "Readings"]]
 
 
 class Exposition:
     """Renders the metrics, at most once per tick for all readers.
 
-    `model` is the label `model_name` of vLLM's metrics.
+    The metrics of a model are those of `models()`, by name. The name is the label `model_name` of
+    vLLM's metrics and, if the server `has_several`, of all metrics of a model.
     """
 
-    def __init__(self, readings: "Readings", model: str, clock: "Clock") -> None:
+    def __init__(
+        self, server: "ServerReadings", models: Models, clock: "Clock", *, has_several: bool = False
+    ) -> None:
         self._shared = CollectorRegistry()
-        self._shared.register(_Families(readings, model, is_per_key=False))
+        self._shared.register(_Models(models, has_several))
+        self._shared.register(_Server(server, is_per_key=False))
         ProcessCollector(registry=self._shared)
-        self._of_keys = _Families(readings, model, is_per_key=True)
+        self._of_keys = _Server(server, is_per_key=True)
         self._pages = Ticked(lambda: _Page(generate_latest(self._shared)), clock)
 
     async def render(self, key: str | None = None) -> bytes:
@@ -55,11 +67,34 @@ class _Page:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Families(Collector):
-    """Reads the rows of the table that are per API key, of one key or of all; or the other rows."""
+class _Models(Collector):
+    """Reads the metrics of all loaded models."""
 
-    readings: "Readings"
-    model: str
+    models: Models
+    has_several: bool
+
+    def describe(self) -> list["Metric"]:
+        """None: the registry has no other collector to conflict with."""
+        return []
+
+    def collect(self) -> Iterator["Metric"]:
+        models = self.models()
+        for row in METRICS:
+            readings = {name: row.read(each) for name, each in models.items()}
+            shown = {name: each for name, each in readings.items() if each is not None}
+            if not shown:
+                continue
+            is_labelled = self.has_several and MODEL_NAME not in row.labels
+            yield _family(row, row.name, MODEL * is_labelled + row.labels, shown)
+            if row.alias:
+                yield _family(row, row.alias, MODEL, shown)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Server(Collector):
+    """Reads the metrics of the server that are per API key, of one key or of all; or the others."""
+
+    readings: "ServerReadings"
     is_per_key: bool
     key: str | None = None
 
@@ -68,30 +103,33 @@ class _Families(Collector):
         return []
 
     def collect(self) -> Iterator["Metric"]:
-        for row in METRICS:
-            reading = row.read(self.readings) if row.is_per_key is self.is_per_key else None
-            if reading is None:
-                continue
-            samples = reading if isinstance(reading, Mapping) else {(): reading}
-            yield self._family(row, row.name, row.labels, samples)
-            if row.alias:
-                yield self._family(row, row.alias, MODEL, samples)
+        for row in SERVER_METRICS:
+            if row.is_per_key is self.is_per_key:
+                yield _family(row, row.name, row.labels, {"": row.read(self.readings)}, self.key)
 
-    def _family(
-        self, row: MetricRow, name: str, labels: tuple[str, ...], samples: Mapping[Any, Value]
-    ) -> Any:
-        """A `Metric` of the row's family."""
-        family = row.kind.value(name, row.help, labels=labels)
-        model = [self.model] if MODEL_NAME in labels else []
-        for key, value in samples.items():
-            values = [_text(label) for label in (key if isinstance(key, tuple) else (key,))]
-            if self.key is not None and values[0] != self.key:
+
+def _family(
+    row: MetricRow[Any],
+    name: str,
+    labels: tuple[str, ...],
+    readings: "Mapping[str, Reading]",
+    key: str | None = None,
+) -> Any:
+    """A `Metric` of the row's family, with the readings of several models by name; with a `key`,
+    only the samples of that API key."""
+    family = row.kind.value(name, row.help, labels=labels)
+    for model, reading in readings.items():
+        samples = reading if isinstance(reading, Mapping) else {(): reading}
+        for sample, value in samples.items():
+            texts = [_text(label) for label in (sample if isinstance(sample, tuple) else (sample,))]
+            if key is not None and texts[0] != key:
                 continue
+            values = [model] * (MODEL_NAME in labels) + texts
             if isinstance(value, Histogram):
-                family.add_metric(model + values, value.buckets(), value.sum)
+                family.add_metric(values, value.buckets(), value.sum)
             else:
-                family.add_metric(model + values, value)
-        return family
+                family.add_metric(values, value)
+    return family
 
 
 def _text(label: str | int | Enum) -> str:

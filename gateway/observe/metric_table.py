@@ -7,7 +7,7 @@ work. Names follow the rules of `promtool check metrics`, other than vLLM's.
 from collections.abc import Callable, Mapping
 from enum import Enum
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
@@ -21,8 +21,9 @@ from gateway.observe.metrics import Histogram
 
 if TYPE_CHECKING:
     from engine.speculation.acceptance import DraftCounts
-    from gateway.observe.readings import Readings
+    from gateway.observe.readings import Readings, ServerReadings
 
+R = TypeVar("R")
 Value = float | Histogram
 Reading = Value | Mapping[Any, Value] | None  # a mapping is by labels; None: not shown
 
@@ -35,7 +36,7 @@ class Kind(Enum):
     HISTOGRAM = HistogramMetricFamily
 
 
-class MetricRow(NamedTuple):
+class MetricRow(NamedTuple, Generic[R]):
     """One metric. `alias` is vLLM's name, "" if it has none.
 
     The label `model_name`, which vLLM's metrics have, is not part of a reading.
@@ -44,15 +45,18 @@ class MetricRow(NamedTuple):
     kind: Kind
     name: str
     help: str
-    read: Callable[["Readings"], Reading]
+    read: Callable[[R], Reading]
     alias: str = ""
     labels: tuple[str, ...] = ()
     is_per_key: bool = False  # the first label is the name of an API key, which sees its own rows
 
 
-counter = partial(MetricRow, Kind.COUNTER)
-gauge = partial(MetricRow, Kind.GAUGE)
-histogram = partial(MetricRow, Kind.HISTOGRAM)
+counter = partial(MetricRow["Readings"], Kind.COUNTER)
+gauge = partial(MetricRow["Readings"], Kind.GAUGE)
+histogram = partial(MetricRow["Readings"], Kind.HISTOGRAM)
+server_counter = partial(MetricRow["ServerReadings"], Kind.COUNTER)
+server_gauge = partial(MetricRow["ServerReadings"], Kind.GAUGE)
+server_histogram = partial(MetricRow["ServerReadings"], Kind.HISTOGRAM)
 MODEL_NAME = "model_name"
 MODEL = (MODEL_NAME,)
 
@@ -63,7 +67,7 @@ def drafts(counts: Callable[["DraftCounts"], Reading]) -> Callable[["Readings"],
 
 
 # fmt: off
-METRICS: tuple[MetricRow, ...] = (
+METRICS: tuple[MetricRow["Readings"], ...] = (
     # Requests
     gauge("podway_requests_running", "Requests that hold KV slots.", lambda r: r.pool.num_admitted,
         "vllm:num_requests_running"),
@@ -180,26 +184,27 @@ METRICS: tuple[MetricRow, ...] = (
     *(gauge(name, "Share of KV blocks in use, 0 to 1.",
         lambda r: r.num_used_blocks / r.kv_shape.num_blocks, labels=MODEL)
       for name in ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")),
-
-    # The server
-    counter("podway_http_requests_total",
-        "HTTP requests that ended or were rejected, and batch lines.",
-        lambda r: r.request_log.requests, labels=("path", "method", "status")),
-    counter("http_requests_total",
-        "HTTP requests by class of status, under the name that vLLM's dashboards use.",
-        lambda r: r.http_requests_by_class(), labels=("handler", "method", "status")),
-    counter("podway_key_requests_total", "The same by API key.",
-        lambda r: r.request_log.key_requests, labels=("key", "status"), is_per_key=True),
-    counter("podway_key_tokens_total", "Tokens of ended requests by API key.",
-        lambda r: r.request_log.key_tokens, labels=("key", "kind"), is_per_key=True),
-    histogram("podway_loop_lag_seconds", "Delay of the event loop's timers.",
-        lambda r: r.metrics.loop_lag),
-    counter("podway_traces_dropped_total", "Requests not traced: slow collector.",
-        lambda r: r.metrics.num_dropped_traces),
     counter("podway_kv_event_batches_dropped_total",
         "Batches of KV events not published: full queue.",
         lambda r: r.metrics.num_dropped_kv_events),
-    gauge("podway_store_writable", "1 if the store can be written, 0 if it is full.",
+)
+
+SERVER_METRICS: tuple[MetricRow["ServerReadings"], ...] = (
+    server_counter("podway_http_requests_total",
+        "HTTP requests that ended or were rejected, and batch lines.",
+        lambda r: r.request_log.requests, labels=("path", "method", "status")),
+    server_counter("http_requests_total",
+        "HTTP requests by class of status, under the name that vLLM's dashboards use.",
+        lambda r: r.http_requests_by_class(), labels=("handler", "method", "status")),
+    server_counter("podway_key_requests_total", "The same by API key.",
+        lambda r: r.request_log.key_requests, labels=("key", "status"), is_per_key=True),
+    server_counter("podway_key_tokens_total", "Tokens of ended requests by API key.",
+        lambda r: r.request_log.key_tokens, labels=("key", "kind"), is_per_key=True),
+    server_histogram("podway_loop_lag_seconds", "Delay of the event loop's timers.",
+        lambda r: r.metrics.loop_lag),
+    server_counter("podway_traces_dropped_total", "Requests not traced: slow collector.",
+        lambda r: r.metrics.num_dropped_traces),
+    server_gauge("podway_store_writable", "1 if the store can be written, 0 if it is full.",
         lambda r: r.database.is_writable),
 )
 # fmt: on

@@ -1,4 +1,5 @@
-"""Readings: the state of the server that metrics, the live view and `/v1/loads` show alike.
+"""Readings: the state of a model that metrics, the live view and `/v1/loads` show alike, and of the
+server.
 
 Each is read at the moment of the call; nothing is stored.
 """
@@ -25,12 +26,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Readings:
-    """The parts of the server that are read."""
+    """The parts of a model that are read."""
 
     metrics: "Metrics"
     scheduler: "IterationScheduler"
-    database: "Database"
-    request_log: "RequestLog"
     lora_usage: "LoraUsage"
 
     @property
@@ -83,13 +82,6 @@ class Readings:
         """Relative errors of the predicted seconds of recent steps; None before the first step."""
         return self.scheduler.cost.errors.summary()
 
-    def http_requests_by_class(self) -> Counter[tuple[str, str, str]]:
-        """HTTP requests by route, method and class of status."""
-        counts: Counter[tuple[str, str, str]] = Counter()
-        for (path, method, status), count in self.request_log.requests.items():
-            counts[path, method, f"{status // 100}xx"] += count
-        return counts
-
     def lora_requests(self) -> dict[tuple[str, str, str], float]:
         """vLLM's labels, the adapters of waiting and of running requests, and the time."""
         names: dict[bool, set[str]] = {True: set(), False: set()}
@@ -99,3 +91,19 @@ class Readings:
         waiting, running = (",".join(sorted(names[is_waiting])) for is_waiting in (True, False))
         labels = str(self.lora_usage.max_loras), waiting, running
         return {labels: datetime.now(UTC).timestamp()}
+
+
+@dataclass(frozen=True, slots=True)
+class ServerReadings:
+    """What all models share. `metrics` has the lag of the loop and the traces that were dropped."""
+
+    metrics: "Metrics"
+    database: "Database"
+    request_log: "RequestLog"
+
+    def http_requests_by_class(self) -> Counter[tuple[str, str, str]]:
+        """HTTP requests by route, method and class of status."""
+        counts: Counter[tuple[str, str, str]] = Counter()
+        for (path, method, status), count in self.request_log.requests.items():
+            counts[path, method, f"{status // 100}xx"] += count
+        return counts

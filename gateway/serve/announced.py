@@ -4,10 +4,9 @@ import sys
 import time
 
 from engine.transport.process import LocalLauncher
-from gateway.serve.assemble import serve
-from gateway.serve.load import LoadedModel
+from gateway.serve.assemble import Models, serve
 from gateway.serve.start_times import StartTimes
-from gateway.serve.terminal import LoadingBars, banner, url_of
+from gateway.serve.terminal import LoadingBars, banner, models_banner, url_of
 from gateway.settings.settings import Settings
 
 
@@ -16,16 +15,22 @@ def serve_announced(settings: Settings, launcher: LocalLauncher | None, began_at
     with LoadingBars(sys.stderr, logs=settings.observe.log_format == "json") as bars:
         times = StartTimes(bars, began_at, time.perf_counter)
 
-        def announce(port: int, loaded: LoadedModel) -> None:
+        def announce(port: int, models: Models) -> None:
             bars.stop()
             url = url_of(settings.http.host, port, "https" if settings.http.tls_cert else "http")
+            if len(models.groups) > 1:
+                sys.stdout.write(models_banner(url, models.groups))
+                sys.stdout.flush()
+                return
+            opener = models.openers[0]
+            loaded, own = opener.latest, opener.settings
             cost = f"{loaded.calibration}; lookahead {'on' if loaded.lookahead else 'off'}"
             more = {"sampling": f"defaults {loaded.sampling_defaults}", "cost": cost}
-            if settings.loras.lora:
-                more["lora"] = ", ".join(value.partition("=")[0] for value in settings.loras.lora)
+            if own.loras.lora:
+                more["lora"] = ", ".join(value.partition("=")[0] for value in own.loras.lora)
             if (summary := times.summary()) is not None:
                 more["start"] = summary
-            sys.stdout.write(banner(url, loaded.name, loaded.report, settings, more))
+            sys.stdout.write(banner(url, loaded.name, loaded.report, own, more))
             sys.stdout.flush()
 
         serve(settings, launcher, progress=times, announce=announce)

@@ -16,7 +16,7 @@ from engine.json_log import set_up_json_logs
 from engine.transport.process import LocalLauncher
 from gateway.options import Option
 from gateway.serve.model_checks import check_local_model
-from gateway.settings.checks import check_settings
+from gateway.settings.checks import check_models, check_settings
 from gateway.settings.device_checks import check_device
 from gateway.settings.flags import Parser
 from gateway.settings.server import LOCAL_FILE
@@ -31,8 +31,8 @@ def parser(*, shows_all: bool = True) -> Parser:
     those that most people need."""
     parser = Parser(
         "podway serve",
-        usage="podway serve [MODEL] [flags]",
-        description="Serve a model over the OpenAI API. Default model: builtin.",
+        usage="podway serve [MODEL ...] [flags]",
+        description="Serve models over the OpenAI API. Default model: builtin.",
         epilog="--help-all shows all flags. Precedence: flags, PODWAY_* environment variables, "
         f"--config FILE, {LOCAL_FILE} in the current directory. In files, settings have the flags' "
         "names.",
@@ -42,7 +42,7 @@ def parser(*, shows_all: bool = True) -> Parser:
     for option in options():
         text = _help(option) if shows_all or not option.declared.is_advanced else argparse.SUPPRESS
         if option.name == "model":
-            parser.add_argument("model", nargs="?", metavar=option.metavar, help=text)
+            parser.add_argument("model", nargs="*", metavar=option.metavar, help=text)
             continue
         group = option.declared.group
         if group not in groups:
@@ -77,12 +77,18 @@ def main(
     the process began at `began_at` on the performance counter."""
     began_at = time.perf_counter() if began_at is None else began_at
     flags = vars(parser(shows_all=False).parse_args(argv))
-    settings = load({name: value for name, value in flags.items() if value is not None})
+    models = flags.pop("model")
+    given = {name: value for name, value in flags.items() if value is not None}
+    if len(models) == 1:
+        given["model"] = models[0]
+    settings = load(given, models[1:] and models)
     _set_up_logging(settings)
     try:
-        check_settings(settings)
-        check_device(settings)
-        check_local_model(settings)
+        check_models(settings)
+        for each in settings.deployments:
+            check_settings(each)
+            check_device(each)
+            check_local_model(each)
         _serve()(settings, launcher, began_at)
     except EngineError as error:
         if settings.observe.log_format != "json":

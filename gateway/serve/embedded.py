@@ -12,10 +12,15 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
-from engine.cost.live import LiveCost
-from gateway.serve.assemble import build_control_plane, build_server, build_service, build_store
+from gateway.serve.assemble import (
+    build_models,
+    build_server,
+    build_service,
+    build_store,
+    load_at_start,
+)
 from gateway.serve.credentials import load_credentials
-from gateway.serve.load import OnProgress, load_model
+from gateway.serve.load import OnProgress, served_name
 from gateway.settings.checks import check_settings
 
 if TYPE_CHECKING:
@@ -36,28 +41,28 @@ class EmbeddedServer(NamedTuple):
 async def embedded(
     settings: "Settings", progress: OnProgress = lambda what, done, total: None
 ) -> AsyncIterator[EmbeddedServer]:
-    """Load the model and run its engine inside the block.
+    """Load the models and run their engines inside the block.
 
     At the end, new requests get a 503 and running ones may finish within `--drain-seconds`. Raises
     `StartupError`.
     """
     check_settings(settings)
     async with AsyncExitStack() as stack:
-        loaded = await stack.enter_async_context(load_model(settings, progress))
-        store = build_store(settings, loaded.name)
+        models = build_models(settings, stack, progress=progress)
+        await load_at_start(models.groups)
+        store = build_store(settings, served_name(settings.deployments[0]))
         stack.callback(store.close)
-        plane = build_control_plane(settings, loaded, LiveCost(loaded.calibration.model), stack)
         credentials = load_credentials(settings)
-        service = build_service(settings, loaded, plane, credentials, store)
+        service = build_service(settings, models, credentials, store)
         server = build_server(settings, service, credentials)
         async with asyncio.TaskGroup() as group:
             batching = group.create_task(server.runner.run())
-            running = [group.create_task(each.run()) for each in (server.engine, server.watch)]
+            running = [group.create_task(each.run()) for each in (server.groups, server.watch)]
             try:
                 yield EmbeddedServer(server.app, service)
             finally:
                 batching.cancel()  # unfinished lines run after the next start
-                await server.engine.drain(settings.http.drain_seconds)
+                await server.groups.drain(settings.http.drain_seconds)
                 await service.store.held.close()
                 for task in running:
                     task.cancel()

@@ -1,4 +1,4 @@
-"""The server's lifecycle: listen, run the engine, and drain on a signal.
+"""The server's lifecycle: listen, run the engines, and drain on a signal.
 
 SIGTERM drains: new requests get a 503, running ones may finish within `drain_seconds`. SIGINT, or
 a second signal of either kind, ends the running requests at once, each with an error. The listening
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 
     from starlette.types import ASGIApp
 
-    from engine.loop import Engine
     from gateway.batch.runner import BatchRunner
+    from gateway.groups.groups import Groups
     from gateway.observe.backpressure import LoopWatch
     from gateway.observe.request_log import RequestLog
     from gateway.store.held_streams import HeldStreams
@@ -168,10 +168,10 @@ class _Uvicorn(uvicorn.Server):
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """An app and its engine, with the batch runner and the probe of the event loop's lag."""
+    """An app and its models, with the batch runner and the probe of the event loop's lag."""
 
     app: "ASGIApp"
-    engine: "Engine"
+    groups: "Groups"
     watch: "LoopWatch"
     runner: "BatchRunner"
     drain_seconds: float
@@ -190,7 +190,7 @@ class Server:
         server = _Uvicorn(_config(self))
         listener.listen(BACKLOG)
         async with asyncio.TaskGroup() as group:
-            running = group.create_task(self.engine.run())
+            running = group.create_task(self.groups.run())
             watching = group.create_task(self.watch.run())
             batching = group.create_task(self.runner.run())
             serving = group.create_task(server.serve([]))
@@ -210,15 +210,15 @@ class Server:
             await serving
             running.cancel()
             watching.cancel()
-        if self.engine.failure is not None:
-            raise Unavailable(self.engine.failure)
+        if self.groups.failure is not None:
+            raise Unavailable(self.groups.failure)
 
     async def _until_stopped(self, signals: Signals) -> None:
         """Wait for a signal, or until the engine has failed and `/health` has reported it."""
-        failing = asyncio.create_task(self.engine.failed.wait())
+        failing = asyncio.create_task(self.groups.failed.wait())
         await unless_stopped(failing, signals)
-        if self.engine.failed.is_set() and not signals.stop.is_set():
-            logger.error("%s The server ends in %g s.", self.engine.failure, FAILED_SECONDS)
+        if self.groups.failed.is_set() and not signals.stop.is_set():
+            logger.error("%s The server ends in %g s.", self.groups.failure, FAILED_SECONDS)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(signals.stop.wait(), FAILED_SECONDS)
 
@@ -235,7 +235,7 @@ class Server:
         places = Places(self.bounds.max_connections, self.bounds.max_per_network)
         intake = Intake(
             self.request_log.clock,
-            lambda: self.engine.is_generating,
+            lambda: self.groups.is_generating,
             lambda: self.watch.is_busy,
             share=CONNECTIONS_SHARE,
             busy_share=CONNECTIONS_SHARE,
@@ -245,13 +245,13 @@ class Server:
     async def _drain(self, signals: Signals) -> None:
         if not signals.abort.is_set():
             logger.info("draining: running requests may finish within %g s", self.drain_seconds)
-        draining = asyncio.create_task(self.engine.drain(self.drain_seconds))
+        draining = asyncio.create_task(self.groups.drain(self.drain_seconds))
         aborting = asyncio.create_task(signals.abort.wait())
         await asyncio.wait((draining, aborting), return_when=asyncio.FIRST_COMPLETED)
         for task in (draining, aborting):
             task.cancel()
         await asyncio.wait((draining, aborting))
-        await self.engine.drain(0)
+        await self.groups.drain(0)
 
 
 def tune_collector() -> None:

@@ -6,7 +6,7 @@ Progress bars only on a terminal; plain lines elsewhere.
 import json
 import logging
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Self, TextIO
 
@@ -15,6 +15,7 @@ from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextC
 
 from engine.pooling import PoolingReport
 from engine.worker_settings import WorkerReport
+from gateway.groups.group import Group
 from gateway.settings.settings import Settings
 from gateway.version import podway_version
 
@@ -101,6 +102,16 @@ def banner(
     task = "generate" if report.pooling is None else report.pooling.task
     example = curl_line(url, model, task, with_key=has_key)
     return "\n".join([title, *lines, "", f"  {example}", "", ""])
+
+
+def models_banner(url: str, groups: Iterable[Group]) -> str:
+    """The lines that are printed when a server of several models is ready."""
+    table = [
+        f"  {group.name}  {group.status.value}, at most {group.num_bytes / (1 << 20):,.0f} MiB"
+        for group in groups
+    ]
+    title = f"Podway {podway_version()} serves {len(table)} models at {url}"
+    return "\n".join([title, *table, "", f"  curl {url}/v1/models", "", ""])
 
 
 _EXAMPLES: Mapping[str, tuple[str, Mapping[str, object]]] = {

@@ -38,6 +38,21 @@ def check_settings(settings: Settings) -> None:
         raise StartupError(f"--chat-template: there is no file {model.chat_template}")
 
 
+def check_models(settings: Settings) -> None:
+    """Raise `StartupError` for a setting of the server that several models cannot share."""
+    if len(settings.deployments) == 1:
+        return
+    observe = settings.observe
+    for flag, is_given in (
+        ("--record", observe.record is not None),
+        ("--otlp-endpoint", observe.otlp_endpoint is not None),
+        ("--kv-events-config", observe.kv_events_config.is_published),
+        ("--trace", any(each.launch.trace is not None for each in settings.deployments)),
+    ):
+        if is_given:
+            raise StartupError(f"{flag} is for a server of one model, and this one has several")
+
+
 def _check_name(flag: str, name: str, table: str, *others: str) -> None:
     """The name must be in the table, given as "module:name", or one of the others."""
     module, _, attribute = table.partition(":")

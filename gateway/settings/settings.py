@@ -8,21 +8,22 @@ where the value came from and what is allowed.
 import os
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import NamedTuple
 
 from engine.control.settings import SchedulerSettings
 from engine.errors import StartupError
 from engine.policy import PolicySettings
 from engine.transport.multiprocess import MultiprocessSettings
 from engine.worker_settings import Kernels, KVSettings, Tiers
+from gateway.groups.terms import ServerTerms, Terms
 from gateway.options import PREFIX, Option, options_of, with_values
 from gateway.settings.access import AccessSettings
 from gateway.settings.flags import did_you_mean
 from gateway.settings.model import LoraSettings, ModelSettings
+from gateway.settings.models import Given, chosen_models, tables_of
 from gateway.settings.server import (
     LOCAL_FILE,
     HttpSettings,
@@ -58,6 +59,14 @@ class Settings:
     replay: ReplaySettings = ReplaySettings()
     observe: ObserveSettings = ObserveSettings()
     access: AccessSettings = AccessSettings()
+    terms: Terms = Terms()
+    server_terms: ServerTerms = ServerTerms()
+    models: "tuple[Settings, ...]" = ()  # of a server with several models, those of each
+
+    @property
+    def deployments(self) -> "tuple[Settings, ...]":
+        """The settings of each model."""
+        return self.models or (self,)
 
     def __post_init__(self) -> None:
         if self.launch.launcher == "ray" and self.kernels.device.startswith("cuda:"):
@@ -67,26 +76,21 @@ class Settings:
             )
 
 
-class Given(NamedTuple):
-    """A value of a setting, and where it is from: "" for a flag."""
-
-    value: object
-    origin: str = ""
-
-
 def options() -> tuple[Option, ...]:
     """All settings in the order of the help."""
     defaults = Settings()
     return tuple(
         option
         for section in fields(Settings)
+        if section.name != "models"
         for option in options_of(section.name, getattr(defaults, section.name))
     )
 
 
-def load(flags: Mapping[str, object]) -> Settings:
+def load(flags: Mapping[str, object], models: Sequence[str] = ()) -> Settings:
     """The settings of this run. `flags` maps setting names to the command line's values: strings,
-    booleans for switches, and lists for flags that can be repeated.
+    booleans for switches, and lists for flags that can be repeated. `models` are the command line's
+    models, if there are several.
 
     Raises `StartupError` with one line that names the first wrong setting. A PODWAY_ variable that
     resembles a setting's is an error; any other unknown one, for instance of a Kubernetes service
@@ -102,7 +106,17 @@ def load(flags: Mapping[str, object]) -> Settings:
     }
     config = (in_environment | in_flags).get("config")
     given = {name: each for path in _files(config) for name, each in _read(path).items()}
-    return _built(known, given | in_environment | in_flags)
+    tables, above = tables_of(given, known), in_environment | in_flags
+    names = models or [str(above["model"].value)] if models or "model" in above else ()
+    chosen = chosen_models(tables, given, names)
+    if not chosen:
+        return _built(known, given | above)
+    for values in (given, above):
+        values.pop("model", None)
+    if "served_model_name" in given | above:
+        raise StartupError("--served-model-name is for one model: name several in their tables")
+    server = _built(known, given | above)
+    return replace(server, models=tuple(_built(known, given | own | above) for own in chosen))
 
 
 def _built(known: Mapping[str, Option], given: Mapping[str, Given]) -> Settings:

@@ -18,7 +18,7 @@ from gateway.generation.reply import error_response
 from gateway.service import Service, caller_of, service_of
 from gateway.web.middleware import IdentifyCaller
 from gateway.web.openapi import documents
-from gateway.web.routes.operations.page import live_state
+from gateway.web.routes.operations.page import LiveStates
 from gateway.web.table import ROUTES
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def build_app(service: Service) -> "ASGIApp":
     app.state.service = service
     app.state.routes = ROUTES
     app.state.documents = documents(ROUTES.routes)
-    app.state.live = live_state(service)
+    app.state.live = LiveStates(service)
     app.state.held = HeldResponses()
     app.state.simulations = asyncio.Semaphore(1)
     return IdentifyCaller(app, service, ROUTES)

@@ -57,7 +57,7 @@ class IdentifyCaller:
         self._intake = Intake(
             service.clock,
             # Requests that wait when the server begins to drain get its 503 at once.
-            lambda: service.engine.is_generating and not service.engine.is_draining,
+            lambda: service.groups.is_generating and not service.groups.is_draining,
             lambda: service.watch.is_busy,
         )
         self._app: ASGIApp = AccessControl(app, service)

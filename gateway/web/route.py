@@ -4,7 +4,7 @@ The app, the checks of the middleware, the endpoints of batches, the dialect of 
 OpenAPI document are made from these rows.
 """
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
@@ -14,28 +14,29 @@ from typing import TYPE_CHECKING, Any, Union
 import msgspec
 import orjson
 import starlette.routing
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from gateway.access.callers import read_body
 from gateway.errors import PathNotFound
 from gateway.generation import event_stream, held_streams
 from gateway.generation.plan import GenerationPlan
-from gateway.generation.reply import json_response
+from gateway.generation.reply import json_response, unless_disconnected
 from gateway.generation.threads import MAX_BYTES_ON_LOOP, read_body_with
 from gateway.pooling import group
 from gateway.schema.dialect import OPENAI, ApiDialect
-from gateway.service import caller_of, service_of
+from gateway.service import caller_of, model_named, service_of
 
 if TYPE_CHECKING:
-    from starlette.requests import Request as HttpRequest
-    from starlette.types import ASGIApp
+    from starlette.types import ASGIApp, Receive, Scope, Send
 
     from gateway.access.callers import Caller
     from gateway.pooling.group import Plan
     from gateway.service import Service
 
 Json = dict[str, Any]
-Endpoint = Callable[["HttpRequest"], Awaitable[Union["ASGIApp", Json, bytes]]]  # bytes of JSON
+Endpoint = Callable[[HttpRequest], Awaitable[Union["ASGIApp", Json, bytes]]]  # bytes of JSON
 Planner = Callable[[bytes, "Caller", "Service"], Union["Plan", Awaitable["Plan"]]]
 
 JSON = "application/json"
@@ -74,11 +75,18 @@ class Route:
     dialect: ApiDialect = OPENAI
     media_types: tuple[str, ...] = (JSON,)  # of the response
     query: tuple[str, ...] = ()
+    is_of_model: bool = False  # its body or its query names a model, which must be loaded
     form: tuple[str, ...] = ()  # parts of a multipart body, all required; `file` is a file
 
     async def respond(self, http: "HttpRequest") -> "ASGIApp":
         """The response to a request of this route. Raises what its endpoint or its plan does."""
         service = service_of(http)
+        if service.groups.are_fixed or not (self.is_of_model or self.plan is not None):
+            return await self.respond_with(service, http)
+        return OfModel(self, http)
+
+    async def respond_with(self, service: "Service", http: "HttpRequest") -> "ASGIApp":
+        """The response of the service, whose model is loaded."""
         if self.endpoint is not None:
             return _response(await self.endpoint(http), caller_of(http), service)
         body = await read_body(http, service.limits)
@@ -103,6 +111,46 @@ class Route:
         else:
             plan = await read_body_with(partial(self.plan, body, caller, service), body, caller)
         return await plan if isawaitable(plan) else plan
+
+
+class OfModel:
+    """The response to a request that names one of several models: it waits until that is loaded,
+    which then stays so until the response has ended."""
+
+    def __init__(self, route: Route, http: "HttpRequest") -> None:
+        self._route = route
+        self._http = http
+
+    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+        """Respond. Raises `ModelNotFound`, and `Unavailable` if the model cannot be loaded."""
+        service, http = service_of(self._http), self._http
+        name = http.query_params.get("model")
+        if http.method == "POST":
+            body = await read_body(http, service.limits)
+            http = ReadRequest(scope, receive, body)
+            name = await read_body_with(partial(model_named, body), body, caller_of(http)) or name
+        group = service.groups.find(name)
+        with group.lease() as lease:
+            if not lease.is_active:
+                load = partial(service.groups.loads.ensure, lease)
+                await unless_disconnected(receive, load, lambda: None)
+                if not lease.is_active:
+                    raise ClientDisconnect
+            serving = scope["podway.service"] = service.bound_to(group)
+            response = await self._route.respond_with(serving, http)
+            await response(scope, receive, send)
+
+
+class ReadRequest(HttpRequest):
+    """A request whose body has been read."""
+
+    def __init__(self, scope: "Scope", receive: "Receive", body: bytes) -> None:
+        super().__init__(scope, receive)
+        self._read_body = body
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        """The whole body."""
+        yield self._read_body
 
 
 class RouteTable:

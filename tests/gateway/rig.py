@@ -37,18 +37,21 @@ from gateway.access.origins import OriginPolicy
 from gateway.access.quotas import Quotas
 from gateway.batch.lines import LineLimits
 from gateway.batch.runner import BatchRunner
+from gateway.groups.group import Group
+from gateway.groups.groups import Groups
+from gateway.groups.serving import ServedModel, Serving
 from gateway.loras import LoraRegistry
 from gateway.observe.backpressure import LoopWatch, ThreadTimes
 from gateway.observe.exposition import Exposition
 from gateway.observe.live import LiveView
 from gateway.observe.loras import LoraUsage
 from gateway.observe.metrics import Metrics
-from gateway.observe.readings import Readings
+from gateway.observe.readings import Readings, ServerReadings
 from gateway.observe.request_log import RequestLog
 from gateway.observe.timelines import Timelines
 from gateway.ports import Dialect
 from gateway.schema.fields.sampling import SamplingDefaults, Vocabulary
-from gateway.service import Pace, ServedModel, Service
+from gateway.service import Pace, Service
 from gateway.store.database import StoreExecutor
 from gateway.store.event_ring import RingLimits
 from gateway.store.responses import ResponseLimits
@@ -162,7 +165,7 @@ def play(
     async def main() -> Rig:
         rig = build_rig(setting or Setting())
         async with asyncio.TaskGroup() as group:
-            running = group.create_task(rig.engine.run())
+            running = group.create_task(rig.service.groups.run())
             batching = group.create_task(rig.runner.run())
             await scene(rig)
             batching.cancel()
@@ -217,8 +220,7 @@ def build_rig(setting: Setting) -> Rig:
     )
     executor = ScoringExecutor(cost, next_token=ScriptedTexts(setting.texts))
     engine = Engine(scheduler, executor, clock)
-    readings = Readings(metrics, scheduler, store.database, request_log, lora_usage)
-    service = Service(
+    serving = Serving(
         engine=engine,
         model=ServedModel(
             name=MODEL,
@@ -234,9 +236,18 @@ def build_rig(setting: Setting) -> Rig:
             pooling=setting.pooling,
         ),
         grammars=GrammarCheck(CheckedOnLoop()),
-        readings=readings,
-        exposition=Exposition(readings, MODEL, clock),
+        readings=Readings(metrics, scheduler, lora_usage),
+        live=view,
+        timelines=timelines,
         loras=LoraRegistry(loader, lora_usage, (MODEL, *setting.aliases), engine.fail_lora),
+    )
+    groups = Groups([Group.of(serving, clock)])
+    service = Service(
+        groups=groups,
+        group=groups.default,
+        exposition=Exposition(
+            ServerReadings(metrics, store.database, request_log), groups.readings, clock
+        ),
         watch=LoopWatch(clock, metrics.loop_lag, times=lambda: ThreadTimes(0.0, 0.0)),
         clock=clock,
         unix_now=lambda: EPOCH + int(clock() - born_at),
@@ -253,8 +264,6 @@ def build_rig(setting: Setting) -> Rig:
         ),
         rejects_unknown_fields=setting.rejects_unknown_fields,
         is_strict_about_max_tokens=setting.is_strict_about_max_tokens,
-        live=view,
-        timelines=timelines,
         limits=BodyLimits(setting.max_body_bytes, seconds=10.0),
         pace=setting.pace,
         store=store,

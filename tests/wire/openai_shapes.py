@@ -39,10 +39,11 @@ _PROGRESS: Json = {  # llama.cpp's
 # Where: a component, then properties; `[]` is "each of them". vLLM's spelling, but for `Model`.
 EXTENSIONS: dict[str, dict[str, Json]] = {
     "Model": {
-        "max_model_len": {"type": "integer", "minimum": 1},
-        "task": {"enum": ["generate", "embed", "score"]},
-        "root": {"type": "string"},
+        "max_model_len": {"type": ["integer", "null"], "minimum": 1},
+        "task": {"enum": ["generate", "embed", "score", None]},
+        "root": _TEXT,
         "parent": _TEXT,
+        "status": {"type": "object", "required": ["value"]},
     },
     "CreateChatCompletionResponse": {
         "prompt_logprobs": _PROMPT_LOGPROBS,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import StartupError
+from engine.transport.process_memory import available_bytes
 from engine.worker.cpu.attention import paged_kernels, rope_and_cache_write
 from engine.worker.cpu.build import compile_all
 from engine.worker.cpu.kernels.dtypes import dtype_code, has_half
@@ -28,7 +29,6 @@ from engine.worker.model.kv.host_pool import HostPool
 from engine.worker.model.kv.kv_tensors import (
     CPU_KV_DTYPES,
     allocate,
-    available_bytes,
     bytes_per_block,
     untouched_zeros,
 )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import KernelFaulted, StartupError
+from engine.transport.process_memory import available_bytes
 from engine.worker.cuda.build_environment import missing_norm_headers, prepare_environment
 from engine.worker.cuda.choice_file import file_of
 from engine.worker.cuda.formats import kv_format, weight_format
@@ -37,7 +38,7 @@ from engine.worker.cuda.step.kv_mover import DeviceMover
 from engine.worker.cuda.step.transfers import DeviceTransfers
 from engine.worker.device import Progress, attentions_for, choose_dtype
 from engine.worker.model.kv.data_plane import TensorTransport
-from engine.worker.model.kv.kv_tensors import available_bytes, bytes_per_block
+from engine.worker.model.kv.kv_tensors import bytes_per_block
 from engine.worker.model.layout import LayoutLimits
 from engine.worker.model.stage import Stage
 from engine.worker.ports import (

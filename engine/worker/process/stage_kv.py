@@ -74,6 +74,8 @@ class StageKV:
     ) -> "KVCounts":
         """The same numbers on all workers of the model, as many as fit on each. All workers call
         this together. Raises `StartupError`."""
+        if limit := self._own_settings().kv.kv_memory_limit:
+            capacity = capacity._replace(usual=min(capacity.usual, limit))
         states = self._choose_num_states(capacity)
         if plane is not None:
             on_device = plane.minimum("states", states[0])
@@ -135,7 +137,7 @@ class StageKV:
         return num_blocks, choose_num_host_blocks(settings, own_bytes, left)
 
     def _own_settings(self) -> WorkerSettings:
-        """The settings with this worker's share of `kv_memory` and `host_kv_memory`."""
+        """The settings with this worker's share of the bytes for KV on the device and the host."""
         shape, own_bytes = self.shard.shape, self.block_bytes
         whole_bytes = self.device.block_bytes(self._shape_of(shape, range(shape.num_layers)))
         kv, tiers = self.settings.kv, self.settings.tiers
@@ -145,7 +147,11 @@ class StageKV:
 
         return replace(
             self.settings,
-            kv=replace(kv, kv_memory=share(kv.kv_memory or 0) or None),
+            kv=replace(
+                kv,
+                kv_memory=share(kv.kv_memory or 0) or None,
+                kv_memory_limit=share(kv.kv_memory_limit),
+            ),
             tiers=replace(tiers, host_kv_memory=share(tiers.host_kv_memory)),
         )
 

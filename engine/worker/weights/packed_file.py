@@ -35,7 +35,7 @@ import xxhash
 from torch import Tensor
 
 from engine.errors import WorkerLost
-from engine.worker.model.kv.kv_tensors import available_bytes
+from engine.transport.process_memory import available_bytes
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.errors import StartupError
-from engine.worker.model.kv.kv_tensors import available_bytes, size_text
+from engine.transport.process_memory import available_bytes
+from engine.worker.model.kv.kv_tensors import size_text
 from engine.worker.ports import Lookup, TensorSlice
 from engine.worker.weights.source import Outline
 from engine.worker.weights.stored_rows import StoredRows

@@ -47,18 +47,21 @@ from gateway.access.callers import BodyLimits
 from gateway.access.grammar_check import GrammarCheck
 from gateway.access.keys import Keys
 from gateway.access.quotas import Quotas
+from gateway.groups.group import Group
+from gateway.groups.groups import Groups
+from gateway.groups.serving import ServedModel, Serving
 from gateway.observe.backpressure import LoopWatch
 from gateway.observe.exposition import Exposition
 from gateway.observe.live import LiveView
 from gateway.observe.loras import LoraUsage
 from gateway.observe.metrics import Metrics
-from gateway.observe.readings import Readings
+from gateway.observe.readings import Readings, ServerReadings
 from gateway.observe.request_log import RequestLog
 from gateway.observe.timelines import Timelines
 from gateway.schema.fields.sampling import Vocabulary
 from gateway.serve.connection import Connection
 from gateway.serve.server import tune_collector
-from gateway.service import Pace, ServedModel, Service
+from gateway.service import Pace, Service
 from gateway.store.store import open_store
 from gateway.store.usage import StoreLimits
 from gateway.web.app import build_app
@@ -178,13 +181,20 @@ def build_service(
     )
     timelines.attach(scheduler)
     tokenizer, store = Words(), open_store(None, StoreLimits())
-    readings = Readings(metrics, scheduler, store.database, request_log, LoraUsage())
-    service = Service(
+    serving = Serving(
         engine=Engine(scheduler, Metronome(load.rate), clock),
         model=ServedModel(MODEL, 1_700_000_000, "fp", Vocabulary(27, frozenset()), tokenizer, None),
         grammars=GrammarCheck(NoGrammars()),
-        readings=readings,
-        exposition=Exposition(readings, MODEL, clock),
+        readings=Readings(metrics, scheduler, LoraUsage()),
+        live=live,
+        timelines=timelines,
+    )
+    groups = Groups([Group.of(serving, clock)])
+    server_readings = ServerReadings(metrics, store.database, request_log)
+    service = Service(
+        groups=groups,
+        group=groups.default,
+        exposition=Exposition(server_readings, groups.readings, clock),
         watch=LoopWatch(clock, metrics.loop_lag),
         clock=clock,
         unix_now=lambda: 1_700_000_000,
@@ -195,8 +205,6 @@ def build_service(
         quotas=quotas,
         store=store,
         request_log=request_log,
-        live=live,
-        timelines=timelines,
     )
     return service, metrics
 

@@ -2,38 +2,50 @@
 
 from typing import TYPE_CHECKING, Any
 
-from gateway.service import Service, service_of
+from gateway.service import service_of
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
 
+    from gateway.groups.group import Group
+
 
 async def list_models(http: "HttpRequest") -> dict[str, Any]:
-    """The served model, once per name, and its LoRA adapters."""
-    service = service_of(http)
-    names = (*service.model.names, *service.loras.served)
-    return {"object": "list", "data": [_model(service, name) for name in names]}
+    """The models of the server, once per name, and their LoRA adapters."""
+    groups = service_of(http).groups
+    data = [_model(group, name) for group in groups for name in group.names]
+    return {"object": "list", "data": data}
 
 
 async def retrieve_model(http: "HttpRequest") -> dict[str, Any]:
-    """The served model or a LoRA adapter; raises `ModelNotFound` for any other name."""
-    service = service_of(http)
+    """A served model or a LoRA adapter; raises `ModelNotFound` for any other name."""
     name = http.path_params["model"]
-    service.check_model(name)
-    return _model(service, name)
+    return _model(service_of(http).groups.find(name), name)
 
 
-def _model(service: Service, name: str) -> dict[str, Any]:
+def _model(group: "Group", name: str) -> dict[str, Any]:
     """The fields are vLLM's: the `root` of an adapter is its directory, and its `parent` the base
-    model."""
-    model, lora = service.model, service.loras.served.get(name)
-    return {
-        "id": name,
-        "object": "model",
+    model; and llama.cpp's `status`. What is known only of a loaded model is null otherwise."""
+    fields = {"id": name, "object": "model", "owned_by": "podway", "status": _status(group)}
+    if (serving := group.loaded) is None:
+        is_lora = name in group.deployment.loras
+        return fields | {
+            "created": group.deployment.created,
+            "task": None,
+            "root": None if is_lora else group.name,
+            "parent": group.name if is_lora else None,
+            "max_model_len": None,
+        }
+    model, lora = serving.model, serving.loras.served.get(name)
+    return fields | {
         "created": model.created if lora is None else lora.created,
-        "owned_by": "podway",
-        "task": "generate" if service.model.pooling is None else service.model.pooling.task,
+        "task": "generate" if model.pooling is None else model.pooling.task,
         "root": model.name if lora is None else lora.path,
         "parent": None if lora is None else model.name,
-        "max_model_len": service.engine.scheduler.settings.max_model_len,
+        "max_model_len": serving.engine.scheduler.settings.max_model_len,
     }
+
+
+def _status(group: "Group") -> dict[str, Any]:
+    status: dict[str, Any] = {"value": group.status.value}
+    return status | {"error": group.error} if group.error else status

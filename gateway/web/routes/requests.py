@@ -21,7 +21,7 @@ async def cancel(http: "HttpRequest") -> dict[str, Any]:
     """
     service, caller = service_of(http), caller_of(http)
     request_id = http.path_params["request_id"]
-    num_choices = service.engine.cancel(request_id, None if caller.is_admin else caller.tenant)
+    num_choices = service.groups.cancel(request_id, None if caller.is_admin else caller.tenant)
     if not num_choices:
         raise RequestNotFound(request_id)
     return {
@@ -40,11 +40,13 @@ async def timeline(http: "HttpRequest") -> dict[str, Any]:
     """
     service, caller = service_of(http), caller_of(http)
     request_id, now = http.path_params["request_id"], service.clock()
-    timelines = service.timelines.find(request_id, caller.tenant)
-    if not timelines:
+    for serving in service.groups.loaded:
+        if timelines := serving.timelines.find(request_id, caller.tenant):
+            break
+    else:
         raise RequestNotFound(request_id)
     arrived = min(each.request.arrived_at for each in timelines)
-    waits = service.timelines.reader_waits.of(request_id)
+    waits = serving.timelines.reader_waits.of(request_id)
     choices = [
         {
             "index": index,
@@ -62,7 +64,7 @@ async def timeline(http: "HttpRequest") -> dict[str, Any]:
     return {
         "id": request_id,
         "object": "request.timeline",
-        "explanation": explain(timelines, request_id, service.timelines, now),
+        "explanation": explain(timelines, request_id, serving.timelines, now),
         "reader_wait_seconds": sum(wait.seconds for wait in waits),
         "reader_waits": [
             {"start": wait.began - arrived, "seconds": wait.seconds} for wait in waits

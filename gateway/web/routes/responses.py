@@ -324,7 +324,7 @@ async def cancel_response(http: "HttpRequest") -> Json:
     service, caller = service_of(http), caller_of(http)
     response_id = http.path_params["response_id"]
     running = service.running.find(response_id, caller.tenant)
-    if running is None or not service.engine.cancel(running.request_id, caller.tenant):
+    if running is None or not service.groups.cancel(running.request_id, caller.tenant):
         record = await _find(http)
         status = record.response["status"]
         if status == "cancelled" and record.response["background"]:

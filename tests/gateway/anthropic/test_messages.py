@@ -316,7 +316,7 @@ def test_a_failing_stream_ends_with_an_error_event() -> None:
     async def scene(rig: Rig) -> None:
         async with rig.client.post(PATH, ask(stream=True)) as exchange:
             await exchange.start()
-            await rig.engine.drain(0)
+            await rig.service.groups.drain(0)
             body = await exchange.read()
         last = body.rstrip(b"\n").split(b"\n\n")[-1]
         event = parsed("error", last.partition(b"event: error\ndata: ")[2])

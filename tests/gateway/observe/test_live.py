@@ -15,7 +15,7 @@ def test_the_host_tier_shows_the_prefixes_that_it_keeps() -> None:
     rig.serve(prompt(100, 17))
     engine: Any = SimpleNamespace(scheduler=rig.scheduler, rejection=lambda: None)
     nothing: Any = None
-    readings = Readings(Metrics(), rig.scheduler, nothing, nothing, nothing)
+    readings = Readings(Metrics(), rig.scheduler, nothing)
     host = LiveView().snapshot(engine, readings, 0.0, 0.0)["kv"]["host"]
     assert Tier.HOST in rig.ledger.blocks.lower
     assert (host["free"], host["held"], host["cached"], host["moving"]) == (16, 0, 4, 0)

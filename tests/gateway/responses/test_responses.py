@@ -344,7 +344,7 @@ def test_a_failing_stream_ends_with_an_error_event() -> None:
     async def scene(rig: Rig) -> None:
         async with rig.client.post(PATH, ask(stream=True)) as exchange:
             await exchange.start()
-            await rig.engine.drain(0)
+            await rig.service.groups.drain(0)
             *_, last = [event async for event in exchange.events()]
         assert last["type"] == "response.failed"
         assert last["response"]["status"] == "failed"

@@ -57,7 +57,7 @@ def listening(
             checked.append(CheckedApp(rig.app))
             server = Server(
                 app=checked[0],
-                engine=rig.engine,
+                groups=rig.service.groups,
                 watch=rig.service.watch,
                 runner=rig.runner,
                 drain_seconds=drain_seconds,

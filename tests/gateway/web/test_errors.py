@@ -116,7 +116,7 @@ def test_choices_beyond_the_queues_limits_are_a_400_that_names_the_field(
 @STREAMED_OR_NOT
 def test_a_draining_server_is_unavailable(stream: bool) -> None:
     async def scene(rig: Rig) -> None:
-        await rig.engine.drain(1)
+        await rig.service.groups.drain(1)
         async with rig.client.post(CHAT, chat(stream=stream)) as exchange:
             assert (await exchange.json())["error"]["code"] == "unavailable"
             assert exchange.status == 503
@@ -132,7 +132,7 @@ def test_a_stream_cut_off_at_shutdown_ends_with_one_error_event() -> None:
     async def scene(rig: Rig) -> None:
         async with rig.client.post(CHAT, chat(stream=True, ignore_eos=True)) as exchange:
             await exchange.start()
-            draining = asyncio.create_task(rig.engine.drain(3 * STEP))
+            draining = asyncio.create_task(rig.service.groups.drain(3 * STEP))
             *chunks, last = [event async for event in exchange.events()]
             await draining
         assert exchange.status == 200

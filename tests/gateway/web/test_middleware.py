@@ -128,7 +128,7 @@ def test_requests_that_wait_get_a_503_when_the_server_drains() -> None:
             for client in ("127.0.0.1", "-", "testclient"):
                 intake_of(rig).charge(60.0, client)
             async with rig.client.post(CHAT, chat()) as waiting:
-                draining = asyncio.create_task(rig.engine.drain(100))
+                draining = asyncio.create_task(rig.service.groups.drain(100))
                 before = rig.service.clock()
                 assert await waiting.start() == 503
                 assert rig.service.clock() - before < STEP

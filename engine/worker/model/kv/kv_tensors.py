@@ -5,17 +5,15 @@ Only the scheduler's ledger knows which request owns which block.
 """
 
 import mmap
-import os
-import resource
 from collections.abc import Sequence
 from contextlib import suppress
 from math import prod
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from engine.errors import StartupError
+from engine.transport.process_memory import available_bytes
 from engine.worker.ports import KVCapacity, KVTensors, ModelShape
 from engine.worker_settings import WorkerSettings
 
@@ -25,25 +23,6 @@ CPU_KV_DTYPES = {
     "bfloat16": torch.bfloat16,
     "int8": torch.int8,
 }
-
-
-def available_bytes() -> int:
-    """Bytes of memory that this process can still use: free in the system, within its cgroup and
-    within its address space (`ulimit -v`)."""
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-        free = int(fields["MemAvailable"].split()[0]) * 1024
-    else:
-        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.exists() and used.exists() and (most := limit.read_text().strip()) != "max":
-        free = min(free, max(0, int(most) - int(used.read_text())))
-    address_space, mapped = resource.getrlimit(resource.RLIMIT_AS)[0], Path("/proc/self/statm")
-    if address_space != resource.RLIM_INFINITY and mapped.exists():
-        pages = int(mapped.read_text().split()[0])
-        free = min(free, max(0, address_space - pages * mmap.PAGESIZE))
-    return free
 
 
 def size_text(num_bytes: int) -> str:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 async def health(http: "HttpRequest") -> dict[str, str]:
     """Liveness: raises `Unavailable` if the workers are lost for good, so the server must end."""
-    failure = service_of(http).engine.failure
+    failure = service_of(http).groups.failure
     if failure is not None:
         raise Unavailable(failure)
     return {"status": "ok"}
@@ -25,10 +25,10 @@ async def health(http: "HttpRequest") -> dict[str, str]:
 async def ready(http: "HttpRequest") -> dict[str, str]:
     """Readiness: raises `Unavailable` if requests wait and no iteration has finished lately."""
     service = service_of(http)
-    error = service.engine.rejection()
+    error = service.groups.rejection()
     if error is not None:
         raise error
-    if not service.engine.is_ready:
+    if not service.groups.is_ready:
         raise Unavailable("The server is not ready: no iteration has finished for too long.")
     with suppress(StoreOutOfSpace):
         await service.store.database.check_writable()

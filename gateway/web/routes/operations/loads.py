@@ -8,40 +8,46 @@ from gateway.service import service_of
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
 
+    from gateway.groups.serving import Serving
+
 
 async def loads(http: "HttpRequest") -> dict[str, Any]:
-    """Requests and KV slots; one entry, since a server is one data-parallel rank."""
+    """Requests and KV slots, with one entry for each model that is loaded."""
     service = service_of(http)
-    scheduler = service.engine.scheduler
+    loads = [_load(rank, serving) for rank, serving in enumerate(service.groups.loaded)]
+    num_loads = max(1, len(loads))
+    return {
+        "timestamp": datetime.fromtimestamp(service.unix_now(), UTC).isoformat(),
+        "dp_rank_count": len(loads),
+        "loads": loads,
+        "aggregate": {
+            "total_running_reqs": sum(load["num_running_reqs"] for load in loads),
+            "total_waiting_reqs": sum(load["num_waiting_reqs"] for load in loads),
+            "total_reqs": sum(load["num_total_reqs"] for load in loads),
+            "avg_token_usage": sum(load["token_usage"] for load in loads) / num_loads,
+            "avg_throughput": sum(load["gen_throughput"] for load in loads) / num_loads,
+            "avg_utilization": sum(load["utilization"] for load in loads) / num_loads,
+        },
+    }
+
+
+def _load(rank: int, serving: "Serving") -> dict[str, Any]:
+    scheduler, readings = serving.engine.scheduler, serving.readings
     pool, shape, settings = scheduler.pool, scheduler.kv.shape, scheduler.settings
-    running, waiting = pool.num_admitted, service.readings.num_waiting
-    used = service.readings.num_used_blocks * shape.block_size
-    usage = used / shape.num_slots
-    prefix_tokens = service.readings.prefix_tokens
-    load = {
-        "dp_rank": 0,
+    running, waiting = pool.num_admitted, readings.num_waiting
+    used = readings.num_used_blocks * shape.block_size
+    prefix_tokens = readings.prefix_tokens
+    return {
+        "dp_rank": rank,
         "num_running_reqs": running,
         "num_waiting_reqs": waiting,
         "num_total_reqs": running + waiting,
         "num_used_tokens": used,
         "num_total_tokens": used + pool.waiting_tokens,
         "max_total_num_tokens": shape.num_slots,
-        "token_usage": usage,
+        "token_usage": used / shape.num_slots,
         "gen_throughput": scheduler.cost.tokens_per_second if running else 0.0,
         "cache_hit_rate": prefix_tokens["hit"] / max(1, sum(prefix_tokens.values())),
         "utilization": running / settings.max_batch_size,
         "max_running_requests": settings.max_batch_size,
-    }
-    return {
-        "timestamp": datetime.fromtimestamp(service.unix_now(), UTC).isoformat(),
-        "dp_rank_count": 1,
-        "loads": [load],
-        "aggregate": {
-            "total_running_reqs": running,
-            "total_waiting_reqs": waiting,
-            "total_reqs": running + waiting,
-            "avg_token_usage": usage,
-            "avg_throughput": load["gen_throughput"],
-            "avg_utilization": load["utilization"],
-        },
     }

@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from gateway.errors import PathNotFound
 from gateway.generation.reply import unless_disconnected
+from gateway.groups.group import Group
 from gateway.observe.ticked import Ticked
 from gateway.service import caller_of, service_of
 
@@ -50,7 +51,7 @@ async def index(http: "HttpRequest") -> Response:
     """The page for browsers; a short text for clients that do not accept HTML, such as curl."""
     service = service_of(http)
     if "text/html" not in http.headers.get("accept", ""):
-        text = TEXT.format(model=service.model.name, base=str(http.base_url).rstrip("/"))
+        text = TEXT.format(model=service.group.name, base=str(http.base_url).rstrip("/"))
         return Response(text, media_type="text/plain; charset=utf-8")
     return _file_response(http, "index.html")
 
@@ -79,23 +80,39 @@ def _files() -> dict[str, bytes]:
 
 
 async def live(http: "HttpRequest") -> "LiveStream":
-    """Server-sent events with the engine's state, at most ten a second, until the client leaves."""
-    service = service_of(http)
-    return LiveStream(service, http.app.state.live, caller_of(http).headers(service.clock()))
+    """Server-sent events with the engine's state, at most ten a second, until the client leaves.
+    Of several models, the one that the query's `model` names, or the first that is loaded."""
+    service, name = service_of(http), http.query_params.get("model")
+    groups = service.groups
+    loaded = (group for group in groups if group.accepts)
+    group = groups.find(name) if name else next(loaded, groups.default)
+    states: LiveStates = http.app.state.live
+    headers = caller_of(http).headers(service.clock())
+    return LiveStream(service.bound_to(group), states.of(group), headers)
 
 
-def live_state(service: "Service") -> Ticked[bytes]:
-    """The engine's state as JSON, made at most once per tick for all readers."""
+class LiveStates:
+    """The states of all engines as JSON, each made at most once per tick for all readers."""
 
-    def make() -> bytes:
+    def __init__(self, service: "Service") -> None:
+        self._service = service
+        self._states: dict[Group, Ticked[bytes]] = {}
+
+    def of(self, group: Group) -> Ticked[bytes]:
+        """The state of one model's engine, which must be loaded."""
+        if group not in self._states:
+            make = partial(self._make, self._service.bound_to(group))
+            self._states[group] = Ticked(make, self._service.clock)
+        return self._states[group]
+
+    def _make(self, service: "Service") -> bytes:
         lag, now = service.watch.last_lag, service.clock()
         return orjson.dumps(service.live.snapshot(service.engine, service.readings, lag, now))
 
-    return Ticked(make, service.clock)
-
 
 class LiveStream:
-    """An ASGI response: one snapshot per tick. It ends when the server begins to shut down."""
+    """An ASGI response: one snapshot per tick. It ends when the server begins to shut down, and
+    when the model is unloaded."""
 
     def __init__(self, service: "Service", state: Ticked[bytes], headers: dict[str, str]) -> None:
         self._service = service
@@ -116,7 +133,7 @@ class LiveStream:
     async def _stream(self, send: "Send") -> None:
         service, view = self._service, self._service.live
         since = view.last_number
-        while not service.engine.is_draining:
+        while service.group.accepts and not service.groups.is_draining:
             state = await self._state.get()  # once per tick
             iterations = view.newer(since)
             since = view.last_number

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from engine.errors import StartupError
+from engine.transport.process_memory import available_bytes
 from engine.worker.model.kv.kv_tensors import (
     CPU_KV_DTYPES,
     allocate,
-    available_bytes,
     bytes_per_block,
     choose_num_blocks,
     untouched_zeros,

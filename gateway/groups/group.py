@@ -1,0 +1,262 @@
+"""Group: one model with its workers, its pages and its scheduler, which may be unloaded.
+
+    unloaded ──load──▶ loading ──▶ loaded ──unload──▶ unloading ──last request ends──▶ unloaded
+                          └──▶ failed (the next request tries again)
+
+A request holds a lease on its model, which becomes active when the model is loaded. A model is
+closed only when no lease is active.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, TypeVar
+
+from engine.errors import Unavailable
+from gateway.groups.terms import Terms
+
+if TYPE_CHECKING:
+    from engine.ports import Clock
+    from gateway.groups.serving import Serving
+
+T = TypeVar("T")
+OpenServing = Callable[[], AbstractAsyncContextManager["Serving"]]  # the model is loaded inside
+
+UNMEASURED_LOAD_SECONDS = 10.0  # forecast of the first load
+RETRY_SECONDS = 10.0  # after a failed load, before the next one
+
+
+class Status(Enum):
+    """The status of a model in `/v1/models`, under llama.cpp's names where it has one."""
+
+    UNLOADED = "unloaded"
+    LOADING = "loading"
+    LOADED = "loaded"
+    UNLOADING = "unloading"  # its last requests are computed; new ones wait
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """What is known of a model before it is loaded; `num_bytes` is an estimate of its memory."""
+
+    name: str
+    aliases: tuple[str, ...] = ()
+    loras: tuple[str, ...] = ()  # the names of its LoRA adapters
+    terms: Terms = field(default_factory=Terms)
+    num_bytes: int = 0
+    created: int = 0  # in Unix seconds
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names under which requests may use the model and its adapters."""
+        return (self.name, *self.aliases, *self.loras)
+
+
+class Lease:
+    """A request's claim on a group; while it is active, the model is loaded."""
+
+    def __init__(self, group: "Group") -> None:
+        self.group = group
+        self.is_active = False
+
+
+class Group:
+    """A model that is loaded or not. `num_bytes` are the bytes that it has, or would have."""
+
+    def __init__(
+        self,
+        deployment: Deployment,
+        open_serving: OpenServing,
+        clock: "Clock",
+        load_seconds: float = UNMEASURED_LOAD_SECONDS,
+    ) -> None:
+        """`load_seconds` is how long the last load took."""
+        self.deployment = deployment
+        self.status = Status.UNLOADED
+        self.num_bytes = deployment.num_bytes
+        self.load_seconds = load_seconds
+        self.used_at = clock()
+        self.error = ""  # why it could not be loaded
+        self._open = open_serving
+        self._clock = clock
+        self._serving: Serving | None = None
+        self._stack = AsyncExitStack()
+        self._num_leases = 0  # active ones
+        self._pending: set[Lease] = set()
+        self._is_free = asyncio.Event()
+        self._is_free.set()
+        self._changed_at = clock()  # when `status` changed
+        self.on_free: Callable[[], object] = _ignore
+
+    def __repr__(self) -> str:
+        return f"<Group {self.name!r} {self.status.value} leases={self._num_leases}>"
+
+    @classmethod
+    def of(cls, serving: "Serving", clock: "Clock") -> "Group":
+        """The group of a model that is loaded and stays loaded."""
+        model = serving.model
+        group = cls(Deployment(model.name, model.aliases), _nothing, clock)
+        group._serving, group.status = serving, Status.LOADED
+        return group
+
+    @property
+    def name(self) -> str:
+        return self.deployment.name
+
+    @property
+    def terms(self) -> Terms:
+        return self.deployment.terms
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names that requests may use now."""
+        serving = self._serving
+        if serving is None:
+            return self.deployment.names
+        return (*serving.model.names, *serving.loras.served)
+
+    @property
+    def serving(self) -> "Serving":
+        """The loaded model. Raises `Unavailable` if it is not loaded."""
+        if self._serving is None:
+            raise Unavailable(f"The model {self.name!r} is not loaded.", self.load_seconds)
+        return self._serving
+
+    @property
+    def loaded(self) -> "Serving | None":
+        """The loaded model; None if it is not loaded."""
+        return self._serving
+
+    @property
+    def accepts(self) -> bool:
+        """Whether the model is loaded, and stays so for a request that comes now."""
+        return self.status is Status.LOADED
+
+    @property
+    def is_in_memory(self) -> bool:
+        return self.status in (Status.LOADING, Status.LOADED, Status.UNLOADING)
+
+    @property
+    def is_used(self) -> bool:
+        """Whether a request of the model has not ended."""
+        serving = self._serving
+        return self._num_leases > 0 or (serving is not None and bool(serving.engine.scheduler.pool))
+
+    @property
+    def since(self) -> float:
+        """Seconds for which it has had its status."""
+        return self._clock() - self._changed_at
+
+    @property
+    def seconds_left(self) -> float:
+        """The most seconds until all of its requests have ended, if there come no more."""
+        if (serving := self._serving) is None:
+            return 0.0
+        scheduler = serving.engine.scheduler
+        tokens = sum(request.spec.max_tokens - request.produced for request in scheduler.pool)
+        return scheduler.cost.seconds_for(tokens + scheduler.pool.waiting_tokens)
+
+    @contextmanager
+    def lease(self) -> Iterator["Lease"]:
+        """The model stays loaded inside, from the moment at which the lease is active."""
+        lease = Lease(self)
+        if self.accepts:
+            self._activate(lease)
+        else:
+            self._pending.add(lease)
+        try:
+            yield lease
+        finally:
+            self._pending.discard(lease)
+            if lease.is_active:
+                self._end(lease)
+
+    async def holding(self, work: "Callable[[], Awaitable[T]]") -> T:
+        """The result of work that a request has begun and that may outlive it. The model stays
+        loaded until then."""
+        lease = Lease(self)
+        self._activate(lease)
+        try:
+            return await work()
+        finally:
+            self._end(lease)
+
+    def _activate(self, lease: "Lease") -> None:
+        lease.is_active = True
+        self._num_leases += 1
+        self._is_free.clear()
+        self.used_at = self._clock()
+
+    def _end(self, lease: "Lease") -> None:
+        lease.is_active = False
+        self._num_leases -= 1
+        self.used_at = self._clock()
+        if not self._num_leases:
+            self._is_free.set()
+            self.on_free()
+
+    def change(self, status: Status) -> None:
+        """Change the status. Requests that wait for the model have it from the moment at which it
+        is loaded, so that it is not unloaded before they begin."""
+        self.status = status
+        self._changed_at = self._clock()
+        if status is Status.LOADED:
+            for lease in self._pending:
+                self._activate(lease)
+            self._pending.clear()
+
+    async def open(self) -> "Serving":
+        """Load the model, which accepts requests when its status is changed to LOADED. Raises
+        `StartupError`."""
+        began = self._clock()
+        self.change(Status.LOADING)
+        stack = AsyncExitStack()
+        try:
+            self._serving = await stack.enter_async_context(self._open())
+        except BaseException:
+            self.change(Status.UNLOADED)
+            raise
+        self._stack = stack
+        self.load_seconds = self._clock() - began
+        self.num_bytes = self._serving.num_bytes or self.num_bytes
+        self.used_at = self._clock()
+        self.error = ""
+        return self._serving
+
+    async def drain(self) -> None:
+        """Accept no request any more, and wait until those that are accepted have ended."""
+        self.change(Status.UNLOADING)
+        while self._num_leases:
+            await self._is_free.wait()
+        await self.serving.engine.drain(None)
+
+    async def close(self) -> None:
+        """End the workers. Idempotent."""
+        stack, self._stack = self._stack, AsyncExitStack()
+        self._serving = None
+        try:
+            await stack.aclose()
+        finally:
+            self.change(Status.UNLOADED)
+
+    def fail(self, error: str) -> None:
+        """The model could not be loaded, or its workers cannot be restarted."""
+        self.error = error
+        self.change(Status.FAILED)
+
+    def check_retry(self) -> None:
+        """Raise `Unavailable` if a load has failed just now."""
+        left = RETRY_SECONDS - self.since
+        if self.status is Status.FAILED and left > 0:
+            raise Unavailable(f"The model {self.name!r} cannot be loaded: {self.error}", left)
+
+
+def _ignore() -> None:
+    """Nothing waits for the group to be free."""
+
+
+def _nothing() -> AbstractAsyncContextManager["Serving"]:
+    raise AssertionError("the model is always loaded")

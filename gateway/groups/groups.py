@@ -1,0 +1,177 @@
+"""Groups: the models of a server, by their names, and the engines of those that are loaded."""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from engine.errors import Unavailable
+from gateway.errors import ModelNotFound
+from gateway.groups.group import Group
+from gateway.groups.loads import SHUTS_DOWN, Loads
+from gateway.groups.terms import ServerTerms
+
+if TYPE_CHECKING:
+    from gateway.groups.serving import Serving
+    from gateway.observe.readings import Readings
+
+
+class Groups:
+    """All models of a server; the first is the default."""
+
+    def __init__(self, groups: Sequence[Group], terms: ServerTerms | None = None) -> None:
+        self._groups = tuple(groups)
+        self.loads = Loads(self._groups, terms or ServerTerms(), self._run, self._stop)
+        self._engines: dict[Group, asyncio.Task[None]] = {}
+        self._timers: dict[Group, asyncio.TimerHandle] = {}
+        self._running: asyncio.TaskGroup | None = None
+        self.failure: str | None = None  # why no model can be served any more
+        self.failed = asyncio.Event()  # set once `failure` is
+        for group in self._groups:
+            if group.terms.idle_unload is not None and not group.terms.pinned:
+                group.on_free = partial(self._rest, group, group.terms.idle_unload)
+
+    def __iter__(self) -> Iterator[Group]:
+        return iter(self._groups)
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    @property
+    def default(self) -> Group:
+        """The model of requests that name none."""
+        return self._groups[0]
+
+    @property
+    def are_fixed(self) -> bool:
+        """Whether there is one model, which is never unloaded."""
+        return len(self._groups) == 1 and self.default.terms.idle_unload is None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All names that requests may use."""
+        return tuple(name for group in self for name in group.names)
+
+    def find(self, name: str | None) -> Group:
+        """The group of a model or of a LoRA adapter; None: the default. Raises `ModelNotFound`."""
+        if name is None:
+            return self.default
+        for group in self:
+            if name in group.names:
+                return group
+        raise ModelNotFound(name, self.names)
+
+    # The loaded models together
+
+    @property
+    def loaded(self) -> "list[Serving]":
+        """The models that are loaded."""
+        return [serving for group in self if (serving := group.loaded) is not None]
+
+    def readings(self) -> "dict[str, Readings]":
+        """What is read of each loaded model, by its name."""
+        return {group.name: group.serving.readings for group in self if group.loaded is not None}
+
+    @property
+    def is_generating(self) -> bool:
+        """Whether a request of any model has begun to be computed and has not ended."""
+        return any(serving.engine.is_generating for serving in self.loaded)
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether live requests are finished and no new ones are accepted."""
+        return self.loads.is_ended
+
+    def rejection(self) -> Unavailable | None:
+        """The error with which every new request is rejected now; None if some are accepted."""
+        if self.is_draining:
+            return Unavailable(SHUTS_DOWN)
+        if len(self) == 1 and (only := self.default.loaded) is not None:
+            return only.engine.rejection()
+        return None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a new request would be served: the iterations of loaded models return."""
+        return self.rejection() is None and all(each.engine.is_ready for each in self.loaded)
+
+    def cancel(self, label: str, tenant: str | None) -> int:
+        """End the live requests with this label and tenant (`Engine.cancel`); their number."""
+        return sum(serving.engine.cancel(label, tenant) for serving in self.loaded)
+
+    # Running
+
+    async def run(self) -> None:
+        """Run the engines of all loaded groups until cancelled."""
+        try:
+            async with asyncio.TaskGroup() as running:
+                self._running = running
+                for group in self:
+                    if group.accepts:
+                        self._run(group)
+                await asyncio.Event().wait()
+        finally:
+            self._running = None
+
+    def _run(self, group: Group) -> None:
+        """Run the engine of a group that is loaded, once the server runs."""
+        if self._running is not None and group not in self._engines:
+            self._engines[group] = self._running.create_task(self._serve(group, group.serving))
+            group.on_free()
+
+    def _stop(self, group: Group) -> None:
+        if (engine := self._engines.pop(group, None)) is not None:
+            engine.cancel()
+
+    async def _serve(self, group: Group, serving: "Serving") -> None:
+        """Run an engine until it is cancelled, or has failed for good."""
+        engine = serving.engine
+        running = asyncio.create_task(engine.run())
+        failing = asyncio.create_task(engine.failed.wait())
+        try:
+            await asyncio.wait((running, failing), return_when=asyncio.FIRST_COMPLETED)
+            if not running.done() and engine.failure is not None:
+                self._fail(group, engine.failure)
+            await running
+        finally:
+            for task in (running, failing):
+                task.cancel()
+            await asyncio.wait((running, failing))
+
+    def _fail(self, group: Group, failure: str) -> None:
+        """The workers of a group cannot be restarted. The only model's failure is the server's."""
+        if len(self) == 1:
+            self.failure = failure
+            self.failed.set()
+        elif self._running is not None:
+            self._running.create_task(self.loads.give_up(group, failure))
+
+    def _rest(self, group: Group, seconds: float) -> None:
+        """Unload a group when no request has used it for so long."""
+        if (timer := self._timers.pop(group, None)) is not None:
+            timer.cancel()
+        if group.accepts:
+            loop = asyncio.get_running_loop()
+            self._timers[group] = loop.call_later(seconds, self._unload_if_idle, group, seconds)
+
+    def _unload_if_idle(self, group: Group, seconds: float) -> None:
+        if self.is_draining or self._running is None or not group.accepts:
+            return
+        if group.is_used:
+            self._rest(group, seconds)
+        else:
+            self._running.create_task(self.loads.unload(group))
+
+    # The end
+
+    async def drain(self, seconds: float) -> None:
+        """Reject new requests, wait at most so long for the live ones, and end the rest."""
+        await self.loads.end()
+        await asyncio.gather(*(serving.engine.drain(seconds) for serving in self.loaded))
+
+    async def close(self) -> None:
+        """End what is loading, and all workers."""
+        await self.loads.end()
+        for timer in self._timers.values():
+            timer.cancel()
+        await asyncio.gather(*(group.close() for group in self))

@@ -1,0 +1,134 @@
+"""How much memory each of several models needs, in bytes: its weights, its KV cache and its states.
+
+Before a model is loaded the weights are estimated from the sizes of its files, and the KV cache is
+what is left of the model's part. All models have equal parts of the memory; one whose weights fill
+more than `WEIGHTS_SHARE` of its part gets a larger one.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from engine.errors import StartupError
+from engine.transport.process_memory import available_bytes
+from engine.worker_settings import WorkerReport
+from gateway.settings.model import BUILTIN_MODEL
+from gateway.settings.settings import Settings
+
+WEIGHTS_SHARE = 0.75  # of a model's part of the memory; the rest is for its KV cache
+DEFAULT_SHARE = 0.75  # of the memory that is available at the start
+ITEM_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I8": 1, "U8": 1, "F8_E4M3": 1, "F8_E5M2": 1}
+DTYPE_BYTES = {
+    "float32": 4.0,
+    "bfloat16": 2.0,
+    "float16": 2.0,
+    "int8": 1.0,
+    "fp8": 1.0,
+    "int4": 0.5625,
+}
+CPU_INFO = Path("/proc/cpuinfo")
+BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16"}
+LARGEST_HEADER = 100 << 20  # of a safetensors file
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A model's settings with the bound on its KV cache, and the bytes that it needs at most."""
+
+    settings: Settings
+    num_bytes: int
+
+
+def parts_of(deployments: Sequence[Settings], memory: int) -> list[Part]:
+    """Each model's part of the memory. Raises `StartupError`, which names the bytes that are
+    missing, for a model that does not fit beside those that stay loaded."""
+    parts = [_part(each, memory, len(deployments)) for each in deployments]
+    pinned = sum(part.num_bytes for part in parts if part.settings.terms.pinned)
+    for part in parts:
+        needed = pinned + (0 if part.settings.terms.pinned else part.num_bytes)
+        if needed > memory:
+            beside = (
+                " beside the pinned models" if pinned and not part.settings.terms.pinned else ""
+            )
+            raise StartupError(
+                f"the model {part.settings.model.source!r} needs {_text(part.num_bytes)}{beside}: "
+                f"{_text(needed - memory)} of --memory are missing, which is {_text(memory)}"
+            )
+    return parts
+
+
+def default_memory() -> int:
+    """The bytes that several models may have without `--memory`."""
+    return int(available_bytes() * DEFAULT_SHARE)
+
+
+def _part(settings: Settings, memory: int, num_models: int) -> Part:
+    weights = weight_bytes(settings)
+    kv = settings.kv
+    if kv.kv_memory is not None:
+        return Part(settings, weights + kv.kv_memory)
+    if kv.kv_slots is not None:
+        return Part(settings, weights)  # the rest is known once it is loaded
+    part = max(memory // num_models, int(weights / WEIGHTS_SHARE))
+    limit = max(1, min(part, memory) - weights)
+    return Part(replace(settings, kv=replace(kv, kv_memory_limit=limit)), weights + limit)
+
+
+def weight_bytes(settings: Settings) -> int:
+    """An estimate of the bytes of a model's weights in memory; 0 if its files are not here yet."""
+    source = settings.model.source
+    path = Path(source).expanduser()
+    if source == BUILTIN_MODEL:
+        path = Path(str(files("adapters").joinpath("builtin")))
+    if path.is_file():
+        return path.stat().st_size  # GGUF: its formats are computed with as they are
+    checkpoint = sorted(path.glob("*.safetensors")) if path.is_dir() else []
+    size = sum(each.stat().st_size for each in checkpoint)
+    stored = _stored_dtype(checkpoint[0]) if checkpoint else None
+    if stored not in ITEM_BYTES:
+        return size
+    names = (settings.kernels.weights, settings.kernels.dtype)
+    wanted = next((DTYPE_BYTES[name] for name in names if name in DTYPE_BYTES), None)
+    return int(size * (wanted or _own_bytes(stored, settings)) / ITEM_BYTES[stored])
+
+
+def _own_bytes(stored: str, settings: Settings) -> float:
+    """Bytes of a number in memory with `--dtype auto`: a CPU computes with bfloat16 if it can, and
+    otherwise with float32."""
+    keeps = ITEM_BYTES[stored] == 1 or settings.kernels.device.startswith("cuda")
+    flags = set(CPU_INFO.read_text().split()) if CPU_INFO.exists() else set()
+    if keeps or (stored == "BF16" and BFLOAT16_FLAGS & flags):
+        return ITEM_BYTES[stored]
+    return DTYPE_BYTES["float32"]
+
+
+def _stored_dtype(path: Path) -> str | None:
+    """The dtype of most bytes in a safetensors file; None if it cannot be read."""
+    with suppress(OSError, ValueError, KeyError, TypeError), path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header: Mapping[str, Any] = json.loads(file.read(min(length, LARGEST_HEADER)))
+        sizes: dict[str, int] = {}
+        for name, tensor in header.items():
+            if name != "__metadata__":
+                start, stop = tensor["data_offsets"]
+                dtype = str(tensor["dtype"])
+                sizes[dtype] = sizes.get(dtype, 0) + stop - start
+        return max(sizes, key=lambda dtype: sizes[dtype])
+    return None
+
+
+def loaded_bytes(settings: Settings, report: WorkerReport) -> int:
+    """The bytes of a loaded model: its weights, and all of its KV blocks and states."""
+    item = DTYPE_BYTES.get(report.weights, DTYPE_BYTES.get(report.dtype, 4.0))
+    workers = settings.workers.num_stages * settings.workers.num_ranks
+    kv = report.num_blocks * report.bytes_per_block + report.num_states * report.bytes_per_state
+    host = report.num_host_blocks * report.bytes_per_block
+    return int(report.num_parameters * item) + workers * (kv + host)
+
+
+def _text(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 20):,.0f} MiB"

@@ -1,0 +1,261 @@
+"""Open a model: load it, and build its scheduler and its engine over its workers.
+
+    LoadedModel ─▶ scheduler (with its observers) ─▶ engine ─▶ Serving
+
+What is counted of a model goes on when it is unloaded and loaded again.
+"""
+
+import hashlib
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
+
+from engine.control.event_recorder import RecordingHeader
+from engine.control.scheduler import IterationScheduler
+from engine.cost.live import LiveCost
+from engine.events import Observer, ObserverGroup
+from engine.kv_shape import KVShape
+from engine.kv_store import MAX_NAMES
+from engine.loop import Engine
+from engine.speculation.drafter import Drafter
+from engine.step import HASH_BYTES, PageKind
+from engine.transport.process import LocalLauncher
+from engine.turns import Turns
+from engine.worker_settings import WorkerReport
+from gateway.access.grammar_check import GrammarCheck
+from gateway.access.quotas import Quotas
+from gateway.generation.paced_tokenizer import PacedTokenizer
+from gateway.groups.serving import ServedModel, Serving
+from gateway.loras import LoraRegistry
+from gateway.observe.kv_events import KVEvents, ZmqPublisher, topic_of
+from gateway.observe.live import LiveView
+from gateway.observe.loras import LoraUsage
+from gateway.observe.metrics import Metrics
+from gateway.observe.readings import Readings
+from gateway.observe.recording import recording
+from gateway.observe.request_log import RequestLog
+from gateway.observe.timelines import Timelines
+from gateway.observe.traces import Traces
+from gateway.schema.fields.sampling import Vocabulary
+from gateway.serve.kv_lookup import KVLookup
+from gateway.serve.load import LoadedModel, OnProgress, load_model, lora_specs
+from gateway.serve.memory import loaded_bytes
+from gateway.service import unix_now
+from gateway.settings.settings import Settings
+from gateway.version import podway_version
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedObservers:
+    """What observes the requests of all models."""
+
+    request_log: RequestLog
+    metrics: Metrics  # of the server
+    quotas: Quotas = field(default_factory=Quotas)
+    traces: Traces | None = None
+
+
+class ModelOpener:
+    """Opens one model, again after it has been closed."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        shared: SharedObservers,
+        turns: Turns | None = None,
+        launcher: LocalLauncher | None = None,
+        progress: OnProgress = lambda what, done, total: None,
+    ) -> None:
+        """With `turns`, other models compute on the same cores. `launcher` starts the workers of
+        the first load."""
+        self.settings = settings
+        self.metrics = Metrics()
+        self.latest: LoadedModel  # from the first load on
+        self._shared = shared
+        self._turns = turns
+        self._launcher = launcher
+        self._progress = progress
+        self._live = LiveView()
+        self._timelines = Timelines()
+        self._lora_usage = LoraUsage(settings.loras.max_loras)
+        if shared.traces is not None:
+            self._timelines.report_to(shared.traces)
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[Serving]:
+        """Load the model; its workers end with the block. Raises `StartupError`."""
+        launcher, self._launcher = self._launcher, None
+        async with AsyncExitStack() as stack:
+            loaded = await stack.enter_async_context(
+                load_model(self.settings, self._progress, launcher)
+            )
+            self.latest = loaded
+            cost = LiveCost(loaded.calibration.model)
+            scheduler = self._scheduler(loaded, cost, stack)
+            yield self._serving(loaded, scheduler, self._engine(loaded, scheduler, stack))
+            if (errors := cost.errors.summary()) is not None:
+                logger.info("error of predicted iteration times: %s", errors)
+            if loaded.calibration.file is not None:
+                loaded.calibration.file.update(cost)
+
+    def _scheduler(
+        self, loaded: LoadedModel, cost: LiveCost, stack: AsyncExitStack
+    ) -> IterationScheduler:
+        """The scheduler with its observers. `stack` closes the recording, if there is one."""
+        settings, shared = self.settings, self._shared
+        header = _recording_header(settings, loaded)
+        observers: list[Observer] = [
+            self.metrics,
+            self.metrics.requests,
+            shared.request_log,
+            shared.quotas,
+            self._live,
+            self._timelines,
+            self._lora_usage,
+        ]
+        if settings.observe.record is not None:
+            observers.append(stack.enter_context(recording(settings.observe.record, header)))
+        kv_events = _kv_events(settings, loaded, self.metrics, stack)
+        if kv_events is not None:
+            observers.append(kv_events)
+        speculation = settings.model.speculative_config
+        drafter = None
+        if speculation is not None:
+            report = loaded.report
+            size_ratio = report.num_draft_parameters / max(1, report.num_parameters)
+            drafter = Drafter.build(speculation, cost, size_ratio, time.perf_counter)
+        scheduler = header.build(cost, ObserverGroup(*observers), drafter, loaded.report.encoder)
+        search = scheduler.kv.search
+        if kv_events is not None:
+            search.listen(kv_events)
+        hashes, state_hashes = loaded.report.disk_hashes, loaded.report.disk_state_hashes
+        search.restore_disk({PageKind.BLOCK: hashes, PageKind.SNAPSHOT: state_hashes})
+        self._timelines.attach(scheduler)
+        return scheduler
+
+    def _engine(
+        self, loaded: LoadedModel, scheduler: IterationScheduler, stack: AsyncExitStack
+    ) -> Engine:
+        settings, turns = self.settings, self._turns
+        read_ahead = None
+        if settings.tiers.disk_kv and settings.tiers.disk_kv_read_ahead:
+            read_ahead = loaded.executor.read_ahead
+        shares_cores = turns is not None and _computes_here(settings, loaded.report)
+        return Engine(
+            scheduler,
+            loaded.executor,
+            time.perf_counter,
+            lookahead=loaded.lookahead,
+            depth=settings.workers.num_stages + loaded.lookahead,
+            read_ahead=read_ahead,
+            lookup=_kv_lookup(settings, loaded, self.metrics, stack),
+            send_pixels=None if loaded.report.encoder is None else loaded.executor.send_pixels,
+            turn=turns.join(settings.terms.share) if turns and shares_cores else None,
+        )
+
+    def _serving(
+        self, loaded: LoadedModel, scheduler: IterationScheduler, engine: Engine
+    ) -> Serving:
+        model = _served_model(self.settings, loaded, engine)
+        loras = LoraRegistry(loaded.executor, self._lora_usage, model.names, engine.fail_lora)
+        loras.start(lora_specs(self.settings), loaded.report.loras, unix_now())
+        return Serving(
+            engine=engine,
+            model=model,
+            grammars=GrammarCheck(loaded.texts.grammars),
+            readings=Readings(self.metrics, scheduler, self._lora_usage),
+            live=self._live,
+            timelines=self._timelines,
+            loras=loras,
+            num_bytes=loaded_bytes(self.settings, loaded.report),
+        )
+
+
+def _computes_here(settings: Settings, report: WorkerReport) -> bool:
+    """Whether the workers compute on the cores of this machine."""
+    return settings.launch.launcher == "local" and report.device == "cpu"
+
+
+def _kv_lookup(
+    settings: Settings, loaded: LoadedModel, metrics: Metrics, stack: AsyncExitStack
+) -> KVLookup | None:
+    """A client of the shared store, which the workers read and write."""
+    keys = loaded.report.kv_store_keys
+    if not keys:
+        return None
+    lookup = KVLookup.open(settings.tiers.kv_store, keys, metrics)
+    stack.callback(lookup.close)
+    return lookup
+
+
+def _kv_events(
+    settings: Settings, loaded: LoadedModel, metrics: Metrics, stack: AsyncExitStack
+) -> KVEvents | None:
+    config = settings.observe.kv_events_config
+    if not config.is_published:
+        return None
+    publisher = ZmqPublisher(config, topic_of(config, loaded.name), metrics)
+    stack.callback(publisher.close)
+    return KVEvents(loaded.report.block_size, publisher.publish, loaded.report.windows)
+
+
+def _recording_header(settings: Settings, loaded: LoadedModel) -> RecordingHeader:
+    """Everything that schedules depend on; a recording begins with it."""
+    report = loaded.report
+    is_whole = report.pooling is not None and report.pooling.is_whole
+    bounds = settings.scheduler
+    scheduler = replace(
+        bounds,
+        max_model_len=report.max_model_len,
+        max_batch_tokens=max(bounds.max_batch_tokens, report.max_model_len if is_whole else 0),
+        chunks_prompts=not is_whole,
+        reuses_prefixes=bounds.reuses_prefixes and not is_whole,
+    )
+    return RecordingHeader(
+        policy=settings.schedule.policy,
+        policies=replace(settings.policies, seats=settings.scheduler.max_batch_size),
+        scheduler=scheduler,
+        kv=_kv_shape(settings, report),
+        depth=settings.workers.num_stages,
+        cost=loaded.calibration.model,
+        lookahead=loaded.lookahead,
+    )
+
+
+def _kv_shape(settings: Settings, report: WorkerReport) -> KVShape:
+    """The size of the KV cache and its tiers in the workers, and of what is known of a store."""
+    return KVShape(
+        num_blocks=report.num_blocks,
+        block_size=report.block_size,
+        num_host_blocks=report.num_host_blocks,
+        num_disk_blocks=len(report.disk_hashes) // HASH_BYTES,
+        saves_on_host=settings.scheduler.reuses_prefixes,
+        windows=report.windows,
+        num_states=report.num_states,
+        num_host_states=report.num_host_states,
+        num_disk_states=len(report.disk_state_hashes) // HASH_BYTES,
+        num_store_names=MAX_NAMES if report.kv_store_keys else 0,
+    )
+
+
+def _served_model(settings: Settings, loaded: LoadedModel, engine: Engine) -> ServedModel:
+    report = loaded.report
+    numbers = f"{report.dtype} {report.weights} {report.kv_dtype}"
+    facts = f"{podway_version()} {loaded.name} {numbers} {report.device} {report.attention}"
+    return ServedModel(
+        name=loaded.name,
+        aliases=settings.model.served_model_name[1:],
+        sampling_defaults=loaded.sampling_defaults,
+        created=unix_now(),
+        fingerprint="fp_" + hashlib.sha256(facts.encode()).hexdigest()[:10],
+        vocabulary=Vocabulary(report.vocab_size, frozenset(report.eos_token_ids)),
+        tokenizer=PacedTokenizer(loaded.texts.tokenizer, lambda: engine.is_generating),
+        template=loaded.texts.template,
+        dialect=loaded.texts.dialect,
+        trusts_request_templates=settings.model.trust_request_chat_template,
+        pooling=report.pooling,
+    )

@@ -1,0 +1,123 @@
+"""Several scripted models behind the real app, in virtual time.
+
+A model takes `load_seconds` to load; an iteration takes `tests.gateway.rig.STEP` seconds, and its
+texts are "Hello!" for every request.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+
+from engine.control.scheduler import IterationScheduler
+from engine.errors import StartupError
+from engine.simulated.virtual_loop import run_virtual
+from gateway.batch.runner import BatchRunner
+from gateway.groups.group import Deployment, Group, OpenServing
+from gateway.groups.groups import Groups
+from gateway.groups.serving import Serving
+from gateway.groups.terms import ServerTerms, Terms
+from gateway.observe.exposition import Exposition
+from gateway.observe.metrics import Metrics
+from gateway.observe.readings import ServerReadings
+from gateway.service import Service
+from gateway.web.app import build_app
+from gateway.web.table import ROUTES
+from tests.gateway.rig import STEP, Setting, build_rig
+from tests.wire.asgi import Client
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A model of a scene. Its first `num_failures` loads fail."""
+
+    name: str
+    terms: Terms = field(default_factory=Terms)
+    num_bytes: int = 1
+    load_seconds: float = 2.0
+    num_failures: int = 0
+    setting: Setting = field(default_factory=lambda: Setting(texts=("Hello!",) * 500))
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """What a scene uses. `loads` has the names of models in the order of their loads, and
+    `schedulers` all schedulers that there were."""
+
+    client: Client
+    service: Service
+    groups: Groups
+    loads: list[str]
+    schedulers: list[IterationScheduler]
+
+    def group(self, name: str) -> Group:
+        return self.groups.find(name)
+
+
+Scene = Callable[[Fleet], Awaitable[None]]
+
+
+def play(scene: Scene, *models: Model, terms: ServerTerms | None = None) -> Fleet:
+    """Run a scene to its end. Afterwards no request lives, no lease is held and no slot."""
+
+    async def main() -> Fleet:
+        fleet, runner = _build(models, terms or ServerTerms())
+        async with asyncio.TaskGroup() as tasks:
+            running = tasks.create_task(fleet.groups.run())
+            batching = tasks.create_task(runner.run())
+            await scene(fleet)
+            batching.cancel()
+            await asyncio.sleep(2 * STEP)
+            assert not any(group.is_used for group in fleet.groups), list(fleet.groups)
+            running.cancel()
+        await fleet.groups.close()
+        fleet.service.store.close()
+        for scheduler in fleet.schedulers:
+            assert not scheduler.pool, scheduler
+            assert scheduler.ledger.num_held == 0, scheduler
+        return fleet
+
+    return run_virtual(main())
+
+
+def _build(models: tuple[Model, ...], terms: ServerTerms) -> tuple[Fleet, BatchRunner]:
+    clock = asyncio.get_running_loop().time
+    loads: list[str] = []
+    schedulers: list[IterationScheduler] = []
+    groups = Groups(
+        [
+            Group(
+                Deployment(each.name, terms=each.terms, num_bytes=each.num_bytes),
+                _opener(each, loads, schedulers),
+                clock,
+                each.load_seconds,
+            )
+            for each in models
+        ],
+        terms,
+    )
+    shared = build_rig(Setting()).service
+    server_readings = ServerReadings(Metrics(), shared.store.database, shared.request_log)
+    exposition = Exposition(server_readings, groups.readings, clock, has_several=True)
+    service = replace(shared, groups=groups, group=groups.default, exposition=exposition)
+    runner = BatchRunner(service, ROUTES.batch_endpoints, 4)
+    return Fleet(Client(build_app(service)), service, groups, loads, schedulers), runner
+
+
+def _opener(model: Model, loads: list[str], schedulers: list[IterationScheduler]) -> OpenServing:
+    num_failures = model.num_failures
+
+    @asynccontextmanager
+    async def open_serving() -> AsyncIterator[Serving]:
+        nonlocal num_failures
+        await asyncio.sleep(model.load_seconds)
+        if num_failures:
+            num_failures -= 1
+            raise StartupError("the disk is on fire")
+        serving = build_rig(model.setting).service.group.serving
+        loads.append(model.name)
+        schedulers.append(serving.engine.scheduler)
+        served = replace(serving.model, name=model.name)
+        yield replace(serving, model=served, num_bytes=model.num_bytes)
+
+    return open_serving

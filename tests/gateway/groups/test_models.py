@@ -1,0 +1,219 @@
+"""Several models in one server: loads, unloads and what requests see of them."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from gateway.groups.group import RETRY_SECONDS, Status
+from gateway.groups.terms import ServerTerms, Terms
+from tests.gateway.groups.rig import Fleet, Model, play
+from tests.gateway.rig import CHAT, STEP, TEXT, chat
+
+TWO_FIT = ServerTerms(memory=2)
+LONG = "The quick brown fox jumps over the lazy dog."
+
+
+async def ask(fleet: Fleet, model: str) -> tuple[int, Any]:
+    async with fleet.client.post(CHAT, chat(model=model)) as exchange:
+        body = await exchange.json()
+    return exchange.status, body
+
+
+async def stream(fleet: Fleet, model: str, num_tokens: int) -> str:
+    """The text of a stream that takes `num_tokens` iterations."""
+    fields = {"model": model, "prompt": "ab", "stream": True, "ignore_eos": True}
+    text = ""
+    async with fleet.client.post(TEXT, fields | {"max_tokens": num_tokens}) as exchange:
+        async for event in exchange.events():
+            assert event == "[DONE]" or event == "DONE" or "error" not in event, event
+            if not isinstance(event, str):
+                text += event["choices"][0]["text"]
+    return text
+
+
+def test_a_request_waits_until_its_model_is_loaded() -> None:
+    async def scene(fleet: Fleet) -> None:
+        now = asyncio.get_running_loop().time
+        status, body = await ask(fleet, "b")
+        assert (status, body["model"]) == (200, "b")
+        assert now() >= 2.0
+        began = now()
+        await ask(fleet, "b")
+        assert now() - began < 2.0  # it was loaded already
+
+    assert play(scene, Model("a"), Model("b")).loads == ["b"]
+
+
+def test_requests_of_one_model_share_its_load() -> None:
+    async def scene(fleet: Fleet) -> None:
+        answers = await asyncio.gather(*(ask(fleet, "a") for _ in range(5)))
+        assert {status for status, _ in answers} == {200}
+
+    assert play(scene, Model("a"), Model("b")).loads == ["a"]
+
+
+def test_no_running_request_is_cut_for_a_load() -> None:
+    async def scene(fleet: Fleet) -> None:
+        running = asyncio.create_task(stream(fleet, "a", 100))
+        await asyncio.sleep(2.0 + 10 * STEP)
+        status, _ = await ask(fleet, "b")
+        assert status == 200
+        assert running.done(), "b was loaded in the memory of a, which was in use"
+        alone = asyncio.create_task(stream(fleet, "a", 100))
+        assert await running == await alone
+
+    fleet = play(scene, Model("a"), Model("b"), terms=ServerTerms(memory=1))
+    assert fleet.loads == ["a", "b", "a"]
+
+
+def test_the_least_recently_used_model_goes_first() -> None:
+    async def scene(fleet: Fleet) -> None:
+        for name in ("a", "b", "a", "c"):
+            await ask(fleet, name)
+        assert [group.status for group in fleet.groups] == [
+            Status.LOADED,
+            Status.UNLOADED,
+            Status.LOADED,
+        ]
+
+    play(scene, Model("a"), Model("b"), Model("c"), terms=TWO_FIT)
+
+
+def test_pinned_models_stay_and_low_priorities_go_first() -> None:
+    async def scene(fleet: Fleet) -> None:
+        for name in ("pinned", "high", "low", "high", "low", "new"):
+            await ask(fleet, name)
+        loaded = {group.name for group in fleet.groups if group.accepts}
+        assert loaded == {"pinned", "high", "new"}
+
+    models = (
+        Model("pinned", Terms(pinned=True)),
+        Model("high", Terms(priority=1)),
+        Model("low"),
+        Model("new", Terms(priority=2)),
+    )
+    play(scene, *models, terms=ServerTerms(memory=3))
+
+
+def test_the_memory_bound_holds_at_every_moment() -> None:
+    async def scene(fleet: Fleet) -> None:
+        asking = asyncio.gather(*(ask(fleet, name) for name in "abcdcba" * 3))
+        while not asking.done():
+            assert fleet.groups.loads.num_bytes <= 3
+            await asyncio.sleep(STEP / 2)
+        assert {status for status, _ in await asking} == {200}
+
+    models = [Model(name, num_bytes=size) for name, size in zip("abcd", (1, 2, 1, 3), strict=True)]
+    play(scene, *models, terms=ServerTerms(memory=3, max_load_wait=1000.0))
+
+
+def test_a_load_that_would_take_too_long_is_a_503_with_the_forecast() -> None:
+    async def scene(fleet: Fleet) -> None:
+        async with fleet.client.post(CHAT, chat(model="slow")) as exchange:
+            body = await exchange.json()
+        assert (exchange.status, body["error"]["code"]) == (503, "unavailable")
+        assert exchange.headers["retry-after"] == "100"
+        await asyncio.sleep(float(exchange.headers["retry-after"]))
+        assert (await ask(fleet, "slow"))[0] == 200
+
+    play(scene, Model("a"), Model("slow", load_seconds=100.0), terms=ServerTerms(max_load_wait=60))
+
+
+def test_a_failed_load_is_only_that_models() -> None:
+    async def scene(fleet: Fleet) -> None:
+        (bad, error), (good, _) = await asyncio.gather(ask(fleet, "bad"), ask(fleet, "good"))
+        assert (bad, good) == (503, 200)
+        assert "the disk is on fire" in error["error"]["message"]
+        async with fleet.client.get("/v1/models/bad") as exchange:
+            status = (await exchange.json())["status"]
+        assert status == {"value": "failed", "error": "the disk is on fire"}
+        assert (await ask(fleet, "bad"))[0] == 503  # without another try
+        await asyncio.sleep(RETRY_SECONDS)
+        assert (await ask(fleet, "bad"))[0] == 200
+
+    assert play(scene, Model("bad", num_failures=1), Model("good")).loads == ["good", "bad"]
+
+
+def test_a_model_that_can_never_fit_names_the_missing_bytes() -> None:
+    async def scene(fleet: Fleet) -> None:
+        status, body = await ask(fleet, "large")
+        assert status == 503
+        assert "missing" in body["error"]["message"], body
+        assert (await ask(fleet, "a"))[0] == 200
+
+    play(scene, Model("a", Terms(pinned=True)), Model("large", num_bytes=3), terms=TWO_FIT)
+
+
+def test_an_unknown_model_is_a_404_with_all_names() -> None:
+    async def scene(fleet: Fleet) -> None:
+        status, body = await ask(fleet, "c")
+        assert (status, body["error"]["code"]) == (404, "model_not_found")
+        assert "'a' and 'b'" in body["error"]["message"]
+
+    assert play(scene, Model("a"), Model("b")).loads == []
+
+
+def test_a_client_that_leaves_while_its_model_loads_leaves_nothing() -> None:
+    async def scene(fleet: Fleet) -> None:
+        async with fleet.client.post(CHAT, chat(model="a")) as exchange:
+            await asyncio.sleep(1.0)
+            exchange.disconnect()
+            await exchange.ended()
+        assert fleet.group("a").status is Status.LOADING
+        await asyncio.sleep(2.0)
+        assert fleet.group("a").accepts
+        assert not fleet.group("a").is_used
+
+    play(scene, Model("a"), Model("b"))
+
+
+def test_an_idle_model_is_unloaded_and_loaded_again() -> None:
+    async def scene(fleet: Fleet) -> None:
+        await stream(fleet, "a", 100)  # takes longer than the model may be idle
+        await asyncio.sleep(9.0)
+        assert fleet.group("a").accepts
+        await asyncio.sleep(2.0)
+        assert fleet.group("a").status is Status.UNLOADED
+        assert (await ask(fleet, "a"))[0] == 200
+
+    assert play(scene, Model("a", Terms(idle_unload=10.0))).loads == ["a", "a"]
+
+
+def test_a_shutdown_answers_requests_that_wait_for_a_load() -> None:
+    async def scene(fleet: Fleet) -> None:
+        async with fleet.client.post(CHAT, chat(model="a")) as exchange:
+            await asyncio.sleep(0.5)
+            await fleet.groups.drain(1.0)
+            assert await exchange.start() == 503
+            assert "shutting down" in (await exchange.json())["error"]["message"]
+
+    play(scene, Model("a"), Model("b"))
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
+def test_tokens_are_those_of_the_named_model(path: str) -> None:
+    async def scene(fleet: Fleet) -> None:
+        fields = (
+            {"model": "b", "prompt": "ab"}
+            if path == "/tokenize"
+            else {"model": "b", "tokens": [97]}
+        )
+        async with fleet.client.post(path, fields) as exchange:
+            await exchange.json()
+        assert exchange.status == 200
+
+    assert play(scene, Model("a"), Model("b")).loads == ["b"]
+
+
+def test_metrics_have_the_models_name() -> None:
+    async def scene(fleet: Fleet) -> None:
+        await ask(fleet, "a")
+        await ask(fleet, "b")
+        async with fleet.client.get("/metrics") as exchange:
+            lines = (await exchange.read()).decode().splitlines()
+        for name in "ab":
+            assert f'podway_output_tokens_total{{model_name="{name}"}} 7.0' in lines
+        assert any(line.startswith("podway_http_requests_total{method=") for line in lines)
+
+    play(scene, Model("a"), Model("b"))
