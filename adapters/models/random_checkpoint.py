@@ -17,22 +17,31 @@ from pathlib import Path
 from platformdirs import user_cache_path
 
 from adapters.models.named_shapes import SHAPES
+from adapters.models.named_shapes.vision import IMAGE_TOKENS, VISION_SHAPES
 from engine.errors import StartupError
 
 PREFIX = "random:"
 COPIED = ("tokenizer_config.json", "generation_config.json")
 _DIGITS = 12
+# What the built-in chat template renders of a message's parts, and with images.
+TEXT_PARTS = "for part in content if part.text is defined -%}{{- part.text -}}{%- endfor"
+ALL_PARTS = (
+    "for part in content -%}{%- if part.text is defined -%}{{- part.text -}}"
+    "{%- elif part.type in ['image', 'image_url'] -%}<|vision_start|><|image_pad|><|vision_end|>"
+    "{%- endif -%}{%- endfor"
+)
 
 
 def config_of(name: str) -> dict[str, object]:
     """The config of a named shape or of a directory's config.json. Raises `StartupError`."""
-    if name in SHAPES:
-        return dict(SHAPES[name])
+    shapes = {**SHAPES, **VISION_SHAPES}
+    if name in shapes:
+        return dict(shapes[name])
     path = Path(name).expanduser() / "config.json"
     try:
         config = json.loads(path.read_bytes())
     except OSError:
-        known = ", ".join(SHAPES)
+        known = ", ".join(shapes)
         raise StartupError(
             f"unknown shape {name!r}; known: {known}, and directories with a config.json"
         ) from None
@@ -70,9 +79,30 @@ def _contents(config: dict[str, object]) -> dict[str, str]:
     builtin = files("adapters").joinpath("builtin")
     tokenizer = json.loads(builtin.joinpath("tokenizer.json").read_text("utf-8"))
     text = {name: builtin.joinpath(name).read_text("utf-8") for name in COPIED}
-    text["tokenizer.json"] = json.dumps(_with_all_ids(tokenizer, config.get("vocab_size")))
+    of_text = config.get("text_config", config)
+    assert isinstance(of_text, dict), "the family has read it"
+    tokenizer["added_tokens"] += _image_tokens(config)
+    text["tokenizer.json"] = json.dumps(_with_all_ids(tokenizer, of_text.get("vocab_size")))
+    if "vision_config" in config:
+        path = "tokenizer_config.json"
+        text[path] = text[path].replace(*map(_quoted, (TEXT_PARTS, ALL_PARTS)))
     text["config.json"] = json.dumps(config | {"random_weights": True}, indent=2)
     return text
+
+
+def _quoted(text: str) -> str:
+    """How a JSON file has a text."""
+    return json.dumps(text)[1:-1]
+
+
+def _image_tokens(config: Mapping[str, object]) -> list[dict[str, object]]:
+    """The special tokens of images whose ids the config has."""
+    plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return [
+        {"id": config[field], "content": token, **plain, "special": True}
+        for field, token in IMAGE_TOKENS.items()
+        if field in config
+    ]
 
 
 def _with_all_ids(tokenizer: dict[str, object], vocab_size: object) -> dict[str, object]:
@@ -80,13 +110,17 @@ def _with_all_ids(tokenizer: dict[str, object], vocab_size: object) -> dict[str,
     model, added = tokenizer["model"], tokenizer["added_tokens"]
     assert isinstance(model, dict), "the built-in tokenizer.json"
     assert isinstance(added, list), "the built-in tokenizer.json"
-    first = max([*model["vocab"].values(), *(token["id"] for token in added)]) + 1
+    special = {token["id"] for token in added}
+    first = max(model["vocab"].values()) + 1
+    while first in special:
+        first += 1
     if isinstance(vocab_size, bool) or not isinstance(vocab_size, int) or vocab_size < first:
         raise StartupError(
             f"config.json: vocab_size is {vocab_size!r}, expected at least {first}: "
             "random models use the built-in model's tokenizer"
         )
-    words = {f"Ġw{token_id:x}": token_id for token_id in range(first, vocab_size)}
+    names = {token["id"]: token["content"] for token in added if token["id"] >= first}
+    words = {names.get(each, f"Ġw{each:x}"): each for each in range(first, vocab_size)}
     return {**tokenizer, "model": {**model, "vocab": model["vocab"] | words}}
 
 
