@@ -66,23 +66,30 @@ class ImagePixels(NamedTuple):
 class EncoderReport:
     """What the control plane knows of a model's image encoder.
 
-    An image is encoded layer by layer; `layer_flops` of a patch in one layer do not count
-    attention, of which every patch has `patch_flops` for each patch. With `merge` a token stands
-    for `merge` × `merge` patches and has positions along three axes (M-RoPE); 0: its positions are
-    those of text. Where an image `is_whole`, its tokens attend to all of each other, so that they
-    are computed together.
+    An image is encoded in slices, each of `tile` patches in one layer; embedding the patches counts
+    as one more layer. In a slice each patch takes `row_flops`, and `pair_flops` for every patch of
+    the image. With `merge` a token stands for `merge` × `merge` patches and has positions along
+    three axes (M-RoPE); 0: its positions are those of text.
     """
 
     num_layers: int
     row_bytes: int  # of the encoding of a token
-    layer_flops: int
-    patch_flops: int
+    row_flops: int
+    pair_flops: int
+    tile: int
     merge: int = 0
-    is_whole: bool = False
+
+    def num_tiles(self, num_patches: int) -> int:
+        """Slices of a layer."""
+        return -(-num_patches // self.tile)
+
+    def num_slices(self, num_patches: int) -> int:
+        """Slices of an image."""
+        return (1 + self.num_layers) * self.num_tiles(num_patches)
 
     def flops(self, num_patches: int) -> float:
-        """Operations of one layer."""
-        return num_patches * (self.layer_flops + self.patch_flops * num_patches)
+        """Operations of one slice."""
+        return min(self.tile, num_patches) * (self.row_flops + self.pair_flops * num_patches)
 
 
 class ImageRows(NamedTuple):
@@ -108,7 +115,7 @@ class EntryMedia(NamedTuple):
 
 
 class EncoderWork(NamedTuple):
-    """Layers `[start, stop)` of the encoder, for an image whose pixels the workers have."""
+    """Slices `[start, stop)` of an image, whose pixels the workers have, in the encoder."""
 
     image: int
     start: int

@@ -277,13 +277,13 @@ class BlockMove(NamedTuple):
 class Step:
     """One iteration over one batch; `entries` has the decodes first, then the prefills.
 
-    The layers of `encodes` are computed before any entry; the images in `dropped` are forgotten,
+    The slices in `encodes` are computed before any entry; the images in `dropped` are forgotten,
     with their pixels and what was computed of them, before that.
 
     `moves` copy KV between the tiers. No two moves of a step touch the same block, with two
     exceptions: an awaited move in may use the device blocks of an awaited move out that precedes
     it, and a device block may be saved in two tiers. A step without entries only makes its moves
-    and computes layers of the encoder.
+    and computes slices of images.
     """
 
     step_id: StepId
@@ -349,7 +349,7 @@ class StepResult:
     `unread` are device pages that moves from the disk or a store could not fill. `vectors` has one
     vector for each entry with `pooling`, in their order, as little-endian float32. `proposals` has
     the proposed tokens of each entry with `proposal`; `proposal_seconds`, a part of `seconds`, is
-    the draft model's time, and `encoder_seconds`, another part, that of the layers in `encodes`.
+    the draft model's time, and `encoder_seconds`, another part, that of the slices in `encodes`.
     """
 
     step_id: StepId

@@ -85,7 +85,7 @@ def _contents(config: dict[str, object]) -> dict[str, str]:
     text["tokenizer.json"] = json.dumps(_with_all_ids(tokenizer, of_text.get("vocab_size")))
     if "vision_config" in config:
         path = "tokenizer_config.json"
-        text[path] = text[path].replace(*map(_quoted, (TEXT_PARTS, ALL_PARTS)))
+        text[path] = text[path].replace(_quoted(TEXT_PARTS), _quoted(ALL_PARTS))
     text["config.json"] = json.dumps(config | {"random_weights": True}, indent=2)
     return text
 

@@ -26,7 +26,7 @@ class CachedImage:
     num_patches: int
     num_bytes: int  # of its encoding
     users: "dict[Request, Media]" = field(default_factory=dict)  # that have not ended
-    num_planned: int = 0  # layers that iterations have computed or are computing
+    num_planned: int = 0  # slices that iterations have computed or are computing
     is_begun: bool = False  # the workers have some of its pixels
     is_sent: bool = False  # they have all
 
@@ -51,7 +51,7 @@ class ImageCache:
 
     def is_encoded(self, image: CachedImage) -> bool:
         """Whether its encoding is there when the entries of the iteration being planned run."""
-        return image.num_planned == self._encoder.num_layers
+        return image.num_planned == self._encoder.num_slices(image.num_patches)
 
     def arrive(self, request: "Request") -> None:
         """A request with images was accepted."""

@@ -1,12 +1,12 @@
-"""Images: which images are encoded, and which layers of the encoder the next iteration computes.
+"""Images: which images are encoded, and how much of that the next iteration computes.
 
-An image is encoded before the first of its tokens is computed, in slices of layers: each iteration
-computes as many as its bound of time leaves, and at least one. Images are encoded one after the
-other, in the order of the requests that need them. A request computes the tokens before an image
-that is not encoded, and waits there; it starts when the first image is encoded. Prefixes in the
-cache need no encoding: what is encoded is only what will be computed.
+An image is encoded before the first of its tokens is computed, in slices, each of some patches in
+one layer: an iteration computes as many as its bound of time leaves, and at least one. Images are
+encoded one after the other, in the order of the requests that need them. A request computes the
+tokens before an image that is not encoded, and waits there; it starts when the first image is
+encoded. Prefixes in the cache need no encoding: what is encoded is only what will be computed.
 
-Pixels are sent to the workers once, before the first layer, and again if a worker has died: then
+Pixels are sent to the workers once, before the first slice, and again if a worker has died: then
 everything is computed anew from the pixels, which the request holds.
 """
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from engine.request import Request, RequestSpec
     from engine.step import StepResult
 
-FREE_SECONDS = 0.1  # of layers in an iteration that nothing bounds: so long a cancel may take
+FREE_SECONDS = 0.1  # of slices in an iteration that nothing bounds: so long a cancel may take
 NEWS_SHARE = 0.25  # of the latest measurement in the seconds per operation
 
 
@@ -137,7 +137,7 @@ class Images:
             image.is_sent = True
 
     def plan(self, seconds: float) -> tuple[EncoderWork, ...]:
-        """The layers that the next iteration computes in about so many seconds: at least one, if
+        """The slices that the next iteration computes in about so many seconds: at least one, if
         an image is wanted whose pixels were sent."""
         ready = [each for each in self._wanted.values() if each.is_sent]
         if not ready or self._encoder is None or self._cache is None:
@@ -145,10 +145,10 @@ class Images:
         begun = [each for each in ready if each.num_planned]
         image = (begun or ready)[0]
         self._cache.make_room(image)
-        layer = self._seconds_per_flop * self._encoder.flops(image.num_patches)
-        count = int(min(seconds, FREE_SECONDS) / layer) if layer else 1
-        start = image.num_planned
-        image.num_planned = min(self._encoder.num_layers, start + max(1, count))
+        each = self._seconds_per_flop * self._encoder.flops(image.num_patches)
+        count = int(min(seconds, FREE_SECONDS) / each) if each else 1
+        start, stop = image.num_planned, self._encoder.num_slices(image.num_patches)
+        image.num_planned = min(stop, start + max(1, count))
         return (EncoderWork(image.number, start, image.num_planned),)
 
     def take_dropped(self) -> tuple[int, ...]:
@@ -158,21 +158,21 @@ class Images:
     # Results
 
     def committed(self, iteration: "Iteration", result: "StepResult") -> None:
-        """The layers of an iteration were computed."""
+        """The slices of an iteration were computed."""
         for work in iteration.step.encodes:
             assert self._encoder is not None, "it computed them"
             assert self._cache is not None, "it computed them"
             image = self._cache.numbered(work.image)
             if image is None:
                 continue
-            self.num_encoded += work.stop == self._encoder.num_layers
+            self.num_encoded += work.stop == self._encoder.num_slices(image.num_patches)
             flops = (work.stop - work.start) * self._encoder.flops(image.num_patches)
             rate = result.encoder_seconds / flops
             share = NEWS_SHARE if self._seconds_per_flop else 1.0
             self._seconds_per_flop += share * (rate - self._seconds_per_flop)
 
     def failed(self, iteration: "Iteration") -> "Iterable[Request]":
-        """An iteration raised an error, perhaps in its layers: returns the requests that have its
+        """An iteration raised an error, perhaps in its slices: returns the requests that have its
         images, which cannot be encoded."""
         requests: dict[Request, None] = {}
         for work in iteration.step.encodes:

@@ -11,6 +11,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from adapters.models.base.fields import Fields
+from adapters.models.encoders.vision_transformer import (
+    TILE,
+    VisionLayer,
+    VisionReader,
+    VisionTransformer,
+)
 from engine.errors import StartupError
 from engine.media import EncoderReport
 from engine.worker.model.rope import inverse_frequencies
@@ -20,12 +26,14 @@ from engine.worker.ports import (
     Linear,
     Norm,
     Operators,
+    RopeAngles,
     TensorSlice,
     WeightSource,
 )
 
 EPS = 1e-6
 THETA = 10000.0
+LAST = -1  # in `EncoderState.outputs`: what replaces embeddings
 FLOAT32_BYTES = 4
 
 
@@ -69,6 +77,10 @@ class VisionShape:
             raise StartupError(
                 f"{fields.where}: num_heads={heads} times 4 does not divide hidden_size={width}"
             )
+        if TILE % shape.block:
+            raise StartupError(
+                f"{fields.where}: spatial_merge_size={shape.merge} does not divide {TILE} patches"
+            )
         if shape.positions**2 != num_positions:
             raise StartupError(
                 f"{fields.where}: num_position_embeddings={num_positions} is not a square"
@@ -95,8 +107,9 @@ class VisionShape:
         return EncoderReport(
             num_layers=self.num_layers,
             row_bytes=FLOAT32_BYTES * self.out_width * (1 + len(self.added)),
-            layer_flops=2 * self.width * (4 * self.width + 2 * self.inner),
-            patch_flops=4 * self.width,
+            row_flops=2 * self.width * (4 * self.width + 2 * self.inner),
+            pair_flops=4 * self.width,
+            tile=TILE,
             merge=self.merge,
         )
 
@@ -131,18 +144,6 @@ def text_fields(config: Mapping[str, object]) -> Mapping[str, object]:
 
 
 @dataclass(frozen=True, slots=True)
-class VisionLayer:
-    """Attention over all patches of an image, and an MLP, each behind a norm."""
-
-    attention_norm: Norm
-    qkv: Linear
-    out: Linear
-    mlp_norm: Norm
-    up: Linear
-    down: Linear
-
-
-@dataclass(frozen=True, slots=True)
 class Merger:
     """Merges blocks of patches into tokens. `is_merged_first`: the norm is over whole blocks."""
 
@@ -161,109 +162,85 @@ class Merger:
         return self.down(F.gelu(self.up(blocks)))
 
 
-class QwenVision:
-    """An `ImageEncoder`, built from the tensors that begin with `root`."""
+class QwenVision(VisionTransformer):
+    """Built from the tensors that begin with `root`."""
 
     def __init__(
         self, weights: WeightSource, operators: Operators, shape: VisionShape, root: str
     ) -> None:
         self._shape = shape
-        self._operators = operators
-        reader = _Reader(weights, operators, root)
-        size = (shape.channels, shape.frames, shape.patch, shape.patch)
-        kernel = weights.tensor(
-            TensorSlice(f"{root}patch_embed.proj.weight", (shape.width, *size))
-        ).reshape(shape.width, -1)
-        bias = weights.tensor(TensorSlice(f"{root}patch_embed.proj.bias", (shape.width,)))
-        self._patches = operators.linear([kernel], bias)
+        reader = VisionReader(weights, operators, root)
+        layers = [self._layer(reader, f"blocks.{n}.") for n in range(shape.num_layers)]
+        activation = operators.activation(shape.activation, is_gated=False)
+        super().__init__(operators, layers, shape.num_heads, activation)
+        size = (shape.width, shape.channels, shape.frames, shape.patch, shape.patch)
+        kernel = weights.tensor(TensorSlice(f"{root}patch_embed.proj.weight", size))
+        bias = reader.bias("patch_embed.proj", shape.width)
+        self._patches = operators.linear([kernel.reshape(shape.width, -1)], bias)
         grid = (shape.positions**2, shape.width)
         self._positions = weights.tensor(TensorSlice(f"{root}pos_embed.weight", grid))
-        self._layers = [self._layer(reader, f"blocks.{n}.") for n in range(shape.num_layers)]
-        self._merger = self._read_merger(reader, "merger.", is_merged_first=False)
-        self._added = {
-            layer: self._read_merger(reader, f"deepstack_merger_list.{at}.", is_merged_first=True)
+        self._mergers = {
+            layer: self._merger(reader, f"deepstack_merger_list.{at}.", is_merged_first=True)
             for at, layer in enumerate(shape.added)
         }
-        self._activation = operators.activation(shape.activation, is_gated=False)
+        self._last = self._merger(reader, "merger.", is_merged_first=False)
         self._inverse = operators.constant(inverse_frequencies(shape.head_dim // 2, THETA))
 
     def begin(self, pixels: Tensor, grid: tuple[int, int, int]) -> EncoderState:
-        """The patches with their learned positions, and the angles of their rows and columns."""
+        """With the angles of each patch's row and column."""
         frames, height, width = grid
-        if frames != 1 or height % self._shape.merge or width % self._shape.merge:
+        merge = self._shape.merge
+        if frames != 1 or height % merge or width % merge:
             raise ValueError(f"an image of {frames} frames of {height} × {width} patches")
-        rows, columns = _places(height, width, self._shape.merge)
-        places, shares = _resampled(rows, columns, (height, width), self._shape.positions)
-        learned = self._positions[places.to(pixels.device)].float()
-        learned = (learned * shares.to(pixels.device)[:, :, None]).sum(1)
-        hidden = self._patches(pixels)
-        hidden += learned.to(hidden.dtype)
-        both = torch.stack((rows, columns), dim=1).to(pixels.device)
+        both = torch.stack(_places(height, width, merge), dim=1).to(pixels.device)
         angles = (both[:, :, None].float() * self._inverse).flatten(1)
-        return EncoderState(hidden, angles.cos(), angles.sin())
+        turned = RopeAngles(angles.cos(), angles.sin())
+        state = self.state(pixels, grid, self._shape.width, turned)
+        size = (height * width // self._shape.block, self._shape.out_width)
+        for layer in (*self._mergers, LAST):
+            state.outputs[layer] = pixels.new_empty(size)
+        return state
 
-    def layer(self, state: EncoderState, number: int) -> None:
-        layer, hidden = self._layers[number], state.hidden
-        heads, dim = self._shape.num_heads, self._shape.head_dim
-        qkv = layer.qkv(layer.attention_norm(hidden)).view(len(hidden), 3, heads, dim)
-        assert state.cos is not None, "begin has made them"
-        assert state.sin is not None, "begin has made them"
-        q, k, v = (each.contiguous() for each in qkv.unbind(1))
-        self._operators.apply_rope_(q, state.cos, state.sin)
-        self._operators.apply_rope_(k, state.cos, state.sin)
-        q, k, v = (each.transpose(0, 1)[None] for each in (q, k, v))
-        mixed = F.scaled_dot_product_attention(q, k, v)[0].transpose(0, 1)
-        layer.out(mixed.reshape(len(hidden), -1), hidden)
-        layer.down(self._activation(layer.up(layer.mlp_norm(hidden))), hidden)
-        merger = self._added.get(number)
-        if merger is not None:
-            state.outputs += (merger(hidden),)
+    def embed(self, state: EncoderState, rows: slice) -> Tensor:
+        size = state.grid[1], state.grid[2]
+        down, across = (each[rows] for each in _places(*size, self._shape.merge))
+        places, shares = _resampled(down, across, size, self._shape.positions)
+        learned = self._positions[places.to(state.hidden.device)].float()
+        learned = (learned * shares.to(state.hidden.device)[:, :, None]).sum(1)
+        hidden = self._patches(state.pixels[rows])
+        return hidden + learned.to(hidden.dtype)
+
+    def finished(self, state: EncoderState, layer: int, rows: slice) -> None:
+        tokens = slice(rows.start // self._shape.block, rows.stop // self._shape.block)
+        if layer in self._mergers:
+            state.outputs[layer][tokens] = self._mergers[layer](state.hidden[rows])
+        if layer == self._shape.num_layers - 1:
+            state.outputs[LAST][tokens] = self._last(state.hidden[rows])
 
     def end(self, state: EncoderState) -> Encoding:
-        return Encoding(self._merger(state.hidden), state.outputs)
+        added = tuple(state.outputs[layer] for layer in self._mergers)
+        return Encoding(state.outputs[LAST], added)
 
-    def _layer(self, reader: "_Reader", at: str) -> VisionLayer:
+    def _layer(self, reader: VisionReader, at: str) -> VisionLayer:
         width, inner = self._shape.width, self._shape.inner
         return VisionLayer(
-            reader.norm(f"{at}norm1", width),
+            reader.norm(f"{at}norm1", width, EPS),
             reader.linear(f"{at}attn.qkv", 3 * width, width),
             reader.linear(f"{at}attn.proj", width, width),
-            reader.norm(f"{at}norm2", width),
+            reader.norm(f"{at}norm2", width, EPS),
             reader.linear(f"{at}mlp.linear_fc1", inner, width),
             reader.linear(f"{at}mlp.linear_fc2", width, inner),
         )
 
-    def _read_merger(self, reader: "_Reader", at: str, *, is_merged_first: bool) -> Merger:
+    def _merger(self, reader: VisionReader, at: str, *, is_merged_first: bool) -> Merger:
         shape, width = self._shape, self._shape.width * self._shape.block
         return Merger(
-            reader.norm(f"{at}norm", width if is_merged_first else shape.width),
+            reader.norm(f"{at}norm", width if is_merged_first else shape.width, EPS),
             reader.linear(f"{at}linear_fc1", width, width),
             reader.linear(f"{at}linear_fc2", shape.out_width, width),
             width,
             is_merged_first,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class _Reader:
-    """Reads norms and linears with biases."""
-
-    weights: WeightSource
-    operators: Operators
-    root: str
-
-    def linear(self, name: str, outputs: int, inputs: int) -> Linear:
-        at = f"{self.root}{name}"
-        weight = self.weights.weight(TensorSlice(f"{at}.weight", (outputs, inputs)))
-        bias = self.weights.tensor(TensorSlice(f"{at}.bias", (outputs,)))
-        return self.operators.linear([weight], bias)
-
-    def norm(self, name: str, size: int) -> Norm:
-        weight, bias = (
-            self.weights.tensor(TensorSlice(f"{self.root}{name}.{part}", (size,)))
-            for part in ("weight", "bias")
-        )
-        return self.operators.layer_norm(weight, bias, EPS)
 
 
 def _places(height: int, width: int, merge: int) -> tuple[Tensor, Tensor]:

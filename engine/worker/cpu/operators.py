@@ -6,6 +6,7 @@ costs a few microseconds of Python.
 
 import ctypes
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
@@ -128,6 +129,11 @@ class NativeSwiglu:
         return y
 
 
+def _attended(part: tuple[Tensor, ...]) -> Tensor:
+    with torch.inference_mode():  # which holds for one thread
+        return TorchOperators().attend(*part)
+
+
 class NativeOperators:
     """`Operators` over native kernels. Activations without a kernel are torch's."""
 
@@ -136,6 +142,7 @@ class NativeOperators:
         self._pool = pool
         self._store = store or PackedStore({})
         self._torch = TorchOperators()
+        self._heads: ThreadPoolExecutor | None = None  # from the first image on
         self._rope = KernelCall(pool, elementwise.apply_rope, elementwise.RopeOperands())
         self._gate_rows = KernelCall(pool, elementwise.gate_rows, elementwise.GateRowsOperands())
         gates = elementwise.HeadGateOperands
@@ -283,6 +290,21 @@ class NativeOperators:
         operands.cos, operands.sin = cos.data_ptr(), sin.data_ptr()
         operands.heads, operands.half = count, dim // 2
         self._rope.over_rows(rows)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Torch's kernel, some heads in each thread, while the pool's helpers sleep."""
+        count = min(self._pool.threads, q.shape[1])
+        if count == 1:
+            return self._torch.attend(q, k, v)
+        was_awake = self._pool.is_awake
+        self._pool.rest()
+        parts = zip(*(each.tensor_split(count, dim=1) for each in (q, k, v)), strict=True)
+        if self._heads is None:
+            self._heads = ThreadPoolExecutor(count, "podway-heads")
+        mixed = torch.cat(list(self._heads.map(_attended, parts)), dim=1)
+        if was_awake:
+            self._pool.wake()
+        return mixed
 
     def delta_net(self, weights: DeltaWeights) -> NativeDeltaNet:
         return NativeDeltaNet(self._pool, weights)

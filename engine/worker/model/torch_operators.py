@@ -172,6 +172,10 @@ class TorchOperators:
         second.mul_(cos).add_(first * sin)
         first.copy_(rotated)
 
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (each.transpose(0, 1)[None] for each in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v)[0].transpose(0, 1)
+
     def delta_net(self, weights: DeltaWeights) -> TorchDeltaNet:
         return TorchDeltaNet(weights)
 

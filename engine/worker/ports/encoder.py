@@ -1,23 +1,27 @@
-"""Image encoders (vision towers): an image is encoded layer by layer, beside the steps' tokens."""
+"""Image encoders (vision towers): an image is encoded slice by slice, beside the steps' tokens."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 from engine.media import EncoderReport
+from engine.worker.ports.attention import RopeAngles
 from engine.worker.ports.operators import Operators
 from engine.worker.ports.weights import WeightSource
 
 
 @dataclass(slots=True)
 class EncoderState:
-    """An image between two layers of the encoder."""
+    """An image between two slices of the encoder."""
 
+    pixels: Tensor
+    grid: tuple[int, int, int]
     hidden: Tensor  # [patches, width]
-    cos: Tensor | None = None  # of RoPE over rows and columns, [patches, head_dim / 2]
-    sin: Tensor | None = None
-    outputs: tuple[Tensor, ...] = ()  # of layers whose results are added behind decoder layers
+    qkv: Tensor  # of the layer being computed, [patches, 3, heads, dim]
+    next_qkv: Tensor  # of the layer behind it, as far as it is known
+    angles: RopeAngles | None = None  # of rows and columns, [patches, dim / 2]
+    outputs: dict[int, Tensor] = field(default_factory=dict)  # by layer, [tokens, hidden]
 
 
 class Encoding(NamedTuple):
@@ -35,15 +39,15 @@ class ImageEncoder(Protocol):
     """The encoder of a model. Its results depend on one image only."""
 
     def begin(self, pixels: Tensor, grid: tuple[int, int, int]) -> EncoderState:
-        """The state before the first layer."""
+        """The state before the first slice."""
         ...
 
-    def layer(self, state: EncoderState, number: int) -> None:
-        """Compute one layer; changes the state."""
+    def run_slice(self, state: EncoderState, number: int) -> None:
+        """Compute one slice; changes the state."""
         ...
 
     def end(self, state: EncoderState) -> Encoding:
-        """The encoding, from the state behind the last layer."""
+        """The encoding, from the state behind the last slice."""
         ...
 
 

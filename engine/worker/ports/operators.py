@@ -139,6 +139,12 @@ class Operators(Protocol):
         """
         ...
 
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The attention of some tokens over all of one image: `[tokens, heads, dim]` from q of that
+        form and k and v `[all tokens, heads, dim]`. A token's result is the same bits whatever
+        other tokens there are in q."""
+        ...
+
     def delta_net(self, weights: DeltaWeights) -> DeltaNet:
         """The part of a Gated DeltaNet between its linears."""
         ...

@@ -193,9 +193,7 @@ def build_worker(
     loaded = _load(place)
     built, drafter = loaded.built, loaded.drafter
     transfers, gather = device.transfers(), _gathering(shard, plane)
-    encoder = place.checkpoint.encoder
-    num_layers = 0 if encoder is None else encoder.num_layers
-    images = WorkerImages(built.encoder, num_layers, device.zeros(1))
+    images = WorkerImages(built.encoder, place.checkpoint.encoder, device.zeros(1))
 
     def make_stage(cache: KVTensors, states: RecurrentStates | None) -> Stage:
         over = attention.over(kv.by_layer(cache))

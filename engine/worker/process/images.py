@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.media import ImagePixels
+from engine.media import EncoderReport, ImagePixels
 from engine.step import Step
 from engine.worker.ports import EncoderState, Encoding, ImageEncoder
 
@@ -27,10 +27,12 @@ class _Image:
 class WorkerImages:
     """Encodes images as steps say; without an encoder, as on later stages, it ignores them."""
 
-    def __init__(self, encoder: ImageEncoder | None, num_layers: int, like: Tensor) -> None:
+    def __init__(
+        self, encoder: ImageEncoder | None, report: EncoderReport | None, like: Tensor
+    ) -> None:
         """`like` has the dtype and device that the encoder computes with."""
         self._encoder = encoder
-        self._num_layers = num_layers
+        self._report = report
         self._like = like
         self._images: dict[int, _Image] = {}
 
@@ -48,14 +50,14 @@ class WorkerImages:
         image.num_arrived += len(piece.data)
 
     def run(self, step: Step) -> float:
-        """Forget and encode what the step says; returns the seconds that layers took."""
+        """Forget and encode what the step says; returns the seconds that slices took."""
         for number in step.dropped:
             self._images.pop(number, None)
-        if self._encoder is None or not step.encodes:
+        if self._encoder is None or self._report is None or not step.encodes:
             return 0.0
         began = time.monotonic()
         for number, start, stop in step.encodes:
-            self._encode(self._encoder, number, range(start, stop))
+            self._encode(self._encoder, self._report, number, range(start, stop))
         return time.monotonic() - began
 
     def encoding(self, image: int) -> Encoding:
@@ -65,17 +67,19 @@ class WorkerImages:
             raise ValueError(f"image {image} is not encoded")
         return known.encoding
 
-    def _encode(self, encoder: ImageEncoder, number: int, layers: range) -> None:
+    def _encode(
+        self, encoder: ImageEncoder, report: EncoderReport, number: int, slices: range
+    ) -> None:
         image = self._images.get(number)
         if image is None or image.num_arrived != len(image.pixels):
             raise ValueError(f"image {number} has no pixels, or too few")
-        if not layers.start:
+        if not slices.start:
             pixels = torch.frombuffer(image.pixels, dtype=torch.float32).view(image.shape)
             image.state = encoder.begin(pixels.to(self._like), image.grid)
         if image.state is None:
-            raise ValueError(f"layer {layers.start} of image {number} is not the next one")
-        for layer in layers:
-            encoder.layer(image.state, layer)
-        if layers.stop == self._num_layers:
+            raise ValueError(f"slice {slices.start} of image {number} is not the next one")
+        for each in slices:
+            encoder.run_slice(image.state, each)
+        if slices.stop == report.num_slices(len(image.state.hidden)):
             image.encoding = encoder.end(image.state)
             image.state, image.pixels, image.num_arrived = None, bytearray(), 0

@@ -190,7 +190,7 @@ class StepPipeline:
         )
 
     def _encode(self, step: Step) -> float:
-        """Compute the layers of the image encoder that the step has; the seconds it took."""
+        """Compute the slices of images that the step has; the seconds it took."""
         if step.encodes:
             self._parts.device.wake()
         return self._parts.images.run(step) if step.encodes or step.dropped else 0.0

@@ -20,6 +20,7 @@ PROMPTS = (
     Prompt.of([5, 6, 92], SOME, [93, 7, 8]),
     Prompt.of(OTHER, [9], SOME, [10, 11, 12]),
     Prompt.of([1, 2, 3, 4, 5, 6, 7], Picture(2, 2, seed=2), [8]),
+    Prompt.of([16, 17], Picture(10, 14, seed=3), [18, 19]),  # in three tiles
     Prompt.of([12, 13, 14, 15], []),
 )
 

@@ -43,11 +43,11 @@ class Watched:
 
     @property
     def encodes(self) -> list[EncoderWork]:
-        """The layers of the encoder that were computed."""
+        """The slices of images that were computed."""
         return [work for step in self.steps for work in step.encodes]
 
     @property
-    def num_layers(self) -> int:
+    def num_slices(self) -> int:
         return sum(work.stop - work.start for work in self.encodes)
 
     def put_pixels(self, piece: ImagePixels) -> None:
@@ -95,7 +95,7 @@ def test_two_images_share_no_kv_and_the_same_image_is_encoded_and_computed_once(
     assert first.num_cached == 0
     assert second.num_cached < len(BEFORE)
     assert third.num_cached > len(BEFORE)
-    assert watched.num_layers == 2 * 3, "of two images"
+    assert watched.num_slices == 2 * (1 + 3), "the layers of two images, in one tile each"
 
 
 def test_with_lookahead_nothing_changes(served: Served) -> None:

@@ -1,0 +1,137 @@
+"""What vision transformers have in common: layers over the patches of one image, in tiles.
+
+A layer's attention reads keys and values of all patches, and all else is row by row. So a slice
+finishes a layer for the patches of a tile, and then computes what the next layer reads of them:
+
+    slice    embed tile, q k v of layer 0 │ attention, MLP of layer 0, q k v of layer 1 │ …
+             tile 0   tile 1   tile 2     │ tile 0      tile 1      tile 2               │ …
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.worker.ports import (
+    EncoderState,
+    Encoding,
+    Linear,
+    Norm,
+    Operators,
+    RopeAngles,
+    TensorSlice,
+    WeightSource,
+)
+
+TILE = 64  # patches of a slice: 16 tokens, as the least piece of a prompt beside decodes
+
+
+@dataclass(frozen=True, slots=True)
+class VisionLayer:
+    """Attention over all patches of an image, and an MLP, each behind a norm."""
+
+    attention_norm: Norm
+    qkv: Linear
+    out: Linear
+    mlp_norm: Norm
+    up: Linear
+    down: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class VisionReader:
+    """Reads norms and linears with biases; names begin with `root`."""
+
+    weights: WeightSource
+    operators: Operators
+    root: str
+
+    def linear(self, names: str | Sequence[str], outputs: int, inputs: int) -> Linear:
+        """A linear of one tensor, or of several that read the same, with `outputs` each."""
+        each = [names] if isinstance(names, str) else names
+        weights = [
+            self.weights.weight(TensorSlice(f"{self.root}{name}.weight", (outputs, inputs)))
+            for name in each
+        ]
+        return self.operators.linear(weights, torch.cat([self.bias(n, outputs) for n in each]))
+
+    def bias(self, name: str, size: int) -> Tensor:
+        return self.weights.tensor(TensorSlice(f"{self.root}{name}.bias", (size,)))
+
+    def norm(self, name: str, size: int, eps: float) -> Norm:
+        weight = self.weights.tensor(TensorSlice(f"{self.root}{name}.weight", (size,)))
+        return self.operators.layer_norm(weight, self.bias(name, size), eps)
+
+
+class VisionTransformer(ABC):
+    """An `ImageEncoder`; subclasses embed patches, and make tokens of them."""
+
+    def __init__(
+        self,
+        operators: Operators,
+        layers: Sequence[VisionLayer],
+        num_heads: int,
+        activation: Callable[[Tensor], Tensor],
+    ) -> None:
+        self._operators = operators
+        self._layers = layers
+        self._num_heads = num_heads
+        self._activation = activation
+
+    @abstractmethod
+    def begin(self, pixels: Tensor, grid: tuple[int, int, int]) -> EncoderState: ...
+
+    @abstractmethod
+    def embed(self, state: EncoderState, rows: slice) -> Tensor:
+        """`[rows, width]` of patches, with their positions."""
+        ...
+
+    @abstractmethod
+    def end(self, state: EncoderState) -> Encoding: ...
+
+    @abstractmethod
+    def finished(self, state: EncoderState, layer: int, rows: slice) -> None:
+        """The layer is complete for these patches, of which tokens may be made."""
+        ...
+
+    def state(
+        self, pixels: Tensor, grid: tuple[int, int, int], width: int, angles: RopeAngles | None
+    ) -> EncoderState:
+        """The state before the first slice."""
+        count = grid[0] * grid[1] * grid[2]
+        qkv = pixels.new_empty((count, 3, self._num_heads, width // self._num_heads))
+        hidden = pixels.new_empty((count, width))
+        return EncoderState(pixels, grid, hidden, qkv, torch.empty_like(qkv), angles)
+
+    def run_slice(self, state: EncoderState, number: int) -> None:
+        count = len(state.hidden)
+        behind, tile = divmod(number, -(-count // TILE))  # so many layers lie behind it
+        rows = slice(tile * TILE, min((tile + 1) * TILE, count))
+        if tile == 0:
+            state.qkv, state.next_qkv = state.next_qkv, state.qkv
+        if behind == 0:
+            state.hidden[rows] = self.embed(state, rows)
+        else:
+            self._finish(self._layers[behind - 1], state, rows)
+            self.finished(state, behind - 1, rows)
+        if behind < len(self._layers):
+            self._read(self._layers[behind], state, rows)
+
+    def _finish(self, layer: VisionLayer, state: EncoderState, rows: slice) -> None:
+        """Attention and MLP of these patches, in place."""
+        hidden = state.hidden[rows]
+        q, k, v = state.qkv.unbind(1)
+        mixed = self._operators.attend(q[rows], k, v)
+        layer.out(mixed.reshape(len(hidden), -1), hidden)
+        layer.down(self._activation(layer.up(layer.mlp_norm(hidden))), hidden)
+
+    def _read(self, layer: VisionLayer, state: EncoderState, rows: slice) -> None:
+        """What the layer's attention reads of these patches."""
+        hidden, qkv = state.hidden[rows], state.next_qkv[rows]
+        qkv.copy_(layer.qkv(layer.attention_norm(hidden)).view(qkv.shape))
+        if state.angles is not None:
+            cos, sin = state.angles.cos[rows], state.angles.sin[rows]
+            for heads in (qkv[:, 0], qkv[:, 1]):
+                self._operators.apply_rope_(heads, cos, sin)
