@@ -93,6 +93,8 @@ class Clients:
             prediction=self._tokens(10) if random.random() < 0.3 else (),
             lora=choose([None, None, *LORAS]) if self._settings.has_loras else None,
             pooling=PoolSpec() if is_pooled else None,
+            checkpoints=tuple(random.choices(range(len(prompt) + 1), k=choose([0, 0, 1, 3]))),
+            cached_until=choose([None, None, None, None, 0, len(prompt) // 2]),
         )
 
     async def _request(self, spec: RequestSpec, engine: "Engine") -> None:
