@@ -196,7 +196,9 @@ class Service:
             return 0
         size = scheduler.kv.block_size
         known = max(request.num_cached, request.spec.shared_len // size * size)
-        return max(0, request.prompt_len // size * size - known)
+        until = request.spec.cached_until
+        last = request.prompt_len if until is None else min(until, request.prompt_len)
+        return max(0, last // size * size - known)
 
     def room_for_output(self, prompt_len: int) -> int:
         """The most output tokens after such a prompt; `ContextTooLong` if there are none."""

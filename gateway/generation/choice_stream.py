@@ -134,7 +134,8 @@ class ChoiceStream:
         finish, tokens = chunk.finish, chunk.tokens
         if self._report.progress and not self._has_begun and finish is None:
             return (PromptReport((), progress=self.prompt_progress),)
-        hides_last = finish is FinishReason.STOP and not self._shows_end_token(tokens[-1])
+        is_stop = finish is FinishReason.STOP and bool(tokens)  # a prompt alone has no tokens
+        hides_last = is_stop and not self._shows_end_token(tokens[-1])
         logprobs: Iterable[TokenLogprobs | None] = chunk.logprobs or repeat(None)
         for i, (token, logprob) in enumerate(zip(tokens, logprobs, strict=False), 1):
             self.num_tokens += 1

@@ -79,7 +79,8 @@ class ChoiceGroup:
         self._check_group(len(tokenized.prompts))
         specs: list[RequestSpec] = []
         for prompt in tokenized.prompts:
-            specs += request_specs(plan, prompt, service, prediction)
+            breakpoints = tokenized.marks.breakpoints
+            specs += request_specs(plan, prompt, service, prediction, breakpoints)
             if len(specs) % SPECS_AT_ONCE < plan.num_candidates:
                 await asyncio.sleep(0)
         for index, spec in enumerate(specs):

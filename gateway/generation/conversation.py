@@ -12,6 +12,7 @@ import orjson
 
 from engine.errors import InvalidRequest
 from gateway.generation.known_text import continued_ids
+from gateway.generation.marks import PromptMarks, marks_of
 from gateway.generation.prompt import Prompt, TokenizedPrompts, fits_on_loop, token_ids
 from gateway.generation.threads import run_in_thread
 from gateway.ports import ToolChoice
@@ -49,6 +50,7 @@ class RenderedPrompt(NamedTuple):
 
     text: str
     ids: Prompt
+    marks: PromptMarks
 
 
 async def tokenize_chat(
@@ -76,7 +78,7 @@ async def tokenize_chat(
     if tools.offered:
         choice = ToolChoice(tools.parameters, tools.max_calls)
     if dialect is None or dialect.parser(rendered.text, choice, random_bits) is None:
-        return TokenizedPrompts([rendered.ids], text=rendered.text)
+        return TokenizedPrompts([rendered.ids], text=rendered.text, marks=rendered.marks)
     special_tokens = model.tokenizer.special_tokens
     marks = [mark for mark in dialect.special_tokens if mark in special_tokens]
     return TokenizedPrompts(
@@ -84,6 +86,7 @@ async def tokenize_chat(
         partial(_parser, dialect, rendered.text, choice, random_bits),
         {special_tokens[mark]: mark.encode() for mark in marks},
         rendered.text,
+        rendered.marks,
     )
 
 
@@ -194,9 +197,10 @@ def _finish(
     if skips_reasoning and model.dialect is not None:
         text += model.dialect.without_reasoning(text, has_tools=has_tools)
     if known is not None:
-        return RenderedPrompt(text, continued_ids(model.tokenizer, known, text, most))
-    ids = token_ids(model.tokenizer, text, "messages", add_special_tokens=False, most=most)
-    return RenderedPrompt(text, ids)
+        ids = continued_ids(model.tokenizer, known, text, most)
+    else:
+        ids = token_ids(model.tokenizer, text, "messages", add_special_tokens=False, most=most)
+    return RenderedPrompt(text, ids, marks_of(request.messages, text, ids, model.tokenizer))
 
 
 def _parser(

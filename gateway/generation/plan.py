@@ -4,15 +4,17 @@ body ──decode──▶ wire shape ──build_plan──▶ GenerationPlan �
 """
 
 import hashlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from engine.errors import ContextTooLong, InvalidRequest
+from engine.pooling import PoolSpec
 from engine.request import RequestSpec
 from gateway.generation.conversation import tokenize_chat
 from gateway.generation.tool_grammar import tool_constraint, without_calls
+from gateway.schema.fields.caching import PromptCacheOptions
 from gateway.schema.fields.output import OutputConstraint
 from gateway.schema.fields.scheduling import SchedulingParams
 from gateway.schema.rendering import ReportOptions, ResponseRenderer
@@ -88,6 +90,7 @@ class GenerationPlan:
     background: Background | None = None
     is_held: bool = False  # its events are kept in a ring
     turn: "Turn | None" = None  # None: its connection keeps no conversation
+    cache: PromptCacheOptions = PromptCacheOptions()  # noqa: RUF009 # frozen
 
     @property
     def num_candidates(self) -> int:
@@ -172,6 +175,7 @@ def build_plan(
         truncate_prompt_tokens=request.truncate_prompt_tokens,
         is_stream=bool(request.stream),
         lora=service.loras.find(request.model),
+        cache=request.prompt_cache_options or PromptCacheOptions(),
     )
 
 
@@ -182,15 +186,22 @@ def longest_prompt(request: "GenerationRequest", service: "Service") -> int | No
 
 
 def request_specs(
-    plan: GenerationPlan, prompt: "Prompt", service: "Service", prediction: "Prompt" = ()
+    plan: GenerationPlan,
+    prompt: "Prompt",
+    service: "Service",
+    prediction: "Prompt" = (),
+    breakpoints: Sequence[int] = (),
 ) -> list[RequestSpec]:
     """One engine request per candidate. Each has its own seed, derived from the plan's.
 
-    `prediction` has the tokens of the plan's prediction.
+    `prediction` has the tokens of the plan's prediction, `breakpoints` are those of its cache.
 
     Raises `InvalidRequest` for a prompt or a length that the engine cannot serve.
     """
+    num_tokens = len(prompt)
     prompt = truncated(plan, prompt, service)
+    num_cut = num_tokens - len(prompt)
+    checkpoints = tuple([at - num_cut for at in breakpoints if at > num_cut])
     max_tokens = max(1, _max_tokens(plan, len(prompt), service))
     _check_prompt(plan, prompt, service)
     report, constraint = plan.report, plan.constraint
@@ -215,13 +226,31 @@ def request_specs(
         tenant=plan.caller.tenant,
         weight=plan.caller.weight,
         itl_goal=plan.caller.itl_goal,
+        checkpoints=checkpoints,
+        cached_until=max(checkpoints, default=0) if plan.cache.mode == "explicit" else None,
         **scheduling_of(plan.scheduling, plan.caller)._asdict(),
     )
+    if plan.cache.prewarm:
+        return [_prewarming(spec)]
     seed = plan.sampling.seed
     return [
         replace(spec, sampling=replace(plan.sampling, seed=derived_seed(seed, choice)))
         for choice in range(plan.num_candidates)
     ]
+
+
+def _prewarming(spec: RequestSpec) -> RequestSpec:
+    """The request that only computes the prompt, with what others leave."""
+    return replace(
+        spec,
+        max_tokens=0,
+        min_tokens=0,
+        pooling=PoolSpec(),
+        logprobs=None,
+        prompt_logprobs=None,
+        grammar=None,
+        is_background=True,
+    )
 
 
 def truncated(plan: GenerationPlan, prompt: "Prompt", service: "Service") -> "Prompt":

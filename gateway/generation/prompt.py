@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from engine.errors import InvalidRequest
 from gateway.errors import PromptTooLong
+from gateway.generation.marks import NO_MARKS, PromptMarks
 from gateway.generation.paced_tokenizer import encode_pieces
 from gateway.generation.threads import run_in_thread
 
@@ -39,6 +40,7 @@ class TokenizedPrompts(NamedTuple):
     new_parser: "Callable[[], StreamParser] | None" = None  # a fresh parser for each output
     visible_tokens: Mapping[int, bytes] = MappingProxyType({})
     text: str = ""
+    marks: PromptMarks = NO_MARKS
 
 
 async def tokenize_prompts(

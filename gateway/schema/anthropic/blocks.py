@@ -11,10 +11,12 @@ import orjson
 
 from engine.errors import InvalidRequest
 from gateway.schema.decoding import check_allowed
+from gateway.schema.fields.caching import BREAKPOINT
 
 ROLES = ("user", "assistant", "system")
 TYPES = ("text", "document", "tool_use", "tool_result", "thinking", "redacted_thinking")
 RESULT_TYPES = ("text", "document")  # in a tool's result
+MARK = "prompt_cache_breakpoint"  # of a part of a chat message
 Json = dict[str, Any]
 
 
@@ -127,6 +129,21 @@ def as_messages(messages: Iterable[AnthropicMessage]) -> list[Json]:
     return converted
 
 
+def marked(content: "str | Sequence[ContentBlock] | Sequence[TextBlock]") -> str | list[Json]:
+    """The text of `joined`; in parts if a block has `cache_control`, which is a breakpoint."""
+    if isinstance(content, str) or all(block.cache_control is None for block in content):
+        return joined(content)
+    blocks = [block for block in content if block.type in RESULT_TYPES]
+    return [
+        {
+            "type": "text",
+            "text": f"\n{block.all_text}" if place else block.all_text,
+            **({MARK: BREAKPOINT} if block.cache_control is not None else {}),
+        }
+        for place, block in enumerate(blocks)
+    ]
+
+
 def joined(content: "str | Sequence[ContentBlock] | Sequence[TextBlock]") -> str:
     """The texts of the blocks of text and of the documents, joined by newlines."""
     if isinstance(content, str):
@@ -139,27 +156,34 @@ def _user_messages(message: AnthropicMessage) -> list[Json]:
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     converted: list[Json] = []
-    texts: list[str] = []
+    texts: list[ContentBlock] = []
 
     def flush() -> None:
         if texts:
-            converted.append({"role": message.role, "content": "\n".join(texts)})
+            converted.append({"role": message.role, "content": marked(texts)})
             texts.clear()
 
     for block in message.content:
         if block.type == "tool_result":
             flush()
-            content = joined(block.content or "")
-            text = f"Error: {content}" if block.is_error else content
-            converted.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
+            converted.append(_tool_message(block))
         elif block.type in RESULT_TYPES:
-            texts.append(block.all_text)
+            texts.append(block)
     flush()
     return converted or [{"role": message.role, "content": ""}]
 
 
+def _tool_message(block: ContentBlock) -> Json:
+    """The message of a tool's result."""
+    content = joined(block.content or "")
+    text: str | list[Json] = f"Error: {content}" if block.is_error else content
+    if block.cache_control is not None:
+        text = [{"type": "text", "text": text, MARK: BREAKPOINT}]
+    return {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}
+
+
 def _assistant_message(message: AnthropicMessage) -> Json:
-    converted: Json = {"role": "assistant", "content": joined(message.content)}
+    converted: Json = {"role": "assistant", "content": marked(message.content)}
     blocks = [] if isinstance(message.content, str) else message.content
     thinking = [block.thinking or "" for block in blocks if block.type == "thinking"]
     if thinking:

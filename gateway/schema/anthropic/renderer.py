@@ -37,10 +37,13 @@ class MessagesRenderer:
         request_id: str,
         *,
         shows_reasoning: bool = True,
+        counts_writes: bool = False,
     ) -> None:
+        """With `counts_writes` the usage has the tokens that were added to the cache."""
         self._head = {"id": new_id("msg_"), "type": "message", "role": "assistant", "model": model}
         self._request_id = request_id
         self._shows_reasoning = shows_reasoning
+        self._counts_writes = counts_writes
         self._has_begun = False
         self._num_blocks = 0
         self._kind = ""  # of the open block, "" if none is open
@@ -65,7 +68,7 @@ class MessagesRenderer:
 
     def closing(self, progress: GenerationProgress) -> bytes:
         return _event(
-            "message_delta", delta=_stop(self._end), usage=_usage(progress.usage)
+            "message_delta", delta=_stop(self._end), usage=self._usage(progress.usage)
         ) + _event("message_stop")
 
     def failure(self, error: BaseException) -> bytes:
@@ -82,7 +85,7 @@ class MessagesRenderer:
             if block["type"] == "tool_use":
                 block["input"] = _input(block["input"])
         message: Json = {**self._head, "content": content, **_stop(choice.end)}
-        return orjson.dumps({**message, "usage": _usage(progress.usage)})
+        return orjson.dumps({**message, "usage": self._usage(progress.usage)})
 
     def _gather(self, piece: Piece, content: list[Json]) -> None:
         """Add a piece to the last block or begin the next. A call's `input` is text at first."""
@@ -101,7 +104,7 @@ class MessagesRenderer:
             return b""
         self._has_begun = True
         stop = {"stop_reason": None, "stop_sequence": None}
-        usage = {**_usage(progress.usage), "output_tokens": 0}
+        usage = {**self._usage(progress.usage), "output_tokens": 0}
         message: Json = {**self._head, "content": [], **stop, "usage": usage}
         return _event("message_start", message=message) + _event("ping")
 
@@ -134,6 +137,18 @@ class MessagesRenderer:
             b'"delta":{"type":"%b","%b":' % (index, delta.encode(), field.encode())
         )
         return events + _event("content_block_start", index=index, content_block=block)
+
+    def _usage(self, usage: Usage) -> Json:
+        """Anthropic's `usage`, where `input_tokens` excludes tokens found in or added to the
+        cache."""
+        num_written = usage.written_tokens if self._counts_writes else 0
+        return {
+            "input_tokens": usage.prompt_tokens - usage.cached_tokens - num_written,
+            "cache_creation_input_tokens": num_written,
+            "cache_read_input_tokens": usage.cached_tokens,
+            "output_tokens": usage.completion_tokens,
+            "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
+        }
 
     def _visible(self, reasoning: str) -> str:
         return reasoning if self._shows_reasoning else ""
@@ -182,14 +197,3 @@ def _stop(end: ChoiceEnd) -> Json:
     if isinstance(end.stopped_by, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": end.stopped_by}
     return {"stop_reason": _REASONS[end.reason], "stop_sequence": None}
-
-
-def _usage(usage: Usage) -> Json:
-    """Anthropic's `usage`, where `input_tokens` excludes tokens found in the cache."""
-    return {
-        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
-        "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": usage.cached_tokens,
-        "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
-    }

@@ -1,6 +1,7 @@
 """`POST /v1/messages`: Anthropic's request, and its conversion to a chat request.
 
-`cache_control` is accepted and ignored: shared prefixes are found without it.
+`cache_control` of a block marks a place behind which others will go on. That of the request and of
+tools is ignored: shared prefixes are found without it.
 """
 
 from functools import partial
@@ -9,7 +10,7 @@ from typing import Any
 import msgspec
 
 from engine.errors import InvalidRequest
-from gateway.schema.anthropic.blocks import AnthropicMessage, TextBlock, as_messages, joined
+from gateway.schema.anthropic.blocks import AnthropicMessage, TextBlock, as_messages, marked
 from gateway.schema.anthropic.tools import AnthropicTool, without_server_tools
 from gateway.schema.decoding import (
     check_allowed,
@@ -156,7 +157,7 @@ class AnthropicRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     def as_chat(self) -> ChatRequest:
         """The checked chat request with the same prompt. Errors name fields of this request."""
         messages = as_messages(self.messages)
-        if system := joined(self.system or ""):
+        if system := marked(self.system or ""):
             messages.insert(0, {"role": "system", "content": system})
         is_continued = bool(messages) and messages[-1]["role"] == "assistant"
         body: dict[str, Any] = {
@@ -179,6 +180,17 @@ class AnthropicRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
             body["response_format"] = {"type": "json_schema", "json_schema": schema}
         given = {name: value for name, value in body.items() if value is not None}
         return with_renamed_fields(partial(chat_of, given), NAMES)
+
+    @property
+    def has_breakpoints(self) -> bool:
+        """Whether any block has `cache_control`."""
+        contents = [self.system or (), *[message.content for message in self.messages]]
+        return any(
+            block.cache_control is not None
+            for content in contents
+            if not isinstance(content, str)
+            for block in content
+        )
 
     @property
     def shows_reasoning(self) -> bool:

@@ -20,11 +20,13 @@ from gateway.schema.decisions.question import (
     check_text,
     json_text,
 )
-from gateway.schema.decoding import check_allowed, decode
+from gateway.schema.decoding import check_allowed, decode, reject_unless
+from gateway.schema.fields.caching import PromptCacheOptions
 from gateway.schema.fields.scheduling import SchedulingRequest
 from gateway.schema.responses.items import ContentItem, InputItem, as_messages, stored_items
 from gateway.schema.unknown_fields import UnknownFields
 
+OPTIONS = "prompt_cache_options."
 CALLS = {"function_call_output": "function_call", "custom_tool_call_output": "custom_tool_call"}
 
 
@@ -92,7 +94,7 @@ class DecisionRequest(SchedulingRequest, kw_only=True, forbid_unknown_fields=Tru
     input: str | list[InputItem]
     questions: list[QuestionItem]
     prompt_cache_key: str | None = None
-    prompt_cache_options: dict[str, Any] | None = None
+    prompt_cache_options: PromptCacheOptions | None = None
     safety_identifier: str | None = None
     user: str | None = None
 
@@ -175,6 +177,9 @@ def decode_decision(body: bytes, unknown: UnknownFields | None = None) -> Decisi
     """Decode the request and check its scheduling fields. Raises `InvalidRequest`."""
     request = decode(_DECODER, body, unknown)
     request.check_scheduling()
+    if request.prompt_cache_options is not None:
+        request.prompt_cache_options.check()
+        reject_unless(request.prompt_cache_options, "prewarm", False, prefix=OPTIONS)
     return request
 
 

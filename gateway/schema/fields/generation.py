@@ -1,11 +1,10 @@
 """`GenerationRequest`: the request fields that chat and text completions share."""
 
-from typing import Any
-
 import msgspec
 
 from engine.errors import InvalidRequest
 from gateway.schema.decoding import reject_unless
+from gateway.schema.fields.caching import PromptCacheOptions
 from gateway.schema.fields.output import OutputRequest
 from gateway.schema.openai.event_envelope import UsageOptions
 from gateway.schema.rendering import ReportOptions
@@ -41,6 +40,8 @@ class GenerationRequest(OutputRequest, kw_only=True, forbid_unknown_fields=True)
     return_token_ids: bool | None = None
     return_progress: bool | None = None  # named as in llama.cpp
 
+    prompt_cache_options: PromptCacheOptions | None = None
+
     # Accepted and ignored.
     user: str | None = None
     metadata: dict[str, str] | None = None
@@ -48,13 +49,14 @@ class GenerationRequest(OutputRequest, kw_only=True, forbid_unknown_fields=True)
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
-    prompt_cache_options: dict[str, Any] | None = None
 
     def check(self) -> None:
         """Raise `InvalidRequest` for the first value that is out of range or unsupported."""
         self.check_sampling()
         self.check_output()
         self.check_scheduling()
+        if self.prompt_cache_options is not None:
+            self.prompt_cache_options.check()
         if self.truncate_prompt_tokens == 0:
             raise InvalidRequest(
                 "Invalid 'truncate_prompt_tokens': expected at least 1, or -1 for what the "

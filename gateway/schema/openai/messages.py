@@ -1,11 +1,13 @@
 """The messages of a conversation: the request's form, and the form that chat templates read."""
 
+from itertools import accumulate
 from typing import Any
 
 import msgspec
 
 from engine.errors import InvalidRequest
 from gateway.schema.decoding import check_allowed, quote
+from gateway.schema.fields.caching import check_breakpoint
 
 MAX_TOOL_CALLS = 1_024  # of one message
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -34,6 +36,7 @@ class ContentPart(msgspec.Struct, forbid_unknown_fields=True):
                 f"for '{path}.type' are: 'text', 'refusal'.",
                 f"{path}.type",
             )
+        check_breakpoint(self.prompt_cache_breakpoint, f"{path}.prompt_cache_breakpoint")
         if (self.text if self.type == "text" else self.refusal) is None:
             name = f"{path}.{self.type}"
             raise InvalidRequest(f"Missing required parameter: '{name}'.", name)
@@ -102,7 +105,7 @@ class Message(msgspec.Struct, forbid_unknown_fields=True):
 
         Templates have no legacy functions: a function call is written as a tool call.
         """
-        mapping: dict[str, Any] = {"role": self.role, "content": self._text}
+        mapping: dict[str, Any] = {"role": self.role, "content": self.text}
         for name in _OPTIONAL_FIELDS:
             if value := getattr(self, name):
                 mapping[name] = msgspec.to_builtins(value)
@@ -118,7 +121,17 @@ class Message(msgspec.Struct, forbid_unknown_fields=True):
         return mapping
 
     @property
-    def _text(self) -> str:
+    def text(self) -> str:
+        """The texts of its parts, joined."""
         if isinstance(self.content, list):
-            return "".join(part.text or part.refusal or "" for part in self.content)
+            return "".join([part.text or part.refusal or "" for part in self.content])
         return self.content or self.refusal or ""
+
+    @property
+    def breakpoints(self) -> list[int]:
+        """The numbers of characters of its text behind which there is a cache breakpoint."""
+        if not isinstance(self.content, list):
+            return []
+        ends = accumulate(len(part.text or part.refusal or "") for part in self.content)
+        rows = zip(self.content, ends, strict=True)
+        return [end for part, end in rows if part.prompt_cache_breakpoint is not None]

@@ -12,10 +12,12 @@ import orjson
 
 from engine.errors import InvalidRequest
 from gateway.schema.decoding import check_allowed
+from gateway.schema.fields.caching import BREAKPOINT, check_breakpoint
 from gateway.schema.responses.tools import INPUT, function_name
 
 Item = dict[str, Any]
 
+MARK = "prompt_cache_breakpoint"
 MAX_ITEMS = 10_000
 ROLES = ("user", "assistant", "system", "developer")
 TYPES = (
@@ -53,12 +55,18 @@ class ContentItem(msgspec.Struct, forbid_unknown_fields=True):
     def read(self, path: str) -> str:
         """Its text. Raises `InvalidRequest` for a part that is not text."""
         check_allowed(self.type, f"{path}.type", _TEXT_PARTS)
+        check_breakpoint(self.prompt_cache_breakpoint, f"{path}.prompt_cache_breakpoint")
         name = "refusal" if self.type == "refusal" else "text"
         text = self.refusal if self.type == "refusal" else self.text
         if text is None:
             param = f"{path}.{name}"
             raise InvalidRequest(f"Missing required parameter: '{param}'.", param)
         return text
+
+    @property
+    def mark(self) -> Item:
+        """The field of a part behind which there is a cache breakpoint."""
+        return {MARK: BREAKPOINT} if self.prompt_cache_breakpoint is not None else {}
 
 
 class ReasoningItem(msgspec.Struct, forbid_unknown_fields=True):
@@ -122,12 +130,12 @@ class InputItem(msgspec.Struct, forbid_unknown_fields=True):
                     "input": self._required("input", path),
                 }
             case "function_call_output" | "custom_tool_call_output":
-                texts = self._parts("output", path, is_output=False)
+                parts = self._parts("output", path, is_output=False)
                 return {
                     "type": self.type,
                     "id": item_id,
                     "call_id": self._required("call_id", path),
-                    "output": "".join(part["text"] for part in texts),
+                    "output": parts if _has_mark(parts) else _text(parts),
                     "status": status,
                 }
         reasoning = [
@@ -153,13 +161,13 @@ class InputItem(msgspec.Struct, forbid_unknown_fields=True):
         kind = "output_text" if is_output else "input_text"
         if content is None:
             raise InvalidRequest(f"Missing required parameter: '{path}.{name}'.", f"{path}.{name}")
-        texts = (
-            [content]
-            if isinstance(content, str)
-            else [part.read(f"{path}.{name}[{i}]") for i, part in enumerate(content)]
-        )
+        if isinstance(content, str):
+            content = [ContentItem(kind, content)]
         extra: Item = {"annotations": [], "logprobs": []} if is_output else {}
-        return [{"type": kind, "text": text, **extra} for text in texts]
+        return [
+            {"type": kind, "text": part.read(f"{path}.{name}[{i}]"), **part.mark, **extra}
+            for i, part in enumerate(content)
+        ]
 
 
 def stored_items(items: str | Sequence[InputItem], new_id: Callable[[str], str]) -> list[Item]:
@@ -177,10 +185,11 @@ def as_messages(items: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     assistant: dict[str, Any] | None = None  # the last message, if it is the assistant's
     for item in items:
         if item["type"] == "message" and not _is_output(item["role"]):
-            messages.append({"role": item["role"], "content": _text(item["content"])})
+            messages.append({"role": item["role"], "content": _content(item["content"])})
             assistant = None
         elif item["type"] in ("function_call_output", "custom_tool_call_output"):
             call_id, output = item["call_id"], item["output"]
+            output = output if isinstance(output, str) else _content(output)
             messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
             assistant = None
         else:
@@ -206,7 +215,7 @@ def _add(message: dict[str, Any], item: Mapping[str, Any]) -> None:
         case "reasoning":
             message["reasoning_content"] = _text(item["content"])
         case "message":
-            message["content"] = _text(item["content"])
+            message["content"] = _content(item["content"])
         case "function_call" | "custom_tool_call":
             name = function_name(item["name"], item.get("namespace"))
             if item["type"] == "custom_tool_call":
@@ -223,6 +232,20 @@ def _with_content(message: dict[str, Any]) -> dict[str, Any]:
     if not message.get("content") and not message.get("tool_calls"):
         message["content"] = message.get("content", "")
     return message
+
+
+def _content(parts: Sequence[Mapping[str, Any]]) -> str | list[Item]:
+    """The text of parts; the parts themselves, as chat has them, if one has a breakpoint."""
+    if not _has_mark(parts):
+        return _text(parts)
+    return [
+        {"type": "text", "text": part["text"], **({MARK: part[MARK]} if MARK in part else {})}
+        for part in parts
+    ]
+
+
+def _has_mark(parts: Iterable[Mapping[str, Any]]) -> bool:
+    return any(MARK in part for part in parts)
 
 
 def _text(parts: Iterable[Mapping[str, Any]]) -> str:

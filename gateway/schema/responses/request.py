@@ -9,6 +9,7 @@ import msgspec
 from engine.errors import InvalidRequest
 from gateway.schema.decoding import check_allowed, check_unicode, decode, reject_unless
 from gateway.schema.field_names import with_renamed_fields
+from gateway.schema.fields.caching import PromptCacheOptions
 from gateway.schema.fields.sampling import SamplingDefaults
 from gateway.schema.fields.scheduling import SchedulingRequest
 from gateway.schema.openai.batches import check_metadata
@@ -125,7 +126,7 @@ class ResponseRequest(SchedulingRequest, kw_only=True, forbid_unknown_fields=Tru
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
-    prompt_cache_options: dict[str, Any] | None = None
+    prompt_cache_options: PromptCacheOptions | None = None
     background: bool | None = None
     conversation: Any = None
     prompt: Any = None
@@ -154,6 +155,8 @@ class ResponseRequest(SchedulingRequest, kw_only=True, forbid_unknown_fields=Tru
             check_allowed(self.truncation, "truncation", ("auto", "disabled"))
         if self.reasoning is not None:
             self.reasoning.check()
+        if self.prompt_cache_options is not None:
+            self.prompt_cache_options.check(compares=True)
         if self.input is None:
             raise InvalidRequest("Missing required parameter: 'input'.", "input")
         if self.stream_options is not None:
@@ -196,6 +199,8 @@ class ResponseRequest(SchedulingRequest, kw_only=True, forbid_unknown_fields=Tru
             body["verbosity"] = self.text.verbosity
             body["response_format"] = self.text.format and self.text.format.as_chat()
         body |= {name: getattr(self, name) for name in _SAME_IN_CHAT}
+        if (options := self.prompt_cache_options) is not None:
+            body["prompt_cache_options"] = {"mode": options.mode, "prewarm": options.prewarm}
         given = {name: value for name, value in body.items() if value is not None}
         return with_renamed_fields(partial(chat_of, given), NAMES)
 

@@ -40,7 +40,7 @@ async def render_chat(http: "HttpRequest") -> dict[str, Any]:
     raw = await read_body(http, service.limits)
     request = await read_body_with(partial(decode_chat, raw, caller.unknown_fields), raw, caller)
     service.check_generates(request.model)
-    text, ids = await render_prompt(service.model, request)
+    text, ids, _ = await render_prompt(service.model, request)
     return {
         "object": "chat.completion.prompt",
         "model": request.model,

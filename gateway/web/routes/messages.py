@@ -30,6 +30,7 @@ def plan_message(body: bytes, caller: "Caller", service: "Service") -> "Generati
         service.new_id,
         caller.request_id,
         shows_reasoning=request.shows_reasoning,
+        counts_writes=request.has_breakpoints,
     )
     with renamed_fields(NAMES):
         return plan_chat(request.as_chat(), renderer, caller, service)

@@ -66,7 +66,7 @@ async def _ids(
 ) -> "Sequence[int]":
     tokenizer = service.model.tokenizer
     if chat is not None:
-        text, ids = await render_prompt(service.model, chat)
+        text, ids, _ = await render_prompt(service.model, chat)
         if not request.add_special_tokens:
             return ids
     elif request.prompt is not None and request.add_special_tokens is not False:

@@ -25,7 +25,6 @@ IGNORED: dict[str, Any] = {
     "store": True,
     "prompt_cache_key": "k",
     "prompt_cache_retention": "24h",
-    "prompt_cache_options": {"a": 1},
     "verbosity": "high",
 }
 REJECTED: dict[str, Any] = {
