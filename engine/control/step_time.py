@@ -123,13 +123,15 @@ class StepTime:
         model, start = self._cost.model, request.num_planned
         beside = decodes.num_rows + sum(len(entry.tokens) for _, entry in batch.prefills)
         taken = self._besides_tokens(decodes, batch)
-        in_time = model.tokens_within(goal - taken, num_tokens, start, beside)
+        draws = request.wants_prompt_logprobs
+        in_time = model.tokens_within(goal - taken, num_tokens, start, beside, draws=draws)
         fewest = MIN_PIECE
         if all(len(entry.tokens) == 1 for _, entry in batch.prefills):  # it is the first prompt
             fewest = MIN_PIECE if decodes.goal < inf else MIN_FIRST_PIECE
             share = MIN_SHARE * (decodes.goal if decodes.goal < inf else goal)
             seconds = model.tokens(beside) + share
-            in_time = max(in_time, model.tokens_within(seconds, num_tokens, start, beside), fewest)
+            least = model.tokens_within(seconds, num_tokens, start, beside, draws=draws)
+            in_time = max(in_time, least, fewest)
         return min(num_tokens, in_time) if in_time >= min(fewest, num_tokens) else 0
 
     def left(self, batch: "BatchBuilder") -> float:

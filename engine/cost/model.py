@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 class StepCounts(NamedTuple):
     """What the time of a step depends on: its tokens, the slots that attention reads, the (query,
-    key) pairs of its prompt pieces, the tokens that it samples, and the pieces."""
+    key) pairs of its prompt pieces, the tokens that it samples or needs the log-probabilities of,
+    and the pieces."""
 
     tokens: int
     slots: int
@@ -33,6 +34,7 @@ class StepCounts(NamedTuple):
         entries, num_tokens = step.entries, step.num_tokens
         slots = sum([entry.start for entry in entries]) + num_tokens
         draws = len(entries) - [entry.sample for entry in entries].count(None)
+        draws += sum([len(e.prompt_logprobs.ids) for e in entries if e.prompt_logprobs is not None])
         pairs, pieces = 0.0, 0
         if num_tokens > len(entries):
             for entry in entries:
@@ -156,13 +158,18 @@ class CostModel:
         """Seconds that the worker waits for the loop before a step with `num_entries` requests."""
         return self.idle_step + self.idle_entry * num_entries
 
-    def tokens_within(self, seconds: float, num_tokens: int, start: int, beside: int) -> int:
+    def tokens_within(
+        self, seconds: float, num_tokens: int, start: int, beside: int, *, draws: bool = False
+    ) -> int:
         """How many of a request's next `num_tokens` tokens, from position `start`, fit into
-        `seconds` of an iteration that also computes `beside` other tokens."""
+        `seconds` of an iteration that also computes `beside` other tokens. With `draws` each token
+        needs its logits too."""
+        per_token = self.per_draw if draws else 0.0
         low, high = 0, num_tokens
         while low < high:
             middle = (low + high + 1) // 2
-            if self.tokens(beside + middle) + self.attention(middle, start) <= seconds:
+            own = self.attention(middle, start) + per_token * middle
+            if self.tokens(beside + middle) + own <= seconds:
                 low = middle
             else:
                 high = middle - 1

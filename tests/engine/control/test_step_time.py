@@ -62,6 +62,27 @@ def test_a_prompt_gets_the_tokens_that_the_decodes_leave_until_the_goal(
     assert HAND_COST.step(iteration.step) == 100.0
 
 
+def test_a_prompt_whose_log_probabilities_are_wanted_is_priced_with_the_logits_of_each_token() -> (
+    None
+):
+    settings = SchedulerSettings(
+        max_model_len=500, max_batch_size=SEATS, max_batch_tokens=512, itl_goal=100.0
+    )
+    cost = LiveCost(replace(HAND_COST, per_draw=0.5))
+    pieces = []
+    for wanted in (None, 5):
+        ledger = KVLedger(KVShape(10_000, 1, 0))
+        scheduler = IterationScheduler(settings, ledger, FirstComeFirstServed(), cost=cost)
+        now = 0.0
+        scheduler.add(a_spec(1, 60), now)
+        while not scheduler.pool.num_admitted:
+            now = commit_iteration(scheduler, planned(scheduler, now), now)
+        scheduler.add(a_spec(400, 2, prompt_logprobs=wanted), now)
+        pieces.append(sizes(planned(scheduler, now))[-1])
+    without, with_logprobs = pieces
+    assert with_logprobs == pytest.approx(without / 2, rel=0.1)
+
+
 def test_beside_decodes_that_take_the_whole_goal_a_prompt_gets_a_tenth_of_it() -> None:
     scheduler = make(inf, max_batch_size=300)
     now = decoding(scheduler, 250, itl_goal=1000.0)
