@@ -10,7 +10,9 @@ bound.
 
 Time that was used beyond the share is repaid at the rate of the share. All clients together wait
 for at most `MAX_DEBT_SECONDS` of it, so that one request that held the loop keeps others waiting
-for half a second at most; the client that used it waits for up to `MAX_CLIENT_DEBT_SECONDS`.
+for half a second at most; the client that used it waits for up to `MAX_CLIENT_DEBT_SECONDS`. A
+response that its client did not wait for is debt of this client, too, since its prompt was computed
+in vain: a client that leaves more than `SHARE / ABANDONED_SECONDS` times a second waits.
 
 Connections that are set up are metered likewise, with a share of their own.
 
@@ -37,6 +39,7 @@ BUSY_SHARE = 0.1  # the same while the loop is busy
 MAX_CREDIT_SECONDS = 0.002  # of unused time that may be used at once
 MAX_DEBT_SECONDS = 0.05  # of all clients together
 MAX_CLIENT_DEBT_SECONDS = 1.0
+ABANDONED_SECONDS = 0.02  # that a client owes for a response that it did not wait for
 MAX_DEBTORS = 4096  # clients whose debt is remembered
 RECHECK_SECONDS = 0.05  # generation may end while requests wait
 
@@ -65,6 +68,15 @@ class Intake:
         """A request of this client has taken so much of the loop's time."""
         self._refill()
         self._credit = max(self._credit - seconds, -MAX_DEBT_SECONDS)
+        self._owe(seconds, client)
+
+    def abandoned(self, client: str) -> None:
+        """A client left before it had the response that the engine worked on: only that client
+        waits for it."""
+        self._refill()
+        self._owe(ABANDONED_SECONDS, client)
+
+    def _owe(self, seconds: float, client: str) -> None:
         debt = min(self._debt_of(client) + seconds, MAX_CLIENT_DEBT_SECONDS)
         self._debts.pop(client, None)
         self._debts[client] = (debt, self._credited_at)

@@ -49,7 +49,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 BACKLOG = 2048
-CONNECTIONS_SHARE = 0.05  # of the loop's time, for setting connections up beside generation
+CONNECTIONS_SHARE = 0.1  # of the loop's time, for setting connections up beside generation
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
 LARGE_BLOCK_BYTES = 1 << 20  # a larger block is a mapping of its own, which free() removes
 FREE_BYTES = 4 << 20  # at the end of a heap; more are returned

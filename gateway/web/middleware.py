@@ -78,10 +78,14 @@ class IdentifyCaller:
         scope["podway.send"] = send
         if "podway.upgrade" in scope:
             scope["podway.app"] = self  # serves each message of the WebSocket as a request
+        is_answered = False
 
         async def send_and_note(message: "Message") -> None:
+            nonlocal is_answered
             if message["type"] == "http.response.start":
                 record.status = message["status"]
+            else:
+                is_answered = is_answered or not message.get("more_body", False)
             await send(message)
 
         intake, client = self._intake, record.client
@@ -98,6 +102,8 @@ class IdentifyCaller:
             if rejection := scope.get("podway.rejection"):  # by the connection
                 record.status, record.reason = rejection
             self._service.request_log.close(record)
+            if not is_answered and (record.num_running or record.prompt_tokens):
+                intake.abandoned(client)
 
     def _identify(self, scope: "Scope") -> RequestRecord:
         """Set the scope's `Route`, if any, and `Caller`; returns its entry in the request log."""

@@ -1,13 +1,15 @@
 """Measure other clients' inter-token latency and the server's memory under each attack.
 
     python -m examples.benchmarks.attacks --out examples/benchmarks/results/attacks
-        [--rounds 3] [--seconds 1.8] [--streams 16] [--model builtin] [--only NAME ...] [--nice 19]
+        [--rounds 2] [--seconds 1.0] [--streams 16] [--model builtin] [--only NAME ...] [--nice 19]
 
 For each attack `--rounds` times: `--streams` streams undisturbed, then the same streams while the
-attack runs. Where an ordinary load costs the model as much as the attack, that is measured in each
-round as well. The attacker is a process of its own at the lowest priority (`--nice`), since its
-CPU time is not the server's. Results are added to DIR/attacks.json, and the first table of
-DIR/README.md is replaced by them. All attacks take about seven minutes.
+attack runs. Beside them another client sends short requests, each on a new connection, whose time
+to the first token is measured. Where an ordinary load costs the model as much as the attack, that
+is measured in each round as well. The attacker is a process of its own at the lowest priority
+(`--nice`), since its CPU time is not the server's, and has an address of its own. Results are added
+to DIR/attacks.json, and the first table of DIR/README.md is replaced by them. All attacks take
+about seven minutes.
 """
 
 import argparse
@@ -30,7 +32,7 @@ import aiohttp
 import psutil
 import uvloop
 
-from examples.benchmarks.attacks.catalog import CASES, trusting
+from examples.benchmarks.attacks.catalog import CASES
 from examples.benchmarks.attacks.honest import HonestStreams
 from examples.benchmarks.attacks.report import (
     COLUMNS,
@@ -40,10 +42,11 @@ from examples.benchmarks.attacks.report import (
     table_head,
     write_table,
 )
+from examples.benchmarks.attacks.sending import trusting
 from examples.benchmarks.server.served import serving, until_idle
 
 SERVER_FLAGS = ("--store", "memory", "--cost-model", "measure")  # not one saved on a busy machine
-SETTLE_SECONDS = 0.8
+SETTLE_SECONDS = 0.5
 LOAD_BEFORE = round(os.getloadavg()[0], 2)  # processes that wanted to run, in the last minute
 REST_SECONDS = 0.5  # after an attack, until streams count as undisturbed
 
@@ -54,67 +57,66 @@ def rss_mib(server: psutil.Process) -> float:
 
 
 async def window(streams: HonestStreams, seconds: float) -> Figures:
-    """The ITL of the next `seconds`, or longer if no chunk arrives in them; with the longest one
-    and the longest time to the first chunk of a request."""
+    """The ITL of the next `seconds`, or longer if no chunk arrives in them, with the longest one;
+    and the time to the first token of the short requests that were sent meanwhile."""
     start = end = time.perf_counter()
     gaps: list[float] = []
     while not gaps:
         await asyncio.sleep(seconds)
         gaps = streams.between(start, end := time.perf_counter())
-    longest = {"max": gaps[-1], "first_token_max": streams.longest_wait(start, end)}
-    return quantiles(gaps) | {name: round(1e3 * each, 2) for name, each in longest.items()}
+    figures = quantiles(gaps) | {"max": round(1e3 * gaps[-1], 2)}
+    return figures | {"ttft": quantiles(await streams.waits_between(start, end))}
 
 
 @dataclass
 class AttackerProcess:
-    """The process that attacks, and the streams beside it."""
+    """The process that attacks."""
 
     process: asyncio.subprocess.Process
-    streams: HonestStreams
     seconds: float  # of a measurement
 
-    async def run(self, name: str) -> tuple[Figures, dict[str, int]]:
+    async def run(self, name: str, streams: HonestStreams) -> tuple[Figures, dict[str, int]]:
         """The ITL while the attack runs, and its outcomes."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         command = json.dumps((name, self.seconds + SETTLE_SECONDS)).encode()
         self.process.stdin.write(command + b"\n")
         await asyncio.sleep(SETTLE_SECONDS)
-        figures = await window(self.streams, self.seconds)
+        figures = await window(streams, self.seconds)
         outcomes = json.loads(await self.process.stdout.readline())
         await asyncio.sleep(REST_SECONDS)
         return figures, outcomes
 
 
 @asynccontextmanager
-async def attacking(
-    streams: HonestStreams, seconds: float, niceness: int
-) -> AsyncIterator[AttackerProcess]:
+async def attacking(url: str, arguments: argparse.Namespace) -> AsyncIterator[AttackerProcess]:
     """Start the attacking process; it ends with the block."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "examples.benchmarks.attacks.attacker"),
-        *(streams.url, streams.model, str(niceness)),
+        *(url, arguments.model, str(arguments.nice)),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
     )
     assert process.stdout is not None
     try:
         await process.stdout.readline()  # it is ready
-        yield AttackerProcess(process, streams, seconds)
+        yield AttackerProcess(process, arguments.seconds)
     finally:
         process.terminate()
         await process.wait()
 
 
-async def rounds(attacker: AttackerProcess, name: str, number: int) -> dict[str, Any]:
+async def rounds(
+    attacker: AttackerProcess, streams: HonestStreams, name: str, number: int
+) -> dict[str, Any]:
     """The figures of each round, and the outcomes of all."""
     result: dict[str, Any] = {"undisturbed": [], "attacked": [], "outcomes": {}}
     for _ in range(number):
-        result["undisturbed"].append(await window(attacker.streams, attacker.seconds))
+        result["undisturbed"].append(await window(streams, attacker.seconds))
         if CASES[name].control is not None:
-            figures, _ = await attacker.run(f"{name}/control")
+            figures, _ = await attacker.run(f"{name}/control", streams)
             result.setdefault("control", []).append(figures)
-        figures, outcomes = await attacker.run(name)
+        figures, outcomes = await attacker.run(name, streams)
         result["attacked"].append(figures)
         for outcome, count in outcomes.items():
             result["outcomes"][outcome] = result["outcomes"].get(outcome, 0) + count
@@ -122,23 +124,36 @@ async def rounds(attacker: AttackerProcess, name: str, number: int) -> dict[str,
 
 
 async def measure(
-    server: psutil.Process, url: str, name: str, arguments: argparse.Namespace
+    server: psutil.Process, url: str, name: str, attacker: AttackerProcess, args: argparse.Namespace
 ) -> dict[str, Any]:
     """The figures of one attack."""
     timeout = aiohttp.ClientTimeout(total=None)
     connector = aiohttp.TCPConnector(limit=0, ssl=trusting())
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
-        streams = HonestStreams(session, url, arguments.model)
-        tasks = [asyncio.create_task(streams.stream(n)) for n in range(arguments.streams)]
-        async with attacking(streams, arguments.seconds, arguments.nice) as attacker:
-            await asyncio.sleep(SETTLE_SECONDS)
-            before = rss_mib(server)
-            result = await rounds(attacker, name, arguments.rounds)
+        streams = HonestStreams(session, url, args.model)
+        tasks = [asyncio.create_task(streams.stream(n)) for n in range(args.streams)]
+        tasks.append(asyncio.create_task(streams.short_requests()))
+        await asyncio.sleep(SETTLE_SECONDS)
+        before = rss_mib(server)
+        result = await rounds(attacker, streams, name, args.rounds)
         streams.is_over = True
         await asyncio.gather(*tasks)
         await until_idle(session, url)
         sizes = {"rss_before_mib": before, "rss_after_mib": rss_mib(server)}
         return result | sizes | {"failures": streams.failures}
+
+
+async def measure_all(
+    server: psutil.Process, url: str, names: Sequence[str], args: argparse.Namespace
+) -> dict[str, dict[str, Any]]:
+    """The figures of attacks against one server."""
+    results: dict[str, dict[str, Any]] = {}
+    async with attacking(url, args) as attacker:
+        for name in names:
+            results[name] = await measure(server, url, name, attacker, args)
+            print(row(name, results[name]), flush=True)
+            print("   ", results[name]["outcomes"], results[name]["failures"][:3], flush=True)
+    return results
 
 
 def certificate(directory: Path) -> None:
@@ -159,12 +174,9 @@ def run(
         if any("{tls}" in flag for flag in flags):
             certificate(scratch)
         with serving([arguments.model, *own]) as (server, url):
-            for name in group:
-                results[name] = uvloop.run(measure(server, url, name, arguments))
-                print(row(name, results[name]), flush=True)
-                print("   ", results[name]["outcomes"], results[name]["failures"][:3], flush=True)
-                if arguments.out is not None:
-                    keep(results, arguments.out / "attacks.json")
+            results |= uvloop.run(measure_all(server, url, list(group), arguments))
+        if arguments.out is not None:
+            keep(results, arguments.out / "attacks.json")
     return results
 
 
@@ -193,8 +205,8 @@ def machine() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure honest streams beside attacks.")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=1.8, help="of each measurement")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=1.0, help="of each measurement")
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--model", default="builtin")
     parser.add_argument(

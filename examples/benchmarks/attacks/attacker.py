@@ -13,15 +13,15 @@ import time
 import aiohttp
 import uvloop
 
-from examples.benchmarks.attacks.catalog import CASES, trusting
-from examples.benchmarks.attacks.sending import Attacker
+from examples.benchmarks.attacks.catalog import CASES
+from examples.benchmarks.attacks.sending import SOURCE, Attacker, trusting
 
 GRACE_SECONDS = 0.5  # for requests in flight at the end
 
 
 async def attack(name: str, url: str, model: str, seconds: float) -> dict[str, int]:
     """Run the attack; its outcomes."""
-    connector = aiohttp.TCPConnector(limit=0, ssl=trusting())
+    connector = aiohttp.TCPConnector(limit=0, ssl=trusting(), local_addr=(SOURCE, 0))
     timeout = aiohttp.ClientTimeout(total=None)
     case = CASES[name.removesuffix("/control")]
     run = case.control if name.endswith("/control") else case.attack

@@ -3,12 +3,12 @@
 import asyncio
 import contextlib
 import json
-import ssl
 from collections.abc import Mapping
 from typing import NamedTuple
 
 import aiohttp
 
+from examples.benchmarks.attacks import bodies, connections
 from examples.benchmarks.attacks.sending import Attack, Attacker, Json
 
 TRAILER_BYTES = 200 << 20
@@ -44,7 +44,7 @@ async def trailers(attacker: Attacker) -> None:
     piece = b"".join(b"x-%d: %s\r\n" % (number, b"y" * 1000) for number in range(256))
     left = TRAILER_BYTES
     while left > 0 and not attacker.is_over:
-        reader, writer = await asyncio.open_connection(*attacker.address)
+        reader, writer = await attacker.connect()
         writer.write(head)
         with contextlib.suppress(ConnectionError):
             while left > 0 and not reader.at_eof():
@@ -247,7 +247,7 @@ async def handshakes(attacker: Attacker) -> None:
         if len(open_) >= 1000:
             open_.pop(0).close()
         with contextlib.suppress(ConnectionError):
-            _, writer = await asyncio.open_connection(*attacker.address)
+            _, writer = await attacker.connect()
             writer.write(hello)
             open_.append(writer)
             attacker.outcomes["connections"] += 1
@@ -256,17 +256,10 @@ async def handshakes(attacker: Attacker) -> None:
         writer.close()
 
 
-def trusting() -> ssl.SSLContext:
-    """For the benchmark's own certificate."""
-    context = ssl.create_default_context()
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
-    return context
-
-
 UNBOUNDED = ("--prefill-slowdown", "0")
 TRUSTED = ("--trust-request-chat-template",)
 TLS = ("--tls-cert", "{tls}/cert.pem", "--tls-key", "{tls}/key.pem")
+FEW_CONNECTIONS = ("--max-connections", "60")
 CASES: Mapping[str, Case] = {
     "200 MiB of trailers": Case(trailers),
     "rejected requests": Case(rejected),
@@ -286,4 +279,14 @@ CASES: Mapping[str, Case] = {
     "files and responses": Case(store_flood),
     "/tokenize with 4 MB": Case(tokenize_flood),
     "stalled TLS handshakes": Case(handshakes, TLS),
+    "whole TLS handshakes": Case(connections.whole_handshakes, TLS),
+    "TLS ClientHellos": Case(connections.client_hellos, TLS),
+    "connect and close": Case(connections.connect_and_close),
+    "idle sockets, --max-connections 60": Case(connections.idle_sockets, FEW_CONNECTIONS),
+    "pipelined POSTs": Case(connections.PIPELINED_POSTS),
+    "pipelined GETs": Case(connections.PIPELINED_GETS),
+    "9,000 headers, pipelined": Case(connections.MANY_HEADERS),
+    "endless chunk extension": Case(connections.EXTENSIONS),
+    "chunks of one byte": Case(connections.SMALL_CHUNKS),
+    **{name: Case(attack) for name, attack in bodies.ATTACKS.items()},
 }

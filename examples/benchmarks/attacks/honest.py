@@ -1,4 +1,4 @@
-"""The honest clients: a few streams at a time, of which only the times of chunks are kept."""
+"""The honest clients: streams, of which only the times of chunks are kept, and short requests."""
 
 import asyncio
 import time
@@ -9,12 +9,13 @@ import aiohttp
 from examples.benchmarks.attacks.catalog import WORDS
 
 MAX_TOKENS = 2000
+REST_SECONDS = 0.02  # between two short requests
 
 
 @dataclass
 class HonestStreams:
     """Streams that are read until `is_over`; `gaps` are pairs of a chunk's time and its delay,
-    `waits` those of the first chunks of requests."""
+    `waits` those of the first tokens of short requests."""
 
     session: aiohttp.ClientSession
     url: str
@@ -23,6 +24,7 @@ class HonestStreams:
     waits: list[tuple[float, float]] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     is_over: bool = False
+    answered: asyncio.Event = field(default_factory=asyncio.Event)  # a short request
 
     async def stream(self, number: int) -> None:
         """One request after another."""
@@ -41,7 +43,6 @@ class HonestStreams:
             "skip_special_tokens": False,
         }  # fmt: skip
         last: float | None = None
-        sent = time.perf_counter()
         async with self.session.post(f"{self.url}/v1/completions", json=body) as response:
             if response.status != 200:
                 raise RuntimeError(f"status {response.status}: {await response.text()}")
@@ -49,19 +50,39 @@ class HonestStreams:
                 now = time.perf_counter()
                 if b'"error"' in piece:
                     raise RuntimeError(piece[:300].decode(errors="replace"))
-                if last is None:
-                    self.waits.append((now, now - sent))
-                else:
+                if last is not None:
                     self.gaps.append((now, now - last))
                 last = now
                 if self.is_over:
                     return
 
+    async def short_requests(self) -> None:
+        """Requests of one token, each on a new connection, one after the other."""
+        body = {"model": self.model, "prompt": "Hello", "max_tokens": 1, "stream": True}
+        headers = {"connection": "close"}
+        while not self.is_over:
+            began = time.perf_counter()
+            try:
+                async with self.session.post(
+                    f"{self.url}/v1/completions", json=body, headers=headers
+                ) as response:
+                    await response.content.readany()
+                    if response.status != 200:
+                        raise RuntimeError(f"a short request got status {response.status}")
+            except (aiohttp.ClientError, RuntimeError) as error:
+                self.failures.append(f"{type(error).__name__}: {error}")
+            now = time.perf_counter()
+            self.waits.append((began, now - began))
+            self.answered.set()
+            await asyncio.sleep(REST_SECONDS)
+
     def between(self, start: float, end: float) -> list[float]:
         """The sorted delays of chunks that arrived between two moments."""
         return sorted(gap for at, gap in self.gaps if start <= at <= end)
 
-    def longest_wait(self, start: float, end: float) -> float:
-        """Seconds until the first chunk, of the requests that got it between two moments; 0.0 if
-        there are none."""
-        return max((wait for at, wait in self.waits if start <= at <= end), default=0.0)
+    async def waits_between(self, start: float, end: float) -> list[float]:
+        """The sorted times to the first token of the short requests that were sent between two
+        moments; waits for the last of them."""
+        self.answered.clear()
+        await self.answered.wait()
+        return sorted(wait for at, wait in self.waits if start <= at <= end)

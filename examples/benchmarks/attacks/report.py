@@ -10,6 +10,9 @@ COLUMNS = (
     "ITL undisturbed, p50 / p99 ms",
     "beside the attack",
     "ratio of p99: median (min to max)",
+    "TTFT of a short request, p50 / p90 ms",
+    "beside the attack",
+    "ratio of p90",
     "beside as much ordinary load",
     "ratio of p99 to that",
     "memory, MiB",
@@ -17,7 +20,9 @@ COLUMNS = (
 
 
 def quantiles(gaps: Sequence[float]) -> Figures:
-    """Milliseconds; `gaps` are sorted seconds."""
+    """Milliseconds; `gaps` are sorted seconds, {} without any."""
+    if not gaps:
+        return {}
     at = {f"p{q}": gaps[min(len(gaps) - 1, len(gaps) * q // 100)] for q in (50, 90, 99)}
     return {name: round(1e3 * gap, 2) for name, gap in at.items()} | {"chunks": len(gaps)}
 
@@ -36,6 +41,7 @@ def row(name: str, result: Figures) -> str:
         _latencies(result["undisturbed"]),
         _latencies(result["attacked"]),
         _spread(result, "undisturbed"),
+        *_short_requests(result),
         *(
             (_latencies(result["control"]), _spread(result, "control"))
             if "control" in result
@@ -46,14 +52,25 @@ def row(name: str, result: Figures) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
+def _short_requests(result: Figures) -> tuple[str, str, str]:
+    """Their times to the first token, and the ratio; empty where they were not measured."""
+    sides = [[r["ttft"] for r in result[to] if r.get("ttft")] for to in ("undisturbed", "attacked")]
+    if not all(sides):
+        return "", "", ""
+    before, beside = sides
+    ratio = median(r["p90"] for r in beside) / median(r["p90"] for r in before)
+    return _latencies(before, "p90"), _latencies(beside, "p90"), f"{ratio:.1f}"
+
+
 def _spread(result: Figures, to: str) -> str:
     found = ratios(result, to)
     return f"{median(found):.1f} ({found[0]:.1f} to {found[-1]:.1f})"
 
 
-def _latencies(rounds: Sequence[Figures]) -> str:
-    p50, p99 = (median(each[name] for each in rounds) for name in ("p50", "p99"))
-    return f"{p50:.1f} / {p99:.1f}"
+def _latencies(rounds: Sequence[Figures], upper: str = "p99") -> str:
+    """Medians of the rounds of the p50 and an upper quantile."""
+    middle, high = (median(each[name] for each in rounds) for name in ("p50", upper))
+    return f"{middle:.1f} / {high:.1f}"
 
 
 def write_table(page: str, results: Mapping[str, Figures]) -> str:

@@ -42,6 +42,7 @@ def test_streams_are_measured_beside_an_attack(tmp_path: Path) -> None:
     for result in found.values():
         assert len(result["attacked"]) == len(result["undisturbed"]) == 2
         assert result["undisturbed"][0]["chunks"] > 0
+        assert result["undisturbed"][0]["ttft"]["p90"] > 0
         assert result["failures"] == []
     rejected = found["rejected requests"]["outcomes"].keys()
     assert rejected - {"cancelled at the end"} == {"400"}

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from gateway.access.intake import (
+    ABANDONED_SECONDS,
     BUSY_SHARE,
     MAX_CLIENT_DEBT_SECONDS,
     MAX_CREDIT_SECONDS,
@@ -224,3 +225,17 @@ async def test_the_debts_of_many_clients_are_forgotten_beyond_a_bound() -> None:
     for client in range(MAX_DEBTORS + 10):
         loop.intake.charge(1.0, str(client))
     assert len(loop.intake._debts) == MAX_DEBTORS
+
+
+async def test_what_was_computed_for_a_client_that_left_is_its_debt_and_no_other_clients() -> None:
+    loop = Loop()
+    for _ in range(10):
+        loop.intake.abandoned("leaves")
+    other = started(loop.intake.enter("other"))
+    again = started(loop.intake.enter("leaves"))
+    await cycles(5)
+    assert other.done()
+    assert not again.done()
+    loop.now += 10 * ABANDONED_SECONDS / 0.5
+    loop.intake._continue_one()
+    await asyncio.wait_for(again, 10)

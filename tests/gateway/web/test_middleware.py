@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from gateway.access.intake import Intake
+from gateway.access.intake import ABANDONED_SECONDS, Intake
 from gateway.web.middleware import EXPOSED, IdentifyCaller
 from tests.gateway.rig import CHAT, STEP, Rig, Setting, chat, play
 
@@ -134,5 +134,24 @@ def test_requests_that_wait_get_a_503_when_the_server_drains() -> None:
                 assert rig.service.clock() - before < STEP
                 await stream.read()
             await draining
+
+    play(scene)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_the_work_for_a_client_that_leaves_is_its_debt(stream: bool) -> None:
+    """Virtual time stands still while the loop works, so there are no other debts."""
+
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(CHAT, chat(stream=stream)) as exchange:
+            await exchange.read()
+        intake = intake_of(rig)
+        (client,) = intake._debts
+        assert intake._debts[client][0] == 0.0
+        async with rig.client.post(CHAT, chat(stream=stream, max_tokens=9)) as exchange:
+            await asyncio.sleep(1.5 * STEP)
+            exchange.disconnect()
+            await exchange.ended()
+        assert intake._debts[client][0] == ABANDONED_SECONDS
 
     play(scene)
