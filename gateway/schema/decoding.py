@@ -35,7 +35,7 @@ MAX_KEYS = 4_096  # fields of an object without a fixed shape
 _PROMPTS = (
     "prompt", "input", "instructions", "system", "content", "query", "queries", "documents",
     "text_1", "text_2", "chat_template", "guided_json", "guided_regex", "guided_grammar", "json",
-    "regex", "grammar", "stop", "state",
+    "regex", "grammar", "stop", "state", "suffix", "input_prefix", "input_suffix", "text",
 )  # fmt: skip
 MAX_TEXTS: Mapping[str, int | None] = {**dict.fromkeys(_PROMPTS), "description": 1 << 16}
 _MAX_QUOTED = 100  # characters of a caller's value that an error message repeats

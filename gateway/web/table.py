@@ -11,6 +11,7 @@ from gateway.schema.openai.batches import BatchRequest
 from gateway.schema.openai.chat import ChatRequest
 from gateway.schema.openai.completions import CompletionRequest
 from gateway.schema.openai.embeddings import EmbeddingRequest
+from gateway.schema.openai.infill import InfillRequest
 from gateway.schema.openai.scoring import RerankRequest, ScoreRequest
 from gateway.schema.openai.tokens import DetokenizeRequest, TokenizeRequest
 from gateway.schema.responses.dialect import ResponsesDialect
@@ -21,6 +22,7 @@ from gateway.web.routes import (
     chat,
     completions,
     files,
+    infill,
     messages,
     models,
     requests,
@@ -45,6 +47,8 @@ ROUTES = RouteTable((
     Route("POST", "/v1/completions", "text", "The continuation of a prompt.",
           plan=completions.plan_completion, body=CompletionRequest, media_types=STREAM,
           is_metered=True, is_batchable=True),
+    Route("POST", "/infill", "text", "The text between two texts, as llama.cpp's server.",
+          plan=infill.plan_infill, body=InfillRequest, media_types=STREAM, is_metered=True),
     Route("GET", "/v1/models", "models", "The models of this server.", models.list_models),
     Route("GET", "/v1/models/{model:path}", "models", "One model.", models.retrieve_model),
     Route("POST", "/v1/chat/completions/render", "text",

@@ -49,7 +49,7 @@ from gateway.observe.metrics import Metrics
 from gateway.observe.readings import Readings, ServerReadings
 from gateway.observe.request_log import RequestLog
 from gateway.observe.timelines import Timelines
-from gateway.ports import Dialect
+from gateway.ports import Dialect, Tokenizer
 from gateway.schema.fields.sampling import SamplingDefaults, Vocabulary
 from gateway.service import Pace, Service
 from gateway.store.database import StoreExecutor
@@ -123,6 +123,7 @@ class Setting:
     pooling: PoolingReport | None = None
     max_loras: int = 2
     rings: RingLimits = field(default_factory=RingLimits)
+    tokenizer: Tokenizer = field(default_factory=ByteTokenizer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +228,7 @@ def build_rig(setting: Setting) -> Rig:
             created=1_700_000_000,
             fingerprint="fp_test",
             vocabulary=Vocabulary(END + 1, frozenset({END})),
-            tokenizer=ByteTokenizer(),
+            tokenizer=setting.tokenizer,
             template=PlainTemplate(),
             dialect=setting.dialect,
             trusts_request_templates=setting.trusts_request_templates,

@@ -5,7 +5,7 @@ from typing import cast
 import msgspec
 
 from engine.errors import InvalidRequest
-from gateway.schema.decoding import check_range, decode, reject_unless
+from gateway.schema.decoding import check_range, decode
 from gateway.schema.fields.generation import GenerationRequest
 from gateway.schema.fields.sampling import Vocabulary, check_ids
 from gateway.schema.rendering import ReportOptions
@@ -32,7 +32,8 @@ class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=T
         GenerationRequest.check(self)
         check_range(self.best_of, "best_of", 1, 20)
         check_range(self.logprobs, "logprobs", 0, MAX_LOGPROBS)
-        reject_unless(self, "suffix", "")
+        if self.suffix and self.echo:
+            raise InvalidRequest("'echo' cannot be used with 'suffix'.", "echo")
         if self.max_tokens == 0 and not self.echo:
             raise InvalidRequest(
                 "Invalid 'max_tokens': expected at least 1, or 0 with 'echo'.", "max_tokens"

@@ -4,11 +4,18 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from gateway.generation.infill import Gap, infill_of
 from gateway.generation.plan import GenerationPlan, build_plan, check_fits, longest_prompt
 from gateway.generation.prompt import tokenize_prompts
 from gateway.schema.openai.completion_renderer import CompletionRenderer
-from gateway.schema.openai.completions import DEFAULT_MAX_TOKENS, decode_completion, size_of
+from gateway.schema.openai.completions import (
+    DEFAULT_MAX_TOKENS,
+    CompletionRequest,
+    decode_completion,
+    size_of,
+)
 from gateway.schema.openai.event_envelope import token_formatter
+from gateway.schema.rendering import ResponseRenderer
 
 if TYPE_CHECKING:
     from gateway.access.callers import Caller
@@ -20,18 +27,40 @@ def plan_completion(body: bytes, caller: "Caller", service: "Service") -> Genera
     _check_size(body, service)
     request = decode_completion(body, caller.unknown_fields)
     service.check_generates(request.model)
-    model = service.model
-    most = longest_prompt(request, service)
-    prompts = request.prompts(model.vocabulary)
-    tokenize = partial(tokenize_prompts, model.tokenizer, prompts, most)
     renderer = CompletionRenderer(
         service.header("cmpl", request.model),
         request.usage_options,
-        token_formatter(request.report_options, model.tokenizer),
+        token_formatter(request.report_options, service.model.tokenizer),
     )
+    plan = planned(request, renderer, caller, service)
+    return filling(plan, request, Gap(request.suffix), service) if request.suffix else plan
+
+
+def planned(
+    request: CompletionRequest, renderer: ResponseRenderer, caller: "Caller", service: "Service"
+) -> GenerationPlan:
+    """The plan of a checked request, without its suffix."""
+    prompts = request.prompts(service.model.vocabulary)
+    most = longest_prompt(request, service)
+    tokenize = partial(tokenize_prompts, service.model.tokenizer, prompts, most)
     plan = build_plan(request, tokenize, renderer, caller, service)
     limits = plan.limits._replace(is_strict=True)
     return replace(plan, constraint=request.constraint(), prompt_field="prompt", limits=limits)
+
+
+def filling(
+    plan: GenerationPlan, request: CompletionRequest, gap: Gap, service: "Service"
+) -> GenerationPlan:
+    """The plan whose output fills a gap behind the prompts. Raises `InvalidRequest` if the model
+    cannot."""
+    tokenizer = service.model.tokenizer
+    infill = infill_of(tokenizer, request.model, gap.field)
+    prompts, most = request.prompts(service.model.vocabulary), longest_prompt(request, service)
+    return replace(
+        plan,
+        tokenize=partial(infill.tokenize, tokenizer, prompts, gap, most),
+        caller_end_ids=plan.caller_end_ids | infill.end_ids,
+    )
 
 
 def _check_size(body: bytes, service: "Service") -> None:

@@ -28,7 +28,6 @@ IGNORED: dict[str, Any] = {
     "verbosity": "high",
 }
 REJECTED: dict[str, Any] = {
-    "suffix": "x",
     "guided_whitespace_pattern": " ",
     "modalities": ["audio"],
     "audio": {"voice": "alloy", "format": "wav"},
