@@ -64,6 +64,8 @@ class StepResults:
         for entry, request, token, scores in rows:
             request.num_in_flight -= 1
             if request.state is LEAVING:
+                if request not in special:
+                    self._keep(request, entry)
                 self._lifecycle.iteration_returned(request, now)
             elif special and request in special:
                 deliveries += special[request](request, entry)
@@ -105,6 +107,14 @@ class StepResults:
         for request in unread:
             rows[request] = self._commit_unread
         return rows
+
+    def _keep(self, request: Request, entry: "StepEntry") -> None:
+        """Leave what was computed for a request that ends in the cache, for a retry. Tokens that
+        were sampled meanwhile are unknown, and so are those behind a row that had no result."""
+        stop = entry.start + len(entry.tokens)
+        if entry.start == request.num_computed and stop <= request.num_tokens:
+            request.num_computed = stop
+            self._kv.publish(request, entry.start)
 
     # What all rows with a result have in common
 

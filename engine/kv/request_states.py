@@ -5,8 +5,9 @@ slot has the states of all recurrent layers of all stages. Each started request 
 its steps read and write. A *snapshot* is a slot with the state after a prefix: a step writes it
 beside the request's own slot, and when the step has returned it is published under the hash of that
 prefix. A request that starts behind the prefix reads the snapshot in its first step. Snapshots are
-saved in the tiers below like cached blocks, but those within an output only when its request has
-ended, since a newer one replaces them. Once the next message of a chat has a snapshot, that of the
+saved in the tiers below like cached blocks. Those within an output are *passing*, and so are those
+between the intervals of a very long prompt: the next one replaces them, so that they are saved only
+when their request has ended. Once the next message of a chat has a snapshot, that of the
 output before it is evicted before others: only another next message would read it. A snapshot is
 loaded into the own slot of its request. A model without recurrent layers has no slots, and then
 nothing here happens.
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
 MIN_STATES = 2  # the snapshot that a request starts behind, and its own
 NO_LIMIT = 1 << 40  # drafts of a model without recurrent layers
-SNAPSHOT_TOKENS = 1024  # between two snapshots of a long prompt, at least
+SNAPSHOT_TOKENS = 1024  # between two snapshots of a long prompt, passing ones included
 
 
 class _Written(NamedTuple):
@@ -62,7 +63,8 @@ class _Held:
     read_once: int | None = None
     written: list[_Written] = field(default_factory=list)
     drafted: range | None = None  # the positions of the step with drafts that is in flight
-    last_of_output: bytes | None = None  # the name of the newest snapshot within its output
+    between: set[int] = field(default_factory=set)  # ends of passing snapshots of its prompt
+    passing: bytes | None = None  # the name of its newest snapshot, if the next one replaces it
     began_behind: bytes | None = None  # the name of the last snapshot of an ended output
 
     def slots(self) -> list[int]:
@@ -123,18 +125,25 @@ class RequestStates:
         """After how many tokens a step that computes `[start, stop)` writes snapshots: after the
         last full block of the prompt, of all tokens so far, and of each block of the output, after
         the last full block before each checkpoint, and at intervals within long prompts, so that
-        one prompt takes at most a quarter of the slots. A prompt of which only log-probabilities
-        are read has them at its checkpoints only: no chat continues it."""
+        one prompt takes at most a quarter of the slots. Between these, passing ones are written,
+        so that a retry of a prompt that is aborted goes on near where it stopped. A prompt of
+        which only log-probabilities are read has them at its checkpoints only: no chat continues
+        it."""
         ends = {at // block_size * block_size for at in request.spec.checkpoints}
         if request.spec.pooling is not None and request.spec.pooling.token_ids:
             return sorted(end for end in ends if start < end <= stop)
         prompt_len, most = request.prompt_len, max(1, self.pool.num_pages // 4)
         interval = SNAPSHOT_TOKENS * -(-prompt_len // (SNAPSHOT_TOKENS * most))
-        interval = -(-interval // block_size) * block_size
+        interval = _whole_blocks(interval, block_size)
         last = (prompt_len - 1) // block_size * block_size
         ends.update(range(interval, last, interval))
         ends.add(last)
         ends.add((request.num_tokens - 1) // block_size * block_size)
+        shortest = _whole_blocks(SNAPSHOT_TOKENS, block_size)
+        between = min(stop, last) // shortest * shortest
+        if between > start and between not in ends:
+            self._held[request.request_id].between.add(between)
+            ends.add(between)
         if start >= prompt_len:
             ends.add(stop // block_size * block_size)
         return sorted(end for end in ends if start < end <= stop)
@@ -209,8 +218,8 @@ class RequestStates:
         block_size: int,
     ) -> list[int]:
         """A step of the request has returned, with which so many tokens are computed: publish its
-        snapshots, which are at the ends of blocks. Of those within the output only the newest is
-        kept. Returns the places of the blocks behind which they are."""
+        snapshots, which are at the ends of blocks. Of the passing ones only the newest is kept.
+        Returns the places of the blocks behind which they are."""
         held, places = self._held[request_id], []
         if held.read_once is not None:
             self.pool.drop(held.read_once)
@@ -225,7 +234,8 @@ class RequestStates:
             if not end % block_size and end // block_size <= len(hashes):
                 place = end // block_size - 1
                 name = self.name_of(hashes[place])
-                if self._publish(held, slot, name, is_output=end >= prompt_len):
+                is_passing = end >= prompt_len or end in held.between
+                if self._publish(held, slot, name, is_passing=is_passing):
                     places.append(place)
             if drafted is not None and end == num_computed and end != drafted.stop:
                 held.source = held.read_once = slot
@@ -235,12 +245,12 @@ class RequestStates:
             for _, slot in held.written:  # of rejected drafts
                 self.pool.drop(slot)
             held.written, held.drafted = [], None
-        newest = self.snapshots.find(held.last_of_output or b"")
+        newest = self.snapshots.find(held.passing or b"")
         if newest is not None:
             self.pool.postpone_save(newest)
         return places
 
-    def _publish(self, held: _Held, slot: int, name: bytes, *, is_output: bool) -> bool:
+    def _publish(self, held: _Held, slot: int, name: bytes, *, is_passing: bool) -> bool:
         """Returns False if there is such a snapshot already."""
         if name in self.snapshots:
             return False
@@ -249,9 +259,8 @@ class RequestStates:
             self.pool.age(held.began_behind)
             self._of_outputs.pop(held.began_behind, None)
             held.began_behind = None
-        if is_output:
-            self._forget(held.last_of_output)
-            held.last_of_output = name
+        self._forget(held.passing)
+        held.passing = name if is_passing else None
         return True
 
     def _forget(self, name: bytes | None) -> None:
@@ -280,10 +289,10 @@ class RequestStates:
         if held is not None:
             for slot in held.slots():
                 self.pool.drop(slot)
-            name = held.last_of_output or b""
-            slot_of_output = self.snapshots.find(name)
-            if slot_of_output is not None:
-                self.pool.allow_save(slot_of_output)
+            name = held.passing or b""
+            passing = self.snapshots.find(name)
+            if passing is not None:
+                self.pool.allow_save(passing)
                 self._of_outputs[name] = None
                 while len(self._of_outputs) > self.pool.num_pages:  # some of them are evicted
                     del self._of_outputs[next(iter(self._of_outputs))]
@@ -306,3 +315,8 @@ class RequestStates:
                 holders[slot] += 1
             assert holders[held.slot] == 1, "a request's own state is shared"
         self.pages.check(holders)
+
+
+def _whole_blocks(num_tokens: int, block_size: int) -> int:
+    """So many tokens, rounded up to whole blocks."""
+    return -(-num_tokens // block_size) * block_size

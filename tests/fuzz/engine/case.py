@@ -17,7 +17,7 @@ from engine.policy.table import build
 from engine.simulated.virtual_loop import run_virtual
 from tests.fuzz.engine.clients import LORAS, Clients
 from tests.fuzz.engine.device import Device
-from tests.fuzz.engine.drawing import draw, draw_policy
+from tests.fuzz.engine.drawing import Settings, draw, draw_policy
 from tests.fuzz.engine.executor import FuzzedExecutor
 from tests.fuzz.engine.language import Text
 from tests.fuzz.engine.memory import Memory
@@ -73,13 +73,13 @@ class _Store:
 
     def __init__(self, memory: Memory, random: Random) -> None:
         self._memory = memory
-        self._random = random
+        self.random = random
 
     async def find(self, names: "Sequence[bytes]") -> "Container[bytes]":
-        await asyncio.sleep(self._random.choice([0.0, 0.01, 0.2]))
+        await asyncio.sleep(self.random.choice([0.0, 0.01, 0.2]))
         store = self._memory.store
-        if store and self._random.random() < 0.1:
-            del store[self._random.choice(list(store))]
+        if store and self.random.random() < 0.1:
+            del store[self.random.choice(list(store))]
         return {name for name in names if name in store}
 
 
@@ -88,8 +88,8 @@ class Case:
 
     def __init__(self, seed: int, *, records: bool = False) -> None:
         self._records = records
-        self._random = random = Random(seed)
-        self.settings = settings = draw(random)
+        self.random = random = Random(seed)
+        self.settings = settings = self._draw_settings()
         self.counts: Counter[str] = Counter()
         self._steps = hashlib.sha256()
         cost = LiveCost(COST)
@@ -112,13 +112,19 @@ class Case:
         )
         self._executor.check = self._check
         self._executor.check_lost = self._check_lost
-        self._clients = Clients(settings, random, self.counts)
+        self._clients = self._make_clients()
 
     def __repr__(self) -> str:
         return f"{self.settings}\n{self.scheduler!r}"
 
+    def _draw_settings(self) -> Settings:
+        return draw(self.random)
+
+    def _make_clients(self) -> Clients:
+        return Clients(self.settings, self.random, self.counts)
+
     def _draw_policy(self) -> "Policy":
-        name, policy = draw_policy(self._random, self.settings.scheduler.max_batch_size)
+        name, policy = draw_policy(self.random, self.settings.scheduler.max_batch_size)
         return build(name, self._cost, policy, serves=False)
 
     def play(self) -> str:
@@ -143,7 +149,7 @@ class Case:
             lookahead=settings.lookahead,
             depth=settings.num_stages + settings.lookahead,
             read_ahead=(lambda copies: None) if settings.tiers.disk else None,
-            lookup=_Store(self._memory, self._random) if settings.tiers.store else None,
+            lookup=_Store(self._memory, self.random) if settings.tiers.store else None,
         )
         running = loop.create_task(engine.run())
         faults = loop.create_task(self._make_faults(engine))
@@ -167,7 +173,7 @@ class Case:
 
     async def _make_faults(self, engine: Engine) -> None:
         """Kill workers and switch policies, and call what is rarely called."""
-        random, rates = self._random, self.settings.clients
+        random, rates = self.random, self.settings.clients
         while True:
             await asyncio.sleep(random.choice([0.05, 0.3, 1.0]))
             if random.random() < rates.kill:
@@ -182,7 +188,7 @@ class Case:
 
     async def _idle(self, engine: Engine) -> None:
         """Wait until the engine, which has no requests, has saved what it keeps."""
-        if self._random.random() < 0.5:
+        if self.random.random() < 0.5:
             await engine.drain(IDLE_SECONDS)
         await asyncio.sleep(IDLE_SECONDS)
 

@@ -24,7 +24,7 @@ LORAS = (LoraAdapter(1, "first", "aa" * 16), LoraAdapter(2, "second", "bb" * 16)
 
 
 @dataclass(slots=True)
-class _Received:
+class Received:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
@@ -101,7 +101,7 @@ class Clients:
         random, rate = self._random, self._settings.clients.cancel
         most = random.randint(0, 6) if random.random() < rate else None
         seconds = random.uniform(0.0, 2.0) if random.random() < rate else None
-        received = _Received()
+        received = Received()
         try:
             with engine.stream(spec) as stream:
                 request = stream.request
@@ -118,7 +118,7 @@ class Clients:
         self._check(request, received)
         self.results[request.request_id] = tuple(received.tokens), received.finish
 
-    async def _read(self, stream: TokenStream, most: int | None, received: _Received) -> None:
+    async def _read(self, stream: TokenStream, most: int | None, received: Received) -> None:
         while most is None or len(received.tokens) < most:
             chunk = await stream.next()
             received.tokens += chunk.tokens
@@ -129,7 +129,7 @@ class Clients:
                 return
         self._counts["left"] += 1
 
-    def _check(self, request: Request, received: _Received) -> None:
+    def _check(self, request: Request, received: Received) -> None:
         """What a client reads is the request's text, up to where it ends."""
         spec, tokens, finish = request.spec, received.tokens, received.finish
         name, text = f"request {request.request_id}", Text(spec, 0)
@@ -147,7 +147,7 @@ class Clients:
         elif request.vector != vector_of(text.digests[-1]):
             raise Wrong(f"{name} got another vector")
 
-    def _check_finished(self, request: Request, received: _Received, text: Text) -> None:
+    def _check_finished(self, request: Request, received: Received, text: Text) -> None:
         spec, tokens, finish = request.spec, received.tokens, received.finish
         name = f"request {request.request_id}"
         is_stop = tokens[-1] in spec.end_ids
