@@ -11,9 +11,9 @@ from gateway.schema.fields.output import OutputConstraint
 
 if TYPE_CHECKING:
     from engine.step import SamplingParams
+    from gateway.groups.serving import ServedModel
     from gateway.ports import Dialect
     from gateway.schema.openai.tools import ToolPlan
-    from gateway.service import ServedModel
 
 BANNED = -100.0  # added to a logit: the token is sampled only if nothing else is left
 
