@@ -160,7 +160,12 @@ class Groups:
         if group.is_used:
             self._rest(group, seconds)
         else:
-            self._running.create_task(self.loads.unload(group))
+            self.begin_unload(group)
+
+    def begin_unload(self, group: Group) -> None:
+        """Unload a group when its live requests have ended."""
+        assert self._running is not None, "models are unloaded while the server runs"
+        self._running.create_task(self.loads.unload(group))
 
     # The end
 

@@ -8,6 +8,7 @@ import asyncio
 import random
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, closing
@@ -18,6 +19,7 @@ from urllib.parse import quote
 import uvloop
 from platformdirs import user_state_path
 
+from engine.errors import StartupError
 from engine.transport.process import LocalLauncher
 from engine.turns import Turns
 from gateway.access.callers import MAX_COMMAS, BodyLimits
@@ -152,8 +154,17 @@ def build_models(
         ],
         terms,
     )
+    check_names(groups)
     stack.push_async_callback(groups.close)
     return Models(openers, groups, shared)
+
+
+def check_names(groups: Groups) -> None:
+    """Raise `StartupError` if two models have the same name."""
+    counts = Counter(name for group in groups for name in group.names)
+    name, count = counts.most_common(1)[0]
+    if count > 1:
+        raise StartupError(f"{count} models have the name {name!r}")
 
 
 async def load_at_start(groups: Groups) -> bool:

@@ -68,14 +68,14 @@ def default_memory() -> int:
 
 def _part(settings: Settings, memory: int, num_models: int) -> Part:
     weights = weight_bytes(settings)
-    kv = settings.kv
+    kv, host = settings.kv, settings.tiers.host_kv_memory
     if kv.kv_memory is not None:
-        return Part(settings, weights + kv.kv_memory)
+        return Part(settings, weights + host + kv.kv_memory)
     if kv.kv_slots is not None:
-        return Part(settings, weights)  # the rest is known once it is loaded
-    part = max(memory // num_models, int(weights / WEIGHTS_SHARE))
-    limit = max(1, min(part, memory) - weights)
-    return Part(replace(settings, kv=replace(kv, kv_memory_limit=limit)), weights + limit)
+        return Part(settings, weights + host)  # the rest is known once it is loaded
+    part = max(memory // num_models, int(weights / WEIGHTS_SHARE) + host)
+    limit = max(1, min(part, memory) - weights - host)
+    return Part(replace(settings, kv=replace(kv, kv_memory_limit=limit)), weights + host + limit)
 
 
 def weight_bytes(settings: Settings) -> int:

@@ -1,13 +1,25 @@
-"""`GET /v1/models` and `GET /v1/models/{model}`; model ids may contain slashes."""
+"""`GET /v1/models` and `GET /v1/models/{model}`; model ids may contain slashes. `/models`,
+`/models/load` and `/models/unload` are llama.cpp's."""
 
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
+from gateway.access.callers import read_body
+from gateway.errors import UnsupportedByModel
+from gateway.schema.decoding import decode
 from gateway.service import service_of
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
 
     from gateway.groups.group import Group
+
+
+class ModelAction(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of `/models/load` and `/models/unload`: the name of the model."""
+
+    model: str
 
 
 async def list_models(http: "HttpRequest") -> dict[str, Any]:
@@ -21,6 +33,36 @@ async def retrieve_model(http: "HttpRequest") -> dict[str, Any]:
     """A served model or a LoRA adapter; raises `ModelNotFound` for any other name."""
     name = http.path_params["model"]
     return _model(service_of(http).groups.find(name), name)
+
+
+async def load_model(http: "HttpRequest") -> dict[str, Any]:
+    """Begin to load a model, if it is not loaded; `/v1/models` says when it is. Raises
+    `ModelNotFound`."""
+    service = service_of(http)
+    action = decode(_ACTION, await read_body(http, service.limits))
+    group = service.groups.find(action.model)
+    if not group.accepts:
+        service.groups.loads.begin(group)
+    return {"success": True}
+
+
+async def unload_model(http: "HttpRequest") -> dict[str, Any]:
+    """Unload a model once its running requests have ended; a later request loads it again. Raises
+    `ModelNotFound`, and `UnsupportedByModel` if it is the only one."""
+    service = service_of(http)
+    action = decode(_ACTION, await read_body(http, service.limits))
+    group = service.groups.find(action.model)
+    if service.groups.are_fixed:
+        raise UnsupportedByModel(
+            f"The model {action.model!r} is the only one of this server, and stays loaded; "
+            "--idle-unload unloads it while it has no requests.",
+            "model",
+        )
+    service.groups.begin_unload(group)
+    return {"success": True}
+
+
+_ACTION: msgspec.json.Decoder[ModelAction] = msgspec.json.Decoder(ModelAction)
 
 
 def _model(group: "Group", name: str) -> dict[str, Any]:

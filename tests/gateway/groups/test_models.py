@@ -8,7 +8,8 @@ import pytest
 from gateway.groups.group import RETRY_SECONDS, Status
 from gateway.groups.terms import ServerTerms, Terms
 from tests.gateway.groups.rig import Fleet, Model, play
-from tests.gateway.rig import CHAT, STEP, TEXT, chat
+from tests.gateway.rig import CHAT, MODEL, STEP, TEXT, Rig, chat
+from tests.gateway.rig import play as play_one
 
 TWO_FIT = ServerTerms(memory=2)
 LONG = "The quick brown fox jumps over the lazy dog."
@@ -204,6 +205,46 @@ def test_tokens_are_those_of_the_named_model(path: str) -> None:
         assert exchange.status == 200
 
     assert play(scene, Model("a"), Model("b")).loads == ["b"]
+
+
+def test_models_are_loaded_and_unloaded_by_their_name() -> None:
+    async def scene(fleet: Fleet) -> None:
+        async def act(path: str) -> int:
+            async with fleet.client.post(path, {"model": "b"}) as exchange:
+                assert await exchange.json() == {"success": True}
+            return exchange.status
+
+        await act("/models/load")
+        assert fleet.group("b").status is Status.LOADING
+        await asyncio.sleep(2.0 + STEP)
+        assert fleet.group("b").accepts
+        running = asyncio.create_task(stream(fleet, "b", 20))
+        await asyncio.sleep(2 * STEP)
+        await act("/models/unload")
+        await asyncio.sleep(2 * STEP)
+        assert fleet.group("b").status is Status.UNLOADING
+        await running
+        await asyncio.sleep(STEP)
+        assert fleet.group("b").status is Status.UNLOADED
+
+    play(scene, Model("a"), Model("b", Terms(autoload=False)))
+
+
+def test_a_model_without_autoload_waits_for_an_operator() -> None:
+    async def scene(fleet: Fleet) -> None:
+        status, body = await ask(fleet, "a")
+        assert status == 503
+        assert "/models/load" in body["error"]["message"]
+
+    play(scene, Model("a", Terms(autoload=False)), Model("b"))
+
+
+def test_the_only_model_is_not_unloaded_by_name() -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post("/models/unload", {"model": MODEL}) as exchange:
+            assert (await exchange.json())["error"]["code"] == "unsupported_model"
+
+    play_one(scene)
 
 
 def test_metrics_have_the_models_name() -> None:

@@ -1,0 +1,1 @@
+"""Several models under random loads, deaths, cancels and unloads, in virtual time."""
