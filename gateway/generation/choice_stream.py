@@ -261,11 +261,6 @@ class ChoiceStream:
         return 0 if self._options.is_prompt_only else self.num_tokens
 
     @property
-    def has_started(self) -> bool:
-        """Whether the engine has begun to compute it."""
-        return self._tokens.request.admitted_at is not None
-
-    @property
     def prompt_progress(self) -> PromptProgress:
         """How much of its prompt is computed, as of the last update of its stream."""
         stream, request = self._tokens, self._tokens.request

@@ -128,7 +128,7 @@ class ChoiceGroup:
     @property
     def has_started(self) -> bool:
         """Whether the engine has begun to compute any of it."""
-        return any(choice.has_started for choice in self.choices)
+        return any(choice.request.admitted_at is not None for choice in self.choices)
 
     @property
     def ping(self) -> bytes:
