@@ -190,9 +190,14 @@ class ImageDecoder(Protocol):
     `reserved` are the tokens around images, which the text of a message must not become.
     """
 
-    placeholder: str
-    soft_token: str
-    reserved: Sequence[str]
+    @property
+    def placeholder(self) -> str: ...
+
+    @property
+    def soft_token(self) -> str: ...
+
+    @property
+    def reserved(self) -> Sequence[str]: ...
 
     async def prepare(self, image: EncodedImage, max_tokens: int) -> PreparedImage:
         """The image in at most `max_tokens` tokens, if it has such a form.

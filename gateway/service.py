@@ -25,6 +25,7 @@ from gateway.errors import ModelNotFound, UnsupportedByModel
 from gateway.groups.group import Group
 from gateway.groups.groups import Groups
 from gateway.groups.serving import ServedModel
+from gateway.images.reader import Sender
 from gateway.loras import LoraNames
 from gateway.observe.backpressure import LoopWatch
 from gateway.observe.exposition import Exposition
@@ -167,6 +168,10 @@ class Service:
                 f"The model {name!r} makes no embeddings: {_purpose(pooling)}.", "model"
             )
         return pooling
+
+    def image_sender(self, caller: Caller) -> Sender:
+        """The sender of the images of a request, which may be files of its caller."""
+        return Sender(caller, self.store.files, self.unix_now())
 
     def header(self, prefix: str, model: str) -> ResponseHeader:
         """The header of a new response; its id is `prefix-` and 24 hex digits.

@@ -5,6 +5,7 @@ Errors that the template raises (`raise_exception`) and errors in rendering beco
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, NoReturn
@@ -28,6 +29,8 @@ Message = Mapping[str, Any]
 # The budget of one rendering: a constant part, a part per message, a part per character.
 _STEPS, _STEPS_PER_MESSAGE = 100_000, 500
 _CHARS, _CHARS_PER_CHAR = 1 << 25, 64
+_READS_PARTS = re.compile(r"""\bin\s+message(\.content|\[["']content["']\])""")
+_READS_TEXTS = re.compile(r"\bis\s+(not\s+)?(string|iterable|sequence)")
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -55,6 +58,7 @@ class JinjaTemplate:
             name: reads_tools_of_messages(text) for name, text in sources.items()
         }
         self._lacks_calls = {name: lacks_calls(text) for name, text in sources.items()}
+        self._reads_only_parts = {name: _reads_only_parts(text) for name, text in sources.items()}
         self._special_tokens = dict(special_tokens)
         self._processes = TemplateProcesses()
         self.source = "\n".join(sources.values())
@@ -90,6 +94,8 @@ class JinjaTemplate:
             shown = with_message_tools(shown, kwargs.get("tools"))
         elif self._lacks_calls[name]:
             shown = with_written_calls(shown)
+        if self._reads_only_parts[name]:
+            shown = [_as_parts(message) for message in shown]
         if self._has_channels[name]:
             shown = [_as_harmony(message) for message in shown]
         variables = {
@@ -203,9 +209,27 @@ def _as_harmony(message: Message) -> Message:
     return {**message, "content": "", "thinking": f"{reasoning}\n\n{content}"}
 
 
+def _reads_only_parts(source: str) -> bool:
+    """Whether a template reads a message's content as parts, and would render none of a text."""
+    return bool(_READS_PARTS.search(source)) and not _READS_TEXTS.search(source)
+
+
+def _as_parts(message: Message) -> Message:
+    content = message.get("content")
+    if not isinstance(content, str):
+        return message
+    return {**message, "content": [{"type": "text", "text": content}]}
+
+
 def _budget(messages: Sequence[Message]) -> RenderBudget:
-    contents = (message.get("content") for message in messages)
-    chars = sum(len(content) for content in contents if isinstance(content, str))
+    chars = sum(_num_chars(message.get("content")) for message in messages)
     return RenderBudget(
         _STEPS + _STEPS_PER_MESSAGE * len(messages), _CHARS + _CHARS_PER_CHAR * chars
     )
+
+
+def _num_chars(content: object) -> int:
+    """Characters of a content's texts."""
+    if isinstance(content, list):
+        return sum(_num_chars(part.get("text")) for part in content)
+    return len(content) if isinstance(content, str) else 0

@@ -26,6 +26,8 @@ DOWNLOADED = (
     "vocab.json",
     "merges.txt",
     "chat_template*",
+    "preprocessor_config.json",
+    "processor_config.json",
     "modules.json",
     "sentence_bert_config.json",
 )

@@ -11,15 +11,16 @@ import json
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
-from weakref import WeakValueDictionary
 
-from engine.errors import InvalidRequest, Overloaded
+from engine.errors import InvalidRequest
 from engine.step import Grammar, GrammarKind
+from gateway.access.seats import Seats
 
 if TYPE_CHECKING:
     from gateway.ports import GrammarChecker
 
 SEATS = 2
+FULL = "Too many grammars are being compiled. Please try again later."
 CHARS_ON_LOOP = 32 << 10  # of a grammar whose limits are checked on the loop, in 2 ms
 JSON_KINDS = frozenset({GrammarKind.JSON_SCHEMA, GrammarKind.CHOICE, GrammarKind.TAGS})
 BRACKETS = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
@@ -41,8 +42,7 @@ class GrammarCheck:
     def __init__(self, checker: "GrammarChecker", limits: GrammarLimits | None = None) -> None:
         self._checker = checker
         self._limits = limits or GrammarLimits()
-        self._seats = asyncio.Semaphore(SEATS)
-        self._tenant_seats: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
+        self._seats = Seats(SEATS, self._limits.wait_seconds, FULL)
         self._results: OrderedDict[Grammar, asyncio.Task[str | None]] = OrderedDict()
 
     async def check_grammar(self, grammar: Grammar, param: str, tenant: str = "") -> None:
@@ -74,21 +74,8 @@ class GrammarCheck:
 
     async def _compile(self, grammar: Grammar, tenant: str) -> str | None:
         """Compile it in one of the seats."""
-        tenant_seat = self._tenant_seats.setdefault(tenant, asyncio.Semaphore(1))
-        seconds = self._limits.wait_seconds
-        held: list[asyncio.Semaphore] = []
-        try:
-            async with asyncio.timeout(seconds):
-                for seat in (tenant_seat, self._seats):
-                    await seat.acquire()
-                    held.append(seat)
+        async with self._seats.taken(tenant):
             return await self._checker.check(grammar)
-        except TimeoutError as error:
-            message = "Too many grammars are being compiled. Please try again later."
-            raise Overloaded(message, retry_after=seconds) from error
-        finally:
-            for seat in held:
-                seat.release()
 
 
 def _limit_error(grammar: Grammar, limits: GrammarLimits) -> str | None:

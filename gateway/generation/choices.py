@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 from engine.errors import EngineError, InvalidRequest
 from engine.request import Abort, RequestSpec
 from gateway.generation.choice_stream import ChoiceOptions, ChoiceStream
+from gateway.generation.image_prompt import ImagePrompt
 from gateway.generation.plan import GenerationPlan, request_specs, truncated
 from gateway.generation.prompt import tokenize_text
 from gateway.generation.text import SpecialTokenDecoder
@@ -73,12 +74,13 @@ class ChoiceGroup:
                 service.model.tokenizer, plan.prediction, "prediction.content"
             )
         # Counted before any is built: 2,048 prompts with 128 choices each fit into 14 KB.
+        prompts = [ImagePrompt(prompt, tokenized.media) for prompt in tokenized.prompts]
         self._num_prompt_tokens = sum(
-            len(truncated(plan, prompt, service)) for prompt in tokenized.prompts
+            len(truncated(plan, prompt, service).ids) for prompt in prompts
         )
-        self._check_group(len(tokenized.prompts))
+        self._check_group(len(prompts))
         specs: list[RequestSpec] = []
-        for prompt in tokenized.prompts:
+        for prompt in prompts:
             breakpoints = tokenized.marks.breakpoints
             specs += request_specs(plan, prompt, service, prediction, breakpoints)
             if len(specs) % SPECS_AT_ONCE < plan.num_candidates:

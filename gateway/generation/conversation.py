@@ -11,15 +11,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import orjson
 
 from engine.errors import InvalidRequest
+from gateway.generation.image_input import ImageOrigin, MayReadImages, read_images
+from gateway.generation.image_prompt import Placeholders, unmarked
 from gateway.generation.known_text import continued_ids
-from gateway.generation.marks import PromptMarks, marks_of
+from gateway.generation.marks import NO_MARKS, PromptMarks, marks_of
 from gateway.generation.prompt import Prompt, TokenizedPrompts, fits_on_loop, token_ids
 from gateway.generation.threads import run_in_thread
 from gateway.ports import ToolChoice
 
 if TYPE_CHECKING:
+    from engine.media import Media
     from gateway.generation.known_text import KnownText
-    from gateway.ports import ChatTemplate, Dialect, StreamParser, Tokenizer
+    from gateway.ports import ChatTemplate, Dialect, PreparedImage, StreamParser, Tokenizer
     from gateway.schema.openai.chat import ChatRequest
     from gateway.schema.openai.tools import ToolPlan
 
@@ -27,7 +30,7 @@ TemplateMessage = Mapping[str, Any]  # a message as chat templates see it
 RandomBits = Callable[[int], int]
 
 
-class ChatCapableModel(Protocol):
+class ChatCapableModel(MayReadImages, Protocol):
     """The text adapters of a model."""
 
     @property
@@ -46,11 +49,18 @@ class ChatCapableModel(Protocol):
 
 
 class RenderedPrompt(NamedTuple):
-    """A prompt as text and ids."""
+    """A prompt as text and ids, of which `media` stand for images."""
 
     text: str
     ids: Prompt
     marks: PromptMarks
+    media: "tuple[Media, ...]" = ()
+
+    @property
+    def tokenized(self) -> TokenizedPrompts:
+        """The prompt for the engine. If some ids stand for images, its text is not theirs."""
+        text = "" if self.media else self.text
+        return TokenizedPrompts([self.ids], text=text, marks=self.marks, media=self.media)
 
 
 async def tokenize_chat(
@@ -62,6 +72,7 @@ async def tokenize_chat(
     skips_reasoning: bool = False,
     most: int | None = None,
     known: "KnownText | None" = None,
+    origin: ImageOrigin | None = None,
 ) -> TokenizedPrompts:
     """The one prompt of a chat request, and the parser of its outputs.
 
@@ -71,22 +82,26 @@ async def tokenize_chat(
     Raises `InvalidRequest` if the model has no template, the template rejects the messages, or
     the text is not valid Unicode, and `PromptTooLong` as `token_ids` does for more than `most` ids.
     """
+    images = await read_images(model, request, origin, most) if request.images else ()
     rendered = await _rendered(
-        model, request, tools, skips_reasoning=skips_reasoning, most=most, known=known
+        model,
+        request,
+        tools,
+        skips_reasoning=skips_reasoning,
+        most=most,
+        known=known,
+        images=images,
     )
     dialect, choice = model.dialect, ToolChoice()
     if tools.offered:
         choice = ToolChoice(tools.parameters, tools.max_calls)
     if dialect is None or dialect.parser(rendered.text, choice, random_bits) is None:
-        return TokenizedPrompts([rendered.ids], text=rendered.text, marks=rendered.marks)
+        return rendered.tokenized
     special_tokens = model.tokenizer.special_tokens
     marks = [mark for mark in dialect.special_tokens if mark in special_tokens]
-    return TokenizedPrompts(
-        [rendered.ids],
-        partial(_parser, dialect, rendered.text, choice, random_bits),
-        {special_tokens[mark]: mark.encode() for mark in marks},
-        rendered.text,
-        rendered.marks,
+    return rendered.tokenized._replace(
+        new_parser=partial(_parser, dialect, rendered.text, choice, random_bits),
+        visible_tokens={special_tokens[mark]: mark.encode() for mark in marks},
     )
 
 
@@ -106,11 +121,14 @@ def render_text(model: ChatCapableModel, request: "ChatRequest") -> str:
     return text + model.dialect.without_reasoning(text, has_tools=False)
 
 
-async def render_prompt(model: ChatCapableModel, request: "ChatRequest") -> RenderedPrompt:
+async def render_prompt(
+    model: ChatCapableModel, request: "ChatRequest", origin: ImageOrigin | None = None
+) -> RenderedPrompt:
     """The prompt of a chat request for which nothing is generated. Raises as `tokenize_chat`."""
     tools = request.tool_plan()
     skips_reasoning = tools.must_call or request.constraint() is not None
-    return await _rendered(model, request, tools, skips_reasoning=skips_reasoning)
+    images = await read_images(model, request, origin, None) if request.images else ()
+    return await _rendered(model, request, tools, skips_reasoning=skips_reasoning, images=images)
 
 
 async def _rendered(
@@ -121,6 +139,7 @@ async def _rendered(
     skips_reasoning: bool,
     most: int | None = None,
     known: "KnownText | None" = None,
+    images: "Sequence[PreparedImage]" = (),
 ) -> RenderedPrompt:
     template = model.template
     if template is None:
@@ -130,17 +149,31 @@ async def _rendered(
         )
     functions = [function.as_tool() for function in tools.listed]
     variables = {**request.template_variables, **({"tools": functions} if functions else {})}
+    placeholders = None if model.images is None else Placeholders(model.images.decoder)
+    if placeholders is not None:
+        variables = placeholders.marked(variables)
+
+    def tokenize(text: str) -> RenderedPrompt:
+        if placeholders is not None and (images or placeholders.has_marks(text)):
+            ids, media = placeholders.ids(model.tokenizer, text, images, most)
+            return RenderedPrompt(unmarked(text), ids, NO_MARKS, media)
+        return _tokenized(model.tokenizer, request, text, most, known)
+
     finish = partial(
         _finish,
         model,
         request,
         skips_reasoning=skips_reasoning,
         has_tools=bool(tools.offered),
-        most=most,
-        known=known,
+        tokenize=tokenize,
     )
+
+    def read_messages() -> list[TemplateMessage]:
+        messages = _template_messages(request)
+        return messages if placeholders is None else placeholders.marked(messages)
+
     if request.chat_template is not None:
-        messages = await run_in_thread(partial(_template_messages, request))
+        messages = await run_in_thread(read_messages)
         text = await _render_request_template(model, template, request, messages, variables)
         return await run_in_thread(partial(finish, messages, text))
 
@@ -150,13 +183,13 @@ async def _rendered(
             messages, template.render(messages, add_generation_prompt=adds_prompt, **variables)
         )
 
-    if fits_on_loop([], len(request.messages)):
-        messages = _template_messages(request)
+    if not images and fits_on_loop([], len(request.messages)):
+        messages = read_messages()
         texts = [orjson.dumps(function) for function in functions]
         texts += [message["content"] for message in messages]
         if fits_on_loop(texts, len(messages)):
             return render(messages)
-    return await run_in_thread(lambda: render(_template_messages(request)))
+    return await run_in_thread(lambda: render(read_messages()))
 
 
 async def _render_request_template(
@@ -189,18 +222,27 @@ def _finish(
     *,
     skips_reasoning: bool,
     has_tools: bool,
-    most: int | None,
-    known: "KnownText | None",
+    tokenize: Callable[[str], RenderedPrompt],
 ) -> RenderedPrompt:
     if request.continue_final_message:
         text = _cut_after(text, messages[-1]["content"])
     if skips_reasoning and model.dialect is not None:
         text += model.dialect.without_reasoning(text, has_tools=has_tools)
+    return tokenize(text)
+
+
+def _tokenized(
+    tokenizer: "Tokenizer",
+    request: "ChatRequest",
+    text: str,
+    most: int | None,
+    known: "KnownText | None",
+) -> RenderedPrompt:
     if known is not None:
-        ids = continued_ids(model.tokenizer, known, text, most)
+        ids = continued_ids(tokenizer, known, text, most)
     else:
-        ids = token_ids(model.tokenizer, text, "messages", add_special_tokens=False, most=most)
-    return RenderedPrompt(text, ids, marks_of(request.messages, text, ids, model.tokenizer))
+        ids = token_ids(tokenizer, text, "messages", add_special_tokens=False, most=most)
+    return RenderedPrompt(text, ids, marks_of(request.messages, text, ids, tokenizer))
 
 
 def _parser(

@@ -13,6 +13,8 @@ from engine.errors import ContextTooLong, InvalidRequest
 from engine.pooling import PoolSpec
 from engine.request import RequestSpec
 from gateway.generation.conversation import tokenize_chat
+from gateway.generation.image_input import ImageOrigin, check_images
+from gateway.generation.image_prompt import ImagePrompt, cut_before
 from gateway.generation.tool_grammar import tool_constraint, without_calls
 from gateway.schema.fields.caching import PromptCacheOptions
 from gateway.schema.fields.output import OutputConstraint
@@ -117,11 +119,16 @@ def plan_chat(
     caller: "Caller",
     service: "Service",
     turn: "Turn | None" = None,
+    image_fields: Sequence[str] = (),
 ) -> GenerationPlan:
-    """The plan of a checked chat request, whichever API it came from.
+    """The plan of a checked chat request, whichever API it came from; `image_fields` are the paths
+    of its images there.
 
-    Raises `InvalidRequest` for tools or values that this model does not support.
+    Raises `InvalidRequest` for tools, images or values that this model does not support.
     """
+    origin = ImageOrigin(service.image_sender(caller), image_fields)
+    if request.images:
+        check_images(service.model, request, origin)
     model, tools, constraint = service.model, request.tool_plan(), request.constraint()
     skips_reasoning = tools.must_call or constraint is not None
     if tools.offered:
@@ -135,6 +142,7 @@ def plan_chat(
         skips_reasoning=skips_reasoning,
         most=longest_prompt(request, service),
         known=None if turn is None else turn.known,
+        origin=origin,
     )
     plan = build_plan(request, tokenize, renderer, caller, service)
     if tools.listed and not tools.offered:
@@ -187,20 +195,20 @@ def longest_prompt(request: "GenerationRequest", service: "Service") -> int | No
 
 def request_specs(
     plan: GenerationPlan,
-    prompt: "Prompt",
+    whole: ImagePrompt,
     service: "Service",
     prediction: "Prompt" = (),
     breakpoints: Sequence[int] = (),
 ) -> list[RequestSpec]:
     """One engine request per candidate. Each has its own seed, derived from the plan's.
 
-    `prediction` has the tokens of the plan's prediction, `breakpoints` are those of its cache.
+    `whole` is the prompt before it is truncated, `prediction` has the tokens of the plan's
+    prediction, `breakpoints` are those of its cache.
 
     Raises `InvalidRequest` for a prompt or a length that the engine cannot serve.
     """
-    num_tokens = len(prompt)
-    prompt = truncated(plan, prompt, service)
-    num_cut = num_tokens - len(prompt)
+    prompt, media = truncated(plan, whole, service)
+    num_cut = len(whole.ids) - len(prompt)
     checkpoints = tuple([at - num_cut for at in breakpoints if at > num_cut])
     max_tokens = max(1, _max_tokens(plan, len(prompt), service))
     _check_prompt(plan, prompt, service)
@@ -221,6 +229,7 @@ def request_specs(
         grammar=None if constraint is None else constraint.grammar,
         avoided_ids=avoided_ids,
         prediction=prediction,
+        media=media,
         lora=plan.lora,
         label=plan.caller.request_id,
         tenant=plan.caller.tenant,
@@ -253,8 +262,9 @@ def _prewarming(spec: RequestSpec) -> RequestSpec:
     )
 
 
-def truncated(plan: GenerationPlan, prompt: "Prompt", service: "Service") -> "Prompt":
-    """The last `truncate_prompt_tokens` tokens; for -1, as many as fit with `max_tokens`."""
+def truncated(plan: GenerationPlan, prompt: ImagePrompt, service: "Service") -> ImagePrompt:
+    """The last `truncate_prompt_tokens` tokens; for -1, as many as fit with `max_tokens`. An image
+    is left out as a whole."""
     keep = plan.truncate_prompt_tokens
     if keep is None:
         return prompt
@@ -262,7 +272,7 @@ def truncated(plan: GenerationPlan, prompt: "Prompt", service: "Service") -> "Pr
         keep = max(
             1, service.engine.scheduler.settings.max_model_len - (plan.limits.max_tokens or 1)
         )
-    return prompt[-keep:]
+    return cut_before(prompt, keep)
 
 
 def _check_prompt(plan: GenerationPlan, prompt: "Prompt", service: "Service") -> None:

@@ -16,6 +16,7 @@ from gateway.generation.paced_tokenizer import encode_pieces
 from gateway.generation.threads import run_in_thread
 
 if TYPE_CHECKING:
+    from engine.media import Media
     from gateway.ports import StreamParser, Tokenizer
 
 Prompt = tuple[int, ...]
@@ -33,7 +34,7 @@ class TokenizedPrompts(NamedTuple):
     """Prompts as token ids, and how to parse the outputs; without a parser all is content.
 
     `visible_tokens` maps control tokens that the parser must see to their texts. `text` is that of
-    the one prompt of a conversation.
+    the one prompt of a conversation, and `media` are its images.
     """
 
     prompts: Sequence[Prompt]
@@ -41,6 +42,7 @@ class TokenizedPrompts(NamedTuple):
     visible_tokens: Mapping[int, bytes] = MappingProxyType({})
     text: str = ""
     marks: PromptMarks = NO_MARKS
+    media: "tuple[Media, ...]" = ()
 
 
 async def tokenize_prompts(

@@ -5,12 +5,15 @@ from dataclasses import dataclass, field
 from engine.loop import Engine
 from engine.pooling import PoolingReport
 from gateway.access.grammar_check import GrammarCheck
+from gateway.images.reader import ImageReader
 from gateway.loras import LoraNames
 from gateway.observe.live import LiveView
 from gateway.observe.readings import Readings
 from gateway.observe.timelines import Timelines
 from gateway.ports import ChatTemplate, Dialect, Tokenizer
 from gateway.schema.fields.sampling import SamplingDefaults, Vocabulary
+
+TEXT_ONLY = "this model reads text only"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,8 @@ class ServedModel:
     sampling_defaults: SamplingDefaults = SamplingDefaults()  # noqa: RUF009 # frozen
     trusts_request_templates: bool = False  # requests may have a `chat_template`
     pooling: PoolingReport | None = None  # None: it generates text
+    images: ImageReader | None = None
+    no_images: str = TEXT_ONLY  # why there are no `images`
 
     @property
     def names(self) -> tuple[str, ...]:

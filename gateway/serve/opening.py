@@ -39,6 +39,7 @@ from gateway.observe.request_log import RequestLog
 from gateway.observe.timelines import Timelines
 from gateway.observe.traces import Traces
 from gateway.schema.fields.sampling import Vocabulary
+from gateway.serve.images import Images, open_images
 from gateway.serve.kv_lookup import KVLookup
 from gateway.serve.load import LoadedModel, OnProgress, load_model, lora_specs
 from gateway.serve.memory import loaded_bytes
@@ -96,7 +97,9 @@ class ModelOpener:
             self.latest = loaded
             cost = LiveCost(loaded.calibration.model)
             scheduler = self._scheduler(loaded, cost, stack)
-            yield self._serving(loaded, scheduler, self._engine(loaded, scheduler, stack))
+            engine = self._engine(loaded, scheduler, stack)
+            images = open_images(self.settings.images, loaded, stack)
+            yield self._serving(loaded, scheduler, engine, images)
             if (errors := cost.errors.summary()) is not None:
                 logger.info("error of predicted iteration times: %s", errors)
             if loaded.calibration.file is not None:
@@ -158,9 +161,10 @@ class ModelOpener:
         )
 
     def _serving(
-        self, loaded: LoadedModel, scheduler: IterationScheduler, engine: Engine
+        self, loaded: LoadedModel, scheduler: IterationScheduler, engine: Engine, images: Images
     ) -> Serving:
         model = _served_model(self.settings, loaded, engine)
+        model = replace(model, images=images.reader, no_images=images.refusal)
         loras = LoraRegistry(loaded.executor, self._lora_usage, model.names, engine.fail_lora)
         loras.start(lora_specs(self.settings), loaded.report.loras, unix_now())
         return Serving(

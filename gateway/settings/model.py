@@ -1,5 +1,6 @@
 """Settings of what is served: the model, its texts, LoRA adapters, and drafts of its tokens."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from gateway.settings.generation_config import check_override
 from gateway.settings.speculative_config import speculation_settings
 
 BUILTIN_MODEL = "builtin"
+HOST = re.compile(r"([a-z0-9]([a-z0-9-]*[a-z0-9])?\.)*[a-z]([a-z0-9-]*[a-z0-9])?", re.IGNORECASE)
 
 
 def _check_names(names: tuple[str, ...]) -> None:
@@ -97,6 +99,40 @@ class ModelSettings:
         "model",
         "format of the model's reasoning: auto, none, think (<think>), mistral, harmony",
         "NAME",
+    )
+
+
+def _check_hosts(values: tuple[str, ...]) -> None:
+    for value in values:
+        name, _, port = value.partition(":")
+        if not HOST.fullmatch(name) or (":" in value and not port.isdecimal()):
+            raise ValueError(
+                f"must be names of hosts such as images.example.com, not {value!r}; addresses and "
+                "patterns are not allowed"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSettings:
+    """The images of requests to a model that reads images."""
+
+    media_hosts: tuple[str, ...] = setting(
+        (),
+        "access",
+        "hosts from which images are fetched, by HTTPS at public addresses only, separated by "
+        "commas, each NAME or NAME:PORT; default: none, images come in requests or as files",
+        "HOSTS",
+        check=_check_hosts,
+    )
+    image_max_tokens: int = setting(
+        4096,
+        "model",
+        "maximum tokens of an image; a larger one is scaled down, as far as the model can",
+        "TOKENS",
+        ge=64,
+    )
+    max_images: int = setting(
+        64, "server", "maximum images of a request", "N", ge=1, is_advanced=True
     )
 
 

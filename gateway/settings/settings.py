@@ -22,7 +22,7 @@ from gateway.groups.terms import ServerTerms, Terms
 from gateway.options import PREFIX, Option, options_of, with_values
 from gateway.settings.access import AccessSettings
 from gateway.settings.flags import did_you_mean
-from gateway.settings.model import LoraSettings, ModelSettings
+from gateway.settings.model import ImageSettings, LoraSettings, ModelSettings
 from gateway.settings.models import Given, chosen_models, tables_of
 from gateway.settings.server import (
     LOCAL_FILE,
@@ -43,6 +43,7 @@ class Settings:
     """
 
     model: ModelSettings = ModelSettings()
+    images: ImageSettings = ImageSettings()
     loras: LoraSettings = LoraSettings()
     kernels: Kernels = Kernels()
     kv: KVSettings = KVSettings()

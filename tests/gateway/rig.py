@@ -23,6 +23,7 @@ from engine.events import Observer, ObserverGroup
 from engine.kv.ledger import KVLedger
 from engine.kv_shape import KVShape
 from engine.loop import Engine
+from engine.media import EncoderReport
 from engine.policy import PolicySettings, build
 from engine.pooling import PoolingReport
 from engine.request import Request
@@ -40,6 +41,7 @@ from gateway.batch.runner import BatchRunner
 from gateway.groups.group import Group
 from gateway.groups.groups import Groups
 from gateway.groups.serving import ServedModel, Serving
+from gateway.images.reader import Fetcher, ImageLimits, ImageReader
 from gateway.loras import LoraRegistry
 from gateway.observe.backpressure import LoopWatch, ThreadTimes
 from gateway.observe.exposition import Exposition
@@ -49,7 +51,7 @@ from gateway.observe.metrics import Metrics
 from gateway.observe.readings import Readings, ServerReadings
 from gateway.observe.request_log import RequestLog
 from gateway.observe.timelines import Timelines
-from gateway.ports import Dialect, Tokenizer
+from gateway.ports import Dialect, ImageDecoder, Tokenizer
 from gateway.schema.fields.sampling import SamplingDefaults, Vocabulary
 from gateway.service import Pace, Service
 from gateway.store.database import StoreExecutor
@@ -68,6 +70,7 @@ from tests.gateway.scripted_model import (
     PlainTemplate,
     ScoringExecutor,
     ScriptedTexts,
+    image_template,
 )
 from tests.wire.asgi import Client
 
@@ -124,6 +127,9 @@ class Setting:
     max_loras: int = 2
     rings: RingLimits = field(default_factory=RingLimits)
     tokenizer: Tokenizer = field(default_factory=ByteTokenizer)
+    decoder: ImageDecoder | None = None
+    image_limits: ImageLimits = ImageLimits()  # noqa: RUF009 # frozen
+    fetcher: Fetcher | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +215,7 @@ def build_rig(setting: Setting) -> Rig:
         ),
         live,
         Drafter.build(setting.speculation, LiveCost(cost)) if setting.speculation else None,
+        None if setting.decoder is None else EncoderReport(1, 4, 1, 1, 1),
     )
     timelines.attach(scheduler)
     store = open_store(
@@ -220,7 +227,12 @@ def build_rig(setting: Setting) -> Rig:
         setting.rings,
     )
     executor = ScoringExecutor(cost, next_token=ScriptedTexts(setting.texts))
-    engine = Engine(scheduler, executor, clock)
+    reads_images = setting.decoder is not None
+    send_pixels = (lambda piece: None) if reads_images else None
+    engine = Engine(scheduler, executor, clock, send_pixels=send_pixels)
+    images = None
+    if setting.decoder is not None:
+        images = ImageReader(setting.decoder, setting.image_limits, setting.fetcher)
     serving = Serving(
         engine=engine,
         model=ServedModel(
@@ -229,12 +241,13 @@ def build_rig(setting: Setting) -> Rig:
             fingerprint="fp_test",
             vocabulary=Vocabulary(END + 1, frozenset({END})),
             tokenizer=setting.tokenizer,
-            template=PlainTemplate(),
+            template=PlainTemplate() if setting.decoder is None else image_template(),
             dialect=setting.dialect,
             trusts_request_templates=setting.trusts_request_templates,
             aliases=setting.aliases,
             sampling_defaults=setting.sampling_defaults,
             pooling=setting.pooling,
+            images=images,
         ),
         grammars=GrammarCheck(CheckedOnLoop()),
         readings=Readings(metrics, scheduler, lora_usage),

@@ -1,21 +1,28 @@
 """A scripted model over bytes: tokens are bytes, `END` ends a text, and the texts are given."""
 
 import asyncio
+import base64
+import hashlib
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from adapters.dialects.jinja_template import compile_request_template
+import numpy as np
+
+from adapters.dialects.jinja_template import JinjaTemplate, compile_request_template
 from adapters.grammar import open_compiler
 from adapters.grammar.compile_process import first_error
+from engine.errors import Unavailable
 from engine.grammar import GrammarCompiler, TokenTable
 from engine.simulated.executor import SimulatedExecutor
 from engine.step import Grammar, Step, StepEntry, StepResult, TokenLogprobs
+from gateway.ports import EncodedImage, ImageTile, PreparedImage, UnreadableImage
 
 T = TypeVar("T")
 END = 256
+BAD, LOST = b"bad", b"lost"  # images
 
 
 class ByteDecoder:
@@ -90,6 +97,49 @@ class PlainTemplate:
     ) -> str:
         template = compile_request_template(source, {})
         return template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
+
+
+IMAGES_TEMPLATE = """
+{%- for m in messages %}{{ m.role }}:
+    {%- if m.content is string %}{{ m.content }}
+    {%- else %}
+        {%- for part in m.content %}{{ "<image>" if part.type == "image" else part.text }}
+        {%- endfor %}
+    {%- endif %}{{ "\\n" }}
+{%- endfor %}"""
+
+
+def image_template() -> JinjaTemplate:
+    """`role:content` lines with placeholders for images."""
+    return compile_request_template(IMAGES_TEMPLATE, {})
+
+
+class ScriptedDecoder:
+    """Prepares any bytes but `BAD` as a tile of three tokens between brackets."""
+
+    placeholder = "<image>"
+    soft_token = "<end>"
+    reserved = ("<image>", "<row>")
+
+    def __init__(self, num_tiles: int = 1) -> None:
+        self.seen: list[tuple[bytes, int]] = []  # images and their budgets
+        self._num_tiles = num_tiles
+
+    async def prepare(self, image: EncodedImage, max_tokens: int) -> PreparedImage:
+        data = image.data
+        if isinstance(data, str):
+            data = base64.b64decode(data)
+        self.seen.append((data, max_tokens))
+        if data == BAD:
+            raise UnreadableImage("is truncated or damaged")
+        if data == LOST:
+            raise Unavailable("it was lost; please try again.")
+        pixels = np.zeros((4, 4), dtype=np.float32)
+        tile = ImageTile(3, hashlib.sha256(data).digest(), pixels, (1, 2, 2))
+        return PreparedImage(("[", *[tile] * self._num_tiles, "]"))
+
+    async def close(self) -> None:
+        """It keeps nothing."""
 
 
 class ScriptedTexts:

@@ -1,6 +1,6 @@
 """Anthropic's messages and content blocks, and the chat messages they become.
 
-Supported block types are text, documents of plain text, thinking, tool use and tool result.
+Supported block types are text, images, documents of plain text, thinking, tool use and tool result.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,10 +12,12 @@ import orjson
 from engine.errors import InvalidRequest
 from gateway.schema.decoding import check_allowed
 from gateway.schema.fields.caching import BREAKPOINT
+from gateway.schema.images import NO_FILES, Part, image_part
 
 ROLES = ("user", "assistant", "system")
-TYPES = ("text", "document", "tool_use", "tool_result", "thinking", "redacted_thinking")
-RESULT_TYPES = ("text", "document")  # in a tool's result
+TYPES = ("text", "image", "document", "tool_use", "tool_result", "thinking", "redacted_thinking")
+TEXT_TYPES = ("text", "document")
+RESULT_TYPES = (*TEXT_TYPES, "image")  # in a tool's result
 MARK = "prompt_cache_breakpoint"  # of a part of a chat message
 Json = dict[str, Any]
 
@@ -60,6 +62,7 @@ class ContentBlock(msgspec.Struct, forbid_unknown_fields=True):
         required = {
             "text": ("text",),
             "document": ("source",),
+            "image": ("source",),
             "tool_use": ("id", "name", "input"),
             "tool_result": ("tool_use_id",),
             "thinking": ("thinking",),
@@ -70,6 +73,8 @@ class ContentBlock(msgspec.Struct, forbid_unknown_fields=True):
                 raise InvalidRequest(f"Missing required parameter: '{param}'.", param)
         if self.type == "document":
             self._check_document(f"{path}.source")
+        if self.type == "image":
+            self._check_image(f"{path}.source")
         if isinstance(self.content, list):
             for i, block in enumerate(self.content):
                 block.check(f"{path}.content[{i}]", RESULT_TYPES)
@@ -82,9 +87,33 @@ class ContentBlock(msgspec.Struct, forbid_unknown_fields=True):
                 return
         raise InvalidRequest(
             f"Invalid '{path}': only plain text is supported: "
-            '{"type": "text", "media_type": "text/plain", "data": "…"}, or content of text blocks.',
+            '{"type": "text", "media_type": "text/plain", "data": "…"}, or content of text blocks. '
+            + NO_FILES,
             path,
         )
+
+    def _check_image(self, path: str) -> None:
+        match self.source:
+            case (
+                {"type": "base64", "media_type": str(), "data": str()}
+                | {"type": "url", "url": str()}
+                | {"type": "file", "file_id": str()}
+            ):
+                return
+        raise InvalidRequest(
+            f"Invalid '{path}': expected "
+            '{"type": "base64", "media_type": "image/png", "data": "…"}, '
+            '{"type": "url", "url": "…"} or {"type": "file", "file_id": "…"}.',
+            path,
+        )
+
+    @property
+    def image(self) -> Part:
+        """The image as a part of a chat message."""
+        source = self.source
+        if source["type"] == "base64":
+            return image_part(f"data:{source['media_type']};base64,{source['data']}")
+        return image_part(source.get("url"), source.get("file_id"))
 
     @property
     def all_text(self) -> str:
@@ -115,6 +144,29 @@ class AnthropicMessage(msgspec.Struct, forbid_unknown_fields=True):
         if isinstance(self.content, list):
             for i, block in enumerate(self.content):
                 block.check(f"{path}.content[{i}]")
+                if block.type == "image" and self.role != "user":
+                    raise InvalidRequest(
+                        f"Invalid '{path}.content[{i}]': only messages of the role 'user' may have "
+                        "images.",
+                        f"{path}.content[{i}].type",
+                    )
+
+    def image_fields(self, path: str) -> list[str]:
+        """The paths of its images, in order; `path` is the message's path."""
+        blocks = [] if isinstance(self.content, str) else self.content
+        return [
+            f"{each}.source"
+            for i, block in enumerate(blocks)
+            for each, inner in _with_path(block, f"{path}.content[{i}]")
+            if inner.type == "image"
+        ]
+
+
+def _with_path(block: ContentBlock, path: str) -> list[tuple[str, ContentBlock]]:
+    """The block, or the blocks of a tool's result, with their paths."""
+    if block.type == "tool_result" and isinstance(block.content, list):
+        return [(f"{path}.content[{i}]", inner) for i, inner in enumerate(block.content)]
+    return [(path, block)]
 
 
 def as_messages(messages: Iterable[AnthropicMessage]) -> list[Json]:
@@ -130,56 +182,70 @@ def as_messages(messages: Iterable[AnthropicMessage]) -> list[Json]:
 
 
 def marked(content: "str | Sequence[ContentBlock] | Sequence[TextBlock]") -> str | list[Json]:
-    """The text of `joined`; in parts if a block has `cache_control`, which is a breakpoint."""
-    if isinstance(content, str) or all(block.cache_control is None for block in content):
+    """The text of `joined`; in parts if a block is an image, or has `cache_control`, which is a
+    breakpoint."""
+    if isinstance(content, str) or not (
+        has_image(content) or any(block.cache_control is not None for block in content)
+    ):
         return joined(content)
-    blocks = [block for block in content if block.type in RESULT_TYPES]
-    return [
-        {
-            "type": "text",
-            "text": f"\n{block.all_text}" if place else block.all_text,
-            **({MARK: BREAKPOINT} if block.cache_control is not None else {}),
-        }
-        for place, block in enumerate(blocks)
-    ]
+    parts: list[Json] = []
+    for block in content:
+        if block.type not in RESULT_TYPES:
+            continue
+        if isinstance(block, ContentBlock) and block.type == "image":
+            part = dict(block.image)
+        else:
+            gap = "\n" if parts and parts[-1]["type"] == "text" else ""
+            part = {"type": "text", "text": f"{gap}{block.all_text}"}
+        parts.append(part if block.cache_control is None else {**part, MARK: BREAKPOINT})
+    return parts
+
+
+def has_image(content: "str | Sequence[ContentBlock] | Sequence[TextBlock]") -> bool:
+    """Whether a block is an image."""
+    return not isinstance(content, str) and any(block.type == "image" for block in content)
 
 
 def joined(content: "str | Sequence[ContentBlock] | Sequence[TextBlock]") -> str:
     """The texts of the blocks of text and of the documents, joined by newlines."""
     if isinstance(content, str):
         return content
-    return "\n".join(block.all_text for block in content if block.type in RESULT_TYPES)
+    return "\n".join(block.all_text for block in content if block.type in TEXT_TYPES)
 
 
 def _user_messages(message: AnthropicMessage) -> list[Json]:
-    """A user message as chat messages: tool results and the texts between them, in order."""
+    """A user message as chat messages: tool results and what is between them, in order."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     converted: list[Json] = []
-    texts: list[ContentBlock] = []
+    blocks: list[ContentBlock] = []
 
     def flush() -> None:
-        if texts:
-            converted.append({"role": message.role, "content": marked(texts)})
-            texts.clear()
+        if blocks:
+            converted.append({"role": message.role, "content": marked(blocks)})
+            blocks.clear()
 
     for block in message.content:
         if block.type == "tool_result":
             flush()
             converted.append(_tool_message(block))
         elif block.type in RESULT_TYPES:
-            texts.append(block)
+            blocks.append(block)
     flush()
     return converted or [{"role": message.role, "content": ""}]
 
 
 def _tool_message(block: ContentBlock) -> Json:
     """The message of a tool's result."""
-    content = joined(block.content or "")
-    text: str | list[Json] = f"Error: {content}" if block.is_error else content
+    inner = block.content or ""
+    content = marked(inner) if has_image(inner) else joined(inner)
+    if block.is_error:
+        error: Json = {"type": "text", "text": "Error: "}
+        content = f"Error: {content}" if isinstance(content, str) else [error, *content]
     if block.cache_control is not None:
-        text = [{"type": "text", "text": text, MARK: BREAKPOINT}]
-    return {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        content = [*parts[:-1], {**parts[-1], MARK: BREAKPOINT}]
+    return {"role": "tool", "tool_call_id": block.tool_use_id, "content": content}
 
 
 def _assistant_message(message: AnthropicMessage) -> Json:

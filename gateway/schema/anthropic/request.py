@@ -193,6 +193,15 @@ class AnthropicRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
         )
 
     @property
+    def image_fields(self) -> list[str]:
+        """The paths of its images, in the order of the chat request's."""
+        return [
+            field
+            for i, message in enumerate(self.messages)
+            for field in message.image_fields(f"messages[{i}]")
+        ]
+
+    @property
     def shows_reasoning(self) -> bool:
         return self.thinking is None or self.thinking.display != OMITTED
 

@@ -110,6 +110,9 @@ class DecisionRequest(SchedulingRequest, kw_only=True, forbid_unknown_fields=Tru
         for i, item in enumerate(self.input):
             item.content = _without_json(item.content, f"input[{i}].content")
             item.output = _without_json(item.output, f"input[{i}].output")
+            if images := item.image_fields(f"input[{i}]"):
+                message = f"'{images[0]}' is an image; decisions are about texts."
+                raise InvalidRequest(message, images[0])
         items = stored_items(self.input, lambda prefix: prefix)
         _check_calls(items)
         return as_messages(items)

@@ -9,6 +9,7 @@ from engine.errors import InvalidRequest
 from gateway.schema.decoding import check_allowed, convert, decode, reject_unless
 from gateway.schema.fields.generation import GenerationRequest
 from gateway.schema.fields.output import OutputConstraint, ResponseFormat
+from gateway.schema.images import RequestedImage
 from gateway.schema.openai.messages import ContentPart, Message
 from gateway.schema.openai.tools import (
     NO_TOOLS,
@@ -136,10 +137,10 @@ class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
                 "'continue_final_message' cannot be combined with 'add_generation_prompt'.",
                 "continue_final_message",
             )
-        last = self.messages[-1]
-        if not last.as_mapping()["content"].strip():
+        content = self.messages[-1].as_mapping()["content"]
+        if not isinstance(content, str) or not content.strip():
             raise InvalidRequest(
-                "'continue_final_message' requires a last message with content.",
+                "'continue_final_message' requires a last message with text and no image.",
                 "continue_final_message",
             )
 
@@ -150,6 +151,16 @@ class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
     @property
     def num_logprobs(self) -> int | None:
         return self.top_logprobs or 0 if self.logprobs else None
+
+    @property
+    def images(self) -> list[RequestedImage]:
+        """The images of its messages in order."""
+        return [
+            image
+            for i, message in enumerate(self.messages)
+            if isinstance(message.content, list)
+            for image in message.images(f"messages[{i}]")
+        ]
 
     @property
     def adds_generation_prompt(self) -> bool:

@@ -7,7 +7,8 @@ from engine.errors import InvalidRequest
 from gateway.schema.decoding import check_allowed, check_range, quote
 from gateway.store.files import FileRecord
 
-PURPOSES = ("batch",)  # OpenAI has more; no endpoint here reads files of those
+# OpenAI has more; no endpoint here reads files of those. Images may be of all of these.
+PURPOSES = ("batch", "vision", "user_data")
 KEPT_PURPOSES = (*PURPOSES, "batch_output")
 EXPIRY_SECONDS = (3600, 2_592_000)  # as OpenAI's
 _ANCHOR, _SECONDS = "expires_after[anchor]", "expires_after[seconds]"

@@ -8,9 +8,13 @@ import msgspec
 from engine.errors import InvalidRequest
 from gateway.schema.decoding import check_allowed, quote
 from gateway.schema.fields.caching import check_breakpoint
+from gateway.schema.images import NO_FILES, ImageUrl, RequestedImage, template_content
 
 MAX_TOOL_CALLS = 1_024  # of one message
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+_ROLES_WITH_IMAGES = ("user", "tool")
+_TEXT_TYPES = ("text", "refusal")
+_IMAGE = "image_url"
 _LEGACY_CALL_ID = "000000000"  # for calls without an id; Mistral's templates require nine digits
 _OPTIONAL_FIELDS = (
     "name", "tool_call_id", "tool_calls", "function_call", "reasoning_content", "reasoning",
@@ -18,28 +22,33 @@ _OPTIONAL_FIELDS = (
 
 
 class ContentPart(msgspec.Struct, forbid_unknown_fields=True):
-    """A part of a message's content. Only text is supported; other types get an error."""
+    """A part of a message's content: text or an image; other types get an error."""
 
     type: str
     text: str | None = None
     refusal: str | None = None
-    image_url: Any = None
+    image_url: ImageUrl | None = None
     input_audio: Any = None
     file: Any = None
     prompt_cache_breakpoint: Any = None
 
-    def check(self, path: str) -> None:
-        """Raise `InvalidRequest` unless it is text."""
-        if self.type not in ("text", "refusal"):
+    def check(self, path: str, types: tuple[str, ...] = _TEXT_TYPES) -> None:
+        """Raise `InvalidRequest` unless it is of one of these types."""
+        if self.type not in types:
+            allowed = ", ".join(f"'{name}'" for name in types)
+            what = "text and images are" if _IMAGE in types else "text input is"
+            hint = f" {NO_FILES}" if self.type == "file" else ""
             raise InvalidRequest(
-                f"Invalid value: {quote(self.type)}. Only text input is supported; allowed values "
-                f"for '{path}.type' are: 'text', 'refusal'.",
+                f"Invalid value: {quote(self.type)}. Only {what} supported; allowed values "
+                f"for '{path}.type' are: {allowed}.{hint}",
                 f"{path}.type",
             )
         check_breakpoint(self.prompt_cache_breakpoint, f"{path}.prompt_cache_breakpoint")
-        if (self.text if self.type == "text" else self.refusal) is None:
+        if getattr(self, self.type) is None:
             name = f"{path}.{self.type}"
             raise InvalidRequest(f"Missing required parameter: '{name}'.", name)
+        if self.type == _IMAGE and self.image_url is not None:
+            self.image_url.check(f"{path}.{_IMAGE}")
 
 
 class FunctionCall(msgspec.Struct, forbid_unknown_fields=True):
@@ -97,15 +106,26 @@ class Message(msgspec.Struct, forbid_unknown_fields=True):
         for i, call in enumerate(self.tool_calls or ()):
             check_allowed(call.type, f"{path}.tool_calls[{i}].type", ("function",))
         if isinstance(self.content, list):
+            has_images = self.role in _ROLES_WITH_IMAGES
+            types = (*_TEXT_TYPES, _IMAGE) if has_images else _TEXT_TYPES
             for i, part in enumerate(self.content):
-                part.check(f"{path}.content[{i}]")
+                part.check(f"{path}.content[{i}]", types)
+
+    def images(self, path: str) -> list[RequestedImage]:
+        """Its images in order; `path` is the message's path."""
+        return [
+            part.image_url.requested(f"{path}.content[{i}].{_IMAGE}")
+            for i, part in enumerate(self.content if isinstance(self.content, list) else ())
+            if part.type == _IMAGE and part.image_url is not None
+        ]
 
     def as_mapping(self) -> dict[str, Any]:
-        """The message as chat templates read it: one text as content, no field that is None.
+        """The message as chat templates read it: one text as content, or parts if there are images,
+        and no field that is None.
 
         Templates have no legacy functions: a function call is written as a tool call.
         """
-        mapping: dict[str, Any] = {"role": self.role, "content": self.text}
+        mapping: dict[str, Any] = {"role": self.role, "content": self._content}
         for name in _OPTIONAL_FIELDS:
             if value := getattr(self, name):
                 mapping[name] = msgspec.to_builtins(value)
@@ -126,6 +146,21 @@ class Message(msgspec.Struct, forbid_unknown_fields=True):
         if isinstance(self.content, list):
             return "".join([part.text or part.refusal or "" for part in self.content])
         return self.content or self.refusal or ""
+
+    @property
+    def _content(self) -> str | list[Any]:
+        if not self.has_images or not isinstance(self.content, list):
+            return self.text
+        return template_content(
+            None if part.type == _IMAGE else part.text or part.refusal or ""
+            for part in self.content
+        )
+
+    @property
+    def has_images(self) -> bool:
+        """Whether a part is an image."""
+        parts = self.content if isinstance(self.content, list) else ()
+        return any(part.type == _IMAGE for part in parts)
 
     @property
     def breakpoints(self) -> list[int]:

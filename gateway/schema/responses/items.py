@@ -1,7 +1,8 @@
 """Items of the Responses API: as requested, as stored, and as the chat messages they become.
 
 Supported types are messages, calls of functions and custom tools, their outputs, and reasoning. An
-item of another type is rejected with an error that names the type.
+item of another type is rejected with an error that names the type. Users' messages and outputs of
+functions may have images.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,6 +14,7 @@ import orjson
 from engine.errors import InvalidRequest
 from gateway.schema.decoding import check_allowed
 from gateway.schema.fields.caching import BREAKPOINT, check_breakpoint
+from gateway.schema.images import NO_FILES, ImageUrl, Part, image_part
 from gateway.schema.responses.tools import INPUT, function_name
 
 Item = dict[str, Any]
@@ -25,6 +27,8 @@ TYPES = (
     "custom_tool_call_output", "reasoning",
 )  # fmt: skip
 _TEXT_PARTS = ("input_text", "output_text", "refusal")
+IMAGE = "input_image"
+_OUTPUTS = ("function_call_output", "custom_tool_call_output")
 _PREFIXES = {
     "message": "msg_",
     "function_call": "fc_",
@@ -43,18 +47,30 @@ class ContentItem(msgspec.Struct, forbid_unknown_fields=True):
     refusal: str | None = None
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
-    image_url: Any = None
-    file_id: Any = None
+    image_url: str | None = None
+    file_id: str | None = None
     file_data: Any = None
     file_url: Any = None
     filename: Any = None
-    detail: Any = None
+    detail: str | None = None
     data: Any = None  # of a part of JSON, which only decisions have
     prompt_cache_breakpoint: Any = None
 
-    def read(self, path: str) -> str:
-        """Its text. Raises `InvalidRequest` for a part that is not text."""
-        check_allowed(self.type, f"{path}.type", _TEXT_PARTS)
+    def as_stored(self, path: str, text_type: str, *, may_be_image: bool) -> Item:
+        """The part as it is stored. Raises `InvalidRequest` for one of another type."""
+        if self.type == "input_file":
+            raise InvalidRequest(f"'{path}' cannot be of type 'input_file'. {NO_FILES}", path)
+        if self.type != IMAGE or not may_be_image:
+            types = (*_TEXT_PARTS, IMAGE) if may_be_image else _TEXT_PARTS
+            return {"type": text_type, "text": self.read(path, types), **self.mark}
+        check_breakpoint(self.prompt_cache_breakpoint, f"{path}.prompt_cache_breakpoint")
+        ImageUrl(self.image_url, self.file_id, self.detail).check(path)
+        source = {"image_url": self.image_url, "file_id": self.file_id}
+        return {"type": IMAGE, **source, "detail": self.detail or "auto", **self.mark}
+
+    def read(self, path: str, types: Sequence[str] = _TEXT_PARTS) -> str:
+        """Its text. Raises `InvalidRequest`, which names `types`, for a part that is not text."""
+        check_allowed(self.type, f"{path}.type", types)
         check_breakpoint(self.prompt_cache_breakpoint, f"{path}.prompt_cache_breakpoint")
         name = "refusal" if self.type == "refusal" else "text"
         text = self.refusal if self.type == "refusal" else self.text
@@ -135,7 +151,7 @@ class InputItem(msgspec.Struct, forbid_unknown_fields=True):
                     "type": self.type,
                     "id": item_id,
                     "call_id": self._required("call_id", path),
-                    "output": parts if _has_mark(parts) else _text(parts),
+                    "output": parts if _has_mark(parts) or _has_image(parts) else _text(parts),
                     "status": status,
                 }
         reasoning = [
@@ -156,7 +172,7 @@ class InputItem(msgspec.Struct, forbid_unknown_fields=True):
         return value
 
     def _parts(self, name: str, path: str, *, is_output: bool) -> list[Item]:
-        """The texts of a field as `output_text` or `input_text` parts."""
+        """The texts of a field as `output_text` or `input_text` parts, and its images."""
         content: str | list[ContentItem] | None = getattr(self, name)
         kind = "output_text" if is_output else "input_text"
         if content is None:
@@ -164,9 +180,20 @@ class InputItem(msgspec.Struct, forbid_unknown_fields=True):
         if isinstance(content, str):
             content = [ContentItem(kind, content)]
         extra: Item = {"annotations": [], "logprobs": []} if is_output else {}
+        may_be_image = self.role == "user" or name == "output"
         return [
-            {"type": kind, "text": part.read(f"{path}.{name}[{i}]"), **part.mark, **extra}
+            {**part.as_stored(f"{path}.{name}[{i}]", kind, may_be_image=may_be_image), **extra}
             for i, part in enumerate(content)
+        ]
+
+    def image_fields(self, path: str) -> list[str]:
+        """The paths of its images, in order."""
+        name = "output" if self.type in _OUTPUTS else "content"
+        parts: str | list[ContentItem] | None = getattr(self, name)
+        return [
+            f"{path}.{name}[{i}]"
+            for i, part in enumerate(parts if isinstance(parts, list) else ())
+            if part.type == IMAGE
         ]
 
 
@@ -187,7 +214,7 @@ def as_messages(items: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         if item["type"] == "message" and not _is_output(item["role"]):
             messages.append({"role": item["role"], "content": _content(item["content"])})
             assistant = None
-        elif item["type"] in ("function_call_output", "custom_tool_call_output"):
+        elif item["type"] in _OUTPUTS:
             call_id, output = item["call_id"], item["output"]
             output = output if isinstance(output, str) else _content(output)
             messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
@@ -235,13 +262,20 @@ def _with_content(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _content(parts: Sequence[Mapping[str, Any]]) -> str | list[Item]:
-    """The text of parts; the parts themselves, as chat has them, if one has a breakpoint."""
-    if not _has_mark(parts):
+    """The text of parts; the parts as chat has them if one is an image or has a breakpoint."""
+    if not _has_mark(parts) and not _has_image(parts):
         return _text(parts)
-    return [
-        {"type": "text", "text": part["text"], **({MARK: part[MARK]} if MARK in part else {})}
-        for part in parts
-    ]
+    return [{**_chat_part(part), **({MARK: part[MARK]} if MARK in part else {})} for part in parts]
+
+
+def _chat_part(part: Mapping[str, Any]) -> Part:
+    if part["type"] == IMAGE:
+        return image_part(part["image_url"], part["file_id"], part["detail"])
+    return {"type": "text", "text": part["text"]}
+
+
+def _has_image(parts: Iterable[Mapping[str, Any]]) -> bool:
+    return any(part["type"] == IMAGE for part in parts)
 
 
 def _has_mark(parts: Iterable[Mapping[str, Any]]) -> bool:

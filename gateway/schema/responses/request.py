@@ -173,6 +173,12 @@ class ResponseRequest(SchedulingRequest, kw_only=True, forbid_unknown_fields=Tru
         check_metadata(self.metadata)
 
     @property
+    def image_fields(self) -> list[str]:
+        """The paths of the images of its input, which are the last ones of the chat request."""
+        items = self.input if isinstance(self.input, list) else ()
+        return [field for i, item in enumerate(items) for field in item.image_fields(f"input[{i}]")]
+
+    @property
     def has_logprobs(self) -> bool:
         return LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from gateway.access.callers import read_body
 from gateway.generation.conversation import render_prompt
+from gateway.generation.image_input import ImageOrigin
 from gateway.generation.plan import GenerationPlan, plan_chat
 from gateway.generation.threads import read_body_with
 from gateway.schema.openai.chat import decode_chat
@@ -40,7 +41,8 @@ async def render_chat(http: "HttpRequest") -> dict[str, Any]:
     raw = await read_body(http, service.limits)
     request = await read_body_with(partial(decode_chat, raw, caller.unknown_fields), raw, caller)
     service.check_generates(request.model)
-    text, ids, _ = await render_prompt(service.model, request)
+    origin = ImageOrigin(service.image_sender(caller))
+    text, ids, *_ = await render_prompt(service.model, request, origin)
     return {
         "object": "chat.completion.prompt",
         "model": request.model,

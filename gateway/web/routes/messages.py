@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from gateway.access.callers import read_body
 from gateway.generation.conversation import render_prompt
+from gateway.generation.image_input import ImageOrigin
 from gateway.generation.plan import plan_chat
 from gateway.generation.threads import read_body_with
 from gateway.schema.anthropic.renderer import MessagesRenderer
@@ -13,6 +14,8 @@ from gateway.schema.field_names import renamed_fields
 from gateway.service import caller_of, service_of
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from starlette.requests import Request as HttpRequest
 
     from gateway.access.callers import Caller
@@ -33,22 +36,28 @@ def plan_message(body: bytes, caller: "Caller", service: "Service") -> "Generati
         counts_writes=request.has_breakpoints,
     )
     with renamed_fields(NAMES):
-        return plan_chat(request.as_chat(), renderer, caller, service)
+        return plan_chat(
+            request.as_chat(), renderer, caller, service, image_fields=request.image_fields
+        )
 
 
 async def count_tokens(http: "HttpRequest") -> dict[str, int]:
     """The number of tokens of a prompt; nothing is generated."""
     service, caller = service_of(http), caller_of(http)
     body = await read_body(http, service.limits)
-    request = await read_body_with(partial(_counted, body, caller, service), body, caller)
+    request, fields = await read_body_with(partial(_counted, body, caller, service), body, caller)
     with renamed_fields(NAMES):
-        rendered = await render_prompt(service.model, request)
+        rendered = await render_prompt(
+            service.model, request, ImageOrigin(service.image_sender(caller), fields)
+        )
     return {"input_tokens": len(rendered.ids)}
 
 
-def _counted(body: bytes, caller: "Caller", service: "Service") -> "ChatRequest":
-    """The chat request whose prompt is counted."""
+def _counted(
+    body: bytes, caller: "Caller", service: "Service"
+) -> "tuple[ChatRequest, Sequence[str]]":
+    """The chat request whose prompt is counted, and the paths of its images."""
     request = decode_anthropic(body, caller.unknown_fields, is_count_only=True)
     service.check_generates(request.model)
     with renamed_fields(NAMES):
-        return request.as_chat()
+        return request.as_chat(), request.image_fields

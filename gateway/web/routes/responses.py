@@ -13,6 +13,7 @@ from gateway.access.callers import read_body
 from gateway.errors import PreviousResponseNotFound, ResponseNotFound, StreamNotFound
 from gateway.generation.conversation import render_prompt
 from gateway.generation.held_streams import event_number, held_stream
+from gateway.generation.image_input import ImageOrigin
 from gateway.generation.plan import Background, GenerationPlan, LengthLimits, plan_chat
 from gateway.generation.threads import MAX_BYTES_ON_LOOP, in_thread_if, read_body_with
 from gateway.generation.turn import Turn
@@ -63,8 +64,9 @@ async def plan_response(body: bytes, caller: "Caller", service: "Service") -> Ge
     make = partial(_planned, _Parts(request, tools, items or [NOTHING]), caller, service)
     plan = await in_thread_if(_is_long(items, body), make, caller)
     if request.truncation == "auto":
-        as_chat = partial(request.as_chat, tools=tools)
-        plan = replace(plan, tokenize=partial(_tokenize_truncated, as_chat, items, plan, service))
+        as_chat, fields = partial(request.as_chat, tools=tools), request.image_fields
+        tokenize = partial(_tokenize_truncated, as_chat, items, fields, plan, service)
+        plan = replace(plan, tokenize=tokenize)
     renderer = plan.renderer
     assert isinstance(renderer, ResponsesRenderer), "made by _planned"
     running = RunningResponse(
@@ -136,7 +138,7 @@ def _planned(parts: _Parts, caller: "Caller", service: "Service") -> GenerationP
         tools.by_function,
     )
     with renamed_fields(NAMES):
-        plan = plan_chat(chat, renderer, caller, service, turn)
+        plan = plan_chat(chat, renderer, caller, service, turn, request.image_fields)
     if turn is not None and not turn.generates:
         plan = replace(plan, limits=LengthLimits(0), constraint=None)
     return replace(plan, prompt_field="input")
@@ -152,7 +154,8 @@ async def count_input_tokens(http: "HttpRequest") -> Json:
     items = await _earlier_items(request, caller, service) + items
     chat = await in_thread_if(_is_long(items, body), partial(request.as_chat, items, tools), caller)
     with renamed_fields(NAMES):
-        rendered = await render_prompt(service.model, chat)
+        origin = ImageOrigin(service.image_sender(caller), request.image_fields)
+        rendered = await render_prompt(service.model, chat, origin)
     return {"object": "response.input_tokens", "input_tokens": len(rendered.ids)}
 
 
@@ -185,6 +188,7 @@ async def _earlier_items(
 async def _tokenize_truncated(
     as_chat: "Callable[[list[Item]], ChatRequest]",
     items: list[Item],
+    fields: Sequence[str],
     plan: GenerationPlan,
     service: "Service",
 ) -> "TokenizedPrompts":
@@ -193,7 +197,8 @@ async def _tokenize_truncated(
     starts = await in_thread_if(is_long, partial(_starts, items), plan.caller)
 
     def plan_from(start: int) -> GenerationPlan:
-        return plan_chat(as_chat(_suffix(items, start)), plan.renderer, plan.caller, service)
+        chat = as_chat(_suffix(items, start))
+        return plan_chat(chat, plan.renderer, plan.caller, service, image_fields=fields)
 
     async def tokenize(number: int) -> "TokenizedPrompts":
         make = partial(plan_from, starts[number])

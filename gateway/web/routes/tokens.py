@@ -9,6 +9,7 @@ from starlette.requests import ClientDisconnect
 
 from gateway.access.callers import read_body
 from gateway.generation.conversation import render_prompt
+from gateway.generation.image_input import ImageOrigin
 from gateway.generation.prompt import fits_on_loop, token_ids, tokenize_prompts
 from gateway.generation.reply import unless_disconnected
 from gateway.generation.threads import read_body_with, run_in_thread
@@ -39,8 +40,9 @@ async def tokenize(http: "HttpRequest") -> bytes:
     chat = None
     if request.messages is not None:
         chat = await read_body_with(partial(request.as_chat, service.model.name), raw, caller)
+    origin = ImageOrigin(service.image_sender(caller))
     ids = await unless_disconnected(
-        http.receive, partial(_ids, request, chat, service), lambda: None
+        http.receive, partial(_ids, request, chat, origin, service), lambda: None
     )
     if ids is None:
         raise ClientDisconnect
@@ -62,12 +64,12 @@ async def detokenize(http: "HttpRequest") -> dict[str, str]:
 
 
 async def _ids(
-    request: TokenizeRequest, chat: "ChatRequest | None", service: Service
+    request: TokenizeRequest, chat: "ChatRequest | None", origin: ImageOrigin, service: Service
 ) -> "Sequence[int]":
     tokenizer = service.model.tokenizer
     if chat is not None:
-        text, ids, _ = await render_prompt(service.model, chat)
-        if not request.add_special_tokens:
+        text, ids, _, media = await render_prompt(service.model, chat, origin)
+        if media or not request.add_special_tokens:
             return ids
     elif request.prompt is not None and request.add_special_tokens is not False:
         return (await tokenize_prompts(tokenizer, [request.prompt])).prompts[0]

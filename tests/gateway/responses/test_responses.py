@@ -259,7 +259,7 @@ def test_logprobs_are_returned_if_included() -> None:
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
-            "input[0].content[0].type",
+            "input[0].content[0]",
         ),
         ({"input": [{"type": "function_call", "name": "x"}]}, "input[0].call_id"),
         ({"model": "gpt-4o"}, "model"),

@@ -62,6 +62,8 @@ class Model(NamedTuple):
     template: ChatTemplate | None
     dialect: Dialect | None = None
     trusts_request_templates: bool = True
+    images: None = None
+    no_images: str = "this model reads text only"
 
 
 def message(content: str | None, role: str = "user", **more: Any) -> Json:

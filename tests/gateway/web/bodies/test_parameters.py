@@ -197,7 +197,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
                 {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "u"}}]}
             ]
         },
-        "messages[0].content[0].type",
+        "messages[0].content[0].image_url",
     ),
     (
         {

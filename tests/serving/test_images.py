@@ -1,0 +1,170 @@
+"""A model that reads images, served to the official clients."""
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import openai
+import psutil
+import pytest
+
+from tests.adapters.images.pictures import bad_images, encoded, noise
+from tests.conftest import read_url, start_server
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["Qwen3_5ForConditionalGeneration"],
+    "model_type": "qwen3_5",
+    "tie_word_embeddings": True,
+    "text_config": {
+        "model_type": "qwen3_5_text",
+        "vocab_size": 4200,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+        "linear_conv_kernel_dim": 4,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-6,
+        "full_attention_interval": 4,
+        "tie_word_embeddings": True,
+        "hidden_act": "silu",
+        "attn_output_gate": True,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.25,
+            "mrope_section": [3, 3, 2],
+            "mrope_interleaved": True,
+        },
+    },
+    "vision_config": {
+        "depth": 2,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_heads": 2,
+        "in_channels": 3,
+        "patch_size": 16,
+        "temporal_patch_size": 2,
+        "spatial_merge_size": 2,
+        "out_hidden_size": 64,
+        "num_position_embeddings": 256,
+        "hidden_act": "gelu_pytorch_tanh",
+    },
+    "image_token_id": 4100,
+    "video_token_id": 4101,
+    "vision_start_token_id": 4102,
+    "vision_end_token_id": 4103,
+}
+WIDTH, HEIGHT = 300, 200
+NUM_TOKENS = 10 * 7  # the fewest of 32 × 32 pixels each that have 65,536 pixels in about this shape
+TEXT = {"type": "text", "text": "What is this?"}
+
+
+def picture(seed: int) -> bytes:
+    return encoded(noise(WIDTH, HEIGHT, seed))
+
+
+def part(data: bytes) -> Any:
+    text = base64.b64encode(data).decode()
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{text}"}}
+
+
+def ask(client: openai.OpenAI, model: str, *parts: Any) -> tuple[list[float], Any]:
+    """The log-probabilities of a short answer, and the usage."""
+    answer = client.chat.completions.create(
+        model=model,
+        messages=[{"role": "user", "content": list(parts)}],
+        max_tokens=4,
+        temperature=0,
+        logprobs=True,
+        extra_body={"ignore_eos": True},
+    )
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content is not None
+    return [token.logprob for token in logprobs.content], answer.usage
+
+
+def check_chat(client: openai.OpenAI, model: str) -> None:
+    """Images change the answer, the same one does not, and its prefix is found again."""
+    text_only, usage = ask(client, model, TEXT)
+    num_text = usage.prompt_tokens
+    first, usage = ask(client, model, part(picture(0)), TEXT)
+    assert usage.prompt_tokens == num_text + 2 + NUM_TOKENS
+    again, usage = ask(client, model, part(picture(0)), TEXT)
+    assert usage.prompt_tokens_details.cached_tokens >= NUM_TOKENS
+    other, usage = ask(client, model, part(picture(1)), TEXT)
+    assert usage.prompt_tokens_details.cached_tokens < NUM_TOKENS
+    assert first == pytest.approx(again, abs=1e-4)
+    assert len({first[0], other[0], text_only[0]}) == 3
+    typed = "<|vision_start|><|image_pad|><|vision_end|>What is this?"
+    _, usage = ask(client, model, {"type": "text", "text": typed})
+    assert usage.prompt_tokens > num_text + 3, "a typed placeholder is text"
+
+
+def check_bad(client: openai.OpenAI, model: str) -> None:
+    """Bad images are refused by the field's name, whatever they are."""
+    for name, (data, reason) in bad_images().items():
+        with pytest.raises(openai.BadRequestError) as caught:
+            ask(client, model, TEXT, part(data))
+        assert caught.value.param == "messages[0].content[1].image_url", name
+        assert str(caught.value.body["message"]).endswith(f"{reason}."), name  # type: ignore[index] # an object
+
+
+def check_others(url: str, client: openai.OpenAI, model: str, folder: Path) -> None:
+    """Responses with an uploaded file, and Anthropic's messages."""
+    (folder / "picture.png").write_bytes(picture(2))
+    file = client.files.create(file=folder / "picture.png", purpose="vision")
+    content = [
+        {"type": "input_image", "file_id": file.id, "detail": "auto"},
+        {"type": "input_text", "text": "What is this?"},
+    ]
+    items: Any = [{"role": "user", "content": content}]
+    response = client.responses.create(model=model, input=items, max_output_tokens=2)
+    assert response.usage is not None
+    assert response.usage.input_tokens > NUM_TOKENS
+    with anthropic.Anthropic(base_url=url, api_key="any", max_retries=0) as claude:
+        data = base64.b64encode(picture(2)).decode()
+        source: Any = {"type": "base64", "media_type": "image/png", "data": data}
+        blocks: Any = [{"type": "image", "source": source}, TEXT]
+        turns: Any = [{"role": "user", "content": blocks}]
+        message = claude.messages.create(model=model, max_tokens=2, messages=turns)
+        counted = claude.messages.count_tokens(model=model, messages=turns)
+    assert counted.input_tokens == response.usage.input_tokens
+    cached = message.usage.cache_read_input_tokens or 0
+    assert message.usage.input_tokens + cached == counted.input_tokens
+    assert cached >= NUM_TOKENS
+
+
+def test_images_are_served_to_the_official_clients(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = tmp_path / "vision"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    model = f"random:{folder}"
+    with (
+        start_server(tmp_path, model, "--cost-model", "none", "--store", "memory") as child,
+        openai.OpenAI(
+            base_url=f"{(url := read_url(child))}/v1", api_key="any", max_retries=0
+        ) as client,
+    ):
+        check_chat(client, model)
+        check_bad(client, model)
+        decoders = [
+            each
+            for each in psutil.Process(child.pid).children(recursive=True)
+            if "adapters.images.decode_process" in each.cmdline()
+        ]
+        assert len(decoders) == 1
+        decoders[0].kill()
+        check_others(url, client, model, tmp_path)
