@@ -32,6 +32,12 @@ class Media:
     grid: tuple[int, int, int]  # frames, rows and columns of patches
 
     @property
+    def num_patches(self) -> int:
+        """Patches of pixels, in which the encoder reads it."""
+        frames, rows, columns = self.grid
+        return frames * rows * columns
+
+    @property
     def end(self) -> int:
         """The position behind its last token."""
         return self.start + self.num_tokens

@@ -49,6 +49,7 @@ FAMILIES: dict[str, str] = {
     "RobertaForSequenceClassification": "adapters.models.encoders.bert:Roberta",
     "RobertaModel": "adapters.models.encoders.bert:Roberta",
     "SmolLM3ForCausalLM": "adapters.models.dense.smollm3:SmolLM3",
+    "SmolVLMForConditionalGeneration": "adapters.models.dense.smolvlm:SmolVLM",
     "StableLmForCausalLM": "adapters.models.dense.stablelm:StableLM",
     "XLMRobertaForSequenceClassification": "adapters.models.encoders.bert:Roberta",
     "XLMRobertaModel": "adapters.models.encoders.bert:Roberta",

@@ -69,7 +69,7 @@ class ImageCache:
         image = self._images.get(key)
         if image is None:
             size = media.num_tokens * self._encoder.row_bytes
-            image = CachedImage(self._new_number(), len(media.pixels), size)
+            image = CachedImage(self._new_number(), media.num_patches, size)
             self._images[key] = image
         self._images.move_to_end(key)
         return image

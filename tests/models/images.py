@@ -51,7 +51,13 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
         {},
     ),
+    "smolvlm": (
+        "SmolVLM",
+        {"model_type": "llama"},
+        {"image_size": 20, "num_attention_heads": 2, "num_hidden_layers": 3},
+    ),
 }
+SQUARES = ("smolvlm",)  # variants that read square images of one size
 
 
 def make_model(variant: str, seed: int = 0) -> Any:
@@ -65,6 +71,7 @@ def make_model(variant: str, seed: int = 0) -> Any:
         vision_start_token_id=92,
         vision_end_token_id=93,
     )
+    config.scale_factor = 2  # of variants that have it
     config._attn_implementation = "eager"
     model = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
     generator = torch.Generator().manual_seed(seed)
@@ -89,10 +96,13 @@ class Picture:
     rows: int
     columns: int
     seed: int = 0
+    is_square: bool = False  # not in the order of patches
 
     @property
     def pixels(self) -> np.ndarray[Any, np.dtype[np.float32]]:
-        size = (self.rows * self.columns, 3 * 2 * 2 * 2)
+        size: tuple[int, ...] = (self.rows * self.columns, 3 * 2 * 2 * 2)
+        if self.is_square:
+            size = (1, 3, 2 * self.rows, 2 * self.columns)
         return np.random.default_rng(self.seed).standard_normal(size).astype(np.float32)
 
     @property
@@ -104,6 +114,13 @@ class Picture:
         pixels = self.pixels
         digest = sha256(pixels.tobytes()).digest()
         return Media(start, self.num_tokens, digest, pixels, (1, self.rows, self.columns))
+
+
+def picture(variant: str, rows: int, columns: int, seed: int = 0) -> Picture:
+    """A picture of such sizes, or of the one size that the variant reads."""
+    if variant in SQUARES:
+        return Picture(10, 10, seed, is_square=True)
+    return Picture(rows, columns, seed)
 
 
 @dataclass(frozen=True)
@@ -134,9 +151,14 @@ class Prompt:
             pixels = np.concatenate([each.pixels for each in self.media])
             given = {
                 "pixel_values": torch.from_numpy(pixels),
-                "image_grid_thw": torch.tensor([each.grid for each in self.media]),
-                "mm_token_type_ids": (ids == IMAGE_ID).int(),
             }
+            if pixels.ndim == 4:
+                given["pixel_values"] = given["pixel_values"][None]
+            else:
+                given |= {
+                    "image_grid_thw": torch.tensor([each.grid for each in self.media]),
+                    "mm_token_type_ids": (ids == IMAGE_ID).int(),
+                }
         with torch.no_grad():
             logits: Tensor = model(ids, **given).logits[0]
         return logits

@@ -3,7 +3,6 @@ pixels, with learned positions, resampled to the image's grid, and RoPE over row
 Blocks of 2 × 2 patches, which follow one another, are merged into one token. With DeepStack some
 layers' results are merged too, and added behind the decoder's first layers."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -124,23 +123,6 @@ def _indexes(fields: Fields) -> tuple[int, ...]:
             f"{fields.where}: deepstack_visual_indexes={found!r}, expected ascending layers"
         )
     return fields.counts("deepstack_visual_indexes", len(found))
-
-
-def read_vision(config: Mapping[str, object], hidden_size: int) -> VisionShape:
-    """The encoder for a decoder of this `hidden_size`. Raises `StartupError` without
-    `vision_config`."""
-    found = Fields(config).child("vision_config")
-    if found is None:
-        raise StartupError("config.json: vision_config is missing")
-    return VisionShape.read(found, hidden_size)
-
-
-def text_fields(config: Mapping[str, object]) -> Mapping[str, object]:
-    """The part of config.json that describes the decoder."""
-    text = config.get("text_config")
-    if not isinstance(text, dict):
-        raise StartupError(f"config.json: text_config is {text!r}, expected an object")
-    return {"tie_word_embeddings": config.get("tie_word_embeddings"), **text}
 
 
 @dataclass(frozen=True, slots=True)

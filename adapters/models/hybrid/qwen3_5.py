@@ -12,7 +12,8 @@ from adapters.models.base.projections import Projections
 from adapters.models.base.rope_fields import LayerRopes, read_rope, with_axes
 from adapters.models.base.traits import FULL, FamilyTraits
 from adapters.models.dense.qwen3 import Qwen3
-from adapters.models.encoders.qwen_vision import QwenVision, read_vision, text_fields
+from adapters.models.encoders.qwen_vision import QwenVision, VisionShape
+from adapters.models.encoders.vision_transformer import text_fields, vision_fields
 from engine.errors import StartupError
 from engine.worker.model.delta_net import GatedDeltaNet
 from engine.worker.model.layers import AttentionBlock, Decoder, GatedAttentionBlock, Mixer
@@ -175,7 +176,7 @@ class Qwen35Multimodal(Qwen35):
 
     def __init__(self, config: Mapping[str, object]) -> None:
         super().__init__(config)
-        self._vision = read_vision(config, self.shape.hidden_size)
+        self._vision = VisionShape.read(vision_fields(config), self.shape.hidden_size)
         self.encoder = self._vision.report
 
     def text_config(self, config: Mapping[str, object]) -> Mapping[str, object]:

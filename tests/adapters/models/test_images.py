@@ -11,18 +11,22 @@ from engine.step import SamplingParams
 from engine.worker.process.worker import Worker
 from tests.engine.worker.process.driving import load_worker
 from tests.inline import play
-from tests.models.images import IMAGE_ID, VARIANTS, Picture, Prompt, make_checkpoint, make_model
+from tests.models.images import IMAGE_ID, VARIANTS, Prompt, make_checkpoint, make_model, picture
 
 NO_IMAGES = ((IMAGE_ID, -100.0), (IMAGE_ID + 1, -100.0))  # transformers reads them as images
 GREEDY = SamplingParams(temperature=0.0, logit_bias=NO_IMAGES)
-SOME, OTHER = Picture(4, 6), Picture(6, 4, seed=1)
-PROMPTS = (
-    Prompt.of([5, 6, 92], SOME, [93, 7, 8]),
-    Prompt.of(OTHER, [9], SOME, [10, 11, 12]),
-    Prompt.of([1, 2, 3, 4, 5, 6, 7], Picture(2, 2, seed=2), [8]),
-    Prompt.of([16, 17], Picture(10, 14, seed=3), [18, 19]),  # in three tiles
-    Prompt.of([12, 13, 14, 15], []),
-)
+
+
+def prompts(variant: str) -> list[Prompt]:
+    """Text around one image and several."""
+    some, other = picture(variant, 4, 6), picture(variant, 6, 4, seed=1)
+    return [
+        Prompt.of([5, 6, 92], some, [93, 7, 8]),
+        Prompt.of(other, [9], some, [10, 11, 12]),
+        Prompt.of([1, 2, 3, 4, 5, 6, 7], picture(variant, 2, 2, seed=2), [8]),
+        Prompt.of([16, 17], picture(variant, 10, 14, seed=3), [18, 19]),  # in several tiles
+        Prompt.of([12, 13, 14, 15]),
+    ]
 
 
 @dataclass(frozen=True)
@@ -31,25 +35,29 @@ class Pair:
 
     model: Any
     worker: Worker
+    prompts: list[Prompt]
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
 def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     variant = str(request.param)
-    return make_model(variant), make_checkpoint(tmp_path_factory.mktemp(variant), variant)
+    return variant, make_model(variant), make_checkpoint(tmp_path_factory.mktemp(variant), variant)
 
 
 @pytest.fixture(scope="module", params=["reference", "cpu"])
 def pair(request: pytest.FixtureRequest, checkpoint: Any) -> Pair:
-    model, directory = checkpoint
-    return Pair(model, load_worker(directory, attention=str(request.param)))
+    variant, model, directory = checkpoint
+    worker = load_worker(directory, attention=str(request.param))
+    return Pair(model, worker, prompts(variant))
 
 
 @pytest.mark.parametrize("max_tokens", [3, 64])
 def test_outputs_and_log_probabilities_are_transformers(pair: Pair, max_tokens: int) -> None:
-    specs = [RequestSpec(each.tokens, 12, GREEDY, media=each.media, logprobs=0) for each in PROMPTS]
+    specs = [
+        RequestSpec(each.tokens, 12, GREEDY, media=each.media, logprobs=0) for each in pair.prompts
+    ]
     outcomes = play(pair.worker, specs, max_batch_size=3, max_batch_tokens=max_tokens)
-    for prompt, outcome in zip(PROMPTS, outcomes, strict=True):
+    for prompt, outcome in zip(pair.prompts, outcomes, strict=True):
         assert outcome.error is None
         output = tuple(outcome.tokens)
         logits = prompt.expected(pair.model, output[:-1])[len(prompt.tokens) - 1 :]

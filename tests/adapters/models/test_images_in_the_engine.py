@@ -15,19 +15,12 @@ from engine.worker_settings import WorkerReport
 from tests.engine.worker.process.driving import settings_for
 from tests.inline import RequestOutcome, play
 from tests.models.drafts import a_drafter
-from tests.models.images import VARIANTS, Picture, Prompt, make_checkpoint
+from tests.models.images import VARIANTS, Prompt, make_checkpoint, picture
 from tests.worker_settings import changed
 
 GREEDY = SamplingParams(temperature=0.0)
 NEW_TOKENS = 12
-FIRST, SECOND = Picture(4, 6), Picture(4, 6, seed=1)  # of the same tokens
 BEFORE = [5, 6, 7, 8, 9, 10, 92]
-PROMPTS = (
-    Prompt.of(BEFORE, FIRST, [93, 11, 12]),
-    Prompt.of(BEFORE, SECOND, [93, 11, 12]),
-    Prompt.of(BEFORE, FIRST, [93, 11, 12, 13], SECOND, [14, 15]),
-    Prompt.of([20, 21, 22, 23, 24], []),
-)
 
 
 @dataclass
@@ -65,6 +58,8 @@ class Served:
     worker: Worker
     specs: tuple[RequestSpec, ...]
     expected: list[list[int]]
+    num_tokens: int  # of an image
+    num_slices: int
 
 
 def tokens(outcomes: Sequence[RequestOutcome]) -> list[list[int]]:
@@ -73,13 +68,23 @@ def tokens(outcomes: Sequence[RequestOutcome]) -> list[list[int]]:
 
 @pytest.fixture(scope="module", params=VARIANTS)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Served:
-    directory = make_checkpoint(tmp_path_factory.mktemp("model"), str(request.param))
+    variant = str(request.param)
+    directory = make_checkpoint(tmp_path_factory.mktemp("model"), variant)
     settings = changed(settings_for(directory, "cpu"), host_kv_memory=1 << 18)
     worker = Worker.load(settings, lambda *_: None)
-    specs = [RequestSpec(each.tokens, NEW_TOKENS, GREEDY, media=each.media) for each in PROMPTS]
+    first, second = picture(variant, 4, 6), picture(variant, 4, 6, seed=1)  # of the same tokens
+    prompts = (
+        Prompt.of(BEFORE, first, [93, 11, 12]),
+        Prompt.of(BEFORE, second, [93, 11, 12]),
+        Prompt.of(BEFORE, first, [93, 11, 12, 13], second, [14, 15]),
+        Prompt.of([20, 21, 22, 23, 24]),
+    )
+    specs = [RequestSpec(each.tokens, NEW_TOKENS, GREEDY, media=each.media) for each in prompts]
     alone = [tokens(play(worker, [each]))[0] for each in specs]
     assert alone[0] != alone[1], "the images decide"
-    return Served(worker, tuple(specs), alone)
+    assert worker.report.encoder is not None
+    num_slices = worker.report.encoder.num_slices(first.rows * first.columns)
+    return Served(worker, tuple(specs), alone, first.num_tokens, num_slices)
 
 
 def test_two_images_share_no_kv_and_the_same_image_is_encoded_and_computed_once(
@@ -95,7 +100,7 @@ def test_two_images_share_no_kv_and_the_same_image_is_encoded_and_computed_once(
     assert first.num_cached == 0
     assert second.num_cached < len(BEFORE)
     assert third.num_cached > len(BEFORE)
-    assert watched.num_slices == 2 * (1 + 3), "the layers of two images, in one tile each"
+    assert watched.num_slices == 2 * served.num_slices
 
 
 def test_with_lookahead_nothing_changes(served: Served) -> None:
@@ -118,7 +123,7 @@ def test_preempted_requests_are_computed_again_or_swapped(served: Served) -> Non
         outcomes = play(
             served.worker,
             served.specs[:2] * 2,
-            num_blocks=11,
+            num_blocks=2 * len(served.specs[0].prompt) // 4 + 3,
             max_batch_size=4,
             max_batch_tokens=4,
             swap=swap,
@@ -150,7 +155,7 @@ def test_encodings_are_dropped_when_they_do_not_fit(served: Served) -> None:
         served.specs[:2] * 2,
         max_batch_size=1,
         max_batch_tokens=8,
-        encoder_memory=FIRST.num_tokens * encoder.row_bytes,
+        encoder_memory=served.num_tokens * encoder.row_bytes,
         reuses_prefixes=False,
     )
     assert tokens(outcomes) == served.expected[:2] * 2

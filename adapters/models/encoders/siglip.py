@@ -1,0 +1,157 @@
+"""SigLIP, the image encoder of SmolVLM2: square images, patches with learned positions, and blocks
+of patches that one linear makes a token of."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from adapters.models.base.fields import Fields
+from adapters.models.encoders.vision_transformer import (
+    TILE,
+    VisionLayer,
+    VisionReader,
+    VisionTransformer,
+)
+from engine.errors import StartupError
+from engine.media import EncoderReport
+from engine.worker.ports import EncoderState, Encoding, Operators, TensorSlice, WeightSource
+
+FLOAT32_BYTES = 4
+LAST = -1  # in `EncoderState.outputs`: the normalized patches
+
+
+@dataclass(frozen=True, slots=True)
+class SiglipShape:
+    """The sizes in `vision_config`; `block` patches along each side make a token of `out_width`."""
+
+    num_layers: int
+    width: int
+    inner: int
+    num_heads: int
+    activation: str
+    eps: float
+    channels: int
+    patch: int
+    side: int  # patches along each side of an image
+    block: int
+    out_width: int
+
+    @classmethod
+    def read(cls, fields: Fields, block: int, out_width: int) -> "SiglipShape":
+        """Raises `StartupError` for a field that is not supported."""
+        width, heads = fields.integer("hidden_size", 1152), fields.integer("num_attention_heads")
+        size, patch = fields.integer("image_size", 224), fields.integer("patch_size", 32)
+        if width % heads or size % (patch * block):
+            raise StartupError(
+                f"{fields.where}: num_attention_heads={heads} does not divide hidden_size={width}, "
+                f"or {block} patches of {patch_text(patch)} do not divide image_size={size}"
+            )
+        return cls(
+            num_layers=fields.layers("num_hidden_layers"),
+            width=width,
+            inner=fields.integer("intermediate_size", 3072),
+            num_heads=heads,
+            activation=fields.activation("hidden_act", "gelu_pytorch_tanh"),
+            eps=fields.number("layer_norm_eps", 1e-6),
+            channels=fields.integer("num_channels", 3),
+            patch=patch,
+            side=size // patch,
+            block=block,
+            out_width=out_width,
+        )
+
+    @property
+    def report(self) -> EncoderReport:
+        """What the control plane knows of it."""
+        return EncoderReport(
+            num_layers=self.num_layers,
+            row_bytes=FLOAT32_BYTES * self.out_width,
+            row_flops=2 * self.width * (4 * self.width + 2 * self.inner),
+            pair_flops=4 * self.width,
+            tile=TILE,
+        )
+
+
+def patch_text(patch: int) -> str:
+    """The size of a patch, for messages."""
+    return f"{patch} × {patch} pixels"
+
+
+class Siglip(VisionTransformer):
+    """Built from tensors that begin with `root`, and the linear `projection`."""
+
+    def __init__(
+        self,
+        weights: WeightSource,
+        operators: Operators,
+        shape: SiglipShape,
+        root: str,
+        projection: str,
+    ) -> None:
+        self._shape = shape
+        reader = VisionReader(weights, operators, root)
+        layers = [self._layer(reader, f"encoder.layers.{n}.") for n in range(shape.num_layers)]
+        activation = operators.activation(shape.activation, is_gated=False)
+        super().__init__(operators, layers, shape.num_heads, activation)
+        size = (shape.width, shape.channels, shape.patch, shape.patch)
+        name = "embeddings.patch_embedding"
+        kernel = weights.tensor(TensorSlice(f"{root}{name}.weight", size))
+        bias = reader.bias(name, shape.width)
+        self._patches = operators.linear([kernel.reshape(shape.width, -1)], bias)
+        table = TensorSlice(
+            f"{root}embeddings.position_embedding.weight", (shape.side**2, shape.width)
+        )
+        self._positions = weights.tensor(table)
+        self._norm = reader.norm("post_layernorm", shape.width, shape.eps)
+        inputs = shape.width * shape.block**2
+        linear = weights.weight(TensorSlice(f"{projection}.weight", (shape.out_width, inputs)))
+        self._projection = operators.linear([linear], None)
+
+    def begin(self, pixels: Tensor, grid: tuple[int, int, int]) -> EncoderState:
+        """The pixels `[1, channels, height, width]` are put in the order of patches."""
+        shape = self._shape
+        height, width = grid[1], grid[2]
+        if grid != (1, shape.side, shape.side):
+            raise ValueError(f"an image of {grid} patches")
+        patches = pixels[0].view(shape.channels, height, shape.patch, width, shape.patch)
+        patches = patches.permute(1, 3, 0, 2, 4).reshape(height * width, -1)
+        state = self.state(patches, grid, shape.width, None)
+        state.outputs[LAST] = torch.empty_like(state.hidden)
+        return state
+
+    def embed(self, state: EncoderState, rows: slice) -> Tensor:
+        hidden = self._patches(state.pixels[rows])
+        places = _places(self._shape.side)[rows].to(hidden.device)
+        return hidden + self._positions[places].to(hidden.dtype)
+
+    def finished(self, state: EncoderState, layer: int, rows: slice) -> None:
+        if layer == self._shape.num_layers - 1:
+            state.outputs[LAST][rows] = self._norm(state.hidden[rows])
+
+    def end(self, state: EncoderState) -> Encoding:
+        side, block = self._shape.side, self._shape.block
+        blocks = state.outputs[LAST].view(side // block, block, side // block, block, -1)
+        tokens = blocks.permute(0, 2, 1, 3, 4).reshape((side // block) ** 2, -1)
+        return Encoding(self._projection(tokens))
+
+    def _layer(self, reader: VisionReader, at: str) -> VisionLayer:
+        width, inner, eps = self._shape.width, self._shape.inner, self._shape.eps
+        return VisionLayer(
+            reader.norm(f"{at}layer_norm1", width, eps),
+            reader.linear([f"{at}self_attn.{name}_proj" for name in "qkv"], width, width),
+            reader.linear(f"{at}self_attn.out_proj", width, width),
+            reader.norm(f"{at}layer_norm2", width, eps),
+            reader.linear(f"{at}mlp.fc1", inner, width),
+            reader.linear(f"{at}mlp.fc2", width, inner),
+        )
+
+
+def _places(side: int) -> Tensor:
+    """The row of the position table for each patch. Like the model's own code, it divides in
+    float32, so that where rounding moves a patch to a neighbour's row, it does so here too."""
+    share = 1.0 / side
+    edges = torch.arange(share, 1.0, share)
+    places = torch.arange(side, dtype=torch.float32) * (1.0 / torch.tensor(side))
+    buckets = torch.bucketize(places.clamp(max=1.0 - 1e-6), edges, right=True)
+    return (buckets[:, None] * side + buckets).flatten()
