@@ -17,7 +17,7 @@ from pathlib import Path
 from platformdirs import user_cache_path
 
 from adapters.models.named_shapes import SHAPES
-from adapters.models.named_shapes.vision import IMAGE_TOKENS, VISION_SHAPES
+from adapters.models.named_shapes.vision import IMAGES, VISION_SHAPES
 from engine.errors import StartupError
 
 PREFIX = "random:"
@@ -27,8 +27,7 @@ _DIGITS = 12
 TEXT_PARTS = "for part in content if part.text is defined -%}{{- part.text -}}{%- endfor"
 ALL_PARTS = (
     "for part in content -%}{%- if part.text is defined -%}{{- part.text -}}"
-    "{%- elif part.type in ['image', 'image_url'] -%}<|vision_start|><|image_pad|><|vision_end|>"
-    "{%- endif -%}{%- endfor"
+    "{%- elif part.type in ['image', 'image_url'] -%}IMAGE{%- endif -%}{%- endfor"
 )
 
 
@@ -79,13 +78,17 @@ def _contents(config: dict[str, object]) -> dict[str, str]:
     builtin = files("adapters").joinpath("builtin")
     tokenizer = json.loads(builtin.joinpath("tokenizer.json").read_text("utf-8"))
     text = {name: builtin.joinpath(name).read_text("utf-8") for name in COPIED}
-    of_text = config.get("text_config", config)
+    of_text, images = config.get("text_config", config), config.get(IMAGES, {})
     assert isinstance(of_text, dict), "the family has read it"
-    tokenizer["added_tokens"] += _image_tokens(config)
+    assert isinstance(images, dict), "an object of a named shape"
+    tokenizer["added_tokens"] += _special_tokens(images.get("tokens", {}))
     text["tokenizer.json"] = json.dumps(_with_all_ids(tokenizer, of_text.get("vocab_size")))
-    if "vision_config" in config:
+    if images:
+        all_parts = ALL_PARTS.replace("IMAGE", images["text"])
         path = "tokenizer_config.json"
-        text[path] = text[path].replace(_quoted(TEXT_PARTS), _quoted(ALL_PARTS))
+        text[path] = text[path].replace(_quoted(TEXT_PARTS), _quoted(all_parts))
+    if "preprocessor" in images:
+        text["preprocessor_config.json"] = json.dumps(images["preprocessor"])
     text["config.json"] = json.dumps(config | {"random_weights": True}, indent=2)
     return text
 
@@ -95,14 +98,10 @@ def _quoted(text: str) -> str:
     return json.dumps(text)[1:-1]
 
 
-def _image_tokens(config: Mapping[str, object]) -> list[dict[str, object]]:
-    """The special tokens of images whose ids the config has."""
+def _special_tokens(ids: Mapping[str, int]) -> list[dict[str, object]]:
+    """Further special tokens of a tokenizer.json."""
     plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    return [
-        {"id": config[field], "content": token, **plain, "special": True}
-        for field, token in IMAGE_TOKENS.items()
-        if field in config
-    ]
+    return [{"id": ids[name], "content": name, **plain, "special": True} for name in ids]
 
 
 def _with_all_ids(tokenizer: dict[str, object], vocab_size: object) -> dict[str, object]:

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from adapters.images.loading import load_processor
 from adapters.models import checkpoint
 from adapters.models.named_shapes import SHAPES
+from adapters.models.named_shapes.vision import VISION_SHAPES
 from adapters.models.random_checkpoint import random_checkpoint
 from adapters.tokenizers import load_token_table, load_tokenizer
 from engine.errors import StartupError
@@ -126,3 +128,28 @@ def test_several_processes_may_create_it_at_once(tmp_path: Path) -> None:
     assert len(set(made)) == 1
     assert [path.name for path in (tmp_path / "random").iterdir()] == [made[0].name]
     assert (made[0] / "tokenizer.json").is_file()
+
+
+@pytest.mark.parametrize("name", VISION_SHAPES)
+def test_the_special_tokens_of_images_have_the_ids_of_the_config(name: str, tmp_path: Path) -> None:
+    directory = random_checkpoint(name, tmp_path)
+    processor = load_processor(directory)
+    config = json.loads((directory / "config.json").read_text())
+    tokenizer = json.loads((directory / "tokenizer.json").read_text())
+    ids = {token["content"]: token["id"] for token in tokenizer["added_tokens"]}
+    assert ids[processor.soft_token] == config["image_token_id"]
+    assert {*processor.reserved} <= {*ids}
+    assert (
+        len({*tokenizer["model"]["vocab"].values()} | {*ids.values()})
+        == (config["text_config"]["vocab_size"])
+    )
+    assert processor.placeholder in (directory / "tokenizer_config.json").read_text()
+
+
+@pytest.mark.parametrize("name", VISION_SHAPES)
+def test_a_vision_shape_has_an_encoder(name: str, tmp_path: Path) -> None:
+    checkpoint = Checkpoint.open(str(random_checkpoint(name, tmp_path)))
+    weights = checkpoint.open_weights(torch.float32, lambda *_: None)
+    checkpoint.survey(weights, Shard.whole(checkpoint.family.shape))
+    assert checkpoint.encoder is not None
+    assert checkpoint.encoder.num_layers == 12
