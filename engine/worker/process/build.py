@@ -197,7 +197,8 @@ def build_worker(
 
     def make_stage(cache: KVTensors, states: RecurrentStates | None) -> Stage:
         over = attention.over(kv.by_layer(cache))
-        return Stage(built.model, over, transfers.put_inputs, gather, states, images=images)
+        held = images if shard.is_first else None
+        return Stage(built.model, over, transfers.put_inputs, gather, states, images=held)
 
     sampler = Sampler(place.shape.vocab_size, built.operators, transfers.put)
     run = ProfileRun(settings, shard, place.max_model_len, device, kv, make_stage, sampler)
