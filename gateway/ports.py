@@ -127,8 +127,9 @@ class Dialect(Protocol):
 class GrammarChecker(Protocol):
     """Compiles grammars for the model's vocabulary, within limits of time and memory."""
 
-    async def check(self, grammar: "Grammar") -> str | None:
-        """Why outputs cannot be constrained to the grammar; None if they can.
+    async def check(self, grammar: "Grammar", seconds: float | None = None) -> str | None:
+        """Why outputs cannot be constrained to the grammar; None if they can. `seconds` is for a
+        short try: `TimeoutError` if it takes longer to compile.
 
         Raises `Unavailable` if no grammar can be checked now.
         """

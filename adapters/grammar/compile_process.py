@@ -34,17 +34,19 @@ NICENESS = 5  # of children: other requests' tokens come first
 
 
 class CompileRequest(NamedTuple):
-    """A grammar to compile; `number` identifies it in the verdict."""
+    """A grammar to compile; `number` identifies it in the verdict. `seconds` is for a short try."""
 
     number: int
     grammar: Grammar
+    seconds: float | None = None
 
 
 class Verdict(NamedTuple):
-    """`error` says why a grammar cannot be used; None if it can."""
+    """`error` says why a grammar cannot be used; None if it can. `is_late`: its time was up."""
 
     number: int
     error: str | None
+    is_late: bool = False
 
 
 class Limits(NamedTuple):
@@ -119,7 +121,8 @@ class CompileProcess:
         if not pid:
             _run_child(self._compiler, request.grammar, write_end, self._limits)
         os.close(write_end)
-        deadline = _now() + self._limits.seconds
+        seconds = self._limits.seconds if request.seconds is None else request.seconds
+        deadline = _now() + seconds
         self._children[read_end] = _Child(request.number, pid, read_end, deadline)
         self._selector.register(read_end, selectors.EVENT_READ)
 
@@ -134,14 +137,15 @@ class CompileProcess:
 
     def _kill(self, child: _Child) -> None:
         os.kill(child.pid, signal.SIGKILL)
-        self._answer(child, f"it takes longer than {self._limits.seconds:g} seconds to compile")
+        error = f"it takes longer than {self._limits.seconds:g} seconds to compile"
+        self._answer(child, error, is_late=True)
 
-    def _answer(self, child: _Child, error: str | None) -> None:
+    def _answer(self, child: _Child, error: str | None, *, is_late: bool = False) -> None:
         os.waitpid(child.pid, 0)
         del self._children[child.pipe]
         self._selector.unregister(child.pipe)
         os.close(child.pipe)
-        self._connection.sendall(encode(Verdict(child.number, error)))
+        self._connection.sendall(encode(Verdict(child.number, error, is_late)))
 
     def _seconds_left(self) -> float | None:
         """Until the next deadline; None if no child runs."""

@@ -49,7 +49,7 @@ class IsolatedCompiler:
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: socket.socket | None = None
         self._reading: asyncio.Task[None] | None = None
-        self._pending: dict[int, asyncio.Future[str | None]] = {}
+        self._pending: dict[int, asyncio.Future[Verdict]] = {}
         self._numbers = itertools.count()
         self._sending = asyncio.Lock()  # frames are sent whole
 
@@ -73,17 +73,25 @@ class IsolatedCompiler:
         self._reading = asyncio.get_running_loop().create_task(self._read(ours), name="verdicts")
         return ours
 
-    async def check(self, grammar: Grammar) -> str | None:
-        """Why the grammar cannot be used, or None. Raises `Unavailable` if the process is lost."""
+    async def check(self, grammar: Grammar, seconds: float | None = None) -> str | None:
+        """Why the grammar cannot be used, or None. Raises `Unavailable` if the process is lost, and
+        `TimeoutError` if a try of so many `seconds` is too short."""
+        verdict = await self._verdict(grammar, seconds)
+        if verdict.is_late and seconds is not None:
+            raise TimeoutError
+        return verdict.error
+
+    async def _verdict(self, grammar: Grammar, seconds: float | None) -> Verdict:
         connection = self._connection or self._start()
         number = next(self._numbers)
         loop = asyncio.get_running_loop()
-        verdict: asyncio.Future[str | None] = loop.create_future()
+        verdict: asyncio.Future[Verdict] = loop.create_future()
         self._pending[number] = verdict
         try:
             async with asyncio.timeout(self._verdict_seconds):
                 async with self._sending:
-                    await loop.sock_sendall(connection, encode(CompileRequest(number, grammar)))
+                    request = CompileRequest(number, grammar, seconds)
+                    await loop.sock_sendall(connection, encode(request))
                 return await verdict
         except TimeoutError as error:
             if self._connection is connection and self._process is not None:
@@ -110,9 +118,10 @@ class IsolatedCompiler:
         with contextlib.suppress(OSError):
             while piece := await asyncio.get_running_loop().sock_recv(connection, RECEIVE_BYTES):
                 for payload in frames.feed(piece):
-                    number, error = msgspec.msgpack.decode(payload, type=Verdict)
-                    if (verdict := self._pending.get(number)) and not verdict.done():
-                        verdict.set_result(error)
+                    verdict = msgspec.msgpack.decode(payload, type=Verdict)
+                    pending = self._pending.get(verdict.number)
+                    if pending is not None and not pending.done():
+                        pending.set_result(verdict)
         logger.error("the process that compiles grammars was lost")
         await self._end()
 

@@ -15,6 +15,8 @@ from engine.step import Grammar, GrammarKind
 
 MAX_GRAMMAR_SYMBOLS = 100_000
 MAX_LINE_LEN = 300
+# The library's name for a parser without a next token, in our words.
+WORDS = {"NoExtensionBias": "no text can match it: a $ref or a rule leads only back to itself"}
 
 
 class _TokenizerWrapper:
@@ -132,4 +134,5 @@ def _line(text: str) -> str:
     """The library's message on one line: its first line and the first one with a cause."""
     lines = [line.strip() for line in text.strip().splitlines()] or [""]
     causes = [line.removeprefix("error: ") for line in lines[1:] if line.startswith("error: ")]
-    return " ".join([lines[0], *causes[:1]])[:MAX_LINE_LEN]
+    line = " ".join([lines[0], *causes[:1]])[:MAX_LINE_LEN]
+    return WORDS.get(line, line)

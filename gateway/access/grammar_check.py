@@ -2,8 +2,10 @@
 
 An invalid grammar is an `InvalidRequest` that names the field. Results are cached, so a schema
 that is sent with every request is compiled once here. (The worker compiles it again for itself.)
-Compilation is limited in time and memory by the `GrammarChecker`. At most `SEATS` grammars are
-compiled at once, one of each tenant, and waiting for a seat is limited, too.
+Compilation is limited in time and memory by the `GrammarChecker`. A grammar is first tried for
+`TRY_SECONDS`, one at a time, so that those that compile quickly, as nearly all do, never wait for
+those that do not; these are compiled in one of `SEATS` seats then. A tenant tries and compiles one
+grammar at a time, and waiting is limited, too.
 """
 
 import asyncio
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 
 SEATS = 2
 FULL = "Too many grammars are being compiled. Please try again later."
+TRY_SECONDS = 0.3
 CHARS_ON_LOOP = 32 << 10  # of a grammar whose limits are checked on the loop, in 2 ms
 JSON_KINDS = frozenset({GrammarKind.JSON_SCHEMA, GrammarKind.CHOICE, GrammarKind.TAGS})
 BRACKETS = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
@@ -42,6 +45,7 @@ class GrammarCheck:
     def __init__(self, checker: "GrammarChecker", limits: GrammarLimits | None = None) -> None:
         self._checker = checker
         self._limits = limits or GrammarLimits()
+        self._trying = Seats(1, self._limits.wait_seconds, FULL)
         self._seats = Seats(SEATS, self._limits.wait_seconds, FULL)
         self._results: OrderedDict[Grammar, asyncio.Task[str | None]] = OrderedDict()
 
@@ -73,9 +77,13 @@ class GrammarCheck:
         return task
 
     async def _compile(self, grammar: Grammar, tenant: str) -> str | None:
-        """Compile it in one of the seats."""
-        async with self._seats.taken(tenant):
-            return await self._checker.check(grammar)
+        """Try it briefly, and then, if it takes longer, compile it in one of the seats."""
+        try:
+            async with self._trying.taken(tenant):
+                return await self._checker.check(grammar, TRY_SECONDS)
+        except TimeoutError:
+            async with self._seats.taken(tenant):
+                return await self._checker.check(grammar)
 
 
 def _limit_error(grammar: Grammar, limits: GrammarLimits) -> str | None:

@@ -66,7 +66,7 @@ class CheckedOnLoop:
     def __init__(self) -> None:
         self._compiler = byte_grammars()
 
-    async def check(self, grammar: Grammar) -> str | None:
+    async def check(self, grammar: Grammar, seconds: float | None = None) -> str | None:
         return first_error(self._compiler, grammar)
 
     async def close(self) -> None: ...

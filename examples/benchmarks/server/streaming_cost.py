@@ -155,7 +155,7 @@ class Cost:
 class NoGrammars:
     """A `GrammarChecker` that is not used."""
 
-    async def check(self, grammar: Grammar) -> str | None:
+    async def check(self, grammar: Grammar, seconds: float | None = None) -> str | None:
         return None
 
     async def close(self) -> None: ...

@@ -54,6 +54,18 @@ async def test_a_grammar_that_takes_too_long_is_killed_and_delays_no_other(
     assert not process.children()
 
 
+async def test_a_short_try_ends_early_and_says_nothing_of_the_grammar() -> None:
+    compiler = IsolatedCompiler(LOADER, BUILTIN, seconds=60.0)
+    try:
+        with pytest.raises(TimeoutError):
+            await compiler.check(HOSTILE, 0.1)
+        assert await compiler.check(GOOD, 60.0) is None
+        (process,) = psutil.Process().children()
+        assert not process.children()
+    finally:
+        await compiler.close()
+
+
 async def test_a_grammar_that_needs_too_much_memory_is_rejected() -> None:
     compiler = IsolatedCompiler(LOADER, BUILTIN, seconds=60.0, num_bytes=32 * MIB)
     try:

@@ -8,7 +8,7 @@ import pytest
 from engine.errors import InvalidRequest, Overloaded, Unavailable
 from engine.step import Grammar, GrammarKind
 from gateway.access.callers import Caller
-from gateway.access.grammar_check import GrammarCheck, GrammarLimits
+from gateway.access.grammar_check import SEATS, GrammarCheck, GrammarLimits
 from gateway.observe.request_log import RequestRecord
 from tests.gateway.scripted_model import CheckedOnLoop
 
@@ -22,9 +22,13 @@ class FakeChecker:
 
     def __init__(self) -> None:
         self.checked: list[str] = []
+        self.tried: list[str] = []  # for too short a time
         self.gate = asyncio.Event()
 
-    async def check(self, grammar: Grammar) -> str | None:
+    async def check(self, grammar: Grammar, seconds: float | None = None) -> str | None:
+        if grammar.text.startswith("slow") and seconds is not None:
+            self.tried.append(grammar.text)
+            raise TimeoutError
         self.checked.append(grammar.text)
         if grammar.text.startswith("slow"):
             await self.gate.wait()
@@ -77,7 +81,8 @@ async def test_a_tenant_compiles_one_grammar_at_a_time_and_others_are_not_delaye
         asyncio.create_task(check.check_grammar(checked(f"slow {number}"), "regex", "a"))
         for number in range(5)
     ]
-    await asyncio.sleep(0)
+    for _ in range(3):  # the first one takes a seat
+        await asyncio.sleep(0)
     await check.check_grammar(checked("good"), "regex", "b")
     assert checker.checked == ["slow 0", "good"]
     checker.gate.set()
@@ -96,12 +101,29 @@ async def test_waiting_for_a_seat_is_limited_and_the_seat_is_free_afterwards() -
     assert checker.checked == ["slow a", "slow b"]
     for tenant in ("a", "b", "c"):
         with pytest.raises(Overloaded, match="Too many grammars") as caught:
-            await check.check_grammar(checked(f"good {tenant}"), "regex", tenant)
+            await check.check_grammar(checked(f"slow {tenant} again"), "regex", tenant)
         assert caught.value.retry_after == 0.02
+    await check.check_grammar(checked("quick"), "regex", "c")
     checker.gate.set()
     await asyncio.gather(*holding)
     for tenant in ("a", "b", "c"):
         await check.check_grammar(checked(f"good {tenant}"), "regex", tenant)
+
+
+async def test_quick_grammars_do_not_wait_for_slow_ones_of_any_number_of_tenants() -> None:
+    check = GrammarCheck(checker := FakeChecker())
+    slow = [
+        asyncio.create_task(check.check_grammar(checked(f"slow {tenant}"), "regex", str(tenant)))
+        for tenant in range(8)
+    ]
+    for _ in range(30):
+        await asyncio.sleep(0)
+    assert len(checker.tried) == 8
+    assert len(checker.checked) == SEATS
+    await check.check_grammar(checked("good"), "regex", "b")
+    assert checker.checked[SEATS:] == ["good"]
+    checker.gate.set()
+    await asyncio.gather(*slow)
 
 
 def complaint(grammar: Grammar) -> str:
@@ -128,6 +150,8 @@ def complaint(grammar: Grammar) -> str:
         (Grammar(SCHEMA, '{"$ref": "http://example.org/x.json"}'), "example.org"),
         (Grammar(SCHEMA, '{"type": "string", "pattern": "("}'), "regex"),
         (Grammar(SCHEMA, "false"), "schema"),
+        (Grammar(SCHEMA, '{"allOf": [{"$ref": "#"}]}'), "a $ref or a rule leads only back to"),
+        (Grammar(GrammarKind.LARK, "start: a\na: a a"), "a $ref or a rule leads only back to"),
         (Grammar(SCHEMA, '{"a": "' + "x" * 200_000 + '"}'), "at most 131072"),
         (Grammar(SCHEMA, '{"items": ' * 99 + "{}" + "}" * 99), "nested 100 deep"),
         (Grammar(REGEX, "a(?=b)"), "look-around"),

@@ -143,6 +143,17 @@ def test_an_upgraded_connection_carries_messages_both_ways() -> None:
         (Frame(Opcode.TEXT, b"x").serialize(mask=False), PROTOCOL_ERROR),
         (b"GET / HTTP/1.1\r\n\r\n", PROTOCOL_ERROR),
     ],
+    ids=[  # masks are random
+        "binary",
+        "large",
+        "large in fragments",
+        "many fragments",
+        "compressed",
+        "a continuation of nothing",
+        "a text in a text",
+        "no mask",
+        "HTTP",
+    ],
 )
 def test_rubbish_closes_the_connection_with_a_reason(data: bytes, code: int) -> None:
     async def main() -> None:

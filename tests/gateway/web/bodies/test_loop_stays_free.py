@@ -45,7 +45,7 @@ SHAPES: dict[str, tuple[type[msgspec.Struct], dict[str, Any]]] = {
 class CheckedInThread(CheckedOnLoop):
     """A server has a process for this."""
 
-    async def check(self, grammar: Grammar) -> str | None:
+    async def check(self, grammar: Grammar, seconds: float | None = None) -> str | None:
         return await asyncio.to_thread(asyncio.run, super().check(grammar))
 
 
