@@ -52,9 +52,15 @@ class RecordingTransport:
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         return default
 
-    def pause_reading(self) -> None: ...
+    def pause_reading(self) -> None:
+        self._check_open()
 
-    def resume_reading(self) -> None: ...
+    def resume_reading(self) -> None:
+        self._check_open()
+
+    def _check_open(self) -> None:
+        if self.is_closed:
+            raise RuntimeError("unable to perform operation; the handler is closed")  # as uvloop
 
 
 async def app(scope: Any, receive: Any, send: Any) -> None:
