@@ -5,7 +5,7 @@ GenerationPlan ──start──▶ engine streams ──▶ ChoiceStream × cho
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -221,7 +221,7 @@ async def generate_events(
     `on_accepted` is called once the engine has the requests. `group` is new, and is closed when
     this returns. Raises what `ChoiceGroup.start` and the engine raise.
     """
-    with plan.listed or nullcontext():
+    with plan.listed():
         with group:
             await group.start()
             if plan.background is not None:
@@ -256,7 +256,7 @@ async def _choice_events(
 
 async def generate_body(plan: GenerationPlan, group: ChoiceGroup) -> bytes:
     """The response body of a plan. `group` is new, and is closed when this returns."""
-    with plan.listed or nullcontext():
+    with plan.listed():
         with group:
             await group.start()
             candidates = await group.run_each(_finished_choice)

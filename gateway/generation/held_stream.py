@@ -18,7 +18,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from engine.errors import EngineError, RequestCancelled
+from engine.errors import EngineError, Overloaded, RequestCancelled, Unavailable
 from engine.request import Abort
 from gateway.errors import EventsEvicted
 from gateway.generation.choices import ChoiceGroup, generate_events
@@ -31,10 +31,12 @@ if TYPE_CHECKING:
 
     from gateway.access.callers import Caller
     from gateway.generation.plan import GenerationPlan
+    from gateway.generation.stream_journal import JournalEntry
     from gateway.service import Service
     from gateway.store.event_ring import EventRing
 
 logger = logging.getLogger(__name__)
+RETRY_SECONDS = 1.0  # until a stream of a former server is tried again
 STREAM_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-store"),
@@ -43,52 +45,44 @@ STREAM_HEADERS = (
 )
 
 
-class HeldStream:
-    """One stream. `rejection` is set if it failed before its first event; `group` is None once it
-    has ended."""
+class EndedStream:
+    """The events of a stream that has ended, and what all held streams have in common: clients read
+    it, and the journal may have it."""
 
     def __init__(
         self,
-        plan: "GenerationPlan",
         service: "Service",
         ring: "EventRing",
-        on_end: "Callable[[HeldStream], None]",
-        *,
-        is_kept: bool,
+        created_at: int,
+        entry: "JournalEntry | None" = None,
     ) -> None:
         self.ring = ring
-        self.is_kept = is_kept
-        self.created_at = service.unix_now()
-        self.rejection: EngineError | None = None
-        self.accepted = asyncio.Event()  # also set if it was rejected
-        self.group: ChoiceGroup | None = ChoiceGroup(plan, service)
+        self.created_at = created_at
+        self.is_kept = True
+        self.rejection: EngineError | None = None  # if it failed before its first event
+        self.group: ChoiceGroup | None = None  # while it runs
         self._service = service
-        self._on_end = on_end
-        self._cancellation: EngineError | None = None
-        self._numbers = EventNumbers()
+        self._entry = entry
         self._num_readers = 0
         self._is_counted = False  # among the running requests of its key
-        work = partial(
-            service.group.holding, partial(self._run, replace(plan, is_held=True), self.group)
-        )
-        abandon = partial(self.group.close, Abort.CLIENT_GONE)
-        self._work = SharedWork(work, abandon, is_kept=is_kept)
-        self._count()
 
-    def hold(self) -> None:
-        self._work.hold()
-
-    def release(self) -> None:
-        self._work.release()
+    def restore(self, events: bytes) -> None:
+        """Take the numbered events of a stream that ended in a former process."""
+        for event in split_events(events):
+            add = self.ring.append_comment if event.startswith(b":") else self.ring.append
+            add(event)
+        self.ring.complete()
 
     def cancel(self) -> None:
-        """End it; its readers get an error as the last event."""
-        self._cancellation = RequestCancelled("This stream was cancelled.")
-        self._work.end()
+        """It has ended."""
 
-    async def finished(self) -> None:
-        """Wait for its end."""
-        await asyncio.wait((self._work.task,))
+    async def forget(self) -> None:
+        """Remove it from the journal."""
+        if self._entry is not None:
+            await self._entry.remove()
+
+    async def stop(self) -> None:
+        """It has ended."""
 
     def response(self, caller: "Caller", after: int = -1) -> "ASGIApp":
         return HeldResponse(self, self._service, caller, after=after)
@@ -111,10 +105,74 @@ class HeldStream:
             self._is_counted = counts
             self._service.quotas.add_running(self.ring.tenant, 1 if counts else -1)
 
-    async def _run(self, plan: "GenerationPlan", group: ChoiceGroup) -> None:
-        pinging = asyncio.create_task(self._ping(group))
+
+class HeldStream(EndedStream):
+    """A stream that is generated."""
+
+    def __init__(
+        self,
+        plan: "GenerationPlan",
+        service: "Service",
+        ring: "EventRing",
+        on_end: "Callable[[HeldStream], None]",
+        *,
+        is_kept: bool,
+        entry: "JournalEntry | None" = None,
+    ) -> None:
+        super().__init__(service, ring, service.unix_now(), entry)
+        self.is_kept = is_kept
+        self.accepted = asyncio.Event()  # also set if it was rejected
+        self._on_end = on_end
+        self._cancellation: EngineError | None = None
+        self._numbers = EventNumbers()
+        plan = replace(plan, is_held=True)
+        if entry is not None:
+            plan = replace(plan, tokenize=partial(entry.tokenize, plan))
+        work = partial(service.group.holding, partial(self._run, plan))
+        self._work = SharedWork(work, self._abandon, is_kept=is_kept)
+        self._work.task.add_done_callback(self._end)
+        self._count()
+
+    def hold(self) -> None:
+        self._work.hold()
+
+    def release(self) -> None:
+        self._work.release()
+
+    def cancel(self) -> None:
+        """End it; its readers get an error as the last event."""
+        self._cancellation = RequestCancelled("This stream was cancelled.")
+        self._work.end()
+
+    async def finished(self) -> None:
+        """Wait for its end."""
+        await asyncio.wait((self._work.task,))
+
+    async def forget(self) -> None:
+        await self.finished()
+        await super().forget()
+
+    async def stop(self) -> None:
+        """End it as if the server had been killed."""
+        self._work.end()
+        await self.finished()
+
+    def _abandon(self) -> None:
+        if self.group is not None:
+            self.group.close(Abort.CLIENT_GONE)
+
+    def _end(self, task: "asyncio.Task[None]") -> None:
+        """Also if it was cancelled before its first step."""
+        self.group = None
+        self.ring.complete()
+        self.accepted.set()
+        self._count()
+        self._on_end(self)
+
+    async def _run(self, plan: "GenerationPlan") -> None:
+        pinging = asyncio.create_task(self._ping(plan))
         try:
-            await self._add(await generate_events(plan, group, self._add, self.accepted.set))
+            await self._finish(await self._generate(plan))
         except EngineError as error:
             await self._fail(plan, error)
         except asyncio.CancelledError:
@@ -126,31 +184,54 @@ class HeldStream:
             await self._fail(plan, error)
         finally:
             pinging.cancel()
-            self.group = None
-            self.ring.complete()
-            self.accepted.set()
-            self._count()
-            self._on_end(self)
+
+    async def _generate(self, plan: "GenerationPlan") -> bytes:
+        """The last events. A stream that a former server had accepted waits for its place."""
+        while True:
+            self.group = ChoiceGroup(plan, self._service)
+            try:
+                return await generate_events(plan, self.group, self._add, self.accepted.set)
+            except (Overloaded, Unavailable) as error:
+                was_accepted = self._entry is not None and self._entry.is_known
+                if not was_accepted or self.ring.num_events or self._service.engine.is_draining:
+                    raise
+                await asyncio.sleep(error.retry_after or RETRY_SECONDS)
 
     async def _add(self, events: bytes) -> None:
         for event in split_events(events):
             self.ring.append(self._numbers.numbered(event))
 
+    async def _finish(self, last_events: bytes) -> None:
+        """Add the last events, which are in the journal before a client can read them."""
+        whole = self.ring.whole()
+        numbered = [self._numbers.numbered(event) for event in split_events(last_events)]
+        if self._entry is not None:
+            await self._entry.end(None if whole is None else whole + b"".join(numbered))
+        for event in numbered:
+            self.ring.append(event)
+
     async def _fail(self, plan: "GenerationPlan", error: Exception) -> None:
         if not self.ring.num_events and isinstance(error, EngineError):
             self.rejection = error
-        await self._add(plan.renderer.failure(error))
-        if plan.background is not None and self.rejection is None:
+            await EndedStream.forget(self)
+            await self._add(plan.renderer.failure(error))
+            return
+        if isinstance(error, Unavailable) and self._entry is not None:
+            await self._add(plan.renderer.failure(error))  # the next server goes on with it
+            return
+        await self._finish(plan.renderer.failure(error))
+        if plan.background is not None:
             await plan.background.on_failure()
 
-    async def _ping(self, group: ChoiceGroup) -> None:
+    async def _ping(self, plan: "GenerationPlan") -> None:
         """Add a ping per `Pace.ping` without an event."""
         seconds = self._service.pace.ping
         while True:
             end = self.ring.end
             await asyncio.sleep(seconds)
             if self.ring.end == end:
-                self.ring.append_comment(group.ping)
+                ping = plan.renderer.ping if self.group is None else self.group.ping
+                self.ring.append_comment(ping)
 
 
 class HeldResponse:
@@ -158,7 +239,7 @@ class HeldResponse:
 
     def __init__(
         self,
-        stream: HeldStream,
+        stream: EndedStream,
         service: "Service",
         caller: "Caller",
         *,

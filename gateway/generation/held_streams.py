@@ -11,8 +11,14 @@ from engine.errors import InvalidRequest
 from engine.request import Abort
 from gateway.access.callers import valid_request_id
 from gateway.generation.choices import ChoiceGroup, generate_body
-from gateway.generation.held_stream import AcceptedResponse, HeldResponse, HeldStream
+from gateway.generation.held_stream import (
+    AcceptedResponse,
+    EndedStream,
+    HeldResponse,
+    HeldStream,
+)
 from gateway.generation.reply import Reply, SharedReply
+from gateway.generation.stream_journal import JournalEntry, Origin
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Scope
@@ -51,23 +57,32 @@ def resumed(scope: "Scope", caller: "Caller", service: "Service") -> "ASGIApp | 
     return held_stream(name, caller, service).response(caller, after)
 
 
-def held_stream(name: str, caller: "Caller", service: "Service") -> HeldStream:
-    """A stream of this caller. Raises `StreamNotFound`."""
+def held_stream(name: str, caller: "Caller", service: "Service") -> EndedStream:
+    """A stream of this caller, which may run. Raises `StreamNotFound`."""
     stream = service.store.held.find(caller.tenant, name)
-    assert isinstance(stream, HeldStream), "added by begin"
+    assert isinstance(stream, EndedStream), "added by begin, or restored"
     return stream
 
 
-def begin(plan: "GenerationPlan", service: "Service", names: Sequence[str]) -> HeldStream:
-    """Generate a plan's events. Without names, the stream ends when no attempt waits for it."""
-    held = service.store.held
+def begin(
+    plan: "GenerationPlan", service: "Service", names: Sequence[str], origin: Origin
+) -> HeldStream:
+    """Generate a plan's events. Without names, the stream ends when no attempt waits for it. One
+    with names is in the journal; several choices have no order in which they could run again."""
+    held, journal = service.store.held, service.store.journal
     ring = held.open(plan.caller.tenant, names)
-    stream = HeldStream(plan, service, ring, held.ended, is_kept=bool(names))
+    entry = None
+    if names and journal.is_on and plan.num_candidates == 1:
+        entry = JournalEntry(origin.service, origin.record(plan, names))
+    own = origin.service
+    stream = HeldStream(plan, own, ring, held.ended, is_kept=bool(names), entry=entry)
     held.add(stream, names)
     return stream
 
 
-def respond(plan: "GenerationPlan", service: "Service", scope: "Scope") -> "ASGIApp":
+def respond(
+    plan: "GenerationPlan", service: "Service", scope: "Scope", origin: Origin
+) -> "ASGIApp":
     """The response of a plan that goes on without its connection, or that retries can join."""
     attempt: Attempt | None = scope.get("podway.attempt")
     name, background = conversation_id(scope), plan.background
@@ -79,7 +94,7 @@ def respond(plan: "GenerationPlan", service: "Service", scope: "Scope") -> "ASGI
         abandon = partial(group.close, Abort.CLIENT_GONE)
         work = partial(service.group.holding, partial(generate_body, plan, group))
         return Reply(plan.caller, work, abandon, service)
-    stream = begin(plan, service, names)
+    stream = begin(plan, service, names, origin)
     if not plan.is_stream:
         return AcceptedResponse(stream, plan, service)
     if attempt is not None:

@@ -5,6 +5,7 @@ body ──decode──▶ wire shape ──build_plan──▶ GenerationPlan �
 
 import hashlib
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
@@ -88,7 +89,7 @@ class GenerationPlan:
     prediction: str = ""  # text that the outputs are expected to repeat, if the engine can use it
     on_complete: "Callable[[], Awaitable[None]] | None" = None  # awaited before the last bytes
     lora: "LoraAdapter | None" = None  # None: the base model
-    listed: "AbstractContextManager[None] | None" = None  # entered while it runs
+    listed: "Callable[[], AbstractContextManager[None]]" = nullcontext  # entered while it runs
     background: Background | None = None
     is_held: bool = False  # its events are kept in a ring
     turn: "Turn | None" = None  # None: its connection keeps no conversation

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from urllib.parse import quote
 
@@ -26,6 +27,7 @@ from gateway.access.callers import MAX_COMMAS, BodyLimits
 from gateway.access.origins import OriginPolicy, is_loopback
 from gateway.batch.lines import LineLimits
 from gateway.batch.runner import BatchRunner
+from gateway.generation.restored_streams import restore_streams
 from gateway.groups.group import Deployment, Group
 from gateway.groups.groups import Groups
 from gateway.observe.backpressure import LoopWatch
@@ -250,5 +252,6 @@ def build_server(settings: Settings, service: Service, credentials: Credentials)
         request_log=service.request_log,
         held=service.store.held,
         bounds=bounds,
+        restore=partial(restore_streams, service, ROUTES.planners),
         tls=credentials.tls,
     )

@@ -58,6 +58,7 @@ async def embedded(
         async with asyncio.TaskGroup() as group:
             batching = group.create_task(server.runner.run())
             running = [group.create_task(each.run()) for each in (server.groups, server.watch)]
+            await server.restore()
             try:
                 yield EmbeddedServer(server.app, service)
             finally:

@@ -18,7 +18,7 @@ import os
 import resource
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Self, TypeVar
@@ -137,6 +137,10 @@ async def unless_stopped(work: asyncio.Task[T], signals: Signals) -> T | None:
         await asyncio.wait((work, stopping))
 
 
+async def _restore_nothing() -> None:
+    """Of a server without streams of a former one."""
+
+
 class _Uvicorn(uvicorn.Server):
     """uvicorn without its signal handlers, and without a look at `should_exit` ten times per
     second; `listens` is set once it accepts connections."""
@@ -178,6 +182,9 @@ class Server:
     request_log: "RequestLog"
     held: "HeldStreams"
     bounds: ConnectionBounds = field(default_factory=ConnectionBounds)
+    restore: Callable[[], Awaitable[None]] = (
+        _restore_nothing  # awaited before requests are accepted
+    )
     tls: "ssl.SSLContext | None" = None
 
     async def serve(
@@ -195,6 +202,7 @@ class Server:
             batching = group.create_task(self.runner.run())
             serving = group.create_task(server.serve([]))
             await server.listens.wait()
+            await self.restore()
             accepting = group.create_task(self._accept(server, listener))
             tune_collector()
             return_large_blocks()

@@ -26,7 +26,7 @@ T = TypeVar("T")
 Work = Callable[[sqlite3.Connection], T]
 logger = logging.getLogger(__name__)
 
-VERSION = 2
+VERSION = 3
 RETRY_SECONDS = 10.0  # between two writes that are tried while the disk is full
 MIN_FREE_BYTES = 16 << 20  # with less free space on the disk, nothing new is accepted
 _OUT_OF_SPACE = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR})
@@ -77,6 +77,16 @@ CREATE TABLE response (
 CREATE INDEX response_by_tenant ON response (tenant, used_at);
 CREATE INDEX file_by_tenant ON file (tenant);
 """
+_STREAMS = """
+CREATE TABLE stream (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT,
+    id TEXT NOT NULL UNIQUE,
+    num_bytes INTEGER NOT NULL,
+    ended_at INTEGER,
+    record BLOB NOT NULL,
+    events BLOB
+);
+"""
 _MIGRATIONS = {
     1: """
 ALTER TABLE batch ADD COLUMN num_bytes INTEGER NOT NULL DEFAULT 0;
@@ -84,6 +94,7 @@ DROP INDEX response_by_use;
 CREATE INDEX response_by_tenant ON response (tenant, used_at);
 CREATE INDEX file_by_tenant ON file (tenant);
 """,
+    2: _STREAMS,
 }  # to the next version, by version
 
 # Pieces of uploads that a former process did not finish.
@@ -216,7 +227,9 @@ def _prepare(connection: sqlite3.Connection, version: int) -> None:
     """Create or update the tables, and clean up. A database of this version stays readable if the
     disk is full."""
     if version == 0:
-        connection.executescript(f"BEGIN;{_TABLES}PRAGMA user_version = {VERSION};COMMIT;")
+        connection.executescript(
+            f"BEGIN;{_TABLES}{_STREAMS}PRAGMA user_version = {VERSION};COMMIT;"
+        )
     for old in range(version or VERSION, VERSION):
         connection.executescript(f"BEGIN;{_MIGRATIONS[old]}PRAGMA user_version = {old + 1};COMMIT;")
     try:

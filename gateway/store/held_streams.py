@@ -4,6 +4,7 @@ A stream's name is the id of its response, or the `x-conversation-id` of its req
 with the same conversation id ends the stream before.
 """
 
+import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol
@@ -32,8 +33,12 @@ class HeldStream(Protocol):
         """End it now."""
         ...
 
-    async def finished(self) -> None:
-        """Wait for its end."""
+    async def forget(self) -> None:
+        """Wait for its end, and let nothing of it be stored."""
+        ...
+
+    async def stop(self) -> None:
+        """End it at the end of the server; the next server may go on with it."""
         ...
 
 
@@ -52,6 +57,7 @@ class HeldStreams:
         self._clock = clock
         self._by_name: dict[StreamName, HeldStream] = {}
         self._running: set[HeldStream] = set()
+        self._forgetting: set[asyncio.Task[None]] = set()
         self._ended: deque[tuple[float, HeldStream]] = deque()  # when they are forgotten
 
     def open(self, tenant: str, names: Iterable[str]) -> EventRing:
@@ -98,17 +104,19 @@ class HeldStreams:
 
     async def close(self) -> None:
         """End all streams, at the end of the server."""
-        running = list(self._running)
-        for stream in running:
-            stream.cancel()
-        for stream in running:
-            await stream.finished()
+        for stream in list(self._running):
+            await stream.stop()
+        if self._forgetting:
+            await asyncio.wait(self._forgetting)
 
     def _replace(self, place: StreamName) -> None:
         stream = self._by_name.pop(place, None)
         if stream is not None:
             stream.cancel()
             self.rings.close(stream.ring)
+            task = asyncio.create_task(stream.forget())
+            self._forgetting.add(task)
+            task.add_done_callback(self._forgetting.discard)
 
     def _forget_old(self) -> None:
         while self._ended and self._ended[0][0] <= self._clock():

@@ -14,6 +14,7 @@ from gateway.store.database import Database, StoreExecutor
 from gateway.store.event_ring import RingLimits
 from gateway.store.files import Files
 from gateway.store.held_streams import HeldStreams
+from gateway.store.journal import Journal
 from gateway.store.responses import ResponseLimits, Responses
 from gateway.store.usage import StoreLimits
 
@@ -31,6 +32,7 @@ class Store:
     batch_queue: BatchQueue
     responses: Responses
     held: HeldStreams
+    journal: Journal
 
     def close(self) -> None:
         self.database.close()
@@ -52,6 +54,7 @@ def open_store(
         BatchQueue(Batches(database, limits)),
         Responses(database, responses),
         HeldStreams(rings, clock),
+        Journal(database, rings),
     )
 
 

@@ -23,6 +23,7 @@ from gateway.errors import PathNotFound
 from gateway.generation import event_stream, held_streams
 from gateway.generation.plan import GenerationPlan
 from gateway.generation.reply import json_response, unless_disconnected
+from gateway.generation.stream_journal import Origin
 from gateway.generation.threads import MAX_BYTES_ON_LOOP, read_body_with
 from gateway.pooling import group
 from gateway.schema.dialect import OPENAI, ApiDialect
@@ -43,6 +44,7 @@ JSON = "application/json"
 EVENTS = "text/event-stream"
 TEXT = "text/plain"
 HTML = "text/html"
+BACKGROUND = b'"background"'  # a body with this may be that of a held stream
 
 
 class Access(Enum):
@@ -90,17 +92,25 @@ class Route:
         if self.endpoint is not None:
             return _response(await self.endpoint(http), caller_of(http), service)
         body = await read_body(http, service.limits)
-        scope = http.scope
+        scope, caller = http.scope, caller_of(http)
         is_resumable = "podway.attempt" in scope or any(
             name in held_streams.HEADERS for name, _ in scope["headers"]
         )
-        if is_resumable and (response := held_streams.resumed(scope, caller_of(http), service)):
+        if is_resumable and (response := held_streams.resumed(scope, caller, service)):
             return response
-        plan = await self.plan_of(body, caller_of(http), service)
+        if not is_resumable and BACKGROUND not in body:
+            plan = await self.plan_of(body, caller, service)
+            if not isinstance(plan, GenerationPlan):
+                return group.respond(plan, service)
+            if plan.background is None:
+                return event_stream.respond(plan, service)
+        origin = Origin.new(self.path, body, service)
+        plan = await self.plan_of(body, caller, origin.service)
+        origin.planned()
         if not isinstance(plan, GenerationPlan):
             return group.respond(plan, service)
         if is_resumable or plan.background is not None:
-            return held_streams.respond(plan, service, scope)
+            return held_streams.respond(plan, service, scope, origin)
         return event_stream.respond(plan, service)
 
     async def plan_of(self, body: bytes, caller: "Caller", service: "Service") -> "Plan":
@@ -165,6 +175,11 @@ class RouteTable:
             starlette.routing.Route(path, _dispatcher(methods), methods=[*methods])
             for path, methods in self._by_path.items()
         ]
+        self.planners = {
+            route.path: route.plan_of
+            for route in routes
+            if route.plan and EVENTS in route.media_types
+        }
         self.batch_endpoints = {route.path: route.plan_of for route in routes if route.is_batchable}
         self._patterns = [
             (each.path_regex, self._by_path[each.path])

@@ -38,6 +38,7 @@ from gateway.access.origins import OriginPolicy
 from gateway.access.quotas import Quotas
 from gateway.batch.lines import LineLimits
 from gateway.batch.runner import BatchRunner
+from gateway.generation.restored_streams import restore_streams
 from gateway.groups.group import Group
 from gateway.groups.groups import Groups
 from gateway.groups.serving import ServedModel, Serving
@@ -143,6 +144,7 @@ class Rig:
     ended: list[Request]
     runner: BatchRunner
     loader: ScriptedLoader
+    executor: ScoringExecutor
 
     @property
     def engine(self) -> Engine:
@@ -174,6 +176,7 @@ def play(
         async with asyncio.TaskGroup() as group:
             running = group.create_task(rig.service.groups.run())
             batching = group.create_task(rig.runner.run())
+            await restore_streams(rig.service, ROUTES.planners)
             await scene(rig)
             batching.cancel()
             await rig.service.store.held.close()
@@ -285,7 +288,7 @@ def build_rig(setting: Setting) -> Rig:
     )
     runner = BatchRunner(service, ROUTES.batch_endpoints, setting.max_batch_size, setting.lines)
     app = build_app(service)
-    return Rig(app, Client(app), service, metrics, ends.requests, runner, loader)
+    return Rig(app, Client(app), service, metrics, ends.requests, runner, loader, executor)
 
 
 def chat(**fields: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import numpy as np
 from adapters.dialects.jinja_template import JinjaTemplate, compile_request_template
 from adapters.grammar import open_compiler
 from adapters.grammar.compile_process import first_error
-from engine.errors import Unavailable
+from engine.errors import Unavailable, WorkerLost
 from engine.grammar import GrammarCompiler, TokenTable
 from engine.simulated.executor import SimulatedExecutor
 from engine.step import Grammar, Step, StepEntry, StepResult, TokenLogprobs
@@ -166,7 +166,43 @@ class Inline:
         return None
 
 
-class ScoringExecutor(SimulatedExecutor):
+class MortalExecutor(SimulatedExecutor):
+    """A simulated worker that can die; it restarts at once."""
+
+    _is_alive = True
+    _on_lost: Callable[[], object] = staticmethod(lambda: None)
+    _flights: "list[asyncio.Future[StepResult]]"
+
+    @property
+    def is_alive(self) -> bool:
+        return self._is_alive
+
+    def watch(self, on_lost: Callable[[], object]) -> None:
+        self._on_lost, self._flights = on_lost, []
+
+    def submit(self, step: Step) -> "asyncio.Future[StepResult]":
+        flight: asyncio.Future[StepResult] = asyncio.get_running_loop().create_future()
+        self._flights = [each for each in self._flights if not each.done()] + [flight]
+
+        def settle(done: "asyncio.Future[StepResult]") -> None:
+            if not flight.done():
+                flight.set_result(done.result())
+
+        super().submit(step).add_done_callback(settle)
+        return flight
+
+    def kill(self) -> None:
+        self._is_alive = False
+        for flight in self._flights:
+            if not flight.done():
+                flight.set_exception(WorkerLost("killed"))
+        self._on_lost()
+
+    async def restart(self) -> None:
+        self._is_alive = True
+
+
+class ScoringExecutor(MortalExecutor):
     """Reports log-probabilities where requested: -0.01 for token 1, -0.02 for token 2, …
 
     The most likely tokens are the sampled one and those with the next higher ids. A prompt is

@@ -72,7 +72,7 @@ async def plan_response(body: bytes, caller: "Caller", service: "Service") -> Ge
     running = RunningResponse(
         renderer.response_id, caller.request_id, caller.tenant, renderer.snapshot
     )
-    plan = replace(plan, listed=service.running.register(running))
+    plan = replace(plan, listed=partial(service.running.register, running))
     if request.is_stored:
         await service.store.responses.check_room()
         store = partial(_store, renderer, items, caller, service)
@@ -317,7 +317,7 @@ async def _end_background(response_id: str, caller: "Caller", service: "Service"
     except StreamNotFound:
         return False
     service.store.held.delete(caller.tenant, response_id)
-    await stream.finished()
+    await stream.forget()
     return True
 
 

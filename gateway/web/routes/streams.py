@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import InvalidRequest
-from gateway.generation.held_stream import HeldResponse, HeldStream
+from gateway.generation.held_stream import EndedStream, HeldResponse
 from gateway.generation.held_streams import event_number, held_stream, last_event
 from gateway.service import caller_of, service_of
 
@@ -35,7 +35,7 @@ async def list_streams(http: "HttpRequest") -> Json:
     data = [
         _as_json(name, stream)
         for name, stream in streams.items()
-        if wanted in (None, name) and isinstance(stream, HeldStream)
+        if wanted in (None, name) and isinstance(stream, EndedStream)
     ]
     return {"object": "list", "data": data}
 
@@ -48,7 +48,7 @@ async def delete_stream(http: "HttpRequest") -> Json:
     return {"id": name, "object": "stream", "deleted": True}
 
 
-def _as_json(name: str, stream: HeldStream) -> Json:
+def _as_json(name: str, stream: EndedStream) -> Json:
     ring = stream.ring
     return {
         "id": name,

@@ -1,0 +1,71 @@
+"""Streams that a former server left: their events can be read again, and those that had not ended
+run again."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING
+
+from engine.errors import EngineError, InvalidRequest
+from gateway.access.callers import Caller
+from gateway.access.key_file import Allowance, Key
+from gateway.generation.held_stream import EndedStream, HeldStream
+from gateway.generation.plan import GenerationPlan
+from gateway.generation.stream_journal import JournalEntry, Origin
+
+if TYPE_CHECKING:
+    from gateway.service import Service
+    from gateway.store.journal import StreamRecord
+
+Planner = Callable[[bytes, Caller, "Service"], Awaitable[object]]
+logger = logging.getLogger(__name__)
+
+
+async def restore_streams(service: "Service", planners: Mapping[str, Planner]) -> None:
+    """Let the streams that a former server left be read again; those that had not ended run again.
+    `planners` are the routes' functions from a body to a plan, by path."""
+    journal, held = service.store.journal, service.store.held
+    for record, events in await journal.ended(service.unix_now()):
+        entry = JournalEntry(service, record, is_known=True)
+        ring = held.open(record.tenant, record.names)
+        stream = EndedStream(service, ring, record.created_at, entry)
+        stream.restore(events)
+        held.add(stream, record.names)
+        held.ended(stream)
+    for record in await journal.running():
+        try:
+            await _run_again(record, service, planners)
+        except EngineError as error:
+            logger.warning("the stream of %s cannot run again: %s", record.request_id, error)
+            if isinstance(error, InvalidRequest):
+                await journal.remove(record.id)
+
+
+async def _run_again(
+    record: "StreamRecord", service: "Service", planners: Mapping[str, Planner]
+) -> None:
+    keys, tenant = service.keys, record.tenant
+    key = keys.named(tenant)
+    if key is None and keys.is_open:
+        key = Key(tenant, (), Allowance(), cache_domain=tenant)
+    planner = planners.get(record.path)
+    if key is None or planner is None:
+        raise InvalidRequest("its API key or its endpoint does not exist any more")
+    caller = Caller(record.request_id, service.clock()).authenticated(key)
+    async with service.at_model_of(record.body) as serving:
+        if record.fingerprint != serving.model.fingerprint:
+            raise InvalidRequest("the model is another one now")
+        origin = Origin.again(record, serving)
+        plan = await planner(record.body, caller, origin.service)
+        _begin(record, plan, origin)
+        await asyncio.sleep(0)  # the stream has begun, and keeps the model loaded
+
+
+def _begin(record: "StreamRecord", plan: object, origin: Origin) -> None:
+    origin.planned()
+    assert isinstance(plan, GenerationPlan), "only such plans are journalled"
+    entry = JournalEntry(origin.service, record, is_known=True)
+    held = origin.service.store.held
+    ring = held.open(record.tenant, record.names)
+    stream = HeldStream(plan, origin.service, ring, held.ended, is_kept=True, entry=entry)
+    held.add(stream, record.names)
