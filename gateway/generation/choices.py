@@ -79,6 +79,8 @@ class ChoiceGroup:
             len(truncated(plan, prompt, service).ids) for prompt in prompts
         )
         self._check_group(len(prompts))
+        caller, ends = plan.caller, tokenized.marks.message_ends
+        service.timelines.prefixes.note(caller.tenant, caller.request_id, ends)
         specs: list[RequestSpec] = []
         for prompt in prompts:
             breakpoints = tokenized.marks.breakpoints

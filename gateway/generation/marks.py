@@ -6,9 +6,9 @@ passed over: a breakpoint only says where other requests will probably go on.
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
+from gateway.generation.paced_tokenizer import token_ends
 from gateway.schema.fields.caching import MAX_BREAKPOINTS
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class PromptMarks(NamedTuple):
-    """Bytes of a prompt's text up to the end of each message, and tokens up to each breakpoint."""
+    """Tokens of a prompt up to the end of each message, and up to each breakpoint."""
 
     message_ends: Sequence[int]
     breakpoints: Sequence[int]
@@ -45,11 +45,12 @@ def marks_of(
             num_bytes += _num_bytes(text[at : start + len(stripped)])
             at = start + len(stripped)
         ends.append(num_bytes)
-    if not breakpoints:
-        return PromptMarks(ends, ())
-    token_ends = [*accumulate(map(len, map(tokenizer.token_bytes, ids)))]
+    of_tokens = token_ends(tokenizer, ids)
     latest = breakpoints[-MAX_BREAKPOINTS:]
-    return PromptMarks(ends, [bisect_right(token_ends, each) for each in latest])
+    return PromptMarks(
+        [bisect_right(of_tokens, end) for end in ends],
+        [bisect_right(of_tokens, each) for each in latest],
+    )
 
 
 def _num_bytes(text: str) -> int:

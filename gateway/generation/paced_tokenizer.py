@@ -9,7 +9,8 @@ is scheduled and has taken it.
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from gateway.generation.threads import check_cancelled
@@ -31,6 +32,7 @@ class PacedTokenizer:
         self._is_generating = is_generating
         self._thread = threading.local()  # `worked`: seconds since its last rest
         self._texts: set[object] = set()  # a mark for each text that a thread tokenizes now
+        self._lengths: dict[int, int] = {}  # bytes of the ids that were seen
 
     @property
     def vocab_size(self) -> int:
@@ -80,6 +82,13 @@ class PacedTokenizer:
         assert isinstance(self._tokenizer, EncodesPairs), "all tokenizers of checkpoints are"
         return self._tokenizer.encode_pair(first, second)
 
+    def token_ends(self, ids: Sequence[int]) -> list[int]:
+        """The number of bytes of a text up to the end of each of its ids."""
+        lengths = self._lengths
+        for token_id in set(ids) - lengths.keys():
+            lengths[token_id] = len(self._tokenizer.token_bytes(token_id))
+        return [*accumulate(map(lengths.__getitem__, ids))]
+
     def _rest_after(self, seconds: float) -> None:
         """The calling thread has worked so long; it rests longer beside another one."""
         worked = getattr(self._thread, "worked", 0.0) + seconds
@@ -97,6 +106,13 @@ def encode_pieces(
     if isinstance(tokenizer, EncodesInPieces):
         return tokenizer.encode_pieces(text, add_special_tokens=add_special_tokens)
     return iter([tokenizer.encode(text, add_special_tokens=add_special_tokens)])
+
+
+def token_ends(tokenizer: "Tokenizer", ids: Sequence[int]) -> list[int]:
+    """The number of bytes of a text up to the end of each of its ids."""
+    if isinstance(tokenizer, PacedTokenizer):
+        return tokenizer.token_ends(ids)
+    return [*accumulate(map(len, map(tokenizer.token_bytes, ids)))]
 
 
 def _is_loop_thread() -> bool:

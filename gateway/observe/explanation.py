@@ -1,9 +1,10 @@
-"""One sentence about a request: the phase that cost it the most time, its cause, and what would
-help."""
+"""Two sentences about a request: the phase that cost it the most time, its cause, and what would
+help; and how far its prompt was known."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from gateway.observe.prefixes import PrefixReport, Reason
 from gateway.observe.queueing import Cause
 from gateway.observe.timelines import phase_seconds, slowest
 
@@ -16,8 +17,58 @@ DELAYS = ("queued", "preempted", "paused", "swapped", "restart", "reader")
 
 
 def explain(choices: "Sequence[Timeline]", label: str, timelines: "Timelines", now: float) -> str:
-    """The sentence about the choices of the request with this label."""
+    """The sentences about the choices of the request with this label."""
     longest = slowest(choices, now)
+    sentence = _cost(longest, label, timelines, now)
+    prefix = report_of(longest, timelines)
+    return sentence if prefix is None else f"{sentence} {_about(prefix)}"
+
+
+def report_of(timeline: "Timeline", timelines: "Timelines") -> PrefixReport | None:
+    """What was known of a request's prompt."""
+    if timeline.request.state.is_terminal:
+        return timeline.prefix
+    return timelines.prefixes.report(timeline.request)
+
+
+def prefix_json(timeline: "Timeline", timelines: "Timelines") -> dict[str, object] | None:
+    """The same as a timeline has it."""
+    report = report_of(timeline, timelines)
+    return None if report is None else report.as_json()
+
+
+def _about(prefix: PrefixReport) -> str:
+    """The sentence about the prompt's beginning."""
+    known, found = prefix.num_known, prefix.num_cached
+    of = f" of request {prefix.relative}" if prefix.relative else ""
+    message = prefix.message
+    first = "behind them it differs" if message is None else f"message {message} (from 0) differs"
+    match prefix.reason:
+        case Reason.NEW:
+            return "No recent prompt begins like it."
+        case Reason.CACHED:
+            return f"Its prompt is known{of}, and {found} tokens of it were in the prefix cache."
+        case Reason.DIVERGED:
+            return (
+                f"Its first {known} tokens are those{of or ' of another request'}, all of them "
+                f"in the prefix cache; {first}."
+            )
+        case Reason.OTHER_SALT:
+            return "A recent prompt begins like it, but has another salt or API key."
+        case Reason.OTHER_ADAPTER:
+            return "A recent prompt begins like it, but has another LoRA adapter."
+        case Reason.LOGPROBS:
+            return "Its prompt was computed anew because its log-probabilities were requested."
+    return (
+        f"Its first {known} tokens are those{of or ' of another request'}, but only {found} of "
+        "them were still in the prefix cache: the others were evicted, or there was no state to go "
+        "on from at that place; a larger --kv-memory or --host-kv-memory keeps more, a cache "
+        "breakpoint puts a state there."
+    )
+
+
+def _cost(longest: "Timeline", label: str, timelines: "Timelines", now: float) -> str:
+    """The sentence about the phase that took the longest."""
     costs = phase_seconds(longest, now)
     costs["reader"] = sum(wait.seconds for wait in timelines.reader_waits.of(label))
     kinds = {each.kind for each in longest.interruptions}

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from engine.events import Observer
 from engine.request import State
 from engine.step import Direction
+from gateway.observe.prefixes import PrefixHistory, PrefixReport
 from gateway.observe.queueing import Cause, Pressure, QueueWatch
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ class Timeline:
     pieces: list[tuple[float, int]] = field(default_factory=list)  # prompt chunks: planned, tokens
     interruptions: list[Interruption] = field(default_factory=list)
     num_restarts: int = 0  # of the worker while it was live
+    prefix: PrefixReport | None = None  # of an ended request
 
     @property
     def is_interrupted(self) -> bool:
@@ -185,6 +187,7 @@ class Timelines(Observer):
 
     def __init__(self, keep: int = KEEP) -> None:
         self.reader_waits = ReaderWaits()
+        self.prefixes = PrefixHistory()
         self._keep = keep
         self._queue: QueueWatch | None = None
         self._live: dict[RequestId, Timeline] = {}
@@ -194,8 +197,9 @@ class Timelines(Observer):
         self._by_label: dict[str, list[Timeline]] = {}
 
     def attach(self, scheduler: "IterationScheduler") -> None:
-        """Observe this scheduler's queue to explain waits."""
+        """Observe this scheduler's queue to explain waits, and its prompts."""
         self._queue = QueueWatch(scheduler)
+        self.prefixes.attach(scheduler)
 
     def report_to(self, listener: TimelineListener) -> None:
         """Report ended requests and reader waits to this listener from now on."""
@@ -269,6 +273,8 @@ class Timelines(Observer):
         if found is not None:
             found.settle(self.queue, now)
             self._ended[request.request_id] = found
+            found.prefix = self.prefixes.report(request)
+            self.prefixes.remember(request)
             found.request = _without_tokens(request)
             if (listener := self.reader_waits.listener) is not None:
                 listener.ended(found)

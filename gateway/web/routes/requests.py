@@ -6,7 +6,7 @@ The id is the `x-request-id` of the request's response.
 from typing import TYPE_CHECKING, Any
 
 from gateway.errors import RequestNotFound
-from gateway.observe.explanation import explain
+from gateway.observe.explanation import explain, prefix_json
 from gateway.service import caller_of, service_of
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ async def timeline(http: "HttpRequest") -> dict[str, Any]:
             "prompt_tokens": each.request.prompt_len,
             "cached_tokens": each.request.num_cached,
             "completion_tokens": each.request.produced,
+            "prefix": prefix_json(each, serving.timelines),
             "prefill_pieces": len(each.pieces),
             "worker_restarts": each.num_restarts,
             "spans": [span._asdict() for span in each.spans(now)],

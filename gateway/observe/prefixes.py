@@ -1,0 +1,145 @@
+"""PrefixHistory: why a prompt was not in the prefix cache, or only its beginning.
+
+The names of the blocks of recent requests are remembered, whether or not their content is still
+cached. So of a request's prompt it is known how far it is that of an earlier request, its
+*relative*, and whether all of that was found in the cache.
+"""
+
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Sequence
+from enum import StrEnum
+from hashlib import blake2b
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from engine.control.scheduler import IterationScheduler
+    from engine.request import Request
+
+MAX_BLOCKS = 1 << 16  # whose names are remembered, about 10 MiB
+MAX_NOTES = 1024  # requests whose messages' ends are known
+MAX_MESSAGES = 4096  # of a request with more, the messages are not named
+
+
+class Reason(StrEnum):
+    """Why the rest of a prompt was computed."""
+
+    NEW = "new"  # no earlier request begins like this one
+    DIVERGED = "diverged"  # an earlier request begins like this one, and goes on otherwise
+    CACHED = "cached"  # nothing was computed that the cache could have had
+    EVICTED = "evicted"  # more of it is that of an earlier request than was found
+    OTHER_SALT = "other_salt"  # it begins like an earlier request with another salt or key
+    OTHER_ADAPTER = "other_adapter"  # … with another LoRA adapter
+    LOGPROBS = "logprobs"  # its prompt's log-probabilities were requested
+
+
+class PrefixReport(NamedTuple):
+    """How much of a prompt was known.
+
+    The first `num_known` tokens are those of the request `relative` (its id, "" if it was another
+    caller's), of which `num_cached` were in the cache. `message` is the number of the first message
+    that ends behind them; None if it is not known.
+    """
+
+    reason: Reason
+    num_known: int
+    num_cached: int
+    relative: str = ""
+    message: int | None = None
+
+    def as_json(self) -> dict[str, object]:
+        """The report in a timeline."""
+        return {
+            "reason": self.reason.value,
+            "known_tokens": self.num_known,
+            "cached_tokens": self.num_cached,
+            "relative": self.relative or None,
+            "message": self.message,
+        }
+
+
+class _Origin(NamedTuple):
+    """The salt and the adapter under which a first block was last seen."""
+
+    salt: str
+    lora_digest: str
+
+
+class PrefixHistory:
+    """Remembers the prompts and outputs of recent requests by the names of their blocks."""
+
+    def __init__(self) -> None:
+        self._block_size = 0  # until it is attached; then nothing is known
+        self._seen: OrderedDict[bytes, tuple[str, str]] = OrderedDict()  # tenant and label
+        self._origins: OrderedDict[bytes, _Origin] = OrderedDict()  # by the tokens of first blocks
+        self._message_ends: OrderedDict[tuple[str, str], Sequence[int]] = OrderedDict()
+
+    def attach(self, scheduler: "IterationScheduler") -> None:
+        """Explain the requests of this scheduler."""
+        if scheduler.settings.reuses_prefixes:
+            self._block_size = scheduler.kv.block_size
+
+    def note(self, tenant: str, label: str, message_ends: Sequence[int]) -> None:
+        """The messages of a request end behind so many tokens of its prompt."""
+        if 0 < len(message_ends) <= MAX_MESSAGES:
+            self._message_ends[tenant, label] = message_ends
+            if len(self._message_ends) > MAX_NOTES:
+                self._message_ends.popitem(last=False)
+
+    def report(self, request: "Request") -> PrefixReport | None:
+        """What is known of a request; None if it was never computed."""
+        size, spec = self._block_size, request.spec
+        hashes = request.block_hashes[: request.prompt_len // size] if size else []
+        if not hashes or request.admitted_at is None:
+            return None
+        seen = self._seen
+        unknown = (place for place, name in enumerate(hashes) if name not in seen)
+        num_blocks = next(unknown, len(hashes))
+        num_known, num_cached = num_blocks * size, request.num_cached
+        tenant, label = seen[hashes[num_blocks - 1]] if num_blocks else ("", "")
+        ends = self._message_ends.get((spec.tenant, spec.label), ())
+        place = bisect_right(ends, num_known)
+        return PrefixReport(
+            self._reason(request, num_blocks, len(hashes)),
+            num_known,
+            num_cached,
+            label if tenant == spec.tenant else "",
+            place if place < len(ends) else None,
+        )
+
+    def _reason(self, request: "Request", num_blocks: int, num_all: int) -> Reason:
+        size = self._block_size
+        reusable = min(num_blocks, (request.prompt_len - 1) // size)
+        if request.num_cached // size >= reusable:
+            if num_blocks:
+                return Reason.CACHED if num_blocks == num_all else Reason.DIVERGED
+            return self._reason_of_new(request)
+        return Reason.LOGPROBS if request.spec.prompt_logprobs is not None else Reason.EVICTED
+
+    def _reason_of_new(self, request: "Request") -> Reason:
+        origin = self._origins.get(_first_tokens(request, self._block_size))
+        if origin is None:
+            return Reason.NEW
+        is_other = origin.lora_digest != request.spec.lora_digest
+        return Reason.OTHER_ADAPTER if is_other else Reason.OTHER_SALT
+
+    def remember(self, request: "Request") -> None:
+        """A request has ended: others may begin like it, or go on where it ended."""
+        size, spec, seen = self._block_size, request.spec, self._seen
+        if not size or not request.block_hashes:
+            return
+        owner = (spec.tenant, spec.label)
+        for name in request.block_hashes[: request.num_tokens // size]:
+            seen[name] = owner
+            seen.move_to_end(name)
+        while len(seen) > MAX_BLOCKS:
+            seen.popitem(last=False)
+        self._origins[_first_tokens(request, size)] = _Origin(spec.salt, spec.lora_digest)
+        if len(self._origins) > MAX_NOTES:
+            self._origins.popitem(last=False)
+
+
+def _first_tokens(request: "Request", size: int) -> bytes:
+    """The tokens of a request's first block, whatever its salt and adapter."""
+    ids = ",".join(map(str, request.tokens(0, size)))
+    return blake2b(ids.encode(), digest_size=16).digest()
