@@ -58,6 +58,8 @@ EXTENSIONS: dict[str, dict[str, Json]] = {
     },
     "CreateChatCompletionStreamResponse.choices[]": {"token_ids": _IDS, "stop_reason": _STOP},
     "ChatCompletionStreamResponseDelta": {"reasoning_content": _TEXT, "reasoning": _TEXT},
+    # In the official client's types, and newer than the description.
+    "ResponseProperties": {"prompt_cache_diagnostics": {"type": "object"}},
     "InputMessage": {"id": {"type": "string"}},  # in lists of what was asked, as OpenAI answers
     "CreateCompletionResponse": {"prompt_progress": _PROGRESS},
     "CreateCompletionResponse.choices[]": {

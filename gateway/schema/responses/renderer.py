@@ -28,6 +28,7 @@ from gateway.schema.responses.tools import CalledTool, custom_input
 
 if TYPE_CHECKING:
     from gateway.schema.openai.logprobs import LogprobsFormatter
+    from gateway.schema.responses.diagnosis import CacheDiagnosis
 
 Item = dict[str, Any]
 _INCOMPLETE = {"length": "max_output_tokens", "steered": "steered"}  # why, by finish reason
@@ -64,6 +65,7 @@ class ResponsesRenderer:
         self._status = "in_progress"
         self._incomplete_details: dict[str, Any] | None = None
         self._end: dict[str, Any] = {}
+        self.diagnosis: CacheDiagnosis | None = None  # of the prompt, compared with another one
 
     @property
     def response_id(self) -> str:
@@ -142,6 +144,8 @@ class ResponsesRenderer:
                 "total_tokens": usage.prompt_tokens + usage.completion_tokens,
             },
         }
+        if self.diagnosis is not None:
+            self._end["prompt_cache_diagnostics"] = self.diagnosis.as_json(usage)
         if self._status == "incomplete":
             self._end["incomplete_details"] = self._incomplete_details
 

@@ -188,9 +188,7 @@ class ResponseRequest(SchedulingRequest, kw_only=True, forbid_unknown_fields=Tru
 
     def as_chat(self, items: Sequence[Item], tools: ToolSet) -> ChatRequest:
         """The checked chat request for these items. Errors name fields of this request."""
-        messages = as_messages(items)
-        if self.instructions is not None:
-            messages.insert(0, {"role": "system", "content": self.instructions})
+        messages = messages_of(self.instructions, items)
         body: dict[str, Any] = {
             "model": self.model,
             "messages": messages,
@@ -227,6 +225,14 @@ class ResponseCreate(ResponseRequest, kw_only=True, forbid_unknown_fields=True):
         reject_unless(self, "stream", True)
         self.stream = True
         super().check()
+
+
+def messages_of(instructions: str | None, items: Sequence[Item]) -> list[dict[str, Any]]:
+    """The chat messages of a response."""
+    messages = as_messages(items)
+    if instructions is not None:
+        messages.insert(0, {"role": "system", "content": instructions})
+    return messages
 
 
 _DECODER = msgspec.json.Decoder(ResponseRequest)

@@ -20,6 +20,7 @@ from gateway.generation.turn import Turn
 from gateway.schema.field_names import renamed_fields
 from gateway.schema.openai.event_envelope import token_formatter
 from gateway.schema.paging import list_json, read_page
+from gateway.schema.responses.diagnosis import CacheDiagnosis, NotCompared
 from gateway.schema.responses.items import Item, stored_items
 from gateway.schema.responses.renderer import PrefillRenderer, ResponsesRenderer
 from gateway.schema.responses.request import (
@@ -27,6 +28,7 @@ from gateway.schema.responses.request import (
     ResponseCreate,
     ResponseRequest,
     decode_response,
+    messages_of,
     response_head,
 )
 from gateway.schema.responses.tools import ToolSet, read_tools
@@ -69,6 +71,9 @@ async def plan_response(body: bytes, caller: "Caller", service: "Service") -> Ge
         plan = replace(plan, tokenize=tokenize)
     renderer = plan.renderer
     assert isinstance(renderer, ResponsesRenderer), "made by _planned"
+    options = request.prompt_cache_options
+    if options is not None and (earlier := options.comparison_response_id) is not None:
+        plan = await _compared(plan, earlier, request.instructions, items, service)
     running = RunningResponse(
         renderer.response_id, caller.request_id, caller.tenant, renderer.snapshot
     )
@@ -84,6 +89,40 @@ async def plan_response(body: bytes, caller: "Caller", service: "Service") -> Ge
         keep = partial(_hold, turn, renderer, items, caller, service)
         plan = replace(plan, on_complete=partial(_in_order, keep, plan.on_complete))
     return plan
+
+
+async def _compared(
+    plan: GenerationPlan,
+    earlier_id: str,
+    instructions: str | None,
+    items: list[Item],
+    service: "Service",
+) -> GenerationPlan:
+    """The plan of a response whose prompt is compared with that of an earlier one."""
+    renderer = plan.renderer
+    assert isinstance(renderer, ResponsesRenderer), "made by _planned"
+    try:
+        record = await service.store.responses.find(
+            earlier_id, plan.caller.tenant, service.unix_now()
+        )
+    except ResponseNotFound:
+        renderer.diagnosis = NotCompared()
+        return plan
+    earlier, head = record.response, renderer.snapshot()
+
+    def compare() -> CacheDiagnosis:
+        before = messages_of(earlier["instructions"], record.items)
+        return CacheDiagnosis.of(earlier, head, before, messages_of(instructions, items))
+
+    diagnosis = await in_thread_if(_is_long(items, b""), compare, plan.caller)
+
+    async def tokenize() -> "TokenizedPrompts":
+        tokenized = await plan.tokenize()
+        diagnosis.note(tokenized.marks.message_ends)
+        return tokenized
+
+    renderer.diagnosis = diagnosis
+    return replace(plan, tokenize=tokenize)
 
 
 def _turn_of(caller: "Caller") -> Turn | None:
@@ -127,7 +166,9 @@ def _planned(parts: _Parts, caller: "Caller", service: "Service") -> GenerationP
     turn = _turn_of(caller)
     chat = request.as_chat(items, tools)
     model = service.model
-    kind = ResponsesRenderer if turn is None or turn.generates else PrefillRenderer
+    options = request.prompt_cache_options
+    is_prefill = bool(options and options.prewarm) or not (turn is None or turn.generates)
+    kind = PrefillRenderer if is_prefill else ResponsesRenderer
     renderer = kind(
         response_head(
             request, tools, service.new_id("resp_"), service.unix_now(), model.sampling_defaults
