@@ -73,6 +73,8 @@ class PrefixHistory:
         self._seen: OrderedDict[bytes, tuple[str, str]] = OrderedDict()  # tenant and label
         self._origins: OrderedDict[bytes, _Origin] = OrderedDict()  # by the tokens of first blocks
         self._message_ends: OrderedDict[tuple[str, str], Sequence[int]] = OrderedDict()
+        # The last prompt, by its owner and its last full block, and what was known of it.
+        self._last: tuple[tuple[tuple[str, str], bytes] | None, PrefixReport | None] = (None, None)
 
     def attach(self, scheduler: "IterationScheduler") -> None:
         """Explain the requests of this scheduler."""
@@ -86,11 +88,29 @@ class PrefixHistory:
             if len(self._message_ends) > MAX_NOTES:
                 self._message_ends.popitem(last=False)
 
+    def ended(self, request: "Request") -> PrefixReport | None:
+        """What was known of a request, which is known from now on. Choices of one response have the
+        same report; those that go on behind another request of their response have none."""
+        size, spec = self._block_size, request.spec
+        if not size or not request.block_hashes:
+            return None
+        num_prompt = request.prompt_len // size
+        owner = (spec.tenant, spec.label)
+        last = request.block_hashes[num_prompt - 1 : num_prompt]  # of an aborted one there is none
+        named = (owner, last[0]) if last else None
+        if named is not None and named == self._last[0]:
+            self._remember(request, num_prompt)  # another choice of the same prompt
+            return self._last[1]
+        report = self.report(request)
+        self._last = (named, report)
+        self._remember(request, spec.shared_len // size)
+        return report
+
     def report(self, request: "Request") -> PrefixReport | None:
         """What is known of a request; None if it was never computed."""
         size, spec = self._block_size, request.spec
         hashes = request.block_hashes[: request.prompt_len // size] if size else []
-        if not hashes or request.admitted_at is None:
+        if not hashes or request.admitted_at is None or spec.behind is not None:
             return None
         seen = self._seen
         unknown = (place for place, name in enumerate(hashes) if name not in seen)
@@ -100,15 +120,16 @@ class PrefixHistory:
         ends = self._message_ends.get((spec.tenant, spec.label), ())
         place = bisect_right(ends, num_known)
         return PrefixReport(
-            self._reason(request, num_blocks, len(hashes)),
+            self._reason(request, num_blocks),
             num_known,
             num_cached,
             label if tenant == spec.tenant else "",
             place if place < len(ends) else None,
         )
 
-    def _reason(self, request: "Request", num_blocks: int, num_all: int) -> Reason:
+    def _reason(self, request: "Request", num_blocks: int) -> Reason:
         size = self._block_size
+        num_all = request.prompt_len // size
         reusable = min(num_blocks, (request.prompt_len - 1) // size)
         if request.num_cached // size >= reusable:
             if num_blocks:
@@ -123,17 +144,18 @@ class PrefixHistory:
         is_other = origin.lora_digest != request.spec.lora_digest
         return Reason.OTHER_ADAPTER if is_other else Reason.OTHER_SALT
 
-    def remember(self, request: "Request") -> None:
-        """A request has ended: others may begin like it, or go on where it ended."""
+    def _remember(self, request: "Request", first: int) -> None:
+        """Others may begin like an ended request, of which the blocks before number `first` are
+        remembered, or go on where it ended."""
         size, spec, seen = self._block_size, request.spec, self._seen
-        if not size or not request.block_hashes:
-            return
         owner = (spec.tenant, spec.label)
-        for name in request.block_hashes[: request.num_tokens // size]:
+        for name in request.block_hashes[first : request.num_computed // size]:
             seen[name] = owner
             seen.move_to_end(name)
         while len(seen) > MAX_BLOCKS:
             seen.popitem(last=False)
+        if first:
+            return
         self._origins[_first_tokens(request, size)] = _Origin(spec.salt, spec.lora_digest)
         if len(self._origins) > MAX_NOTES:
             self._origins.popitem(last=False)

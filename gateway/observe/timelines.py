@@ -273,8 +273,7 @@ class Timelines(Observer):
         if found is not None:
             found.settle(self.queue, now)
             self._ended[request.request_id] = found
-            found.prefix = self.prefixes.report(request)
-            self.prefixes.remember(request)
+            found.prefix = self.prefixes.ended(request)
             found.request = _without_tokens(request)
             if (listener := self.reader_waits.listener) is not None:
                 listener.ended(found)

@@ -3,12 +3,13 @@
 In the rig a token is a byte, a block has one token, and a message is rendered as `role:content\\n`.
 """
 
+import asyncio
 from typing import Any
 
 import pytest
 
 from gateway.observe.prefixes import PrefixHistory
-from tests.gateway.rig import CHAT, Rig, Setting, chat, play
+from tests.gateway.rig import CHAT, STEP, Rig, Setting, chat, play
 
 SYSTEM = {"role": "system", "content": "Be brief and friendly."}
 KEYS = Setting(keys=("k1", "k2"), isolates_prefixes=False)
@@ -143,3 +144,27 @@ def test_only_so_much_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     (history,) = histories
     assert len(history._seen) <= 50
     assert max(len(history._message_ends), len(history._origins)) <= 2
+
+
+def test_choices_of_a_response_have_one_report() -> None:
+    async def scene(rig: Rig) -> None:
+        explained = Explained(rig)
+        await explained(SYSTEM, user("one"))
+        await explained(SYSTEM, user("two"), n=3)
+        reports = [each.prefix for each in rig.service.timelines.find("r2", "")]
+        assert len(reports) == 3
+        assert {report.relative for report in reports if report is not None} == {"r1"}
+
+    play(scene)
+
+
+def test_a_request_that_ends_before_its_prompt_is_computed_is_remembered_as_far_as_it_got() -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(CHAT, chat(messages=[SYSTEM, user("one" * 3000)])):
+            await asyncio.sleep(1.5 * STEP)  # some of its chunks are computed
+        await asyncio.sleep(2 * STEP)
+        prefix, _ = await Explained(rig)(SYSTEM, user("one" * 3000))
+        assert prefix["reason"] in ("diverged", "evicted")
+        assert 0 < prefix["known_tokens"] < 9000
+
+    play(scene, Setting(context=20_000, num_blocks=40_000))
