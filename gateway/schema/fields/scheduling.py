@@ -11,7 +11,9 @@ from engine.errors import InvalidRequest
 from gateway.schema.decoding import check_allowed, check_range
 
 DEFAULT_TIER = "default"
-PRIORITY_OF_TIER = {"auto": 0, "default": 0, "flex": 10, "priority": -10}  # lower runs first
+PRIORITY_OF_TIER = {  # lower runs first
+    "auto": 0, "default": 0, "scale": 0, "flex": 10, "priority": -10, "fast": -10, "ultrafast": -20,
+}  # fmt: skip
 MAX_DEADLINE_MS = 86_400_000  # a day
 INT64 = (-(2**63), 2**63 - 1)
 

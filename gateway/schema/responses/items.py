@@ -1,8 +1,8 @@
 """Items of the Responses API: as requested, as stored, and as the chat messages they become.
 
-Supported types are messages, calls of functions and custom tools, their outputs, and reasoning. An
-item of another type is rejected with an error that names the type. Users' messages and outputs of
-functions may have images.
+Supported types are messages, calls of functions, custom tools, `shell` and `apply_patch`, their
+outputs, and reasoning. An item of another type is rejected with an error that names the type. Users'
+messages and outputs of functions may have images.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,6 +15,15 @@ from engine.errors import InvalidRequest
 from gateway.schema.decoding import check_allowed
 from gateway.schema.fields.caching import BREAKPOINT, check_breakpoint
 from gateway.schema.images import NO_FILES, ImageUrl, Part, image_part
+from gateway.schema.responses.client_tools import (
+    CALLS,
+    CLIENT_TOOLS,
+    OUTPUTS,
+    call_arguments,
+    checked_call,
+    checked_output,
+    output_text,
+)
 from gateway.schema.responses.tools import INPUT, function_name
 
 Item = dict[str, Any]
@@ -24,7 +33,7 @@ MAX_ITEMS = 10_000
 ROLES = ("user", "assistant", "system", "developer")
 TYPES = (
     "message", "function_call", "function_call_output", "custom_tool_call",
-    "custom_tool_call_output", "reasoning",
+    "custom_tool_call_output", "reasoning", *CALLS, *OUTPUTS,
 )  # fmt: skip
 _TEXT_PARTS = ("input_text", "output_text", "refusal")
 IMAGE = "input_image"
@@ -36,13 +45,15 @@ _PREFIXES = {
     "custom_tool_call": "ctc_",
     "custom_tool_call_output": "ctco_",
     "reasoning": "rs_",
+    **{kind: CLIENT_TOOLS[name].prefix for kind, name in CALLS.items()},
+    **{kind: f"{CLIENT_TOOLS[name].prefix}o_" for kind, name in OUTPUTS.items()},
 }
 
 
 class ContentItem(msgspec.Struct, forbid_unknown_fields=True):
     """A part of a message's content, or of a function's output."""
 
-    type: str
+    type: str = ""
     text: str | None = None
     refusal: str | None = None
     annotations: list[Any] | None = None
@@ -53,6 +64,9 @@ class ContentItem(msgspec.Struct, forbid_unknown_fields=True):
     file_url: Any = None
     filename: Any = None
     detail: str | None = None
+    stdout: str | None = None  # of a shell, with `stderr` and `outcome`
+    stderr: str | None = None
+    outcome: Any = None
     data: Any = None  # of a part of JSON, which only decisions have
     prompt_cache_breakpoint: Any = None
 
@@ -110,13 +124,19 @@ class InputItem(msgspec.Struct, forbid_unknown_fields=True):
     input: str | None = None
     namespace: str | None = None
     caller: Any = None
+    action: dict[str, Any] | None = None
+    operation: dict[str, Any] | None = None
+    environment: Any = None
+    max_output_length: int | None = None
 
     def as_stored(self, path: str, new_id: Callable[[str], str]) -> Item:
         """The item as it is stored and returned. Raises `InvalidRequest` for an invalid field."""
         check_allowed(self.type, f"{path}.type", TYPES)
         item_id = self.id or new_id(_PREFIXES[self.type])
         status = self.status or "completed"
-        check_allowed(status, f"{path}.status", ("in_progress", "completed", "incomplete"))
+        failed = ("failed",) if self.type == "apply_patch_call_output" else ()
+        allowed = ("in_progress", "completed", "incomplete", *failed)
+        check_allowed(status, f"{path}.status", allowed)
         match self.type:
             case "message":
                 role = self._required("role", path)
@@ -154,12 +174,26 @@ class InputItem(msgspec.Struct, forbid_unknown_fields=True):
                     "output": parts if _has_mark(parts) or _has_image(parts) else _text(parts),
                     "status": status,
                 }
+        if self.type in CALLS or self.type in OUTPUTS:
+            call_id = self._required("call_id", path)
+            identity = {"type": self.type, "id": item_id, "call_id": call_id, "status": status}
+            return {**identity, **self._of_client(path)}
         reasoning = [
             {"type": "reasoning_text", "text": part.text or ""}
             for part in (self.content if isinstance(self.content, list) else ())
         ]
         summary = [{"type": "summary_text", "text": part.text} for part in self.summary or ()]
         return {"type": "reasoning", "id": item_id, "summary": summary, "content": reasoning}
+
+    def _of_client(self, path: str) -> Item:
+        """The fields of a call of `shell` or `apply_patch`, or of its output."""
+        if (tool := CALLS.get(self.type)) is not None:
+            return checked_call(tool, getattr(self, CLIENT_TOOLS[tool].field), path)
+        output: object = self.output
+        if isinstance(self.output, list):
+            names = ("stdout", "stderr", "outcome")
+            output = [{name: getattr(part, name) for name in names} for part in self.output]
+        return {"output": checked_output(OUTPUTS[self.type], output, path)}
 
     @property
     def _namespace_field(self) -> Item:
@@ -214,9 +248,12 @@ def as_messages(items: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         if item["type"] == "message" and not _is_output(item["role"]):
             messages.append({"role": item["role"], "content": _content(item["content"])})
             assistant = None
-        elif item["type"] in _OUTPUTS:
+        elif item["type"].endswith("_output"):
             call_id, output = item["call_id"], item["output"]
-            output = output if isinstance(output, str) else _content(output)
+            if item["type"] in OUTPUTS:
+                output = output_text(item)
+            elif not isinstance(output, str):
+                output = _content(output)
             messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
             assistant = None
         else:
@@ -243,9 +280,11 @@ def _add(message: dict[str, Any], item: Mapping[str, Any]) -> None:
             message["reasoning_content"] = _text(item["content"])
         case "message":
             message["content"] = _content(item["content"])
-        case "function_call" | "custom_tool_call":
-            name = function_name(item["name"], item.get("namespace"))
-            if item["type"] == "custom_tool_call":
+        case kind:
+            name = CALLS.get(kind) or function_name(item["name"], item.get("namespace"))
+            if kind in CALLS:
+                arguments = call_arguments(item)
+            elif kind == "custom_tool_call":
                 arguments = orjson.dumps({INPUT: item["input"]}).decode()
             else:
                 arguments = item["arguments"]

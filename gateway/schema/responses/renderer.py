@@ -24,6 +24,7 @@ from gateway.schema.rendering import (
     OutputToken,
     PromptReport,
 )
+from gateway.schema.responses.client_tools import CALLS, call_fields, client_call
 from gateway.schema.responses.tools import CalledTool, custom_input
 
 if TYPE_CHECKING:
@@ -183,7 +184,7 @@ class ResponsesRenderer:
                 return self._open_text("reasoning", "reasoning_text") + self._delta(text)
             case CallBegin():
                 return self._open_call(piece)
-            case CallArguments(_, text) if self.output[-1]["type"] == "custom_tool_call":
+            case CallArguments(_, text) if self.output[-1]["type"] != "function_call":
                 self._texts.append(text)  # JSON around the input, which is known at the end
                 return b""
             case CallArguments(_, text):
@@ -207,6 +208,8 @@ class ResponsesRenderer:
     def _open_call(self, begin: CallBegin) -> bytes:
         events = self._close("completed")
         tool = self._tools.get(begin.name, CalledTool(begin.name))
+        if tool.client_type:
+            return events + self._open(client_call(tool.client_type, self._new_id, begin.call_id))
         if tool.is_custom:
             return events + self._open(_custom_call(self._new_id("ctc_"), begin, tool))
         events += self._open(_call(self._new_id("fc_"), begin, tool))
@@ -253,6 +256,9 @@ class ResponsesRenderer:
                 done = self._done_text("response.reasoning_text.done", part, item)
             case "custom_tool_call":
                 done = self._done_custom(item, text)
+            case kind if kind in CALLS:
+                item |= {**call_fields(CALLS[kind], text), "status": status}
+                done = b""
             case _:
                 item |= {"arguments": text, "status": status}
                 done = self._event(

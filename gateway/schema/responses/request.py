@@ -14,6 +14,7 @@ from gateway.schema.fields.sampling import SamplingDefaults
 from gateway.schema.fields.scheduling import SchedulingRequest
 from gateway.schema.openai.batches import check_metadata
 from gateway.schema.openai.chat import ChatRequest, chat_of
+from gateway.schema.responses.client_tools import CLIENT_TOOLS
 from gateway.schema.responses.items import InputItem, Item, as_messages
 from gateway.schema.responses.tools import ToolSet
 from gateway.schema.unknown_fields import UnknownFields
@@ -305,6 +306,8 @@ def _choice(choice: Any) -> Any:
     match choice:
         case {"type": "function" | "custom", "name": name}:
             return {"type": "function", "function": {"name": name}}
+        case {"type": str(kind)} if kind in CLIENT_TOOLS:
+            return {"type": "function", "function": {"name": kind}}
         case {"type": "allowed_tools", "mode": mode, "tools": [*tools]}:
             return {
                 "type": "allowed_tools",

@@ -11,6 +11,7 @@ import msgspec
 
 from engine.errors import InvalidRequest
 from gateway.schema.decoding import decode
+from gateway.schema.responses.client_tools import CALLS
 from gateway.schema.responses.items import InputItem
 
 CREATE, STEER = "response.create", "response.steer"
@@ -127,6 +128,6 @@ def required_input(output: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         kind = {"type": f"{item['type']}_output", "call_id": item.get("call_id")}
         if item["type"] == "function_call":
             outputs.append({**kind, "name": item["name"]})
-        elif item["type"] == "custom_tool_call":
+        elif item["type"] == "custom_tool_call" or item["type"] in CALLS:
             outputs.append(kind)
     return outputs

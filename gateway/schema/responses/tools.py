@@ -3,7 +3,8 @@
 Functions are served as they are. Those of a `namespace` (tools of one MCP server, say) get its
 name as a prefix, and a `custom` tool becomes a function with the one argument `input`, which is
 constrained to the tool's grammar if it has one; calls are rendered back in the tool's own form.
-Tools that a server would run are ignored: there are none.
+`shell` and `apply_patch` become functions of these names (`client_tools`). Tools that a server
+would run are ignored: there are none.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,14 +14,15 @@ import msgspec
 
 from engine.errors import InvalidRequest
 from gateway.schema.decoding import check_allowed, decode
+from gateway.schema.responses.client_tools import CLIENT_TOOLS, check_environment
 from gateway.schema.responses.tool_format import input_pattern
 from gateway.schema.unknown_fields import UnknownFields
 
-SUPPORTED = ("function", "custom", "namespace")
+SUPPORTED = ("function", "custom", "namespace", *CLIENT_TOOLS)
 SERVER_TOOLS = (
     "web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11",
     "file_search", "code_interpreter", "image_generation", "computer", "computer_use_preview",
-    "mcp", "local_shell", "shell", "apply_patch", "tool_search",
+    "mcp", "local_shell", "tool_search",
 )  # fmt: skip
 INPUT = "input"  # the argument of a custom tool's function
 _SEPARATOR = "__"
@@ -39,6 +41,7 @@ class ResponseTool(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=Tru
     defer_loading: bool | None = None
     allowed_callers: list[str] | None = None
     output_schema: dict[str, Any] | None = None
+    environment: Any = None
 
     def as_response(self) -> dict[str, Any]:
         """The tool as the response object repeats it."""
@@ -60,6 +63,7 @@ class CalledTool(NamedTuple):
     name: str
     namespace: str | None = None
     is_custom: bool = False
+    client_type: str = ""  # the type of a tool in `CLIENT_TOOLS`
 
 
 class ToolSet(NamedTuple):
@@ -100,9 +104,11 @@ def read_tools(raw_tools: Sequence[msgspec.Raw], unknown: UnknownFields) -> Tool
     functions: list[dict[str, Any]] = []
     called: dict[str, CalledTool] = {}
     for tool, namespace in _flattened(given):
-        assert tool.name is not None, "checked by _decoded"
-        name = function_name(tool.name, namespace)
-        called[name] = CalledTool(tool.name, namespace, tool.type == "custom")
+        client_type = tool.type if tool.type in CLIENT_TOOLS else ""
+        own_name = client_type or tool.name
+        assert own_name is not None, "checked by _decoded"
+        name = function_name(own_name, namespace)
+        called[name] = CalledTool(own_name, namespace, tool.type == "custom", client_type)
         functions.append({"type": "function", "function": {"name": name, **_function(tool)}})
     return ToolSet(given, functions, called)
 
@@ -118,6 +124,8 @@ def _flattened(tools: Sequence[ResponseTool]) -> Iterator[tuple[ResponseTool, st
 def _function(tool: ResponseTool) -> dict[str, Any]:
     if tool.type == "custom":
         return _custom_function(tool)
+    if (client := CLIENT_TOOLS.get(tool.type)) is not None:
+        return {"description": client.description, "parameters": dict(client.parameters)}
     fields = {
         "description": tool.description,
         "parameters": tool.parameters,
@@ -176,6 +184,9 @@ def _within(path: str, error: InvalidRequest) -> InvalidRequest:
 
 
 def _check(tool: ResponseTool) -> None:
+    if tool.type in CLIENT_TOOLS:
+        check_environment(tool.environment)
+        return
     if tool.name is None:
         raise InvalidRequest("Missing required parameter: 'name'.", "name")
     if tool.type == "custom":

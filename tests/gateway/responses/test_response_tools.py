@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from adapters.dialects.choosing import choose_dialect
+from gateway.schema.responses.client_tools import call_fields
 from tests.gateway.rig import MODEL, Rig, Setting, play
 
 PATH = "/v1/responses"
@@ -186,3 +187,74 @@ def test_what_is_not_supported_is_a_400_that_says_so(
         assert body["error"]["message"].startswith(message)
 
     play(scene)
+
+
+SHELL: dict[str, Any] = {"type": "shell", "environment": {"type": "local"}}
+FILES: dict[str, Any] = {"type": "apply_patch"}
+RESULT = {"stdout": "a.py\n", "stderr": "", "outcome": {"type": "exit", "exit_code": 0}}
+UPDATE = {"type": "update_file", "path": "a.py", "diff": "@@\n-1\n+2\n"}
+
+
+def test_commands_of_a_shell_and_their_results_are_items_of_their_own() -> None:
+    async def scene(rig: Rig) -> None:
+        events = await events_of(rig, tools=[SHELL])
+        added = next(e for e in events if e["type"] == "response.output_item.added")
+        assert added["item"]["action"]["commands"] == []
+        first = events[-1]["response"]
+        (item,) = first["output"]
+        assert (item["type"], item["status"]) == ("shell_call", "completed")
+        limits = {"timeout_ms": 9, "max_output_length": None}
+        assert item["action"] == {"commands": ["ls"], **limits}
+        result = {"type": "shell_call_output", "call_id": item["call_id"], "output": [RESULT]}
+        more = {"previous_response_id": first["id"], "tools": [SHELL]}
+        status, _, _ = await posted(rig, input=[result], **more)
+        assert status == 200
+        prompt = bytes(rig.ended[-1].spec.prompt).decode()
+        assert prompt.startswith("tools:shell\n")
+        assert json.loads(prompt.rpartition("tool:")[2]) == [RESULT]
+
+    play(scene, setting(call("shell", {"commands": ["ls"], "timeout_ms": 9}), "One."))
+
+
+def test_patches_of_files_and_their_results_are_items_of_their_own() -> None:
+    async def scene(rig: Rig) -> None:
+        choice = {"type": "apply_patch"}
+        status, first, _ = await posted(rig, tools=[FILES, SHELL], tool_choice=choice)
+        assert status == 200, first
+        (item,) = first["output"]
+        assert item["type"] == "apply_patch_call"
+        assert item["operation"] == UPDATE
+        kind, call_id = "apply_patch_call_output", item["call_id"]
+        result = {"type": kind, "call_id": call_id, "status": "failed", "output": "No such file."}
+        status, _, _ = await posted(rig, input=[item, result], tools=[FILES])
+        assert status == 200
+        assert bytes(rig.ended[-1].spec.prompt).endswith(b"tool:failed\nNo such file.\n")
+
+    play(scene, setting(call("apply_patch", UPDATE), "One."))
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": [{**SHELL, "environment": {"type": "container_auto"}}]}, "tools[0].environment"),
+        ({"tools": [{"type": "programmatic_tool_calling"}]}, "tools[0].type"),
+        ({"input": [{"type": "shell_call", "call_id": "c"}]}, "input[0].action"),
+        ({"input": [{"type": "shell_call", "call_id": "c", "action": {}}]}, "input[0].action"),
+        ({"input": [{"type": "shell_call_output", "call_id": "c", "output": "x"}]}, "input[0].out"),
+    ],
+)
+def test_what_no_client_can_run_is_named(fields: dict[str, Any], param: str) -> None:
+    async def scene(rig: Rig) -> None:
+        status, body, _ = await posted(rig, **fields)
+        assert status == 400
+        assert body["error"]["param"].startswith(param)
+
+    play(scene, setting())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "commands"),
+    [("{", []), ('{"commands": "ls"}', ["ls"]), ("[]", []), ('{"commands": [1]}', ["1"])],
+)
+def test_arguments_of_any_form_become_an_action(arguments: str, commands: list[str]) -> None:
+    assert call_fields("shell", arguments)["action"]["commands"] == commands

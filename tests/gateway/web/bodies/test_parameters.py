@@ -127,7 +127,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"web_search_options": {}}, "web_search_options"),
     ({"verbosity": "terse"}, "verbosity"),
     ({"moderation": {"model": "m"}}, "moderation"),
-    ({"service_tier": "scale"}, "service_tier"),
+    ({"service_tier": "gold"}, "service_tier"),
     ({"service_tier": 1}, "service_tier"),
     ({"priority": 1.5}, "priority"),
     ({"priority": 2**63}, "priority"),
