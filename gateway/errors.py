@@ -95,10 +95,12 @@ class BodyTooSlow(InvalidRequest):
 
 
 class RequestNotFound(InvalidRequest):
-    """The caller has no running request with that id."""
+    """The caller has no running request with that id, or none that is remembered."""
 
-    def __init__(self, request_id: str) -> None:
-        super().__init__(f"You have no running request with the id {request_id[:128]!r}.")
+    def __init__(self, request_id: str, *, num_ended: int = 0) -> None:
+        """With `num_ended`, so many requests that have ended were looked at too."""
+        ended = f", and none of the last {num_ended} that ended has it" if num_ended else ""
+        super().__init__(f"You have no running request with the id {request_id[:128]!r}{ended}.")
 
 
 class FileNotFound(InvalidRequest):

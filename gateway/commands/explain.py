@@ -20,6 +20,7 @@ from gateway.commands.http_client import (
 )
 from gateway.settings.flags import Parser
 
+NOT_FOUND = "HTTP 404: "  # the message says it in words
 BAR_WIDTH = 40  # characters
 
 
@@ -29,7 +30,8 @@ def parser() -> Parser:
         "podway explain",
         usage="podway explain ID [URL] [flags]",
         description="Show the timeline of a request and say what cost it the most time. "
-        "ID is the x-request-id of its response; a server keeps the last 1000 requests.",
+        "ID is the x-request-id of its response, or its first characters; a server keeps the "
+        "last 1000 requests.",
     )
     parser.add_argument("id", metavar="ID", help="the request's id")
     parser.add_argument("url", nargs="?", default=DEFAULT_URL, help=f"default: {DEFAULT_URL}")
@@ -56,7 +58,8 @@ async def fetch(url: str, request_id: str, api_key: str | None) -> dict[str, Any
         async with open_session(api_key, timeout=30) as session, session.get(address) as response:
             body = await response.read()
             if response.status != 200:
-                raise ServerError(http_error(response.status, body))
+                message = http_error(response.status, body)
+                raise ServerError(message.removeprefix(NOT_FOUND))
             timeline: dict[str, Any] = orjson.loads(body)
             return timeline
     except (aiohttp.ClientError, TimeoutError, OSError) as error:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from engine.step import BlockMove, RequestId
 
 KEEP = 1000  # ended requests
+MIN_BEGIN = 6  # characters of a shortened label
 LABELS = 4096  # of which the times that a client did not read are known
 PAUSE = 0.05  # seconds without an iteration after which a request that holds KV counts as paused
 MAX_INTERRUPTIONS = 256  # of a request; later ones are not recorded
@@ -210,6 +211,19 @@ class Timelines(Observer):
         """The queue of the scheduler that this is attached to."""
         assert self._queue is not None, "attached before requests arrive"
         return self._queue
+
+    def labels(self, begin: str, tenant: str) -> list[str]:
+        """The label `begin` of a caller's request; if there is none, those that begin with it, of
+        which it must have enough characters."""
+        if self.find(begin, tenant):
+            return [begin]
+        if len(begin) < MIN_BEGIN:
+            return []
+        return [
+            label
+            for label in self._by_label
+            if label.startswith(begin) and self.find(label, tenant)
+        ]
 
     def find(self, label: str, tenant: str) -> list[Timeline]:
         """The timelines of the choices of a caller's request, in their order; empty if unknown."""

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -48,7 +49,7 @@ _EXIT_INTERRUPTED = 130
 
 
 class LoadRun(NamedTuple):
-    """A run's report, and whether Ctrl-C ended it before all requests were sent."""
+    """A run's report, and whether Ctrl-C or SIGTERM ended it before all requests were sent."""
 
     report: Report
     is_interrupted: bool = False
@@ -59,7 +60,7 @@ def parser() -> Parser:
     parser = Parser(
         "podway bench",
         description="Send load to an OpenAI-compatible server; report its latency and throughput. "
-        "Ctrl-C ends the run early and reports the requests that have ended.",
+        "Ctrl-C or SIGTERM ends the run early and reports the requests that have ended.",
         usage="podway bench [URL] [flags]",
         epilog="podway bench --offline SHAPE times a worker with random weights, without a "
         "server; podway bench --offline --help lists its flags.",
@@ -147,7 +148,7 @@ def _add_results(parser: Parser) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Run or compare, and print; 1 if no request succeeded, 130 after Ctrl-C."""
+    """Run or compare, and print; 1 if no request succeeded, 130 after Ctrl-C or SIGTERM."""
     if any(word.partition("=")[0] == "--offline" for word in argv):
         return offline(argv)
     args = parser().parse_args(argv)
@@ -191,11 +192,12 @@ async def measure(args: argparse.Namespace) -> LoadRun:
                 advance()
 
             try:
+                _cancel_on_sigterm()
                 if args.rate or args.trace:
                     late = await open_loop(target, requests, done)
                 else:
                     await closed_loop(target, requests, args.concurrency, done)
-            except asyncio.CancelledError:  # Ctrl-C: the runner cancels this task once
+            except asyncio.CancelledError:  # Ctrl-C and SIGTERM cancel this task once
                 is_interrupted = True
                 asyncio.current_task().uncancel()  # type: ignore[union-attr] # it runs in one
     settings = _run_settings(args, url, model)
@@ -204,6 +206,13 @@ async def measure(args: argparse.Namespace) -> LoadRun:
         counts = f"{len(outcomes)} of {len(requests)}"
         sys.stderr.write(f"podway bench: interrupted; {counts} requests have ended\n")
     return LoadRun(summarize(outcomes, settings, args.label, late), is_interrupted)
+
+
+def _cancel_on_sigterm() -> None:
+    """End the run as Ctrl-C does: `timeout 60 podway bench` reports what has ended by then."""
+    task = asyncio.current_task()
+    assert task is not None, "it runs in one"
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
 
 
 def _planned_requests(args: argparse.Namespace) -> list[PlannedRequest]:

@@ -1,8 +1,8 @@
 """Items of the Responses API: as requested, as stored, and as the chat messages they become.
 
 Supported types are messages, calls of functions, custom tools, `shell` and `apply_patch`, their
-outputs, and reasoning. An item of another type is rejected with an error that names the type. Users'
-messages and outputs of functions may have images.
+outputs, and reasoning. An item of another type is rejected with an error that names the type.
+Users' messages and outputs of functions may have images.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

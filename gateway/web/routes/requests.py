@@ -3,14 +3,21 @@
 The id is the `x-request-id` of the request's response.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from engine.errors import InvalidRequest
 from gateway.errors import RequestNotFound
 from gateway.observe.explanation import explain, prefix_json
+from gateway.observe.timelines import KEEP
 from gateway.service import caller_of, service_of
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
+
+    from gateway.groups.serving import Serving
+
+MAX_NAMED = 4  # ids that an error lists
 
 
 async def cancel(http: "HttpRequest") -> dict[str, Any]:
@@ -35,16 +42,14 @@ async def cancel(http: "HttpRequest") -> dict[str, Any]:
 async def timeline(http: "HttpRequest") -> dict[str, Any]:
     """The phases of the request's choices, and one sentence about what cost it the most time.
 
-    Seconds are relative to a choice's arrival. Raises `RequestNotFound` for a request of another
-    API key, and for one that is unknown or ended too long ago.
+    The id may be shortened to its first characters. Seconds are relative to a choice's arrival.
+    Raises `RequestNotFound` for a request of another API key, and for one that is unknown or ended
+    too long ago; `InvalidRequest` for a beginning of several ids.
     """
     service, caller = service_of(http), caller_of(http)
-    request_id, now = http.path_params["request_id"], service.clock()
-    for serving in service.groups.loaded:
-        if timelines := serving.timelines.find(request_id, caller.tenant):
-            break
-    else:
-        raise RequestNotFound(request_id)
+    given, now = http.path_params["request_id"], service.clock()
+    serving, request_id = _found(given, service.groups.loaded, caller.tenant)
+    timelines = serving.timelines.find(request_id, caller.tenant)
     arrived = min(each.request.arrived_at for each in timelines)
     waits = serving.timelines.reader_waits.of(request_id)
     choices = [
@@ -72,3 +77,19 @@ async def timeline(http: "HttpRequest") -> dict[str, Any]:
         ],
         "choices": choices,
     }
+
+
+def _found(given: str, loaded: Sequence["Serving"], tenant: str) -> tuple["Serving", str]:
+    """The model that has or had the request whose id begins with `given`, and its whole id."""
+    ids = {
+        request_id: serving
+        for serving in loaded
+        for request_id in serving.timelines.labels(given, tenant)
+    }
+    if given in ids or len(ids) == 1:
+        request_id = given if given in ids else min(ids)
+        return ids[request_id], request_id
+    if not ids:
+        raise RequestNotFound(given, num_ended=KEEP)
+    shown = ", ".join(sorted(ids)[:MAX_NAMED]) + (", …" if len(ids) > MAX_NAMED else "")
+    raise InvalidRequest(f"The ids of several requests begin with {given[:128]!r}: {shown}.")

@@ -96,7 +96,10 @@ def test_an_invalid_flag_is_one_line_and_exit_code_1(
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_ctrl_c_reports_the_requests_that_have_ended(peer: Peer, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_reports_the_requests_that_have_ended(
+    ending: signal.Signals, peer: Peer, tmp_path: Path
+) -> None:
     figures = tmp_path / "run.json"
     peer.hold_from = 5  # the warm-up and three requests end; the others stay open
     flags = [peer.url, "-n", "40", "-c", "2", "--json", str(figures)]
@@ -106,7 +109,7 @@ def test_ctrl_c_reports_the_requests_that_have_ended(peer: Peer, tmp_path: Path)
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     for _ in range(2):  # a client sends a request once it has counted its last one
         assert peer.held.acquire(timeout=60), "no request is held"
-    child.send_signal(signal.SIGINT)
+    child.send_signal(ending)
     out, err = child.communicate(timeout=60)
     assert child.returncode == 130
     assert "requests ok / failed" in out

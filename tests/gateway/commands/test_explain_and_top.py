@@ -54,12 +54,28 @@ def test_a_request_is_explained_with_its_phases(
         assert f"\n {phase} " in shown
 
 
+def test_a_shortened_id_is_enough_if_no_other_begins_so(
+    server_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for request_id in ("req_short_one", "req_short_two"):
+        completed(server_url, request_id)
+    assert explain.main(["req_short_o", server_url]) == 0
+    assert "5 output tokens" in capsys.readouterr().out
+    assert explain.main(["req_short", server_url]) == 1
+    error = capsys.readouterr().err
+    assert "begin with 'req_short': req_short_one, req_short_two." in error
+    assert explain.main(["req_s", server_url]) == 1  # too short to look for
+
+
 def test_an_unknown_request_is_one_line(
     server_url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert explain.main(["req_unknown", server_url]) == 1
     error = capsys.readouterr().err
-    assert error.startswith("podway explain: HTTP 404: ")
+    assert error.startswith(
+        "podway explain: You have no running request with the id 'req_unknown', and none of the "
+        "last 1000 that ended has it."
+    )
     assert error.count("\n") == 1
 
 
