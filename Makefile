@@ -2,6 +2,7 @@
 # make test       the tests of the product (ARGS="--cpu-report FILE" prints what they take)
 # make test-rest  the other tests: fault injection, examples, other projects' clients and fuzzing
 # make test-all   all tests
+# make dist       build a wheel into dist/; pip install dist/*.whl is all that serving needs
 # make lint       format, style, types, import contracts
 #
 # Flags go in ARGS:                  make serve ARGS="--port 8123"
@@ -16,7 +17,7 @@ SERVING := $(VENV)/.serving
 DEVELOPMENT := $(VENV)/.development
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
-.PHONY: serve test test-rest test-all lint fmt clients flashinfer
+.PHONY: serve test test-rest test-all dist lint fmt clients flashinfer
 
 serve: $(SERVING)
 	@$(BIN)/podway serve $(ARGS) || test $$? -eq 130
@@ -29,6 +30,10 @@ test-rest: $(DEVELOPMENT)
 
 test-all: $(DEVELOPMENT)
 	$(PYTEST) $(ARGS)
+
+dist: $(SERVING)
+	rm -rf dist build
+	$(BIN)/python -m pip wheel --disable-pip-version-check --no-deps --wheel-dir dist .
 
 lint: $(DEVELOPMENT)
 	$(BIN)/ruff format --check

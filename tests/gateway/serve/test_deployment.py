@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -44,6 +45,20 @@ def test_the_health_check_follows_port_and_tls(tmp_path: Path, is_tls: bool) -> 
         assert checked.returncode == 0, checked.stderr
     gone = subprocess.run(health_check(), env=env, capture_output=True)
     assert gone.returncode != 0
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
+def test_the_unit_is_one_that_systemd_accepts(tmp_path: Path) -> None:
+    page = (ROOT / "gateway" / "OPERATIONS.md").read_text()
+    (unit,) = re.findall(r"```ini\n(.*?)```", page, re.DOTALL)
+    path = tmp_path / "podway.service"
+    path.write_text(unit.replace("/opt/podway/bin/podway", sys.executable))
+    checked = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", "--recursive-errors=no", str(path)],
+        capture_output=True,
+        text=True,
+    )
+    assert (checked.returncode, checked.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("extras", ["", "cuda", "cuda,ray"])
