@@ -79,6 +79,7 @@ class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
 class OutputRequest(SamplingRequest, kw_only=True, forbid_unknown_fields=True):
     """The fields that constrain the output; `guided_*` are vLLM's older names."""
 
+    response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
@@ -101,13 +102,16 @@ class OutputRequest(SamplingRequest, kw_only=True, forbid_unknown_fields=True):
 
     def constraint(self) -> OutputConstraint | None:
         """The request's grammar, if any. Raises `InvalidRequest` if it has more than one."""
-        found = list(self._constraints())
-        if len(found) > 1:
-            first, second = found[0].param, found[1].param
+        constraints = list(self._constraints())
+        if len(constraints) > 1:
+            first, second = constraints[0].param, constraints[1].param
+            first = "response_format" if first.startswith("response_format.") else first
             raise InvalidRequest(f"'{second}' cannot be combined with '{first}'.", second)
-        return found[0] if found else None
+        return constraints[0] if constraints else None
 
     def _constraints(self) -> Iterator[OutputConstraint]:
+        if self.response_format is not None and (formatted := self.response_format.constraint()):
+            yield formatted
         options = self.structured_outputs
         if options is not None:
             yield from _constraints_in(options, "structured_outputs.", "")

@@ -8,7 +8,6 @@ import msgspec
 from engine.errors import InvalidRequest
 from gateway.schema.decoding import check_allowed, convert, decode, reject_unless
 from gateway.schema.fields.generation import GenerationRequest
-from gateway.schema.fields.output import OutputConstraint, ResponseFormat
 from gateway.schema.images import RequestedImage
 from gateway.schema.openai.messages import ContentPart, Message
 from gateway.schema.openai.tools import (
@@ -67,7 +66,6 @@ class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
     parallel_tool_calls: bool | None = None
     functions: list[FunctionDefinition] | None = None
     function_call: Any = None
-    response_format: ResponseFormat | None = None
     reasoning_effort: str | None = None
     prediction: Prediction | None = None
     modalities: list[str] | None = None
@@ -181,15 +179,6 @@ class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
         if self.tools is None and self.tool_choice is None:
             return NO_TOOLS
         return plan_tools(self.tools, self.tool_choice, is_parallel=self.parallel_tool_calls)
-
-    def constraint(self) -> OutputConstraint | None:
-        """The request's grammar, if any, apart from that of its tools."""
-        formatted = None if self.response_format is None else self.response_format.constraint()
-        other = GenerationRequest.constraint(self)
-        if formatted is not None and other is not None:
-            message = f"'{other.param}' cannot be combined with 'response_format'."
-            raise InvalidRequest(message, other.param)
-        return formatted or other
 
     @property
     def template_variables(self) -> Mapping[str, Any]:

@@ -1,8 +1,11 @@
 """Text completions: four forms of a prompt, several choices of each."""
 
+from typing import Any
+
 import pytest
 
 from engine.request import Request
+from engine.step import GrammarKind
 from tests.gateway.rig import TEXT, Rig, Setting, play, text
 
 
@@ -52,6 +55,51 @@ def test_a_prompt_has_four_forms(prompt: object, ids: list[tuple[int, ...]]) -> 
         assert [request.spec.prompt for request in rig.ended] == ids
         assert [choice["index"] for choice in reply["choices"]] == list(range(len(ids)))
         assert reply["usage"]["prompt_tokens"] == sum(map(len, ids))
+
+    play(scene)
+
+
+SCHEMA = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "object"}}}
+INVALID_SCHEMA = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "thing"}}}
+
+
+@pytest.mark.parametrize(
+    ("response_format", "grammar"),
+    [
+        ({"type": "text"}, None),
+        ({"type": "json_object"}, (GrammarKind.JSON_OBJECT, "")),
+        (SCHEMA, (GrammarKind.JSON_SCHEMA, '{"type":"object"}')),
+    ],
+)
+def test_a_response_format_constrains_the_output_as_in_a_chat(
+    response_format: dict[str, Any], grammar: tuple[GrammarKind, str] | None
+) -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(TEXT, text(response_format=response_format)) as exchange:
+            await exchange.json()
+        assert exchange.status == 200
+        assert rig.ended[0].spec.grammar == grammar
+
+    play(scene)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": INVALID_SCHEMA}, "response_format.json_schema.schema"),
+        ({"response_format": SCHEMA, "guided_regex": "a"}, "guided_regex"),
+    ],
+)
+def test_an_invalid_response_format_is_a_400_that_names_it(
+    fields: dict[str, Any], param: str
+) -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.post(TEXT, text(**fields)) as exchange:
+            error = (await exchange.json())["error"]
+        assert exchange.status == 400
+        assert error["param"] == param
 
     play(scene)
 
