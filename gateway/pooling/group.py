@@ -7,7 +7,13 @@ from typing import TYPE_CHECKING, Union
 
 from engine.errors import EngineError, InvalidRequest
 from engine.request import Abort
-from gateway.generation.choices import ChoiceGroup, enter_stream, generate_body, in_parallel
+from gateway.generation.choices import (
+    SPECS_AT_ONCE,
+    ChoiceGroup,
+    enter_stream,
+    generate_body,
+    in_parallel,
+)
 from gateway.generation.reply import Reply
 from gateway.pooling.decision_group import DecisionGroup, decision_body
 from gateway.pooling.decisions import DecisionPlan
@@ -50,13 +56,20 @@ class PoolingGroup:
         plan, service = self._plan, self._service
         tokenizer = service.model.tokenizer
         tokenized = await tokenize_inputs(tokenizer, plan.inputs, plan.input_fields)
-        specs = pooling_specs(plan, tokenized, service)
+        specs = []
+        for spec in pooling_specs(plan, tokenized, service):
+            specs.append(spec)
+            if len(specs) % SPECS_AT_ONCE == 0:
+                await asyncio.sleep(0)
         try:
             service.engine.check_group(len(specs), sum(len(spec.prompt) for spec in specs))
         except InvalidRequest as error:
             field = plan.input_field
             raise InvalidRequest(f"'{field}' is too large: {error}", field) from error
-        self._streams = [enter_stream(self._opened, spec, service) for spec in specs]
+        for index, spec in enumerate(specs):
+            if index and index % SPECS_AT_ONCE == 0:
+                await asyncio.sleep(0)
+            self._streams.append(enter_stream(self._opened, spec, service))
 
     async def pooled(self) -> PooledInputs:
         """Wait for all vectors; the first error ends the other requests."""

@@ -3,7 +3,7 @@
 body ──decode──▶ wire shape ──plan_…──▶ PoolingPlan ──pooling_specs──▶ Request × inputs
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -60,18 +60,17 @@ class PoolingPlan:
 
 def pooling_specs(
     plan: PoolingPlan, tokenized: "Sequence[TokenizedInput]", service: "Service"
-) -> list[RequestSpec]:
+) -> Iterator[RequestSpec]:
     """One engine request for each input.
 
     Raises `InvalidRequest` for an input without tokens, and `ContextTooLong`.
     """
     caller = plan.caller
     scheduling = scheduling_of(plan.scheduling, caller)
-    specs = []
     for field, each in zip(plan.input_fields, tokenized, strict=True):
         ids = _truncated(plan, each, service)
         _check(ids, field, service)
-        spec = RequestSpec(
+        yield RequestSpec(
             prompt=tuple(ids),
             max_tokens=0,
             sampling=GREEDY,
@@ -83,8 +82,6 @@ def pooling_specs(
             lora=plan.lora,
             **scheduling._asdict(),
         )
-        specs.append(spec)
-    return specs
 
 
 def _truncated(plan: PoolingPlan, each: "TokenizedInput", service: "Service") -> "Prompt":

@@ -258,7 +258,8 @@ def vector_of(entry: StepEntry) -> bytes:
     if entry.pooling.token_ids:
         return array("f", [-token / 100 for token in entry.pooling.token_ids]).tobytes()
     if entry.pooling.first_len is not None:  # a pair: its second text decides
-        numbers = (entry.tokens[entry.pooling.first_len],)
+        at = entry.pooling.first_len - entry.start  # in another piece, if the prompt is cut
+        numbers = (entry.tokens[min(max(at, 0), len(entry.tokens) - 1)],)
     return array("f", numbers[: entry.pooling.dimensions]).tobytes()
 
 

@@ -18,27 +18,63 @@ import orjson
 import pytest
 from msgspec import inspect
 
+from engine.pooling import PoolingReport
 from engine.step import Grammar
 from gateway.schema.anthropic.request import AnthropicRequest
+from gateway.schema.decisions.openai import DecisionRequest
+from gateway.schema.decisions.systemone import SystemOneRequest
+from gateway.schema.openai.batches import BatchRequest
 from gateway.schema.openai.chat import ChatRequest
 from gateway.schema.openai.completions import CompletionRequest
+from gateway.schema.openai.embeddings import EmbeddingRequest
+from gateway.schema.openai.infill import InfillRequest
+from gateway.schema.openai.scoring import RerankRequest, ScoreRequest
 from gateway.schema.openai.tokens import DetokenizeRequest, TokenizeRequest
 from gateway.schema.responses.request import ResponseRequest
 from gateway.store.database import StoreThread
+from gateway.web.routes.models import ModelAction
+from gateway.web.routes.operations.admin import PolicyChoice
+from gateway.web.routes.operations.loras import LoadLoraRequest, UnloadLoraRequest
+from gateway.web.table import ROUTES
+from tests.gateway.forms import FORM, a_form, a_line, ended
 from tests.gateway.rig import CHAT, MODEL, TEXT, USER, Rig, Setting, play
 from tests.gateway.scripted_model import CheckedOnLoop
 
 MAX_SECONDS = 0.025  # the rule is 5 ms; CPU time grows where other tests share the caches
 ATTEMPTS = 4
-SIZES = (1 << 10, 7 << 10, 64 << 10, 900 << 10)  # bytes; the rig takes bodies of up to 1 MiB
+SIZES = (1 << 10, 7 << 10, 64 << 10, 900 << 10)  # bytes
+LARGE = 16 << 20
+FILES = "/v1/files"
 MANY = 250_000  # items, fewer than the commas that a body may have
 SHAPES: dict[str, tuple[type[msgspec.Struct], dict[str, Any]]] = {
     CHAT: (ChatRequest, {"model": MODEL, "messages": USER, "max_tokens": 1}),
     TEXT: (CompletionRequest, {"model": MODEL, "prompt": "ab", "max_tokens": 1}),
     "/v1/messages": (AnthropicRequest, {"model": MODEL, "messages": USER, "max_tokens": 1}),
     "/v1/responses": (ResponseRequest, {"model": MODEL, "input": "hi", "max_output_tokens": 1}),
+    "/infill": (InfillRequest, {"input_prefix": "a", "input_suffix": "b", "n_predict": 1}),
+    "/v1/decisions": (
+        DecisionRequest,
+        {
+            "model": MODEL,
+            "input": "hi",
+            "questions": [{"type": "predicate", "instructions": "So."}],
+        },
+    ),
+    "/v1/batches": (
+        BatchRequest,
+        {"input_file_id": "file-x", "endpoint": TEXT, "completion_window": "24h"},
+    ),
+    "/v1/load_lora_adapter": (LoadLoraRequest, {"lora_name": "x", "lora_path": "/none"}),
+    "/v1/unload_lora_adapter": (UnloadLoraRequest, {"lora_name": "x"}),
     "/tokenize": (TokenizeRequest, {"messages": USER}),
     "/detokenize": (DetokenizeRequest, {"tokens": [1]}),
+}
+# Of administrators, and one that asks `DecisionRequest`'s questions of each of many texts.
+UNMEASURED = {ModelAction, PolicyChoice, SystemOneRequest}
+POOLED: dict[str, tuple[type[msgspec.Struct], dict[str, Any], str]] = {
+    "/v1/embeddings": (EmbeddingRequest, {"model": MODEL, "input": "ab"}, "embed"),
+    "/v1/score": (ScoreRequest, {"model": MODEL, "text_1": "a", "text_2": ["b"]}, "score"),
+    "/v1/rerank": (RerankRequest, {"model": MODEL, "query": "a", "documents": ["b"]}, "score"),
 }
 
 
@@ -136,9 +172,9 @@ def grown(cls: type, base: dict[str, Any], size: int, depth: int = 0) -> Iterato
     yield {**base, **{f"unknown{i}": 1 for i in range(size // 16)}}
 
 
-def bodies(path: str, size: int) -> Iterator[dict[str, Any]]:
-    cls, base = SHAPES[path]
-    yield from grown(cls, base, size)
+def bodies(path: str, size: int) -> list[tuple[str, bytes]]:
+    cls, base = SHAPES[path] if path in SHAPES else POOLED[path][:2]
+    return [(path, orjson.dumps(body)) for body in grown(cls, base, size)]
 
 
 def attacks() -> Iterator[tuple[str, dict[str, Any]]]:
@@ -169,13 +205,46 @@ def attacks() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "/v1/responses", {**response, "truncation": "auto", "input": [item] * 9_000}
 
 
+def large_bodies() -> Iterator[tuple[str, bytes]]:
+    """Bodies of nearly 16 MB, the default limit."""
+    size = LARGE - 1_000
+    chat, text = SHAPES[CHAT][1], SHAPES[TEXT][1]
+    yield CHAT, orjson.dumps({**chat, "messages": [{"role": "user", "content": "a" * size}]})
+    yield (
+        CHAT,
+        orjson.dumps({**chat, "messages": [{"role": "user", "content": "\n" * (size // 2)}]}),
+    )
+    yield CHAT, orjson.dumps({**chat, "unknown": "a" * size})
+    yield (
+        CHAT,
+        orjson.dumps({**chat, "messages": [{"role": "user", "content": "a", "x": "a" * size}]}),
+    )
+    yield TEXT, orjson.dumps({**text, "prompt": ["a" * (size // 2_000)] * 1_900})
+    yield TEXT, orjson.dumps({**text, "prompt": [10**9] * MANY})
+    yield TEXT, b" " * size + orjson.dumps(text)
+    yield CHAT, b"[" * size
+    yield "/v1/responses", orjson.dumps({**SHAPES["/v1/responses"][1], "input": "a" * size})
+    yield "/tokenize", orjson.dumps({"prompt": "a b" * (size // 3)})
+
+
+def files() -> Iterator[bytes]:
+    """Files of batches: many short lines, few long ones, and none."""
+    yield b"{}\n" * 20_000
+    yield b"\n" * (900 << 10)
+    yield a_line("1", {**SHAPES[TEXT][1], "prompt": "a" * (800 << 10)}, TEXT)
+    yield b"\n".join(a_line(str(i), SHAPES[TEXT][1], TEXT) for i in range(200))
+
+
 async def longest_callback(rig: Rig, timer: LoopTimer, path: str, body: bytes) -> float:
     """The fastest of some attempts, which end with the first that is fast enough."""
     best = 1e9
+    headers = FORM if path == FILES else {}
     for _ in range(ATTEMPTS):
         timer.longest = 0.0
-        async with rig.client.post(path, body) as exchange:
-            await exchange.read()
+        async with rig.client.post(path, body, headers) as exchange:
+            reply = await exchange.read()
+        if path == FILES:
+            await run_batch(rig, orjson.loads(reply)["id"])
         assert exchange.status in (200, 400, 404, 413, 503), body[:300]
         best = min(best, timer.longest)
         if best <= MAX_SECONDS:
@@ -183,7 +252,17 @@ async def longest_callback(rig: Rig, timer: LoopTimer, path: str, body: bytes) -
     return best
 
 
-def check(bodies: list[tuple[str, bytes]], monkeypatch: pytest.MonkeyPatch) -> None:
+async def run_batch(rig: Rig, file_id: str) -> None:
+    """Run the lines of an uploaded file."""
+    fields = SHAPES["/v1/batches"][1] | {"input_file_id": file_id}
+    async with rig.client.post("/v1/batches", fields) as exchange:
+        batch = await exchange.json()
+    await ended(rig, batch["id"], every=0.01)
+
+
+def check(
+    bodies: list[tuple[str, bytes]], monkeypatch: pytest.MonkeyPatch, pools: str | None = None
+) -> None:
     """Send the bodies one after the other; report all that hold the loop for too long."""
     monkeypatch.setattr("tests.wire.asgi.ResponseCheck", UNCHECKED)  # it runs on the same loop
     monkeypatch.setattr("tests.gateway.rig.CheckedOnLoop", CheckedInThread)
@@ -206,6 +285,8 @@ def check(bodies: list[tuple[str, bytes]], monkeypatch: pytest.MonkeyPatch) -> N
 
     setting = Setting(
         step=0.0001,
+        pooling=None if pools is None else PoolingReport(pools, "last", 1),
+        max_body_bytes=LARGE,
         max_queue_requests=4096,
         store_executor=StoreThread,
         trusts_request_templates=False,
@@ -221,8 +302,29 @@ def check(bodies: list[tuple[str, bytes]], monkeypatch: pytest.MonkeyPatch) -> N
 def test_no_large_field_of_a_request_holds_the_loop(
     path: str, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check([(path, orjson.dumps(body)) for body in bodies(path, size)], monkeypatch)
+    check(bodies(path, size), monkeypatch)
 
 
 def test_no_body_whose_parts_multiply_holds_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     check([(path, orjson.dumps(body)) for path, body in attacks()], monkeypatch)
+
+
+@pytest.mark.parametrize("path", POOLED)
+@pytest.mark.parametrize("size", [pytest.param(SIZES[1], marks=pytest.mark.fuzz), SIZES[3]])
+def test_no_large_field_of_texts_to_pool_holds_the_loop(
+    path: str, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check(bodies(path, size), monkeypatch, POOLED[path][2])
+
+
+def test_no_body_of_16_mb_holds_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    check(list(large_bodies()), monkeypatch)
+
+
+def test_no_file_of_a_batch_holds_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    check([(FILES, a_form(content)) for content in files()], monkeypatch)
+
+
+def test_every_route_with_a_body_is_measured() -> None:
+    measured = {cls for cls, *_ in (*SHAPES.values(), *POOLED.values())}
+    assert {route.body for route in ROUTES.routes if route.body} - measured == UNMEASURED
