@@ -86,6 +86,8 @@ class _Store:
 class Case:
     """The case of a seed. `steps` is a digest of every step and every client's result."""
 
+    longest: float | None = LONGEST
+
     def __init__(self, seed: int, *, records: bool = False) -> None:
         self._records = records
         self.random = random = Random(seed)
@@ -156,7 +158,9 @@ class Case:
         clients = loop.create_task(self._clients.run(engine))
         try:
             done, _ = await asyncio.wait(
-                [running, faults, clients], timeout=LONGEST, return_when=asyncio.FIRST_COMPLETED
+                [running, faults, clients],
+                timeout=self.longest,
+                return_when=asyncio.FIRST_COMPLETED,
             )
             if not done:
                 raise Wrong(f"a request never ends: {engine!r}")
@@ -175,6 +179,7 @@ class Case:
         """Kill workers and switch policies, and call what is rarely called."""
         random, rates = self.random, self.settings.clients
         while True:
+            await self._until_faults()
             await asyncio.sleep(random.choice([0.05, 0.3, 1.0]))
             if random.random() < rates.kill:
                 self._executor.kill()
@@ -185,6 +190,9 @@ class Case:
                 self.counts["cancelled by label"] += engine.cancel(random.choice("ab"), None)
             if self.settings.has_loras and random.random() < 0.1 * rates.cancel:
                 engine.fail_lora(random.choice(LORAS).lora_id, InvalidRequest("drawn"))
+
+    async def _until_faults(self) -> None:
+        """Faults may be made at any time."""
 
     async def _idle(self, engine: Engine) -> None:
         """Wait until the engine, which has no requests, has saved what it keeps."""
