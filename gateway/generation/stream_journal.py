@@ -4,6 +4,7 @@ Everything random in a journalled request (ids, the seed of its sampling) comes 
 its dates from the moment in which it was planned first: so planned again, it has the same events.
 """
 
+import logging
 import random
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -17,6 +18,8 @@ from gateway.store.journal import StreamRecord
 if TYPE_CHECKING:
     from gateway.generation.prompt import TokenizedPrompts
     from gateway.service import Service
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +101,10 @@ class JournalEntry:
             return tokenized._replace(prompts=known) if known else tokenized
         is_plain = all(isinstance(prompt, list | tuple) for prompt in tokenized.prompts)
         prompts = [list(prompt) for prompt in tokenized.prompts] if is_plain else []
-        with suppress(StoreFailed):
+        try:
             await self._service.store.journal.add(record.with_prompts(prompts))
+        except StoreFailed as error:
+            logger.warning("the stream of %s is in memory only: %s", record.request_id, error)
         return tokenized
 
     async def end(self, events: bytes | None) -> None:

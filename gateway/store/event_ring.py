@@ -180,6 +180,7 @@ class EventRings:
         ring = EventRing(self, tenant)
         self._accounts.setdefault(tenant, _Account()).running.add(ring)
         self.changed(ring, ring.num_bytes)
+        self.make_room(ring)
         return ring
 
     def close(self, ring: EventRing) -> None:
@@ -199,6 +200,8 @@ class EventRings:
         if account is not None and ring in account.running:
             account.running.remove(ring)
             account.ended[ring] = None
+            if ring.is_evicted:
+                self.close(ring)
 
     def changed(self, ring: EventRing, num_bytes: int) -> None:
         """A ring has grown by so many bytes; a ring that was closed counts no more."""
@@ -214,9 +217,9 @@ class EventRings:
             excess = account.num_bytes - limits.key_bytes
             if excess <= 0 or not self._evict(account, excess):
                 break
-        while self._num_bytes > limits.total_bytes:
-            largest = max(self._accounts.values(), key=lambda each: each.num_bytes)
-            if not self._evict(largest, self._num_bytes - limits.total_bytes):
+        while (excess := self._num_bytes - limits.total_bytes) > 0:
+            accounts = sorted(self._accounts.values(), key=lambda each: -each.num_bytes)
+            if not any(self._evict(account, excess) for account in accounts):
                 break
 
     def _evict(self, account: _Account, num_bytes: int) -> bool:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from gateway.errors import StoreOutOfSpace
 from gateway.store.database import Database
 from gateway.store.event_ring import RingLimits
 
@@ -54,10 +55,12 @@ class Journal:
         return self._database.path is not None
 
     async def add(self, record: StreamRecord) -> None:
-        """Store a request that begins."""
+        """Store a request that begins. Raises `StoreOutOfSpace` beyond the limits."""
         data = _ENCODER.encode(record)
 
         def write(db: sqlite3.Connection) -> None:
+            if _trim(db, self._limits, len(data)) > self._limits.total_bytes:
+                raise StoreOutOfSpace
             db.execute(
                 "INSERT INTO stream (id, num_bytes, record) VALUES (?, ?, ?)",
                 (record.id, len(data), data),
@@ -68,7 +71,6 @@ class Journal:
     async def end(self, record_id: str, events: bytes, now: int) -> None:
         """Store the events of a stream that has ended, and forget streams that ended too long ago,
         and the first ended of those beyond the limits."""
-        limits = self._limits
 
         def write(db: sqlite3.Connection) -> None:
             db.execute(
@@ -76,17 +78,8 @@ class Journal:
                 " WHERE id = ?",
                 (now, events, len(events), record_id),
             )
-            db.execute("DELETE FROM stream WHERE ended_at <= ?", (now - limits.seconds,))
-            query = "SELECT coalesce(sum(num_bytes), 0) FROM stream WHERE ended_at IS NOT NULL"
-            (size,) = db.execute(query).fetchone()
-            oldest = "SELECT seq, num_bytes FROM stream WHERE ended_at IS NOT NULL ORDER BY seq"
-            for seq, num_bytes in (
-                db.execute(oldest).fetchall() if size > limits.total_bytes else ()
-            ):
-                db.execute("DELETE FROM stream WHERE seq = ?", (seq,))
-                size -= num_bytes
-                if size <= limits.total_bytes:
-                    break
+            db.execute("DELETE FROM stream WHERE ended_at <= ?", (now - self._limits.seconds,))
+            _trim(db, self._limits)
 
         await self._database.write(write)
 
@@ -117,6 +110,21 @@ class Journal:
             return [Ended(_DECODER.decode(record), events) for record, events in rows]
 
         return await self._database.read(read)
+
+
+def _trim(db: sqlite3.Connection, limits: RingLimits, more: int = 0) -> int:
+    """Forget the streams that ended first, until there is room for `more` bytes. Returns the bytes
+    of the others and those."""
+    (size,) = db.execute("SELECT coalesce(sum(num_bytes), 0) FROM stream").fetchone()
+    size += more
+    if size > limits.total_bytes:
+        ended = "SELECT seq, num_bytes FROM stream WHERE ended_at IS NOT NULL ORDER BY seq"
+        for seq, num_bytes in db.execute(ended).fetchall():
+            db.execute("DELETE FROM stream WHERE seq = ?", (seq,))
+            size -= num_bytes
+            if size <= limits.total_bytes:
+                break
+    return int(size)
 
 
 _ENCODER = msgspec.msgpack.Encoder()
