@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +64,9 @@ def events(output: str) -> Iterator[Any]:
     return (json.loads(line) for line in output.splitlines() if line.startswith("{"))
 
 
-def _codex_flags(server: str, model: str) -> list[str]:
-    provider = f'{{name="Podway",base_url="{server}/v1",env_key="PODWAY_KEY",wire_api="responses"}}'
+def _codex_flags(server: str, model: str, more: str = "") -> list[str]:
+    wire = f'wire_api="responses"{more}'
+    provider = f'{{name="Podway",base_url="{server}/v1",env_key="PODWAY_KEY",{wire}}}'
     config = {
         "model_provider": '"podway"',
         "model_providers.podway": provider,
@@ -119,6 +120,9 @@ CODEX = Agent(
     lambda server, model: {"PODWAY_KEY": "any"},
     "exec_command",
     {"cmd": COMMAND},
+)
+CODEX_WEBSOCKET = replace(
+    CODEX, flags=lambda server, model: _codex_flags(server, model, ",supports_websockets=true")
 )
 CLAUDE_CODE = Agent(
     "claude",

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from adapters.dialects.choosing import choose_dialect
-from tests.clients.agents import CLAUDE_CODE, CODEX, OPENCODE, Agent, events
+from tests.clients.agents import CLAUDE_CODE, CODEX, CODEX_WEBSOCKET, OPENCODE, Agent, events
 from tests.gateway.rig import MODEL, Setting
 from tests.gateway.serve.live import listening
 
@@ -20,9 +20,10 @@ RESULT = "from-the-tool"
 
 
 def run_with_a_tool(agent: Agent, directory: Path) -> list[Any]:
-    """The agent's events; the two requests that the server got are checked."""
+    """The agent's events; the last two requests that the server got are checked."""
+    prepared = [""] if agent is CODEX_WEBSOCKET else []  # a prompt for which nothing is generated
     setting = Setting(
-        texts=(agent.call, ANSWER),
+        texts=(*prepared, agent.call, ANSWER),
         step=0.0005,
         context=1 << 18,
         num_blocks=1 << 19,
@@ -31,7 +32,8 @@ def run_with_a_tool(agent: Agent, directory: Path) -> list[Any]:
     )
     with listening(setting, drain_seconds=1.0) as live:
         output = agent.run(live.url.removesuffix("/v1"), MODEL, directory)
-    first, second = live.rig.ended
+    assert len(live.rig.ended) == 2 + len(prepared)
+    first, second = live.rig.ended[-2:]
     assert RESULT not in bytes(first.spec.prompt).decode()
     assert RESULT in bytes(second.spec.prompt).decode()[-200:]
     assert second.num_cached > 0.9 * first.prompt_len
@@ -40,6 +42,14 @@ def run_with_a_tool(agent: Agent, directory: Path) -> list[Any]:
 
 def test_codex_calls_a_tool_and_reads_its_output(tmp_path: Path) -> None:
     found = run_with_a_tool(CODEX, tmp_path)
+    items = [event["item"] for event in found if event["type"] == "item.completed"]
+    (command,) = [item for item in items if item["type"] == "command_execution"]
+    assert (command["aggregated_output"], command["exit_code"]) == (f"{RESULT}\n", 0)
+    assert (items[-1]["type"], items[-1]["text"]) == ("agent_message", ANSWER)
+
+
+def test_codex_sends_what_is_new_over_a_websocket(tmp_path: Path) -> None:
+    found = run_with_a_tool(CODEX_WEBSOCKET, tmp_path)
     items = [event["item"] for event in found if event["type"] == "item.completed"]
     (command,) = [item for item in items if item["type"] == "command_execution"]
     assert (command["aggregated_output"], command["exit_code"]) == (f"{RESULT}\n", 0)

@@ -1,6 +1,6 @@
 """What a late turn of a long conversation costs, over HTTP and over a WebSocket.
 
-    python -m examples.benchmarks.server.agent_turns [--turns 30] [--words 700] [--json FILE]
+    python -m examples.benchmarks.server.agent_turns [--turns 30] [--words 240] [--json FILE]
 
 The built-in model is served. Each turn adds a message of WORDS words and gets 8 tokens. Over HTTP
 the input is either the whole conversation or continues the last, stored response; over a WebSocket
