@@ -5,10 +5,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from anthropic.types import message_create_params as message_params
+from openai.types import completion_create_params as text_params
+from openai.types.chat import completion_create_params as chat_params
+from openai.types.responses import response_create_params as response_params
 
 from gateway.schema.openai.chat import ChatRequest
 from gateway.schema.openai.completions import CompletionRequest
 from tests.gateway.rig import CHAT, TEXT, Rig, Setting, chat, play, text
+from tests.gateway.web.parameters import page
 
 PAGE = (Path(__file__).parents[3] / "gateway" / "README.md").read_text(encoding="utf-8")
 _ROW = re.compile(
@@ -96,3 +101,27 @@ def test_a_field_of_one_endpoint_is_unknown_to_the_other(name: str) -> None:
         assert (exchange.status, error["param"]) == (400, name)
 
     play(scene, Setting(rejects_unknown_fields=True))
+
+
+PARAMETERS = (Path(__file__).parents[3] / "gateway" / "PARAMETERS.md").read_text(encoding="utf-8")
+CLIENTS: list[tuple[str, Any]] = [
+    ("Chat completions", chat_params.CompletionCreateParamsBase),
+    ("Completions", text_params.CompletionCreateParamsBase),
+    ("Responses", response_params.ResponseCreateParamsBase),
+    ("Messages", message_params.MessageCreateParamsBase),
+]
+REQUIRED = {"model", "messages", "input", "max_tokens"}
+
+
+def test_the_page_of_parameters_says_what_becomes_of_each() -> None:
+    assert page() == PARAMETERS, (
+        "run: python -m tests.gateway.web.parameters > gateway/PARAMETERS.md"
+    )
+
+
+@pytest.mark.parametrize(("title", "shape"), CLIENTS)
+def test_the_page_lists_the_parameters_of_the_newest_clients(title: str, shape: Any) -> None:
+    rows = PARAMETERS.partition(f"## {title}\n")[2].partition("##")[0]
+    listed = set(re.findall(r"`(\w+)`", rows))
+    required = REQUIRED | ({"prompt"} if title == "Completions" else set())
+    assert set(shape.__annotations__) - required <= listed
