@@ -206,3 +206,35 @@ def test_responses_parse_and_call_tools(client: openai.OpenAI) -> None:
     )
     calls = [item for item in called.output if item.type == "function_call"]
     assert [call.name for call in calls] == ["get_weather"]
+
+
+def test_decisions_have_an_answer_of_each_type(client: openai.OpenAI) -> None:
+    part = {"type": "input_json", "data": {"order": 7}}
+    given: Any = [{"role": "user", "content": [part]}]
+    decision = client.decisions.create(
+        model="builtin",
+        input=given,
+        questions=[
+            {"type": "predicate", "instructions": "It is about an order.", "name": "order"},
+            {
+                "type": "choice",
+                "instructions": "Who answers it?",
+                "choices": [{"value": "sales"}, {"value": "support"}, {"value": False}],
+            },
+            {
+                "type": "score",
+                "instructions": "How urgent is it?",
+                "levels": [{"label": "low"}, {"label": "high"}],
+            },
+        ],
+    )
+    predicate, choice, score = decision.answers
+    assert predicate.type == "predicate"
+    assert predicate.name == "order"
+    assert 0 <= predicate.probability <= 1
+    assert choice.type == "choice"
+    assert sum(row.probability for row in choice.probabilities) == pytest.approx(1)
+    assert choice.choice in ("sales", "support", False)
+    assert score.type == "score"
+    assert score.score == pytest.approx(score.probabilities[1].probability)
+    assert decision.usage.output_tokens == 0
