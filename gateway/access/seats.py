@@ -9,7 +9,7 @@ from engine.errors import Overloaded
 
 
 class Seats:
-    """At most `num_seats` seats are taken at once, one of them by each client."""
+    """A bound on seats that are taken at once: `num_seats` of them, and one by each client."""
 
     def __init__(self, num_seats: int, wait_seconds: float, full: str) -> None:
         """`full` is the error's text where none is free within `wait_seconds`."""

@@ -58,6 +58,15 @@ CONFIG: dict[str, Any] = {
         "num_position_embeddings": 256,
         "hidden_act": "gelu_pytorch_tanh",
     },
+    "random_images": {
+        "text": "<|vision_start|><|image_pad|><|vision_end|>",
+        "tokens": {
+            "<|image_pad|>": 4100,
+            "<|video_pad|>": 4101,
+            "<|vision_start|>": 4102,
+            "<|vision_end|>": 4103,
+        },
+    },
     "image_token_id": 4100,
     "video_token_id": 4101,
     "vision_start_token_id": 4102,
