@@ -2,6 +2,8 @@
 
 import base64
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import psutil
 import pytest
 
 from tests.adapters.images.pictures import bad_images, encoded, noise
-from tests.conftest import read_url, start_server
+from tests.conftest import Server, read_url, start_server
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3_5ForConditionalGeneration"],
@@ -72,6 +74,46 @@ CONFIG: dict[str, Any] = {
     "vision_start_token_id": 4102,
     "vision_end_token_id": 4103,
 }
+PLACES = [f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)]
+NAMES = ["<image>", "<fake_token_around_image>", "<global-img>", *PLACES]
+TILES: dict[str, Any] = {
+    "architectures": ["SmolVLMForConditionalGeneration"],
+    "model_type": "smolvlm",
+    "tie_word_embeddings": True,
+    "image_token_id": 4100,
+    "scale_factor": 2,
+    "text_config": {
+        "model_type": "llama",
+        "vocab_size": 4200,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-6,
+        "tie_word_embeddings": True,
+        "hidden_act": "silu",
+    },
+    "vision_config": {
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 2,
+        "image_size": 64,
+        "patch_size": 16,
+        "hidden_act": "gelu_pytorch_tanh",
+    },
+    "random_images": {
+        "text": "<image>",
+        "tokens": {name: token_id for token_id, name in enumerate(NAMES, 4100)},
+        "preprocessor": {
+            "image_processor_type": "SmolVLMImageProcessor",
+            "size": {"longest_edge": 128},
+            "max_image_size": {"longest_edge": 64},
+        },
+    },
+}
 WIDTH, HEIGHT = 300, 200
 NUM_TOKENS = 10 * 7  # the fewest of 32 × 32 pixels each that have 65,536 pixels in about this shape
 TEXT = {"type": "text", "text": "What is this?"}
@@ -102,21 +144,20 @@ def ask(client: openai.OpenAI, model: str, *parts: Any) -> tuple[list[float], An
     return [token.logprob for token in logprobs.content], answer.usage
 
 
-def check_chat(client: openai.OpenAI, model: str) -> None:
+def check_chat(client: openai.OpenAI, model: str, num_tokens: int, typed: str) -> None:
     """Images change the answer, the same one does not, and its prefix is found again."""
     text_only, usage = ask(client, model, TEXT)
     num_text = usage.prompt_tokens
     first, usage = ask(client, model, part(picture(0)), TEXT)
-    assert usage.prompt_tokens == num_text + 2 + NUM_TOKENS
+    assert usage.prompt_tokens == num_text + num_tokens
     again, usage = ask(client, model, part(picture(0)), TEXT)
-    assert usage.prompt_tokens_details.cached_tokens >= NUM_TOKENS
+    cached = usage.prompt_tokens_details.cached_tokens
     other, usage = ask(client, model, part(picture(1)), TEXT)
-    assert usage.prompt_tokens_details.cached_tokens < NUM_TOKENS
+    assert cached > num_tokens // 2 > usage.prompt_tokens_details.cached_tokens
     assert first == pytest.approx(again, abs=1e-4)
     assert len({first[0], other[0], text_only[0]}) == 3
-    typed = "<|vision_start|><|image_pad|><|vision_end|>What is this?"
-    _, usage = ask(client, model, {"type": "text", "text": typed})
-    assert usage.prompt_tokens > num_text + 3, "a typed placeholder is text"
+    _, usage = ask(client, model, {"type": "text", "text": f"{typed}What is this?"})
+    assert usage.prompt_tokens > num_text + len(typed) // 5, "a typed placeholder is text"
 
 
 def check_bad(client: openai.OpenAI, model: str) -> None:
@@ -153,21 +194,27 @@ def check_others(url: str, client: openai.OpenAI, model: str, folder: Path) -> N
     assert cached >= NUM_TOKENS
 
 
+@contextmanager
+def serving(
+    folder: Path, config: dict[str, Any]
+) -> Iterator[tuple[Server, str, openai.OpenAI, str]]:
+    """A server of a random model, its address, a client and the model's name."""
+    (model := folder / "model").mkdir()
+    (model / "config.json").write_text(json.dumps(config))
+    flags = ("--cost-model", "none", "--store", "memory")
+    with start_server(folder, name := f"random:{model}", *flags) as child:
+        url = read_url(child)
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as client:
+            yield child, url, client, name
+
+
 def test_images_are_served_to_the_official_clients(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    folder = tmp_path / "vision"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    model = f"random:{folder}"
-    with (
-        start_server(tmp_path, model, "--cost-model", "none", "--store", "memory") as child,
-        openai.OpenAI(
-            base_url=f"{(url := read_url(child))}/v1", api_key="any", max_retries=0
-        ) as client,
-    ):
-        check_chat(client, model)
+    with serving(tmp_path, CONFIG) as (child, url, client, model):
+        typed = "<|vision_start|><|image_pad|><|vision_end|>"
+        check_chat(client, model, 2 + NUM_TOKENS, typed)
         check_bad(client, model)
         decoders = [
             each
@@ -177,3 +224,10 @@ def test_images_are_served_to_the_official_clients(
         assert len(decoders) == 1
         decoders[0].kill()
         check_others(url, client, model, tmp_path)
+
+
+def test_tiles_of_images_are_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with serving(tmp_path, TILES) as (_, _, client, model):
+        num_texts = 2 * 4 + 3 + 3  # of tiles, the ends of lines, around the whole image
+        check_chat(client, model, 5 * 4 + num_texts, "<fake_token_around_image><image>")
