@@ -6,7 +6,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, BrowserContext, Page, expect
 
 from engine.simulated.figures import Distribution
 from tests.page.conftest import AXE
@@ -47,6 +47,41 @@ def test_a_chat_streams_and_shows_its_figures(page: Page, page_url: str) -> None
     assert page.locator(".message.assistant .body").inner_text().strip()
     page.reload()
     expect(page.locator(".message.user")).to_contain_text("Hello!")  # history is in the browser
+
+
+PASTE = """async ([place, how]) => {
+    const canvas = Object.assign(document.createElement("canvas"), {width: 3000, height: 30});
+    canvas.getContext("2d").fillRect(0, 0, 9, 9);
+    const blob = await new Promise((done) => canvas.toBlob(done));
+    const transfer = new DataTransfer();
+    transfer.items.add(new File([blob], "a.png", {type: "image/png"}));
+    const data = {clipboardData: transfer, dataTransfer: transfer};
+    const options = {bubbles: true, cancelable: true, ...data};
+    const event = how === "paste" ? new ClipboardEvent(how, options) : new DragEvent(how, options);
+    document.querySelector(place).dispatchEvent(event);
+}"""
+
+
+def test_images_are_pasted_dropped_removed_and_sent(context: BrowserContext, page_url: str) -> None:
+    page = context.new_page()  # which may log that the model refuses the image
+    page.goto(f"{page_url}/")
+    page.locator(".composer textarea").wait_for()
+    page.evaluate(PASTE, [".composer textarea", "paste"])
+    page.evaluate(PASTE, [".composer", "drop"])
+    expect(page.locator(".composer img")).to_have_count(2)
+    page.get_by_role("button", name="Remove image 1").click()
+    expect(page.locator(".composer img")).to_have_count(1)
+    with page.expect_request("**/v1/chat/completions") as sent:
+        ask(page, "What is this?")
+    image, text = sent.value.post_data_json["messages"][0]["content"]
+    assert image["image_url"]["url"].startswith("data:image/webp;base64,")
+    assert text == {"type": "text", "text": "What is this?"}
+    expect(page.locator(".message.user img")).to_be_visible()
+    assert page.locator(".message.user img").evaluate("image => image.naturalWidth") == 1280
+    expect(page.get_by_role("alert")).to_contain_text("this model reads text only")
+    expect(page.locator(".composer img")).to_have_count(0)
+    page.reload()
+    expect(page.locator(".message.user img")).to_be_visible()
 
 
 def test_editing_and_regenerating_add_branches(page: Page, page_url: str) -> None:

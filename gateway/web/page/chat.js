@@ -2,6 +2,7 @@
 
 import { html, useEffect, useRef, useState } from "/page/vendor/htm-preact.js";
 import { call, events, json } from "/page/api.js";
+import { contentOf, imageFiles, Pictures, readImages } from "/page/images.js";
 import { markdown } from "/page/markdown.js";
 import { add, at, branch, empty, isChat, save, stored } from "/page/store.js";
 
@@ -16,7 +17,7 @@ const SETTINGS = {
 function requestBody(chat, model, upTo) {
   const messages = chat.system ? [{ role: "system", content: chat.system }] : [];
   for (const node of branch(chat)) {
-    if (node.content || node.role === "user") messages.push({ role: node.role, content: node.content });
+    if (node.content || node.role === "user") messages.push({ role: node.role, content: contentOf(node) });
     if (node.id === upTo) break;
   }
   const settings = Object.fromEntries(
@@ -74,6 +75,7 @@ export function Chat({ models }) {
   const [, setVersion] = useState(0);
   const [model, setModel] = useState(models[0]);
   const [text, setText] = useState("");
+  const [images, setImages] = useState([]);
   const [running, setRunning] = useState(null);
   const [editing, setEditing] = useState(null);
   const [showsSettings, setShowsSettings] = useState(false);
@@ -113,16 +115,34 @@ export function Chat({ models }) {
 
   function send(event) {
     event?.preventDefault();
-    if (!text.trim() || running) return;
+    if (isEmpty || running) return;
     const last = branch(chat).at(-1)?.id ?? 0;
-    const node = add(chat, last, { role: "user", content: text });
+    const node = add(chat, last, { role: "user", content: text, images });
     setText("");
+    setImages([]);
     answer(node.id);
   }
 
   function saveEdit(node, content) {
     setEditing(null);
-    answer(add(chat, node.parent, { role: "user", content }).id);
+    answer(add(chat, node.parent, { role: "user", content, images: node.images }).id);
+  }
+
+  async function attach(files) {
+    try {
+      const added = await readImages(files);
+      setImages((before) => [...before, ...added]);
+      setFailed(null);
+    } catch (error) {
+      setFailed(error.message);
+    }
+  }
+
+  function takeImages(event, transfer) {
+    const files = imageFiles(transfer);
+    if (!files.length) return;
+    event.preventDefault();
+    attach(files);
   }
 
   function exportChat() {
@@ -148,6 +168,7 @@ export function Chat({ models }) {
   }
 
   const shown = branch(chat);
+  const isEmpty = !text.trim() && !images.length;
   return html`
     <div class="bar">
       <label class="row">Model
@@ -172,15 +193,20 @@ export function Chat({ models }) {
         running=${running} editing=${editing === node.id} onEdit=${setEditing} onSave=${saveEdit}
         onRegenerate=${() => answer(node.parent)} />`)}
     </section>
-    <form class="composer" onSubmit=${send}>
+    <form class="composer" onSubmit=${send} onDragOver=${(event) => event.preventDefault()}
+      onDrop=${(event) => takeImages(event, event.dataTransfer)}>
+      <${Pictures} images=${images} onRemove=${(place) => setImages(images.toSpliced(place, 1))} />
       <textarea aria-label="Message" placeholder="Message" rows="2" value=${text}
+        onPaste=${(event) => takeImages(event, event.clipboardData)}
         onInput=${(event) => setText(event.target.value)}
         onKeyDown=${(event) => {
           if (event.key === "Enter" && !event.shiftKey && !event.isComposing) send(event);
         }}></textarea>
+      <label class="button">Image<input class="hidden-file" type="file" accept="image/*" multiple
+        onChange=${(event) => { attach([...event.target.files]); event.target.value = ""; }} /></label>
       ${running
         ? html`<button type="button" class="primary" id="stop" onClick=${() => running.abort()}>Stop</button>`
-        : html`<button type="submit" class="primary" id="send" disabled=${!text.trim()}>Send</button>`}
+        : html`<button type="submit" class="primary" id="send" disabled=${isEmpty}>Send</button>`}
     </form>`;
 }
 
@@ -228,6 +254,7 @@ function Message({ node, chat, changed, running, editing, onEdit, onSave, onRege
   return html`<article class="message ${node.role}">
     <div class="who">${isUser ? "You" : node.model}</div>
     ${node.reasoning && html`<details><summary>Reasoning</summary>${markdown(node.reasoning)}</details>`}
+    <${Pictures} images=${node.images} />
     <div class="body">${isUser ? node.content : markdown(node.content)}</div>
     ${(node.calls || []).map((each) => html`<pre class="tool" tabindex="0"><code>${each.name}(${each.arguments})</code></pre>`)}
     ${node.error && html`<p class="error" role="alert">${node.error}</p>`}

@@ -1,6 +1,8 @@
 // The chat as it is stored in this browser: a tree of messages, in which editing a message or
 // regenerating an answer adds a branch.
 
+import { isImage } from "/page/images.js";
+
 const STORE = "podway-chat";
 const SAVE_MS = 500;
 
@@ -20,7 +22,8 @@ export function stored() {
 export function isChat(value) {
   const isList = (node) => Array.isArray(node?.children) && node.children.every((id) => value.nodes[id]);
   return !!value && typeof value.nodes === "object" && value.nodes !== null && isList(value.root)
-    && Object.values(value.nodes).every((node) => isList(node) && typeof node.content === "string");
+    && Object.values(value.nodes).every((node) => isList(node) && typeof node.content === "string"
+      && (node.images === undefined || (Array.isArray(node.images) && node.images.every(isImage))));
 }
 
 let unsaved = null;
