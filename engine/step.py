@@ -350,6 +350,7 @@ class StepResult:
     vector for each entry with `pooling`, in their order, as little-endian float32. `proposals` has
     the proposed tokens of each entry with `proposal`; `proposal_seconds`, a part of `seconds`, is
     the draft model's time, and `encoder_seconds`, another part, that of the slices in `encodes`.
+    `failed_images` could not be encoded, so that the tokens of requests with them are meaningless.
     """
 
     step_id: StepId
@@ -365,6 +366,7 @@ class StepResult:
     proposals: tuple[tuple[int, ...], ...] = ()
     proposal_seconds: float = 0.0
     encoder_seconds: float = 0.0
+    failed_images: tuple[int, ...] = ()
 
 
 class StepTimes(NamedTuple):

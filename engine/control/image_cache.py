@@ -119,6 +119,10 @@ class ImageCache:
         self._numbers += 1
         return self._numbers
 
+    def forget_again(self, numbers: tuple[int, ...]) -> None:
+        """Let the next step forget images that another one may not have forgotten."""
+        self._dropped.extend(numbers)
+
     @property
     def num_dropped(self) -> int:
         """Images that no step has forgotten yet."""

@@ -171,16 +171,21 @@ class Images:
             share = NEWS_SHARE if self._seconds_per_flop else 1.0
             self._seconds_per_flop += share * (rate - self._seconds_per_flop)
 
-    def failed(self, iteration: "Iteration") -> "Iterable[Request]":
-        """An iteration raised an error, perhaps in its slices: returns the requests that have its
-        images, which cannot be encoded."""
+    def failed(self, numbers: "Iterable[int]") -> "Iterable[Request]":
+        """Images could not be encoded: forgets them, and returns the requests that have them."""
         requests: dict[Request, None] = {}
-        for work in iteration.step.encodes:
-            image = None if self._cache is None else self._cache.numbered(work.image)
+        for number in numbers:
+            image = None if self._cache is None else self._cache.numbered(number)
             if image is not None and self._cache is not None:
                 requests |= dict.fromkeys(image.users)
-                self._cache.drop(work.image)
+                self._cache.drop(number)
         return requests
+
+    def step_failed(self, iteration: "Iteration") -> None:
+        """A step raised an error: what it should have forgotten may be left. (The slices that it
+        did not compute are made up for.)"""
+        if self._cache is not None:
+            self._cache.forget_again(iteration.step.dropped)
 
     def lose(self) -> None:
         """The workers died: no image is encoded, and they have no pixels."""

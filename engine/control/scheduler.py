@@ -19,6 +19,7 @@ from engine.control.settings import SchedulerSettings
 from engine.control.swap_planner import SwapPlanner
 from engine.cost.live import LiveCost
 from engine.cost.model import UNMEASURED
+from engine.errors import RowFailed
 from engine.events import Observer, ObserverGroup
 from engine.iteration import Delivery, Iteration
 from engine.kv.cache import KVCache
@@ -201,7 +202,11 @@ class IterationScheduler:
         token. A late request computes the last of its tokens again in a later iteration.
         """
         self.lifecycle.num_committed += 1
+        failed = [r for r in self.images.failed(result.failed_images) if not r.state.is_terminal]
+        for request in failed:
+            self.lifecycle.fail(request, RowFailed("An image could not be encoded."), now)
         deliveries = self._results.apply(iteration, result, now)
+        deliveries += [Delivery(request, None) for request in failed]
         self._proposals.committed(iteration, result, now)
         self.images.committed(iteration, result)
         if iteration.requests:
@@ -224,12 +229,8 @@ class IterationScheduler:
         for request in iteration.requests:
             request.num_in_flight -= 1
             self.lifecycle.fail(request, error, now)
-        failed = dict.fromkeys(iteration.requests)
-        for request in self.images.failed(iteration):
-            if request not in failed and not request.state.is_terminal:
-                failed[request] = None
-                self.lifecycle.fail(request, error, now)
-        return list(failed)
+        self.images.step_failed(iteration)
+        return list(iteration.requests)
 
     # Ends from outside
 

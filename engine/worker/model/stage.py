@@ -49,8 +49,8 @@ PUT_ON_HOST = put_each(torch.from_numpy)
 class HoldsEncodings(Protocol):
     """The encoded images of a worker."""
 
-    def encoding(self, image: int) -> Encoding:
-        """Raises `ValueError` for an image that is not encoded."""
+    def encoding(self, number: int) -> Encoding | None:
+        """The encoding of an image; None if it failed. Raises `ValueError` for an unknown one."""
         ...
 
 
@@ -176,11 +176,15 @@ class Stage:
         added: list[tuple[Tensor, ...]] = []
         for image, start, first, count in encoded:
             encoding = self.images.encoding(image)
+            if encoding is None:  # the entry's request fails
+                continue
             if first + count > len(encoding.embeddings):
                 raise ValueError(f"image {image} has {len(encoding.embeddings)} rows")
             hidden[start : start + count] = encoding.embeddings[first : first + count]
             rows.append(np.arange(start, start + count))
             added.append(tuple(each[first : first + count] for each in encoding.added))
+        if not any(added):
+            return ()
         (places,) = self.put(np.concatenate(rows))
         return tuple(
             AddedRows(places, torch.cat(of_layer)) for of_layer in zip(*added, strict=True)

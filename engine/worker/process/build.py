@@ -193,7 +193,12 @@ def build_worker(
     loaded = _load(place)
     built, drafter = loaded.built, loaded.drafter
     transfers, gather = device.transfers(), _gathering(shard, plane)
-    images = WorkerImages(built.encoder, place.checkpoint.encoder, device.zeros(1))
+    images = WorkerImages(
+        built.encoder,
+        place.checkpoint.encoder,
+        device.zeros(1),
+        reports_failures=settings.placement.returns_results,
+    )
 
     def make_stage(cache: KVTensors, states: RecurrentStates | None) -> Stage:
         over = attention.over(kv.by_layer(cache))

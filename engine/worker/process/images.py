@@ -1,7 +1,14 @@
-"""The images of a worker: their pixels, how far they are encoded, and their encodings."""
+"""The images of a worker: their pixels, how far they are encoded, and their encodings.
 
+Slices that a failed step left out are made up for by the next one. An encoder that raises ends its
+image, not the step: the step's result says so, and the requests with the image fail. (On several
+stages the first one has no result, so there the step fails.)
+"""
+
+import logging
 import time
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -10,6 +17,18 @@ from torch import Tensor
 from engine.media import EncoderReport, ImagePixels
 from engine.step import Step
 from engine.worker.ports import EncoderState, Encoding, ImageEncoder
+
+logger = logging.getLogger("engine.worker")
+
+
+class EncodedSlices(NamedTuple):
+    """What a step did with images: the seconds it took, and the images that failed."""
+
+    seconds: float = 0.0
+    failed: tuple[int, ...] = ()
+
+
+NO_SLICES = EncodedSlices()
 
 
 @dataclass(slots=True)
@@ -21,19 +40,27 @@ class _Image:
     shape: tuple[int, ...]
     grid: tuple[int, int, int]
     state: EncoderState | None = None
+    num_done: int = 0  # slices
     encoding: Encoding | None = None
+    has_failed: bool = False
 
 
 class WorkerImages:
     """Encodes images as steps say; without an encoder, as on later stages, it ignores them."""
 
     def __init__(
-        self, encoder: ImageEncoder | None, report: EncoderReport | None, like: Tensor
+        self,
+        encoder: ImageEncoder | None,
+        report: EncoderReport | None,
+        like: Tensor,
+        *,
+        reports_failures: bool,
     ) -> None:
         """`like` has the dtype and device that the encoder computes with."""
         self._encoder = encoder
         self._report = report
         self._like = like
+        self._reports_failures = reports_failures
         self._images: dict[int, _Image] = {}
 
     def put(self, piece: ImagePixels) -> None:
@@ -49,37 +76,53 @@ class WorkerImages:
         image.pixels[piece.offset : piece.offset + len(piece.data)] = piece.data
         image.num_arrived += len(piece.data)
 
-    def run(self, step: Step) -> float:
-        """Forget and encode what the step says; returns the seconds that slices took."""
+    def run(self, step: Step) -> EncodedSlices:
+        """Forget and encode what the step says."""
         for number in step.dropped:
             self._images.pop(number, None)
-        if self._encoder is None or self._report is None or not step.encodes:
-            return 0.0
+        if self._encoder is None or not step.encodes:
+            return NO_SLICES
         began = time.monotonic()
-        for number, start, stop in step.encodes:
-            self._encode(self._encoder, self._report, number, range(start, stop))
-        return time.monotonic() - began
+        for number, _, stop in step.encodes:
+            self._advance(number, stop)
+        failed = [work.image for work in step.encodes if self._images[work.image].has_failed]
+        return EncodedSlices(time.monotonic() - began, tuple(failed))
 
-    def encoding(self, image: int) -> Encoding:
-        """Raises `ValueError` for an image that is not encoded."""
-        known = self._images.get(image)
-        if known is None or known.encoding is None:
-            raise ValueError(f"image {image} is not encoded")
-        return known.encoding
+    def encoding(self, number: int) -> Encoding | None:
+        """The encoding of an image; None if its encoder failed, so that its requests will.
 
-    def _encode(
-        self, encoder: ImageEncoder, report: EncoderReport, number: int, slices: range
-    ) -> None:
+        Raises `ValueError` for an image that is not known.
+        """
+        self._advance(number, None)
+        return self._images[number].encoding
+
+    def _advance(self, number: int, stop: int | None) -> None:
+        """Compute the slices up to `stop`, or all, that are not computed yet."""
         image = self._images.get(number)
-        if image is None or image.num_arrived != len(image.pixels):
-            raise ValueError(f"image {number} has no pixels, or too few")
-        if not slices.start:
-            pixels = torch.frombuffer(image.pixels, dtype=torch.float32).view(image.shape)
-            image.state = encoder.begin(pixels.to(self._like), image.grid)
+        if image is None:
+            raise ValueError(f"image {number} is not known")
+        if image.encoding is not None or image.has_failed:
+            return
+        try:
+            self._compute(image, stop)
+        except Exception:
+            if not self._reports_failures:
+                raise
+            logger.exception("image %d could not be encoded", number)
+            image.state, image.pixels, image.has_failed = None, bytearray(), True
+
+    def _compute(self, image: _Image, stop: int | None) -> None:
+        assert self._encoder is not None, "it takes images"
+        assert self._report is not None, "it takes images"
+        if image.num_arrived != len(image.pixels):
+            raise ValueError("the image has too few pixels")
         if image.state is None:
-            raise ValueError(f"slice {slices.start} of image {number} is not the next one")
-        for each in slices:
-            encoder.run_slice(image.state, each)
-        if slices.stop == report.num_slices(len(image.state.hidden)):
-            image.encoding = encoder.end(image.state)
+            pixels = torch.frombuffer(image.pixels, dtype=torch.float32).view(image.shape)
+            image.state = self._encoder.begin(pixels.to(self._like), image.grid)
+        total = self._report.num_slices(len(image.state.hidden))
+        for number in range(image.num_done, total if stop is None else stop):
+            self._encoder.run_slice(image.state, number)
+            image.num_done = number + 1
+        if image.num_done == total:
+            image.encoding = self._encoder.end(image.state)
             image.state, image.pixels, image.num_arrived = None, bytearray(), 0

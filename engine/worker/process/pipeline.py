@@ -34,6 +34,7 @@ from engine.worker.model.kv.data_plane import ReceivedHidden
 from engine.worker.model.layout import build_layout
 from engine.worker.ports import MovesInFlight, RaggedLayout
 from engine.worker.process.drafts.draft_rows import accept_drafts, last_tokens, split_drafts
+from engine.worker.process.images import NO_SLICES, EncodedSlices
 from engine.worker.process.inbox import Inbox
 from engine.worker.process.parts import WorkerParts
 from engine.worker.process.token_return import TokenReturn
@@ -65,7 +66,7 @@ class LaunchedStep:
     before: StreamEvent | None  # the end of the previous step on a device that works ahead
     pending: PendingOutput | None  # None if this worker reads no hidden states of the step
     hidden: Tensor | None  # of all rows, if drafts are proposed from them
-    encoder_seconds: float = 0.0
+    slices: EncodedSlices = NO_SLICES
 
     @property
     def may_wait(self) -> bool:
@@ -172,7 +173,7 @@ class StepPipeline:
         """Begin a step without entries."""
         began = self._transfers.mark()
         self._set_times(None)
-        encoder_seconds = self._encode(step)
+        slices = self._encode(step)
         moving = self._parts.mover.move(step.moves)
         ended = self._transfers.mark() if step.encodes else began
         return LaunchedStep(
@@ -186,14 +187,15 @@ class StepPipeline:
             None,
             None,
             None,
-            encoder_seconds,
+            slices,
         )
 
-    def _encode(self, step: Step) -> float:
-        """Compute the slices of images that the step has; the seconds it took."""
+    def _encode(self, step: Step) -> EncodedSlices:
+        """Compute the slices of images that the step has."""
         if step.encodes:
             self._parts.device.wake()
-        return self._parts.images.run(step) if step.encodes or step.dropped else 0.0
+        has_any = step.encodes or step.dropped
+        return self._parts.images.run(step) if has_any else NO_SLICES
 
     def _begin(self, step: Step) -> StepInFlight:
         self._tokens.open(step)
@@ -203,7 +205,7 @@ class StepPipeline:
         self._return.expect(step)
         continued = self._tokens.continued(step)
         self._parts.device.wake()
-        encoder_seconds = self._encode(step)
+        slices = self._encode(step)
         moving = self._parts.mover.move(step.moves)
         reader, rows, masks = self._parts.reader, None, MaskRequest()
         if continued.is_known:
@@ -235,7 +237,7 @@ class StepPipeline:
             before,
             pending,
             every,
-            encoder_seconds,
+            slices,
         )
 
     def _with_tokens(self, step: Step, continued: Continued) -> Step:
@@ -324,7 +326,8 @@ class StepPipeline:
             unread=unread,
             proposals=proposals,
             proposal_seconds=proposal_seconds if proposals else 0.0,
-            encoder_seconds=launched.encoder_seconds,
+            encoder_seconds=launched.slices.seconds,
+            failed_images=launched.slices.failed,
             **output._asdict(),
         )
         return StepOutcome(result, StepTimes(data_at, now - seconds, now, max(0.0, idle)))

@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 import pytest
 
 from engine.control.admission import SwapMode
+from engine.errors import RowFailed
 from engine.media import EncoderWork, ImagePixels
 from engine.request import RequestSpec
 from engine.step import SamplingParams, Step, StepResult
+from engine.worker.process.images import EncodedSlices, WorkerImages
 from engine.worker.process.worker import Worker
 from engine.worker_settings import WorkerReport
 from tests.engine.worker.process.driving import settings_for
@@ -160,3 +162,23 @@ def test_encodings_are_dropped_when_they_do_not_fit(served: Served) -> None:
     )
     assert tokens(outcomes) == served.expected[:2] * 2
     assert any(step.dropped for step in watched.steps)
+
+
+def test_an_image_that_cannot_be_encoded_fails_its_request_only(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from_steps = WorkerImages.run
+
+    def run(images: WorkerImages, step: Step) -> EncodedSlices:
+        for number, start, _ in step.encodes:
+            if number == 1 and start:
+                images._images[number].state = None  # so that its next slice raises
+                images._images[number].pixels = bytearray(7)
+        return from_steps(images, step)
+
+    monkeypatch.setattr(WorkerImages, "run", run)
+    outcomes = play(served.worker, served.specs, max_batch_size=4, max_batch_tokens=8)
+    whole = [outcome.tokens for outcome in outcomes if outcome.error is None]
+    failed = [outcome.error for outcome in outcomes if outcome.error is not None]
+    assert [type(error) for error in failed] == [RowFailed, RowFailed], "two have the image"
+    assert whole == [served.expected[1], served.expected[3]]

@@ -29,6 +29,7 @@ from tests.scheduling import check_preemption
 if TYPE_CHECKING:
     from collections.abc import Container, Sequence
 
+    from engine.media import EncoderReport, ImagePixels
     from engine.policy.port import Policy
     from engine.request import Request
     from engine.step import BlockMove, RequestId, Step
@@ -104,11 +105,12 @@ class Case:
             self._watch,
             cost,
             settings.drafter(cost),
+            self._draw_encoder(),
         )
         self._watch.scheduler = self.scheduler
         self._memory = Memory(settings.block_size, settings.unread_rate, random, self.counts)
         reader = Reader(self._memory, settings.windows, self.counts)
-        device = Device(reader, self._watch.texts, settings.rows, random, self.counts)
+        device = self._make_device(reader)
         self._executor = FuzzedExecutor(
             device, COST, settings.num_stages, settings.steps, random, self.counts
         )
@@ -121,6 +123,18 @@ class Case:
 
     def _draw_settings(self) -> Settings:
         return draw(self.random)
+
+    def _draw_encoder(self) -> "EncoderReport | None":
+        """The model's image encoder."""
+        return None
+
+    def _make_device(self, reader: Reader) -> Device:
+        rates = self.settings.rows
+        return Device(reader, self._watch.texts, rates, self.random, self.counts)
+
+    def _put_pixels(self, piece: "ImagePixels") -> None:
+        """A piece of an image reaches the worker."""
+        raise Wrong("pixels for a model without an encoder")
 
     def _make_clients(self) -> Clients:
         return Clients(self.settings, self.random, self.counts)
@@ -152,6 +166,7 @@ class Case:
             depth=settings.num_stages + settings.lookahead,
             read_ahead=(lambda copies: None) if settings.tiers.disk else None,
             lookup=_Store(self._memory, self.random) if settings.tiers.store else None,
+            send_pixels=self._put_pixels,
         )
         running = loop.create_task(engine.run())
         faults = loop.create_task(self._make_faults(engine))

@@ -52,6 +52,16 @@ def next_token(digest: int, last: int, banned: tuple[int, ...] = ()) -> int:
     return token
 
 
+def contents_of(spec: "RequestSpec") -> list[int]:
+    """What stands at each position of the prompt: a token, or a row of an image."""
+    contents = list(spec.prompt)
+    for media in spec.media:
+        image = int.from_bytes(media.digest[:4], "little")
+        for row in range(media.num_tokens):
+            contents[media.start + row] = hash((image, row))
+    return contents
+
+
 class Text:
     """A prompt and the output that follows it, computed as far as it is asked for; it goes on
     behind the end of the request."""
@@ -63,7 +73,7 @@ class Text:
         self.digests: list[int] = []
         # What slots hold: KV of different layer groups differs.
         self.in_group: list[list[int]] = [[] for _ in range(num_groups)]
-        self._append(spec.prompt)
+        self._append(spec.prompt, contents_of(spec))
 
     def reach(self, length: int) -> None:
         """Know at least so many tokens."""
@@ -71,7 +81,8 @@ class Text:
         while len(self.tokens) < length:
             is_early = len(self.tokens) - len(spec.prompt) < spec.min_tokens
             banned = tuple(spec.end_ids) if is_early else ()
-            self._append([next_token(self.digests[-1], self.tokens[-1], banned)])
+            token = next_token(self.digests[-1], self.tokens[-1], banned)
+            self._append([token], [token])
 
     def output(self, count: int) -> list[int]:
         """The first tokens of the output."""
@@ -83,8 +94,8 @@ class Text:
         """The digest of all tokens before a position."""
         return self.digests[position - 1] if position else self.root
 
-    def _append(self, tokens: "Iterable[int]") -> None:
-        digests = extend(self.digest_before(len(self.digests)), tokens)
+    def _append(self, tokens: "Iterable[int]", contents: "Iterable[int]") -> None:
+        digests = extend(self.digest_before(len(self.digests)), contents)
         self.tokens += tokens
         self.digests += digests
         for group, held in enumerate(self.in_group):
