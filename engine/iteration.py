@@ -27,7 +27,8 @@ class Iteration:
 
     `swapping` are requests without an entry whose KV the step's moves copy. `saves` are copies of
     cached blocks that the step makes, `loads` copies of cached blocks that it reads for requests.
-    `itl_goal` is the lowest goal of its decodes in seconds; infinite if none has one.
+    `itl_goal` is the lowest goal of its decodes in seconds; infinite if none has one. One that
+    `only_saves` was planned while there were no requests.
     """
 
     step: "Step"
@@ -36,6 +37,7 @@ class Iteration:
     saves: "tuple[Save, ...]" = ()
     loads: "tuple[Load, ...]" = ()
     itl_goal: float = inf
+    only_saves: bool = False
 
     def results(self, result: "StepResult") -> "EntryResults":
         """What `result` has for each of the entries."""

@@ -343,7 +343,7 @@ class Engine:
             self._in_flight.appendleft(oldest)
             return False
         else:
-            if not oldest.iteration.requests and not oldest.iteration.step.encodes:
+            if oldest.iteration.only_saves:
                 self.scheduler.saved(oldest.iteration, result)
                 return True
             streams = self._streams

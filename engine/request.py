@@ -185,6 +185,7 @@ class Request:
     finish: FinishReason | None = None
     abort: Abort | None = None
     error: "EngineError | None" = None
+    images_wanted_at: float | None = None  # when it began to wait for its images to be encoded
     admitted_at: float | None = None
     first_token_at: float | None = None
     last_token_at: float | None = None

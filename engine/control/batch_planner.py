@@ -54,7 +54,7 @@ class BatchPlanner:
         go on hashing."""
         self._admission.begin_plan()
         self._kv.search.begin_plan()
-        self._images.begin_plan()
+        self._images.begin_plan(now)
         self.time.begin_plan(now)
         self._fill(batch, now)
         while batch.is_empty and batch.is_deferred:

@@ -39,6 +39,7 @@ class Images:
         self._wanted: dict[int, CachedImage] = {}  # in this plan, in the order of the policy
         self._live: dict[Request, RopePositions | None] = {}  # requests with images
         self._num_dropped = 0  # before this plan
+        self._now = 0.0
         self._seconds_per_flop = 0.0  # 0: not measured
         self.num_encoded = 0  # images, since the start
 
@@ -46,6 +47,11 @@ class Images:
     def num_bytes(self) -> int:
         """Bytes of the encodings that are kept."""
         return 0 if self._cache is None else self._cache.num_bytes
+
+    @property
+    def num_live(self) -> int:
+        """Requests with images that have not ended. One may load KV and then wait for an image."""
+        return len(self._live)
 
     # Requests
 
@@ -72,8 +78,9 @@ class Images:
 
     # Planning
 
-    def begin_plan(self) -> None:
+    def begin_plan(self, now: float) -> None:
         """Forget which images the last plan wanted, and the requests that have ended."""
+        self._now = now
         self._wanted.clear()
         if self._cache is None:
             return
@@ -102,6 +109,8 @@ class Images:
                 image = self._cache.find(request, media)
                 if not self._cache.is_encoded(image):
                     self._wanted.setdefault(image.number, image)
+                    if request.images_wanted_at is None:
+                        request.images_wanted_at = self._now
                     return max(0, media.start - start)
         return num_tokens
 

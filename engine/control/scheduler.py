@@ -153,12 +153,11 @@ class IterationScheduler:
         if not batch.is_empty or not self.pool.count(State.RUNNING):
             batch.encodes = self.images.plan(self._planner.time.left(batch))
         swaps = self.kv.collect_moves(0 if batch.is_empty else SAVES_PER_STEP)
-        if batch.is_empty:
-            assert not swaps.moves, "KV is swapped by an iteration without entries"
-            if not batch.encodes:
-                if self.pool:
-                    self._observer.idled(now)
-                return None
+        if batch.is_empty and not batch.encodes and not swaps.moves:
+            if self.pool:
+                self._observer.idled(now)
+            return None
+        assert not batch.is_empty or not swaps.moves or self.images.num_live, "moves for no entry"
         batch.dropped = self.images.take_dropped()
         self._next_step_id += 1
         iteration = batch.iteration(swaps, self._planner.time.goal(batch))
@@ -191,7 +190,7 @@ class IterationScheduler:
             return None
         step = Step(StepId(self._next_step_id), (), swaps.moves)
         self._next_step_id += 1
-        return Iteration(step, (), (), swaps.saves)
+        return Iteration(step, (), saves=swaps.saves, only_saves=True)
 
     # Results
 

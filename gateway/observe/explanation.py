@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 SHORT = 0.05  # seconds; a shorter delay explains nothing
 SMALL = 0.1  # so does a delay that is a smaller share of the time to compute the request
-DELAYS = ("queued", "preempted", "paused", "swapped", "restart", "reader")
+DELAYS = ("queued", "encoding", "preempted", "paused", "swapped", "restart", "reader")
 
 
 def explain(choices: "Sequence[Timeline]", label: str, timelines: "Timelines", now: float) -> str:
@@ -133,6 +133,14 @@ def _queued(timeline: "Timeline", seconds: float, timelines: "Timelines", now: f
     )
 
 
+def _encoding(timeline: "Timeline", seconds: float) -> str:
+    images = _number(len(timeline.request.spec.media), "image")
+    return (
+        f"It waited {seconds:.2f} s for the image encoder, which read its {images} and others' "
+        "beside the tokens of all requests; smaller images, or the same ones again, take less."
+    )
+
+
 def _preempted(timeline: "Timeline", seconds: float) -> str:
     times = _number(timeline.request.num_preemptions, "time")
     return (
@@ -177,6 +185,7 @@ def _number(count: int, thing: str) -> str:
 
 
 _DELAYS = {
+    "encoding": _encoding,
     "preempted": _preempted,
     "paused": _paused,
     "swapped": _swapped,

@@ -166,6 +166,10 @@ METRICS: tuple[MetricRow["Readings"], ...] = (
         labels=("percentile",)),
     counter("podway_worker_restarts_total", "Workers that died and were replaced.",
         lambda r: r.metrics.num_workers_lost),
+    counter("podway_encoded_images_total", "Images that the model's encoder has read.",
+        lambda r: r.scheduler.images.num_encoded),
+    gauge("podway_encoder_cache_bytes", "Size of the encoded images that are kept.",
+        lambda r: r.scheduler.images.num_bytes),
 
     # KV memory
     gauge("podway_kv_slots", "KV slots by tier and state.",

@@ -115,7 +115,10 @@ class Timeline:
         end = now if request.ended_at is None else request.ended_at
         admitted = end if request.admitted_at is None else request.admitted_at
         first = end if request.first_token_at is None else request.first_token_at
-        found = [Span("queued", 0.0, admitted - began)]
+        wanted = request.images_wanted_at
+        encoding = admitted if wanted is None else min(wanted, admitted)
+        found = [Span("queued", 0.0, encoding - began)]
+        found.append(Span("encoding", encoding - began, admitted - encoding))
         found += self._phase("prefill", admitted, first, sum(size for _, size in self.pieces))
         if request.first_token_at is not None:
             found += self._phase("decode", first, end, request.produced)

@@ -5,7 +5,7 @@ import { json } from "/page/api.js";
 import { recentRequests } from "/page/store.js";
 
 const PHASES = {
-  queued: "in the queue", prefill: "computing the prompt", decode: "computing output tokens",
+  queued: "in the queue", encoding: "waits for the image encoder", prefill: "computing the prompt", decode: "computing output tokens",
   preempted: "lost its KV blocks, waits to start again", recomputed: "computing lost tokens again",
   paused: "holds KV blocks; the policy runs other requests", swapped: "its KV is in host memory", restart: "waits for a new worker", reader: "the client does not read",
 };

@@ -1,0 +1,159 @@
+"""Encoding images beside the tokens of others: how much of it an iteration computes, and when."""
+
+from math import inf
+
+import numpy as np
+import pytest
+
+from engine.control.scheduler import IterationScheduler
+from engine.control.settings import SchedulerSettings
+from engine.cost.live import LiveCost
+from engine.cost.model import CostModel
+from engine.errors import InvalidRequest
+from engine.iteration import Iteration
+from engine.kv.ledger import KVLedger
+from engine.kv_shape import KVShape
+from engine.media import EncoderReport, Media
+from engine.policy.fcfs import FirstComeFirstServed
+from engine.request import Abort, Request, RequestSpec
+from engine.step import SamplingParams, StepResult
+from gateway.observe.explanation import explain
+from gateway.observe.timelines import Timelines
+
+GREEDY = SamplingParams(temperature=0.0)
+COST = CostModel.linear(per_step=0.01, per_token=0.001, per_slot=0.0)
+ENCODER = EncoderReport(3, 100, row_flops=1, pair_flops=0, tile=4, merge=2)
+SLICE = 0.002  # seconds
+
+
+class Rig:
+    """A scheduler whose iterations take as long as their entries and slices cost."""
+
+    def __init__(self, encoder: EncoderReport | None = ENCODER, **bounds: float) -> None:
+        settings = SchedulerSettings(max_model_len=400, **bounds)  # type: ignore[arg-type]
+        self.timelines = Timelines()
+        self.now = 0.0
+        self.scheduler = IterationScheduler(
+            settings,
+            KVLedger(KVShape(200, 4)),
+            FirstComeFirstServed(),
+            self.timelines,
+            LiveCost(COST),
+            encoder=encoder,
+        )
+        self.timelines.attach(self.scheduler)
+
+    def add(self, *images: Media, length: int = 100, max_tokens: int = 100) -> Request:
+        spec = RequestSpec((1,) * length, max_tokens, GREEDY, label="picture", media=images)
+        return self.scheduler.add(spec, self.now)
+
+    def step(self) -> Iteration | None:
+        """Plan and commit an iteration; pixels are sent at once."""
+        iteration, images = self.scheduler.plan(self.now), self.scheduler.images
+        while (wanted := images.next_to_send()) is not None:
+            images.sent(wanted[0])
+            iteration = iteration or self.scheduler.plan(self.now)
+        if iteration is None:
+            return None
+        step = iteration.step
+        encoding = SLICE * sum(work.stop - work.start for work in step.encodes)
+        seconds = encoding + (COST.step(step) if step.entries else 0.0)
+        self.now += seconds
+        tokens = tuple(7 for entry in step.entries if entry.sample is not None)
+        result = StepResult(step.step_id, tokens, seconds, encoder_seconds=encoding)
+        self.scheduler.commit(iteration, result, self.now)
+        return iteration
+
+
+def image(start: int, number: int = 0, patches: int = 40) -> Media:
+    """An image of ten tiles, unless it has other `patches`."""
+    digest = number.to_bytes(32, "big")
+    return Media(
+        start, patches // 4, digest, np.zeros((patches, 2), np.float32), (1, 2, patches // 2)
+    )
+
+
+def num_slices(iteration: Iteration | None) -> int:
+    assert iteration is not None
+    return sum(work.stop - work.start for work in iteration.step.encodes)
+
+
+def test_beside_decodes_no_more_slices_are_computed_than_the_goal_leaves_time_for() -> None:
+    rig = Rig(itl_goal=0.02)
+    for _ in range(3):
+        rig.add(length=4)
+    rig.step()
+    rig.add(image(2))
+    counts, starts = list[int](), list[bool]()
+    while not starts or not starts[-1]:
+        began = rig.now
+        iteration = rig.step()
+        counts.append(num_slices(iteration))
+        starts.append(any(len(entry.tokens) > 1 for entry in iteration.step.entries))  # type: ignore[union-attr]
+        assert rig.now - began <= 0.02 + SLICE or starts[-1]
+    assert sum(counts) == 40, "four layers of ten tiles"
+    assert counts[:2] == [0, 1], "the pixels are sent, and how long a slice takes is measured"
+    assert max(counts) <= 4
+    assert len(counts) > 10
+
+
+def test_without_decodes_an_iteration_encodes_for_a_tenth_of_a_second_at_most() -> None:
+    rig = Rig()
+    rig.add(image(2, patches=400))
+    counts = [num_slices(rig.step()) for _ in range(6) if rig.scheduler.pool]
+    assert counts[0] == 1
+    assert counts[1:] == [50] * (len(counts) - 1)
+
+
+def test_a_request_starts_with_its_first_image_and_waits_for_the_next() -> None:
+    rig = Rig()
+    request = rig.add(image(10, 1), image(40, 2))
+    spans = list[tuple[int, int]]()
+    for _ in range(60):
+        iteration = rig.step()
+        if iteration is not None:
+            spans += [(entry.start, len(entry.tokens)) for entry in iteration.step.entries]
+        if request.output:
+            break
+    assert spans == [(0, 40), (40, 60)]
+
+
+def test_what_nobody_waits_for_any_more_is_not_encoded_further_and_is_forgotten() -> None:
+    rig = Rig()
+    first = rig.add(image(2, 1, patches=400))
+    for _ in range(3):
+        rig.step()
+    rig.scheduler.cancel(first, Abort.CLIENT_GONE, rig.now)
+    assert rig.step() is None
+    rig.add(image(2, 2))
+    dropped = [rig.step() for _ in range(6)]
+    assert [each.step.dropped for each in dropped if each is not None and each.step.dropped]
+
+
+def test_a_prefix_in_the_cache_needs_no_encoding() -> None:
+    rig = Rig()
+    rig.add(image(10), max_tokens=4)
+    while rig.step() is not None:
+        pass
+    again = rig.add(image(10), max_tokens=4, length=120)
+    assert num_slices(rig.step()) == 0
+    assert again.num_cached == 100
+
+
+def test_the_time_waited_for_the_encoder_is_a_phase_of_its_own() -> None:
+    rig = Rig()
+    rig.add(image(2, patches=800), length=300, max_tokens=2)
+    while rig.step() is not None:
+        pass
+    (timeline,) = rig.timelines.find("picture", "")
+    phases = [span.phase for span in timeline.spans(rig.now)]
+    assert phases[:3] == ["queued", "encoding", "prefill"]
+    assert "for the image encoder" in explain([timeline], "", rig.timelines, rig.now)
+
+
+def test_images_are_refused_by_a_model_without_an_encoder_and_if_they_never_fit() -> None:
+    with pytest.raises(InvalidRequest, match="does not read images"):
+        Rig(None).add(image(2))
+    with pytest.raises(InvalidRequest, match="--encoder-memory allows 500"):
+        Rig(encoder_memory=500).add(image(2))
+    assert Rig(encoder_memory=1000, itl_goal=inf).add(image(2))
