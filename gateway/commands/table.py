@@ -18,6 +18,7 @@ COMMANDS = {
         "gateway.commands.plan.command:main",
         "find the fewest GPUs that serve a workload within latency limits",
     ),
+    "models": ("gateway.commands.models:main", "list the models on this machine"),
     "explain": ("gateway.commands.explain:main", "say why a request was slow"),
     "top": ("gateway.commands.top:main", "show the engine of a server live"),
     "key": ("gateway.commands.key:main", "make an API key for the key file of a server"),

@@ -77,11 +77,7 @@ def main(
     the process began at `began_at` on the performance counter."""
     began_at = time.perf_counter() if began_at is None else began_at
     flags = vars(parser(shows_all=False).parse_args(argv))
-    models = flags.pop("model")
-    given = {name: value for name, value in flags.items() if value is not None}
-    if len(models) == 1:
-        given["model"] = models[0]
-    settings = load(given, models[1:] and models)
+    settings = load({name: value for name, value in flags.items() if value is not None})
     _set_up_logging(settings)
     try:
         check_models(settings)

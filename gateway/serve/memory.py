@@ -123,7 +123,8 @@ def _stored_dtype(path: Path) -> str | None:
 
 def loaded_bytes(settings: Settings, report: WorkerReport) -> int:
     """The bytes of a loaded model: its weights, and all of its KV blocks and states."""
-    item = DTYPE_BYTES.get(report.weights, DTYPE_BYTES.get(report.dtype, 4.0))
+    format = report.weights.partition(" ")[0]  # "bfloat16 (AVX-512 BF16)"
+    item = DTYPE_BYTES.get(format, DTYPE_BYTES.get(report.dtype, 4.0))
     workers = settings.workers.num_stages * settings.workers.num_ranks
     kv = report.num_blocks * report.bytes_per_block + report.num_states * report.bytes_per_state
     host = report.num_host_blocks * report.bytes_per_block

@@ -15,7 +15,7 @@ TABLES = "models"
 # Parts of the settings that every model has for itself.
 OWN_SECTIONS = (
     *("model", "loras", "kernels", "kv", "tiers", "schedule", "scheduler", "policies", "workers"),
-    *("launch", "terms"),
+    *("launch", "terms", "images"),
 )
 
 

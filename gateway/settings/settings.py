@@ -88,10 +88,9 @@ def options() -> tuple[Option, ...]:
     )
 
 
-def load(flags: Mapping[str, object], models: Sequence[str] = ()) -> Settings:
+def load(flags: Mapping[str, object]) -> Settings:
     """The settings of this run. `flags` maps setting names to the command line's values: strings,
-    booleans for switches, and lists for flags that can be repeated. `models` are the command line's
-    models, if there are several.
+    booleans for switches, and lists for flags that can be repeated, and for the models.
 
     Raises `StartupError` with one line that names the first wrong setting. A PODWAY_ variable that
     resembles a setting's is an error; any other unknown one, for instance of a Kubernetes service
@@ -108,16 +107,21 @@ def load(flags: Mapping[str, object], models: Sequence[str] = ()) -> Settings:
     config = (in_environment | in_flags).get("config")
     given = {name: each for path in _files(config) for name, each in _read(path).items()}
     tables, above = tables_of(given, known), in_environment | in_flags
-    names = models or [str(above["model"].value)] if models or "model" in above else ()
+    models = above.pop("model", Given(()))
+    names = _names(models.value)
     chosen = chosen_models(tables, given, names)
     if not chosen:
-        return _built(known, given | above)
-    for values in (given, above):
-        values.pop("model", None)
+        only = {"model": models._replace(value=names[0])} if names else {}
+        return _built(known, given | above | only)
     if "served_model_name" in given | above:
         raise StartupError("--served-model-name is for one model: name several in their tables")
     server = _built(known, given | above)
     return replace(server, models=tuple(_built(known, given | own | above) for own in chosen))
+
+
+def _names(value: object) -> Sequence[str]:
+    """The models that the command line or a variable names."""
+    return tuple(value) if isinstance(value, list | tuple) else (str(value),)
 
 
 def _built(known: Mapping[str, Option], given: Mapping[str, Given]) -> Settings:

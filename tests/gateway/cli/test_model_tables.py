@@ -27,9 +27,9 @@ share = 0.5
 """
 
 
-def startup_error(models: tuple[str, ...] = (), **flags: str) -> str:
+def startup_error(*models: str) -> str:
     with pytest.raises(StartupError) as failed:
-        load(flags, models)
+        load({"model": models})
     return str(failed.value)
 
 
@@ -52,7 +52,7 @@ def test_the_command_line_chooses_tables_and_other_models(bare: Path) -> None:
     assert only.model.task == "embed"
     (other,) = load({"model": "random:tiny"}).deployments
     assert (other.model.source, other.model.task) == ("random:tiny", "auto")
-    first, second = load({}, ("chat", "random:tiny")).deployments
+    first, second = load({"model": ["chat", "random:tiny"]}).deployments
     assert (first.model.source, second.model.source) == ("builtin", "random:tiny")
 
 
@@ -76,7 +76,7 @@ def test_a_wrong_table_is_an_error_that_names_it(bare: Path, text: str, message:
 
 
 def test_two_models_need_two_names(bare: Path) -> None:
-    assert "named twice" in startup_error(("builtin", "builtin"))
+    assert "named twice" in startup_error("builtin", "builtin")
 
 
 def test_models_have_equal_parts_of_the_memory(bare: Path) -> None:
