@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from tests.conftest import Server, read_url, start_server
-from tests.serving.client import Json, streamed_text
+from tests.serving.client import Json, streamed_text, whole
 
 TABLES = """
 memory = "1GiB"
@@ -18,12 +18,14 @@ threads = 1
 [models.chat]
 model = "builtin"
 served_model_name = "gpt"
+disk_kv = "kv"
 
 [models.embedder]
 model = "builtin"
 task = "embed"
 """
-BODY: Json = {"model": "chat", "prompt": "Once upon a time", "max_tokens": 200, "temperature": 0}
+STORY = "Once upon a time there was a small dog who lived near the sea, and every morning it ran"
+BODY: Json = {"model": "chat", "prompt": STORY, "max_tokens": 200, "temperature": 0}
 
 
 @pytest.fixture
@@ -63,6 +65,8 @@ async def test_a_chat_model_and_an_embedder_share_a_server(server: Server) -> No
             pass
         assert len(process.children()) == 1
         assert await embed(session, url, embedding) == vectors
+        loaded_again = await whole(session, url, "/v1/completions", {**BODY, "max_tokens": 4})
+        assert loaded_again["usage"]["prompt_tokens_details"]["cached_tokens"] >= 16
 
 
 async def embed(session: aiohttp.ClientSession, url: str, body: Json) -> list[float]:
