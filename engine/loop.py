@@ -298,11 +298,12 @@ class Engine:
     def _submit(self) -> None:
         if self.scheduler.pool.next_deadline is not None:
             self._wake(self.scheduler.expire(self._clock()))
-        has_work, must_wait = bool(self.scheduler.pool) or self.scheduler.kv.saves, False
+        scheduler, must_wait = self.scheduler, False
         while len(self._in_flight) < self._depth and self._executor.is_alive:
-            must_wait = self._turn is not None and has_work and not self._turn.take()
-            if must_wait:
-                break
+            if self._turn is not None and (scheduler.pool or scheduler.kv.saves):
+                must_wait = not self._turn.take()
+                if must_wait:
+                    break
             iteration = self._plan(self._clock())
             if iteration is None and not self.scheduler.pool and not self._in_flight:
                 iteration = self.scheduler.save()

@@ -122,8 +122,8 @@ class Service:
     @asynccontextmanager
     async def at(self, group: Group) -> AsyncIterator["Service"]:
         """The service of a model, which is loaded first and stays loaded inside."""
-        with group.lease() as lease:
-            await self.groups.loads.ensure(lease)
+        with group.leases.claim() as lease:
+            await self.groups.loads.ensure(group, lease)
             yield self.bound_to(group)
 
     def at_model_of(self, body: bytes) -> AbstractAsyncContextManager["Service"]:

@@ -128,7 +128,7 @@ class HeldStream(EndedStream):
         plan = replace(plan, is_held=True)
         if entry is not None:
             plan = replace(plan, tokenize=partial(entry.tokenize, plan))
-        work = partial(service.group.holding, partial(self._run, plan))
+        work = partial(service.group.leases.holding, partial(self._run, plan))
         self._work = SharedWork(work, self._abandon, is_kept=is_kept)
         self._work.task.add_done_callback(self._end)
         self._count()

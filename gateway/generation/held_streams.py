@@ -92,7 +92,7 @@ def respond(
     if not plan.is_stream and background is None:
         group = ChoiceGroup(plan, service)
         abandon = partial(group.close, Abort.CLIENT_GONE)
-        work = partial(service.group.holding, partial(generate_body, plan, group))
+        work = partial(service.group.leases.holding, partial(generate_body, plan, group))
         return Reply(plan.caller, work, abandon, service)
     stream = begin(plan, service, names, origin)
     if not plan.is_stream:

@@ -3,25 +3,24 @@
     unloaded ──load──▶ loading ──▶ loaded ──unload──▶ unloading ──last request ends──▶ unloaded
                           └──▶ failed (the next request tries again)
 
-A request holds a lease on its model, which becomes active when the model is loaded. A model is
-closed only when no lease is active.
+A request holds a lease on its model (`gateway.groups.leases`), and a model is closed only when no
+lease is active.
 """
 
-import asyncio
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from engine.errors import Unavailable
+from gateway.groups.leases import Leases
 from gateway.groups.terms import Terms
 
 if TYPE_CHECKING:
     from engine.ports import Clock
     from gateway.groups.serving import Serving
 
-T = TypeVar("T")
 OpenServing = Callable[[], AbstractAsyncContextManager["Serving"]]  # the model is loaded inside
 
 UNMEASURED_LOAD_SECONDS = 10.0  # forecast of the first load
@@ -55,12 +54,8 @@ class Deployment:
         return (self.name, *self.aliases, *self.loras)
 
 
-class Lease:
-    """A request's claim on a group; while it is active, the model is loaded."""
-
-    def __init__(self, group: "Group") -> None:
-        self.group = group
-        self.is_active = False
+def _forget(seconds: float) -> None:
+    """The forecast of the first load after a start is a default."""
 
 
 class Group:
@@ -72,34 +67,34 @@ class Group:
         open_serving: OpenServing,
         clock: "Clock",
         load_seconds: float = UNMEASURED_LOAD_SECONDS,
+        on_measured: "Callable[[float], object]" = _forget,
     ) -> None:
-        """`load_seconds` is how long the last load took."""
+        """`load_seconds` is how long the last load took; `on_measured` is called with the seconds
+        of each load."""
         self.deployment = deployment
         self.status = Status.UNLOADED
         self.num_bytes = deployment.num_bytes
         self.load_seconds = load_seconds
-        self.used_at = clock()
+        self.leases = Leases(clock)
         self.error = ""  # why it could not be loaded
         self._open = open_serving
+        self._on_measured = on_measured
         self._clock = clock
         self._serving: Serving | None = None
         self._stack = AsyncExitStack()
-        self._num_leases = 0  # active ones
-        self._pending: set[Lease] = set()
-        self._is_free = asyncio.Event()
-        self._is_free.set()
         self._changed_at = clock()  # when `status` changed
-        self.on_free: Callable[[], object] = _ignore
+        self.on_change: Callable[[Group], object] = _ignore  # of the status
 
     def __repr__(self) -> str:
-        return f"<Group {self.name!r} {self.status.value} leases={self._num_leases}>"
+        return f"<Group {self.name!r} {self.status.value} leases={len(self.leases)}>"
 
     @classmethod
     def of(cls, serving: "Serving", clock: "Clock") -> "Group":
         """The group of a model that is loaded and stays loaded."""
         model = serving.model
         group = cls(Deployment(model.name, model.aliases), _nothing, clock)
-        group._serving, group.status = serving, Status.LOADED
+        group._serving = serving
+        group.change(Status.LOADED)
         return group
 
     @property
@@ -143,7 +138,7 @@ class Group:
     def is_used(self) -> bool:
         """Whether a request of the model has not ended."""
         serving = self._serving
-        return self._num_leases > 0 or (serving is not None and bool(serving.engine.scheduler.pool))
+        return len(self.leases) > 0 or bool(serving and serving.engine.scheduler.pool)
 
     @property
     def since(self) -> float:
@@ -159,54 +154,15 @@ class Group:
         tokens = sum(request.spec.max_tokens - request.produced for request in scheduler.pool)
         return scheduler.cost.seconds_for(tokens + scheduler.pool.waiting_tokens)
 
-    @contextmanager
-    def lease(self) -> Iterator["Lease"]:
-        """The model stays loaded inside, from the moment at which the lease is active."""
-        lease = Lease(self)
-        if self.accepts:
-            self._activate(lease)
-        else:
-            self._pending.add(lease)
-        try:
-            yield lease
-        finally:
-            self._pending.discard(lease)
-            if lease.is_active:
-                self._end(lease)
-
-    async def holding(self, work: "Callable[[], Awaitable[T]]") -> T:
-        """The result of work that a request has begun and that may outlive it. The model stays
-        loaded until then."""
-        lease = Lease(self)
-        self._activate(lease)
-        try:
-            return await work()
-        finally:
-            self._end(lease)
-
-    def _activate(self, lease: "Lease") -> None:
-        lease.is_active = True
-        self._num_leases += 1
-        self._is_free.clear()
-        self.used_at = self._clock()
-
-    def _end(self, lease: "Lease") -> None:
-        lease.is_active = False
-        self._num_leases -= 1
-        self.used_at = self._clock()
-        if not self._num_leases:
-            self._is_free.set()
-            self.on_free()
-
     def change(self, status: Status) -> None:
-        """Change the status. Requests that wait for the model have it from the moment at which it
-        is loaded, so that it is not unloaded before they begin."""
+        """Change the status, and with it whether requests that wait for the model have it."""
         self.status = status
         self._changed_at = self._clock()
         if status is Status.LOADED:
-            for lease in self._pending:
-                self._activate(lease)
-            self._pending.clear()
+            self.leases.open()
+        else:
+            self.leases.shut()
+        self.on_change(self)
 
     async def open(self) -> "Serving":
         """Load the model, which accepts requests when its status is changed to LOADED. Raises
@@ -221,16 +177,16 @@ class Group:
             raise
         self._stack = stack
         self.load_seconds = self._clock() - began
+        self._on_measured(self.load_seconds)
         self.num_bytes = self._serving.num_bytes or self.num_bytes
-        self.used_at = self._clock()
+        self.leases.used_at = self._clock()
         self.error = ""
         return self._serving
 
     async def drain(self) -> None:
         """Accept no request any more, and wait until those that are accepted have ended."""
         self.change(Status.UNLOADING)
-        while self._num_leases:
-            await self._is_free.wait()
+        await self.leases.wait_until_free()
         await self.serving.engine.drain(None)
 
     async def close(self) -> None:
@@ -254,8 +210,8 @@ class Group:
             raise Unavailable(f"The model {self.name!r} cannot be loaded: {self.error}", left)
 
 
-def _ignore() -> None:
-    """Nothing waits for the group to be free."""
+def _ignore(group: Group) -> None:
+    """Nobody watches the status."""
 
 
 def _nothing() -> AbstractAsyncContextManager["Serving"]:

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 
 from engine.errors import Unavailable
 from gateway.errors import ModelNotFound
+from gateway.groups.changes import Changes
 from gateway.groups.group import Group
 from gateway.groups.loads import SHUTS_DOWN, Loads
+from gateway.groups.running import Running
 from gateway.groups.terms import ServerTerms
 
 if TYPE_CHECKING:
@@ -21,15 +23,17 @@ class Groups:
 
     def __init__(self, groups: Sequence[Group], terms: ServerTerms | None = None) -> None:
         self._groups = tuple(groups)
-        self.loads = Loads(self._groups, terms or ServerTerms(), self._run, self._stop)
-        self._engines: dict[Group, asyncio.Task[None]] = {}
-        self._timers: dict[Group, asyncio.TimerHandle] = {}
-        self._running: asyncio.TaskGroup | None = None
+        self.changes = Changes()
+        self._running = running = Running(self._fail)
+        self.loads = Loads(self._groups, terms or ServerTerms(), running.start, running.stop)
         self.failure: str | None = None  # why no model can be served any more
         self.failed = asyncio.Event()  # set once `failure` is
         for group in self._groups:
-            if group.terms.idle_unload is not None and not group.terms.pinned:
-                group.on_free = partial(self._rest, group, group.terms.idle_unload)
+            group.on_change = self.changes.changed
+            seconds = group.terms.idle_unload
+            if seconds is not None and not group.terms.pinned:
+                rest = partial(running.call_when_idle, group, seconds, self.begin_unload)
+                group.leases.on_free = rest
 
     def __iter__(self) -> Iterator[Group]:
         return iter(self._groups)
@@ -103,80 +107,31 @@ class Groups:
 
     async def run(self) -> None:
         """Run the engines of all loaded groups until cancelled."""
-        try:
-            async with asyncio.TaskGroup() as running:
-                self._running = running
-                for group in self:
-                    if group.accepts:
-                        self._run(group)
-                await asyncio.Event().wait()
-        finally:
-            self._running = None
-
-    def _run(self, group: Group) -> None:
-        """Run the engine of a group that is loaded, once the server runs."""
-        if self._running is not None and group not in self._engines:
-            self._engines[group] = self._running.create_task(self._serve(group, group.serving))
-            group.on_free()
-
-    def _stop(self, group: Group) -> None:
-        if (engine := self._engines.pop(group, None)) is not None:
-            engine.cancel()
-
-    async def _serve(self, group: Group, serving: "Serving") -> None:
-        """Run an engine until it is cancelled, or has failed for good."""
-        engine = serving.engine
-        running = asyncio.create_task(engine.run())
-        failing = asyncio.create_task(engine.failed.wait())
-        try:
-            await asyncio.wait((running, failing), return_when=asyncio.FIRST_COMPLETED)
-            if not running.done() and engine.failure is not None:
-                self._fail(group, engine.failure)
-            await running
-        finally:
-            for task in (running, failing):
-                task.cancel()
-            await asyncio.wait((running, failing))
+        await self._running.run(self)
 
     def _fail(self, group: Group, failure: str) -> None:
         """The workers of a group cannot be restarted. The only model's failure is the server's."""
         if len(self) == 1:
             self.failure = failure
             self.failed.set()
-        elif self._running is not None:
-            self._running.create_task(self.loads.give_up(group, failure))
-
-    def _rest(self, group: Group, seconds: float) -> None:
-        """Unload a group when no request has used it for so long."""
-        if (timer := self._timers.pop(group, None)) is not None:
-            timer.cancel()
-        if group.accepts:
-            loop = asyncio.get_running_loop()
-            self._timers[group] = loop.call_later(seconds, self._unload_if_idle, group, seconds)
-
-    def _unload_if_idle(self, group: Group, seconds: float) -> None:
-        if self.is_draining or self._running is None or not group.accepts:
-            return
-        if group.is_used:
-            self._rest(group, seconds)
         else:
-            self.begin_unload(group)
+            self._running.spawn(self.loads.give_up(group, failure))
 
     def begin_unload(self, group: Group) -> None:
         """Unload a group when its live requests have ended."""
-        assert self._running is not None, "models are unloaded while the server runs"
-        self._running.create_task(self.loads.unload(group))
+        if not self.is_draining:
+            self._running.spawn(self.loads.unload(group))
 
     # The end
 
     async def drain(self, seconds: float) -> None:
         """Reject new requests, wait at most so long for the live ones, and end the rest."""
         await self.loads.end()
+        self.changes.end()
         await asyncio.gather(*(serving.engine.drain(seconds) for serving in self.loaded))
 
     async def close(self) -> None:
         """End what is loading, and all workers."""
         await self.loads.end()
-        for timer in self._timers.values():
-            timer.cancel()
+        self._running.cancel_timers()
         await asyncio.gather(*(group.close() for group in self))

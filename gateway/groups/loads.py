@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from math import inf
 
 from engine.errors import EngineError, StartupError, Unavailable
-from gateway.groups.group import Group, Lease, Status
+from gateway.groups.group import Group, Status
+from gateway.groups.leases import Lease
 from gateway.groups.terms import ServerTerms
 
 logger = logging.getLogger(__name__)
@@ -47,10 +48,9 @@ class Loads:
         """The bytes of all models in memory."""
         return sum(group.num_bytes for group in self._groups if group.is_in_memory)
 
-    async def ensure(self, lease: Lease) -> None:
+    async def ensure(self, group: Group, lease: Lease) -> None:
         """Return when the lease is active. Raises `Unavailable` if the model cannot be loaded, if
         that would take too long, or if the server shuts down."""
-        group = lease.group
         while not lease.is_active:
             if self.is_ended:
                 raise Unavailable(SHUTS_DOWN)
@@ -133,7 +133,9 @@ class Loads:
     def _victim(self, group: Group) -> Group | None:
         """The group that is unloaded to make room for another one; None if there is none."""
         groups = [g for g in self._groups if g.accepts and not g.terms.pinned and g is not group]
-        return min(groups, key=lambda g: (g.terms.priority, g.is_used, g.used_at), default=None)
+        return min(
+            groups, key=lambda g: (g.terms.priority, g.is_used, g.leases.used_at), default=None
+        )
 
     async def unload(self, group: Group) -> None:
         """Unload a group when its live requests have ended. No-op if it is not loaded."""

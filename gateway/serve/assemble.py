@@ -39,6 +39,7 @@ from gateway.observe.traces import Traces
 from gateway.serve.connection import ConnectionBounds, ParsingMeter
 from gateway.serve.credentials import Credentials, load_credentials
 from gateway.serve.load import OnProgress, lora_specs, served_name
+from gateway.serve.load_times import LoadTime
 from gateway.serve.memory import default_memory, parts_of
 from gateway.serve.opening import ModelOpener, SharedObservers
 from gateway.serve.places import MIN_PER_NETWORK
@@ -150,15 +151,22 @@ def build_models(
         for index, each in enumerate(deployments)
     )
     groups = Groups(
-        [
-            Group(deployment_of(each.settings, num_bytes), each.open, clock)
-            for each, num_bytes in zip(openers, estimates, strict=True)
-        ],
+        [group_of(each, num_bytes) for each, num_bytes in zip(openers, estimates, strict=True)],
         terms,
     )
     check_names(groups)
     stack.push_async_callback(groups.close)
     return Models(openers, groups, shared)
+
+
+def group_of(opener: ModelOpener, num_bytes: int) -> Group:
+    """The group of a model, which is not loaded."""
+    settings, clock = opener.settings, time.perf_counter
+    deployment = deployment_of(settings, num_bytes)
+    if not num_bytes and settings.terms.idle_unload is None:  # it is loaded once
+        return Group(deployment, opener.open, clock)
+    load_time = LoadTime(settings)
+    return Group(deployment, opener.open, clock, load_time.seconds, load_time.save)
 
 
 def check_names(groups: Groups) -> None:

@@ -140,9 +140,9 @@ class OfModel:
             http = ReadRequest(scope, receive, body)
             name = await read_body_with(partial(model_named, body), body, caller_of(http)) or name
         group = service.groups.find(name)
-        with group.lease() as lease:
+        with group.leases.claim() as lease:
             if not lease.is_active:
-                load = partial(service.groups.loads.ensure, lease)
+                load = partial(service.groups.loads.ensure, group, lease)
                 await unless_disconnected(receive, load, lambda: None)
                 if not lease.is_active:
                     raise ClientDisconnect

@@ -31,7 +31,16 @@ from gateway.web.routes import (
     streams,
     tokens,
 )
-from gateway.web.routes.operations import admin, docs, health, loads, loras, page, simulate
+from gateway.web.routes.operations import (
+    admin,
+    docs,
+    health,
+    loads,
+    loras,
+    model_events,
+    page,
+    simulate,
+)
 
 OPEN, ADMIN = Access.OPEN, Access.ADMIN
 ANTHROPIC, RESPONSES = AnthropicDialect(), ResponsesDialect()
@@ -52,6 +61,8 @@ ROUTES = RouteTable((
     Route("GET", "/v1/models", "models", "The models of this server.", models.list_models),
     Route("GET", "/v1/models/{model:path}", "models", "One model.", models.retrieve_model),
     Route("GET", "/models", "models", "The models of this server.", models.list_models),
+    Route("GET", "/models/sse", "models", "The statuses of the models, as they change.",
+          model_events.model_events, media_types=(EVENTS,)),
     Route("POST", "/models/load", "models", "Load a model.", models.load_model,
           models.ModelAction, access=ADMIN),
     Route("POST", "/models/unload", "models", "Unload a model.", models.unload_model,

@@ -229,7 +229,7 @@ SHAPES = (
 )
 # What OpenAI does not have, or not in this form.
 OURS = re.compile(
-    r"/(health|ready|infill|models(/(load|unload))?|v1/loads|(v1/)?score|(v[12]/)?rerank|v1/systemone)"
+    r"/(health|ready|infill|models(/(load|unload|sse))?|v1/loads|(v1/)?score|(v[12]/)?rerank|v1/systemone)"
     r"|/(metrics|version|docs|openapi\.json)|/admin/.+|(/v1)?/(de)?tokenize"
     r"|/v1/(un)?load_lora_adapter|/v1/streams?(/.+)?"
     r"|/v1/(chat/)?completions/(render|[^/]+/cancel)|/v1/requests/.+|/v1/messages(/.+)?"

@@ -192,8 +192,8 @@ class Case:
         seconds = rng.uniform(0.0, 10.0) if rng.random() < 0.3 else None
         try:
             async with asyncio.timeout(seconds):
-                with group.lease() as lease:
-                    await self._groups.loads.ensure(lease)
+                with group.leases.claim() as lease:
+                    await self._groups.loads.ensure(group, lease)
                     tokens = await self._generate(group, spec)
         except TimeoutError:
             tally.cancelled += 1

@@ -1,15 +1,17 @@
 """Several models in one server: loads, unloads and what requests see of them."""
 
 import asyncio
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from gateway.groups.group import RETRY_SECONDS, Status
 from gateway.groups.terms import ServerTerms, Terms
+from tests.gateway.forms import a_line, ended, lines_of, started
 from tests.gateway.groups.rig import Fleet, Model, play
 from tests.gateway.rig import CHAT, MODEL, STEP, TEXT, Rig, chat
 from tests.gateway.rig import play as play_one
+from tests.wire.asgi import Exchange
 
 TWO_FIT = ServerTerms(memory=2)
 LONG = "The quick brown fox jumps over the lazy dog."
@@ -228,6 +230,83 @@ def test_models_are_loaded_and_unloaded_by_their_name() -> None:
         assert fleet.group("b").status is Status.UNLOADED
 
     play(scene, Model("a"), Model("b", Terms(autoload=False)))
+
+
+def test_changes_of_statuses_are_sent_as_they_happen() -> None:
+    async def scene(fleet: Fleet) -> None:
+        seen: list[tuple[str, str, str]] = []
+
+        async def read(exchange: Exchange) -> None:
+            async for event in exchange.events():
+                seen.append((event["event"], event["model"], event["data"]["status"]))
+
+        async with fleet.client.get("/models/sse") as exchange:
+            reading = asyncio.create_task(read(exchange))
+            await asyncio.sleep(STEP)
+            await ask(fleet, "a")
+            await ask(fleet, "b")
+            await fleet.groups.drain(1.0)
+            await reading
+        assert seen == [
+            ("model_status", "a", "unloaded"),
+            ("model_status", "b", "unloaded"),
+            ("status_change", "a", "loading"),
+            ("status_change", "a", "loaded"),
+            ("status_change", "a", "unloading"),
+            ("status_change", "a", "unloaded"),
+            ("status_change", "b", "loading"),
+            ("status_change", "b", "loaded"),
+        ]
+
+    play(scene, Model("a"), Model("b"), terms=ServerTerms(memory=1))
+
+
+def test_a_forecast_counts_the_loads_that_come_first() -> None:
+    async def scene(fleet: Fleet) -> None:
+        others = [asyncio.create_task(ask(fleet, name)) for name in "ab"]
+        await asyncio.sleep(1.0)
+        async with fleet.client.post(CHAT, chat(model="c")) as exchange:
+            await exchange.read()
+        assert exchange.status == 503
+        assert exchange.headers["retry-after"] == str(20 + 20 + 20 - 1)
+        await asyncio.sleep(59.0)
+        assert fleet.group("c").accepts
+        assert [(await each)[0] for each in others] == [200, 200]
+
+    models = [Model(name, load_seconds=20.0) for name in "abc"]
+    play(scene, *models, terms=ServerTerms(memory=3, max_load_wait=45.0))
+
+
+def test_lines_of_a_batch_load_their_models() -> None:
+    async def scene(fleet: Fleet) -> None:
+        lines = [a_line(f"{i}", chat(model="ab"[i % 2])) for i in range(6)]
+        rig = cast("Rig", fleet)  # of which only the client is used
+        batch = await ended(rig, await started(rig, b"\n".join(lines)))
+        assert batch["request_counts"] == {"total": 6, "completed": 6, "failed": 0}
+        models = [
+            line["response"]["body"]["model"]
+            for line in await lines_of(rig, batch["output_file_id"])
+        ]
+        assert sorted(models) == ["a", "a", "a", "b", "b", "b"]
+
+    play(scene, Model("a"), Model("b"), terms=ServerTerms(memory=1))
+
+
+def test_a_response_in_the_background_keeps_its_model_loaded() -> None:
+    async def scene(fleet: Fleet) -> None:
+        body = {"model": "a", "input": "hi", "background": True}
+        async with fleet.client.post("/v1/responses", body) as exchange:
+            response = await exchange.json()
+        await asyncio.sleep(2 * STEP)
+        fleet.groups.begin_unload(fleet.group("a"))
+        await asyncio.sleep(STEP)
+        assert fleet.group("a").status is Status.UNLOADING
+        await asyncio.sleep(20 * STEP)
+        async with fleet.client.get(f"/v1/responses/{response['id']}") as exchange:
+            assert (await exchange.json())["status"] == "completed"
+        assert fleet.group("a").status is Status.UNLOADED
+
+    play(scene, Model("a"), Model("b"))
 
 
 def test_a_model_without_autoload_waits_for_an_operator() -> None:
