@@ -19,6 +19,7 @@ FAMILIES: dict[str, str] = {
     "Gemma4ForCausalLM": "adapters.models.mixtures.gemma4:Gemma4",
     "Gemma4ForConditionalGeneration": "adapters.models.mixtures.gemma4:Gemma4Multimodal",
     "GraniteForCausalLM": "adapters.models.dense.granite:Granite",
+    "Glm4MoeForCausalLM": "adapters.models.mixtures.glm4_moe:Glm4Moe",
     "GptOssForCausalLM": "adapters.models.mixtures.gpt_oss:GptOss",
     "LlamaForCausalLM": "adapters.models.dense.llama:Llama",
     "LlamaForSequenceClassification": "adapters.models.dense.llama:Llama",

@@ -232,6 +232,18 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "glm": ("GlmConfig", {"head_dim": 16, "attention_bias": True}),
     "glm4": ("Glm4Config", {"head_dim": 16, "attention_bias": True}),
+    "glm4_moe": (
+        "Glm4MoeConfig",
+        {
+            "head_dim": 16,
+            "moe_intermediate_size": 40,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "routed_scaling_factor": 1.5,
+            "use_qk_norm": True,
+            "attention_bias": True,
+        },
+    ),
     "cohere": ("CohereConfig", {"logit_scale": 0.5}),
     "cohere2": (
         "Cohere2Config",
@@ -278,6 +290,8 @@ def make_model(variant: str, seed: int = 0, **changes: Any) -> Any:
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):  # of Gemma 4, stored like a parameter
                 buffer.copy_(0.5 + torch.rand(buffer.shape, generator=generator))
+            if name.endswith("e_score_correction_bias"):  # of GLM-4.5
+                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
     return model
 
 

@@ -17,6 +17,8 @@ class ExpertNames(NamedTuple):
     up: str = "up_proj"
     down: str = "down_proj"
     has_biases: bool = False  # of the router and of all linears
+    shared: str = "shared_expert"  # which all tokens use
+    gates_shared: bool = True  # by a score of each token
 
 
 def expert_weights(projections: Projections, at: str, names: ExpertNames) -> ExpertWeights:

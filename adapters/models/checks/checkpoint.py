@@ -26,6 +26,7 @@ EMBEDDINGS = (
     "tok_embeddings.weight",
 )
 NARROW = "word_embed_proj_dim"  # of OPT: the width of its embeddings
+PREDICTING = ("num_nextn_predict_layers", "num_mtp_layers")  # layers behind the others
 POSITIONS = ("max_position_embeddings", "n_positions")
 FLOATS_OF_8_BITS = "F8_"
 
@@ -109,7 +110,7 @@ def _check_layers(text: Fields, headers: Mapping[str, TensorHeader]) -> None:
                 f"config.json: {field} is {count}, but the checkpoint has no tensor of layer "
                 f"{root}.{number}"
             )
-    beyond = max(layers) - text.count("num_nextn_predict_layers", 0)
+    beyond = max(layers) - max(text.count(name, 0) for name in PREDICTING)
     if beyond >= count:
         raise StartupError(
             f"config.json: {field} is {count}, but the checkpoint has tensors of layer "

@@ -16,6 +16,7 @@ from adapters.models.base.projections import Projections
 from adapters.models.base.rotary import RotaryFamily
 from engine.errors import StartupError
 from engine.worker.model.experts import SharedExpert, SparseMlp
+from engine.worker.model.layers import FeedForward
 from engine.worker.ports import (
     ExpertShape,
     ModelShape,
@@ -58,7 +59,7 @@ class ExpertFamily(RotaryFamily):
             experts=ExpertShape(count, self._routing.top_k, own),
         )
 
-    def _mlp(self, projections: Projections, at: str) -> SparseMlp:
+    def _mlp(self, projections: Projections, at: str) -> FeedForward:
         shape, operators, names = projections.shard.shape, projections.operators, self.names
         assert shape.experts is not None, "`sized` has filled it in"
         at = f"{at.rpartition('.')[0]}.{names.block}"
@@ -71,12 +72,17 @@ class ExpertFamily(RotaryFamily):
         experts = [
             expert_weights(projections, f"{at}.experts.{each}", names) for each in range(count)
         ]
+        routing = self.layer_routing(projections, at)
         return SparseMlp(
             router=operators.linear([router], bias),
-            experts=operators.experts(experts, self._routing, self.activation(operators)),
+            experts=operators.experts(experts, routing, self.activation(operators)),
             all_reduce=projections.shard.all_reduce,
             shared=self._shared(projections, at) if self._shared_size else None,
         )
+
+    def layer_routing(self, projections: Projections, at: str) -> Routing:
+        """The routing of the layer whose mixture is named `at`."""
+        return self._routing
 
     def shared_size(self, fields: Fields) -> int:
         """The width of the expert that all tokens use; 0 if there is none."""
@@ -88,20 +94,23 @@ class ExpertFamily(RotaryFamily):
             projections.shard.shape.hidden_size,
             projections.shard.even(self._shared_size),
         )
-        at, gate = f"{at}.shared_expert", f"{at}.shared_expert_gate.weight"
+        names = self.names
+        at, gate = f"{at}.{names.shared}", f"{at}.{names.shared}_gate.weight"
         up = [
             weights.weight(TensorSlice(f"{at}.{name}.weight", (part.size, hidden), rows=part.run))
-            for name in (self.names.gate, self.names.up)
+            for name in (names.gate, names.up)
         ]
         down = weights.weight(
-            TensorSlice(f"{at}.{self.names.down}.weight", (hidden, part.size), columns=part.run)
+            TensorSlice(f"{at}.{names.down}.weight", (hidden, part.size), columns=part.run)
         )
         return SharedExpert(
             up=operators.linear(up, None),
             down=operators.linear([down], None),
             activation=self.activation(operators),
-            gate=operators.linear([weights.tensor(TensorSlice(gate, (1, hidden)))], None),
             gate_rows_=operators.gate_rows_,
+            gate=operators.linear([weights.tensor(TensorSlice(gate, (1, hidden)))], None)
+            if names.gates_shared
+            else None,
         )
 
     def activation(self, operators: Operators) -> Callable[[Tensor], Tensor]:

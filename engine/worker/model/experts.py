@@ -11,8 +11,12 @@ from engine.worker.ports import AllReduce, Experts, Linear, Norm, Routing
 
 def route(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
     """The experts of each row and their weights in float32, both `[rows, top_k]`."""
-    probabilities = logits.float().softmax(dim=-1)
-    weights, ids = probabilities.topk(routing.top_k, dim=-1)
+    if routing.bias is None:
+        weights, ids = logits.float().softmax(dim=-1).topk(routing.top_k, dim=-1)
+    else:
+        probabilities = logits.float().sigmoid()
+        ids = (probabilities + routing.bias).topk(routing.top_k, dim=-1).indices
+        weights = probabilities.gather(-1, ids)
     if routing.renormalizes:
         weights = weights / weights.sum(dim=-1, keepdim=True)
     if routing.scales is not None:
@@ -41,17 +45,19 @@ class TorchExperts:
 
 @dataclass(frozen=True, slots=True)
 class SharedExpert:
-    """An MLP that all tokens use beside their experts, times the sigmoid of a score per token."""
+    """An MLP that all tokens use beside their experts; with a `gate`, times the sigmoid of a score
+    per token."""
 
     up: Linear  # gate and up
     down: Linear
     activation: Callable[[Tensor], Tensor]
-    gate: Linear  # to one score
     gate_rows_: Callable[[Tensor, Tensor], None]
+    gate: Linear | None = None  # to one score
 
     def __call__(self, x: Tensor, add_to: Tensor) -> Tensor:
         inner = self.activation(self.up(x))
-        self.gate_rows_(inner, self.gate(x))
+        if self.gate is not None:
+            self.gate_rows_(inner, self.gate(x))
         return self.down(inner, add_to)
 
 

@@ -14,12 +14,15 @@ class Routing:
 
     An expert's output is multiplied by its probability, the softmax over the logits of all experts;
     with `renormalizes` the probabilities of the chosen ones are divided by their sum. With `scales`
-    they are then multiplied by the experts' own (Gemma 4).
+    they are then multiplied by the experts' own (Gemma 4). With a `bias` probabilities are the
+    sigmoids of logits, and the chosen experts have the largest sums of probability and bias
+    (GLM-4.5).
     """
 
     top_k: int
     renormalizes: bool
     scales: Tensor | None = field(default=None, compare=False)  # [experts], float32
+    bias: Tensor | None = field(default=None, compare=False)  # [experts], float32
 
 
 class ExpertWeights(NamedTuple):

@@ -47,7 +47,7 @@ class Fp8Files(SafetensorsFiles):
 
     @property
     def preferred_format(self) -> PreferredFormat:
-        """As bfloat16 weights, which the CPU keeps in bfloat16 if it has instructions for it."""
+        """That of bfloat16 weights, which the CPU keeps if it has instructions for them."""
         return PreferredFormat(floats="bfloat16")
 
     def shape(self, name: str) -> tuple[int, ...]:

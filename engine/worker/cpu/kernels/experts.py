@@ -36,6 +36,7 @@ class RouteOperands(ctypes.Structure):
     top_k: int
     renormalizes: int
     scales: int  # float32 [num_experts], or 0
+    bias: int  # the same; other than 0, probabilities are sigmoids
     ids: int  # int32 [pairs], the result
     weights: int  # float32 [pairs], the result
     rows: int
@@ -54,8 +55,39 @@ def _scale(weights, ids, scales, num_experts):
             weights[k] *= own[ids[k]]
 
 
+@njit(inline="always")
+def _sigmoid(x):
+    return np.float32(1) / (np.float32(1) + exp_float(-x))
+
+
+@njit(inline="always")
+def _key(logit, expert, bias, num_experts):
+    """What experts are chosen by."""
+    if bias == 0:
+        return logit
+    return _sigmoid(logit) + float32s(bias, num_experts)[expert]
+
+
+@njit(inline="always")
+def _weigh(logits, ids, weights, bias):
+    """Write the probabilities of a row's chosen experts, of which `weights` has the keys; returns
+    their sum."""
+    largest, total, chosen = weights[0], np.float32(0), np.float32(0)
+    if bias == 0:
+        for expert in range(len(logits)):
+            total += exp_float(logits[expert] - largest)
+    for k in range(len(weights)):
+        if bias == 0:
+            weights[k] = exp_float(weights[k] - largest) / total
+        else:
+            weights[k] = _sigmoid(logits[ids[k]])
+        chosen += weights[k]
+    return chosen
+
+
 def route(operands, chunk, thread):
-    """The experts with the largest logits, of equal ones the lowest number, and their weights.
+    """The experts with the largest logits, or sums of sigmoid and bias, of equal ones the lowest
+    number, and their weights.
 
     A row with NaN gets any experts, and weights that are NaN.
     """
@@ -66,21 +98,16 @@ def route(operands, chunk, thread):
         weights = float32s(a.weights + row * a.top_k * BYTES, a.top_k)
         count = 0
         for expert in range(a.num_experts):
-            logit = logits[expert]
-            if count == a.top_k and not logit > weights[count - 1]:
+            key = _key(logits[expert], expert, a.bias, a.num_experts)
+            if count == a.top_k and not key > weights[count - 1]:
                 continue
             place = count if count < a.top_k else count - 1
-            while place > 0 and logit > weights[place - 1]:
+            while place > 0 and key > weights[place - 1]:
                 weights[place], ids[place] = weights[place - 1], ids[place - 1]
                 place -= 1
-            weights[place], ids[place] = logit, expert
+            weights[place], ids[place] = key, expert
             count = min(count + 1, a.top_k)
-        largest, total, chosen = weights[0], np.float32(0), np.float32(0)
-        for expert in range(a.num_experts):
-            total += exp_float(logits[expert] - largest)
-        for k in range(a.top_k):
-            weights[k] = exp_float(weights[k] - largest) / total
-            chosen += weights[k]
+        chosen = _weigh(logits, ids, weights, a.bias)
         if a.renormalizes != 0:
             for k in range(a.top_k):
                 weights[k] /= chosen

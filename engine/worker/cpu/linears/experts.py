@@ -152,6 +152,7 @@ class NativeExperts:
                 top_k=top_k,
                 renormalizes=routing.renormalizes,
                 scales=address_of(routing.scales),
+                bias=address_of(routing.bias),
             ),
         )
         self._sort = KernelCall(pool, kernels.sort_pairs, kernels.SortOperands())

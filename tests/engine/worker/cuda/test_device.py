@@ -35,7 +35,17 @@ VARIANTS = (
     *("llama", "mistral", "qwen2", "qwen3", "gpt2", "opt", "smollm3", "granite", "phi3"),
     *("stablelm", "olmo2", "olmo3", "gemma2", "gemma3", "gemma4", "mixtral", "qwen2_moe"),
     *("qwen3_moe", "olmoe", "gpt_oss"),
-    *("glm", "glm4", "cohere", "cohere2", "exaone4_window", "ernie4_5", "hunyuan", "seed_oss"),
+    *(
+        "glm4_moe",
+        "glm",
+        "glm4",
+        "cohere",
+        "cohere2",
+        "exaone4_window",
+        "ernie4_5",
+        "hunyuan",
+        "seed_oss",
+    ),
     "starcoder2",
 )
 DTYPES = {"bfloat16": 0.15, "float16": 0.02, "float32": 1e-4}

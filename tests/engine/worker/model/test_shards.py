@@ -64,6 +64,7 @@ VARIANTS = {
     "qwen3_5_moe": "cpu",
     "glm": "reference",
     "glm4": "cpu",
+    "glm4_moe": "cpu",
     "cohere": "reference",
     "seed_oss": "reference",
     "cohere2": "cpu",
