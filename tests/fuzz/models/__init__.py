@@ -1,0 +1,1 @@
+"""Random model configurations of every family, compared with transformers."""
