@@ -138,7 +138,7 @@ async def unless_stopped(work: asyncio.Task[T], signals: Signals) -> T | None:
 
 
 async def _restore_nothing() -> None:
-    """Of a server without streams of a former one."""
+    """What is restored of a server without streams: nothing."""
 
 
 class _Uvicorn(uvicorn.Server):
