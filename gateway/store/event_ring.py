@@ -9,6 +9,7 @@ import asyncio
 from array import array
 from bisect import bisect_left
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from gateway.errors import EventsEvicted
@@ -165,8 +166,13 @@ class _Account:
 class EventRings:
     """All rings, within the limits."""
 
-    def __init__(self, limits: RingLimits) -> None:
+    def __init__(
+        self, limits: RingLimits, on_evicted: Callable[[EventRing], None] | None = None
+    ) -> None:
+        """`on_evicted` is called with a ring whose stream has ended and of which nothing is left;
+        it closes the ring."""
         self.limits = limits
+        self._on_evicted = on_evicted or self.close
         self._accounts: dict[str, _Account] = {}
         self._num_bytes = 0
 
@@ -201,7 +207,7 @@ class EventRings:
             account.running.remove(ring)
             account.ended[ring] = None
             if ring.is_evicted:
-                self.close(ring)
+                self._on_evicted(ring)
 
     def changed(self, ring: EventRing, num_bytes: int) -> None:
         """A ring has grown by so many bytes; a ring that was closed counts no more."""
@@ -229,5 +235,5 @@ class EventRings:
             return False
         victim.evict(max(num_bytes, victim.num_bytes // SLAB))
         if victim.is_evicted:
-            self.close(victim)
+            self._on_evicted(victim)
         return True

@@ -5,9 +5,9 @@ with the same conversation id ends the stream before.
 """
 
 import asyncio
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from gateway.errors import StreamNotFound
 from gateway.store.event_ring import EventRing, EventRings, RingLimits
@@ -42,65 +42,59 @@ class HeldStream(Protocol):
         ...
 
 
-class StreamName(NamedTuple):
-    """Where a stream is found: the name of an API key, and the stream's own."""
-
-    tenant: str
-    name: str
-
-
 class HeldStreams:
-    """All of them. Those that ended longer than `RingLimits.seconds` ago are forgotten."""
+    """All of them. Those that ended longer than `RingLimits.seconds` ago are forgotten, and so are
+    those that ended and whose events were all evicted."""
 
     def __init__(self, limits: RingLimits, clock: Callable[[], float]) -> None:
-        self.rings = EventRings(limits)
+        self.rings = EventRings(limits, self._forget)
         self._clock = clock
-        self._by_name: dict[StreamName, HeldStream] = {}
+        self._by_key: dict[str, dict[str, HeldStream]] = {}  # by API key and name
+        self._names: dict[EventRing, tuple[str, ...]] = {}
         self._running: set[HeldStream] = set()
         self._forgetting: set[asyncio.Task[None]] = set()
-        self._ended: deque[tuple[float, HeldStream]] = deque()  # when they are forgotten
+        self._until: OrderedDict[EventRing, float] = OrderedDict()  # of those that have ended
 
     def open(self, tenant: str, names: Iterable[str]) -> EventRing:
         """The ring of a new stream. It ends the streams that had its names before."""
         self._forget_old()
         for name in names:
-            self._replace(StreamName(tenant, name))
+            self._replace(tenant, name)
         return self.rings.open(tenant)
 
     def add(self, stream: HeldStream, names: Iterable[str]) -> None:
         """Let a stream be found by its names."""
+        ring = stream.ring
         self._running.add(stream)
-        self._by_name |= {StreamName(stream.ring.tenant, name): stream for name in names}
+        self._names[ring] = tuple(names)
+        if self._names[ring]:
+            own = self._by_key.setdefault(ring.tenant, {})
+            own.update(dict.fromkeys(self._names[ring], stream))
 
     def ended(self, stream: HeldStream) -> None:
         """A stream has ended. One that failed before its first event is forgotten at once."""
         self._running.discard(stream)
-        if stream.is_kept and stream.rejection is None:
-            self._ended.append((self._clock() + self.rings.limits.seconds, stream))
+        if stream.is_kept and stream.rejection is None and stream.ring in self._names:
+            self._until[stream.ring] = self._clock() + self.rings.limits.seconds
         else:
-            self._forget(stream)
+            self._forget(stream.ring)
 
     def find(self, tenant: str, name: str) -> HeldStream:
         """Raises `StreamNotFound` for a name that this key has not given, or that is forgotten."""
-        self._forget_old()
-        stream = self._by_name.get(StreamName(tenant, name))
-        if stream is None or stream.ring.is_evicted:
+        stream = self.named(tenant).get(name)
+        if stream is None:
             raise StreamNotFound(name)
         return stream
 
     def named(self, tenant: str) -> dict[str, HeldStream]:
-        """The streams of a key."""
+        """The streams of a key by name, the newest last."""
         self._forget_old()
-        return {
-            name: stream
-            for (owner, name), stream in self._by_name.items()
-            if owner == tenant and not stream.ring.is_evicted
-        }
+        return self._by_key.get(tenant, {})
 
     def delete(self, tenant: str, name: str) -> None:
         """End a stream, if it runs, and forget it. Raises `StreamNotFound`."""
         self.find(tenant, name)
-        self._replace(StreamName(tenant, name))
+        self._replace(tenant, name)
 
     async def close(self) -> None:
         """End all streams, at the end of the server."""
@@ -109,21 +103,24 @@ class HeldStreams:
         if self._forgetting:
             await asyncio.wait(self._forgetting)
 
-    def _replace(self, place: StreamName) -> None:
-        stream = self._by_name.pop(place, None)
+    def _replace(self, tenant: str, name: str) -> None:
+        stream = self._by_key.get(tenant, {}).get(name)
         if stream is not None:
             stream.cancel()
-            self.rings.close(stream.ring)
+            self._forget(stream.ring)
             task = asyncio.create_task(stream.forget())
             self._forgetting.add(task)
             task.add_done_callback(self._forgetting.discard)
 
     def _forget_old(self) -> None:
-        while self._ended and self._ended[0][0] <= self._clock():
-            _, stream = self._ended.popleft()
-            self._forget(stream)
+        while self._until and (first := next(iter(self._until.items())))[1] <= self._clock():
+            self._forget(first[0])
 
-    def _forget(self, stream: HeldStream) -> None:
-        self.rings.close(stream.ring)
-        for place in [place for place, each in self._by_name.items() if each is stream]:
-            del self._by_name[place]
+    def _forget(self, ring: EventRing) -> None:
+        self._until.pop(ring, None)
+        names, own = self._names.pop(ring, ()), self._by_key.get(ring.tenant, {})
+        for name in names:
+            del own[name]
+        if names and not own:
+            del self._by_key[ring.tenant]
+        self.rings.close(ring)

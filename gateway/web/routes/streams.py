@@ -1,5 +1,6 @@
 """`/v1/stream` and `/v1/streams`: streams that were begun with the header `x-conversation-id`."""
 
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import InvalidRequest
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
 Json = dict[str, Any]
+MAX_LISTED = 500
 
 
 async def read_stream(http: "HttpRequest") -> "ASGIApp":
@@ -28,15 +30,13 @@ async def read_stream(http: "HttpRequest") -> "ASGIApp":
 
 
 async def list_streams(http: "HttpRequest") -> Json:
-    """The caller's streams, or the one that the query `conversation_id` names."""
+    """The caller's newest streams, or the one that the query `conversation_id` names."""
     service, caller = service_of(http), caller_of(http)
     wanted = http.query_params.get("conversation_id")
     streams = service.store.held.named(caller.tenant)
-    data = [
-        _as_json(name, stream)
-        for name, stream in streams.items()
-        if wanted in (None, name) and isinstance(stream, EndedStream)
-    ]
+    newest = list(islice(reversed(streams.items()), MAX_LISTED))[::-1]
+    listed = newest if wanted is None else [(wanted, streams.get(wanted))]
+    data = [_as_json(name, stream) for name, stream in listed if isinstance(stream, EndedStream)]
     return {"object": "list", "data": data}
 
 

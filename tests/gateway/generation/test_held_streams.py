@@ -207,6 +207,21 @@ def test_the_rings_of_a_key_never_exceed_its_limit_and_ended_streams_leave_first
     play(scene, Setting(texts=(STORY,), rings=RingLimits(key_bytes=25_000)))
 
 
+def test_nothing_is_kept_of_streams_whose_events_were_evicted() -> None:
+    async def scene(rig: Rig) -> None:
+        for number in range(20):
+            await leave_after(rig, 100 * STEP, {"x-conversation-id": f"talk-{number}"})
+            async with rig.client.get("/v1/streams") as exchange:
+                found = (await exchange.json())["data"]
+            assert 1 <= len(found) <= 5
+            assert found[-1]["id"] == f"talk-{number}"
+        assert (await error_of(rig, "/v1/stream/talk-0"))[0] == 404
+        async with rig.client.get("/v1/streams?conversation_id=talk-19") as exchange:
+            assert len((await exchange.json())["data"]) == 1
+
+    play(scene, Setting(rings=RingLimits(total_bytes=30_000)))
+
+
 def test_an_ended_stream_is_forgotten_after_its_time() -> None:
     async def scene(rig: Rig) -> None:
         await leave_after(rig, 100 * STEP)
