@@ -9,25 +9,36 @@ from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import orjson
+
 if TYPE_CHECKING:
     from gateway.generation.known_text import KnownText
 
 MAX_HELD = 8  # of a connection: the response that is continued, and others to fork from
 MAX_BYTES = 256 << 20  # of the server
-ITEM_BYTES = 1024  # of an item's objects, its text aside
+ITEM_BYTES = 1024  # of an item's objects, its texts aside
 
 
 class HeldResponse(NamedTuple):
-    """The items up to and including a response, and their text as the model has read it."""
+    """The items up to and including a response, and their text as the model has read it.
+
+    `num_bytes` is its memory, roughly; most items are shared with the response before it. The ids
+    of the text are those of `model`.
+    """
 
     items: list[dict[str, Any]]
     known: "KnownText | None"
+    num_bytes: int
+    model: str = ""
 
-    @property
-    def num_bytes(self) -> int:
-        """Its memory, roughly; most items are shared with the response before it."""
-        text = 0 if self.known is None else self.known.num_bytes
-        return 2 * text + ITEM_BYTES * len(self.items)
+
+def held_response(
+    items: list[dict[str, Any]], known: "KnownText | None", model: str = ""
+) -> HeldResponse:
+    """The response with its memory. Images in items may be most of it."""
+    num_bytes = len(orjson.dumps(items)) + ITEM_BYTES * len(items)
+    num_bytes += 0 if known is None else known.num_bytes
+    return HeldResponse(items, known, num_bytes, model)
 
 
 @dataclass(slots=True, eq=False)

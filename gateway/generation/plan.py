@@ -142,7 +142,7 @@ def plan_chat(
         service.random.getrandbits,
         skips_reasoning=skips_reasoning,
         most=longest_prompt(request, service),
-        known=None if turn is None else turn.known,
+        known=None if turn is None else turn.known_to(model),
         origin=origin,
     )
     plan = build_plan(request, tokenize, renderer, caller, service)

@@ -2,12 +2,13 @@
 
 from typing import TYPE_CHECKING, Any
 
-from gateway.generation.held import HeldConversations, HeldResponse
+from gateway.generation.held import HeldConversations, HeldResponse, held_response
 from gateway.generation.known_text import KnownText, known_text
 
 if TYPE_CHECKING:
     from gateway.generation.choice_stream import ChoiceStream
     from gateway.generation.prompt import TokenizedPrompts
+    from gateway.groups.serving import ServedModel
     from gateway.ports import Tokenizer
     from gateway.schema.responses.renderer import ResponsesRenderer
 
@@ -23,7 +24,7 @@ class Turn:
         """Without `generates` the prompt is computed, and nothing is generated."""
         self.generates = generates
         self._conversations = conversations
-        self.known: KnownText | None = None  # of the response that it continues
+        self._earlier: HeldResponse | None = None  # the response that it continues
         self._tokenized: TokenizedPrompts | None = None
         self.renderer: ResponsesRenderer | None = None  # once its request is accepted
         self._choice: ChoiceStream | None = None
@@ -43,17 +44,23 @@ class Turn:
 
     def continues(self, response_id: str) -> "list[Item] | None":
         """The items before this turn, if its connection holds the response that it continues."""
-        held = self._conversations.find(response_id)
-        if held is None:
-            return None
-        self.known = held.known
-        return held.items
+        self._earlier = self._conversations.find(response_id)
+        return None if self._earlier is None else self._earlier.items
 
-    def hold(self, response_id: str, items: "list[Item]", known: KnownText | None) -> None:
-        """Hold the response, so that the next turn can continue it: `items` end with its output."""
-        self._conversations.put(response_id, HeldResponse(items, known))
+    def known_to(self, model: "ServedModel") -> KnownText | None:
+        """The text before this turn, if its ids are those of this model."""
+        earlier = self._earlier
+        return earlier.known if earlier is not None and earlier.model == model.name else None
 
-    def known_text(self, tokenizer: "Tokenizer") -> KnownText | None:
+    def hold(self, response_id: str, held: HeldResponse) -> None:
+        """Hold the response, so that the next turn can continue it."""
+        self._conversations.put(response_id, held)
+
+    def to_hold(self, items: "list[Item]", model: "ServedModel") -> HeldResponse:
+        """What the next turn knows of this one: `items` end with its output."""
+        return held_response(items, self._known_text(model.tokenizer), model.name)
+
+    def _known_text(self, tokenizer: "Tokenizer") -> KnownText | None:
         """The text of its prompt and its output, as far as it has begun."""
         tokenized, choice = self._tokenized, self._choice
         if tokenized is None or choice is None or not tokenized.text:

@@ -293,9 +293,8 @@ async def _hold(
     service: "Service",
 ) -> None:
     """Let the connection's next messages continue the response."""
-    know = partial(turn.known_text, service.model.tokenizer)
-    known = await in_thread_if(_is_long(items, b""), know, caller)
-    turn.hold(renderer.response_id, [*items, *renderer.output], known)
+    make = partial(turn.to_hold, [*items, *renderer.output], service.model)
+    turn.hold(renderer.response_id, await in_thread_if(_is_long(items, b""), make, caller))
 
 
 async def _store(

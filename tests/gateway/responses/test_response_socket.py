@@ -1,17 +1,19 @@
 """`GET /v1/responses`: responses over a WebSocket, continued in the connection and steered."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
+from unittest.mock import patch
 
 import orjson
 import pytest
 
 from adapters.dialects.choosing import choose_dialect
 from gateway.access.key_file import Allowance
-from gateway.generation.held import MAX_HELD, HeldConversations, HeldResponse, HeldResponses
+from gateway.generation.held import MAX_HELD, HeldConversations, HeldResponses, held_response
 from tests.gateway.rig import MODEL, STEP, Rig, Setting, play
+from tests.gateway.scripted_model import END, ByteTokenizer, PlainTemplate
 
 PATH = "/v1/responses"
 HERMES = choose_dialect("", "hermes", "think")
@@ -106,6 +108,33 @@ async def connected(
         await serving
 
 
+class EndsMessages(PlainTemplate):
+    """Each message ends with the model's end token."""
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        /,
+        *,
+        add_generation_prompt: bool = True,
+        **kwargs: Any,
+    ) -> str:
+        lines = [f"{message['role']}:{message['content']}<end>\n" for message in messages]
+        return "".join((*lines, "assistant:"))
+
+
+class CountsCharacters(ByteTokenizer):
+    """Reads the end token in texts, and counts the characters that it tokenizes."""
+
+    def __init__(self) -> None:
+        self.num_chars = 0
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        self.num_chars += len(text)
+        pieces = [[*piece.encode(), END] for piece in text.split("<end>")]
+        return [token for piece in pieces for token in piece][:-1]
+
+
 def text_of(response: Any) -> str:
     messages = [item for item in response["output"] if item["type"] == "message"]
     return "".join(part["text"] for item in messages for part in item["content"])
@@ -147,6 +176,28 @@ def test_a_response_that_is_not_stored_can_be_continued_in_its_connection_only()
         assert prompts(rig) == ["user:hi\n", "user:hi\nassistant:Hello!\nuser:more\n"]
 
     play(scene)
+
+
+def test_a_turn_tokenizes_what_is_new_and_gets_the_ids_of_the_whole_prompt() -> None:
+    turns: list[tuple[int, tuple[int, ...]]] = []
+    tokenizer = CountsCharacters()
+
+    async def scene(rig: Rig) -> None:
+        async with connected(rig) as client:
+            fields: dict[str, Any] = {"store": False}
+            for text in ("first" * 20, "second", "third"):
+                tokenizer.num_chars = 0
+                response = await client.response(input=text, **fields)
+                fields["previous_response_id"] = response["id"]
+                turns.append((tokenizer.num_chars, rig.ended[-1].spec.prompt))
+
+    with patch("tests.gateway.rig.PlainTemplate", EndsMessages):
+        play(scene, Setting(context=1000, tokenizer=tokenizer))
+    new = "<end>\nuser:third<end>\nassistant:"
+    (_, _), (_, second), (num_chars, third) = turns
+    assert num_chars == len(new)
+    whole = [*second, *b"Hello!", END, *b"\nuser:third", END, *b"\nassistant:"]
+    assert list(third) == whole
 
 
 def test_a_stored_response_can_be_continued_over_http() -> None:
@@ -410,10 +461,10 @@ def test_what_connections_hold_is_bounded_in_number_and_bytes() -> None:
     held = HeldResponses(max_bytes=20_000)
     first, second = HeldConversations(held, "a"), HeldConversations(held, "b")
     for number in range(MAX_HELD + 1):
-        first.put(str(number), HeldResponse([{}], None))
+        first.put(str(number), held_response([{}], None))
     assert first.find("0") is None
     assert first.find("1") is not None
-    second.put("x", HeldResponse([{}] * 15, None))
+    second.put("x", held_response([{"image": "x" * 15_000}], None))
     assert held.num_bytes <= 20_000
     assert second.find("x") is None  # of the key that holds the most
     assert first.find(str(MAX_HELD)) is not None
