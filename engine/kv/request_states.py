@@ -7,10 +7,10 @@ beside the request's own slot, and when the step has returned it is published un
 prefix. A request that starts behind the prefix reads the snapshot in its first step. Snapshots are
 saved in the tiers below like cached blocks. Those within an output are *passing*, and so are those
 between the intervals of a very long prompt: the next one replaces them, so that they are saved only
-when their request has ended. Once the next message of a chat has a snapshot, that of the
-output before it is evicted before others: only another next message would read it. A snapshot is
-loaded into the own slot of its request. A model without recurrent layers has no slots, and then
-nothing here happens.
+when their request has ended. Once the next message of a chat has a snapshot, the last ones of the
+output and of the prompt before it are evicted before others: only another answer or another next
+message would read them. A snapshot is loaded into the own slot of its request. A model without
+recurrent layers has no slots, and then nothing here happens.
 
 A step with drafts writes the state after each of its rows to a slot of its own, and the state after
 the last row to the request's slot. If it accepts only some drafts, the request's next step reads
@@ -65,7 +65,8 @@ class _Held:
     drafted: range | None = None  # the positions of the step with drafts that is in flight
     between: set[int] = field(default_factory=set)  # ends of passing snapshots of its prompt
     passing: bytes | None = None  # the name of its newest snapshot, if the next one replaces it
-    began_behind: bytes | None = None  # the name of the last snapshot of an ended output
+    last: bytes | None = None  # the name of its newest snapshot that is not passing
+    began_behind: bytes | None = None  # the name of a snapshot in `RequestStates._ended`
 
     def slots(self) -> list[int]:
         held = [self.slot, *[one.slot for one in self.written]]
@@ -93,7 +94,8 @@ class RequestStates:
         self.is_on = pages.pool.num_pages > 0
         assert not self.is_on or pages.pool.num_pages >= MIN_STATES, "no room for a snapshot"
         self._held: dict[RequestId, _Held] = {}
-        self._of_outputs: dict[bytes, None] = {}  # names of the last snapshots of outputs
+        # The last passing snapshots of ended requests by name, with their last ones that are not.
+        self._ended: dict[bytes, bytes | None] = {}
 
     # Prefixes
 
@@ -161,7 +163,7 @@ class RequestStates:
         snapshot = self.pool.take(names[0]) if names and not missing else None
         (slot,) = self.pool.allocate(1)
         source = NO_STATE if snapshot is None else snapshot
-        began = names[0] if snapshot is not None and names[0] in self._of_outputs else None
+        began = names[0] if snapshot is not None and names[0] in self._ended else None
         self._held[request_id] = _Held(
             slot, slot if missing else source, snapshot, began_behind=began
         )
@@ -257,10 +259,11 @@ class RequestStates:
         self.snapshots.publish(slot, name, None)
         if held.began_behind is not None:  # the chat goes on from here
             self.pool.age(held.began_behind)
-            self._of_outputs.pop(held.began_behind, None)
+            self.pool.age(self._ended.pop(held.began_behind, None) or b"")
             held.began_behind = None
         self._forget(held.passing)
         held.passing = name if is_passing else None
+        held.last = held.last if is_passing else name
         return True
 
     def _forget(self, name: bytes | None) -> None:
@@ -293,14 +296,14 @@ class RequestStates:
             passing = self.snapshots.find(name)
             if passing is not None:
                 self.pool.allow_save(passing)
-                self._of_outputs[name] = None
-                while len(self._of_outputs) > self.pool.num_pages:  # some of them are evicted
-                    del self._of_outputs[next(iter(self._of_outputs))]
+                self._ended[name] = held.last
+                while len(self._ended) > self.pool.num_pages:  # some of them are evicted
+                    del self._ended[next(iter(self._ended))]
 
     def reset(self) -> None:
         """The worker is lost: no request has any slot."""
         self._held.clear()
-        self._of_outputs.clear()
+        self._ended.clear()
 
     def num_leaked(self, live: "Container[RequestId]") -> int:
         """Slots whose request is not live; anything but 0 is a leak."""

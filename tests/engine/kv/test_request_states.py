@@ -1,5 +1,7 @@
 """Recurrent states: which snapshots are written, what a request starts behind, what is freed."""
 
+from random import Random
+
 import pytest
 
 from engine.control.admission import SwapMode
@@ -153,20 +155,33 @@ def test_nothing_behind_the_last_checkpoint_is_left_to_others_if_the_request_say
 
 
 @pytest.mark.parametrize("goes_on", [True, False])
-def test_the_state_of_an_output_is_evicted_first_once_its_chat_has_gone_on(goes_on: bool) -> None:
+def test_the_states_of_a_turn_are_evicted_first_once_its_chat_has_gone_on(goes_on: bool) -> None:
     scheduler = make(num_states=12)
-    first, _ = serve(scheduler, spec(range(50), 20))
     serve(scheduler, spec(range(900, 960), 20))  # another chat, used less lately than the first
+    first, _ = serve(scheduler, spec(range(50), 20))
     history = first.tokens(0, first.num_tokens)
     if goes_on:
         serve(scheduler, spec((*history, *range(500, 530)), 20))
     fork = spec((*history, *range(700, 730)), 2)
     pool = states(scheduler).pool
-    held = pool.allocate(pool.num_available - pool.num_cached + 1)  # one snapshot is evicted
+    held = pool.allocate(pool.num_available - pool.num_cached + 2)  # two snapshots are evicted
     for slot in held:
         pool.drop(slot)
     request, _ = serve(scheduler, fork)
     assert (request.num_cached < len(history) // SIZE * SIZE) == goes_on
+
+
+def test_as_many_chats_go_on_as_there_are_states_for_their_last_turns() -> None:
+    scheduler, chance = make(num_states=20, num_blocks=20_000), Random(0)
+    chats = [tuple(range(1000 * n, 1000 * n + 40)) for n in range(8)]
+    turns = [chat for chat in range(8) for _ in range(8)]
+    chance.shuffle(turns)
+    prompt_len = num_cached = 0
+    for chat in turns:
+        request, _ = serve(scheduler, spec(chats[chat], 12))
+        prompt_len, num_cached = prompt_len + request.prompt_len, num_cached + request.num_cached
+        chats[chat] = (*request.tokens(0, request.num_tokens), *chance.choices(range(9000), k=20))
+    assert num_cached / prompt_len > 0.8  # 0.58 if the least recently used are evicted
 
 
 def test_snapshots_of_a_long_prompt_take_a_quarter_of_the_slots() -> None:
