@@ -73,7 +73,9 @@ def test_images_are_pasted_dropped_removed_and_sent(context: BrowserContext, pag
     expect(page.locator(".composer img")).to_have_count(1)
     with page.expect_request("**/v1/chat/completions") as sent:
         ask(page, "What is this?")
-    image, text = sent.value.post_data_json["messages"][0]["content"]
+    body = sent.value.post_data_json
+    assert body is not None
+    image, text = body["messages"][0]["content"]
     assert image["image_url"]["url"].startswith("data:image/webp;base64,")
     assert text == {"type": "text", "text": "What is this?"}
     expect(page.locator(".message.user img")).to_be_visible()
