@@ -14,7 +14,7 @@ from engine.errors import InvalidRequest
 from gateway.generation.image_input import ImageOrigin, MayReadImages, read_images
 from gateway.generation.image_prompt import Placeholders, unmarked
 from gateway.generation.known_text import continued_ids
-from gateway.generation.marks import NO_MARKS, PromptMarks, marks_of
+from gateway.generation.marks import PromptMarks, marks_of
 from gateway.generation.prompt import Prompt, TokenizedPrompts, fits_on_loop, token_ids
 from gateway.generation.threads import run_in_thread
 from gateway.ports import ToolChoice
@@ -155,8 +155,9 @@ async def _rendered(
 
     def tokenize(text: str) -> RenderedPrompt:
         if placeholders is not None and (images or placeholders.has_marks(text)):
-            ids, media = placeholders.ids(model.tokenizer, text, images, most)
-            return RenderedPrompt(unmarked(text), ids, NO_MARKS, media)
+            ids, media, others = placeholders.ids(model.tokenizer, text, images, most)
+            marks = marks_of(request.messages, others, ids, model.tokenizer, media)
+            return RenderedPrompt(unmarked(text), ids, marks, media)
         return _tokenized(model.tokenizer, request, text, most, known)
 
     finish = partial(

@@ -22,10 +22,11 @@ WINDOW = 1 << 18  # characters that are searched at once, since this holds the i
 
 
 class ImagePrompt(NamedTuple):
-    """Token ids, of which `media` says which ones stand for images."""
+    """Token ids, of which those of `media` stand for images, and the text of the others."""
 
     ids: Prompt
     media: tuple[Media, ...] = ()
+    text: str = ""
 
 
 class Placeholders:
@@ -85,7 +86,8 @@ class Placeholders:
         soft_id = tokenizer.special_tokens[self._decoder.soft_token]
         ids: list[int] = []
         media: list[Media] = []
-        for piece in _joined(parts, images):
+        pieces = _joined(parts, images)
+        for piece in pieces:
             if isinstance(piece, str):
                 for part in filter(None, piece.split(MARK)):
                     ids += _ids_behind(len(ids), tokenizer, part, most)
@@ -94,7 +96,8 @@ class Placeholders:
                     Media(len(ids), piece.num_tokens, piece.digest, piece.pixels, piece.grid)
                 )
                 ids += [soft_id] * piece.num_tokens
-        return ImagePrompt(tuple(ids), tuple(media))
+        others = "".join([piece for piece in pieces if isinstance(piece, str)])
+        return ImagePrompt(tuple(ids), tuple(media), unmarked(others))
 
 
 def unmarked(text: str) -> str:

@@ -12,6 +12,7 @@ from gateway.generation.paced_tokenizer import token_ends
 from gateway.schema.fields.caching import MAX_BREAKPOINTS
 
 if TYPE_CHECKING:
+    from engine.media import Media
     from gateway.ports import Tokenizer
     from gateway.schema.openai.messages import Message
 
@@ -27,30 +28,53 @@ NO_MARKS = PromptMarks((), ())
 
 
 def marks_of(
-    messages: "Sequence[Message]", text: str, ids: Sequence[int], tokenizer: "Tokenizer"
+    messages: "Sequence[Message]",
+    text: str,
+    ids: Sequence[int],
+    tokenizer: "Tokenizer",
+    media: "Sequence[Media]" = (),
 ) -> PromptMarks:
-    """The marks of a prompt with these ids, which was rendered from the messages."""
+    """The marks of a prompt with these ids, which was rendered from the messages. The text is that
+    of all ids but those of `media`, which stand for images."""
     ends: list[int] = []
     breakpoints: list[int] = []
     at = num_bytes = 0
     for message in messages:
-        content = message.text
-        stripped = content.strip()
-        start = text.find(stripped, at) if stripped else -1
-        if start >= 0:
-            num_skipped = content.index(stripped)
-            for offset in message.breakpoints:
-                inside = min(max(0, offset - num_skipped), len(stripped))
-                breakpoints.append(num_bytes + _num_bytes(text[at : start + inside]))
-            num_bytes += _num_bytes(text[at : start + len(stripped)])
-            at = start + len(stripped)
+        for content, offsets in message.texts:
+            stripped = content.strip()
+            start = text.find(stripped, at) if stripped else -1
+            if start >= 0:
+                num_skipped = content.index(stripped)
+                for offset in offsets:
+                    inside = min(max(0, offset - num_skipped), len(stripped))
+                    breakpoints.append(num_bytes + _num_bytes(text[at : start + inside]))
+                num_bytes += _num_bytes(text[at : start + len(stripped)])
+                at = start + len(stripped)
         ends.append(num_bytes)
-    of_tokens = token_ends(tokenizer, ids)
+    of_tokens = token_ends(tokenizer, _without_images(ids, media))
     latest = breakpoints[-MAX_BREAKPOINTS:]
     return PromptMarks(
-        [bisect_right(of_tokens, end) for end in ends],
-        [bisect_right(of_tokens, each) for each in latest],
+        [_with_images(bisect_right(of_tokens, end), media) for end in ends],
+        [_with_images(bisect_right(of_tokens, each), media) for each in latest],
     )
+
+
+def _without_images(ids: Sequence[int], media: "Sequence[Media]") -> Sequence[int]:
+    """The ids but those that stand for images."""
+    others: list[int] = []
+    starts = [0, *(each.end for each in media)]
+    for start, stop in zip(starts, [*(each.start for each in media), len(ids)], strict=True):
+        others += ids[start:stop]
+    return others if media else ids
+
+
+def _with_images(num_ids: int, media: "Sequence[Media]") -> int:
+    """How many leading tokens so many others are, with the images before the last of them."""
+    for each in media:
+        if each.start >= num_ids:
+            break
+        num_ids += each.num_tokens
+    return num_ids
 
 
 def _num_bytes(text: str) -> int:

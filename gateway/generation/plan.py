@@ -208,7 +208,7 @@ def request_specs(
 
     Raises `InvalidRequest` for a prompt or a length that the engine cannot serve.
     """
-    prompt, media = truncated(plan, whole, service)
+    prompt, media, _ = truncated(plan, whole, service)
     num_cut = len(whole.ids) - len(prompt)
     checkpoints = tuple([at - num_cut for at in breakpoints if at > num_cut])
     max_tokens = max(1, _max_tokens(plan, len(prompt), service))

@@ -1,6 +1,5 @@
 """The messages of a conversation: the request's form, and the form that chat templates read."""
 
-from itertools import accumulate
 from typing import Any
 
 import msgspec
@@ -163,10 +162,18 @@ class Message(msgspec.Struct, forbid_unknown_fields=True):
         return any(part.type == _IMAGE for part in parts)
 
     @property
-    def breakpoints(self) -> list[int]:
-        """The numbers of characters of its text behind which there is a cache breakpoint."""
+    def texts(self) -> list[tuple[str, list[int]]]:
+        """Its text, or the texts between its images, each with the numbers of characters behind
+        which there is a cache breakpoint."""
         if not isinstance(self.content, list):
-            return []
-        ends = accumulate(len(part.text or part.refusal or "") for part in self.content)
-        rows = zip(self.content, ends, strict=True)
-        return [end for part, end in rows if part.prompt_cache_breakpoint is not None]
+            return [(self.text, [])]
+        texts: list[tuple[str, list[int]]] = [("", [])]
+        for part in self.content:
+            text, offsets = texts[-1]
+            text += part.text or part.refusal or ""
+            if part.prompt_cache_breakpoint is not None:
+                offsets.append(len(text))
+            texts[-1] = (text, offsets)
+            if part.type == _IMAGE:
+                texts.append(("", []))
+        return texts

@@ -10,7 +10,7 @@ import pytest
 
 from engine.media import Span
 from gateway.images.reader import LOW_TOKENS, ImageLimits
-from tests.gateway.forms import a_form, upload
+from tests.gateway.forms import a_form, a_line, ended, started, upload
 from tests.gateway.rig import CHAT, MODEL, Rig, Setting, chat, play
 from tests.gateway.scripted_model import BAD, END, LOST, ScriptedDecoder
 
@@ -209,6 +209,50 @@ def test_a_cut_never_divides_an_image() -> None:
     assert {spec.prompt for spec in others[:2]} == {ids("]abc\n")}
     assert others[2].prompt == ids("abc\n")
     assert not any(spec.spans for spec in others)
+
+
+def test_breakpoints_are_counted_with_the_images_before_them() -> None:
+    mark = {"prompt_cache_breakpoint": {"mode": "explicit"}}
+    first = [text("a"), image(RED), {**text("b"), **mark}, image(BLUE), {**text("c"), **mark}]
+
+    async def scene(rig: Rig) -> None:
+        turns = [{"role": "user", "content": first}, {"role": "user", "content": "d"}]
+        body = chat(messages=turns, prompt_cache_options={"mode": "explicit"})
+        await answer_of(rig, CHAT, body)
+        await answer_of(rig, CHAT, ask(*first))
+
+    rig = play(scene, Setting(decoder=ScriptedDecoder()))
+    ends = [len(ids(*pieces)) for pieces in (("user:a[", 3, "]b"), ("user:a[", 3, "]b[", 3, "]c"))]
+    assert rig.ended[0].spec.prompt == ids("user:a[", 3, "]b[", 3, "]c\nuser:d\n")
+    assert rig.ended[0].spec.checkpoints[:2] == tuple(ends)  # others are behind the images
+    assert rig.ended[1].num_cached == ends[1]
+
+
+def test_a_batch_has_images() -> None:
+    async def scene(rig: Rig) -> None:
+        body = ask(image(RED))
+        batch_id = await started(rig, a_line("one", body) + b"\n" + a_line("two", ask(image(BAD))))
+        batch = await ended(rig, batch_id)
+        assert batch["request_counts"] == {"total": 2, "completed": 1, "failed": 1}
+
+    rig = play(scene, Setting(decoder=ScriptedDecoder()))
+    assert rig.ended[0].spec.prompt == ids("user:[", 3, "]\n")
+
+
+def test_a_body_or_an_image_that_is_too_large_is_refused_as_such() -> None:
+    async def scene(rig: Rig) -> None:
+        error = await error_of(rig, CHAT, ask(image(b"x" * 2000)), 413)
+        assert error["code"] == "request_too_large"
+        error = await error_of(rig, CHAT, ask(image(b"x" * 1100)))
+        assert error["message"].endswith("has more than 0 MiB.")
+        async with upload(rig.client, a_form(b"x" * 1100, {"purpose": "vision"})) as exchange:
+            file = await exchange.json()
+        part = {"type": "image_url", "image_url": {"file_id": file["id"]}}
+        assert (await error_of(rig, CHAT, ask(part)))["param"] == "messages[0].content[0].image_url"
+        assert not seen(rig)
+
+    limits = ImageLimits(max_bytes=1000)
+    play(scene, Setting(decoder=ScriptedDecoder(), image_limits=limits, max_body_bytes=2000))
 
 
 def test_uploaded_files_are_images_for_their_owner_only() -> None:
