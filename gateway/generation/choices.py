@@ -157,6 +157,9 @@ class ChoiceGroup:
             cached_tokens=sum(choice.request.num_cached for choice in first_choices),
             written_tokens=sum(self._service.num_written(each.request) for each in first_choices),
             reasoning_tokens=sum(choice.num_reasoning_tokens for choice in self.choices),
+            image_tokens=sum(
+                each.num_tokens for choice in first_choices for each in choice.request.spec.media
+            ),
             prediction=self._prediction_tokens() if self._plan.prediction else None,
         )
 

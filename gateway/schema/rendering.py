@@ -58,6 +58,7 @@ class Usage(NamedTuple):
     cached_tokens: int = 0  # of the prompts, found in the prefix cache
     written_tokens: int = 0  # of the prompts, added to the prefix cache
     reasoning_tokens: int = 0  # of the output
+    image_tokens: int = 0  # of the prompts
     prediction: PredictionTokens | None = None  # None if no prediction was used
 
     def as_json(self) -> dict[str, Any]:
@@ -66,14 +67,17 @@ class Usage(NamedTuple):
         if self.prediction is not None:
             details["accepted_prediction_tokens"] = self.prediction.accepted
             details["rejected_prediction_tokens"] = self.prediction.rejected
+        of_prompts = {
+            "cached_tokens": self.cached_tokens,
+            "cache_write_tokens": self.written_tokens,
+        }
+        if self.image_tokens:
+            of_prompts["image_tokens"] = self.image_tokens
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {
-                "cached_tokens": self.cached_tokens,
-                "cache_write_tokens": self.written_tokens,
-            },
+            "prompt_tokens_details": of_prompts,
             "completion_tokens_details": details,
         }
 

@@ -82,6 +82,7 @@ def test_an_image_in_every_api_is_the_same_prompt_and_counts_in_usage() -> None:
     async def scene(rig: Rig) -> None:
         answer = await answer_of(rig, CHAT, ask(text("a"), image(RED), text("b")))
         assert answer["usage"]["prompt_tokens"] == len("user:a[") + 3 + len("]b\n")
+        assert answer["usage"]["prompt_tokens_details"]["image_tokens"] == 3
         content = [text("a"), anthropic, text("b")]
         body = {"model": MODEL, "max_tokens": 9, "messages": [{"role": "user", "content": content}]}
         answer = await answer_of(rig, MESSAGES, body)
