@@ -82,10 +82,10 @@ class RequestSpec:
     With `pooling` no token is produced, `max_tokens` is 0, and the request finishes with the vector
     that its prompt is pooled into.
 
-    `spans` are the tokens of the prompt that stand for other content; prefixes with such tokens are
-    shared only if the content is the same; by default they are those of `media`. Behind
-    `checkpoints`, numbers of prompt tokens, other requests will probably go on. Of its blocks and
-    states only those of the first `cached_until` tokens are left to others; None: all.
+    Some tokens of the prompt stand for the images `media`; prefixes with them are shared only if
+    the images are the same. Behind `checkpoints`, numbers of prompt tokens, other requests will
+    probably go on. Of its blocks and states only those of the first `cached_until` tokens are left
+    to others; None: all.
 
     The prompt begins with that of the request `behind` which it goes on, if any: an ended one of
     the same response, which is charged for it.
@@ -112,17 +112,22 @@ class RequestSpec:
     prediction: tuple[int, ...] = ()
     lora: "LoraAdapter | None" = None
     pooling: "PoolSpec | None" = None
-    spans: tuple[Span, ...] = ()
     checkpoints: tuple[int, ...] = ()
     behind: "Request | None" = None
     cached_until: int | None = None
     media: "tuple[Media, ...]" = ()
 
-    def __post_init__(self) -> None:
-        if self.media and not self.spans:  # fields of a frozen class
-            checkpoints = (*self.checkpoints, *(each.end for each in self.media))
-            object.__setattr__(self, "spans", tuple(each.span for each in self.media))
-            object.__setattr__(self, "checkpoints", checkpoints)
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """The tokens of the prompt that stand for other content."""
+        return tuple([each.span for each in self.media]) if self.media else ()
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """Where other requests will probably go on: at checkpoints, and behind images."""
+        if not self.media:
+            return self.checkpoints
+        return (*self.checkpoints, *[each.end for each in self.media])
 
     @property
     def lora_digest(self) -> str:

@@ -207,7 +207,7 @@ class KVCache:
                     if places:
                         listener.stored(request, places, group)
         if not self.keeps_all:
-            ends = request.spec.checkpoints
+            ends = request.spec.ends
             ledger.give_back(request.request_id, request.num_computed, ends)
             if ledger.states.is_on:
                 self._publish_snapshots(request)

@@ -131,7 +131,7 @@ class RequestStates:
         so that a retry of a prompt that is aborted goes on near where it stopped. A prompt of
         which only log-probabilities are read has them at its checkpoints only: no chat continues
         it."""
-        ends = {at // block_size * block_size for at in request.spec.checkpoints}
+        ends = {at // block_size * block_size for at in request.spec.ends}
         if request.spec.pooling is not None and request.spec.pooling.token_ids:
             return sorted(end for end in ends if start < end <= stop)
         prompt_len, most = request.prompt_len, max(1, self.pool.num_pages // 4)

@@ -3,6 +3,7 @@
 from array import array
 from hashlib import blake2b
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,7 +13,7 @@ from engine.control.settings import SchedulerSettings
 from engine.kv.ledger import KVLedger
 from engine.kv.prefix import Part, extend_hashes, hash_blocks
 from engine.kv_shape import KVShape
-from engine.media import Span
+from engine.media import EncoderReport, Media, Span
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.request import Request, RequestSpec
 from engine.step import HASH_BYTES, RequestId
@@ -20,13 +21,19 @@ from tests.scheduling import GREEDY
 
 BLOCK = 2
 IMAGE, OTHER = b"i" * 32, b"o" * 32
+ENCODER = EncoderReport(num_layers=1, row_bytes=1, row_flops=1, pair_flops=1, tile=1)
+
+
+def image(span: Span) -> Media:
+    """An image without patches, which counts as encoded."""
+    return Media(*span, np.zeros(0, np.float32), (1, 0, 0))
 
 
 def names(
     prompt: tuple[int, ...], salt: str = "", spans: tuple[Span, ...] = (), block: int = BLOCK
 ) -> list[bytes]:
     """The hashes of the prompt's full blocks."""
-    spec = RequestSpec(prompt, 1, GREEDY, salt=salt, spans=spans)
+    spec = RequestSpec(prompt, 1, GREEDY, salt=salt, media=tuple(map(image, spans)))
     request = Request(RequestId(0), spec, arrived_at=0.0)
     extend_hashes(request, block, len(prompt) // block)
     assert request.block_hashes == hash_blocks(salt, prompt, block, spans=spans)
@@ -102,11 +109,12 @@ def test_a_request_waits_for_a_prefix_that_is_being_computed_only_if_its_images_
     is_same: bool,
 ) -> None:
     settings = SchedulerSettings(max_model_len=4000, max_batch_size=4, max_batch_tokens=400)
-    scheduler = IterationScheduler(settings, KVLedger(KVShape(400, 16)), FirstComeFirstServed())
+    ledger = KVLedger(KVShape(400, 16))
+    scheduler = IterationScheduler(settings, ledger, FirstComeFirstServed(), encoder=ENCODER)
     digests = (IMAGE, IMAGE if is_same else OTHER)
     prompt = tuple(range(300))
     for digest in digests:
-        spec = RequestSpec(prompt, 4, GREEDY, spans=(Span(20, 30, digest),))
+        spec = RequestSpec(prompt, 4, GREEDY, media=(image(Span(20, 30, digest)),))
         scheduler.add(spec, 0.0)
     iteration = scheduler.plan(0.0)
     assert iteration is not None

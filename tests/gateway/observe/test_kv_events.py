@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import zmq
 
@@ -17,7 +18,7 @@ from engine.kv.prefix import name_in_group
 from engine.kv.prefix_search import PrefixSearch
 from engine.kv_shape import KVShape
 from engine.lora import LoraAdapter
-from engine.media import Span
+from engine.media import EncoderReport, Media
 from engine.policy import build
 from engine.request import Request, RequestSpec
 from engine.step import Tier
@@ -53,7 +54,8 @@ class Rig:
             KVShape(num_blocks, BLOCK, windows=windows, chunk=64, num_states=num_states)
         )
         policy = build("fcfs", HAND_COST)
-        self.scheduler = IterationScheduler(settings, ledger, policy, self.events)
+        encoder = EncoderReport(num_layers=1, row_bytes=1, row_flops=1, pair_flops=1, tile=1)
+        self.scheduler = IterationScheduler(settings, ledger, policy, self.events, encoder=encoder)
         self.scheduler.kv.search.listen(self.events)
 
     def serve(
@@ -192,8 +194,8 @@ def test_blocks_of_a_lora_adapter_have_its_name_and_digest() -> None:
 
 def test_blocks_with_an_image_have_its_digest() -> None:
     rig = Rig(num_blocks=20)
-    image = Span(6, 4, bytes(range(32)))
-    rig.scheduler.add(RequestSpec(tuple(range(16)), 1, GREEDY, salt="mine", spans=(image,)), 0.0)
+    image = Media(6, 4, bytes(range(32)), np.zeros(0, np.float32), (1, 0, 0))
+    rig.scheduler.add(RequestSpec(tuple(range(16)), 1, GREEDY, salt="mine", media=(image,)), 0.0)
     run_iteration(rig.scheduler, 0.0)
     rig.events.worker_lost(0.0)
     (stored,) = rig.all_events()
