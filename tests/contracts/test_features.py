@@ -44,6 +44,8 @@ from tests.inline import RunsSteps, play
 from tests.models.checkpoints import make_checkpoint
 from tests.models.drafts import a_drafter, a_model_drafter, first_layers
 from tests.models.encoders import describe_pooling, make_encoder
+from tests.models.images import Prompt, picture
+from tests.models.images import make_checkpoint as make_vision_checkpoint
 from tests.models.loras import make_lora
 from tests.models.mtp import make_mtp_checkpoint
 from tests.worker_settings import changed
@@ -282,6 +284,17 @@ def is_sharded(bench: Bench, stages: int, ranks: int) -> None:
             assert together.generate(request, prompt, 6) == expected
 
 
+def reads_images(bench: Bench) -> None:
+    """A picture and text beside each other, with lookahead."""
+    model = make_vision_checkpoint(bench.folder, "qwen3_vl")
+    prompt = Prompt.of([5, 6, 92], picture("qwen3_vl", 4, 6), [93, 7, 8])
+    specs = [RequestSpec(prompt.tokens, 12, GREEDY, media=prompt.media), *SPECS[:2]]
+    expected = [outcome.tokens for outcome in play(load_worker(model), specs)]
+    outcomes = play(bench.load(model, lookahead=1), specs, lookahead=1, max_batch_size=4)
+    assert [outcome.error for outcome in outcomes] == [None] * 3
+    assert [outcome.tokens for outcome in outcomes] == expected
+
+
 FEATURES: Mapping[str, Callable[[Bench], None]] = {
     "lookahead": looks_ahead,
     "speculation: n-gram, suffix, predicted outputs": speculates,
@@ -289,6 +302,7 @@ FEATURES: Mapping[str, Callable[[Bench], None]] = {
     "multi-token prediction": predicts_several_tokens,
     "recurrent layers": is_recurrent,
     "pooling": pools,
+    "images": reads_images,
     "LoRA": has_loras,
     "weights in int8": lambda bench: is_quantized(bench, "int8"),
     "weights in int4": lambda bench: is_quantized(bench, "int4"),

@@ -195,16 +195,18 @@ class Stage:
     ) -> _Inputs:
         """Copy the inputs of the layers; tokens that only the device knows are copied there."""
         types = NO_ROWS if layout.token_types is None else layout.token_types
-        turned = wide.positions if wide.rope_positions is None else wide.rope_positions
+        rope = wide.positions if wide.rope_positions is None else wide.rope_positions
+        turned = rope.reshape(-1)  # there may be three of each
         known, held, numbers = continued.on_device()
         if known is None:
-            return _Inputs(*self.put(wide.token_ids, turned, rows, types))
+            ids, positions, wanted, token_types = self.put(wide.token_ids, turned, rows, types)
+            return _Inputs(ids, positions.view(rope.shape), wanted, token_types)
         targets = layout.last_token_rows[numbers]
         ids, positions, wanted, token_types, last_token_rows, places = self.put(
             wide.token_ids, turned, rows, types, targets, held
         )
         ids.index_copy_(0, last_token_rows, known.index_select(0, places))
-        return _Inputs(ids, positions, wanted, token_types)
+        return _Inputs(ids, positions.view(rope.shape), wanted, token_types)
 
 
 def _needed_rows(layout: RaggedLayout) -> Int64s:

@@ -6,9 +6,7 @@ stages the first one has no result, so there the step fails.)
 """
 
 import logging
-import time
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,16 +17,6 @@ from engine.step import Step
 from engine.worker.ports import EncoderState, Encoding, ImageEncoder
 
 logger = logging.getLogger("engine.worker")
-
-
-class EncodedSlices(NamedTuple):
-    """What a step did with images: the seconds it took, and the images that failed."""
-
-    seconds: float = 0.0
-    failed: tuple[int, ...] = ()
-
-
-NO_SLICES = EncodedSlices()
 
 
 @dataclass(slots=True)
@@ -76,17 +64,15 @@ class WorkerImages:
         image.pixels[piece.offset : piece.offset + len(piece.data)] = piece.data
         image.num_arrived += len(piece.data)
 
-    def run(self, step: Step) -> EncodedSlices:
-        """Forget and encode what the step says."""
+    def run(self, step: Step) -> tuple[int, ...]:
+        """Forget and encode what the step says; returns the images that failed."""
         for number in step.dropped:
             self._images.pop(number, None)
-        if self._encoder is None or not step.encodes:
-            return NO_SLICES
-        began = time.monotonic()
+        if self._encoder is None:
+            return ()
         for number, _, stop in step.encodes:
             self._advance(number, stop)
-        failed = [work.image for work in step.encodes if self._images[work.image].has_failed]
-        return EncodedSlices(time.monotonic() - began, tuple(failed))
+        return tuple(work.image for work in step.encodes if self._images[work.image].has_failed)
 
     def encoding(self, number: int) -> Encoding | None:
         """The encoding of an image; None if its encoder failed, so that its requests will.

@@ -34,7 +34,6 @@ from engine.worker.model.kv.data_plane import ReceivedHidden
 from engine.worker.model.layout import build_layout
 from engine.worker.ports import MovesInFlight, RaggedLayout
 from engine.worker.process.drafts.draft_rows import accept_drafts, last_tokens, split_drafts
-from engine.worker.process.images import NO_SLICES, EncodedSlices
 from engine.worker.process.inbox import Inbox
 from engine.worker.process.parts import WorkerParts
 from engine.worker.process.token_return import TokenReturn
@@ -52,6 +51,14 @@ class Prepared(NamedTuple):
     received: ReceivedHidden | None  # None on the first stage
 
 
+class _Slices(NamedTuple):
+    """The slices of images in a step, and the images that failed."""
+
+    began: StreamEvent
+    ended: StreamEvent
+    failed: tuple[int, ...]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class LaunchedStep:
     """A step between `begin` and `finish`."""
@@ -66,7 +73,7 @@ class LaunchedStep:
     before: StreamEvent | None  # the end of the previous step on a device that works ahead
     pending: PendingOutput | None  # None if this worker reads no hidden states of the step
     hidden: Tensor | None  # of all rows, if drafts are proposed from them
-    slices: EncodedSlices = NO_SLICES
+    slices: _Slices | None = None
 
     @property
     def may_wait(self) -> bool:
@@ -175,7 +182,7 @@ class StepPipeline:
         self._set_times(None)
         slices = self._encode(step)
         moving = self._parts.mover.move(step.moves)
-        ended = self._transfers.mark() if step.encodes else began
+        ended = began if slices is None else slices.ended
         return LaunchedStep(
             self,
             step,
@@ -190,12 +197,16 @@ class StepPipeline:
             slices,
         )
 
-    def _encode(self, step: Step) -> EncodedSlices:
-        """Compute the slices of images that the step has."""
-        if step.encodes:
-            self._parts.device.wake()
-        has_any = step.encodes or step.dropped
-        return self._parts.images.run(step) if has_any else NO_SLICES
+    def _encode(self, step: Step) -> _Slices | None:
+        """Forget and encode images as the step says."""
+        if not step.encodes:
+            if step.dropped:
+                self._parts.images.run(step)
+            return None
+        self._parts.device.wake()
+        began = self._transfers.mark()
+        failed = self._parts.images.run(step)
+        return _Slices(began, self._transfers.mark(), failed)
 
     def _begin(self, step: Step) -> StepInFlight:
         self._tokens.open(step)
@@ -318,7 +329,7 @@ class StepPipeline:
         idle = 0.0 if launched.before is None else launched.began.seconds_since(launched.before)
         proposals, proposal_seconds = self._propose(launched, output)
         seconds, now = own + proposal_seconds, time.monotonic()
-        received = launched.prepared and launched.prepared.received
+        received, slices = launched.prepared and launched.prepared.received, launched.slices
         data_at = received.at if received else None
         result = StepResult(
             step_id=step.step_id,
@@ -326,8 +337,8 @@ class StepPipeline:
             unread=unread,
             proposals=proposals,
             proposal_seconds=proposal_seconds if proposals else 0.0,
-            encoder_seconds=launched.slices.seconds,
-            failed_images=launched.slices.failed,
+            encoder_seconds=slices.ended.seconds_since(slices.began) if slices else 0.0,
+            failed_images=slices.failed if slices else (),
             **output._asdict(),
         )
         return StepOutcome(result, StepTimes(data_at, now - seconds, now, max(0.0, idle)))

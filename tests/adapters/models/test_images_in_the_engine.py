@@ -11,7 +11,7 @@ from engine.errors import RowFailed
 from engine.media import EncoderWork, ImagePixels
 from engine.request import RequestSpec
 from engine.step import SamplingParams, Step, StepResult
-from engine.worker.process.images import EncodedSlices, WorkerImages
+from engine.worker.process.images import WorkerImages
 from engine.worker.process.worker import Worker
 from engine.worker_settings import WorkerReport
 from tests.engine.worker.process.driving import settings_for
@@ -169,7 +169,7 @@ def test_an_image_that_cannot_be_encoded_fails_its_request_only(
 ) -> None:
     from_steps = WorkerImages.run
 
-    def run(images: WorkerImages, step: Step) -> EncodedSlices:
+    def run(images: WorkerImages, step: Step) -> tuple[int, ...]:
         for number, start, _ in step.encodes:
             if number == 1 and start:
                 images._images[number].state = None  # so that its next slice raises

@@ -94,6 +94,8 @@ class DecodeGraphs:
         """The layout padded to a captured size; None if the step has to run eagerly."""
         if not layout.is_decode_only or layout.lora_segments or layout.states:
             return None
+        if layout.encoded or (layout.rope_positions is not None and layout.rope_positions.ndim > 1):
+            return None
         size = next((size for size in self.sizes if size >= layout.num_requests), None)
         return None if size is None else padded(layout, size, self._blank[0])
 

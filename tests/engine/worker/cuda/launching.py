@@ -12,6 +12,7 @@ from torch import Tensor
 
 from adapters.attention.reference import ReferenceAttention
 from engine.errors import StepFailed, Unavailable, WorkerLost
+from engine.media import ImagePixels
 from engine.step import Step, StepResult
 from engine.worker.cuda.device import CudaDevice, NoThreadPool
 from engine.worker.cuda.model.gemm import TorchGemm8Bit
@@ -119,6 +120,9 @@ class OnStandIns:
     @property
     def report(self) -> WorkerReport:
         return self.worker.report
+
+    def put_pixels(self, piece: ImagePixels) -> None:
+        self.worker.put_pixels(piece)
 
     def run(self, step: Step) -> StepResult:
         """The result of a step that is launched within the rules."""
