@@ -155,7 +155,7 @@ class BatchPlanner:
             and self._kv.search.is_being_computed(request)
         ):
             return True
-        if request.spec.media and not self._images.may_start(request, self._num_cached(request)):
+        if request.spec.media and not self._has_image(request):
             return True
         if not whole_batch and not self._has_room(batch, request):
             return False
@@ -178,11 +178,9 @@ class BatchPlanner:
             return True
         return self._swap_planner.may_wait(request, self._seats.num_ready(batch) - batch.seats)
 
-    def _num_cached(self, request: Request) -> int:
-        """The tokens that a request without KV will not compute, as far as is known."""
-        if request.state is SWAPPED:
-            return request.num_computed
-        return len(self._kv.search.prefix(request)) * self._kv.block_size
+    def _has_image(self, request: Request) -> bool:
+        """Whether the first image of which a request without KV computes tokens is encoded."""
+        return self._images.may_start(request, self._kv.search.num_known(request))
 
     def _has_room(self, batch: "BatchBuilder", request: Request) -> bool:
         """Whether the batch has tokens and time for a request without KV, and so may have for those

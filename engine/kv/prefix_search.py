@@ -96,6 +96,18 @@ class PrefixSearch:
         self.find(request)
         return self._reusable(request, self.most_reusable(request) // self._block_size)
 
+    def num_known(self, request: "Request") -> int:
+        """The tokens that a request without KV will not compute, as far as is known: those of its
+        prefix on the device, and of the blocks behind it that the tiers below have."""
+        if request.state is SWAPPED:
+            return request.num_computed
+        count, hashes = len(self.prefix(request)), request.block_hashes
+        if self._lower and not self._has_holes:
+            most = min(len(hashes), self.most_reusable(request) // self._block_size)
+            while count < most and self._lower.has(hashes[count]):
+                count += 1
+        return count * self._block_size
+
     def to_look_up(self, request: "Request") -> "list[tuple[PageKind, bytes]]":
         """The pages of the first blocks of a request's prompt that are on no tier, as far as is
         known, so that a shared store may have them."""

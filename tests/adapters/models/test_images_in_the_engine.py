@@ -3,6 +3,7 @@ output."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
@@ -182,3 +183,25 @@ def test_an_image_that_cannot_be_encoded_fails_its_request_only(
     failed = [outcome.error for outcome in outcomes if outcome.error is not None]
     assert [type(error) for error in failed] == [RowFailed, RowFailed], "two have the image"
     assert whole == [served.expected[1], served.expected[3]]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_after_a_restart_the_image_of_a_chat_is_neither_encoded_nor_computed_again(
+    tmp_path: Path, variant: str
+) -> None:
+    model = make_checkpoint(tmp_path / "model", variant)
+    changes = {"disk_kv": str(tmp_path / "disk"), "disk_kv_memory": 4 << 20, "num_states": 12}
+    settings = changed(settings_for(model, "cpu", kv_slots=2048), **changes)
+    image, other = picture(variant, 4, 6), picture(variant, 4, 6, seed=1)
+    text = [*range(20, 40)]
+    turns = [Prompt.of(BEFORE, each, text, [93, 11]) for each in (image, image, other)]
+    outputs, encoded = [], []
+    for turn in turns:
+        watched = Watched(Worker.load(settings, lambda *_: None))
+        spec = RequestSpec(turn.tokens, 4, GREEDY, media=turn.media)
+        (outcome,) = play(watched, [spec])
+        outputs.append(outcome.tokens)
+        encoded.append(watched.num_slices > 0)
+        watched.worker.parts.kept.close()
+    assert encoded == [True, False, True]
+    assert outputs[0] == outputs[1] != outputs[2]
