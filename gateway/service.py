@@ -127,12 +127,10 @@ class Service:
             yield self.bound_to(group)
 
     def at_model_of(self, body: bytes) -> AbstractAsyncContextManager["Service"]:
-        """The service of the model that a body of JSON names (`at`). Raises `ModelNotFound`."""
-        return self.at(self.groups.default if self.groups.are_fixed else self.group_of(body))
-
-    def group_of(self, body: bytes) -> Group:
-        """The group that a body names; the default if it names none. Raises `ModelNotFound`."""
-        return self.groups.find(model_named(body))
+        """The service of the model that a body of JSON names, or of the default (`at`). Raises
+        `ModelNotFound`."""
+        groups = self.groups
+        return self.at(groups.default if groups.are_fixed else groups.find(model_named(body)))
 
     def check_model(self, name: str) -> None:
         """Raise `ModelNotFound` unless this is a name of the served model or of a LoRA adapter."""
