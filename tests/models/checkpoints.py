@@ -269,6 +269,16 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "seed_oss": ("SeedOssConfig", {"head_dim": 16}),
     "starcoder2": ("Starcoder2Config", {"sliding_window": 7}),
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        QWEN3_5
+        | SHARED_EXPERTS
+        | {
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 32,
+            "linear_value_head_dim": 24,
+        },
+    ),
     "gpt2": ("GPT2Config", {}),
     "gpt2_untied": ("GPT2Config", {"tie_word_embeddings": False, "n_inner": 40}),
 }

@@ -130,6 +130,25 @@ class Qwen35(Qwen3):
         operators = projections.operators
         return GatedAttentionBlock(block, inputs, operators.without_gates, operators.gate_heads_)
 
+    def _delta_inputs(
+        self, projections: Projections, at: str, whole: RecurrentShape
+    ) -> list[LinearWeight]:
+        """The weights of q, k, v, of the gates z, and of the rates b and a, of this rank's heads in
+        this order."""
+        shard, hidden = projections.shard, projections.shard.shape.hidden_size
+        keys = shard.even(whole.num_key_heads).times(whole.key_dim)
+        heads = shard.even(whole.num_value_heads)
+        values = heads.times(whole.value_dim)
+        slices = [("qkv", whole.channels, run) for run in _stacked(keys, keys, values)]
+        slices += [("z", values.size, values.run)]
+        slices += [(name, heads.size, heads.run) for name in "ba"]
+        return [
+            projections.weights.weight(
+                TensorSlice(f"{at}.in_proj_{name}.weight", (size, hidden), rows=run)
+            )
+            for name, size, run in slices
+        ]
+
     def _delta_net(
         self, projections: Projections, at: str, whole: RecurrentShape, number: int
     ) -> GatedDeltaNet:
@@ -139,18 +158,11 @@ class Qwen35(Qwen3):
         values = heads.times(whole.value_dim)
         runs = _stacked(keys, keys, values)
 
-        def rows(name: str, size: int, run: range) -> LinearWeight:
-            hidden = shard.shape.hidden_size
-            return weights.weight(TensorSlice(f"{at}.{name}.weight", (size, hidden), rows=run))
-
         def vector(name: str, part: RankPart) -> torch.Tensor:
             return weights.tensor(TensorSlice(f"{at}.{name}", (part.size,), rows=part.run)).float()
 
         size = (whole.channels, 1, whole.kernel)
         convs = [weights.tensor(TensorSlice(f"{at}.conv1d.weight", size, run)) for run in runs]
-        linears = [rows("in_proj_qkv", whole.channels, run) for run in runs]
-        linears.append(rows("in_proj_z", values.size, values.run))
-        linears += [rows(f"in_proj_{name}", heads.size, heads.run) for name in "ba"]
         net = DeltaWeights(
             shape=shard.recurrent_part(whole),
             conv=torch.cat(convs)[:, 0].float().contiguous(),
@@ -161,7 +173,7 @@ class Qwen35(Qwen3):
         )
         return GatedDeltaNet(
             layer=number,
-            inputs=projections.operators.linear(linears, None),
+            inputs=projections.operators.linear(self._delta_inputs(projections, at, whole), None),
             net=projections.operators.delta_net(net),
             out=projections.to_hidden(f"{at}.out_proj", values, has_bias=False),
         )

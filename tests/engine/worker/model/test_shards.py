@@ -65,6 +65,7 @@ VARIANTS = {
     "glm": "reference",
     "glm4": "cpu",
     "glm4_moe": "cpu",
+    "qwen3_next": "cpu",
     "cohere": "reference",
     "seed_oss": "reference",
     "cohere2": "cpu",
