@@ -5,6 +5,8 @@ FAMILIES: dict[str, str] = {
     "BertModel": "adapters.models.encoders.bert:Bert",
     "Cohere2ForCausalLM": "adapters.models.dense.cohere:Cohere2",
     "CohereForCausalLM": "adapters.models.dense.cohere:Cohere",
+    "DeepseekV2ForCausalLM": "adapters.models.mixtures.deepseek:DeepseekV2",
+    "DeepseekV3ForCausalLM": "adapters.models.mixtures.deepseek:DeepseekV3",
     "Ernie4_5ForCausalLM": "adapters.models.dense.ernie4_5:Ernie45",
     "Exaone4ForCausalLM": "adapters.models.dense.exaone4:Exaone4",
     "Glm4ForCausalLM": "adapters.models.dense.glm:Glm4",

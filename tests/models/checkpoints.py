@@ -111,6 +111,21 @@ SHARED_EXPERTS: dict[str, Any] = {
     "mlp_only_layers": [],
 }
 
+MLA: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": None,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+}
+MLA_YARN = YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}
+
 # Name of a variant: (transformers' config class, what it changes).
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
@@ -278,6 +293,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "linear_key_head_dim": 32,
             "linear_value_head_dim": 24,
         },
+    ),
+    "deepseek_v2": ("DeepseekV2Config", MLA | {"rope_parameters": MLA_YARN}),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        MLA | {"q_lora_rank": 20, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.5},
     ),
     "gpt2": ("GPT2Config", {}),
     "gpt2_untied": ("GPT2Config", {"tie_word_embeddings": False, "n_inner": 40}),

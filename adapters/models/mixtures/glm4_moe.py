@@ -20,6 +20,7 @@ class Glm4Moe(ExpertFamily):
     """`Glm4MoeForCausalLM`; groups of experts (DeepSeek V3) are not supported."""
 
     names = ExpertNames(shared="shared_experts", gates_shared=False)
+    renormalizes = True  # unless config.json says otherwise
 
     def __init__(self, config: Mapping[str, object]) -> None:
         super().__init__(config)
@@ -53,20 +54,18 @@ class Glm4Moe(ExpertFamily):
         factor = fields.number("routed_scaling_factor", 1.0)
         return Routing(
             fields.integer("num_experts_per_tok", 8),
-            renormalizes=fields.flag("norm_topk_prob", True),
+            renormalizes=fields.flag("norm_topk_prob", self.renormalizes),
             scales=torch.full((self.num_experts(fields),), factor),
         )
 
     def layer_routing(self, projections: Projections, at: str) -> Routing:
         assert self._routing.scales is not None, "`routing` has filled it in"
         name = f"{at}.{self.names.router}.e_score_correction_bias"
-        part = TensorSlice(name, tuple(self._routing.scales.shape))
-        constant = projections.operators.constant
-        return replace(
-            self._routing,
-            scales=constant(self._routing.scales),
-            bias=constant(projections.weights.tensor(part).float().contiguous()),
-        )
+        constant, bias = projections.operators.constant, None
+        if projections.weights.has(name):  # DeepSeek V2 has none
+            part = TensorSlice(name, tuple(self._routing.scales.shape))
+            bias = constant(projections.weights.tensor(part).float().contiguous())
+        return replace(self._routing, scales=constant(self._routing.scales), bias=bias)
 
     def _mlp(self, projections: Projections, at: str) -> FeedForward:
         if int(at.split(".")[-2]) >= self._num_dense:

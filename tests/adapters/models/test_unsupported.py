@@ -102,6 +102,12 @@ def edit_weights(directory: Path, **changes: torch.Tensor | None) -> None:
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
         ("gemma3", {"architectures": ["Gemma3ForConditionalGeneration"]}, "text_config is None"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0 is not supported"),
+        ("cohere", {"use_qk_norm": True}, "use_qk_norm=True"),
+        ("exaone4_window", {"sliding_window_pattern": "LX", "layer_types": None}, "is 'LX'"),
+        ("glm4_moe", {"n_group": 2}, "n_group=2 is not supported"),
+        ("deepseek_v2", {"topk_method": "group_limited_greedy"}, "topk_method='group_limited"),
+        ("deepseek_v2", {"v_head_dim": 25}, "v_head_dim=25 is more than the key's 24 dimensions"),
+        ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads=2 is not supported"),
         ("gpt_oss", {"layer_types": ["chunked_attention"] * 3}, "'chunked_attention'"),
         ("gpt_oss", {"sliding_window": "wide"}, "sliding_window is 'wide'"),
         (

@@ -37,6 +37,8 @@ VARIANTS = (
     *("qwen3_moe", "olmoe", "gpt_oss"),
     *(
         "glm4_moe",
+        "deepseek_v2",
+        "deepseek_v3",
         "glm",
         "glm4",
         "cohere",

@@ -65,6 +65,8 @@ VARIANTS = {
     "glm": "reference",
     "glm4": "cpu",
     "glm4_moe": "cpu",
+    "deepseek_v2": "reference",
+    "deepseek_v3": "cpu",
     "qwen3_next": "cpu",
     "cohere": "reference",
     "seed_oss": "reference",
