@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 from engine.errors import EngineError, InvalidRequest
 from gateway.access.callers import Caller
 from gateway.access.key_file import Allowance, Key
+from gateway.errors import StoreFailed
 from gateway.generation.held_stream import EndedStream, HeldStream
 from gateway.generation.plan import GenerationPlan
 from gateway.generation.stream_journal import JournalEntry, Origin
 
 if TYPE_CHECKING:
     from gateway.service import Service
-    from gateway.store.journal import StreamRecord
+    from gateway.store.journal import Ended, StreamRecord
 
 Planner = Callable[[bytes, Caller, "Service"], Awaitable[object]]
 logger = logging.getLogger(__name__)
@@ -24,21 +25,33 @@ logger = logging.getLogger(__name__)
 async def restore_streams(service: "Service", planners: Mapping[str, Planner]) -> None:
     """Let the streams that a former server left be read again; those that had not ended run again.
     `planners` are the routes' functions from a body to a plan, by path."""
-    journal, held = service.store.journal, service.store.held
-    for record, events in await journal.ended(service.unix_now()):
-        entry = JournalEntry(service, record, is_known=True)
-        ring = held.open(record.tenant, record.names)
-        stream = EndedStream(service, ring, record.created_at, entry)
-        stream.restore(events)
-        held.add(stream, record.names)
-        held.ended(stream)
-    for record in await journal.running():
+    journal = service.store.journal
+    try:
+        for ended in await journal.ended(service.unix_now()):
+            _restore(ended, service)
+        records = await journal.running()
+    except StoreFailed as error:
+        logger.error("the streams of the former server are lost: %s", error)
+        return
+    for record in records:
         try:
             await _run_again(record, service, planners)
-        except EngineError as error:
+        except Exception as error:  # one stream must not keep the server from starting
+            if not isinstance(error, EngineError):
+                logger.exception("the stream of %s", record.request_id)
             logger.warning("the stream of %s cannot run again: %s", record.request_id, error)
             if isinstance(error, InvalidRequest):
-                await journal.remove(record.id)
+                await JournalEntry(service, record).remove()
+
+
+def _restore(ended: "Ended", service: "Service") -> None:
+    record, held = ended.record, service.store.held
+    entry = JournalEntry(service, record, is_known=True)
+    ring = held.open(record.tenant, record.names)
+    stream = EndedStream(service, ring, record.created_at, entry)
+    stream.restore(ended.events)
+    held.add(stream, record.names)
+    held.ended(stream)
 
 
 async def _run_again(

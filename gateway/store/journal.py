@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from gateway.errors import StoreOutOfSpace
+from gateway.errors import StoreFailed, StoreOutOfSpace
 from gateway.store.database import Database
 from gateway.store.event_ring import RingLimits
 
@@ -96,7 +96,7 @@ class Journal:
 
         def read(db: sqlite3.Connection) -> list[StreamRecord]:
             rows = db.execute("SELECT record FROM stream WHERE ended_at IS NULL ORDER BY seq")
-            return [_DECODER.decode(record) for (record,) in rows]
+            return [_decoded(record) for (record,) in rows]
 
         return await self._database.read(read)
 
@@ -107,9 +107,16 @@ class Journal:
         def read(db: sqlite3.Connection) -> list[Ended]:
             query = "SELECT record, events FROM stream WHERE ended_at > ? ORDER BY seq"
             rows = db.execute(query, (since,))
-            return [Ended(_DECODER.decode(record), events) for record, events in rows]
+            return [Ended(_decoded(record), events) for record, events in rows]
 
         return await self._database.read(read)
+
+
+def _decoded(data: bytes) -> StreamRecord:
+    try:
+        return _DECODER.decode(data)
+    except msgspec.DecodeError as error:
+        raise StoreFailed(f"the journal has a record of another form: {error}") from error
 
 
 def _trim(db: sqlite3.Connection, limits: RingLimits, more: int = 0) -> int:

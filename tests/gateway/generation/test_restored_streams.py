@@ -173,6 +173,37 @@ def test_what_was_deleted_or_cancelled_does_not_run_again(tmp_path: Path) -> Non
     assert play(restored, setting(tmp_path / "store")).ended == []
 
 
+def test_a_record_that_cannot_run_again_is_dropped_and_the_server_starts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def first(rig: Rig) -> None:
+        await begin(rig, CHAT, {"messages": USER}, 5.5 * STEP)
+
+    async def restored(rig: Rig) -> None:
+        async with rig.client.get("/v1/stream/talk", {"x-api-key": "another"}) as exchange:
+            assert await exchange.start() == 404
+        assert await rig.service.store.journal.running() == []
+
+    play_until_killed(first, setting(tmp_path / "store", keys=()))
+    play(restored, setting(tmp_path / "store", keys=("another",)))
+    assert "cannot run again: its API key" in caplog.text
+
+
+def test_a_journal_of_another_form_does_not_keep_the_server_from_starting(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def broken(rig: Rig) -> None:
+        insert = "INSERT INTO stream (id, num_bytes, record) VALUES ('x', 1, x'c1')"
+        await rig.service.store.database.write(lambda db: db.execute(insert))
+
+    async def restored(rig: Rig) -> None:
+        assert (await begin(rig, CHAT, {"messages": USER}, LENGTH))[1].endswith(b"[DONE]\n\n")
+
+    play_until_killed(broken, setting(tmp_path / "store"))
+    play(restored, setting(tmp_path / "store"))
+    assert "the streams of the former server are lost" in caplog.text
+
+
 def test_a_server_that_drains_leaves_its_streams_to_the_next(tmp_path: Path) -> None:
     known: dict[str, Any] = {}
 
