@@ -22,6 +22,7 @@ FAMILIES: dict[str, str] = {
     "Gemma4ForConditionalGeneration": "adapters.models.mixtures.gemma4:Gemma4Multimodal",
     "GraniteForCausalLM": "adapters.models.dense.granite:Granite",
     "Glm4MoeForCausalLM": "adapters.models.mixtures.glm4_moe:Glm4Moe",
+    "Glm4MoeLiteForCausalLM": "adapters.models.mixtures.deepseek:Glm4MoeLite",
     "GptOssForCausalLM": "adapters.models.mixtures.gpt_oss:GptOss",
     "LlamaForCausalLM": "adapters.models.dense.llama:Llama",
     "LlamaForSequenceClassification": "adapters.models.dense.llama:Llama",

@@ -299,6 +299,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "DeepseekV3Config",
         MLA | {"q_lora_rank": 20, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.5},
     ),
+    "glm4_moe_lite": (
+        "Glm4MoeLiteConfig",
+        {name: value for name, value in MLA.items() if name != "first_k_dense_replace"}
+        | {"q_lora_rank": 20, "mlp_layer_types": ["dense", "dense", "sparse"]},
+    ),
     "gpt2": ("GPT2Config", {}),
     "gpt2_untied": ("GPT2Config", {"tie_word_embeddings": False, "n_inner": 40}),
 }

@@ -1,5 +1,5 @@
-"""DeepSeek V2-Lite, and models of V3's architecture without groups of experts (Moonlight): keys and
-values of all heads from one latent vector per token (MLA, arXiv:2405.04434).
+"""DeepSeek V2-Lite, Moonlight (V3's architecture without groups of experts) and GLM-4.7-Flash: keys
+and values of all heads from one latent vector per token (MLA, arXiv:2405.04434).
 
 Keys and values are expanded before they are cached, as wide as a key, so KV takes the memory of
 attention with as many KV heads as heads.
@@ -172,3 +172,23 @@ class DeepseekV3(DeepseekV2):
 
     methods = ("noaux_tc",)
     renormalizes = True
+
+
+class Glm4MoeLite(DeepseekV3):
+    """`Glm4MoeLiteForCausalLM` (GLM-4.7-Flash): the dense layers are those of `mlp_layer_types`."""
+
+    def routing(self, fields: Fields) -> Routing:
+        fields.reject_unless("rope_interleave", True)
+        routing = super().routing(fields)
+        types = fields.get("mlp_layer_types")
+        if types is None:
+            return routing
+        num_dense = types.count("dense") if isinstance(types, list) else 0
+        num_layers = fields.layers("num_hidden_layers")
+        if types != ["dense"] * num_dense + ["sparse"] * (num_layers - num_dense):
+            raise StartupError(
+                f"{fields.where}: mlp_layer_types is {types!r}, expected 'dense' for the first "
+                "layers and 'sparse' for the others"
+            )
+        self._num_dense = num_dense
+        return routing

@@ -107,6 +107,7 @@ def edit_weights(directory: Path, **changes: torch.Tensor | None) -> None:
         ("glm4_moe", {"n_group": 2}, "n_group=2 is not supported"),
         ("deepseek_v2", {"topk_method": "group_limited_greedy"}, "topk_method='group_limited"),
         ("deepseek_v2", {"v_head_dim": 25}, "v_head_dim=25 is more than the key's 24 dimensions"),
+        ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense"]}, "mlp_layer_types is ['sparse"),
         ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads=2 is not supported"),
         ("gpt_oss", {"layer_types": ["chunked_attention"] * 3}, "'chunked_attention'"),
         ("gpt_oss", {"sliding_window": "wide"}, "sliding_window is 'wide'"),

@@ -39,6 +39,7 @@ VARIANTS = (
         "glm4_moe",
         "deepseek_v2",
         "deepseek_v3",
+        "glm4_moe_lite",
         "glm",
         "glm4",
         "cohere",

@@ -67,6 +67,7 @@ VARIANTS = {
     "glm4_moe": "cpu",
     "deepseek_v2": "reference",
     "deepseek_v3": "cpu",
+    "glm4_moe_lite": "reference",
     "qwen3_next": "cpu",
     "cohere": "reference",
     "seed_oss": "reference",
