@@ -38,20 +38,24 @@ class ImageCache:
         self._encoder = encoder
         self._max_bytes = max_bytes
         self._images: OrderedDict[Key, CachedImage] = OrderedDict()
+        self.num_bytes = 0  # of the encodings that are complete
         self._numbers = 0
         self._dropped: list[int] = []  # numbers that no step has forgotten yet
 
     def __iter__(self) -> "Iterator[CachedImage]":
         return iter(self._images.values())
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the encodings that are complete."""
-        return sum(each.num_bytes for each in self if self.is_encoded(each))
-
     def is_encoded(self, image: CachedImage) -> bool:
         """Whether its encoding is there when the entries of the iteration being planned run."""
         return image.num_planned == self._encoder.num_slices(image.num_patches)
+
+    def plan(self, image: CachedImage, count: int) -> range:
+        """The next slices of an image, at most `count`, which count as planned from now on."""
+        start, stop = image.num_planned, self._encoder.num_slices(image.num_patches)
+        image.num_planned = min(stop, start + count)
+        if image.num_planned == stop:
+            self.num_bytes += image.num_bytes
+        return range(start, image.num_planned)
 
     def arrive(self, request: "Request") -> None:
         """A request with images was accepted."""
@@ -108,6 +112,8 @@ class ImageCache:
         """Forget what the workers have of an image, from the step after the one being planned on,
         whose entries may read it. If a request still has it, it counts as a new one."""
         image = self._images.pop(key)
+        if self.is_encoded(image):
+            self.num_bytes -= image.num_bytes
         if image.is_begun:
             self._dropped.append(image.number)
         if image.users:

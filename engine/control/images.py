@@ -156,9 +156,8 @@ class Images:
         self._cache.make_room(image)
         each = self._seconds_per_flop * self._encoder.flops(image.num_patches)
         count = int(min(seconds, FREE_SECONDS) / each) if each else 1
-        start, stop = image.num_planned, self._encoder.num_slices(image.num_patches)
-        image.num_planned = min(stop, start + max(1, count))
-        return (EncoderWork(image.number, start, image.num_planned),)
+        slices = self._cache.plan(image, max(1, count))
+        return (EncoderWork(image.number, slices.start, slices.stop),)
 
     def take_dropped(self) -> tuple[int, ...]:
         """The images that the step being planned forgets: those dropped before its plan."""

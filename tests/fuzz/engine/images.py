@@ -173,6 +173,14 @@ class ImageCase(Case):
         self._images = ImageDevice(reader, watch.texts, rates, random, counts, report=report)
         return self._images
 
+    def _check(self, step: "Step", in_flight: "list[Step]") -> None:
+        Case._check(self, step, in_flight)
+        cache = self.scheduler.images._cache
+        assert cache is not None
+        encoded = sum(image.num_bytes for image in cache if cache.is_encoded(image))
+        if encoded != cache.num_bytes:
+            raise Wrong(f"{encoded} bytes are encoded, not {cache.num_bytes}")
+
     def _put_pixels(self, piece: ImagePixels) -> None:
         self._images.put(piece)
 
