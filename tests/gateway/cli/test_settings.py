@@ -149,6 +149,7 @@ def test_every_setting_can_be_set_by_flag_environment_and_file(
         "tls_cert": "cert.pem",
         "tls_key": "key.pem",
         "max_connections": "99",
+        "max_address_connections": "9",
         "media_hosts": "images.example,cdn.example:8443",
         "image_max_tokens": "512",
         "max_images": "5",
