@@ -3,6 +3,7 @@
 tokens ──decoder──▶ bytes ──TextStream──▶ text ──parser──▶ pieces
 """
 
+import asyncio
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from engine.stream import TokenChunk, TokenStream
     from gateway.ports import TokenDecoder
 
+MANY_TOKENS = 500  # reported one by one; more of them are reported and rendered in a thread
 _TOOL_CALLS = "tool_calls"
 
 
@@ -105,6 +107,9 @@ class ChoiceStream:
             self.num_tokens += len(chunk.tokens)
             text = self._text.feed(chunk.tokens)
             return (text,) if text else ()
+        is_echo = self._report.echo and not self._has_begun and bool(chunk.tokens)
+        if is_echo and len(self._tokens.spec.prompt) > MANY_TOKENS:
+            await asyncio.to_thread(self._begin, chunk.prompt_logprobs)
         return self._process(chunk)
 
     def end_early(self, reason: str) -> None:

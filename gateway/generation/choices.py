@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from engine.errors import EngineError, InvalidRequest
 from engine.request import Abort, RequestSpec
-from gateway.generation.choice_stream import ChoiceOptions, ChoiceStream
+from gateway.generation.choice_stream import MANY_TOKENS, ChoiceOptions, ChoiceStream
 from gateway.generation.image_prompt import ImagePrompt
 from gateway.generation.plan import GenerationPlan, request_specs, truncated
 from gateway.generation.prompt import tokenize_text
@@ -37,7 +37,6 @@ TASKS_AT_ONCE = 256  # that are created without a pause
 SPECS_AT_ONCE = 64  # requests that are built or added without a pause
 Sink = Callable[[bytes], Awaitable[None]]  # takes one or several events
 _MANY_CHOICES = 256  # the same, rendered in 2 ms
-_MANY_TOKENS = 500  # reported one by one; more of them are rendered in a thread
 DEADLINE_FIELDS = ("ttft_deadline", "deadline")  # of `RequestSpec`; request bodies add `_ms`
 
 
@@ -247,7 +246,10 @@ async def _choice_events(
     renderer, index = plan.renderer, choice.index
     while True:
         delta = await choice.next()
-        events = renderer.delta(index, delta, group) if delta else b""
+        if len(delta) > MANY_TOKENS:  # of an echoed prompt
+            events = await asyncio.to_thread(renderer.delta, index, delta, group)
+        else:
+            events = renderer.delta(index, delta, group) if delta else b""
         if choice.end is not None:
             break
         if events:
@@ -267,7 +269,7 @@ async def generate_body(plan: GenerationPlan, group: ChoiceGroup) -> bytes:
             candidates = await group.run_each(_finished_choice)
             choices = _most_likely(plan, group, candidates)
             is_many = len(choices) > _MANY_CHOICES
-            if is_many or sum(choice.num_reported for choice in choices) > _MANY_TOKENS:
+            if is_many or sum(choice.num_reported for choice in choices) > MANY_TOKENS:
                 body = await asyncio.to_thread(plan.renderer.whole, choices, group)
             else:
                 body = plan.renderer.whole(choices, group)

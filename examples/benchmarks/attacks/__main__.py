@@ -1,7 +1,7 @@
 """Measure other clients' inter-token latency and the server's memory under each attack.
 
     python -m examples.benchmarks.attacks --out examples/benchmarks/results/attacks
-        [--rounds 2] [--seconds 1.0] [--streams 16] [--model builtin] [--only NAME ...] [--nice 19]
+        [--rounds 2] [--seconds 0.8] [--streams 16] [--model builtin] [--only NAME ...] [--nice 19]
 
 For each attack `--rounds` times: `--streams` streams undisturbed, then the same streams while the
 attack runs. Beside them another client sends short requests, each on a new connection, whose time
@@ -206,7 +206,7 @@ def machine() -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure honest streams beside attacks.")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=1.0, help="of each measurement")
+    parser.add_argument("--seconds", type=float, default=0.8, help="of each measurement")
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--model", default="builtin")
     parser.add_argument(

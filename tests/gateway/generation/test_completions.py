@@ -1,11 +1,14 @@
 """Text completions: four forms of a prompt, several choices of each."""
 
+import asyncio
+import threading
 from typing import Any
 
 import pytest
 
 from engine.request import Request
 from engine.step import GrammarKind
+from gateway.generation.choice_stream import MANY_TOKENS, ChoiceStream
 from tests.gateway.rig import TEXT, Rig, Setting, play, text
 
 
@@ -57,6 +60,32 @@ def test_a_prompt_has_four_forms(prompt: object, ids: list[tuple[int, ...]]) -> 
         assert reply["usage"]["prompt_tokens"] == sum(map(len, ids))
 
     play(scene)
+
+
+@pytest.mark.parametrize(("length", "is_in_thread"), [(9, False), (MANY_TOKENS + 1, True)])
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_long_prompt_is_echoed_in_a_thread(
+    length: int, is_in_thread: bool, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tokens are reported one by one, which takes milliseconds of the event loop's time."""
+    threads: list[threading.Thread] = []
+    echo = ChoiceStream._echo
+
+    def noted(self: ChoiceStream, *arguments: Any) -> None:
+        threads.append(threading.current_thread())
+        echo(self, *arguments)
+
+    monkeypatch.setattr(ChoiceStream, "_echo", noted)
+
+    async def scene(rig: Rig) -> None:
+        body = text(prompt=[97] * length, echo=True, logprobs=1, stream=stream, max_tokens=1)
+        async with rig.client.post(TEXT, body) as exchange:
+            reply = await exchange.read()
+        assert exchange.status == 200
+        assert reply.count(b'"a"') >= length
+
+    play(scene, Setting(context=4_000, step=0.001), asyncio.run)
+    assert [thread is not threading.main_thread() for thread in threads] == [is_in_thread]
 
 
 SCHEMA = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "object"}}}
