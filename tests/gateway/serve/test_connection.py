@@ -36,8 +36,11 @@ class RecordingTransport:
     def __init__(self) -> None:
         self.written = b""
         self.is_closed = False
+        self.is_lost = False
 
     def write(self, data: bytes) -> None:
+        if self.is_lost:
+            raise RuntimeError("unable to perform operation; the handler is closed")  # as uvloop
         self.written += data
 
     def close(self) -> None:
@@ -462,6 +465,27 @@ def test_the_pipelined_requests_of_a_closed_connection_are_freed_at_once() -> No
         run_virtual(main())
     finally:
         gc.enable()
+
+
+async def answers_later(scope: Any, receive: Any, send: Any) -> None:
+    await asyncio.sleep(1)
+    await app(scope, receive, send)
+
+
+def test_a_response_whose_connection_is_lost_is_not_written_also_if_others_wait_behind_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def main() -> None:
+        connection, peer = connect(app=answers_later)
+        connection.data_received(GET * 3)
+        await asyncio.sleep(0.5)
+        peer.is_closed = peer.is_lost = True
+        connection.connection_lost(None)
+        await asyncio.sleep(5)
+        assert peer.written == b""
+
+    run_virtual(main())
+    assert caplog.messages == []
 
 
 @pytest.mark.parametrize(
