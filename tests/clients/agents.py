@@ -15,8 +15,9 @@ CLIENTS = Path(os.environ.get("CLIENTS", HERE.parents[1] / ".venv-clients"))
 PROMPT = "Run a command."
 COMMAND = "echo from-the-tool"
 SECONDS = 240.0
+PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")  # Qwen Code uses them for 127.0.0.1, too
 NO_NETWORK = {  # nothing listens there
-    **dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"), "http://127.0.0.1:9"),
+    **dict.fromkeys(PROXIES, "http://127.0.0.1:9"),
     "NO_PROXY": "127.0.0.1,localhost",
 }
 
@@ -92,6 +93,11 @@ def _claude_environment(server: str, model: str) -> dict[str, str]:
     }
 
 
+def _qwen_flags(server: str, model: str) -> list[str]:
+    access = ["--auth-type", "openai", "--openai-base-url", f"{server}/v1"]
+    return [*access, "--openai-api-key", "any", "-m", model, "-y", "-o", "stream-json"]
+
+
 def _opencode_environment(server: str, model: str) -> dict[str, str]:
     limit = {"context": 32768, "output": 256}
     provider = {
@@ -130,6 +136,13 @@ CLAUDE_CODE = Agent(
     _claude_environment,
     "Bash",
     {"command": COMMAND, "description": "Echo"},
+)
+QWEN_CODE = Agent(
+    "qwen",
+    _qwen_flags,
+    lambda server, model: {"QWEN_TELEMETRY_ENABLED": "false", **dict.fromkeys(PROXIES, "")},
+    "run_shell_command",
+    {"command": COMMAND, "description": "Echo", "is_background": "false"},
 )
 OPENCODE = Agent(
     "opencode",

@@ -1,4 +1,4 @@
-"""Codex CLI, Claude Code and opencode, offline: a tool call and its result, and a plain answer.
+"""Coding agents from npm, offline: a tool call and its result, and a plain answer.
 
 For the tool call the model is scripted: it calls the agent's tool, and then ends the conversation.
 """
@@ -10,7 +10,15 @@ from typing import Any
 import pytest
 
 from adapters.dialects.choosing import choose_dialect
-from tests.clients.agents import CLAUDE_CODE, CODEX, CODEX_WEBSOCKET, OPENCODE, Agent, events
+from tests.clients.agents import (
+    CLAUDE_CODE,
+    CODEX,
+    CODEX_WEBSOCKET,
+    OPENCODE,
+    QWEN_CODE,
+    Agent,
+    events,
+)
 from tests.gateway.rig import MODEL, Setting
 from tests.gateway.serve.live import listening
 
@@ -69,6 +77,13 @@ def test_opencode_calls_a_tool_and_reads_its_output(tmp_path: Path) -> None:
     assert tool["state"]["output"] == f"{RESULT}\n"
     (text,) = [event["part"]["text"] for event in found if event["type"] == "text"]
     assert text == ANSWER
+
+
+def test_qwen_code_calls_a_tool_and_reads_its_output(tmp_path: Path) -> None:
+    found = run_with_a_tool(QWEN_CODE, tmp_path)
+    (tool,) = [event for event in found if event["type"] == "user"]
+    assert RESULT in tool["message"]["content"][0]["content"]
+    assert (found[-1]["subtype"], found[-1]["result"]) == ("success", ANSWER)
 
 
 def texts(output: str) -> Iterator[str]:
