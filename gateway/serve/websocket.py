@@ -143,6 +143,7 @@ class WebSocketConnection(asyncio.Protocol):
         self._connections.discard(self)
         self._end()
         self._writable.set()
+        self._frames.parser.close()  # it refers to its protocol, which refers to it
         for timer in (self._parsing, self._stall, self._checking):
             if timer is not None:
                 timer.cancel()

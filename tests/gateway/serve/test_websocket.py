@@ -1,7 +1,9 @@
 """The upgrade to a WebSocket, and the limits on what its client may send, in virtual time."""
 
 import asyncio
+import gc
 import os
+import weakref
 from typing import Any, cast
 
 import pytest
@@ -174,6 +176,27 @@ def test_random_bytes_end_the_connection_or_wait_for_more() -> None:
             peer.send(os.urandom(64))
             await asyncio.sleep(4 * CHECK_SECONDS)
             assert peer.transport.is_closed
+
+    run_virtual(main())
+
+
+def test_a_lost_connection_is_freed_without_the_garbage_collector() -> None:
+    async def main() -> None:
+        peer = await connected()
+        peer.send(frame(b"x", fin=False))
+        frames = weakref.ref(peer.server._frames)
+        gc.collect()
+        gc.disable()
+        try:
+            peer.server.connection_lost(None)
+            await peer.server.send((b"late",))
+            del peer.server, peer.transport.protocol
+            for task in asyncio.all_tasks() - {asyncio.current_task()}:
+                task.cancel()
+            await asyncio.sleep(1)
+            assert frames() is None
+        finally:
+            gc.enable()
 
     run_virtual(main())
 
