@@ -36,6 +36,7 @@ CHECK_SECONDS = 30.0  # between pings; a client that sends nothing meanwhile is 
 CLOSE_SECONDS = 2.0  # for the client's half of the closing handshake
 BYTES_PER_SECOND = 64 << 10  # a message that arrives at this rate gets more time
 _BODY_HEADERS = frozenset({b"content-length", b"transfer-encoding"})
+ENDING = "The server is shutting down."
 NOT_TEXT, TOO_SLOW, TOO_LARGE, GOING_AWAY = 1003, 1008, 1009, 1001
 
 
@@ -82,6 +83,8 @@ class WebSocketConnection(asyncio.Protocol):
         self._open_bytes = 0  # of the message that is arriving
         self._opened_at = 0.0
         self._is_closed = False  # no more messages will be read
+        self._is_busy = False  # since the last message, until `rest`
+        self._is_ending = False  # the server ends
 
     def begin(self, path: str, headers: Iterable[tuple[bytes, bytes]]) -> None:
         """Answer the handshake and take over the transport. Raises `InvalidRequest`."""
@@ -104,6 +107,7 @@ class WebSocketConnection(asyncio.Protocol):
             await self._arrival.wait()
         message = self._inbox.popleft()
         self._place.begin()
+        self._is_busy = True
         if self._parsing is None and not self._is_closed:
             self._parse()
         return message
@@ -118,7 +122,10 @@ class WebSocketConnection(asyncio.Protocol):
 
     def rest(self) -> None:
         """Nothing runs: while the server is full, a new connection may take the place."""
+        self._is_busy = False
         self._place.rest()
+        if self._is_ending:
+            self.close(GOING_AWAY, ENDING)
 
     def ping(self) -> None:
         """Let proxies see that the connection is in use."""
@@ -135,8 +142,11 @@ class WebSocketConnection(asyncio.Protocol):
         self._loop.call_later(CLOSE_SECONDS, self._transport.abort)
 
     def shutdown(self) -> None:
-        """The server ends: uvicorn calls this as for HTTP connections."""
-        self.close(GOING_AWAY, "The server is shutting down.")
+        """The server ends: uvicorn calls this as for HTTP connections. The last events of a
+        response are sent first."""
+        self._is_ending = True
+        if not self._is_busy:
+            self.close(GOING_AWAY, ENDING)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._place.leave()

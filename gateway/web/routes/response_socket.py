@@ -101,6 +101,8 @@ class ResponseSocket:
                         await self._take(text, tasks)
                     except EngineError as error:
                         await self._send_error(error)
+                    if not self._lanes:
+                        self._socket.rest()
                 self._ended.set()
         finally:
             self._ended.set()

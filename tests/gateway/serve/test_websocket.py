@@ -282,6 +282,20 @@ def test_the_end_of_the_server_is_announced() -> None:
     run_virtual(main())
 
 
+def test_what_runs_ends_before_the_connection_does_at_the_end_of_the_server() -> None:
+    async def main() -> None:
+        peer = await connected()
+        peer.send(frame(b"x"))
+        assert await peer.server.receive() == b"x"
+        peer.server.shutdown()
+        await peer.server.send((b"the last event",))
+        peer.server.rest()
+        sent = peer.frames()
+        assert [each.opcode for each in sent] == [Opcode.TEXT, Opcode.CLOSE]
+
+    run_virtual(main())
+
+
 @pytest.mark.parametrize(
     ("old", "new"),
     [
