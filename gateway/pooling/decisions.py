@@ -138,10 +138,17 @@ def _encode(tokenizer: "Tokenizer", gap: str, label: str) -> Prompt:
 def _around(plan: DecisionPlan, service: "Service", place: str) -> tuple[str, str]:
     """What the chat template writes before and behind a question that stands for `place`."""
     given = plan.input
-    messages = [{"role": "user", "content": given}] if isinstance(given, str) else [*given]
+    messages: list[Mapping[str, Any]] = [{"role": "user", "content": given}]
+    if not isinstance(given, str):
+        messages = [*given]
     last = messages[-1]
     if last["role"] == "user":
-        messages[-1] = {**last, "content": f"{last['content']}{GAP}{place}"}
+        content, question = last["content"], f"{GAP}{place}"
+        if isinstance(content, str):
+            content = f"{content}{question}"
+        else:  # parts, of which one has a breakpoint
+            content = [*content, {"type": "text", "text": question}]
+        messages[-1] = {**last, "content": content}
     else:
         messages.append({"role": "user", "content": place})
     request = chat_of(

@@ -161,6 +161,18 @@ def test_an_input_may_be_messages_calls_and_json() -> None:
     )
 
 
+def test_parts_with_breakpoints_are_the_same_text() -> None:
+    mark = {"mode": "explicit"}
+    parts = [
+        {"type": "input_text", "text": "one, ", "prompt_cache_breakpoint": mark},
+        {"type": "input_text", "text": "two"},
+    ]
+    for role in ("user", "system"):
+        plain = decide(PICK, given=[{"role": role, "content": "one, two"}])[2]
+        marked = decide(PICK, given=[{"role": role, "content": parts}])[2]
+        assert prompts(marked) == prompts(plain)
+
+
 def test_system_one_has_states_and_named_questions() -> None:
     status, body, rig = asked(
         SYSTEM_ONE,
