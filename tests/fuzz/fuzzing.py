@@ -79,7 +79,7 @@ WORDS: Mapping[str, tuple[Json, ...]] = {
 
 PROMPTS = frozenset({"input", "messages", "prompt"})  # half of the bodies have these
 OTHERS = 0.2  # the share of requests that are no POST of JSON
-ENDLESS = "/admin/live"  # its response does not end
+ENDLESS = ("/admin/live", "/models/sse")  # their responses do not end
 MAX_IDS = 64
 BOUNDARY = "fuzzed"
 JSON_TYPE = "application/json"
@@ -309,7 +309,7 @@ def _others(document: Json) -> Iterator[tuple[str, str, tuple[str, ...], tuple[s
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
             content = operation.get("requestBody", {}).get("content", {})
-            if path == ENDLESS or ("application/json" in content and "/admin/" not in path):
+            if path in ENDLESS or ("application/json" in content and "/admin/" not in path):
                 continue
             query = (
                 each["name"] for each in operation.get("parameters", ()) if each["in"] == "query"

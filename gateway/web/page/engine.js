@@ -9,7 +9,7 @@ const STRIP_ITERATIONS = 160;
 const CELLS = 600;
 
 // The latest snapshot, and the iterations since the view was opened; reconnects after errors.
-function useLive() {
+function useLive(model) {
   const [live, setLive] = useState({ snapshot: null, iterations: [], error: null });
   useEffect(() => {
     const abort = new AbortController();
@@ -17,7 +17,8 @@ function useLive() {
     let timer;
     async function watch() {
       try {
-        const response = await call("/admin/live", { signal: abort.signal });
+        const query = model ? `?model=${encodeURIComponent(model)}` : "";
+        const response = await call(`/admin/live${query}`, { signal: abort.signal });
         for await (const snapshot of events(response)) {
           iterations = [...iterations, ...snapshot.iterations].slice(-STRIP_ITERATIONS);
           setLive({ snapshot, iterations, error: null });
@@ -31,7 +32,7 @@ function useLive() {
     }
     watch();
     return () => { clearTimeout(timer); abort.abort(); };
-  }, []);
+  }, [model]);
   return live;
 }
 
@@ -148,12 +149,23 @@ function Tile({ name, value }) {
   return html`<div class="tile" title=${TERMS[name]}><b data-figure=${name}>${value}</b>${name}</div>`;
 }
 
-export function Engine() {
-  const { snapshot, iterations, error } = useLive();
+// Of several models, the one whose engine is shown; at first one that is loaded.
+function ModelChoice({ models, model, onModel }) {
+  if (models.length < 2) return null;
+  return html`<select aria-label="Model" onChange=${(event) => onModel(event.target.value)}>
+    <option value="" selected=${!model}>a loaded model</option>
+    ${models.map((name) => html`<option value=${name} selected=${name === model}>${name}</option>`)}
+  </select>`;
+}
+
+export function Engine({ models }) {
+  const [model, setModel] = useState("");
+  const { snapshot, iterations, error } = useLive(model);
   const [failed, setFailed] = useState(null);
+  const choice = html`<${ModelChoice} models=${models} model=${model} onModel=${setModel} />`;
   if (!snapshot) {
     if (!error) return html`<p role="status">Connecting …</p>`;
-    return html`<h1>Engine</h1><p class="error" role="alert">${error.message}</p>
+    return html`<h1>Engine</h1>${choice}<p class="error" role="alert">${error.message}</p>
       ${error.status === 403 && html`<p>The live view needs an admin key (<code>--admin-api-key</code>). “API key” above changes the key of this tab.</p>`}`;
   }
   const { counts } = snapshot;
@@ -165,6 +177,7 @@ export function Engine() {
   const hidden = snapshot.num_requests - snapshot.requests.length;
   return html`
     <h1>Engine</h1>
+    ${choice}
     ${(error || failed) && html`<p class="error" role="alert">${(error || failed).message}</p>`}
     <div class="tiles">${Object.entries(tiles).map(([name, value]) => html`<${Tile} name=${name} value=${value} />`)}</div>
     <${Policy} snapshot=${snapshot} onError=${setFailed} />

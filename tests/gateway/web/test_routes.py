@@ -34,12 +34,14 @@ def test_each_route_is_found_by_its_own_method_and_path() -> None:
         assert ROUTES.find(route.method, path) is route, route.path
 
 
-def test_routes_below_admin_and_those_that_load_adapters_need_an_admin_key() -> None:
+def test_routes_below_admin_and_those_that_load_need_an_admin_key() -> None:
     admin = {route.path for route in ROUTES.routes if route.access is Access.ADMIN}
     assert admin == {
         "/admin/live",
         "/admin/policy",
         "/admin/simulate",
+        "/models/load",
+        "/models/unload",
         "/v1/load_lora_adapter",
         "/v1/unload_lora_adapter",
     }

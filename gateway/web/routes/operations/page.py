@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import orjson
 from starlette.responses import Response
 
+from engine.errors import Unavailable
 from gateway.errors import PathNotFound
 from gateway.generation.reply import unless_disconnected
 from gateway.groups.group import Group
@@ -81,13 +82,16 @@ def _files() -> dict[str, bytes]:
 
 async def live(http: "HttpRequest") -> "LiveStream":
     """Server-sent events with the engine's state, at most ten a second, until the client leaves.
-    Of several models, the one that the query's `model` names, or the first that is loaded."""
+    Of several models, the one that the query's `model` names, or the first that is loaded. Raises
+    `Unavailable` if it is not loaded."""
     service, name = service_of(http), http.query_params.get("model")
     groups = service.groups
     loaded = (group for group in groups if group.accepts)
     group = groups.find(name) if name else next(loaded, groups.default)
     states: LiveStates = http.app.state.live
     headers = caller_of(http).headers(service.clock())
+    if not group.accepts:
+        raise Unavailable(f"The model {group.name!r} is not loaded.")
     return LiveStream(service.bound_to(group), states.of(group), headers)
 
 
@@ -134,7 +138,10 @@ class LiveStream:
         service, view = self._service, self._service.live
         since = view.last_number
         while service.group.accepts and not service.groups.is_draining:
-            state = await self._state.get()  # once per tick
+            try:
+                state = await self._state.get()  # once per tick
+            except Unavailable:  # it was unloaded meanwhile
+                break
             iterations = view.newer(since)
             since = view.last_number
             event = b"data: " + state[:-1] + b',"iterations":' + iterations + b"}\n\n"

@@ -31,7 +31,7 @@ CHECKS = (
     negative_data_rejection,
 )
 NOTHING_VARIES = {"/openapi.json", "/docs", "/health", "/metrics", "/"}
-ENDLESS = {"/admin/live"}
+ENDLESS = {"/admin/live", "/models/sse"}
 ASKED = [
     (route.method, compile_path(route.path)[1], mode)
     for route in ROUTES.routes
