@@ -70,6 +70,7 @@ def cut(data: bytes, places: list[int]) -> list[bytes]:
         prompt_logprobs=st.none(),
         echo=st.just(False),
         special_tokens=st.just(False),
+        progress=st.just(False),
     ),
     finish=st.sampled_from(FinishReason),
 )
