@@ -41,7 +41,6 @@ from gateway.store.store import Store
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
 
-    from engine.request import Request
 
 SEED_BITS = 63
 HOLD_SECONDS = 1.0
@@ -190,18 +189,6 @@ class Service:
     def seed(self) -> int:
         """A random seed, for a request without one."""
         return self.random.getrandbits(SEED_BITS)
-
-    def num_written(self, request: "Request") -> int:
-        """Prompt tokens that a request adds to the prefix cache, in full blocks; 0 before it has
-        started."""
-        scheduler = self.engine.scheduler
-        if not scheduler.settings.reuses_prefixes or request.admitted_at is None:
-            return 0
-        size = scheduler.kv.block_size
-        known = max(request.num_cached, request.spec.shared_len // size * size)
-        until = request.spec.cached_until
-        last = request.prompt_len if until is None else min(until, request.prompt_len)
-        return max(0, last // size * size - known)
 
     def room_for_output(self, prompt_len: int) -> int:
         """The most output tokens after such a prompt; `ContextTooLong` if there are none."""

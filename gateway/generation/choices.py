@@ -26,6 +26,7 @@ from gateway.schema.rendering import (
 )
 
 if TYPE_CHECKING:
+    from engine.request import Request
     from engine.stream import TokenStream
     from gateway.generation.prompt import TokenizedPrompts
     from gateway.ports import Piece
@@ -154,7 +155,7 @@ class ChoiceGroup:
             prompt_tokens=self._num_prompt_tokens,
             completion_tokens=sum(choice.num_completion_tokens for choice in self.choices),
             cached_tokens=sum(choice.request.num_cached for choice in first_choices),
-            written_tokens=sum(self._service.num_written(each.request) for each in first_choices),
+            written_tokens=sum(num_written(each.request, self._service) for each in first_choices),
             reasoning_tokens=sum(choice.num_reasoning_tokens for choice in self.choices),
             image_tokens=sum(
                 each.num_tokens for choice in first_choices for each in choice.request.spec.media
@@ -168,6 +169,18 @@ class ChoiceGroup:
             sum(request.num_accepted_prediction for request in requests),
             sum(request.num_rejected_prediction for request in requests),
         )
+
+
+def num_written(request: "Request", service: "Service") -> int:
+    """Prompt tokens that a request adds to the prefix cache, in full blocks; 0 before it has
+    started."""
+    scheduler = service.engine.scheduler
+    if not scheduler.settings.reuses_prefixes or request.admitted_at is None:
+        return 0
+    size, until = scheduler.kv.block_size, request.spec.cached_until
+    known = max(request.num_cached, request.spec.shared_len // size * size)
+    last = request.prompt_len if until is None else min(until, request.prompt_len)
+    return max(0, last // size * size - known)
 
 
 def enter_stream(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from engine.errors import ContextTooLong, EngineError, RowFailed
 from engine.pooling import PoolSpec
 from engine.request import Abort, RequestSpec
-from gateway.generation.choices import enter_stream, in_parallel
+from gateway.generation.choices import enter_stream, in_parallel, num_written
 from gateway.generation.plan import scheduling_of
 from gateway.pooling.decisions import DecisionPlan, TokenizedQuestion, tokenize_decision
 from gateway.pooling.labels import Node, answer_of
@@ -167,7 +167,7 @@ class DecisionGroup:
         self._usage = DecisionUsage(
             usage.input_tokens + spec.own_len,
             usage.cached_tokens + request.own_cached,
-            usage.written_tokens + self._service.num_written(request),
+            usage.written_tokens + num_written(request, self._service),
         )
         return request
 

@@ -33,8 +33,8 @@ class CacheDiagnosis:
         messages: Sequence[Json],
         others: Sequence[Json],
     ) -> "CacheDiagnosis":
-        """From the earlier response and its `messages`, and from the fields and the messages of
-        this one."""
+        """The diagnosis of a response with the fields of `head` and the messages `others`, against
+        an earlier response and its `messages`."""
         reason = next((name for key, name in _SETTINGS if earlier.get(key) != head.get(key)), None)
         if reason is None and _effort(earlier) != _effort(head):
             reason = "reasoning_effort_changed"
