@@ -5,7 +5,7 @@ server can serve. (The pattern is made up; its shape is that of published traces
 of each hour some seconds are played, with as many requests as the hour is busy. Workers die,
 clients leave, and the policy is switched meanwhile. Every few days a deploy drains the server and
 starts another one with other settings. Each step is checked as in the fuzzer, on the same device.
-365 days take about 15 minutes of one core.
+365 days take about ten minutes of one core.
 """
 
 import asyncio
