@@ -32,6 +32,7 @@ CONVERSATION = b"x-conversation-id"
 LAST_EVENT = b"last-event-id"
 HEADERS = frozenset({CONVERSATION, LAST_EVENT})
 MAX_DIGITS = 18  # of a number of an event
+RESUMED = "resumed"  # in the log line of a request that reads the events of another one
 
 
 def resumed(scope: "Scope", caller: "Caller", service: "Service") -> "ASGIApp | None":
@@ -44,6 +45,7 @@ def resumed(scope: "Scope", caller: "Caller", service: "Service") -> "ASGIApp | 
     after = last_event(scope)
     if attempt is not None and (shared := attempt.shared) is not None:
         assert isinstance(shared, HeldStream | SharedReply), "shared by a response here"
+        caller.note(RESUMED)
         return shared.response(caller, -1 if after is None else after)
     name = conversation_id(scope)
     if after is None:
@@ -54,7 +56,9 @@ def resumed(scope: "Scope", caller: "Caller", service: "Service") -> "ASGIApp | 
             "'x-conversation-id', in this request and in the one that began it.",
             "last-event-id",
         )
-    return held_stream(name, caller, service).response(caller, after)
+    held = held_stream(name, caller, service)
+    caller.note(RESUMED)
+    return held.response(caller, after)
 
 
 def held_stream(name: str, caller: "Caller", service: "Service") -> EndedStream:

@@ -284,6 +284,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "seed_oss": ("SeedOssConfig", {"head_dim": 16}),
     "starcoder2": ("Starcoder2Config", {"sliding_window": 7}),
+    "starcoder2_full": ("Starcoder2Config", {"sliding_window": None}),
     "qwen3_next": (
         "Qwen3NextConfig",
         QWEN3_5

@@ -151,7 +151,7 @@ def test_the_file_determines_whether_bos_is_added(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "named"),
     [
-        ({"tokenizer.ggml.pre": "tekken"}, "tokenizer.ggml.pre 'tekken' is not supported"),
+        ({"tokenizer.ggml.pre": "viking"}, "tokenizer.ggml.pre 'viking' is not supported"),
         ({"tokenizer.ggml.model": "t5"}, "tokenizer.ggml.model 't5' is not supported"),
         ({"tokenizer.ggml.merges": ["ab"]}, "'ab' is not a pair"),
         ({"tokenizer.ggml.token_type": [1, 1]}, "token_type is not as long"),

@@ -21,18 +21,8 @@ VARIANTS = (
     *("phi3_long", "stablelm", "olmo2", "olmo3", "gemma2", "gemma3", "gemma4", "gemma4_moe"),
     *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "qwen3_5", "qwen3_5_moe"),
     *("qwen3_next", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
-    *(
-        "glm4_moe",
-        "glm",
-        "glm4",
-        "cohere",
-        "cohere2",
-        "exaone4_window",
-        "ernie4_5",
-        "hunyuan",
-        "seed_oss",
-    ),
-    "starcoder2",
+    *("glm4_moe", "glm", "glm4", "cohere", "cohere2", "exaone4_window", "ernie4_5", "hunyuan"),
+    *("seed_oss", "starcoder2_full"),  # with windows only, 4 requests never need more KV
 )
 COUNT, NEW_TOKENS, SHARED = 4, 32, 16
 

@@ -102,7 +102,7 @@ def test_rejected_requests_have_their_error_code_as_reason(lines: list[dict[str,
     ]
 
 
-def test_a_superseded_stream_says_so(lines: list[dict[str, Any]]) -> None:
+def test_a_superseded_stream_and_the_one_that_goes_on_say_so(lines: list[dict[str, Any]]) -> None:
     async def scene(rig: Rig) -> None:
         headers = {"idempotency-key": "x"}
         async with rig.client.post(CHAT, chat(stream=True), headers) as earlier:
@@ -112,7 +112,8 @@ def test_a_superseded_stream_says_so(lines: list[dict[str, Any]]) -> None:
                 await earlier.read()
 
     play(scene, Setting(texts=(LONG,)))
-    assert [line["reason"] for line in lines] == ["superseded", "stop"]
+    assert [line["reason"] for line in lines] == ["superseded", "resumed"]
+    assert lines[0]["output_tokens"] > lines[1]["output_tokens"] == 0
 
 
 def test_lines_of_a_batch_are_logged(lines: list[dict[str, Any]]) -> None:

@@ -89,8 +89,8 @@ def test_the_official_client_gets_a_response_and_goes_on_from_it(client: openai.
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(first.id)
     with pytest.raises(openai.BadRequestError) as bad:
-        client.responses.create(model=MODEL, input="hi", background=True)
-    assert bad.value.param == "background"
+        client.responses.create(model=MODEL, input="and?", previous_response_id=first.id)
+    assert bad.value.param == "previous_response_id"
 
 
 def test_the_official_streaming_helper_gathers_the_response(client: openai.OpenAI) -> None:
