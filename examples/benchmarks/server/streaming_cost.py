@@ -28,7 +28,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -60,6 +59,7 @@ from gateway.observe.request_log import RequestLog
 from gateway.observe.timelines import Timelines
 from gateway.schema.fields.sampling import Vocabulary
 from gateway.serve.connection import Connection
+from gateway.serve.places import Places
 from gateway.serve.server import tune_collector
 from gateway.service import Pace, Service
 from gateway.store.store import open_store
@@ -223,10 +223,17 @@ async def listening(service: Service) -> AsyncIterator[int]:
     """Serve this service on a free port."""
     tune_collector()
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+    places = Places()
+
+    def connection(**given: Any) -> Connection:
+        place = places.enter("127.0.0.1")
+        assert place is not None, "there is no bound"
+        return Connection(**given, log=service.request_log, place=place)
+
     server = uvicorn.Server(
         uvicorn.Config(
             build_app(service),
-            http=partial(Connection, log=service.request_log),  # type: ignore[arg-type] # it is called only
+            http=connection,  # type: ignore[arg-type] # it is called only
             ws="none", lifespan="off", log_level="error", access_log=False,
             timeout_graceful_shutdown=1,
         )
