@@ -10,11 +10,12 @@ from unittest.mock import patch
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
+MAX_SECONDS = 600.0  # an example that waits for ever fails its test
 
 
 def run(*command: str | Path, cwd: Path = ROOT) -> str:
     """What the command prints on stdout; it must exit with 0."""
-    ended = subprocess.run(command, capture_output=True, text=True, cwd=cwd)
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=MAX_SECONDS)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
 
