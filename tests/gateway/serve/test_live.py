@@ -110,18 +110,17 @@ def test_a_client_that_disconnects_is_noticed_streaming_or_not(endless: Live) ->
             peer.sendall(a_request(stream=stream))
             if stream:
                 peer.recv(1)
-    for _ in range(2):
-        wait_for_end(endless)
+    wait_for_end(endless, 2)
     assert [request.abort for request in endless.rig.ended] == [Abort.CLIENT_GONE] * 2
     assert endless.rig.metrics.requests.cancel_to_free.sum <= 2
 
 
-def wait_for_end(live: Live) -> None:
-    """Wait until no request is live, asked in the loop's thread."""
+def wait_for_end(live: Live, count: int = 1) -> None:
+    """Wait until so many requests have ended and none is live, asked in the loop's thread."""
     done = threading.Event()
 
     async def watch() -> None:
-        while live.rig.engine.scheduler.pool or not live.rig.ended:  # noqa: ASYNC110 # from outside
+        while live.rig.engine.scheduler.pool or len(live.rig.ended) < count:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         done.set()
 
