@@ -45,11 +45,12 @@ def tokens_in(chunk: Any) -> int:
 def main() -> None:
     whole = litellm.completion(**ASK)
     chunks = list(litellm.completion(**ASK, stream=True, stream_options={"include_usage": True}))
+    choices = [chunk.choices[0] for chunk in chunks if chunk.choices]  # that of the usage has none
     results = {
         "whole": whole.choices[0].message.content,
         "finish_reason": whole.choices[0].finish_reason,
         "completion_tokens": whole.usage.completion_tokens,
-        "stream": "".join(chunk.choices[0].delta.content or "" for chunk in chunks),
+        "stream": "".join(choice.delta.content or "" for choice in choices),
         "stream_tokens": max(tokens_in(chunk) for chunk in chunks),
         "async": asyncio.run(at_once()),
     }
