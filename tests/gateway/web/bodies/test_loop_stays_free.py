@@ -40,7 +40,7 @@ from tests.gateway.forms import FORM, a_form, a_line, ended
 from tests.gateway.rig import CHAT, MODEL, TEXT, USER, Rig, Setting, play
 from tests.gateway.scripted_model import CheckedOnLoop
 
-MAX_SECONDS = 0.025  # the rule is 5 ms; CPU time grows where other tests share the caches
+MAX_SECONDS = 0.05  # the rule is 5 ms; CPU time grows where other work shares caches and cores
 ATTEMPTS = 4
 SIZES = (1 << 10, 7 << 10, 64 << 10, 900 << 10)  # bytes
 LARGE = 16 << 20
