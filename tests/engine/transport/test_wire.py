@@ -83,7 +83,9 @@ draws = st.builds(
     continues=st.booleans(),
 )
 targets = st.builds(PromptTargets, top=counts, offset=counts, ids=tokens)
-poolings = st.builds(PoolSpec, dimensions=st.none() | counts, first_len=st.none() | counts)
+poolings = st.builds(
+    PoolSpec, dimensions=st.none() | counts, first_len=st.none() | counts, token_ids=tokens
+)
 snapshots = st.lists(st.builds(Snapshot, num_tokens=counts, slot=counts), max_size=3).map(tuple)
 rows = st.builds(ImageRows, image=counts, offset=counts, first=counts, num_rows=counts)
 media = st.builds(
