@@ -100,12 +100,12 @@ def _truncated(plan: PoolingPlan, each: "TokenizedInput", service: "Service") ->
 def _check(ids: "Prompt", field: str, service: "Service") -> None:
     if not ids:
         raise InvalidRequest(f"'{field}' has no tokens.", field)
-    size = service.model.vocabulary.size
-    if max(ids) >= size:
-        message = f"'{field}' has a token id that is not below the vocabulary size, {size}."
-        raise InvalidRequest(message, field)
     try:
         service.engine.check_fits(len(ids), 0)
     except ContextTooLong as error:
         error.param = field
         raise
+    size = service.model.vocabulary.size
+    if max(ids) >= size:
+        message = f"'{field}' has a token id that is not below the vocabulary size, {size}."
+        raise InvalidRequest(message, field)

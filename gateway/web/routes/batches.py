@@ -1,14 +1,15 @@
 """`/v1/batches`: create, list, retrieve and cancel batches of requests in a file."""
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from engine.errors import InvalidRequest
-from gateway.access.callers import read_body
 from gateway.errors import FileNotFound
 from gateway.schema.openai.batches import WINDOWS, BatchRequest, batch_json, decode_batch
 from gateway.schema.paging import list_json, read_page
 from gateway.service import caller_of, service_of
 from gateway.store.batch_records import BatchRecord
+from gateway.web.decoded_body import decoded_body
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
@@ -25,7 +26,8 @@ async def create_batch(http: "HttpRequest") -> Json:
     """Queue a batch over an uploaded file; raises `InvalidRequest`."""
     service, caller = service_of(http), caller_of(http)
     routes: RouteTable = http.app.state.routes
-    request = decode_batch(await read_body(http, service.limits), tuple(routes.batch_endpoints))
+    read = partial(decode_batch, endpoints=tuple(routes.batch_endpoints))
+    request = await decoded_body(http, read)
     now, tenant = service.unix_now(), caller.tenant
     await _check_file(http, request)
     expiry = request.output_expires_after

@@ -3,15 +3,14 @@
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from gateway.access.callers import read_body
 from gateway.generation.conversation import render_prompt
 from gateway.generation.image_input import ImageOrigin
 from gateway.generation.plan import GenerationPlan, plan_chat
-from gateway.generation.threads import read_body_with
 from gateway.schema.openai.chat import decode_chat
 from gateway.schema.openai.chat_renderer import ChatRenderer
 from gateway.schema.openai.event_envelope import token_formatter
 from gateway.service import caller_of, service_of
+from gateway.web.decoded_body import decoded_body
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
@@ -38,8 +37,7 @@ def plan_chat_completion(body: bytes, caller: "Caller", service: "Service") -> G
 async def render_chat(http: "HttpRequest") -> dict[str, Any]:
     """The prompt of a chat request as text and ids; nothing is generated."""
     service, caller = service_of(http), caller_of(http)
-    raw = await read_body(http, service.limits)
-    request = await read_body_with(partial(decode_chat, raw, caller.unknown_fields), raw, caller)
+    request = await decoded_body(http, partial(decode_chat, unknown=caller.unknown_fields))
     service.check_generates(request.model)
     origin = ImageOrigin(service.image_sender(caller))
     text, ids, *_ = await render_prompt(service.model, request, origin)

@@ -1,14 +1,15 @@
 """`GET /v1/models` and `GET /v1/models/{model}`; model ids may contain slashes. `/models`,
 `/models/load` and `/models/unload` are llama.cpp's."""
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from gateway.access.callers import read_body
 from gateway.errors import UnsupportedByModel
 from gateway.schema.decoding import decode
 from gateway.service import service_of
+from gateway.web.decoded_body import decoded_body
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
@@ -39,7 +40,7 @@ async def load_model(http: "HttpRequest") -> dict[str, Any]:
     """Begin to load a model, if it is not loaded; `/v1/models` says when it is. Raises
     `ModelNotFound`."""
     service = service_of(http)
-    action = decode(_ACTION, await read_body(http, service.limits))
+    action = await decoded_body(http, partial(decode, _ACTION))
     group = service.groups.find(action.model)
     if not group.accepts:
         service.groups.loads.begin(group)
@@ -50,7 +51,7 @@ async def unload_model(http: "HttpRequest") -> dict[str, Any]:
     """Unload a model once its running requests have ended; a later request loads it again. Raises
     `ModelNotFound`, and `UnsupportedByModel` if it is the only one."""
     service = service_of(http)
-    action = decode(_ACTION, await read_body(http, service.limits))
+    action = await decoded_body(http, partial(decode, _ACTION))
     group = service.groups.find(action.model)
     if service.groups.are_fixed:
         raise UnsupportedByModel(

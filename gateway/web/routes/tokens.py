@@ -15,6 +15,7 @@ from gateway.generation.reply import unless_disconnected
 from gateway.generation.threads import read_body_with, run_in_thread
 from gateway.schema.openai.tokens import TokenizeRequest, decode_detokenize, decode_tokenize
 from gateway.service import Service, caller_of, service_of
+from gateway.web.decoded_body import decoded_body
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -54,9 +55,8 @@ async def tokenize(http: "HttpRequest") -> bytes:
 async def detokenize(http: "HttpRequest") -> dict[str, str]:
     """The text of ids, control tokens included; raises `InvalidRequest`."""
     service = service_of(http)
-    raw = await read_body(http, service.limits)
-    decode = partial(decode_detokenize, raw, service.model.vocabulary)
-    request = await read_body_with(decode, raw, caller_of(http))
+    read = partial(decode_detokenize, vocabulary=service.model.vocabulary)
+    request = await decoded_body(http, read)
     if request.model is not None:
         service.check_model(request.model)
     ids, tokenizer = request.tokens, service.model.tokenizer

@@ -3,6 +3,7 @@ serving."""
 
 import logging
 from collections.abc import Mapping
+from functools import partial
 from math import inf
 from typing import TYPE_CHECKING, Any
 
@@ -10,10 +11,10 @@ import msgspec
 
 from engine.errors import InvalidRequest
 from engine.policy import POLICIES, PolicySettings, build, name_of, settings_of
-from gateway.access.callers import read_body
 from gateway.options import options_of, with_values
 from gateway.schema.decoding import check_allowed, decode
 from gateway.service import Service, service_of
+from gateway.web.decoded_body import decoded_body
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
@@ -62,7 +63,7 @@ async def policy(http: "HttpRequest") -> dict[str, Any]:
     """
     service = service_of(http)
     if http.method == "POST":
-        choice = decode(_DECODER, await read_body(http, service.limits))
+        choice = await decoded_body(http, partial(decode, _DECODER))
         check_allowed(choice.policy, "policy", tuple(POLICIES))
         _switch(service, choice.policy, changes_of(choice))
     scheduler = service.engine.scheduler

@@ -1,14 +1,15 @@
 """`POST /v1/load_lora_adapter` and `/v1/unload_lora_adapter`: vLLM's bodies, for admin keys."""
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
 from starlette.responses import PlainTextResponse
 
 from engine.errors import InvalidRequest
-from gateway.access.callers import read_body
 from gateway.schema.decoding import decode
 from gateway.service import service_of
+from gateway.web.decoded_body import decoded_body
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
@@ -35,7 +36,7 @@ class UnloadLoraRequest(msgspec.Struct, forbid_unknown_fields=True):
 async def load_lora(http: "HttpRequest") -> "Response":
     """Load an adapter; its name is a model name when this returns. Raises `InvalidRequest`."""
     service = service_of(http)
-    request = decode(_LOAD, await read_body(http, service.limits))
+    request = await decoded_body(http, partial(decode, _LOAD))
     if not request.lora_path:
         raise InvalidRequest("'lora_path' is empty.", "lora_path")
     now = service.unix_now()
@@ -49,7 +50,7 @@ async def unload_lora(http: "HttpRequest") -> "Response":
     """Unload an adapter: its name is unknown at once; this returns when its last request has ended
     and its memory is free. Raises `LoraNotFound`."""
     service = service_of(http)
-    request = decode(_UNLOAD, await read_body(http, service.limits))
+    request = await decoded_body(http, partial(decode, _UNLOAD))
     await service.loras.unload(request.lora_name)
     return _success(f"LoRA adapter '{request.lora_name}' removed successfully.")
 
