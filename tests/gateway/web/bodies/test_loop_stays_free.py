@@ -40,7 +40,8 @@ from tests.gateway.forms import FORM, a_form, a_line, ended
 from tests.gateway.rig import CHAT, MODEL, TEXT, USER, Rig, Setting, play
 from tests.gateway.scripted_model import CheckedOnLoop
 
-MAX_SECONDS = 0.05  # the rule is 5 ms; CPU time grows where other work shares caches and cores
+MAX_SECONDS = 0.025  # the rule is 5 ms; CPU time grows where other work shares caches and cores
+MAX_LARGE_SECONDS = 0.06  # of bodies of 16 MB: 11 to 24 ms for freeing them and millions of ids
 ATTEMPTS = 4
 SIZES = (1 << 10, 7 << 10, 64 << 10, 900 << 10)  # bytes
 LARGE = 16 << 20
@@ -247,9 +248,14 @@ async def longest_callback(rig: Rig, timer: LoopTimer, path: str, body: bytes) -
             await run_batch(rig, orjson.loads(reply)["id"])
         assert exchange.status in (200, 400, 404, 413, 503), body[:300]
         best = min(best, timer.longest)
-        if best <= MAX_SECONDS:
+        if best <= most_seconds(body):
             break
     return best
+
+
+def most_seconds(body: bytes) -> float:
+    """How long a callback may take with this body."""
+    return MAX_SECONDS if len(body) <= 1 << 20 else MAX_LARGE_SECONDS
 
 
 async def run_batch(rig: Rig, file_id: str) -> None:
@@ -277,7 +283,7 @@ def check(
         try:
             for path, body in bodies:
                 seconds = await longest_callback(rig, timer, path, body)
-                if seconds > MAX_SECONDS:
+                if seconds > most_seconds(body):
                     slow.append(f"{path} {seconds * 1e3:.1f} ms, {len(body)} B: {body[:150]!r}")
         finally:
             gc.enable()
