@@ -61,12 +61,13 @@ class RememberingDevice:
                 memory.clear()
 
     def run(self, iteration: Iteration) -> tuple[Page, ...]:
-        """Carry out the oldest step in flight, except for requests that are leaving or have KV that
-        cannot be read."""
+        """Carry out the oldest step in flight, except for requests that have KV that cannot be read,
+        and those that are leaving behind an unknown token or a row that had no result."""
         unread = tuple(page for move in iteration.step.moves for page in self._copy(move))
         failed = {load.request for load in iteration.loads if load.page in unread}
         for entry, request in zip(iteration.step.entries, iteration.requests, strict=True):
-            if request.state is State.RUNNING and request not in failed:
+            stays = request.state is State.RUNNING or _leaves_kv(entry, request)
+            if stays and request not in failed:
                 self._compute(entry, request)
         self._check_outputs(iteration)
         return unread
@@ -144,6 +145,16 @@ class RememberingDevice:
                 assert self._device[slot] == (group, *known[: position + 1])
             else:
                 self._device[slot] = (group, *known[: position + 1])
+
+
+def _leaves_kv(entry: StepEntry, request: Request) -> bool:
+    """Whether the KV of a request that was aborted in flight stays in the cache, for a retry."""
+    stop = entry.start + len(entry.tokens)
+    return (
+        request.state is State.LEAVING
+        and entry.start == request.num_computed
+        and stop <= request.num_tokens
+    )
 
 
 def _last(entry: StepEntry, request: Request) -> tuple[int]:
