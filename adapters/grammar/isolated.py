@@ -4,15 +4,15 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
+from subprocess import Popen
 
 import msgspec
 
 from adapters.grammar.compile_process import CompileRequest, Verdict, encode
+from adapters.isolation import process as isolation
+from adapters.isolation.children import RECEIVE_BYTES
 from engine.errors import Unavailable
 from engine.step import Grammar
 from engine.transport.wire import FrameReader
@@ -22,10 +22,7 @@ logger = logging.getLogger(__name__)
 SECONDS = 5.0
 NUM_BYTES = 256 << 20
 ANSWER_SECONDS = 10.0  # for a verdict to arrive, beyond twice what a compilation may take
-EXIT_SECONDS = 1.0  # for the process to end its children, before it is killed
-RECEIVE_BYTES = 1 << 16
 LOST = "The process that compiles grammars was lost; try again."
-STDERR = 2
 
 
 class IsolatedCompiler:
@@ -46,7 +43,7 @@ class IsolatedCompiler:
     ) -> None:
         self._verdict_seconds = 2 * seconds + answer_seconds
         self._arguments = [loader, str(directory), str(seconds), str(num_bytes)]
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Popen[bytes] | None = None
         self._connection: socket.socket | None = None
         self._reading: asyncio.Task[None] | None = None
         self._pending: dict[int, asyncio.Future[Verdict]] = {}
@@ -55,20 +52,12 @@ class IsolatedCompiler:
 
     def _start(self) -> socket.socket:
         """Start the process; it reads requests once it has opened the vocabulary."""
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        paths = os.pathsep.join(os.path.abspath(path) for path in sys.path)
-        with theirs:
-            self._process = subprocess.Popen(
-                [
-                    *(sys.executable, "-P", "-m", "adapters.grammar.compile_process"),
-                    *(str(theirs.fileno()), *self._arguments),
-                ],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=STDERR,
-                env={**os.environ, "PYTHONPATH": paths, "TOKENIZERS_PARALLELISM": "false"},
-            )
+        self._process, ours = isolation.start(
+            "adapters.grammar.compile_process",
+            self._arguments,
+            socket.SOCK_STREAM,
+            {"TOKENIZERS_PARALLELISM": "false"},
+        )
         self._connection = ours
         self._reading = asyncio.get_running_loop().create_task(self._read(ours), name="verdicts")
         return ours
@@ -98,7 +87,7 @@ class IsolatedCompiler:
                 logger.error("the process that compiles grammars does not answer: it is replaced")
                 self._process.kill()
                 if self._reading is not None:  # it sees the end of the process
-                    await asyncio.wait((self._reading,), timeout=2 * EXIT_SECONDS)
+                    await asyncio.wait((self._reading,), timeout=2 * isolation.EXIT_SECONDS)
             raise Unavailable(LOST) from error
         except OSError as error:
             raise Unavailable(LOST) from error
@@ -134,7 +123,4 @@ class IsolatedCompiler:
                 verdict.set_exception(Unavailable(LOST))
         process, self._process = self._process, None
         if process is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                await asyncio.to_thread(process.wait, EXIT_SECONDS)
-            process.kill()
-            await asyncio.to_thread(process.wait)
+            await asyncio.to_thread(isolation.reap, process)

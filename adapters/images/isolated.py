@@ -8,16 +8,17 @@ import math
 import mmap
 import os
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
+from subprocess import Popen
 
 import msgspec
 import numpy as np
 
-from adapters.images.decode_process import MESSAGE_BYTES, Job, Result, TileResult
+from adapters.images.decode_process import Job, Result, TileResult
 from adapters.images.loading import load_processor
+from adapters.isolation import process as isolation
+from adapters.isolation.children import RECEIVE_BYTES
 from engine.errors import Unavailable
 from gateway.ports import EncodedImage, ImageTile, PreparedImage, UnreadableImage
 
@@ -26,12 +27,10 @@ logger = logging.getLogger(__name__)
 SECONDS = 10.0
 NUM_BYTES = 1 << 30
 ANSWER_SECONDS = 20.0  # for a result to arrive, beyond what decoding may take
-EXIT_SECONDS = 1.0  # for the process to end its children, before it is killed
 ATTEMPTS = 2  # at an image whose process was lost
 LOST = "The process that decodes images was lost; please try again."
 COPIED_BYTES = 1 << 20  # of a text that become bytes at once, since this holds the interpreter
 FLOAT_BYTES = 4
-STDERR = 2
 
 
 class _Lost(Exception):
@@ -58,7 +57,7 @@ class IsolatedDecoder:
         self.reserved = processor.reserved
         self._result_seconds = seconds + answer_seconds
         self._arguments = [str(directory), str(seconds), str(num_bytes)]
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: Popen[bytes] | None = None
         self._connection: socket.socket | None = None
         self._pending: dict[int, asyncio.Future[Result]] = {}
         self._numbers = itertools.count()
@@ -102,20 +101,12 @@ class IsolatedDecoder:
 
     def _start(self) -> socket.socket:
         """Start the process; it reads jobs once it has imported its libraries."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        ours.setblocking(False)
-        paths = os.pathsep.join(os.path.abspath(path) for path in sys.path)
-        with theirs:
-            self._process = subprocess.Popen(
-                [
-                    *(sys.executable, "-P", "-m", "adapters.images.decode_process"),
-                    *(str(theirs.fileno()), *self._arguments),
-                ],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=STDERR,
-                env={**os.environ, "PYTHONPATH": paths, "OPENBLAS_NUM_THREADS": "1"},
-            )
+        self._process, ours = isolation.start(
+            "adapters.images.decode_process",
+            self._arguments,
+            socket.SOCK_SEQPACKET,
+            {"OPENBLAS_NUM_THREADS": "1"},
+        )
         self._connection = ours
         asyncio.get_running_loop().add_reader(ours, self._receive, ours)
         return ours
@@ -124,7 +115,7 @@ class IsolatedDecoder:
         """A result has arrived, or the process has ended."""
         message = b""
         with contextlib.suppress(OSError):
-            message = connection.recv(MESSAGE_BYTES)
+            message = connection.recv(RECEIVE_BYTES)
         if message:
             result = msgspec.msgpack.decode(message, type=Result)
             if (future := self._pending.get(result.number)) and not future.done():
@@ -145,21 +136,13 @@ class IsolatedDecoder:
         for future in self._pending.values():
             if not future.done():
                 future.set_exception(_Lost())
-        self._ending.append(loop.run_in_executor(None, _reap, process))
+        self._ending.append(loop.run_in_executor(None, isolation.reap, process))
 
     async def close(self) -> None:
         """End the process and its children. Idempotent."""
         self._end()
         await asyncio.gather(*self._ending)
         self._ending.clear()
-
-
-def _reap(process: "subprocess.Popen[bytes]") -> None:
-    """Wait until the process, whose socket is closed, has ended its children."""
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(EXIT_SECONDS)
-    process.kill()
-    process.wait()
 
 
 @contextlib.contextmanager
