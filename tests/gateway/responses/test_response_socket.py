@@ -1,147 +1,23 @@
 """`GET /v1/responses`: responses over a WebSocket, continued in the connection and steered."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
 from typing import Any
 from unittest.mock import patch
 
-import orjson
 import pytest
 
-from adapters.dialects.choosing import choose_dialect
 from gateway.access.key_file import Allowance
 from gateway.generation.held import MAX_HELD, HeldConversations, HeldResponses, held_response
+from tests.gateway.responses.sockets import (
+    PATH,
+    CountsCharacters,
+    EndsMessages,
+    connected,
+    prompts,
+    text_of,
+)
 from tests.gateway.rig import MODEL, STEP, Rig, Setting, play
-from tests.gateway.scripted_model import END, ByteTokenizer, PlainTemplate
-
-PATH = "/v1/responses"
-HERMES = choose_dialect("", "hermes", "think")
-TOOL = {"type": "function", "name": "add", "parameters": {"type": "object", "properties": {}}}
-CALL = '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>'
-
-
-class FakeSocket:
-    """The client's end and the server's end of a WebSocket, in memory."""
-
-    def __init__(self) -> None:
-        self.num_pings = self.num_rests = 0
-        self.status = 0  # of the answer to the handshake, if it was rejected
-        self.error: Any = None
-        self._to_server: asyncio.Queue[bytes | None] = asyncio.Queue()
-        self._to_client: asyncio.Queue[Any] = asyncio.Queue()
-
-    async def receive(self) -> bytes | None:
-        return await self._to_server.get()
-
-    async def send(self, messages: Iterable[bytes]) -> None:
-        for message in messages:
-            self._to_client.put_nowait(orjson.loads(message))
-
-    def rest(self) -> None:
-        self.num_rests += 1
-
-    def ping(self) -> None:
-        self.num_pings += 1
-
-    def close(self, code: int, reason: str = "") -> None:
-        self._to_server.put_nowait(None)
-
-    def write(self, kind: str = "response.create", **fields: Any) -> None:
-        """Send a message to the server."""
-        model = {"model": MODEL} if kind == "response.create" else {}
-        self._to_server.put_nowait(orjson.dumps({"type": kind, **model, **fields}))
-
-    def write_text(self, text: bytes) -> None:
-        self._to_server.put_nowait(text)
-
-    async def event(self) -> Any:
-        """The next event."""
-        return await self._to_client.get()
-
-    async def until(self, *kinds: str) -> Any:
-        """The next event of one of these types; those before it are dropped."""
-        while (event := await self.event())["type"] not in kinds:
-            pass
-        return event
-
-    async def response(self, **fields: Any) -> Any:
-        """The response to a message."""
-        self.write(**fields)
-        event = await self.until("response.completed", "response.incomplete", "error")
-        assert event["type"] != "error", event
-        return event["response"]
-
-    async def answer_to_handshake(self, message: Mapping[str, Any]) -> None:
-        if message["type"] == "http.response.start":
-            self.status = message["status"]
-        else:
-            self.error = orjson.loads(message["body"])["error"]
-
-
-@asynccontextmanager
-async def connected(
-    rig: Rig, headers: Mapping[str, str] | None = None
-) -> AsyncIterator[FakeSocket]:
-    """A connection, which the client closes at the end of the block."""
-    client = FakeSocket()
-    given = {"host": "localhost", **(headers or {})}
-    scope = {
-        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "GET",
-        "path": PATH, "raw_path": PATH.encode(), "query_string": b"", "scheme": "http",
-        "root_path": "", "server": ("127.0.0.1", 80), "client": ("127.0.0.1", 5), "state": {},
-        "headers": [(name.encode(), value.encode()) for name, value in given.items()],
-        "podway.upgrade": lambda max_bytes: client,
-    }  # fmt: skip
-
-    async def disconnected() -> Any:
-        await asyncio.Event().wait()
-
-    async def serve() -> None:
-        await rig.app(scope, disconnected, client.answer_to_handshake)
-
-    serving = asyncio.create_task(serve())
-    try:
-        yield client
-    finally:
-        client.close(1000)
-        await serving
-
-
-class EndsMessages(PlainTemplate):
-    """Each message ends with the model's end token."""
-
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        /,
-        *,
-        add_generation_prompt: bool = True,
-        **kwargs: Any,
-    ) -> str:
-        lines = [f"{message['role']}:{message['content']}<end>\n" for message in messages]
-        return "".join((*lines, "assistant:"))
-
-
-class CountsCharacters(ByteTokenizer):
-    """Reads the end token in texts, and counts the characters that it tokenizes."""
-
-    def __init__(self) -> None:
-        self.num_chars = 0
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        self.num_chars += len(text)
-        pieces = [[*piece.encode(), END] for piece in text.split("<end>")]
-        return [token for piece in pieces for token in piece][:-1]
-
-
-def text_of(response: Any) -> str:
-    messages = [item for item in response["output"] if item["type"] == "message"]
-    return "".join(part["text"] for item in messages for part in item["content"])
-
-
-def prompts(rig: Rig) -> list[str]:
-    return [bytes(request.spec.prompt).decode() for request in rig.ended]
+from tests.gateway.scripted_model import END
 
 
 def test_a_message_gets_the_events_of_a_streamed_response() -> None:
@@ -238,108 +114,6 @@ def test_without_generate_a_prompt_is_computed_and_can_be_continued(items: Any) 
         rest = "hi\nuser:and\n" if items else "and\n"
         assert prompts(rig) == [f"{shared}{items or ''}\n", shared + rest]
         assert rig.ended[1].num_cached >= len(shared)
-
-    play(scene)
-
-
-def test_steering_ends_the_answer_at_a_token_and_goes_on_from_it() -> None:
-    async def scene(rig: Rig) -> None:
-        async with connected(rig) as client:
-            client.write(input="hi", store=False, metadata={"a": "b"})
-            created = await client.until("response.created")
-            await client.until("response.output_text.delta")
-            running = created["response"]["id"]
-            client.write("response.steer", input="stop", previous_response_id=running)
-            accepted = await client.until("response.steer.accepted")
-            assert accepted["steer"]["previous_response_id"] == running
-            ended = (await client.until("response.incomplete"))["response"]
-            assert ended["incomplete_details"] == {"reason": "steered"}
-            said = text_of(ended)
-            assert said in ("H", "He", "Hel", "Hell")
-            successor = (await client.until("response.created"))["response"]
-            assert successor["previous_response_id"] == running
-            assert successor["metadata"] == {"a": "b"}
-            await client.until("response.completed")
-        assert prompts(rig)[1] == f"user:hi\nassistant:{said}\nuser:stop\n"
-        assert rig.ended[1].num_cached >= len("user:hi\n")  # its KV stayed
-
-    play(scene)
-
-
-def test_steering_before_the_first_token_begins_the_next_response_at_once() -> None:
-    async def scene(rig: Rig) -> None:
-        async with connected(rig) as client:
-            client.write(input="hi", store=False)
-            await asyncio.sleep(STEP / 2)
-            (running,) = rig.service.running._by_id
-            items = [{"role": "user", "content": [{"type": "input_text", "text": "now"}]}]
-            client.write("response.steer", input=items, previous_response_id=running)
-            ended = (await client.until("response.incomplete"))["response"]
-            assert ended["output"] == []
-            last = await client.until("response.completed")
-            assert last["response"]["previous_response_id"] == running
-        assert prompts(rig) == ["user:hi\n", "user:hi\nuser:now\n"]
-
-    play(scene)
-
-
-def test_steering_a_call_waits_for_its_output_and_comes_before_it() -> None:
-    async def scene(rig: Rig) -> None:
-        async with connected(rig) as client:
-            client.write(input="hi", store=False, tools=[TOOL])
-            running = (await client.until("response.created"))["response"]["id"]
-            added = await client.until("response.output_item.added")
-            assert added["item"]["type"] == "function_call"
-            client.write("response.steer", input="wait", previous_response_id=running)
-            done = (await client.until("response.completed"))["response"]
-            pending = await client.event()
-            assert pending["type"] == "response.steer.pending"
-            (stub,) = pending["required_input"]
-            call = done["output"][-1]
-            assert stub == {
-                "type": "function_call_output", "call_id": call["call_id"], "name": "add",
-            }  # fmt: skip
-            output = {**stub, "output": "3"}
-            del output["name"]
-            await client.response(
-                input=[output], previous_response_id=running, store=False, tools=[TOOL]
-            )
-        assert prompts(rig)[1].endswith("user:wait\ntool:3\n")
-
-    play(scene, Setting(texts=(CALL, "Three."), dialect=HERMES, context=400))
-
-
-@pytest.mark.parametrize(
-    ("fields", "code"),
-    [
-        ({"previous_response_id": "resp_none", "input": "x"}, "response_not_found"),
-        ({"previous_response_id": "resp_none", "input": []}, "invalid_input"),
-        ({"previous_response_id": "resp_none"}, "invalid_input"),
-        (
-            {"previous_response_id": "r", "input": [{"role": "system", "content": "x"}]},
-            "invalid_input",
-        ),
-        ({"previous_response_id": "r", "input": "x", "stream_id": "a"}, "invalid_input"),
-    ],
-)
-def test_steering_that_is_not_accepted_gets_its_input_back(fields: Any, code: str) -> None:
-    async def scene(rig: Rig) -> None:
-        async with connected(rig) as client:
-            client.write("response.steer", **fields)
-            event = await client.event()
-            assert (event["type"], event["error"]["code"]) == ("response.steer.failed", code)
-            assert event["steer"].get("input") == fields.get("input")
-
-    play(scene)
-
-
-def test_a_completed_response_is_not_steered() -> None:
-    async def scene(rig: Rig) -> None:
-        async with connected(rig) as client:
-            first = await client.response(input="hi", store=False)
-            client.write("response.steer", input="x", previous_response_id=first["id"])
-            event = await client.event()
-            assert event["error"]["code"] == "response_already_completed"
 
     play(scene)
 

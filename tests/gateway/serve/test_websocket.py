@@ -30,7 +30,7 @@ from gateway.serve.websocket import (
     UpgradableConnection,
     WebSocketConnection,
 )
-from tests.gateway.serve.test_connection import RecordingTransport
+from tests.gateway.serve.recording import RecordingTransport
 
 HANDSHAKE = (
     b"GET /v1/responses HTTP/1.1\r\nHost: x\r\nConnection: keep-alive, Upgrade\r\n"

@@ -3,9 +3,6 @@
 import faulthandler
 import logging
 import os
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -20,16 +17,23 @@ from engine.worker.cpu.device import CpuDevice
 from engine.worker.ports import PreferredFormat, Shard
 from engine.worker.process.worker import Worker
 from engine.worker.weights.checkpoint import Checkpoint
-from engine.worker.weights.packed_cache import SUFFIX, PackedCache
-from engine.worker.weights.packed_file import SYNC_THREAD, PackedEntry, PackedFile
+from engine.worker.weights.packed_file import PackedEntry
 from engine.worker.weights.source import Weights
 from tests.engine.worker.process.driving import Driver, settings_for
+from tests.engine.worker.weights.packed_files import (
+    LARGE,
+    add,
+    cache_of,
+    cached_files,
+    flip,
+    opened,
+    until_published,
+)
 from tests.models.checkpoints import make_checkpoint
 from tests.models.gguf_files import Gguf
 from tests.worker_settings import changed
 
 TOKENS = [3, 14, 15, 92, 65, 35]
-LARGE = 1 << 30
 FORMATS = ["float32", "int8", "int4"]
 
 
@@ -43,13 +47,6 @@ def checkpoint(tmp_path: Path) -> Path:
 @pytest.fixture
 def cache(tmp_path: Path) -> Path:
     return tmp_path / "cache"
-
-
-def until_published() -> None:
-    """Wait for the threads that make new files visible."""
-    for thread in threading.enumerate():
-        if thread.name == SYNC_THREAD:
-            thread.join()
 
 
 def logits(checkpoint: Path, cache: Path | str, weights: str = "float32") -> Tensor:
@@ -74,10 +71,6 @@ def build(checkpoint: Path, cache: Path, weights: str = "float32") -> int:
     return source.num_loaded
 
 
-def cached_files(cache: Path) -> list[Path]:
-    return sorted(cache.iterdir())
-
-
 def test_a_gguf_file_of_several_formats_is_found_in_the_cache(tmp_path: Path, cache: Path) -> None:
     """A fused linear of weights in two formats is several entries of the file."""
     path = tmp_path / "model.gguf"
@@ -89,33 +82,6 @@ def test_a_gguf_file_of_several_formats_is_found_in_the_cache(tmp_path: Path, ca
     written = file.stat().st_ino
     assert torch.equal(logits(path, cache, "auto"), plain)
     assert [one.stat().st_ino for one in cached_files(cache)] == [written]
-
-
-@contextmanager
-def opened(cache: PackedCache, layout: str = "layout") -> Iterator[PackedFile]:
-    with cache.open(layout, 1) as file:
-        yield file
-    until_published()
-
-
-def cache_of(tmp_path: Path, *names: str, max_bytes: int = LARGE) -> PackedCache:
-    """A cache for files with these names, which exist."""
-    files = [tmp_path / name for name in names]
-    for path in files:
-        path.touch()
-    return PackedCache(str(tmp_path / "cache"), max_bytes, files)
-
-
-def add(file: PackedFile, key: str, value: float) -> None:
-    """Add an entry of one tensor, packed in place as linears do."""
-    packed = torch.frombuffer(file.grow(4 * 1000), dtype=torch.float32)[:1000]
-    packed.fill_(value)
-    file.add(key, PackedEntry("float32", {"packed": packed}, {"outputs": 7}))
-
-
-def value_of(file: PackedFile, key: str) -> float | None:
-    found = file.find(key)
-    return None if found is None else float(found.tensors["packed"][999])
 
 
 @pytest.mark.parametrize("weights", FORMATS)
@@ -206,15 +172,6 @@ def test_a_broken_cache_file_is_logged_and_replaced(
         assert build(checkpoint, cache) < original / 2
 
 
-def flip(path: Path, at: int) -> None:
-    """Change one bit of a file in place."""
-    with path.open("r+b") as file:
-        file.seek(at)
-        (byte,) = file.read(1)
-        file.seek(at)
-        file.write(bytes([byte ^ 0x40]))
-
-
 def test_no_step_is_answered_from_damaged_weights_which_are_packed_again(
     checkpoint: Path, cache: Path
 ) -> None:
@@ -231,21 +188,6 @@ def test_no_step_is_answered_from_damaged_weights_which_are_packed_again(
         until_published()
         worker.warm_up()
         assert torch.equal(Driver(worker).logits((0, TOKENS))[0], expected)
-
-
-@pytest.mark.parametrize("at", [0, 3999, 4096, 4096 + 3999])
-def test_every_byte_of_every_tensor_is_checked(tmp_path: Path, at: int) -> None:
-    cache = cache_of(tmp_path, "weights")
-    with opened(cache) as file:
-        add(file, "one", 1.0)
-        add(file, "other", 2.0)
-        file.check()
-    with opened(cache) as file:
-        file.check()
-    (path,) = cached_files(tmp_path / "cache")
-    flip(path, at)
-    with opened(cache) as file, pytest.raises(WorkerLost, match="packed again"):
-        file.check()
 
 
 def test_one_line_is_logged_where_no_file_can_be_created(
@@ -276,75 +218,6 @@ def test_a_full_disk_costs_only_the_cache_file(
     assert caplog.text.count("no space left") == 1
 
 
-def test_a_start_that_fails_leaves_no_file_behind(tmp_path: Path) -> None:
-    cache = cache_of(tmp_path, "weights")
-
-    def start() -> None:
-        with opened(cache) as file:
-            add(file, "key", 1.0)
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        start()
-    assert cached_files(tmp_path / "cache") == []
-
-
-def test_two_starts_at_once_write_the_same_file(tmp_path: Path) -> None:
-    cache = cache_of(tmp_path, "weights")
-    with opened(cache) as one, opened(cache) as other:
-        for file in (one, other):
-            add(file, "key", 3.0)
-    with opened(cache) as later:
-        assert value_of(later, "key") == 3.0
-    assert len(cached_files(tmp_path / "cache")) == 1
-
-
-def test_entries_keep_their_format_tensors_and_sizes(tmp_path: Path) -> None:
-    cache = cache_of(tmp_path, "weights")
-    scales = torch.arange(6, dtype=torch.int32).view(2, 3)
-    with opened(cache) as new:
-        add(new, "one", 5.0)
-        new.add("two", PackedEntry("int8", {"scale": scales}, {"inputs": 9}))
-        assert new.find("one") is None  # it is in use already
-    with opened(cache) as found:
-        two = found.find("two")
-        assert two is not None
-        assert (two.format, two.sizes) == ("int8", {"inputs": 9})
-        assert torch.equal(two.tensors["scale"], scales)
-        assert value_of(found, "one") == 5.0
-        assert found.find("three") is None
-
-
-def test_a_file_of_another_layout_is_not_used(tmp_path: Path) -> None:
-    cache = cache_of(tmp_path, "weights")
-    with opened(cache, "AVX2") as new:
-        add(new, "key", 1.0)
-    with opened(cache, "AVX-512") as other:
-        assert other.find("key") is None
-    with opened(cache, "AVX2") as same:
-        assert value_of(same, "key") == 1.0
-
-
-def test_the_least_recently_used_files_are_removed(tmp_path: Path) -> None:
-    caches = [cache_of(tmp_path, name, max_bytes=12_000) for name in "abc"]
-    for number, cache in enumerate(caches[:2]):
-        with opened(cache) as new:
-            add(new, "key", number)
-    folder = tmp_path / "cache"
-    for age, path in enumerate(sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime)):
-        os.utime(path, (1000 + age, 1000 + age))
-    with opened(caches[0]) as first:  # which makes the second one the least recently used
-        assert value_of(first, "key") == 0
-    with caches[2].open("layout", 4000) as new:
-        add(new, "key", 2)
-    until_published()
-    found = []
-    for cache in caches:
-        with cache.open("layout", LARGE) as file:  # too large to be written
-            found.append(value_of(file, "key"))
-    assert found == [0, None, 2]
-
-
 def test_weights_beyond_the_limit_are_not_cached(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -353,31 +226,6 @@ def test_weights_beyond_the_limit_are_not_cached(
         add(file, "key", 1.0)
     assert cached_files(tmp_path / "cache") == []
     assert "more than --packed-cache-size 1.0 MiB" in caplog.text
-
-
-def test_the_temporary_file_of_a_dead_writer_is_removed(tmp_path: Path) -> None:
-    cache = cache_of(tmp_path, "weights")
-    folder = tmp_path / "cache"
-    folder.mkdir()
-    (folder / "left.new").write_bytes(b"half")
-    with opened(cache) as one:
-        names = [path.name for path in cached_files(folder)]
-        assert "left.new" not in names
-        assert len(names) == 1
-        with opened(cache_of(tmp_path, "other")) as other:  # does not remove the first one's
-            add(other, "key", 1.0)
-        add(one, "key", 2.0)
-    assert [path.suffix for path in cached_files(folder)] == [SUFFIX, SUFFIX]
-
-
-def test_a_start_that_finds_its_own_file_removes_that_of_a_dead_writer_too(tmp_path: Path) -> None:
-    cache = cache_of(tmp_path, "weights")
-    with opened(cache) as file:
-        add(file, "key", 1.0)
-    (tmp_path / "cache" / "left.new").write_bytes(b"half")
-    with opened(cache) as file:
-        assert value_of(file, "key") == 1.0
-    assert [path.suffix for path in cached_files(tmp_path / "cache")] == [SUFFIX]
 
 
 def test_mapped_weights_cannot_be_written_to(checkpoint: Path, tmp_path: Path) -> None:
