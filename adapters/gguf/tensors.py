@@ -162,7 +162,7 @@ class GgufTensors:
         return self._value_heads.order("ssm_out")
 
     def drop_pages(self) -> None:
-        drop_pages([self._file.path])
+        drop_pages([torch.frombuffer(self._file.data, dtype=torch.uint8)])
 
     def _num_heads(self, own: str) -> int:
         heads = self._file.integer(f"{self._architecture}.attention.head_count") or 1

@@ -139,7 +139,8 @@ class SafetensorsFiles:
         return cast(SafetensorsHeader, self._files[self._shards[name]].get_slice(name))
 
     def drop_pages(self) -> None:
-        drop_pages(self._files)
+        names = {path: name for name, path in self._shards.items()}
+        drop_pages(self._files[path].get_slice(name)[...] for path, name in names.items())
 
 
 class BareFiles(SafetensorsFiles):

@@ -2,24 +2,24 @@
 
 import sys
 from collections.abc import Iterable
-from pathlib import Path
 
-from engine.transport.process_memory import Mapping, drop, mappings
+from torch import Tensor
+
+from engine.transport.process_memory import drop, mappings
 
 
-def drop_pages(paths: Iterable[Path]) -> None:
-    """Give back all pages of these files that this process has mapped; Linux only.
+def drop_pages(views: Iterable[Tensor]) -> None:
+    """Give back all pages of the mapped files that these tensors are views of; Linux only.
 
     What is read again comes from the system's page cache, or from the file. A mapping that was
-    written to is left alone: its changes would be lost.
+    written to is left alone: its changes would be lost. The tensors keep the files mapped
+    meanwhile. Mappings of others are not touched: when one ends, another thread may get its
+    addresses before they are dropped.
     """
-    for mapping in _unwritten(paths):
-        drop(range(mapping.start, mapping.stop))
-
-
-def _unwritten(paths: Iterable[Path]) -> list[Mapping]:
-    """The mappings of these files of which this process has no pages of its own."""
     if sys.platform != "linux":
-        return []
-    wanted = {str(path.resolve()) for path in paths}
-    return [each for each in mappings() if each.path in wanted and not each.own_bytes]
+        return
+    held = [(view, view.untyped_storage().data_ptr()) for view in views]
+    for mapping in mappings():
+        is_ours = any(mapping.start <= address < mapping.stop for _, address in held)
+        if is_ours and not mapping.own_bytes:
+            drop(range(mapping.start, mapping.stop))

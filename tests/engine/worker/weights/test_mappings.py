@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from engine.transport.process_memory import SMAPS
+from engine.worker.weights.checkpoint_files import SafetensorsFiles
 from engine.worker.weights.mappings import drop_pages
 from engine.worker.weights.packed_file import address_of, anonymous
 from engine.worker.weights.stored_rows import StoredRows
 from tests.engine.transport.process_memory import resident
-from tests.engine.worker.process.driving import Driver, load_worker
 from tests.models.checkpoints import make_checkpoint
 
 SIZE = 1 << 20
@@ -33,7 +34,7 @@ def test_pages_are_dropped_unless_they_were_written_to(tmp_path: Path, is_writte
         assert sum(maps[-1][::4096]) > 0
     if is_written:
         maps[0][5] = 1
-    drop_pages([path])
+    drop_pages([torch.frombuffer(maps[0], dtype=torch.uint8)])
     assert resident(path) == (SIZE if is_written else 0)
     assert resident(other) == SIZE
     assert maps[0][0] == ord("x")
@@ -101,14 +102,31 @@ def test_rows_of_a_file_that_was_replaced_are_those_of_the_mapped_one(tmp_path: 
     assert torch.equal(lookup(torch.tensor([3])), rows[[3]])
 
 
-def test_a_loaded_worker_keeps_few_file_pages_and_computes_the_same(tmp_path: Path) -> None:
+def test_another_mapping_of_the_file_is_left_alone(tmp_path: Path) -> None:
+    """Its owner may end it meanwhile, and the addresses may be those of other memory then."""
+    path = tmp_path / "a file"
+    path.write_bytes(b"x" * SIZE)
+    ours, other = (torch.from_file(str(path), size=SIZE, dtype=torch.uint8) for _ in range(2))
+    assert ours.sum() == other.sum() > 0
+    drop_pages([ours])
+    assert resident(path) == SIZE
+    drop_pages([other])
+    assert resident(path) == 0
+
+
+def test_what_was_read_of_a_checkpoint_is_dropped_and_reads_the_same_again(tmp_path: Path) -> None:
     make_checkpoint(tmp_path, "llama")
     path = tmp_path / "model.safetensors"
-    worker = load_worker(tmp_path, attention="cpu")
-    said = Driver(worker).generate(0, [1, 2, 3], 5)
-    drop_pages([path])
+    files = SafetensorsFiles(tmp_path)
+    before = {name: files.read(name, ()) for name in files.names}
+    copies = {name: tensor.clone() for name, tensor in before.items() if isinstance(tensor, Tensor)}
+    assert resident(path) > 0
+    files.drop_pages()
     assert resident(path) == 0
-    assert Driver(worker).generate(0, [1, 2, 3], 5) == said
+    for name, copy in copies.items():
+        again = files.read(name, ())
+        assert isinstance(again, Tensor)
+        assert torch.equal(again, copy)
     assert resident(path) > 0
 
 
