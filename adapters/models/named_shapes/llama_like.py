@@ -4,34 +4,27 @@ from collections.abc import Mapping
 
 Config = Mapping[str, object]
 
+NUMBERS = (
+    "num_hidden_layers",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+    "max_position_embeddings",
+    "rope_theta",
+)
+
 
 def llama_like(
-    architecture: str,
-    *,
-    layers: int,
-    hidden: int,
-    inner: int,
-    heads: int,
-    kv_heads: int,
-    vocab: int,
-    positions: int,
-    theta: float,
-    tied: bool = False,
-    **more: object,
+    architecture: str, *numbers: float, tied: bool = False, eps: float = 1e-5, **more: object
 ) -> Config:
-    """`more` are fields beyond Llama's, or with other values."""
+    """`numbers` are the values of `NUMBERS`; `more` are fields beyond Llama's, or other values."""
     return {
         "architectures": [architecture],
-        "num_hidden_layers": layers,
-        "hidden_size": hidden,
-        "intermediate_size": inner,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
+        **dict(zip(NUMBERS, numbers, strict=True)),
         "hidden_act": "silu",
-        "vocab_size": vocab,
-        "max_position_embeddings": positions,
-        "rope_theta": theta,
-        "rms_norm_eps": 1e-5,
+        "rms_norm_eps": eps,
         "tie_word_embeddings": tied,
         **more,
     }

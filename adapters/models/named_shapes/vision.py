@@ -92,21 +92,7 @@ VISION_SHAPES: Mapping[str, Config] = {
         qwen3_5(24, 1024, 3584, heads=8, kv_heads=2, values=16), 12, 768, 3072, heads=12
     ),
     "SmolVLM2-256M": smolvlm2(
-        llama_like(
-            "LlamaForCausalLM",
-            layers=30,
-            hidden=576,
-            inner=1536,
-            heads=9,
-            kv_heads=3,
-            vocab=49280,
-            positions=8192,
-            theta=100000.0,
-            tied=False,
-        ),
-        12,
-        768,
-        3072,
-        heads=12,
+        llama_like("LlamaForCausalLM", 30, 576, 1536, 9, 3, 49280, 8192, 1e5),
+        *(12, 768, 3072, 12),
     ),
 }
