@@ -192,8 +192,3 @@ NAMES = {
     "qwen35": _with(DELTA_NET),
     "qwen35moe": _with({**DELTA_NET, **EXPERTS, **SHARED_EXPERT}),
 }
-
-
-def names_of(architecture: str) -> Names | None:
-    """The names of an architecture; None if it is unknown."""
-    return NAMES.get(architecture)

@@ -131,10 +131,6 @@ class Figures:
     def peak_waiting(self) -> int:
         return max((moment.waiting for moment in self.moments), default=0)
 
-    @property
-    def peak_slots(self) -> int:
-        return max((moment.held_slots for moment in self.moments), default=0)
-
     def at(self, measure: str, point: str) -> float | None:
         """A value in seconds, such as `at("ttft", "p99")`; None if there are no samples."""
         spread = self.spreads[measure]

@@ -6,12 +6,12 @@ Short conversations are rendered and tokenized on the event loop, long ones in a
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
 
 from engine.errors import InvalidRequest
-from gateway.generation.image_input import ImageOrigin, MayReadImages, read_images
+from gateway.generation.image_input import ImageOrigin, read_images
 from gateway.generation.image_prompt import Placeholders, unmarked
 from gateway.generation.known_text import continued_ids
 from gateway.generation.marks import PromptMarks, marks_of
@@ -22,30 +22,13 @@ from gateway.ports import ToolChoice
 if TYPE_CHECKING:
     from engine.media import Media
     from gateway.generation.known_text import KnownText
+    from gateway.groups.serving import ServedModel
     from gateway.ports import ChatTemplate, Dialect, PreparedImage, StreamParser, Tokenizer
     from gateway.schema.openai.chat import ChatRequest
     from gateway.schema.openai.tools import ToolPlan
 
 TemplateMessage = Mapping[str, Any]  # a message as chat templates see it
 RandomBits = Callable[[int], int]
-
-
-class ChatCapableModel(MayReadImages, Protocol):
-    """The text adapters of a model."""
-
-    @property
-    def tokenizer(self) -> "Tokenizer": ...
-
-    @property
-    def template(self) -> "ChatTemplate | None": ...
-
-    @property
-    def dialect(self) -> "Dialect | None": ...
-
-    @property
-    def trusts_request_templates(self) -> bool:
-        """Whether requests may have a `chat_template`."""
-        ...
 
 
 class RenderedPrompt(NamedTuple):
@@ -64,7 +47,7 @@ class RenderedPrompt(NamedTuple):
 
 
 async def tokenize_chat(
-    model: ChatCapableModel,
+    model: "ServedModel",
     request: "ChatRequest",
     tools: "ToolPlan",
     random_bits: RandomBits,
@@ -105,7 +88,7 @@ async def tokenize_chat(
     )
 
 
-def render_text(model: ChatCapableModel, request: "ChatRequest") -> str:
+def render_text(model: "ServedModel", request: "ChatRequest") -> str:
     """The prompt of a chat request without tools, as text behind which an answer follows without
     reasoning. Raises `InvalidRequest` as `tokenize_chat` does."""
     template = model.template
@@ -122,7 +105,7 @@ def render_text(model: ChatCapableModel, request: "ChatRequest") -> str:
 
 
 async def render_prompt(
-    model: ChatCapableModel, request: "ChatRequest", origin: ImageOrigin | None = None
+    model: "ServedModel", request: "ChatRequest", origin: ImageOrigin | None = None
 ) -> RenderedPrompt:
     """The prompt of a chat request for which nothing is generated. Raises as `tokenize_chat`."""
     tools = request.tool_plan()
@@ -132,7 +115,7 @@ async def render_prompt(
 
 
 async def _rendered(
-    model: ChatCapableModel,
+    model: "ServedModel",
     request: "ChatRequest",
     tools: "ToolPlan",
     *,
@@ -194,7 +177,7 @@ async def _rendered(
 
 
 async def _render_request_template(
-    model: ChatCapableModel,
+    model: "ServedModel",
     template: "ChatTemplate",
     request: "ChatRequest",
     messages: Sequence[TemplateMessage],
@@ -216,7 +199,7 @@ async def _render_request_template(
 
 
 def _finish(
-    model: ChatCapableModel,
+    model: "ServedModel",
     request: "ChatRequest",
     messages: Sequence[TemplateMessage],
     text: str,

@@ -1,31 +1,18 @@
 """The images of a chat request, whichever API it came from, with their names in its body."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from gateway.errors import UnsupportedByModel
 
 if TYPE_CHECKING:
-    from gateway.images.reader import ImageReader, Sender
+    from gateway.groups.serving import ServedModel
+    from gateway.images.reader import Sender
     from gateway.ports import PreparedImage
     from gateway.schema.images import RequestedImage
     from gateway.schema.openai.chat import ChatRequest
 
 EARLIER = "previous_response_id"  # the field that has images of earlier responses
-
-
-class MayReadImages(Protocol):
-    """A model that reads images, or says why it does not."""
-
-    @property
-    def images(self) -> "ImageReader | None":
-        """Reads the images of requests."""
-        ...
-
-    @property
-    def no_images(self) -> str:
-        """Why there are no `images`, as a sentence about an image ends."""
-        ...
 
 
 class ImageOrigin(NamedTuple):
@@ -37,7 +24,7 @@ class ImageOrigin(NamedTuple):
 
 
 def check_images(
-    model: MayReadImages, request: "ChatRequest", origin: ImageOrigin | None = None
+    model: "ServedModel", request: "ChatRequest", origin: ImageOrigin | None = None
 ) -> None:
     """Raise `UnsupportedByModel` if the request has images and the model reads text only."""
     if model.images is None and (images := _images(request, origin)):
@@ -46,7 +33,7 @@ def check_images(
 
 
 async def read_images(
-    model: MayReadImages, request: "ChatRequest", origin: ImageOrigin | None, most: int | None
+    model: "ServedModel", request: "ChatRequest", origin: ImageOrigin | None, most: int | None
 ) -> "list[PreparedImage]":
     """The images in order. Raises as `ImageReader.read` does, and as `check_images`."""
     check_images(model, request, origin)

@@ -21,17 +21,16 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from queue import SimpleQueue
-from typing import Protocol, Self, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from engine.errors import KernelFaulted, StartupError, WorkerLost
 from engine.json_log import set_up_json_logs
-from engine.lora import LoraReport, LoraSpec
-from engine.media import ImagePixels
-from engine.step import ReadAhead, Step, StepTimes
+from engine.lora import LoraReport
+from engine.step import Step
 from engine.transport.process_memory import drop_library_pages, keep_heap, trim_heap
 from engine.transport.wire import (
     FrameReader,
@@ -65,7 +64,10 @@ from engine.worker.process.torch_import import (
     skip_meta_registrations,
     skip_scipy,
 )
-from engine.worker_settings import WorkerReport, WorkerSettings
+from engine.worker_settings import WorkerSettings
+
+if TYPE_CHECKING:
+    from engine.worker.process.worker import Worker
 
 logger = logging.getLogger("engine.worker")  # the module itself runs as __main__
 
@@ -75,53 +77,6 @@ PR_SET_NAME = 15
 PR_SET_TIMERSLACK = 29
 
 Received: TypeAlias = "SimpleQueue[ReceivedStep | Exception | None]"
-
-
-class LoadableWorker(Protocol):
-    """The interface of the class named on the command line."""
-
-    @classmethod
-    def load(cls, settings: WorkerSettings, progress: Callable[[str, int, int], None]) -> Self: ...
-
-    @property
-    def report(self) -> WorkerReport: ...
-
-    @property
-    def times(self) -> StepTimes:
-        """The times of the step launched last."""
-        ...
-
-    def load_lora(self, spec: LoraSpec) -> LoraReport:
-        """Load a LoRA adapter, in another thread than the one that runs steps."""
-        ...
-
-    def unload_lora(self, lora_id: int) -> None:
-        """Free a LoRA adapter, in that thread."""
-        ...
-
-    def read_ahead(self, copies: ReadAhead) -> None:
-        """Begin to read copies in the disk tier; returns at once."""
-        ...
-
-    def put_pixels(self, piece: ImagePixels) -> None:
-        """Keep a piece of an image's pixels until a step encodes it; returns at once."""
-        ...
-
-    def warm_up(self) -> None:
-        """Run code and touch memory that the first request needs, before it arrives."""
-        ...
-
-    def learn(self, step: Step) -> None:
-        """Start preparing a step, in another thread than the one that runs earlier steps."""
-        ...
-
-    def launch(self, step: Step) -> StepInFlight:
-        """Launch a step, which may compute it. An error is the failure of the step."""
-        ...
-
-    def abandon(self, step: Step, line: str) -> None:
-        """After `launch` raised: release other workers that wait for the step."""
-        ...
 
 
 class Parent:
@@ -252,7 +207,7 @@ def _without_gc() -> Iterator[None]:
 
 
 def orders(
-    parent: Parent, worker: LoadableWorker, received: Received, *, waits: bool
+    parent: Parent, worker: "Worker", received: Received, *, waits: bool
 ) -> Iterator[ReceivedStep]:
     """Steps in order until a goodbye.
 
@@ -288,7 +243,7 @@ def orders(
         yield found
 
 
-def receive_steps(parent: Parent, worker: LoadableWorker) -> Iterator[ReceivedStep]:
+def receive_steps(parent: Parent, worker: "Worker") -> Iterator[ReceivedStep]:
     """Steps as they come, until a goodbye. LoRA adapters are loaded in a thread, so that neither
     steps nor messages wait for files."""
     lora_thread = LoraThread(parent, worker)
@@ -307,7 +262,7 @@ class LoraThread:
     """Loads and unloads LoRA adapters in the order of the messages, in a thread of its own, which
     starts with the first one and ends with the process."""
 
-    def __init__(self, parent: Parent, worker: LoadableWorker) -> None:
+    def __init__(self, parent: Parent, worker: "Worker") -> None:
         self._parent = parent
         self._worker = worker
         self._messages: SimpleQueue[LoadLora | UnloadLora] = SimpleQueue()
@@ -334,10 +289,10 @@ class LoraThread:
                 self._parent.send(frame(LoraLoaded(report)))
 
 
-def class_of(worker_path: str) -> type[LoadableWorker]:
+def class_of(worker_path: str) -> "type[Worker]":
     """Import the worker class "module:Class"."""
     module, _, name = worker_path.partition(":")
-    worker_class: type[LoadableWorker] = getattr(importlib.import_module(module), name)
+    worker_class: type[Worker] = getattr(importlib.import_module(module), name)
     return worker_class
 
 
@@ -352,7 +307,7 @@ def receive_settings(parent: Parent, listener: int | None) -> WorkerSettings:
     return replace(opening.settings, placement=placement)
 
 
-def launch(worker: LoadableWorker, step: Step) -> StepInFlight | Failure:
+def launch(worker: "Worker", step: Step) -> StepInFlight | Failure:
     """Launch the step. Any error but `WorkerLost` is returned as its failure."""
     try:
         return worker.launch(step)

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from engine.step import TokenLogprobs
@@ -53,15 +52,3 @@ def to_token_logprobs(found: RowLogprobs, tops: Sequence[int]) -> list[TokenLogp
             *(tensor.tolist() for tensor in found), tops, strict=True
         )
     ]
-
-
-def log_probabilities(
-    logits: Tensor, ids: Sequence[int], tops: Sequence[int]
-) -> list[TokenLogprobs | None]:
-    """Log-probabilities of `ids[i]` in row i of `[rows, vocab]`, with the `tops[i]` most likely
-    ids.
-
-    None for a row that has NaN or infinity. The order of equally likely ids is not defined.
-    """
-    chosen = torch.tensor(ids, device=logits.device)
-    return to_token_logprobs(row_logprobs(logits, chosen, max(tops)), tops)

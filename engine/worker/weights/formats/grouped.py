@@ -51,13 +51,6 @@ class GroupLayout(NamedTuple):
         """Whether weights have minimums, of either kind."""
         return self.has_minimums or self.has_zeros
 
-    @property
-    def bits_per_weight(self) -> float:
-        """With its share of the scales and minimums, as the CPU stores it."""
-        of_block = 16 * (1 + self.has_minimums)
-        of_group = 8 * (self.has_factors * (1 + self.has_minimums) + self.has_zeros)
-        return self.bits + of_block / self.block + of_group / self.group
-
 
 class Groups(NamedTuple):
     """Weights of one layout; all tensors are padded to whole blocks. Fields it lacks are None."""

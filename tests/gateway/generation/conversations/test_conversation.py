@@ -2,7 +2,8 @@
 
 import random
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,9 @@ from adapters.dialects.jinja_template import compile_request_template
 from engine.errors import InvalidRequest
 from gateway.generation.conversation import render_prompt, tokenize_chat
 from gateway.generation.prompt import TokenizedPrompts
+from gateway.groups.serving import ServedModel
 from gateway.ports import CallArguments, CallBegin, ChatTemplate, Dialect, Reasoning
+from gateway.schema.fields.sampling import Vocabulary
 from gateway.schema.openai.chat import ChatRequest, chat_of, decode_chat
 from tests.gateway.generation.test_prompt import Letters
 
@@ -55,15 +58,20 @@ class Lines:
         return template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
 
 
-class Model(NamedTuple):
-    """Enough of a served model."""
-
-    tokenizer: Letters
-    template: ChatTemplate | None
-    dialect: Dialect | None = None
-    trusts_request_templates: bool = True
-    images: None = None
-    no_images: str = "this model reads text only"
+def served(
+    letters: Letters, template: ChatTemplate | None, dialect: Dialect | None = None
+) -> ServedModel:
+    """A model whose requests may have a template."""
+    return ServedModel(
+        "m",
+        0,
+        "",
+        Vocabulary(256, frozenset()),
+        letters,
+        template,
+        dialect,
+        trusts_request_templates=True,
+    )
 
 
 def message(content: str | None, role: str = "user", **more: Any) -> Json:
@@ -78,13 +86,13 @@ def request_of(messages: Sequence[Json], **fields: Any) -> ChatRequest:
     return chat_of({"model": "m", "messages": messages, **fields})
 
 
-async def tokenized(model: Model, request: ChatRequest) -> TokenizedPrompts:
+async def tokenized(model: ServedModel, request: ChatRequest) -> TokenizedPrompts:
     return await tokenize_chat(model, request, request.tool_plan(), random_bits)
 
 
 async def prompt_of(request: ChatRequest, letters: Letters | None = None) -> str:
     """The text of a prompt, decoded from its ids."""
-    model = Model(letters or Letters(), Lines())
+    model = served(letters or Letters(), Lines())
     (prompt,) = (await tokenized(model, request)).prompts
     return "".join(map(chr, prompt))
 
@@ -122,7 +130,7 @@ async def test_the_templates_error_is_raised_from_the_loop_and_from_a_thread(siz
 
 async def test_a_model_without_template_points_to_completions() -> None:
     with pytest.raises(InvalidRequest, match=r"no chat template.*/v1/completions") as caught:
-        await render_prompt(Model(Letters(), None), request_of(HI))
+        await render_prompt(served(Letters(), None), request_of(HI))
     assert caught.value.param == "messages"
 
 
@@ -134,7 +142,7 @@ async def test_the_template_sees_tool_arguments_as_objects() -> None:
     lines = Lines()
     calls = [call('{"a": 1}'), call("")]
     request = request_of([*HI, message(None, "assistant", tool_calls=calls)])
-    await render_prompt(Model(Letters(), lines), request)
+    await render_prompt(served(Letters(), lines), request)
     seen = [c["function"]["arguments"] for c in lines.seen[1]["tool_calls"]]
     assert seen == [{"a": 1}, {}]
     assert calls == [call('{"a": 1}'), call("")]
@@ -144,7 +152,7 @@ async def test_the_template_sees_tool_arguments_as_objects() -> None:
 async def test_arguments_that_are_not_an_object_are_kept_as_text(arguments: str) -> None:
     lines = Lines()
     request = request_of([*HI, message(None, "assistant", tool_calls=[call(arguments)])])
-    await render_prompt(Model(Letters(), lines), request)
+    await render_prompt(served(Letters(), lines), request)
     (seen,) = lines.seen[1]["tool_calls"]
     assert seen["function"]["arguments"] == {"unparsed": arguments}
 
@@ -157,19 +165,19 @@ async def test_an_unpaired_surrogate_is_an_invalid_request(size: int) -> None:
 
 
 async def rendered(request: ChatRequest, dialect: Dialect | None = None) -> str:
-    return (await render_prompt(Model(Letters(), Lines(), dialect), request)).text
+    return (await render_prompt(served(Letters(), Lines(), dialect), request)).text
 
 
 async def test_tools_and_variables_reach_the_template() -> None:
     lines = Lines()
     request = request_of(HI, tools=[TOOL], chat_template_kwargs={"enable_thinking": False})
-    await render_prompt(Model(Letters(), lines), request)
+    await render_prompt(served(Letters(), lines), request)
     assert lines.variables == {"enable_thinking": False, "tools": [TOOL]}
 
 
 async def test_without_tools_the_template_sees_none() -> None:
     lines = Lines()
-    await render_prompt(Model(Letters(), lines), request_of(HI))
+    await render_prompt(served(Letters(), lines), request_of(HI))
     assert lines.variables == {}
 
 
@@ -187,7 +195,7 @@ async def test_the_error_names_an_invalid_template(source: str) -> None:
 
 
 async def test_a_template_in_a_request_is_rejected_unless_it_is_trusted() -> None:
-    model = Model(Letters(), Lines(), trusts_request_templates=False)
+    model = replace(served(Letters(), Lines()), trusts_request_templates=False)
     with pytest.raises(InvalidRequest, match="--trust-request-chat-template") as caught:
         await render_prompt(model, request_of(HI, chat_template="x"))
     assert caught.value.param == "chat_template"
@@ -220,7 +228,7 @@ async def test_reasoning_that_the_prompt_opens_is_closed_before_constrained_outp
 
 
 async def test_the_dialect_parses_the_output() -> None:
-    model = Model(Letters(), Lines(), HERMES)
+    model = served(Letters(), Lines(), HERMES)
     request = request_of(HI, tools=[TOOL])
     new_parser = (await tokenized(model, request)).new_parser
     assert new_parser is not None
@@ -230,13 +238,13 @@ async def test_the_dialect_parses_the_output() -> None:
     new_parser = (await tokenized(model, request_of(HI))).new_parser
     assert new_parser is not None
     assert new_parser().feed("<think>a") == [Reasoning("a")]
-    assert (await tokenized(Model(Letters(), Lines()), request)).new_parser is None
+    assert (await tokenized(served(Letters(), Lines()), request)).new_parser is None
 
 
 async def test_marks_that_are_control_tokens_are_visible_to_the_parser() -> None:
     letters = Letters()
     letters.special_tokens = {"<s>": 0, "[TOOL_CALLS]": 5}
-    model = Model(letters, Lines(), choose_dialect("", "mistral", "none"))
+    model = served(letters, Lines(), choose_dialect("", "mistral", "none"))
     request = request_of(HI, tools=[TOOL])
     assert (await tokenized(model, request)).visible_tokens == {5: b"[TOOL_CALLS]"}
     assert not (await tokenized(model, request_of(HI))).visible_tokens
