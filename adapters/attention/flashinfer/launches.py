@@ -16,6 +16,7 @@ from adapters.attention.flashinfer.ports import (
     DeviceEvent,
     Library,
     MixedWrapper,
+    PlanArguments,
     RunsPaged,
 )
 from adapters.attention.flashinfer.tables import PageTableArena, PageTables
@@ -57,6 +58,21 @@ class Geometry:
         """Whether the cache is in another dtype, so that keys and values are divided by scales."""
         return self.kv_dtype != self.spec.dtype
 
+    def plan_arguments(self) -> PlanArguments:
+        """Without a soft cap another module is compiled than with one."""
+        spec = self.spec
+        return PlanArguments(
+            num_qo_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            page_size=self.page_size,
+            sm_scale=spec.scale,
+            logits_soft_cap=spec.soft_cap,
+            window_left=self.window_left,
+            q_data_type=spec.dtype,
+            kv_data_type=self.kv_dtype,
+            o_data_type=spec.dtype,
+        )
+
     def attend(
         self, wrapper: RunsPaged, q: Tensor, pages: tuple[Tensor, Tensor], out: Tensor
     ) -> None:
@@ -85,22 +101,14 @@ class MixedLaunch:
             paged_kv_indptr=arena.put(tables.kv_indptr),
             paged_kv_indices=indices,
             paged_kv_last_page_len=arena.put(tables.kv_last_page_len),
-            num_qo_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
             head_dim_qk=spec.head_dim,
-            page_size=geometry.page_size,
             causal=True,  # aligned at the last key: later chunks see all earlier tokens
-            sm_scale=spec.scale,
-            logits_soft_cap=spec.soft_cap,
-            window_left=geometry.window_left,
-            q_data_type=spec.dtype,
-            kv_data_type=geometry.kv_dtype,
-            o_data_type=spec.dtype,
             non_blocking=True,
             seq_lens=arena.put(tables.kv_len),
             max_token_per_sequence=tables.max_rows,
             max_sequence_kv=int(tables.kv_len.max()),
             disable_split_kv=spec.is_batch_invariant,
+            **geometry.plan_arguments(),
         )
         self._staged.record()
 
@@ -135,19 +143,11 @@ class CapturedLaunch:
             indptr=arena.put(tables.kv_indptr),
             indices=indices,
             last_page_len=arena.put(tables.kv_last_page_len),
-            num_qo_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
-            page_size=geometry.page_size,
-            window_left=geometry.window_left,
-            q_data_type=spec.dtype,
-            kv_data_type=geometry.kv_dtype,
-            o_data_type=spec.dtype,
-            sm_scale=spec.scale,
-            logits_soft_cap=spec.soft_cap,
             non_blocking=True,
             seq_lens=arena.put(tables.kv_len),
             disable_split_kv=self._disables_splits,
+            **geometry.plan_arguments(),
         )
         self._staged.record()
 

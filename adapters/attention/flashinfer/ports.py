@@ -5,7 +5,7 @@ that FlashInfer requires of each argument is documented here.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -50,6 +50,20 @@ class RunsPaged(Protocol):
         ...
 
 
+class PlanArguments(TypedDict):
+    """What both wrappers' `plan` is given."""
+
+    num_qo_heads: int
+    num_kv_heads: int
+    page_size: int
+    sm_scale: float
+    logits_soft_cap: float | None
+    window_left: int
+    q_data_type: torch.dtype
+    kv_data_type: torch.dtype
+    o_data_type: torch.dtype
+
+
 class MixedWrapper(RunsPaged, Protocol):
     """`BatchPrefillWithPagedKVCacheWrapper`: any number of new tokens of each request."""
 
@@ -60,22 +74,14 @@ class MixedWrapper(RunsPaged, Protocol):
         paged_kv_indptr: Tensor,  # [N + 1] int32, host
         paged_kv_indices: Tensor,  # [pages] int32, device
         paged_kv_last_page_len: Tensor,  # [N] int32, host
-        num_qo_heads: int,
-        num_kv_heads: int,
         head_dim_qk: int,
-        page_size: int,
         causal: bool,
-        sm_scale: float,
-        logits_soft_cap: float | None,
-        window_left: int,
-        q_data_type: torch.dtype,
-        kv_data_type: torch.dtype,
-        o_data_type: torch.dtype,
         non_blocking: bool,
         seq_lens: Tensor,  # [N] int32, host
         max_token_per_sequence: int,
         max_sequence_kv: int,
         disable_split_kv: bool,
+        **arguments: Unpack[PlanArguments],
     ) -> None:
         """Split the work of one step; host tensors must not change until the stream has copied
         them."""
@@ -91,19 +97,11 @@ class CapturedWrapper(RunsPaged, Protocol):
         indptr: Tensor,  # [N + 1] int32, host
         indices: Tensor,  # [pages] int32, device
         last_page_len: Tensor,  # [N] int32, host
-        num_qo_heads: int,
-        num_kv_heads: int,
         head_dim: int,
-        page_size: int,
-        window_left: int,
-        q_data_type: torch.dtype,
-        kv_data_type: torch.dtype,
-        o_data_type: torch.dtype,
-        sm_scale: float,
-        logits_soft_cap: float | None,
         non_blocking: bool,
         seq_lens: Tensor,  # [N] int32, host
         disable_split_kv: bool,
+        **arguments: Unpack[PlanArguments],
     ) -> None:
         """See `MixedWrapper.plan`; the tables are copied to the wrapper's fixed buffers."""
         ...
@@ -114,17 +112,9 @@ class CapturedWrapper(RunsPaged, Protocol):
         indptr: Tensor,
         indices: Tensor,
         last_page_len: Tensor,
-        num_qo_heads: int,
-        num_kv_heads: int,
         head_dim: int,
-        page_size: int,
-        window_left: int,
-        q_data_type: torch.dtype,
-        kv_data_type: torch.dtype,
-        o_data_type: torch.dtype,
-        sm_scale: float,
-        logits_soft_cap: float | None,
         seq_lens: Tensor,
+        **arguments: Unpack[PlanArguments],
     ) -> tuple[int, int]:
         """Bytes of the float and of the integer workspace that `plan` would use."""
         ...

@@ -94,24 +94,15 @@ class Workspaces:
     def _captured_bytes(self, geometry: Geometry, size: int) -> tuple[int, int]:
         """Float and integer workspace bytes of graphs of `size` decodes, as FlashInfer computes
         them."""
-        spec = geometry.spec
         ones = torch.ones(size, dtype=torch.int32)
         wrapper = self._wrapper(self._library.on_device(ROUND, torch.uint8), size)
         return wrapper.workspace_size(
             indptr=torch.arange(size + 1, dtype=torch.int32),
             indices=self.indices[:size],
             last_page_len=ones,
-            num_qo_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            page_size=geometry.page_size,
-            window_left=geometry.window_left,
-            q_data_type=spec.dtype,
-            kv_data_type=geometry.kv_dtype,
-            o_data_type=spec.dtype,
-            sm_scale=spec.scale,
-            logits_soft_cap=spec.soft_cap,  # else another module is compiled, which never runs
+            head_dim=geometry.spec.head_dim,
             seq_lens=ones,
+            **geometry.plan_arguments(),
         )
 
 
