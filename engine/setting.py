@@ -25,7 +25,6 @@ class Declared(TypedDict, total=False):
     zero: float | None
     convert: Callable[[object], object] | None
     check: Callable[..., object] | None
-    is_advanced: bool
     is_repeatable: bool
 
 
@@ -37,8 +36,7 @@ class Setting:
     of `choices` if there are any, has the `unit`, is at least `ge`, above `gt` and at most `le`;
     `zero` is the value that 0 stands for. `convert` makes the value from text or from the value in
     a file, and replaces all of that; `check` looks at a value that has the field's type. Both raise
-    `ValueError` with the rest of a sentence that begins with the flag. Advanced settings are shown
-    by `--help-all` only.
+    `ValueError` with the rest of a sentence that begins with the flag.
     """
 
     group: str
@@ -62,6 +60,15 @@ def setting(
 ) -> T:
     """A field of a settings class that users can set; the type is the default's for mypy."""
     described = Setting(group, help, metavar, **declared)
+    made: T = field(default=default, metadata={SETTING: described})
+    return made
+
+
+def advanced(
+    default: T, group: str, help: str, metavar: str = "", **declared: Unpack[Declared]
+) -> T:
+    """A setting that only `--help-all` shows."""
+    described = Setting(group, help, metavar, **declared, is_advanced=True)
     made: T = field(default=default, metadata={SETTING: described})
     return made
 

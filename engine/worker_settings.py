@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from engine.lora import LoraReport, LoraSpec
 from engine.media import EncoderReport
 from engine.pooling import PoolingReport
-from engine.setting import setting
+from engine.setting import advanced, setting
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,9 +88,7 @@ class Kernels:
         "DEVICE",
         check=_check_device,
     )
-    attention: str = setting(
-        "auto", "model", "name of the attention backend", "NAME", is_advanced=True
-    )
+    attention: str = advanced("auto", "model", "name of the attention backend", "NAME")
     threads: int = setting(
         0,
         "model",
@@ -99,23 +97,21 @@ class Kernels:
         ge=0,
         le=1024,
     )
-    thread_wait: str = setting(
+    thread_wait: str = advanced(
         "spin",
         "model",
         "what compute threads do between kernels; spin: poll for 0.1 ms before they sleep; "
         "sleep: sleep almost at once, if other processes need the cores",
-        is_advanced=True,
         choices=("spin", "sleep"),
     )
-    packed_cache: str = setting(
+    packed_cache: str = advanced(
         "",
         "memory",
         "directory for weights that are packed for this CPU, which later starts map and workers "
         "share; default: packed in --cache-dir; off: pack at every start",
         "DIR",
-        is_advanced=True,
     )
-    packed_cache_size: int = setting(
+    packed_cache_size: int = advanced(
         32 << 30,
         "memory",
         "maximum size of all files in --packed-cache, each as large as the weights of one model; "
@@ -123,7 +119,6 @@ class Kernels:
         "SIZE",
         unit="bytes",
         ge=0,
-        is_advanced=True,
     )
     gpu_memory_utilization: float = setting(
         0.9,
@@ -139,11 +134,8 @@ class Kernels:
         "on a GPU, compute each request's tokens with the same bits whatever else is in the batch: "
         "one tiling for all matrix products, no split keys; slower",
     )
-    cuda_graphs: bool = setting(
-        True,
-        "workers",
-        "on a GPU, capture decode steps as CUDA graphs at the start",
-        is_advanced=True,
+    cuda_graphs: bool = advanced(
+        True, "workers", "on a GPU, capture decode steps as CUDA graphs at the start"
     )
     gemm_cache: str = ""
 
@@ -180,9 +172,7 @@ class KVSettings:
         unit="bytes",
         ge=1,
     )
-    block_size: int = setting(
-        16, "memory", "KV slots in a block", "N", ge=1, le=4096, is_advanced=True
-    )
+    block_size: int = advanced(16, "memory", "KV slots in a block", "N", ge=1, le=4096)
     num_states: int = 0
     kv_memory_limit: int = 0
 
@@ -220,20 +210,18 @@ class Tiers:
     disk_kv_memory: int = setting(
         10 << 30, "memory", "size of the disk tier of one model", "SIZE", unit="bytes", ge=1
     )
-    disk_kv_read_ahead: bool = setting(
+    disk_kv_read_ahead: bool = advanced(
         True,
         "memory",
         "read what a waiting request will load from the disk tier into host memory while it waits",
-        is_advanced=True,
     )
-    kv_store: str = setting(
+    kv_store: str = advanced(
         "",
         "memory",
         "store of KV blocks that servers of one model share, as mooncake://HOST:PORT (the address "
         "of mooncake_master; options: protocol, metadata, devices, host, segment); for a single "
         "worker. The store gets what prompts were about",
         "URL",
-        is_advanced=True,
     )
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from math import inf
 
 from engine.control.admission import Admission, SwapMode
-from engine.setting import setting
+from engine.setting import advanced, setting
 
 
 def _check_factor(factor: float) -> None:
@@ -28,33 +28,30 @@ class SchedulerSettings:
         "TOKENS",
         ge=1,
     )
-    admission: Admission = setting(
+    admission: Admission = advanced(
         Admission.GROW,
         "scheduling",
         "grow: allocate KV blocks as needed, preempt when they run out; reserve: allocate for "
         "prompt + max_tokens on admission; request: static batches, one after the other "
         "(a baseline)",
-        is_advanced=True,
     )
     max_queue_requests: int = setting(
         2048, "scheduling", "maximum waiting requests; further ones get a 503", "N", ge=1
     )
-    max_queue_tokens: int = setting(
+    max_queue_tokens: int = advanced(
         1 << 20,
         "scheduling",
         "maximum tokens (prompt + max_tokens) of the waiting requests; further ones get a 503",
         "TOKENS",
         ge=1,
-        is_advanced=True,
     )
     max_step_overs: int = 64
     max_preemptions: int = 3
-    swap: SwapMode = setting(
+    swap: SwapMode = advanced(
         SwapMode.PROACTIVE,
         "memory",
         "when requests are swapped to the host tier (--host-kv-memory); proactive: before blocks "
         "run out, under policies that preempt; reactive: when blocks run out; off: never",
-        is_advanced=True,
     )
     max_crashes: int = 3
     reuses_prefixes: bool = setting(
@@ -66,7 +63,7 @@ class SchedulerSettings:
     )
     chunks_prompts: bool = True  # False: each prompt is computed in one iteration
     scan_limit: int = 16  # waiting requests that are tried per plan and do not fit
-    max_step_seconds: float = setting(
+    max_step_seconds: float = advanced(
         inf,
         "scheduling",
         "target for the duration of an iteration that contains a prompt chunk, which bounds the "
@@ -74,7 +71,6 @@ class SchedulerSettings:
         "SECONDS",
         ge=0,
         zero=inf,
-        is_advanced=True,
     )
     itl_goal: float = setting(
         inf,
@@ -109,14 +105,13 @@ class SchedulerSettings:
         ge=1,
     )
 
-    encoder_memory: int = setting(
+    encoder_memory: int = advanced(
         256 << 20,
         "memory",
         "size of the cache of encoded images, which prompts with the same image share",
         "SIZE",
         unit="bytes",
         ge=1,
-        is_advanced=True,
     )
 
     def __post_init__(self) -> None:

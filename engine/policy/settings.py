@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from engine.setting import setting
+from engine.setting import advanced, setting
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,59 +23,43 @@ class PolicySettings:
     fair: a prompt token counts `input_weight`, an output token `output_weight`.
     """
 
-    starvation_seconds: float | None = setting(
+    starvation_seconds: float | None = advanced(
         None,
         "scheduling",
         "a request that waits longer between two iterations runs first; default: the policy's own",
         "SECONDS",
         gt=0,
-        is_advanced=True,
     )
     seats: int = 64
-    base_quantum: float | None = setting(
+    base_quantum: float | None = advanced(
         None,
         "scheduling",
         "mlfq: quantum of the highest queue; default: the shortest iteration",
         "SECONDS",
         gt=0,
-        is_advanced=True,
     )
-    ratio: float = setting(
+    ratio: float = advanced(
         2.0,
         "scheduling",
         "mlfq: quantum of a queue over that of the next higher one",
         "X",
         name="quantum_ratio",
         gt=1,
-        is_advanced=True,
     )
-    num_levels: int = setting(
-        16, "scheduling", "mlfq: number of queues", "N", ge=1, le=64, is_advanced=True
-    )
-    skips: bool = setting(
+    num_levels: int = advanced(16, "scheduling", "mlfq: number of queues", "N", ge=1, le=64)
+    skips: bool = advanced(
         True,
         "scheduling",
         "mlfq: the queue that a request joins follows from its prompt's length",
         name="skip_join",
-        is_advanced=True,
     )
     min_outputs: int = 50
     fcfs_slack: float = 0.005
-    input_weight: float = setting(
-        1.0,
-        "scheduling",
-        "fair, --fair-keys: cost of a prompt token",
-        "W",
-        gt=0,
-        is_advanced=True,
+    input_weight: float = advanced(
+        1.0, "scheduling", "fair, --fair-keys: cost of a prompt token", "W", gt=0
     )
-    output_weight: float = setting(
-        2.0,
-        "scheduling",
-        "fair, --fair-keys: cost of an output token",
-        "W",
-        gt=0,
-        is_advanced=True,
+    output_weight: float = advanced(
+        2.0, "scheduling", "fair, --fair-keys: cost of an output token", "W", gt=0
     )
     ttft_goal: float = setting(
         0.0,

@@ -24,7 +24,7 @@ from engine.lora import LoraReport, LoraSpec
 from engine.media import ImagePixels
 from engine.pooling import PoolSpec
 from engine.ports import Clock
-from engine.setting import setting
+from engine.setting import advanced, setting
 from engine.step import ReadAhead, RequestId, SampleSpec, SamplingParams, Step, StepEntry, StepId
 from engine.transport.channel import ResultFuture, StepChannel
 from engine.transport.launcher import LaunchedWorker, Launcher, WorkerExit
@@ -71,22 +71,20 @@ class MultiprocessSettings:
     depth: int = 1
     worker: str = "engine.worker.process.worker:Worker"
     env: Mapping[str, str] = field(default_factory=dict)
-    step_seconds: float = setting(
+    step_seconds: float = advanced(
         120.0,
         "workers",
         "timeout of an iteration; a worker that takes longer is restarted",
         "SECONDS",
         gt=0,
-        is_advanced=True,
     )
     close_seconds: float = 5.0
-    max_restarts: int = setting(
+    max_restarts: int = advanced(
         5,
         "workers",
         "maximum worker restarts in a row without a completed iteration; then the server ends",
         "N",
         ge=0,
-        is_advanced=True,
     )
     restart_pause: float = 1.0
 

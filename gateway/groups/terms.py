@@ -2,50 +2,43 @@
 
 from dataclasses import dataclass
 
-from engine.setting import setting
+from engine.setting import advanced, setting
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
     """When one of several models is loaded and unloaded, and its share of the cores."""
 
-    autoload: bool = setting(
-        True,
-        "models",
-        "load the model when a request names it; without it, only /models/load does",
-        is_advanced=True,
+    autoload: bool = advanced(
+        True, "models", "load the model when a request names it; without it, only /models/load does"
     )
-    pinned: bool = setting(
+    pinned: bool = advanced(
         False,
         "models",
         "load the model at the start, and never unload it to make room or because it is idle; a "
         "single model is loaded at the start in any case",
-        is_advanced=True,
     )
-    idle_unload: float | None = setting(
+    idle_unload: float | None = advanced(
         None,
         "models",
         "unload the model when it has had no request for so long, for instance 10m; default: never",
         "SECONDS",
         unit="seconds",
         gt=0,
-        is_advanced=True,
     )
-    share: float = setting(
+    share: float = advanced(
         1.0,
         "models",
         "the model's share of the cores while other models compute, too; 2 is twice that of 1",
         "SHARE",
         gt=0,
         le=1000,
-        is_advanced=True,
     )
-    priority: int = setting(
+    priority: int = advanced(
         0,
         "models",
         "models of a lower priority are unloaded first when another one needs their memory",
         "N",
-        is_advanced=True,
     )
 
 
@@ -63,7 +56,7 @@ class ServerTerms:
         unit="bytes",
         ge=0,
     )
-    max_load_wait: float = setting(
+    max_load_wait: float = advanced(
         60.0,
         "models",
         "how long a request waits for its model to be loaded; one that would probably wait longer "
@@ -71,5 +64,4 @@ class ServerTerms:
         "SECONDS",
         unit="seconds",
         ge=0,
-        is_advanced=True,
     )

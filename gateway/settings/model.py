@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.setting import setting
+from engine.setting import advanced, setting
 from engine.speculation.settings import SpeculationSettings
 from gateway.settings.generation_config import check_override
 from gateway.settings.speculative_config import speculation_settings
@@ -68,24 +68,22 @@ class ModelSettings:
         "JSON",
         convert=speculation_settings,
     )
-    override_generation_config: str = setting(
+    override_generation_config: str = advanced(
         "{}",
         "model",
         "a JSON object with defaults of sampling parameters, instead of those in the checkpoint's "
         "generation_config.json",
         "JSON",
         convert=check_override,
-        is_advanced=True,
     )
     chat_template: Path | None = setting(
         None, "model", "a Jinja file to use instead of the checkpoint's chat template", "FILE"
     )
-    trust_request_chat_template: bool = setting(
+    trust_request_chat_template: bool = advanced(
         False,
         "model",
         "accept the field chat_template in requests; such templates are rendered in a process of "
         "their own, with limits on time and memory",
-        is_advanced=True,
     )
     tool_dialect: str = setting(
         "auto",
@@ -131,9 +129,7 @@ class ImageSettings:
         "TOKENS",
         ge=64,
     )
-    max_images: int = setting(
-        64, "server", "maximum images of a request", "N", ge=1, is_advanced=True
-    )
+    max_images: int = advanced(64, "server", "maximum images of a request", "N", ge=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,15 +145,9 @@ class LoraSettings:
         check=_check_loras,
         is_repeatable=True,
     )
-    max_loras: int = setting(
-        8,
-        "model",
-        "maximum LoRA adapters that are loaded at once",
-        "N",
-        ge=1,
-        le=4096,
-        is_advanced=True,
+    max_loras: int = advanced(
+        8, "model", "maximum LoRA adapters that are loaded at once", "N", ge=1, le=4096
     )
-    max_lora_rank: int = setting(
-        64, "model", "maximum rank of a LoRA adapter", "RANK", ge=1, le=4096, is_advanced=True
+    max_lora_rank: int = advanced(
+        64, "model", "maximum rank of a LoRA adapter", "RANK", ge=1, le=4096
     )

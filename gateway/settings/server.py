@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from engine.setting import setting
+from engine.setting import advanced, setting
 from gateway.observe.kv_events import KVEventsConfig, check_config
 
 LOCAL_FILE = Path("podway.toml")
@@ -21,65 +21,46 @@ class HttpSettings:
     max_body_bytes: int = setting(
         16 << 20, "server", "maximum size of a request body", "SIZE", unit="bytes", ge=1
     )
-    max_connections: int = setting(
-        0,
-        "server",
-        "maximum open connections; 0: what the limit on open files allows",
-        "N",
-        ge=0,
-        is_advanced=True,
+    max_connections: int = advanced(
+        0, "server", "maximum open connections; 0: what the limit on open files allows", "N", ge=0
     )
-    max_address_connections: int = setting(
+    max_address_connections: int = advanced(
         0,
         "server",
         "maximum open connections of one client address; 0: a quarter of all, at least 64; behind "
         "a proxy all clients have one address",
         "N",
         ge=0,
-        is_advanced=True,
     )
-    body_seconds: float = setting(
-        60.0,
-        "server",
-        "timeout for receiving a request body",
-        "SECONDS",
-        gt=0,
-        is_advanced=True,
+    body_seconds: float = advanced(
+        60.0, "server", "timeout for receiving a request body", "SECONDS", gt=0
     )
-    stall_seconds: float = setting(
-        600.0,
-        "server",
-        "timeout for a client that does not read its response",
-        "SECONDS",
-        gt=0,
-        is_advanced=True,
+    stall_seconds: float = advanced(
+        600.0, "server", "timeout for a client that does not read its response", "SECONDS", gt=0
     )
-    keepalive_whole: float = setting(
+    keepalive_whole: float = advanced(
         0.0,
         "server",
         "send a space this often while a response that is not streamed is generated, so that "
         "clients and proxies do not give up; its status is then 200, also of an error; 0: never",
         "SECONDS",
         ge=0,
-        is_advanced=True,
     )
     drain_seconds: float = setting(
         30.0, "server", "time that running requests get to finish after SIGTERM", "SECONDS", ge=0
     )
-    unknown_fields: str = setting(
+    unknown_fields: str = advanced(
         "ignore",
         "server",
         "what to do with unknown fields inside messages and tools, and with top-level fields of "
         "other clients and servers; ignored fields are listed in a response header",
         choices=("ignore", "reject"),
-        is_advanced=True,
     )
-    strict_max_tokens: bool = setting(
+    strict_max_tokens: bool = advanced(
         False,
         "server",
         "reject a max_tokens for which the context has no room, also in chats, responses and "
         "messages; by default it is an upper bound there",
-        is_advanced=True,
     )
     allowed_host: tuple[str, ...] = setting(
         (),
@@ -120,32 +101,24 @@ class StoreSettings:
         "default: one file per model in the user's state directory",
         "FILE",
     )
-    max_file_bytes: int = setting(
-        200 << 20,
-        "server",
-        "maximum size of an uploaded file",
-        "SIZE",
-        unit="bytes",
-        ge=1,
-        is_advanced=True,
+    max_file_bytes: int = advanced(
+        200 << 20, "server", "maximum size of an uploaded file", "SIZE", unit="bytes", ge=1
     )
-    max_key_bytes: int = setting(
+    max_key_bytes: int = advanced(
         4 << 30,
         "server",
         "maximum size of the files and batches of one API key; without keys, of all clients",
         "SIZE",
         unit="bytes",
         ge=1,
-        is_advanced=True,
     )
-    max_store_bytes: int = setting(
+    max_store_bytes: int = advanced(
         16 << 30,
         "server",
         "maximum size of all stored files, batches and responses",
         "SIZE",
         unit="bytes",
         ge=1,
-        is_advanced=True,
     )
 
 
@@ -153,7 +126,7 @@ class StoreSettings:
 class ReplaySettings:
     """How much of the streams that clients can read again is held in memory."""
 
-    max_key_replay_bytes: int = setting(
+    max_key_replay_bytes: int = advanced(
         64 << 20,
         "server",
         "maximum size of the events that are held for one API key to be read again; without keys, "
@@ -161,24 +134,21 @@ class ReplaySettings:
         "SIZE",
         unit="bytes",
         ge=1,
-        is_advanced=True,
     )
-    max_replay_bytes: int = setting(
+    max_replay_bytes: int = advanced(
         256 << 20,
         "server",
         "maximum size of all events that are held to be read again",
         "SIZE",
         unit="bytes",
         ge=1,
-        is_advanced=True,
     )
-    replay_seconds: float = setting(
+    replay_seconds: float = advanced(
         600.0,
         "server",
         "time for which the events of a stream that has ended can be read again",
         "SECONDS",
         ge=0,
-        is_advanced=True,
     )
 
 
@@ -204,7 +174,7 @@ class ObserveSettings:
         "export traces and metrics to this OpenTelemetry collector (OTLP over HTTP)",
         "URL",
     )
-    kv_events_config: KVEventsConfig = setting(
+    kv_events_config: KVEventsConfig = advanced(
         KVEventsConfig(),
         "server",
         "publish which prefixes are cached, for routers, over ZeroMQ; a JSON object with vLLM's "
@@ -212,7 +182,6 @@ class ObserveSettings:
         "max_queue_size",
         "JSON",
         convert=check_config,
-        is_advanced=True,
     )
     record: Path | None = setting(
         None,

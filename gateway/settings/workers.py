@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.policy import POLICIES
-from engine.setting import setting
+from engine.setting import advanced, setting
 
 
 def _check_policy(name: str) -> None:
@@ -23,20 +23,18 @@ class ScheduleSettings:
         "NAME",
         check=_check_policy,
     )
-    cost_model: str = setting(
+    cost_model: str = advanced(
         "auto",
         "scheduling",
         "where the cost model of iterations comes from; auto: saved for this model and machine, "
         "else measured; measure: measured again; none: fitted while serving",
         choices=("auto", "measure", "none"),
-        is_advanced=True,
     )
-    cache_dir: Path | None = setting(
+    cache_dir: Path | None = advanced(
         None,
         "scheduling",
         "directory for saved cost models; default: the user's cache directory",
         "DIR",
-        is_advanced=True,
     )
 
 
@@ -44,14 +42,13 @@ class ScheduleSettings:
 class LaunchSettings:
     """Where workers run, and how far the server plans ahead of them."""
 
-    lookahead: str = setting(
+    lookahead: str = advanced(
         "auto",
         "workers",
         "1: plan an iteration before the previous one's tokens are known, so that workers do not "
         "wait for the event loop; a request that ends may then compute one token too many; "
         "auto: on a GPU, and on CPUs with short steps and an idle core",
         choices=("auto", "0", "1"),
-        is_advanced=True,
     )
     launcher: str = setting(
         "local",
@@ -59,17 +56,12 @@ class LaunchSettings:
         "local: worker processes on this machine; ray: actors on a Ray cluster",
         choices=("local", "ray"),
     )
-    ray_address: str = setting(
-        "auto",
-        "workers",
-        "address of the Ray cluster; auto: this machine's cluster",
-        "ADDRESS",
-        is_advanced=True,
+    ray_address: str = advanced(
+        "auto", "workers", "address of the Ray cluster; auto: this machine's cluster", "ADDRESS"
     )
-    trace: Path | None = setting(
+    trace: Path | None = advanced(
         None,
         "workers",
         "write a Chrome trace of each worker's steps to this file (see ui.perfetto.dev)",
         "FILE",
-        is_advanced=True,
     )
