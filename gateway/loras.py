@@ -19,6 +19,7 @@ from engine.errors import InvalidRequest, RequestFailed, StartupError, Unavailab
 from engine.lora import LoraAdapter, LoraReport, LoraSpec
 from gateway.errors import LoraNotFound, ModelNotFound
 from gateway.observe.loras import LoraUsage
+from gateway.schema.decoding import invalid
 
 if TYPE_CHECKING:
     from engine.ports import LoraLoader
@@ -108,7 +109,7 @@ class LoraRegistry(LoraNames):
             try:
                 spec = LoraSpec(self._last_id, name, absolute(path))
             except ValueError as error:
-                raise InvalidRequest(f"Invalid 'lora_path': {error}", "lora_path") from error
+                raise invalid("lora_path", str(error)) from error
             try:
                 report = await self._loader.load_lora(spec)
             except WorkerLost as error:

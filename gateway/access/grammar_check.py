@@ -14,9 +14,9 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from engine.errors import InvalidRequest
 from engine.step import Grammar, GrammarKind
 from gateway.access.seats import Seats
+from gateway.schema.decoding import invalid
 
 if TYPE_CHECKING:
     from gateway.ports import GrammarChecker
@@ -63,7 +63,7 @@ class GrammarCheck:
         if reason is None:
             reason = await asyncio.shield(self._result(grammar, tenant))
         if reason is not None:
-            raise InvalidRequest(f"Invalid '{param}': {reason}.", param)
+            raise invalid(param, f"{reason}.")
 
     def _result(self, grammar: Grammar, tenant: str) -> "asyncio.Task[str | None]":
         """One task for all requests with this grammar; its result is the error, or None."""

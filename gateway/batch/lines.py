@@ -11,7 +11,7 @@ import msgspec
 import orjson
 
 from engine.errors import InvalidRequest
-from gateway.schema.decoding import decode
+from gateway.schema.decoding import decode, invalid
 from gateway.store.batch_records import MAX_LISTED, BatchLine, BatchRecord, LineError, Tokens
 
 
@@ -130,10 +130,9 @@ class LineReader:
 
     def _check(self, envelope: _Envelope) -> None:
         if envelope.method != "POST":
-            raise InvalidRequest("Invalid 'method': expected 'POST'.", "method")
+            raise invalid("method", "expected 'POST'.")
         if envelope.url != self._endpoint:
-            message = f"Invalid 'url': expected the batch's endpoint, '{self._endpoint}'."
-            raise InvalidRequest(message, "url")
+            raise invalid("url", f"expected the batch's endpoint, '{self._endpoint}'.")
         if not bytes(envelope.body).startswith(b"{"):
             raise InvalidRequest("Invalid type for 'body': expected an object.", "body")
 

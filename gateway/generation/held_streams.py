@@ -19,6 +19,7 @@ from gateway.generation.held_stream import (
 )
 from gateway.generation.reply import Reply, SharedReply
 from gateway.generation.stream_journal import JournalEntry, Origin
+from gateway.schema.decoding import invalid
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Scope
@@ -126,7 +127,7 @@ def last_event(scope: "Scope") -> int | None:
 def event_number(text: str, param: str) -> int:
     """A number of an event, or of a byte. Raises `InvalidRequest`."""
     if not (text.isascii() and text.isdecimal() and len(text) <= MAX_DIGITS):
-        raise InvalidRequest(f"Invalid '{param}': expected a whole number from 0.", param)
+        raise invalid(param, "expected a whole number from 0.")
     return int(text)
 
 

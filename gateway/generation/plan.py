@@ -17,6 +17,7 @@ from gateway.generation.conversation import tokenize_chat
 from gateway.generation.image_input import ImageOrigin, check_images
 from gateway.generation.image_prompt import ImagePrompt, cut_before
 from gateway.generation.tool_grammar import tool_constraint, without_calls
+from gateway.schema.decoding import invalid
 from gateway.schema.fields.caching import PromptCacheOptions
 from gateway.schema.fields.output import OutputConstraint
 from gateway.schema.fields.scheduling import SchedulingParams
@@ -295,10 +296,10 @@ def scheduling_of(requested: SchedulingParams, caller: "Caller") -> SchedulingPa
     if most_urgent is None or priority >= most_urgent:
         return scheduling
     if priority:
-        raise InvalidRequest(
-            f"Invalid 'priority': this API key allows priorities of {most_urgent} and above, but "
-            f"'priority' or 'service_tier' requests {priority}.",
+        raise invalid(
             "priority",
+            f"this API key allows priorities of {most_urgent} and above, but 'priority' "
+            f"or 'service_tier' requests {priority}.",
         )
     return scheduling._replace(priority=most_urgent)
 

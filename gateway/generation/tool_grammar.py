@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from engine.errors import InvalidRequest
 from engine.step import Grammar, GrammarKind
 from gateway.ports import ToolCallGrammar
+from gateway.schema.decoding import invalid
 from gateway.schema.fields.output import OutputConstraint
 
 if TYPE_CHECKING:
@@ -64,8 +65,7 @@ def _json_schema(requested: OutputConstraint, tools_param: str) -> dict[str, obj
         try:
             schema = json.loads(grammar.text)
         except ValueError as error:
-            message = f"Invalid '{requested.param}': it is not valid JSON ({error})."
-            raise InvalidRequest(message, requested.param) from error
+            raise invalid(requested.param, f"it is not valid JSON ({error}).") from error
         if isinstance(schema, dict):
             return schema
     raise InvalidRequest(

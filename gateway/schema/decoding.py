@@ -98,11 +98,18 @@ def check_lengths(fields: Iterable[tuple[str, object]], path: str = "") -> None:
         most = MAX_TEXTS.get(name, MAX_TEXT) if isinstance(value, str) else MAX_KEYS
         if most is not None and isinstance(value, str | dict) and len(value) > most:
             unit = "characters" if isinstance(value, str) else "fields"
-            raise InvalidRequest(
-                f"Invalid '{path}{name}': at most {most} {unit} are allowed, but it has "
-                f"{len(value)}.",
-                f"{path}{name}",
-            )
+            reason = f"at most {most} {unit} are allowed, but it has {len(value)}."
+            raise invalid(f"{path}{name}", reason)
+
+
+def invalid(param: str, reason: str) -> InvalidRequest:
+    """The error of a field with a wrong value; the reason is the rest of the sentence."""
+    return InvalidRequest(f"Invalid '{param}': {reason}", param)
+
+
+def missing(param: str) -> InvalidRequest:
+    """The error of a field that must be given."""
+    return InvalidRequest(f"Missing required parameter: '{param}'.", param)
 
 
 def check_unicode(body: bytes) -> None:
@@ -183,8 +190,7 @@ def _invalid_request(message: str) -> InvalidRequest:
         name = _joined(path, found["field"][:_MAX_QUOTED])
         return InvalidRequest(f"Unrecognized request argument supplied: {name}", name)
     if found := _MISSING.match(what):
-        name = _joined(path, found["field"])
-        return InvalidRequest(f"Missing required parameter: '{name}'.", name)
+        return missing(_joined(path, found["field"]))
     if found := _EXPECTED.match(what):
         expected = " or ".join(_json_name(kind) for kind in found["expected"].split(" | "))
         detail = f"expected {expected}, but got {_json_name(found['got'])} instead."

@@ -10,7 +10,7 @@ import msgspec
 import orjson
 
 from engine.errors import InvalidRequest
-from gateway.schema.decoding import check_allowed
+from gateway.schema.decoding import check_allowed, missing
 from gateway.schema.fields.caching import BREAKPOINT
 from gateway.schema.images import NO_FILES, Part, image_part
 
@@ -70,7 +70,7 @@ class ContentBlock(msgspec.Struct, forbid_unknown_fields=True):
         for name in required.get(self.type, ()):
             if getattr(self, name) is None:
                 param = f"{path}.{name}"
-                raise InvalidRequest(f"Missing required parameter: '{param}'.", param)
+                raise missing(param)
         if self.type == "document":
             self._check_document(f"{path}.source")
         if self.type == "image":

@@ -18,6 +18,7 @@ from gateway.schema.decoding import (
     check_range,
     check_unicode,
     decode,
+    missing,
     reject_unless,
 )
 from gateway.schema.field_names import with_renamed_fields
@@ -115,7 +116,7 @@ class AnthropicRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
         for name, no_effect in NO_EFFECT.items():
             reject_unless(self, name, *no_effect)
         if self.max_tokens is None and not is_count_only:
-            raise InvalidRequest("Missing required parameter: 'max_tokens'.", "max_tokens")
+            raise missing("max_tokens")
         check_minimum(self.max_tokens, "max_tokens", 1)
         check_range(self.temperature, "temperature", 0, 1)
         if self.service_tier is not None:
@@ -225,8 +226,7 @@ class AnthropicRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
         if choice.type != "tool":
             return "required" if choice.type == "any" else choice.type
         if choice.name is None:
-            message = "Missing required parameter: 'tool_choice.name'."
-            raise InvalidRequest(message, "tool_choice.name")
+            raise missing("tool_choice.name")
         return {"type": "function", "function": {"name": choice.name}}
 
     def _reasoning(self) -> dict[str, Any]:

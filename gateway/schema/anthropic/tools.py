@@ -9,8 +9,7 @@ from typing import Any
 
 import msgspec
 
-from engine.errors import InvalidRequest
-from gateway.schema.decoding import check_allowed
+from gateway.schema.decoding import check_allowed, missing
 from gateway.schema.unknown_fields import UnknownFields
 
 SERVER_TOOLS = ("web_search_", "web_fetch_", "code_execution_", "tool_search_tool_", "advisor_")
@@ -78,7 +77,7 @@ class AnthropicTool(msgspec.Struct, forbid_unknown_fields=True):
         check_allowed(kind, f"{path}.type", ("custom", *(f"{each}*" for each in CLIENT_TOOLS)))
         if self.input_schema is None:
             param = f"{path}.input_schema"
-            raise InvalidRequest(f"Missing required parameter: '{param}'.", param)
+            raise missing(param)
         optional = {"description": self.description, "strict": self.strict}
         given = {name: value for name, value in optional.items() if value is not None}
         function = {"name": self.name, "parameters": self.input_schema, **given}

@@ -20,7 +20,7 @@ from gateway.schema.decisions.question import (
     check_text,
     json_text,
 )
-from gateway.schema.decoding import check_allowed, decode, reject_unless
+from gateway.schema.decoding import check_allowed, decode, invalid, reject_unless
 from gateway.schema.fields.caching import PromptCacheOptions
 from gateway.schema.fields.scheduling import SchedulingRequest
 from gateway.schema.responses.items import ContentItem, InputItem, as_messages, stored_items
@@ -121,10 +121,8 @@ class DecisionRequest(SchedulingRequest, kw_only=True, forbid_unknown_fields=Tru
 def check_count(num_questions: int) -> None:
     """Raise `InvalidRequest` for too few or too many questions."""
     if not 0 < num_questions <= MAX_QUESTIONS:
-        raise InvalidRequest(
-            f"Invalid 'questions': expected 1 to {MAX_QUESTIONS} questions, but got "
-            f"{num_questions}.",
-            "questions",
+        raise invalid(
+            "questions", f"expected 1 to {MAX_QUESTIONS} questions, but got {num_questions}."
         )
 
 
@@ -147,10 +145,7 @@ def _without_json(
     for i, part in enumerate(content):
         if part.type == "input_json":
             if not isinstance(part.data, dict | list):
-                raise InvalidRequest(
-                    f"Invalid '{path}[{i}].data': expected an object or an array.",
-                    f"{path}[{i}].data",
-                )
+                raise invalid(f"{path}[{i}].data", "expected an object or an array.")
             text = json_text(part.data, f"{path}[{i}].data")
             part = ContentItem("input_text", text)
         parts.append(part)
@@ -166,7 +161,7 @@ def _check_calls(items: Sequence[Mapping[str, Any]]) -> None:
             known.add((kind, item["call_id"]))
         elif kind in CALLS and (CALLS[kind], item["call_id"]) not in known:
             path = f"input[{i}].call_id"
-            raise InvalidRequest(f"Invalid '{path}': no {CALLS[kind]} before it has this id.", path)
+            raise invalid(path, f"no {CALLS[kind]} before it has this id.")
 
 
 def _name(value: str | bool) -> str:

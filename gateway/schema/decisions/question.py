@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from engine.errors import InvalidRequest
+from gateway.schema.decoding import invalid
 
 MAX_QUESTIONS = 400
 CHOICES = (2, 255)
@@ -109,17 +109,15 @@ def check_options(names: Sequence[object], path: str, bounds: tuple[int, int]) -
     string and a boolean with the same text are different."""
     least, most = bounds
     if not least <= len(names) <= most:
-        raise InvalidRequest(
-            f"Invalid '{path}': expected {least} to {most} items, but got {len(names)}.", path
-        )
+        raise invalid(path, f"expected {least} to {most} items, but got {len(names)}.")
     if len({(type(name), name) for name in names}) < len(names):
-        raise InvalidRequest(f"Invalid '{path}': every item must be different.", path)
+        raise invalid(path, "every item must be different.")
 
 
 def check_text(text: str, path: str) -> str:
     """The text; raises `InvalidRequest` if it is blank."""
     if not text.strip():
-        raise InvalidRequest(f"Invalid '{path}': expected a text that is not blank.", path)
+        raise invalid(path, "expected a text that is not blank.")
     return text
 
 
@@ -128,10 +126,9 @@ def json_text(data: object, path: str) -> str:
     num_values = _count(data, path)
     encoded = b"" if num_values > MAX_JSON_VALUES else orjson.dumps(data)
     if num_values > MAX_JSON_VALUES or len(encoded) > MAX_JSON_BYTES:
-        raise InvalidRequest(
-            f"Invalid '{path}': at most {MAX_JSON_VALUES} values and {MAX_JSON_BYTES} bytes of "
-            "JSON are allowed.",
+        raise invalid(
             path,
+            f"at most {MAX_JSON_VALUES} values and {MAX_JSON_BYTES} bytes of JSON are allowed.",
         )
     return encoded.decode()
 
@@ -145,10 +142,8 @@ def _count(data: object, path: str) -> int:
         nested = [each for each in level if isinstance(each, dict | list)]
         depth += bool(nested)
         if depth > MAX_JSON_DEPTH:
-            raise InvalidRequest(
-                f"Invalid '{path}': at most {MAX_JSON_DEPTH} levels of arrays and objects are "
-                "allowed.",
-                path,
+            raise invalid(
+                path, f"at most {MAX_JSON_DEPTH} levels of arrays and objects are allowed."
             )
         rows = [each.values() if isinstance(each, dict) else each for each in nested]
         level = [inner for row in rows for inner in row]

@@ -6,7 +6,6 @@ from typing import Any
 import msgspec
 import orjson
 
-from engine.errors import InvalidRequest
 from gateway.schema.decisions.openai import check_count
 from gateway.schema.decisions.question import (
     CHOICES,
@@ -20,7 +19,7 @@ from gateway.schema.decisions.question import (
     check_text,
     json_text,
 )
-from gateway.schema.decoding import check_allowed, decode
+from gateway.schema.decoding import check_allowed, decode, invalid
 from gateway.schema.fields.scheduling import SchedulingRequest
 from gateway.schema.unknown_fields import UnknownFields
 
@@ -53,14 +52,14 @@ class SystemOneQuestion(msgspec.Struct, forbid_unknown_fields=True):
         criteria = self.criteria
         if kind is Kind.SCORE:
             if not isinstance(criteria, list):
-                raise InvalidRequest(f"Invalid '{path}': expected an array of levels.", path)
+                raise invalid(path, "expected an array of levels.")
             texts = [_text(each, f"{path}[{i}]") for i, each in enumerate(criteria)]
             check_options(texts, path, LEVELS)
             return tuple(Option(place, text) for place, text in enumerate(texts))
         if criteria is None and kind is Kind.PREDICATE:
             criteria = {}
         if not isinstance(criteria, dict):
-            raise InvalidRequest(f"Invalid '{path}': expected an object.", path)
+            raise invalid(path, "expected an object.")
         texts_of = {
             name: "" if each is None else _text(each, f"{path}.{name}")
             for name, each in criteria.items()

@@ -3,7 +3,7 @@
 import msgspec
 
 from engine.errors import InvalidRequest
-from gateway.schema.decoding import reject_unless
+from gateway.schema.decoding import invalid, reject_unless
 from gateway.schema.fields.caching import PromptCacheOptions
 from gateway.schema.fields.output import OutputRequest
 from gateway.schema.openai.event_envelope import UsageOptions
@@ -58,10 +58,9 @@ class GenerationRequest(OutputRequest, kw_only=True, forbid_unknown_fields=True)
         if self.prompt_cache_options is not None:
             self.prompt_cache_options.check()
         if self.truncate_prompt_tokens == 0:
-            raise InvalidRequest(
-                "Invalid 'truncate_prompt_tokens': expected at least 1, or -1 for what the "
-                "context has room for.",
+            raise invalid(
                 "truncate_prompt_tokens",
+                "expected at least 1, or -1 for what the context has room for.",
             )
         self._check_stop()
         self._check_stream_options()
@@ -72,17 +71,14 @@ class GenerationRequest(OutputRequest, kw_only=True, forbid_unknown_fields=True)
 
     def _check_stop(self) -> None:
         if len(self.stops) > MAX_STOPS:
-            raise InvalidRequest(
-                f"Invalid 'stop': at most {MAX_STOPS} sequences, but got {len(self.stops)}.", "stop"
-            )
+            raise invalid("stop", f"at most {MAX_STOPS} sequences, but got {len(self.stops)}.")
         if "" in self.stops:
-            raise InvalidRequest("Invalid 'stop': an empty string is not allowed.", "stop")
+            raise invalid("stop", "an empty string is not allowed.")
         longest = max(map(len, self.stops), default=0)
         if longest > MAX_STOP_CHARS:
-            raise InvalidRequest(
-                f"Invalid 'stop': a sequence has {longest} characters; at most {MAX_STOP_CHARS} "
-                "are allowed.",
+            raise invalid(
                 "stop",
+                f"a sequence has {longest} characters; at most {MAX_STOP_CHARS} are allowed.",
             )
 
     def _check_stream_options(self) -> None:

@@ -10,7 +10,7 @@ import msgspec
 
 from engine.errors import InvalidRequest
 from engine.step import Grammar, GrammarKind
-from gateway.schema.decoding import check_allowed, reject_unless
+from gateway.schema.decoding import check_allowed, invalid, missing, reject_unless
 from gateway.schema.fields.sampling import SamplingRequest, Vocabulary, check_token
 
 MAX_CHOICES = 1024
@@ -55,7 +55,7 @@ class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
             return OutputConstraint(Grammar(GrammarKind.JSON_OBJECT), param)
         if self.json_schema is None:
             name = f"{param}.json_schema"
-            raise InvalidRequest(f"Missing required parameter: '{name}'.", name)
+            raise missing(name)
         if self.json_schema.schema is None:
             return OutputConstraint(Grammar(GrammarKind.JSON_OBJECT), param)
         return OutputConstraint(_schema(self.json_schema.schema), f"{param}.json_schema.schema")
@@ -131,10 +131,9 @@ class OutputRequest(SamplingRequest, kw_only=True, forbid_unknown_fields=True):
         if token_ids is None:
             return
         if not 0 < len(token_ids) <= MAX_ALLOWED_TOKENS:
-            raise InvalidRequest(
-                f"Invalid 'allowed_token_ids': expected 1 to {MAX_ALLOWED_TOKENS} ids, but got "
-                f"{len(token_ids)}.",
+            raise invalid(
                 "allowed_token_ids",
+                f"expected 1 to {MAX_ALLOWED_TOKENS} ids, but got {len(token_ids)}.",
             )
         for i, token_id in enumerate(token_ids):
             check_token(token_id, f"allowed_token_ids[{i}]", vocabulary)
@@ -165,15 +164,12 @@ def _constraints_in(fields: Any, path: str, prefix: str) -> Iterator[OutputConst
 
 def _check_bad_words(words: Sequence[str]) -> None:
     if len(words) > MAX_BAD_WORDS:
-        raise InvalidRequest(
-            f"Invalid 'bad_words': at most {MAX_BAD_WORDS}, but got {len(words)}.", "bad_words"
-        )
+        raise invalid("bad_words", f"at most {MAX_BAD_WORDS}, but got {len(words)}.")
     for i, word in enumerate(words):
         if not 0 < len(word) <= MAX_BAD_WORD_CHARS:
-            raise InvalidRequest(
-                f"Invalid 'bad_words[{i}]': expected 1 to {MAX_BAD_WORD_CHARS} characters, but "
-                f"got {len(word)}.",
+            raise invalid(
                 f"bad_words[{i}]",
+                f"expected 1 to {MAX_BAD_WORD_CHARS} characters, but got {len(word)}.",
             )
 
 
@@ -202,7 +198,5 @@ def _schema(schema: str | dict[str, Any]) -> Grammar:
 
 def _choice(choice: list[str], param: str) -> Grammar:
     if not 0 < len(choice) <= MAX_CHOICES:
-        raise InvalidRequest(
-            f"Invalid '{param}': expected 1 to {MAX_CHOICES} strings, but got {len(choice)}.", param
-        )
+        raise invalid(param, f"expected 1 to {MAX_CHOICES} strings, but got {len(choice)}.")
     return Grammar(GrammarKind.CHOICE, msgspec.json.encode(choice).decode())

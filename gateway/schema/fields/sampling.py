@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from engine.errors import InvalidRequest
 from engine.step import SamplingParams
-from gateway.schema.decoding import check_minimum, check_range, quote
+from gateway.schema.decoding import check_minimum, check_range, invalid, quote
 from gateway.schema.fields.scheduling import INT64, SchedulingRequest
 
 MAX_CHOICES = 128
@@ -104,9 +104,7 @@ class SamplingRequest(SchedulingRequest, kw_only=True, forbid_unknown_fields=Tru
         """The request's `stop_token_ids`. Raises `InvalidRequest` for too many or unknown ids."""
         token_ids = self.stop_token_ids or []
         if len(token_ids) > MAX_STOP_TOKENS:
-            raise InvalidRequest(
-                f"Invalid 'stop_token_ids': at most {MAX_STOP_TOKENS} ids.", "stop_token_ids"
-            )
+            raise invalid("stop_token_ids", f"at most {MAX_STOP_TOKENS} ids.")
         for i, token_id in enumerate(token_ids):
             check_token(token_id, f"stop_token_ids[{i}]", vocabulary)
         return frozenset(token_ids)
@@ -124,7 +122,7 @@ def check_token(token_id: int, param: str, vocabulary: Vocabulary) -> None:
 
 def _biases(biases: Mapping[str, float], vocabulary: Vocabulary) -> tuple[tuple[int, float], ...]:
     if len(biases) > MAX_BIASES:
-        raise InvalidRequest(f"Invalid 'logit_bias': at most {MAX_BIASES} ids.", "logit_bias")
+        raise invalid("logit_bias", f"at most {MAX_BIASES} ids.")
     return tuple(_bias(key, value, vocabulary) for key, value in biases.items())
 
 
@@ -145,7 +143,7 @@ def _or(value: float | None, default: float) -> float:
 def check_ids(ids: Sequence[int], param: str, vocabulary: Vocabulary) -> tuple[int, ...]:
     """The ids of a prompt; raises `InvalidRequest` for none, and for the first invalid one."""
     if not ids:
-        raise InvalidRequest(f"Invalid '{param}': expected at least one token id.", param)
+        raise invalid(param, "expected at least one token id.")
     if min(ids) < 0 or max(ids) >= vocabulary.size:
         for i, token_id in enumerate(ids):
             check_token(token_id, f"{param}[{i}]", vocabulary)

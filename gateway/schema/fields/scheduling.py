@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from engine.errors import InvalidRequest
-from gateway.schema.decoding import check_allowed, check_range
+from gateway.schema.decoding import check_allowed, check_range, invalid
 
 DEFAULT_TIER = "default"
 PRIORITY_OF_TIER = {  # lower runs first
@@ -48,10 +47,10 @@ class SchedulingRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
         check_range(self.ttft_deadline_ms, "ttft_deadline_ms", 1, MAX_DEADLINE_MS)
         check_range(self.deadline_ms, "deadline_ms", 1, MAX_DEADLINE_MS)
         if self.cache_salt == "":
-            raise InvalidRequest(
-                "Invalid 'cache_salt': expected at least one character; omit the field to share "
-                "cached prefixes with all requests that have no salt.",
+            raise invalid(
                 "cache_salt",
+                "expected at least one character; omit the field to share cached prefixes "
+                "with all requests that have no salt.",
             )
 
     @property

@@ -4,8 +4,7 @@ from typing import Any
 
 import msgspec
 
-from engine.errors import InvalidRequest
-from gateway.schema.decoding import check_allowed, check_range, decode
+from gateway.schema.decoding import check_allowed, check_range, decode, invalid
 from gateway.schema.openai.files import EXPIRY_SECONDS
 from gateway.store.batch_records import BatchRecord
 
@@ -56,13 +55,12 @@ def check_metadata(metadata: dict[str, str] | None) -> None:
     if metadata is None:
         return
     if len(metadata) > METADATA_PAIRS:
-        raise InvalidRequest(f"Invalid 'metadata': at most {METADATA_PAIRS} pairs.", "metadata")
+        raise invalid("metadata", f"at most {METADATA_PAIRS} pairs.")
     for key, value in metadata.items():
         if len(key) > METADATA_KEY or len(value) > METADATA_VALUE:
-            raise InvalidRequest(
-                f"Invalid 'metadata': keys have at most {METADATA_KEY} characters, values at most "
-                f"{METADATA_VALUE}.",
+            raise invalid(
                 "metadata",
+                f"keys have at most {METADATA_KEY} characters, values at most {METADATA_VALUE}.",
             )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from engine.errors import InvalidRequest
-from gateway.schema.decoding import check_allowed, convert, decode, reject_unless
+from gateway.schema.decoding import check_allowed, convert, decode, invalid, reject_unless
 from gateway.schema.fields.generation import GenerationRequest
 from gateway.schema.images import RequestedImage
 from gateway.schema.openai.messages import ContentPart, Message
@@ -86,12 +86,11 @@ class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
         for name, no_effect in NO_EFFECT.items():
             reject_unless(self, name, *no_effect)
         if not self.messages:
-            raise InvalidRequest("Invalid 'messages': expected at least one message.", "messages")
+            raise invalid("messages", "expected at least one message.")
         if len(self.messages) > MAX_MESSAGES:
-            raise InvalidRequest(
-                f"Invalid 'messages': expected at most {MAX_MESSAGES} messages, but got "
-                f"{len(self.messages)}.",
+            raise invalid(
                 "messages",
+                f"expected at most {MAX_MESSAGES} messages, but got {len(self.messages)}.",
             )
         for i, message in enumerate(self.messages):
             message.check(f"messages[{i}]")
@@ -108,7 +107,7 @@ class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
                 "max_tokens",
             )
         if self.max_tokens == 0:
-            raise InvalidRequest("Invalid 'max_tokens': expected at least 1.", "max_tokens")
+            raise invalid("max_tokens", "expected at least 1.")
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest(
                 "'top_logprobs' is only allowed when 'logprobs' is true.", "top_logprobs"
@@ -120,9 +119,7 @@ class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
         if self.reasoning_effort is not None:
             check_allowed(self.reasoning_effort, "reasoning_effort", EFFORTS)
         if len(self.chat_template or "") > MAX_TEMPLATE:
-            raise InvalidRequest(
-                f"Invalid 'chat_template': at most {MAX_TEMPLATE} characters.", "chat_template"
-            )
+            raise invalid("chat_template", f"at most {MAX_TEMPLATE} characters.")
         for name in _RESERVED_VARIABLES:
             if name in (self.chat_template_kwargs or ()):
                 param = f"chat_template_kwargs.{name}"

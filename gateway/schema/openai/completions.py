@@ -5,7 +5,7 @@ from typing import cast
 import msgspec
 
 from engine.errors import InvalidRequest
-from gateway.schema.decoding import check_range, decode
+from gateway.schema.decoding import check_range, decode, invalid
 from gateway.schema.fields.generation import GenerationRequest
 from gateway.schema.fields.sampling import Vocabulary, check_ids
 from gateway.schema.rendering import ReportOptions
@@ -35,9 +35,7 @@ class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=T
         if self.suffix and self.echo:
             raise InvalidRequest("'echo' cannot be used with 'suffix'.", "echo")
         if self.max_tokens == 0 and not self.echo:
-            raise InvalidRequest(
-                "Invalid 'max_tokens': expected at least 1, or 0 with 'echo'.", "max_tokens"
-            )
+            raise invalid("max_tokens", "expected at least 1, or 0 with 'echo'.")
         self._check_best_of()
 
     def _check_best_of(self) -> None:
@@ -75,17 +73,17 @@ class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=T
         if isinstance(self.prompt, str):
             return [self.prompt]
         if not self.prompt:
-            raise InvalidRequest("Invalid 'prompt': expected at least one prompt.", "prompt")
+            raise invalid("prompt", "expected at least one prompt.")
         if len(set(map(type, self.prompt))) > 1:
-            raise InvalidRequest(
-                "Invalid 'prompt': expected a string, or an array of only strings, only token "
-                "ids, or only arrays of token ids.",
+            raise invalid(
                 "prompt",
+                "expected a string, or an array of only strings, only token ids, or only "
+                "arrays of token ids.",
             )
         if isinstance(self.prompt[0], int):
             return [check_ids(cast("list[int]", self.prompt), "prompt", vocabulary)]
         if len(self.prompt) > MAX_PROMPTS:
-            raise InvalidRequest(f"Invalid 'prompt': at most {MAX_PROMPTS} prompts.", "prompt")
+            raise invalid("prompt", f"at most {MAX_PROMPTS} prompts.")
         return [
             item if isinstance(item, str) else check_ids(item, f"prompt[{i}]", vocabulary)
             for i, item in enumerate(self.prompt)

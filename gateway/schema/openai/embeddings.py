@@ -4,8 +4,7 @@ from typing import cast
 
 import msgspec
 
-from engine.errors import InvalidRequest
-from gateway.schema.decoding import check_allowed, check_minimum, decode
+from gateway.schema.decoding import check_allowed, check_minimum, decode, invalid
 from gateway.schema.fields.sampling import Vocabulary, check_ids
 from gateway.schema.fields.scheduling import SchedulingRequest
 from gateway.schema.unknown_fields import UnknownFields
@@ -26,10 +25,9 @@ class PoolingRequest(SchedulingRequest, kw_only=True, forbid_unknown_fields=True
         self.check_scheduling()
         keep = self.truncate_prompt_tokens
         if keep is not None and (keep == 0 or keep < -1):
-            raise InvalidRequest(
-                "Invalid 'truncate_prompt_tokens': expected at least 1, or -1 for what the "
-                "context has room for.",
+            raise invalid(
                 "truncate_prompt_tokens",
+                "expected at least 1, or -1 for what the context has room for.",
             )
 
 
@@ -44,12 +42,12 @@ class EmbeddingRequest(PoolingRequest, kw_only=True, forbid_unknown_fields=True)
         """Raise `InvalidRequest` for the first invalid value."""
         self.check_pooling()
         if not len(self.input) > 0:
-            raise InvalidRequest("Invalid 'input': expected at least one text.", "input")
+            raise invalid("input", "expected at least one text.")
         if isinstance(self.input, list) and not isinstance(self.input[0], int):
             if len(self.input) > MAX_INPUTS:
-                raise InvalidRequest(f"Invalid 'input': at most {MAX_INPUTS} texts.", "input")
+                raise invalid("input", f"at most {MAX_INPUTS} texts.")
             if not all(self.input):
-                raise InvalidRequest("Invalid 'input': an empty text is not allowed.", "input")
+                raise invalid("input", "an empty text is not allowed.")
         if self.encoding_format is not None:
             check_allowed(self.encoding_format, "encoding_format", FORMATS)
         check_minimum(self.dimensions, "dimensions", 1)
@@ -59,10 +57,10 @@ class EmbeddingRequest(PoolingRequest, kw_only=True, forbid_unknown_fields=True)
         if isinstance(self.input, str):
             return [self.input]
         if len(set(map(type, self.input))) > 1:
-            raise InvalidRequest(
-                "Invalid 'input': expected a string, or an array of only strings, only token ids, "
-                "or only arrays of token ids.",
+            raise invalid(
                 "input",
+                "expected a string, or an array of only strings, only token ids, or only "
+                "arrays of token ids.",
             )
         if isinstance(self.input[0], int):
             return [check_ids(cast("list[int]", self.input), "input", vocabulary)]

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from engine.errors import InvalidRequest
-from gateway.schema.decoding import check_allowed, check_range, quote
+from gateway.schema.decoding import check_allowed, check_range, missing, quote
 from gateway.store.files import FileRecord
 
 # OpenAI has more; no endpoint here reads files of those. Images may be of all of these.
@@ -22,7 +22,7 @@ def check_fields(fields: Mapping[str, str]) -> None:
         if name not in FIELDS:
             raise InvalidRequest(f"Unrecognized request argument supplied: {name[:100]}", name)
     if "purpose" not in fields:
-        raise InvalidRequest("Missing required parameter: 'purpose'.", "purpose")
+        raise missing("purpose")
     check_allowed(fields["purpose"], "purpose", PURPOSES)
     if (_ANCHOR in fields) != (_SECONDS in fields):
         message = "'expires_after' requires both 'anchor' and 'seconds'."

@@ -7,8 +7,7 @@ from typing import Any
 import msgspec
 import orjson
 
-from engine.errors import InvalidRequest
-from gateway.schema.decoding import decode
+from gateway.schema.decoding import decode, invalid
 from gateway.schema.openai.completions import CompletionRequest
 from gateway.schema.openai.dialect import OpenAIDialect
 from gateway.schema.rendering import (
@@ -53,14 +52,10 @@ class InfillRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     def as_completion(self, model: str) -> CompletionRequest:
         """The same as a completion request for `model`. Raises `InvalidRequest`."""
         if len(self.input_extra) > MAX_EXTRA:
-            raise InvalidRequest(
-                f"Invalid 'input_extra': at most {MAX_EXTRA} files.", "input_extra"
-            )
+            raise invalid("input_extra", f"at most {MAX_EXTRA} files.")
         if self.n_predict < 1 and self.n_predict != -1:
-            raise InvalidRequest(
-                "Invalid 'n_predict': expected at least 1, or -1 for what the context has room "
-                "for.",
-                "n_predict",
+            raise invalid(
+                "n_predict", "expected at least 1, or -1 for what the context has room for."
             )
         request = CompletionRequest(
             model=self.model or model,

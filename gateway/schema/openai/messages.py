@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 
 from engine.errors import InvalidRequest
-from gateway.schema.decoding import check_allowed, quote
+from gateway.schema.decoding import check_allowed, invalid, missing, quote
 from gateway.schema.fields.caching import check_breakpoint
 from gateway.schema.images import NO_FILES, ImageUrl, RequestedImage, template_content
 
@@ -45,7 +45,7 @@ class ContentPart(msgspec.Struct, forbid_unknown_fields=True):
         check_breakpoint(self.prompt_cache_breakpoint, f"{path}.prompt_cache_breakpoint")
         if getattr(self, self.type) is None:
             name = f"{path}.{self.type}"
-            raise InvalidRequest(f"Missing required parameter: '{name}'.", name)
+            raise missing(name)
         if self.type == _IMAGE and self.image_url is not None:
             self.image_url.check(f"{path}.{_IMAGE}")
 
@@ -89,18 +89,14 @@ class Message(msgspec.Struct, forbid_unknown_fields=True):
         other = self.tool_calls or self.function_call or self.refusal or self.reasoning_content
         needs_no_content = self.role == "assistant" and (other or self.reasoning)
         if self.content is None and not needs_no_content and self.role != "function":
-            raise InvalidRequest(
-                f"Missing required parameter: '{path}.content'.", f"{path}.content"
-            )
+            raise missing(f"{path}.content")
         if self.role == "tool" and self.tool_call_id is None:
             name = f"{path}.tool_call_id"
-            raise InvalidRequest(f"Missing required parameter: '{name}'.", name)
+            raise missing(name)
         if len(self.tool_calls or ()) > MAX_TOOL_CALLS:
             name = f"{path}.tool_calls"
-            raise InvalidRequest(
-                f"Invalid '{name}': at most {MAX_TOOL_CALLS} calls, but got "
-                f"{len(self.tool_calls or ())}.",
-                name,
+            raise invalid(
+                name, f"at most {MAX_TOOL_CALLS} calls, but got {len(self.tool_calls or ())}."
             )
         for i, call in enumerate(self.tool_calls or ()):
             check_allowed(call.type, f"{path}.tool_calls[{i}].type", ("function",))

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import msgspec
 
 from engine.errors import InvalidRequest
-from gateway.schema.decoding import check_minimum, decode
+from gateway.schema.decoding import check_minimum, decode, invalid, missing
 from gateway.schema.openai.embeddings import MAX_INPUTS, PoolingRequest
 from gateway.schema.unknown_fields import UnknownFields
 
@@ -40,7 +40,7 @@ class ScoreRequest(PoolingRequest, kw_only=True, forbid_unknown_fields=True):
         for name in (first, second):
             texts = getattr(self, name)
             if texts is None:
-                raise InvalidRequest(f"Missing required parameter: '{name}'.", name)
+                raise missing(name)
             _check_texts([texts] if isinstance(texts, str) else texts, name)
         num_first, num_second = len(self._texts(first)), len(self._texts(second))
         if num_first not in (1, num_second):
@@ -106,11 +106,11 @@ class RerankRequest(PoolingRequest, kw_only=True, forbid_unknown_fields=True):
 
 def _check_texts(texts: Sequence[str], name: str) -> None:
     if not texts:
-        raise InvalidRequest(f"Invalid '{name}': expected at least one text.", name)
+        raise invalid(name, "expected at least one text.")
     if len(texts) > MAX_INPUTS:
-        raise InvalidRequest(f"Invalid '{name}': at most {MAX_INPUTS} texts.", name)
+        raise invalid(name, f"at most {MAX_INPUTS} texts.")
     if not all(texts):
-        raise InvalidRequest(f"Invalid '{name}': an empty text is not allowed.", name)
+        raise invalid(name, "an empty text is not allowed.")
 
 
 _SCORE = msgspec.json.Decoder(ScoreRequest)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from engine.errors import InvalidRequest
-from gateway.schema.decoding import check_allowed, quote
+from gateway.schema.decoding import check_allowed, invalid, missing, quote
 
 MAX_TOOLS = 128
 _NAME = re.compile(r"[a-zA-Z0-9_\-.]{1,64}")
@@ -28,10 +28,10 @@ class FunctionDefinition(msgspec.Struct, forbid_unknown_fields=True, omit_defaul
     def check(self, path: str) -> None:
         """Raise `InvalidRequest` if the name has other characters, or is too long."""
         if not _NAME.fullmatch(self.name):
-            raise InvalidRequest(
-                f"Invalid '{path}.name': expected 1 to 64 letters, digits, underscores, dashes "
-                f"and dots, but got {quote(self.name)}.",
+            raise invalid(
                 f"{path}.name",
+                "expected 1 to 64 letters, digits, underscores, dashes and dots, but got "
+                f"{quote(self.name)}.",
             )
 
     def as_tool(self) -> dict[str, Any]:
@@ -117,33 +117,28 @@ def plan_functions(functions: Sequence[FunctionDefinition] | None, choice: Any) 
         case {"name": str(name)} if len(choice) == 1:
             named = _named(offered, [name], "function_call")
             return ToolPlan(named, True, 1, "functions", offered)
-    raise InvalidRequest(
-        "Invalid 'function_call': expected 'none', 'auto' or an object with a function's name.",
-        "function_call",
-    )
+    raise invalid("function_call", "expected 'none', 'auto' or an object with a function's name.")
 
 
 def _function(tool: Tool, path: str) -> FunctionDefinition:
     check_allowed(tool.type, f"{path}.type", ("function",))
     if tool.function is None:
         name = f"{path}.function"
-        raise InvalidRequest(f"Missing required parameter: '{name}'.", name)
+        raise missing(name)
     tool.function.check(f"{path}.function")
     return tool.function
 
 
 def _check_number(tools: Sequence[object], param: str) -> None:
     if len(tools) > MAX_TOOLS:
-        raise InvalidRequest(
-            f"Invalid '{param}': at most {MAX_TOOLS}, but got {len(tools)}.", param
-        )
+        raise invalid(param, f"at most {MAX_TOOLS}, but got {len(tools)}.")
 
 
 def _check_names(functions: Sequence[FunctionDefinition], param: str) -> None:
     names = [function.name for function in functions]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        raise InvalidRequest(f"Invalid '{param}': {quote(twice)} is defined twice.", param)
+        raise invalid(param, f"{quote(twice)} is defined twice.")
 
 
 def _chosen(choice: Any) -> tuple[str, list[str] | None]:
@@ -160,7 +155,7 @@ def _chosen(choice: Any) -> tuple[str, list[str] | None]:
             check_allowed(mode, "tool_choice.allowed_tools.mode", ("auto", "required"))
             if len(tools) > MAX_TOOLS:
                 param = "tool_choice.allowed_tools.tools"
-                raise InvalidRequest(f"Invalid '{param}': at most {MAX_TOOLS} tools.", param)
+                raise invalid(param, f"at most {MAX_TOOLS} tools.")
             return mode, [_allowed(tool, i) for i, tool in enumerate(tools)]
         case {"type": str(kind)}:
             check_allowed(kind, "tool_choice.type", ("function", "allowed_tools"))
@@ -178,7 +173,7 @@ def _allowed(tool: Any, i: int) -> str:
             return name
     param = f"tool_choice.allowed_tools.tools[{i}]"
     expected = '{"type": "function", "function": {"name": …}}'
-    raise InvalidRequest(f"Invalid '{param}': expected {expected}.", param)
+    raise invalid(param, f"expected {expected}.")
 
 
 def _named(

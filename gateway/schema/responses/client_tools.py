@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 import orjson
 
-from engine.errors import InvalidRequest
-from gateway.schema.decoding import check_allowed
+from gateway.schema.decoding import check_allowed, invalid, missing
 
 Item = dict[str, Any]
 
@@ -113,11 +112,11 @@ def checked_call(kind: str, given: object, path: str) -> Item:
     """The action or operation of a call's item. Raises `InvalidRequest`."""
     field = CLIENT_TOOLS[kind].field
     if not isinstance(given, dict):
-        raise InvalidRequest(f"Missing required parameter: '{path}.{field}'.", f"{path}.{field}")
+        raise missing(f"{path}.{field}")
     needed = "commands" if kind == "shell" else "path"
     if needed not in given:
         name = f"{path}.{field}.{needed}"
-        raise InvalidRequest(f"Missing required parameter: '{name}'.", name)
+        raise missing(name)
     return {field: given}
 
 
@@ -131,4 +130,4 @@ def checked_output(kind: str, output: object, path: str) -> str | Sequence[Any]:
     if kind == "shell" and isinstance(output, list):
         return output
     expected = "an array" if kind == "shell" else "a string"
-    raise InvalidRequest(f"Invalid '{path}.output': expected {expected}.", f"{path}.output")
+    raise invalid(f"{path}.output", f"expected {expected}.")

@@ -12,7 +12,7 @@ import msgspec
 import orjson
 
 from engine.errors import InvalidRequest
-from gateway.schema.decoding import check_allowed
+from gateway.schema.decoding import check_allowed, invalid, missing
 from gateway.schema.fields.caching import BREAKPOINT, check_breakpoint
 from gateway.schema.images import NO_FILES, ImageUrl, Part, image_part
 from gateway.schema.responses.client_tools import (
@@ -90,7 +90,7 @@ class ContentItem(msgspec.Struct, forbid_unknown_fields=True):
         text = self.refusal if self.type == "refusal" else self.text
         if text is None:
             param = f"{path}.{name}"
-            raise InvalidRequest(f"Missing required parameter: '{param}'.", param)
+            raise missing(param)
         return text
 
     @property
@@ -202,7 +202,7 @@ class InputItem(msgspec.Struct, forbid_unknown_fields=True):
     def _required(self, name: str, path: str) -> str:
         value: str | None = getattr(self, name)
         if value is None:
-            raise InvalidRequest(f"Missing required parameter: '{path}.{name}'.", f"{path}.{name}")
+            raise missing(f"{path}.{name}")
         return value
 
     def _parts(self, name: str, path: str, *, is_output: bool) -> list[Item]:
@@ -210,7 +210,7 @@ class InputItem(msgspec.Struct, forbid_unknown_fields=True):
         content: str | list[ContentItem] | None = getattr(self, name)
         kind = "output_text" if is_output else "input_text"
         if content is None:
-            raise InvalidRequest(f"Missing required parameter: '{path}.{name}'.", f"{path}.{name}")
+            raise missing(f"{path}.{name}")
         if isinstance(content, str):
             content = [ContentItem(kind, content)]
         extra: Item = {"annotations": [], "logprobs": []} if is_output else {}
@@ -236,7 +236,7 @@ def stored_items(items: str | Sequence[InputItem], new_id: Callable[[str], str])
     if isinstance(items, str):
         items = [InputItem(role="user", content=items)]
     if not 0 < len(items) <= MAX_ITEMS:
-        raise InvalidRequest(f"Invalid 'input': expected 1 to {MAX_ITEMS} items.", "input")
+        raise invalid("input", f"expected 1 to {MAX_ITEMS} items.")
     return [item.as_stored(f"input[{i}]", new_id) for i, item in enumerate(items)]
 
 

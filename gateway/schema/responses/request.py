@@ -6,8 +6,14 @@ from typing import Any
 
 import msgspec
 
-from engine.errors import InvalidRequest
-from gateway.schema.decoding import check_allowed, check_unicode, decode, reject_unless
+from gateway.schema.decoding import (
+    check_allowed,
+    check_unicode,
+    decode,
+    invalid,
+    missing,
+    reject_unless,
+)
 from gateway.schema.field_names import with_renamed_fields
 from gateway.schema.fields.caching import PromptCacheOptions
 from gateway.schema.fields.sampling import SamplingDefaults
@@ -159,18 +165,15 @@ class ResponseRequest(SchedulingRequest, kw_only=True, forbid_unknown_fields=Tru
         if self.prompt_cache_options is not None:
             self.prompt_cache_options.check(compares=True)
         if self.input is None:
-            raise InvalidRequest("Missing required parameter: 'input'.", "input")
+            raise missing("input")
         if self.stream_options is not None:
             reject_unless(
                 self.stream_options, "include_obfuscation", False, prefix="stream_options."
             )
         if self.max_output_tokens is not None and self.max_output_tokens < 1:
-            message = "Invalid 'max_output_tokens': expected at least 1."
-            raise InvalidRequest(message, "max_output_tokens")
+            raise invalid("max_output_tokens", "expected at least 1.")
         if self.background and self.store is False:
-            raise InvalidRequest(
-                "Invalid 'store': a response with 'background' is stored.", "store"
-            )
+            raise invalid("store", "a response with 'background' is stored.")
         check_metadata(self.metadata)
 
     @property

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from engine.errors import InvalidRequest
-from gateway.schema.decoding import decode
+from gateway.schema.decoding import decode, invalid
 from gateway.schema.responses.client_tools import CALLS
 from gateway.schema.responses.items import InputItem
 
@@ -58,14 +57,9 @@ def read_message(text: bytes) -> Message:
     """Raises `InvalidRequest` for a message that is not one of the two types."""
     message = decode(_MESSAGE, text)
     if message.type not in (CREATE, STEER):
-        raise InvalidRequest(
-            f"Invalid 'type': {message.type[:100]!r} is not one of '{CREATE}' and '{STEER}'.",
-            "type",
-        )
+        raise invalid("type", f"{message.type[:100]!r} is not one of '{CREATE}' and '{STEER}'.")
     if message.stream_id is not None and not 0 < len(message.stream_id) <= MAX_STREAM_ID:
-        raise InvalidRequest(
-            f"Invalid 'stream_id': expected 1 to {MAX_STREAM_ID} characters.", "stream_id"
-        )
+        raise invalid("stream_id", f"expected 1 to {MAX_STREAM_ID} characters.")
     return message
 
 
@@ -74,12 +68,10 @@ def read_steer(text: bytes) -> SteerMessage:
     message = decode(_STEER, text)
     items = decode(_ITEMS, bytes(message.input))
     if not items:
-        raise InvalidRequest("Invalid 'input': expected text or at least one message.", "input")
+        raise invalid("input", "expected text or at least one message.")
     for i, item in enumerate(items if isinstance(items, list) else ()):
         if item.type != "message" or item.role != "user":
-            raise InvalidRequest(
-                f"Invalid 'input[{i}]': steering accepts messages of the user only.", f"input[{i}]"
-            )
+            raise invalid(f"input[{i}]", "steering accepts messages of the user only.")
         item.as_stored(f"input[{i}]", lambda prefix: prefix)
     return message
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from engine.errors import InvalidRequest
-from gateway.schema.decoding import check_allowed
+from gateway.schema.decoding import check_allowed, invalid
 
 MAX_PATTERN = 64 << 10  # characters; definitions that use others twice grow exponentially
 _COMMON = {  # terminals of Lark's library `common`
@@ -75,7 +75,7 @@ _FIELD = "format.definition"
 
 
 def _error(reason: str) -> InvalidRequest:
-    return InvalidRequest(f"Invalid '{_FIELD}': {reason}.", _FIELD)
+    return invalid(_FIELD, f"{reason}.")
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from engine.errors import InvalidRequest
-from gateway.schema.decoding import check_allowed, decode
+from gateway.schema.decoding import check_allowed, decode, missing
 from gateway.schema.responses.client_tools import CLIENT_TOOLS, check_environment
 from gateway.schema.responses.tool_format import input_pattern
 from gateway.schema.unknown_fields import UnknownFields
@@ -188,7 +188,7 @@ def _check(tool: ResponseTool) -> None:
         check_environment(tool.environment)
         return
     if tool.name is None:
-        raise InvalidRequest("Missing required parameter: 'name'.", "name")
+        raise missing("name")
     if tool.type == "custom":
         input_pattern(tool.format)
     if tool.type != "namespace":

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.errors import InvalidRequest
 from gateway.errors import FileNotFound
+from gateway.schema.decoding import invalid
 from gateway.schema.openai.batches import WINDOWS, BatchRequest, batch_json, decode_batch
 from gateway.schema.paging import list_json, read_page
 from gateway.service import caller_of, service_of
@@ -77,12 +78,11 @@ async def cancel_batch(http: "HttpRequest") -> Json:
 
 async def _check_file(http: "HttpRequest", request: BatchRequest) -> None:
     service, caller = service_of(http), caller_of(http)
-    file_id, param = request.input_file_id, "input_file_id"
+    file_id = request.input_file_id
     try:
         record = await service.store.files.find(file_id, caller.tenant, service.unix_now())
     except FileNotFound:
-        message = f"Invalid '{param}': no file of yours has the id {file_id[:128]!r}."
-        raise InvalidRequest(message, param) from None
+        reason = f"no file of yours has the id {file_id[:128]!r}."
+        raise invalid("input_file_id", reason) from None
     if record.purpose != "batch":
-        message = f"Invalid '{param}': its purpose is {record.purpose!r}, not 'batch'."
-        raise InvalidRequest(message, param)
+        raise invalid("input_file_id", f"its purpose is {record.purpose!r}, not 'batch'.")

@@ -2,10 +2,9 @@
 
 from typing import TYPE_CHECKING, Any
 
-from engine.errors import InvalidRequest
 from gateway.errors import FileNotFound
 from gateway.generation.reply import unless_disconnected
-from gateway.schema.decoding import check_allowed
+from gateway.schema.decoding import check_allowed, invalid
 from gateway.schema.openai.files import KEPT_PURPOSES, MAX_NAME, check_fields, expiry_of, file_json
 from gateway.schema.paging import list_json, read_page
 from gateway.service import caller_of, service_of
@@ -59,7 +58,7 @@ async def list_files(http: "HttpRequest") -> Json:
     if page.after is not None:
         ids = [record.id for record in records]
         if page.after not in ids:
-            raise InvalidRequest(f"Invalid 'after': no file {page.after[:100]!r}.", "after")
+            raise invalid("after", f"no file {page.after[:100]!r}.")
         records = records[ids.index(page.after) + 1 :]
     items = [file_json(record) for record in records[: page.limit]]
     return list_json(items, has_more=len(records) > page.limit)
