@@ -66,13 +66,19 @@ def test_a_request_that_never_waited_is_explained_by_its_own_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_host_blocks", "words"), [(0, "It was preempted "), (200, "Its KV was swapped out")]
+    ("num_host_blocks", "words", "flag"),
+    [
+        (0, "It was preempted ", "--host-kv-memory"),
+        (200, "Its KV was swapped out", "a larger --kv-memory"),
+    ],
 )
 def test_a_request_that_lost_its_kv_is_explained_by_preemption_or_swapping(
-    num_host_blocks: int, words: str
+    num_host_blocks: int, words: str, flag: str
 ) -> None:
     setting = Setting(num_blocks=70, num_host_blocks=num_host_blocks)
-    assert explanation_of_the_second(setting, output=30).startswith(words)
+    found = explanation_of_the_second(setting, output=30)
+    assert found.startswith(words)
+    assert flag in found
 
 
 def test_a_client_that_does_not_read_is_named_as_the_cause() -> None:
