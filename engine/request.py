@@ -88,7 +88,8 @@ class RequestSpec:
     to others; None: all.
 
     The prompt begins with that of the request `behind` which it goes on, if any: an ended one of
-    the same response, which is charged for it.
+    the same response, which is charged for it. `known_hashes` are the digests of its leading blocks
+    as far as an earlier request has computed them (see `engine.kv.prefix`).
     """
 
     prompt: tuple[int, ...]
@@ -116,6 +117,7 @@ class RequestSpec:
     behind: "Request | None" = None
     cached_until: int | None = None
     media: "tuple[Media, ...]" = ()
+    known_hashes: tuple[bytes, ...] = ()
 
     @property
     def spans(self) -> tuple[Span, ...]:

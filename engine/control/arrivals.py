@@ -44,6 +44,8 @@ class Arrivals:
         if spec.behind is not None:  # hashing its tokens again would take several plans
             num_full = spec.shared_len // self._kv.block_size
             request.block_hashes = spec.behind.block_hashes[:num_full]
+        elif spec.known_hashes:
+            request.block_hashes = list(spec.known_hashes)
         has_deadline = spec.ttft_deadline is not None or spec.deadline is not None
         num_tokens = self._kv.search.num_to_compute(request) if has_deadline else len(spec.prompt)
         self._pool.policy.validate(spec, num_tokens, now)

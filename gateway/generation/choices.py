@@ -81,12 +81,15 @@ class ChoiceGroup:
         self._check_group(len(prompts))
         caller, ends = plan.caller, tokenized.marks.message_ends
         service.timelines.prefixes.note(caller.tenant, caller.request_id, ends)
+        block_size = service.engine.scheduler.kv.block_size
         specs: list[RequestSpec] = []
         for prompt in prompts:
             breakpoints = tokenized.marks.breakpoints
             specs += request_specs(plan, prompt, service, prediction, breakpoints)
             if len(specs) % SPECS_AT_ONCE < plan.num_candidates:
                 await asyncio.sleep(0)
+        if plan.turn is not None:
+            specs = [plan.turn.with_known_hashes(spec, tokenized, block_size) for spec in specs]
         for index, spec in enumerate(specs):
             if index and index % SPECS_AT_ONCE == 0:
                 await asyncio.sleep(0)
@@ -95,7 +98,7 @@ class ChoiceGroup:
             )
             self.choices.append(ChoiceStream(index, stream, self._options(tokenized)))
         if plan.turn is not None:
-            plan.turn.begin(tokenized, self.choices[0])
+            plan.turn.begin(tokenized, self.choices[0], block_size)
 
     def _check_group(self, num_prompts: int) -> None:
         """Reject with a 400 what even an empty queue could not take, instead of a 503."""

@@ -32,18 +32,22 @@ RandomBits = Callable[[int], int]
 
 
 class RenderedPrompt(NamedTuple):
-    """A prompt as text and ids, of which `media` stand for images."""
+    """A prompt as text and ids, of which `media` stand for images, and the first `num_kept` are
+    those of the text before it."""
 
     text: str
     ids: Prompt
     marks: PromptMarks
     media: "tuple[Media, ...]" = ()
+    num_kept: int = 0
 
     @property
     def tokenized(self) -> TokenizedPrompts:
         """The prompt for the engine. If some ids stand for images, its text is not theirs."""
         text = "" if self.media else self.text
-        return TokenizedPrompts([self.ids], text=text, marks=self.marks, media=self.media)
+        return TokenizedPrompts(
+            [self.ids], text=text, marks=self.marks, media=self.media, num_kept=self.num_kept
+        )
 
 
 async def tokenize_chat(
@@ -222,11 +226,13 @@ def _tokenized(
     most: int | None,
     known: "KnownText | None",
 ) -> RenderedPrompt:
+    num_kept = 0
     if known is not None:
-        ids = continued_ids(tokenizer, known, text, most)
+        ids, num_kept = continued_ids(tokenizer, known, text, most)
     else:
         ids = token_ids(tokenizer, text, "messages", add_special_tokens=False, most=most)
-    return RenderedPrompt(text, ids, marks_of(request.messages, text, ids, tokenizer))
+    marks = marks_of(request.messages, text, ids, tokenizer)
+    return RenderedPrompt(text, ids, marks, num_kept=num_kept)
 
 
 def _parser(

@@ -9,7 +9,7 @@ behind a control token only, since there tokenizers divide a text.
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from gateway.errors import PromptTooLong
 from gateway.generation.prompt import Prompt, token_ids
@@ -18,6 +18,16 @@ if TYPE_CHECKING:
     from gateway.ports import Tokenizer
 
 MAX_BYTES_PER_CHAR = 4
+BYTES_PER_HASH = 64  # with its object
+
+
+class KnownBlocks(NamedTuple):
+    """The digests of the leading blocks of a text, and what they depend on beside its ids."""
+
+    hashes: Sequence[bytes]
+    size: int  # tokens of a block
+    salt: str
+    lora_digest: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,32 +36,50 @@ class KnownText:
 
     text: str
     ids: "array[int]" = field(repr=False)
+    blocks: KnownBlocks | None = field(default=None, repr=False)
 
     @property
     def num_bytes(self) -> int:
         """Its memory, at most."""
-        return MAX_BYTES_PER_CHAR * len(self.text) + self.ids.itemsize * len(self.ids)
+        num_hashes = 0 if self.blocks is None else len(self.blocks.hashes)
+        size = MAX_BYTES_PER_CHAR * len(self.text) + self.ids.itemsize * len(self.ids)
+        return size + BYTES_PER_HASH * num_hashes
+
+
+class ContinuedIds(NamedTuple):
+    """The ids of a text, of which the first `num_kept` are those of a known text."""
+
+    ids: Prompt
+    num_kept: int = 0
 
 
 def known_text(
-    prompt: str, ids: Prompt, output: Sequence[int], tokenizer: "Tokenizer"
+    prompt: str,
+    ids: Prompt,
+    output: Sequence[int],
+    tokenizer: "Tokenizer",
+    blocks: KnownBlocks | None = None,
 ) -> KnownText:
     """The text of a prompt and its output; without the output if its bytes are not valid UTF-8."""
     try:
         written = b"".join(map(tokenizer.token_bytes, output)).decode()
     except UnicodeDecodeError:
-        return KnownText(prompt, array("i", ids))
-    return KnownText(prompt + written, array("i", [*ids, *output]))
+        return KnownText(prompt, array("i", ids), blocks)
+    return KnownText(prompt + written, array("i", [*ids, *output]), blocks)
 
 
-def continued_ids(tokenizer: "Tokenizer", known: KnownText, text: str, most: int | None) -> Prompt:
+def continued_ids(
+    tokenizer: "Tokenizer", known: KnownText, text: str, most: int | None
+) -> ContinuedIds:
     """The ids of a text, of which those of the known text's beginning stay.
 
     Raises as `token_ids` does.
     """
     cut, start = _cut(tokenizer, known, _num_shared(known.text, text))
     if not cut:
-        return token_ids(tokenizer, text, "messages", add_special_tokens=False, most=most)
+        return ContinuedIds(
+            token_ids(tokenizer, text, "messages", add_special_tokens=False, most=most)
+        )
     mark = known.ids[cut - 1]
     # The rest is tokenized from its control token on, so that it is not the beginning of a text.
     try:
@@ -63,8 +91,10 @@ def continued_ids(tokenizer: "Tokenizer", known: KnownText, text: str, most: int
             num_kept + error.min_tokens, num_kept + error.limit, "messages"
         ) from None
     if rest[0] != mark:
-        return token_ids(tokenizer, text, "messages", add_special_tokens=False, most=most)
-    return (*known.ids[:cut], *rest[1:])
+        return ContinuedIds(
+            token_ids(tokenizer, text, "messages", add_special_tokens=False, most=most)
+        )
+    return ContinuedIds((*known.ids[:cut], *rest[1:]), cut)
 
 
 def _num_shared(first: str, second: str) -> int:

@@ -34,7 +34,8 @@ class TokenizedPrompts(NamedTuple):
     """Prompts as token ids, and how to parse the outputs; without a parser all is content.
 
     `visible_tokens` maps control tokens that the parser must see to their texts. `text` is that of
-    the one prompt of a conversation, and `media` are its images.
+    the one prompt of a conversation, and `media` are its images. Its first `num_kept` ids are those
+    of the text before it that its connection keeps.
     """
 
     prompts: Sequence[Prompt]
@@ -43,6 +44,7 @@ class TokenizedPrompts(NamedTuple):
     text: str = ""
     marks: PromptMarks = NO_MARKS
     media: "tuple[Media, ...]" = ()
+    num_kept: int = 0
 
 
 async def tokenize_prompts(

@@ -1,11 +1,13 @@
 """Turn: one response of a conversation that its connection keeps."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from gateway.generation.held import HeldConversations, HeldResponse, held_response
-from gateway.generation.known_text import KnownText, known_text
+from gateway.generation.known_text import KnownBlocks, KnownText, known_text
 
 if TYPE_CHECKING:
+    from engine.request import RequestSpec
     from gateway.generation.choice_stream import ChoiceStream
     from gateway.generation.prompt import TokenizedPrompts
     from gateway.groups.serving import ServedModel
@@ -29,10 +31,11 @@ class Turn:
         self.renderer: ResponsesRenderer | None = None  # once its request is accepted
         self._choice: ChoiceStream | None = None
         self._is_steered = False
+        self._block_size = 0  # of the engine that has its request
 
-    def begin(self, tokenized: "TokenizedPrompts", choice: "ChoiceStream") -> None:
-        """The engine has its request."""
-        self._tokenized, self._choice = tokenized, choice
+    def begin(self, tokenized: "TokenizedPrompts", choice: "ChoiceStream", block_size: int) -> None:
+        """The engine, whose blocks have so many tokens, has its request."""
+        self._tokenized, self._choice, self._block_size = tokenized, choice, block_size
         if self._is_steered:
             choice.end_early(STEERED)
 
@@ -52,6 +55,21 @@ class Turn:
         earlier = self._earlier
         return earlier.known if earlier is not None and earlier.model == model.name else None
 
+    def with_known_hashes(
+        self, spec: "RequestSpec", tokenized: "TokenizedPrompts", block_size: int
+    ) -> "RequestSpec":
+        """The spec with the digests that the response before it has computed, as far as they are
+        those of this prompt, salt and adapter."""
+        known = None if self._earlier is None else self._earlier.known
+        blocks = None if known is None else known.blocks
+        is_whole = len(spec.prompt) == len(tokenized.prompts[0])  # otherwise its beginning is cut
+        if blocks is None or not is_whole or blocks.size != block_size:
+            return spec
+        if (blocks.salt, blocks.lora_digest) != (spec.salt, spec.lora_digest):
+            return spec
+        num_blocks = tokenized.num_kept // block_size
+        return replace(spec, known_hashes=tuple(blocks.hashes[:num_blocks]))
+
     def hold(self, response_id: str, held: HeldResponse) -> None:
         """Hold the response, so that the next turn can continue it."""
         self._conversations.put(response_id, held)
@@ -65,5 +83,8 @@ class Turn:
         tokenized, choice = self._tokenized, self._choice
         if tokenized is None or choice is None or not tokenized.text:
             return None
-        output = choice.request.output if self.generates else ()
-        return known_text(tokenized.text, tokenized.prompts[0], output, tokenizer)
+        request = choice.request
+        output = request.output if self.generates else ()
+        hashes, spec = tuple(request.block_hashes), request.spec
+        blocks = KnownBlocks(hashes, self._block_size, spec.salt, spec.lora_digest)
+        return known_text(tokenized.text, tokenized.prompts[0], output, tokenizer, blocks)

@@ -315,7 +315,7 @@ def _without_tokens(request: "Request") -> "Request":
     tokens: ranges of equal length stand for prompt and output."""
     kept = copy(request)
     prompt, output = range(request.prompt_len), range(request.produced)
-    kept.spec = replace(request.spec, prompt=prompt, grammar=None, behind=None)  # type: ignore[arg-type] # has len
+    kept.spec = replace(request.spec, prompt=prompt, grammar=None, behind=None, known_hashes=())  # type: ignore[arg-type] # has len
     kept.output = output  # type: ignore[assignment] # has len
     kept.block_hashes, kept.reusable_hashes, kept.prompt_logprobs = [], [], []
     kept.constant_sample = kept.continuing_sample = None

@@ -68,8 +68,9 @@ async def _ids(
 ) -> "Sequence[int]":
     tokenizer = service.model.tokenizer
     if chat is not None:
-        text, ids, _, media = await render_prompt(service.model, chat, origin)
-        if media or not request.add_special_tokens:
+        rendered = await render_prompt(service.model, chat, origin)
+        text, ids = rendered.text, rendered.ids
+        if rendered.media or not request.add_special_tokens:
             return ids
     elif request.prompt is not None and request.add_special_tokens is not False:
         return (await tokenize_prompts(tokenizer, [request.prompt])).prompts[0]

@@ -63,10 +63,10 @@ def test_the_ids_are_those_of_the_whole_text(
     output = [*encoded(answer), *([END] if ends else [])]
     known = known_text(prompt, encoded(prompt), output, TOKENIZER)
     text = render([*messages, a_message("assistant", answer), a_message("user", question)])
-    assert continued_ids(TOKENIZER, known, text, None) == encoded(text)
+    assert continued_ids(TOKENIZER, known, text, None).ids == encoded(text)
     changed = render([a_message("system", "new"), *messages])
-    assert continued_ids(TOKENIZER, known, changed, None) == encoded(changed)
-    assert continued_ids(TOKENIZER, known, prompt, None) == encoded(prompt)
+    assert continued_ids(TOKENIZER, known, changed, None).ids == encoded(changed)
+    assert continued_ids(TOKENIZER, known, prompt, None).ids == encoded(prompt)
 
 
 def test_only_the_text_behind_the_known_one_is_tokenized() -> None:
@@ -75,7 +75,7 @@ def test_only_the_text_behind_the_known_one_is_tokenized() -> None:
     known = known_text(prompt, encoded(prompt), [*encoded("Yes."), END], TOKENIZER)
     text = render([*history, a_message("assistant", "Yes."), a_message("user", "And?")])
     counting: Any = Counting()
-    assert continued_ids(counting, known, text, None) == encoded(text)
+    assert continued_ids(counting, known, text, None).ids == encoded(text)
     assert counting.num_chars < 80
 
 
@@ -86,7 +86,7 @@ def test_generated_ids_stay_though_the_text_has_shorter_ones() -> None:
     assert len(encoded("word")) < len(output)
     known = known_text(prompt, encoded(prompt), [*output, END], TOKENIZER)
     text = render([*history, a_message("assistant", "word"), a_message("user", "x")])
-    ids = continued_ids(TOKENIZER, known, text, None)
+    ids = continued_ids(TOKENIZER, known, text, None).ids
     assert ids[: len(known.ids)] == tuple(known.ids)
     assert b"".join(map(TOKENIZER.token_bytes, ids)).decode() == text
 
