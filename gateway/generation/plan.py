@@ -114,6 +114,11 @@ class GenerationPlan:
         """
         return self.limits.max_tokens == 0
 
+    @property
+    def is_prefill(self) -> bool:
+        """Whether only the prompt is computed, for a request that comes later."""
+        return bool(self.cache.prewarm) or (self.turn is not None and not self.turn.generates)
+
 
 def plan_chat(
     request: "ChatRequest",
@@ -241,8 +246,8 @@ def request_specs(
         cached_until=max(checkpoints, default=0) if plan.cache.mode == "explicit" else None,
         **scheduling_of(plan.scheduling, plan.caller)._asdict(),
     )
-    if plan.cache.prewarm:
-        return [_prewarming(spec)]
+    if plan.is_prefill:
+        return [_prefill(spec, is_background=bool(plan.cache.prewarm))]
     seed = plan.sampling.seed
     return [
         replace(spec, sampling=replace(plan.sampling, seed=derived_seed(seed, choice)))
@@ -250,8 +255,8 @@ def request_specs(
     ]
 
 
-def _prewarming(spec: RequestSpec) -> RequestSpec:
-    """The request that only computes the prompt, with what others leave."""
+def _prefill(spec: RequestSpec, *, is_background: bool) -> RequestSpec:
+    """The request that only computes the prompt; in the background, with what others leave."""
     return replace(
         spec,
         max_tokens=0,
@@ -260,7 +265,7 @@ def _prewarming(spec: RequestSpec) -> RequestSpec:
         logprobs=None,
         prompt_logprobs=None,
         grammar=None,
-        is_background=True,
+        is_background=spec.is_background or is_background,
     )
 
 

@@ -84,7 +84,7 @@ class Turn:
         if tokenized is None or choice is None or not tokenized.text:
             return None
         request = choice.request
-        output = request.output if self.generates else ()
         hashes, spec = tuple(request.block_hashes), request.spec
         blocks = KnownBlocks(hashes, self._block_size, spec.salt, spec.lora_digest)
-        return known_text(tokenized.text, tokenized.prompts[0], output, tokenizer, blocks)
+        prompt = tokenized.prompts[0]
+        return known_text(tokenized.text, prompt, request.output, tokenizer, blocks)

@@ -14,7 +14,7 @@ from gateway.errors import PreviousResponseNotFound, ResponseNotFound, StreamNot
 from gateway.generation.conversation import render_prompt
 from gateway.generation.held_streams import event_number, held_stream
 from gateway.generation.image_input import ImageOrigin
-from gateway.generation.plan import Background, GenerationPlan, LengthLimits, plan_chat
+from gateway.generation.plan import Background, GenerationPlan, plan_chat
 from gateway.generation.threads import MAX_BYTES_ON_LOOP, in_thread_if, read_body_with
 from gateway.generation.turn import Turn
 from gateway.schema.field_names import renamed_fields
@@ -180,8 +180,6 @@ def _planned(parts: _Parts, caller: "Caller", service: "Service") -> GenerationP
     )
     with renamed_fields(NAMES):
         plan = plan_chat(chat, renderer, caller, service, turn, request.image_fields)
-    if turn is not None and not turn.generates:
-        plan = replace(plan, limits=LengthLimits(0), constraint=None)
     return replace(plan, prompt_field="input")
 
 

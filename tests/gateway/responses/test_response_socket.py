@@ -114,6 +114,8 @@ def test_without_generate_a_prompt_is_computed_and_can_be_continued(items: Any) 
         rest = "hi\nuser:and\n" if items else "and\n"
         assert prompts(rig) == [f"{shared}{items or ''}\n", shared + rest]
         assert rig.ended[1].num_cached >= len(shared)
+        assert (rig.ended[0].spec.max_tokens, rig.ended[0].output) == (0, [])
+        assert not rig.ended[0].spec.is_background
 
     play(scene)
 
