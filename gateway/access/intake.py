@@ -8,13 +8,16 @@ the loop at most one request continues. The others wait in a queue for each clie
 arrival, and clients alternate. A client is a network address. Without running requests there is no
 bound.
 
-Time that was used beyond the share is repaid at the rate of the share. All clients together wait
-for at most `MAX_DEBT_SECONDS` of it, so that one request that held the loop keeps others waiting
-for half a second at most; the client that used it waits for up to `MAX_CLIENT_DEBT_SECONDS`. A
-response that its client did not wait for is debt of this client, too, since its prompt was computed
-in vain: a client that leaves more than `SHARE / ABANDONED_SECONDS` times a second waits.
+A client owes the time that it used, and waits while it owes more than `MAX_CREDIT_SECONDS`; all who
+owe repay at equal rates, together at that of the share (`Debts`). Others wait for no more than
+`MAX_SHARED_SECONDS` of one client's debt, and of all clients' for `MAX_DEBT_SECONDS` together:
+a request that held the loop keeps requests of other addresses waiting for a few milliseconds, and
+many addresses that begin at once cannot take the loop. A response that its client did not wait for
+is debt of this client, too, since its prompt was computed in vain: a client that leaves more than
+`SHARE / ABANDONED_SECONDS` times a second waits.
 
-Connections that are set up are metered likewise, with a share of their own.
+Connections that are set up are metered likewise, with a share of their own, and so are probes and
+cancellations, which wait for their own client's only.
 
 A part is measured whenever the request's task runs. A request is no longer measured once the engine
 has it, and never waits after its body has arrived.
@@ -28,6 +31,8 @@ from functools import partial
 from types import coroutine
 from typing import TYPE_CHECKING, Any
 
+from gateway.access.debts import Debts
+
 if TYPE_CHECKING:
     from starlette.types import Message, Receive
 
@@ -38,26 +43,29 @@ SHARE = 0.2  # of the loop's time, while the engine generates
 BUSY_SHARE = 0.1  # the same while the loop is busy
 MAX_CREDIT_SECONDS = 0.002  # of unused time that may be used at once
 MAX_DEBT_SECONDS = 0.05  # of all clients together
+MAX_SHARED_SECONDS = 0.001  # of the debt of one client, for which others wait
 MAX_CLIENT_DEBT_SECONDS = 1.0
 ABANDONED_SECONDS = 0.02  # that a client owes for a response that it did not wait for
-MAX_DEBTORS = 4096  # clients whose debt is remembered
 RECHECK_SECONDS = 0.05  # generation may end while requests wait
 
 
 @dataclass(slots=True, eq=False)
 class Intake:
-    """Meters what requests take of the loop's time, and lets them wait."""
+    """Meters what requests take of the loop's time, and lets them wait. `max_debt` is what clients
+    wait for together; with 0 each waits for its own debt only."""
 
     clock: "Clock"
     is_generating: Callable[[], bool]
     is_busy: Callable[[], bool] = lambda: False
     share: float = SHARE
     busy_share: float = BUSY_SHARE
+    max_debt: float = MAX_DEBT_SECONDS
     _credit: float = MAX_CREDIT_SECONDS  # seconds; negative if more was used
     _credited_at: float = 0.0
-    _debts: OrderedDict[str, tuple[float, float]] = field(default_factory=OrderedDict)  # and when
+    _debts: Debts = field(default_factory=lambda: Debts(MAX_CLIENT_DEBT_SECONDS))
     _waiting: OrderedDict[str, deque[asyncio.Future[None]]] = field(default_factory=OrderedDict)
     _timer: asyncio.Handle | None = None
+    _is_next_due: bool = False  # the timer ends in the next cycle of the loop
 
     @property
     def num_waiting(self) -> int:
@@ -67,25 +75,21 @@ class Intake:
     def charge(self, seconds: float, client: str = "") -> None:
         """A request of this client has taken so much of the loop's time."""
         self._refill()
-        self._credit = max(self._credit - seconds, -MAX_DEBT_SECONDS)
-        self._owe(seconds, client)
+        before = min(self._debts.of(client), MAX_SHARED_SECONDS)
+        self._debts.add(client, seconds)
+        shared = min(self._debts.of(client), MAX_SHARED_SECONDS) - before
+        self._credit = max(self._credit - shared, -self.max_debt)
 
     def abandoned(self, client: str) -> None:
         """A client left before it had the response that the engine worked on: only that client
         waits for it."""
         self._refill()
-        self._owe(ABANDONED_SECONDS, client)
-
-    def _owe(self, seconds: float, client: str) -> None:
-        debt = min(self._debt_of(client) + seconds, MAX_CLIENT_DEBT_SECONDS)
-        self._debts.pop(client, None)
-        self._debts[client] = (debt, self._credited_at)
-        if len(self._debts) > MAX_DEBTORS:
-            self._debts.popitem(last=False)
+        self._debts.add(client, ABANDONED_SECONDS)
 
     async def enter(self, client: str) -> None:
         """Wait until a request of this client may take time of the loop."""
-        if not self._waiting and self._may_continue() and not self._owes(client):
+        is_first = not self._is_next_due and client not in self._waiting
+        if is_first and self._may_continue(client):
             return
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(client, deque()).append(future)
@@ -145,41 +149,35 @@ class Intake:
         now = self.clock()
         earned = (now - self._credited_at) * self._share
         self._credit = min(MAX_CREDIT_SECONDS, self._credit + earned)
+        self._debts.repay(earned)
         self._credited_at = now
 
-    def _may_continue(self) -> bool:
+    def _wait_seconds(self, *clients: str) -> float:
+        """How long until a request of one of these clients may continue, 0 if one may now."""
         if not self.is_generating():
-            return True
+            return 0.0
         self._refill()
-        return self._credit > 0
-
-    def _debt_of(self, client: str) -> float:
-        debt, at = self._debts.get(client, (0.0, 0.0))
-        return max(0.0, debt - (self._credited_at - at) * self._share)
-
-    def _owes(self, client: str) -> bool:
-        return self.is_generating() and self._debt_of(client) > MAX_CREDIT_SECONDS
+        own = min(map(self._debts.of, clients)) - MAX_CREDIT_SECONDS
+        return max(0.0, own * len(self._debts), -self._credit) / self._share
 
     def _schedule(self) -> None:
-        """Let the next request continue in the next cycle of the loop, or once there is credit."""
-        if self._timer is not None or not self._waiting:
+        """Let the next request continue in the next cycle of the loop, or once it may."""
+        if self._is_next_due or not self._waiting:
             return
+        if self._timer is not None:
+            self._timer.cancel()
         loop = asyncio.get_running_loop()
-        if not self._may_continue():
-            seconds = min(-self._credit / self._share, RECHECK_SECONDS)
-            self._timer = loop.call_later(seconds, self._continue_one)
-        elif all(map(self._owes, self._waiting)):
-            self._timer = loop.call_later(RECHECK_SECONDS, self._continue_one)
-        else:
+        seconds = self._wait_seconds(*self._waiting)
+        self._is_next_due = seconds <= 0.0
+        if self._is_next_due:
             self._timer = loop.call_soon(self._continue_one)
+        else:
+            self._timer = loop.call_later(min(seconds, RECHECK_SECONDS), self._continue_one)
 
     def _continue_one(self) -> None:
-        """Let the next client's first request continue, if there is credit."""
-        self._timer = None
-        while self._may_continue():
-            client = next((each for each in self._waiting if not self._owes(each)), None)
-            if client is None:
-                break
+        """Let the next client's first request continue, if one may."""
+        self._timer, self._is_next_due = None, False
+        while (client := next(filter(self._may_continue, self._waiting), None)) is not None:
             queue = self._waiting.pop(client)
             future = queue.popleft()
             if queue:
@@ -188,3 +186,6 @@ class Intake:
                 future.set_result(None)
                 break
         self._schedule()
+
+    def _may_continue(self, client: str) -> bool:
+        return self._wait_seconds(client) <= 0.0

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from gateway.service import Service
     from gateway.web.route import Route, RouteTable
 
-UNGATED = "/cancel"  # a cancellation never waits, and neither does a probe
+CANCELS = "/cancel"  # the end of the paths of cancellations
 EXPOSED = (
     "x-request-id",
     "openai-processing-ms",
@@ -54,12 +54,16 @@ class IdentifyCaller:
     def __init__(self, app: "ASGIApp", service: "Service", routes: "RouteTable") -> None:
         self._service = service
         self._routes = routes
-        self._intake = Intake(
+        intake = partial(
+            Intake,
             service.clock,
             # Requests that wait when the server begins to drain get its 503 at once.
             lambda: service.groups.is_generating and not service.groups.is_draining,
             lambda: service.watch.is_busy,
         )
+        self._intake = intake()
+        # Probes and cancellations wait for those of their own client only.
+        self._urgent_intake = intake(max_debt=0.0)
         self._app: ASGIApp = AccessControl(app, service)
         if service.origins.cors_origins:
             self._app = CORSMiddleware(
@@ -88,14 +92,12 @@ class IdentifyCaller:
                 is_answered = is_answered or not message.get("more_body", False)
             await send(message)
 
-        intake, client = self._intake, record.client
+        is_urgent = record.is_probe or scope["path"].endswith(CANCELS)
+        intake, client = self._urgent_intake if is_urgent else self._intake, record.client
         try:
-            if record.is_probe or scope["path"].endswith(UNGATED):
-                await self._app(scope, receive, send_and_note)
-            else:
-                await intake.enter(client)
-                work = self._app(scope, intake.gated(receive, client), send_and_note)
-                await intake.metered(work, record, client)
+            await intake.enter(client)
+            work = self._app(scope, intake.gated(receive, client), send_and_note)
+            await intake.metered(work, record, client)
         finally:
             for name in ("podway.send", "podway.upgrade"):  # they refer back to the scope
                 scope.pop(name, None)

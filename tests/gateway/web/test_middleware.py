@@ -121,6 +121,24 @@ def test_probes_and_cancellations_do_not_wait_while_the_intake_is_in_debt() -> N
     play(scene)
 
 
+def test_a_probe_waits_only_for_probes_of_its_own_client() -> None:
+    async def scene(rig: Rig) -> None:
+        assert isinstance(rig.app, IdentifyCaller)
+        async with rig.client.post(CHAT, chat(stream=True, max_tokens=50)) as stream:
+            await stream.start()
+            before = rig.service.clock()
+            rig.app._urgent_intake.charge(60.0, "10.0.0.1")
+            async with rig.client.get("/health") as exchange:
+                assert await exchange.start() == 200
+            assert rig.service.clock() == before
+            rig.app._urgent_intake.charge(0.01, "127.0.0.1")
+            async with rig.client.get("/health") as exchange:
+                assert await exchange.start() == 200
+            assert rig.service.clock() > before
+
+    play(scene)
+
+
 def test_requests_that_wait_get_a_503_when_the_server_drains() -> None:
     async def scene(rig: Rig) -> None:
         async with rig.client.post(CHAT, chat(stream=True, max_tokens=5)) as stream:
@@ -146,12 +164,11 @@ def test_the_work_for_a_client_that_leaves_is_its_debt(stream: bool) -> None:
         async with rig.client.post(CHAT, chat(stream=stream)) as exchange:
             await exchange.read()
         intake = intake_of(rig)
-        (client,) = intake._debts
-        assert intake._debts[client][0] == 0.0
+        assert len(intake._debts) == 0
         async with rig.client.post(CHAT, chat(stream=stream, max_tokens=9)) as exchange:
             await asyncio.sleep(1.5 * STEP)
             exchange.disconnect()
             await exchange.ended()
-        assert intake._debts[client][0] == ABANDONED_SECONDS
+        assert intake._debts.of("127.0.0.1") == pytest.approx(ABANDONED_SECONDS)
 
     play(scene)
