@@ -75,7 +75,8 @@ class EncoderReport:
     An image is encoded in slices, each of `tile` patches in one layer; embedding the patches counts
     as one more layer. In a slice each patch takes `row_flops`, and `pair_flops` for every patch of
     the image. With `merge` a token stands for `merge` × `merge` patches and has positions along
-    three axes (M-RoPE); 0: its positions are those of text.
+    three axes (M-RoPE); 0: its positions are those of text. With `is_whole` the tokens of an image
+    attend to each other, so that one step computes all of them that are not in the cache.
     """
 
     num_layers: int
@@ -84,6 +85,7 @@ class EncoderReport:
     pair_flops: int
     tile: int
     merge: int = 0
+    is_whole: bool = False
 
     def num_tiles(self, num_patches: int) -> int:
         """Slices of a layer."""

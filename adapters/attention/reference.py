@@ -94,7 +94,8 @@ class ReferenceAttention:
             ).to(self._place)
             length = int(layout.kv_len[i])
             read = keys.read(pages, length), values.read(pages, length)
-            out[rows] = self._attend(q[rows], *read, sinks)
+            ends = self._image_ends(layout, rows)
+            out[rows] = self._attend(q[rows], *read, sinks, ends)
         return out
 
     def _pages_of(self, layer: int) -> tuple[_Pages, _Pages]:
@@ -106,7 +107,18 @@ class ReferenceAttention:
             _Pages(cache.values[layer], value_scales, spec.v_scale),
         )
 
-    def _attend(self, q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None) -> Tensor:
+    def _image_ends(self, layout: RaggedLayout, rows: slice) -> Tensor:
+        """The position behind the image that each row of a request belongs to; 0 of text."""
+        ends = torch.zeros(rows.stop - rows.start, dtype=torch.int64)
+        for _, start, _, count in layout.encoded if self._spec.sees_images else ():
+            if rows.start <= start < rows.stop:
+                first = start - rows.start
+                ends[first : first + count] = int(layout.positions[start + count - 1]) + 1
+        return ends.to(self._place)
+
+    def _attend(
+        self, q: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None, image_ends: Tensor
+    ) -> Tensor:
         spec, length = self._spec, len(keys)
         group = spec.num_heads // spec.num_kv_heads
         keys = keys.repeat_interleave(group, dim=1)
@@ -117,6 +129,7 @@ class ReferenceAttention:
         ends = torch.arange(length - len(q), length, device=self._place)
         distance = ends[:, None] - torch.arange(length, device=self._place)
         seen = distance >= -spec.tokens_ahead
+        seen |= torch.arange(length, device=self._place) < image_ends[:, None]
         if spec.window is not None:
             seen &= distance < spec.window
         scores = scores.masked_fill(~seen, -torch.inf)

@@ -118,7 +118,8 @@ class BatchPlanner:
         elif not batch.tokens_left:
             num_tokens = 0
         if spec.media and num_tokens:
-            num_tokens = self._images.num_ready(request, num_planned, num_tokens)
+            room = self._seats.room(batch, request)
+            num_tokens = self._images.num_ready(request, num_planned, num_tokens, room)
         if batch.ahead:
             batch.ahead.pop(request, None)
         if num_tokens > 0 and (

@@ -4,7 +4,9 @@ An image is encoded before the first of its tokens is computed, in slices, each 
 one layer: an iteration computes as many as its bound of time leaves, and at least one. Images are
 encoded one after the other, in the order of the requests that need them. A request computes the
 tokens before an image that is not encoded, and waits there; it starts when the first image is
-encoded. Prefixes in the cache need no encoding: what is encoded is only what will be computed.
+encoded. Where the tokens of an image attend to each other, a chunk of the prompt ends before the
+image or behind it, even if the image takes longer than the iteration's bound. Prefixes in the
+cache need no encoding: what is encoded is only what will be computed.
 
 Pixels are sent to the workers once, before the first slice, and again if a worker has died: then
 everything is computed anew from the pixels, which the request holds.
@@ -20,6 +22,7 @@ from engine.media import EncoderWork, EntryMedia, ImageRows
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from engine.control.settings import SchedulerSettings
     from engine.iteration import Iteration
     from engine.media import EncoderReport, Media
     from engine.request import Request, RequestSpec
@@ -32,10 +35,11 @@ NEWS_SHARE = 0.25  # of the latest measurement in the seconds per operation
 class Images:
     """The images of all requests to a model with an encoder; to others, they are refused."""
 
-    def __init__(self, encoder: "EncoderReport | None", max_bytes: int) -> None:
+    def __init__(self, encoder: "EncoderReport | None", settings: "SchedulerSettings") -> None:
         self._encoder = encoder
-        self._max_bytes = max_bytes
-        self._cache = None if encoder is None else ImageCache(encoder, max_bytes)
+        self._settings = settings
+        self._max_bytes = settings.encoder_memory
+        self._cache = None if encoder is None else ImageCache(encoder, self._max_bytes)
         self._wanted: dict[int, CachedImage] = {}  # in this plan, in the order of the policy
         self._live: dict[Request, RopePositions | None] = {}  # requests with images
         self._num_dropped = 0  # before this plan
@@ -67,6 +71,18 @@ class Images:
                 f"An image of this request has {largest:,} bytes when it is encoded; "
                 f"--encoder-memory allows {self._max_bytes:,}."
             )
+        if self._encoder.is_whole:
+            self._check_whole(max(each.num_tokens for each in spec.media))
+
+    def _check_whole(self, num_tokens: int) -> None:
+        """Raise `InvalidRequest` if an image does not fit into an iteration beside the decodes."""
+        seats = self._settings.max_batch_size
+        if num_tokens + seats - 1 > self._settings.max_batch_tokens:
+            raise InvalidRequest(
+                f"An image of this request is {num_tokens:,} tokens, which this model computes in "
+                f"one step; that needs --max-batch-tokens {num_tokens + seats - 1:,} beside "
+                f"--max-batch-size {seats}."
+            )
 
     def arrive(self, request: "Request") -> None:
         """A request with images was accepted."""
@@ -96,23 +112,36 @@ class Images:
         if it is not, it is wanted."""
         for media in request.spec.media:
             if media.end > start:
-                return self.num_ready(request, media.start, 1) > 0
+                return self._is_encoded(request, media)
         return True
 
-    def num_ready(self, request: "Request", start: int, num_tokens: int) -> int:
-        """How many of a request's tokens `[start, start + num_tokens)` can be computed with the
-        images that are encoded. The image that is missing behind them is wanted."""
+    def num_ready(self, request: "Request", start: int, num_tokens: int, room: int) -> int:
+        """How many of a request's tokens from `start` on can be computed with the images that are
+        encoded: `num_tokens` if possible. The image that is missing behind them is wanted. The rest
+        of an image that is computed whole may be more tokens, up to `room`, or has to wait."""
         assert self._cache is not None, "requests with images were accepted"
+        assert self._encoder is not None, "requests with images were accepted"
         stop = start + num_tokens
         for media in request.spec.media:
             if media.end > start and media.start < stop:
-                image = self._cache.find(request, media)
-                if not self._cache.is_encoded(image):
-                    self._wanted.setdefault(image.number, image)
-                    if request.images_wanted_at is None:
-                        request.images_wanted_at = self._now
+                if not self._is_encoded(request, media):
                     return max(0, media.start - start)
+                if self._encoder.is_whole and media.end > stop:
+                    if media.start > start:
+                        return media.start - start
+                    return media.end - start if media.end - start <= room else 0
         return num_tokens
+
+    def _is_encoded(self, request: "Request", media: "Media") -> bool:
+        """Whether an image of a request is encoded; if it is not, it is wanted."""
+        assert self._cache is not None, "requests with images were accepted"
+        image = self._cache.find(request, media)
+        if self._cache.is_encoded(image):
+            return True
+        self._wanted.setdefault(image.number, image)
+        if request.images_wanted_at is None:
+            request.images_wanted_at = self._now
+        return False
 
     def entry_media(self, request: "Request", start: int, stop: int) -> EntryMedia | None:
         """What the images mean for the request's tokens `[start, stop)`."""

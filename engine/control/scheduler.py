@@ -57,7 +57,7 @@ class IterationScheduler:
         encoder: "EncoderReport | None" = None,
     ) -> None:
         self.settings = settings
-        self.images = Images(encoder, settings.encoder_memory)
+        self.images = Images(encoder, settings)
         self.pool = RequestPool(policy)
         self.cost = cost or LiveCost(UNMEASURED)
         observer = observer or Observer()

@@ -24,8 +24,12 @@ class SeatBound:
         if request.num_crashes and batch.excludes_suspect(request):
             return 0
         if num_tokens > 1 and self._chunks_prompts:
-            num_tokens = min(num_tokens, batch.tokens_left - self.num_others(batch, request))
+            num_tokens = min(num_tokens, self.room(batch, request))
         return max(0, num_tokens) if num_tokens <= batch.tokens_left else 0
+
+    def room(self, batch: "BatchBuilder", request: Request) -> int:
+        """The tokens that are left for the prompt of a request beside the decodes."""
+        return batch.tokens_left - self.num_others(batch, request)
 
     def has_room(self, batch: "BatchBuilder", request: Request) -> bool:
         """Whether a request without KV could be in the batch."""

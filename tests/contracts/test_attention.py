@@ -9,13 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from adapters.attention import BACKENDS
+from engine.media import EntryMedia, ImageRows
 from engine.step import RequestId, Step, StepEntry, StepId
 from engine.worker.cpu.attention import paged_kernels
 from engine.worker.cpu.kernels.dtypes import dtype_code
 from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.model.layout import LayoutLimits, build_layout
 from engine.worker.ports import AttentionSpec, KVTensors, ModelShape, RopeAngles
-from tests.attention_backends import CONTRACTED, cache_for, has_sinks, holds, maker
+from tests.attention_backends import CONTRACTED, ON_CPU, cache_for, has_sinks, holds, maker
 
 LAYERS = 2
 MAX_POSITIONS = 4096
@@ -223,6 +225,55 @@ def test_attention_is_exact_for_long_and_wide_batches(
     name: str, dtype: torch.dtype, pool: NativeThreadPool, case: Case
 ) -> None:
     check(name, replace(case, dtype=dtype, has_sinks=case.has_sinks and has_sinks(name)), pool)
+
+
+@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize("name", [name for name in CONTRACTED if BACKENDS[name] in ON_CPU])
+def test_the_tokens_of_an_image_attend_to_all_tokens_of_it(
+    name: str, window: int | None, pool: NativeThreadPool
+) -> None:
+    """Two images in a prompt whose first tokens, and some of the first image, are in the cache,
+    beside a decode and a prompt that is an image."""
+    shape = ModelShape(1, 4, 2, 16, 1, 1, 1, 1, MAX_POSITIONS)
+    spec = AttentionSpec(4, 2, 16, 0.25, window, sees_images=True)
+    cache, table = cache_for(name, shape, 300, 4, torch.float32), np.arange(300, dtype="<i4")
+    images = {0: ((20, 120), (130, 400)), 2: ((0, 90),)}  # [start, stop) in each request
+    parts, places = ((60, 350), (25, 1), (0, 90)), (0, 110, 200)  # cached, new; first block
+    entries = []
+    for number, ((cached, new), place) in enumerate(zip(parts, places, strict=True)):
+        rows = [
+            ImageRows(0, max(start, cached) - cached, 0, stop - max(start, cached))
+            for start, stop in images.get(number, ())
+        ]
+        blocks = table[place:].tobytes()
+        media = EntryMedia(tuple(rows)) if rows else None
+        entry = StepEntry(RequestId(number), cached, (0,) * new, blocks, None, media=media)
+        entries.append(entry)
+    whole = [torch.randn(sum(part), 8, 16, generator=torch.Generator()) for part in parts]
+    for (cached, _), qkv, place in zip(parts, whole, places, strict=True):
+        for kept, first in ((cache.keys[0], 4), (cache.values[0], 6)):
+            for at in range(cached):
+                kept[place + at // 4, at % 4] = qkv[at, first : first + 2]
+    order = (1, 0, 2)
+    limits = LayoutLimits(1, MAX_POSITIONS, 300, 4)
+    layout = build_layout(Step(StepId(0), tuple(entries[number] for number in order)), limits)
+    attention = maker(name)(spec, cache, pool)
+    attention.plan(layout)
+    fused = torch.cat([whole[number][parts[number][0] :] for number in order])
+    found = attention.run(0, fused[:, :4], fused[:, 4:6], fused[:, 6:], None)
+    for row, number in enumerate(order):
+        q, k, v = torch.split(whole[number], [4, 2, 2], dim=1)
+        k, v = k.repeat_interleave(2, dim=1), v.repeat_interleave(2, dim=1)
+        distance = torch.arange(len(q))[:, None] - torch.arange(len(q))
+        seen = distance >= 0
+        for start, stop in images.get(number, ()):
+            seen[start:stop, start:stop] = True
+        seen &= distance < (window or MAX_POSITIONS)
+        scores = torch.einsum("qhd,khd->hqk", q.double(), k.double()) * 0.25
+        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        expected = torch.einsum("hqk,khd->qhd", weights, v.double())[parts[number][0] :]
+        rows_of = slice(int(layout.qo_indptr[row]), int(layout.qo_indptr[row + 1]))
+        torch.testing.assert_close(found[rows_of].double(), expected, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("name", [name for name in CONTRACTED if has_sinks(name)])

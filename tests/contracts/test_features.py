@@ -285,14 +285,16 @@ def is_sharded(bench: Bench, stages: int, ranks: int) -> None:
 
 
 def reads_images(bench: Bench) -> None:
-    """A picture and text beside each other, with lookahead."""
-    model = make_vision_checkpoint(bench.folder, "qwen3_vl")
-    prompt = Prompt.of([5, 6, 92], picture("qwen3_vl", 4, 6), [93, 7, 8])
-    specs = [RequestSpec(prompt.tokens, 12, GREEDY, media=prompt.media), *SPECS[:2]]
-    expected = [outcome.tokens for outcome in play(load_worker(model), specs)]
-    outcomes = play(bench.load(model, lookahead=1), specs, lookahead=1, max_batch_size=4)
-    assert [outcome.error for outcome in outcomes] == [None] * 3
-    assert [outcome.tokens for outcome in outcomes] == expected
+    """A picture and text beside each other, with lookahead; the tokens of Gemma's pictures attend
+    to each other."""
+    for variant in ("qwen3_vl", "gemma3"):
+        model = make_vision_checkpoint(bench.folder / variant, variant)
+        prompt = Prompt.of([5, 6, 92], picture(variant, 4, 6), [93, 7, 8])
+        specs = [RequestSpec(prompt.tokens, 12, GREEDY, media=prompt.media), *SPECS[:2]]
+        expected = [outcome.tokens for outcome in play(load_worker(model), specs)]
+        outcomes = play(bench.load(model, lookahead=1), specs, lookahead=1, max_batch_size=4)
+        assert [outcome.error for outcome in outcomes] == [None] * 3
+        assert [outcome.tokens for outcome in outcomes] == expected
 
 
 FEATURES: Mapping[str, Callable[[Bench], None]] = {

@@ -51,13 +51,23 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
         {},
     ),
+    "gemma3": (
+        "Gemma3",
+        {
+            "head_dim": 16,
+            "query_pre_attn_scalar": 16,
+            "sliding_window": 17,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        },
+        {"image_size": 20, "num_attention_heads": 2, "num_hidden_layers": 3},
+    ),
     "smolvlm": (
         "SmolVLM",
         {"model_type": "llama"},
         {"image_size": 20, "num_attention_heads": 2, "num_hidden_layers": 3},
     ),
 }
-SQUARES = ("smolvlm",)  # variants that read square images of one size
+SQUARES = ("gemma3", "smolvlm")  # variants that read square images of one size
 
 
 def make_model(variant: str, seed: int = 0) -> Any:
@@ -72,6 +82,7 @@ def make_model(variant: str, seed: int = 0) -> Any:
         vision_end_token_id=93,
     )
     config.scale_factor = 2  # of variants that have it
+    config.mm_tokens_per_image = 25
     config._attn_implementation = "eager"
     model = getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
     generator = torch.Generator().manual_seed(seed)
@@ -152,7 +163,9 @@ class Prompt:
             given = {
                 "pixel_values": torch.from_numpy(pixels),
             }
-            if pixels.ndim == 4:
+            if model.config.model_type == "gemma3":
+                given["token_type_ids"] = (ids == IMAGE_ID).int()
+            elif pixels.ndim == 4:
                 given["pixel_values"] = given["pixel_values"][None]
             else:
                 given |= {

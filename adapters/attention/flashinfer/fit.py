@@ -23,7 +23,7 @@ def unsupported_shape(spec: AttentionSpec, kv_dtype: torch.dtype, block_size: in
     named = str(spec.dtype).removeprefix("torch.")
     if spec.dtype not in DTYPES:
         return f"dtype {named} is not supported, only bfloat16 and float16 are; {ALTERNATIVE}"
-    if not spec.is_causal:
+    if not spec.is_causal or spec.sees_images:
         return f"attention in both directions is not supported; {ALTERNATIVE}"
     if kv_dtype not in (spec.dtype, FP8):
         kept = str(kv_dtype).removeprefix("torch.")

@@ -1,17 +1,21 @@
 """Gemma 3: Gemma 2 without soft caps, with norms of q and k, five windowed layers to each full one,
-and another RoPE base in windowed layers (arXiv:2503.19786). Of multimodal checkpoints the text
-model is served."""
+and another RoPE base in windowed layers (arXiv:2503.19786)."""
 
 import logging
+import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 from adapters.models.base.fields import Fields
 from adapters.models.base.rope_fields import LayerRopes, ropes_by_type
 from adapters.models.base.traits import FULL, SLIDING
 from adapters.models.dense.gemma2 import Gemma2
+from adapters.models.encoders.families import ReadsImages
+from adapters.models.encoders.siglip import PooledPatches, Siglip, SiglipShape
 from engine.errors import StartupError
-from engine.worker.ports import ModelShape
+from engine.worker.ports import ModelShape, Operators, TensorSlice, WeightSource
 
+PROJECTION = "mm_input_projection_weight"
 logger = logging.getLogger(__name__)
 
 
@@ -40,15 +44,55 @@ class Gemma3(Gemma2):
         return ropes_by_type(fields, shape, self.layer_types(fields, shape.num_layers), thetas)
 
 
-class Gemma3Multimodal(Gemma3):
-    """The text model of `Gemma3ForConditionalGeneration`; its vision tower is skipped."""
+class Gemma3Multimodal(ReadsImages, Gemma3):
+    """`Gemma3ForConditionalGeneration`: the text model, in which the tokens of an image attend to
+    each other, and SigLIP."""
 
     ignored_weights = (*Gemma3.ignored_weights, "*vision_tower.*", "*multi_modal_projector.*")
     roots = ("model.language_model", "language_model.model")
+    encoder_roots = (
+        "vision_tower.vision_model.",
+        "model.vision_tower.vision_model.",
+        "vision_tower.",
+        "model.vision_tower.",
+    )
+    encoder_tensor = "post_layernorm.weight"
 
-    def text_config(self, config: Mapping[str, object]) -> Mapping[str, object]:
-        text = config.get("text_config")
-        if not isinstance(text, dict):
-            raise StartupError(f"config.json: text_config is {text!r}, expected an object")
-        logger.warning("the vision tower of this checkpoint is not loaded; only text is served")
-        return text
+    def __init__(self, config: Mapping[str, object]) -> None:
+        super().__init__(config)
+        self._vision = _vision_shape(Fields(config), self.shape.hidden_size)
+        self.encoder = None if self._vision is None else self._vision.report
+        if self._vision is None:
+            logger.warning("config.json has no vision_config: only text is served")
+            return
+        options = [replace(each, sees_images=True) for each in self.shape.layer_attention]
+        self.shape = replace(self.shape, attention=tuple(options))
+
+    def build_encoder(self, weights: WeightSource, operators: Operators) -> Siglip:
+        shape = self._vision
+        assert shape is not None, "it has an encoder"
+        names = [f"{each}multi_modal_projector." for each in ("", "model.")]
+        at = next((each for each in names if weights.has(f"{each}{PROJECTION}")), names[0])
+        norm = weights.tensor(TensorSlice(f"{at}mm_soft_emb_norm.weight", (shape.width,)))
+        matrix = weights.tensor(TensorSlice(f"{at}{PROJECTION}", (shape.width, shape.out_width)))
+        tokens = PooledPatches(
+            operators.rms_norm(norm + 1.0, shape.eps),
+            operators.linear([matrix.t().contiguous()], None),
+        )
+        return Siglip(weights, operators, shape, self.encoder_root(weights), tokens)
+
+
+def _vision_shape(config: Fields, out_width: int) -> SiglipShape | None:
+    """The sizes of the encoder, whose blocks of patches become `mm_tokens_per_image` tokens; None
+    without one."""
+    vision, num_tokens = config.child("vision_config"), config.integer("mm_tokens_per_image", 256)
+    if vision is None:
+        return None
+    side = vision.integer("image_size") // vision.integer("patch_size")
+    block = side // math.isqrt(num_tokens)
+    if not block or block**2 * num_tokens != side**2:
+        raise StartupError(
+            f"{config.where}: mm_tokens_per_image={num_tokens} tokens are not made of squares of "
+            f"the {side} × {side} patches of an image"
+        )
+    return SiglipShape.read(vision, block, out_width, is_whole=True)

@@ -1,32 +1,19 @@
 """Qwen3-VL: Qwen 3 with positions along three axes, behind Qwen's vision transformer, of which some
 layers' results are added behind the decoder's first layers (DeepStack)."""
 
-from collections.abc import Mapping
-
 from adapters.models.base.fields import Fields
 from adapters.models.base.rope_fields import LayerRopes, read_rope, with_axes
 from adapters.models.dense.qwen3 import Qwen3
-from adapters.models.encoders.qwen_vision import QwenVision, VisionShape
-from adapters.models.encoders.vision_transformer import text_fields, vision_fields
+from adapters.models.encoders.families import ReadsQwenImages
 from engine.errors import StartupError
 from engine.worker.model.layers import Decoder
 from engine.worker.ports import ModelShape, Operators, Shard, WeightSource
 
 
-class Qwen3VL(Qwen3):
+class Qwen3VL(ReadsQwenImages, Qwen3):
     """`Qwen3VLForConditionalGeneration`."""
 
     ignored_weights = (*Qwen3.ignored_weights, "model.visual.*")
-    roots = ("model.language_model", "model")
-    encoder_root = "model.visual."
-
-    def __init__(self, config: Mapping[str, object]) -> None:
-        super().__init__(config)
-        self._vision = VisionShape.read(vision_fields(config), self.shape.hidden_size)
-        self.encoder = self._vision.report
-
-    def text_config(self, config: Mapping[str, object]) -> Mapping[str, object]:
-        return text_fields(config)
 
     def ropes(self, fields: Fields, shape: ModelShape) -> LayerRopes:
         source = read_rope(fields, shape.head_dim, shape.max_positions)
@@ -41,6 +28,3 @@ class Qwen3VL(Qwen3):
                 f"first stage has {len(shard.span)}, and needs more: use fewer --pipeline-stages"
             )
         return super().build(weights, shard, operators)
-
-    def build_encoder(self, weights: WeightSource, operators: Operators) -> QwenVision:
-        return QwenVision(weights, operators, self._vision, self.encoder_root)

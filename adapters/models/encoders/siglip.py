@@ -1,7 +1,8 @@
-"""SigLIP, the image encoder of SmolVLM2: square images, patches with learned positions, and blocks
-of patches that one linear makes a token of."""
+"""SigLIP, the image encoder of SmolVLM2 and Gemma 3: square images, patches with learned positions,
+and blocks of patches that become tokens."""
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,7 +16,15 @@ from adapters.models.encoders.vision_transformer import (
 )
 from engine.errors import StartupError
 from engine.media import EncoderReport
-from engine.worker.ports import EncoderState, Encoding, Operators, TensorSlice, WeightSource
+from engine.worker.ports import (
+    EncoderState,
+    Encoding,
+    Linear,
+    Norm,
+    Operators,
+    TensorSlice,
+    WeightSource,
+)
 
 FLOAT32_BYTES = 4
 LAST = -1  # in `EncoderState.outputs`: the normalized patches
@@ -36,9 +45,12 @@ class SiglipShape:
     side: int  # patches along each side of an image
     block: int
     out_width: int
+    is_whole: bool  # as in `EncoderReport`
 
     @classmethod
-    def read(cls, fields: Fields, block: int, out_width: int) -> "SiglipShape":
+    def read(
+        cls, fields: Fields, block: int, out_width: int, *, is_whole: bool = False
+    ) -> "SiglipShape":
         """Raises `StartupError` for a field that is not supported."""
         width, heads = fields.integer("hidden_size", 1152), fields.integer("num_attention_heads")
         size, patch = fields.integer("image_size", 224), fields.integer("patch_size", 32)
@@ -59,6 +71,7 @@ class SiglipShape:
             side=size // patch,
             block=block,
             out_width=out_width,
+            is_whole=is_whole,
         )
 
     @property
@@ -70,6 +83,7 @@ class SiglipShape:
             row_flops=2 * self.width * (4 * self.width + 2 * self.inner),
             pair_flops=4 * self.width,
             tile=TILE,
+            is_whole=self.is_whole,
         )
 
 
@@ -78,8 +92,53 @@ def patch_text(patch: int) -> str:
     return f"{patch} × {patch} pixels"
 
 
+class MakesTokens(Protocol):
+    """Makes tokens of blocks of normalized patches."""
+
+    def places(self, side: int) -> Tensor:
+        """The row of the position table for each of `side` × `side` patches."""
+        ...
+
+    def __call__(self, blocks: Tensor) -> Tensor:
+        """`[tokens, out width]` from `[tokens, patches of a block, width]`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedPatches:
+    """SmolVLM's tokens: one linear reads all patches of a block."""
+
+    projection: Linear
+
+    def places(self, side: int) -> Tensor:
+        """Like the model's own code, it divides in float32, so that where rounding moves a patch to
+        a neighbour's row, it does so here too."""
+        share = 1.0 / side
+        edges = torch.arange(share, 1.0, share)
+        places = torch.arange(side, dtype=torch.float32) * (1.0 / torch.tensor(side))
+        buckets = torch.bucketize(places.clamp(max=1.0 - 1e-6), edges, right=True)
+        return (buckets[:, None] * side + buckets).flatten()
+
+    def __call__(self, blocks: Tensor) -> Tensor:
+        return self.projection(blocks.flatten(1))
+
+
+@dataclass(frozen=True, slots=True)
+class PooledPatches:
+    """Gemma 3's tokens: the mean of a block, behind a norm and a linear."""
+
+    norm: Norm
+    projection: Linear
+
+    def places(self, side: int) -> Tensor:
+        return torch.arange(side**2)
+
+    def __call__(self, blocks: Tensor) -> Tensor:
+        return self.projection(self.norm(blocks.mean(1)))
+
+
 class Siglip(VisionTransformer):
-    """Built from tensors that begin with `root`, and the linear `projection`."""
+    """Built from tensors that begin with `root`."""
 
     def __init__(
         self,
@@ -87,7 +146,7 @@ class Siglip(VisionTransformer):
         operators: Operators,
         shape: SiglipShape,
         root: str,
-        projection: str,
+        tokens: MakesTokens,
     ) -> None:
         self._shape = shape
         reader = VisionReader(weights, operators, root)
@@ -104,9 +163,8 @@ class Siglip(VisionTransformer):
         )
         self._positions = weights.tensor(table)
         self._norm = reader.norm("post_layernorm", shape.width, shape.eps)
-        inputs = shape.width * shape.block**2
-        linear = weights.weight(TensorSlice(f"{projection}.weight", (shape.out_width, inputs)))
-        self._projection = operators.linear([linear], None)
+        self._tokens = tokens
+        self._places = operators.constant(tokens.places(shape.side))
 
     def begin(self, pixels: Tensor, grid: tuple[int, int, int]) -> EncoderState:
         """The pixels `[1, channels, height, width]` are put in the order of patches."""
@@ -122,8 +180,7 @@ class Siglip(VisionTransformer):
 
     def embed(self, state: EncoderState, rows: slice) -> Tensor:
         hidden = self._patches(state.pixels[rows])
-        places = _places(self._shape.side)[rows].to(hidden.device)
-        return hidden + self._positions[places].to(hidden.dtype)
+        return hidden + self._positions[self._places[rows]].to(hidden.dtype)
 
     def finished(self, state: EncoderState, layer: int, rows: slice) -> None:
         if layer == self._shape.num_layers - 1:
@@ -132,8 +189,8 @@ class Siglip(VisionTransformer):
     def end(self, state: EncoderState) -> Encoding:
         side, block = self._shape.side, self._shape.block
         blocks = state.outputs[LAST].view(side // block, block, side // block, block, -1)
-        tokens = blocks.permute(0, 2, 1, 3, 4).reshape((side // block) ** 2, -1)
-        return Encoding(self._projection(tokens))
+        blocks = blocks.transpose(1, 2).reshape((side // block) ** 2, block**2, -1)
+        return Encoding(self._tokens(blocks))
 
     def _layer(self, reader: VisionReader, at: str) -> VisionLayer:
         width, inner, eps = self._shape.width, self._shape.inner, self._shape.eps
@@ -145,13 +202,3 @@ class Siglip(VisionTransformer):
             reader.linear(f"{at}mlp.fc1", inner, width),
             reader.linear(f"{at}mlp.fc2", width, inner),
         )
-
-
-def _places(side: int) -> Tensor:
-    """The row of the position table for each patch. Like the model's own code, it divides in
-    float32, so that where rounding moves a patch to a neighbour's row, it does so here too."""
-    share = 1.0 / side
-    edges = torch.arange(share, 1.0, share)
-    places = torch.arange(side, dtype=torch.float32) * (1.0 / torch.tensor(side))
-    buckets = torch.bucketize(places.clamp(max=1.0 - 1e-6), edges, right=True)
-    return (buckets[:, None] * side + buckets).flatten()

@@ -8,14 +8,12 @@ finishes a layer for the patches of a tile, and then computes what the next laye
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from adapters.models.base.fields import Fields
-from engine.errors import StartupError
 from engine.worker.ports import (
     EncoderState,
     Encoding,
@@ -28,22 +26,6 @@ from engine.worker.ports import (
 )
 
 TILE = 64  # patches of a slice: 16 tokens, as the least piece of a prompt beside decodes
-
-
-def vision_fields(config: Mapping[str, object]) -> Fields:
-    """The part of config.json that describes the encoder. Raises `StartupError` without it."""
-    found = Fields(config).child("vision_config")
-    if found is None:
-        raise StartupError("config.json: vision_config is missing")
-    return found
-
-
-def text_fields(config: Mapping[str, object]) -> Mapping[str, object]:
-    """The part of config.json that describes the decoder."""
-    text = config.get("text_config")
-    if not isinstance(text, dict):
-        raise StartupError(f"config.json: text_config is {text!r}, expected an object")
-    return {"tie_word_embeddings": config.get("tie_word_embeddings"), **text}
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,6 @@
 """Qwen 3.5 and 3.6, dense: three Gated DeltaNet layers to each layer of attention, whose output is
-gated and whose RoPE turns a quarter of each head. Of multimodal checkpoints the text model is
-served."""
+gated and whose RoPE turns a quarter of each head."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -12,8 +10,7 @@ from adapters.models.base.projections import Projections
 from adapters.models.base.rope_fields import LayerRopes, read_rope, with_axes
 from adapters.models.base.traits import FULL, FamilyTraits
 from adapters.models.dense.qwen3 import Qwen3
-from adapters.models.encoders.qwen_vision import QwenVision, VisionShape
-from adapters.models.encoders.vision_transformer import text_fields, vision_fields
+from adapters.models.encoders.families import ReadsQwenImages
 from engine.errors import StartupError
 from engine.worker.model.delta_net import GatedDeltaNet
 from engine.worker.model.layers import AttentionBlock, Decoder, GatedAttentionBlock, Mixer
@@ -179,23 +176,10 @@ class Qwen35(Qwen3):
         )
 
 
-class Qwen35Multimodal(Qwen35):
+class Qwen35Multimodal(ReadsQwenImages, Qwen35):
     """`Qwen3_5ForConditionalGeneration`: the text model and its image encoder."""
 
     ignored_weights = (*Qwen35.ignored_weights, "model.visual.*")
-    roots = ("model.language_model", "model")
-    encoder_root = "model.visual."
-
-    def __init__(self, config: Mapping[str, object]) -> None:
-        super().__init__(config)
-        self._vision = VisionShape.read(vision_fields(config), self.shape.hidden_size)
-        self.encoder = self._vision.report
-
-    def text_config(self, config: Mapping[str, object]) -> Mapping[str, object]:
-        return text_fields(config)
-
-    def build_encoder(self, weights: WeightSource, operators: Operators) -> QwenVision:
-        return QwenVision(weights, operators, self._vision, self.encoder_root)
 
 
 def _layer_types(fields: Fields, num_layers: int) -> tuple[str, ...]:

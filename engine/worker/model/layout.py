@@ -240,7 +240,8 @@ def _with_media(
                 raise ValueError(f"request {entry.request_id}: rows of images beyond its tokens")
             encoded.append(EncodedRows(image, first_row + offset, first, length))
     _check("RoPE positions", np.ascontiguousarray(rope), limits.max_positions)
-    return replace(layout, rope_positions=rope, encoded=tuple(encoded))
+    groups = tuple(replace(group, encoded=tuple(encoded)) for group in layout.groups)
+    return replace(layout, rope_positions=rope, encoded=tuple(encoded), groups=groups)
 
 
 def _states(entries: tuple[StepEntry, ...], limits: LayoutLimits) -> tuple[StateSlots, ...]:

@@ -21,9 +21,9 @@ class AttentionSpec:
     """One kind of attention layer. Scores are `q · k * scale`, in float32.
 
     A stage whose layers differ has several specs (`engine.worker.model.mixed_attention`). `window`,
-    `soft_cap`, `has_sinks` and `is_causal` are those of `AttentionOptions`. Without `has_own_kv`,
-    `run` gets no keys and values, and reads those that another layer has written. `cache_head_dim`
-    is the head size that the cache has room for, None for `head_dim`.
+    `soft_cap`, `has_sinks`, `is_causal` and `sees_images` are those of `AttentionOptions`. Without
+    `has_own_kv`, `run` gets no keys and values, and reads those that another layer has written.
+    `cache_head_dim` is the head size that the cache has room for, None for `head_dim`.
     `dtype` is the dtype of q, k, v and of the attention output. The KV cache may have another
     dtype: a cached number times `k_scale` or `v_scale` is the key or value. Backends on a GPU
     need `limits`. Batch-invariant: a token's attention has the same bits whatever else is in the
@@ -44,6 +44,7 @@ class AttentionSpec:
     soft_cap: float | None = None
     has_sinks: bool = False
     is_causal: bool = True
+    sees_images: bool = False
     has_own_kv: bool = True
     cache_head_dim: int | None = None
     choices: str = ""
@@ -84,7 +85,8 @@ class AttentionBackend(Protocol):
         """Rotate q and k, write k and v into the cache, attend; all `[tokens, heads, dim]`.
 
         `layer` counts within the stage. Each token attends to its request's slots up to itself; if
-        the spec is not causal, to all its request's slots in the step.
+        the spec is not causal, to all its request's slots in the step; if it `sees_images`, the
+        tokens of an image to all tokens of it.
         RoPE rotates pairs made of the two halves of the rotated dimensions; `rope` None leaves q
         and k as they are. `sinks` `[heads]` in float32 are given if the spec has them.
         q, k and v are adjacent views of one tensor, in this order, and may be overwritten.

@@ -60,8 +60,8 @@ class BuildsEncoder(Protocol):
         ...
 
     @property
-    def encoder_root(self) -> str:
-        """What the names of all its tensors begin with."""
+    def encoder_roots(self) -> tuple[str, ...]:
+        """What the names of all its tensors begin with; checkpoints differ in it."""
         ...
 
     def build_encoder(self, weights: WeightSource, operators: Operators) -> ImageEncoder: ...

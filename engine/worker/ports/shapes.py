@@ -22,9 +22,10 @@ class AttentionOptions:
     layer is not causal, tokens attend in both directions, each at most a window away. Scores are
     `q · k * scale` (None: head_dim ** -0.5); with `soft_cap` they become
     `soft_cap * tanh(score / soft_cap)` (Gemma 2). With `has_sinks` each head has a learned score
-    that joins the denominator of the softmax and has no value (gpt-oss). `head_dim` and
-    `num_kv_heads` None are the model's. With `kv_layer` the layer has no keys and values of its own
-    and reads those of that earlier layer, whose options are otherwise the same (Gemma 4).
+    that joins the denominator of the softmax and has no value (gpt-oss). With `sees_images` the
+    tokens of an image attend to all tokens of it (Gemma 3). `head_dim` and `num_kv_heads` None are
+    the model's. With `kv_layer` the layer has no keys and values of its own and reads those of that
+    earlier layer, whose options are otherwise the same (Gemma 4).
     """
 
     window: int | None = None
@@ -32,6 +33,7 @@ class AttentionOptions:
     soft_cap: float | None = None
     has_sinks: bool = False
     is_causal: bool = True
+    sees_images: bool = False
     head_dim: int | None = None
     num_kv_heads: int | None = None
     kv_layer: int | None = None

@@ -1,13 +1,15 @@
 """Chooses the attention backend of each kind of layer of a stage."""
 
 import logging
-from collections.abc import Mapping, Sequence
-from typing import cast
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple, cast
 
 import torch
 
 from engine.errors import StartupError
 from engine.worker.device import Device
+from engine.worker.model.image_attention import beside_images
 from engine.worker.model.mixed_attention import attention_over
 from engine.worker.ports import (
     AttentionBackend,
@@ -19,6 +21,7 @@ from engine.worker.ports import (
 )
 from engine.worker.weights.checkpoint import load_from_table
 
+PLAIN = "reference"  # supports everything
 logger = logging.getLogger(__name__)
 
 
@@ -45,6 +48,7 @@ def attention_specs(
             soft_cap=options.soft_cap,
             has_sinks=options.has_sinks,
             is_causal=options.is_causal,
+            sees_images=options.sees_images,
             has_own_kv=options.kv_layer is None,
             cache_head_dim=width // (options.num_kv_heads or local.num_kv_heads),
             choices=choices,
@@ -53,11 +57,21 @@ def attention_specs(
     )
 
 
+class _Choice(NamedTuple):
+    """The backend of a kind of layer; `sees_images` if it supports that, should the spec say it."""
+
+    name: str
+    makes: MakesAttention
+    sees_images: bool
+
+
 class StageAttention:
     """Makes the attention of a stage, which has one spec per layer, over a KV cache.
 
     `groups` are those of `attention_over`. Each kind of layer gets the first of the device's
-    backends that supports it. Raises `StartupError` with the last one's reason if none does.
+    backends that supports it. Where the backend does not support that tokens of an image attend to
+    each other, the plain one computes steps with images. Raises `StartupError` with the last one's
+    reason if none supports a kind of layer.
     """
 
     def __init__(
@@ -70,29 +84,37 @@ class StageAttention:
         self._device = device
         self._specs = specs
         self._groups = groups
-        chosen = {spec: _choose(device, spec, block_size) for spec in dict.fromkeys(specs)}
-        self._makes: Mapping[AttentionSpec, MakesAttention] = {
-            spec: makes for spec, (_, makes) in chosen.items()
-        }
-        self.names = "+".join(dict.fromkeys(name for name, _ in chosen.values()))
+        self._chosen = {spec: _choose(device, spec, block_size) for spec in dict.fromkeys(specs)}
+        self.names = "+".join(dict.fromkeys(choice.name for choice in self._chosen.values()))
 
     def over(self, cache: KVTensors) -> AttentionBackend:
         """The attention of all layers over the cache; several may exist at a time."""
         return attention_over(self._specs, cache, self._make, self._groups)
 
     def _make(self, spec: AttentionSpec, cache: KVTensors) -> AttentionBackend:
-        return self._device.backend(self._makes[spec], spec, cache)
+        choice = self._chosen[spec]
+        if choice.sees_images or not spec.sees_images:
+            return self._device.backend(choice.makes, spec, cache)
+        usual = self._device.backend(choice.makes, replace(spec, sees_images=False), cache)
+        plain = cast(MakesAttention, _load(PLAIN))
+        return beside_images(usual, self._device.backend(plain, spec, cache))
 
 
-def _choose(device: Device, spec: AttentionSpec, block_size: int) -> tuple[str, MakesAttention]:
-    """The first backend that supports a kind of layer, and its name."""
+def _load(name: str) -> object:
+    return load_from_table("adapters.attention:BACKENDS", "attention", name)
+
+
+def _choose(device: Device, spec: AttentionSpec, block_size: int) -> _Choice:
+    """The first backend that supports a kind of layer."""
     *_, last = device.attentions
+    without_images = replace(spec, sees_images=False)
     for name in device.attentions:
-        makes = load_from_table("adapters.attention:BACKENDS", "attention", name)
+        makes = _load(name)
         why_not = getattr(makes, "why_not", None)
-        reason = "" if why_not is None else why_not(spec, device.kv_dtype, block_size)
+        reason = "" if why_not is None else why_not(without_images, device.kv_dtype, block_size)
         if not reason:
-            return name, cast(MakesAttention, makes)
+            sees_images = why_not is None or not why_not(spec, device.kv_dtype, block_size)
+            return _Choice(name, cast(MakesAttention, makes), sees_images)
         if name != last:
             logger.warning("attention %s cannot be used: %s", name, reason)
     raise StartupError(f"attention {last!r} cannot be used: {reason}")

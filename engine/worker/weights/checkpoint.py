@@ -225,7 +225,7 @@ class Checkpoint:
             return None
         family = cast(BuildsEncoder, self.family)
         if self.files is not None and not any(
-            name.startswith(family.encoder_root) for name in self.files.names
+            name.startswith(family.encoder_roots) for name in self.files.names
         ):
             return None
         return family.encoder

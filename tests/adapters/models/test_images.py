@@ -1,10 +1,12 @@
 """Models with image encoders give transformers' logits, however image and prompt are split."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from engine.request import RequestSpec
 from engine.step import SamplingParams
@@ -14,6 +16,7 @@ from tests.inline import play
 from tests.models.images import IMAGE_ID, VARIANTS, Prompt, make_checkpoint, make_model, picture
 
 NO_IMAGES = ((IMAGE_ID, -100.0), (IMAGE_ID + 1, -100.0))  # transformers reads them as images
+WHOLE = 27  # tokens of an image beside two decodes
 GREEDY = SamplingParams(temperature=0.0, logit_bias=NO_IMAGES)
 
 
@@ -56,6 +59,9 @@ def test_outputs_and_log_probabilities_are_transformers(pair: Pair, max_tokens: 
     specs = [
         RequestSpec(each.tokens, 12, GREEDY, media=each.media, logprobs=0) for each in pair.prompts
     ]
+    assert pair.worker.report.encoder is not None
+    if pair.worker.report.encoder.is_whole:
+        max_tokens = max(max_tokens, WHOLE)
     outcomes = play(pair.worker, specs, max_batch_size=3, max_batch_tokens=max_tokens)
     for prompt, outcome in zip(pair.prompts, outcomes, strict=True):
         assert outcome.error is None
@@ -67,3 +73,16 @@ def test_outputs_and_log_probabilities_are_transformers(pair: Pair, max_tokens: 
         expected = scores.gather(1, torch.tensor(output)[:, None])[:, 0]
         found = torch.tensor([each.logprob for each in outcome.logprobs])
         assert (found - expected).abs().max().item() < 5e-4
+
+
+@pytest.mark.parametrize("root", ["vision_tower.vision_model.", "model.vision_tower."])
+def test_gemmas_tower_is_found_under_the_names_of_all_checkpoints(
+    tmp_path: Path, root: str
+) -> None:
+    path = make_checkpoint(tmp_path, "gemma3") / "model.safetensors"
+    tensors = load_file(path)
+    expected = load_worker(tmp_path).report
+    save_file({name.replace("vision_tower.", root): each for name, each in tensors.items()}, path)
+    found = load_worker(tmp_path).report
+    assert found.encoder == expected.encoder is not None
+    assert found.num_parameters == expected.num_parameters

@@ -64,6 +64,21 @@ class Served:
     num_tokens: int  # of an image
     num_slices: int
 
+    @property
+    def num_groups(self) -> int:
+        """The groups of layers, each of which needs blocks."""
+        return len(self.worker.report.windows)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether a step computes all tokens of an image."""
+        encoder = self.worker.report.encoder
+        return encoder is not None and encoder.is_whole
+
+    def least(self, max_batch_tokens: int) -> int:
+        """So many tokens in a step, or as many as a whole image needs."""
+        return max(max_batch_tokens, self.num_tokens + 3) if self.is_whole else max_batch_tokens
+
 
 def tokens(outcomes: Sequence[RequestOutcome]) -> list[list[int]]:
     return [outcome.tokens for outcome in outcomes]
@@ -94,7 +109,7 @@ def test_two_images_share_no_kv_and_the_same_image_is_encoded_and_computed_once(
     served: Served,
 ) -> None:
     watched = Watched(served.worker)
-    outcomes = play(watched, served.specs, max_batch_size=1, max_batch_tokens=8)
+    outcomes = play(watched, served.specs, max_batch_size=1, max_batch_tokens=served.least(8))
     assert tokens(outcomes) == served.expected
     first, second, third, _ = (outcome.request for outcome in outcomes)
     assert first is not None
@@ -107,15 +122,22 @@ def test_two_images_share_no_kv_and_the_same_image_is_encoded_and_computed_once(
 
 
 def test_with_lookahead_nothing_changes(served: Served) -> None:
-    outcomes = play(served.worker, served.specs, max_batch_tokens=8, max_batch_size=4, lookahead=1)
+    outcomes = play(
+        served.worker, served.specs, max_batch_tokens=served.least(8), max_batch_size=4, lookahead=1
+    )
     assert tokens(outcomes) == served.expected
 
 
 def test_requests_whose_worker_dies_are_computed_again_from_their_pixels(served: Served) -> None:
-    for dies_in in ((1,), (3, 8), (5, 6, 12)):
+    third = () if served.is_whole else (12,)  # all are in all of these steps: suspects fail then
+    for dies_in in ((1,), (3, 8), (5, 6, *third)):
         watched = Watched(served.worker)
         outcomes = play(
-            watched, served.specs, dies_in=dies_in, max_batch_tokens=8, max_batch_size=4
+            watched,
+            served.specs,
+            dies_in=dies_in,
+            max_batch_tokens=served.least(8),
+            max_batch_size=4,
         )
         assert tokens(outcomes) == served.expected
 
@@ -126,9 +148,9 @@ def test_preempted_requests_are_computed_again_or_swapped(served: Served) -> Non
         outcomes = play(
             served.worker,
             served.specs[:2] * 2,
-            num_blocks=2 * len(served.specs[0].prompt) // 4 + 3,
+            num_blocks=served.num_groups * (2 * len(served.specs[0].prompt) // 4 + 3),
             max_batch_size=4,
-            max_batch_tokens=4,
+            max_batch_tokens=served.least(4),
             swap=swap,
             reuses_prefixes=reuses,
         )
@@ -143,7 +165,7 @@ def test_drafts_change_no_output(served: Served) -> None:
         served.worker,
         served.specs,
         max_batch_size=4,
-        max_batch_tokens=16,
+        max_batch_tokens=served.least(16),
         drafter=a_drafter(served.expected),
     )
     assert tokens(outcomes) == served.expected
@@ -157,7 +179,7 @@ def test_encodings_are_dropped_when_they_do_not_fit(served: Served) -> None:
         watched,
         served.specs[:2] * 2,
         max_batch_size=1,
-        max_batch_tokens=8,
+        max_batch_tokens=served.least(8),
         encoder_memory=served.num_tokens * encoder.row_bytes,
         reuses_prefixes=False,
     )
@@ -178,7 +200,7 @@ def test_an_image_that_cannot_be_encoded_fails_its_request_only(
         return from_steps(images, step)
 
     monkeypatch.setattr(WorkerImages, "run", run)
-    outcomes = play(served.worker, served.specs, max_batch_size=4, max_batch_tokens=8)
+    outcomes = play(served.worker, served.specs, max_batch_size=4, max_batch_tokens=served.least(8))
     whole = [outcome.tokens for outcome in outcomes if outcome.error is None]
     failed = [outcome.error for outcome in outcomes if outcome.error is not None]
     assert [type(error) for error in failed] == [RowFailed, RowFailed], "two have the image"

@@ -1,5 +1,6 @@
 """Encoding images beside the tokens of others: how much of it an iteration computes, and when."""
 
+from dataclasses import replace
 from math import inf
 
 import numpy as np
@@ -23,6 +24,7 @@ from gateway.observe.timelines import Timelines
 GREEDY = SamplingParams(temperature=0.0)
 COST = CostModel.linear(per_step=0.01, per_token=0.001, per_slot=0.0)
 ENCODER = EncoderReport(3, 100, row_flops=1, pair_flops=0, tile=4, merge=2)
+WHOLE = replace(ENCODER, merge=0, is_whole=True)
 SLICE = 0.002  # seconds
 
 
@@ -149,6 +151,49 @@ def test_the_time_waited_for_the_encoder_is_a_phase_of_its_own() -> None:
     phases = [span.phase for span in timeline.spans(rig.now)]
     assert phases[:3] == ["queued", "encoding", "prefill"]
     assert "for the image encoder" in explain([timeline], "", rig.timelines, rig.now)
+
+
+@pytest.mark.parametrize("goal", [inf, 0.015])
+def test_no_chunk_ends_within_an_image_that_is_computed_whole(goal: float) -> None:
+    """Its 30 tokens are more than the goal allows beside a decode, and not more than fit."""
+    rig = Rig(WHOLE, itl_goal=goal, max_batch_size=4, max_batch_tokens=40)
+    rig.add(length=4)
+    rig.step()
+    images = [image(10, 1, patches=120), image(60, 2, patches=120), image(90, 3, patches=120)]
+    request = rig.add(*images, length=150)
+    chunks = list[tuple[int, int]]()
+    while not request.output:
+        iteration = rig.step()
+        assert iteration is not None
+        assert rig.scheduler.pool
+        assert sum(len(entry.tokens) for entry in iteration.step.entries) <= 40
+        for entry in iteration.step.entries:
+            if len(entry.tokens) > 1:
+                chunks.append((entry.start, entry.start + len(entry.tokens)))
+    assert [start for start, _ in chunks[1:]] == [stop for _, stop in chunks[:-1]]
+    assert chunks[-1][1] == 150
+    for each in images:
+        assert any(start <= each.start and each.end <= stop for start, stop in chunks)
+
+
+def test_the_rest_of_an_image_behind_a_cached_prefix_is_computed_in_one_step() -> None:
+    rig = Rig(WHOLE, max_batch_size=2, max_batch_tokens=40)
+    rig.add(image(6, patches=120), length=40, max_tokens=2)
+    while rig.step() is not None:
+        pass
+    again = rig.add(image(6, patches=120), length=22 + 14, max_tokens=2)
+    iteration = rig.step()
+    assert iteration is not None
+    (entry,) = iteration.step.entries
+    assert 6 < again.num_cached == entry.start
+    assert entry.start + len(entry.tokens) == 36
+
+
+def test_an_image_that_is_computed_whole_must_fit_beside_the_decodes() -> None:
+    bounds = {"max_batch_size": 4, "max_batch_tokens": 32}
+    with pytest.raises(InvalidRequest, match=r"30 tokens, .* needs --max-batch-tokens 33 beside"):
+        Rig(WHOLE, **bounds).add(image(2, patches=120))
+    assert Rig(ENCODER, **bounds).add(image(2, patches=120))
 
 
 def test_images_are_refused_by_a_model_without_an_encoder_and_if_they_never_fit() -> None:

@@ -32,6 +32,7 @@ PLACEHOLDER = 5
 NUM_LAYERS, TILE = 2, 8
 PICTURES = ((2, 2), (4, 6), (6, 4), (2, 8), (8, 8))  # rows and columns of patches
 ROW_BYTES = 100
+MAX_TOKENS = max(rows * columns // 4 for rows, columns in PICTURES)
 
 
 def picture(number: int, start: int) -> Media:
@@ -105,6 +106,7 @@ class ImageDevice(Device):
         for media in spec.media:
             first, last = max(media.start, entry.start), min(media.end, stop)
             if first < last:
+                self._check_end(entry, media.end, stop)
                 number = int(media.pixels[0, 0])
                 expected.append((number, first - entry.start, first - media.start, last - first))
         rows = () if entry.media is None else entry.media.rows
@@ -118,6 +120,14 @@ class ImageDevice(Device):
             raise Wrong(f"request {entry.request_id} reads {found}, not {expected}")
         self.counts["image rows"] += sum(each[3] for each in found)
         self._check_positions(entry, spec)
+
+    def _check_end(self, entry: "StepEntry", image_end: int, stop: int) -> None:
+        """No entry ends within an image that is computed whole."""
+        if self.report is None or not self.report.is_whole:
+            return
+        if stop < image_end:
+            raise Wrong(f"request {entry.request_id} ends within an image, at {stop}")
+        self.counts["whole images"] += 1
 
     def _check_positions(self, entry: "StepEntry", spec: "RequestSpec") -> None:
         assert self.report is not None
@@ -160,7 +170,10 @@ class ImageCase(Case):
         while not settings.windows or not settings.scheduler.chunks_prompts:
             settings = draw(self.random)
         merge = self.random.choice([0, 2])
-        self._report = EncoderReport(NUM_LAYERS, ROW_BYTES, 10, 1, TILE, merge)
+        bounds = settings.scheduler
+        fits = MAX_TOKENS + bounds.max_batch_size - 1 <= bounds.max_batch_tokens
+        is_whole = self.random.choice([False, fits])
+        self._report = EncoderReport(NUM_LAYERS, ROW_BYTES, 10, 1, TILE, merge, is_whole)
         size = self.random.choice([16, 24, 40, 10_000]) * ROW_BYTES
         return replace(settings, scheduler=replace(settings.scheduler, encoder_memory=size))
 

@@ -44,6 +44,34 @@ class Addresses(NamedTuple):
     slots: int
 
 
+class _Runs(NamedTuple):
+    """Runs of rows that are cut into tasks: each is of one request, and of one image or none."""
+
+    start: Int64s
+    stop: Int64s
+    request: Int64s
+    image_end: Int64s  # position behind the image; 0 of text
+
+    @classmethod
+    def of_requests(cls, layout: RaggedLayout) -> "_Runs":
+        """All rows of each request."""
+        ends, count = layout.qo_indptr.astype(np.int64), layout.num_requests
+        return cls(ends[:-1], ends[1:], np.arange(count), np.zeros(count, np.int64))
+
+    @classmethod
+    def of_images(cls, layout: RaggedLayout) -> "_Runs":
+        """The rows of each image, and those of the text between them."""
+        if not layout.encoded:
+            return cls.of_requests(layout)
+        starts = np.array([each.start for each in layout.encoded])
+        stops = starts + [each.num_rows for each in layout.encoded]
+        ends = np.unique(np.concatenate((layout.qo_indptr, starts, stops)))
+        image_end = np.zeros(len(ends) - 1, np.int64)
+        image_end[np.searchsorted(ends, starts)] = layout.positions[stops - 1] + 1
+        request = np.searchsorted(layout.qo_indptr, ends[:-1], side="right") - 1
+        return cls(ends[:-1], ends[1:], request, image_end)
+
+
 class CpuAttention(RecordableAttention):
     """An `AttentionBackend`. A step is cut into tasks once; layers differ in addresses only."""
 
@@ -53,7 +81,7 @@ class CpuAttention(RecordableAttention):
         self._cache = cache
         self._kv_heads = spec.num_kv_heads
         self._window = spec.window or 0
-        self._ahead = spec.tokens_ahead
+        self._ahead, self._sees_images = spec.tokens_ahead, spec.sees_images
         self._has_sinks, self._has_own_kv = spec.has_sinks, spec.has_own_kv
         page_stride, _, head_stride, _ = cache.keys[0].stride()
         slot_stride = cache.values[0].stride(1)
@@ -155,16 +183,19 @@ class CpuAttention(RecordableAttention):
         if layout.is_decode_only and layout.num_requests <= FEW_DECODES:
             return self._cut_few(layout)
         per_task = self._tokens_per_task
-        first_row, last_row = layout.qo_indptr[:-1], layout.qo_indptr[1:]
-        request, piece = _pieces(-(-(last_row - first_row) // per_task))
-        tasks = np.empty(len(request), dtype=TASK)
-        tasks["first"] = first_row[request] + piece * per_task
-        tasks["tokens"] = np.minimum(per_task, last_row[request] - tasks["first"])
+        runs = _Runs.of_images(layout) if self._sees_images else _Runs.of_requests(layout)
+        run, piece = _pieces(-(-(runs.stop - runs.start) // per_task))
+        request = runs.request[run]
+        tasks = np.empty(len(run), dtype=TASK)
+        tasks["first"] = runs.start[run] + piece * per_task
+        tasks["tokens"] = np.minimum(per_task, runs.stop[run] - tasks["first"])
         tasks["position"] = layout.positions[tasks["first"]]
+        tasks["image_end"] = runs.image_end[run]
         tasks["table"] = layout.kv_indptr[request]
         seen = tasks["position"] + 1 - self._window if self._window else 0
         tasks["low"] = np.maximum(seen, 0) // SPAN * SPAN
         stop = tasks["position"] + tasks["tokens"] + self._ahead
+        stop = np.maximum(stop, tasks["image_end"])
         tasks["high"] = np.minimum(stop, layout.kv_len[request])
         tasks["partial"] = -1
         return tasks
@@ -178,7 +209,7 @@ class CpuAttention(RecordableAttention):
         for row, (position, kv_len, start) in enumerate(rows):
             low = max(position + 1 - self._window, 0) // SPAN * SPAN if self._window else 0
             high = min(position + 1 + self._ahead, kv_len)
-            tasks.append((row, 1, position, start, low, high, -1))
+            tasks.append((row, 1, position, 0, start, low, high, -1))
         return np.array(tasks, dtype=TASK)
 
     def _divide(self, tasks: Tasks) -> tuple[Tasks, Tasks]:

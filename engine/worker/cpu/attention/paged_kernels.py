@@ -46,6 +46,7 @@ class Task(ctypes.Structure):
     first: int  # row of the first token
     tokens: int
     position: int  # of the first token
+    image_end: int  # position behind the image that all tokens belong to; else 0
     table: int  # where the request's block ids begin in the tables
     low: int  # a multiple of SPAN
     high: int
@@ -141,8 +142,10 @@ def _attend(operands, chunk, thread, dtype, score, weigh, alignment):
         score(dtype, keys, seen, start, end, scaled, dim, scores, rows, scratch)
         if a.soft_cap != 0.0:
             cap_scores(scores, rows, end - start, np.float32(a.soft_cap))
-        position, window, ahead = task.position, a.window, a.ahead
-        softmax_rows(scores, rows, group, position, start, end, window, ahead, stats, max_rows)
+        position, image_end, window, ahead = task.position, task.image_end, a.window, a.ahead
+        softmax_rows(
+            scores, rows, group, position, image_end, start, end, window, ahead, stats, max_rows
+        )
         weigh(dtype, values, a.slot_stride, seen, start, end, scores, dim, partial, rows, scratch)
         if task.partial < 0:
             merge(merged, partial, rows, max_rows, dim)

@@ -69,16 +69,18 @@ def cap_scores(scores, rows, length, cap):
 
 
 @leaf
-def softmax_rows(scores, rows, group, position, start, end, window, ahead, stats, max_rows):
+def softmax_rows(
+    scores, rows, group, position, image_end, start, end, window, ahead, stats, max_rows
+):
     """Softmax of each row in place, not normalized, over what its token sees of [start, end).
 
-    Tokens are at `position` and after, and see `ahead` tokens behind themselves; `stats` receives
-    the largest scores, then the sums.
+    Tokens are at `position` and after, and see `ahead` tokens behind themselves, or up to
+    `image_end`; `stats` receives the largest scores, then the sums.
     """
     tops, sums = float32s(stats, rows), float32s(stats + max_rows * BYTES, rows)
     for row in range(rows):
         line = scores + row * SCORES * BYTES
-        last = min(end, position + row // group + 1 + ahead) - start
+        last = min(end, max(image_end, position + row // group + 1 + ahead)) - start
         low = 0 if window == 0 else max(0, position + row // group + 1 - window - start)
         if low < last:
             tops[row] = largest_of(line + low * BYTES, last - low)

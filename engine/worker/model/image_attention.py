@@ -1,0 +1,59 @@
+"""Attention in which the tokens of an image attend to each other, by a backend that cannot do it.
+
+Few steps have tokens of images: another backend, which reads the same cache, computes these.
+"""
+
+from torch import Tensor
+
+from engine.worker.ports import (
+    AttentionBackend,
+    CapturableAttention,
+    RaggedLayout,
+    RopeAngles,
+)
+
+
+def beside_images(usual: AttentionBackend, of_images: AttentionBackend) -> AttentionBackend:
+    """Attention by `of_images` in steps with tokens of images, and else by the `usual` backend."""
+    if isinstance(usual, CapturableAttention):
+        return CapturableImageAttention(usual, of_images)
+    return ImageAttention(usual, of_images)
+
+
+class ImageAttention:
+    """An `AttentionBackend` of two."""
+
+    def __init__(self, usual: AttentionBackend, of_images: AttentionBackend) -> None:
+        self._usual = usual
+        self._of_images = of_images
+        self._planned = usual
+
+    def plan(self, layout: RaggedLayout) -> None:
+        self._planned = self._of_images if layout.encoded else self._usual
+        self._planned.plan(layout)
+
+    def run(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        rope: RopeAngles | None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        return self._planned.run(layer, q, k, v, rope, sinks)
+
+
+class CapturableImageAttention(ImageAttention):
+    """The usual backend can be captured in a CUDA graph: decodes have no tokens of images."""
+
+    def __init__(self, usual: CapturableAttention, of_images: AttentionBackend) -> None:
+        super().__init__(usual, of_images)
+        self._capturable = usual
+
+    def plan_captured(self, layout: RaggedLayout) -> None:
+        self._planned = self._capturable
+        self._capturable.plan_captured(layout)
+
+    def baked(self, num_rows: int) -> tuple[int, ...]:
+        return self._capturable.baked(num_rows)
