@@ -15,8 +15,8 @@ export class ApiError extends Error {
 }
 
 // The response of a successful request; throws ApiError with the server's message otherwise.
-export async function call(path, { method = "GET", body, signal } = {}) {
-  const headers = {};
+export async function call(path, { method = "GET", body, signal, headers: more } = {}) {
+  const headers = { ...more };
   if (key.get()) headers.authorization = `Bearer ${key.get()}`;
   if (body !== undefined) headers["content-type"] = "application/json";
   const response = await fetch(path, {

@@ -1,18 +1,22 @@
-// The page: a header with views, and a dialog that asks for the API key when the server wants one.
+// The page: a header with views, and a dialog that asks for the API key when the server wants one. The views other
+// than the chat are loaded when they are opened.
 
 import { html, render, useEffect, useState } from "/page/vendor/htm-preact.js";
 import { key, json } from "/page/api.js";
-import { Chat } from "/page/chat.js";
-import { Engine } from "/page/engine.js";
-import { Timeline } from "/page/timeline.js";
-import { Replay } from "/page/replay.js";
+import { Chat } from "/page/chat/chat.js";
+import { ThemeButton } from "/page/theme.js";
 
-const VIEWS = { chat: Chat, engine: Engine, request: Timeline, replay: Replay };
+const VIEWS = {
+  chat: () => Chat,
+  engine: async () => (await import("/page/engine.js")).Engine,
+  request: async () => (await import("/page/timeline.js")).Timeline,
+  replay: async () => (await import("/page/replay.js")).Replay,
+};
 const TITLES = { chat: "Chat", engine: "Engine", request: "Request", replay: "Replay" };
 
 function route() {
   const [view, ...rest] = location.hash.slice(1).split("/");
-  return { view: view in VIEWS ? view : "chat", argument: decodeURIComponent(rest.join("/")) };
+  return { view: Object.hasOwn(VIEWS, view) ? view : "chat", argument: decodeURIComponent(rest.join("/")) };
 }
 
 function KeyDialog({ error, onKey }) {
@@ -40,13 +44,24 @@ function KeyButton({ onForget }) {
   return html`<button class="small" onClick=${() => { key.set(""); onForget(); }}>API key</button>`;
 }
 
+// A view, once its module is loaded.
+function View({ name, ...properties }) {
+  const [shown, setShown] = useState(name === "chat" ? { name, content: Chat } : null);
+  useEffect(() => {
+    let isWanted = true;
+    Promise.resolve(VIEWS[name]()).then((content) => isWanted && setShown({ name, content }), properties.onError);
+    return () => { isWanted = false; };
+  }, [name]);
+  return shown?.name === name && html`<${shown.content} ...${properties} />`;
+}
+
 function App() {
   const [where, setWhere] = useState(route());
   const [models, setModels] = useState(null);
   const [error, setError] = useState(null);
   const load = () =>
     json("/v1/models")
-      .then((found) => { setModels(found.data.map((model) => model.id)); setError(null); })
+      .then((found) => { setModels(found.data); setError(null); })
       .catch(setError);
   useEffect(() => {
     const follow = () => setWhere(route());
@@ -55,7 +70,6 @@ function App() {
     return () => removeEventListener("hashchange", follow);
   }, []);
   if (error?.status === 401) return html`<${KeyDialog} error=${error.message} onKey=${load} />`;
-  const View = VIEWS[where.view];
   return html`
     <header>
       <strong class="brand">Podway</strong>
@@ -63,12 +77,13 @@ function App() {
         ([name, title]) => html`<a href="#${name}" aria-current=${name === where.view ? "page" : null}>${title}</a>`,
       )}</nav>
       <span class="grow"></span>
+      <${ThemeButton} />
       <${KeyButton} onForget=${load} />
     </header>
     ${error && html`<p class="error" role="alert">The server cannot be reached: ${error.message}
       <button onClick=${load}>Try again</button></p>`}
     <main class=${where.view}>
-      ${models && html`<${View} models=${models} argument=${where.argument} />`}
+      ${models && html`<${View} name=${where.view} models=${models} argument=${where.argument} reload=${load} onError=${setError} />`}
     </main>`;
 }
 

@@ -72,25 +72,15 @@ function Strip({ iterations }) {
       <span>a column is an iteration, a row a request; the foot is the step time</span></p>`;
 }
 
+// Step times as a line over the iterations of the strip.
 function Chart({ iterations }) {
-  const box = useRef();
-  const plot = useRef();
-  useEffect(() => {
-    plot.current = new uPlot({
-      width: box.current.clientWidth, height: 140, legend: { show: false }, cursor: { show: false },
-      scales: { x: { time: false } },
-      axes: [{ stroke: color("soft"), grid: { stroke: color("line") } },
-             { stroke: color("soft"), grid: { stroke: color("line") }, size: 60 }],
-      series: [{}, { stroke: color("decode"), width: 1.5, label: "step ms" }],
-    }, [[], []], box.current);
-    const fit = () => plot.current.setSize({ width: box.current.clientWidth, height: 140 });
-    addEventListener("resize", fit);
-    return () => { removeEventListener("resize", fit); plot.current.destroy(); };
-  }, []);
-  useEffect(() => {
-    plot.current.setData([iterations.map((each) => each.number), iterations.map((each) => each.seconds * 1000)]);
-  });
-  return html`<div ref=${box} role="img" aria-label="Step time in milliseconds by iteration"></div>`;
+  const times = iterations.map((each) => each.seconds * 1000);
+  const longest = Math.max(1e-3, ...times);
+  const points = times.map((time, place) => `${place},${100 * (1 - time / longest)}`).join(" ");
+  return html`<svg class="chart" viewBox="0 0 ${STRIP_ITERATIONS - 1} 100" preserveAspectRatio="none" role="img"
+      aria-label="Step time in milliseconds by iteration"><polyline points=${points} /></svg>
+    <p class="axis soft"><span>iteration ${iterations[0]?.number ?? 0}</span><span>longest ${longest.toFixed(1)} ms, latest ${(times.at(-1) ?? 0).toFixed(1)} ms</span>
+      <span>${iterations.at(-1)?.number ?? 0}</span></p>`;
 }
 
 function Blocks({ title, term, tier }) {
@@ -154,7 +144,7 @@ function ModelChoice({ models, model, onModel }) {
   if (models.length < 2) return null;
   return html`<select aria-label="Model" onChange=${(event) => onModel(event.target.value)}>
     <option value="" selected=${!model}>a loaded model</option>
-    ${models.map((name) => html`<option value=${name} selected=${name === model}>${name}</option>`)}
+    ${models.map(({ id }) => html`<option value=${id} selected=${id === model}>${id}</option>`)}
   </select>`;
 }
 

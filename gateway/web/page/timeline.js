@@ -2,7 +2,7 @@
 
 import { html, useEffect, useState } from "/page/vendor/htm-preact.js";
 import { json } from "/page/api.js";
-import { recentRequests } from "/page/store.js";
+import { recentRequests } from "/page/chat/database.js";
 
 const PHASES = {
   queued: "in the queue", encoding: "waits for the image encoder", prefill: "computing the prompt", decode: "computing output tokens",
@@ -48,9 +48,10 @@ export function Timeline({ argument }) {
 }
 
 function Recent() {
-  const requests = recentRequests();
+  const [requests, setRequests] = useState([]);
+  useEffect(() => { recentRequests().then(setRequests, () => {}); }, []);
   if (!requests.length)
-    return html`<p class="soft">Every answer of the <a href="#chat">chat</a> links to its timeline, as does every request of the
+    return html`<p class="soft">Every answer of the <a href="#chat">chat</a> links to its timeline, as does every request of the${" "}
       <a href="#engine">engine</a> view. In a terminal: <code>podway explain ID</code>.</p>`;
   return html`<h2>Latest answers of the chat</h2>
     <ul>${requests.map(({ id, text }) => html`<li><a href="#request/${encodeURIComponent(id)}">${id}</a> <span class="soft">${text}</span></li>`)}</ul>`;

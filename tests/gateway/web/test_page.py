@@ -28,7 +28,7 @@ def test_browsers_get_the_page_and_other_clients_a_short_text() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["app.js", "style.css", "icon.svg", "vendor/uplot.js", "vendor/LICENSES.txt"]
+    "name", ["app.js", "chat/chat.js", "style.css", "icon.svg", "vendor/LICENSES.txt"]
 )
 def test_files_of_the_page_need_no_key(name: str) -> None:
     async def scene(rig: Rig) -> None:

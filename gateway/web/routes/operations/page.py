@@ -17,6 +17,9 @@ from gateway.observe.ticked import Ticked
 from gateway.service import caller_of, service_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from importlib.resources.abc import Traversable
+
     from starlette.requests import Request as HttpRequest
     from starlette.types import Receive, Scope, Send
 
@@ -73,11 +76,15 @@ def _file_response(http: "HttpRequest", name: str) -> Response:
 @cache
 def _files() -> dict[str, bytes]:
     """All files of the page by their path below `gateway/web/page`."""
-    root = resources.files("gateway.web") / "page"
-    found = {each.name: each.read_bytes() for each in root.iterdir() if each.is_file()}
-    for each in (root / "vendor").iterdir():
-        found[f"vendor/{each.name}"] = each.read_bytes()
-    return {name: data for name, data in found.items() if PurePosixPath(name).suffix in MEDIA_TYPES}
+    return dict(_files_below(resources.files("gateway.web") / "page", ""))
+
+
+def _files_below(folder: "Traversable", prefix: str) -> "Iterator[tuple[str, bytes]]":
+    for each in folder.iterdir():
+        if each.is_dir():
+            yield from _files_below(each, f"{prefix}{each.name}/")
+        elif PurePosixPath(each.name).suffix in MEDIA_TYPES:
+            yield prefix + each.name, each.read_bytes()
 
 
 async def live(http: "HttpRequest") -> "LiveStream":

@@ -1,0 +1,184 @@
+// Answers as they are generated. The server holds each under a name of its own, so that this page can be
+// reloaded, or lose its network, while it is read.
+
+import { call, events, json } from "/page/api.js";
+import { contentOf } from "/page/chat/attachments.js";
+import { add, branch, newId } from "/page/chat/conversation.js";
+import { save, saveNow } from "/page/chat/database.js";
+
+const MAX_RETRIES = 5;
+const RETRY_MS = 1000;
+const running = new Map(); // by the id of a conversation: the answer, and what stops reading it
+const listeners = new Set();
+let isDue = false;
+
+// Calls `listener` at most once per frame while answers grow.
+export function watchAnswers(listener) {
+  listeners.add(listener);
+  return () => listeners.delete(listener);
+}
+
+function changed(conversation) {
+  save(conversation);
+  if (isDue) return;
+  isDue = true;
+  requestAnimationFrame(() => {
+    isDue = false;
+    for (const listener of listeners) listener();
+  });
+}
+
+export const isRunning = (conversation) => running.has(conversation.id);
+
+function messageOf(node) {
+  if (node.role === "tool") return { role: "tool", tool_call_id: node.call, content: node.content };
+  const message = { role: node.role, content: contentOf(node) };
+  if (!node.calls?.length) return message;
+  const calls = node.calls.map(({ id, name, arguments: text }) => ({ id, type: "function", function: { name, arguments: text } }));
+  return { ...message, tool_calls: calls };
+}
+
+function settingsOf({ settings, tools }) {
+  const fields = {};
+  for (const [name, value] of Object.entries(settings)) {
+    if (value === "") continue;
+    fields[name] = name === "stop" ? value.split("\n").filter(Boolean) : Number(value);
+  }
+  if (tools?.trim()) fields.tools = JSON.parse(tools);
+  return fields;
+}
+
+function bodyOf(conversation, model, lastId) {
+  const messages = conversation.system ? [{ role: "system", content: conversation.system }] : [];
+  for (const node of branch(conversation)) {
+    if (node.content || node.role !== "assistant" || node.calls?.length) messages.push(messageOf(node));
+    if (node.id === lastId) break;
+  }
+  const usage = { include_usage: true, continuous_usage_stats: true };
+  return { model, messages, stream: true, stream_options: usage, ...settingsOf(conversation) };
+}
+
+function readDelta(node, delta) {
+  node.content += delta.content || "";
+  node.reasoning += delta.reasoning_content || delta.reasoning || "";
+  for (const { index, id, function: part } of delta.tool_calls || []) {
+    const call = (node.calls[index] ||= { id: "", name: "", arguments: "" });
+    call.id ||= id || "";
+    call.name += part?.name || "";
+    call.arguments += part?.arguments || "";
+  }
+}
+
+function readUsage(node, usage) {
+  node.tokens = usage.completion_tokens;
+  node.prompt = usage.prompt_tokens;
+  node.cached = usage.prompt_tokens_details?.cached_tokens ?? node.cached;
+}
+
+// Reads all events of an answer, from the first on.
+async function read(conversation, node, response, began) {
+  Object.assign(node, { content: "", reasoning: "", calls: [], ttft: null, rate: null });
+  let first = null;
+  for await (const event of events(response)) {
+    if (event.error) throw new Error(event.error.message);
+    const choice = event.choices?.[0];
+    if (choice) {
+      readDelta(node, choice.delta);
+      node.finish = choice.finish_reason || node.finish;
+      if (node.content || node.reasoning || node.calls.length) first ??= performance.now();
+    }
+    if (event.usage) readUsage(node, event.usage);
+    if (began !== null && first !== null) {
+      const seconds = (performance.now() - first) / 1000;
+      node.ttft = first - began;
+      node.rate = node.tokens > 1 && seconds > 0 ? (node.tokens - 1) / seconds : null;
+    }
+    changed(conversation);
+  }
+  if (!node.finish) throw new TypeError("the stream ended early");
+}
+
+const streamPath = (node) => `/v1/stream/${encodeURIComponent(node.stream)}`;
+const isLostNetwork = (error) => error instanceof TypeError;
+
+// Reads the held stream of an answer. The times of its events are not known: its figures are those of its timeline.
+async function readAgain(conversation, node, signal) {
+  for (let retry = 1; ; retry += 1) {
+    try {
+      await read(conversation, node, await call(streamPath(node), { signal }), null);
+      break;
+    } catch (error) {
+      if (!isLostNetwork(error) || retry > MAX_RETRIES) throw error;
+      await new Promise((resume) => setTimeout(resume, RETRY_MS));
+    }
+  }
+  const [choice] = await timelineOf(node).then(({ choices }) => choices, () => []);
+  const seconds = choice?.spans.filter(({ phase }) => phase === "decode").reduce((sum, span) => sum + span.seconds, 0);
+  if (seconds > 0) node.rate = choice.completion_tokens / seconds;
+}
+
+async function generate(conversation, node, body, signal) {
+  const began = performance.now();
+  const headers = { "x-conversation-id": node.stream, "x-request-id": node.request };
+  try {
+    const response = await call("/v1/chat/completions", { method: "POST", body, signal, headers });
+    await read(conversation, node, response, began);
+  } catch (error) {
+    if (!isLostNetwork(error)) throw error;
+    await readAgain(conversation, node, signal);
+  }
+}
+
+// Has `work` fill an answer, and notes how it ended.
+async function follow(conversation, node, work) {
+  const abort = new AbortController();
+  running.set(conversation.id, { node, abort });
+  changed(conversation);
+  try {
+    await saveNow().catch(() => {}); // so that a reload finds the name of its stream
+    await work(abort.signal);
+  } catch (error) {
+    if (error.name === "AbortError") node.finish = "stopped";
+    else node.error = error.message;
+  }
+  running.delete(conversation.id);
+  changed(conversation);
+  if (node.finish === "stopped") {
+    node.freed = await freedSlots(node).catch(() => null);
+    changed(conversation);
+  }
+}
+
+// Adds an answer to a message, and generates it.
+export function answer(conversation, parentId, model) {
+  const node = add(conversation, parentId, { role: "assistant", content: "", reasoning: "", calls: [], model });
+  Object.assign(node, { stream: `page:${conversation.id}:${node.id}`, request: `page_${newId()}` }); // known before it is sent
+  return follow(conversation, node, (signal) => generate(conversation, node, bodyOf(conversation, model, parentId), signal));
+}
+
+// Goes on reading the answer that was not complete when the page was left.
+export function resume(conversation) {
+  const node = branch(conversation).at(-1);
+  const isOpen = node?.role === "assistant" && node.stream && !node.finish && !node.error;
+  if (isOpen && !isRunning(conversation)) follow(conversation, node, (signal) => readAgain(conversation, node, signal));
+}
+
+export async function stop(conversation) {
+  const { node, abort } = running.get(conversation.id) ?? {};
+  if (!node) return;
+  abort.abort();
+  await call(streamPath(node), { method: "DELETE" }).catch(() => {}); // it has ended, or was not begun
+}
+
+export const timelineOf = (node) => json(`/v1/requests/${encodeURIComponent(node.request)}/timeline`);
+
+// After a stop: how many KV slots its request freed. The server ends it between two iterations, so this asks a few times.
+async function freedSlots(node) {
+  for (let attempt = 0; attempt < 10; attempt += 1) {
+    const { choices } = await timelineOf(node);
+    if (choices.every((choice) => choice.ended))
+      return choices.reduce((sum, choice) => sum + choice.prompt_tokens + choice.completion_tokens, 0);
+    await new Promise((resume) => setTimeout(resume, 50));
+  }
+  return null;
+}

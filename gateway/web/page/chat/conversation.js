@@ -1,0 +1,80 @@
+// A conversation: a tree of messages, in which editing a message or regenerating an answer adds a branch.
+
+import { isImage } from "/page/chat/attachments.js";
+
+const MAX_TITLE = 60;
+const ROLES = ["user", "assistant", "tool"];
+
+export const newId = () =>
+  Array.from(crypto.getRandomValues(new Uint8Array(9)), (byte) => byte.toString(16).padStart(2, "0")).join("");
+
+export const empty = () => ({
+  id: newId(), title: "", updated: Date.now(), model: "", system: "", settings: {}, tools: "",
+  nodes: {}, root: { children: [], chosen: 0 }, next: 1,
+});
+
+const isText = (value) => value === undefined || typeof value === "string";
+const isOptionalList = (value, isEntry) => value === undefined || (Array.isArray(value) && value.every(isEntry));
+
+function isNode(nodes, node, id) {
+  const isCall = (call) => typeof call?.name === "string" && typeof call.arguments === "string";
+  const isFile = (file) => typeof file?.name === "string" && typeof file.text === "string";
+  return isBranching(nodes, node, id) && node.id === id && ROLES.includes(node.role)
+    && typeof node.content === "string" && isText(node.reasoning) && isText(node.error) && isText(node.model)
+    && isText(node.stream) && isOptionalList(node.images, isImage) && isOptionalList(node.files, isFile) && isOptionalList(node.calls, isCall);
+}
+
+// Whether a node's children are nodes that were added after it, so that no branch is endless.
+const isBranching = (nodes, node, id) =>
+  Array.isArray(node?.children) && node.children.every((child) => child > id && nodes[child]?.parent === id)
+  && Number.isInteger(node.chosen) && (node.children.length === 0 || node.chosen in node.children);
+
+// Whether a value, such as an imported one, has the form of a conversation.
+export function isConversation(value) {
+  const { nodes, root, settings, next } = value ?? {};
+  const isObject = (each) => typeof each === "object" && each !== null && !Array.isArray(each);
+  return isObject(nodes) && isObject(settings) && isBranching(nodes, root, 0)
+    && Object.entries(nodes).every(([id, node]) => Number(id) < next && isNode(nodes, node, Number(id)))
+    && [value.title, value.system, value.model, value.tools].every(isText);
+}
+
+export const at = (conversation, id) => (id === 0 ? conversation.root : conversation.nodes[id]);
+
+// The messages of the chosen branch, from the first on.
+export function branch(conversation) {
+  const messages = [];
+  for (let node = conversation.root; node.children.length; ) {
+    node = conversation.nodes[node.children[node.chosen]];
+    messages.push(node);
+  }
+  return messages;
+}
+
+export function add(conversation, parentId, fields) {
+  const node = { id: conversation.next++, parent: parentId, children: [], chosen: 0, ...fields };
+  conversation.nodes[node.id] = node;
+  const parent = at(conversation, parentId);
+  parent.chosen = parent.children.push(node.id) - 1;
+  conversation.updated = Date.now();
+  return node;
+}
+
+// A conversation of its own with the chosen branch up to a message.
+export function fork(conversation, lastId) {
+  const { model, system, settings, tools } = conversation;
+  const copy = { ...empty(), title: `${titleOf(conversation)} (branch)`, model, system, settings: { ...settings }, tools };
+  let parent = 0;
+  for (const node of branch(conversation)) {
+    const { id, parent: _, children, chosen, ...fields } = structuredClone(node);
+    parent = add(copy, parent, fields).id;
+    if (id === lastId) break;
+  }
+  return copy;
+}
+
+// The given title, or how the first message begins.
+export function titleOf(conversation) {
+  const [first] = branch(conversation);
+  const words = first?.content.trim().replace(/\s+/g, " ").slice(0, MAX_TITLE);
+  return conversation.title || words || "New chat";
+}
