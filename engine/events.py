@@ -21,6 +21,12 @@ class Observer:
     def arrived(self, request: "Request", now: float) -> None:
         """The request was accepted."""
 
+    def withdrawn(self, request: "Request", now: float) -> None:
+        """The waiting request goes to the scheduler of another replica."""
+
+    def adopted(self, request: "Request", now: float) -> None:
+        """The waiting request has come from the scheduler of another replica."""
+
     def planned(self, iteration: "Iteration", now: float) -> None:
         """The iteration is about to be sent to the workers."""
 

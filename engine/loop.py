@@ -19,10 +19,10 @@ import logging
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
+from engine.ahead_of_start import AheadOfStart
 from engine.errors import EngineError, RequestCancelled, StepFailed, Unavailable, WorkerLost
 from engine.image_sender import ImageSender
 from engine.request import Abort, Request, RequestSpec
-from engine.step import ReadAhead
 from engine.stream import TokenStream
 from engine.wakeup import Wakeup
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from engine.media import ImagePixels
     from engine.policy.port import Policy
     from engine.ports import Clock, StepExecutor, StepFuture, StoreLookup
-    from engine.step import PageKind, RequestId
+    from engine.step import ReadAhead, RequestId
     from engine.turns import Turn
 
 logger = logging.getLogger(__name__)
@@ -78,11 +78,7 @@ class Engine:
         scheduler.looks_ahead = lookahead > 0
         self._executor = executor
         self._clock = clock
-        self._read_ahead = read_ahead
-        self._lookup = lookup
         self._turn = turn
-        self._lookups: set[asyncio.Task[None]] = set()
-        self._reads: set[RequestId] = set()  # live requests for which copies were read ahead
         self._ready_seconds = ready_seconds
         self._lookahead = lookahead
         self._depth = executor.depth if depth is None else depth
@@ -90,6 +86,7 @@ class Engine:
         self._reporting: dict[RequestId, TokenStream] = {}  # until the prompt is computed
         self._in_flight: deque[_IterationInFlight] = deque()
         self._wakeup = Wakeup()
+        self._ahead = AheadOfStart(scheduler.kv.search, read_ahead, lookup, self._wakeup.set)
         self._sender = send_pixels and ImageSender(scheduler.images, send_pixels, self._wakeup.set)
         self._idle = asyncio.Event()
         self._idle.set()
@@ -101,6 +98,7 @@ class Engine:
         self._deadline_timer: asyncio.TimerHandle | None = None  # for the earliest deadline
         self.failure: str | None = None  # why no worker can be restarted
         self.failed = asyncio.Event()  # set once `failure` is
+        self.on_planned: Callable[[], object] = _ignore  # after each plan, and after a loss
         executor.watch(self._wakeup.set)
         if turn is not None:
             turn.wake = self._wakeup.set
@@ -119,6 +117,11 @@ class Engine:
     def is_generating(self) -> bool:
         """Whether a request has begun to be computed and has not ended."""
         return bool(self.scheduler.pool.started)
+
+    @property
+    def engines(self) -> "tuple[Engine, ...]":
+        """Itself, as the only engine of its model (see `engine.replicas`)."""
+        return (self,)
 
     @property
     def is_draining(self) -> bool:
@@ -151,61 +154,43 @@ class Engine:
         """The output of a new request, which is added when the stream's `with` is entered."""
         return TokenStream(spec, self, reports_progress=reports_progress)
 
-    def open_stream(self, stream: TokenStream) -> Request:
+    def open_stream(self, stream: TokenStream, block_hashes: "Sequence[bytes]" = ()) -> Request:
         """Add the stream's request, or raise as `TokenStream.__enter__` does."""
         rejection = self.rejection()
         if rejection is not None:
             raise rejection
         now = self._clock()
-        request = self.scheduler.add(stream.spec, now)
+        request = self.scheduler.add(stream.spec, now, block_hashes)
+        self._serve(stream, request, now)
+        return request
+
+    def hand_over(self, request: Request, to: "Engine") -> None:
+        """Let another engine of the model go on with a waiting request."""
+        stream = self._streams.pop(request.request_id)
+        self._reporting.pop(request.request_id, None)
+        self._ahead.leave(request)
+        now = self._clock()
+        self.scheduler.hand_over(request, to.scheduler, now)
+        to._serve(stream, request, now)  # an engine, too
+
+    def _serve(self, stream: TokenStream, request: Request, now: float) -> None:
+        """Run a request, which the scheduler has, for its stream."""
         if self._idle.is_set():
             self._returned_at = now
             self._idle.clear()
+        stream.owner = self
         self._streams[request.request_id] = stream
-        if stream.reports_progress:
+        if stream.reports_progress and not request.output:
             self._reporting[request.request_id] = stream
         if stream.spec.deadline is not None:
             self._watch_deadlines()
-        if self._read_ahead is not None and self._in_flight:
-            self._begin_read(request, self._read_ahead)
-        if self._lookup is not None:
-            self._begin_lookup(request, self._lookup)
+        self._ahead.arrive(request, must_wait=bool(self._in_flight))
         self._wakeup.set()
-        return request
-
-    def _begin_lookup(self, request: Request, lookup: "StoreLookup") -> None:
-        names = self.scheduler.kv.search.to_look_up(request)
-        if names:
-            request.awaits_lookup = True
-            task = asyncio.get_running_loop().create_task(self._look_up(request, names, lookup))
-            self._lookups.add(task)
-            task.add_done_callback(self._lookups.discard)
-
-    async def _look_up(
-        self, request: Request, names: "list[tuple[PageKind, bytes]]", lookup: "StoreLookup"
-    ) -> None:
-        """Let the scheduler know what the store has of a prompt; then the request may start."""
-        try:
-            stored = await lookup.find([name for _, name in names])
-            self.scheduler.kv.search.learn(names, stored)
-        finally:
-            request.awaits_lookup = False
-            self._wakeup.set()
-
-    def _begin_read(self, request: Request, read: "Callable[[ReadAhead], object]") -> None:
-        """Let the workers read what the request will load, while it waits for an iteration."""
-        copies = self.scheduler.kv.search.read_ahead(request)
-        if copies is not None:
-            self._reads.add(request.request_id)
-            read(copies)
 
     def close_stream(self, stream: TokenStream, reason: Abort) -> None:
         """End the stream's request if it is still live."""
-        request_id = stream.request.request_id
-        if request_id in self._reads and self._read_ahead is not None:
-            self._reads.remove(request_id)
-            self._read_ahead(ReadAhead(request_id))
-        if self._streams.pop(request_id, None) is not None:
+        self._ahead.leave(stream.request)
+        if self._streams.pop(stream.request.request_id, None) is not None:
             self.scheduler.cancel(stream.request, reason, self._clock())
             self._wakeup.set()
 
@@ -318,6 +303,7 @@ class Engine:
             self._turn.give()
             if must_wait:
                 self._turn.take()
+        self.on_planned()
 
     def _returned(self, future: "StepFuture") -> None:
         self._wakeup.set()
@@ -345,7 +331,7 @@ class Engine:
             return False
         else:
             if oldest.iteration.only_saves:
-                self.scheduler.saved(oldest.iteration, result)
+                self.scheduler.kv.finish(oldest.iteration, result)
                 return True
             streams = self._streams
             finished: list[Request] = []
@@ -380,12 +366,14 @@ class Engine:
             self._turn.give()
         self._lost_at = self._clock()
         self._wake(self.scheduler.lose_device(lost, self._lost_at))
+        self.on_planned()
         try:
             await self._executor.restart()
         except EngineError as error:
             logger.error("no worker can be restarted: %s", error)
             self.failure = f"The server has no worker: {error}"
             self.failed.set()
+            self.on_planned()
             self._wake(self.scheduler.fail_all(Unavailable(self.failure), self._clock()))
         else:
             self._restart_seconds = self._clock() - self._lost_at
@@ -397,3 +385,7 @@ class Engine:
             stream = self._streams.pop(request.request_id, None)
             if stream is not None:
                 stream.wake()
+
+
+def _ignore() -> None:
+    """There is no other engine of the model."""

@@ -151,8 +151,17 @@ class RequestPool:
         if after in TERMINAL:
             self._remove(request)
 
+    def withdraw(self, request: Request) -> None:
+        """Forget a waiting request, which does not end: another pool gets it."""
+        assert request.state is WAITING, f"request {request.request_id} has started"
+        self._counts[WAITING] -= 1
+        self.waiting_tokens -= request.num_queued
+        if request.spec.is_background:
+            self.background.moved(request, WAITING, State.CANCELLED)
+        self._remove(request)
+
     def _remove(self, request: Request) -> None:
-        """Forget a request that has ended, and its deadline when half of those kept are stale."""
+        """Forget a request that has left, and its deadline when half of those kept are stale."""
         del self._live[request.request_id]
         if request.spec.deadline is not None:
             self._num_deadlines -= 1

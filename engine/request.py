@@ -314,6 +314,11 @@ class Request:
         self.num_pending = self.num_in_flight = 0
         self.sampled_at = None  # the worker may not have its output any more
 
+    def forget_cache(self) -> None:
+        """The request, which waits, is looked for in the cache of another scheduler."""
+        self.num_matched = self.num_evictions_seen = self.num_drops_seen = self.num_reusable = 0
+        self.reusable_hashes, self.reusable_at = [], None
+
     @property
     def outcome(self) -> str:
         """`finished`, `cancelled`, `failed` or `expired`; a stop string counts as finished."""

@@ -58,7 +58,7 @@ class TokenStream:
         self.reports_progress = reports_progress
         self.prefill_seconds = 0.0  # of the prompt so far, at the last such update
         self.request: Request  # from __enter__ on
-        self._owner = owner
+        self.owner = owner  # another one after `Engine.hand_over`
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
         self._owes_prompt_logprobs = spec.prompt_logprobs is not None
@@ -70,7 +70,7 @@ class TokenStream:
 
         Raises `InvalidRequest`, `Overloaded` or `Unavailable`.
         """
-        self.request = self._owner.open_stream(self)
+        self.request = self.owner.open_stream(self)
         return self
 
     def __exit__(
@@ -83,7 +83,7 @@ class TokenStream:
 
     def close(self, reason: Abort) -> None:
         """End the request with this reason if it is still live."""
-        self._owner.close_stream(self, reason)
+        self.owner.close_stream(self, reason)
 
     async def next(self) -> TokenChunk:
         """Wait for an update, and return all tokens since the last call.

@@ -7,11 +7,34 @@ from engine.request import Request, RequestSpec, State
 from engine.step import RequestId
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from engine.control.images import Images
     from engine.control.settings import SchedulerSettings
     from engine.cost.live import LiveCost
     from engine.kv.cache import KVCache
     from engine.pool import RequestPool
+
+WAITING = State.WAITING  # bound once (see engine.pool)
+
+
+class Queue:
+    """What schedulers with one queue have in common: its bound is for the requests in all pools,
+    and requests are numbered together."""
+
+    def __init__(self) -> None:
+        self.next_request_id = 0
+        self.pools: list[RequestPool] = []
+
+    @property
+    def num_waiting(self) -> int:
+        """Waiting requests, without those in the background."""
+        return sum([pool.count(WAITING) - pool.background.num_waiting for pool in self.pools])
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Their prompt and output tokens."""
+        return sum([pool.waiting_tokens - pool.background.waiting_tokens for pool in self.pools])
 
 
 class Arrivals:
@@ -30,31 +53,42 @@ class Arrivals:
         self._pool = pool
         self._cost = cost
         self._images = images
-        self._next_request_id = 0
+        self.queue: Queue
+        self.join(Queue())
 
-    def accept(self, spec: RequestSpec, now: float) -> Request:
-        """The request, which is now in the pool and under the policy. Raises as
-        `IterationScheduler.add`."""
+    def join(self, queue: Queue) -> None:
+        """Share a queue with other schedulers. No request has arrived yet."""
+        self.queue = queue
+        queue.pools.append(self._pool)
+
+    def accept(
+        self, spec: RequestSpec, now: float, block_hashes: "Sequence[bytes]" = ()
+    ) -> Request:
+        """The request, which is now in the pool and under the policy; its first `block_hashes` may
+        be known. Raises as `IterationScheduler.add`."""
         assert spec.prompt, "a prompt has at least one token"
         assert (spec.max_tokens == 0) == spec.is_pooling, "max_tokens is 0 only without output"
         self.check_fits(len(spec.prompt), spec.max_tokens)
         self._images.check(spec)
         self._check_queue(spec.own_len)
-        request = Request(RequestId(self._next_request_id), spec, arrived_at=now)
-        if spec.behind is not None:  # hashing its tokens again would take several plans
-            num_full = spec.shared_len // self._kv.block_size
-            request.block_hashes = spec.behind.block_hashes[:num_full]
-        elif spec.known_hashes:
-            request.block_hashes = list(spec.known_hashes)
+        request = Request(RequestId(self.queue.next_request_id), spec, arrived_at=now)
+        request.block_hashes = [*block_hashes] or self.known_hashes(spec)
         has_deadline = spec.ttft_deadline is not None or spec.deadline is not None
         num_tokens = self._kv.search.num_to_compute(request) if has_deadline else len(spec.prompt)
         self._pool.policy.validate(spec, num_tokens, now)
-        self._next_request_id += 1
+        self.queue.next_request_id += 1
         self._pool.add(request)
         self._pool.policy.arrive(request, now)
         if spec.media:
             self._images.arrive(request)
         return request
+
+    def known_hashes(self, spec: RequestSpec) -> list[bytes]:
+        """The hashes that are known of the request's first blocks, as those of the one behind which
+        it goes on: to hash their tokens again would take several plans."""
+        if spec.behind is None:
+            return list(spec.known_hashes)
+        return spec.behind.block_hashes[: spec.shared_len // self._kv.block_size]
 
     def check_fits(self, prompt_len: int, max_tokens: int) -> None:
         """Raise `ContextTooLong` if so many tokens exceed the context or the KV cache."""
@@ -75,12 +109,10 @@ class Arrivals:
             )
 
     def _check_queue(self, prompt_len: int) -> None:
-        background = self._pool.background
-        waiting = self._pool.count(State.WAITING) - background.num_waiting
-        tokens = self._pool.waiting_tokens - background.waiting_tokens
+        waiting, tokens = self.queue.num_waiting, self.queue.waiting_tokens
         too_many = waiting >= self._settings.max_queue_requests
         if too_many or (waiting and tokens + prompt_len > self._settings.max_queue_tokens):
             raise Overloaded(
                 f"The queue is full: {waiting} requests with {tokens} tokens are waiting.",
-                retry_after=self._cost.seconds_for(tokens),
+                retry_after=self._cost.seconds_for(tokens) / len(self.queue.pools),
             )

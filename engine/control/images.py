@@ -92,6 +92,12 @@ class Images:
         merge = self._encoder.merge
         self._live[request] = RopePositions.of(request.spec.media, merge) if merge else None
 
+    def leave(self, request: "Request") -> None:
+        """A request has ended, or goes to another scheduler."""
+        if self._cache is not None and request in self._live:
+            del self._live[request]
+            self._cache.leave(request)
+
     # Planning
 
     def begin_plan(self, now: float) -> None:
@@ -102,8 +108,7 @@ class Images:
             return
         self._num_dropped = self._cache.num_dropped
         for request in [each for each in self._live if each.state.is_terminal]:
-            del self._live[request]
-            self._cache.leave(request)
+            self.leave(request)
         if self._cache.num_bytes > self._max_bytes:
             self._cache.make_room()
 

@@ -57,6 +57,15 @@ class Lifecycle:
         request.num_crashes = 0
         self._suspects.discard(request)
 
+    def withdraw(self, request: Request) -> None:
+        """A waiting request goes to another scheduler."""
+        self._suspects.discard(request)
+
+    def adopt(self, request: Request) -> None:
+        """A waiting request has come from another scheduler, where it may have become a suspect."""
+        if request.is_suspect:
+            self._suspects.add(request)
+
     def leave(self, request: Request, now: float) -> None:
         """The request's end is decided: it ends now, or after its last iteration in flight."""
         if request.num_in_flight:

@@ -29,7 +29,7 @@ from engine.request import Abort, Request, RequestSpec, State
 from engine.step import Step, StepId
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Sequence
 
     from engine.errors import EngineError
     from engine.kv.ledger import KVLedger
@@ -112,14 +112,36 @@ class IterationScheduler:
 
     # Arrivals
 
-    def add(self, spec: RequestSpec, now: float) -> Request:
-        """Accept a request. Raises `ContextTooLong`, `Overloaded`, or, if it cannot meet its
-        deadline, `DeadlineUnmeetable` or `InvalidRequest`; then nothing is changed."""
-        request = self.arrivals.accept(spec, now)
+    def add(self, spec: RequestSpec, now: float, block_hashes: "Sequence[bytes]" = ()) -> Request:
+        """Accept a request, of which the first `block_hashes` may be known. Raises
+        `ContextTooLong`, `Overloaded`, or, if it cannot meet its deadline, `DeadlineUnmeetable` or
+        `InvalidRequest`; then nothing is changed."""
+        request = self.arrivals.accept(spec, now, block_hashes)
         self._swap_planner.arrive(request)
         self._planner.time.watch(request)
         self._observer.arrived(request, now)
         return request
+
+    def hand_over(self, request: Request, to: "IterationScheduler", now: float) -> None:
+        """Let another scheduler of the same model and queue go on with a waiting request."""
+        self.kv.release(request)
+        self.pool.withdraw(request)
+        self.pool.policy.leave(request, now)
+        self.lifecycle.withdraw(request)
+        self.images.leave(request)
+        if self.drafter is not None:
+            self.drafter.ended(request, now)
+        self._observer.withdrawn(request, now)
+        request.forget_cache()
+        request.num_step_overs = 0
+        to.pool.add(request)
+        to.pool.policy.arrive(request, now)
+        to.lifecycle.adopt(request)
+        if request.spec.media:
+            to.images.arrive(request)
+        to._swap_planner.arrive(request)
+        to._planner.time.watch(request)
+        to._observer.adopted(request, now)
 
     def may_start_in_time(self, request: Request) -> bool:
         """Whether the ITL goals would be met with this waiting request as one more decode."""
@@ -213,10 +235,6 @@ class IterationScheduler:
             self.cost.observe(iteration.step, result.seconds - others)
         self._observer.committed(iteration, result.seconds, now)
         return deliveries
-
-    def saved(self, iteration: Iteration, result: "StepResult") -> None:
-        """An iteration of `save` has returned."""
-        self.kv.finish(iteration, result)
 
     def fail(self, iteration: Iteration, error: "EngineError", now: float) -> list[Request]:
         """An iteration raised an error: its requests fail. Returns them."""

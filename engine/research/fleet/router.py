@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy
 
+from engine.replicas.placement import growth
 from engine.simulated.replay import RecordedRequest
 from engine.simulated.trace import SHARED_BLOCK
 
@@ -215,12 +216,13 @@ class LeastForecast:
         loads = self._loads
         seconds = self._prefill(arrival, 0)
         replica = loads.least(loads.delay + seconds * loads.live)
-        growth = loads.delay[replica] + seconds * (loads.live[replica] + 1)
+        least = growth(loads.delay[replica], seconds, loads.live[replica])
         for other, blocks in sorted(self._sent.matches(arrival).items()):
             own = self._prefill(arrival, blocks)
-            grows = loads.delay[other] + loads.penalty[other] + own * (loads.live[other] + 1)
-            if grows < growth:
-                replica, seconds, growth = other, own, grows
+            delay = loads.delay[other] + loads.penalty[other]
+            grows = growth(delay, own, loads.live[other])
+            if grows < least:
+                replica, seconds, least = other, own, grows
         loads.delay[replica] += seconds
         loads.live[replica] += 1
         self._sent.add(arrival, replica)

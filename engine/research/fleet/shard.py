@@ -9,12 +9,11 @@ from array import array
 from collections import Counter
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from itertools import islice
 from math import floor, inf, log
 from typing import TYPE_CHECKING, NamedTuple
 
 from engine.errors import EngineError
-from engine.policy.forecast import MAX_SAMPLED, Forecast
+from engine.replicas.delay import QueueDelay
 from engine.request import State
 from engine.research.leaping.run import build_replica
 from engine.simulated.record import Recorder
@@ -93,7 +92,7 @@ class _Member:
         self.num_ended = 0
         self.replica: Replica = build_replica(setup, self.recorder, self.outputs, self._ended)
         self._model = setup.cost
-        self._forecast = Forecast(self.replica.scheduler.cost, setup.settings.max_batch_size)
+        self._delay = QueueDelay(self.replica.scheduler.cost, setup.settings.max_batch_size)
 
     def add(self, number: int, arrival: "Arrival") -> None:
         """A request of the trace arrives; it may be rejected."""
@@ -117,12 +116,12 @@ class _Member:
         result.jct.append(request.last_token_at - request.arrived_at)
         result.cached.append(request.num_cached)
         self.recorder.forget(request)
-        self._forecast.ended(request)
+        self._delay.ended(request, self.replica.now)
 
     def report(self, *, forecasts: bool) -> LoadReport:
         pool = self.replica.scheduler.pool
         tokens = pool.waiting_tokens + sum([request.num_tokens for request in pool.started])
-        delay = self._delay(tokens - pool.waiting_tokens) if forecasts and pool else 0.0
+        delay = self._delay.seconds(pool, self._model, self.replica.now) if forecasts else 0.0
         waiting = pool.count(State.WAITING)
         scheduler = self.replica.scheduler
         rate, shape = scheduler.cost.tokens_per_second, scheduler.kv.shape
@@ -136,23 +135,6 @@ class _Member:
             rate if pool.num_admitted else 0.0,
             scheduler.kv_counts.device.held / shape.num_blocks,
         )
-
-    def _delay(self, slots: int) -> float:
-        """The forecast of `LoadReport.delay`, with `slots` slots in use."""
-        pool, model, forecast = self.replica.scheduler.pool, self._model, self._forecast
-        running, count = len(pool.started), pool.count(State.WAITING)
-        pace = model.tokens(running) + model.per_slot * slots
-        forecast.observe(pace, self.replica.now)
-        spec = next(iter(pool)).spec
-        decodes = forecast.decodes_left(spec, 0)
-        prefill = [request for request in pool.started if request.remaining > 1]
-        seconds = decodes * max(0.0, pace - forecast.pace_alone(spec))
-        seconds += forecast.wait(prefill, len(prefill))
-        if count:  # they wait for KV, so for the ends of running ones
-            waiting = (request for request in pool if request.state is State.WAITING)
-            seconds += forecast.wait(list(islice(waiting, MAX_SAMPLED)), count)
-            seconds += decodes * pace * count / max(1, running)
-        return seconds
 
 
 class Shard:

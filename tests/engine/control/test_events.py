@@ -42,6 +42,7 @@ def play(observer: Observer) -> None:
     )
     now = map(float, count())
     requests = [scheduler.add(a_spec(4, 8), next(now)) for _ in range(4)]
+    scheduler.hand_over(requests[3], scheduler, next(now))
     scheduler.cancel(requests[3], Abort.CLIENT_GONE, next(now))
     first = scheduler.plan(next(now))
     assert first is not None

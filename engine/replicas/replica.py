@@ -1,0 +1,69 @@
+"""Replica: an engine of a model that has several, and what is known of its queue."""
+
+from math import inf
+from typing import TYPE_CHECKING
+
+from engine.request import Request, State
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from engine.loop import Engine
+    from engine.replicas.delay import QueueDelay
+
+MAX_CRASHES = 1  # of a request that moves while its replica restarts: it may be the cause
+WAITING = State.WAITING
+
+
+class Replica:
+    """An engine, and what is known of its queue."""
+
+    def __init__(self, engine: "Engine", delay: "QueueDelay") -> None:
+        self.engine = engine
+        self.scheduler = engine.scheduler
+        self.pool = engine.scheduler.pool
+        self._delay = delay
+        self._seconds = 0.0
+        self._state = (0, 0, 0)  # for which `_seconds` was computed
+
+    def delay(self, now: float) -> float:
+        """The forecast by how many seconds a new request ends later than on an idle replica."""
+        state = (self.scheduler.num_committed, len(self.pool), self.pool.count(WAITING))
+        if state != self._state:
+            self._state = state
+            self._seconds = self._delay.seconds(self.pool, self.scheduler.cost.model, now)
+        return self._seconds
+
+    @property
+    def restart_seconds(self) -> float:
+        """Expected seconds until it computes again, if it has lost its workers."""
+        rejection = self.engine.rejection()
+        return 0.0 if rejection is None else rejection.retry_after or 0.0
+
+    def prefill(self, request: Request) -> float:
+        """Seconds of the request's tokens that are not in the cache, as far as it was searched."""
+        request.forget_cache()
+        start = min(self.scheduler.kv.search.num_known(request), request.num_tokens - 1)
+        cost = self.scheduler.cost.model
+        return cost.compute(request.num_tokens - start, start) - cost.tokens(0)
+
+    @property
+    def has_seat(self) -> bool:
+        """Whether nobody waits, and one more request could be in the next iteration."""
+        if self.pool.count(WAITING) or self.engine.rejection() is not None:
+            return False
+        return self.pool.num_admitted < self.scheduler.settings.max_batch_size
+
+    def may_start(self, request: Request) -> bool:
+        """Whether there are blocks for a request of another replica, without any from the cache."""
+        return not self.scheduler.kv.missing(request, request.max_slots, ()).is_any
+
+    def movable(self, now: float) -> "Iterator[Request]":
+        """The waiting requests that may move, in their order."""
+        is_lost = self.engine.rejection() is not None
+        most = MAX_CRASHES if self.engine.failure is None else inf
+        for request in self.pool.policy.order(now):
+            if request.state is not WAITING or request.awaits_lookup or request.num_in_flight:
+                continue
+            if request.admitted_at is None or (is_lost and request.num_crashes <= most):
+                yield request

@@ -1,0 +1,1 @@
+"""Replicas of one model under random loads, deaths and cancels, in virtual time."""
