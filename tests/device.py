@@ -61,8 +61,8 @@ class RememberingDevice:
                 memory.clear()
 
     def run(self, iteration: Iteration) -> tuple[Page, ...]:
-        """Carry out the oldest step in flight, except for requests that have KV that cannot be read,
-        and those that are leaving behind an unknown token or a row that had no result."""
+        """Carry out the oldest step in flight, except for requests with KV that cannot be read, and
+        for those that are leaving behind an unknown token or a row that had no result."""
         unread = tuple(page for move in iteration.step.moves for page in self._copy(move))
         failed = {load.request for load in iteration.loads if load.page in unread}
         for entry, request in zip(iteration.step.entries, iteration.requests, strict=True):

@@ -81,7 +81,7 @@ class Rig:
             for move in iteration.step.moves:
                 self._make(move)
             result = StepResult(iteration.step.step_id, (), 0.1)
-            self.scheduler.saved(iteration, result)
+            self.scheduler.kv.finish(iteration, result)
             self.ledger.check()
         return request
 
