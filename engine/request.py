@@ -6,7 +6,7 @@ Orca calls the phases initiation and increment; here they are prefill and decode
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from engine.media import Span
 from engine.states import TERMINAL as TERMINAL
@@ -57,6 +57,18 @@ class Abort(Enum):
     DEADLINE = "deadline"
 
 
+class Caching(NamedTuple):
+    """What the prefix cache has of a request: blocks and states of its first `until` tokens are
+    left to others (None: all), and `known_hashes` are the digests of its leading blocks as far as
+    an earlier request has computed them (see `engine.kv.prefix`)."""
+
+    until: int | None = None
+    known_hashes: tuple[bytes, ...] = ()
+
+
+CACHED = Caching()
+
+
 @dataclass(frozen=True, slots=True)
 class RequestSpec:
     """What a caller requests: at most `max_tokens` tokens after `prompt` (ids, at least one).
@@ -84,12 +96,10 @@ class RequestSpec:
 
     Some tokens of the prompt stand for the images `media`; prefixes with them are shared only if
     the images are the same. Behind `checkpoints`, numbers of prompt tokens, other requests will
-    probably go on. Of its blocks and states only those of the first `cached_until` tokens are left
-    to others; None: all.
+    probably go on.
 
     The prompt begins with that of the request `behind` which it goes on, if any: an ended one of
-    the same response, which is charged for it. `known_hashes` are the digests of its leading blocks
-    as far as an earlier request has computed them (see `engine.kv.prefix`).
+    the same response, which is charged for it.
     """
 
     prompt: tuple[int, ...]
@@ -115,9 +125,8 @@ class RequestSpec:
     pooling: "PoolSpec | None" = None
     checkpoints: tuple[int, ...] = ()
     behind: "Request | None" = None
-    cached_until: int | None = None
+    caching: Caching = CACHED
     media: "tuple[Media, ...]" = ()
-    known_hashes: tuple[bytes, ...] = ()
 
     @property
     def spans(self) -> tuple[Span, ...]:

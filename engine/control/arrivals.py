@@ -87,7 +87,7 @@ class Arrivals:
         """The hashes that are known of the request's first blocks, as those of the one behind which
         it goes on: to hash their tokens again would take several plans."""
         if spec.behind is None:
-            return list(spec.known_hashes)
+            return list(spec.caching.known_hashes)
         return spec.behind.block_hashes[: spec.shared_len // self._kv.block_size]
 
     def check_fits(self, prompt_len: int, max_tokens: int) -> None:

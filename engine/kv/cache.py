@@ -227,7 +227,7 @@ class KVCache:
 
     def _num_shared(self, request: Request) -> int:
         """The full, computed blocks of a request that others may share."""
-        until, num_computed = request.spec.cached_until, request.num_computed
+        until, num_computed = request.spec.caching.until, request.num_computed
         return (num_computed if until is None else min(until, num_computed)) // self.block_size
 
     def release(self, request: Request) -> None:

@@ -180,7 +180,7 @@ def num_written(request: "Request", service: "Service") -> int:
     scheduler = service.engine.scheduler
     if not scheduler.settings.reuses_prefixes or request.admitted_at is None:
         return 0
-    size, until = scheduler.kv.block_size, request.spec.cached_until
+    size, until = scheduler.kv.block_size, request.spec.caching.until
     known = max(request.num_cached, request.spec.shared_len // size * size)
     last = request.prompt_len if until is None else min(until, request.prompt_len)
     return max(0, last // size * size - known)

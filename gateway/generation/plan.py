@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from engine.errors import ContextTooLong, InvalidRequest
 from engine.pooling import PoolSpec
-from engine.request import RequestSpec
+from engine.request import Caching, RequestSpec
 from gateway.generation.conversation import tokenize_chat
 from gateway.generation.image_input import ImageOrigin, check_images
 from gateway.generation.image_prompt import ImagePrompt, cut_before
@@ -243,7 +243,7 @@ def request_specs(
         weight=plan.caller.weight,
         itl_goal=plan.caller.itl_goal,
         checkpoints=checkpoints,
-        cached_until=max(checkpoints, default=0) if plan.cache.mode == "explicit" else None,
+        caching=Caching(max(checkpoints, default=0) if plan.cache.mode == "explicit" else None),
         **scheduling_of(plan.scheduling, plan.caller)._asdict(),
     )
     if plan.is_prefill:

@@ -68,7 +68,8 @@ class Turn:
         if (blocks.salt, blocks.lora_digest) != (spec.salt, spec.lora_digest):
             return spec
         num_blocks = tokenized.num_kept // block_size
-        return replace(spec, known_hashes=tuple(blocks.hashes[:num_blocks]))
+        known_hashes = tuple(blocks.hashes[:num_blocks])
+        return replace(spec, caching=spec.caching._replace(known_hashes=known_hashes))
 
     def hold(self, response_id: str, held: HeldResponse) -> None:
         """Hold the response, so that the next turn can continue it."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from engine.events import Observer
-from engine.request import State
+from engine.request import CACHED, State
 from engine.step import Direction
 from gateway.observe.prefixes import PrefixHistory, PrefixReport
 from gateway.observe.queueing import Cause, Pressure, QueueWatch
@@ -315,7 +315,7 @@ def _without_tokens(request: "Request") -> "Request":
     tokens: ranges of equal length stand for prompt and output."""
     kept = copy(request)
     prompt, output = range(request.prompt_len), range(request.produced)
-    kept.spec = replace(request.spec, prompt=prompt, grammar=None, behind=None, known_hashes=())  # type: ignore[arg-type] # has len
+    kept.spec = replace(request.spec, prompt=prompt, grammar=None, behind=None, caching=CACHED)  # type: ignore[arg-type] # has len
     kept.output = output  # type: ignore[assignment] # has len
     kept.block_hashes, kept.reusable_hashes, kept.prompt_logprobs = [], [], []
     kept.constant_sample = kept.continuing_sample = None

@@ -12,7 +12,7 @@ from engine.kv.pages import Pages
 from engine.kv.request_states import SNAPSHOT_TOKENS, RequestStates, RowsOfDrafts
 from engine.kv_shape import KVShape
 from engine.policy.fcfs import FirstComeFirstServed
-from engine.request import Request, RequestSpec, State
+from engine.request import Caching, Request, RequestSpec, State
 from engine.step import (
     NO_STATE,
     Direction,
@@ -146,7 +146,7 @@ def test_a_prompt_goes_on_behind_a_checkpoint() -> None:
 
 def test_nothing_behind_the_last_checkpoint_is_left_to_others_if_the_request_says_so() -> None:
     scheduler = make()
-    explicit = RequestSpec(tuple(range(300)), 9, GREEDY, checkpoints=(102,), cached_until=102)
+    explicit = RequestSpec(tuple(range(300)), 9, GREEDY, checkpoints=(102,), caching=Caching(102))
     request, _ = serve(scheduler, explicit)
     assert states(scheduler).pool.num_cached == 1
     assert scheduler.ledger.num_cached == 100 // SIZE

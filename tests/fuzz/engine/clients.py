@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from engine.errors import EngineError, InvalidRequest, Overloaded, Unavailable
 from engine.lora import LoraAdapter
 from engine.pooling import PoolSpec
-from engine.request import FinishReason, Request, RequestSpec
+from engine.request import Caching, FinishReason, Request, RequestSpec
 from engine.step import Grammar, GrammarKind, RequestId, SamplingParams, TokenLogprobs
 from engine.stream import TokenStream
 from tests.fuzz.engine.answers import logprob_of, vector_of
@@ -94,7 +94,7 @@ class Clients:
             lora=choose([None, None, *LORAS]) if self._settings.has_loras else None,
             pooling=PoolSpec() if is_pooled else None,
             checkpoints=tuple(random.choices(range(len(prompt) + 1), k=choose([0, 0, 1, 3]))),
-            cached_until=choose([None, None, None, None, 0, len(prompt) // 2]),
+            caching=Caching(choose([None, None, None, None, 0, len(prompt) // 2])),
         )
 
     async def _request(self, spec: RequestSpec, engine: "Engine") -> None:

@@ -32,16 +32,16 @@ def turns(*messages: dict[str, Any]) -> list[RequestSpec]:
     with patch("tests.gateway.rig.PlainTemplate", EndsMessages):
         play(scene, SETTING)
     for spec in specs:
-        known = list(spec.known_hashes)
+        known = list(spec.caching.known_hashes)
         assert known == hash_blocks(spec.salt, spec.prompt, sizes[0])[: len(known)]
     return specs
 
 
 def test_a_turn_knows_the_digests_of_the_text_before_it() -> None:
     first, second, third = turns(FIRST, {"input": "and", "store": False}, {"input": "then"})
-    assert not first.known_hashes
-    assert len(second.known_hashes) * 4 >= len(first.prompt)
-    assert len(third.known_hashes) * 4 >= len(second.prompt)
+    assert not first.caching.known_hashes
+    assert len(second.caching.known_hashes) * 4 >= len(first.prompt)
+    assert len(third.caching.known_hashes) * 4 >= len(second.prompt)
 
 
 def test_only_blocks_that_are_new_are_hashed() -> None:
@@ -69,4 +69,4 @@ def test_only_blocks_that_are_new_are_hashed() -> None:
 )
 def test_digests_of_another_text_or_salt_are_not_used(other: dict[str, Any]) -> None:
     _, second = turns(FIRST, {"input": "and" * 20, **other})
-    assert not second.known_hashes
+    assert not second.caching.known_hashes

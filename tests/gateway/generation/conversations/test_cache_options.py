@@ -93,7 +93,7 @@ def test_breakpoints_of_all_apis_are_checkpoints_of_the_prompt(
     assert status == 200
     (request,) = rig.ended
     assert request.spec.checkpoints == ENDS
-    assert request.spec.cached_until is None
+    assert request.spec.caching.until is None
 
 
 def test_a_truncated_prompt_has_the_breakpoints_that_are_left() -> None:
