@@ -4,10 +4,11 @@ GenerationPlan ──start──▶ engine streams ──▶ ChoiceStream × cho
 """
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Self, TypeVar
 
 from engine.errors import EngineError, InvalidRequest
 from engine.request import Abort, RequestSpec
@@ -41,23 +42,34 @@ _MANY_CHOICES = 256  # the same, rendered in 2 ms
 DEADLINE_FIELDS = ("ttft_deadline", "deadline")  # of `RequestSpec`; request bodies add `_ms`
 
 
-class ChoiceGroup:
-    """The choices of one response. Leaving its `with` block closes all of its engine streams."""
+class StreamGroup(ABC):
+    """The engine streams of one response. Leaving its `with` block closes all of them."""
 
-    def __init__(self, plan: GenerationPlan, service: "Service") -> None:
-        self.choices: list[ChoiceStream] = []
-        self._plan = plan
-        self._service = service
-        self._streams = ExitStack()
-        self._num_prompt_tokens = 0
+    def __init__(self) -> None:
+        self.opened = ExitStack()
 
-    def __enter__(self) -> "ChoiceGroup":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None and issubclass(kind, EngineError):
-            self.close(Abort.EXPLICIT)  # one choice failed or was rejected: end the others
-        self._streams.close()
+            self.close(Abort.EXPLICIT)  # one request failed or was rejected: end the others
+        self.opened.close()
+
+    @abstractmethod
+    def close(self, reason: Abort) -> None:
+        """End the requests that still run."""
+
+
+class ChoiceGroup(StreamGroup):
+    """The choices of one response."""
+
+    def __init__(self, plan: GenerationPlan, service: "Service") -> None:
+        super().__init__()
+        self.choices: list[ChoiceStream] = []
+        self._plan = plan
+        self._service = service
+        self._num_prompt_tokens = 0
 
     async def start(self) -> None:
         """Tokenize the prompts and add all requests to the engine, or none.
@@ -93,9 +105,7 @@ class ChoiceGroup:
         for index, spec in enumerate(specs):
             if index and index % SPECS_AT_ONCE == 0:
                 await asyncio.sleep(0)
-            stream = enter_stream(
-                self._streams, spec, service, reports_progress=plan.report.progress
-            )
+            stream = enter_stream(self.opened, spec, service, reports_progress=plan.report.progress)
             self.choices.append(ChoiceStream(index, stream, self._options(tokenized)))
         if plan.turn is not None:
             plan.turn.begin(tokenized, self.choices[0], block_size)
@@ -146,7 +156,6 @@ class ChoiceGroup:
         return self._plan.renderer.ping if partial_one is None else partial_one.as_comment()
 
     def close(self, reason: Abort) -> None:
-        """End the requests that still run."""
         for choice in self.choices:
             choice.close(reason)
 

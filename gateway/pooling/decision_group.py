@@ -12,10 +12,10 @@ import struct
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
-from engine.errors import ContextTooLong, EngineError, RowFailed
+from engine.errors import ContextTooLong, RowFailed
 from engine.pooling import PoolSpec
 from engine.request import Abort, RequestSpec
-from gateway.generation.choices import enter_stream, in_parallel, num_written
+from gateway.generation.choices import StreamGroup, enter_stream, in_parallel, num_written
 from gateway.generation.plan import scheduling_of
 from gateway.pooling.decisions import DecisionPlan, TokenizedQuestion, tokenize_decision
 from gateway.pooling.labels import Node, answer_of
@@ -34,27 +34,19 @@ MAX_WAITING_IDS = 1 << 20  # of one response in the engine, which are 8 MiB; one
 BATCHES = 2  # as many requests wait or run as two iterations have seats
 
 
-class DecisionGroup:
-    """The questions of one response. Leaving its `with` block closes all of its engine streams."""
+class DecisionGroup(StreamGroup):
+    """The questions of one response."""
 
     def __init__(self, plan: DecisionPlan, service: "Service") -> None:
+        super().__init__()
         self._plan = plan
         self._service = service
-        self._opened = ExitStack()
         self._streams: set[TokenStream] = set()
         self._shared: Prompt = ()
         self._questions: Sequence[TokenizedQuestion] = ()
         self._seats = asyncio.Semaphore()  # of requests in the engine
         self._first: TokenStream
         self._usage = DecisionUsage(0, 0, 0)
-
-    def __enter__(self) -> "DecisionGroup":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None and issubclass(kind, EngineError):
-            self.close(Abort.EXPLICIT)  # one question failed or was rejected: end the others
-        self._opened.close()
 
     async def start(self) -> None:
         """Tokenize the input and the questions, and add the shared tokens to the engine.
@@ -72,7 +64,7 @@ class DecisionGroup:
             max(1, min(BATCHES * seats, MAX_WAITING_IDS // longest)),
         )
         spec = self._spec(self._shared, PoolSpec())
-        self._first = self._opened.enter_context(self._entered(spec))
+        self._first = self.opened.enter_context(self._entered(spec))
 
     def _check_fits(self, num_tokens: int, field: str) -> None:
         try:
@@ -92,7 +84,6 @@ class DecisionGroup:
         return self._usage
 
     def close(self, reason: Abort) -> None:
-        """End the requests that still run."""
         for stream in self._streams:
             stream.close(reason)
 

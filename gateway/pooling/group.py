@@ -1,15 +1,15 @@
 """PoolingGroup: the engine requests of one pooling plan, and the response body made of them."""
 
 import asyncio
-from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Union
 
-from engine.errors import EngineError, InvalidRequest
+from engine.errors import InvalidRequest
 from engine.request import Abort
 from gateway.generation.choices import (
     SPECS_AT_ONCE,
     ChoiceGroup,
+    StreamGroup,
     enter_stream,
     generate_body,
     in_parallel,
@@ -31,22 +31,14 @@ Plan = Union["GenerationPlan", PoolingPlan, DecisionPlan]
 _MANY_BYTES = 64 << 10  # of vectors; more of them are rendered in a thread
 
 
-class PoolingGroup:
-    """The inputs of one response. Leaving its `with` block closes all of its engine streams."""
+class PoolingGroup(StreamGroup):
+    """The inputs of one response."""
 
     def __init__(self, plan: PoolingPlan, service: "Service") -> None:
+        super().__init__()
         self._plan = plan
         self._service = service
-        self._opened = ExitStack()
         self._streams: list[TokenStream] = []
-
-    def __enter__(self) -> "PoolingGroup":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None and issubclass(kind, EngineError):
-            self.close(Abort.EXPLICIT)  # one input failed or was rejected: end the others
-        self._opened.close()
 
     async def start(self) -> None:
         """Tokenize the inputs and add all requests to the engine, or none.
@@ -69,7 +61,7 @@ class PoolingGroup:
         for index, spec in enumerate(specs):
             if index and index % SPECS_AT_ONCE == 0:
                 await asyncio.sleep(0)
-            self._streams.append(enter_stream(self._opened, spec, service))
+            self._streams.append(enter_stream(self.opened, spec, service))
 
     async def pooled(self) -> PooledInputs:
         """Wait for all vectors; the first error ends the other requests."""
@@ -80,7 +72,6 @@ class PoolingGroup:
         )
 
     def close(self, reason: Abort) -> None:
-        """End the requests that still run."""
         for stream in self._streams:
             stream.close(reason)
 

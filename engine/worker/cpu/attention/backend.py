@@ -83,9 +83,6 @@ class CpuAttention(RecordableAttention):
         self._window = spec.window or 0
         self._ahead, self._sees_images = spec.tokens_ahead, spec.sees_images
         self._has_sinks, self._has_own_kv = spec.has_sinks, spec.has_own_kv
-        page_stride, _, head_stride, _ = cache.keys[0].stride()
-        slot_stride = cache.values[0].stride(1)
-        scale_stride = cache.key_scales[0].stride(0) if cache.key_scales else 0
         dtype = dtype_code(cache.keys[0].dtype)
         attend = paged.attend_kernel(dtype, group, spec.head_dim)
         self._tokens_per_task = max(1, ROWS // group)
@@ -103,17 +100,12 @@ class CpuAttention(RecordableAttention):
         self._scratch: NDArray[np.float32] = np.empty(stride * pool.threads, dtype=np.float32)
         self._partials: NDArray[np.float32] = np.empty(0, dtype=np.float32)
         self._partials_at = 0  # its address, once it is needed
-
-        def operands() -> paged.AttentionOperands:
-            return paged.AttentionOperands(
+        pages = _page_strides(cache)
+        attend_operands, merge_operands = (
+            paged.AttentionOperands(
                 kv_heads=spec.num_kv_heads,
                 group=group,
                 dim=spec.head_dim,
-                block_size=cache.block_size,
-                page_stride=page_stride,
-                head_stride=head_stride,
-                slot_stride=slot_stride,
-                scale_stride=scale_stride,
                 window=self._window,
                 ahead=spec.tokens_ahead,
                 scale=spec.scale,
@@ -121,25 +113,20 @@ class CpuAttention(RecordableAttention):
                 scratch=self._scratch.ctypes.data,
                 scratch_stride=stride,
                 max_rows=max_rows,
+                **pages,
             )
-
-        self._attend = KernelCall(pool, attend, operands(), fit=self._fit_attend)
-        self._merge = KernelCall(pool, paged.merge_partials, operands(), fit=self._fit_merge)
-        self._write = KernelCall(
-            pool,
-            rope_write.BY_DTYPE[dtype],
-            rope_write.RopeWriteOperands(
-                heads=spec.num_heads,
-                kv_heads=spec.num_kv_heads if spec.has_own_kv else 0,
-                dim=spec.head_dim,
-                block_size=cache.block_size,
-                page_stride=page_stride,
-                head_stride=head_stride,
-                slot_stride=slot_stride,
-                scale_stride=scale_stride,
-            ),
-            fit=self._fit_write,
+            for _ in range(2)
         )
+        write_operands = rope_write.RopeWriteOperands(
+            heads=spec.num_heads,
+            kv_heads=spec.num_kv_heads if spec.has_own_kv else 0,
+            dim=spec.head_dim,
+            **pages,
+        )
+        self._attend = KernelCall(pool, attend, attend_operands, fit=self._fit_attend)
+        self._merge = KernelCall(pool, paged.merge_partials, merge_operands, fit=self._fit_merge)
+        write = rope_write.BY_DTYPE[dtype]
+        self._write = KernelCall(pool, write, write_operands, fit=self._fit_write)
 
     def plan(self, layout: RaggedLayout) -> None:
         divided, tasks = self._no_tasks, self._cut(layout)
@@ -276,13 +263,23 @@ class CpuAttention(RecordableAttention):
         self, operands: paged.AttentionOperands | rope_write.RopeWriteOperands, layer: int
     ) -> None:
         cache = self._cache
-        operands.keys, operands.values = (
-            cache.keys[layer].data_ptr(),
-            cache.values[layer].data_ptr(),
-        )
+        operands.keys = cache.keys[layer].data_ptr()
+        operands.values = cache.values[layer].data_ptr()
         if cache.key_scales:
             operands.key_scales = cache.key_scales[layer].data_ptr()
             operands.value_scales = cache.value_scales[layer].data_ptr()
+
+
+def _page_strides(cache: KVTensors) -> dict[str, int]:
+    """How the pages of a layer lie in memory, as the operands of all kernels have it."""
+    page_stride, _, head_stride, _ = cache.keys[0].stride()
+    return {
+        "block_size": cache.block_size,
+        "page_stride": page_stride,
+        "head_stride": head_stride,
+        "slot_stride": cache.values[0].stride(1),
+        "scale_stride": cache.key_scales[0].stride(0) if cache.key_scales else 0,
+    }
 
 
 def _pieces(counts: Int64s) -> tuple[Int64s, Int64s]:

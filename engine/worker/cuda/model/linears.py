@@ -4,7 +4,7 @@
 Products accumulate in int32 or float32, are scaled, and are rounded once to the output dtype.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import ModuleType
@@ -207,17 +207,10 @@ def stacked(weights: Sequence[Weight], dtype: torch.dtype) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-class MakesLinear(Protocol):
-    """Makes a linear in one format from weights in any format."""
-
-    def __call__(
-        self,
-        weights: Sequence[Weight],
-        bias: Tensor | None,
-        dtype: torch.dtype,
-        gemm: Gemm8Bit,
-        fast: FastProducts = PLAIN,
-    ) -> Linear: ...
+# Makes a linear in one format from weights in any format.
+MakesLinear = Callable[
+    [Sequence[Weight], Tensor | None, torch.dtype, Gemm8Bit, FastProducts], Linear
+]
 
 
 def float_linear(

@@ -151,31 +151,13 @@ def multiply(operands, chunk, tile, finish, max_rows, depth, group, group_bytes,
                             ahead = weights + PREFETCH_BYTES
                         offset = k // depth * padded + n
                         _prefetch_outputs(a, n, m, count, offset)
-                        tile(
-                            weights,
-                            a.x + m * a.x_stride + k // group * x_group_bytes,
-                            a.x_stride,
-                            count,
-                            groups,
-                            sums,
-                            ahead,
-                            ahead_step,
-                        )
-                        finish(
-                            sums,
-                            (
-                                a.offset + offset * BYTES,
-                                a.weight_scale + n * BYTES,
-                                a.x_scale + m * BYTES,
-                            ),
-                            a.bias + n * BYTES,
-                            a.y + (m * a.y_stride + n) * BYTES,
-                            a.y_stride,
-                            min(WIDTH, a.outputs - n),
-                            count,
-                            k == 0,
-                            a.adds,
-                        )
+                        x = a.x + m * a.x_stride + k // group * x_group_bytes
+                        tile(weights, x, a.x_stride, count, groups, sums, ahead, ahead_step)
+                        first_scale = a.offset + offset * BYTES
+                        scales = first_scale, a.weight_scale + n * BYTES, a.x_scale + m * BYTES
+                        y, bias = a.y + (m * a.y_stride + n) * BYTES, a.bias + n * BYTES
+                        width = min(WIDTH, a.outputs - n)
+                        finish(sums, scales, bias, y, a.y_stride, width, count, k == 0, a.adds)
                         m += count
 
 
