@@ -7,6 +7,16 @@ from engine.media import EncoderReport
 from engine.pooling import PoolingReport
 from engine.setting import advanced, setting
 
+# Of an element of a weight in memory, by its format or dtype; int4 has a 2-byte scale for each 32.
+WEIGHT_BYTES = {
+    "float32": 4.0,
+    "bfloat16": 2.0,
+    "float16": 2.0,
+    "int8": 1.0,
+    "fp8": 1.0,
+    "int4": 0.5625,
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:

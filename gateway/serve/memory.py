@@ -15,21 +15,13 @@ from typing import Any
 
 from engine.errors import StartupError
 from engine.transport.process_memory import available_bytes
-from engine.worker_settings import WorkerReport
+from engine.worker_settings import WEIGHT_BYTES, WorkerReport
 from gateway.settings.model import BUILTIN_MODEL
 from gateway.settings.settings import Settings
 
 WEIGHTS_SHARE = 0.75  # of a model's part of the memory; the rest is for its KV cache
 DEFAULT_SHARE = 0.75  # of the memory that is available at the start
 ITEM_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I8": 1, "U8": 1, "F8_E4M3": 1, "F8_E5M2": 1}
-DTYPE_BYTES = {
-    "float32": 4.0,
-    "bfloat16": 2.0,
-    "float16": 2.0,
-    "int8": 1.0,
-    "fp8": 1.0,
-    "int4": 0.5625,
-}
 CPU_INFO = Path("/proc/cpuinfo")
 BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16"}
 LARGEST_HEADER = 100 << 20  # of a safetensors file
@@ -92,7 +84,7 @@ def weight_bytes(settings: Settings) -> int:
     if stored not in ITEM_BYTES:
         return size
     names = (settings.kernels.weights, settings.kernels.dtype)
-    wanted = next((DTYPE_BYTES[name] for name in names if name in DTYPE_BYTES), None)
+    wanted = next((WEIGHT_BYTES[name] for name in names if name in WEIGHT_BYTES), None)
     return int(size * (wanted or _own_bytes(stored, settings)) / ITEM_BYTES[stored])
 
 
@@ -103,7 +95,7 @@ def _own_bytes(stored: str, settings: Settings) -> float:
     flags = set(CPU_INFO.read_text().split()) if CPU_INFO.exists() else set()
     if keeps or (stored == "BF16" and BFLOAT16_FLAGS & flags):
         return ITEM_BYTES[stored]
-    return DTYPE_BYTES["float32"]
+    return WEIGHT_BYTES["float32"]
 
 
 def _stored_dtype(path: Path) -> str | None:
@@ -124,7 +116,7 @@ def _stored_dtype(path: Path) -> str | None:
 def loaded_bytes(settings: Settings, report: WorkerReport) -> int:
     """The bytes of a loaded model: its weights, and all of its KV blocks and states."""
     format = report.weights.partition(" ")[0]  # "bfloat16 (AVX-512 BF16)"
-    item = DTYPE_BYTES.get(format, DTYPE_BYTES.get(report.dtype, 4.0))
+    item = WEIGHT_BYTES.get(format, WEIGHT_BYTES.get(report.dtype, 4.0))
     workers = settings.workers.num_stages * settings.workers.num_ranks
     kv = report.num_blocks * report.bytes_per_block + report.num_states * report.bytes_per_state
     host = report.num_host_blocks * report.bytes_per_block

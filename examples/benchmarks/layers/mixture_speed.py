@@ -17,14 +17,15 @@ from typing import Any
 
 from adapters.models.named_shapes import SHAPES
 from engine.worker.cpu.limits import measure_read
+from engine.worker_settings import WEIGHT_BYTES
 from examples.benchmarks.layers.lora import CONTEXT, Steps, load
-from gateway.commands.offline_bench.roofline import ITEM_BYTES, WeightSizes
+from gateway.commands.offline_bench.roofline import WeightSizes
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("shape", nargs="?", default="OLMoE-1B-7B")
-    parser.add_argument("--weights", default="int8", choices=ITEM_BYTES)
+    parser.add_argument("--weights", default="int8", choices=WEIGHT_BYTES)
     parser.add_argument("--steps", type=int, default=40, help="of which the median counts")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
@@ -38,7 +39,7 @@ def measure(shape: str, weights: str, count: int) -> dict[str, Any]:
     seconds = [steps.decode([0]) for _ in range(count + 2)][2:]  # the first ones warm up
     rates.append(measure_read(1).rate)
     sizes = WeightSizes.of(SHAPES[shape])
-    active = int(sizes.read_elements * ITEM_BYTES[weights])
+    active = int(sizes.read_elements * WEIGHT_BYTES[weights])
     kv = CONTEXT * report.bytes_per_block // report.block_size
     bound = (active + kv) / max(rates)
     return {
@@ -47,7 +48,7 @@ def measure(shape: str, weights: str, count: int) -> dict[str, Any]:
         "parameters": report.num_parameters,
         "read_bytes_per_second": max(rates),
         "step_bytes": active + kv,
-        "all_bytes": int(sizes.elements * ITEM_BYTES[weights]),
+        "all_bytes": int(sizes.elements * WEIGHT_BYTES[weights]),
         "milliseconds": round(1e3 * median(seconds), 2),
         "share_of_read_rate": round(bound / median(seconds), 3),
     }

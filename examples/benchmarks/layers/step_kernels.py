@@ -21,12 +21,11 @@ from typing import Any, NamedTuple
 from engine.step import RequestId, SampleSpec, SamplingParams, Step, StepEntry, StepId
 from engine.worker.cpu.limits import PlainReads, measure_peaks
 from engine.worker.process.worker import Worker
-from engine.worker_settings import Kernels, KVSettings, WorkerSettings
+from engine.worker_settings import WEIGHT_BYTES, Kernels, KVSettings, WorkerSettings
 from examples.benchmarks.layers.kernel_times import Call, KernelTimer
 from examples.benchmarks.server.start_time import cpu_name
 from gateway.commands.offline_bench.command import open_shape
 from gateway.commands.offline_bench.roofline import (
-    ITEM_BYTES,
     WeightSizes,
     Work,
     attention_rate,
@@ -217,7 +216,7 @@ def minimums(step: Mapping[str, Any], peaks: Mapping[str, float]) -> list[tuple[
     found = []
     for each in step["kernels"]:
         attended = each.get("attended", {"bytes": 0, "operations": 0})
-        num_bytes = each["elements"] * ITEM_BYTES[step["format"]] + attended["bytes"]
+        num_bytes = each["elements"] * WEIGHT_BYTES[step["format"]] + attended["bytes"]
         computing = each["operations"] / peaks[step["format"]]
         rate = attention_rate(peaks, "float32", attended.get("kv_dtype", "float16"))
         computing += attended["operations"] / rate

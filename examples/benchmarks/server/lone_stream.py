@@ -24,10 +24,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from engine.worker.cpu.limits import PlainReads
+from engine.worker_settings import WEIGHT_BYTES
 from examples.benchmarks.layers.fractions import FORMATS
 from examples.benchmarks.server.lookahead import LONGEST_GAP, serving, spans
 from examples.benchmarks.server.start_time import cpu_name
-from gateway.commands.offline_bench.roofline import ITEM_BYTES, WeightSizes
+from gateway.commands.offline_bench.roofline import WeightSizes
 
 PROMPT = list(range(100, 108))
 
@@ -41,7 +42,7 @@ def main() -> None:
     rows = []
     for name in options.formats:
         before = os.getloadavg()[0]
-        num_bytes = int(elements * ITEM_BYTES[name])
+        num_bytes = int(elements * WEIGHT_BYTES[name])
         rows.append({"format": name, "load": before, **measure(options, name, reads, num_bytes)})
         figures = {"cpu": cpu_name(), "cores": threads, "rounds": options.rounds, "rows": rows}
         options.out.mkdir(parents=True, exist_ok=True)

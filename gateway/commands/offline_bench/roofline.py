@@ -12,10 +12,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from engine.errors import StartupError
-from engine.worker_settings import WorkerReport
+from engine.worker_settings import WEIGHT_BYTES, WorkerReport
 
-# Of a matrix element; int4 has a 2-byte scale for each 32.
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "int4": 0.5625, "fp8": 1}
 # Products of bfloat16 numbers that AMX computes for one of attention, by the dtype of the cache.
 SPLIT_PRODUCTS = {"float16": 3, "bfloat16": 2}
 LOGIT_BYTES = 4
@@ -153,7 +151,7 @@ def bytes_of(sizes: WeightSizes, work: Work, report: WorkerReport) -> int:
     attended = min(work.context, sizes.window or work.context)
     token_bytes = report.bytes_per_block / report.block_size
     written = work.num_requests * (work.num_tokens * token_bytes + LOGIT_BYTES * report.vocab_size)
-    weights = sizes.read_elements * ITEM_BYTES[weights_of(report)]
+    weights = sizes.read_elements * WEIGHT_BYTES[weights_of(report)]
     return int(weights + work.num_requests * attended * token_bytes + written)
 
 
