@@ -4,10 +4,10 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from adapters.models.checks.headers import TensorHeader, read_header
 from engine.errors import StartupError
 from engine.worker.lora.peft_config import CONFIG_FILE, PeftConfig
 from engine.worker.lora.peft_names import WEIGHTS_FILE, check_rank, check_shape, place_of
+from engine.worker.weights.headers import TensorHeader, read_header
 
 Sizes = tuple[int, int]
 

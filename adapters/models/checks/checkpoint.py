@@ -8,9 +8,9 @@ from adapters.gguf import check_file
 from adapters.models.base.fields import Fields
 from adapters.models.checkpoint import read_config
 from adapters.models.checks.architecture import check_architecture
-from adapters.models.checks.headers import TensorHeader, read_headers
 from adapters.models.quantization import stored_scheme
 from engine.errors import StartupError
+from engine.worker.weights.headers import TensorHeader, read_headers
 
 LAYER = re.compile(r"(?P<root>(?:\w+\.)*?(?:layers|h|layer))\.(?P<number>\d+)\.(?P<rest>.+)")
 # The layers of decoders and encoders of text; those of other towers are not counted.

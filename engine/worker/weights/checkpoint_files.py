@@ -4,22 +4,21 @@ Files are memory-mapped: a tensor is a view of its file, and its pages are read 
 """
 
 # mypy: disable-error-code="no-untyped-call"
-import json
 from collections.abc import Sequence, Set
 from pathlib import Path
 from types import EllipsisType
 from typing import Protocol, cast
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from engine.errors import StartupError
 from engine.worker.ports import PreferredFormat, Weight
 from engine.worker.weights.formats.int8 import INT8, Int8Weight
+from engine.worker.weights.headers import shards_of
 from engine.worker.weights.mappings import drop_pages
 
-INDEX = "model.safetensors.index.json"
 SCALE = "_scale"  # suffix of the scales of an int8 tensor
 FLOATS = ("F64", "F32", "F16", "BF16")  # dtype names of safetensors
 
@@ -49,47 +48,6 @@ class CheckpointFiles(Protocol):
     def drop_pages(self) -> None:
         """Release the file pages read so far from this process's memory."""
         ...
-
-
-def shards_of(directory: Path) -> dict[str, Path]:
-    """The file of each tensor by its name; raises `StartupError`."""
-    index = directory / INDEX
-    if index.exists():
-        return _read_index(index)
-    files = sorted(directory.glob("*.safetensors"))
-    single = directory / "model.safetensors"
-    if single in files:
-        files = [single]
-    if not files:
-        others = sorted(p.name for p in directory.glob("*.bin")) + sorted(
-            p.name for p in directory.glob("*.pth")
-        )
-        found = f", only {others[0]}" if others else ""
-        raise StartupError(
-            f"{directory} has no *.safetensors file{found}; weights are read from safetensors only"
-        )
-    return {name: path for path in files for name in _names(path)}
-
-
-def _read_index(index: Path) -> dict[str, Path]:
-    try:
-        names: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        shards = {name: index.parent / Path(file).name for name, file in names.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise StartupError(f"{index} is not a safetensors index: {error!r}") from error
-    for path in sorted(set(shards.values())):
-        missing = {name for name, at in shards.items() if at == path} - _names(path)
-        if missing:
-            raise StartupError(f"tensor {min(missing)} is in {index.name} but not in {path.name}")
-    return shards
-
-
-def _names(path: Path) -> set[str]:
-    try:
-        with safe_open(path, framework="pt") as file:
-            return set(file.keys())
-    except (SafetensorError, OSError) as error:
-        raise StartupError(f"cannot read {path}: {error}") from error
 
 
 class SafetensorsHeader(Protocol):

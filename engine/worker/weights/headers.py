@@ -24,6 +24,15 @@ class TensorHeader(NamedTuple):
 
 def read_headers(directory: Path) -> dict[str, TensorHeader]:
     """The tensors of a checkpoint directory by name. Raises `StartupError`."""
+    return {name: header for name, (_, header) in _located(directory).items()}
+
+
+def shards_of(directory: Path) -> dict[str, Path]:
+    """The file of each tensor by its name. Raises `StartupError`."""
+    return {name: path for name, (path, _) in _located(directory).items()}
+
+
+def _located(directory: Path) -> dict[str, tuple[Path, TensorHeader]]:
     index = directory / INDEX
     if index.is_file():
         return _indexed(index)
@@ -40,7 +49,8 @@ def read_headers(directory: Path) -> dict[str, TensorHeader]:
             else "; weights are read from safetensors only"
         )
         raise StartupError(f"{directory} has no *.safetensors file{found}")
-    return {name: header for path in files for name, header in read_header(path).items()}
+    headers = {path: read_header(path) for path in files}
+    return {name: (path, each[name]) for path, each in headers.items() for name in each}
 
 
 def read_header(path: Path) -> dict[str, TensorHeader]:
@@ -73,14 +83,14 @@ def read_header(path: Path) -> dict[str, TensorHeader]:
     return headers
 
 
-def _indexed(index: Path) -> dict[str, TensorHeader]:
+def _indexed(index: Path) -> dict[str, tuple[Path, TensorHeader]]:
     try:
         names: dict[str, str] = orjson.loads(index.read_bytes())["weight_map"]
         shards = {name: index.parent / Path(file).name for name, file in names.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise StartupError(f"{index} is not a safetensors index: {error!r}") from error
     headers = {path: read_header(path) for path in sorted(set(shards.values()))}
     for name, path in shards.items():
         if name not in headers[path]:
             raise StartupError(f"tensor {name} is in {index.name} but not in {path.name}")
-    return {name: headers[path][name] for name, path in shards.items()}
+    return {name: (path, headers[path][name]) for name, path in shards.items()}
