@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
 NUM_CASES = 60
-PROCESSES = (("0", 0), ("1", 1009), ("7", 313))  # PYTHONHASHSEED, and objects allocated
+PROCESSES = (("0", 0), ("7", 1009))  # PYTHONHASHSEED, and objects allocated
 
 
 def plans(hash_seed: str, num_junk: int) -> list[str]:
@@ -20,7 +20,6 @@ def plans(hash_seed: str, num_junk: int) -> list[str]:
 
 
 def test_plans_are_the_same_in_every_process() -> None:
-    first, *others = [plans(hash_seed, num_junk) for hash_seed, num_junk in PROCESSES]
+    first, second = [plans(hash_seed, num_junk) for hash_seed, num_junk in PROCESSES]
     assert len(first) == NUM_CASES
-    for lines in others:
-        assert lines == first
+    assert second == first
