@@ -2,7 +2,7 @@
 
 import asyncio
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -21,10 +21,6 @@ OPENAI_VERSION = "2020-10-01"
 MAX_COMMAS = 1 << 18  # of a JSON body
 
 
-def _uncharged(seconds: float) -> None:
-    """Requests that came through no intake, such as the lines of a batch, are not charged."""
-
-
 @dataclass(frozen=True, slots=True)
 class Caller:
     """The identity of one HTTP request. `arrived_at` is in seconds of the service's clock.
@@ -36,9 +32,8 @@ class Caller:
     `is_admin`: the key may use `/admin` and cancel requests of other keys. `limits` are the
     response headers about the key's rate limits. `dialect` renders the errors and headers of the
     path's API. `record` is the request's entry in the request log. `reports` are headers of the
-    response that say how the request was understood. `charge` tells the intake how many seconds
-    of work the request has caused in threads. `turn` is that of a message of a WebSocket: what its
-    connection knows of the conversation (`gateway.generation.turn`).
+    response that say how the request was understood. `turn` is that of a message of a WebSocket:
+    what its connection knows of the conversation (`gateway.generation.turn`).
     """
 
     request_id: str
@@ -54,7 +49,6 @@ class Caller:
     unknown_fields: UnknownFields = field(default_factory=UnknownFields, compare=False)
     record: RequestRecord | None = field(default=None, compare=False)
     reports: dict[str, str] = field(default_factory=dict, compare=False)
-    charge: Callable[[float], None] = field(default=_uncharged, compare=False)
     turn: object | None = field(default=None, compare=False)
 
     @property

@@ -46,6 +46,7 @@ MAX_DEBT_SECONDS = 0.05  # of all clients together
 MAX_SHARED_SECONDS = 0.001  # of the debt of one client, for which others wait
 MAX_CLIENT_DEBT_SECONDS = 1.0
 ABANDONED_SECONDS = 0.02  # that a client owes for a response that it did not wait for
+MIN_WAIT_SECONDS = 0.001  # a clock may not advance by the rounding of a difference
 RECHECK_SECONDS = 0.05  # generation may end while requests wait
 
 
@@ -172,7 +173,8 @@ class Intake:
         if self._is_next_due:
             self._timer = loop.call_soon(self._continue_one)
         else:
-            self._timer = loop.call_later(min(seconds, RECHECK_SECONDS), self._continue_one)
+            seconds = min(max(seconds, MIN_WAIT_SECONDS), RECHECK_SECONDS)
+            self._timer = loop.call_later(seconds, self._continue_one)
 
     def _continue_one(self) -> None:
         """Let the next client's first request continue, if one may."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from gateway.generation.threads import check_cancelled
+from gateway.generation.threads import check_cancelled, exempt
 from gateway.ports import EncodesInPieces, EncodesPairs
 
 if TYPE_CHECKING:
@@ -71,7 +71,9 @@ class PacedTokenizer:
             began = time.thread_time()
             for piece in pieces:
                 check_cancelled()
-                self._rest_after(time.thread_time() - began)
+                seconds = time.thread_time() - began
+                exempt(seconds)
+                self._rest_after(seconds)
                 yield piece
                 began = time.thread_time()
         finally:

@@ -1,74 +1,103 @@
-"""Work in threads that ends early when its client has disconnected.
+"""Work in threads that ends early when its client has disconnected, and is metered.
 
 A request body longer than `MAX_BYTES_ON_LOOP` is decoded and checked in a thread: the arrays in it
-may have so many items that this would hold the event loop for more than 5 ms.
+may have so many items that this would hold the event loop for more than 5 ms. The loop waits for
+the interpreter's lock meanwhile, so this time is charged as that on the loop is, and each client
+has one thread at a time: a client that sends many long bodies leaves the other threads to others.
 """
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from functools import partial
 from threading import Event
-from typing import TYPE_CHECKING, TypeVar
+from typing import Protocol, TypeVar
 
 from engine.errors import EngineError
-
-if TYPE_CHECKING:
-    from gateway.access.callers import Caller
 
 T = TypeVar("T")
 MAX_BYTES_ON_LOOP = 8 << 10  # at the densest, such a body takes 3 ms
 _cancelled: ContextVar[Event | None] = ContextVar("cancelled", default=None)
+_thread = threading.local()  # `exempt`: seconds of its work that are not charged
 
 
 class WorkCancelled(Exception):
     """The task that awaited this work was cancelled, so no task reads its result."""
 
 
-async def run_in_thread(work: Callable[[], T]) -> T:
+class ThreadMeter(Protocol):
+    """Meters the work that one request does in threads."""
+
+    async def begin(self, *, is_new: bool) -> None:
+        """Wait for the client's turn, and first for its debt if the request `is_new`."""
+        ...
+
+    def end(self, seconds: float) -> None:
+        """The work has taken so long, and the turn has ended."""
+        ...
+
+
+class _Unmetered:
+    """Requests that came through no intake, such as the lines of a batch, are not metered."""
+
+    async def begin(self, *, is_new: bool) -> None:
+        pass
+
+    def end(self, seconds: float) -> None:
+        pass
+
+
+_UNMETERED = _Unmetered()
+thread_meter: ContextVar[ThreadMeter] = ContextVar("thread_meter", default=_UNMETERED)
+
+
+async def run_in_thread(work: Callable[[], T], *, is_new: bool = False) -> T:
     """The result of `work`, which runs in a thread of the loop's default executor.
 
     If this task is cancelled, the work ends with the next `check_cancelled` that it calls.
     """
-    cancelled = Event()
+    meter, cancelled, seconds = thread_meter.get(), Event(), list[float]()
+    await meter.begin(is_new=is_new)
     token = _cancelled.set(cancelled)  # the thread runs in a copy of this context
+    run = partial(copy_context().run, _timed, work, seconds)
+    _cancelled.reset(token)
+    running = asyncio.get_running_loop().run_in_executor(None, run)
+    running.add_done_callback(lambda _: meter.end(sum(seconds)))
     try:
-        return await asyncio.to_thread(work)
+        return await asyncio.shield(running)
     except asyncio.CancelledError:
         cancelled.set()
         raise
-    finally:
-        _cancelled.reset(token)
 
 
-async def read_body_with(read: Callable[[], T], body: bytes, caller: "Caller") -> T:
-    """The result of `read`, which decodes `body`. If it runs in a thread, the intake is charged
-    for the time, because the loop waits for the interpreter's lock meanwhile."""
-    return await in_thread_if(len(body) > MAX_BYTES_ON_LOOP, read, caller)
+async def read_body_with(read: Callable[[], T], body: bytes) -> T:
+    """The result of `read`, which decodes `body`, in a thread if it is long."""
+    is_long = len(body) > MAX_BYTES_ON_LOOP
+    return await run_in_thread(read, is_new=True) if is_long else read()
 
 
-async def in_thread_if(is_long: bool, read: Callable[[], T], caller: "Caller") -> T:
-    """The result of `read`, as `read_body_with` gets it, in a thread only if `is_long`."""
-    if not is_long:
-        return read()
-    seconds: list[float] = []
+async def in_thread_if(is_long: bool, work: Callable[[], T]) -> T:
+    return await run_in_thread(work) if is_long else work()
+
+
+def _timed(work: Callable[[], T], seconds: list[float]) -> T:
+    check_cancelled()
+    began, _thread.exempt = time.thread_time(), 0.0
     try:
-        return await run_in_thread(partial(_timed, read, seconds))
-    finally:
-        caller.charge(sum(seconds))
-
-
-def _timed(read: Callable[[], T], seconds: list[float]) -> T:
-    began = time.thread_time()
-    try:
-        return read()
+        return work()
     except EngineError as error:
         # Its frames hold what was decoded, which would be freed on the loop.
         error.__cause__ = error.__context__ = None
         raise error.with_traceback(None) from None
     finally:
-        seconds.append(time.thread_time() - began)
+        seconds.append(time.thread_time() - began - _thread.exempt)
+
+
+def exempt(seconds: float) -> None:
+    """So much of this thread's work is not charged: the interpreter's lock was free meanwhile."""
+    _thread.exempt = getattr(_thread, "exempt", 0.0) + seconds
 
 
 def check_cancelled() -> None:

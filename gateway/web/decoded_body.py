@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from gateway.access.callers import read_body
 from gateway.generation.threads import read_body_with
-from gateway.service import caller_of, service_of
+from gateway.service import service_of
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
@@ -17,4 +17,4 @@ T = TypeVar("T")
 async def decoded_body(http: "HttpRequest", read: Callable[[bytes], T]) -> T:
     """What `read` makes of the body, in a thread if the body is long. Raises `InvalidRequest`."""
     body = await read_body(http, service_of(http).limits)
-    return await read_body_with(partial(read, body), body, caller_of(http))
+    return await read_body_with(partial(read, body), body)

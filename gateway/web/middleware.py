@@ -6,7 +6,7 @@
 events there directly, because middleware reads the status line and the last message only.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -18,8 +18,10 @@ from gateway.access.intake import Intake
 from gateway.access.key_file import Key
 from gateway.access.keys import is_basic
 from gateway.access.retries import Retries
+from gateway.access.turns import Turns
 from gateway.errors import Forbidden, InvalidApiKey, Superseded, http_error
 from gateway.generation.reply import error_response
+from gateway.generation.threads import thread_meter
 from gateway.observe.request_log import RequestRecord, trace_id_of
 from gateway.schema.unknown_fields import HEADER, UnknownFields
 from gateway.web.route import Access
@@ -64,6 +66,7 @@ class IdentifyCaller:
         self._intake = intake()
         # Probes and cancellations wait for those of their own client only.
         self._urgent_intake = intake(max_debt=0.0)
+        self._turns = Turns()
         self._app: ASGIApp = AccessControl(app, service)
         if service.origins.cors_origins:
             self._app = CORSMiddleware(
@@ -92,8 +95,8 @@ class IdentifyCaller:
                 is_answered = is_answered or not message.get("more_body", False)
             await send(message)
 
-        is_urgent = record.is_probe or scope["path"].endswith(CANCELS)
-        intake, client = self._urgent_intake if is_urgent else self._intake, record.client
+        intake, client = self._intake_of(scope, record), record.client
+        thread_meter.set(ThreadWork(intake, self._turns, client))
         try:
             await intake.enter(client)
             work = self._app(scope, intake.gated(receive, client), send_and_note)
@@ -106,6 +109,10 @@ class IdentifyCaller:
             self._service.request_log.close(record)
             if not is_answered and (record.num_running or record.prompt_tokens):
                 intake.abandoned(client)
+
+    def _intake_of(self, scope: "Scope", record: RequestRecord) -> Intake:
+        is_urgent = record.is_probe or scope["path"].endswith(CANCELS)
+        return self._urgent_intake if is_urgent else self._intake
 
     def _identify(self, scope: "Scope") -> RequestRecord:
         """Set the scope's `Route`, if any, and `Caller`; returns its entry in the request log."""
@@ -124,12 +131,33 @@ class IdentifyCaller:
             dialect=self._routes.dialect_of(scope["path"]),
             unknown_fields=UnknownFields(rejects_all=service.rejects_unknown_fields),
             record=record,
-            charge=partial(self._intake.charge, client=client),
             turn=scope.get("podway.turn"),
         )
         if service.traces is not None and (parent := _header(scope, b"traceparent")):
             service.traces.begin(request_id, parent)
         return record
+
+
+@dataclass(frozen=True, slots=True)
+class ThreadWork:
+    """What one request does in threads: a `ThreadMeter`."""
+
+    intake: Intake
+    turns: Turns
+    client: str
+
+    async def begin(self, *, is_new: bool) -> None:
+        await self.turns.take(self.client)
+        try:
+            if is_new:
+                await self.intake.enter(self.client)
+        except BaseException:
+            self.turns.give_back(self.client)
+            raise
+
+    def end(self, seconds: float) -> None:
+        self.intake.charge(seconds, self.client)
+        self.turns.give_back(self.client)
 
 
 class AccessControl:

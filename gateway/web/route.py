@@ -119,7 +119,7 @@ class Route:
         if iscoroutinefunction(self.plan) or len(body) <= MAX_BYTES_ON_LOOP:
             plan = self.plan(body, caller, service)
         else:
-            plan = await read_body_with(partial(self.plan, body, caller, service), body, caller)
+            plan = await read_body_with(partial(self.plan, body, caller, service), body)
         return await plan if isawaitable(plan) else plan
 
 
@@ -138,7 +138,7 @@ class OfModel:
         if http.method == "POST":
             body = await read_body(http, service.limits)
             http = ReadRequest(scope, receive, body)
-            name = await read_body_with(partial(model_named, body), body, caller_of(http)) or name
+            name = await read_body_with(partial(model_named, body), body) or name
         group = service.groups.find(name)
         with group.leases.claim() as lease:
             if not lease.is_active:

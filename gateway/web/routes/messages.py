@@ -45,7 +45,7 @@ async def count_tokens(http: "HttpRequest") -> dict[str, int]:
     """The number of tokens of a prompt; nothing is generated."""
     service, caller = service_of(http), caller_of(http)
     body = await read_body(http, service.limits)
-    request, fields = await read_body_with(partial(_counted, body, caller, service), body, caller)
+    request, fields = await read_body_with(partial(_counted, body, caller, service), body)
     with renamed_fields(NAMES):
         rendered = await render_prompt(
             service.model, request, ImageOrigin(service.image_sender(caller), fields)

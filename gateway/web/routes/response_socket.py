@@ -110,7 +110,7 @@ class ResponseSocket:
 
     async def _take(self, text: bytes, tasks: asyncio.TaskGroup) -> None:
         read = partial(socket.read_message, text)
-        message = await read_body_with(read, text, self._caller)
+        message = await read_body_with(read, text)
         if message.type == socket.STEER:
             await self._steer(text)
             return
@@ -217,7 +217,7 @@ class ResponseSocket:
         failed = partial(self._fail_unaccepted, text)
         try:
             read = partial(socket.read_steer, text)
-            message = await read_body_with(read, text, self._caller)
+            message = await read_body_with(read, text)
         except InvalidRequest as error:
             await failed("invalid_input", str(error))
             return

@@ -59,12 +59,10 @@ async def plan_response(body: bytes, caller: "Caller", service: "Service") -> Ge
     Raises `InvalidRequest` for what cannot be served.
     """
     turn = _turn_of(caller)
-    request, tools, items = await read_body_with(
-        partial(_read, body, caller, service), body, caller
-    )
+    request, tools, items = await read_body_with(partial(_read, body, caller, service), body)
     items = await _earlier_items(request, caller, service) + items
     make = partial(_planned, _Parts(request, tools, items or [NOTHING]), caller, service)
-    plan = await in_thread_if(_is_long(items, body), make, caller)
+    plan = await in_thread_if(_is_long(items, body), make)
     if request.truncation == "auto":
         as_chat, fields = partial(request.as_chat, tools=tools), request.image_fields
         tokenize = partial(_tokenize_truncated, as_chat, items, fields, plan, service)
@@ -114,7 +112,7 @@ async def _compared(
         before = messages_of(earlier["instructions"], record.items)
         return CacheDiagnosis.of(earlier, head, before, messages_of(instructions, items))
 
-    diagnosis = await in_thread_if(_is_long(items, b""), compare, plan.caller)
+    diagnosis = await in_thread_if(_is_long(items, b""), compare)
 
     async def tokenize() -> "TokenizedPrompts":
         tokenized = await plan.tokenize()
@@ -187,11 +185,9 @@ async def count_input_tokens(http: "HttpRequest") -> Json:
     """The number of tokens of a request's prompt; nothing is generated."""
     service, caller = service_of(http), caller_of(http)
     body = await read_body(http, service.limits)
-    request, tools, items = await read_body_with(
-        partial(_read, body, caller, service), body, caller
-    )
+    request, tools, items = await read_body_with(partial(_read, body, caller, service), body)
     items = await _earlier_items(request, caller, service) + items
-    chat = await in_thread_if(_is_long(items, body), partial(request.as_chat, items, tools), caller)
+    chat = await in_thread_if(_is_long(items, body), partial(request.as_chat, items, tools))
     with renamed_fields(NAMES):
         origin = ImageOrigin(service.image_sender(caller), request.image_fields)
         rendered = await render_prompt(service.model, chat, origin)
@@ -233,7 +229,7 @@ async def _tokenize_truncated(
 ) -> "TokenizedPrompts":
     """The prompt without the oldest items, as few of them as needed (binary search)."""
     is_long = _is_long(items, b"")
-    starts = await in_thread_if(is_long, partial(_starts, items), plan.caller)
+    starts = await in_thread_if(is_long, partial(_starts, items))
 
     def plan_from(start: int) -> GenerationPlan:
         chat = as_chat(_suffix(items, start))
@@ -241,7 +237,7 @@ async def _tokenize_truncated(
 
     async def tokenize(number: int) -> "TokenizedPrompts":
         make = partial(plan_from, starts[number])
-        cut = await in_thread_if(is_long, make, plan.caller)
+        cut = await in_thread_if(is_long, make)
         return await cut.tokenize()
 
     def fits(tokenized: "TokenizedPrompts") -> bool:
@@ -292,7 +288,7 @@ async def _hold(
 ) -> None:
     """Let the connection's next messages continue the response."""
     make = partial(turn.to_hold, [*items, *renderer.output], service.model)
-    turn.hold(renderer.response_id, await in_thread_if(_is_long(items, b""), make, caller))
+    turn.hold(renderer.response_id, await in_thread_if(_is_long(items, b""), make))
 
 
 async def _store(

@@ -1,6 +1,5 @@
 """`POST /tokenize` and `POST /detokenize`: text to ids and back, without generating anything."""
 
-import asyncio
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -35,12 +34,12 @@ async def tokenize(http: "HttpRequest") -> bytes:
     service, caller = service_of(http), caller_of(http)
     raw = await read_body(http, service.limits)
     decode = partial(decode_tokenize, raw, caller.unknown_fields)
-    request = await read_body_with(decode, raw, caller)
+    request = await read_body_with(decode, raw)
     if request.model is not None:
         service.check_model(request.model)
     chat = None
     if request.messages is not None:
-        chat = await read_body_with(partial(request.as_chat, service.model.name), raw, caller)
+        chat = await read_body_with(partial(request.as_chat, service.model.name), raw)
     origin = ImageOrigin(service.image_sender(caller))
     ids = await unless_disconnected(
         http.receive, partial(_ids, request, chat, origin, service), lambda: None
@@ -87,7 +86,7 @@ async def _ids(
 async def _off_loop(ids: "Sequence[int]", decode: "Callable[[], T]") -> T:
     """The result of `decode`, which runs in a thread if there are many ids."""
     num_parts = len(ids) // IDS_PER_PART
-    return decode() if fits_on_loop((), num_parts) else await asyncio.to_thread(decode)
+    return decode() if fits_on_loop((), num_parts) else await run_in_thread(decode)
 
 
 def _body(ids: "Sequence[int]", max_model_len: int, tokenizer: "Tokenizer | None") -> bytes:
