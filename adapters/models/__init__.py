@@ -39,6 +39,7 @@ FAMILIES: dict[str, str] = {
     "OlmoeForCausalLM": "adapters.models.mixtures.olmoe:Olmoe",
     "Qwen2ForCausalLM": "adapters.models.dense.qwen2:Qwen2",
     "Qwen2ForSequenceClassification": "adapters.models.dense.qwen2:Qwen2",
+    "Qwen2_5_VLForConditionalGeneration": "adapters.models.dense.qwen2_5_vl:Qwen25VL",
     "Qwen2Model": "adapters.models.dense.qwen2:Qwen2",
     "Qwen3_5ForCausalLM": "adapters.models.hybrid.qwen3_5:Qwen35",
     "Qwen3_5ForConditionalGeneration": "adapters.models.hybrid.qwen3_5:Qwen35Multimodal",

@@ -38,6 +38,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
         {"deepstack_visual_indexes": [0, 1]},
     ),
+    "qwen2_5_vl": (
+        "Qwen2_5_VL",
+        {"rope_parameters": ROPE | {"mrope_section": [2, 1, 1]}},
+        {"window_size": 12, "fullatt_block_indexes": [1], "hidden_act": "silu"},
+    ),
     "qwen3_5": (
         "Qwen3_5",
         QWEN3_5

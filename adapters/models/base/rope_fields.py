@@ -235,6 +235,7 @@ def _longrope(base: RopeSource, context: RopeContext) -> RopeSource:
 
 READERS: dict[str, Callable[[RopeSource, RopeContext], RopeSource]] = {
     "default": _default,
+    "mrope": _default,  # its sections are read by families with images
     "linear": _linear,
     "llama3": _llama3,
     "yarn": _yarn,

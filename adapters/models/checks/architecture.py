@@ -14,7 +14,6 @@ TEXT_PARTS = {
     "LlavaForConditionalGeneration": "LlamaForCausalLM",
     "Mistral3ForConditionalGeneration": "MistralForCausalLM",
     "Qwen2VLForConditionalGeneration": "Qwen2ForCausalLM",
-    "Qwen2_5_VLForConditionalGeneration": "Qwen2ForCausalLM",
     "Qwen3VLMoeForConditionalGeneration": "Qwen3MoeForCausalLM",
 }
 

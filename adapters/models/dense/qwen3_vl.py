@@ -1,24 +1,17 @@
 """Qwen3-VL: Qwen 3 with positions along three axes, behind Qwen's vision transformer, of which some
 layers' results are added behind the decoder's first layers (DeepStack)."""
 
-from adapters.models.base.fields import Fields
-from adapters.models.base.rope_fields import LayerRopes, read_rope, with_axes
 from adapters.models.dense.qwen3 import Qwen3
 from adapters.models.encoders.families import ReadsQwenImages
 from engine.errors import StartupError
 from engine.worker.model.layers import Decoder
-from engine.worker.ports import ModelShape, Operators, Shard, WeightSource
+from engine.worker.ports import Operators, Shard, WeightSource
 
 
 class Qwen3VL(ReadsQwenImages, Qwen3):
     """`Qwen3VLForConditionalGeneration`."""
 
     ignored_weights = (*Qwen3.ignored_weights, "model.visual.*")
-
-    def ropes(self, fields: Fields, shape: ModelShape) -> LayerRopes:
-        source = read_rope(fields, shape.head_dim, shape.max_positions)
-        rope = fields.child("rope_parameters") or fields.child("rope_scaling")
-        return LayerRopes.same(with_axes(source, rope or fields), shape.num_layers)
 
     def build(self, weights: WeightSource, shard: Shard, operators: Operators) -> Decoder:
         num_added = len(self._vision.added)

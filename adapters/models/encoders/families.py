@@ -3,10 +3,11 @@
 from collections.abc import Mapping
 
 from adapters.models.base.fields import Fields
+from adapters.models.base.rope_fields import LayerRopes, with_axes
 from adapters.models.base.rotary import RotaryFamily
 from adapters.models.encoders.qwen_vision import QwenVision, VisionShape
 from engine.errors import StartupError
-from engine.worker.ports import Operators, WeightSource
+from engine.worker.ports import ModelShape, Operators, WeightSource
 
 
 def vision_fields(config: Mapping[str, object]) -> Fields:
@@ -39,11 +40,20 @@ class ReadsImages(RotaryFamily):
         return (*has, self.encoder_roots[0])[0]
 
 
-class ReadsQwenImages(ReadsImages):
-    """Qwen's vision transformer with full attention."""
+class HasImageAxes(ReadsImages):
+    """The tokens of Qwen's images have positions along three axes (M-RoPE)."""
 
-    encoder_roots = ("model.visual.",)
+    encoder_roots = ("model.visual.", "visual.")
     encoder_tensor = "patch_embed.proj.weight"
+
+    def ropes(self, fields: Fields, shape: ModelShape) -> LayerRopes:
+        ropes = super().ropes(fields, shape)
+        rope = fields.child("rope_parameters") or fields.child("rope_scaling") or fields
+        return ropes._replace(sources=tuple(with_axes(each, rope) for each in ropes.sources))
+
+
+class ReadsQwenImages(HasImageAxes):
+    """The vision transformer since Qwen 3."""
 
     def __init__(self, config: Mapping[str, object]) -> None:
         super().__init__(config)

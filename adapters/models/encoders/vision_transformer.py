@@ -8,8 +8,9 @@ finishes a layer for the patches of a tile, and then computes what the next laye
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ TILE = 64  # patches of a slice: 16 tokens, as the least piece of a prompt besid
 
 @dataclass(frozen=True, slots=True)
 class VisionLayer:
-    """Attention over all patches of an image, and an MLP, each behind a norm."""
+    """Attention over all patches of an image, or of a window, and an MLP, each behind a norm."""
 
     attention_norm: Norm
     qkv: Linear
@@ -38,6 +39,7 @@ class VisionLayer:
     mlp_norm: Norm
     up: Linear
     down: Linear
+    is_windowed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,10 @@ class VisionReader:
     def norm(self, name: str, size: int, eps: float) -> Norm:
         weight = self.weights.tensor(TensorSlice(f"{self.root}{name}.weight", (size,)))
         return self.operators.layer_norm(weight, self.bias(name, size), eps)
+
+    def rms_norm(self, name: str, size: int, eps: float) -> Norm:
+        weight = self.weights.tensor(TensorSlice(f"{self.root}{name}.weight", (size,)))
+        return self.operators.rms_norm(weight, eps)
 
 
 class VisionTransformer(ABC):
@@ -123,7 +129,13 @@ class VisionTransformer(ABC):
         """Attention and MLP of these patches, in place."""
         hidden = state.hidden[rows]
         q, k, v = state.qkv.unbind(1)
-        mixed = self._operators.attend(q[rows], k, v)
+        if layer.is_windowed:
+            seen = _window_parts(rows, state.window_ends)
+            mixed = torch.cat(
+                [self._operators.attend(q[part], k[window], v[window]) for part, window in seen]
+            )
+        else:
+            mixed = self._operators.attend(q[rows], k, v)
         layer.out(mixed.reshape(len(hidden), -1), hidden)
         layer.down(self._activation(layer.up(layer.mlp_norm(hidden))), hidden)
 
@@ -135,3 +147,10 @@ class VisionTransformer(ABC):
             cos, sin = state.angles.cos[rows], state.angles.sin[rows]
             for heads in (qkv[:, 0], qkv[:, 1]):
                 self._operators.apply_rope_(heads, cos, sin)
+
+
+def _window_parts(rows: slice, ends: Sequence[int]) -> Iterator[tuple[slice, slice]]:
+    """The parts of rows that are in one window each, with all rows of that window."""
+    for start, stop in pairwise((0, *ends)):
+        if start < rows.stop and rows.start < stop:
+            yield slice(max(start, rows.start), min(stop, rows.stop)), slice(start, stop)

@@ -7,7 +7,7 @@ import torch
 
 from adapters.models.base.fields import Fields
 from adapters.models.base.projections import Projections
-from adapters.models.base.rope_fields import LayerRopes, read_rope, with_axes
+from adapters.models.base.rope_fields import LayerRopes, read_rope
 from adapters.models.base.traits import FULL, FamilyTraits
 from adapters.models.dense.qwen3 import Qwen3
 from adapters.models.encoders.families import ReadsQwenImages
@@ -51,8 +51,7 @@ class Qwen35(Qwen3):
 
     def ropes(self, fields: Fields, shape: ModelShape) -> LayerRopes:
         source = read_rope(fields, shape.head_dim, shape.max_positions, share=0.25)
-        rope = fields.child("rope_parameters") or fields.child("rope_scaling")
-        return LayerRopes.same(with_axes(source, rope or fields), shape.num_layers)
+        return LayerRopes.same(source, shape.num_layers)
 
     def sized(self, fields: Fields, shape: ModelShape) -> ModelShape:
         recurrent = RecurrentShape(

@@ -21,6 +21,8 @@ class EncoderState:
     qkv: Tensor  # of the layer being computed, [patches, 3, heads, dim]
     next_qkv: Tensor  # of the layer behind it, as far as it is known
     angles: RopeAngles | None = None  # of rows and columns, [patches, dim / 2]
+    order: Tensor | None = None  # the token of each block of patches, if not their order
+    window_ends: list[int] = field(default_factory=list)  # of the patches of each window
     outputs: dict[int, Tensor] = field(default_factory=dict)  # by layer, [tokens, hidden]
 
 

@@ -1,5 +1,6 @@
 """Models with image encoders give transformers' logits, however image and prompt are split."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,3 +87,23 @@ def test_gemmas_tower_is_found_under_the_names_of_all_checkpoints(
     found = load_worker(tmp_path).report
     assert found.encoder == expected.encoder is not None
     assert found.num_parameters == expected.num_parameters
+
+
+def test_the_flat_config_of_published_qwen_2_5_is_read(tmp_path: Path) -> None:
+    """The decoder's fields lie beside `vision_config`, and RoPE has an older type."""
+    make_checkpoint(tmp_path, "qwen2_5_vl")
+    prompt = prompts("qwen2_5_vl")[1]
+    specs = [RequestSpec(prompt.tokens, 12, GREEDY, media=prompt.media)]
+    (expected,) = play(load_worker(tmp_path), specs)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    text = config.pop("text_config")
+    rope = text.pop("rope_parameters")
+    del text["model_type"], text["layer_types"]
+    scaling = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+    vision = {**config["vision_config"], "in_chans": config["vision_config"].pop("in_channels")}
+    flat = {**text, **config, "rope_theta": rope["rope_theta"], "rope_scaling": scaling}
+    path.write_text(json.dumps({**flat, "vision_config": vision}))
+    (outcome,) = play(load_worker(tmp_path), specs)
+    assert outcome.error is None
+    assert outcome.tokens == expected.tokens

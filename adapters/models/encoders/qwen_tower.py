@@ -1,0 +1,200 @@
+"""What the image encoders of all Qwen models have in common: a vision transformer with RoPE over
+rows and columns, in which blocks of 2 × 2 patches, which follow one another, become one token."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from adapters.models.base.fields import Fields
+from adapters.models.encoders.vision_transformer import (
+    TILE,
+    VisionLayer,
+    VisionReader,
+    VisionTransformer,
+)
+from engine.errors import StartupError
+from engine.media import EncoderReport
+from engine.worker.model.rope import inverse_frequencies
+from engine.worker.ports import (
+    EncoderState,
+    Encoding,
+    Linear,
+    Norm,
+    Operators,
+    RopeAngles,
+    TensorSlice,
+)
+
+EPS = 1e-6
+THETA = 10000.0
+LAST = -1  # in `EncoderState.outputs`: what replaces embeddings
+FLOAT32_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class TowerShape:
+    """The sizes in `vision_config`."""
+
+    num_layers: int
+    width: int
+    inner: int
+    num_heads: int
+    channels: int
+    patch: int
+    frames: int  # of a patch: an image is repeated as if it were a film
+    merge: int
+    out_width: int
+
+    @classmethod
+    def read(cls, fields: Fields, hidden_size: int, *, patch: int = 16) -> "TowerShape":
+        """`patch` is the family's default. Raises `StartupError` for a field that is not
+        supported."""
+        width, heads = fields.integer("hidden_size"), fields.integer("num_heads")
+        shape = cls(
+            num_layers=fields.layers("depth"),
+            width=width,
+            inner=fields.integer("intermediate_size"),
+            num_heads=heads,
+            channels=fields.integer("in_channels", fields.integer("in_chans", 3)),
+            patch=fields.integer("patch_size", patch),
+            frames=fields.integer("temporal_patch_size", 2),
+            merge=fields.integer("spatial_merge_size", 2),
+            out_width=fields.integer("out_hidden_size"),
+        )
+        if width % (4 * heads):
+            raise StartupError(
+                f"{fields.where}: num_heads={heads} times 4 does not divide hidden_size={width}"
+            )
+        if TILE % shape.block:
+            raise StartupError(
+                f"{fields.where}: spatial_merge_size={shape.merge} does not divide {TILE} patches"
+            )
+        if shape.out_width != hidden_size:
+            raise StartupError(
+                f"{fields.where}: out_hidden_size={shape.out_width} is not the decoder's "
+                f"hidden_size={hidden_size}"
+            )
+        return shape
+
+    @property
+    def head_dim(self) -> int:
+        return self.width // self.num_heads
+
+    @property
+    def block(self) -> int:
+        """Patches that one token stands for."""
+        return self.merge**2
+
+    def report(self, num_added: int, num_matrices: int) -> EncoderReport:
+        """What the control plane knows of it: `num_added` layers' results are added behind layers
+        of the decoder, and an MLP has so many matrices."""
+        return EncoderReport(
+            num_layers=self.num_layers,
+            row_bytes=FLOAT32_BYTES * self.out_width * (1 + num_added),
+            row_flops=2 * self.width * (4 * self.width + num_matrices * self.inner),
+            pair_flops=4 * self.width,
+            tile=TILE,
+            merge=self.merge,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Merger:
+    """Merges blocks of patches into tokens. `is_merged_first`: the norm is over whole blocks."""
+
+    norm: Norm
+    up: Linear
+    down: Linear
+    width: int  # of a block
+    is_merged_first: bool = False
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """`[tokens, out width]` from `[patches, width]`."""
+        if self.is_merged_first:
+            blocks = self.norm(hidden.reshape(-1, self.width))
+        else:
+            blocks = self.norm(hidden).reshape(-1, self.width)
+        return self.down(F.gelu(self.up(blocks)))
+
+
+@dataclass(frozen=True, slots=True)
+class TowerParts:
+    """The layers, and the mergers of those whose results become tokens: `LAST` is the whole
+    encoder."""
+
+    layers: Sequence[VisionLayer]
+    patches: Linear
+    mergers: Mapping[int, Merger]
+
+
+def read_patches(reader: VisionReader, shape: TowerShape, *, has_bias: bool) -> Linear:
+    """The linear that embeds patches."""
+    size = (shape.width, shape.channels, shape.frames, shape.patch, shape.patch)
+    name = "patch_embed.proj"
+    kernel = reader.weights.tensor(TensorSlice(f"{reader.root}{name}.weight", size))
+    bias = reader.bias(name, shape.width) if has_bias else None
+    return reader.operators.linear([kernel.reshape(shape.width, -1)], bias)
+
+
+class QwenTower(VisionTransformer):
+    """Subclasses may change the order in which the tokens of an image are computed."""
+
+    def __init__(
+        self,
+        operators: Operators,
+        shape: TowerShape,
+        parts: TowerParts,
+        activation: Callable[[Tensor], Tensor],
+    ) -> None:
+        super().__init__(operators, parts.layers, shape.num_heads, activation)
+        self._shape = shape
+        self._patches = parts.patches
+        self._mergers = parts.mergers
+        self._inverse = operators.constant(inverse_frequencies(shape.head_dim // 2, THETA))
+
+    def begin(self, pixels: Tensor, grid: tuple[int, int, int]) -> EncoderState:
+        """With the angles of each patch's row and column."""
+        frames, height, width = grid
+        merge = self._shape.merge
+        if frames != 1 or height % merge or width % merge:
+            raise ValueError(f"an image of {frames} frames of {height} × {width} patches")
+        both = torch.stack(places(height, width, merge), dim=1).to(pixels.device)
+        angles = (both[:, :, None].float() * self._inverse).flatten(1)
+        turned = RopeAngles(angles.cos(), angles.sin())
+        state = self.state(pixels, grid, self._shape.width, turned)
+        size = (height * width // self._shape.block, self._shape.out_width)
+        for layer in self._mergers:
+            state.outputs[layer] = pixels.new_empty(size)
+        return state
+
+    def embed(self, state: EncoderState, rows: slice) -> Tensor:
+        return self._patches(state.pixels[rows])
+
+    def finished(self, state: EncoderState, layer: int, rows: slice) -> None:
+        is_last = layer == self._shape.num_layers - 1
+        numbers = [layer, LAST] if is_last else [layer]
+        for number in numbers:
+            if number in self._mergers:
+                tokens = self.tokens(state, rows)
+                state.outputs[number][tokens] = self._mergers[number](state.hidden[rows])
+
+    def tokens(self, state: EncoderState, rows: slice) -> "slice | Tensor":
+        """The tokens that stand for these patches, one after the other."""
+        return slice(rows.start // self._shape.block, rows.stop // self._shape.block)
+
+    def end(self, state: EncoderState) -> Encoding:
+        added = tuple(state.outputs[layer] for layer in self._mergers if layer != LAST)
+        return Encoding(state.outputs[LAST], added)
+
+
+def places(height: int, width: int, merge: int) -> tuple[Tensor, Tensor]:
+    """The row and the column of each patch, those of a block one after the other."""
+    rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+    sizes = (height // merge, merge, width // merge, merge)
+    return (
+        rows.reshape(sizes).transpose(1, 2).flatten(),
+        columns.reshape(sizes).transpose(1, 2).flatten(),
+    )
