@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor
 
 from engine.media import Media
-from tests.models.checkpoints import QWEN3_5, SMALL
+from tests.models.checkpoints import QWEN3_5, SHARED_EXPERTS, SMALL
 
 IMAGE_ID = 90
 VISION: dict[str, Any] = {
@@ -53,6 +53,22 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
                 "mrope_interleaved": True,
                 "partial_rotary_factor": 0.25,
             }
+        },
+        {},
+    ),
+    "qwen3_5_moe": (
+        "Qwen3_5Moe",
+        QWEN3_5
+        | SHARED_EXPERTS
+        | {
+            "linear_key_head_dim": 32,
+            "linear_value_head_dim": 32,
+            "rope_parameters": ROPE
+            | {
+                "mrope_section": [1, 1, 0],
+                "mrope_interleaved": True,
+                "partial_rotary_factor": 0.25,
+            },
         },
         {},
     ),
