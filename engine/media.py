@@ -2,13 +2,16 @@
 of them."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     import numpy as np
     from numpy.typing import NDArray
+
+T = TypeVar("T")
+F = TypeVar("F")
 
 
 class Span(NamedTuple):
@@ -53,6 +56,18 @@ class Media:
         for first in range(0, len(pixels), PIECE):
             data = pixels[first : first + PIECE].tobytes()
             yield ImagePixels(image, 4 * first, data, self.pixels.shape, self.grid)
+
+
+def replaced(
+    items: "Iterable[T]", media: tuple[Media, ...], filler: F, start: int = 0
+) -> "list[T | F]":
+    """What belongs to the tokens of a prompt from position `start` on, with `filler` in the places
+    of those that stand for images."""
+    result: list[T | F] = [*items]
+    for image in media:
+        places = range(max(image.start - start, 0), min(image.end - start, len(result)))
+        result[places.start : places.stop] = [filler] * len(places)
+    return result
 
 
 PIECE = 1 << 18  # numbers in one message, which takes less than 1 ms

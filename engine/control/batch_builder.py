@@ -4,6 +4,7 @@ from math import inf
 from typing import TYPE_CHECKING
 
 from engine.iteration import NO_SWAPS, Iteration, Swaps
+from engine.media import replaced
 from engine.step import (
     LAST_TOKEN,
     OUTPUT_KEPT_STEPS,
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from engine.control.images import Images
     from engine.kv.cache import KVCache
     from engine.media import EncoderWork
-    from engine.request import Request
+    from engine.request import Request, RequestSpec
 
 
 PENDING = (LAST_TOKEN,)
@@ -177,7 +178,7 @@ class BatchBuilder:
         return SampleSpec(
             sampling,
             banned,
-            prompt=spec.prompt if sampling.repetition_penalty != 1.0 else (),
+            prompt=_text_ids(spec) if sampling.repetition_penalty != 1.0 else (),
             output=tuple(request.output),
             logprobs=spec.logprobs,
             grammar=spec.grammar,
@@ -191,6 +192,13 @@ class BatchBuilder:
             return not self.looks_ahead
         index = request.produced + request.num_pending
         return not self.looks_ahead or request.may_be_late(index)
+
+
+def _text_ids(spec: "RequestSpec") -> tuple[int, ...]:
+    """The prompt without the tokens that stand for images."""
+    if not spec.media:
+        return spec.prompt
+    return tuple([token for token in replaced(spec.prompt, spec.media, None) if token is not None])
 
 
 def _targets(request: "Request", start: int, stop: int) -> PromptTargets | None:

@@ -6,8 +6,9 @@ of equally long ones the latest.
 
 from typing import TYPE_CHECKING
 
+from engine.media import replaced
 from engine.speculation.proposers import NO_PROPOSAL, Proposal
-from engine.speculation.token_index import TokenIndex
+from engine.speculation.token_index import END, TokenIndex
 
 if TYPE_CHECKING:
     from engine.request import Request
@@ -18,7 +19,8 @@ TOKENS_PER_CALL = 2048  # that are added to an index: about 1 ms; long prompts t
 
 
 class RequestIndexes:
-    """An index of the prompt and the output of each request, extended when it is used."""
+    """An index of the prompt and the output of each request, extended when it is used. An image
+    ends the text before it."""
 
     def __init__(self, gram: int) -> None:
         self._gram = gram
@@ -32,7 +34,8 @@ class RequestIndexes:
         known, total = len(index), request.num_tokens
         stop = min(total, known + TOKENS_PER_CALL)
         if known < stop:
-            index.extend(request.tokens(known, stop))
+            tokens, media = request.tokens(known, stop), request.spec.media
+            index.extend(replaced(tokens, media, END, known) if media else tokens)
         return index if stop == total else None
 
     def forget(self, request: "Request") -> None:
@@ -52,7 +55,7 @@ class NgramProposer:
         index = self._indexes.index(request)
         if index is None:
             return NO_PROPOSAL
-        match = index.find(index.tokens[-self._lookup_max :], tries=1)
+        match = index.find(index.tail(self._lookup_max), tries=1)
         if not match.length:
             return NO_PROPOSAL
         return Proposal(tuple(index.follow(match.ends[0], count)), match.length)

@@ -71,7 +71,7 @@ class SuffixProposer:
         own = self._requests.index(request)
         if own is None:
             return NO_PROPOSAL
-        tail = own.tokens[-self._settings.lookup_max :]
+        tail = own.tail(self._settings.lookup_max)
         index, match = own, own.find(tail)
         outputs = self._outputs.get(request.spec.salt)
         if outputs is not None:

@@ -52,6 +52,13 @@ class TokenIndex:
             position += 1
         self._key = key
 
+    def tail(self, most: int) -> list[int]:
+        """The last tokens, at most so many, of the last text."""
+        tail = self.tokens[-most:]
+        while END in tail:
+            del tail[: tail.index(END) + 1]
+        return tail
+
     def find(self, tail: "Sequence[int]", tries: int = TRIES) -> Match:
         """Where the longest suffix of `tail` occurs, of at least `gram` tokens; the latest position
         first. The end of this sequence itself is not reported. With fewer `tries`, fewer positions

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import repeat
 from typing import TYPE_CHECKING
 
+from engine.media import replaced
 from engine.request import Abort, FinishReason
 from gateway.generation.text import TextStream, TokenText
 from gateway.ports import CallBegin, Piece, StreamParser
@@ -156,11 +157,14 @@ class ChoiceStream:
         return self._finish(finish, tokens[-1] if tokens else None)
 
     def _begin(self, logprobs: "Sequence[TokenLogprobs]") -> None:
-        """Report the prompt if requested; its first token has no log-probability."""
+        """Report the prompt if requested; its first token, and those that stand for images, have no
+        log-probability."""
         self._has_begun = True
-        report, ids = self._report, self._tokens.spec.prompt
+        report, spec = self._report, self._tokens.spec
+        ids = spec.prompt
         if report.token_ids or report.prompt_logprobs is not None:
-            scored = () if report.prompt_logprobs is None else (None, *logprobs)
+            has_none = report.prompt_logprobs is None
+            scored = () if has_none else (None, *replaced(logprobs, spec.media, None, 1))
             self._reports.append(PromptReport(ids, scored))
         if report.echo:
             self._echo(ids, (None, *logprobs) if logprobs else repeat(None))

@@ -17,7 +17,7 @@ from engine.kv_shape import KVShape
 from engine.media import EncoderReport, Media
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.request import Abort, Request, RequestSpec
-from engine.step import SamplingParams, StepResult
+from engine.step import SampleSpec, SamplingParams, StepResult
 from gateway.observe.explanation import explain
 from gateway.observe.timelines import Timelines
 
@@ -140,6 +140,19 @@ def test_a_prefix_in_the_cache_needs_no_encoding() -> None:
     again = rig.add(image(10), max_tokens=4, length=120)
     assert num_slices(rig.step()) == 0
     assert again.num_cached == 100
+
+
+def test_the_repetition_penalty_does_not_read_the_tokens_that_stand_for_images() -> None:
+    rig, media = Rig(), image(2)
+    prompt = (3, 4, *[5] * media.num_tokens, 6)
+    sampling = SamplingParams(temperature=0.0, repetition_penalty=1.2)
+    rig.scheduler.add(RequestSpec(prompt, 9, sampling, media=(media,)), rig.now)
+    samples = list[SampleSpec]()
+    while not samples:
+        iteration = rig.step()
+        if iteration is not None:
+            samples = [entry.sample for entry in iteration.step.entries if entry.sample]
+    assert [sample.prompt for sample in samples] == [(3, 4, 6)]
 
 
 def test_the_time_waited_for_the_encoder_is_a_phase_of_its_own() -> None:

@@ -1,10 +1,12 @@
 """What each proposer guesses, and which drafts are chosen."""
 
+import numpy as np
 import pytest
 
 from engine.cost.live import LiveCost
 from engine.cost.model import CostModel
 from engine.iteration import Iteration
+from engine.media import Media
 from engine.request import Request, RequestSpec
 from engine.speculation.acceptance import UNKNOWN, AcceptanceRates, bucket_of
 from engine.speculation.budget import ASK_SECONDS, FIRST_STEPS, SHARE
@@ -63,6 +65,21 @@ def test_ngram_proposes_what_followed_the_last_tokens_before() -> None:
     assert proposer.propose(request, 3) == Proposal((4, 5, 9), 2)
     request.output.append(8)
     assert proposer.propose(request, 3) == NO_PROPOSAL
+
+
+@pytest.mark.parametrize("proposer", [NgramProposer(NGRAM), SuffixProposer(SUFFIX)])
+def test_no_guess_has_or_matches_the_tokens_that_stand_for_images(proposer: Proposer) -> None:
+    image = 90
+    media = tuple(
+        Media(start, 4, bytes(32), np.zeros((16, 2), np.float32), (1, 4, 4)) for start in (2, 12)
+    )
+    prompt = (5, 6, *[image] * 4, 7, 8, 9, 1, 5, 6, *[image] * 4, 7)
+    request = a_request(prompt, media=media)
+    assert proposer.propose(request, 4) == NO_PROPOSAL, "one token of text behind the image"
+    request.output += [8]
+    assert proposer.propose(request, 4).tokens[:2] == (9, 1)
+    request.output += [3, 1, 5, 6]
+    assert not proposer.propose(request, 4).tokens, "an image followed"
 
 
 def test_a_long_prompt_is_indexed_over_several_calls() -> None:

@@ -127,6 +127,16 @@ def test_a_text_that_looks_like_a_placeholder_stays_text() -> None:
     assert (len(with_image.spans), len(without.spans)) == (1, 0)
 
 
+def test_tokens_that_stand_for_images_have_no_log_probabilities() -> None:
+    async def scene(rig: Rig) -> None:
+        answer = await answer_of(rig, CHAT, {**ask(image(RED)), "prompt_logprobs": 0})
+        has = [each is not None for each in answer["prompt_logprobs"]]
+        assert has == [False] + 5 * [True] + 3 * [False] + 2 * [True]
+
+    rig = play(scene, Setting(decoder=ScriptedDecoder()))
+    assert rig.ended[0].spec.prompt == ids("user:[", 3, "]\n")
+
+
 def test_detail_low_has_fewer_tokens() -> None:
     async def scene(rig: Rig) -> None:
         for detail in ("low", "high", "auto", "original"):
