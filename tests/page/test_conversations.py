@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from playwright.sync_api import BrowserContext, Page, Route, expect
@@ -205,3 +206,48 @@ def test_a_long_answer_fits_the_screen(page: Page, page_url: str, width: int) ->
     expect(page.locator(".code")).to_be_visible()
     for element in ("html", "main", ".messages"):
         assert page.locator(element).evaluate("(each) => each.scrollWidth") <= width
+
+
+def test_an_answer_whose_network_was_lost_is_read_again(page: Page, page_url: str) -> None:
+    delta = {"choices": [{"index": 0, "delta": {"content": "Hello "}, "finish_reason": None}]}
+    cut = f"data: {json.dumps(delta)}\n\n"
+    delta["choices"][0] |= {"delta": {"content": "you."}, "finish_reason": "stop"}
+    whole = f"{cut}data: {json.dumps(delta)}\n\ndata: [DONE]\n\n"
+    names: list[str] = []
+
+    def respond(route: Route) -> None:
+        names.append(route.request.headers.get("x-conversation-id", route.request.url))
+        body = cut if route.request.method == "POST" else whole
+        route.fulfill(status=200, content_type="text/event-stream", body=body)
+
+    page.route("**/v1/chat/completions", respond)
+    page.route("**/v1/stream/*", respond)
+    page.route("**/timeline", lambda route: route.fulfill(json={"choices": []}))
+    page.goto(f"{page_url}/")
+    ask(page, "Hello!")
+    expect(page.locator(".message.assistant .body")).to_have_text("Hello you.")
+    expect(page.locator("#send")).to_be_visible()
+    assert names[1] == f"{page_url}/v1/stream/{quote(names[0], safe='')}"
+
+
+def test_a_text_that_is_nested_too_deeply_is_shown_as_it_is(page: Page, page_url: str) -> None:
+    page.goto(f"{page_url}/")
+    deep = ">" * 20_000 + " end"
+    page.evaluate(SEED, tree(message(1, "user", "Deep"), message(2, "assistant", deep)))
+    expect(page.locator(".message.assistant .plain")).to_contain_text("end")
+
+
+def test_a_conversation_that_is_deleted_while_it_is_answered_stays_away(
+    page: Page, page_url: str
+) -> None:
+    seed_chat(page, page_url, min_tokens=1900, max_tokens=1950)
+    ask(page, "Tell me a story.")
+    expect(page.locator(".message.assistant .body")).not_to_be_empty()
+    page.on("dialog", lambda dialog: dialog.accept())
+    page.get_by_role("button", name="Delete").click()
+    expect(page.locator(".welcome")).to_be_visible()
+    page.goto(f"{page_url}/#engine")
+    expect(page.locator("[data-figure=running]")).to_have_text("0")
+    page.goto(f"{page_url}/#chat")
+    expect(page.get_by_label("Search chats")).to_be_visible()
+    assert titles(page) == []

@@ -8,11 +8,13 @@ import { save, saveNow } from "/page/chat/database.js";
 
 const MAX_RETRIES = 5;
 const RETRY_MS = 1000;
+const SHOW_MS = 100; // between two times that a growing answer is shown
+const STOP_MS = 50;
 const running = new Map(); // by the id of a conversation: the answer, and what stops reading it
 const listeners = new Set();
 let isDue = false;
 
-// Calls `listener` at most once per frame while answers grow.
+// Calls `listener` while answers grow.
 export function watchAnswers(listener) {
   listeners.add(listener);
   return () => listeners.delete(listener);
@@ -22,11 +24,13 @@ function changed(conversation) {
   save(conversation);
   if (isDue) return;
   isDue = true;
-  requestAnimationFrame(() => {
+  setTimeout(() => {
     isDue = false;
     for (const listener of listeners) listener();
-  });
+  }, SHOW_MS);
 }
+
+const pause = (milliseconds) => new Promise((resume) => setTimeout(resume, milliseconds));
 
 export const isRunning = (conversation) => running.has(conversation.id);
 
@@ -42,7 +46,7 @@ function settingsOf({ settings, tools }) {
   const fields = {};
   for (const [name, value] of Object.entries(settings)) {
     if (value === "") continue;
-    fields[name] = name === "stop" ? value.split("\n").filter(Boolean) : Number(value);
+    fields[name] = name === "stop" ? String(value).split("\n").filter(Boolean) : Number(value);
   }
   if (tools?.trim()) fields.tools = JSON.parse(tools);
   return fields;
@@ -109,7 +113,7 @@ async function readAgain(conversation, node, signal) {
       break;
     } catch (error) {
       if (!isLostNetwork(error) || retry > MAX_RETRIES) throw error;
-      await new Promise((resume) => setTimeout(resume, RETRY_MS));
+      await pause(RETRY_MS);
     }
   }
   const [choice] = await timelineOf(node).then(({ choices }) => choices, () => []);
@@ -163,11 +167,16 @@ export function resume(conversation) {
   if (isOpen && !isRunning(conversation)) follow(conversation, node, (signal) => readAgain(conversation, node, signal));
 }
 
+// Stops reading an answer, and has the server end it. The server may not know it yet, so this asks a few times.
 export async function stop(conversation) {
   const { node, abort } = running.get(conversation.id) ?? {};
   if (!node) return;
   abort.abort();
-  await call(streamPath(node), { method: "DELETE" }).catch(() => {}); // it has ended, or was not begun
+  for (let attempt = 0; attempt < 3; attempt += 1) {
+    const error = await call(streamPath(node), { method: "DELETE" }).catch((failure) => failure);
+    if (error.status !== 404) return;
+    await pause(STOP_MS);
+  }
 }
 
 export const timelineOf = (node) => json(`/v1/requests/${encodeURIComponent(node.request)}/timeline`);
@@ -178,7 +187,7 @@ async function freedSlots(node) {
     const { choices } = await timelineOf(node);
     if (choices.every((choice) => choice.ended))
       return choices.reduce((sum, choice) => sum + choice.prompt_tokens + choice.completion_tokens, 0);
-    await new Promise((resume) => setTimeout(resume, 50));
+    await pause(STOP_MS);
   }
   return null;
 }

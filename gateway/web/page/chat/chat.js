@@ -1,6 +1,6 @@
 // The chat: one conversation of this browser, beside the list of all.
 
-import { html, useEffect, useRef, useState } from "/page/vendor/htm-preact.js";
+import { html, useEffect, useErrorBoundary, useRef, useState } from "/page/vendor/htm-preact.js";
 import { answer, isRunning, resume, stop, watchAnswers } from "/page/chat/answers.js";
 import { Composer } from "/page/chat/composer.js";
 import { add, branch, empty, fork } from "/page/chat/conversation.js";
@@ -59,7 +59,7 @@ function useShortcuts(actions) {
     const onKeyDown = (event) => {
       const isTyping = /^(input|textarea|select)$/i.test(event.target.tagName);
       const name = [(event.ctrlKey || event.metaKey) && "ctrl", event.shiftKey && "shift", event.key.toLowerCase()].filter(Boolean).join(" ");
-      if (!(name in actions) || (isTyping && name === "/")) return;
+      if (!Object.hasOwn(actions, name) || event.isComposing || (isTyping && name === "/")) return;
       event.preventDefault();
       actions[name]();
     };
@@ -85,10 +85,12 @@ function Welcome({ model }) {
 function Messages({ conversation, model, editing, actions }) {
   const list = useRef();
   const follows = useRef(true);
+  const [error] = useErrorBoundary();
   useEffect(() => { follows.current = true; }, [conversation]);
   useEffect(() => {
-    if (follows.current) list.current.scrollTop = list.current.scrollHeight;
+    if (follows.current && list.current) list.current.scrollTop = list.current.scrollHeight;
   });
+  if (error) return html`<p class="error messages" role="alert">This chat cannot be shown: ${error.message}</p>`;
   const messages = branch(conversation);
   const running = isRunning(conversation);
   return html`<section class="messages" ref=${list} aria-label="Conversation" aria-live="polite" aria-busy=${running} tabindex="0"
@@ -137,7 +139,7 @@ export function Chat({ models, reload, argument }) {
   const [failed, setFailed] = useState(null);
   useEffect(() => { if (!matchMedia(WIDE).matches) setShowsList(false); }, [argument]);
   useShortcuts({
-    escape: () => conversation && stop(conversation),
+    ...(conversation && isRunning(conversation) && { escape: () => stop(conversation) }),
     "ctrl shift o": () => { location.hash = "chat/new"; focus("message"); },
     "ctrl shift s": () => setShowsList(!showsList),
     "ctrl k": () => { setShowsList(true); setTimeout(() => focus("search")); },
@@ -149,7 +151,7 @@ export function Chat({ models, reload, argument }) {
   const actions = actionsOf({ conversation, model: model?.id, setEditing, show });
   return html`
     ${showsList && html`<${Sidebar} current=${conversation.id} onError=${setFailed} onHide=${() => setShowsList(false)}
-      onDelete=${() => { sessionStorage.removeItem(LATEST); location.hash = "chat/new"; }} />`}
+      onDelete=${() => { stop(conversation); sessionStorage.removeItem(LATEST); location.hash = "chat/new"; }} />`}
     <div class="conversation">
       <div class="bar">
         <button aria-expanded=${showsList} onClick=${() => setShowsList(!showsList)}>Chats</button>
@@ -160,7 +162,7 @@ export function Chat({ models, reload, argument }) {
       </div>
       ${failed && html`<p class="error bar" role="alert">${failed}</p>`}
       ${showsSettings && html`<${Settings} key=${conversation.id} conversation=${conversation} onChange=${actions.onSettings} />`}
-      <${Messages} conversation=${conversation} model=${model?.id} editing=${editing} actions=${actions} />
+      <${Messages} key=${conversation.id} conversation=${conversation} model=${model?.id} editing=${editing} actions=${actions} />
       <${Composer} isRunning=${isRunning(conversation)} onSend=${actions.onSend} onStop=${() => stop(conversation)}
         onEditLast=${actions.onEditLast} onError=${setFailed} />
     </div>`;

@@ -13,15 +13,18 @@ export const empty = () => ({
   nodes: {}, root: { children: [], chosen: 0 }, next: 1,
 });
 
-const isText = (value) => value === undefined || typeof value === "string";
+const isText = (value) => (value ?? "") === String(value ?? "");
+const isNumber = (value) => Number.isFinite(value ?? 0);
 const isOptionalList = (value, isEntry) => value === undefined || (Array.isArray(value) && value.every(isEntry));
 
 function isNode(nodes, node, id) {
   const isCall = (call) => typeof call?.name === "string" && typeof call.arguments === "string";
   const isFile = (file) => typeof file?.name === "string" && typeof file.text === "string";
   return isBranching(nodes, node, id) && node.id === id && ROLES.includes(node.role)
-    && typeof node.content === "string" && isText(node.reasoning) && isText(node.error) && isText(node.model)
-    && isText(node.stream) && isOptionalList(node.images, isImage) && isOptionalList(node.files, isFile) && isOptionalList(node.calls, isCall);
+    && typeof node.content === "string" && [node.reasoning, node.error, node.model].every(isText)
+    && [node.ttft, node.rate, node.tokens, node.prompt, node.cached, node.freed].every(isNumber)
+    && [node.stream, node.request, node.finish, node.name, node.call].every(isText)
+    && isOptionalList(node.images, isImage) && isOptionalList(node.files, isFile) && isOptionalList(node.calls, isCall);
 }
 
 // Whether a node's children are nodes that were added after it, so that no branch is endless.
@@ -33,7 +36,8 @@ const isBranching = (nodes, node, id) =>
 export function isConversation(value) {
   const { nodes, root, settings, next } = value ?? {};
   const isObject = (each) => typeof each === "object" && each !== null && !Array.isArray(each);
-  return isObject(nodes) && isObject(settings) && isBranching(nodes, root, 0)
+  return isObject(nodes) && isBranching(nodes, root, 0)
+    && isObject(settings) && Object.values(settings).every((each) => isText(each) || isNumber(each))
     && Object.entries(nodes).every(([id, node]) => Number(id) < next && isNode(nodes, node, Number(id)))
     && [value.title, value.system, value.model, value.tools].every(isText);
 }

@@ -81,10 +81,12 @@ export async function load(id) {
 export const forget = (id) => known.delete(id);
 
 const unsaved = new Map();
+const removed = new Set(); // so that an answer that still ends does not store its conversation again
 let timer = null;
 
 // Saves soon: an answer changes its conversation with every token.
 export function save(conversation) {
+  if (removed.has(conversation.id)) return;
   known.set(conversation.id, conversation);
   unsaved.set(conversation.id, conversation);
   timer ??= setTimeout(() => saveNow().catch(() => {}), SAVE_MS);
@@ -105,6 +107,7 @@ export async function saveNow() {
 addEventListener("pagehide", () => saveNow().catch(() => {}));
 
 export async function remove(id) {
+  removed.add(id);
   unsaved.delete(id);
   known.delete(id);
   const work = (await database()).transaction(["conversations", "titles"], "readwrite");

@@ -83,9 +83,19 @@ function Block({ token, context }) {
   return useMemo(() => NODES[token.type]?.(token) ?? null, [token.raw, token.items?.length, context]);
 }
 
+// The tokens of a text, or null for one that is nested too deeply to be parsed.
+function parsed(text, breaks) {
+  try {
+    return parse(text, breaks);
+  } catch {
+    return null;
+  }
+}
+
 // With `breaks`, a line end in a paragraph is shown as one.
 export function Markdown({ text, breaks = false }) {
-  const tokens = useMemo(() => parse(text, breaks), [text, breaks]);
+  const tokens = useMemo(() => parsed(text, breaks), [text, breaks]);
+  if (!tokens) return html`<div class="markdown"><p class="plain">${text}</p></div>`;
   const context = Object.keys(tokens.links).length + tokens.filter(({ type }) => type === "footnote").length;
   return html`<div class="markdown">${tokens.map((token, place) => html`<${Block} key=${place} token=${token} context=${context} />`)}</div>`;
 }
