@@ -82,6 +82,7 @@ class Turn:
         self.used = 0.0
         self.wake: Callable[[], object] = _ignore  # set by the engine
         self._turns = turns
+        self._parts = _Parts()
 
     def __repr__(self) -> str:
         return f"Turn(share={self.share:g}, used={self.used:.3f})"
@@ -93,6 +94,54 @@ class Turn:
     def give(self) -> None:
         """Let the others compute: no iteration of this engine is in flight."""
         self._turns.give(self)
+
+    def part(self) -> "TurnPart":
+        """The turn for one more engine of the same model, on cores of its own. All turns of the
+        model are parts then."""
+        return TurnPart(self, self._parts)
+
+
+class TurnPart(Turn):
+    """The turn of a model for one of its replicas, which compute at the same time: the model has
+    the turn while one of them has an iteration in flight."""
+
+    def __init__(self, whole: Turn, parts: "_Parts") -> None:
+        super().__init__(whole._turns, whole.share)
+        self._whole = whole
+        self._shared = parts
+        whole.wake = parts.wake
+
+    def take(self) -> bool:
+        shared = self._shared
+        if self._whole.take():
+            shared.waiting.pop(self, None)
+            shared.holding[self] = None
+            return True
+        shared.waiting[self] = None
+        return False
+
+    def give(self) -> None:
+        shared = self._shared
+        shared.waiting.pop(self, None)
+        shared.holding.pop(self, None)
+        if not shared.holding:
+            self._whole.give()
+            if shared.waiting and self._whole.take():
+                shared.wake()
+
+
+class _Parts:
+    """The replicas of a model that have an iteration in flight, and those that wait for the turn,
+    each in their order."""
+
+    def __init__(self) -> None:
+        self.holding: dict[TurnPart, None] = {}
+        self.waiting: dict[TurnPart, None] = {}
+
+    def wake(self) -> None:
+        """The model has the turn."""
+        for part in list(self.waiting):
+            part.wake()
 
 
 def _ignore() -> None:

@@ -245,7 +245,8 @@ class WorkerSettings:
     `loras` are loaded with the model; no module of an adapter may have a higher rank than
     `max_lora_rank`. `draft_model` is a smaller checkpoint with the same vocabulary, which proposes
     drafts; "": none. With `has_mtp` the checkpoint's own layer for multi-token prediction proposes
-    them. With `logs_json` each line of the worker's log is a JSON object.
+    them. With `logs_json` each line of the worker's log is a JSON object. The model has
+    `num_replicas` on this machine; the workers of this one use the `cores`, all if there are none.
     """
 
     model: str
@@ -263,6 +264,8 @@ class WorkerSettings:
     draft_model: str = ""
     has_mtp: bool = False
     logs_json: bool = False
+    num_replicas: int = 1
+    cores: tuple[int, ...] = ()
     placement: Placement = Placement()
 
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from engine.loop import Engine
 from engine.pooling import PoolingReport
 from engine.ports import Clock
+from engine.replicas.replicas import ServingEngine
 from gateway.access.callers import BodyLimits, Caller
 from gateway.access.grammar_check import GrammarCheck
 from gateway.access.keys import Keys
@@ -85,7 +85,7 @@ class Service:
     has_page: bool = True
 
     @property
-    def engine(self) -> Engine:
+    def engine(self) -> ServingEngine:
         """The engine of the request's model. As all properties of a loaded model, it raises
         `Unavailable` if the model is not loaded."""
         return self.group.serving.engine

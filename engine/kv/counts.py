@@ -20,6 +20,10 @@ class TierCounts(NamedTuple):
     cached: int
     moving: int
 
+    def plus(self, other: "TierCounts") -> "TierCounts":
+        """The blocks of this tier and of the same tier of another replica."""
+        return TierCounts(*map(sum, zip(self, other, strict=True)))
+
 
 @dataclass(frozen=True, slots=True)
 class KVCounts:
@@ -58,3 +62,13 @@ class KVCounts:
     def num_used(self) -> int:
         """Device blocks whose content cannot be replaced."""
         return self.device.held + self.device.moving
+
+    def __add__(self, other: "KVCounts") -> "KVCounts":
+        """The counts of two replicas together."""
+        return KVCounts(
+            self.device.plus(other.device),
+            self.host.plus(other.host),
+            self.num_on_disk + other.num_on_disk,
+            self.num_in_store + other.num_in_store,
+            self.num_orphans + other.num_orphans,
+        )

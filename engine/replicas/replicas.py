@@ -11,7 +11,7 @@ requests wait, and move as others do, to be recomputed from their tokens.
 """
 
 import asyncio
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from engine.control.arrivals import Queue
 from engine.errors import Unavailable
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from engine.control.scheduler import IterationScheduler
     from engine.errors import EngineError
+    from engine.loop import Engine
     from engine.ports import Clock
     from engine.replicas.placement import Place
     from engine.replicas.replica import Replica
@@ -159,3 +160,6 @@ class Replicas:
             self.failed.set()
         else:
             self.moves.balance(self._clock())
+
+
+ServingEngine: TypeAlias = "Engine | Replicas"  # what serves a model

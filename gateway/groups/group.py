@@ -18,6 +18,7 @@ from gateway.groups.leases import Leases
 from gateway.groups.terms import Terms
 
 if TYPE_CHECKING:
+    from engine.control.scheduler import IterationScheduler
     from engine.ports import Clock
     from gateway.groups.serving import Serving
 
@@ -137,8 +138,10 @@ class Group:
     @property
     def is_used(self) -> bool:
         """Whether a request of the model has not ended."""
-        serving = self._serving
-        return len(self.leases) > 0 or bool(serving and serving.engine.scheduler.pool)
+        if (serving := self._serving) is None:
+            return len(self.leases) > 0
+        pools = [engine.scheduler.pool for engine in serving.engine.engines]
+        return len(self.leases) > 0 or any(pools)
 
     @property
     def since(self) -> float:
@@ -150,9 +153,7 @@ class Group:
         """The most seconds until all of its requests have ended, if there come no more."""
         if (serving := self._serving) is None:
             return 0.0
-        scheduler = serving.engine.scheduler
-        tokens = sum(request.spec.max_tokens - request.produced for request in scheduler.pool)
-        return scheduler.cost.seconds_for(tokens + scheduler.pool.waiting_tokens)
+        return max(_seconds_left(engine.scheduler) for engine in serving.engine.engines)
 
     def change(self, status: Status) -> None:
         """Change the status, and with it whether requests that wait for the model have it."""
@@ -208,6 +209,11 @@ class Group:
         left = RETRY_SECONDS - self.since
         if self.status is Status.FAILED and left > 0:
             raise Unavailable(f"The model {self.name!r} cannot be loaded: {self.error}", left)
+
+
+def _seconds_left(scheduler: "IterationScheduler") -> float:
+    tokens = sum(request.spec.max_tokens - request.produced for request in scheduler.pool)
+    return scheduler.cost.seconds_for(tokens + scheduler.pool.waiting_tokens)
 
 
 def _ignore(group: Group) -> None:

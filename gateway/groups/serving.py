@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from engine.loop import Engine
 from engine.pooling import PoolingReport
+from engine.replicas.replicas import ServingEngine
 from gateway.access.grammar_check import GrammarCheck
 from gateway.images.reader import ImageReader
 from gateway.loras import LoraNames
@@ -48,7 +48,7 @@ class ServedModel:
 class Serving:
     """A loaded model. `num_bytes` are its weights, KV and states in memory."""
 
-    engine: Engine
+    engine: ServingEngine
     model: ServedModel
     grammars: GrammarCheck
     readings: Readings

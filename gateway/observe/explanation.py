@@ -104,7 +104,7 @@ def _working(timeline: "Timeline", costs: dict[str, float]) -> str:
 
 
 def _queued(timeline: "Timeline", seconds: float, timelines: "Timelines", now: float) -> str:
-    cause, load = timeline.waited(timelines.queue, now)
+    cause, load = timeline.waited(now)
     running, waiting = _number(load.num_running, "request"), _number(load.num_waiting, "request")
     if cause is Cause.KV:
         return (

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice, takewhile
+from itertools import islice, takewhile, zip_longest
 from typing import TYPE_CHECKING, Any
 
 import orjson
@@ -20,7 +20,7 @@ from gateway.observe.queueing import lacks
 if TYPE_CHECKING:
     from engine.iteration import Iteration
     from engine.loop import Engine
-    from engine.pool import RequestPool
+    from engine.replicas.replicas import ServingEngine
     from engine.request import Request
     from engine.step import StepEntry
     from gateway.observe.readings import Readings
@@ -99,25 +99,25 @@ class LiveView(Observer):
         return b"[" + b",".join([each.as_json() for each in newest][::-1]) + b"]"
 
     def snapshot(
-        self, engine: "Engine", readings: "Readings", loop_lag: float, now: float
+        self, engine: "ServingEngine", readings: "Readings", loop_lag: float, now: float
     ) -> dict[str, Any]:
         """The state now, without the iterations."""
-        scheduler, pool, goal_steps = readings.scheduler, readings.pool, readings.metrics.goal_steps
-        rejection, levels = engine.rejection(), levels_of(scheduler.policy)
+        scheduler, goal_steps = readings.scheduler, readings.metrics.goal_steps
+        rejection = engine.rejection()
         blocks, error = readings.kv_blocks, readings.cost_error
         return {
             "policy": name_of(scheduler.policy),
             "policies": list(POLICIES),
             "admission": scheduler.settings.admission.value,
-            "levels": [] if levels is None else levels.level_sizes,
+            "levels": _level_sizes(readings),
             "counts": {
-                "running": sum(pool.count(state) for state in RUNNING),
+                "running": readings.count(*RUNNING),
                 "waiting": readings.num_waiting,
-                "swapped": sum(pool.count(state) for state in SWAPPED),
+                "swapped": readings.count(*SWAPPED),
             },
             "kv": {
                 tier: {state: blocks[tier, state] for state in ("free", "held", "cached", "moving")}
-                | {"block_size": readings.kv_shape.block_size}
+                | {"block_size": readings.block_size}
                 for tier in ("device", "host")
             },
             "worker_state": "running" if rejection is None else str(rejection),
@@ -130,8 +130,10 @@ class LiveView(Observer):
             },
             "cost_error": error and {"median": error.median, "p90": error.p90},
             "tokens_per_second": self._rate(now),
-            "num_requests": len(pool),
-            "requests": [_row(request, engine, now) for request in _shown(pool)],
+            "num_requests": sum(map(len, readings.pools)),
+            "requests": [
+                _row(request, each, now) for each in engine.engines for request in _shown(each)
+            ][:MAX_REQUESTS],
         }
 
     def _rate(self, now: float) -> float:
@@ -156,10 +158,18 @@ def _row(request: "Request", engine: "Engine", now: float) -> dict[str, Any]:
     }
 
 
-def _shown(pool: "RequestPool") -> "list[Request]":
+def _level_sizes(readings: "Readings") -> list[int]:
+    """The number of live requests in each queue of a policy that has several."""
+    levels = [levels_of(scheduler.policy) for scheduler in readings.schedulers]
+    sizes = [each.level_sizes for each in levels if each is not None]
+    return [sum(queue) for queue in zip_longest(*sizes, fillvalue=0)]
+
+
+def _shown(engine: "Engine") -> "list[Request]":
     """The live requests to show, `MAX_REQUESTS` at most: some of those that hold KV on the device,
     some that are swapped out, and the longest waiting ones. The cost does not depend on how many
     wait."""
+    pool = engine.scheduler.pool
     found = list(islice(pool.started, MAX_STARTED)) + list(islice(pool.swapped, MAX_SWAPPED))
     waiting = (request for request in pool if request.state is State.WAITING)
     return found + list(islice(waiting, MAX_REQUESTS - len(found)))

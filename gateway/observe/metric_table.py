@@ -7,6 +7,7 @@ work. Names follow the rules of `promtool check metrics`, other than vLLM's.
 from collections.abc import Callable, Mapping
 from enum import Enum
 from functools import partial
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from prometheus_client.metrics_core import (
@@ -61,23 +62,41 @@ MODEL_NAME = "model_name"
 MODEL = (MODEL_NAME,)
 
 
-def drafts(counts: Callable[["DraftCounts"], Reading]) -> Callable[["Readings"], Reading]:
-    """Reads counts of speculative decoding, if it is on."""
-    return lambda r: None if r.scheduler.drafter is None else counts(r.scheduler.drafter.counts)
+def drafts(count: Callable[["DraftCounts"], int]) -> Callable[["Readings"], Reading]:
+    """Reads a count of speculative decoding, if it is on."""
+
+    def read(readings: "Readings") -> Reading:
+        counts = draft_counts(readings)
+        return sum(map(count, counts)) if counts else None
+
+    return read
+
+
+def draft_counts(readings: "Readings") -> "list[DraftCounts]":
+    """The counts of each replica; none without speculative decoding."""
+    return [each.drafter.counts for each in readings.schedulers if each.drafter is not None]
+
+
+def accepted_by_position(readings: "Readings") -> Reading:
+    """Accepted drafts by the number of drafts before them; None without speculative decoding."""
+    counts = [counts.by_position for counts in draft_counts(readings)]
+    if not counts:
+        return None
+    return {(at,): sum(each) for at, each in enumerate(zip_longest(*counts, fillvalue=0))}
 
 
 # fmt: off
 METRICS: tuple[MetricRow["Readings"], ...] = (
     # Requests
-    gauge("podway_requests_running", "Requests that hold KV slots.", lambda r: r.pool.num_admitted,
+    gauge("podway_requests_running", "Requests that hold KV slots.", lambda r: r.num_running,
         "vllm:num_requests_running"),
     gauge("podway_requests_waiting", "Requests that wait for KV slots.", lambda r: r.num_waiting,
         "vllm:num_requests_waiting"),
     gauge("podway_requests_swapped", "Requests whose KV cache is in the host tier, or moves there.",
-        lambda r: r.pool.count(State.SWAPPED) + r.pool.count(State.SWAPPING_OUT),
+        lambda r: r.count(State.SWAPPED, State.SWAPPING_OUT),
         "vllm:num_requests_swapped"),
     gauge("podway_waiting_tokens", "Tokens that waiting requests still have to compute.",
-        lambda r: r.pool.waiting_tokens),
+        lambda r: r.waiting_tokens),
     gauge("vllm:num_requests_waiting_by_reason",
         "Requests that wait for KV or batch capacity; none is deferred for another reason.",
         lambda r: {"capacity": r.num_waiting, "deferred": 0}, labels=(MODEL_NAME, "reason")),
@@ -136,8 +155,7 @@ METRICS: tuple[MetricRow["Readings"], ...] = (
         drafts(lambda counts: counts.num_accepted), labels=MODEL),
     counter("vllm:spec_decode_num_accepted_tokens_per_pos",
         "Draft tokens accepted, by position among the drafts.",
-        drafts(lambda counts: {(at,): n for at, n in enumerate(counts.by_position)}),
-        labels=(MODEL_NAME, "position")),
+        accepted_by_position, labels=(MODEL_NAME, "position")),
     counter("podway_lora_tokens_total",
         "Tokens of ended requests by LoRA adapter; without a name, of the base model.",
         lambda r: r.lora_usage.tokens, labels=("lora", "kind")),
@@ -154,7 +172,7 @@ METRICS: tuple[MetricRow["Readings"], ...] = (
     histogram("podway_iteration_tokens", "Tokens computed in an iteration.",
         lambda r: r.metrics.iteration_tokens, "vllm:iteration_tokens_total"),
     gauge("podway_policy_info", "Scheduling policy and admission.",
-        lambda r: {(name_of(r.pool.policy), r.scheduler.settings.admission.value): 1},
+        lambda r: {(name_of(r.scheduler.policy), r.scheduler.settings.admission.value): 1},
         labels=("policy", "admission")),
     gauge("podway_itl_goal_seconds", "The ITL goal; 0 if there is none.",
         lambda r: r.itl_goal or 0.0),
@@ -167,13 +185,13 @@ METRICS: tuple[MetricRow["Readings"], ...] = (
     counter("podway_worker_restarts_total", "Workers that died and were replaced.",
         lambda r: r.metrics.num_workers_lost),
     counter("podway_encoded_images_total", "Images that the model's encoder has read.",
-        lambda r: r.scheduler.images.num_encoded),
+        lambda r: sum(each.images.num_encoded for each in r.schedulers)),
     gauge("podway_encoder_cache_bytes", "Size of the encoded images that are kept.",
-        lambda r: r.scheduler.images.num_bytes),
+        lambda r: sum(each.images.num_bytes for each in r.schedulers)),
 
     # KV memory
     gauge("podway_kv_slots", "KV slots by tier and state.",
-        lambda r: {place: n * r.kv_shape.block_size for place, n in r.kv_blocks.items()},
+        lambda r: {place: n * r.block_size for place, n in r.kv_blocks.items()},
         labels=("tier", "state")),
     gauge("podway_orphan_blocks", "KV blocks owned by no live request; always 0.",
         lambda r: r.kv_counts.num_orphans),
@@ -183,10 +201,10 @@ METRICS: tuple[MetricRow["Readings"], ...] = (
         "Prompts that were looked up in the store of --kv-store.", lambda r: r.metrics.kv_lookups,
         labels=("outcome",)),
     gauge("vllm:cache_config_info", "Block size and number of KV blocks.",
-        lambda r: {(r.kv_shape.block_size, r.kv_shape.num_blocks): 1},
+        lambda r: {(r.block_size, r.num_blocks): 1},
         labels=(MODEL_NAME, "block_size", "num_gpu_blocks")),
     *(gauge(name, "Share of KV blocks in use, 0 to 1.",
-        lambda r: r.num_used_blocks / r.kv_shape.num_blocks, labels=MODEL)
+        lambda r: r.num_used_blocks / r.num_blocks, labels=MODEL)
       for name in ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")),
     counter("podway_kv_event_batches_dropped_total",
         "Batches of KV events not published: full queue.",

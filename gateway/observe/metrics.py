@@ -134,7 +134,8 @@ class RequestMetrics(Observer):
 class Metrics(Observer):
     """Counters and histograms of iterations and of the server; `LoopWatch` fills `loop_lag`.
 
-    `requests`, an observer too, has those of single requests.
+    `requests`, an observer too, has those of single requests; a `StepMetrics` of each scheduler
+    counts its iterations.
     """
 
     def __init__(self) -> None:
@@ -154,6 +155,23 @@ class Metrics(Observer):
         self.time_to_first_token = Histogram(SECONDS)
         self.inter_token = Histogram(SECONDS)
         self.loop_lag = Histogram(SECONDS)
+
+    def ended(self, request: "Request", now: float) -> None:
+        """Count the prompt of a request that has no first token."""
+        if request.spec.is_pooling and request.outcome == "finished":
+            self.count_prompt(request)
+
+    def count_prompt(self, request: "Request") -> None:
+        """The prompt of a request has been computed."""
+        self.num_prompt_tokens += request.spec.own_len
+        self.num_cached_tokens += request.own_cached
+
+
+class StepMetrics(Observer):
+    """Counts the iterations of one scheduler in the metrics of its model."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
         self._last_tokens: dict[StepId, list[float | None]] = {}
         self._produced: dict[RequestId, int] = {}  # by requests with drafts in flight
 
@@ -171,47 +189,40 @@ class Metrics(Observer):
 
     def committed(self, iteration: "Iteration", seconds: float, now: float) -> None:
         """Count the iteration; requests with the same previous iteration share one gap."""
-        last_tokens = self._last_tokens.pop(iteration.step.step_id)
+        metrics, last_tokens = self._metrics, self._last_tokens.pop(iteration.step.step_id)
         if self._last_tokens:
             for failed in [step for step in self._last_tokens if step < iteration.step.step_id]:
                 del self._last_tokens[failed]  # steps commit in order, so this one failed
         for last, times in Counter(last_tokens).items():
             if last is not None:
-                self.inter_token.add(now - last, times)
+                metrics.inter_token.add(now - last, times)
         if None in last_tokens:
             self._count_first_tokens(iteration, now)
-        self.num_iterations += 1
-        self.num_output_tokens += len(last_tokens)
+        metrics.num_iterations += 1
+        metrics.num_output_tokens += len(last_tokens)
         if self._produced:
             self._count_accepted(iteration)
-        self.iteration_seconds.add(seconds)
+        metrics.iteration_seconds.add(seconds)
         if iteration.itl_goal < inf:
-            self.goal_steps["met" if seconds <= iteration.itl_goal else "exceeded"] += 1
-        self.iteration_requests.add(len(iteration.requests))
-        self.iteration_tokens.add(iteration.step.num_tokens)
+            metrics.goal_steps["met" if seconds <= iteration.itl_goal else "exceeded"] += 1
+        metrics.iteration_requests.add(len(iteration.requests))
+        metrics.iteration_tokens.add(iteration.step.num_tokens)
 
     def _count_accepted(self, iteration: "Iteration") -> None:
         """Count the tokens that requests with drafts have produced besides one each."""
+        metrics = self._metrics
         for request in iteration.requests:
             before = self._produced.pop(request.request_id, request.produced)
-            self.num_output_tokens += max(0, request.produced - before - 1)
+            metrics.num_output_tokens += max(0, request.produced - before - 1)
 
     def _count_first_tokens(self, iteration: "Iteration", now: float) -> None:
+        metrics = self._metrics
         for request in iteration.requests:
             if request.produced == 1 and request.first_token_at == now:
-                self.time_to_first_token.add(now - request.arrived_at)
-                self._count_prompt(request)
-
-    def ended(self, request: "Request", now: float) -> None:
-        """Count the prompt of a request that has no first token."""
-        if request.spec.is_pooling and request.outcome == "finished":
-            self._count_prompt(request)
-
-    def _count_prompt(self, request: "Request") -> None:
-        self.num_prompt_tokens += request.spec.own_len
-        self.num_cached_tokens += request.own_cached
+                metrics.time_to_first_token.add(now - request.arrived_at)
+                metrics.count_prompt(request)
 
     def worker_lost(self, now: float) -> None:
-        self.num_workers_lost += 1
+        self._metrics.num_workers_lost += 1
         self._last_tokens.clear()
         self._produced.clear()

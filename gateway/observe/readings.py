@@ -7,7 +7,10 @@ Each is read at the moment of the call; nothing is stored.
 from collections import Counter
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import reduce
+from itertools import chain
 from math import inf
+from operator import add
 from typing import TYPE_CHECKING
 
 from engine.request import State
@@ -16,7 +19,6 @@ if TYPE_CHECKING:
     from engine.control.scheduler import IterationScheduler
     from engine.cost.errors import ErrorSummary
     from engine.kv.counts import KVCounts
-    from engine.kv_shape import KVShape
     from engine.pool import RequestPool
     from gateway.observe.loras import LoraUsage
     from gateway.observe.metrics import Metrics
@@ -26,28 +28,54 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Readings:
-    """The parts of a model that are read."""
+    """The parts of a model that are read. `others` are the schedulers of its further replicas; what
+    is counted is the sum over all."""
 
     metrics: "Metrics"
     scheduler: "IterationScheduler"
     lora_usage: "LoraUsage"
+    others: "tuple[IterationScheduler, ...]" = ()
 
     @property
-    def pool(self) -> "RequestPool":
-        return self.scheduler.pool
+    def schedulers(self) -> "tuple[IterationScheduler, ...]":
+        """The schedulers of all replicas."""
+        return (self.scheduler, *self.others)
 
     @property
-    def kv_shape(self) -> "KVShape":
-        return self.scheduler.kv.shape
+    def pools(self) -> "list[RequestPool]":
+        return [scheduler.pool for scheduler in self.schedulers]
+
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks on the device."""
+        return sum(scheduler.kv.shape.num_blocks for scheduler in self.schedulers)
+
+    @property
+    def block_size(self) -> int:
+        return self.scheduler.kv.block_size
 
     @property
     def kv_counts(self) -> "KVCounts":
-        return self.scheduler.kv_counts
+        return reduce(add, [scheduler.kv_counts for scheduler in self.schedulers])
+
+    def count(self, *states: State) -> int:
+        """Requests in these states."""
+        return sum(pool.count(state) for pool in self.pools for state in states)
+
+    @property
+    def num_running(self) -> int:
+        """Requests that hold KV slots."""
+        return sum(pool.num_admitted for pool in self.pools)
 
     @property
     def num_waiting(self) -> int:
         """Requests that wait for KV slots."""
-        return self.pool.count(State.WAITING)
+        return self.count(State.WAITING)
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Tokens that waiting requests still have to compute."""
+        return sum(pool.waiting_tokens for pool in self.pools)
 
     @property
     def prefix_tokens(self) -> dict[str, int]:
@@ -79,13 +107,15 @@ class Readings:
 
     @property
     def cost_error(self) -> "ErrorSummary | None":
-        """Relative errors of the predicted seconds of recent steps; None before the first step."""
-        return self.scheduler.cost.errors.summary()
+        """Relative errors of the predicted seconds of recent steps, of the replica where they are
+        largest; None before the first step."""
+        errors = [scheduler.cost.errors.summary() for scheduler in self.schedulers]
+        return max(filter(None, errors), key=lambda each: each.p90, default=None)
 
     def lora_requests(self) -> dict[tuple[str, str, str], float]:
         """vLLM's labels, the adapters of waiting and of running requests, and the time."""
         names: dict[bool, set[str]] = {True: set(), False: set()}
-        for request in self.pool:
+        for request in chain.from_iterable(self.pools):
             if (lora := request.spec.lora) is not None:
                 names[request.state is State.WAITING].add(lora.name)
         waiting, running = (",".join(sorted(names[is_waiting])) for is_waiting in (True, False))

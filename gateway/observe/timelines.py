@@ -64,6 +64,7 @@ class Timeline:
     """What happened to one request. Times are seconds of the engine's clock."""
 
     request: "Request"
+    queue: QueueWatch  # of the replica where it waits
     blocked: dict[Cause, float]  # `QueueWatch.seconds` at its arrival; from its admission on, the
     pressure: Pressure | None = None  # seconds that it waited; the load while it waited
     pieces: list[tuple[float, int]] = field(default_factory=list)  # prompt chunks: planned, tokens
@@ -75,22 +76,30 @@ class Timeline:
     def is_interrupted(self) -> bool:
         return bool(self.interruptions) and self.interruptions[-1].ended is None
 
-    def settle(self, queue: QueueWatch, now: float) -> None:
+    def settle(self, now: float) -> None:
         """The request does not wait for its admission any more."""
         if self.pressure is None:
-            self.blocked, self.pressure = self._waited(queue, now)
+            self.blocked, self.pressure = self._waited(now)
 
-    def waited(self, queue: QueueWatch, now: float) -> tuple[Cause, Pressure]:
+    def move(self, queue: QueueWatch, now: float) -> None:
+        """The request waits at another replica, unless it has been admitted before."""
+        if self.pressure is None:
+            waited, _ = self._waited(now)
+            seconds = queue.seconds(now)
+            self.blocked = {cause: seconds[cause] - before for cause, before in waited.items()}
+        self.queue = queue
+
+    def waited(self, now: float) -> tuple[Cause, Pressure]:
         """What the request lacked for the longest while it waited, and the load at that time."""
-        blocked, pressure = self._waited(queue, now)
+        blocked, pressure = self._waited(now)
         return max(blocked, key=lambda cause: blocked[cause]), pressure
 
-    def _waited(self, queue: QueueWatch, now: float) -> tuple[dict[Cause, float], Pressure]:
+    def _waited(self, now: float) -> tuple[dict[Cause, float], Pressure]:
         if self.pressure is not None:
             return self.blocked, self.pressure
-        seconds = queue.seconds(now)
+        seconds = self.queue.seconds(now)
         waited = {cause: seconds[cause] - before for cause, before in self.blocked.items()}
-        return waited, queue.pressure
+        return waited, self.queue.pressure
 
     def interrupt(self, kind: str, now: float) -> bool:
         """Whether the request is interrupted from now on, and was not before."""
@@ -193,6 +202,7 @@ class Timelines(Observer):
         self.reader_waits = ReaderWaits()
         self.prefixes = PrefixHistory()
         self._keep = keep
+        self._scheduler: IterationScheduler | None = None
         self._queue: QueueWatch | None = None
         self._live: dict[RequestId, Timeline] = {}
         self._ended: OrderedDict[RequestId, Timeline] = OrderedDict()
@@ -202,8 +212,16 @@ class Timelines(Observer):
 
     def attach(self, scheduler: "IterationScheduler") -> None:
         """Observe this scheduler's queue to explain waits, and its prompts."""
+        self._scheduler = scheduler
         self._queue = QueueWatch(scheduler)
         self.prefixes.attach(scheduler)
+
+    def beside(self) -> "Timelines":
+        """The observer of another replica of the model, which records in the same timelines; it is
+        attached to the replica's scheduler."""
+        other = copy(self)
+        other._running = ()
+        return other
 
     def report_to(self, listener: TimelineListener) -> None:
         """Report ended requests and reader waits to this listener from now on."""
@@ -235,15 +253,18 @@ class Timelines(Observer):
         return sorted(own, key=lambda each: each.request.request_id)
 
     def arrived(self, request: "Request", now: float) -> None:
-        found = Timeline(request, self.queue.seconds(now))
+        found = Timeline(request, self.queue, self.queue.seconds(now))
         self._live[request.request_id] = found
         self._by_label.setdefault(request.spec.label, []).append(found)
+
+    def adopted(self, request: "Request", now: float) -> None:
+        self._live[request.request_id].move(self.queue, now)
 
     def planned(self, iteration: "Iteration", now: float) -> None:
         for entry, request in zip(iteration.step.entries, iteration.requests, strict=True):
             if not entry.is_decode or request.first_token_at is None:
                 timeline = self._live[request.request_id]
-                timeline.settle(self.queue, now)
+                timeline.settle(now)
                 timeline.pieces.append((now, len(entry.tokens)))
         if iteration.requests != self._running:
             for request in set(iteration.requests).difference(self._running):
@@ -279,7 +300,9 @@ class Timelines(Observer):
 
     def worker_lost(self, now: float) -> None:
         self.queue.worker_lost(now)
-        for each in self._live.values():
+        assert self._scheduler is not None, "attached before requests arrive"
+        for request in self._scheduler.pool:
+            each = self._live[request.request_id]
             each.num_restarts += 1
             if each.request.state is not State.WAITING:
                 self._interrupt(each.request, "restart", now)
@@ -288,7 +311,7 @@ class Timelines(Observer):
         found = self._live.pop(request.request_id, None)
         self._interrupted.pop(request.request_id, None)
         if found is not None:
-            found.settle(self.queue, now)
+            found.settle(now)
             self._ended[request.request_id] = found
             found.prefix = self.prefixes.ended(request)
             found.request = _without_tokens(request)

@@ -27,9 +27,11 @@ from engine.transport.trace import TraceFile
 from engine.worker_settings import Kernels, WorkerReport, WorkerSettings
 from gateway.loras import absolute
 from gateway.schema.fields.sampling import SamplingDefaults
+from gateway.serve.cores import count_replicas
 from gateway.serve.cost.calibration import Calibration, CostFile, calibrate, cost_facts
 from gateway.serve.lookahead import choose_lookahead, max_lookahead
 from gateway.serve.model_checks import check_model, model_directory
+from gateway.serve.replicas import like_first, settings_of_replicas
 from gateway.settings.generation_config import sampling_defaults
 from gateway.settings.model import BUILTIN_MODEL
 from gateway.settings.settings import Settings
@@ -62,16 +64,33 @@ class TextAdapters:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model that is ready to serve. `lookahead` is 0 or 1."""
+    """A model that is ready to serve, with the executor and the report of each replica.
+    `lookahead` is 0 or 1."""
 
     name: str
     directory: Path
-    executor: MultiprocessExecutor
-    report: WorkerReport
+    executors: tuple[MultiprocessExecutor, ...]
+    reports: tuple[WorkerReport, ...]
     texts: TextAdapters
     sampling_defaults: SamplingDefaults
     calibration: Calibration
     lookahead: int
+
+    @property
+    def executor(self) -> MultiprocessExecutor:
+        """The one of the first replica."""
+        return self.executors[0]
+
+    @property
+    def report(self) -> WorkerReport:
+        """The one of the first replica."""
+        return self.reports[0]
+
+    @property
+    def replicas(self) -> "list[LoadedModel]":
+        """The same model with one replica, for each of them."""
+        pairs = zip(self.executors, self.reports, strict=True)
+        return [replace(self, executors=(one,), reports=(report,)) for one, report in pairs]
 
 
 @asynccontextmanager
@@ -86,17 +105,13 @@ async def load_model(
     await asyncio.to_thread(check_model, settings, directory)
     config = await asyncio.to_thread(_adapter("generation_config"), directory)
     defaults = sampling_defaults(config, settings.model.override_generation_config)
-    workers = settings.workers
-    transport = replace(workers, depth=workers.num_stages + max_lookahead(settings))
-    trace = None if settings.launch.trace is None else TraceFile(settings.launch.trace)
-    executor = MultiprocessExecutor(
-        await asyncio.to_thread(_worker_settings, settings, directory),
-        transport,
-        launcher=await asyncio.to_thread(_launcher, settings, transport.worker) or local,
-        trace=trace,
+    count = await asyncio.to_thread(count_replicas, settings)
+    workers = settings_of_replicas(
+        await asyncio.to_thread(_worker_settings, settings, directory), count
     )
     stack = AsyncExitStack()
     try:
+        executor = await _executor(settings, workers[0], stack, local)
         async with asyncio.TaskGroup() as group:
             starting = group.create_task(executor.start(progress))
             reading = group.create_task(asyncio.to_thread(_text_adapters, settings, directory))
@@ -105,23 +120,46 @@ async def load_model(
             await asyncio.to_thread(importlib.import_module, "numpy")  # for `gateway.pooling`
         stack.push_async_callback(texts.grammars.close)
         calibration = await _calibrate(settings, directory, executor, report)
+        others = [like_first(each, report) for each in workers[1:]]
+        executors = [await _executor(settings, each, stack) for each in others]
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(each.start(_ignore)) for each in executors]
         yield LoadedModel(
             name=served_name(settings),
             directory=directory,
-            executor=executor,
-            report=report,
+            executors=(executor, *executors),
+            reports=(report, *[task.result() for task in tasks]),
             texts=texts,
             sampling_defaults=defaults,
             calibration=calibration,
-            lookahead=choose_lookahead(settings, report, calibration.model),
+            lookahead=choose_lookahead(settings, report, calibration.model, count),
         )
     except ExceptionGroup as failed:
         raise failed.exceptions[0] from failed
     finally:
         await stack.aclose()
-        await executor.close()
-        if trace is not None:
-            trace.close()
+
+
+def _ignore(what: str, done: int, total: int) -> None:
+    """The progress of the first replica stands for all."""
+
+
+async def _executor(
+    settings: Settings,
+    worker: WorkerSettings,
+    stack: AsyncExitStack,
+    local: LocalLauncher | None = None,
+) -> MultiprocessExecutor:
+    """An executor, which `stack` closes, with its trace."""
+    workers = settings.workers
+    transport = replace(workers, depth=workers.num_stages + max_lookahead(settings))
+    trace = None if settings.launch.trace is None else TraceFile(settings.launch.trace)
+    if trace is not None:
+        stack.callback(trace.close)
+    launcher = await asyncio.to_thread(_launcher, settings, transport.worker) or local
+    executor = MultiprocessExecutor(worker, transport, launcher=launcher, trace=trace)
+    stack.push_async_callback(executor.close)
+    return executor
 
 
 async def _calibrate(

@@ -25,13 +25,15 @@ def max_lookahead(settings: "Settings") -> int:
     return int(settings.launch.lookahead)
 
 
-def choose_lookahead(settings: "Settings", report: "WorkerReport", cost: "CostModel") -> int:
+def choose_lookahead(
+    settings: "Settings", report: "WorkerReport", cost: "CostModel", num_replicas: int = 1
+) -> int:
     """0 or 1, at most `max_lookahead`."""
     if settings.launch.lookahead != "auto" or not max_lookahead(settings):
         return max_lookahead(settings)
     if report.device.startswith("cuda"):
         return 1
-    computing = report.threads * settings.workers.num_ranks
+    computing = report.threads * settings.workers.num_ranks * num_replicas
     loop_has_core = settings.launch.launcher == "local" and computing < _num_cores()
     return int(loop_has_core and cost.compute(1, 0) < SHORT_STEP)
 

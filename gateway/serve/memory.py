@@ -16,6 +16,7 @@ from typing import Any
 from engine.errors import StartupError
 from engine.transport.process_memory import available_bytes
 from engine.worker_settings import WEIGHT_BYTES, WorkerReport
+from gateway.serve.cores import count_replicas
 from gateway.settings.model import BUILTIN_MODEL
 from gateway.settings.settings import Settings
 
@@ -59,7 +60,7 @@ def default_memory() -> int:
 
 
 def _part(settings: Settings, memory: int, num_models: int) -> Part:
-    weights = weight_bytes(settings)
+    weights = weight_bytes(settings) * count_replicas(settings)
     kv, host = settings.kv, settings.tiers.host_kv_memory
     if kv.kv_memory is not None:
         return Part(settings, weights + host + kv.kv_memory)

@@ -19,10 +19,13 @@ from engine.events import Observer, ObserverGroup
 from engine.kv_shape import KVShape
 from engine.kv_store import MAX_NAMES
 from engine.loop import Engine
+from engine.replicas.delay import QueueDelay
+from engine.replicas.replica import Replica
+from engine.replicas.replicas import Replicas, ServingEngine
 from engine.speculation.drafter import Drafter
 from engine.step import HASH_BYTES, PageKind
 from engine.transport.process import LocalLauncher
-from engine.turns import Turns
+from engine.turns import Turn, Turns
 from engine.worker_settings import WorkerReport
 from gateway.access.grammar_check import GrammarCheck
 from gateway.access.quotas import Quotas
@@ -32,7 +35,7 @@ from gateway.loras import LoraRegistry
 from gateway.observe.kv_events import KVEvents, ZmqPublisher, topic_of
 from gateway.observe.live import LiveView
 from gateway.observe.loras import LoraUsage
-from gateway.observe.metrics import Metrics
+from gateway.observe.metrics import Metrics, StepMetrics
 from gateway.observe.readings import Readings
 from gateway.observe.recording import recording
 from gateway.observe.request_log import RequestLog
@@ -43,6 +46,7 @@ from gateway.serve.images import Images, open_images
 from gateway.serve.kv_lookup import KVLookup
 from gateway.serve.load import LoadedModel, OnProgress, load_model, lora_specs
 from gateway.serve.memory import loaded_bytes
+from gateway.serve.replicas import LorasOfReplicas
 from gateway.service import unix_now
 from gateway.settings.settings import Settings
 from gateway.version import podway_version
@@ -78,6 +82,7 @@ class ModelOpener:
         self.latest: LoadedModel  # from the first load on
         self._shared = shared
         self._turns = turns
+        self._turn: Turn | None = None  # of the model while it is loaded
         self._launcher = launcher
         self._progress = progress
         self._live = LiveView()
@@ -95,30 +100,59 @@ class ModelOpener:
                 load_model(self.settings, self._progress, launcher)
             )
             self.latest = loaded
-            cost = LiveCost(loaded.calibration.model)
-            scheduler = self._scheduler(loaded, cost, stack)
-            engine = self._engine(loaded, scheduler, stack)
+            costs = [LiveCost(loaded.calibration.model) for _ in loaded.replicas]
+            self._turn = self._joined_turn(loaded)
+            members = [
+                self._member(replica, cost, stack, number)
+                for number, (replica, cost) in enumerate(zip(loaded.replicas, costs, strict=True))
+            ]
+            engine: ServingEngine = members[0].engine
+            if len(members) > 1:
+                engine = Replicas(members, time.perf_counter)
             images = open_images(self.settings.images, loaded, stack)
-            yield self._serving(loaded, scheduler, engine, images)
+            yield self._serving(loaded, engine, images)
+            cost = costs[0]
             if (errors := cost.errors.summary()) is not None:
                 logger.info("error of predicted iteration times: %s", errors)
             if loaded.calibration.file is not None:
                 loaded.calibration.file.update(cost)
 
+    def _joined_turn(self, loaded: LoadedModel) -> Turn | None:
+        """The model's turn on the cores, if other models compute on them."""
+        if self._turns is None or not _computes_here(self.settings, loaded.report):
+            return None
+        return self._turns.join(self.settings.terms.share)
+
+    def _member(
+        self, loaded: LoadedModel, cost: LiveCost, stack: AsyncExitStack, number: int
+    ) -> Replica:
+        """One of the model's replicas."""
+        delay = QueueDelay(cost, self.settings.scheduler.max_batch_size)
+        timelines = self._timelines if number == 0 else self._timelines.beside()
+        scheduler = self._scheduler(loaded, cost, stack, timelines, delay)
+        return Replica(self._engine(loaded, scheduler, stack), delay)
+
     def _scheduler(
-        self, loaded: LoadedModel, cost: LiveCost, stack: AsyncExitStack
+        self,
+        loaded: LoadedModel,
+        cost: LiveCost,
+        stack: AsyncExitStack,
+        timelines: Timelines,
+        delay: QueueDelay,
     ) -> IterationScheduler:
         """The scheduler with its observers. `stack` closes the recording, if there is one."""
         settings, shared = self.settings, self._shared
         header = _recording_header(settings, loaded)
         observers: list[Observer] = [
             self.metrics,
+            StepMetrics(self.metrics),
             self.metrics.requests,
             shared.request_log,
             shared.quotas,
             self._live,
-            self._timelines,
+            timelines,
             self._lora_usage,
+            delay,
         ]
         if settings.observe.record is not None:
             observers.append(stack.enter_context(recording(settings.observe.record, header)))
@@ -137,17 +171,16 @@ class ModelOpener:
             search.listen(kv_events)
         hashes, state_hashes = loaded.report.disk_hashes, loaded.report.disk_state_hashes
         search.restore_disk({PageKind.BLOCK: hashes, PageKind.SNAPSHOT: state_hashes})
-        self._timelines.attach(scheduler)
+        timelines.attach(scheduler)
         return scheduler
 
     def _engine(
         self, loaded: LoadedModel, scheduler: IterationScheduler, stack: AsyncExitStack
     ) -> Engine:
-        settings, turns = self.settings, self._turns
+        settings, turn = self.settings, self._turn
         read_ahead = None
         if settings.tiers.disk_kv and settings.tiers.disk_kv_read_ahead:
             read_ahead = loaded.executor.read_ahead
-        shares_cores = turns is not None and _computes_here(settings, loaded.report)
         return Engine(
             scheduler,
             loaded.executor,
@@ -157,25 +190,25 @@ class ModelOpener:
             read_ahead=read_ahead,
             lookup=_kv_lookup(settings, loaded, self.metrics, stack),
             send_pixels=None if loaded.report.encoder is None else loaded.executor.send_pixels,
-            turn=turns.join(settings.terms.share) if turns and shares_cores else None,
+            turn=turn.part() if turn is not None and settings.launch.replicas != 1 else turn,
         )
 
-    def _serving(
-        self, loaded: LoadedModel, scheduler: IterationScheduler, engine: Engine, images: Images
-    ) -> Serving:
+    def _serving(self, loaded: LoadedModel, engine: ServingEngine, images: Images) -> Serving:
         model = _served_model(self.settings, loaded, engine)
         model = replace(model, images=images.reader, no_images=images.refusal)
-        loras = LoraRegistry(loaded.executor, self._lora_usage, model.names, engine.fail_lora)
+        loader = LorasOfReplicas(loaded.executors)
+        loras = LoraRegistry(loader, self._lora_usage, model.names, engine.fail_lora)
+        first, *others = [each.scheduler for each in engine.engines]
         loras.start(lora_specs(self.settings), loaded.report.loras, unix_now())
         return Serving(
             engine=engine,
             model=model,
             grammars=GrammarCheck(loaded.texts.grammars),
-            readings=Readings(self.metrics, scheduler, self._lora_usage),
+            readings=Readings(self.metrics, first, self._lora_usage, tuple(others)),
             live=self._live,
             timelines=self._timelines,
             loras=loras,
-            num_bytes=loaded_bytes(self.settings, loaded.report),
+            num_bytes=sum(loaded_bytes(self.settings, report) for report in loaded.reports),
         )
 
 
@@ -246,7 +279,7 @@ def _kv_shape(settings: Settings, report: WorkerReport) -> KVShape:
     )
 
 
-def _served_model(settings: Settings, loaded: LoadedModel, engine: Engine) -> ServedModel:
+def _served_model(settings: Settings, loaded: LoadedModel, engine: ServingEngine) -> ServedModel:
     report = loaded.report
     numbers = f"{report.dtype} {report.weights} {report.kv_dtype}"
     facts = f"{podway_version()} {loaded.name} {numbers} {report.device} {report.attention}"

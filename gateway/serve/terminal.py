@@ -16,6 +16,7 @@ from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextC
 from engine.pooling import PoolingReport
 from engine.worker_settings import WorkerReport
 from gateway.groups.group import Group
+from gateway.serve.cores import count_replicas
 from gateway.settings.settings import Settings
 from gateway.version import podway_version
 
@@ -153,8 +154,13 @@ def _pooling(pooling: PoolingReport) -> str:
 
 
 def _workers(settings: Settings) -> str:
-    stages, ranks = settings.workers.num_stages, settings.workers.num_ranks
-    return "1 worker" if stages * ranks == 1 else f"{stages} stages × {ranks} ranks"
+    stages, ranks, count = (
+        settings.workers.num_stages,
+        settings.workers.num_ranks,
+        count_replicas(settings),
+    )
+    workers = "1 worker" if stages * ranks == 1 else f"{stages} stages × {ranks} ranks"
+    return workers if count == 1 else f"{count} replicas of {workers}"
 
 
 def _short(number: int) -> str:

@@ -29,6 +29,7 @@ def check_settings(settings: Settings) -> None:
         raise StartupError(
             "--record cannot be used with --speculative-config: recordings have no drafts"
         )
+    _check_replicas(settings)
     if len(settings.loras.lora) > settings.loras.max_loras:
         raise StartupError(
             f"--lora names {len(settings.loras.lora)} adapters, and --max-loras allows "
@@ -36,6 +37,22 @@ def check_settings(settings: Settings) -> None:
         )
     if model.chat_template is not None and not model.chat_template.is_file():
         raise StartupError(f"--chat-template: there is no file {model.chat_template}")
+
+
+def _check_replicas(settings: Settings) -> None:
+    """Several replicas are worker processes on the CPU, and some files are of one scheduler."""
+    if settings.launch.replicas == 1:
+        return
+    observe = settings.observe
+    for flag, is_given in (
+        ("--device cuda", settings.kernels.device.startswith("cuda")),
+        ("--launcher ray", settings.launch.launcher != "local"),
+        ("--record", observe.record is not None),
+        ("--trace", settings.launch.trace is not None),
+        ("--kv-events-config", observe.kv_events_config.is_published),
+    ):
+        if is_given:
+            raise StartupError(f"--replicas {settings.launch.replicas} cannot be used with {flag}")
 
 
 def check_models(settings: Settings) -> None:

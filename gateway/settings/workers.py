@@ -59,6 +59,15 @@ class LaunchSettings:
     ray_address: str = advanced(
         "auto", "workers", "address of the Ray cluster; auto: this machine's cluster", "ADDRESS"
     )
+    replicas: int = setting(
+        1,
+        "workers",
+        "copies of the model on the CPU, each on its share of the cores with its share of the KV "
+        "cache, behind one queue; 0: one for each NUMA node",
+        "N",
+        ge=0,
+        le=64,
+    )
     trace: Path | None = advanced(
         None,
         "workers",

@@ -15,7 +15,7 @@ from engine.policy import build
 from engine.simulated.executor import SimulatedExecutor
 from engine.simulated.virtual_loop import run_virtual
 from engine.step import Step, StepResult
-from engine.turns import Turns
+from engine.turns import Turn, Turns
 from tests.scheduling import HAND_COST, a_spec
 
 
@@ -48,6 +48,12 @@ class Group(NamedTuple):
     share: float = 1.0
 
 
+def an_engine(executor: NotedExecutor, turn: Turn) -> Engine:
+    settings, ledger = SchedulerSettings(max_model_len=1000), KVLedger(KVShape(1000, 1))
+    scheduler = IterationScheduler(settings, ledger, build("fcfs", HAND_COST))
+    return Engine(scheduler, executor, asyncio.get_running_loop().time, turn=turn)
+
+
 Scene = Callable[[list[Engine]], Awaitable[None]]
 
 
@@ -59,16 +65,7 @@ def play(scene: Scene, *groups: Group) -> list[Span]:
         clock = asyncio.get_running_loop().time
         turns = Turns(clock)
         engines = [
-            Engine(
-                IterationScheduler(
-                    SchedulerSettings(max_model_len=1000),
-                    KVLedger(KVShape(1000, 1)),
-                    build("fcfs", HAND_COST),
-                ),
-                NotedExecutor(index, group.seconds, spans),
-                clock,
-                turn=turns.join(group.share),
-            )
+            an_engine(NotedExecutor(index, group.seconds, spans), turns.join(group.share))
             for index, group in enumerate(groups)
         ]
         async with asyncio.TaskGroup() as tasks:
@@ -146,3 +143,34 @@ def test_a_cancelled_request_leaves_the_turn_to_the_others() -> None:
         await generate(engines[0], 3)
 
     assert len(play(scene, Group(0.1), Group(0.1))) == 26
+
+
+def test_replicas_of_a_model_compute_together_and_take_turns_with_another_model() -> None:
+    spans: list[Span] = []
+
+    async def main() -> None:
+        clock = asyncio.get_running_loop().time
+        turns = Turns(clock)
+        model, other = turns.join(), turns.join()
+        engines = [
+            an_engine(NotedExecutor(group, 0.1, spans), turn)
+            for group, turn in ((0, model.part()), (1, model.part()), (2, other))
+        ]
+        async with asyncio.TaskGroup() as tasks:
+            running = [tasks.create_task(engine.run()) for engine in engines]
+            await asyncio.gather(*(generate(engine, 200) for engine in engines))
+            for task in running:
+                task.cancel()
+
+    run_virtual(main())
+
+    replicas = [span for span in spans if span.group < 2]
+    others = [span for span in spans if span.group == 2]
+    for span in others:
+        for replica in replicas:
+            apart = replica.start >= span.end - 1e-9 or replica.end <= span.start + 1e-9
+            assert apart, (span, replica)
+    together = sum(one.start < two.end and two.start < one.end for one, two in pairwise(replicas))
+    assert together > 50, together
+    first = [span.group == 2 for span in spans if span.end < 20.0]
+    assert 0.2 < sum(first) / len(first) < 0.5, "each model has half of the time"

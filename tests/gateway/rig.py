@@ -48,7 +48,7 @@ from gateway.observe.backpressure import LoopWatch, ThreadTimes
 from gateway.observe.exposition import Exposition
 from gateway.observe.live import LiveView
 from gateway.observe.loras import LoraUsage
-from gateway.observe.metrics import Metrics
+from gateway.observe.metrics import Metrics, StepMetrics
 from gateway.observe.readings import Readings, ServerReadings
 from gateway.observe.request_log import RequestLog
 from gateway.observe.timelines import Timelines
@@ -148,7 +148,9 @@ class Rig:
 
     @property
     def engine(self) -> Engine:
-        return self.service.engine
+        engine = self.service.engine
+        assert isinstance(engine, Engine), "a model without replicas"
+        return engine
 
 
 class Ends(Observer):
@@ -214,7 +216,15 @@ def build_rig(setting: Setting) -> Rig:
         KVLedger(KVShape(setting.num_blocks, 1, setting.num_host_blocks)),
         build(setting.policy, live, PolicySettings(seats=setting.max_batch_size)),
         ObserverGroup(
-            metrics, metrics.requests, request_log, ends, quotas, view, timelines, lora_usage
+            metrics,
+            StepMetrics(metrics),
+            metrics.requests,
+            request_log,
+            ends,
+            quotas,
+            view,
+            timelines,
+            lora_usage,
         ),
         live,
         Drafter.build(setting.speculation, LiveCost(cost)) if setting.speculation else None,

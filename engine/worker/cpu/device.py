@@ -234,11 +234,11 @@ class CpuDevice:
     def kv_capacity(self, profile_run: Callable[[], None]) -> KVCapacity:
         """All available memory; by default the smaller of 4 GiB and a quarter of it.
 
-        The workers of a machine share the default equally.
+        All workers of the model on a machine share the default equally.
         """
         available = max(0, available_bytes() - self._store.file_bytes)
         usual = min(DEFAULT_MAX_BYTES, available // DEFAULT_MEMORY_SHARE)
-        usual //= self._settings.placement.num_local_workers
+        usual //= self._settings.placement.num_local_workers * self._settings.num_replicas
         return KVCapacity(available, usual, available, is_shared=True)
 
     def allocate(self, shape: ModelShape, num_blocks: int) -> KVTensors:

@@ -162,6 +162,8 @@ def serve(parent: Parent, worker_path: str, listener: int | None = None) -> int:
                 worker_class = class_of(worker_path)  # takes seconds, in which the settings come
             finally:
                 settings = receive_settings(parent, listener)
+                if settings.cores:  # its memory is then on their node, where it is first touched
+                    os.sched_setaffinity(0, settings.cores)
                 if settings.logs_json:
                     set_up_json_logs(logging.INFO, os.getpid())
             worker = worker_class.load(settings, parent.progress)

@@ -53,7 +53,7 @@ from gateway.observe.backpressure import LoopWatch
 from gateway.observe.exposition import Exposition
 from gateway.observe.live import LiveView
 from gateway.observe.loras import LoraUsage
-from gateway.observe.metrics import Metrics
+from gateway.observe.metrics import Metrics, StepMetrics
 from gateway.observe.readings import Readings, ServerReadings
 from gateway.observe.request_log import RequestLog
 from gateway.observe.timelines import Timelines
@@ -168,7 +168,13 @@ def build_service(
     those of the web page and of traces."""
     metrics, quotas, request_log = Metrics(), Quotas(), RequestLog(clock)
     live, timelines = LiveView(), Timelines()
-    observers: list[Observer] = [metrics, metrics.requests, request_log, quotas]
+    observers: list[Observer] = [
+        metrics,
+        StepMetrics(metrics),
+        metrics.requests,
+        request_log,
+        quotas,
+    ]
     if has_timelines:
         observers += [live, timelines]
     scheduler = IterationScheduler(

@@ -88,9 +88,11 @@ def _switch(service: Service, name: str, changes: Mapping[str, object]) -> None:
     settings = with_values(settings_of(scheduler.policy), changes)
     if name == before and settings == settings_of(scheduler.policy):
         return
-    policy = build(name, scheduler.cost, settings)
-    service.engine.switch(policy)
-    logger.info("policy=%s before=%s live=%d", name, before, len(scheduler.pool))
+    engines = service.engine.engines
+    for engine in engines:
+        engine.switch(build(name, engine.scheduler.cost, settings))
+    live = sum(len(engine.scheduler.pool) for engine in engines)
+    logger.info("policy=%s before=%s live=%d", name, before, live)
 
 
 _DECODER: msgspec.json.Decoder[_Named] = msgspec.json.Decoder(PolicyChoice)

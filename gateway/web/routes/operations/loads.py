@@ -3,18 +3,22 @@
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
+from engine.request import State
 from gateway.service import service_of
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
 
+    from engine.loop import Engine
     from gateway.groups.serving import Serving
 
 
 async def loads(http: "HttpRequest") -> dict[str, Any]:
-    """Requests and KV slots, with one entry for each model that is loaded."""
+    """Requests and KV slots, with one entry for each replica of each model that is loaded."""
     service = service_of(http)
-    loads = [_load(rank, serving) for rank, serving in enumerate(service.groups.loaded)]
+    loaded = service.groups.loaded
+    engines = [(serving, engine) for serving in loaded for engine in serving.engine.engines]
+    loads = [_load(rank, *each) for rank, each in enumerate(engines)]
     num_loads = max(1, len(loads))
     return {
         "timestamp": datetime.fromtimestamp(service.unix_now(), UTC).isoformat(),
@@ -31,12 +35,13 @@ async def loads(http: "HttpRequest") -> dict[str, Any]:
     }
 
 
-def _load(rank: int, serving: "Serving") -> dict[str, Any]:
-    scheduler, readings = serving.engine.scheduler, serving.readings
+def _load(rank: int, serving: "Serving", engine: "Engine") -> dict[str, Any]:
+    """The load of a replica; its `cache_hit_rate` is that of all replicas of the model."""
+    scheduler = engine.scheduler
     pool, shape, settings = scheduler.pool, scheduler.kv.shape, scheduler.settings
-    running, waiting = pool.num_admitted, readings.num_waiting
-    used = readings.num_used_blocks * shape.block_size
-    prefix_tokens = readings.prefix_tokens
+    running, waiting = pool.num_admitted, pool.count(State.WAITING)
+    used = scheduler.kv_counts.num_used * shape.block_size
+    prefix_tokens = serving.readings.prefix_tokens
     return {
         "dp_rank": rank,
         "num_running_reqs": running,
