@@ -5,6 +5,7 @@ cache directory; if neither is writable, every process compiles anew. `python -m
 compiles all kernels before a first start.
 """
 
+import ctypes
 import hashlib
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -13,9 +14,11 @@ from typing import Any
 
 from numba import cfunc, njit, types
 
+from engine.worker.cpu import no_compiler
 from engine.worker.cpu.features import has_amx
 
 KERNEL = types.void(types.int64, types.int64, types.int64)
+KERNEL_ARGUMENTS = "operands", "chunk", "thread"
 
 # Functions that kernels call. They are compiled into each kernel: a function of its own would be
 # optimized again in every library that calls it, and which of these copies a kernel calls would
@@ -39,15 +42,19 @@ def _digest() -> str:
     return hashed.hexdigest()[:12]
 
 
-def _stamp(function: Callable[..., Any]) -> None:
+def _stamp(function: Callable[..., Any], kind: str = "") -> None:
     """Add the source digest to the function's name, of which Numba makes the cache file's name."""
-    digest = _digest()
-    if not function.__qualname__.endswith(digest):
-        function.__qualname__ += f"_{digest}"
+    suffix = f"{kind}_{_digest()}"
+    if not function.__qualname__.endswith(suffix):
+        function.__qualname__ += suffix
+
+
+def unstamped(name: str) -> str:
+    """The name of a function from that of its kernel."""
+    return name.rpartition("_")[0]
 
 
 def _cached(make: Callable[..., Any], function: Callable[..., Any]) -> Any:
-    _stamp(function)
     try:
         return make(cache=True)(function)
     except (RuntimeError, OSError):  # there is no writable cache directory
@@ -55,7 +62,14 @@ def _cached(make: Callable[..., Any], function: Callable[..., Any]) -> Any:
 
 
 def compiled(function: Callable[..., Any], signature: Any) -> Callable[..., Any]:
-    """A function of int64 arguments as machine code that releases the GIL while it runs."""
+    """A function of int64 arguments as machine code that releases the GIL while it runs.
+
+    From an object file it returns nothing.
+    """
+    _stamp(function)
+    if no_compiler.compiler is not None:
+        kind = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * function.__code__.co_argcount)
+        return kind(kernel(function).address)
 
     def make(cache: bool) -> Any:
         return njit(signature, nogil=True, error_model="numpy", cache=cache)
@@ -70,11 +84,41 @@ def kernel(function: Callable[..., Any]) -> Any:
 
     Kept for the life of the process, because callers keep the address.
     """
+    _stamp(function)
+    if no_compiler.compiler is not None:
+        return no_compiler.compiler.compile(_name(function))
+    return _c_function(function)
+
+
+def _c_function(function: Callable[..., Any]) -> Any:
+    arguments = function.__code__.co_argcount
 
     def make(cache: bool) -> Any:
-        return cfunc(KERNEL, nogil=True, error_model="numpy", cache=cache)
+        signature = types.void(*[types.int64] * arguments)
+        return cfunc(signature, nogil=True, error_model="numpy", cache=cache)
 
     return _cached(make, function)
+
+
+def object_of(function: Callable[..., Any]) -> bytes:
+    """The object file of a kernel, or of another function of int64 arguments.
+
+    Numba has one file in its cache for each name, so the latter has another name as C's function.
+    """
+    _stamp(function, "" if function.__code__.co_varnames[:3] == KERNEL_ARGUMENTS else "_in_c")
+    data: bytes = _c_function(function)._library._get_compiled_object()
+    return data
+
+
+def _name(function: Callable[..., Any]) -> str:
+    _stamp(function)
+    return f"{function.__module__}:{function.__qualname__}"
+
+
+def request(functions: Sequence[Callable[..., None]]) -> None:
+    """Begin to compile these in this order, if another process compiles."""
+    if no_compiler.compiler is not None:
+        no_compiler.compiler.request([_name(each) for each in functions])
 
 
 def compile_all(
@@ -82,6 +126,7 @@ def compile_all(
     progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> None:
     """Compile these kernels; takes seconds on the first start of a version, then milliseconds."""
+    request(functions)
     progress("kernels", 0, len(functions))
     for done, function in enumerate(functions, 1):
         kernel(function)

@@ -11,7 +11,8 @@ from torch import Tensor
 from engine.errors import StartupError
 from engine.transport.process_memory import available_bytes
 from engine.worker.cpu.attention import paged_kernels, rope_and_cache_write
-from engine.worker.cpu.build import compile_all
+from engine.worker.cpu.build import compile_all, request
+from engine.worker.cpu.kernels import sampling
 from engine.worker.cpu.kernels.dtypes import dtype_code, has_half
 from engine.worker.cpu.kernels.linears.tile_formats import HAS_BFLOAT16
 from engine.worker.cpu.kernels.vectors import INSTRUCTIONS
@@ -172,20 +173,23 @@ class CpuDevice:
         return "torch" if self._is_plain else INSTRUCTIONS
 
     def prepare(self, progress: Progress) -> None:
-        """Compile the usual kernels. Those of attention, a third of the work, are compiled in a
-        thread while weights are packed."""
+        """Compile the usual kernels. Those of attention, a third of the work, are compiled while
+        weights are packed, and that of sampling until a request needs it."""
         if self._is_plain:
             return
+        usual = self._native_operators().usual_kernels
         conversion = conversion_kernels(self.linear_format)
-        compile_all((*self._native_operators().usual_kernels, *conversion), progress)
         dtype = dtype_code(self.kv_dtype)
         attention = (
             paged_kernels.attend_kernel(dtype),
             paged_kernels.merge_partials,
             rope_and_cache_write.BY_DTYPE[dtype],
         )
+        request((*conversion, *attention, *usual, sampling.sample))
+        compile_all((*usual, *conversion), progress)
         compiler = ThreadPoolExecutor(1, "compile")
         self._compiling = compiler.submit(compile_all, attention)
+        compiler.submit(compile_all, (sampling.sample,))
         compiler.shutdown(wait=False)
 
     def beside(self, preferred: PreferredFormat) -> "CpuDevice":

@@ -10,23 +10,35 @@ import platform
 import sys
 from functools import cache
 
-import llvmlite.binding
-from numba.core import config
-
-if config.CPU_FEATURES is None and platform.machine() in ("x86_64", "AMD64"):
-    # For Intel's CPUs LLVM makes vectors of 256 bits of loops, although there are wider ones.
-    _host = llvmlite.binding.get_host_cpu_features().flatten()
-    config.CPU_FEATURES = f"{_host},-prefer-256-bit"
+from engine.worker.cpu import no_compiler
 
 ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA = 158, 0x1023, 18  # of Linux on x86-64
 
 
+def _find() -> frozenset[str]:
+    """The features that the compiler may use. For Intel's CPUs LLVM makes vectors of 256 bits of
+    loops, although there are wider ones, unless it is told not to."""
+    if no_compiler.compiler is not None:
+        return no_compiler.compiler.files.features() or frozenset()
+    import llvmlite.binding
+    from numba.core import config
+
+    if config.CPU_FEATURES is None and platform.machine() in ("x86_64", "AMD64"):
+        host = llvmlite.binding.get_host_cpu_features().flatten()
+        config.CPU_FEATURES = f"{host},-prefer-256-bit"
+    if config.CPU_FEATURES is not None:
+        names = str(config.CPU_FEATURES).split(",")
+        return frozenset(name[1:] for name in names if name.startswith("+"))
+    of_host = llvmlite.binding.get_host_cpu_features()
+    return frozenset(name for name, is_there in of_host.items() if is_there)
+
+
+FEATURES = _find()
+
+
 def has(feature: str) -> bool:
     """Whether kernels may use a feature, for example `avx2`."""
-    configured = config.CPU_FEATURES
-    if configured is not None:
-        return f"+{feature}" in str(configured).split(",")
-    return bool(llvmlite.binding.get_host_cpu_features().get(feature, False))
+    return feature in FEATURES
 
 
 @cache

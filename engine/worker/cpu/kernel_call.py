@@ -2,6 +2,7 @@
 
 import ctypes
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
@@ -34,10 +35,16 @@ class KernelCall(Generic[T]):
         self.operands = operands
         self._weights = weights
         self._pool = pool
-        self._kernel: int = kernel(function).address
+        self._function = function
         self._address = ctypes.addressof(operands)
         self._has_row_chunks = fit is None
         self._fit = fit or self._share_out
+
+    @cached_property
+    def _kernel(self) -> int:
+        """The kernel's address. It is compiled when it is first called, unless it was before."""
+        address: int = kernel(self._function).address
+        return address
 
     def __call__(self, chunks: int) -> None:
         if self._pool.graph is not None:

@@ -169,7 +169,7 @@ class NativeOperators:
     def usual_kernels(self) -> tuple[Callable[..., None], ...]:
         """The kernels of a dense model. Others are compiled when a layer is made that runs them."""
         common = elementwise.rms_norm, elementwise.apply_rope, elementwise.activation
-        return *common, joined.run_joined, *self._store.kernels, *sampling.KERNELS
+        return *common, joined.run_joined, *self._store.usual_kernels, sampling.argmax
 
     def recorded(self, model: StageModel, num_ranks: int) -> StageModel:
         """The same model; its steps replay recorded kernels if they run nothing else."""

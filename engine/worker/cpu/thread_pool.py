@@ -26,7 +26,7 @@ from numba import njit, types
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.worker.cpu.build import compiled
+from engine.worker.cpu.build import compiled, request
 from engine.worker.cpu.intrinsics import (
     add_release,
     call_kernel,
@@ -151,6 +151,7 @@ class NativeThreadPool:
         self.threads = threads
         self.graph: KernelGraph | None = None  # while one is recorded
         self._memory = KernelOutputs()
+        request((lead, replay, follow))
         self._lead = compiled(lead, types.void(*[types.int64] * 4))
         self._replay = compiled(replay, types.void(*[types.int64] * 3))
         self._follow = compiled(follow, types.void(types.int64, types.int64))

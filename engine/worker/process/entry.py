@@ -50,6 +50,8 @@ from engine.transport.wire import (
     frame,
     read_to_worker,
 )
+from engine.worker.cpu import no_compiler
+from engine.worker.cpu.compiler_process import CompilerProcess
 from engine.worker.launched import StepInFlight
 from engine.worker.process.results import (
     Failure,
@@ -60,6 +62,7 @@ from engine.worker.process.results import (
     one_line,
 )
 from engine.worker.process.torch_import import (
+    NVIDIA,
     import_unused_later,
     skip_meta_registrations,
     skip_scipy,
@@ -118,10 +121,11 @@ def main() -> int:
     skip_meta_registrations()
     import_unused_later()
     skip_scipy()
+    compiler = None if NVIDIA.exists() else no_compiler.begin()
     with socket.socket(fileno=arguments.socket) as connection:
         connection.set_inheritable(False)
         try:
-            return serve(Parent(connection), arguments.worker)
+            return serve(Parent(connection), arguments.worker, compiler=compiler)
         except (EOFError, ConnectionError):
             return 0
         except (WorkerLost, WireError) as error:
@@ -148,10 +152,16 @@ def configure_process(parent: int) -> None:
         sys.exit(0)
 
 
-def serve(parent: Parent, worker_path: str, listener: int | None = None) -> int:
+def serve(
+    parent: Parent,
+    worker_path: str,
+    listener: int | None = None,
+    compiler: CompilerProcess | None = None,
+) -> int:
     """Receive settings, send progress and report, then run steps. Returns the exit code.
 
     `listener` replaces the placement's, if this process opened the socket and not the parent.
+    With a `compiler` kernels of the CPU run from object files.
 
     Raises `EOFError` or `ConnectionError` when the parent is gone, `WorkerLost` when the worker
     cannot continue.
@@ -160,6 +170,7 @@ def serve(parent: Parent, worker_path: str, listener: int | None = None) -> int:
         with _without_gc():
             try:
                 worker_class = class_of(worker_path)  # takes seconds, in which the settings come
+                no_compiler.settle(compiler)
             finally:
                 settings = receive_settings(parent, listener)
                 if settings.cores:  # its memory is then on their node, where it is first touched
@@ -179,6 +190,8 @@ def serve(parent: Parent, worker_path: str, listener: int | None = None) -> int:
         logger.exception("the worker could not load")
         parent.send(frame(LoadFailed(f"the worker could not load: {describe(error)}")))
         return 1
+    if compiler is not None:
+        compiler.finish()
     drop_library_pages()  # while the server gets ready
     trim_heap()
     keep_heap()

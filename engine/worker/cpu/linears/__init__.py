@@ -1,6 +1,6 @@
 """Linear layers of the CPU, by the format of their weights as in the setting `weights`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from engine.errors import StartupError
 from engine.worker.cpu.kernels.linears.tile_formats import HAS_VNNI
@@ -38,6 +38,12 @@ def _linears(name: str, activation_bits: int) -> CpuLinears:
         "int8": int8.WITH_8_BITS if activation_bits == 8 else int8.WITH_14_BITS,
     }
     return known[name]
+
+
+def grouped_kernels() -> dict[str, Callable[..., None]]:
+    """The kernels of weights in groups, in all layouts, by name."""
+    linears = [grouped_linears(each, bits) for each in LAYOUTS.values() for bits in (8, 14)]
+    return {each.kernel.__qualname__: each.kernel for each in linears}
 
 
 def describe(linears: Sequence[CpuLinears]) -> str:

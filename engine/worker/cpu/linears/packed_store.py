@@ -84,6 +84,14 @@ class PackedStore:
         return tuple(kernel for each in formats.values() for kernel in each.kernels)
 
     @property
+    def usual_kernels(self) -> tuple[Callable[..., None], ...]:
+        """The kernels of these linears without those of float32, if there are others."""
+        others = [each for each in self._linears.values() if each is not FLOAT32]
+        return tuple(dict.fromkeys(kernel for each in others for kernel in each.kernels)) or (
+            FLOAT32.kernels
+        )
+
+    @property
     def file_bytes(self) -> int:
         """Bytes of packed weights that are pages of a file and stay in memory."""
         return self._file.resident_bytes
