@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from tests.house_table import ALL, AREAS, figures
+
 ROOT = Path(__file__).parents[1]
 PRODUCT = ("adapters", "engine", "gateway")
 BUDGETS = tomllib.loads((ROOT / "tests/house.toml").read_text())
@@ -59,6 +61,11 @@ def definitions() -> Iterator[tuple[str, Any]]:
 
 def test_every_file_is_in_a_room() -> None:
     assert lines_by_room()[""] == 0
+
+
+def test_the_table_of_sizes_has_every_line_in_one_area() -> None:
+    found = figures(ROOT)
+    assert sum(found[area] for area in AREAS) == found[ALL]
 
 
 @pytest.mark.parametrize("room", ROOMS)

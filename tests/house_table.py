@@ -1,0 +1,94 @@
+"""The size of the house in figures: `python -m tests.house_table [DIRECTORY]` prints a table.
+
+The lines that `tests/test_house.py` bounds room by room are summed here, beside what no test
+bounds: features that run through many files, and numbers without a sweep.
+"""
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+PRODUCT = ("adapters", "engine", "gateway")
+AREAS = {
+    "engine: words, loop, streams, transport": ("engine", "engine/transport"),
+    "engine: control, KV, policy, cost, speculation": (
+        "engine/control", "engine/kv", "engine/policy", "engine/cost", "engine/speculation",
+    ),
+    "engine: simulated; research": ("engine/simulated", "engine/research"),
+    "worker: pipeline, model, sampling, weights, LoRA, ports": (
+        "engine/worker", "engine/worker/lora", "engine/worker/model", "engine/worker/ports",
+        "engine/worker/process", "engine/worker/sampling", "engine/worker/weights",
+    ),
+    "worker: CPU": ("engine/worker/cpu",),
+    "worker: CUDA, with FlashInfer": ("engine/worker/cuda", "adapters/attention/flashinfer"),
+    "gateway": ("gateway",),
+    "adapters without FlashInfer": ("adapters",),
+}  # fmt: skip
+FEATURES = {
+    "recurrent states": r"recurrent|RecurrentState",
+    "LoRA": r"(?i)lora",
+    "pooling": r"(?i)pooling",
+    "background requests": r"is_background|[Bb]ackground",
+}
+NUMBER = re.compile(r"^[A-Z][A-Z_0-9]*(?:: \w+)? = -?[\d.][^\n]*", re.MULTILINE)
+MAX_LINES, MAX_METHODS, MAX_FIELDS = 60, 20, 25
+ALL, FILES, CLASSES = "lines of all source", "files", "classes"
+LARGE_CLASSES = f"classes of more than {MAX_METHODS} methods or {MAX_FIELDS} fields"
+LONG_FUNCTIONS = f"functions of more than {MAX_LINES} lines"
+NUMBERS, SWEPT = "numbers at the top of modules", "of them beside a file with a sweep"
+
+
+def sources(root: Path) -> Iterator[Path]:
+    """The product's Python files."""
+    for folder in PRODUCT:
+        for path in sorted((root / folder).rglob("*.py")):
+            if "node_modules" not in path.parts:
+                yield path
+
+
+def area_of(name: str) -> str:
+    """The area whose longest folder holds the file."""
+    rooms = [(room, area) for area, rooms in AREAS.items() for room in rooms]
+    return max((room, area) for room, area in rooms if name.startswith(f"{room}/"))[1]
+
+
+def figures(root: Path) -> dict[str, int]:
+    """All rows of the table by name."""
+    found = {ALL: 0, **dict.fromkeys(AREAS, 0)}
+    found |= dict.fromkeys((FILES, CLASSES, LARGE_CLASSES, LONG_FUNCTIONS, NUMBERS, SWEPT), 0)
+    found |= {f"files that name {feature}": 0 for feature in FEATURES}
+    for path in sources(root):
+        text, name = path.read_text(), path.relative_to(root).as_posix()
+        lines = len(text.splitlines())
+        found[ALL] += lines
+        found[area_of(name)] += lines
+        found[FILES] += 1
+        for feature, pattern in FEATURES.items():
+            found[f"files that name {feature}"] += bool(re.search(pattern, text))
+        for number in NUMBER.finditer(text):
+            before = text[: number.start()].rstrip("\n").rsplit("\n", 3)[-3:]
+            comments = [line for line in before if line.startswith("#")]
+            found[NUMBERS] += 1
+            has_sweep = re.search(r"results/|\.json|sweep", "".join([*comments, number[0]]))
+            found[SWEPT] += bool(has_sweep)
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ClassDef):
+                found[CLASSES] += 1
+                found[LARGE_CLASSES] += _is_large(node)
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                lines = (node.end_lineno or 0) - node.lineno + 1
+                found[LONG_FUNCTIONS] += lines > MAX_LINES
+    return found
+
+
+def _is_large(node: ast.ClassDef) -> bool:
+    methods = sum(isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef) for each in node.body)
+    fields = sum(isinstance(each, ast.AnnAssign) for each in node.body)
+    return methods > MAX_METHODS or fields > MAX_FIELDS
+
+
+if __name__ == "__main__":
+    for row, count in figures(Path(sys.argv[1] if len(sys.argv) > 1 else ".")).items():
+        sys.stdout.write(f"| {row} | {count:,} |\n")
