@@ -38,6 +38,7 @@ ALL, FILES, CLASSES = "lines of all source", "files", "classes"
 LARGE_CLASSES = f"classes of more than {MAX_METHODS} methods or {MAX_FIELDS} fields"
 LONG_FUNCTIONS = f"functions of more than {MAX_LINES} lines"
 NUMBERS, SWEPT = "numbers at the top of modules", "of them beside a file with a sweep"
+CONTROL = "of them in control, KV, policy, cost, speculation"
 
 
 def sources(root: Path) -> Iterator[Path]:
@@ -57,7 +58,9 @@ def area_of(name: str) -> str:
 def figures(root: Path) -> dict[str, int]:
     """All rows of the table by name."""
     found = {ALL: 0, **dict.fromkeys(AREAS, 0)}
-    found |= dict.fromkeys((FILES, CLASSES, LARGE_CLASSES, LONG_FUNCTIONS, NUMBERS, SWEPT), 0)
+    found |= dict.fromkeys(
+        (FILES, CLASSES, LARGE_CLASSES, LONG_FUNCTIONS, NUMBERS, CONTROL, SWEPT), 0
+    )
     found |= {f"files that name {feature}": 0 for feature in FEATURES}
     for path in sources(root):
         text, name = path.read_text(), path.relative_to(root).as_posix()
@@ -71,6 +74,7 @@ def figures(root: Path) -> dict[str, int]:
             before = text[: number.start()].rstrip("\n").rsplit("\n", 3)[-3:]
             comments = [line for line in before if line.startswith("#")]
             found[NUMBERS] += 1
+            found[CONTROL] += area_of(name).startswith("engine: control")
             has_sweep = re.search(r"results/|\.json|sweep", "".join([*comments, number[0]]))
             found[SWEPT] += bool(has_sweep)
         for node in ast.walk(ast.parse(text)):
