@@ -3,16 +3,17 @@
 A file is 8 bytes with the length of its header, the header in JSON, and the tensors.
 """
 
+import json
 from pathlib import Path
 from typing import NamedTuple
-
-import orjson
 
 from engine.errors import StartupError
 
 INDEX = "model.safetensors.index.json"
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000  # the library's limit
+# What reading JSON of another shape than the expected one raises.
+_DAMAGE = (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError)
 
 
 class TensorHeader(NamedTuple):
@@ -65,7 +66,7 @@ def read_header(path: Path) -> dict[str, TensorHeader]:
                     "safetensors header; is it truncated, or a Git LFS pointer?"
                 )
             file.seek(LENGTH_BYTES)
-            rows = orjson.loads(file.read(length))
+            rows = json.loads(file.read(length))
         rows.pop("__metadata__", None)
         ends = [row["data_offsets"][1] for row in rows.values()]
         headers = {
@@ -73,7 +74,7 @@ def read_header(path: Path) -> dict[str, TensorHeader]:
         }
     except OSError as error:
         raise StartupError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+    except _DAMAGE as error:
         raise StartupError(f"cannot read {path}: its safetensors header is damaged") from error
     if max(ends, default=0) > size - length:
         raise StartupError(
@@ -85,9 +86,9 @@ def read_header(path: Path) -> dict[str, TensorHeader]:
 
 def _indexed(index: Path) -> dict[str, tuple[Path, TensorHeader]]:
     try:
-        names: dict[str, str] = orjson.loads(index.read_bytes())["weight_map"]
+        names: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
         shards = {name: index.parent / Path(file).name for name, file in names.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except _DAMAGE as error:
         raise StartupError(f"{index} is not a safetensors index: {error!r}") from error
     headers = {path: read_header(path) for path in sorted(set(shards.values()))}
     for name, path in shards.items():
