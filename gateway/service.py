@@ -5,6 +5,7 @@ that the request names; `Service.at` keeps that model loaded.
 """
 
 import random
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -83,6 +84,7 @@ class Service:
     is_strict_about_max_tokens: bool = False  # completions always are
     traces: Traces | None = None
     has_page: bool = True
+    cpu_clock: Clock = time.thread_time  # of the calling thread
 
     @property
     def engine(self) -> ServingEngine:

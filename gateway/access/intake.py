@@ -52,10 +52,14 @@ RECHECK_SECONDS = 0.05  # generation may end while requests wait
 
 @dataclass(slots=True, eq=False)
 class Intake:
-    """Meters what requests take of the loop's time, and lets them wait. `max_debt` is what clients
-    wait for together; with 0 each waits for its own debt only."""
+    """Meters what requests take of the loop's time, and lets them wait.
+
+    `max_debt` is what clients wait for together; with 0 each waits for its own debt only. What a
+    request takes is measured in CPU time: it does not owe what others take meanwhile.
+    """
 
     clock: "Clock"
+    cpu_clock: "Clock"  # of the calling thread
     is_generating: Callable[[], bool]
     is_busy: Callable[[], bool] = lambda: False
     share: float = SHARE
@@ -136,11 +140,11 @@ class Intake:
 
     def _charged(self, resume: Callable[[], Any], client: str) -> Any:
         """Resume a coroutine; the future that it awaits next."""
-        started = self.clock()
+        started = self.cpu_clock()
         try:
             return resume()
         finally:
-            self.charge(self.clock() - started, client)
+            self.charge(self.cpu_clock() - started, client)
 
     @property
     def _share(self) -> float:

@@ -1,10 +1,10 @@
-"""Turns: each client does one thing at a time, in order of arrival."""
+"""ClientTurns: each client does one thing at a time, in order of arrival."""
 
 import asyncio
 from collections import deque
 
 
-class Turns:
+class ClientTurns:
     """The clients that have a turn, and those of their tasks that wait for the next one."""
 
     def __init__(self) -> None:

@@ -13,9 +13,12 @@ from collections.abc import Callable
 from contextvars import ContextVar, copy_context
 from functools import partial
 from threading import Event
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from engine.errors import EngineError
+
+if TYPE_CHECKING:
+    from engine.ports import Clock
 
 T = TypeVar("T")
 MAX_BYTES_ON_LOOP = 8 << 10  # at the densest, such a body takes 3 ms
@@ -30,6 +33,11 @@ class WorkCancelled(Exception):
 class ThreadMeter(Protocol):
     """Meters the work that one request does in threads."""
 
+    @property
+    def cpu_clock(self) -> "Clock":
+        """The CPU time of the calling thread."""
+        ...
+
     async def begin(self, *, is_new: bool) -> None:
         """Wait for the client's turn, and first for its debt if the request `is_new`."""
         ...
@@ -41,6 +49,8 @@ class ThreadMeter(Protocol):
 
 class _Unmetered:
     """Requests that came through no intake, such as the lines of a batch, are not metered."""
+
+    cpu_clock = staticmethod(time.thread_time)
 
     async def begin(self, *, is_new: bool) -> None:
         pass
@@ -61,7 +71,7 @@ async def run_in_thread(work: Callable[[], T], *, is_new: bool = False) -> T:
     meter, cancelled, seconds = thread_meter.get(), Event(), list[float]()
     await meter.begin(is_new=is_new)
     token = _cancelled.set(cancelled)  # the thread runs in a copy of this context
-    run = partial(copy_context().run, _timed, work, seconds)
+    run = partial(copy_context().run, _timed, work, meter.cpu_clock, seconds)
     _cancelled.reset(token)
     running = asyncio.get_running_loop().run_in_executor(None, run)
     running.add_done_callback(lambda _: meter.end(sum(seconds)))
@@ -82,9 +92,9 @@ async def in_thread_if(is_long: bool, work: Callable[[], T]) -> T:
     return await run_in_thread(work) if is_long else work()
 
 
-def _timed(work: Callable[[], T], seconds: list[float]) -> T:
+def _timed(work: Callable[[], T], clock: "Clock", seconds: list[float]) -> T:
     check_cancelled()
-    began, _thread.exempt = time.thread_time(), 0.0
+    began, _thread.exempt = clock(), 0.0
     try:
         return work()
     except EngineError as error:
@@ -92,7 +102,7 @@ def _timed(work: Callable[[], T], seconds: list[float]) -> T:
         error.__cause__ = error.__context__ = None
         raise error.with_traceback(None) from None
     finally:
-        seconds.append(time.thread_time() - began - _thread.exempt)
+        seconds.append(clock() - began - _thread.exempt)
 
 
 def exempt(seconds: float) -> None:

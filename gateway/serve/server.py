@@ -18,6 +18,7 @@ import os
 import resource
 import signal
 import socket
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -243,6 +244,7 @@ class Server:
         places = Places(self.bounds.max_connections, self.bounds.max_per_network)
         intake = Intake(
             self.request_log.clock,
+            time.thread_time,
             lambda: self.groups.is_generating,
             lambda: self.watch.is_busy,
             share=CONNECTIONS_SHARE,

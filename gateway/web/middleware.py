@@ -18,7 +18,7 @@ from gateway.access.intake import Intake
 from gateway.access.key_file import Key
 from gateway.access.keys import is_basic
 from gateway.access.retries import Retries
-from gateway.access.turns import Turns
+from gateway.access.turns import ClientTurns
 from gateway.errors import Forbidden, InvalidApiKey, Superseded, http_error
 from gateway.generation.reply import error_response
 from gateway.generation.threads import thread_meter
@@ -29,6 +29,7 @@ from gateway.web.route import Access
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+    from engine.ports import Clock
     from gateway.access.retries import Attempt
     from gateway.service import Service
     from gateway.web.route import Route, RouteTable
@@ -59,6 +60,7 @@ class IdentifyCaller:
         intake = partial(
             Intake,
             service.clock,
+            service.cpu_clock,
             # Requests that wait when the server begins to drain get its 503 at once.
             lambda: service.groups.is_generating and not service.groups.is_draining,
             lambda: service.watch.is_busy,
@@ -66,7 +68,7 @@ class IdentifyCaller:
         self._intake = intake()
         # Probes and cancellations wait for those of their own client only.
         self._urgent_intake = intake(max_debt=0.0)
-        self._turns = Turns()
+        self._turns = ClientTurns()
         self._app: ASGIApp = AccessControl(app, service)
         if service.origins.cors_origins:
             self._app = CORSMiddleware(
@@ -143,8 +145,12 @@ class ThreadWork:
     """What one request does in threads: a `ThreadMeter`."""
 
     intake: Intake
-    turns: Turns
+    turns: ClientTurns
     client: str
+
+    @property
+    def cpu_clock(self) -> "Clock":
+        return self.intake.cpu_clock
 
     async def begin(self, *, is_new: bool) -> None:
         await self.turns.take(self.client)

@@ -277,6 +277,7 @@ def build_rig(setting: Setting) -> Rig:
         ),
         watch=LoopWatch(clock, metrics.loop_lag, times=lambda: ThreadTimes(0.0, 0.0)),
         clock=clock,
+        cpu_clock=clock,
         unix_now=lambda: EPOCH + int(clock() - born_at),
         random=random.Random(setting.seed),
         keys=Keys(

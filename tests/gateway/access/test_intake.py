@@ -29,7 +29,7 @@ class Loop:
         self.now = 0.0
         self.generates = generates
         self.order: list[str] = []
-        self.intake = Intake(lambda: self.now, lambda: self.generates, share=0.5)
+        self.intake = Intake(lambda: self.now, lambda: self.now, lambda: self.generates, share=0.5)
 
     async def request(self, client: str, record: RequestRecord | None = None) -> None:
         await self.intake.enter(client)
@@ -66,7 +66,7 @@ async def test_beside_generation_requests_wait_until_their_share_allows_another_
 @pytest.mark.parametrize(("is_busy", "share"), [(False, SHARE), (True, BUSY_SHARE)])
 async def test_a_busy_loop_gives_requests_less(is_busy: bool, share: float) -> None:
     now = [0.0]
-    intake = Intake(lambda: now[0], lambda: True, lambda: is_busy)
+    intake = Intake(lambda: now[0], lambda: now[0], lambda: True, lambda: is_busy)
     intake.charge(0.5, "a")
     now[0] += 0.1
     intake.charge(0.0)

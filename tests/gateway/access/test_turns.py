@@ -1,8 +1,8 @@
-"""Turns: each client does one thing at a time."""
+"""ClientTurns: each client does one thing at a time."""
 
 import asyncio
 
-from gateway.access.turns import Turns
+from gateway.access.turns import ClientTurns
 
 
 async def cycles() -> None:
@@ -11,7 +11,7 @@ async def cycles() -> None:
 
 
 async def test_a_client_has_one_turn_at_a_time_and_others_have_theirs() -> None:
-    turns, order = Turns(), list[str]()
+    turns, order = ClientTurns(), list[str]()
 
     async def take(client: str, name: str) -> None:
         await turns.take(client)
@@ -33,7 +33,7 @@ async def test_a_client_has_one_turn_at_a_time_and_others_have_theirs() -> None:
 
 
 async def test_a_task_that_is_cancelled_leaves_its_turn_to_the_next() -> None:
-    turns = Turns()
+    turns = ClientTurns()
     await turns.take("a")
     waiting = [asyncio.ensure_future(turns.take("a")) for _ in range(3)]
     await cycles()

@@ -1,13 +1,13 @@
 """Work in threads is metered: one at a time for each client, and charged when it ends."""
 
 import asyncio
+import itertools
 import threading
-import time
 
 import pytest
 
 from gateway.access.intake import Intake
-from gateway.access.turns import Turns
+from gateway.access.turns import ClientTurns
 from gateway.generation.threads import (
     MAX_BYTES_ON_LOOP,
     check_cancelled,
@@ -25,8 +25,10 @@ class Clients:
     """Clients whose work in threads goes through one intake, whose clock stands still."""
 
     def __init__(self) -> None:
-        self.intake = Intake(lambda: 0.0, lambda: True)
-        self.turns = Turns()
+        # Each reading of a thread's CPU time is 10 ms after the one before.
+        readings = itertools.count(0.0, 0.01)
+        self.intake = Intake(lambda: 0.0, lambda: next(readings), lambda: True)
+        self.turns = ClientTurns()
 
     def become(self, client: str) -> None:
         thread_meter.set(ThreadWork(self.intake, self.turns, client))
@@ -45,13 +47,6 @@ class Blocked:
         self.has_begun.set()
         self.may_continue.wait()
         check_cancelled()
-
-
-@pytest.fixture
-def seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each reading of a thread's CPU time is 10 ms after the one before."""
-    readings = iter(range(1_000_000))
-    monkeypatch.setattr(time, "thread_time", lambda: next(readings) * 0.01)
 
 
 async def ended(clients: Clients, client: str) -> None:
@@ -82,7 +77,6 @@ async def test_a_client_has_one_thread_at_a_time_and_leaves_the_others_to_others
     assert works[1].has_begun.is_set()
 
 
-@pytest.mark.usefixtures("seconds")
 async def test_the_time_of_threads_is_charged_except_what_is_exempt() -> None:
     clients = Clients()
     clients.become("a")
@@ -94,7 +88,6 @@ async def test_the_time_of_threads_is_charged_except_what_is_exempt() -> None:
     assert clients.debt("a") == pytest.approx(0.016)
 
 
-@pytest.mark.usefixtures("seconds")
 async def test_work_whose_client_left_is_charged_and_keeps_its_turn_until_it_ends() -> None:
     clients, work = Clients(), Blocked()
     task = asyncio.ensure_future(as_client(clients, "a", work))

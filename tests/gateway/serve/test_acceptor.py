@@ -58,7 +58,7 @@ class Server:
         self.clients: list[asyncio.StreamWriter] = []
         self.lost = asyncio.Event()
         self.places = places
-        self.intake = NotedIntake(lambda: self.now, lambda: True)
+        self.intake = NotedIntake(lambda: self.now, lambda: self.now, lambda: True)
         self.acceptor = Acceptor(lambda place: Greeting(self, place), places, self.intake, tls)
 
     async def connect(
