@@ -24,6 +24,7 @@ from gateway.serve.tls import charged_for_handshake
 logger = logging.getLogger(__name__)
 
 SETUP_SECONDS = 15.0  # until a connection has its protocol, TLS handshake included
+SILENT_SECONDS = 1
 ACCEPT_RETRY_SECONDS = 1.0
 MAX_ACCEPTED = 16  # in one cycle of the loop
 FULL = "The server has as many open connections as it allows, in total or for one address."
@@ -70,10 +71,13 @@ class Acceptor:
                 self._retry = loop.call_later(ACCEPT_RETRY_SECONDS, self._listen, loop, listener)
                 return
             peer.setblocking(False)
-            self._begin(loop, peer, network_of(str(address[0])))
+            if has_ended(peer):
+                peer.close()
+            else:
+                self._begin(loop, peer, network_of(str(address[0])))
 
     def _begin(self, loop: asyncio.AbstractEventLoop, peer: socket.socket, network: str) -> None:
-        place = None if has_ended(peer) else self.places.enter(network)
+        place = self.places.enter(network)
         if place is None:
             if self.tls is None:
                 refuse(peer)
@@ -110,6 +114,13 @@ class Acceptor:
             charged_for_handshake.set((self.intake, place.network))
             work = loop.connect_accepted_socket(lambda: self.make(place), peer, ssl=self.tls)
             await self.intake.metered(work, None, place.network)
+
+
+def defer_silent(listener: socket.socket) -> None:
+    """Let the kernel keep connections for a second until their first bytes arrive (Linux), so that
+    one that is closed at once never gets a place and a task."""
+    if hasattr(socket, "TCP_DEFER_ACCEPT"):
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, SILENT_SECONDS)
 
 
 def has_ended(peer: socket.socket) -> bool:

@@ -29,7 +29,7 @@ import uvicorn
 from engine.errors import StartupError, Unavailable
 from engine.transport.process_memory import drop_library_pages, trim_heap
 from gateway.access.intake import Intake
-from gateway.serve.acceptor import Acceptor
+from gateway.serve.acceptor import Acceptor, defer_silent
 from gateway.serve.connection import ConnectionBounds
 from gateway.serve.places import Places
 from gateway.serve.websocket import UpgradableConnection
@@ -197,6 +197,7 @@ class Server:
         """
         server = _Uvicorn(_config(self))
         listener.listen(BACKLOG)
+        defer_silent(listener)
         async with asyncio.TaskGroup() as group:
             running = group.create_task(self.groups.run())
             watching = group.create_task(self.watch.run())

@@ -168,6 +168,19 @@ async def test_time_is_charged_until_the_engine_has_the_request() -> None:
     assert debt == pytest.approx(0.030, abs=0.011)
 
 
+async def test_what_others_take_meanwhile_is_not_charged() -> None:
+    now = cpu = 0.0
+    intake = Intake(lambda: now, lambda: cpu, lambda: True)
+
+    async def work() -> None:
+        nonlocal now, cpu
+        now += 5.0  # another thread had the interpreter's lock
+        cpu += 0.004
+
+    await intake.metered(work(), RequestRecord("r", 0.0), "a")
+    assert intake._debts.of("a") == pytest.approx(0.004)
+
+
 async def test_errors_and_cancellations_reach_the_metered_request() -> None:
     loop, seen = Loop(), []
 

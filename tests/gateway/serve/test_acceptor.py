@@ -1,16 +1,18 @@
 """Connections are set up when their client's turn comes, and handshakes are charged to it."""
 
 import asyncio
+import socket
 import ssl
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
 
+import pytest
 import uvloop
 
 from gateway.access.intake import Intake
-from gateway.serve.acceptor import Acceptor
+from gateway.serve.acceptor import Acceptor, defer_silent, has_ended, readable
 from gateway.serve.places import Place, Places
 from gateway.serve.server import bind
 from gateway.serve.tls import Certificate
@@ -117,6 +119,26 @@ def test_a_client_that_connects_and_closes_costs_no_protocol_and_keeps_no_place(
         assert server.places.num_open == 1
 
     play(scene)
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_DEFER_ACCEPT"), reason="only Linux defers")
+async def test_a_silent_connection_is_accepted_with_its_first_bytes_or_its_end() -> None:
+    with bind("127.0.0.1", 0) as listener:
+        listener.listen()
+        listener.setblocking(False)
+        defer_silent(listener)
+        for sent in (b"G", b""):
+            with socket.create_connection(listener.getsockname()) as client:
+                with pytest.raises(BlockingIOError):
+                    listener.accept()
+                if sent:
+                    client.sendall(sent)
+                else:
+                    client.shutdown(socket.SHUT_WR)
+                await readable(asyncio.get_running_loop(), listener)
+                peer, _ = listener.accept()
+                with peer:
+                    assert has_ended(peer) is not bool(sent)
 
 
 def test_the_time_of_a_handshake_is_charged_to_its_client(tmp_path: Path) -> None:
