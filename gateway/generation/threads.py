@@ -97,7 +97,7 @@ def _timed(work: Callable[[], T], clock: "Clock", seconds: list[float]) -> T:
     began, _thread.exempt = clock(), 0.0
     try:
         return work()
-    except EngineError as error:
+    except (EngineError, WorkCancelled) as error:
         # Its frames hold what was decoded, which would be freed on the loop.
         error.__cause__ = error.__context__ = None
         raise error.with_traceback(None) from None
