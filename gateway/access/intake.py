@@ -5,8 +5,8 @@ sends bodies as fast as they are read, or requests that are rejected, could take
 So while the engine generates, these parts of requests together get at most `SHARE` of the loop's
 time, or `BUSY_SHARE` if the loop is nearly saturated, so that tokens come first. In each cycle of
 the loop at most one request continues. The others wait in a queue for each client, in order of
-arrival, and clients alternate. A client is a network address. Without running requests there is no
-bound.
+arrival, and clients alternate. A client is a network address, or the network of an IPv6 one.
+Without running requests there is no bound.
 
 A client owes the time that it used, and waits while it owes more than `MAX_CREDIT_SECONDS`; all who
 owe repay at equal rates, together at that of the share (`Debts`). Others wait for no more than
@@ -20,7 +20,7 @@ Connections that are set up are metered likewise, with a share of their own, and
 cancellations, which wait for their own client's only.
 
 A part is measured whenever the request's task runs. A request is no longer measured once the engine
-has it, and never waits after its body has arrived.
+has it. After its body has arrived it waits only if it needs a thread: `gateway.generation.threads`.
 """
 
 import asyncio

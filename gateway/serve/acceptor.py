@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 import orjson
 
 from gateway.access.intake import Intake
-from gateway.serve.places import Place, Places, network_of
+from gateway.access.networks import network_of
+from gateway.serve.places import Place, Places
 from gateway.serve.tls import charged_for_handshake
 
 logger = logging.getLogger(__name__)

@@ -6,14 +6,11 @@ of the one that has been idle for longest. If all serve requests, a few more pla
 probes. A client network has a bound of its own, within which the same holds.
 """
 
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 PROBE_PLACES = 16
 MIN_PER_NETWORK = 64
-IPV6_NETWORK_BYTES = 8  # of an address; one client has as many addresses as the other bytes allow
-IPV4_IN_IPV6 = "::ffff:"
 
 
 def _nothing() -> None:
@@ -117,12 +114,3 @@ class Places:
             each.num_open -= 1
         if not own.num_open:
             del self._networks[place.network]
-
-
-def network_of(address: str) -> str:
-    """The client that an address belongs to: an IPv4 address, or the network of an IPv6 one."""
-    if ":" not in address or address.lower().startswith(IPV4_IN_IPV6):
-        return address
-    packed = socket.inet_pton(socket.AF_INET6, address.partition("%")[0])
-    network = packed[:IPV6_NETWORK_BYTES] + bytes(len(packed) - IPV6_NETWORK_BYTES)
-    return socket.inet_ntop(socket.AF_INET6, network)

@@ -17,6 +17,7 @@ from gateway.access.callers import Caller, valid_request_id
 from gateway.access.intake import Intake
 from gateway.access.key_file import Key
 from gateway.access.keys import is_basic
+from gateway.access.networks import network_of
 from gateway.access.retries import Retries
 from gateway.access.turns import ClientTurns
 from gateway.errors import Forbidden, InvalidApiKey, Superseded, http_error
@@ -97,7 +98,7 @@ class IdentifyCaller:
                 is_answered = is_answered or not message.get("more_body", False)
             await send(message)
 
-        intake, client = self._intake_of(scope, record), record.client
+        intake, client = self._intake_of(scope, record), network_of(record.client)
         thread_meter.set(ThreadWork(intake, self._turns, client))
         try:
             await intake.enter(client)

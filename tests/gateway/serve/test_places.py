@@ -1,6 +1,6 @@
 """Places of connections: bounds in total and per client, and which connection is closed."""
 
-from gateway.serve.places import PROBE_PLACES, Place, Places, network_of
+from gateway.serve.places import PROBE_PLACES, Place, Places
 
 
 def entered(places: Places, network: str, closed: list[Place]) -> Place:
@@ -57,10 +57,3 @@ def test_a_place_that_is_left_counts_no_more_and_is_left_once() -> None:
     assert places.num_open == 0
     assert entered(places, "a", closed) is not place
     assert closed == []
-
-
-def test_addresses_of_one_ipv6_network_are_one_client() -> None:
-    assert network_of("2001:db8::1") == network_of("2001:db8::2:1") == "2001:db8::"
-    assert network_of("fe80::1%eth0") == "fe80::"
-    assert network_of("::ffff:10.0.0.1") != network_of("::ffff:10.0.0.2")
-    assert network_of("10.0.0.1") == "10.0.0.1"
