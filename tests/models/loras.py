@@ -23,10 +23,15 @@ def adapted_model(
 
     `base` are changes of the variant's config.
     """
+    return adapted(make_model(variant, **base), seed, **config)
+
+
+def adapted(model: Any, seed: int = 1, **config: Any) -> Any:
+    """PEFT's model over one of transformers; factors of LoRAs are random."""
     fields: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": ALL} | config
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # from transformers to PEFT
-        model = peft.get_peft_model(make_model(variant, **base), peft.LoraConfig(**fields))
+        model = peft.get_peft_model(model, peft.LoraConfig(**fields))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -6,7 +6,14 @@ from pathlib import Path
 
 from engine.errors import StartupError
 from engine.worker.lora.peft_config import CONFIG_FILE, PeftConfig
-from engine.worker.lora.peft_names import WEIGHTS_FILE, check_rank, check_shape, place_of
+from engine.worker.lora.peft_names import (
+    WEIGHTS_FILE,
+    check_rank,
+    check_shape,
+    check_target,
+    is_of_encoder,
+    place_of,
+)
 from engine.worker.weights.headers import TensorHeader, read_header
 
 Sizes = tuple[int, int]
@@ -54,7 +61,7 @@ def _linears(headers: Mapping[str, TensorHeader]) -> dict[str, Sizes]:
     return {
         prefix + name.replace("language_model.", ""): (shape[0], shape[1])
         for name, shape in shapes.items()
-        if any(part.isdecimal() for part in name.split("."))
+        if any(part.isdecimal() for part in name.split(".")) and not is_of_encoder(name)
     }
 
 
@@ -68,8 +75,7 @@ def _check_tensors(
         raise StartupError(f"{WEIGHTS_FILE} has no tensors")
     for name, header in sorted(tensors.items()):
         module, factor = place_of(name, linears or None)
-        if not config.targets_module(module):
-            raise StartupError(f"tensor {name}: {module} is not a target module of {CONFIG_FILE}")
+        check_target(name, module, config)
         check_rank(module, config, max_rank)
         if module in linears:
             check_shape(module, factor, header.shape, linears[module], config)

@@ -14,7 +14,13 @@ from torch import Tensor
 
 from engine.errors import StartupError
 from engine.worker.lora.peft_config import CONFIG_FILE, PeftConfig
-from engine.worker.lora.peft_names import WEIGHTS_FILE, check_rank, check_shape, place_of
+from engine.worker.lora.peft_names import (
+    WEIGHTS_FILE,
+    check_rank,
+    check_shape,
+    check_target,
+    place_of,
+)
 
 DIGEST_BYTES = 32
 
@@ -109,8 +115,7 @@ def _pairs(
 
 
 def _checked(name: str, tensor: Tensor, config: PeftConfig, module: str, max_rank: int) -> Tensor:
-    if not config.targets_module(module):
-        raise StartupError(f"tensor {name}: {module} is not a target module of {CONFIG_FILE}")
+    check_target(name, module, config)
     check_rank(module, config, max_rank)
     if not tensor.is_floating_point():
         raise StartupError(f"tensor {name} has dtype {tensor.dtype}, expected floats")

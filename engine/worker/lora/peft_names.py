@@ -21,6 +21,15 @@ _UNSUPPORTED = {
     ".bias": "trained biases are not supported",
 }
 
+# Parts of the names of linears in image encoders, and between them and the decoder.
+_ENCODERS = {"visual", "vision_tower", "vision_model", "connector", "multi_modal_projector"}
+_TEXT = "language_model."  # in the names of text models of multimodal ones, in one place or another
+
+
+def is_of_encoder(module: str) -> bool:
+    """Whether a module belongs to an image encoder."""
+    return not _ENCODERS.isdisjoint(module.split("."))
+
 
 def place_of(name: str, linears: Mapping[str, tuple[int, int]] | None) -> tuple[str, str]:
     """The module that a tensor belongs to, and which factor it is; without `linears`, which are
@@ -30,11 +39,22 @@ def place_of(name: str, linears: Mapping[str, tuple[int, int]] | None) -> tuple[
             raise StartupError(f"tensor {name}: {why}")
     for end, factor in _FACTORS.items():
         if name.endswith(end):
-            module = _module_of(name.removesuffix(end), linears)
+            path = name.removesuffix(end)
+            if is_of_encoder(path):
+                raise StartupError(f"tensor {name}: LoRA on an image encoder is not supported")
+            module = _module_of(path, linears)
             if module is None:
                 raise StartupError(f"tensor {name}: this model has no such linear for LoRA")
             return module, factor
     raise StartupError(f"tensor {name} is not part of a LoRA")
+
+
+def check_target(name: str, module: str, config: PeftConfig) -> None:
+    """Raise `StartupError` unless the config targets the module, by its name in the checkpoint or
+    in the adapter."""
+    path = _own_name(name).rpartition(".lora_")[0]
+    if not config.targets_module(module) and not config.targets_module(path):
+        raise StartupError(f"tensor {name}: {module} is not a target module of {CONFIG_FILE}")
 
 
 def check_rank(module: str, config: PeftConfig, max_rank: int) -> None:
@@ -60,13 +80,23 @@ def check_shape(
 
 
 def _module_of(path: str, linears: Mapping[str, tuple[int, int]] | None) -> str | None:
-    """The linear's name in this model. Old GPT-2 checkpoints lack `transformer.`, text models of
-    multimodal ones `language_model.`."""
-    for prefix in _PREFIXES:
-        if path.startswith(prefix):
-            path = path.removeprefix(prefix)
-            break
+    """The linear's name in this model. Old GPT-2 checkpoints lack `transformer.`; text models of
+    multimodal ones have `language_model.` in another place, or lack it."""
+    path = _own_name(path)
     if linears is None:
         return path
-    names = (path, path.removeprefix("transformer."), path.replace("language_model.", ""))
-    return next((name for name in names if name in linears), None)
+    text = path.replace(_TEXT, "")
+    for name in (path, path.removeprefix("transformer."), text):
+        if name in linears:
+            return name
+    if text == path:
+        return None
+    return next((name for name in linears if name.replace(_TEXT, "") == text), None)
+
+
+def _own_name(path: str) -> str:
+    """The name without what PEFT puts before it."""
+    for prefix in _PREFIXES:
+        if path.startswith(prefix):
+            return path.removeprefix(prefix)
+    return path
