@@ -148,6 +148,7 @@ def test_files_tools_and_their_results_are_sent(page: Page, page_url: str) -> No
         route.fulfill(status=200, content_type="text/event-stream", body=text)
 
     page.route("**/v1/chat/completions", respond)
+    page.route("**/timeline", lambda route: route.fulfill(json={"choices": []}))
     page.goto(f"{page_url}/")
     page.get_by_role("button", name="Settings").click()
     page.get_by_label("System prompt").fill("Be brief.")
@@ -251,3 +252,28 @@ def test_a_conversation_that_is_deleted_while_it_is_answered_stays_away(
     page.goto(f"{page_url}/#chat")
     expect(page.get_by_label("Search chats")).to_be_visible()
     assert titles(page) == []
+
+
+def test_models_are_shown_with_their_state_and_chosen_per_conversation(
+    page: Page, page_url: str
+) -> None:
+    builtin = {"id": "builtin", "task": "generate", "parent": None, "max_model_len": 100}
+    models = [
+        builtin | {"status": {"value": "loaded"}},
+        builtin | {"id": "law", "parent": "builtin", "status": {"value": "loaded"}},
+        builtin | {"id": "large", "task": None, "status": {"value": "unloaded"}},
+        builtin | {"id": "vectors", "task": "embed", "status": {"value": "loaded"}},
+    ]
+    page.route("**/v1/models", lambda route: route.fulfill(json={"data": models}))
+    page.goto(f"{page_url}/")
+    shown = ["builtin", "law (adapter of builtin)", "large (unloaded)"]
+    expect(page.get_by_label("Model").locator("option")).to_have_text(shown)
+    page.evaluate(SEED, tree(message(1, "user", "One")) | {"model": "law"})
+    expect(page.get_by_label("Model")).to_have_value("law")
+    page.get_by_label("Model").select_option("builtin")
+    with page.expect_request("**/v1/chat/completions") as sent:
+        ask(page, "Hello!")
+    body = sent.value.post_data_json
+    assert body is not None
+    assert body["model"] == "builtin"
+    expect(page.locator(".context")).to_contain_text("of 100 tokens of context")

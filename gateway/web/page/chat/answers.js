@@ -10,6 +10,7 @@ const MAX_RETRIES = 5;
 const RETRY_MS = 1000;
 const SHOW_MS = 100; // between two times that a growing answer is shown
 const STOP_MS = 50;
+const MIN_SECONDS = 0.05; // from which on the times of events say how fast tokens come
 const running = new Map(); // by the id of a conversation: the answer, and what stops reading it
 const listeners = new Set();
 let isDue = false;
@@ -95,30 +96,35 @@ async function read(conversation, node, response, began) {
     if (began !== null && first !== null) {
       const seconds = (performance.now() - first) / 1000;
       node.ttft = first - began;
-      node.rate = node.tokens > 1 && seconds > 0 ? (node.tokens - 1) / seconds : null;
+      node.rate = node.tokens > 1 && seconds > MIN_SECONDS ? (node.tokens - 1) / seconds : null;
     }
     changed(conversation);
   }
   if (!node.finish) throw new TypeError("the stream ended early");
+  if (!node.rate) node.rate = await rateOf(node).catch(() => null);
+}
+
+// Tokens per second of decoding, from the timeline of an answer whose events have come at once.
+async function rateOf(node) {
+  const [choice] = (await timelineOf(node)).choices;
+  const decodes = choice.spans.filter(({ phase }) => phase === "decode");
+  const seconds = decodes.reduce((sum, span) => sum + span.seconds, 0);
+  return seconds > 0 ? choice.completion_tokens / seconds : null;
 }
 
 const streamPath = (node) => `/v1/stream/${encodeURIComponent(node.stream)}`;
 const isLostNetwork = (error) => error instanceof TypeError;
 
-// Reads the held stream of an answer. The times of its events are not known: its figures are those of its timeline.
+// Reads the held stream of an answer. The times of its events are not known.
 async function readAgain(conversation, node, signal) {
   for (let retry = 1; ; retry += 1) {
     try {
-      await read(conversation, node, await call(streamPath(node), { signal }), null);
-      break;
+      return await read(conversation, node, await call(streamPath(node), { signal }), null);
     } catch (error) {
       if (!isLostNetwork(error) || retry > MAX_RETRIES) throw error;
       await pause(RETRY_MS);
     }
   }
-  const [choice] = await timelineOf(node).then(({ choices }) => choices, () => []);
-  const seconds = choice?.spans.filter(({ phase }) => phase === "decode").reduce((sum, span) => sum + span.seconds, 0);
-  if (seconds > 0) node.rate = choice.completion_tokens / seconds;
 }
 
 async function generate(conversation, node, body, signal) {
@@ -129,7 +135,7 @@ async function generate(conversation, node, body, signal) {
     await read(conversation, node, response, began);
   } catch (error) {
     if (!isLostNetwork(error)) throw error;
-    await readAgain(conversation, node, signal);
+    await readAgain(conversation, node, signal).catch((again) => { throw again.status === 404 ? error : again; });
   }
 }
 

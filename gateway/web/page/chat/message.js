@@ -41,7 +41,7 @@ function Reasoning({ node, isOpen }) {
 
 function Body({ node, isOpen }) {
   if (node.role === "tool") return html`<pre tabindex="0">${node.content}</pre>`;
-  return html`<div class="body" dir="auto">${node.content && html`<${Markdown} text=${node.content} breaks=${node.role === "user"} />`}
+  return html`<div class="body" dir="auto">${node.content && html`<${Markdown} text=${node.content} />`}
     ${isOpen && !node.content && !node.reasoning && html`<span class="soft">…</span>`}</div>`;
 }
 

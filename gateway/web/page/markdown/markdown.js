@@ -6,9 +6,9 @@ import footnotes from "/page/vendor/marked-footnote.js";
 import { Code } from "/page/markdown/code.js";
 import { Formula, mathExtensions } from "/page/markdown/math.js";
 
-function parse(text, breaks) {
+function parse(text) {
   const marked = new Marked(footnotes(), { extensions: mathExtensions }); // footnotes are numbered per parser
-  const tokens = marked.lexer(text, { ...marked.defaults, breaks });
+  const tokens = marked.lexer(text, { ...marked.defaults, breaks: true });
   marked.walkTokens(tokens, marked.defaults.walkTokens);
   return tokens;
 }
@@ -84,17 +84,16 @@ function Block({ token, context }) {
 }
 
 // The tokens of a text, or null for one that is nested too deeply to be parsed.
-function parsed(text, breaks) {
+function parsed(text) {
   try {
-    return parse(text, breaks);
+    return parse(text);
   } catch {
     return null;
   }
 }
 
-// With `breaks`, a line end in a paragraph is shown as one.
-export function Markdown({ text, breaks = false }) {
-  const tokens = useMemo(() => parsed(text, breaks), [text, breaks]);
+export function Markdown({ text }) {
+  const tokens = useMemo(() => parsed(text), [text]);
   if (!tokens) return html`<div class="markdown"><p class="plain">${text}</p></div>`;
   const context = Object.keys(tokens.links).length + tokens.filter(({ type }) => type === "footnote").length;
   return html`<div class="markdown">${tokens.map((token, place) => html`<${Block} key=${place} token=${token} context=${context} />`)}</div>`;
