@@ -13,7 +13,7 @@ from tests.engine.kv.test_saved_prefixes import Rig, prompt
 def test_the_host_tier_shows_the_prefixes_that_it_keeps() -> None:
     rig = Rig(host=20)
     rig.serve(prompt(100, 17))
-    engine: Any = SimpleNamespace(scheduler=rig.scheduler, rejection=lambda: None)
+    engine: Any = SimpleNamespace(scheduler=rig.scheduler, rejection=lambda: None, engines=())
     nothing: Any = None
     readings = Readings(Metrics(), rig.scheduler, nothing)
     host = LiveView().snapshot(engine, readings, 0.0, 0.0)["kv"]["host"]
