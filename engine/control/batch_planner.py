@@ -4,8 +4,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from engine.control.admission import CHUNK, Admission
-from engine.control.seats import SeatBound
-from engine.control.time_bound import TimeBound
+from engine.control.bounds import SeatBound, TimeBound
 from engine.request import Move, Request, State
 
 if TYPE_CHECKING:

@@ -1,8 +1,9 @@
-"""TimeBound: the seconds that an iteration may take, of which prompts and background get a part.
+"""The bounds of an iteration beside KV: its seats and tokens, and the seconds that it may take.
 
-Three limits are asked in turn: `max_step_seconds`, for a chunk of a prompt beside other tokens; the
-ITL goal or the prefill slowdown (`engine.control.step_time`); and the time that background requests
-may add (`engine.control.background_time`). Decodes of other requests are always taken.
+Prefills leave a token for each decode. Prompts and background requests get a part of the seconds,
+by three limits: `max_step_seconds`, for a chunk of a prompt beside other tokens; the ITL goal or
+the prefill slowdown (`engine.control.step_time`); and the time that background requests may add
+(`engine.control.background_time`). Decodes of other requests are always taken.
 """
 
 from math import inf
@@ -10,14 +11,53 @@ from typing import TYPE_CHECKING
 
 from engine.control.background_time import BackgroundTime
 from engine.control.step_time import MIN_PIECE, StepTime
+from engine.request import Request, State
 
 if TYPE_CHECKING:
     from engine.control.batch_builder import BatchBuilder
-    from engine.control.seats import SeatBound
     from engine.control.settings import SchedulerSettings
     from engine.cost.live import LiveCost
     from engine.pool import RequestPool
-    from engine.request import Request
+
+READY = State.READY  # bound once (see engine.pool)
+
+
+class SeatBound:
+    """How many tokens of a request the seats and tokens of the batch allow."""
+
+    def __init__(self, settings: "SchedulerSettings", pool: "RequestPool") -> None:
+        self._chunks_prompts = settings.chunks_prompts
+        self._pool = pool
+
+    def tokens(self, batch: "BatchBuilder", request: Request, num_tokens: int) -> int:
+        """How many of the next `num_tokens` tokens of a started request fit; 0 if none."""
+        if request.num_crashes and batch.excludes_suspect(request):
+            return 0
+        if num_tokens > 1 and self._chunks_prompts:
+            num_tokens = min(num_tokens, self.room(batch, request))
+        return max(0, num_tokens) if num_tokens <= batch.tokens_left else 0
+
+    def room(self, batch: "BatchBuilder", request: Request) -> int:
+        """The tokens that are left for the prompt of a request beside the decodes."""
+        return batch.tokens_left - self.num_others(batch, request)
+
+    def has_room(self, batch: "BatchBuilder", request: Request) -> bool:
+        """Whether a request without KV could be in the batch."""
+        needed = self.num_others(batch, request) + 1 if self._chunks_prompts else request.unplanned
+        return batch.tokens_left >= needed
+
+    def num_ready(self, batch: "BatchBuilder") -> int:
+        """Ready requests, and those that may be planned ahead, which were not considered yet."""
+        return self._pool.count(READY) - batch.num_skipped + len(batch.ahead)
+
+    def num_others(self, batch: "BatchBuilder", request: Request) -> int:
+        """The other ready requests for which a prefill of `request` leaves a token: at most one per
+        seat, and none for background requests unless it is one itself."""
+        num_ready, background = self.num_ready(batch) - request.is_started, self._pool.background
+        if background and not request.spec.is_background:
+            num_ready -= background.num_ready
+            num_ready -= sum(r.spec.is_background for r in batch.ahead)
+        return min(num_ready, batch.seats - 1)
 
 
 class TimeBound:
@@ -28,7 +68,7 @@ class TimeBound:
         settings: "SchedulerSettings",
         pool: "RequestPool",
         cost: "LiveCost",
-        seats: "SeatBound",
+        seats: SeatBound,
     ) -> None:
         self._settings = settings
         self._cost = cost
@@ -37,7 +77,7 @@ class TimeBound:
         self._background = BackgroundTime(settings, pool, cost, self._step_time)
         self._is_cut = False  # a prompt's chunk in the batch was shortened for lack of time
 
-    def watch(self, request: "Request") -> None:
+    def watch(self, request: Request) -> None:
         """A request arrives; it may have a goal of its own."""
         self._step_time.watch(request)
 
@@ -54,7 +94,7 @@ class TimeBound:
         """The lowest ITL goal of the decodes in the batch; infinite if there is none."""
         return self._step_time.goal(batch)
 
-    def tokens(self, batch: "BatchBuilder", request: "Request", num_tokens: int) -> int:
+    def tokens(self, batch: "BatchBuilder", request: Request, num_tokens: int) -> int:
         """How many of the next `num_tokens` tokens of a started request there is time for. Suspects
         of a crash are not slowed down."""
         if num_tokens and request.unplanned > 1 and self._settings.chunks_prompts:
@@ -74,7 +114,7 @@ class TimeBound:
         any."""
         return self._step_time.left(batch)
 
-    def has_room(self, batch: "BatchBuilder", request: "Request") -> bool:
+    def has_room(self, batch: "BatchBuilder", request: Request) -> bool:
         """Whether there is time for a request without KV."""
         if not self.may_start(request):
             return False
@@ -84,15 +124,15 @@ class TimeBound:
             return True
         return self._background.tokens(batch, request, request.unplanned) > 0
 
-    def may_start(self, request: "Request") -> bool:
+    def may_start(self, request: Request) -> bool:
         """Whether the ITL goals would be met with this waiting request as one more decode."""
         return not self._step_time.has_goals or self._step_time.may_start(request)
 
-    def started(self, request: "Request") -> None:
+    def started(self, request: Request) -> None:
         """The request has started in this plan."""
         self._step_time.started(request)
 
-    def spend(self, batch: "BatchBuilder", request: "Request", num_tokens: int) -> None:
+    def spend(self, batch: "BatchBuilder", request: Request, num_tokens: int) -> None:
         """So many tokens of a background request will be added to the batch."""
         self._background.spend(batch, request, num_tokens)
 
@@ -100,7 +140,7 @@ class TimeBound:
         """Whether the batch has no time left for another prompt."""
         return self._is_cut and batch.has_prefills
 
-    def _in_step_seconds(self, batch: "BatchBuilder", request: "Request", num_tokens: int) -> int:
+    def _in_step_seconds(self, batch: "BatchBuilder", request: Request, num_tokens: int) -> int:
         """How many of a prompt's tokens fit into `max_step_seconds`: at least `MIN_PIECE` for the
         first prompt of an iteration; 0 once the time is used up."""
         bound = self._settings.max_step_seconds
