@@ -12,6 +12,7 @@ from adapters.dialects.choosing import choose_dialect
 from engine.request import Abort
 from gateway.schema.anthropic.request import decode_anthropic
 from gateway.schema.unknown_fields import UnknownFields
+from tests.gateway.answers import answer_to
 from tests.gateway.rig import MODEL, STEP, USER, Rig, Setting, play
 
 PATH = "/v1/messages"
@@ -266,15 +267,12 @@ def test_count_tokens_generates_nothing() -> None:
 def test_errors_name_the_field_in_anthropics_shape(
     path: str, fields: dict[str, Any], named: str
 ) -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(path, ask(**fields)) as exchange:
-            result = await exchange.json()
-        assert exchange.status == 400
-        assert (result["type"], result["error"]["type"]) == ("error", "invalid_request_error")
-        assert named in result["error"]["message"]
-        assert result["request_id"] == exchange.headers["request-id"]
-
-    play(scene, Setting(dialect=HERMES))
+    answer = answer_to(path, ask(**fields), Setting(dialect=HERMES))
+    result = answer.json
+    assert answer.status == 400
+    assert (result["type"], result["error"]["type"]) == ("error", "invalid_request_error")
+    assert named in result["error"]["message"]
+    assert result["request_id"] == answer.headers["request-id"]
 
 
 def test_max_tokens_is_required_except_for_counting() -> None:
@@ -362,14 +360,11 @@ def test_a_document_of_plain_text_is_text(source: dict[str, Any]) -> None:
 def test_another_document_is_refused_by_name(source: object) -> None:
     content = [{"type": "document", "source": source}]
 
-    async def scene(rig: Rig) -> None:
-        body = ask(messages=[{"role": "user", "content": content}])
-        async with rig.client.post(PATH, body) as exchange:
-            error = (await exchange.json())["error"]
-        assert exchange.status == 400
-        assert "'messages[0].content[0].source': only plain text is supported" in error["message"]
-
-    play(scene)
+    body = ask(messages=[{"role": "user", "content": content}])
+    answer = answer_to(PATH, body)
+    error = answer.json["error"]
+    assert answer.status == 400
+    assert "'messages[0].content[0].source': only plain text is supported" in error["message"]
 
 
 def test_tools_that_clients_run_become_functions_with_their_arguments() -> None:

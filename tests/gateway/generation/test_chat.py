@@ -2,41 +2,39 @@
 
 from engine.request import Abort
 from gateway.schema.fields.sampling import SamplingDefaults
+from tests.gateway.answers import answer_to
 from tests.gateway.rig import CHAT, MODEL, STEP, TEXT, Rig, Setting, chat, play, text
 
 
 def test_a_whole_response_has_openais_shape() -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(CHAT, chat()) as exchange:
-            reply = await exchange.json()
-            assert exchange.status == 200
-        assert reply["object"] == "chat.completion"
-        assert reply["model"] == MODEL
-        assert reply["created"] == 1_700_000_001
-        assert reply["id"].startswith("chatcmpl-")
-        assert reply["choices"] == [
-            {
-                "index": 0,
-                "message": {
-                    "role": "assistant",
-                    "content": "Hello!",
-                    "refusal": None,
-                    "annotations": [],
-                },
-                "logprobs": None,
-                "finish_reason": "stop",
-            }
-        ]
-        prompt_tokens = len("user:hi\n")
-        assert reply["usage"] == {
-            "prompt_tokens": prompt_tokens,
-            "completion_tokens": 7,
-            "total_tokens": prompt_tokens + 7,
-            "prompt_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 8},
-            "completion_tokens_details": {"reasoning_tokens": 0},
+    answer = answer_to(CHAT, chat())
+    reply = answer.json
+    assert answer.status == 200
+    assert reply["object"] == "chat.completion"
+    assert reply["model"] == MODEL
+    assert reply["created"] == 1_700_000_001
+    assert reply["id"].startswith("chatcmpl-")
+    assert reply["choices"] == [
+        {
+            "index": 0,
+            "message": {
+                "role": "assistant",
+                "content": "Hello!",
+                "refusal": None,
+                "annotations": [],
+            },
+            "logprobs": None,
+            "finish_reason": "stop",
         }
-
-    play(scene)
+    ]
+    prompt_tokens = len("user:hi\n")
+    assert reply["usage"] == {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": 7,
+        "total_tokens": prompt_tokens + 7,
+        "prompt_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 8},
+        "completion_tokens_details": {"reasoning_tokens": 0},
+    }
 
 
 def test_a_stream_opens_with_the_role_and_ends_with_the_reason_and_done() -> None:
@@ -116,21 +114,17 @@ def test_several_choices_arrive_interleaved_and_each_ends_once() -> None:
 
 
 def test_the_usage_of_several_choices_counts_the_prompt_once() -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(CHAT, chat(n=2, max_tokens=2)) as exchange:
-            reply = await exchange.json()
-        contents = [choice["message"]["content"] for choice in reply["choices"]]
-        assert contents == ["on", "tw"]
-        assert [choice["finish_reason"] for choice in reply["choices"]] == ["length", "length"]
-        assert reply["usage"] == {
-            "prompt_tokens": 8,
-            "completion_tokens": 4,
-            "total_tokens": 12,
-            "prompt_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 8},
-            "completion_tokens_details": {"reasoning_tokens": 0},
-        }
-
-    play(scene, Setting(texts=("one", "two")))
+    reply = answer_to(CHAT, chat(n=2, max_tokens=2), Setting(texts=("one", "two"))).json
+    contents = [choice["message"]["content"] for choice in reply["choices"]]
+    assert contents == ["on", "tw"]
+    assert [choice["finish_reason"] for choice in reply["choices"]] == ["length", "length"]
+    assert reply["usage"] == {
+        "prompt_tokens": 8,
+        "completion_tokens": 4,
+        "total_tokens": 12,
+        "prompt_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 8},
+        "completion_tokens_details": {"reasoning_tokens": 0},
+    }
 
 
 def test_a_stop_string_ends_the_request_and_is_cut_off() -> None:
@@ -157,23 +151,15 @@ def test_a_character_split_over_tokens_arrives_whole() -> None:
 
 
 def test_ignore_eos_generates_up_to_max_tokens() -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(CHAT, chat(ignore_eos=True, max_tokens=9)) as exchange:
-            reply = await exchange.json()
-        assert reply["choices"][0]["finish_reason"] == "length"
-        assert reply["usage"]["completion_tokens"] == 9
-
-    play(scene)
+    reply = answer_to(CHAT, chat(ignore_eos=True, max_tokens=9)).json
+    assert reply["choices"][0]["finish_reason"] == "length"
+    assert reply["usage"]["completion_tokens"] == 9
 
 
 def test_a_stop_token_is_cut_off() -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(CHAT, chat(stop_token_ids=[ord("o")])) as exchange:
-            reply = await exchange.json()
-        assert reply["choices"][0]["message"]["content"] == "Hell"
-        assert reply["choices"][0]["finish_reason"] == "stop"
-
-    play(scene)
+    reply = answer_to(CHAT, chat(stop_token_ids=[ord("o")])).json
+    assert reply["choices"][0]["message"]["content"] == "Hell"
+    assert reply["choices"][0]["finish_reason"] == "stop"
 
 
 def test_without_max_tokens_the_output_may_fill_the_context() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.gateway.answers import answer_to
 from tests.gateway.rig import CHAT, CONTEXT, MODEL, TEXT, Rig, Setting, chat, play, text
 
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
@@ -48,16 +49,13 @@ def finish(path: str, result: dict[str, Any]) -> str:
 def test_the_output_ends_with_the_context_if_max_tokens_exceeds_it(
     path: str, reason: str, counted: str
 ) -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(path, body(path, "hi", 32_000)) as exchange:
-            result = await exchange.json()
-        room = CONTEXT - TEMPLATE - len("hi")
-        assert exchange.status == 200, result
-        assert finish(path, result) == reason
-        assert exchange.headers[HEADER] == str(room)
-        assert result["usage"][counted] == room
-
-    play(scene, LONG_ANSWER)
+    answer = answer_to(path, body(path, "hi", 32_000), LONG_ANSWER)
+    result = answer.json
+    room = CONTEXT - TEMPLATE - len("hi")
+    assert answer.status == 200, result
+    assert finish(path, result) == reason
+    assert answer.headers[HEADER] == str(room)
+    assert result["usage"][counted] == room
 
 
 @pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
@@ -78,19 +76,16 @@ def test_a_bound_that_the_context_has_room_for_is_not_reported(path: str) -> Non
 def test_completions_and_a_strict_server_reject_a_bound_that_does_not_fit(
     path: str, setting: Setting
 ) -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(path, body(path, "hi", 32_000)) as exchange:
-            error = (await exchange.json())["error"]
-        assert exchange.status == 400
-        assert "32000" in error["message"]
-        num_tokens = 2 if path == TEXT else TEMPLATE + 2
-        if path == MESSAGES:
-            expected = f"exceed context limit: {num_tokens} + 32000 > {CONTEXT}"
-        else:
-            expected = f"({num_tokens} in the prompt, 32000 in the completion)"
-        assert expected in error["message"]
-
-    play(scene, setting)
+    answer = answer_to(path, body(path, "hi", 32_000), setting)
+    error = answer.json["error"]
+    assert answer.status == 400
+    assert "32000" in error["message"]
+    num_tokens = 2 if path == TEXT else TEMPLATE + 2
+    if path == MESSAGES:
+        expected = f"exceed context limit: {num_tokens} + 32000 > {CONTEXT}"
+    else:
+        expected = f"({num_tokens} in the prompt, 32000 in the completion)"
+    assert expected in error["message"]
 
 
 @pytest.mark.parametrize("setting", [Setting(), STRICT])
@@ -99,17 +94,14 @@ def test_completions_and_a_strict_server_reject_a_bound_that_does_not_fit(
 def test_a_prompt_that_is_too_long_is_refused_in_the_words_of_its_api(
     path: str, length: int, setting: Setting
 ) -> None:
-    async def scene(rig: Rig) -> None:
-        content = "b" * (length + TEMPLATE if path == TEXT else length)
-        async with rig.client.post(path, body(path, content, 5)) as exchange:
-            error = (await exchange.json())["error"]
-        assert exchange.status == 400
-        if path == MESSAGES:
-            assert error["message"].startswith("prompt is too long: ")
-            assert error["message"].endswith(f" tokens > {CONTEXT} maximum")
-            assert error["type"] == "invalid_request_error"
-        else:
-            assert error["code"] == "context_length_exceeded"
-            assert f"maximum context length is {CONTEXT} tokens" in error["message"]
-
-    play(scene, setting)
+    content = "b" * (length + TEMPLATE if path == TEXT else length)
+    answer = answer_to(path, body(path, content, 5), setting)
+    error = answer.json["error"]
+    assert answer.status == 400
+    if path == MESSAGES:
+        assert error["message"].startswith("prompt is too long: ")
+        assert error["message"].endswith(f" tokens > {CONTEXT} maximum")
+        assert error["type"] == "invalid_request_error"
+    else:
+        assert error["code"] == "context_length_exceeded"
+        assert f"maximum context length is {CONTEXT} tokens" in error["message"]

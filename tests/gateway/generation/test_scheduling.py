@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from engine.policy import POLICIES
+from tests.gateway.answers import answer_to
 from tests.gateway.rig import CHAT, STEP, TEXT, Rig, Setting, chat, play, text
 
 STREAMED_OR_NOT = pytest.mark.parametrize("stream", [True, False])
@@ -158,11 +159,8 @@ def test_a_deadline_that_the_queue_makes_unmeetable_is_rejected_with_retry_after
 def test_a_deadline_that_an_idle_server_cannot_meet_is_a_400_that_names_the_field(
     param: str,
 ) -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(CHAT, chat(**{param: 1})) as exchange:
-            error = (await exchange.json())["error"]
-        assert exchange.status == 400
-        assert error["param"] == param
-        assert error["message"].startswith(f"'{param}' cannot be met")
-
-    play(scene, Setting(policy="deadline"))
+    answer = answer_to(CHAT, chat(**{param: 1}), Setting(policy="deadline"))
+    error = answer.json["error"]
+    assert answer.status == 400
+    assert error["param"] == param
+    assert error["message"].startswith(f"'{param}' cannot be met")

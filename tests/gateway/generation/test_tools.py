@@ -7,6 +7,7 @@ import pytest
 
 from adapters.dialects.choosing import choose_dialect
 from engine.step import GrammarKind
+from tests.gateway.answers import answer_to
 from tests.gateway.rig import CHAT, USER, Rig, Setting, chat, play
 from tests.gateway.serve.assembling import assembled
 
@@ -96,18 +97,15 @@ def test_a_call_of_a_tool_that_may_not_be_called_is_content() -> None:
 def test_a_required_call_is_constrained_to_the_tools(
     fields: dict[str, Any], names: list[str]
 ) -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(CHAT, chat(**fields)) as exchange:
-            message = (await exchange.json())["choices"][0]["message"]
-        assert message["content"] is None
-        kind, tags = told_grammar(rig)
-        assert kind is GrammarKind.TAGS
-        assert [begin["begin"].split('"')[3] for begin in tags["structures"]] == names
-        assert (tags["at_least"], tags["has_text"]) == (1, False)
-        is_one = "functions" in fields or fields["tool_choice"] not in ("required", ALLOWED)
-        assert tags["at_most"] == (1 if is_one else None)
-
-    play(scene, hermes(CALL))
+    answer = answer_to(CHAT, chat(**fields), hermes(CALL))
+    message = answer.json["choices"][0]["message"]
+    assert message["content"] is None
+    kind, tags = told_grammar(answer.rig)
+    assert kind is GrammarKind.TAGS
+    assert [begin["begin"].split('"')[3] for begin in tags["structures"]] == names
+    assert (tags["at_least"], tags["has_text"]) == (1, False)
+    is_one = "functions" in fields or fields["tool_choice"] not in ("required", ALLOWED)
+    assert tags["at_most"] == (1 if is_one else None)
 
 
 def test_the_prompt_lists_all_tools_whichever_are_allowed() -> None:
@@ -236,22 +234,16 @@ def test_with_optional_tools_a_json_format_is_the_alternative() -> None:
 
 
 def test_other_grammars_cannot_be_combined_with_tools() -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(CHAT, chat(tools=[F], guided_regex="a")) as exchange:
-            error = (await exchange.json())["error"]
-        assert (exchange.status, error["param"]) == (400, "guided_regex")
-
-    play(scene, hermes())
+    answer = answer_to(CHAT, chat(tools=[F], guided_regex="a"), hermes())
+    error = answer.json["error"]
+    assert (answer.status, error["param"]) == (400, "guided_regex")
 
 
 def test_tools_are_rejected_without_a_tool_dialect_and_the_error_names_the_flag() -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(CHAT, chat(tools=[F])) as exchange:
-            error = (await exchange.json())["error"]
-        assert (exchange.status, error["param"]) == (400, "tools")
-        assert "--tool-dialect" in error["message"]
-
-    play(scene)
+    answer = answer_to(CHAT, chat(tools=[F]))
+    error = answer.json["error"]
+    assert (answer.status, error["param"]) == (400, "tools")
+    assert "--tool-dialect" in error["message"]
 
 
 def test_several_choices_have_separate_calls() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from engine.pooling import PoolingReport
+from tests.gateway.answers import answer_to
 from tests.gateway.rig import CHAT, CONTEXT, MODEL, STEP, Rig, Setting, chat, play
 
 PATH = "/v1/embeddings"
@@ -170,10 +171,7 @@ def test_requests_end_when_the_client_disconnects() -> None:
 def test_a_deadline_ends_the_request_with_a_504() -> None:
     setting = Setting(pooling=EMBEDS.pooling, max_batch_size=1)
 
-    async def scene(rig: Rig) -> None:
-        body = {"model": MODEL, "input": ["ab"] * 5, "deadline_ms": 2.5 * STEP * 1000}
-        async with rig.client.post(PATH, body) as exchange:
-            error = (await exchange.json())["error"]
-        assert (exchange.status, error["code"]) == (504, "deadline_exceeded")
-
-    play(scene, setting)
+    body = {"model": MODEL, "input": ["ab"] * 5, "deadline_ms": 2.5 * STEP * 1000}
+    answer = answer_to(PATH, body, setting)
+    error = answer.json["error"]
+    assert (answer.status, error["code"]) == (504, "deadline_exceeded")

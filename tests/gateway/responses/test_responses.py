@@ -7,6 +7,7 @@ import pytest
 
 from adapters.dialects.choosing import choose_dialect
 from engine.request import Abort
+from tests.gateway.answers import answer_to
 from tests.gateway.forms import a_line, ended, lines_of, started
 from tests.gateway.rig import EPOCH, MODEL, STEP, Rig, Setting, play
 
@@ -287,13 +288,10 @@ def test_logprobs_are_returned_if_included() -> None:
     ],
 )
 def test_the_error_names_the_invalid_field(fields: dict[str, Any], param: str) -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(PATH, ask(**fields)) as exchange:
-            error = (await exchange.json())["error"]
-        assert exchange.status in (400, 404)
-        assert error["param"] == param, error
-
-    play(scene, Setting(dialect=HERMES, rejects_unknown_fields=True))
+    answer = answer_to(PATH, ask(**fields), Setting(dialect=HERMES, rejects_unknown_fields=True))
+    error = answer.json["error"]
+    assert answer.status in (400, 404)
+    assert error["param"] == param, error
 
 
 def test_an_unpaired_surrogate_is_rejected() -> None:

@@ -17,6 +17,7 @@ from engine.errors import (
 )
 from gateway.errors import error_headers, http_error
 from gateway.schema.dialect import OPENAI
+from tests.gateway.answers import answer_to
 from tests.gateway.rig import CHAT, STEP, TEXT, Rig, Setting, chat, play, text
 
 STREAMED_OR_NOT = pytest.mark.parametrize("stream", [True, False])
@@ -184,15 +185,12 @@ def test_the_status_line_is_delayed_by_at_most_one_second() -> None:
 def test_the_error_of_what_is_too_long_has_both_lengths(
     path: str, body: dict[str, object], lengths: tuple[str, str]
 ) -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(path, body) as exchange:
-            error = (await exchange.json())["error"]
-            assert exchange.status == 400
-        assert error["code"] == "context_length_exceeded"
-        assert error["param"] == ("messages" if path == CHAT else "prompt")
-        assert all(length in error["message"] for length in lengths)
-
-    play(scene)
+    answer = answer_to(path, body)
+    error = answer.json["error"]
+    assert answer.status == 400
+    assert error["code"] == "context_length_exceeded"
+    assert error["param"] == ("messages" if path == CHAT else "prompt")
+    assert all(length in error["message"] for length in lengths)
 
 
 def test_every_response_has_a_request_id() -> None:
@@ -258,13 +256,10 @@ def test_an_unknown_path_or_method_is_a_json_error(
 
 
 def test_an_unknown_model_is_a_404() -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(CHAT, chat(model="gpt-x")) as exchange:
-            error = (await exchange.json())["error"]
-        assert exchange.status == 404
-        assert (error["code"], error["param"]) == ("model_not_found", "model")
-
-    play(scene)
+    answer = answer_to(CHAT, chat(model="gpt-x"))
+    error = answer.json["error"]
+    assert answer.status == 404
+    assert (error["code"], error["param"]) == ("model_not_found", "model")
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 
 from gateway.store.files import PIECE_BYTES
 from gateway.store.usage import StoreLimits
+from tests.gateway.answers import answer_to
 from tests.gateway.forms import BOUNDARY, FORM, a_form, upload, uploaded
 from tests.gateway.rig import EPOCH, Rig, Setting, play
 
@@ -193,12 +194,9 @@ def test_the_error_names_an_invalid_form_field(fields: dict[str, str], param: st
 def test_a_body_that_is_not_a_form_with_a_file_is_rejected(
     form: bytes, headers: dict[str, str], status: int
 ) -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post("/v1/files", form, headers) as exchange:
-            error = (await exchange.json())["error"]
-        assert (exchange.status, error["type"]) == (status, "invalid_request_error"), error
-
-    play(scene)
+    answer = answer_to("/v1/files", form, headers=headers)
+    error = answer.json["error"]
+    assert (answer.status, error["type"]) == (status, "invalid_request_error"), error
 
 
 def test_two_files_in_one_form_are_rejected() -> None:

@@ -12,6 +12,7 @@ from openai.types.responses import response_create_params as response_params
 
 from gateway.schema.openai.chat import ChatRequest
 from gateway.schema.openai.completions import CompletionRequest
+from tests.gateway.answers import answer_to
 from tests.gateway.rig import CHAT, TEXT, Rig, Setting, chat, play, text
 from tests.gateway.web.parameters import page
 
@@ -94,13 +95,10 @@ def test_ignored_fields_change_nothing_and_rejected_fields_are_named(row: Row) -
 
 @pytest.mark.parametrize("name", sorted(fields("chat") ^ fields("text")))
 def test_a_field_of_one_endpoint_is_unknown_to_the_other(name: str) -> None:
-    async def scene(rig: Rig) -> None:
-        path, body = (TEXT, text()) if name in fields("chat") else (CHAT, chat())
-        async with rig.client.post(path, {**body, name: None}) as exchange:
-            error = (await exchange.json())["error"]
-        assert (exchange.status, error["param"]) == (400, name)
-
-    play(scene, Setting(rejects_unknown_fields=True))
+    path, body = (TEXT, text()) if name in fields("chat") else (CHAT, chat())
+    answer = answer_to(path, {**body, name: None}, Setting(rejects_unknown_fields=True))
+    error = answer.json["error"]
+    assert (answer.status, error["param"]) == (400, name)
 
 
 PARAMETERS = (Path(__file__).parents[3] / "gateway" / "PARAMETERS.md").read_text(encoding="utf-8")

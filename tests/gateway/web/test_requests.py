@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from engine.request import Abort
+from tests.gateway.answers import answer_to
 from tests.gateway.rig import CHAT, STEP, TEXT, Rig, Setting, chat, play, text
 
 LONG = "a long story " * 10
@@ -67,12 +68,9 @@ def test_a_queued_request_is_cancelled_before_it_runs() -> None:
 
 @pytest.mark.parametrize("path", ["/v1/requests/nobody/cancel", "/v1/requests/req_1/cancel"])
 def test_an_unknown_request_is_not_found(path: str) -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(path, b"") as exchange:
-            error = (await exchange.json())["error"]
-        assert (exchange.status, error["code"]) == (404, "request_not_found")
-
-    play(scene)
+    answer = answer_to(path, b"")
+    error = answer.json["error"]
+    assert (answer.status, error["code"]) == (404, "request_not_found")
 
 
 def test_an_ended_request_is_not_found() -> None:

@@ -1,5 +1,6 @@
 """Timing headers of a response, on request."""
 
+from tests.gateway.answers import answer_to
 from tests.gateway.rig import CHAT, STEP, Rig, Setting, chat, play
 
 TIMING = {"x-podway-timing": "1"}
@@ -10,16 +11,13 @@ def timing_of(headers: dict[str, str]) -> dict[str, float]:
 
 
 def test_a_response_has_the_milliseconds_of_each_phase() -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(CHAT, chat(), TIMING) as exchange:
-            tokens = (await exchange.json())["usage"]["completion_tokens"]
-        timing = timing_of(dict(exchange.headers))
-        step = STEP * 1e3
-        assert timing["x-podway-queued-ms"] == 0.0
-        assert timing["x-podway-prefill-ms"] == step
-        assert timing["x-podway-decode-ms"] == (tokens - 1) * step
-
-    play(scene, Setting(texts=("hello",)))
+    answer = answer_to(CHAT, chat(), Setting(texts=("hello",)), TIMING)
+    tokens = answer.json["usage"]["completion_tokens"]
+    timing = timing_of(dict(answer.headers))
+    step = STEP * 1e3
+    assert timing["x-podway-queued-ms"] == 0.0
+    assert timing["x-podway-prefill-ms"] == step
+    assert timing["x-podway-decode-ms"] == (tokens - 1) * step
 
 
 def test_without_the_request_header_there_are_none() -> None:

@@ -4,10 +4,12 @@ from typing import Any
 
 import pytest
 
-from tests.gateway.rig import CHAT, TEXT, USER, Rig, Setting, chat, play, text
+from tests.gateway.answers import answer_to
+from tests.gateway.rig import CHAT, TEXT, USER, Setting, chat, text
 
 TOOL = {"type": "function", "function": {"name": "f"}}
 SCHEMA = "response_format.json_schema"
+INVALID_SCHEMA = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type": "thing"}}}
 
 
 def allowed(mode: str, *tools: dict[str, Any]) -> dict[str, Any]:
@@ -78,15 +80,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"response_format": {"type": "xml"}}, "response_format.type"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
     ({"response_format": {"type": "json_schema", "json_schema": {}}}, SCHEMA + ".name"),
-    (
-        {
-            "response_format": {
-                "type": "json_schema",
-                "json_schema": {"name": "s", "schema": {"type": "thing"}},
-            }
-        },
-        SCHEMA + ".schema",
-    ),
+    ({"response_format": INVALID_SCHEMA}, SCHEMA + ".schema"),
     ({"guided_json": "{"}, "guided_json"),
     ({"guided_regex": "("}, "guided_regex"),
     ({"guided_choice": []}, "guided_choice"),
@@ -224,98 +218,89 @@ REFUSED_IN_TEXT: list[tuple[dict[str, Any], str]] = [
     ({"guided_choice": [], "echo": True}, "guided_choice"),
     ({"messages": USER}, "messages"),
     ({"max_completion_tokens": 5}, "max_completion_tokens"),
+    ({"response_format": {"type": "xml"}}, "response_format.type"),
+    ({"response_format": {"type": "json_schema"}}, SCHEMA),
+    ({"response_format": INVALID_SCHEMA}, SCHEMA + ".schema"),
+    ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": [[]]}, "prompt[0]"),
+    ({"prompt": ["a", 1]}, "prompt"),
+    ({"prompt": [1, [2]]}, "prompt"),
+    ({"prompt": [257]}, "prompt[0]"),
+    ({"prompt": [[1], [2, -1]]}, "prompt[1][1]"),
+    ({"prompt": ["a"] * 3000}, "prompt"),
+    ({"prompt": None}, "prompt"),
+    ({"prompt": {"a": 1}}, "prompt"),
+    ({"prompt": [1.5]}, "prompt[0]"),
 ]
 
 
 @pytest.mark.parametrize("fields", ASKS_NOTHING, ids=lambda fields: ",".join(fields))
 def test_values_without_effect_are_accepted(fields: dict[str, Any]) -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(CHAT, chat(**fields)) as exchange:
-            reply = await exchange.json()
-        assert exchange.status == 200, reply
-
-    play(scene)
+    answer = answer_to(CHAT, chat(**fields))
+    assert answer.status == 200, answer.json
 
 
 @pytest.mark.parametrize(("fields", "param"), REFUSED)
 def test_the_error_names_an_invalid_or_unsupported_field(
     fields: dict[str, Any], param: str
 ) -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(CHAT, chat(**fields)) as exchange:
-            error = (await exchange.json())["error"]
-        assert exchange.status == 400
-        assert error["param"] == param
-        assert error["type"] == "invalid_request_error"
-        assert param.rpartition(".")[2].partition("[")[0] in error["message"]
-
-    play(scene)
+    answer = answer_to(CHAT, chat(**fields))
+    error = answer.json["error"]
+    assert answer.status == 400
+    assert error["param"] == param
+    assert error["type"] == "invalid_request_error"
+    assert param.rpartition(".")[2].partition("[")[0] in error["message"]
 
 
 @pytest.mark.parametrize(("fields", "param"), REFUSED_IN_TEXT)
 def test_the_error_names_an_invalid_field_of_text_completions(
     fields: dict[str, Any], param: str
 ) -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(TEXT, text(**fields)) as exchange:
-            error = (await exchange.json())["error"]
-        assert exchange.status == 400
-        assert error["param"] == param
-
-    play(scene)
+    answer = answer_to(TEXT, text(**fields))
+    assert (answer.status, answer.json["error"]["param"]) == (400, param)
 
 
 def test_the_error_of_an_invalid_role_lists_the_roles() -> None:
-    async def scene(rig: Rig) -> None:
-        body = chat(messages=[{"role": "robot", "content": "x"}])
-        async with rig.client.post(CHAT, body) as exchange:
-            message = (await exchange.json())["error"]["message"]
-        assert "'developer'" in message
-        assert "'function'" in message
-
-    play(scene)
+    body = chat(messages=[{"role": "robot", "content": "x"}])
+    message = answer_to(CHAT, body).json["error"]["message"]
+    assert "'developer'" in message
+    assert "'function'" in message
 
 
 def test_a_strict_servers_error_of_an_unknown_field_is_worded_as_openais() -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(CHAT, chat(foo=1)) as exchange:
-            message = (await exchange.json())["error"]["message"]
-        assert message == "Unrecognized request argument supplied: foo"
-
-    play(scene, Setting(rejects_unknown_fields=True))
+    message = answer_to(CHAT, chat(foo=1), Setting(rejects_unknown_fields=True)).json["error"][
+        "message"
+    ]
+    assert message == "Unrecognized request argument supplied: foo"
 
 
 def test_messages_of_all_roles_reach_the_prompt() -> None:
-    async def scene(rig: Rig) -> None:
-        call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-        messages = [
-            {"role": "system", "content": "s"},
-            {"role": "developer", "content": "d", "name": "n"},
-            {
-                "role": "user",
-                "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
-            },
-            {
-                "role": "assistant",
-                "content": None,
-                "tool_calls": [call],
-                "refusal": None,
-                "audio": None,
-            },
-            {"role": "tool", "content": "t", "tool_call_id": "1"},
-            {"role": "function", "content": "f", "name": "f"},
-            {
-                "role": "assistant",
-                "content": [{"type": "refusal", "refusal": "no"}],
-                "annotations": [],
-            },
-        ]
-        async with rig.client.post(CHAT, chat(messages=messages)) as exchange:
-            reply = await exchange.json()
-            assert exchange.status == 200, reply
-        prompt = bytes(rig.ended[0].spec.prompt).decode()
-        assert (
-            prompt == "system:s\ndeveloper:d\nuser:ab\nassistant:\ntool:t\ntool:f\nassistant:no\n"
-        )
-
-    play(scene)
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [
+        {"role": "system", "content": "s"},
+        {"role": "developer", "content": "d", "name": "n"},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+        },
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [call],
+            "refusal": None,
+            "audio": None,
+        },
+        {"role": "tool", "content": "t", "tool_call_id": "1"},
+        {"role": "function", "content": "f", "name": "f"},
+        {
+            "role": "assistant",
+            "content": [{"type": "refusal", "refusal": "no"}],
+            "annotations": [],
+        },
+    ]
+    answer = answer_to(CHAT, chat(messages=messages))
+    assert answer.status == 200, answer.json
+    prompt = bytes(answer.rig.ended[0].spec.prompt).decode()
+    assert prompt == "system:s\ndeveloper:d\nuser:ab\nassistant:\ntool:t\ntool:f\nassistant:no\n"

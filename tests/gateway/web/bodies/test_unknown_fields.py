@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from tests.gateway.answers import answer_to
 from tests.gateway.rig import CHAT, MODEL, TEXT, Rig, Setting, chat, play, text
 
 IGNORED = "x-podway-ignored-fields"
@@ -114,14 +115,11 @@ HINTS = {name for name in SENT if name.startswith("hints")}  # known fields
 def test_a_strict_server_rejects_them_by_name(name: str) -> None:
     path, fields, names = SENT[name]
 
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(path, body_of(path, fields)) as exchange:
-            error = (await exchange.json())["error"]
-        assert exchange.status == 400
-        assert names.split(", ")[0].rpartition(".")[2] in error["message"]
-        assert IGNORED not in exchange.headers
-
-    play(scene, Setting(rejects_unknown_fields=True))
+    answer = answer_to(path, body_of(path, fields), Setting(rejects_unknown_fields=True))
+    error = answer.json["error"]
+    assert answer.status == 400
+    assert names.split(", ")[0].rpartition(".")[2] in error["message"]
+    assert IGNORED not in answer.headers
 
 
 @pytest.mark.parametrize(
@@ -138,12 +136,9 @@ def test_a_strict_server_rejects_them_by_name(name: str) -> None:
 def test_other_unknown_fields_and_unsupported_values_stay_errors(
     path: str, fields: dict[str, Any], param: str
 ) -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(path, body_of(path, fields)) as exchange:
-            error = (await exchange.json())["error"]
-        assert (exchange.status, error["param"]) == (400, param)
-
-    play(scene)
+    answer = answer_to(path, body_of(path, fields))
+    error = answer.json["error"]
+    assert (answer.status, error["param"]) == (400, param)
 
 
 def test_a_request_without_unknown_fields_has_no_such_header() -> None:
