@@ -20,27 +20,22 @@ from engine.step import Step, StepEntry, StepResult
 from engine.worker.model.layout import LayoutLimits, build_layout
 from engine.worker.sampling.last_tokens import KnownTokens, LastTokens
 from engine.worker.sampling.outputs import OutputMemory
-from engine.worker_settings import WorkerReport, WorkerSettings
+from engine.worker_settings import WorkerSettings
 from tests.engine.transport.workers import UnconnectedWorker
+from tests.worker_settings import worker_report
 
 VOCAB = 1000
 NUM_BLOCKS = 96
 BLOCK_SIZE = 4
 MAX_MODEL_LEN = 200
 
-REPORT = WorkerReport(
-    architecture="Digest",
-    num_parameters=0,
-    dtype="float32",
-    device="cpu",
+REPORT = worker_report(
     attention="none",
     vocab_size=VOCAB,
     max_model_len=MAX_MODEL_LEN,
     eos_token_ids=(),
     num_blocks=NUM_BLOCKS,
     block_size=BLOCK_SIZE,
-    bytes_per_block=1,
-    threads=1,
 )
 
 

@@ -14,23 +14,11 @@ from engine.lora import LoraReport, LoraSpec
 from engine.step import Step, StepId, StepResult, StepTimes
 from engine.worker.launched import StepInFlight, StepOutcome
 from engine.worker_settings import WorkerReport, WorkerSettings
+from tests.worker_settings import worker_report
 
 GARBAGE = b"Traceback (most recent call last):"
 
-REPORT = WorkerReport(
-    architecture="Echo",
-    num_parameters=0,
-    dtype="float32",
-    device="cpu",
-    attention="none",
-    vocab_size=1000,
-    max_model_len=64,
-    eos_token_ids=(0,),
-    num_blocks=4,
-    block_size=16,
-    bytes_per_block=1,
-    threads=1,
-)
+REPORT = worker_report(architecture="Echo", num_parameters=0, attention="none")
 
 
 class Command(IntEnum):

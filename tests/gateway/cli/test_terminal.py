@@ -8,21 +8,16 @@ from dataclasses import replace
 
 import pytest
 
-from engine.worker_settings import WorkerReport
 from gateway.serve.terminal import LoadingBars, banner, curl_line, url_of
 from gateway.settings.settings import load
+from tests.worker_settings import worker_report
 
-REPORT = WorkerReport(
+REPORT = worker_report(
     architecture="LlamaForCausalLM",
     num_parameters=3_100_000,
-    dtype="float32",
-    device="cpu",
-    attention="cpu",
     vocab_size=4096,
     max_model_len=2048,
-    eos_token_ids=(0,),
     num_blocks=1024,
-    block_size=16,
     bytes_per_block=1 << 20,
     threads=2,
     kernels="AVX2",

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -39,54 +39,17 @@ class RunsSteps(Protocol):
 
 
 def settings_for(
-    model: object,
-    attention: str = "reference",
-    *,
-    dtype: str = "auto",
-    weights: str = "auto",
-    activation_bits: str = "auto",
-    kv_dtype: str = "float32",
-    block_size: int = 4,
-    kv_slots: int = 512,
+    model: object, attention: str = "reference", *, kv_dtype: str = "float32", **values: object
 ) -> WorkerSettings:
     """A small cache in float32, so that logits can be compared with those of transformers; one
     thread."""
-    return worker_settings(
-        model=str(model),
-        attention=attention,
-        dtype=dtype,
-        weights=weights,
-        activation_bits=activation_bits,
-        kv_cache_dtype=kv_dtype,
-        block_size=block_size,
-        kv_slots=kv_slots,
-        threads=1,
-    )
+    values = {"block_size": 4, "kv_slots": 512, "threads": 1, **values}
+    return worker_settings(str(model), attention=attention, kv_cache_dtype=kv_dtype, **values)
 
 
-def load_worker(
-    model: object,
-    *,
-    attention: str = "reference",
-    dtype: str = "auto",
-    weights: str = "auto",
-    activation_bits: str = "auto",
-    kv_dtype: str = "float32",
-    block_size: int = 4,
-    kv_slots: int = 512,
-) -> Worker:
-    """A worker over a checkpoint directory with a small cache in float32."""
-    settings = settings_for(
-        model,
-        attention,
-        dtype=dtype,
-        weights=weights,
-        activation_bits=activation_bits,
-        kv_dtype=kv_dtype,
-        block_size=block_size,
-        kv_slots=kv_slots,
-    )
-    return Worker.load(settings, lambda what, done, total: None)
+def load_worker(model: object, attention: str = "reference", **values: Any) -> Worker:
+    """A worker over a checkpoint directory with these settings."""
+    return Worker.load(settings_for(model, attention, **values), lambda *_: None)
 
 
 @dataclass

@@ -15,6 +15,7 @@ from gateway.commands.offline_bench.roofline import (
     attention_rate,
     lower_bound_of,
 )
+from tests.worker_settings import worker_report
 
 SMALL = WeightSizes(
     num_layers=3,
@@ -29,19 +30,12 @@ SMALL = WeightSizes(
 
 
 def report(weights: str = "float32") -> WorkerReport:
-    return WorkerReport(
-        architecture="X",
-        num_parameters=1,
-        dtype="float32",
-        device="cpu",
-        attention="cpu",
+    return worker_report(
         vocab_size=50,
-        max_model_len=64,
         eos_token_ids=(),
         num_blocks=9,
         block_size=4,
         bytes_per_block=4 * 96,
-        threads=1,
         weights=weights,
     )
 
