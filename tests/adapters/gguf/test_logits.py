@@ -64,7 +64,7 @@ def expected(model: object) -> Tensor:
 
 
 def found(path: Path, **settings: str) -> Tensor:
-    return Driver(load_worker(path, **settings)).logits((0, TOKENS))[0]  # type: ignore[arg-type]
+    return Driver(load_worker(path, **settings)).logits((0, TOKENS))[0]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
