@@ -32,6 +32,7 @@ class Tile(NamedTuple):
 
 
 Piece = str | Tile
+HALVES = (0.5, 0.5, 0.5)  # means and deviations of families with SigLIP
 
 
 class ImageProcessor(Protocol):
@@ -83,6 +84,24 @@ class Normalization:
     def planes(self, pixels: Pixels) -> NDArray[np.float32]:
         """The channels [3, height, width] of an image."""
         return np.stack([self.table[channel][pixels[..., channel]] for channel in range(3)])
+
+
+@dataclass(frozen=True, slots=True)
+class TileMaker:
+    """Makes a tile of one size of an image, whatever the image's shape."""
+
+    height: int
+    width: int
+    patch: int
+    num_tokens: int
+    filter: Resampling
+    normalization: Normalization
+
+    def __call__(self, image: "Image") -> Tile:
+        """The whole image in this size."""
+        pixels = np.asarray(resized(image, self.height, self.width, self.filter))
+        grid = (1, self.height // self.patch, self.width // self.patch)
+        return Tile(self.normalization.planes(pixels)[None], grid, self.num_tokens)
 
 
 def resized(image: "Image", height: int, width: int, resample: Resampling) -> "Image":

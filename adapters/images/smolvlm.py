@@ -3,14 +3,14 @@
 import math
 from typing import TYPE_CHECKING
 
-import numpy as np
 from PIL.Image import Resampling
 
 from adapters.images.processor import (
+    HALVES,
     Normalization,
     Piece,
     Settings,
-    Tile,
+    TileMaker,
     resampling,
     resized,
     section,
@@ -20,7 +20,6 @@ from adapters.images.processor import (
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-HALVES = (0.5, 0.5, 0.5)
 MAX_SIDE = 4096
 AROUND, WHOLE = "<fake_token_around_image>", "<global-img>"
 PLACES = range(1, 7)  # the rows and columns of tiles that have tokens
@@ -42,23 +41,28 @@ class SmolVLMProcessor:
         self._longest = whole(section(config, "size"), "longest_edge", 4 * 364)
         self._side = whole(section(config, "max_image_size"), "longest_edge", 364)
         self._splits = config.get("do_image_splitting") is not False
-        vision = section(settings.model, "vision_config")
-        self._patch = whole(vision, "patch_size", 14)
+        patch = whole(section(settings.model, "vision_config"), "patch_size", 14)
         shuffled = whole(settings.model, "scale_factor", 2) ** 2
-        num_tokens = (self._side // self._patch) ** 2 // shuffled
-        self._num_tokens = whole(settings.processor, "image_seq_len", num_tokens)
-        self._filter = resampling(config, Resampling.LANCZOS)
-        self._normalization = Normalization.of(config, HALVES, HALVES)
+        self._tile = TileMaker(
+            height=self._side,
+            width=self._side,
+            patch=patch,
+            num_tokens=whole(
+                settings.processor, "image_seq_len", (self._side // patch) ** 2 // shuffled
+            ),
+            filter=resampling(config, Resampling.LANCZOS),
+            normalization=Normalization.of(config, HALVES, HALVES),
+        )
 
     def process(self, image: "Image", max_tokens: int) -> list[Piece]:
         """See `ImageProcessor`."""
-        image = resized(image, *_within(image, self._longest), self._filter)
+        image = resized(image, *_within(image, self._longest), self._tile.filter)
         height, width = self._whole_tiles(image)
         rows, columns = height // self._side, width // self._side
-        fits = (rows * columns + 1) * self._num_tokens <= max_tokens
+        fits = (rows * columns + 1) * self._tile.num_tokens <= max_tokens
         if not self._splits or (rows, columns) == (1, 1) or not fits:
             return [AROUND + WHOLE, self._tile(image), AROUND]
-        image = resized(image, height, width, self._filter)
+        image = resized(image, height, width, self._tile.filter)
         pieces: list[Piece] = []
         for row in range(rows):
             for column in range(columns):
@@ -77,12 +81,6 @@ class SmolVLMProcessor:
             return math.ceil(int(width / ratio) / side) * side, width
         height = math.ceil(image.height / side) * side
         return height, math.ceil(int(height * ratio) / side) * side
-
-    def _tile(self, image: "Image") -> Tile:
-        """The image as one tile."""
-        pixels = np.asarray(resized(image, self._side, self._side, self._filter))
-        grid = (1, self._side // self._patch, self._side // self._patch)
-        return Tile(self._normalization.planes(pixels)[None], grid, self._num_tokens)
 
 
 def _within(image: "Image", longest: int) -> tuple[int, int]:

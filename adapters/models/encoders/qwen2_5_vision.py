@@ -14,7 +14,6 @@ from adapters.models.encoders.qwen_tower import (
     QwenTower,
     TowerParts,
     TowerShape,
-    read_patches,
 )
 from adapters.models.encoders.vision_transformer import VisionLayer, VisionReader
 from engine.errors import StartupError
@@ -66,7 +65,7 @@ class Qwen25Vision(QwenTower):
         self._side = shape.side
         parts = TowerParts(
             [_layer(reader, shape, number) for number in range(tower.num_layers)],
-            read_patches(reader, tower, has_bias=False),
+            reader.patches("patch_embed.proj", tower.kernel, has_bias=False),
             {LAST: _merger(reader, tower)},
         )
         activation = operators.activation(shape.activation, is_gated=True)

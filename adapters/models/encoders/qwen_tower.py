@@ -10,9 +10,9 @@ from torch.nn import functional as F
 
 from adapters.models.base.fields import Fields
 from adapters.models.encoders.vision_transformer import (
+    FLOAT32_BYTES,
     TILE,
     VisionLayer,
-    VisionReader,
     VisionTransformer,
 )
 from engine.errors import StartupError
@@ -25,13 +25,11 @@ from engine.worker.ports import (
     Norm,
     Operators,
     RopeAngles,
-    TensorSlice,
 )
 
 EPS = 1e-6
 THETA = 10000.0
 LAST = -1  # in `EncoderState.outputs`: what replaces embeddings
-FLOAT32_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +86,11 @@ class TowerShape:
         """Patches that one token stands for."""
         return self.merge**2
 
+    @property
+    def kernel(self) -> tuple[int, ...]:
+        """The shape of the convolution that embeds patches."""
+        return (self.width, self.channels, self.frames, self.patch, self.patch)
+
     def report(self, num_added: int, num_matrices: int) -> EncoderReport:
         """What the control plane knows of it: `num_added` layers' results are added behind layers
         of the decoder, and an MLP has so many matrices."""
@@ -128,15 +131,6 @@ class TowerParts:
     layers: Sequence[VisionLayer]
     patches: Linear
     mergers: Mapping[int, Merger]
-
-
-def read_patches(reader: VisionReader, shape: TowerShape, *, has_bias: bool) -> Linear:
-    """The linear that embeds patches."""
-    size = (shape.width, shape.channels, shape.frames, shape.patch, shape.patch)
-    name = "patch_embed.proj"
-    kernel = reader.weights.tensor(TensorSlice(f"{reader.root}{name}.weight", size))
-    bias = reader.bias(name, shape.width) if has_bias else None
-    return reader.operators.linear([kernel.reshape(shape.width, -1)], bias)
 
 
 class QwenTower(VisionTransformer):

@@ -16,7 +16,6 @@ from adapters.models.encoders.qwen_tower import (
     TowerParts,
     TowerShape,
     places,
-    read_patches,
 )
 from adapters.models.encoders.vision_transformer import VisionLayer, VisionReader
 from engine.errors import StartupError
@@ -76,7 +75,7 @@ class QwenVision(QwenTower):
         reader, tower = VisionReader(weights, operators, root), shape.tower
         parts = TowerParts(
             [_layer(reader, tower, f"blocks.{n}.") for n in range(tower.num_layers)],
-            read_patches(reader, tower, has_bias=True),
+            reader.patches("patch_embed.proj", tower.kernel),
             {
                 layer: _merger(reader, tower, f"deepstack_merger_list.{at}.", is_merged_first=True)
                 for at, layer in enumerate(shape.added)

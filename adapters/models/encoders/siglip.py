@@ -9,6 +9,7 @@ from torch import Tensor
 
 from adapters.models.base.fields import Fields
 from adapters.models.encoders.vision_transformer import (
+    FLOAT32_BYTES,
     TILE,
     VisionLayer,
     VisionReader,
@@ -26,7 +27,6 @@ from engine.worker.ports import (
     WeightSource,
 )
 
-FLOAT32_BYTES = 4
 LAST = -1  # in `EncoderState.outputs`: the normalized patches
 
 
@@ -154,10 +154,7 @@ class Siglip(VisionTransformer):
         activation = operators.activation(shape.activation, is_gated=False)
         super().__init__(operators, layers, shape.num_heads, activation)
         size = (shape.width, shape.channels, shape.patch, shape.patch)
-        name = "embeddings.patch_embedding"
-        kernel = weights.tensor(TensorSlice(f"{root}{name}.weight", size))
-        bias = reader.bias(name, shape.width)
-        self._patches = operators.linear([kernel.reshape(shape.width, -1)], bias)
+        self._patches = reader.patches("embeddings.patch_embedding", size)
         table = TensorSlice(
             f"{root}embeddings.position_embedding.weight", (shape.side**2, shape.width)
         )

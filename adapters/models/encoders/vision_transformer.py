@@ -26,6 +26,7 @@ from engine.worker.ports import (
     WeightSource,
 )
 
+FLOAT32_BYTES = 4
 TILE = 64  # patches of a slice: 16 tokens, as the least piece of a prompt beside decodes
 
 
@@ -58,6 +59,12 @@ class VisionReader:
             for name in each
         ]
         return self.operators.linear(weights, torch.cat([self.bias(n, outputs) for n in each]))
+
+    def patches(self, name: str, size: tuple[int, ...], *, has_bias: bool = True) -> Linear:
+        """The linear that embeds patches, stored as a convolution `[outputs, …]`."""
+        kernel = self.weights.tensor(TensorSlice(f"{self.root}{name}.weight", size))
+        bias = self.bias(name, size[0]) if has_bias else None
+        return self.operators.linear([kernel.reshape(size[0], -1)], bias)
 
     def bias(self, name: str, size: int) -> Tensor:
         return self.weights.tensor(TensorSlice(f"{self.root}{name}.bias", (size,)))
