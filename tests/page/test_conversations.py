@@ -57,6 +57,7 @@ def test_conversations_are_listed_searched_renamed_exported_imported_and_deleted
     page.evaluate(SEED, tree(message(1, "user", "About a zebra"), message(2, "assistant", "Grass")))
     expect(page.locator(".entry a")).to_have_count(2)
     page.keyboard.press("Control+k")
+    expect(page.get_by_label("Search chats")).to_be_focused()
     page.keyboard.type("grass ZEBRA")
     expect(page.locator(".entry a")).to_have_text("About a zebra")
     page.get_by_label("Search chats").fill("")
@@ -277,3 +278,32 @@ def test_models_are_shown_with_their_state_and_chosen_per_conversation(
     assert body is not None
     assert body["model"] == "builtin"
     expect(page.locator(".context")).to_contain_text("of 100 tokens of context")
+
+
+GROW = """async (text) => {
+    const { Markdown } = await import("/page/markdown/markdown.js");
+    const { html, render } = await import("/page/vendor/htm-preact.js");
+    const [grown, whole] = [document.createElement("div"), document.createElement("div")];
+    for (let end = 1; end <= text.length; end += 1)
+        render(html`<${Markdown} text=${text.slice(0, end)} />`, grown);
+    render(html`<${Markdown} text=${text} />`, whole);
+    return [grown.innerHTML, whole.innerHTML];
+}"""
+
+
+def test_an_answer_that_grew_is_shown_as_if_it_had_come_at_once(page: Page, page_url: str) -> None:
+    page.goto(f"{page_url}/")
+    whole = MARKDOWN.read_text().replace("```python", "```")  # colours come later
+    without_notes = whole.rpartition("[^1]:")[0]
+    lists = "a\n- b\n\n      c\n\n    d\n\n\te\n"
+    for text in (whole, without_notes * 2, lists * 3):
+        grown, at_once = page.evaluate(GROW, text)
+        assert grown == at_once
+
+
+def test_a_browser_that_stores_nothing_can_chat(page: Page, page_url: str) -> None:
+    page.add_init_script("indexedDB.open = () => { throw new Error('it is off'); };")
+    page.goto(f"{page_url}/")
+    expect(page.get_by_role("alert")).to_contain_text("This browser stores no chats")
+    ask(page, "Hello!")
+    expect(page.locator(".figures")).to_contain_text("tokens/s")

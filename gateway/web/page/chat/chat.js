@@ -142,7 +142,7 @@ export function Chat({ models, reload, argument }) {
     ...(conversation && isRunning(conversation) && { escape: () => stop(conversation) }),
     "ctrl shift o": () => { location.hash = "chat/new"; focus("message"); },
     "ctrl shift s": () => setShowsList(!showsList),
-    "ctrl k": () => { setShowsList(true); setTimeout(() => focus("search")); },
+    "ctrl k": () => { setShowsList(true); requestAnimationFrame(() => focus("search")); },
     "/": () => focus("message"),
   });
   if (!conversation) return null;

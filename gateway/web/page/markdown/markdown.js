@@ -1,16 +1,30 @@
 // Markdown to Preact nodes. Text becomes text nodes, so model output cannot inject markup.
 
-import { h, html, useMemo } from "/page/vendor/htm-preact.js";
+import { h, html, useMemo, useRef } from "/page/vendor/htm-preact.js";
 import { Marked } from "/page/vendor/marked.js";
 import footnotes from "/page/vendor/marked-footnote.js";
 import { Code } from "/page/markdown/code.js";
 import { Formula, mathExtensions } from "/page/markdown/math.js";
 
+const NUM_OPEN = 4; // last blocks, with the spaces between them, that a text may change as it grows
+
+// The top-level tokens of a text, and how many definitions of links and notes it has, which change other blocks.
 function parse(text) {
   const marked = new Marked(footnotes(), { extensions: mathExtensions }); // footnotes are numbered per parser
-  const tokens = marked.lexer(text, { ...marked.defaults, breaks: true });
-  marked.walkTokens(tokens, marked.defaults.walkTokens);
-  return tokens;
+  const all = marked.lexer(text, { ...marked.defaults, breaks: true });
+  marked.walkTokens(all, marked.defaults.walkTokens);
+  const tokens = all.filter(({ type, items }) => type !== "footnotes" || items.length);
+  return { text, tokens, definitions: Object.keys(all.links).length + tokens.filter(({ type }) => type === "footnote").length };
+}
+
+// As `parse`, for a text that may go on where an earlier one ended, such as an answer: only its end is parsed.
+function parseOn(earlier, text) {
+  if (!earlier || earlier.definitions || !text.startsWith(earlier.text)) return parse(text);
+  const closed = earlier.tokens.slice(0, -NUM_OPEN);
+  const source = closed.map(({ raw }) => raw).join("");
+  if (!text.startsWith(source)) return parse(text); // the parser has changed it, such as its tabs
+  const { tokens, definitions } = parse(text.slice(source.length));
+  return definitions ? parse(text) : { text, tokens: [...closed, ...tokens], definitions };
 }
 
 const ENTITY = /&(?:#\d{1,7}|#x[\da-f]{1,6}|[a-z][a-z\d]{1,30});/gi;
@@ -33,7 +47,6 @@ const note = (name, target, text, label) =>
   html`<a href="#" data-note=${name} aria-label=${label} onClick=${(event) => jump(event, target)}>${text}</a>`;
 
 function Footnotes({ items }) {
-  if (!items.length) return null;
   return html`<ol class="footnotes" aria-label="Footnotes">${items.map(({ label, content }) => html`<li>
     ${inside(content)} ${note(`to ${label}`, `from ${label}`, "↩", `Back to the reference of note ${label}`)}</li>`)}</ol>`;
 }
@@ -54,7 +67,7 @@ const NODES = {
   // blocks
   space: () => null, def: () => null, footnote: () => null,
   hr: () => html`<hr />`,
-  heading: ({ depth, tokens }) => html`<p role="heading" aria-level=${Math.min(6, depth + 1)} class="heading level-${depth}">${inside(tokens)}</p>`,
+  heading: ({ depth, tokens }) => html`<div role="heading" aria-level=${Math.min(6, depth + 1)} class="heading level-${depth}">${inside(tokens)}</div>`,
   paragraph: ({ tokens }) => html`<p>${inside(tokens)}</p>`,
   blockquote: ({ tokens }) => html`<blockquote>${inside(tokens)}</blockquote>`,
   code: ({ text, lang }) => html`<${Code} text=${text} language=${lang?.match(/\S+/)?.[0]} />`,
@@ -79,22 +92,27 @@ const NODES = {
 const inside = (tokens) => tokens.map((token) => (Object.hasOwn(NODES, token.type) ? NODES[token.type](token) : token.raw));
 
 // One block, built again only if its source or what it refers to has changed.
-function Block({ token, context }) {
-  return useMemo(() => NODES[token.type]?.(token) ?? null, [token.raw, token.items?.length, context]);
+function Block({ token, definitions }) {
+  const source = token.type === "footnotes" ? token : token.raw; // the list of notes has no source of its own
+  return useMemo(() => NODES[token.type]?.(token) ?? null, [source, definitions]);
 }
 
-// The tokens of a text, or null for one that is nested too deeply to be parsed.
-function parsed(text) {
-  try {
-    return parse(text);
-  } catch {
-    return null;
-  }
+// What a text is parsed to, or null for one that is nested too deeply.
+function useParsed(text) {
+  const earlier = useRef(null);
+  return useMemo(() => {
+    try {
+      earlier.current = parseOn(earlier.current, text);
+    } catch {
+      earlier.current = null;
+    }
+    return earlier.current;
+  }, [text]);
 }
 
 export function Markdown({ text }) {
-  const tokens = useMemo(() => parsed(text), [text]);
-  if (!tokens) return html`<div class="markdown"><p class="plain">${text}</p></div>`;
-  const context = Object.keys(tokens.links).length + tokens.filter(({ type }) => type === "footnote").length;
-  return html`<div class="markdown">${tokens.map((token, place) => html`<${Block} key=${place} token=${token} context=${context} />`)}</div>`;
+  const parsed = useParsed(text);
+  if (!parsed) return html`<div class="markdown"><p class="plain">${text}</p></div>`;
+  const { tokens, definitions } = parsed;
+  return html`<div class="markdown">${tokens.map((token, place) => html`<${Block} key=${place} token=${token} definitions=${definitions} />`)}</div>`;
 }
