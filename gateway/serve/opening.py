@@ -196,7 +196,7 @@ class ModelOpener:
     def _serving(self, loaded: LoadedModel, engine: ServingEngine, images: Images) -> Serving:
         model = _served_model(self.settings, loaded, engine)
         model = replace(model, images=images.reader, no_images=images.refusal)
-        loader = LorasOfReplicas(loaded.executors)
+        loader = LorasOfReplicas(engine.engines, loaded.executors)
         loras = LoraRegistry(loader, self._lora_usage, model.names, engine.fail_lora)
         first, *others = [each.scheduler for each in engine.engines]
         loras.start(lora_specs(self.settings), loaded.report.loras, unix_now())

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from engine.errors import StartupError
+from engine.loop import Engine
 from engine.lora import LoraReport, LoraSpec
 from engine.transport.multiprocess import MultiprocessExecutor
 from engine.worker_settings import Tiers, WorkerReport, WorkerSettings
@@ -59,21 +60,29 @@ def like_first(worker: WorkerSettings, first: WorkerReport) -> WorkerSettings:
 
 
 class LorasOfReplicas:
-    """A `LoraLoader` of all replicas: an adapter is loaded in all of them, or in none."""
+    """A `LoraLoader` of all replicas that are not lost for good: an adapter is loaded in all of
+    them, or in none."""
 
-    def __init__(self, executors: Sequence[MultiprocessExecutor]) -> None:
+    def __init__(
+        self, engines: Sequence[Engine], executors: Sequence[MultiprocessExecutor]
+    ) -> None:
+        self._replicas = list(zip(engines, executors, strict=True))
         self._executors = executors
 
     async def load_lora(self, spec: LoraSpec) -> LoraReport:
         """The report has the error of a replica that cannot load it. Raises `WorkerLost`."""
-        loading = (executor.load_lora(spec) for executor in self._executors)
+        usable = [executor for engine, executor in self._replicas if engine.failure is None]
+        usable = usable or [*self._executors]
+        loading = (executor.load_lora(spec) for executor in usable)
         results = await asyncio.gather(*loading, return_exceptions=True)
         loaded = [isinstance(each, LoraReport) and not each.error for each in results]
-        if not all(loaded):
-            for executor, is_loaded in zip(self._executors, loaded, strict=True):
+        if all(loaded):
+            answer = results[0]
+        else:
+            answer = results[loaded.index(False)]
+            for executor, is_loaded in zip(usable, loaded, strict=True):
                 if is_loaded:
                     executor.unload_lora(spec.lora_id)
-        answer = results[loaded.index(False)] if not all(loaded) else results[0]
         if isinstance(answer, BaseException):
             raise answer
         return answer

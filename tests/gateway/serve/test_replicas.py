@@ -2,13 +2,13 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from engine.errors import StartupError, WorkerLost
 from engine.lora import LoraReport, LoraSpec
-from engine.transport.multiprocess import MultiprocessExecutor
 from engine.worker_settings import KVSettings, Tiers, WorkerReport, WorkerSettings
 from gateway.serve import cores, replicas
 from gateway.serve.cores import Core, count_replicas, divide, num_nodes, parse_list
@@ -103,7 +103,8 @@ def test_what_is_not_possible_with_replicas_is_refused(flag: str, value: str) ->
 class Loader:
     """An executor that loads adapters as scripted."""
 
-    def __init__(self, result: LoraReport | WorkerLost) -> None:
+    def __init__(self, result: LoraReport | WorkerLost, failure: str | None = None) -> None:
+        self.failure = failure
         self.loaded: set[int] = set()
         self._result = result
 
@@ -122,7 +123,10 @@ class Loader:
 
 
 def loras_of(*loaders: Loader) -> LorasOfReplicas:
-    return LorasOfReplicas([cast("MultiprocessExecutor", cast("Any", each)) for each in loaders])
+    """The loader of replicas; one whose worker is lost for good is not asked."""
+    engines: Any = [SimpleNamespace(failure=each.failure) for each in loaders]
+    executors: Any = loaders
+    return LorasOfReplicas(engines, executors)
 
 
 def test_an_adapter_is_loaded_in_all_replicas_or_in_none() -> None:
@@ -141,6 +145,8 @@ def test_an_adapter_is_loaded_in_all_replicas_or_in_none() -> None:
     with pytest.raises(WorkerLost, match="killed"):
         asyncio.run(loras_of(one, other).load_lora(SPEC))
     assert other.loaded == set()
+    one, other = Loader(WorkerLost("killed"), failure="it dies again and again"), Loader(good)
+    assert asyncio.run(loras_of(one, other).load_lora(SPEC)) == good
 
 
 def test_an_adapter_that_one_replica_has_lost_is_reported() -> None:
