@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Callable, Set
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
+from typing import Any, TypeAlias
 from weakref import WeakValueDictionary, finalize
 
 import numpy as np
@@ -23,9 +24,9 @@ from engine.transport.process_memory import available_bytes
 from engine.worker.model.kv.kv_tensors import size_text
 from engine.worker.ports import Lookup, TensorSlice
 from engine.worker.weights.source import Outline
-from engine.worker.weights.stored_rows import StoredRows
 
 SPREAD = 0.02 * 3**0.5  # half-width of a uniform distribution of standard deviation 0.02
+STEP = np.float32(SPREAD / (1 << 15))
 CHUNK = 1 << 20  # elements made by one generator
 FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_POPULATE", 0)
 
@@ -68,7 +69,8 @@ class RandomWeights:
         self._loaded.add(name)
 
     def drop_pages(self) -> None:
-        """There are no file pages to release."""
+        """Release the memory that tensors were generated in."""
+        self._buffers.clear()
 
     def tensor(self, part: TensorSlice) -> Tensor:
         """Raises `StartupError` where memory does not hold the tensor."""
@@ -95,7 +97,10 @@ class RandomWeights:
         return self.tensor(part)
 
     def lookup(self, part: TensorSlice) -> Lookup:
-        return StoredRows(self.tensor(part), self._dtype)
+        """Rows in the 16 bits that their numbers were made of, half the memory of float32."""
+        self._loaded.add(part.name)
+        self._progress("random weights", len(self._loaded), self._num_expected)
+        return RandomRows(_seed(part.name), part, self._dtype, self._threads)
 
     def _vector(self, name: str, size: int) -> Tensor:
         if name.endswith(".bias"):
@@ -117,14 +122,28 @@ class RandomWeights:
             )
         begin = start - first * CHUNK
         flat, own = self._buffers.take(size, begin, begin + stop - start)
-        seed, chunks = _seed(name), range(0, size, CHUNK)
-        with ThreadPoolExecutor(self._threads) as pool:  # numpy generates without the GIL
-            for filled in [
-                pool.submit(_fill, seed, first + at // CHUNK, flat[at : at + CHUNK])
-                for at in chunks
-            ]:
-                filled.result()
+        _fill_all(_fill, _seed(name), first, flat, self._threads)
         return own.view(len(rows), *shape[1:])
+
+
+class RandomRows:
+    """A `Lookup` in a matrix that is stored as the integers its numbers are multiples of."""
+
+    def __init__(self, seed: int, part: TensorSlice, dtype: torch.dtype, threads: int) -> None:
+        rows, columns = part.ranges
+        width = part.shape[1]
+        first = rows.start * width // CHUNK
+        stop = min(-(-rows.stop * width // CHUNK) * CHUNK, prod(part.shape))
+        words = np.empty(stop - first * CHUNK, dtype=np.int16)
+        _fill_all(_fill_words, seed, first, words, threads)
+        begin = rows.start * width - first * CHUNK
+        whole = torch.from_numpy(words[begin : begin + len(rows) * width]).view(len(rows), width)
+        self._words = whole[:, columns.start : columns.stop]
+        self._step = torch.tensor(STEP)
+        self._dtype = dtype
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        return (self._words[ids].to(torch.float32) * self._step).to(self._dtype)
 
 
 class _Buffers:
@@ -133,6 +152,10 @@ class _Buffers:
 
     def __init__(self) -> None:
         self._free: list[mmap.mmap] = []
+
+    def clear(self) -> None:
+        """Give back the memory that is not in use."""
+        self._free.clear()
 
     def take(self, size: int, start: int, stop: int) -> tuple[NDArray[np.float32], Tensor]:
         """An array of `size` elements, and a tensor of its elements `[start, stop)`.
@@ -164,8 +187,30 @@ def _seed(name: str) -> int:
     return zlib.crc32(name.encode())
 
 
+Fill: TypeAlias = Callable[[int, int, NDArray[Any]], None]
+
+
+def _fill_all(fill: Fill, seed: int, first: int, into: NDArray[Any], threads: int) -> None:
+    """Fill with the chunks from number `first` on; numpy generates without the GIL."""
+    with ThreadPoolExecutor(threads) as pool:
+        for filled in [
+            pool.submit(fill, seed, first + at // CHUNK, into[at : at + CHUNK])
+            for at in range(0, len(into), CHUNK)
+        ]:
+            filled.result()
+
+
 def _fill(seed: int, chunk: int, into: NDArray[np.float32]) -> None:
     """Fill with chunk number `chunk` of the tensor with this seed; each value is one of 65,536."""
+    np.multiply(_words(seed, chunk, len(into)), STEP, out=into)
+
+
+def _fill_words(seed: int, chunk: int, into: NDArray[np.int16]) -> None:
+    """The same as the integers that are multiplied by `STEP`."""
+    into[:] = _words(seed, chunk, len(into))
+
+
+def _words(seed: int, chunk: int, count: int) -> NDArray[np.int16]:
     generator = np.random.Generator(np.random.SFC64(np.random.SeedSequence((seed, chunk))))
-    words = generator.integers(1 << 64, size=-(-len(into) // 4), dtype=np.uint64)
-    np.multiply(words.view(np.int16)[: len(into)], np.float32(SPREAD / (1 << 15)), out=into)
+    words = generator.integers(1 << 64, size=-(-count // 4), dtype=np.uint64)
+    return words.view(np.int16)[:count]

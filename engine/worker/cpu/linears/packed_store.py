@@ -1,10 +1,11 @@
 """The packed weights of a model's linears: from an earlier start's cache file, or packed now."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import groupby
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from engine.worker.cpu.kernels.linears.packed_tiles import WIDTH
@@ -20,11 +21,15 @@ from engine.worker.ports import (
     TensorSlice,
     Weight,
     WeightSource,
+    dequantize,
     format_of,
     loaded,
 )
 from engine.worker.weights.packed_cache import source_digest
 from engine.worker.weights.packed_file import PackedEntry, PackedFile
+from engine.worker.weights.random import RandomWeights
+
+MAX_MADE = 32 << 20  # numbers of a random matrix that exist in float32 at a time
 
 
 def layout_of(linears: Mapping[str, CpuLinears]) -> str:
@@ -61,8 +66,33 @@ class DeferredWeights:
         self._weights.skip(name)
 
     def _read(self, part: TensorSlice) -> Weight:
-        weight = loaded(self._weights.weight(part))
-        return weight if self._format is None else self._format.convert(weight)
+        if self._format is None:
+            return loaded(self._weights.weight(part))
+        is_made = isinstance(self._weights, RandomWeights)  # files are mapped
+        blocks = row_blocks(part, MAX_MADE) if is_made else [part]
+        return join_rows(
+            [self._format.convert(loaded(self._weights.weight(each))) for each in blocks]
+        )
+
+
+def row_blocks(part: TensorSlice, max_elements: int) -> list[TensorSlice]:
+    """The slice in blocks of rows of at most so many elements, or of one row."""
+    if part.is_transposed or len(part.sizes) != 2:
+        return [part]
+    rows, step = part.ranges[0], max(1, max_elements // part.sizes[1])
+    return [replace(part, rows=rows[at : at + step]) for at in range(0, len(rows), step)]
+
+
+def join_rows(blocks: Sequence[Weight]) -> Weight:
+    """Blocks of rows of one format as one weight."""
+    first = blocks[0]
+    if len(blocks) == 1:
+        return first
+    if isinstance(first, Tensor):
+        return torch.cat([dequantize(each) for each in blocks])
+    tensors = [[*each.tensors.values()] for each in blocks if not isinstance(each, Tensor)]
+    joined = {id(parts[0]): torch.cat(parts) for parts in zip(*tensors, strict=True)}
+    return first.map(lambda tensor: joined[id(tensor)])
 
 
 class PackedStore:

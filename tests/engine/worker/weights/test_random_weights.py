@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from engine.errors import StartupError
-from engine.worker.ports import TensorSlice
+from engine.worker.cpu.linears import packed_store
+from engine.worker.ports import TensorSlice, dequantize, format_of
 from engine.worker.process.worker import Worker
 from engine.worker.weights import random as random_weights
+from engine.worker.weights.formats import FORMATS
 from engine.worker.weights.random import SPREAD, RandomWeights
 from engine.worker_settings import WorkerSettings
 from tests.engine.worker.process.driving import Driver, load_worker
@@ -57,6 +59,57 @@ def test_a_tied_head_is_the_embedding_generated_before() -> None:
     weights, part = source(), TensorSlice("embed.weight", (64, 32))
     embedding = weights.tensor(part)
     assert weights.weight(part) is embedding
+
+
+def test_rows_that_are_looked_up_are_those_of_the_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(random_weights, "CHUNK", 100)
+    ids = torch.tensor([3, 0, 36, 3])
+    for part in (
+        TensorSlice("a.weight", (37, 24)),
+        TensorSlice("a.weight", (40, 24), rows=range(2, 39), columns=range(8, 16)),
+    ):
+        for dtype in (torch.float32, torch.bfloat16):
+            found = source(dtype).lookup(part)(ids)
+            assert torch.equal(found, source(dtype).tensor(part)[ids])
+
+
+def test_a_model_is_made_in_blocks_that_are_small_beside_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The numbers of a matrix exist in float32 only for some rows at a time, and not afterwards."""
+    prompt, chunk, max_made = list(range(3000, 3040)), 1 << 14, 1 << 16
+    monkeypatch.setattr(random_weights, "CHUNK", chunk)
+    whole = load_worker("random:TINY", attention="cpu", weights="int8")
+    sizes: list[int] = []
+    buffers: set[random_weights._Buffers] = set()
+    take = random_weights._Buffers.take
+
+    def recorded(self: random_weights._Buffers, size: int, start: int, stop: int) -> object:
+        sizes.append(size)
+        buffers.add(self)
+        return take(self, size, start, stop)
+
+    monkeypatch.setattr(random_weights._Buffers, "take", recorded)
+    monkeypatch.setattr(packed_store, "MAX_MADE", max_made)
+    worker = load_worker("random:TINY", attention="cpu", weights="int8")
+    assert sum(sizes) > 32_000 * 64  # the head
+    assert max(sizes) <= max_made + 2 * chunk
+    assert [each._free for each in buffers] == [[]]
+    assert Driver(worker).generate(0, prompt, 8) == Driver(whole).generate(0, prompt, 8)
+
+
+def test_blocks_of_rows_are_joined_in_every_format() -> None:
+    part = TensorSlice("a.weight", (96, 64))
+    whole = source().tensor(part)
+    for format in FORMATS.values():
+        blocks = [
+            format.convert(source().tensor(block))
+            for block in packed_store.row_blocks(part, 40 * 64)
+        ]
+        assert len(blocks) == 3
+        joined, expected = packed_store.join_rows(blocks), format.convert(whole)
+        assert format_of(joined) == format_of(expected)
+        assert torch.equal(dequantize(joined), dequantize(expected))
 
 
 def test_tensors_differ_by_name_and_have_the_spread_of_fresh_checkpoints() -> None:
