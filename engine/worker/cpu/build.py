@@ -18,7 +18,6 @@ from engine.worker.cpu import no_compiler
 from engine.worker.cpu.features import has_amx
 
 KERNEL = types.void(types.int64, types.int64, types.int64)
-KERNEL_ARGUMENTS = "operands", "chunk", "thread"
 
 # Functions that kernels call. They are compiled into each kernel: a function of its own would be
 # optimized again in every library that calls it, and which of these copies a kernel calls would
@@ -42,11 +41,11 @@ def _digest() -> str:
     return hashed.hexdigest()[:12]
 
 
-def _stamp(function: Callable[..., Any], kind: str = "") -> None:
+def _stamp(function: Callable[..., Any]) -> None:
     """Add the source digest to the function's name, of which Numba makes the cache file's name."""
-    suffix = f"{kind}_{_digest()}"
-    if not function.__qualname__.endswith(suffix):
-        function.__qualname__ += suffix
+    digest = _digest()
+    if not function.__qualname__.endswith(digest):
+        function.__qualname__ += f"_{digest}"
 
 
 def unstamped(name: str) -> str:
@@ -84,29 +83,24 @@ def kernel(function: Callable[..., Any]) -> Any:
 
     Kept for the life of the process, because callers keep the address.
     """
-    _stamp(function)
     if no_compiler.compiler is not None:
         return no_compiler.compiler.compile(_name(function))
-    return _c_function(function)
-
-
-def _c_function(function: Callable[..., Any]) -> Any:
-    arguments = function.__code__.co_argcount
 
     def make(cache: bool) -> Any:
-        signature = types.void(*[types.int64] * arguments)
-        return cfunc(signature, nogil=True, error_model="numpy", cache=cache)
+        return cfunc(KERNEL, nogil=True, error_model="numpy", cache=cache)
 
+    _stamp(function)
     return _cached(make, function)
 
 
 def object_of(function: Callable[..., Any]) -> bytes:
     """The object file of a kernel, or of another function of int64 arguments.
 
-    Numba has one file in its cache for each name, so the latter has another name as C's function.
+    It is compiled here: of a kernel from its cache Numba keeps no object.
     """
-    _stamp(function, "" if function.__code__.co_varnames[:3] == KERNEL_ARGUMENTS else "_in_c")
-    data: bytes = _c_function(function)._library._get_compiled_object()
+    signature = types.void(*[types.int64] * function.__code__.co_argcount)
+    made: Any = cfunc(signature, nogil=True, error_model="numpy")(function)
+    data: bytes = made._library._get_compiled_object()
     return data
 
 
