@@ -30,7 +30,7 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def pool() -> NativeThreadPool:
-    return NativeThreadPool(2)
+    return NativeThreadPool(2, "sleep")
 
 
 @dataclass(frozen=True)
