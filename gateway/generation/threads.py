@@ -74,7 +74,7 @@ async def run_in_thread(work: Callable[[], T], *, is_new: bool = False) -> T:
     run = partial(copy_context().run, _timed, work, meter.cpu_clock, seconds)
     _cancelled.reset(token)
     running = asyncio.get_running_loop().run_in_executor(None, run)
-    running.add_done_callback(lambda _: meter.end(sum(seconds)))
+    running.add_done_callback(partial(_ended, meter, seconds))
     try:
         return await asyncio.shield(running)
     except asyncio.CancelledError:
@@ -103,6 +103,12 @@ def _timed(work: Callable[[], T], clock: "Clock", seconds: list[float]) -> T:
         raise error.with_traceback(None) from None
     finally:
         seconds.append(clock() - began - _thread.exempt)
+
+
+def _ended(meter: ThreadMeter, seconds: list[float], running: "asyncio.Future[T]") -> None:
+    meter.end(sum(seconds))
+    if not running.cancelled():
+        running.exception()  # no task may wait for it any more
 
 
 def exempt(seconds: float) -> None:

@@ -1,6 +1,7 @@
 """Work in threads is metered: one at a time for each client, and charged when it ends."""
 
 import asyncio
+import gc
 import itertools
 import threading
 
@@ -89,7 +90,8 @@ async def test_the_time_of_threads_is_charged_except_what_is_exempt() -> None:
 
 
 async def test_work_whose_client_left_is_charged_and_keeps_its_turn_until_it_ends() -> None:
-    clients, work = Clients(), Blocked()
+    clients, work, logged = Clients(), Blocked(), list[object]()
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: logged.append(context))
     task = asyncio.ensure_future(as_client(clients, "a", work))
     await asyncio.to_thread(work.has_begun.wait)
     task.cancel()
@@ -99,6 +101,9 @@ async def test_work_whose_client_left_is_charged_and_keeps_its_turn_until_it_end
     work.may_continue.set()
     await ended(clients, "a")
     assert clients.debt("a") == pytest.approx(0.01)
+    del task
+    gc.collect()
+    assert logged == [], "that no task waits for its error is no error"
 
 
 async def test_a_long_body_is_decoded_once_its_client_owes_nothing() -> None:
