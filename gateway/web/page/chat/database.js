@@ -42,7 +42,7 @@ function database() {
 
 async function moveEarlier(db) {
   try {
-    const conversation = { ...empty(), ...JSON.parse(localStorage.getItem(EARLIER) ?? "{}") };
+    const conversation = { ...empty(), ...JSON.parse(localStorage.getItem(EARLIER) ?? "{}"), id: "earlier" };
     if (conversation.next > 1 && isConversation(conversation)) await put(db, conversation);
     localStorage.removeItem(EARLIER);
   } catch {
@@ -115,10 +115,13 @@ export async function remove(id) {
   announce(id);
 }
 
-// Calls `visit` with each stored conversation, one after another.
+// Calls `visit` with each stored conversation, one after another: all at once may be large.
 async function each(visit) {
-  const store = (await database()).transaction("conversations").store;
-  for (let cursor = await store.openCursor(); cursor; cursor = await cursor.continue()) visit(cursor.value);
+  const db = await database();
+  for (const id of await db.getAllKeys("conversations")) {
+    const conversation = await db.get("conversations", id);
+    if (conversation) visit(conversation);
+  }
 }
 
 // The ids of the conversations that contain all words.
