@@ -1,0 +1,34 @@
+"""The benchmark of replicas: its page is that of its figures, and its ways differ as it says."""
+
+import json
+
+from engine.simulated.virtual_loop import run_virtual
+from examples.benchmarks.virtual_time.replicas import (
+    DEATH_AT,
+    MOVING,
+    OUT,
+    ROUND_ROBIN,
+    load_of,
+    page,
+    play,
+)
+
+
+def test_the_page_shows_the_figures_of_its_runs() -> None:
+    parts = json.loads((OUT / "replicas.json").read_text())
+    assert (OUT / "README.md").read_text() == page(parts)
+
+
+def test_placement_by_prefix_and_forecast_caches_more_than_round_robin() -> None:
+    arrivals = load_of(2, 2 * DEATH_AT)
+    ours = run_virtual(play(2, MOVING, arrivals))
+    turns = run_virtual(play(2, ROUND_ROBIN, arrivals))
+    assert ours.cached_share > turns.cached_share
+    assert ours.jct_mean < turns.jct_mean
+
+
+def test_a_death_loses_no_request() -> None:
+    arrivals = load_of(2, 2 * DEATH_AT)
+    ours = run_virtual(play(2, MOVING, arrivals, has_death=True))
+    assert ours.requests == len(arrivals)
+    assert ours == run_virtual(play(2, MOVING, arrivals, has_death=True))
