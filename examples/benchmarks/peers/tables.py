@@ -3,25 +3,25 @@
 import os
 import platform
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 from examples.benchmarks.peers.loads import Load
 
 Rounds = Sequence[dict[str, Any]]
+MODULE = "examples.benchmarks.peers"
 
 
-def page(servers: Path, rounds: Rounds, loads: Sequence[Load]) -> str:
+def page(arguments: object, rounds: Rounds, loads: Sequence[Load], module: str = MODULE) -> str:
     """Markdown: one section for each group of servers."""
-    parts = ["# Servers side by side\n", circumstances(servers, rounds)]
+    parts = ["# Servers side by side\n", circumstances(f"{module} {arguments}", rounds)]
     for group in dict.fromkeys(one["group"] for one in rounds):
         here = [one for one in rounds if one["group"] == group]
         parts += [f"## {group}\n", _closed(here, loads), _open(here, loads), _standing(here)]
     return "\n".join(part for part in parts if part)
 
 
-def circumstances(servers: Path, rounds: Rounds) -> str:
+def circumstances(command: str, rounds: Rounds) -> str:
     """The machine, the rounds, and the CPU share of other processes."""
     runs = [load for one in rounds for load in one["loads"].values() if "wall_seconds" in load]
     if not runs:
@@ -30,7 +30,7 @@ def circumstances(servers: Path, rounds: Rounds) -> str:
     others = sum(run["other_cpu_seconds"] for run in runs)
     cores = os.cpu_count() or 1
     return (
-        f"Made by `python -m examples.benchmarks.peers {servers}`: alternating,"
+        f"Made by `python -m {command}`: alternating,"
         f" rounds: {1 + max(one['round'] for one in rounds)}, medians (smallest to largest).\n"
         f"{cores} cores of {_processor()}; the load client and all else took"
         f" {others / wall / cores:.0%} of the CPU seconds.\n"

@@ -1,0 +1,159 @@
+"""Models of 4 to 30 billion parameters: tokens/s alone and of 4 and 16 streams, TTFT of long
+prompts, PSS, beside other servers.
+
+    python -m examples.benchmarks.peers.larger PEERS [--models NAME ...] [--rounds 3] [--list]
+        [--out DIR]
+
+PEERS holds what the other servers need: gguf/MODEL-FORMAT.gguf, the same model in OpenVINO's form
+in ov/MODEL-FORMAT, and the scripts run_llama.sh and run_openvino.sh as for the other comparisons.
+A GGUF file is served by Podway, too; without one Podway serves the shape with random weights.
+`--list` shows what would be started and what is left out for want of a file or of memory.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+
+import psutil
+
+from examples.benchmarks.peers.__main__ import measure
+from examples.benchmarks.peers.loads import Load
+from examples.benchmarks.peers.servers import Server
+from examples.benchmarks.peers.tables import page
+
+IDS = "300..20000"  # of the tokens in prompts
+CONTEXT = 16_384 + 512
+MAX_STREAMS = 16
+KV_BYTES = 3 << 30  # for 16 streams, or one prompt of 16,384 tokens, of the largest model
+PODWAY_PORT, LLAMA_PORT, OPENVINO_PORT = 8105, 8103, 8106
+
+
+class Format(NamedTuple):
+    """A format of weights by its names in Podway's flag, GGUF and OpenVINO, "" for none."""
+
+    flag: str
+    gguf: str
+    openvino: str
+    bits: float
+
+
+Q4_K_M = Format("", "q4_k_m", "", 4.9)
+Q4_0 = Format("int4", "q4_0", "int4", 4.5)
+INT8 = Format("int8", "q8_0", "int8", 8.5)
+BFLOAT16 = Format("bfloat16", "bf16", "fp16", 16.0)
+MXFP4 = Format("", "mxfp4", "", 4.3)
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A named shape, its parameters in billions, and the formats it is measured in."""
+
+    name: str
+    billions: float
+    formats: tuple[Format, ...]
+
+
+MODELS = (
+    Model("Qwen3-4B", 4.02, (Q4_K_M, Q4_0, INT8, BFLOAT16)),
+    Model("Qwen3.5-4B", 4.21, (Q4_K_M, Q4_0, INT8, BFLOAT16)),
+    Model("Llama-3.1-8B", 8.03, (Q4_K_M, Q4_0, INT8, BFLOAT16)),
+    Model("Qwen3-30B-A3B", 30.5, (Q4_K_M, Q4_0)),
+    Model("gpt-oss-20b", 20.9, (MXFP4, Q4_0)),
+)
+
+
+def main() -> None:
+    options = parse()
+    chosen = [each for each in MODELS if not options.models or each.name in options.models]
+    servers, missing = plan(chosen, options.peers, psutil.virtual_memory().available)
+    for line in missing:
+        print(f"left out: {line}", file=sys.stderr)
+    if options.list:
+        for server in servers:
+            print(f"{server.group}: {' '.join(server.command)}")
+        return
+    out: Path = options.out
+    out.mkdir(parents=True, exist_ok=True)
+    rounds: list[dict[str, object]] = []
+    with TemporaryDirectory() as scratch:
+        for number in range(options.rounds):
+            for server in servers:
+                print(f"round {number + 1}: {server.name}", file=sys.stderr, flush=True)
+                rounds.append({"round": number} | measure(server, loads(), Path(scratch)))
+                (out / "figures.json").write_text(json.dumps(rounds, indent=1) + "\n")
+    text = page(options.peers, rounds, loads(), "examples.benchmarks.peers.larger")
+    left_out = "".join(f"\n- {line}" for line in missing) or " nothing"
+    (out / "README.md").write_text(f"{text}\nLeft out:{left_out}\n")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Larger models beside other servers.")
+    parser.add_argument("peers", type=Path)
+    parser.add_argument("--models", nargs="+", choices=[each.name for each in MODELS], default=[])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--list", action="store_true", help="start nothing")
+    parser.add_argument("--out", type=Path, default=Path("larger"), metavar="DIR")
+    return parser.parse_args()
+
+
+def loads() -> list[Load]:
+    """Lone prompts of three lengths, then 4 and 16 streams."""
+    lone = [_load(f"{prompt:,} in", 1, 3, prompt) for prompt in (128, 4096, 16_384)]
+    return lone + [_load(f"C={streams}", streams, 2 * streams, 128) for streams in (4, 16)]
+
+
+def _load(name: str, streams: int, requests: int, prompt: int) -> Load:
+    flags = f"-c {streams} -n {requests} --prompt-tokens {prompt} --output-tokens 64 --ids {IDS}"
+    return Load(name, tuple(flags.split()), is_open=False)
+
+
+def plan(models: list[Model], peers: Path, available_bytes: int) -> tuple[list[Server], list[str]]:
+    """The servers that can be started, and what cannot be and why."""
+    servers, missing = [], []
+    for model in models:
+        for format in model.formats:
+            name = f"{model.name}, {format.gguf}"
+            needed = int(model.billions * 1e9 * format.bits / 8) + KV_BYTES
+            if needed > available_bytes:
+                missing.append(
+                    f"{name}: {needed >> 30} GiB are needed, {available_bytes >> 30} GiB available"
+                )
+                continue
+            found = list(_servers(model, format, peers))
+            servers += found
+            for program in ("Podway", "llama-server", "OpenVINO"):
+                if not any(each.name.startswith(program) for each in found):
+                    missing.append(f"{name}: {program} has no such model")
+    return servers, missing
+
+
+def _servers(model: Model, format: Format, peers: Path) -> Iterator[Server]:
+    group = f"{model.name}, {format.gguf}"
+
+    def server(program: str, port: int, *command: str) -> Server:
+        return Server(f"{program} {group}", group, command, port, "m", {})
+
+    gguf = peers / "gguf" / f"{model.name}-{format.gguf}.gguf"
+    flags = f"--served-model-name m --port {PODWAY_PORT} --store memory"
+    flags += f" --max-batch-size {MAX_STREAMS} --max-model-len {CONTEXT}"
+    if gguf.exists():
+        yield server("Podway", PODWAY_PORT, "podway", "serve", str(gguf), *flags.split())
+        slots = f"-np {MAX_STREAMS} -c {CONTEXT} --kv-unified"
+        script = str(peers / "run_llama.sh")
+        yield server("llama-server", LLAMA_PORT, script, str(gguf), str(LLAMA_PORT), *slots.split())
+    elif format.flag:
+        command = ("podway", "serve", f"random:{model.name}", *flags.split())
+        yield server("Podway", PODWAY_PORT, *command, "--weights", format.flag)
+    openvino = peers / "ov" / f"{model.name}-{format.openvino}"
+    if format.openvino and openvino.exists():
+        script = str(peers / "run_openvino.sh")
+        yield server("OpenVINO", OPENVINO_PORT, script, str(openvino), str(OPENVINO_PORT))
+
+
+if __name__ == "__main__":
+    main()
