@@ -5,12 +5,14 @@ Short conversations are rendered and tokenized on the event loop, long ones in a
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
 
 from engine.errors import InvalidRequest
+from gateway.generation.continuation import OtherBeginningError
 from gateway.generation.image_input import ImageOrigin, read_images
 from gateway.generation.image_prompt import Placeholders, unmarked
 from gateway.generation.known_text import continued_ids
@@ -21,9 +23,10 @@ from gateway.ports import ToolChoice
 
 if TYPE_CHECKING:
     from engine.media import Media
+    from gateway.generation.continuation import Continuation
     from gateway.generation.known_text import KnownText
     from gateway.groups.serving import ServedModel
-    from gateway.ports import ChatTemplate, Dialect, PreparedImage, StreamParser, Tokenizer
+    from gateway.ports import ChatTemplate, Dialect, PreparedImage, StreamParser
     from gateway.schema.openai.chat import ChatRequest
     from gateway.schema.openai.tools import ToolPlan
 
@@ -59,15 +62,18 @@ async def tokenize_chat(
     skips_reasoning: bool = False,
     most: int | None = None,
     known: "KnownText | None" = None,
+    continuation: "Continuation | None" = None,
     origin: ImageOrigin | None = None,
 ) -> TokenizedPrompts:
     """The one prompt of a chat request, and the parser of its outputs.
 
     `tools` is the request's tool plan; `random_bits(n)` makes the ids of tool calls. With
     `skips_reasoning` the prompt closes the reasoning, since a grammar holds from its end on. The
-    ids of `known` stay where the prompt begins with its text.
+    ids of `known` stay where the prompt begins with its text. With a `continuation` the request has
+    the messages of its window, and the prompt is that of the whole conversation.
     Raises `InvalidRequest` if the model has no template, the template rejects the messages, or
-    the text is not valid Unicode, and `PromptTooLong` as `token_ids` does for more than `most` ids.
+    the text is not valid Unicode, `PromptTooLong` as `token_ids` does for more than `most` ids, and
+    `OtherBeginningError` as `Continuation.prompt` does.
     """
     images = await read_images(model, request, origin, most) if request.images else ()
     rendered = await _rendered(
@@ -77,6 +83,7 @@ async def tokenize_chat(
         skips_reasoning=skips_reasoning,
         most=most,
         known=known,
+        continuation=continuation,
         images=images,
     )
     dialect, choice = model.dialect, ToolChoice()
@@ -126,6 +133,7 @@ async def _rendered(
     skips_reasoning: bool,
     most: int | None = None,
     known: "KnownText | None" = None,
+    continuation: "Continuation | None" = None,
     images: "Sequence[PreparedImage]" = (),
 ) -> RenderedPrompt:
     template = model.template
@@ -139,45 +147,87 @@ async def _rendered(
     placeholders = None if model.images is None else Placeholders(model.images.decoder)
     if placeholders is not None:
         variables = placeholders.marked(variables)
-
-    def tokenize(text: str) -> RenderedPrompt:
-        if placeholders is not None and (images or placeholders.has_marks(text)):
-            ids, media, others = placeholders.ids(model.tokenizer, text, images, most)
-            marks = marks_of(request.messages, others, ids, model.tokenizer, media)
-            return RenderedPrompt(unmarked(text), ids, marks, media)
-        return _tokenized(model.tokenizer, request, text, most, known)
-
-    finish = partial(
-        _finish,
-        model,
-        request,
-        skips_reasoning=skips_reasoning,
-        has_tools=bool(tools.offered),
-        tokenize=tokenize,
-    )
-
-    def read_messages() -> list[TemplateMessage]:
-        messages = _template_messages(request)
-        return messages if placeholders is None else placeholders.marked(messages)
-
+    rendering = _Rendering(
+        model, template, request, variables, placeholders, images,
+        skips_reasoning=skips_reasoning, has_tools=bool(tools.offered), most=most, known=known,
+    )  # fmt: skip
     if request.chat_template is not None:
-        messages = await run_in_thread(read_messages)
+        messages = await run_in_thread(partial(rendering.messages_of, request))
         text = await _render_request_template(model, template, request, messages, variables)
-        return await run_in_thread(partial(finish, messages, text))
-
-    def render(messages: list[TemplateMessage]) -> RenderedPrompt:
-        adds_prompt = request.adds_generation_prompt
-        return finish(
-            messages, template.render(messages, add_generation_prompt=adds_prompt, **variables)
-        )
-
+        return await run_in_thread(lambda: rendering.tokenized(rendering.finished(messages, text)))
     if not images and fits_on_loop([], len(request.messages)):
-        messages = read_messages()
+        messages = rendering.messages_of(request)
         texts = [orjson.dumps(function) for function in functions]
         texts += [message["content"] for message in messages]
         if fits_on_loop(texts, len(messages)):
-            return render(messages)
-    return await run_in_thread(lambda: render(read_messages()))
+            return rendering.prompt(messages, continuation)
+    return await run_in_thread(
+        lambda: rendering.prompt(rendering.messages_of(request), continuation)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Rendering:
+    """How the messages of a request become text and ids; `placeholders` of a model with images."""
+
+    model: "ServedModel"
+    template: "ChatTemplate"
+    request: "ChatRequest"
+    variables: Mapping[str, Any]
+    placeholders: Placeholders | None
+    images: "Sequence[PreparedImage]"
+    skips_reasoning: bool
+    has_tools: bool
+    most: int | None
+    known: "KnownText | None"
+
+    def messages_of(self, request: "ChatRequest") -> list[TemplateMessage]:
+        """Messages as the template sees them."""
+        messages = _template_messages(request)
+        return messages if self.placeholders is None else self.placeholders.marked(messages)
+
+    def prompt(
+        self, messages: list[TemplateMessage], continuation: "Continuation | None"
+    ) -> RenderedPrompt:
+        """The prompt, by the model's template. Raises as `tokenize_chat`."""
+        text = self._text(messages)
+        if continuation is None:
+            return self.tokenized(text)
+        if self.placeholders is not None and self.placeholders.has_marks(text):
+            raise OtherBeginningError
+        earlier = self._text(self.messages_of(continuation.earlier))
+        tokenizer = self.model.tokenizer
+        prompt = continuation.prompt(earlier, text, self.request, tokenizer, self.most)
+        return RenderedPrompt(prompt.text, prompt.ids, prompt.marks, num_kept=prompt.num_kept)
+
+    def _text(self, messages: list[TemplateMessage]) -> str:
+        adds_prompt = self.request.adds_generation_prompt
+        text = self.template.render(messages, add_generation_prompt=adds_prompt, **self.variables)
+        return self.finished(messages, text)
+
+    def finished(self, messages: Sequence[TemplateMessage], text: str) -> str:
+        """The text that the model reads, of what the template has rendered."""
+        if self.request.continue_final_message:
+            text = _cut_after(text, messages[-1]["content"])
+        if self.skips_reasoning and self.model.dialect is not None:
+            text += self.model.dialect.without_reasoning(text, has_tools=self.has_tools)
+        return text
+
+    def tokenized(self, text: str) -> RenderedPrompt:
+        """The ids of a text, with those of images. Raises as `token_ids`."""
+        tokenizer, messages, most = self.model.tokenizer, self.request.messages, self.most
+        if self.placeholders is not None and (self.images or self.placeholders.has_marks(text)):
+            ids, media, others = self.placeholders.ids(tokenizer, text, self.images, most)
+            marks = marks_of(messages, others, ids, tokenizer, media)
+            return RenderedPrompt(unmarked(text), ids, marks, media)
+        if self.known is not None:
+            ids, num_kept, _ = continued_ids(tokenizer, self.known, text, most)
+        else:
+            num_kept = 0
+            ids = token_ids(tokenizer, text, "messages", add_special_tokens=False, most=most)
+        return RenderedPrompt(
+            text, ids, marks_of(messages, text, ids, tokenizer), num_kept=num_kept
+        )
 
 
 async def _render_request_template(
@@ -200,39 +250,6 @@ async def _render_request_template(
         variables,
         add_generation_prompt=request.adds_generation_prompt,
     )
-
-
-def _finish(
-    model: "ServedModel",
-    request: "ChatRequest",
-    messages: Sequence[TemplateMessage],
-    text: str,
-    *,
-    skips_reasoning: bool,
-    has_tools: bool,
-    tokenize: Callable[[str], RenderedPrompt],
-) -> RenderedPrompt:
-    if request.continue_final_message:
-        text = _cut_after(text, messages[-1]["content"])
-    if skips_reasoning and model.dialect is not None:
-        text += model.dialect.without_reasoning(text, has_tools=has_tools)
-    return tokenize(text)
-
-
-def _tokenized(
-    tokenizer: "Tokenizer",
-    request: "ChatRequest",
-    text: str,
-    most: int | None,
-    known: "KnownText | None",
-) -> RenderedPrompt:
-    num_kept = 0
-    if known is not None:
-        ids, num_kept = continued_ids(tokenizer, known, text, most)
-    else:
-        ids = token_ids(tokenizer, text, "messages", add_special_tokens=False, most=most)
-    marks = marks_of(request.messages, text, ids, tokenizer)
-    return RenderedPrompt(text, ids, marks, num_kept=num_kept)
 
 
 def _parser(

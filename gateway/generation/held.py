@@ -13,32 +13,47 @@ import orjson
 
 if TYPE_CHECKING:
     from gateway.generation.known_text import KnownText
+    from gateway.generation.marks import PromptMarks
 
 MAX_HELD = 8  # of a connection: the response that is continued, and others to fork from
 MAX_BYTES = 256 << 20  # of the server
 ITEM_BYTES = 1024  # of an item's objects, its texts aside
 
 
+class HeldPrompt(NamedTuple):
+    """The prompt of a held response: its size, what it was rendered from, and its marks."""
+
+    num_items: int
+    num_chars: int
+    num_ids: int
+    marks: "PromptMarks"
+    settings: bytes  # a digest of all but the items
+
+
 class HeldResponse(NamedTuple):
     """The items up to and including a response, and their text as the model has read it.
 
     `num_bytes` is its memory, roughly; most items are shared with the response before it. The ids
-    of the text are those of `model`.
+    of the text are those of `model`; it begins with the prompt.
     """
 
     items: list[dict[str, Any]]
     known: "KnownText | None"
     num_bytes: int
     model: str = ""
+    prompt: "HeldPrompt | None" = None
 
 
 def held_response(
-    items: list[dict[str, Any]], known: "KnownText | None", model: str = ""
+    items: list[dict[str, Any]],
+    known: "KnownText | None",
+    model: str = "",
+    prompt: HeldPrompt | None = None,
 ) -> HeldResponse:
     """The response with its memory. Images in items may be most of it."""
     num_bytes = len(orjson.dumps(items)) + ITEM_BYTES * len(items)
     num_bytes += 0 if known is None else known.num_bytes
-    return HeldResponse(items, known, num_bytes, model)
+    return HeldResponse(items, known, num_bytes, model, prompt)
 
 
 @dataclass(slots=True, eq=False)

@@ -47,10 +47,12 @@ class KnownText:
 
 
 class ContinuedIds(NamedTuple):
-    """The ids of a text, of which the first `num_kept` are those of a known text."""
+    """The ids of a text, of which the first `num_kept` are those of a known text. The last of these
+    is a control token, which begins at character `mark_at`."""
 
     ids: Prompt
     num_kept: int = 0
+    mark_at: int = 0
 
 
 def known_text(
@@ -75,7 +77,7 @@ def continued_ids(
 
     Raises as `token_ids` does.
     """
-    cut, start = _cut(tokenizer, known, _num_shared(known.text, text))
+    cut, start = _cut(tokenizer, known, num_shared(known.text, text))
     if not cut:
         return ContinuedIds(
             token_ids(tokenizer, text, "messages", add_special_tokens=False, most=most)
@@ -94,10 +96,10 @@ def continued_ids(
         return ContinuedIds(
             token_ids(tokenizer, text, "messages", add_special_tokens=False, most=most)
         )
-    return ContinuedIds((*known.ids[:cut], *rest[1:]), cut)
+    return ContinuedIds((*known.ids[:cut], *rest[1:]), cut, start)
 
 
-def _num_shared(first: str, second: str) -> int:
+def num_shared(first: str, second: str) -> int:
     """The number of characters with which both texts begin."""
     low, high = 0, min(len(first), len(second))
     if first[:high] == second[:high]:

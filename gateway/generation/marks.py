@@ -23,6 +23,17 @@ class PromptMarks(NamedTuple):
     message_ends: Sequence[int]
     breakpoints: Sequence[int]
 
+    @property
+    def last(self) -> int:
+        """The tokens up to the last of them."""
+        return max((*self.message_ends[-1:], *self.breakpoints[-1:]), default=0)
+
+    def followed_by(self, added: "PromptMarks", num_tokens: int) -> "PromptMarks":
+        """The marks of a longer prompt, of which others are those behind so many tokens."""
+        ends = [*self.message_ends, *(num_tokens + each for each in added.message_ends)]
+        latest = [*self.breakpoints, *(num_tokens + each for each in added.breakpoints)]
+        return PromptMarks(ends, latest[-MAX_BREAKPOINTS:])
+
 
 NO_MARKS = PromptMarks((), ())
 
@@ -33,12 +44,14 @@ def marks_of(
     ids: Sequence[int],
     tokenizer: "Tokenizer",
     media: "Sequence[Media]" = (),
+    begin: int = 0,
 ) -> PromptMarks:
     """The marks of a prompt with these ids, which was rendered from the messages. The text is that
-    of all ids but those of `media`, which stand for images."""
+    of all ids but those of `media`, which stand for images. The messages lie behind its first
+    `begin` characters."""
     ends: list[int] = []
     breakpoints: list[int] = []
-    at = num_bytes = 0
+    at, num_bytes = begin, _num_bytes(text[:begin])
     for message in messages:
         for content, offsets in message.texts:
             stripped = content.strip()

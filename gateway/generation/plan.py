@@ -149,6 +149,7 @@ def plan_chat(
         skips_reasoning=skips_reasoning,
         most=longest_prompt(request, service),
         known=None if turn is None else turn.known_to(model),
+        continuation=None if turn is None else turn.continuation,
         origin=origin,
     )
     plan = build_plan(request, tokenize, renderer, caller, service)

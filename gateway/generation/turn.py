@@ -3,8 +3,10 @@
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from gateway.generation.held import HeldConversations, HeldResponse, held_response
+from gateway.generation.continuation import Continuation
+from gateway.generation.held import HeldConversations, HeldPrompt, HeldResponse, held_response
 from gateway.generation.known_text import KnownBlocks, KnownText, known_text
+from gateway.schema.responses.window import Window, window_of
 
 if TYPE_CHECKING:
     from engine.request import RequestSpec
@@ -12,6 +14,7 @@ if TYPE_CHECKING:
     from gateway.generation.prompt import TokenizedPrompts
     from gateway.groups.serving import ServedModel
     from gateway.ports import Tokenizer
+    from gateway.schema.openai.chat import ChatRequest
     from gateway.schema.responses.renderer import ResponsesRenderer
 
     Item = dict[str, Any]
@@ -32,6 +35,8 @@ class Turn:
         self._choice: ChoiceStream | None = None
         self._is_steered = False
         self._block_size = 0  # of the engine that has its request
+        self.settings = b""  # a digest of what its prompt is rendered from beside items
+        self.continuation: Continuation | None = None  # if its request has a window of its items
 
     def begin(self, tokenized: "TokenizedPrompts", choice: "ChoiceStream", block_size: int) -> None:
         """The engine, whose blocks have so many tokens, has its request."""
@@ -71,13 +76,46 @@ class Turn:
         known_hashes = tuple(blocks.hashes[:num_blocks])
         return replace(spec, caching=spec.caching._replace(known_hashes=known_hashes))
 
+    def prompt_before(self, model: "ServedModel") -> HeldPrompt | None:
+        """The prompt that this turn's may begin with."""
+        earlier = self._earlier if self.known_to(model) is not None else None
+        return None if earlier is None else earlier.prompt
+
+    def window(self, new: "list[Item]", model: "ServedModel") -> Window | None:
+        """The part of the conversation that shows what these new items add to the prompt."""
+        prompt = self.prompt_before(model)
+        if prompt is None or self._earlier is None:
+            return None
+        return window_of(self._earlier.items, prompt.num_items, new)
+
+    def may_follow(self, request: "ChatRequest", model: "ServedModel") -> bool:
+        """Whether the prompt before was rendered with the same settings, and has no images."""
+        prompt = self.prompt_before(model)
+        is_same = prompt is not None and prompt.settings == self.settings
+        return is_same and not request.images
+
+    def follow(self, earlier: "ChatRequest", model: "ServedModel") -> None:
+        """Render only a window of the conversation, which had these messages before the turn."""
+        known, prompt = self.known_to(model), self.prompt_before(model)
+        assert known is not None, "the prompt is that of this text"
+        assert prompt is not None, "the window is that of this prompt"
+        self.continuation = Continuation(
+            known, prompt.num_chars, prompt.num_ids, prompt.marks, earlier
+        )
+
     def hold(self, response_id: str, held: HeldResponse) -> None:
         """Hold the response, so that the next turn can continue it."""
         self._conversations.put(response_id, held)
 
-    def to_hold(self, items: "list[Item]", model: "ServedModel") -> HeldResponse:
-        """What the next turn knows of this one: `items` end with its output."""
-        return held_response(items, self._known_text(model.tokenizer), model.name)
+    def to_hold(
+        self, items: "list[Item]", output: "list[Item]", model: "ServedModel"
+    ) -> HeldResponse:
+        """What the next turn knows of this one: the items of its prompt and its output."""
+        known, tokenized, prompt = self._known_text(model.tokenizer), self._tokenized, None
+        if known is not None and tokenized is not None and self.settings:
+            num_chars, num_ids = len(tokenized.text), len(tokenized.prompts[0])
+            prompt = HeldPrompt(len(items), num_chars, num_ids, tokenized.marks, self.settings)
+        return held_response([*items, *output], known, model.name, prompt)
 
     def _known_text(self, tokenizer: "Tokenizer") -> KnownText | None:
         """The text of its prompt and its output, as far as it has begun."""

@@ -246,3 +246,35 @@ def test_what_connections_hold_is_bounded_in_number_and_bytes() -> None:
     assert first.find(str(MAX_HELD)) is not None
     first.close()
     assert held.num_bytes == 0
+
+
+def test_a_late_turn_renders_few_messages_and_gets_the_prompt_of_all() -> None:
+    sizes: list[int] = []
+
+    class Counts(EndsMessages):
+        def render(self, messages: Any, /, **kwargs: Any) -> str:
+            sizes.append(len(messages))
+            return super().render(messages, **kwargs)
+
+    async def scene(rig: Rig) -> None:
+        async with connected(rig) as client:
+            fields: dict[str, Any] = {"store": False, "instructions": "Be brief."}
+            for number in range(20):
+                sizes.clear()
+                response = await client.response(input=f"question {number}", **fields)
+                fields["previous_response_id"] = response["id"]
+            late, whole = list(sizes), list(rig.ended[-1].spec.prompt)
+            sizes.clear()
+            await client.response(input="other", **{**fields, "instructions": "Be long."})
+        assert len(late) == 2
+        assert max(late) < 20
+        assert sizes == [42]  # another beginning
+        turns = [f"user:question {n}<end>\nassistant:Hello!<end>\n" for n in range(20)]
+        text = "".join(["system:Be brief.<end>\n", *turns]).removesuffix("Hello!<end>\n")
+        assert whole == CountsCharacters().encode(text, add_special_tokens=False)
+
+    setting = Setting(
+        texts=("Hello!",) * 21, context=2000, tokenizer=CountsCharacters(), num_blocks=4000
+    )
+    with patch("tests.gateway.rig.PlainTemplate", Counts):
+        play(scene, setting)
