@@ -15,7 +15,7 @@ from gateway.schema.decoding import (
     reject_unless,
 )
 from gateway.schema.field_names import with_renamed_fields
-from gateway.schema.fields.caching import PromptCacheOptions
+from gateway.schema.fields.caching import PromptCacheOptions, name_without_effect
 from gateway.schema.fields.sampling import SamplingDefaults
 from gateway.schema.fields.scheduling import SchedulingRequest
 from gateway.schema.openai.batches import check_metadata
@@ -254,6 +254,7 @@ def decode_response(
         request = decode(_DECODER, body, unknown)
     check_unicode(body)
     request.check()
+    name_without_effect(request, unknown)
     verbosity = request.text and request.text.verbosity
     if unknown is not None and verbosity not in (None, "medium"):
         unknown.ignore("text.verbosity")

@@ -86,7 +86,8 @@ CLAUDE_SCHEMA = {"type": "json_schema", "schema": {"type": "object"}}
 TOO_LONG = [{"role": "user", "content": "x" * CONTEXT}, {"role": "user", "content": "hi"}]
 MESSAGES = [{"role": "user", "content": "hi"}]
 CACHE = {"prompt_cache_key": Probe("k"), "prompt_cache_retention": Probe("24h"),
-         "prompt_cache_options": Probe({"mode": "explicit"})}  # fmt: skip
+         "prompt_cache_options": Probe({"mode": "explicit"}),
+         "prompt_cache_options.ttl": Probe({"ttl": "30m"})}  # fmt: skip
 SHARED = {
     "temperature": Probe(0.5), "top_p": Probe(0.5), "user": Probe("u"),
     "service_tier": Probe("flex"), "metadata": Probe({"a": "b"}), "store": Probe(False),
@@ -193,7 +194,8 @@ async def verdict(rig: Rig, api: Api, name: str) -> str:
     body = {**api.body, **probe.others}
     plain = await answer(rig, api.path, body)
     assert plain.status == 200 or name == "truncation", plain
-    found = await answer(rig, api.path, {**body, name: probe.value})
+    field = name.partition(".")[0]
+    found = await answer(rig, api.path, {**body, field: probe.value})
     if found.status != 200:
         error = found.body["error"]
         assert found.status in (400, 404), found
