@@ -3,8 +3,9 @@ run again."""
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from engine.errors import EngineError, InvalidRequest
 from gateway.access.callers import Caller
@@ -19,11 +20,13 @@ if TYPE_CHECKING:
     from gateway.store.journal import Ended, StreamRecord
 
 Planner = Callable[[bytes, Caller, "Service"], Awaitable[object]]
+Later = Callable[[], Coroutine[Any, Any, None]]
 logger = logging.getLogger(__name__)
 
 
-async def restore_streams(service: "Service", planners: Mapping[str, Planner]) -> None:
+async def restore_streams(service: "Service", planners: Mapping[str, Planner]) -> Later:
     """Let the streams that a former server left be read again; those that had not ended run again.
+    Returns what lets those run again whose models are not loaded, which may take long.
     `planners` are the routes' functions from a body to a plan, by path."""
     journal = service.store.journal
     try:
@@ -32,7 +35,15 @@ async def restore_streams(service: "Service", planners: Mapping[str, Planner]) -
         records = await journal.running()
     except StoreFailed as error:
         logger.error("the streams of the former server are lost: %s", error)
-        return
+        records = []
+    waiting = [record for record in records if not service.has_model_of(record.body)]
+    await _run_all([record for record in records if record not in waiting], service, planners)
+    return partial(_run_all, waiting, service, planners)
+
+
+async def _run_all(
+    records: "Sequence[StreamRecord]", service: "Service", planners: Mapping[str, Planner]
+) -> None:
     for record in records:
         try:
             await _run_again(record, service, planners)

@@ -58,7 +58,8 @@ async def embedded(
         async with asyncio.TaskGroup() as group:
             batching = group.create_task(server.runner.run())
             running = [group.create_task(each.run()) for each in (server.groups, server.watch)]
-            await server.restore()
+            restore_more = await server.restore()
+            running.append(group.create_task(restore_more()))
             try:
                 yield EmbeddedServer(server.app, service)
             finally:

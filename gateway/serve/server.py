@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
     from gateway.batch.runner import BatchRunner
+    from gateway.generation.restored_streams import Later
     from gateway.groups.groups import Groups
     from gateway.observe.backpressure import LoopWatch
     from gateway.observe.request_log import RequestLog
@@ -138,8 +139,13 @@ async def unless_stopped(work: asyncio.Task[T], signals: Signals) -> T | None:
         await asyncio.wait((work, stopping))
 
 
-async def _restore_nothing() -> None:
+async def _nothing() -> None:
+    """There is no stream to restore."""
+
+
+async def _restore_nothing() -> "Later":
     """What is restored of a server without streams: nothing."""
+    return _nothing
 
 
 class _Uvicorn(uvicorn.Server):
@@ -183,9 +189,8 @@ class Server:
     request_log: "RequestLog"
     held: "HeldStreams"
     bounds: ConnectionBounds = field(default_factory=ConnectionBounds)
-    restore: Callable[[], Awaitable[None]] = (
-        _restore_nothing  # awaited before requests are accepted
-    )
+    # Awaited before requests are accepted; its result is awaited beside them.
+    restore: "Callable[[], Awaitable[Later]]" = _restore_nothing
     tls: "ssl.SSLContext | None" = None
 
     async def serve(
@@ -204,15 +209,16 @@ class Server:
             batching = group.create_task(self.runner.run())
             serving = group.create_task(server.serve([]))
             await server.listens.wait()
-            await self.restore()
+            restoring = group.create_task((await self.restore())())
             accepting = group.create_task(self._accept(server, listener))
             tune_collector()
             return_large_blocks()
             drop_library_pages()
             on_ready()
             await self._until_stopped(signals)
+            restoring.cancel()
             batching.cancel()  # unfinished lines run after the next start
-            await asyncio.wait((batching,))
+            await asyncio.wait((batching, restoring))
             await self._drain(signals)
             await self.held.close()
             accepting.cancel()

@@ -8,11 +8,13 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from engine.control.scheduler import IterationScheduler
 from engine.errors import StartupError
 from engine.simulated.virtual_loop import run_virtual
 from gateway.batch.runner import BatchRunner
+from gateway.generation.restored_streams import restore_streams
 from gateway.groups.group import Deployment, Group, OpenServing
 from gateway.groups.groups import Groups
 from gateway.groups.serving import Serving
@@ -57,15 +59,23 @@ class Fleet:
 Scene = Callable[[Fleet], Awaitable[None]]
 
 
-def play(scene: Scene, *models: Model, terms: ServerTerms | None = None) -> Fleet:
-    """Run a scene to its end. Afterwards no request lives, no lease is held and no slot."""
+def play(
+    scene: Scene, *models: Model, terms: ServerTerms | None = None, store: Path | None = None
+) -> Fleet:
+    """Run a scene to its end. Afterwards no request lives, no lease is held and no slot. Streams
+    that a former server left in the `store` are restored beside the scene."""
 
     async def main() -> Fleet:
-        fleet, runner = _build(models, terms or ServerTerms())
+        fleet, runner = _build(models, terms or ServerTerms(), store)
         async with asyncio.TaskGroup() as tasks:
             running = tasks.create_task(fleet.groups.run())
             batching = tasks.create_task(runner.run())
+            restore_more = await restore_streams(fleet.service, ROUTES.planners)
+            assert not fleet.loads  # streams of models that are not loaded wait
+            restoring = tasks.create_task(restore_more())
             await scene(fleet)
+            await restoring
+            await fleet.service.store.held.close()
             batching.cancel()
             await asyncio.sleep(2 * STEP)
             assert not any(group.is_used for group in fleet.groups), list(fleet.groups)
@@ -80,7 +90,24 @@ def play(scene: Scene, *models: Model, terms: ServerTerms | None = None) -> Flee
     return run_virtual(main())
 
 
-def _build(models: tuple[Model, ...], terms: ServerTerms) -> tuple[Fleet, BatchRunner]:
+def play_until_killed(
+    scene: Scene, *models: Model, terms: ServerTerms | None = None, store: Path
+) -> None:
+    """Run a scene, and end as a server that is killed: nothing is drained or closed."""
+
+    async def main() -> None:
+        fleet, _ = _build(models, terms or ServerTerms(), store)
+        running = asyncio.create_task(fleet.groups.run())
+        await scene(fleet)
+        fleet.service.store.close()
+        running.cancel()
+
+    run_virtual(main())
+
+
+def _build(
+    models: tuple[Model, ...], terms: ServerTerms, store: Path | None = None
+) -> tuple[Fleet, BatchRunner]:
     clock = asyncio.get_running_loop().time
     loads: list[str] = []
     schedulers: list[IterationScheduler] = []
@@ -96,7 +123,7 @@ def _build(models: tuple[Model, ...], terms: ServerTerms) -> tuple[Fleet, BatchR
         ],
         terms,
     )
-    shared = build_rig(Setting()).service
+    shared = build_rig(Setting(store=store)).service
     server_readings = ServerReadings(Metrics(), shared.store.database, shared.request_log)
     exposition = Exposition(server_readings, groups.readings, clock, has_several=True)
     service = replace(shared, groups=groups, group=groups.default, exposition=exposition)
