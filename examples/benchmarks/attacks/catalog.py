@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import aiohttp
 
-from examples.benchmarks.attacks import bodies, connections
+from examples.benchmarks.attacks import bodies, connections, sockets
 from examples.benchmarks.attacks.sending import Attack, Attacker, Json
 
 TRAILER_BYTES = 200 << 20
@@ -289,4 +289,5 @@ CASES: Mapping[str, Case] = {
     "endless chunk extension": Case(connections.EXTENSIONS),
     "chunks of one byte": Case(connections.SMALL_CHUNKS),
     **{name: Case(attack) for name, attack in bodies.ATTACKS.items()},
+    **{name: Case(attack) for name, attack in sockets.ATTACKS.items()},
 }
