@@ -20,6 +20,7 @@ from engine.worker.cpu.machine_code import BadObject, MachineCode
 CPUINFO = Path("/proc/cpuinfo")
 CPU_FIELDS = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags")
 COMPILERS = "numba", "llvmlite"
+DIGEST_BYTES = 32  # SHA-256, behind the object file
 
 
 class KernelFiles:
@@ -60,14 +61,16 @@ class KernelFiles:
     def load(self, name: str) -> MachineCode | None:
         """A kernel by its stamped name; None if it was not compiled or its file is damaged."""
         try:
-            return MachineCode((self.directory / f"{name}.o").read_bytes())
+            content = (self.directory / f"{name}.o").read_bytes()
+            data, digest = content[:-DIGEST_BYTES], content[-DIGEST_BYTES:]
+            return MachineCode(data) if hashlib.sha256(data).digest() == digest else None
         except (OSError, BadObject):
             return None
 
     def write(self, name: str, data: bytes) -> None:
         """Write a kernel. Raises `BadObject` if it could not be loaded."""
         MachineCode(data)
-        self._write(f"{name}.o", data)
+        self._write(f"{name}.o", data + hashlib.sha256(data).digest())
 
     def _write(self, name: str, data: bytes) -> None:
         new = self.directory / f"{name}.{os.getpid()}.new"

@@ -80,7 +80,13 @@ def test_a_damaged_object_file_counts_as_missing(tmp_path: Path, code: bytes) ->
     files.write("whole", code)
     assert files.load("whole") is not None
     for length in (0, 3, 40, len(code) // 2, len(code) - 1):
-        (tmp_path / "part.o").write_bytes(code[:length])
+        (tmp_path / "part.o").write_bytes((tmp_path / "whole.o").read_bytes()[:length])
+        assert files.load("part") is None
+    whole = (tmp_path / "whole.o").read_bytes()
+    for at in range(0, len(whole), len(whole) // 50):
+        flipped = bytearray(whole)
+        flipped[at] ^= 1
+        (tmp_path / "part.o").write_bytes(flipped)
         assert files.load("part") is None
     assert files.load("other") is None
 
