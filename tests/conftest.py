@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import IO
 
 import pytest
-import torch
 from hypothesis import settings
 
 from tests.cpu_report import CpuReport
 
+# Threads of torch that wait for each other spin: with two on two busy cores, attention over some
+# hundred tokens took five times the CPU seconds. OpenMP reads this once, before torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+import torch
+
 settings.register_profile("podway", deadline=None)  # no test asserts a time
 settings.load_profile("podway")
-# Threads of torch that wait for each other spin: with two on two busy cores, attention over some
-# hundred tokens took five times the CPU seconds and fifteen times as long.
-torch.set_num_threads(1)
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # of child processes; workers set their own number
 if not torch.cuda.is_available():  # before any Triton kernel is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
 TESTS = Path(__file__).parent
