@@ -130,18 +130,8 @@ class Service:
     def at_model_of(self, body: bytes) -> AbstractAsyncContextManager["Service"]:
         """The service of the model that a body of JSON names, or of the default (`at`). Raises
         `ModelNotFound`."""
-        return self.at(self._group_of(body))
-
-    def has_model_of(self, body: bytes) -> bool:
-        """Whether the model that a body of JSON names is loaded, or is none of this server's."""
-        try:
-            return self._group_of(body).accepts
-        except ModelNotFound:
-            return True
-
-    def _group_of(self, body: bytes) -> Group:
         groups = self.groups
-        return groups.default if groups.are_fixed else groups.find(model_named(body))
+        return self.at(groups.default if groups.are_fixed else groups.find(model_named(body)))
 
     def check_model(self, name: str) -> None:
         """Raise `ModelNotFound` unless this is a name of the served model or of a LoRA adapter."""

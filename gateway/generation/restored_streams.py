@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 from engine.errors import EngineError, InvalidRequest
 from gateway.access.callers import Caller
 from gateway.access.key_file import Allowance, Key
-from gateway.errors import StoreFailed
+from gateway.errors import ModelNotFound, StoreFailed
 from gateway.generation.held_stream import EndedStream, HeldStream
 from gateway.generation.plan import GenerationPlan
 from gateway.generation.stream_journal import JournalEntry, Origin
+from gateway.service import model_named
 
 if TYPE_CHECKING:
     from gateway.service import Service
@@ -36,9 +37,17 @@ async def restore_streams(service: "Service", planners: Mapping[str, Planner]) -
     except StoreFailed as error:
         logger.error("the streams of the former server are lost: %s", error)
         records = []
-    waiting = [record for record in records if not service.has_model_of(record.body)]
+    waiting = [record for record in records if not _is_loaded(record.body, service)]
     await _run_all([record for record in records if record not in waiting], service, planners)
     return partial(_run_all, waiting, service, planners)
+
+
+def _is_loaded(body: bytes, service: "Service") -> bool:
+    """Whether the model that a body names is loaded, or is none of this server's."""
+    try:
+        return service.groups.are_fixed or service.groups.find(model_named(body)).accepts
+    except ModelNotFound:
+        return True
 
 
 async def _run_all(
