@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor
 
 from engine.media import Media
-from tests.models.checkpoints import QWEN3_5, SHARED_EXPERTS, SMALL
+from tests.models.checkpoints import GEMMA4, QWEN3_5, SHARED_EXPERTS, SMALL
 
 IMAGE_ID = 90
 VISION: dict[str, Any] = {
@@ -27,6 +27,15 @@ VISION: dict[str, Any] = {
     "num_position_embeddings": 16,
 }
 ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 100.0}
+GEMMA4_VISION: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "pooling_kernel_size": 2,
+    "position_embedding_size": 20,
+    "use_clipped_linears": True,
+}
 
 # Name of a variant: (config class, of the text, of the encoder).
 VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -82,6 +91,17 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         },
         {"image_size": 20, "num_attention_heads": 2, "num_hidden_layers": 3},
     ),
+    "gemma4": ("Gemma4", GEMMA4, GEMMA4_VISION),
+    "gemma4_whole": (
+        "Gemma4",
+        GEMMA4
+        | {
+            "hidden_size_per_layer_input": 0,
+            "num_kv_shared_layers": 0,
+            "use_bidirectional_attention": "vision",
+        },
+        GEMMA4_VISION | {"use_clipped_linears": False, "standardize": True},
+    ),
     "smolvlm": (
         "SmolVLM",
         {"model_type": "llama"},
@@ -89,6 +109,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
 }
 SQUARES = ("gemma3", "smolvlm")  # variants that read square images of one size
+
+UNIFORM = ("gemma4", "gemma4_whole")  # variants whose patches have no frames
 
 
 def make_model(variant: str, seed: int = 0) -> Any:
@@ -112,6 +134,11 @@ def make_model(variant: str, seed: int = 0) -> Any:
             noise = torch.randn(parameter.shape, generator=generator)
             is_scale = parameter.dim() == 1 and parameter_name.endswith("weight")
             parameter.copy_(1 + 0.1 * noise if is_scale else 0.2 * noise)
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith(("_min", "_max")):  # of clipped linears: they clip some
+                buffer.fill_(-0.9 if buffer_name.endswith("_min") else 0.8)
+            elif "std_" in buffer_name:
+                buffer.copy_(1 + 0.1 * torch.randn(buffer.shape, generator=generator))
     return model
 
 
@@ -129,10 +156,11 @@ class Picture:
     columns: int
     seed: int = 0
     is_square: bool = False  # not in the order of patches
+    num_values: int = 3 * 2 * 2 * 2  # of a patch
 
     @property
     def pixels(self) -> np.ndarray[Any, np.dtype[np.float32]]:
-        size: tuple[int, ...] = (self.rows * self.columns, 3 * 2 * 2 * 2)
+        size: tuple[int, ...] = (self.rows * self.columns, self.num_values)
         if self.is_square:
             size = (1, 3, 2 * self.rows, 2 * self.columns)
         return np.random.default_rng(self.seed).standard_normal(size).astype(np.float32)
@@ -152,6 +180,8 @@ def picture(variant: str, rows: int, columns: int, seed: int = 0) -> Picture:
     """A picture of such sizes, or of the one size that the variant reads."""
     if variant in SQUARES:
         return Picture(10, 10, seed, is_square=True)
+    if variant in UNIFORM:
+        return Picture(rows, columns, seed, num_values=3 * 2 * 2)
     return Picture(rows, columns, seed)
 
 
@@ -180,6 +210,8 @@ class Prompt:
         ids = torch.tensor([self.tokens + output])
         given = {}
         if self.media:
+            if model.config.model_type == "gemma4":
+                return self._padded(model, ids)
             pixels = np.concatenate([each.pixels for each in self.media])
             given = {
                 "pixel_values": torch.from_numpy(pixels),
@@ -195,4 +227,23 @@ class Prompt:
                 }
         with torch.no_grad():
             logits: Tensor = model(ids, **given).logits[0]
+        return logits
+
+    def _padded(self, model: Any, ids: Tensor) -> Tensor:
+        """The logits of a model that reads images of as many patches, with their places."""
+        most = max(each.num_patches for each in self.media)
+        pixels = torch.zeros(len(self.media), most, self.media[0].pixels.shape[1])
+        places = torch.full((len(self.media), most, 2), -1)
+        for number, each in enumerate(self.media):
+            _, rows, columns = each.grid
+            down, across = np.divmod(np.arange(rows * columns), columns)
+            pixels[number, : each.num_patches] = torch.from_numpy(each.pixels)
+            places[number, : each.num_patches] = torch.from_numpy(np.stack((across, down), -1))
+        with torch.no_grad():
+            logits: Tensor = model(
+                ids,
+                pixel_values=pixels,
+                image_position_ids=places,
+                mm_token_type_ids=(ids == IMAGE_ID).int(),
+            ).logits[0]
         return logits

@@ -68,8 +68,7 @@ class Qwen25Vision(QwenTower):
             reader.patches("patch_embed.proj", tower.kernel, has_bias=False),
             {LAST: _merger(reader, tower)},
         )
-        activation = operators.activation(shape.activation, is_gated=True)
-        super().__init__(operators, tower, parts, activation)
+        super().__init__(operators, tower, parts)
 
     def begin(self, pixels: Tensor, grid: tuple[int, int, int]) -> EncoderState:
         """The patches of a window follow one another."""
@@ -97,6 +96,7 @@ def _layer(reader: VisionReader, shape: WindowedShape, number: int) -> VisionLay
         reader.rms_norm(f"{at}norm2", width, EPS),
         reader.linear([f"{at}mlp.gate_proj", f"{at}mlp.up_proj"], inner, width),
         reader.linear(f"{at}mlp.down_proj", width, inner),
+        reader.operators.activation(shape.activation, is_gated=True),
         is_windowed=number not in shape.full,
     )
 

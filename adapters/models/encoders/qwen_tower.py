@@ -1,7 +1,7 @@
 """What the image encoders of all Qwen models have in common: a vision transformer with RoPE over
 rows and columns, in which blocks of 2 × 2 patches, which follow one another, become one token."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -141,9 +141,8 @@ class QwenTower(VisionTransformer):
         operators: Operators,
         shape: TowerShape,
         parts: TowerParts,
-        activation: Callable[[Tensor], Tensor],
     ) -> None:
-        super().__init__(operators, parts.layers, shape.num_heads, activation)
+        super().__init__(operators, parts.layers, shape.num_heads)
         self._shape = shape
         self._patches = parts.patches
         self._mergers = parts.mergers

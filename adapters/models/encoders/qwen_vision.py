@@ -74,7 +74,7 @@ class QwenVision(QwenTower):
     ) -> None:
         reader, tower = VisionReader(weights, operators, root), shape.tower
         parts = TowerParts(
-            [_layer(reader, tower, f"blocks.{n}.") for n in range(tower.num_layers)],
+            [_layer(reader, shape, f"blocks.{n}.") for n in range(tower.num_layers)],
             reader.patches("patch_embed.proj", tower.kernel),
             {
                 layer: _merger(reader, tower, f"deepstack_merger_list.{at}.", is_merged_first=True)
@@ -82,8 +82,7 @@ class QwenVision(QwenTower):
             }
             | {LAST: _merger(reader, tower, "merger.", is_merged_first=False)},
         )
-        activation = operators.activation(shape.activation, is_gated=False)
-        super().__init__(operators, tower, parts, activation)
+        super().__init__(operators, tower, parts)
         self._side = shape.positions
         grid = (shape.positions**2, tower.width)
         self._positions = weights.tensor(TensorSlice(f"{root}pos_embed.weight", grid))
@@ -98,8 +97,8 @@ class QwenVision(QwenTower):
         return hidden + learned.to(hidden.dtype)
 
 
-def _layer(reader: VisionReader, shape: TowerShape, at: str) -> VisionLayer:
-    width, inner = shape.width, shape.inner
+def _layer(reader: VisionReader, shape: VisionShape, at: str) -> VisionLayer:
+    width, inner = shape.tower.width, shape.tower.inner
     return VisionLayer(
         reader.norm(f"{at}norm1", width, EPS),
         reader.linear(f"{at}attn.qkv", 3 * width, width),
@@ -107,6 +106,7 @@ def _layer(reader: VisionReader, shape: TowerShape, at: str) -> VisionLayer:
         reader.norm(f"{at}norm2", width, EPS),
         reader.linear(f"{at}mlp.linear_fc1", inner, width),
         reader.linear(f"{at}mlp.linear_fc2", width, inner),
+        reader.operators.activation(shape.activation, is_gated=False),
     )
 
 

@@ -151,8 +151,7 @@ class Siglip(VisionTransformer):
         self._shape = shape
         reader = VisionReader(weights, operators, root)
         layers = [self._layer(reader, f"encoder.layers.{n}.") for n in range(shape.num_layers)]
-        activation = operators.activation(shape.activation, is_gated=False)
-        super().__init__(operators, layers, shape.num_heads, activation)
+        super().__init__(operators, layers, shape.num_heads)
         size = (shape.width, shape.channels, shape.patch, shape.patch)
         self._patches = reader.patches("embeddings.patch_embedding", size)
         table = TensorSlice(
@@ -198,4 +197,5 @@ class Siglip(VisionTransformer):
             reader.norm(f"{at}layer_norm2", width, eps),
             reader.linear(f"{at}mlp.fc1", inner, width),
             reader.linear(f"{at}mlp.fc2", width, inner),
+            reader.operators.activation(self._shape.activation, is_gated=False),
         )

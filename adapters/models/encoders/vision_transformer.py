@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -30,6 +31,21 @@ FLOAT32_BYTES = 4
 TILE = 64  # patches of a slice: 16 tokens, as the least piece of a prompt beside decodes
 
 
+class MixesPatches(Protocol):
+    """A layer; `is_windowed` if its attention reads the window of a patch only."""
+
+    @property
+    def is_windowed(self) -> bool: ...
+
+    def read(self, hidden: Tensor, qkv: Tensor) -> None:
+        """Fill in `[patches, 3, heads, dim]`, but for RoPE, from `[patches, width]`."""
+        ...
+
+    def add(self, mixed: Tensor, hidden: Tensor) -> None:
+        """Add to `hidden` what follows the attention's result, which is as wide."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class VisionLayer:
     """Attention over all patches of an image, or of a window, and an MLP, each behind a norm."""
@@ -40,7 +56,15 @@ class VisionLayer:
     mlp_norm: Norm
     up: Linear
     down: Linear
+    activation: Callable[[Tensor], Tensor]
     is_windowed: bool = False
+
+    def read(self, hidden: Tensor, qkv: Tensor) -> None:
+        qkv.copy_(self.qkv(self.attention_norm(hidden)).view(qkv.shape))
+
+    def add(self, mixed: Tensor, hidden: Tensor) -> None:
+        self.out(mixed, hidden)
+        self.down(self.activation(self.up(self.mlp_norm(hidden))), hidden)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,14 +108,12 @@ class VisionTransformer(ABC):
     def __init__(
         self,
         operators: Operators,
-        layers: Sequence[VisionLayer],
+        layers: Sequence[MixesPatches],
         num_heads: int,
-        activation: Callable[[Tensor], Tensor],
     ) -> None:
         self._operators = operators
         self._layers = layers
         self._num_heads = num_heads
-        self._activation = activation
 
     @abstractmethod
     def begin(self, pixels: Tensor, grid: tuple[int, int, int]) -> EncoderState: ...
@@ -132,7 +154,7 @@ class VisionTransformer(ABC):
         if behind < len(self._layers):
             self._read(self._layers[behind], state, rows)
 
-    def _finish(self, layer: VisionLayer, state: EncoderState, rows: slice) -> None:
+    def _finish(self, layer: MixesPatches, state: EncoderState, rows: slice) -> None:
         """Attention and MLP of these patches, in place."""
         hidden = state.hidden[rows]
         q, k, v = state.qkv.unbind(1)
@@ -143,13 +165,12 @@ class VisionTransformer(ABC):
             )
         else:
             mixed = self._operators.attend(q[rows], k, v)
-        layer.out(mixed.reshape(len(hidden), -1), hidden)
-        layer.down(self._activation(layer.up(layer.mlp_norm(hidden))), hidden)
+        layer.add(mixed.reshape(len(hidden), -1), hidden)
 
-    def _read(self, layer: VisionLayer, state: EncoderState, rows: slice) -> None:
+    def _read(self, layer: MixesPatches, state: EncoderState, rows: slice) -> None:
         """What the layer's attention reads of these patches."""
-        hidden, qkv = state.hidden[rows], state.next_qkv[rows]
-        qkv.copy_(layer.qkv(layer.attention_norm(hidden)).view(qkv.shape))
+        qkv = state.next_qkv[rows]
+        layer.read(state.hidden[rows], qkv)
         if state.angles is not None:
             cos, sin = state.angles.cos[rows], state.angles.sin[rows]
             for heads in (qkv[:, 0], qkv[:, 1]):

@@ -1,6 +1,6 @@
 """Gemma 4, text: Gemma 3 with two kinds of heads. E2B and E4B have embeddings per layer, and last
 layers that read the KV of earlier ones; in larger models the values of full attention are its keys,
-and 26B-A4B has experts. Of multimodal checkpoints the text model is served."""
+and 26B-A4B has experts."""
 
 import logging
 from collections.abc import Mapping
@@ -21,9 +21,11 @@ from adapters.models.base.traits import (
     every_nth_full,
     layer_types,
 )
+from adapters.models.encoders.families import ReadsImages
+from adapters.models.encoders.gemma4_vision import Gemma4Vision, Gemma4VisionShape
 from adapters.models.mixtures.gemma4_experts import Gemma4Experts
 from engine.errors import StartupError
-from engine.worker.model.layer_inputs import LayerInput, LayerInputs, StageInputs
+from engine.worker.model.layer_inputs import LayerInput, LayerInputs, Padding, StageInputs
 from engine.worker.model.layers import AttentionBlock, Decoder, DecoderLayer, FeedForward, Mixer
 from engine.worker.ports import (
     AttentionOptions,
@@ -37,6 +39,7 @@ from engine.worker.ports import (
 logger = logging.getLogger(__name__)
 
 PERIOD = 6
+BOTH_WAYS = "use_bidirectional_attention"
 
 
 class _KVSize(NamedTuple):
@@ -64,7 +67,7 @@ class Gemma4(RotaryFamily):
         super().__init__(config)
         fields = Fields({**self.defaults, **self.text_config(config)})
         self._keys_are_values = fields.flag("attention_k_eq_v", False)
-        fields.reject_unless("use_bidirectional_attention", False, "vision")
+        fields.reject_unless(BOTH_WAYS, False, "vision")
         self._input_width = fields.count("hidden_size_per_layer_input", 256)
         self._input_vocab = fields.integer("vocab_size_per_layer_input", self.shape.vocab_size)
         self._is_double_wide = fields.flag("use_double_wide_mlp", False)
@@ -239,18 +242,47 @@ class Gemma4(RotaryFamily):
         return super()._mlp(wide, at)
 
 
-class Gemma4Multimodal(Gemma4):
-    """The text model of `Gemma4ForConditionalGeneration`; its other towers are skipped."""
+class Gemma4Multimodal(ReadsImages, Gemma4):
+    """`Gemma4ForConditionalGeneration`: the text model and its image encoder; others are skipped.
+
+    In larger models the tokens of an image attend to each other in layers with windows.
+    """
 
     ignored_weights = (
         *Gemma4.ignored_weights,
         *("*vision_tower.*", "*audio_tower.*", "*embed_vision.*", "*embed_audio.*"),
     )
     roots = ("model.language_model", "language_model.model")
+    encoder_roots = ("model.vision_tower.", "vision_tower.")
+    encoder_tensor = "patch_embedder.input_proj.weight"
 
-    def text_config(self, config: Mapping[str, object]) -> Mapping[str, object]:
-        text = config.get("text_config")
-        if not isinstance(text, dict):
-            raise StartupError(f"config.json: text_config is {text!r}, expected an object")
-        logger.warning("only the text model of this checkpoint is loaded; other towers are not")
-        return text
+    def __init__(self, config: Mapping[str, object]) -> None:
+        super().__init__(config)
+        fields, text = Fields(config), Fields(self.text_config(config))
+        vision, is_whole = fields.child("vision_config"), text.get(BOTH_WAYS) == "vision"
+        self._vision, self.encoder = None, None
+        if vision is None:
+            logger.warning("config.json has no vision_config: only text is served")
+            return
+        self._image_id = fields.integer("image_token_id", 258880)
+        self._pad_id = text.count("pad_token_id", 0)
+        self._vision = Gemma4VisionShape.read(vision, self.shape.hidden_size, is_whole=is_whole)
+        self.encoder = self._vision.report
+        options = [
+            replace(each, sees_images=is_whole and each.window is not None)
+            for each in self.shape.layer_attention
+        ]
+        self.shape = replace(self.shape, attention=tuple(options))
+
+    def build_encoder(self, weights: WeightSource, operators: Operators) -> Gemma4Vision:
+        assert self._vision is not None, "it has an encoder"
+        names = [f"{each}embed_vision.embedding_projection.weight" for each in ("model.", "")]
+        projection = next((each for each in names if weights.has(each)), names[0])
+        root = self.encoder_root(weights)
+        return Gemma4Vision(weights, operators, self._vision, root, projection)
+
+    def _layer_inputs(self, weights: WeightSource, operators: Operators) -> LayerInputs:
+        inputs = super()._layer_inputs(weights, operators)
+        if self._vision is None:
+            return inputs
+        return replace(inputs, padding=Padding(self._image_id, self._pad_id))

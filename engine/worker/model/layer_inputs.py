@@ -7,11 +7,19 @@ them for all layers, and each stage sends those of later layers on, behind the h
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from engine.worker.ports import Linear, Lookup, Norm
+
+
+class Padding(NamedTuple):
+    """The tokens `image_id` stand for images: layers get the row of `pad_id` for them."""
+
+    image_id: int
+    pad_id: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +32,12 @@ class LayerInputs:
     norm: Norm  # over width
     width: int
     result_scale: float
+    padding: Padding | None = None
 
     def __call__(self, ids: Tensor, hidden: Tensor) -> Tensor:
         """`[tokens, layers, width]` from token ids and their embeddings `[tokens, hidden]`."""
+        if self.padding is not None:
+            ids = ids.masked_fill(ids == self.padding.image_id, self.padding.pad_id)
         own = self.rows(ids) * self.scale
         projected = self.norm(self.projection(hidden).view(-1, self.width)).view(own.shape)
         return ((projected + own) * self.result_scale).view(len(ids), -1, self.width)

@@ -137,7 +137,7 @@ class Outline:
     def tensor(self, part: TensorSlice) -> Tensor:
         self._weights.check(part)
         self.requested[part.name] = prod(part.shape)
-        return torch.empty(1).expand(part.sizes)  # one element, whatever its shape
+        return torch.empty(()).expand(part.sizes)  # one element, whatever its shape
 
     def weight(self, part: TensorSlice) -> Tensor:
         return self.tensor(part)

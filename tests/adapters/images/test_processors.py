@@ -48,6 +48,23 @@ def test_squares_equal_those_of_gemma_3(tmp_path: Path, size: tuple[int, int]) -
     assert (tile.grid, tile.num_tokens) == ((1, 16, 16), 256)
 
 
+@pytest.mark.parametrize("size", [(37, 53), (320, 240), (600, 150), (200, 1), (3, 500)])
+@pytest.mark.parametrize("most", [70, 280])
+def test_patches_equal_those_of_gemma_4(tmp_path: Path, size: tuple[int, int], most: int) -> None:
+    from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+
+    theirs = Gemma4ImageProcessorPil(max_soft_tokens=most)
+    ours = load_processor(checkpoint(tmp_path, theirs.to_dict()))
+    image = noise(*size)
+    expected = theirs(image)
+    (tile,) = tiles(ours.process(image, 1 << 20))
+    assert np.array_equal(tile.pixels, expected["pixel_values"][0][: len(tile.pixels)])
+    assert tile.num_tokens == expected["num_soft_tokens_per_image"][0]
+    assert tile.grid[1] * tile.grid[2] == (expected["image_position_ids"][0][:, 0] >= 0).sum()
+    (smaller,) = tiles(ours.process(image, 40))
+    assert smaller.num_tokens <= 40
+
+
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("splits", [True, False])
 def test_tiles_and_texts_equal_those_of_smolvlm(size: tuple[int, int], splits: bool) -> None:

@@ -1,0 +1,65 @@
+"""The images of Gemma 4: patches of the image in its ratio, of about as many tokens for each."""
+
+import math
+from typing import TYPE_CHECKING
+
+import numpy as np
+from PIL.Image import Resampling
+
+from adapters.images.processor import (
+    Normalization,
+    Piece,
+    Settings,
+    Tile,
+    resampling,
+    resized,
+    whole,
+)
+from gateway.ports import UnreadableImage
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+BEGIN, END = "<|image>", "<image|>"
+
+
+class Gemma4Processor:
+    """Resizes an image to as many patches as its tokens allow, squares of which become tokens."""
+
+    placeholder = soft_token = "<|image|>"
+    reserved = (BEGIN, "<|image|>", END)
+
+    def __init__(self, settings: Settings) -> None:
+        config = settings.image
+        self._patch = whole(config, "patch_size", 16)
+        self._pool = whole(config, "pooling_kernel_size", 3)
+        self._max_tokens = whole(config, "max_soft_tokens", 280)
+        self._filter = resampling(config, Resampling.BICUBIC)
+        self._normalization = Normalization.of(config, (0.0,) * 3, (1.0,) * 3)
+
+    def process(self, image: "Image", max_tokens: int) -> list[Piece]:
+        """See `ImageProcessor`."""
+        side, patch = self._pool * self._patch, self._patch
+        height, width = fitting(
+            image.height, image.width, side, max(1, min(self._max_tokens, max_tokens))
+        )
+        planes = self._normalization.planes(np.asarray(resized(image, height, width, self._filter)))
+        rows, columns = height // patch, width // patch
+        blocks = planes.reshape(3, rows, patch, columns, patch).transpose(1, 3, 2, 4, 0)
+        patches = np.ascontiguousarray(blocks).reshape(rows * columns, -1)
+        tile = Tile(patches, (1, rows, columns), height * width // side**2)
+        return [BEGIN, tile, END]
+
+
+def fitting(height: int, width: int, side: int, max_tokens: int) -> tuple[int, int]:
+    """The largest size in multiples of `side`, of about this ratio, that has at most so many
+    squares of it. Raises `UnreadableImage` for a ratio that has none."""
+    factor = math.sqrt(max_tokens * side**2 / (height * width))
+    rows, columns = math.floor(factor * height / side), math.floor(factor * width / side)
+    if not rows and not columns:
+        raise UnreadableImage("has no size that has few enough tokens")
+    if not rows:
+        rows, columns = 1, min(width // height, max_tokens)
+    elif not columns:
+        rows, columns = min(height // width, max_tokens), 1
+    return rows * side, columns * side
