@@ -77,12 +77,20 @@ def compiled(function: Callable[..., Any], signature: Any) -> Callable[..., Any]
     return made
 
 
-@cache
+_kernels: dict[Callable[..., Any], Any] = {}
+
+
 def kernel(function: Callable[..., Any]) -> Any:
     """Compile to `void function(int64 operands, int64 chunk, int64 thread)`, address in `.address`.
 
-    Kept for the life of the process, because callers keep the address.
+    Kept for the life of the process, because callers keep the address. Threads that compile a
+    function at once get the same kernel.
     """
+    made = _kernels.get(function)
+    return _kernels.setdefault(function, _kernel(function)) if made is None else made
+
+
+def _kernel(function: Callable[..., Any]) -> Any:
     if no_compiler.compiler is not None:
         return no_compiler.compiler.compile(_name(function))
 

@@ -4,12 +4,14 @@ import logging
 import os
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from engine.errors import StartupError
-from engine.worker.cpu import build, compiler_process
+from engine.worker.cpu import build, compiler_process, no_compiler
 from engine.worker.cpu.compiler_process import CompilerProcess
 from engine.worker.cpu.kernel_files import KernelFiles
 from engine.worker.cpu.kernels import elementwise
@@ -89,6 +91,28 @@ def test_a_damaged_object_file_counts_as_missing(tmp_path: Path, code: bytes) ->
         (tmp_path / "part.o").write_bytes(flipped)
         assert files.load("part") is None
     assert files.load("other") is None
+
+
+def test_threads_that_load_a_kernel_at_once_get_the_same_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another one's code would leave the memory while its address is in use."""
+
+    class Compiler:
+        def __init__(self) -> None:
+            self.both = threading.Barrier(2)
+
+        def compile(self, name: str) -> object:
+            self.both.wait(60)
+            return object()
+
+    def function() -> None:
+        """It is not compiled."""
+
+    monkeypatch.setattr(no_compiler, "compiler", Compiler())
+    with ThreadPoolExecutor(2) as threads:
+        one, other = threads.map(build.kernel, (function, function))
+    assert one is other is build.kernel(function)
 
 
 def test_an_object_file_that_cannot_be_loaded_is_not_written(tmp_path: Path, code: bytes) -> None:
