@@ -59,7 +59,7 @@ class LaunchSettings:
     ray_address: str = advanced(
         "auto", "workers", "address of the Ray cluster; auto: this machine's cluster", "ADDRESS"
     )
-    replicas: int = setting(
+    replicas: int = advanced(
         1,
         "workers",
         "copies of the model on the CPU, each on its share of the cores with its share of the KV "

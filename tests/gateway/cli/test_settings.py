@@ -129,6 +129,7 @@ def test_every_setting_can_be_set_by_flag_environment_and_file(
         "packed_cache_size": "1GiB",
         "trace": "trace.json",
         "launcher": "ray",
+        "replicas": "2",
         "ray_address": "10.0.0.1:6379",
         "pipeline_stages": "2",
         "tensor_ranks": "3",

@@ -5,7 +5,7 @@ import gc
 import json
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import openai
 import pytest
@@ -105,9 +105,11 @@ def test_the_official_client_raises_the_error_of_a_stream_that_fails(endless: Li
 
 
 def test_a_client_that_disconnects_is_noticed_streaming_or_not(endless: Live) -> None:
-    for stream in (True, False):
+    ended, pool = endless.rig.ended, endless.rig.engine.scheduler.pool
+    for count, stream in enumerate((True, False), 1):
         with endless.connect() as peer:
             peer.sendall(a_request(stream=stream))
+            wait_until(endless, lambda count=count: len(ended) + len(pool) == count)  # type: ignore[misc] # bound now
             if stream:
                 peer.recv(1)
     wait_for_end(endless, 2)
@@ -116,11 +118,16 @@ def test_a_client_that_disconnects_is_noticed_streaming_or_not(endless: Live) ->
 
 
 def wait_for_end(live: Live, count: int = 1) -> None:
-    """Wait until so many requests have ended and none is live, asked in the loop's thread."""
+    """Wait until so many requests have ended and none is live."""
+    wait_until(live, lambda: not live.rig.engine.scheduler.pool and len(live.rig.ended) >= count)
+
+
+def wait_until(live: Live, is_so: Callable[[], object]) -> None:
+    """Wait until it is so, asked in the loop's thread."""
     done = threading.Event()
 
     async def watch() -> None:
-        while live.rig.engine.scheduler.pool or len(live.rig.ended) < count:  # noqa: ASYNC110
+        while not is_so():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         done.set()
 
