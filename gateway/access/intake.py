@@ -101,6 +101,11 @@ class Intake:
         self._schedule()
         await future
 
+    async def next_turn(self, client: str) -> None:
+        """Let others run, then wait as `enter` does: for one of many messages of a connection."""
+        await asyncio.sleep(0)
+        await self.enter(client)
+
     def gated(self, receive: "Receive", client: str) -> "Receive":
         """`receive`, which waits as `enter` does until the body has arrived."""
         is_whole = False

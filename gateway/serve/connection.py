@@ -165,6 +165,8 @@ class Connection(HttpToolsProtocol):
 
     def _parse(self) -> None:
         self._parsing = None
+        if self.parser is None:  # it is a WebSocket now
+            return
         data, self._unparsed = self._unparsed, b""
         clock = self._log.clock
         began, at = clock(), 0

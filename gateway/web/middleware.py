@@ -86,8 +86,6 @@ class IdentifyCaller:
             return
         record = self._identify(scope)
         scope["podway.send"] = send
-        if "podway.upgrade" in scope:
-            scope["podway.app"] = self  # serves each message of the WebSocket as a request
         is_answered = False
 
         async def send_and_note(message: "Message") -> None:
@@ -100,6 +98,9 @@ class IdentifyCaller:
 
         intake, client = self._intake_of(scope, record), network_of(record.client)
         thread_meter.set(ThreadWork(intake, self._turns, client))
+        if "podway.upgrade" in scope:
+            scope["podway.app"] = self  # serves each message of the WebSocket as a request
+            scope["podway.turn_of_loop"] = partial(intake.next_turn, client)
         try:
             await intake.enter(client)
             work = self._app(scope, intake.gated(receive, client), send_and_note)

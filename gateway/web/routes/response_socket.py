@@ -4,13 +4,16 @@ Each `response.create` runs as a request of its own through the whole app, with 
 handshake: API key, limits, request id and log line are those of `POST /v1/responses`. Its events
 are the messages that come back. Messages with equal `stream_id` run in order, others beside them.
 
+Messages take turns with the requests of others, one in a cycle of the event loop, and their client
+is charged for them (`gateway.access.intake`).
+
 The connection holds the latest conversations, so that a message needs only its new items, and only
 their text is tokenized. Steering ends a running answer at a token and begins the next one from it.
 """
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -86,6 +89,7 @@ class ResponseSocket:
         self._caller = caller_of(http)
         self._service = service_of(http)
         self._app: ASGIApp = http.scope["podway.app"]
+        self._turn: Callable[[], Awaitable[None]] = http.scope["podway.turn_of_loop"]
         self._scope = http.scope
         self._conversations = conversations
         self._lanes: dict[str | None, deque[_Create]] = {}  # the first of each runs
@@ -97,6 +101,7 @@ class ResponseSocket:
         try:
             async with asyncio.TaskGroup() as tasks:
                 while (text := await self._socket.receive()) is not None:
+                    await self._turn()
                     try:
                         await self._take(text, tasks)
                     except EngineError as error:

@@ -51,6 +51,11 @@ class FakeSocket:
     def write_text(self, text: bytes) -> None:
         self._to_server.put_nowait(text)
 
+    @property
+    def num_events(self) -> int:
+        """Events that the client has not read."""
+        return self._to_client.qsize()
+
     async def event(self) -> Any:
         """The next event."""
         return await self._to_client.get()

@@ -168,6 +168,18 @@ def test_a_wrong_message_gets_an_error_and_the_connection_stays(text: bytes, par
     play(scene)
 
 
+def test_others_run_between_the_messages_of_a_connection() -> None:
+    async def scene(rig: Rig) -> None:
+        async with connected(rig) as client:
+            for _ in range(100):
+                client.write_text(b"{")
+            await client.event()
+            await asyncio.sleep(0)
+            assert client.num_events <= 3
+
+    play(scene)
+
+
 def test_responses_end_when_their_connection_does() -> None:
     async def scene(rig: Rig) -> None:
         async with connected(rig) as client:

@@ -114,6 +114,16 @@ async def connected(bounds: ConnectionBounds | None = None, max_bytes: int = 1 <
     return peer
 
 
+def test_a_rest_of_the_parser_may_end_after_the_upgrade() -> None:
+    async def scenario() -> None:
+        peer = await connected()
+        peer.http._parse()
+        peer.send(frame())
+        assert await peer.server.receive() == b"x"
+
+    run_virtual(scenario())
+
+
 def test_an_upgraded_connection_carries_messages_both_ways() -> None:
     async def main() -> None:
         peer = await connected()
