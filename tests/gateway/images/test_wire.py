@@ -1,71 +1,26 @@
-"""Images in all three APIs become the same prompt; bad ones are refused by their field's name."""
+"""Images in all three APIs become the same prompt."""
 
-import asyncio
 import base64
-from collections.abc import Mapping
-from itertools import chain
-from typing import Any
-
-import pytest
 
 from engine.media import Span
 from gateway.images.reader import LOW_TOKENS, ImageLimits
-from tests.gateway.forms import a_form, a_line, ended, started, upload
+from tests.gateway.forms import a_line, ended, started
+from tests.gateway.images.requests import (
+    BLUE,
+    MESSAGES,
+    RED,
+    RESPONSES,
+    answer_of,
+    ask,
+    data_url,
+    error_of,
+    ids,
+    image,
+    seen,
+    text,
+)
 from tests.gateway.rig import CHAT, MODEL, Rig, Setting, chat, play
-from tests.gateway.scripted_model import BAD, END, LOST, ScriptedDecoder
-
-RED, BLUE = b"red pixels", b"blue pixels"
-MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
-Json = dict[str, Any]
-
-
-def data_url(data: bytes, kind: str = "image/png") -> str:
-    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
-
-
-def image(data: bytes, **fields: Any) -> Json:
-    return {"type": "image_url", "image_url": {"url": data_url(data), **fields}}
-
-
-def text(content: str) -> Json:
-    return {"type": "text", "text": content}
-
-
-def ask(*content: Json, role: str = "user", **fields: Any) -> Json:
-    return chat(messages=[{"role": role, "content": list(content), **fields}])
-
-
-def seen(rig: Rig) -> list[tuple[bytes, int]]:
-    assert rig.service.model.images is not None
-    decoder = rig.service.model.images.decoder
-    assert isinstance(decoder, ScriptedDecoder), "from the setting"
-    return decoder.seen
-
-
-def ids(*pieces: str | int) -> tuple[int, ...]:
-    """The ids of texts, and so many tokens of an image."""
-    lists = (list(p.encode()) if isinstance(p, str) else [END] * p for p in pieces)
-    return tuple(chain.from_iterable(lists))
-
-
-async def answer_of(
-    rig: Rig, path: str, body: Json, headers: Mapping[str, str] | None = None
-) -> Json:
-    async with rig.client.post(path, body, headers) as exchange:
-        answer: Json = await exchange.json()
-        assert exchange.status == 200, answer
-    return answer
-
-
-async def error_of(
-    rig: Rig, path: str, body: Json, status: int = 400, headers: Mapping[str, str] | None = None
-) -> Json:
-    async with rig.client.post(path, body, headers) as exchange:
-        error: Json = (await exchange.json())["error"]
-        assert exchange.status == status, error
-    for word in ("0x", "/usr", "PIL", "Traceback", "object at"):
-        assert word not in error["message"]
-    return error
+from tests.gateway.scripted_model import BAD, ScriptedDecoder
 
 
 def test_an_image_in_every_api_is_the_same_prompt_and_counts_in_usage() -> None:
@@ -248,161 +203,3 @@ def test_a_batch_has_images() -> None:
 
     rig = play(scene, Setting(decoder=ScriptedDecoder()))
     assert rig.ended[0].spec.prompt == ids("user:[", 3, "]\n")
-
-
-def test_a_body_or_an_image_that_is_too_large_is_refused_as_such() -> None:
-    async def scene(rig: Rig) -> None:
-        error = await error_of(rig, CHAT, ask(image(b"x" * 2000)), 413)
-        assert error["code"] == "request_too_large"
-        error = await error_of(rig, CHAT, ask(image(b"x" * 1100)))
-        assert error["message"].endswith("has more than 0 MiB.")
-        async with upload(rig.client, a_form(b"x" * 1100, {"purpose": "vision"})) as exchange:
-            file = await exchange.json()
-        part = {"type": "image_url", "image_url": {"file_id": file["id"]}}
-        assert (await error_of(rig, CHAT, ask(part)))["param"] == "messages[0].content[0].image_url"
-        assert not seen(rig)
-
-    limits = ImageLimits(max_bytes=1000)
-    play(scene, Setting(decoder=ScriptedDecoder(), image_limits=limits, max_body_bytes=2000))
-
-
-def test_uploaded_files_are_images_for_their_owner_only() -> None:
-    async def scene(rig: Rig) -> None:
-        keys = {"authorization": "Bearer one"}, {"authorization": "Bearer two"}
-        async with upload(rig.client, a_form(RED, {"purpose": "vision"}), keys[0]) as exchange:
-            file = await exchange.json()
-        part = {"type": "image_url", "image_url": {"file_id": file["id"]}}
-        item = {"type": "input_image", "file_id": file["id"]}
-        bodies = [
-            (CHAT, ask(part)),
-            (RESPONSES, {"model": MODEL, "input": [{"role": "user", "content": [item]}]}),
-        ]
-        for path, body in bodies:
-            await answer_of(rig, path, body, keys[0])
-            error = await error_of(rig, path, body, 404, keys[1])
-            fields = ("messages[0].content[0].image_url", "input[0].content[0]")
-            assert error["param"] in fields
-
-    rig = play(scene, Setting(decoder=ScriptedDecoder(), keys=("a=one", "b=two")))
-    assert seen(rig)[0][0] == RED
-
-
-BAD_URLS = {
-    "": "is not a data URL",
-    "data:": "is not a data URL such as",
-    "data:image/png;base64": "is not a data URL such as",
-    "data:image/svg+xml;base64,AAAA": "is of the type 'image/svg+xml'; allowed are image/png",
-    "data:application/pdf;base64,AAAA": "is a PDF. Files such as PDFs are not read",
-    "data:image/png,AAAA": "is a data URL that is not base64",
-    "http://169.254.169.254/latest": "has a URL that this server does not fetch",
-    "https://example.com/a.png": "has a URL that this server does not fetch",
-    "file:///etc/passwd": "has a URL that this server does not fetch",
-    data_url(BAD): "is truncated or damaged",
-}
-
-
-@pytest.mark.parametrize("url", BAD_URLS)
-def test_a_bad_image_is_refused_by_the_name_of_its_field(url: str) -> None:
-    async def scene(rig: Rig) -> None:
-        part = {"type": "image_url", "image_url": {"url": url}}
-        error = await error_of(rig, CHAT, ask(text("a"), image(RED), part))
-        field = "messages[0].content[2].image_url"
-        assert error["param"] == field
-        assert error["message"].startswith(f"The image in '{field}' {BAD_URLS[url]}")
-        item = {"type": "input_image", "image_url": url}
-        body = {"model": MODEL, "input": [{"role": "user", "content": [item]}]}
-        error = await error_of(rig, RESPONSES, body)
-        assert error["param"] == "input[0].content[0]"
-        if url.startswith("data:image/png;base64,"):
-            return
-        block = {"type": "image", "source": {"type": "url", "url": url}}
-        turns = [{"role": "user", "content": [block]}]
-        error = await error_of(rig, MESSAGES, {"model": MODEL, "max_tokens": 9, "messages": turns})
-        assert "'messages[0].content[0].source'" in error["message"]
-
-    play(scene, Setting(decoder=ScriptedDecoder()))
-
-
-def test_an_image_that_cannot_be_decoded_now_may_be_sent_again() -> None:
-    async def scene(rig: Rig) -> None:
-        error = await error_of(rig, CHAT, ask(image(LOST)), status=503)
-        assert error["message"].startswith(
-            "The image in 'messages[0].content[0].image_url' cannot be read now: "
-        )
-
-    play(scene, Setting(decoder=ScriptedDecoder()))
-
-
-def test_images_are_counted_before_any_is_decoded() -> None:
-    async def scene(rig: Rig) -> None:
-        error = await error_of(rig, CHAT, ask(*[image(RED)] * 100))
-        assert error["message"] == "A request may have at most 64 images, but got 100."
-        assert error["param"] == "messages[0].content[64].image_url"
-        assert not seen(rig)
-
-    play(scene, Setting(decoder=ScriptedDecoder()))
-
-
-def test_images_with_more_tokens_than_the_context_are_refused_as_they_are_counted() -> None:
-    async def scene(rig: Rig) -> None:
-        parts = [image(bytes([number])) for number in range(60)]
-        error = await error_of(rig, CHAT, ask(*parts))
-        assert error["code"] == "context_length_exceeded"
-        assert len(seen(rig)) == 11
-
-    play(scene, Setting(decoder=ScriptedDecoder(), context=30))
-
-
-def test_only_users_and_tools_send_images_and_files_are_refused_by_name() -> None:
-    async def scene(rig: Rig) -> None:
-        for role in ("system", "assistant", "developer"):
-            error = await error_of(rig, CHAT, ask(image(RED), role=role))
-            assert "Only text input is supported" in error["message"]
-        file = {"type": "file", "file": {"file_data": "data:application/pdf;base64,"}}
-        error = await error_of(rig, CHAT, ask(file))
-        assert "Files such as PDFs are not read" in error["message"]
-        item = {"type": "input_file", "file_id": "file-1"}
-        body = {"model": MODEL, "input": [{"role": "user", "content": [item]}]}
-        assert "PDFs are not read" in (await error_of(rig, RESPONSES, body))["message"]
-        for source in ({}, {"url": "x", "file_id": "y"}):
-            error = await error_of(rig, CHAT, ask({"type": "image_url", "image_url": source}))
-            assert "expected either a 'url' or a 'file_id'" in error["message"]
-
-    play(scene, Setting(decoder=ScriptedDecoder()))
-
-
-def test_a_model_that_reads_text_only_says_so() -> None:
-    block = {"type": "image", "source": {"type": "url", "url": "https://x/y"}}
-    turns = [{"role": "user", "content": [block]}]
-
-    async def scene(rig: Rig) -> None:
-        error = await error_of(rig, CHAT, ask(image(RED)))
-        assert (error["code"], error["param"]) == (
-            "unsupported_model",
-            "messages[0].content[0].image_url",
-        )
-        assert error["message"].endswith("is an image, and this model reads text only.")
-        for path in (MESSAGES, f"{MESSAGES}/count_tokens"):
-            error = await error_of(rig, path, {"model": MODEL, "max_tokens": 9, "messages": turns})
-            assert error["message"].startswith("'messages[0].content[0].source' is an image")
-
-    play(scene)
-
-
-def test_a_template_without_images_is_named_instead_of_dropping_them() -> None:
-    async def scene(rig: Rig) -> None:
-        body = {**ask(image(RED)), "chat_template": "{% for m in messages %}x{% endfor %}"}
-        error = await error_of(rig, CHAT, body)
-        assert "template writes 0 of the 1 images" in error["message"]
-
-    play(scene, Setting(step=0.001, decoder=ScriptedDecoder()), run=asyncio.run)
-
-
-def test_another_prefix_domain_does_not_find_what_was_decoded() -> None:
-    async def scene(rig: Rig) -> None:
-        for key in ("one", "two", "one"):
-            headers = {"authorization": f"Bearer {key}"}
-            await answer_of(rig, CHAT, ask(image(RED)), headers)
-
-    rig = play(scene, Setting(decoder=ScriptedDecoder(), keys=("a=one", "b=two")))
-    assert len(seen(rig)) == 2
