@@ -22,6 +22,7 @@ COMMANDS = {
     "explain": ("gateway.commands.explain:main", "say why a request was slow"),
     "top": ("gateway.commands.top:main", "show the engine of a server live"),
     "key": ("gateway.commands.key:main", "make an API key for the key file of a server"),
+    "help": ("gateway.commands.manual:main", "show a section of the manual"),
     "completion": (
         "gateway.commands.completion:main",
         "print a completion script for bash, zsh or fish",

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from gateway.commands import manual
 from gateway.console import ROOT
 from tests.conftest import read_url, start_server
 
@@ -65,6 +66,7 @@ def test_a_wheel_has_all_files_that_are_read_at_run_time(wheel: Path) -> None:
             path.relative_to(ROOT).as_posix() for path in files if "__pycache__" not in path.parts
         }
         assert read - names == set()
+    assert set(manual.PAGES) <= names
     assert not any(name.startswith(("tests/", "examples/", "gateway/podway/")) for name in names)
 
 
@@ -79,7 +81,9 @@ def test_the_installed_server_completes_and_has_its_page(
     assert all(Path(path).is_relative_to(python.parents[1]) for path in found)
     with start_server(tmp_path, "--attention", "reference") as child:  # compiles no kernels
         url = read_url(child)
-        body = json.dumps({"model": "builtin", "prompt": "Hello", "max_tokens": 4}).encode()
+        body = json.dumps(
+            {"model": "builtin", "prompt": "Hello", "max_tokens": 4, "ignore_eos": True}
+        ).encode()
         request = urllib.request.Request(
             f"{url}/v1/completions", body, {"content-type": "application/json"}
         )
