@@ -20,6 +20,7 @@ from adapters.attention.flashinfer.ports import (
     RopeAndCacheWrite,
 )
 from engine.worker.cuda.kernels.reference import rope_and_cache_write
+from engine.worker.ports import AttentionSpec
 
 TILE = 16
 POISON = -77
@@ -42,6 +43,7 @@ class StandIn:
         self.packed_factor = 1.0  # of its results
         self.now = 0.0
         self.calls: list[tuple[str, dict[str, Any]]] = []
+        self.compiled: list[tuple[int, bool]] = []  # tokens of a block, and whether for XQA too
         self.log: list[str] = []  # what the host waited for, with how many copies were pending
         self._queue: list[Callable[[], object]] = []
         self._done = 0
@@ -83,6 +85,11 @@ class StandIn:
         began = self.now
         work()
         return self.now - began
+
+    def compile(
+        self, spec: AttentionSpec, kv_dtype: torch.dtype, page_size: int, *, with_xqa: bool
+    ) -> None:
+        self.compiled.append((page_size, with_xqa))
 
     def packed_decode(self, workspace: Tensor) -> "StandInPacked":
         self.check_device("workspace", workspace, torch.uint8)

@@ -13,7 +13,11 @@ from torch import Tensor
 
 from adapters.attention.flashinfer.captured import CapturedLaunches
 from adapters.attention.flashinfer.decode_choice import AUTO, FA2, XQA
-from adapters.attention.flashinfer.fit import missing_requirement, unsupported_shape
+from adapters.attention.flashinfer.fit import (
+    missing_requirement,
+    unsupported_packed,
+    unsupported_shape,
+)
 from adapters.attention.flashinfer.launches import Geometry, MixedLaunch, Planned
 from adapters.attention.flashinfer.library import FlashInfer
 from adapters.attention.flashinfer.ports import Library
@@ -48,6 +52,10 @@ class FlashInferAttention:
                 raise StartupError(f"attention 'flashinfer' cannot be used: {reason}")
             library = FlashInfer(cache.keys[0].device, spec.dtype, spec.choices)
         assert spec.limits is not None, "attention on a GPU needs the step limits"
+        kv_dtype, page_size = cache.keys[0].dtype, cache.block_size
+        why_not_xqa = unsupported_packed(spec, kv_dtype, page_size, library.capability)
+        with_xqa = self.decode_kernel != FA2 and not why_not_xqa
+        library.compile(spec, kv_dtype, page_size, with_xqa=with_xqa)
         group = spec.num_heads // spec.num_kv_heads
         sizes = check_limits(spec.limits, cache.block_size, group)
         self._library = library

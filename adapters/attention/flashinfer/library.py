@@ -5,6 +5,7 @@ Kernels are compiled, or loaded from FlashInfer's cache, when a wrapper is first
 """
 
 import importlib
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import cast
@@ -12,6 +13,12 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from adapters.attention.flashinfer.modules import (
+    Build,
+    attention_modules,
+    build_side_by_side,
+    norm,
+)
 from adapters.attention.flashinfer.ports import (
     CapturedBuffers,
     CapturedWrapper,
@@ -21,9 +28,13 @@ from adapters.attention.flashinfer.ports import (
     RopeAndCacheWrite,
 )
 from engine.errors import StartupError
+from engine.worker.cuda.build_environment import missing_norm_headers
 from engine.worker.cuda.kernels.library import has_fp8, load
 from engine.worker.cuda.kernels.reference import FP8
 from engine.worker.cuda.streams import CudaStreams
+from engine.worker.ports import AttentionSpec
+
+logger = logging.getLogger(__name__)
 
 LAYOUT = "NHD"  # pages are [tokens, heads, dim]
 KERNELS = "fa2"  # tensor-core kernels, one module for prefill and decode
@@ -64,6 +75,18 @@ class FlashInfer:
     def names(self) -> tuple[str, ...]:
         """The GPU and FlashInfer's version."""
         return torch.cuda.get_device_name(self._device), "flashinfer", self._version
+
+    def compile(
+        self, spec: AttentionSpec, kv_dtype: torch.dtype, page_size: int, *, with_xqa: bool
+    ) -> None:
+        """Build side by side; a module that fails is built again, or replaced, at its first use."""
+        modules = attention_modules(spec, kv_dtype, page_size, with_xqa=with_xqa)
+        if not missing_norm_headers():
+            modules.append(norm())
+        build = Build(modules, logger.info)
+        if build.missing:
+            logger.info("compiling %d FlashInfer modules side by side", len(build.missing))
+            build.run(build_side_by_side)
 
     def on_device(self, size: int, dtype: torch.dtype) -> Tensor:
         """Zeros: FlashInfer needs zeroed workspaces."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.worker.cuda.kernels.reference import CacheRows
+from engine.worker.ports import AttentionSpec
 
 # RoPE of q, in place or into the last tensor, and of k on its way to the cache, with cosines and
 # sines `[tokens, dim / 2]` or None.
@@ -167,6 +168,12 @@ class Library(Protocol):
     @property
     def names(self) -> tuple[str, ...]:
         """The GPU, and the versions of all that decides which kernel is fastest."""
+        ...
+
+    def compile(
+        self, spec: AttentionSpec, kv_dtype: torch.dtype, page_size: int, *, with_xqa: bool
+    ) -> None:
+        """Compile the modules of such layers that this machine has not compiled yet."""
         ...
 
     def on_device(self, size: int, dtype: torch.dtype) -> Tensor:

@@ -4,12 +4,14 @@ import importlib
 import inspect
 import warnings
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from adapters.attention.flashinfer import modules
 from adapters.attention.flashinfer.backend import FlashInferAttention, XqaFlashInferAttention
 from adapters.attention.flashinfer.library import FlashInfer
 from adapters.attention.flashinfer.ports import DeviceEvent
@@ -108,7 +110,13 @@ def test_packed_decodes_reach_the_kernel_with_our_tables(
         calls.append({"given": given, "names": names})
 
     monkeypatch.setattr(module, "get_compute_capability", lambda device: (9, 0))
-    monkeypatch.setattr(module, "get_xqa_module", lambda *key: SimpleNamespace(xqa=xqa, key=key))
+    compiled: list[tuple[Any, ...]] = []
+
+    def get_module(*given: Any) -> SimpleNamespace:
+        compiled.append(given)
+        return SimpleNamespace(xqa=xqa)
+
+    monkeypatch.setattr(module, "get_xqa_module", get_module)
     for each in (library.decode, module):
         monkeypatch.setattr(each, "get_device_sm_count", lambda device: 132)
         monkeypatch.setattr(each, "device_support_pdl", lambda device: True)
@@ -122,6 +130,10 @@ def test_packed_decodes_reach_the_kernel_with_our_tables(
         seq_lens=lengths, max_seq_len=32, bmm1_scale=0.125, bmm2_scale=1.0, window_left=8,
         out=torch.empty_like(q), kv_layout="NHD",
     )  # fmt: skip
+    makes = importlib.import_module("flashinfer.jit.xqa")
+    monkeypatch.setattr(makes, "gen_xqa_module", lambda *given: (*given, 1, False))
+    ours: list[Any] = [modules.xqa(torch.bfloat16, 16, 64, 2, window=True)]
+    assert compiled == ours, "one new token of a request, and no ragged queries"
     (call,) = calls
     is_fp8, processors, kv_heads, window, q_scale, _, _, query, *_ = call["given"]
     assert (is_fp8, processors, kv_heads, window) == (False, 132, 2, 9)
@@ -133,6 +145,7 @@ class Kernels:
     """Stands in for a compiled module: the arguments that the wrappers' Python passes to it."""
 
     def __init__(self) -> None:
+        self.modules: list[tuple[Any, ...]] = []  # what FlashInfer would compile
         self.plans: list[tuple[Any, ...]] = []
         self.runs: list[tuple[Any, ...]] = []
 
@@ -154,11 +167,22 @@ class OnCpu(FlashInfer):
     capability = (8, 0)
     names = ("no GPU",)
 
+    def compile(
+        self, spec: AttentionSpec, kv_dtype: torch.dtype, page_size: int, *, with_xqa: bool
+    ) -> None:
+        """Compile nothing."""
+
     def pinned(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     def event(self) -> DeviceEvent:
         return StandIn().event()
+
+
+def asked(kernels: Kernels, *given: Any) -> Kernels:
+    """Stands in for `get_batch_prefill_module`."""
+    kernels.modules.append(given)
+    return kernels
 
 
 @pytest.fixture
@@ -171,13 +195,13 @@ def kernels(library: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Kernels:
 
     monkeypatch.setattr(torch, "empty", empty)
     for module in (library.prefill, library.decode):
-        monkeypatch.setattr(module, "get_batch_prefill_module", lambda *_: found)
+        monkeypatch.setattr(module, "get_batch_prefill_module", partial(asked, found))
     return found
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float8_e4m3fn])
 def test_the_wrappers_hand_our_steps_down_to_their_kernels(
-    kernels: Kernels, kv_dtype: torch.dtype
+    kernels: Kernels, kv_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pages = torch.zeros((2, 61, 4, 2, 64)).to(kv_dtype)
     spec = AttentionSpec(4, 2, 64, 0.125, 9, torch.bfloat16, limits=LIMITS)
@@ -193,6 +217,10 @@ def test_the_wrappers_hand_our_steps_down_to_their_kernels(
             decodes = Paged(((7, 1), (30, 1)), 4, seed=seed).layout()
             attention.plan_captured(padded(decodes, 4, spare_block=60))
             attention.run(0, q, k, v, None)
+    makes = importlib.import_module("flashinfer.jit.attention.modules")
+    monkeypatch.setattr(makes, "_gen_batch_prefill_primary_module", lambda *given: given)
+    compiled: list[Any] = modules.attention_modules(spec, kv_dtype, 4, with_xqa=False)
+    assert compiled == [*{*kernels.modules}]
     mixed, *captured = kernels.plans
     assert [given[3].tolist() for given in kernels.plans] == [[0, 1, 4], *[[0, 1, 2, 3, 4]] * 2]
     assert [given[4].tolist() for given in kernels.plans] == [[0, 2, 11], *[[0, 2, 10, 11, 12]] * 2]
