@@ -124,6 +124,15 @@ MLA: dict[str, Any] = {
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 40,
 }
+HUNYUAN: dict[str, Any] = {
+    "head_dim": 16,
+    "rope_parameters": {
+        "rope_type": "dynamic",
+        "rope_theta": 10000.0,
+        "factor": 1.0,
+        "alpha": 50.0,
+    },
+}
 MLA_YARN = YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}
 
 # Name of a variant: (transformers' config class, what it changes).
@@ -270,18 +279,25 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "exaone4": ("Exaone4Config", {"sliding_window": None, "layer_types": ["full_attention"] * 3}),
     "exaone4_window": ("Exaone4Config", {"sliding_window": 7, "sliding_window_pattern": 2}),
     "ernie4_5": ("Ernie4_5Config", {"head_dim": 16}),
-    "hunyuan": (
-        "HunYuanDenseV1Config",
+    "ernie4_5_moe": (
+        "Ernie4_5_MoeConfig",
+        {"moe_intermediate_size": 40, "moe_num_experts": 8, "moe_k": 3},
+    ),
+    "minicpm3": (
+        "MiniCPM3Config",
         {
-            "head_dim": 16,
-            "rope_parameters": {
-                "rope_type": "dynamic",
-                "rope_theta": 10000.0,
-                "factor": 1.0,
-                "alpha": 50.0,
-            },
+            "num_key_value_heads": 4,
+            "q_lora_rank": 20,
+            "kv_lora_rank": 24,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "dim_model_base": 16,
         },
     ),
+    "nemotron": ("NemotronConfig", {"head_dim": 16}),
+    "arcee": ("ArceeConfig", {}),
+    "hunyuan": ("HunYuanDenseV1Config", HUNYUAN),
+    "hunyuan_moe": ("HunYuanMoEV1Config", HUNYUAN | {"num_experts": 8, "moe_topk": 3}),
     "seed_oss": ("SeedOssConfig", {"head_dim": 16}),
     "starcoder2": ("Starcoder2Config", {"sliding_window": 7}),
     "starcoder2_full": ("Starcoder2Config", {"sliding_window": None}),
@@ -299,6 +315,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": (
         "DeepseekV3Config",
         MLA | {"q_lora_rank": 20, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.5},
+    ),
+    "deepseek_v2_groups": (
+        "DeepseekV2Config",
+        MLA | {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
+    ),
+    "deepseek_v3_groups": (
+        "DeepseekV3Config",
+        MLA | {"q_lora_rank": 20, "n_group": 4, "topk_group": 2},
     ),
     "glm4_moe_lite": (
         "Glm4MoeLiteConfig",

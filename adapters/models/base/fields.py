@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from engine.errors import StartupError
 
 # Those that every device has; a test holds them to the operators in torch.
-ACTIVATIONS = ("silu", "swish", "relu", "gelu", "gelu_new", "gelu_pytorch_tanh")
+ACTIVATIONS = ("silu", "swish", "relu", "relu2", "gelu", "gelu_new", "gelu_pytorch_tanh")
 MAX_LAYERS = 10_000  # models have some hundred at most
 
 

@@ -162,11 +162,13 @@ class RotaryFamily(ABC):
         weights, traits, eps = projections.weights, self._traits, self._settings.eps
         size = (projections.shard.shape.hidden_size,)
         weight = weights.tensor(TensorSlice(f"{name}.weight", size))
+        if traits.norm_offset:
+            weight = weight + traits.norm_offset
         if traits.has_layer_norm:
             bias = weights.tensor(TensorSlice(f"{name}.bias", size))
             return projections.operators.layer_norm(weight, bias, eps)
-        if traits.norm_offset or scale != 1.0:
-            weight = (weight + traits.norm_offset) * scale
+        if scale != 1.0:
+            weight = weight * scale
         return projections.operators.rms_norm(weight, eps / traits.residual_scale**2)
 
     def _layer(self, projections: Projections, layer: int) -> Layer:

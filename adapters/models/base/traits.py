@@ -37,8 +37,8 @@ class FamilyTraits:
     `qk_norm` is "head" for an RMS norm of each head of q and k (Qwen3), "width" for one over all
     heads together (OLMo 2). `is_fused`: the file has `qkv_proj` and `gate_up_proj` (Phi-3);
     `has_fused_mlp`: it has only the latter (GLM).
-    `norm_offset` is added to the weights of RMS norms (Gemma). What a layer adds to the residual
-    stream is multiplied by `residual_scale`, embeddings by `embedding_scale`, logits by
+    `norm_offset` is added to the weights of norms (Gemma, Nemotron). What a layer adds to the
+    residual stream is multiplied by `residual_scale`, embeddings by `embedding_scale`, logits by
     `logit_scale` (Granite).
     """
 

@@ -16,7 +16,7 @@ from adapters.models.base.projections import Projections
 from adapters.models.base.rotary import RotaryFamily
 from engine.errors import StartupError
 from engine.worker.model.experts import SharedExpert, SparseMlp
-from engine.worker.model.layers import FeedForward
+from engine.worker.model.layers import FeedForward, Mlp
 from engine.worker.ports import (
     ExpertShape,
     ModelShape,
@@ -116,3 +116,21 @@ class ExpertFamily(RotaryFamily):
     def activation(self, operators: Operators) -> Callable[[Tensor], Tensor]:
         """The gate of an expert's MLP."""
         return operators.activation(self._settings.activation, is_gated=True)
+
+
+class DenseFirst(ExpertFamily):
+    """A family with experts whose first layers have an MLP; `routing` fills in its numbers."""
+
+    _num_dense = 0
+    _dense_size = 0
+
+    def _mlp(self, projections: Projections, at: str) -> FeedForward:
+        if int(at.split(".")[-2]) >= self._num_dense:
+            return super()._mlp(projections, at)
+        inner = projections.shard.even(self._dense_size)
+        parts = [(f"{at}.gate_proj", inner), (f"{at}.up_proj", inner)]
+        return Mlp(
+            up=projections.from_hidden(parts, has_bias=False),
+            down=projections.to_hidden(f"{at}.down_proj", inner, has_bias=False),
+            activation=self.activation(projections.operators),
+        )

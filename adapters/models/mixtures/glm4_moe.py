@@ -11,16 +11,20 @@ from adapters.models.base.fields import Fields
 from adapters.models.base.projections import Projections
 from adapters.models.base.rope_fields import LayerRopes, read_rope
 from adapters.models.base.traits import FamilyTraits
-from adapters.models.mixtures.experts import ExpertFamily
-from engine.worker.model.layers import FeedForward, Mlp
-from engine.worker.ports import ModelShape, Routing, TensorSlice
+from adapters.models.mixtures.experts import DenseFirst
+from engine.errors import StartupError
+from engine.worker.ports import ExpertGroups, ModelShape, Routing, TensorSlice
+
+MAX_GROUPS = 62  # a bit of an integer for each
 
 
-class Glm4Moe(ExpertFamily):
-    """`Glm4MoeForCausalLM`; groups of experts (DeepSeek V3) are not supported."""
+class Glm4Moe(DenseFirst):
+    """`Glm4MoeForCausalLM`; experts may be in groups (DeepSeek V3)."""
 
     names = ExpertNames(shared="shared_experts", gates_shared=False)
     renormalizes = True  # unless config.json says otherwise
+    has_sigmoids = True
+    num_best = 2  # experts of a group, which stand for it
 
     def __init__(self, config: Mapping[str, object]) -> None:
         super().__init__(config)
@@ -48,15 +52,40 @@ class Glm4Moe(ExpertFamily):
         return count * fields.integer("moe_intermediate_size")
 
     def routing(self, fields: Fields) -> Routing:
-        fields.reject_unless("n_group", 1)
         self._num_dense = fields.count("first_k_dense_replace", 1)
         self._dense_size = fields.integer("intermediate_size")
-        factor = fields.number("routed_scaling_factor", 1.0)
-        return Routing(
+        factor, top_k = (
+            fields.number("routed_scaling_factor", 1.0),
             fields.integer("num_experts_per_tok", 8),
+        )
+        return Routing(
+            top_k,
             renormalizes=fields.flag("norm_topk_prob", self.renormalizes),
             scales=torch.full((self.num_experts(fields),), factor),
+            has_sigmoids=self.has_sigmoids,
+            groups=self.groups(fields, top_k),
         )
+
+    def groups(self, fields: Fields, top_k: int) -> ExpertGroups | None:
+        """`n_group` groups of experts, of which a token uses `topk_group`; None for a single one.
+
+        Raises `StartupError` for numbers that do not go together.
+        """
+        count, num_experts = fields.integer("n_group", 1), self.num_experts(fields)
+        if count == 1:
+            return None
+        chosen, size = fields.integer("topk_group"), num_experts // count
+        if num_experts % count or count > MAX_GROUPS or size < self.num_best:
+            raise StartupError(
+                f"{fields.where}: n_group={count} does not divide n_routed_experts={num_experts} "
+                f"into at most {MAX_GROUPS} groups of {self.num_best} experts or more"
+            )
+        if chosen > min(count, top_k) or chosen * size < top_k:
+            raise StartupError(
+                f"{fields.where}: topk_group={chosen} does not fit n_group={count} and "
+                f"num_experts_per_tok={top_k}"
+            )
+        return ExpertGroups(count, chosen, self.num_best)
 
     def layer_routing(self, projections: Projections, at: str) -> Routing:
         assert self._routing.scales is not None, "`routing` has filled it in"
@@ -66,14 +95,3 @@ class Glm4Moe(ExpertFamily):
             part = TensorSlice(name, tuple(self._routing.scales.shape))
             bias = constant(projections.weights.tensor(part).float().contiguous())
         return replace(self._routing, scales=constant(self._routing.scales), bias=bias)
-
-    def _mlp(self, projections: Projections, at: str) -> FeedForward:
-        if int(at.split(".")[-2]) >= self._num_dense:
-            return super()._mlp(projections, at)
-        inner = projections.shard.even(self._dense_size)
-        parts = {f"{at}.gate_proj": inner, f"{at}.up_proj": inner}
-        return Mlp(
-            up=projections.from_hidden(parts, has_bias=False),
-            down=projections.to_hidden(f"{at}.down_proj", inner, has_bias=False),
-            activation=self.activation(projections.operators),
-        )

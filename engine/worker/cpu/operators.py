@@ -43,6 +43,7 @@ ACTIVATIONS = {
     "gelu_new": elementwise.GELU_TANH,
     "gelu_pytorch_tanh": elementwise.GELU_TANH,
     "relu": elementwise.RELU,
+    "relu2": elementwise.RELU_SQUARED,
 }
 
 
@@ -85,7 +86,7 @@ class NativeNorm:
 
 
 class NativeActivation:
-    """SiLU, the tanh form of GELU or ReLU, gated or not."""
+    """An activation that has a kernel, gated or not."""
 
     def __init__(self, pool: ThreadPool, function: int, is_gated: bool) -> None:
         self._pool = pool

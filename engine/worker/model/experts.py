@@ -6,22 +6,32 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.worker.ports import AllReduce, Experts, Linear, Norm, Routing
+from engine.worker.ports import AllReduce, ExpertGroups, Experts, Linear, Norm, Routing
 
 
 def route(logits: Tensor, routing: Routing) -> tuple[Tensor, Tensor]:
     """The experts of each row and their weights in float32, both `[rows, top_k]`."""
-    if routing.bias is None:
-        weights, ids = logits.float().softmax(dim=-1).topk(routing.top_k, dim=-1)
-    else:
-        probabilities = logits.float().sigmoid()
-        ids = (probabilities + routing.bias).topk(routing.top_k, dim=-1).indices
-        weights = probabilities.gather(-1, ids)
+    logits = logits.float()
+    probabilities = logits.sigmoid() if routing.has_sigmoids else logits.softmax(dim=-1)
+    keys = probabilities if routing.bias is None else probabilities + routing.bias
+    if routing.groups is not None:
+        keys = _of_best_groups(keys, routing.groups)
+    ids = keys.topk(routing.top_k, dim=-1).indices
+    weights = probabilities.gather(-1, ids)
     if routing.renormalizes:
         weights = weights / weights.sum(dim=-1, keepdim=True)
     if routing.scales is not None:
         weights = weights * routing.scales[ids]
     return ids, weights
+
+
+def _of_best_groups(keys: Tensor, groups: ExpertGroups) -> Tensor:
+    """The keys of experts in the chosen groups, and minus infinity for others."""
+    grouped = keys.view(len(keys), groups.num_groups, -1)
+    scores = grouped.topk(groups.num_best, dim=-1).values.sum(dim=-1)
+    is_chosen = torch.zeros_like(scores, dtype=torch.bool)
+    is_chosen.scatter_(-1, scores.topk(groups.top_k, dim=-1).indices, True)
+    return grouped.masked_fill(~is_chosen[..., None], -torch.inf).view(keys.shape)
 
 
 @dataclass(frozen=True, slots=True)

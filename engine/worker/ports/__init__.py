@@ -20,7 +20,7 @@ from engine.worker.ports.encoder import (
     Encoding,
     ImageEncoder,
 )
-from engine.worker.ports.experts import Experts, ExpertWeights, Routing
+from engine.worker.ports.experts import ExpertGroups, Experts, ExpertWeights, Routing
 from engine.worker.ports.kv import (
     BlockMover,
     KVCapacity,
@@ -100,6 +100,7 @@ __all__ = [
     "EncodedRows",
     "EncoderState",
     "Encoding",
+    "ExpertGroups",
     "ExpertShape",
     "ExpertWeights",
     "Experts",

@@ -22,7 +22,8 @@ VARIANTS = (
     *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "qwen3_5", "qwen3_5_moe"),
     *("qwen3_next", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
     *("glm4_moe", "glm", "glm4", "cohere", "cohere2", "exaone4_window", "ernie4_5", "hunyuan"),
-    *("seed_oss", "starcoder2_full"),  # with windows only, 4 requests never need more KV
+    *("seed_oss", "ernie4_5_moe", "hunyuan_moe", "nemotron", "arcee", "minicpm3"),
+    *("deepseek_v3_groups", "starcoder2_full"),  # with windows only, 4 requests never need more KV
 )
 COUNT, NEW_TOKENS, SHARED = 4, 32, 16
 

@@ -15,7 +15,7 @@ from engine.worker.cpu.operands import make_reader, operands
 
 BYTES = 4  # of a float
 
-SILU, GELU_TANH, RELU, GELU = 0, 1, 2, 3
+SILU, GELU_TANH, RELU, GELU, RELU_SQUARED = 0, 1, 2, 3, 4
 
 
 @operands
@@ -181,7 +181,7 @@ def _gelu(x):
 class ActivationOperands(ctypes.Structure):
     """`y = act(x[:, :width])`, times `by[:, :width]` if it is gated."""
 
-    function: int  # SILU, GELU_TANH, RELU or GELU
+    function: int  # SILU, GELU_TANH, RELU, GELU or RELU_SQUARED
     is_gated: int
     by: int  # what a gated activation is multiplied by
     by_stride: int
@@ -199,7 +199,7 @@ _activation_operands = make_reader(ActivationOperands)
 
 @fast_leaf
 def _activate(function, x, y):
-    """SiLU or GELU in its tanh form, which are x times a sigmoid; ReLU; GELU."""
+    """SiLU or GELU in its tanh form, which are x times a sigmoid; ReLU and its square; GELU."""
     one, twice = np.float32(1), np.float32(2 * 0.7978845608028654)
     cubic = np.float32(0.044715)
     if function == SILU:
@@ -208,6 +208,9 @@ def _activate(function, x, y):
     elif function == RELU:
         for k in range(len(x)):
             y[k] = np.float32(0) if x[k] < np.float32(0) else x[k]
+    elif function == RELU_SQUARED:
+        for k in range(len(x)):
+            y[k] = np.float32(0) if x[k] < np.float32(0) else x[k] * x[k]
     elif function == GELU:
         for k in range(len(x)):
             y[k] = _gelu(x[k])

@@ -36,7 +36,11 @@ class RouteOperands(ctypes.Structure):
     top_k: int
     renormalizes: int
     scales: int  # float32 [num_experts], or 0
-    bias: int  # the same; other than 0, probabilities are sigmoids
+    bias: int  # the same
+    has_sigmoids: int
+    groups: int  # 0: experts are chosen among all
+    top_groups: int  # not more than top_k
+    num_best: int  # experts of a group, whose keys are its score
     ids: int  # int32 [pairs], the result
     weights: int  # float32 [pairs], the result
     rows: int
@@ -61,33 +65,84 @@ def _sigmoid(x):
 
 
 @njit(inline="always")
-def _key(logit, expert, bias, num_experts):
-    """What experts are chosen by."""
-    if bias == 0:
-        return logit
-    return _sigmoid(logit) + float32s(bias, num_experts)[expert]
+def _probability(a, logit, largest, total):
+    """The sigmoid of an expert's logit, or its share of `total`."""
+    return _sigmoid(logit) if a.has_sigmoids != 0 else exp_float(logit - largest) / total
 
 
 @njit(inline="always")
-def _weigh(logits, ids, weights, bias):
-    """Write the probabilities of a row's chosen experts, of which `weights` has the keys; returns
-    their sum."""
-    largest, total, chosen = weights[0], np.float32(0), np.float32(0)
-    if bias == 0:
-        for expert in range(len(logits)):
-            total += exp_float(logits[expert] - largest)
-    for k in range(len(weights)):
-        if bias == 0:
-            weights[k] = exp_float(weights[k] - largest) / total
-        else:
-            weights[k] = _sigmoid(logits[ids[k]])
-        chosen += weights[k]
-    return chosen
+def _key(a, logits, expert, largest, total):
+    """What experts are chosen by; logits have the order of probabilities."""
+    if a.bias == 0:
+        return logits[expert]
+    probability = _probability(a, logits[expert], largest, total)
+    return probability + float32s(a.bias, a.num_experts)[expert]
+
+
+@njit(inline="always")
+def _insert(key, number, keys, numbers, count):
+    """Insert a number into those of the largest keys, of which there are `count`, if there is room
+    or its key is larger than the last; returns their new count."""
+    if count == len(keys) and not key > keys[count - 1]:
+        return count
+    place = count if count < len(keys) else count - 1
+    while place > 0 and key > keys[place - 1]:
+        keys[place], numbers[place] = keys[place - 1], numbers[place - 1]
+        place -= 1
+    keys[place], numbers[place] = key, number
+    return min(count + 1, len(keys))
+
+
+@njit(inline="always")
+def _group_score(a, logits, group, largest, total):
+    """The largest key of a group, or the sum of its two largest ones."""
+    size = a.num_experts // a.groups
+    first = second = np.float32(-np.inf)
+    for expert in range(group * size, (group + 1) * size):
+        key = _key(a, logits, expert, largest, total)
+        if key > first:
+            first, second = key, first
+        elif key > second:
+            second = key
+    return first if a.num_best == 1 else first + second
+
+
+@njit(inline="always")
+def _chosen_groups(a, logits, largest, total, keys, numbers):
+    """A bit for each of the groups with the largest scores; `keys` and `numbers` are scratch."""
+    if a.groups == 0:
+        return -1
+    keys, numbers, count = keys[: a.top_groups], numbers[: a.top_groups], 0
+    for group in range(a.groups):
+        score = _group_score(a, logits, group, largest, total)
+        count = _insert(score, group, keys, numbers, count)
+    bits = 0
+    for place in range(count):
+        bits |= 1 << numbers[place]
+    return bits
+
+
+@njit(inline="always")
+def _sum_of_exponentials(a, logits, largest):
+    """What softmax divides by; 1 for sigmoids, which need none."""
+    if a.has_sigmoids != 0:
+        return np.float32(1)
+    total = np.float32(0)
+    for expert in range(len(logits)):
+        total += exp_float(logits[expert] - largest)
+    return total
+
+
+@njit(inline="always")
+def _largest(logits):
+    largest = logits[0]
+    for expert in range(1, len(logits)):
+        largest = max(largest, logits[expert])
+    return largest
 
 
 def route(operands, chunk, thread):
-    """The experts with the largest logits, or sums of sigmoid and bias, of equal ones the lowest
-    number, and their weights.
+    """The experts with the largest keys, of equal ones the lowest number, and their weights.
 
     A row with NaN gets any experts, and weights that are NaN.
     """
@@ -96,18 +151,19 @@ def route(operands, chunk, thread):
         logits = float32s(a.logits + row * a.logits_stride * BYTES, a.num_experts)
         ids = int32s(a.ids + row * a.top_k * BYTES, a.top_k)
         weights = float32s(a.weights + row * a.top_k * BYTES, a.top_k)
+        largest = _largest(logits)
+        total = _sum_of_exponentials(a, logits, largest)
+        groups = _chosen_groups(a, logits, largest, total, weights, ids)
+        size = a.num_experts // max(a.groups, 1)
         count = 0
         for expert in range(a.num_experts):
-            key = _key(logits[expert], expert, a.bias, a.num_experts)
-            if count == a.top_k and not key > weights[count - 1]:
-                continue
-            place = count if count < a.top_k else count - 1
-            while place > 0 and key > weights[place - 1]:
-                weights[place], ids[place] = weights[place - 1], ids[place - 1]
-                place -= 1
-            weights[place], ids[place] = key, expert
-            count = min(count + 1, a.top_k)
-        chosen = _weigh(logits, ids, weights, a.bias)
+            if groups == -1 or (groups >> (expert // size)) & 1:
+                key = _key(a, logits, expert, largest, total)
+                count = _insert(key, expert, weights, ids, count)
+        chosen = np.float32(0)
+        for k in range(a.top_k):
+            weights[k] = _probability(a, logits[ids[k]], largest, total)
+            chosen += weights[k]
         if a.renormalizes != 0:
             for k in range(a.top_k):
                 weights[k] /= chosen

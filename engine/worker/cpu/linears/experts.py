@@ -22,7 +22,7 @@ from engine.worker.cpu.linears.packed import (
     address_of,
     columns_of_chunks,
 )
-from engine.worker.ports import Routing, ThreadPool
+from engine.worker.ports import ExpertGroups, Routing, ThreadPool
 
 
 class ConvertedRows(NamedTuple):
@@ -144,7 +144,7 @@ class NativeExperts:
     ) -> None:
         self._pool, self._up, self._down = pool, up, down
         self._activation, self._routing = activation, routing
-        top_k = routing.top_k
+        top_k, groups = routing.top_k, routing.groups or ExpertGroups(0, 0, 0)
         self._route = KernelCall(
             pool,
             kernels.route,
@@ -153,6 +153,10 @@ class NativeExperts:
                 renormalizes=routing.renormalizes,
                 scales=address_of(routing.scales),
                 bias=address_of(routing.bias),
+                has_sigmoids=routing.has_sigmoids,
+                groups=groups.num_groups,
+                top_groups=groups.top_k,
+                num_best=groups.num_best,
             ),
         )
         self._sort = KernelCall(pool, kernels.sort_pairs, kernels.SortOperands())

@@ -11,7 +11,7 @@ from engine.worker.cpu.operators import NativeOperators
 from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.model.experts import TorchExperts, route
 from engine.worker.model.torch_operators import TorchOperators
-from engine.worker.ports import ExpertWeights, Routing, Weight
+from engine.worker.ports import ExpertGroups, ExpertWeights, Routing, Weight
 from engine.worker.weights.formats import FORMATS
 
 PLAIN = TorchOperators()
@@ -102,10 +102,25 @@ def test_down_may_have_another_format_than_gate_and_up() -> None:
     torch.testing.assert_close(make(operators, weights)(x, logits), expected)
 
 
-@pytest.mark.parametrize("top_k", [1, 4, 6])
-@pytest.mark.parametrize("renormalizes", [False, True])
-def test_the_router_is_that_of_torch(top_k: int, renormalizes: bool) -> None:
-    routing, weights = Routing(top_k, renormalizes), random_experts(has_bias=False)
+BIAS = 0.5 * noise(NUM_EXPERTS, seed=7)
+ROUTINGS = {
+    "one": Routing(1, renormalizes=False),
+    "some": Routing(4, renormalizes=True),
+    "all": Routing(NUM_EXPERTS, renormalizes=False),
+    "scaled": Routing(2, renormalizes=True, scales=1 + noise(NUM_EXPERTS, seed=8).abs()),
+    "biased": Routing(3, renormalizes=True, bias=BIAS),
+    "sigmoids": Routing(3, renormalizes=True, has_sigmoids=True),
+    "biased_sigmoids": Routing(3, renormalizes=False, bias=BIAS, has_sigmoids=True),
+    "groups_by_best": Routing(2, renormalizes=False, groups=ExpertGroups(3, 1, 1)),
+    "groups_by_two": Routing(
+        3, renormalizes=True, bias=BIAS, has_sigmoids=True, groups=ExpertGroups(3, 2, 2)
+    ),
+}
+
+
+@pytest.mark.parametrize("routing", ROUTINGS.values(), ids=ROUTINGS)
+def test_the_router_is_that_of_torch(routing: Routing) -> None:
+    weights = random_experts(has_bias=False)
     plain = PLAIN.experts(weights, routing, PLAIN.activation("silu", is_gated=True))
     assert isinstance(plain, TorchExperts)
     x, logits = noise(40, HIDDEN), 3 * noise(40, NUM_EXPERTS, seed=1)

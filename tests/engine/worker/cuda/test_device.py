@@ -49,7 +49,8 @@ VARIANTS = (
         "hunyuan",
         "seed_oss",
     ),
-    "starcoder2",
+    *("starcoder2", "ernie4_5_moe", "hunyuan_moe", "nemotron", "arcee", "minicpm3"),
+    *("deepseek_v2_groups", "deepseek_v3_groups"),
 )
 DTYPES = {"bfloat16": 0.15, "float16": 0.02, "float32": 1e-4}
 

@@ -76,6 +76,11 @@ VARIANTS = {
     "ernie4_5": "reference",
     "hunyuan": "cpu",
     "starcoder2": "cpu",
+    "ernie4_5_moe": "cpu",
+    "hunyuan_moe": "reference",
+    "nemotron": "cpu",
+    "arcee": "reference",
+    "minicpm3": "reference",
     "gpt2": "cpu",
     "gpt2_untied": "reference",
 }
