@@ -1,0 +1,265 @@
+"""Prefill and decode apart, against equal replicas with chunked prefill, in virtual time.
+
+Engines, schedulers, placement and moves are those of the server; iterations and the copies of KV
+take what a roofline predicts. Apart, P replicas compute prompts and their first tokens; D others
+load a prompt's blocks by their names, as from a tier below, and go on. A prompt is computed once
+one of the D has space for all of its tokens. Both are offered the same requests at several rates; a
+rate is sustained if 90 % of them meet the goals. Every figure is a function of the trace. Writes
+phases.json and README.md; a trace and number of replicas that is not played again is kept.
+
+    python -m examples.benchmarks.virtual_time.phases --trace NAME=FILE:RATE,RATE,...
+        [--replicas 2 4 8] [--seconds 60] [--out DIR]
+"""
+
+import argparse
+import asyncio
+import json
+import sys
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from engine.control.scheduler import IterationScheduler
+from engine.kv.ledger import KVLedger
+from engine.kv.prefix import extend_hashes
+from engine.kv_shape import KVShape
+from engine.loop import Engine
+from engine.policy import build
+from engine.replicas.delay import QueueDelay
+from engine.replicas.replica import Replica
+from engine.replicas.replicas import Replicas
+from engine.request import Caching, Request, RequestSpec
+from engine.research.hardware.catalogue import DEVICES, SHAPES
+from engine.research.hardware.deployment import Deployment
+from engine.simulated.executor import SimulatedExecutor
+from engine.simulated.known_cost import KnownCost
+from engine.simulated.trace import Arrival, at_rate, read_trace
+from engine.simulated.virtual_loop import run_virtual
+from engine.step import PageKind, RequestId
+from examples.benchmarks.virtual_time.phases_page import GOALS, page, sustained
+from examples.benchmarks.virtual_time.replicas import BLOCK_SIZE, SETTINGS
+
+OUT = Path(__file__).parents[1] / "results" / "phases"
+HARDWARE = Deployment(DEVICES["h100"], SHAPES["llama-3.1-70b"], ranks=4)
+CHUNK = 2048  # prompt tokens in an iteration
+SMALL_CHUNK = 512
+TTFT_BASE, TTFT_FACTOR = 1.0, 2.0  # seconds, and the factor of a prompt's time alone
+USABLE = 0.95  # of the KV slots of a replica that decodes, for requests on their way and there
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """`prefills` of the replicas compute prompts only, the others the tokens behind them. With 0
+    all compute both, with chunks of at most `chunk` tokens and this ITL goal."""
+
+    prefills: int = 0
+    chunk: int = CHUNK
+    itl_goal: float = inf
+
+    @property
+    def is_apart(self) -> bool:
+        return self.prefills > 0
+
+    def name(self, count: int) -> str:
+        if self.is_apart:
+            return f"{self.prefills} prefill, {count - self.prefills} decode"
+        goal = "" if self.itl_goal == inf else f", ITL goal {self.itl_goal * 1e3:.0f} ms"
+        return f"chunks of {self.chunk}{goal}"
+
+
+@dataclass(slots=True)
+class Outcome:
+    """The times of a request's tokens, in seconds of virtual time."""
+
+    arrival: Arrival
+    times: list[float] = field(default_factory=list)
+
+    def meets(self, goal: float, *, in_all_gaps: bool) -> bool:
+        """Whether the first token is in time, and all gaps, or their mean, are within the goal."""
+        alone = HARDWARE.cost().compute(self.arrival.prompt_len, 0)
+        if self.times[0] - self.arrival.at > TTFT_BASE + TTFT_FACTOR * alone:
+            return False
+        gaps = [later - time for time, later in pairwise(self.times)]
+        if not gaps:
+            return True
+        return (max(gaps) if in_all_gaps else sum(gaps) / len(gaps)) <= goal
+
+
+class Space:
+    """Promises the slots of the replicas that decode, in the order of arrival."""
+
+    def __init__(self, count: int) -> None:
+        self._free = [int(USABLE * HARDWARE.num_slots)] * count
+        self._waiting: deque[tuple[int, asyncio.Future[int]]] = deque()
+
+    async def promise(self, num_slots: int) -> int:
+        """The replica that has so many slots for a request, when there is one."""
+        future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._waiting.append((num_slots, future))
+        self._grant()
+        return await future
+
+    def give_back(self, number: int, num_slots: int) -> None:
+        self._free[number] += num_slots
+        self._grant()
+
+    def _grant(self) -> None:
+        while self._waiting:
+            number = max(range(len(self._free)), key=self._free.__getitem__)
+            if self._free[number] < self._waiting[0][0]:
+                return
+            num_slots, future = self._waiting.popleft()
+            self._free[number] -= num_slots
+            future.set_result(number)
+
+
+def a_replica(way: Way) -> Replica:
+    """An engine in virtual time, without requests, that may load blocks by name."""
+    model = HARDWARE.cost()
+    cost = KnownCost(model)
+    settings = replace(SETTINGS, max_batch_tokens=way.chunk, itl_goal=way.itl_goal)
+    delay = QueueDelay(cost, settings.max_batch_size)
+    names = HARDWARE.num_slots // BLOCK_SIZE if way.is_apart else 0
+    shape = KVShape(HARDWARE.num_slots // BLOCK_SIZE, BLOCK_SIZE, num_store_names=names)
+    scheduler = IterationScheduler(settings, KVLedger(shape), build("fcfs", cost), delay, cost)
+    seconds = BLOCK_SIZE * HARDWARE.slot_seconds
+    executor = SimulatedExecutor(model, next_token=None, block_seconds=seconds)
+    return Replica(Engine(scheduler, executor, asyncio.get_running_loop().time), delay)
+
+
+class Play:
+    """One run of some arrivals."""
+
+    def __init__(self, count: int, way: Way) -> None:
+        self._clock = asyncio.get_running_loop().time
+        members = [a_replica(way) for _ in range(count)]
+        first = way.prefills or count
+        self._replicas = Replicas(members[:first], self._clock)
+        self._decoders = [each.engine for each in members[first:]]
+        for each in members:
+            each.scheduler.kv._has_lower = False  # nothing is saved by itself
+        self._space = Space(count - first)
+
+    async def run(self, arrivals: Sequence[Arrival]) -> list[Outcome]:
+        running = [asyncio.create_task(self._replicas.run())]
+        running += [asyncio.create_task(engine.run()) for engine in self._decoders]
+        serve = self._apart if self._decoders else self._together
+        work = [serve(arrival, index) for index, arrival in enumerate(arrivals)]
+        outcomes = await asyncio.gather(*work)
+        for task in running:
+            task.cancel()
+        return outcomes
+
+    async def _together(self, arrival: Arrival, index: int) -> Outcome:
+        await asyncio.sleep(arrival.at)
+        outcome = Outcome(arrival)
+        await self._read(self._replicas, arrival.spec(index), outcome)
+        return outcome
+
+    async def _apart(self, arrival: Arrival, index: int) -> Outcome:
+        await asyncio.sleep(arrival.at)
+        outcome, spec = Outcome(arrival), arrival.spec(index)
+        num_slots = arrival.prompt_len + arrival.output_len + BLOCK_SIZE
+        number = await self._space.promise(num_slots)
+        await self._read(self._replicas, replace(spec, max_tokens=1), outcome)
+        if arrival.output_len > 1:
+            # The copies of earlier chunks leave while the later ones are computed.
+            last = min(arrival.prompt_len, CHUNK)
+            await asyncio.sleep(last * HARDWARE.slot_seconds)
+            await self._read(self._decoders[number], self._moved(spec, number), outcome)
+        self._space.give_back(number, num_slots)
+        return outcome
+
+    def _moved(self, spec: RequestSpec, number: int) -> RequestSpec:
+        """The request behind its first token, whose full blocks the decoding replica may load."""
+        probe = Request(RequestId(-1), spec, 0.0)
+        extend_hashes(probe, BLOCK_SIZE, len(spec.prompt) // BLOCK_SIZE)
+        names = [(PageKind.BLOCK, name) for name in probe.block_hashes]
+        self._decoders[number].scheduler.kv.search.learn(names, set(probe.block_hashes))
+        return replace(
+            spec,
+            prompt=(*spec.prompt, 0),
+            max_tokens=spec.max_tokens - 1,
+            caching=Caching(None, tuple(probe.block_hashes)),
+        )
+
+    async def _read(self, engine: Engine | Replicas, spec: RequestSpec, outcome: Outcome) -> None:
+        with engine.stream(spec) as stream:
+            finish = None
+            while finish is None:
+                chunk = await stream.next()
+                outcome.times += [self._clock()] * len(chunk.tokens)
+                finish = chunk.finish
+
+
+async def play(count: int, way: Way, arrivals: Sequence[Arrival]) -> list[Outcome]:
+    """The outcomes of one run."""
+    return await Play(count, way).run(arrivals)
+
+
+def ways_of(count: int) -> list[Way]:
+    """Equal replicas with different bounds of an iteration, and all splits up to a sixteenth."""
+    equal = [Way(), Way(chunk=SMALL_CHUNK), *[Way(itl_goal=goal) for goal in GOALS]]
+    step = max(1, count // 8)
+    fewest = max(1, count // 4)
+    return equal + [Way(prefills) for prefills in range(fewest, count - fewest + 1, step)]
+
+
+def rows_of(
+    name: str, trace: Sequence[Arrival], rates: Sequence[float], count: int, seconds: float
+) -> Iterator[dict[str, Any]]:
+    """The shares of requests that meet the goals, for each way and rate per replica. Rates above
+    one at which few meet any are not played."""
+    for way in ways_of(count):
+        for rate in rates:
+            wanted = round(rate * count * seconds)
+            arrivals = at_rate(trace[:wanted], rate * count)
+            outcomes = run_virtual(play(count, way, arrivals))
+            shares = {
+                f"{kind} {goal * 1e3:.0f}": round(
+                    sum(one.meets(goal, in_all_gaps=kind == "all") for one in outcomes)
+                    / len(outcomes),
+                    4,
+                )
+                for kind in ("mean", "all")
+                for goal in GOALS
+            }
+            row = {"trace": name, "replicas": count, "way": way.name(count), "rate": rate}
+            yield row | {"is_apart": way.is_apart, "requests": len(outcomes), **shares}
+            if max(shares.values()) < 0.6:
+                break
+
+
+def main() -> None:
+    """Play a trace on each number of replicas."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--trace", nargs="+", default=[])
+    parser.add_argument("--replicas", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--out", type=Path, default=OUT)
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    file: Path = args.out / "phases.json"
+    rows: list[dict[str, Any]] = json.loads(file.read_text()) if file.exists() else []
+    for count in args.replicas:
+        for text in args.trace:
+            name, _, rest = text.partition("=")
+            path, _, rates = rest.rpartition(":")
+            trace = read_trace(Path(path))
+            new = []
+            for row in rows_of(name, trace, [*map(float, rates.split(","))], count, args.seconds):
+                new.append(row)
+                sys.stdout.write(f"{row}\n")
+                sys.stdout.flush()
+            rows = [r for r in rows if (r["trace"], r["replicas"]) != (name, count)] + new
+            file.write_text(json.dumps(rows, indent=0) + "\n")
+    (args.out / "README.md").write_text(page(rows))
+    sys.stdout.write(f"{len(sustained(rows))} rows\n")
+
+
+if __name__ == "__main__":
+    main()

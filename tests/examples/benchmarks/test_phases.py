@@ -1,0 +1,35 @@
+"""The comparison of prefill and decode apart with equal replicas."""
+
+from itertools import pairwise
+
+from engine.simulated.trace import Arrival
+from engine.simulated.virtual_loop import run_virtual
+from examples.benchmarks.virtual_time.phases import HARDWARE, Outcome, Way, play
+from examples.benchmarks.virtual_time.phases_page import rate_of
+
+ARRIVALS = [Arrival(0.1 * number, 1000, 20) for number in range(10)]
+
+
+def gaps_of(outcome: Outcome) -> list[float]:
+    return [later - time for time, later in pairwise(outcome.times)]
+
+
+def test_both_ways_produce_all_tokens_and_only_equal_replicas_decode_beside_prompts() -> None:
+    equal = run_virtual(play(2, Way(), ARRIVALS))
+    apart = run_virtual(play(2, Way(prefills=1), ARRIVALS))
+    for outcomes in (equal, apart):
+        assert [len(one.times) for one in outcomes] == [20] * 10
+    prompt = HARDWARE.cost().compute(1000, 0)
+    assert max(max(gaps_of(one)) for one in equal) > prompt
+    assert max(max(gaps_of(one)) for one in apart) < prompt
+
+
+def test_a_prompt_is_loaded_and_not_computed_again_by_the_replica_that_decodes() -> None:
+    (outcome,) = run_virtual(play(2, Way(prefills=1), [Arrival(0.0, 100_000, 3)]))
+    assert gaps_of(outcome)[0] < 0.1 * HARDWARE.cost().compute(100_000, 0)
+
+
+def test_a_rate_is_sustained_below_the_first_one_at_which_too_few_meet_the_goals() -> None:
+    rows = [{"rate": rate, "x": share} for rate, share in ((1, 0.95), (2, 0.8), (3, 0.95))]
+    assert rate_of(rows, "x") == 1
+    assert rate_of(rows[1:], "x") == 0
