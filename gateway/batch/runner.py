@@ -59,17 +59,40 @@ class BatchRunner:
     endpoints: Mapping[str, Endpoint]
     max_lines: int
     limits: LineLimits = field(default_factory=LineLimits)
+    ending: asyncio.Event = field(default_factory=asyncio.Event)  # once set, no line begins
+    running: set[str] = field(default_factory=set)  # ids of the batches that run
 
     async def run(self) -> None:
-        """Resume the batches that have not ended, then run new ones, until cancelled."""
-        queue = self.service.store.batch_queue
+        """Resume the batches that have not ended, then run new ones, until cancelled; or until
+        `ending` is set and the lines that run then are answered."""
         slots = asyncio.Semaphore(self.max_lines)
+        await self.resume()
         async with asyncio.TaskGroup() as group:
-            for record in await queue.batches.live():
-                group.create_task(_Run(self, record, slots).run())
-            while True:
-                record = await queue.arrivals.get()
-                group.create_task(_Run(self, record, slots).run())
+            while (record := await self._next_arrival()) is not None:
+                if record.id not in self.running:
+                    self.running.add(record.id)
+                    task = group.create_task(_Run(self, record, slots).run())
+                    task.add_done_callback(partial(self._ended, record.id))
+
+    async def resume(self) -> None:
+        """Run the batches that have not ended; also those that another server has accepted."""
+        queue = self.service.store.batch_queue
+        for record in await queue.batches.live():
+            queue.arrivals.put_nowait(record)
+
+    def _ended(self, batch_id: str, task: asyncio.Task[None]) -> None:
+        self.running.discard(batch_id)
+
+    async def _next_arrival(self) -> BatchRecord | None:
+        """The next new batch; None once `ending` is set."""
+        arriving = asyncio.create_task(self.service.store.batch_queue.arrivals.get())
+        ending = asyncio.create_task(self.ending.wait())
+        try:
+            await asyncio.wait((arriving, ending), return_when=asyncio.FIRST_COMPLETED)
+            return None if ending.done() else arriving.result()
+        finally:
+            arriving.cancel()
+            ending.cancel()
 
 
 class _Run:
@@ -82,6 +105,8 @@ class _Run:
         self._reading = asyncio.Lock()
         self._last_number = 0  # of the last line that was started
         self._limits = runner.limits
+        self._ending = runner.ending
+        self._answering: set[asyncio.Task[None]] = set()  # of the lines that run
         self._service = runner.service
         self._plan = runner.endpoints.get(record.endpoint, _no_endpoint)
         self._batches = runner.service.store.batch_queue.batches
@@ -91,7 +116,7 @@ class _Run:
         queue, batch_id = self._service.store.batch_queue, self._record.id
         cancelled = queue.open(batch_id)
         try:
-            while not self._record.has_ended:
+            while not (self._record.has_ended or self._ending.is_set()):
                 try:
                     await self._advance(cancelled)
                 except StoreOutOfSpace:
@@ -99,12 +124,12 @@ class _Run:
         except StoreFailed as error:
             logger.error("batch %s stops until the next start: %s", batch_id, error)
         else:
-            record = self._record
-            logger.info(
-                "batch %s %s lines=%d completed=%d failed=%d",
-                *(batch_id, record.status, record.num_lines),
-                *(record.num_completed, record.num_failed),
-            )
+            if (record := self._record).has_ended:
+                logger.info(
+                    "batch %s %s lines=%d completed=%d failed=%d",
+                    *(batch_id, record.status, record.num_lines),
+                    *(record.num_completed, record.num_failed),
+                )
         finally:
             queue.close(batch_id)
 
@@ -114,7 +139,7 @@ class _Run:
             await self._validate()
         if self._record.status == "in_progress":
             await self._work(cancelled)
-        if not self._record.has_ended:
+        if not (self._record.has_ended or self._ending.is_set()):
             await self._finish()
 
     async def _validate(self) -> None:
@@ -145,24 +170,31 @@ class _Run:
         self._last_number = 0
         working = asyncio.create_task(self._answer_all())
         cancelling = asyncio.create_task(cancelled.wait())
+        ending = asyncio.create_task(self._ending.wait())
         seconds = max(0, record.expires_at - self._service.unix_now())
         try:
             await asyncio.wait(
-                (working, cancelling), timeout=seconds, return_when=asyncio.FIRST_COMPLETED
+                (working, cancelling, ending),
+                timeout=seconds,
+                return_when=asyncio.FIRST_COMPLETED,
             )
             is_done = working.done()
+            if ending.done() and self._answering:
+                await asyncio.wait(self._answering)
         finally:
-            for task in (working, cancelling):
+            for task in (working, cancelling, ending):
                 task.cancel()
-            await asyncio.wait((working, cancelling))
+            await asyncio.wait((working, cancelling, ending))
         if is_done:
             working.result()
+        if self._ending.is_set():
+            return  # the next server goes on
         is_late = not (is_done or cancelled.is_set())
         now = self._service.unix_now()
         self._record = await self._batches.wind_up(record.id, now, is_late=is_late)
 
     async def _answer_all(self) -> None:
-        """Answer every line without an answer, in order, as slots become free."""
+        """Answer every line without an answer, in order, as slots become free, until `ending`."""
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(min(self._max_lines, self._record.num_lines)):
@@ -179,7 +211,12 @@ class _Run:
                 if line is None:
                     return
                 await self._batches.wait_for_room()
-                await self._store_answer(line)
+                if self._ending.is_set():
+                    return
+                answering = asyncio.create_task(self._store_answer(line))
+                self._answering.add(answering)
+                answering.add_done_callback(self._answering.discard)
+                await answering
 
     async def _wait_for_quota(self) -> None:
         quotas, clock = self._service.quotas, self._service.clock

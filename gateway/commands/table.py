@@ -21,6 +21,10 @@ COMMANDS = {
     "models": ("gateway.commands.models:main", "list the models on this machine"),
     "explain": ("gateway.commands.explain:main", "say why a request was slow"),
     "top": ("gateway.commands.top:main", "show the engine of a server live"),
+    "upgrade": (
+        "gateway.commands.upgrade:main",
+        "replace a running server without losing a request",
+    ),
     "key": ("gateway.commands.key:main", "make an API key for the key file of a server"),
     "help": ("gateway.commands.manual:main", "show a section of the manual"),
     "completion": (

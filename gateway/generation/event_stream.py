@@ -36,7 +36,6 @@ BLOCKED_SECONDS = 0.02  # a longer write means that the client does not read
 _HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-store"),
-    (b"connection", b"keep-alive"),
     (b"x-accel-buffering", b"no"),  # nginx would collect events
 )
 

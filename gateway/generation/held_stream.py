@@ -40,7 +40,6 @@ RETRY_SECONDS = 1.0  # until a stream of a former server is tried again
 STREAM_HEADERS = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-store"),
-    (b"connection", b"keep-alive"),
     (b"x-accel-buffering", b"no"),  # nginx would collect events
 )
 
@@ -80,6 +79,9 @@ class EndedStream:
         """Remove it from the journal."""
         if self._entry is not None:
             await self._entry.remove()
+
+    async def finished(self) -> None:
+        """It has ended."""
 
     async def stop(self) -> None:
         """It has ended."""

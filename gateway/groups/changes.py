@@ -17,9 +17,11 @@ class Change(NamedTuple):
 
 
 class Changes:
-    """Sends each change to all watchers; None when the server shuts down."""
+    """Sends each change to all watchers; None when the server shuts down, or another one has taken
+    over."""
 
     def __init__(self) -> None:
+        self.is_ended = False
         self._watchers: set[asyncio.Queue[Change | None]] = set()
 
     @contextmanager
@@ -38,6 +40,7 @@ class Changes:
             changes.put_nowait(Change(group.name, group.status))
 
     def end(self) -> None:
-        """Tell the watchers that the server shuts down."""
+        """Tell the watchers that there is nothing more to watch here."""
+        self.is_ended = True
         for changes in self._watchers:
             changes.put_nowait(None)

@@ -41,20 +41,38 @@ class Acceptor:
     tls: ssl.SSLContext | None = None
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)  # that set a connection up
     _retry: asyncio.TimerHandle | None = None
+    _listener: socket.socket | None = None  # while it runs
 
     async def run(self, listener: socket.socket) -> None:
         """Accept until cancelled, which closes the connections that have no protocol yet."""
         listener.setblocking(False)
         loop = asyncio.get_running_loop()
-        self._listen(loop, listener)
+        self._listener = listener
+        self.resume()
         try:
             await loop.create_future()
         finally:
-            if self._retry is not None:
-                self._retry.cancel()
-            loop.remove_reader(listener.fileno())
+            self.pause()
+            self._listener = None
             for task in self._tasks:
                 task.cancel()
+
+    def pause(self) -> None:
+        """Accept no more. What connects meanwhile waits in the kernel, for whoever accepts next."""
+        if self._retry is not None:
+            self._retry.cancel()
+        if self._listener is not None:
+            asyncio.get_running_loop().remove_reader(self._listener.fileno())
+
+    def resume(self) -> None:
+        """Accept again after `pause`."""
+        if self._listener is not None:
+            self._listen(asyncio.get_running_loop(), self._listener)
+
+    async def settled(self) -> None:
+        """Return when each connection that was accepted has its protocol, or is closed."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
 
     def _listen(self, loop: asyncio.AbstractEventLoop, listener: socket.socket) -> None:
         loop.add_reader(listener.fileno(), self._accept, loop, listener)

@@ -5,7 +5,9 @@ groups, and serve until a signal.
 """
 
 import asyncio
+import importlib
 import random
+import socket
 import sys
 import time
 from collections import Counter
@@ -22,6 +24,7 @@ from platformdirs import user_state_path
 
 from engine.errors import StartupError
 from engine.transport.process import LocalLauncher
+from engine.transport.process_memory import available_bytes
 from engine.turns import Turns
 from gateway.access.callers import MAX_COMMAS, BodyLimits
 from gateway.access.origins import OriginPolicy, is_loopback
@@ -36,14 +39,20 @@ from gateway.observe.metrics import Metrics
 from gateway.observe.readings import ServerReadings
 from gateway.observe.request_log import RequestLog
 from gateway.observe.traces import Traces
-from gateway.serve.connection import ConnectionBounds, ParsingMeter
+from gateway.serve.connection import ConnectionBounds, ParsingMeter, Retirement
+from gateway.serve.cores import count_replicas
 from gateway.serve.credentials import Credentials, load_credentials
 from gateway.serve.load import OnProgress, lora_specs, served_name
 from gateway.serve.load_times import LoadTime
-from gateway.serve.memory import default_memory, parts_of
+from gateway.serve.memory import default_memory, parts_of, weight_bytes
 from gateway.serve.opening import ModelOpener, SharedObservers
 from gateway.serve.places import MIN_PER_NETWORK
-from gateway.serve.server import Server, Signals, bind, raise_file_limit, unless_stopped
+from gateway.serve.process import raise_file_limit
+from gateway.serve.server import Server, Signals, bind, unless_stopped
+from gateway.serve.upgrade.inherited import Inherited
+from gateway.serve.upgrade.predecessor import Predecessor
+from gateway.serve.upgrade.successor import Upgrades
+from gateway.serve.upgrade.waiter import block_signals
 from gateway.service import Pace, Service, unix_now
 from gateway.settings.server import IN_MEMORY
 from gateway.settings.settings import Settings
@@ -56,6 +65,7 @@ from gateway.web.table import ROUTES
 OnReady = Callable[[int, "Models"], None]  # the port, and what is served on it
 
 TOKENIZER_THREADS = 2
+PROCESS_BYTES = 512 << 20  # of a server and its worker, besides weights and KV
 SWITCH_SECONDS = 0.001  # that the event loop may wait for a thread that runs Python code
 
 
@@ -74,41 +84,109 @@ def serve(
     *,
     progress: OnProgress,
     announce: OnReady,
-) -> None:
-    """Serve until a signal. Raises `StartupError`, and `KeyboardInterrupt` after Ctrl-C."""
+    inherited: Inherited | None = None,
+) -> bool:
+    """Serve until a signal, or until a successor has taken over and all requests have ended; the
+    result is whether there is one. Raises `StartupError`, and `KeyboardInterrupt` after Ctrl-C."""
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(settings, launcher, progress, announce))
+        return runner.run(_serve(settings, launcher, progress, announce, inherited))
 
 
 async def _serve(
-    settings: Settings, launcher: LocalLauncher | None, progress: OnProgress, announce: OnReady
-) -> None:
+    settings: Settings,
+    launcher: LocalLauncher | None,
+    progress: OnProgress,
+    announce: OnReady,
+    inherited: Inherited | None,
+) -> bool:
     asyncio.get_running_loop().set_default_executor(
         ThreadPoolExecutor(TOKENIZER_THREADS, "tokenize")
     )
     sys.setswitchinterval(SWITCH_SECONDS)
     credentials = load_credentials(settings)
-    with Signals() as signals, closing(bind(settings.http.host, settings.http.port)) as listener:
+    predecessor = None
+    if inherited is not None:
+        check_shareable(settings)
+        predecessor = await Predecessor.join(inherited)
+    listening = socket_of(settings, inherited)
+    with Signals() as signals, closing(listening) as listener:
         if credentials.has_files:
             signals.on_hangup(credentials.reload)
         async with AsyncExitStack() as stack:
-            store = build_store(settings, served_name(settings.deployments[0]))
+            shared = None if predecessor is None else predecessor.store
+            store = build_store(settings, served_name(settings.deployments[0]), shared)
             stack.callback(store.close)
+            if predecessor is not None:
+                store.journal.begin_beside()
             if launcher is not None and settings.models and not settings.models[0].terms.pinned:
                 launcher.discard()
             models = build_models(settings, stack, launcher, progress)
             loading = asyncio.create_task(load_at_start(models.groups), name="load")
+            has_successor = False
             if await unless_stopped(loading, signals):
                 port = listener.getsockname()[1]
                 service = build_service(settings, models, credentials, store)
+                check = partial(check_memory, models)
+                upgrades = Upgrades(store, settings.http.upgrade_seconds, check, predecessor)
                 server = build_server(settings, service, credentials)
+                if predecessor is not None:
+                    forwarding = importlib.import_module("gateway.serve.upgrade.forwarding")
+                    app = forwarding.Forwarding(server.app, service, predecessor)
+                    server = replace(server, app=app)
+                server = replace(server, upgrades=upgrades, predecessor=predecessor)
                 await server.serve(listener, signals, lambda: announce(port, models))
+                if has_successor := upgrades.handed_over.is_set():
+                    block_signals()
         if signals.is_interrupt:
             raise KeyboardInterrupt
+        return has_successor
 
 
-def build_store(settings: Settings, model: str) -> Store:
-    """The store that `--store` names; by default one file per model."""
+def socket_of(settings: Settings, inherited: Inherited | None) -> socket.socket:
+    """The socket to listen on: the former server's, if its address is the same."""
+    host, port = settings.http.host, settings.http.port
+    if inherited is not None:
+        listener = inherited.listener
+        address, own = listener.getsockname()[:2]
+        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        if port in (0, own) and address == infos[0][4][0]:
+            return listener
+    return bind(host, port)
+
+
+def check_shareable(settings: Settings) -> None:
+    """Raise `StartupError` for what two servers cannot use at the same time."""
+    for each in settings.deployments:
+        observe = each.observe
+        for flag, is_used in (
+            ("--record", observe.record is not None),
+            ("--trace", each.launch.trace is not None),
+            ("--kv-events-config", observe.kv_events_config.is_published),
+        ):
+            if is_used:
+                raise StartupError(
+                    f"a server with {flag} cannot be upgraded while it runs: restart it"
+                )
+
+
+def check_memory(models: "Models") -> None:
+    """Raise `StartupError` unless the weights of the loaded models fit a second time. Their KV
+    caches are sized by what is available then."""
+    needed = PROCESS_BYTES
+    for opener, group in zip(models.openers, models.groups, strict=True):
+        if group.is_in_memory and not opener.settings.kernels.device.startswith("cuda"):
+            needed += weight_bytes(opener.settings) * count_replicas(opener.settings)
+    available = available_bytes()
+    if needed > available:
+        raise StartupError(
+            f"a second server needs {needed >> 20:,} MiB beside this one, and {available >> 20:,} "
+            "MiB are available"
+        )
+
+
+def build_store(settings: Settings, model: str, shared: Path | None = None) -> Store:
+    """The store that `--store` names; by default one file per model. The former server shares the
+    file `shared`."""
     limits = StoreLimits(
         file_bytes=settings.store.max_file_bytes,
         tenant_bytes=settings.store.max_key_bytes,
@@ -119,9 +197,13 @@ def build_store(settings: Settings, model: str) -> Store:
     if settings.store.store == IN_MEMORY:
         return open_store(None, limits, rings=rings)
     if settings.store.store is not None:
-        return open_named(Path(settings.store.store).expanduser(), limits, rings)
+        path = Path(settings.store.store).expanduser()
+        return open_named(path, limits, rings, is_shared=path == shared)
     folder = user_state_path("podway", appauthor=False)
-    return open_default(folder / f"{quote(model, safe='')}.sqlite", limits, rings)
+    path = folder / f"{quote(model, safe='')}.sqlite"
+    if path == shared:
+        return open_named(path, limits, rings, is_shared=True)
+    return open_default(path, limits, rings)
 
 
 def build_models(
@@ -246,6 +328,7 @@ def build_server(settings: Settings, service: Service, credentials: Credentials)
         ParsingMeter(),
         settings.http.max_address_connections or share,
         frozenset(route.path.encode() for route in ROUTES.routes if route.is_probe),
+        Retirement(),
     )
     limits = LineLimits(line_bytes=settings.http.max_body_bytes)
     batch_size = settings.scheduler.max_batch_size

@@ -16,9 +16,12 @@ from engine.json_log import set_up_json_logs
 from engine.transport.process import LocalLauncher
 from gateway.options import Option
 from gateway.serve.model_checks import check_local_model
+from gateway.serve.upgrade import systemd
+from gateway.serve.upgrade.inherited import Inherited
+from gateway.serve.upgrade.waiter import become_waiter
 from gateway.settings.checks import check_models, check_settings
 from gateway.settings.device_checks import check_device
-from gateway.settings.flags import Parser
+from gateway.settings.flags import CommandLineError, Parser
 from gateway.settings.server import LOCAL_FILE
 from gateway.settings.settings import Settings, load, options
 
@@ -70,12 +73,36 @@ def _add_flag(group: argparse._ArgumentGroup, option: Option, text: str) -> None
 
 
 def main(
-    argv: list[str], launcher: LocalLauncher | None = None, began_at: float | None = None
+    argv: list[str],
+    launcher: LocalLauncher | None = None,
+    began_at: float | None = None,
+    inherited: Inherited | None = None,
 ) -> int:
     """Serve until a signal. Raises `StartupError`, `Unavailable` if no worker can be restarted,
     and `KeyboardInterrupt` after Ctrl-C. `launcher` starts the workers on this machine;
-    the process began at `began_at` on the performance counter."""
+    the process began at `began_at` on the performance counter. With `inherited` it succeeds another
+    server, which is told why it cannot."""
     began_at = time.perf_counter() if began_at is None else began_at
+    try:
+        return _run(argv, launcher, began_at, inherited)
+    except (EngineError, CommandLineError) as error:
+        if inherited is not None:
+            inherited.report(error.text if isinstance(error, CommandLineError) else str(error))
+        if isinstance(error, LoggedError):
+            return 1
+        raise
+
+
+class LoggedError(EngineError):
+    """An error that ends the command, and is in the log in its own format."""
+
+
+def _run(
+    argv: list[str],
+    launcher: LocalLauncher | None,
+    began_at: float,
+    inherited: Inherited | None,
+) -> int:
     flags = vars(parser(shows_all=False).parse_args(argv))
     settings = load({name: value for name, value in flags.items() if value is not None})
     _set_up_logging(settings)
@@ -85,19 +112,24 @@ def main(
             check_settings(each)
             check_device(each)
             check_local_model(each)
-        _serve()(settings, launcher, began_at)
+        has_successor = _serve()(settings, launcher, began_at, inherited)
     except EngineError as error:
         if settings.observe.log_format != "json":
             raise
         logger.critical("%s", error)
-        return 1
+        raise LoggedError(str(error)) from error
+    if has_successor and inherited is None and not systemd.is_notified():
+        become_waiter()
     return 0
 
 
-def _serve() -> Callable[[Settings, LocalLauncher | None, float], None]:
+Serve = Callable[[Settings, LocalLauncher | None, float, Inherited | None], bool]
+
+
+def _serve() -> Serve:
     """The server, whose imports take half a second: what is wrong is said before them."""
     function = importlib.import_module("gateway.serve.announced").serve_announced
-    return cast("Callable[[Settings, LocalLauncher | None, float], None]", function)
+    return cast("Serve", function)
 
 
 def _set_up_logging(settings: Settings) -> None:

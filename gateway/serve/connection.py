@@ -37,6 +37,12 @@ _INVALID = "invalid_request_error"
 _FIELD_OVERHEAD = 4  # of a header: ": " and the line's end
 
 
+class Retirement:
+    """Whether another server accepts the connections of new clients, after an upgrade."""
+
+    has_begun = False
+
+
 class ConnectionBounds(NamedTuple):
     """Maximum open connections, in total and of one client; timeouts for receiving a body and for
     a client that stops reading. `probes` are the paths for which places remain."""
@@ -47,6 +53,7 @@ class ConnectionBounds(NamedTuple):
     meter: "ParsingMeter | None" = None  # shared by all connections of a server
     max_per_network: int = 1 << 20
     probes: frozenset[bytes] = frozenset()
+    retirement: Retirement = Retirement()  # of a server that can be upgraded, its own
 
 
 class ParsingMeter:

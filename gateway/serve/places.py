@@ -61,6 +61,7 @@ class Places:
 
     max_connections: int = 1 << 20
     max_per_network: int = 1 << 20
+    on_empty: Callable[[], object] = _nothing
     _everything: _Network = field(default_factory=_Network)
     _networks: dict[str, _Network] = field(default_factory=dict)
 
@@ -114,3 +115,5 @@ class Places:
             each.num_open -= 1
         if not own.num_open:
             del self._networks[place.network]
+        if not self.num_open:
+            self.on_empty()

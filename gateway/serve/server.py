@@ -11,27 +11,29 @@ for `FAILED_SECONDS`, and then the server ends with an error.
 
 import asyncio
 import contextlib
-import ctypes
-import gc
+import importlib
 import logging
 import os
-import resource
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Self, TypeVar
 
 import uvicorn
 
-from engine.errors import StartupError, Unavailable
-from engine.transport.process_memory import drop_library_pages, trim_heap
+from engine.errors import EngineError, StartupError, Unavailable
+from engine.transport.process_memory import drop_library_pages
 from gateway.access.intake import Intake
 from gateway.serve.acceptor import Acceptor, defer_silent
 from gateway.serve.connection import ConnectionBounds
 from gateway.serve.places import Places
+from gateway.serve.process import return_large_blocks, tune_collector
+from gateway.serve.upgrade.control import serve_control
+from gateway.serve.upgrade.successor import Accepts
+from gateway.serve.uvicorn_server import UvicornServer
 from gateway.serve.websocket import UpgradableConnection
 
 if TYPE_CHECKING:
@@ -45,6 +47,8 @@ if TYPE_CHECKING:
     from gateway.groups.groups import Groups
     from gateway.observe.backpressure import LoopWatch
     from gateway.observe.request_log import RequestLog
+    from gateway.serve.upgrade.predecessor import Predecessor
+    from gateway.serve.upgrade.successor import Upgrades
     from gateway.store.held_streams import HeldStreams
 
 T = TypeVar("T")
@@ -52,14 +56,9 @@ logger = logging.getLogger(__name__)
 
 BACKLOG = 2048
 CONNECTIONS_SHARE = 0.1  # of the loop's time, for setting connections up beside generation
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
-LARGE_BLOCK_BYTES = 1 << 20  # a larger block is a mapping of its own, which free() removes
-FREE_BYTES = 4 << 20  # at the end of a heap; more are returned
 INTERRUPTED = 130
 KEEP_ALIVE_SECONDS = 75
-RESERVED_FILES = 128  # reserved for weights, pipes to workers, the store
 FLUSH_SECONDS = 5  # for the last bytes, after the last request has ended
-DATE_SECONDS = 1.0  # for which the date header is not renewed
 FAILED_SECONDS = 5.0  # in which `/health` reports that the engine has failed
 
 
@@ -91,6 +90,7 @@ class Signals:
         self.stop = asyncio.Event()
         self.abort = asyncio.Event()
         self.is_interrupt = False
+        self.forward: Callable[[signal.Signals], object] = _ignore  # SIGTERM and SIGINT, too
         self._numbers = [signal.SIGTERM, signal.SIGINT]
 
     def on_hangup(self, reload: Callable[[], None]) -> None:
@@ -98,9 +98,14 @@ class Signals:
         self._numbers.append(signal.SIGHUP)
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, reload)
 
+    def on_upgrade(self, upgrade: Callable[[], object]) -> None:
+        """Call `upgrade` on SIGUSR2. Without it SIGUSR2 ends the process."""
+        self._numbers.append(signal.SIGUSR2)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR2, upgrade)
+
     def __enter__(self) -> Self:
         loop = asyncio.get_running_loop()
-        for number in self._numbers:
+        for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._take, number)
         return self
 
@@ -115,6 +120,7 @@ class Signals:
             loop.remove_signal_handler(number)
 
     def _take(self, number: signal.Signals) -> None:
+        self.forward(number)
         if number is signal.SIGINT and self.abort.is_set():
             logger.warning("second SIGINT: the process ends without waiting")
             os._exit(INTERRUPTED)  # the workers end when their pipes close
@@ -123,6 +129,10 @@ class Signals:
         if not self.stop.is_set():
             self.is_interrupt = number is signal.SIGINT
         self.stop.set()
+
+
+def _ignore(number: signal.Signals) -> None:
+    """There is no successor that would get the signal."""
 
 
 async def unless_stopped(work: asyncio.Task[T], signals: Signals) -> T | None:
@@ -148,35 +158,6 @@ async def _restore_nothing() -> "Later":
     return _nothing
 
 
-class _Uvicorn(uvicorn.Server):
-    """uvicorn without its signal handlers, and without a look at `should_exit` ten times per
-    second; `listens` is set once it accepts connections."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.listens = asyncio.Event()
-        self._exits = asyncio.Event()
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.listens.set()
-
-    async def main_loop(self) -> None:
-        """Renew the date header until `exit` is called."""
-        while not await self.on_tick(0):
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._exits.wait(), DATE_SECONDS)
-
-    def exit(self) -> None:
-        """End `serve` once the open responses are complete."""
-        self.should_exit = True
-        self._exits.set()
-
-
 @dataclass(frozen=True, slots=True)
 class Server:
     """An app and its models, with the batch runner and the probe of the event loop's lag."""
@@ -192,6 +173,8 @@ class Server:
     # Awaited before requests are accepted; its result is awaited beside them.
     restore: "Callable[[], Awaitable[Later]]" = _restore_nothing
     tls: "ssl.SSLContext | None" = None
+    upgrades: "Upgrades | None" = None
+    predecessor: "Predecessor | None" = None
 
     async def serve(
         self, listener: socket.socket, signals: Signals, on_ready: Callable[[], None]
@@ -200,25 +183,34 @@ class Server:
 
         Raises `Unavailable` if the engine has failed.
         """
-        server = _Uvicorn(_config(self))
+        server = UvicornServer(_config(self))
+        places = Places(self.bounds.max_connections, self.bounds.max_per_network)
         listener.listen(BACKLOG)
         defer_silent(listener)
         async with asyncio.TaskGroup() as group:
             running = group.create_task(self.groups.run())
             watching = group.create_task(self.watch.run())
-            batching = group.create_task(self.runner.run())
             serving = group.create_task(server.serve([]))
             await server.listens.wait()
-            restoring = group.create_task((await self.restore())())
-            accepting = group.create_task(self._accept(server, listener))
+            acceptor = self._acceptor(server, places)
             tune_collector()
             return_large_blocks()
             drop_library_pages()
+            later = await self._begin()
+            restoring = group.create_task(later())
+            batching = group.create_task(self._run_batches())
+            accepting = group.create_task(acceptor.run(listener))
+            if self.predecessor is not None:
+                self.predecessor.took_over()
             on_ready()
+            upgrading = group.create_task(self._upgrade_if_asked(listener, acceptor, signals))
             await self._until_stopped(signals)
-            restoring.cancel()
-            batching.cancel()  # unfinished lines run after the next start
-            await asyncio.wait((batching, restoring))
+            if self.upgrades is not None and self.upgrades.handed_over.is_set():
+                work = self._finish(server, acceptor, places, batching)
+                await unless_stopped(asyncio.create_task(work), signals)
+            for task in (upgrading, restoring, batching):
+                task.cancel()  # unfinished lines run after the next start
+            await asyncio.wait((upgrading, batching, restoring))
             await self._drain(signals)
             await self.held.close()
             accepting.cancel()
@@ -229,17 +221,112 @@ class Server:
         if self.groups.failure is not None:
             raise Unavailable(self.groups.failure)
 
+    async def _begin(self) -> "Later":
+        """Restore what clients may ask for before any request is accepted, or be told by the former
+        server that it accepts no more. Returns what goes on beside the requests."""
+        if (predecessor := self.predecessor) is None:
+            return await self.restore()
+        await predecessor.take_over()
+
+        async def restore() -> None:
+            await (await self.restore())()
+            await self.runner.resume()
+
+        async def follow() -> None:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(predecessor.follow())
+                group.create_task(predecessor.restored_by(restore))
+
+        return follow
+
+    async def _run_batches(self) -> None:
+        if self.predecessor is not None:
+            await self.predecessor.released.wait()
+        await self.runner.run()
+
+    async def _upgrade_if_asked(
+        self, listener: socket.socket, acceptor: Acceptor, signals: Signals
+    ) -> None:
+        """Upgrade on SIGUSR2 and for `podway upgrade`, until cancelled."""
+        if (upgrades := self.upgrades) is None:
+            return
+        accepts = Accepts(acceptor.pause, acceptor.resume)
+        signals.forward = upgrades.forward
+
+        async def by_signal() -> None:
+            if upgrades.successor is not None:
+                upgrades.forward(signal.SIGUSR2)
+                return
+            with contextlib.suppress(EngineError):  # it is logged
+                await upgrades.upgrade(None, listener, accepts)
+
+        async with asyncio.TaskGroup() as group:
+            signals.on_upgrade(lambda: group.create_task(by_signal()))
+            port = listener.getsockname()[1]
+            await serve_control(port, lambda given: upgrades.upgrade(given, listener, accepts))
+
+    async def _finish(
+        self,
+        server: UvicornServer,
+        acceptor: Acceptor,
+        places: Places,
+        batching: "asyncio.Task[None]",
+    ) -> None:
+        """Serve what has begun, while the successor accepts connections, until all has ended."""
+        self.bounds.retirement.has_begun = True
+        for connection in list(server.server_state.connections):
+            connection.retire()  # type: ignore[union-attr] # they are all ours
+        self.groups.changes.end()
+        private = await self._serve_privately(server)
+        self.runner.ending.set()
+        await asyncio.wait((batching,))
+        assert self.upgrades is not None, "called after the handover"
+        self.upgrades.released()
+        await acceptor.settled()
+        is_empty = asyncio.Event()
+        places.on_empty = is_empty.set
+        if places.num_open:
+            await is_empty.wait()
+        await self.held.finished()
+        private.close()
+
+    async def _serve_privately(self, server: UvicornServer) -> asyncio.Server:
+        """Answer what the successor passes on of the streams that run here."""
+        assert self.upgrades is not None, "called after the handover"
+        app = importlib.import_module("gateway.serve.upgrade.forwarding")
+        private = replace(self, app=app.PrivateApp(self.app, self.upgrades.secret))
+        config, places = _config(private), Places()
+        config.load()
+
+        def connect() -> asyncio.Protocol:
+            place = places.enter("")
+            assert place is not None, "there is no bound"
+            return UpgradableConnection(
+                config=config,
+                server_state=server.server_state,
+                app_state=server.lifespan.state,
+                bounds=self.bounds,
+                log=self.request_log,
+                place=place,
+            )
+
+        listener = app.bound_private_socket(os.getpid())
+        loop = asyncio.get_running_loop()
+        return await loop.create_unix_server(connect, sock=listener)
+
     async def _until_stopped(self, signals: Signals) -> None:
-        """Wait for a signal, or until the engine has failed and `/health` has reported it."""
-        failing = asyncio.create_task(self.groups.failed.wait())
-        await unless_stopped(failing, signals)
+        """Wait for a signal, for a successor, or until the engine has failed and `/health` has
+        reported it."""
+        ends = [self.groups.failed]
+        if self.upgrades is not None:
+            ends.append(self.upgrades.handed_over)
+        await unless_stopped(asyncio.create_task(_first_of(ends)), signals)
         if self.groups.failed.is_set() and not signals.stop.is_set():
             logger.error("%s The server ends in %g s.", self.groups.failure, FAILED_SECONDS)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(signals.stop.wait(), FAILED_SECONDS)
 
-    async def _accept(self, server: _Uvicorn, listener: socket.socket) -> None:
-        """Accept connections until cancelled."""
+    def _acceptor(self, server: UvicornServer, places: Places) -> Acceptor:
         make = partial(
             UpgradableConnection,
             config=server.config,
@@ -248,7 +335,6 @@ class Server:
             bounds=self.bounds,
             log=self.request_log,
         )
-        places = Places(self.bounds.max_connections, self.bounds.max_per_network)
         intake = Intake(
             self.request_log.clock,
             time.thread_time,
@@ -257,7 +343,7 @@ class Server:
             share=CONNECTIONS_SHARE,
             busy_share=CONNECTIONS_SHARE,
         )
-        await Acceptor(lambda place: make(place=place), places, intake, self.tls).run(listener)
+        return Acceptor(lambda place: make(place=place), places, intake, self.tls)
 
     async def _drain(self, signals: Signals) -> None:
         if not signals.abort.is_set():
@@ -271,44 +357,14 @@ class Server:
         await self.groups.drain(0)
 
 
-def tune_collector() -> None:
-    """Exclude from garbage collection what lives as long as the process.
-
-    Requests are freed by reference counting. Full collections over all modules, several times a
-    second, took 8 % of the loop's time. A full collection now scans live requests only, and runs
-    after ten million container objects that were allocated and not freed. What a start leaves is
-    frozen too: collecting it would delay the first request.
-    """
-    gc.enable()
-    gc.freeze()
-    gc.set_threshold(50_000, 20, 10)
-
-
-def return_large_blocks() -> None:
-    """Return the memory of large objects to the system when they are freed (glibc only).
-
-    By default glibc keeps up to 64 MiB for each of its heaps once blocks of up to 32 MiB have been
-    freed: token ids of long texts, and bodies. What the start has freed is returned now, 10 MiB
-    after a large tokenizer was loaded.
-    """
-    with contextlib.suppress(OSError, AttributeError):  # another C library
-        library = ctypes.CDLL(None)
-        library.mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK_BYTES)
-        library.mallopt(M_TRIM_THRESHOLD, FREE_BYTES)
-    trim_heap()
-
-
-def raise_file_limit() -> int:
-    """Raise the soft limit on open files to the hard limit. Returns the connections it allows."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        with contextlib.suppress(
-            ValueError, OSError
-        ):  # macOS reports a higher limit than it allows
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-            soft = hard
-    most = 1 << 20 if soft == resource.RLIM_INFINITY else soft
-    return max(1, most - RESERVED_FILES)
+async def _first_of(events: list[asyncio.Event]) -> None:
+    """Wait until one of them is set."""
+    waiting = [asyncio.create_task(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in waiting:
+            task.cancel()
 
 
 def _config(server: Server) -> uvicorn.Config:

@@ -12,7 +12,9 @@ from collections.abc import Callable
 from typing import cast
 
 from engine.transport.process import LocalLauncher
+from gateway.serve.upgrade.inherited import Inherited
 
+Serve = Callable[[list[str], LocalLauncher, float, Inherited | None], int]
 WORKER = "engine.worker.process.worker:Worker"
 # Flags with which no worker process is started, or not only one.
 OTHER_STARTS = ("-h", "--help", "--pipeline-stages", "--tensor-ranks", "--launcher")
@@ -27,13 +29,14 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> int:
     """Serve until a signal, as `gateway.serve.command`."""
     began_at = time.perf_counter()
+    inherited = Inherited.from_environment()
     gc.disable()  # imports create many objects that stay; the server enables it when it is ready
     launcher = LocalLauncher(WORKER)
     if not any(argument.startswith(OTHER_STARTS) for argument in argv):
         launcher.prepare()
     try:
-        serve = cast("Callable[[list[str], LocalLauncher, float], int]", _command("main"))
-        return serve(argv, launcher, began_at)
+        serve = cast("Serve", _command("main"))
+        return serve(argv, launcher, began_at, inherited)
     finally:
         launcher.discard()
 

@@ -24,7 +24,8 @@ from gateway.serve.connection import PARSING_SECONDS, SLICE_BYTES, Connection, P
 from gateway.serve.places import Place
 
 if TYPE_CHECKING:
-    from uvicorn._types import HTTPScope
+    from uvicorn._types import ASGI3Application, HTTPScope
+    from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
     from websockets.frames import Frame
 
     from engine.ports import Clock
@@ -148,6 +149,10 @@ class WebSocketConnection(asyncio.Protocol):
         if not self._is_busy:
             self.close(GOING_AWAY, ENDING)
 
+    def retire(self) -> None:
+        """Another server accepts connections now: close once nothing runs."""
+        self.shutdown()
+
     def connection_lost(self, error: Exception | None) -> None:
         self._place.leave()
         self._connections.discard(self)
@@ -257,6 +262,18 @@ class UpgradableConnection(Connection):
             self.scope["podway.upgrade"] = partial(self._upgrade, self.scope)  # type: ignore[typeddict-unknown-key] # ours
         super().on_headers_complete()
 
+    def _start_asgi_task(self, cycle: "RequestResponseCycle", app: "ASGI3Application") -> None:
+        if self._bounds.retirement.has_begun and not self.pipeline:
+            cycle.keep_alive = False  # the response says so
+        super()._start_asgi_task(cycle, app)
+
+    def retire(self) -> None:
+        """Another server accepts connections now. The next response that begins here tells the
+        client to close; nothing is closed that could carry a request at this moment."""
+        cycle = self._running
+        if cycle is not None and not (cycle.response_started or self.pipeline):
+            cycle.keep_alive = False
+
     def _upgrade(self, scope: "HTTPScope", max_bytes: int) -> WebSocketConnection:
         """Hand the transport over to a WebSocket whose messages may have so many bytes. The
         request has no other response. Raises `InvalidRequest` if the handshake is not valid."""
@@ -275,6 +292,8 @@ class UpgradableConnection(Connection):
             transport, self._place, self.connections, clock, self._meter, bounds
         )
         websocket.begin(self.url.decode("latin-1"), scope["headers"])
+        if self._bounds.retirement.has_begun:
+            websocket.retire()
         cycle.response_started = cycle.response_complete = True
         self.connections.discard(self)
         self._disarm()

@@ -3,6 +3,7 @@
 import argparse
 import json
 import re
+import sys
 from collections.abc import Collection, Sequence
 from difflib import get_close_matches
 from importlib.util import find_spec
@@ -24,6 +25,14 @@ class ShowDefaults(argparse.ArgumentDefaultsHelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         return super()._get_help_string(action) if action.default else action.help
+
+
+class CommandLineError(SystemExit):
+    """Ends the process with exit code 1 after the line `text` was written."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(1)
+        self.text = text
 
 
 class Parser(argparse.ArgumentParser):
@@ -52,7 +61,9 @@ class Parser(argparse.ArgumentParser):
         message = _INVALID_NUMBER.sub(
             lambda wrong: f"must be {_NOUNS[wrong['kind']]}, not {wrong['given']}", message
         )
-        self.exit(1, f"{self.prog}: {message} ({self.prog} --help lists all flags)\n")
+        text = f"{self.prog}: {message} ({self.prog} --help lists all flags)"
+        sys.stderr.write(f"{text}\n")
+        raise CommandLineError(text)
 
 
 def did_you_mean(given: str, names: Collection[str]) -> str:

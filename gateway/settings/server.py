@@ -49,6 +49,9 @@ class HttpSettings:
     drain_seconds: float = setting(
         30.0, "server", "time that running requests get to finish after SIGTERM", "SECONDS", ge=0
     )
+    upgrade_seconds: float = advanced(
+        900.0, "server", "time that a new server gets to be ready in an upgrade", "SECONDS", gt=0
+    )
     unknown_fields: str = advanced(
         "ignore",
         "server",

@@ -2,7 +2,7 @@
 
 The event loop never waits for the disk: each piece of work is a plain function over the connection
 and runs as one transaction in the database's thread, in order. The file is locked while it is
-open; a second process cannot open it.
+open; a second process cannot open it, unless it succeeds this one in an upgrade: `share`.
 
 If the disk is full, or the file is on a read-only file system, reads go on and writes raise
 `StoreOutOfSpace`. `check_writable` raises it before any work is done for a result that could not
@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 VERSION = 3
 RETRY_SECONDS = 10.0  # between two writes that are tried while the disk is full
+SHARED_WAIT_MS = 10_000  # that a transaction waits for one of the other server
 MIN_FREE_BYTES = 16 << 20  # with less free space on the disk, nothing new is accepted
 _OUT_OF_SPACE = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR})
 _TABLES = """
@@ -132,14 +133,17 @@ class Database:
         path: Path | None,
         executor: StoreExecutor | None = None,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        is_shared: bool = False,
     ) -> None:
-        """Open or create the file. Without `path`, the database is in memory."""
+        """Open or create the file. Without `path`, the database is in memory. `is_shared`: another
+        server has it open and shares it."""
         self.path = path
         self._executor = executor or StoreThread()
         self._clock = clock
         self._full_since: float | None = None  # the time of the last write that failed
         try:
-            self._connection = _opened(path)
+            self._connection = _opened(path, is_shared=is_shared)
         except (OSError, sqlite3.Error) as error:
             self._executor.close()
             raise StoreFailed(f"cannot open the store {path}: {_reason(error)}") from error
@@ -163,6 +167,19 @@ class Database:
     async def check_writable(self) -> None:
         """Raises `StoreOutOfSpace` if a write now would probably fail."""
         await self._executor(self._check_space)
+
+    async def share(self) -> None:
+        """Let the server that succeeds this one open the file, too. Transactions of both then wait
+        for each other. Raises `StoreFailed`."""
+        if self.path is not None:
+            await self._executor(self._reopen)
+
+    def _reopen(self) -> None:
+        self._connection.close()
+        try:
+            self._connection = _opened(self.path, is_shared=True)
+        except (OSError, sqlite3.Error) as error:
+            raise StoreFailed(f"cannot share the store {self.path}: {_reason(error)}") from error
 
     def close(self) -> None:
         """Wait for the work that was begun and close the file."""
@@ -199,7 +216,7 @@ class Database:
         self._full_since = self._clock()
 
 
-def _opened(path: Path | None) -> sqlite3.Connection:
+def _opened(path: Path | None, *, is_shared: bool) -> sqlite3.Connection:
     if path is not None:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not path.exists():
@@ -208,15 +225,24 @@ def _opened(path: Path | None) -> sqlite3.Connection:
         path or ":memory:", timeout=0.0, isolation_level=None, check_same_thread=False
     )
     try:
-        connection.execute("PRAGMA locking_mode = EXCLUSIVE")
+        if is_shared:
+            connection.execute(f"PRAGMA busy_timeout = {SHARED_WAIT_MS}")
+        else:
+            connection.execute("PRAGMA locking_mode = EXCLUSIVE")
         (version,) = connection.execute("PRAGMA user_version").fetchone()
         if not 0 <= version <= VERSION:
             raise sqlite3.DatabaseError(
                 f"its format is version {version}, this server supports {VERSION}"
             )
+        if is_shared and version != VERSION:
+            raise sqlite3.DatabaseError(
+                f"the server that has it open uses version {version} of its format, this server "
+                f"uses {VERSION}: stop that one first"
+            )
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = NORMAL")
-        _prepare(connection, version)
+        if not is_shared:  # the other server has prepared it, and may be storing an upload
+            _prepare(connection, version)
     except sqlite3.Error:
         connection.close()
         raise

@@ -37,6 +37,10 @@ class HeldStream(Protocol):
         """Wait for its end, and let nothing of it be stored."""
         ...
 
+    async def finished(self) -> None:
+        """Wait for its end."""
+        ...
+
     async def stop(self) -> None:
         """End it at the end of the server; the next server may go on with it."""
         ...
@@ -95,6 +99,12 @@ class HeldStreams:
         """End a stream, if it runs, and forget it. Raises `StreamNotFound`."""
         self.find(tenant, name)
         self._replace(tenant, name)
+
+    async def finished(self) -> None:
+        """Wait until no stream runs."""
+        while self._running:
+            await asyncio.gather(*(stream.finished() for stream in self._running))
+            await asyncio.sleep(0)  # their callbacks note the end
 
     async def close(self) -> None:
         """End all streams, at the end of the server."""

@@ -6,6 +6,7 @@ its events are stored, as long as they can be read.
 """
 
 import sqlite3
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import msgspec
@@ -48,6 +49,12 @@ class Journal:
     def __init__(self, database: Database, limits: RingLimits) -> None:
         self._database = database
         self._limits = limits
+        self._own: set[str] | None = None  # ids that were added beside another server
+
+    def begin_beside(self) -> None:
+        """Another server uses the journal as well: the streams that begin here are not those of a
+        former server."""
+        self._own = set()
 
     @property
     def is_on(self) -> bool:
@@ -61,6 +68,8 @@ class Journal:
         def write(db: sqlite3.Connection) -> None:
             if _trim(db, self._limits, len(data)) > self._limits.total_bytes:
                 raise StoreOutOfSpace
+            if self._own is not None:
+                self._own.add(record.id)
             db.execute(
                 "INSERT INTO stream (id, num_bytes, record) VALUES (?, ?, ?)",
                 (record.id, len(data), data),
@@ -92,24 +101,31 @@ class Journal:
         await self._database.write(write)
 
     async def running(self) -> list[StreamRecord]:
-        """The streams that have not ended, in the order of their beginning."""
+        """The streams of former servers that have not ended, in the order of their beginning."""
 
         def read(db: sqlite3.Connection) -> list[StreamRecord]:
             rows = db.execute("SELECT record FROM stream WHERE ended_at IS NULL ORDER BY seq")
-            return [_decoded(record) for (record,) in rows]
+            return self._former([_decoded(record) for (record,) in rows])
 
         return await self._database.read(read)
 
     async def ended(self, now: int) -> list[Ended]:
-        """The streams that have ended, and can still be read."""
+        """The streams of former servers that have ended, and can still be read."""
         since = now - self._limits.seconds
 
         def read(db: sqlite3.Connection) -> list[Ended]:
             query = "SELECT record, events FROM stream WHERE ended_at > ? ORDER BY seq"
             rows = db.execute(query, (since,))
-            return [Ended(_decoded(record), events) for record, events in rows]
+            streams = [Ended(_decoded(record), events) for record, events in rows]
+            former = {record.id for record in self._former(each.record for each in streams)}
+            return [each for each in streams if each.record.id in former]
 
         return await self._database.read(read)
+
+    def _former(self, records: Iterable[StreamRecord]) -> list[StreamRecord]:
+        """The records that were not added here."""
+        own = self._own or set()
+        return [record for record in records if record.id not in own]
 
 
 def _decoded(data: bytes) -> StreamRecord:

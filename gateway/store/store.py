@@ -1,6 +1,7 @@
 """Store: files, batches and responses, in one database; and the events of streams, in memory."""
 
 import logging
+import sqlite3
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,8 +35,20 @@ class Store:
     held: HeldStreams
     journal: Journal
 
+    async def is_lost_at_end(self) -> bool:
+        """Whether it has files, batches or responses, and keeps them in memory only."""
+        if self.database.path is not None:
+            return False
+        return await self.database.read(_has_rows)
+
     def close(self) -> None:
         self.database.close()
+
+
+def _has_rows(db: sqlite3.Connection) -> bool:
+    tables = ("file", "batch", "response")
+    query = " OR ".join(f"EXISTS (SELECT 1 FROM {table})" for table in tables)
+    return bool(db.execute(f"SELECT {query}").fetchone()[0])
 
 
 def open_store(
@@ -45,9 +58,12 @@ def open_store(
     responses: ResponseLimits = DEFAULT_LIMITS,
     clock: Callable[[], float] = time.monotonic,
     rings: RingLimits = DEFAULT_RINGS,
+    *,
+    is_shared: bool = False,
 ) -> Store:
-    """The store in that file, or in memory. Raises `StoreFailed` if it cannot be opened."""
-    database = Database(path, executor, clock)
+    """The store in that file, or in memory. Raises `StoreFailed` if it cannot be opened.
+    `is_shared`: the server that this one succeeds has it open and shares it."""
+    database = Database(path, executor, clock, is_shared=is_shared)
     return Store(
         database,
         Files(database, limits),
@@ -58,10 +74,13 @@ def open_store(
     )
 
 
-def open_named(path: Path, limits: StoreLimits, rings: RingLimits = DEFAULT_RINGS) -> Store:
-    """The store in the file that `--store` names. Raises `StartupError`."""
+def open_named(
+    path: Path, limits: StoreLimits, rings: RingLimits = DEFAULT_RINGS, *, is_shared: bool = False
+) -> Store:
+    """The store in the file that `--store` names, or that another server shares. Raises
+    `StartupError`."""
     try:
-        return open_store(path, limits, rings=rings)
+        return open_store(path, limits, rings=rings, is_shared=is_shared)
     except StoreFailed as error:
         raise StartupError(str(error)) from error
 

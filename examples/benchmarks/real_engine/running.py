@@ -28,7 +28,7 @@ from engine.step import Step
 from examples.benchmarks.real_engine.counted import CountedExecutor, Turns
 from examples.benchmarks.real_engine.loads import Call, watch_length
 from examples.benchmarks.real_engine.machine import Machine
-from gateway.serve.server import tune_collector
+from gateway.serve.process import tune_collector
 
 NO_SLO = SLO()
 CLASSES = 8  # of steps by their predicted seconds, with equally many steps in each

@@ -60,7 +60,7 @@ from gateway.observe.timelines import Timelines
 from gateway.schema.fields.sampling import Vocabulary
 from gateway.serve.connection import Connection
 from gateway.serve.places import Places
-from gateway.serve.server import tune_collector
+from gateway.serve.process import tune_collector
 from gateway.service import Pace, Service
 from gateway.store.store import open_store
 from gateway.store.usage import StoreLimits

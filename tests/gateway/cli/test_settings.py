@@ -165,6 +165,7 @@ def test_every_setting_can_be_set_by_flag_environment_and_file(
         "max_replay_bytes": "7MiB",
         "replay_seconds": "90",
         "drain_seconds": "1.5",
+        "upgrade_seconds": "60",
         "keepalive_whole": "20",
         "unknown_fields": "reject",
         "log_level": "debug",

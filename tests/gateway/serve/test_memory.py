@@ -7,7 +7,7 @@ import pytest
 
 GROW = """
 import os
-from gateway.serve.server import return_large_blocks
+from gateway.serve.process import return_large_blocks
 
 def resident():
     with open("/proc/self/statm") as statm:

@@ -45,7 +45,7 @@ class ModelEvents:
     async def _stream(self, changes: "asyncio.Queue[Change | None]", send: "Send") -> None:
         statuses = (Change(group.name, group.status) for group in self._service.groups)
         event = b"".join(_event("model_status", each) for each in statuses)
-        while event and not self._service.groups.is_draining:
+        while event and not self._service.groups.changes.is_ended:
             await send({"type": "http.response.body", "body": event, "more_body": True})
             event = await self._next(changes)
         await send({"type": "http.response.body", "body": b"", "more_body": False})

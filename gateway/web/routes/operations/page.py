@@ -144,7 +144,7 @@ class LiveStream:
     async def _stream(self, send: "Send") -> None:
         service, view = self._service, self._service.live
         since = view.last_number
-        while service.group.accepts and not service.groups.is_draining:
+        while service.group.accepts and not service.groups.changes.is_ended:
             try:
                 state = await self._state.get()  # once per tick
             except Unavailable:  # it was unloaded meanwhile

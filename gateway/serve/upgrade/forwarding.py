@@ -1,0 +1,168 @@
+"""Requests about streams that run in the former server, which the new one passes on to it.
+
+The former server goes on generating its held streams. Their clients ask the new server for them: it
+sends such a request over a private Unix socket, and relays the response. Once the former server has
+ended, its streams are in the journal, and these requests wait until that has been read.
+"""
+
+import re
+import socket
+from contextlib import asynccontextmanager
+from functools import partial
+from secrets import compare_digest
+from typing import TYPE_CHECKING
+
+import aiohttp
+
+from engine.errors import EngineError
+from gateway.errors import StreamNotFound
+from gateway.generation.held_streams import CONVERSATION, LAST_EVENT
+from gateway.generation.reply import unless_disconnected
+from gateway.service import Service
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+    from gateway.serve.upgrade.predecessor import Predecessor
+
+SECRET, CLIENT = b"podway-upgrade", b"podway-client"
+OF_CONNECTION = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"content-length"})
+_NAMED = re.compile(r"/v1/(responses|stream|requests)/(?P<name>[^/]+)(/cancel)?")
+
+
+def private_socket(pid: int) -> str:
+    """The name of the former server's private socket, which needs no file."""
+    return f"\0podway/finishing/{pid}"
+
+
+class PrivateApp:
+    """The app of the former server for requests that its successor passes on."""
+
+    def __init__(self, app: "ASGIApp", secret: str) -> None:
+        self._app = app
+        self._secret = secret.encode()
+
+    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+        headers = dict(scope["headers"])
+        if not compare_digest(headers.get(SECRET, b""), self._secret):
+            await send({"type": "http.response.start", "status": 403, "headers": []})
+            await send({"type": "http.response.body", "body": b""})
+            return
+        own = (SECRET, CLIENT)
+        scope["client"] = (headers[CLIENT].decode(), 0)
+        scope["headers"] = [pair for pair in scope["headers"] if pair[0] not in own]
+        await self._app(scope, receive, send)
+
+
+class Forwarding:
+    """The app of the successor: asks the former server first about what only that may know."""
+
+    def __init__(self, app: "ASGIApp", service: Service, predecessor: "Predecessor") -> None:
+        self._app = app
+        self._service = service
+        self._predecessor = predecessor
+
+    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+        if self._predecessor.restored.is_set() or scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        name = self._name(scope)
+        if name is not None and not self._is_here(scope, name):
+            body = await _whole_body(receive)
+            receive = _replayed(body, receive)
+            if await self._is_answered(scope, body, receive, send):
+                return
+        await self._app(scope, receive, send)
+
+    def _name(self, scope: "Scope") -> str | None:
+        """The stream, response or request that is asked for by a name."""
+        if (match := _NAMED.fullmatch(scope["path"])) is not None:
+            return match["name"]
+        headers = dict(scope["headers"])
+        name = headers.get(CONVERSATION) if LAST_EVENT in headers else None
+        return None if name is None else name.decode("latin-1")
+
+    def _is_here(self, scope: "Scope", name: str) -> bool:
+        headers = dict(scope["headers"])
+        given = (headers.get(key) for key in (b"authorization", b"x-api-key"))
+        try:
+            key = self._service.keys.key_of(*(each and each.decode("latin-1") for each in given))
+            self._service.store.held.find(key.name, name)
+        except StreamNotFound:
+            return False
+        except EngineError:  # it is rejected here
+            return True
+        return True
+
+    async def _is_answered(
+        self, scope: "Scope", body: bytes, receive: "Receive", send: "Send"
+    ) -> bool:
+        """Relay the former server's response; False if it does not know the name either."""
+        try:
+            async with self._asked(scope, body) as response:
+                if response.status == 404:
+                    return False
+                relay = partial(_relay, response, send)
+                await unless_disconnected(receive, relay, lambda: None)
+                return True
+        except aiohttp.ClientConnectionError:
+            await self._predecessor.restored.wait()
+            return False
+
+    @asynccontextmanager
+    async def _asked(self, scope: "Scope", body: bytes) -> "AsyncIterator[aiohttp.ClientResponse]":
+        query = scope["query_string"].decode("latin-1")
+        url = f"http://podway{scope['path']}" + (f"?{query}" if query else "")
+        headers = [
+            (name.decode("latin-1"), value.decode("latin-1"))
+            for name, value in scope["headers"]
+            if name not in OF_CONNECTION
+        ]
+        headers.append((SECRET.decode(), self._predecessor.secret))
+        headers.append((CLIENT.decode(), (scope.get("client") or ("-",))[0]))
+        connector = aiohttp.UnixConnector(private_socket(self._predecessor.pid), force_close=True)
+        timeout = aiohttp.ClientTimeout(total=None)
+        async with (
+            aiohttp.ClientSession(
+                connector=connector, timeout=timeout, auto_decompress=False
+            ) as session,
+            session.request(scope["method"], url, headers=headers, data=body) as response,
+        ):
+            yield response
+
+
+async def _relay(response: aiohttp.ClientResponse, send: "Send") -> None:
+    headers = [pair for pair in response.raw_headers if pair[0].lower() not in OF_CONNECTION]
+    lower = [(name.lower(), value) for name, value in headers if name.lower() != b"date"]
+    await send({"type": "http.response.start", "status": response.status, "headers": lower})
+    async for piece in response.content.iter_any():
+        await send({"type": "http.response.body", "body": piece, "more_body": True})
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _whole_body(receive: "Receive") -> bytes:
+    body, more = b"", True
+    while more:
+        message = await receive()
+        body += message.get("body", b"")
+        more = message.get("more_body", False)
+    return body
+
+
+def _replayed(body: bytes, receive: "Receive") -> "Receive":
+    """Receives a body that has been read, and then what follows."""
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replay() -> "Message":
+        return messages.pop() if messages else await receive()
+
+    return replay
+
+
+def bound_private_socket(pid: int) -> socket.socket:
+    """The former server's private socket."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(private_socket(pid))
+    return listener

@@ -1,0 +1,85 @@
+"""`podway upgrade` replaces a server while it streams: nothing is lost, and no text differs."""
+
+import asyncio
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import aiohttp
+import psutil
+
+from tests.conftest import Server, read_url, start_server
+
+FLAGS = ("--cost-model", "none", "--store", "kept.sqlite")
+FIXED = {"temperature": 0.9, "seed": 7, "ignore_eos": True}
+STORY = {"prompt": "Once", "max_tokens": 1200, "stream": True, "model": "builtin", **FIXED}
+HELD = {"input": "A story.", "max_output_tokens": 1500, "background": True, "stream": True}
+
+
+async def upgrade(server: Server, *flags: str) -> tuple[int, str]:
+    """The exit code of `podway upgrade`, and what it has printed."""
+    command = [sys.executable, "-m", "gateway", "upgrade", "--pid", str(server.pid), *flags]
+    run = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True)
+    return run.returncode, run.stdout + run.stderr
+
+
+async def completion(session: aiohttp.ClientSession, url: str) -> str:
+    """The text of the story, which is streamed."""
+    text = ""
+    async with session.post(f"{url}/v1/completions", json=STORY) as response:
+        assert response.status == 200
+        async for line in response.content:
+            if b'"text":"' in line:
+                text += line.decode().split('"text":"')[1].split('","')[0]
+        assert line == b"\n"
+    return text
+
+
+async def test_streams_go_on_and_held_ones_are_read_through_the_new_server(
+    tmp_path: Path,
+) -> None:
+    with start_server(tmp_path, *FLAGS) as server:
+        url = await asyncio.to_thread(read_url, server)
+        async with aiohttp.ClientSession() as session:
+            expected = await completion(session, url)
+            running = asyncio.create_task(completion(session, url))
+            held = await session.post(
+                f"{url}/v1/responses", json={**HELD, "model": "builtin", **FIXED}
+            )
+            first = (await held.content.readuntil(b"\n\n")).split(b'"id":"')[1]
+            response_id = first.split(b'"')[0].decode()
+            done = await upgrade(server)
+            assert done == (0, taken(server))
+            place = f"{url}/v1/responses/{response_id}"
+            async with aiohttp.ClientSession() as fresh:  # its connection is to the new server
+                async with fresh.get(f"{place}?stream=true") as again:
+                    assert again.status == 200
+                    events = await again.read()
+                async with fresh.get(place) as response:
+                    assert (await response.json())["id"] == response_id
+            assert events.endswith(await held.content.read())
+            assert await running == expected
+            held.close()
+        server.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(server.wait, 60) == 0
+
+
+def taken(server: Server) -> str:
+    """What the command prints when the one successor of a server serves."""
+    (new,) = [
+        child.pid for child in psutil.Process(server.pid).children() if "serve" in child.cmdline()
+    ]
+    return f"the server {new} has taken over from {server.pid}\n"
+
+
+async def test_a_new_server_that_does_not_get_ready_changes_nothing(tmp_path: Path) -> None:
+    with start_server(tmp_path, *FLAGS) as server:
+        url = await asyncio.to_thread(read_url, server)
+        code, output = await upgrade(server, "--", "--no-such-flag")
+        assert code == 1
+        assert "the server goes on: podway serve: unknown flag --no-such-flag" in output
+        async with aiohttp.ClientSession() as session, session.get(f"{url}/ready") as response:
+            assert response.status == 200
+        server.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(server.wait, 60) == 0
