@@ -206,6 +206,8 @@ class Server:
             upgrading = group.create_task(self._upgrade_if_asked(listener, acceptor, signals))
             await self._until_stopped(signals)
             if self.upgrades is not None and self.upgrades.handed_over.is_set():
+                upgrading.cancel()  # others ask the successor
+                signals.on_upgrade(partial(self.upgrades.forward, signal.SIGUSR2))
                 work = self._finish(server, acceptor, places, batching)
                 await unless_stopped(asyncio.create_task(work), signals)
             for task in (upgrading, restoring, batching):
@@ -254,9 +256,6 @@ class Server:
         signals.forward = upgrades.forward
 
         async def by_signal() -> None:
-            if upgrades.successor is not None:
-                upgrades.forward(signal.SIGUSR2)
-                return
             with contextlib.suppress(EngineError):  # it is logged
                 await upgrades.upgrade(None, listener, accepts)
 
