@@ -1,30 +1,35 @@
-"""Models of 4 to 30 billion parameters: tokens/s alone and of 4 and 16 streams, TTFT of long
-prompts, PSS, beside other servers.
+"""Models of 4 to 30 billion parameters beside other servers: streams alone, 4 and 16 streams, TTFT
+of long prompts, PSS.
 
-    python -m examples.benchmarks.peers.larger PEERS [--models NAME ...] [--rounds 3] [--list]
-        [--out DIR]
+    python -m examples.benchmarks.peers.larger PEERS [--models NAME ...] [--formats NAME ...]
+        [--loads NAME ...] [--rounds 3] [--add] [--list] [--out DIR]
 
 PEERS holds what the other servers need: gguf/MODEL-FORMAT.gguf, the same model in OpenVINO's form
 in ov/MODEL-FORMAT, and the scripts run_llama.sh and run_openvino.sh as for the other comparisons.
-A GGUF file is served by Podway, too; without one Podway serves the shape with random weights.
-`--list` shows what would be started and what is left out for want of a file or of memory.
+A GGUF file (`examples.benchmarks.peers.random_gguf` writes them) is served by Podway, too; without
+one Podway serves the shape with random weights.
+
+All servers of a model and format are up at a time; each load runs on one after the other, because
+the memory of a virtual machine is faster at some times than at others. `--add` keeps the rounds
+that DIR has already. `--list` shows what would be started and what is left out for want of a file
+or of memory.
 """
 
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 
-from examples.benchmarks.peers.__main__ import measure
+from examples.benchmarks.peers.larger_page import page
 from examples.benchmarks.peers.loads import Load
-from examples.benchmarks.peers.servers import Server
-from examples.benchmarks.peers.tables import page
+from examples.benchmarks.peers.servers import Server, running
 
 IDS = "300..20000"  # of the tokens in prompts
 CONTEXT = 16_384 + 512
@@ -71,6 +76,8 @@ def main() -> None:
     options = parse()
     chosen = [each for each in MODELS if not options.models or each.name in options.models]
     servers, missing = plan(chosen, options.peers, psutil.virtual_memory().available)
+    if options.formats:
+        servers = [each for each in servers if each.group.split(", ")[1] in options.formats]
     for line in missing:
         print(f"left out: {line}", file=sys.stderr)
     if options.list:
@@ -79,37 +86,75 @@ def main() -> None:
         return
     out: Path = options.out
     out.mkdir(parents=True, exist_ok=True)
-    rounds: list[dict[str, object]] = []
+    figures = out / "figures.json"
+    runs = json.loads(figures.read_text()) if options.add else []
+    chosen_loads = [each for each in LOADS if not options.loads or each.name in options.loads]
+    first = 1 + max((run["round"] for run in runs), default=-1)
     with TemporaryDirectory() as scratch:
-        for number in range(options.rounds):
-            for server in servers:
-                print(f"round {number + 1}: {server.name}", file=sys.stderr, flush=True)
-                rounds.append({"round": number} | measure(server, loads(), Path(scratch)))
-                (out / "figures.json").write_text(json.dumps(rounds, indent=1) + "\n")
-    text = page(options.peers, rounds, loads(), "examples.benchmarks.peers.larger")
-    left_out = "".join(f"\n- {line}" for line in missing) or " nothing"
-    (out / "README.md").write_text(f"{text}\nLeft out:{left_out}\n")
+        for number in range(first, first + options.rounds):
+            for group in dict.fromkeys(each.group for each in servers):
+                print(f"round {number}: {group}", file=sys.stderr, flush=True)
+                here = [each for each in servers if each.group == group]
+                found = measure_in_turn(here, chosen_loads, Path(scratch))
+                runs += [{"round": number} | each for each in found]
+                figures.write_text(json.dumps(runs, indent=1) + "\n")
+                (out / "README.md").write_text(page(runs, LOADS, names_of_all(), missing))
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Larger models beside other servers.")
     parser.add_argument("peers", type=Path)
     parser.add_argument("--models", nargs="+", choices=[each.name for each in MODELS], default=[])
+    formats = sorted({format.gguf for model in MODELS for format in model.formats})
+    parser.add_argument("--formats", nargs="+", choices=formats, default=[])
+    parser.add_argument("--loads", nargs="+", choices=[each.name for each in LOADS], default=[])
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--add", action="store_true", help="keep the rounds that DIR has")
     parser.add_argument("--list", action="store_true", help="start nothing")
     parser.add_argument("--out", type=Path, default=Path("larger"), metavar="DIR")
     return parser.parse_args()
 
 
-def loads() -> list[Load]:
-    """Lone prompts of three lengths, then 4 and 16 streams."""
-    lone = [_load(f"{prompt:,} in", 1, 3, prompt) for prompt in (128, 4096, 16_384)]
-    return lone + [_load(f"C={streams}", streams, 2 * streams, 128) for streams in (4, 16)]
+def _load(name: str, streams: int, requests: int, prompt: int, output: int) -> Load:
+    flags = f"-c {streams} -n {requests} --prompt-tokens {prompt} --output-tokens {output}"
+    return Load(name, (*flags.split(), "--ids", IDS), is_open=False)
 
 
-def _load(name: str, streams: int, requests: int, prompt: int) -> Load:
-    flags = f"-c {streams} -n {requests} --prompt-tokens {prompt} --output-tokens 64 --ids {IDS}"
-    return Load(name, tuple(flags.split()), is_open=False)
+LOADS = (
+    _load("128 in", 1, 3, 128, 64),
+    _load("C=4", 4, 8, 128, 64),
+    _load("C=16", 16, 16, 128, 64),
+    _load("4,096 in", 1, 1, 4096, 32),
+    _load("16,384 in", 1, 1, 16_384, 32),
+)
+
+
+def measure_in_turn(
+    servers: Sequence[Server], loads: Sequence[Load], scratch: Path
+) -> list[dict[str, Any]]:
+    """The figures of each server; a load that fails is recorded as its error's last line."""
+    with ExitStack() as stack:
+        found = []
+        for server in servers:
+            up = stack.enter_context(running(server))
+            run: dict[str, Any] = {
+                "server": server.name,
+                "group": server.group,
+                "first_token_seconds": up.first_token_seconds,
+                "pss_mib_at_start": up.pss_mib(),
+                "loads": {},
+            }
+            found.append((up, run))
+        for number, load in enumerate(loads):
+            for up, run in found if number % 2 == 0 else reversed(found):
+                run["loads"][load.name] = load.run(up, scratch)
+        for up, run in found:
+            run["pss_mib_after"] = up.pss_mib()
+    return [run for _, run in found]
+
+
+def names_of_all() -> list[str]:
+    return [f"{model.name}, {format.gguf}" for model in MODELS for format in model.formats]
 
 
 def plan(models: list[Model], peers: Path, available_bytes: int) -> tuple[list[Server], list[str]]:

@@ -32,12 +32,12 @@ def circumstances(command: str, rounds: Rounds) -> str:
     return (
         f"Made by `python -m {command}`: alternating,"
         f" rounds: {1 + max(one['round'] for one in rounds)}, medians (smallest to largest).\n"
-        f"{cores} cores of {_processor()}; the load client and all else took"
+        f"{cores} cores of {processor()}; the load client and all else took"
         f" {others / wall / cores:.0%} of the CPU seconds.\n"
     )
 
 
-def _processor() -> str:
+def processor() -> str:
     with open("/proc/cpuinfo", encoding="utf-8") as file:
         names = [line.split(":")[1].strip() for line in file if line.startswith("model name")]
     return names[0] if names else platform.processor()
@@ -46,7 +46,7 @@ def _processor() -> str:
 def _closed(rounds: Rounds, loads: Sequence[Load]) -> str:
     names = [load.name for load in loads if not load.is_open]
     columns = [f"{name} tokens/s" for name in names] + [f"{name} TTFT p50 ms" for name in names]
-    return _table(
+    return table(
         columns,
         rounds,
         [_of_load(name, "output_rate", 1.0) for name in names]
@@ -63,13 +63,13 @@ def _open(rounds: Rounds, loads: Sequence[Load]) -> str:
     )
     columns = [f"{name}: {title}" for name in names for title, *_ in measures]
     picks = [_of_load(name, key, unit) for name in names for _, key, unit in measures]
-    return _table(columns, rounds, picks)
+    return table(columns, rounds, picks)
 
 
 def _standing(rounds: Rounds) -> str:
     columns = ["first token after s", "PSS MiB at start", "PSS MiB after load"]
     keys = ("first_token_seconds", "pss_mib_at_start", "pss_mib_after")
-    return _table(columns, rounds, [_of_server(key) for key in keys])
+    return table(columns, rounds, [_of_server(key) for key in keys])
 
 
 Pick = Callable[[dict[str, Any]], float | None]
@@ -87,7 +87,7 @@ def _of_server(key: str) -> Pick:
     return lambda one: float(one[key])
 
 
-def _table(columns: Sequence[str], rounds: Rounds, picks: Sequence[Pick]) -> str:
+def table(columns: Sequence[str], rounds: Rounds, picks: Sequence[Pick]) -> str:
     if not columns:
         return ""
     lines = [f"| | {' | '.join(columns)} |", "|---" * (1 + len(columns)) + "|"]

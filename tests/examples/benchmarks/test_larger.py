@@ -1,10 +1,11 @@
 """What the comparison of larger models starts, and what it says that it leaves out."""
 
 from pathlib import Path
+from typing import Any
 
 from adapters.models.named_shapes import SHAPES
-from examples.benchmarks.peers.larger import MODELS, loads, plan
-from examples.benchmarks.peers.tables import page
+from examples.benchmarks.peers.larger import LOADS, MODELS, plan
+from examples.benchmarks.peers.larger_page import page
 
 GIB = 1 << 30
 
@@ -40,19 +41,33 @@ def test_what_does_not_fit_in_memory_is_named(tmp_path: Path) -> None:
     }
 
 
-def test_a_table_has_a_column_for_each_load() -> None:
-    run = {"output_rate": 8.4, "ttft_p50": 2.5, "wall_seconds": 9.0, "other_cpu_seconds": 0.1}
-    one = {
+def run(*loads: str) -> dict[str, Any]:
+    figures = {"output_rate": 31.5, "ttft_p50": 2.5, "itl_p50": 0.125}
+    return {
         "round": 0,
         "server": "Podway",
         "group": "Qwen3-4B, q4_0",
         "first_token_seconds": 3.0,
         "pss_mib_at_start": 2500,
         "pss_mib_after": 2900,
-        "loads": {load.name: run for load in loads()},
+        "loads": {
+            name: figures | {"wall_seconds": 9.0, "other_cpu_seconds": 0.1} for name in loads
+        },
     }
-    text = page("peers", [one], loads())
-    for name in ("128 in", "4,096 in", "16,384 in", "C=4", "C=16"):
-        assert f"{name} tokens/s" in text
-        assert f"{name} TTFT p50 ms" in text
-    assert "2,900" in text
+
+
+GROUPS = ["Qwen3-4B, q4_0", "Qwen3-4B, q8_0"]
+
+
+def test_lone_streams_have_their_decode_speed_and_concurrent_ones_all_tokens_per_second() -> None:
+    text = page([run(*(load.name for load in LOADS))], LOADS, GROUPS[:1], [])
+    for title in ("128 in: tokens/s", "4,096 in: tokens/s", "C=4 tokens/s", "C=16 tokens/s"):
+        assert title in text
+    assert "| Podway | 8.0 | 2.5 | 31.5 | 31.5 | 8.0 | 2.5 | 8.0 | 2.5 |" in text
+
+
+def test_the_page_of_some_loads_names_those_that_were_not_run() -> None:
+    text = page([run("128 in", "C=4")], LOADS, GROUPS, ["a reason"])
+    assert "C=16 tokens/s" not in text
+    assert "- Qwen3-4B, q4_0: C=16, 4,096 in, 16,384 in\n" in text
+    assert "- Qwen3-4B, q8_0: all loads\n- a reason\n" in text

@@ -1,0 +1,233 @@
+"""Writes a GGUF file of a named shape with random weights, for servers that read such files.
+
+    python -m examples.benchmarks.peers.random_gguf SHAPE FORMAT PATH
+
+FORMAT is q4_0, q4_k_m or q8_0; its types of tensors are those that llama-quantize chooses. One
+tensor is in memory at a time. The vocabulary has bytes, and pairs and triples of letters and
+digits. RoPE is not scaled.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator, Mapping
+from itertools import product
+from pathlib import Path
+from string import ascii_letters, digits
+from typing import Any, NamedTuple
+
+import gguf
+import numpy as np
+from gguf.constants import GGMLQuantizationType as Kind
+
+from adapters.models.named_shapes import SHAPES
+from adapters.tokenizers.byte_level import byte_alphabet
+from examples.benchmarks.peers.random_blocks import random_rows
+
+Config = Mapping[str, Any]
+ARCHITECTURES = {  # llama.cpp's name, and its name of the pre-tokenization
+    "LlamaForCausalLM": ("llama", "llama-bpe"),
+    "Qwen3ForCausalLM": ("qwen3", "qwen2"),
+    "Qwen3_5ForCausalLM": ("qwen35", "qwen35"),
+}
+KEYS = {
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "rope.freq_base": "rope_theta",
+    "full_attention_interval": "full_attention_interval",
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "ssm.state_size": "linear_key_head_dim",
+    "ssm.group_count": "linear_num_key_heads",
+    "ssm.time_step_rank": "linear_num_value_heads",
+}
+FORMATS = {"q4_0": Kind.Q4_0, "q4_k_m": Kind.Q4_K, "q8_0": Kind.Q8_0}
+SPECIAL = ("<|start|>", "<|end|>")
+
+
+class Matrix(NamedTuple):
+    """A quantized tensor `[rows, columns]`."""
+
+    name: str
+    rows: int
+    columns: int
+
+
+class Vector(NamedTuple):
+    """A float32 tensor of one value."""
+
+    name: str
+    shape: tuple[int, ...]
+    value: float = 1.0
+
+
+Tensor = Matrix | Vector
+
+
+def write(shape: str, format: str, path: Path, seed: int = 0) -> None:
+    config = SHAPES[shape]
+    architecture, pre = ARCHITECTURES[config["architectures"][0]]  # type: ignore[index]
+    writer = gguf.GGUFWriter(path, architecture)
+    for key, value in metadata(config, architecture).items():
+        _add(writer, key, value)
+    _add_vocabulary(writer, int(config["vocab_size"]), pre)  # type: ignore[call-overload]
+    rng = np.random.default_rng(seed)
+    found = [(each, kind_of(each, config, format)) for each in tensors(config)]
+    for each, kind in found:
+        _announce(writer, each, kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for each, kind in found:
+        if isinstance(each, Matrix):
+            writer.write_tensor_data(random_rows(rng, kind, each.rows, each.columns))
+        else:
+            writer.write_tensor_data(np.full(each.shape, each.value, np.float32))
+    writer.close()
+
+
+def metadata(config: Config, architecture: str) -> dict[str, Any]:
+    head = _head_dim(config)
+    sizes = {key: config[name] for key, name in KEYS.items() if name in config}
+    sizes |= {"attention.key_length": head, "attention.value_length": head}
+    sizes["rope.dimension_count"] = int(head * config.get("partial_rotary_factor", 1))
+    if "linear_num_value_heads" in config:
+        inner = config["linear_num_value_heads"] * config["linear_value_head_dim"]
+        sizes |= {"ssm.inner_size": inner, "rope.dimension_sections": [11, 11, 10, 0]}
+    return {f"{architecture}.{name}": value for name, value in sizes.items()}
+
+
+def _head_dim(config: Config) -> int:
+    return int(config.get("head_dim", config["hidden_size"] // config["num_attention_heads"]))
+
+
+def tensors(config: Config) -> Iterator[Tensor]:
+    hidden, vocabulary = config["hidden_size"], config["vocab_size"]
+    yield Matrix("token_embd", vocabulary, hidden)
+    yield Vector("output_norm", (hidden,))
+    if not config["tie_word_embeddings"]:
+        yield Matrix("output", vocabulary, hidden)
+    interval = config.get("full_attention_interval", 1)
+    has_gate = interval > 1
+    for layer in range(config["num_hidden_layers"]):
+        root, inner = f"blk.{layer}", config["intermediate_size"]
+        yield Vector(f"{root}.attn_norm", (hidden,))
+        yield Vector(f"{root}.{'post_attention' if has_gate else 'ffn'}_norm", (hidden,))
+        if (layer + 1) % interval:
+            yield from _delta_net(root, config)
+        else:
+            yield from _attention(root, config, has_gate=has_gate)
+        yield Matrix(f"{root}.ffn_gate", inner, hidden)
+        yield Matrix(f"{root}.ffn_up", inner, hidden)
+        yield Matrix(f"{root}.ffn_down", hidden, inner)
+
+
+def _attention(root: str, config: Config, *, has_gate: bool) -> Iterator[Tensor]:
+    hidden, head = config["hidden_size"], _head_dim(config)
+    queries = config["num_attention_heads"] * head
+    keys = config["num_key_value_heads"] * head
+    yield Matrix(f"{root}.attn_q", queries * (1 + has_gate), hidden)
+    yield Matrix(f"{root}.attn_k", keys, hidden)
+    yield Matrix(f"{root}.attn_v", keys, hidden)
+    yield Matrix(f"{root}.attn_output", hidden, queries)
+    if config["architectures"] != ["LlamaForCausalLM"]:
+        yield Vector(f"{root}.attn_q_norm", (head,))
+        yield Vector(f"{root}.attn_k_norm", (head,))
+
+
+def _delta_net(root: str, config: Config) -> Iterator[Tensor]:
+    hidden, heads = config["hidden_size"], config["linear_num_value_heads"]
+    values = heads * config["linear_value_head_dim"]
+    mixed = 2 * config["linear_num_key_heads"] * config["linear_key_head_dim"] + values
+    yield Matrix(f"{root}.attn_qkv", mixed, hidden)
+    yield Matrix(f"{root}.attn_gate", values, hidden)
+    yield Matrix(f"{root}.ssm_out", hidden, values)
+    yield Matrix(f"{root}.ssm_alpha", heads, hidden)
+    yield Matrix(f"{root}.ssm_beta", heads, hidden)
+    yield Vector(f"{root}.ssm_conv1d", (mixed, config["linear_conv_kernel_dim"]), 0.25)
+    yield Vector(f"{root}.ssm_norm", (config["linear_value_head_dim"],))
+    yield Vector(f"{root}.ssm_a", (heads,), -1.0)
+    yield Vector(f"{root}.ssm_dt", (heads,), 0.0)
+
+
+def kind_of(tensor: Tensor, config: Config, format: str) -> Kind:
+    """llama-quantize's type of a tensor: more bits for the output, and in Q4_K_M for values and
+    ffn_down of some layers."""
+    if isinstance(tensor, Vector):
+        return Kind.F32
+    base = FORMATS[format]
+    output = "token_embd" if config["tie_word_embeddings"] else "output"
+    if base is Kind.Q8_0:
+        return base
+    if tensor.name == output:
+        return Kind.Q6_K
+    if base is not Kind.Q4_K:
+        return base
+    root, _, part = tensor.name.rpartition(".")
+    if part not in ("attn_v", "attn_qkv", "ffn_down"):
+        return base
+    layer, layers = int(root.removeprefix("blk.")), config["num_hidden_layers"]
+    eighth = layers // 8
+    has_more = layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
+    return Kind.Q6_K if has_more else base
+
+
+def _announce(writer: gguf.GGUFWriter, tensor: Tensor, kind: Kind) -> None:
+    if isinstance(tensor, Matrix):
+        elements, size = gguf.constants.GGML_QUANT_SIZES[kind]
+        columns = tensor.columns // elements * size
+        shape, name = (tensor.rows, columns), f"{tensor.name}.weight"
+        writer.add_tensor_info(name, shape, np.dtype(np.uint8), tensor.rows * columns, kind)
+        return
+    suffix = {"ssm_a": "", "ssm_dt": ".bias"}.get(tensor.name.rpartition(".")[2], ".weight")
+    size = 4 * int(np.prod(tensor.shape))
+    writer.add_tensor_info(f"{tensor.name}{suffix}", tensor.shape, np.dtype(np.float32), size)
+
+
+def _add_vocabulary(writer: gguf.GGUFWriter, size: int, pre: str) -> None:
+    letters = ascii_letters + digits + "_-"
+    pairs = [(first, second) for first, second in product(letters, letters)]
+    triples = [(first + second, third) for (first, second), third in product(pairs, letters)]
+    count = size - len(SPECIAL) - 256
+    merges = (pairs + triples)[:count]
+    if len(merges) < count:
+        raise SystemExit(f"a vocabulary of {size} tokens is too large; {len(merges)} merges")
+    tokens = [*byte_alphabet(), *("".join(pair) for pair in merges), *SPECIAL]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_token_types([1] * (size - len(SPECIAL)) + [3] * len(SPECIAL))
+    writer.add_token_merges([f"{left} {right}" for left, right in merges])
+    writer.add_bos_token_id(size - 2)
+    writer.add_eos_token_id(size - 1)
+    writer.add_add_bos_token(False)
+
+
+def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    match value:
+        case list():
+            writer.add_array(key, value)
+        case int() if key.endswith("freq_base"):
+            writer.add_float32(key, float(value))
+        case int():
+            writer.add_uint32(key, value)
+        case _:
+            writer.add_float32(key, value)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="A GGUF file with random weights.")
+    shapes = [name for name, one in SHAPES.items() if one["architectures"][0] in ARCHITECTURES]  # type: ignore[index]
+    parser.add_argument("shape", choices=shapes)
+    parser.add_argument("format", choices=list(FORMATS))
+    parser.add_argument("path", type=Path)
+    args = parser.parse_args()
+    write(args.shape, args.format, args.path)
+    print(f"{args.path}: {args.path.stat().st_size / 1e9:.2f} GB", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

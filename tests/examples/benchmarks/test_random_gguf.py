@@ -1,0 +1,56 @@
+"""GGUF files with random weights are what this and other servers read."""
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from gguf.constants import GGMLQuantizationType as Kind
+
+from adapters.gguf.config import read_config
+from adapters.gguf.file import GgufFile
+from adapters.gguf.vocabulary import read_tokenizer
+from adapters.models.named_shapes import SHAPES
+from examples.benchmarks.peers import random_gguf
+from examples.benchmarks.peers.random_blocks import DEVIATION, WRITERS, random_rows
+
+SMALL = {"num_hidden_layers": 8, "hidden_size": 256, "intermediate_size": 512, "vocab_size": 5000}
+
+
+@pytest.mark.parametrize("kind", WRITERS, ids=lambda kind: kind.name)
+def test_random_blocks_are_weights_around_zero(kind: Kind) -> None:
+    rows = random_rows(np.random.default_rng(0), kind, 64, 1024)
+    weights = gguf.quants.dequantize(rows, kind)
+    assert weights.shape == (64, 1024)
+    assert abs(weights.mean()) < DEVIATION / 50
+    assert weights.std() == pytest.approx(DEVIATION, rel=0.05)
+
+
+@pytest.mark.parametrize("shape", ["Qwen3-4B", "Qwen3.5-4B", "Llama-3.1-8B"])
+def test_a_random_file_has_the_config_of_its_shape(
+    shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = {**SHAPES[shape], **SMALL}
+    monkeypatch.setattr(random_gguf, "SHAPES", {"small": wanted})
+    path = tmp_path / "small.gguf"
+    random_gguf.write("small", "q4_k_m", path)
+    file = GgufFile(path)
+    config = read_config(file)
+    same = wanted.keys() - {"hidden_act", "rope_theta", "rope_scaling"}
+    assert {name: config[name] for name in same} == {name: wanted[name] for name in same}
+    tokenizer = read_tokenizer(file)
+    assert len(tokenizer["model"]["vocab"]) == SMALL["vocab_size"]
+    assert len(tokenizer["added_tokens"]) == 2
+
+
+def test_some_layers_of_q4_k_m_have_more_bits() -> None:
+    config = SHAPES["Qwen3-4B"]
+    kinds = {
+        each.name: random_gguf.kind_of(each, config, "q4_k_m")
+        for each in random_gguf.tensors(config)
+    }
+    assert kinds["token_embd"] is Kind.Q6_K
+    assert kinds["blk.5.attn_q"] is Kind.Q4_K
+    down = [kinds[f"blk.{layer}.ffn_down"] for layer in range(36)]
+    assert down.count(Kind.Q6_K) == 18
+    assert [layer for layer in range(8) if down[layer] is Kind.Q6_K] == [0, 1, 2, 3, 6]
