@@ -41,9 +41,13 @@ from engine.worker.cpu.build import KERNEL
 from engine.worker.cpu.linears.floats import BFLOAT16
 from engine.worker.cpu.linears.int8 import FASTEST, WITH_14_BITS
 best_first = ("tdpbf16ps", "tdpbusd", "vdpbf16ps", "vpdpbusd", "vpdpwssd", "vpmaddwd", "vfmadd")
+codes = {}
 for linears in (FASTEST, WITH_14_BITS, BFLOAT16):
-    kernel = cfunc(KERNEL, nogil=True, error_model="numpy")(linears.kernels[-1])
-    text = kernel._library.get_asm_str()
+    kernel = linears.kernels[-1]
+    if kernel not in codes:  # FASTEST may be WITH_14_BITS
+        compiled = cfunc(KERNEL, nogil=True, error_model="numpy")(kernel)
+        codes[kernel] = compiled._library.get_asm_str()
+    text = codes[kernel]
     used = next(name for name in best_first if name in text)
     print(kernel.__name__, used, *(["%zmm"] if "%zmm" in text else []))
 """
@@ -100,8 +104,10 @@ def test_linears_use_the_widest_dot_products_of_a_cpu(
     assert found.stdout.splitlines() == expected
 
 
+# Not `avx512_vnni`: its products of floats are those of `avx512`, its products of integers those of
+# `avx512_bf16`. A machine that can execute it runs the latter's, or uses it in the other tests.
 @pytest.mark.process
-@pytest.mark.parametrize("cpu", CPUS)
+@pytest.mark.parametrize("cpu", [cpu for cpu in CPUS if cpu != "avx512_vnni"])
 def test_the_kernels_of_a_cpu_pass_their_tests(cpu: str) -> None:
     if not can_execute(cpu) or is_own(cpu):
         pytest.skip("not executable here, or what the other tests run")
