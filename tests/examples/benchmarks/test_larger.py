@@ -6,6 +6,7 @@ from typing import Any
 from adapters.models.named_shapes import SHAPES
 from examples.benchmarks.peers.larger import LOADS, MODELS, plan
 from examples.benchmarks.peers.larger_page import page
+from tests.examples.benchmarks.published import RESULTS, read
 
 GIB = 1 << 30
 
@@ -71,3 +72,12 @@ def test_the_page_of_some_loads_names_those_that_were_not_run() -> None:
     assert "C=16 tokens/s" not in text
     assert "- Qwen3-4B, q4_0: C=16, 4,096 in, 16,384 in\n" in text
     assert "- Qwen3-4B, q8_0: all loads\n- a reason\n" in text
+
+
+def test_the_published_tables_are_those_of_its_runs() -> None:
+    names = [f"{model.name}, {format.gguf}" for model in MODELS for format in model.formats]
+    made = page(read("peers/larger_zen4/figures.json"), LOADS, names, ())
+    published = (RESULTS / "peers/larger_zen4/README.md").read_text()
+    rows = [line for line in made.splitlines() if line.startswith(("|", "- "))]
+    assert len(rows) > 20
+    assert [row for row in rows if row not in published] == []
