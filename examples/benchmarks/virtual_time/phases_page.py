@@ -95,8 +95,10 @@ def page(rows: Rows) -> str:
         summary(rows),
         "Where even the lowest rate played is too high the table says 0. Most requests that miss a "
         "goal apart miss that of the first",
-        "token: requests arrive in bursts (under Mooncake's trace ten at the same moment), and "
-        "fewer replicas take a burst's prompts.",
+        "token: under code and Mooncake's trace requests arrive in bursts (ten at the same "
+        "moment), which fewer replicas take; under",
+        "conversations the one replica for prompts of two is about fully used at the rate where it "
+        "fails (an estimate).",
         "Code at 0.6 requests/s each on two replicas: 225 of 360 first tokens are late apart, and "
         "11 with an ITL goal of 50 ms; one",
         "and two queues, first come first served, have 222 and 8. The gap before a second token "
