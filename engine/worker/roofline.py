@@ -52,6 +52,7 @@ def on_gpu(device: str) -> dict[str, Peak]:
     `fp8` is there only if the GPU supports it.
     """
     place = torch.device("cuda" if device == "auto" else device)
+    place = torch.device("cuda", place.index or 0)
     torch.cuda.set_device(place)
     limits = {"read": _gpu_copy(place)}
     for dtype in (torch.bfloat16, torch.float16, torch.float32):

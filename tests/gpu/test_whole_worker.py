@@ -109,6 +109,8 @@ def pair_of(model: Any, directory: Path, device: str, **more: Any) -> Pair:
     # XQA would be compiled for each of these small shapes
     attention = "flashinfer-fa2" if device == "cuda" else "auto"
     settings = settings_for(directory, attention, block_size=BLOCK, kv_slots=64 * BLOCK)
+    if device == "cuda":
+        settings = changed(settings, kv_cache_dtype="auto")
     worker = Worker.load(changed(settings, device=device, **more), lambda *_: None)
     tolerance = TOLERANCE[device]
     if device == "cuda":
