@@ -55,7 +55,7 @@ class Plan:
             small = WorkerRun("TINY", "1,4", 64, "2x32", 240.0)
             return cls(device, rehearsal, (small,), "TINY", 8, 8, 240.0, folder)
         alone = (
-            WorkerRun("Llama-3.1-8B", "64", 1024, "8x2048", 110.0),
+            WorkerRun("Llama-3.1-8B", "1,64,256", 1024, "8x2048", 170.0),
             WorkerRun("Qwen2.5-0.5B", "1,64,256", 1024, "8x2048", 50.0),
             WorkerRun("Qwen2.5-7B", "1,64", 1024, "8x2048", 80.0),
         )
@@ -70,7 +70,7 @@ class Plan:
             for one in self.alone
         ]
         builds = self.device != "cpu" and self.attention == "auto"
-        build = [Stage("kernels", 240.0, partial(build_kernels, self))] if builds else []
+        build = [Stage("kernels", 300.0, partial(build_kernels, self))] if builds else []
         if self.device != "cpu":
             build.insert(0, Stage("Triton kernels", 90.0, verify_triton_kernels))
         return [
@@ -198,7 +198,7 @@ def over_http(plan: Plan, prompt: int, left: Callable[[], float]) -> dict[str, A
     flags = ["--device", plan.device, "--attention", plan.attention]
     flags += ["--max-batch-size", most, "--max-batch-tokens", "2048"]
     flags += ["--kv-slots", str(plan.streams * (prompt + plan.output_tokens + 16))]
-    flags += ["--port", "0", "--store", "memory", "--cost-model", "none", "--log-level", "error"]
+    flags += ["--port", "0", "--store", "memory", "--log-level", "error"]
     with tempfile.TemporaryDirectory() as folder:
         path, output = Path(folder) / "load.json", Path(folder) / "server.txt"
         serve = [*PODWAY, "serve", f"random:{plan.served}", *flags]
