@@ -72,7 +72,8 @@ def add_int16_pairs(builder, sums, weights, x):
         return call(builder, PAIR_SUMS, INT32S, sums, builder.bitcast(weights, INT32S), x)
     if PAIR_PRODUCTS is None:
         return add_fields(builder, sums, weights, x, 2, builder.ashr)
-    products = call(builder, PAIR_PRODUCTS, INT32S, weights, builder.bitcast(x, INT16S))
+    pairs = (builder.bitcast(each, INT16S) for each in (weights, x))
+    products = call(builder, PAIR_PRODUCTS, INT32S, *pairs)
     return builder.add(products, sums)
 
 
