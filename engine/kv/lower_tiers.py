@@ -42,12 +42,13 @@ class LowerTier:
         self._saved: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
         self._written: dict[bytes, int] = {}
         self._pins: dict[bytes, int] = {}  # loads in flight
+        self._unreadable: set[bytes] = set()  # not to be found; dropped when all loads returned
         self.num_drops = 0
         self.version = 0  # changes whenever the copies change
         self.on_change: Callable[[bytes, bool], object] | None = None  # with True when saved
 
     def __contains__(self, name: object) -> bool:
-        return name in self._saved
+        return name in self._saved and name not in self._unreadable
 
     def __len__(self) -> int:
         return len(self._saved)
@@ -69,7 +70,7 @@ class LowerTier:
 
     def find(self, name: bytes) -> int | None:
         """The slot of a copy; None if there is none."""
-        return self._saved.get(name)
+        return None if name in self._unreadable else self._saved.get(name)
 
     def has_or_writes(self, name: bytes) -> bool:
         """Whether there is a copy, or will be when the steps in flight return."""
@@ -118,11 +119,15 @@ class LowerTier:
         return self._saved[name]
 
     def drop(self, name: bytes, *, is_readable: bool = True) -> None:
-        """The step that read the copy has returned; a copy that could not be read is dropped."""
+        """The step that read the copy has returned. A copy that could not be read is not found any
+        more: else requests whose loads overlap would read it in turn for ever."""
+        if not is_readable and name in self._saved:
+            self._unreadable.add(name)
+            self.version += 1
         left = self._pins.pop(name, 0) - 1
         if left > 0:
             self._pins[name] = left
-        elif not is_readable and name in self._saved:
+        elif name in self._unreadable:
             self._replace(name)
 
     def make_room(self, num_slots: int) -> bool:
@@ -139,6 +144,8 @@ class LowerTier:
         self._free.extend(self._written.values())
         self._written.clear()
         self._pins.clear()
+        for name in list(self._unreadable):
+            self._replace(name)
 
     def clear(self) -> None:
         """All copies are lost. The caller makes the slots free."""
@@ -147,15 +154,18 @@ class LowerTier:
         self._saved.clear()
         self._written.clear()
         self._pins.clear()
+        self._unreadable.clear()
 
     def check(self) -> None:
         """Assert that every slot is in exactly one state, if no other owner has any."""
         slots = sorted([*self._free, *self.slots()])
         assert slots == list(range(self.num_slots)), "a slot of a tier is lost or owned twice"
         assert self._pins.keys() <= self._saved.keys(), "a copy is read that is not saved"
+        assert self._unreadable <= self._pins.keys(), "an unreadable copy is kept for no load"
 
     def _replace(self, name: bytes) -> None:
         self._free.append(self._saved.pop(name))
+        self._unreadable.discard(name)
         self.num_drops += 1
         self.version += 1
         if self.on_change is not None:
