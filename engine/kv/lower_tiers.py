@@ -124,6 +124,7 @@ class LowerTier:
         if not is_readable and name in self._saved:
             self._unreadable.add(name)
             self.version += 1
+            self.num_drops += 1
         left = self._pins.pop(name, 0) - 1
         if left > 0:
             self._pins[name] = left
