@@ -31,7 +31,9 @@ P / (MIN_SHARE * goal) iterations, however many decodes run. (A prompt's last to
 as a decode.) A share of time and not a number of tokens: the excess over the goal stays below a
 tenth on any machine, except where `MIN_PIECE` tokens take more. (Without a goal `MIN_FIRST_PIECE`
 tokens: far behind the start of a prompt 16 tokens can take longer than all decodes, because each of
-them reads the whole context.) And one
+them reads the whole context.) Where any piece has a price of its own (on a GPU an iteration with
+one runs without a CUDA graph, which can take longer than the bound), the first piece also gets that
+price and as much time again, so that its tokens take at least as long as its price. And one
 request may always start, also if no step can meet the goal: the bound for starting is at least
 `MIN_BATCH_SECONDS` times a decode alone.
 """
@@ -54,6 +56,7 @@ READY, WAITING = State.READY, State.WAITING  # bound once (see engine.pool)
 MIN_PIECE = 16  # tokens of a prompt's piece; less is not worth a row of the step
 MIN_FIRST_PIECE = 4  # tokens of the first prompt's piece without a goal, which it gets in any case
 MIN_SHARE = 0.1  # of the goal: the time that the first prompt of an iteration gets in any case
+PIECE_TIMES = 2.0  # what any piece costs, so often: added to that time (results/least_piece)
 PROMPT_SHARE = 0.25  # of a decode's time, for each prompt, if that is more than the factor allows
 PATIENCE = 0.5  # seconds, after which a prompt's age makes the factor grow
 MAX_GROWTH = 2.0  # of the factor, if no seat decodes
@@ -129,7 +132,7 @@ class StepTime:
         if all(len(entry.tokens) == 1 for _, entry in batch.prefills):  # it is the first prompt
             fewest = MIN_PIECE if decodes.goal < inf else MIN_FIRST_PIECE
             share = MIN_SHARE * (decodes.goal if decodes.goal < inf else goal)
-            seconds = model.tokens(beside) + share
+            seconds = model.tokens(beside) + share + PIECE_TIMES * model.per_piece
             least = model.tokens_within(seconds, num_tokens, start, beside, draws=draws)
             in_time = max(in_time, least, fewest)
         return min(num_tokens, in_time) if in_time >= min(fewest, num_tokens) else 0

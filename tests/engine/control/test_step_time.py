@@ -8,7 +8,13 @@ import pytest
 
 from engine.control.scheduler import IterationScheduler
 from engine.control.settings import SchedulerSettings
-from engine.control.step_time import MIN_FIRST_PIECE, MIN_PIECE, MIN_SHARE, PATIENCE
+from engine.control.step_time import (
+    MIN_FIRST_PIECE,
+    MIN_PIECE,
+    MIN_SHARE,
+    PATIENCE,
+    PIECE_TIMES,
+)
 from engine.cost.live import LiveCost
 from engine.cost.model import CostModel
 from engine.iteration import Iteration
@@ -260,6 +266,24 @@ def test_far_behind_its_start_a_prompt_makes_iterations_longer_by_the_same_facto
         assert cost.step(iteration.step) <= 3 * 20.0
         returned(scheduler, iteration, cost.step(iteration.step))
     assert MIN_FIRST_PIECE <= min(pieces) < MIN_PIECE < max(pieces)
+
+
+def test_a_piece_whose_price_exceeds_the_bound_takes_at_least_as_long_for_its_tokens() -> None:
+    """On a GPU an iteration with a piece runs without a graph, however short the piece is."""
+    cost = CostModel(((1, 5.0), (1001, 105.0)), per_slot=0.0, per_pair=0.0, per_piece=7.0)
+    settings = SchedulerSettings(
+        max_model_len=600, max_batch_size=SEATS, max_batch_tokens=512, max_prefill_slowdown=2.0
+    )
+    scheduler = IterationScheduler(
+        settings, KVLedger(KVShape(10_000, 1)), FirstComeFirstServed(), cost=LiveCost(cost)
+    )
+    scheduler.add(a_spec(1, 500), 0.0)
+    decode = planned(scheduler, 0.0)
+    returned(scheduler, decode, cost.step(decode.step))
+    scheduler.add(a_spec(500, 2), 0.0)
+    added = cost.step(planned(scheduler, 0.0).step) - 5.0
+    share = MIN_SHARE * 2.0 * 5.0
+    assert 0.9 * (PIECE_TIMES * 7.0 + share) < added <= PIECE_TIMES * 7.0 + share
 
 
 def test_the_factor_is_relative_to_iterations_of_decodes_that_were_measured() -> None:
