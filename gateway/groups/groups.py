@@ -26,8 +26,8 @@ class Groups:
         self.changes = Changes()
         self._running = running = Running(self._fail)
         self.loads = Loads(self._groups, terms or ServerTerms(), running.start, running.stop)
-        self.failure: str | None = None  # why no model can be served any more
-        self.failed = asyncio.Event()  # set once `failure` is
+        self._failure: str | None = None
+        self.failed = asyncio.Event()  # set once no model can be served any more
         for group in self._groups:
             group.on_change = self.changes.changed
             seconds = group.terms.idle_unload
@@ -95,6 +95,13 @@ class Groups:
         return None
 
     @property
+    def failure(self) -> str | None:
+        """Why no model can be served any more, from when `rejection` says so."""
+        if len(self) == 1 and (only := self.default.loaded) is not None:
+            return only.engine.failure
+        return self._failure
+
+    @property
     def is_ready(self) -> bool:
         """Whether a new request would be served: the iterations of loaded models return."""
         return self.rejection() is None and all(each.engine.is_ready for each in self.loaded)
@@ -112,7 +119,7 @@ class Groups:
     def _fail(self, group: Group, failure: str) -> None:
         """The workers of a group cannot be restarted. The only model's failure is the server's."""
         if len(self) == 1:
-            self.failure = failure
+            self._failure = failure
             self.failed.set()
         else:
             self._running.spawn(self.loads.give_up(group, failure))

@@ -129,6 +129,17 @@ def test_a_draining_server_is_unavailable(stream: bool) -> None:
     play(scene)
 
 
+def test_a_server_is_unhealthy_from_its_first_rejection_for_good_on() -> None:
+    async def scene(rig: Rig) -> None:
+        rig.engine.failure = "restarts are disabled"
+        for path in ("/ready", "/health"):
+            async with rig.client.get(path) as exchange:
+                assert await exchange.start() == 503
+                assert "retry-after" not in exchange.headers
+
+    play(scene)
+
+
 def test_a_stream_cut_off_at_shutdown_ends_with_one_error_event() -> None:
     async def scene(rig: Rig) -> None:
         async with rig.client.post(CHAT, chat(stream=True, ignore_eos=True)) as exchange:
