@@ -30,9 +30,10 @@ CPUS = {  # Numba's CPU name and features
         f"{AVX512},+avx512vnni,+avx512bf16,+amx-tile,+amx-int8,+amx-bf16",
     ),
 }
-KERNEL_TESTS = (
-    "operators", "experts", "bfloat16", "int8", "int4", "grouped", "attention", "kernel_graph",
-)  # fmt: skip
+INTEGERS, FLOATS = ("int8", "int4", "grouped"), ("bfloat16", "attention")
+KERNEL_TESTS = {  # of the products that a CPU has instructions of its own for
+    cpu: INTEGERS if cpu == "avx_vnni" else (*INTEGERS, *FLOATS) for cpu in CPUS
+}
 # Without the layouts of weights whose parts other ones have too.
 PYTEST = (sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not process")
 INSTRUCTIONS = """
@@ -106,13 +107,14 @@ def test_linears_use_the_widest_dot_products_of_a_cpu(
 
 # Not `avx512_vnni`: its products of floats are those of `avx512`, its products of integers those of
 # `avx512_bf16`. A machine that can execute it runs the latter's, or uses it in the other tests.
+# Those of floats of `avx_vnni` are those of `avx2`.
 @pytest.mark.process
 @pytest.mark.parametrize("cpu", [cpu for cpu in CPUS if cpu != "avx512_vnni"])
 def test_the_kernels_of_a_cpu_pass_their_tests(cpu: str) -> None:
     if not can_execute(cpu) or is_own(cpu):
         pytest.skip("not executable here, or what the other tests run")
     here = Path(__file__).parent
-    tests = [str(here / f"test_{name}.py") for name in KERNEL_TESTS]
+    tests = [str(here / f"test_{name}.py") for name in KERNEL_TESTS[cpu]]
     emulated = [] if "vnni" in cpu else ["-k", "not 8_bits"]
     done = subprocess.run(
         [*PYTEST, *emulated, *tests],
