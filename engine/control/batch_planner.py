@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from engine.control.batch_builder import BatchBuilder
     from engine.control.images import Images
     from engine.control.settings import SchedulerSettings
-    from engine.control.swap_planner import SwapPlanner
     from engine.cost.live import LiveCost
     from engine.kv.cache import KVCache
     from engine.pool import RequestPool
@@ -33,7 +32,6 @@ class BatchPlanner:
         pool: "RequestPool",
         kv: "KVCache",
         admission: "AdmissionControl",
-        swap_planner: "SwapPlanner",
         cost: "LiveCost",
         images: "Images",
     ) -> None:
@@ -44,7 +42,6 @@ class BatchPlanner:
         self._images = images
         self._unit = kv.block_size if kv.groups else 1  # slots that are reserved at once
         self._admission = admission
-        self._swap_planner = swap_planner
         self._seats = SeatBound(settings, pool)
         self.time = TimeBound(settings, pool, cost, self._seats)
 
@@ -174,9 +171,7 @@ class BatchPlanner:
 
     def _waits(self, batch: "BatchBuilder", request: Request) -> bool:
         """Whether a request without KV waits for something else than seats, tokens or KV."""
-        if request.awaits_lookup or (request.is_suspect and batch.excludes_suspect(request)):
-            return True
-        return self._swap_planner.may_wait(request, self._seats.num_ready(batch) - batch.seats)
+        return request.awaits_lookup or (request.is_suspect and batch.excludes_suspect(request))
 
     def _has_image(self, request: Request) -> bool:
         """Whether the first image of which a request without KV computes tokens is encoded."""

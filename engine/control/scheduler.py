@@ -75,7 +75,6 @@ class IterationScheduler:
             self.pool,
             self.kv,
             self.admission,
-            self._swap_planner,
             self.cost,
             self.images,
         )

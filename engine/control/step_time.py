@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from engine.request import Request
 
 READY, WAITING = State.READY, State.WAITING  # bound once (see engine.pool)
+# Swept in results/constants, but for PIECE_TIMES
 MIN_PIECE = 16  # tokens of a prompt's piece; less is not worth a row of the step
 MIN_FIRST_PIECE = 4  # tokens of the first prompt's piece without a goal, which it gets in any case
 MIN_SHARE = 0.1  # of the goal: the time that the first prompt of an iteration gets in any case

@@ -8,7 +8,7 @@ parallel with the compute of the iteration.
 
 Against thrashing: a request is swapped out only if it has run since it last got its KV, and
 swapped in only if it is among the next batch; and it is not swapped out for a request whose next
-scheduled time is not clearly earlier.
+scheduled time is not earlier.
 """
 
 from typing import TYPE_CHECKING
@@ -23,10 +23,9 @@ if TYPE_CHECKING:
     from engine.pool import RequestPool
 
 READY, SWAPPED = State.READY, State.SWAPPED  # bound once (see engine.pool)
+# Swept in results/constants
 DECAY = 0.98  # per plan, of the largest recent burst
 MAX_SPARE = 0.25  # of all blocks
-MAX_WAITS = 4  # iterations of others before a swapped request is swapped in by an awaited move
-CLEARLY = 2.0  # ratio of next scheduled times from which one request makes room for another
 
 
 class SwapPlanner:
@@ -58,17 +57,6 @@ class SwapPlanner:
         num_blocks = -(-request.prompt_len // self._kv.block_size)
         self._arrived += self._kv.groups.num_behind(0, num_blocks)
 
-    def may_wait(self, request: Request, num_others: int) -> bool:
-        """Whether a swapped request that could run now waits for a move that is not awaited.
-
-        It does if enough other requests are ready to fill the iteration (`num_others`, those
-        beyond a full batch, is not negative), and at most `MAX_WAITS` times in a row.
-        """
-        if request.state is not SWAPPED or num_others < 0 or not self._is_active:
-            return False
-        request.num_step_overs += 1
-        return request.num_step_overs <= MAX_WAITS
-
     def order_moves(self, now: float) -> None:
         """Order moves that are not awaited, to be part of the iteration being planned."""
         if not self._is_active:
@@ -90,8 +78,7 @@ class SwapPlanner:
             if short <= 0 and states <= 0:
                 self._admission.start(request, now, is_awaited=False)
                 continue
-            later = CLEARLY * times[request]
-            self._swap_out([r for r in movable if times[r] > later], max(short, 1), now)
+            self._swap_out([r for r in movable if times[r] > times[request]], max(short, 1), now)
             break  # requests behind it can wait for blocks to become free
         self._swap_out(movable, self._num_short(spare), now)
 

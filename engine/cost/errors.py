@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
+# Swept in results/constants
 RECENT = 512  # steps that the errors are of
 REFRESH = 32  # steps after which the margin is computed again
 MAX_MARGIN = 1.5  # a busy machine must not halve the bound of a step again and again

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from engine.cost.model import CostModel
     from engine.step import Step
 
+# Swept in results/constants, but for WINDOW and what refutes a calibration
 DECODES = 32  # iterations of decodes only whose median factor counts
 WINDOW = 5  # iterations of a size whose median error counts
 MAX_ERROR = 4.0  # the largest factor between measured and predicted seconds that is learned from

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from engine.kv.prefix_index import PrefixListener
     from engine.request import Request, RequestSpec
 
-MIN_COMMON = 64  # tokens: to compute fewer of them twice costs less than to wait
+MIN_COMMON = 64  # tokens: to compute fewer twice costs less than to wait (results/constants)
 CHUNK = 512  # tokens that are compared at a time
 SWAPPED = State.SWAPPED  # bound once (see engine.pool)
 MAX_LOOKED_UP = 512  # blocks of a prompt, which are about 1 ms of hashing

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from engine.ports import Cost
     from engine.request import Request, RequestSpec
 
+# Swept in results/constants
 MAX_SAMPLED = 64  # requests whose work is predicted one by one
 WEIGHT = 0.1  # of the latest iteration or output in the moving averages
 

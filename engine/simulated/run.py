@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from engine.control.settings import SchedulerSettings
+    from engine.cost.live import LiveCost
     from engine.cost.model import CostModel
     from engine.events import Observer
     from engine.policy.port import Policy
@@ -99,7 +100,7 @@ def is_recorded(arrivals: "Sequence[Arrival]") -> bool:
     return any(isinstance(arrival, RecordedRequest) for arrival in arrivals)
 
 
-def build_scheduler(setup: Setup, cost: KnownCost, observer: "Observer") -> IterationScheduler:
+def build_scheduler(setup: Setup, cost: "LiveCost", observer: "Observer") -> IterationScheduler:
     """A scheduler of the simulated system, without requests."""
     size, num_groups = setup.block_size, len(setup.windows)
     grows = setup.settings.admission is Admission.GROW

@@ -100,25 +100,3 @@ def test_blocks_that_are_about_to_be_freed_are_not_swapped_out_twice() -> None:
     assert scheduler.kv.room.blocks_coming == 27
     scheduler.commit(first, StepResult(first.step.step_id, (5,), 1.0), 0.0)
     assert scheduler.kv.room.blocks_coming == 0
-
-
-def test_a_swapped_request_waits_for_its_kv_while_others_fill_the_iteration() -> None:
-    scheduler = make("priority", 50)
-    for priority, prompt_len in ((1, 20), (2, 12)):
-        scheduler.add(a_spec(prompt_len, 9, priority=priority), 0.0)
-        run_iteration(scheduler)
-    first, second = scheduler.pool
-    assert first.produced == 2
-    assert scheduler.kv.swap_out(first, 0.0, is_awaited=False)
-    out = scheduler.plan(0.0)
-    assert out is not None
-    assert (out.requests, out.swapping) == ((second,), (first,))
-    scheduler.commit(out, StepResult(out.step.step_id, (5,), 1.0), 0.0)
-    back = scheduler.plan(0.0)
-    assert back is not None
-    assert (back.requests, back.swapping) == ((second,), (first,))
-    assert [(move.direction, move.is_awaited) for move in back.step.moves] == [
-        (Direction.IN, False)
-    ]
-    scheduler.commit(back, StepResult(back.step.step_id, (5,), 1.0), 0.0)
-    assert run_iteration(scheduler).requests == (first,)

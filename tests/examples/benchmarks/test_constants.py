@@ -1,0 +1,29 @@
+"""The sweep of the control plane's constants: its page, its rows, and that a value matters."""
+
+import json
+
+from examples.benchmarks.virtual_time.constants import OUT, REMOVED, SCENARIOS, SWEPT, page, ratios
+
+
+def test_the_page_shows_the_rows_of_all_constants_with_their_committed_values() -> None:
+    found = json.loads((OUT / "constants.json").read_text())
+    assert (OUT / "README.md").read_text() == page(found)
+    rows = {(one["constant"], one["chosen"], one["value"], one["scenario"]) for one in found}
+    assert {row for row in rows if row[0] not in REMOVED} == {
+        (f"{swept.module}.{swept.name}", swept.chosen, value, name)
+        for swept in SWEPT
+        for value in swept.values
+        for name in swept.scenarios
+    }
+
+
+def test_a_committed_value_is_its_own_multiple_and_another_is_not() -> None:
+    growth = next(swept for swept in SWEPT if swept.name == "MAX_GROWTH")
+    same = ratios(growth, growth.chosen, "burst", seeds=1)
+    assert set(same.values()) == {0.0, 1.0}
+    without = ratios(growth, 1.0, "burst", seeds=1)
+    assert without["ttft mean"] > 1.0 > without["itl p99"]
+
+
+def test_every_scenario_is_used() -> None:
+    assert {name for swept in SWEPT for name in swept.scenarios} == {*SCENARIOS}
