@@ -60,10 +60,12 @@ class Abort(Enum):
 class Caching(NamedTuple):
     """What the prefix cache has of a request: blocks and states of its first `until` tokens are
     left to others (None: all), and `known_hashes` are the digests of its leading blocks as far as
-    an earlier request has computed them (see `engine.kv.prefix`)."""
+    an earlier request has computed them (see `engine.kv.prefix`). They are evicted after all others
+    until so many `seconds` after its arrival (see `engine.kv.retention`)."""
 
     until: int | None = None
     known_hashes: tuple[bytes, ...] = ()
+    seconds: float = 0.0
 
 
 CACHED = Caching()
@@ -144,6 +146,11 @@ class RequestSpec:
     def lora_digest(self) -> str:
         """The digest of its LoRA adapter; "" without one."""
         return "" if self.lora is None else self.lora.digest
+
+    @property
+    def retention(self) -> float:
+        """Seconds after its arrival in which what it leaves in the prefix cache is evicted last."""
+        return self.caching.seconds
 
     @property
     def is_pooling(self) -> bool:

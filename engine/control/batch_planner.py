@@ -49,13 +49,13 @@ class BatchPlanner:
         """Fill a batch. If it stays empty and requests wait until more of their prefixes is hashed,
         go on hashing."""
         self._admission.begin_plan()
-        self._kv.search.begin_plan()
+        self._kv.search.begin_plan(now)
         self._images.begin_plan(now)
         self.time.begin_plan(now)
         self._fill(batch, now)
         while batch.is_empty and batch.is_deferred:
             batch.is_deferred = False
-            self._kv.search.begin_plan()
+            self._kv.search.begin_plan(now)
             self._fill(batch, now)
 
     def _fill(self, batch: "BatchBuilder", now: float) -> None:

@@ -4,8 +4,8 @@ The first line (`RecordingHeader`) has the settings. Every other line is an even
 `at`, in seconds of the engine's clock, and one of these:
 
     arrived    request: its `prompt` length, `max_tokens`, and those of min_tokens, priority,
-               tenant, weight, ttft_deadline, deadline, is_background, itl_goal, is_pooling that
-               are not the default;
+               tenant, weight, ttft_deadline, deadline, is_background, itl_goal, is_pooling,
+               retention that are not the default;
                `blocks` names the content of its prompt's full blocks: equal name, equal prefix
     planned    step: `entries`, each with request, first position and number of tokens; `moves` of
                KV, if any: direction, number of blocks, and whether the step awaits them
@@ -58,6 +58,7 @@ _OPTIONAL = {
     "is_background": False,
     "itl_goal": None,
     "is_pooling": False,
+    "retention": 0.0,
 }
 
 

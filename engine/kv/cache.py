@@ -232,6 +232,8 @@ class KVCache:
 
     def release(self, request: Request) -> None:
         """Free the request's pages in all tiers; no step in flight may use them."""
+        if request.spec.retention and self._reuses_prefixes:
+            _retain(self.ledger, request, self._num_shared(request))
         self._swapped.release(request.request_id)
         self.ledger.release(request.request_id)
 
@@ -321,3 +323,13 @@ class KVCache:
                 self._swapped.finish_swap_in(request.request_id)
                 self._pool.move(request, Move.SETTLE)
         return Finished(leaving, unread)
+
+
+def _retain(ledger: "KVLedger", request: Request, num_shared: int) -> None:
+    """Retain what another request needs to go on behind the blocks that this one shares."""
+    ledger.retains = True
+    hashes, spec, states = request.block_hashes[:num_shared], request.spec, ledger.states
+    until = request.arrived_at + spec.retention
+    ledger.blocks.retain(ledger.groups.names(hashes), until, spec.tenant)
+    behind = hashes[: states.longest(hashes, len(hashes))]
+    ledger.snapshots.retain(states.names(behind), until, spec.tenant)

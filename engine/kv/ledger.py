@@ -48,6 +48,7 @@ class KVLedger:
         self.snapshots = Pages(PageKind.SNAPSHOT, shape)
         self.pages = {pages.kind: pages for pages in (self.blocks, self.snapshots)}
         self.states = RequestStates(self.snapshots, len(self.groups))
+        self.retains = False  # whether any request has asked for it
         self.keeps_all = self.groups.keeps_all and not self.states.is_on
         self.pool = self.blocks.pool
         self.prefixes = self.blocks.index

@@ -8,11 +8,12 @@ A copy is made while its page is still cached on the device, by a move beside an
 that evicting the page later costs nothing. Requests find copies as they find cached pages.
 """
 
-from collections import OrderedDict
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from engine.kv.prefix_index import EvictionOrder
+from engine.kv.retention import RetainedNames
 from engine.step import HASH_BYTES, Tier
 
 if TYPE_CHECKING:
@@ -39,7 +40,9 @@ class LowerTier:
     def __init__(self, free: list[int]) -> None:
         self._free = free
         self.num_slots = len(free)  # at first, where another owner shares the list
-        self._saved: OrderedDict[bytes, int] = OrderedDict()  # least recently used first
+        self._saved: dict[bytes, int] = {}
+        self.order: EvictionOrder[bytes] = EvictionOrder()  # of what is saved
+        self.retained = RetainedNames(0)
         self._written: dict[bytes, int] = {}
         self._pins: dict[bytes, int] = {}  # loads in flight
         self._unreadable: set[bytes] = set()  # not to be found; dropped when all loads returned
@@ -81,7 +84,9 @@ class LowerTier:
         not kept."""
         self.version += 1
         for slot, name in copies:
-            self._saved.setdefault(name, slot)
+            if name not in self._saved:
+                self._saved[name] = slot
+                self.order.add(name, is_retained=False)
         taken = set(self._saved.values())
         self._free[:] = [slot for slot in self._free if slot not in taken]
 
@@ -106,6 +111,7 @@ class LowerTier:
             return
         if is_complete:
             self._saved[name] = slot
+            self.order.add(name, is_retained=name in self.retained.names)
             self.version += 1
             if self.on_change is not None:
                 self.on_change(name, True)
@@ -114,7 +120,8 @@ class LowerTier:
 
     def take(self, name: bytes) -> int:
         """The slot of a copy that a step is going to read; until `drop` it is not replaced."""
-        self._saved.move_to_end(name)
+        if self.order.remove(name):
+            self.order.add(name, is_retained=name in self.retained.names)
         self._pins[name] = self._pins.get(name, 0) + 1
         return self._saved[name]
 
@@ -135,7 +142,7 @@ class LowerTier:
         """Replace copies until so many slots are free; False if too many are being read."""
         short = num_slots - len(self._free)
         if short > 0:
-            replaceable = (one for one in self._saved if one not in self._pins)
+            replaceable = (one for one in self.order if one not in self._pins)
             for name in list(islice(replaceable, short)):
                 self._replace(name)
         return len(self._free) >= num_slots
@@ -153,6 +160,7 @@ class LowerTier:
         self.num_drops += len(self._saved)
         self.version += 1
         self._saved.clear()
+        self.order.clear()
         self._written.clear()
         self._pins.clear()
         self._unreadable.clear()
@@ -161,11 +169,13 @@ class LowerTier:
         """Assert that every slot is in exactly one state, if no other owner has any."""
         slots = sorted([*self._free, *self.slots()])
         assert slots == list(range(self.num_slots)), "a slot of a tier is lost or owned twice"
+        assert {*self.order} == self._saved.keys(), "a copy is never evicted"
         assert self._pins.keys() <= self._saved.keys(), "a copy is read that is not saved"
         assert self._unreadable <= self._pins.keys(), "an unreadable copy is kept for no load"
 
     def _replace(self, name: bytes) -> None:
         self._free.append(self._saved.pop(name))
+        self.order.remove(name)
         self._unreadable.discard(name)
         self.num_drops += 1
         self.version += 1

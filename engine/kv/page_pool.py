@@ -1,11 +1,11 @@
 """PagePool: the state of each page of one kind on the device. Integers only."""
 
-from collections import OrderedDict
 from itertools import islice
 from typing import TYPE_CHECKING
 
 from engine.iteration import Save
-from engine.kv.prefix_index import PrefixIndex
+from engine.kv.prefix_index import EvictionOrder, PrefixIndex
+from engine.kv.retention import RetainedNames
 from engine.step import Page
 
 if TYPE_CHECKING:
@@ -35,9 +35,8 @@ class PagePool:
         self.prefixes = PrefixIndex()
         self._free: list[int] = []
         self._holders: list[int] = []  # by page
-        self._cached: OrderedDict[int, None] = (
-            OrderedDict()
-        )  # published, not held; least recent first
+        self.retained = RetainedNames(num_pages // 2)
+        self.cached: EvictionOrder[int] = EvictionOrder()  # published, not held
         self._unsaved: dict[int, None] = {}  # cached and not in every tier; least recent first
         self._saving: set[int] = set()  # that a step in flight copies
         self._idle: dict[bytes, int] = {}  # what `num_idle` found since the last change
@@ -46,12 +45,12 @@ class PagePool:
     @property
     def num_available(self) -> int:
         """Pages that can be allocated: free pages, and cached pages, which would be evicted."""
-        return len(self._free) + len(self._cached)
+        return len(self._free) + len(self.cached)
 
     @property
     def num_cached(self) -> int:
         """Pages that no request holds and whose content can be reused."""
-        return len(self._cached)
+        return len(self.cached)
 
     @property
     def num_saving(self) -> int:
@@ -80,7 +79,7 @@ class PagePool:
         last = names[-1]
         if last not in self._idle:
             find = self.prefixes.find
-            self._idle[last] = sum(find(name) in self._cached for name in names)
+            self._idle[last] = sum(find(name) in self.cached for name in names)
         return self._idle[last]
 
     def allocate(self, count: int) -> list[int]:
@@ -95,8 +94,8 @@ class PagePool:
         return taken
 
     def _evict(self) -> None:
-        page = next(iter(self._cached))
-        del self._cached[page]
+        page = next(iter(self.cached))
+        self.cached.remove(page)
         self._unsaved.pop(page, None)
         self._idle.clear()
         self.prefixes.evict(page)
@@ -106,7 +105,7 @@ class PagePool:
         """The published page with this name, with one more holder."""
         page = self.prefixes.page_of(name)
         self._idle.clear()
-        self._cached.pop(page, None)
+        self.cached.remove(page)
         self._unsaved.pop(page, None)
         self._holders[page] += 1
         return page
@@ -121,23 +120,25 @@ class PagePool:
         if not self.prefixes.is_published(page):
             self._free.append(page)
         elif page not in self._saving:
-            self._cached[page] = None
+            name = self.prefixes.name_of(page)
             if is_stale:
-                self._cached.move_to_end(page, last=False)
-            if self.lower and self.lower.without(self.prefixes.name_of(page)):
+                self.cached.put_first(page)
+            else:
+                self.cached.add(page, is_retained=name in self.retained.names)
+            if self.lower and self.lower.without(name):
                 self._unsaved[page] = None
 
     def discard(self, page: int) -> None:
         """Free a cached page; one that a request holds or a step copies stays as it is."""
-        if page in self._cached:
-            self._cached.move_to_end(page, last=False)
+        if page in self.cached:
+            self.cached.put_first(page)
             self._evict()
 
     def age(self, name: bytes) -> None:
         """Evict this page before the other cached ones, if it is cached."""
         page = self.prefixes.find(name)
-        if page is not None and page in self._cached:
-            self._cached.move_to_end(page, last=False)
+        if page is not None and page in self.cached:
+            self.cached.put_first(page)
 
     def postpone_save(self, page: int) -> None:
         """Do not save a cached page before `allow_save`, since it may soon be discarded."""
@@ -145,7 +146,7 @@ class PagePool:
 
     def allow_save(self, page: int) -> None:
         """Save a page whose save was postponed, if it is still cached."""
-        if page in self._cached and self.lower.without(self.prefixes.name_of(page)):
+        if page in self.cached and self.lower.without(self.prefixes.name_of(page)):
             self._unsaved[page] = None
 
     def begin_save(self, most: int) -> "list[Save]":
@@ -162,7 +163,7 @@ class PagePool:
         if saves:
             self._idle.clear()
         for save in saves:
-            self._cached.pop(save.page.number, None)
+            self.cached.remove(save.page.number)
             self._saving.add(save.page.number)
         return saves
 
@@ -174,8 +175,7 @@ class PagePool:
             if number in self._saving:
                 self._saving.discard(number)
                 if not self._holders[number]:
-                    self._cached[number] = None
-                    self._cached.move_to_end(number, last=False)
+                    self.cached.sort(number, is_retained=save.name in self.retained.names)
         self._idle.clear()
 
     def reset(self) -> None:
@@ -184,7 +184,7 @@ class PagePool:
         self._holders = [0] * self.num_pages
         self.prefixes.clear()
         self._idle.clear()
-        self._cached.clear()
+        self.cached.clear()
         self._unsaved.clear()
         self._saving.clear()
 
@@ -193,11 +193,11 @@ class PagePool:
         assert holders == self._holders, "holders drifted"
         idle = [page for page in range(self.num_pages) if not holders[page]]
         saving = [page for page in self._saving if not holders[page]]
-        found = sorted([*self._free, *self._cached, *saving])
+        found = sorted([*self._free, *self.cached, *saving])
         assert found == idle, "a page is lost or owned twice"
-        assert self._unsaved.keys() <= self._cached.keys(), "unsaved, and not cached"
+        assert self._unsaved.keys() <= {*self.cached}, "unsaved, and not cached"
         self.prefixes.check()
         published = self.prefixes.pages
-        assert self._cached.keys() <= published, "cached without a hash"
+        assert {*self.cached} <= published, "cached without a hash"
         shared = {page for page in range(self.num_pages) if holders[page] > 1}
         assert shared <= published, "a private page is shared"

@@ -9,6 +9,8 @@ states. Each kind has memory of its own in each tier, and its pages are numbered
     store    `LowerTier`   copies of cached pages, which other servers read and write too
 """
 
+from collections import deque
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from engine.kv.host_tier import HostTier
@@ -17,7 +19,12 @@ from engine.kv.page_pool import PagePool
 from engine.step import PageKind, Tier
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     from engine.kv_shape import KVShape
+
+NAMES_PER_PLAN = 512  # that are retained, and whose retention ends: about 1 ms each
+MAX_ASKED = 256  # requests whose pages are not retained yet
 
 
 class Pages:
@@ -37,6 +44,9 @@ class Pages:
         self.lower = LowerTiers.of(cached, self.disk, store)
         self.pool = PagePool(kind, num_pages, self.lower)
         self.index = self.pool.prefixes  # of the device
+        self._asked: deque[tuple[Iterator[bytes], float, str]] = deque()
+        for copies in self.lower.values():
+            copies.retained = self.pool.retained
 
     def __contains__(self, name: object) -> bool:
         """Whether any tier has this page."""
@@ -51,6 +61,39 @@ class Pages:
         """The slot of a copy on the disk; None if there is none, or if it is faster elsewhere."""
         is_faster = name in self.index or name in self.lower.get(Tier.HOST, ())
         return None if is_faster else self.disk.find(name)
+
+    def retain(self, names: "Sequence[bytes]", until: float, tenant: str) -> None:
+        """Evict these pages after all others until a time, in every tier, from one of the next
+        calls of `sort_retained` on. Without effect if too many requests have asked for it."""
+        if len(self._asked) < MAX_ASKED:
+            self._asked.append((iter(names), until, tenant))
+
+    def sort_retained(self, now: float) -> None:
+        """Retain pages, and end the retention of those whose time is over: some of both."""
+        retained = self.pool.retained
+        for name in islice(retained.expire(now), NAMES_PER_PLAN):
+            self._sort(name)
+        left = NAMES_PER_PLAN
+        while self._asked and left:
+            names, until, tenant = self._asked[0]
+            some = list(islice(names, left))
+            left -= len(some)
+            for name in some:
+                for changed in (name, retained.retain(name, until, tenant)):
+                    if changed is not None:
+                        self._sort(changed)
+            if left:
+                self._asked.popleft()
+
+    def _sort(self, name: bytes) -> None:
+        """A page and its copies are retained from now on, or no longer."""
+        is_retained = name in self.pool.retained.names
+        page = self.index.find(name)
+        if page is not None and page in self.pool.cached:
+            self.pool.cached.sort(page, is_retained=is_retained)
+        for copies in self.lower.values():
+            if name in copies.order:
+                copies.order.sort(name, is_retained=is_retained)
 
     def reset(self) -> None:
         """The worker is lost, and all pages of the device and the host with it."""

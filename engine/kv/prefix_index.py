@@ -5,15 +5,19 @@ that number larger, which a look at the next hash finds. Evictions make it small
 kept in a log: a request reads the evictions since it last looked, not its whole chain of hashes.
 """
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from engine.request import Request
     from engine.step import Tier
 
 MAX_EVICTIONS = 4096  # in the log; a request that missed some looks up all its hashes again
+
+
+Key = TypeVar("Key", int, bytes)
 
 
 class PrefixListener(Protocol):
@@ -134,3 +138,52 @@ class PrefixIndex:
         """Assert that both directions agree."""
         backwards = {item.name: page for page, item in self._published.items()}
         assert backwards == self._pages, "hashes drifted"
+
+
+class EvictionOrder(Generic[Key]):
+    """Keys in the order in which they are evicted: the least recently used first, retained ones
+    behind the others."""
+
+    def __init__(self) -> None:
+        self._others: OrderedDict[Key, None] = OrderedDict()
+        self._retained: OrderedDict[Key, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._others) + len(self._retained)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._others or key in self._retained
+
+    def __iter__(self) -> "Iterator[Key]":
+        yield from self._others
+        yield from self._retained
+
+    def add(self, key: Key, *, is_retained: bool) -> None:
+        """A key that is not there, as the most recently used one."""
+        (self._retained if is_retained else self._others)[key] = None
+
+    def remove(self, key: Key) -> bool:
+        """Returns whether the key was there."""
+        there = key in self
+        self._others.pop(key, None)
+        self._retained.pop(key, None)
+        return there
+
+    def sort(self, key: Key, *, is_retained: bool) -> None:
+        """A key, whether it is there or not, as one that is retained from now on, or as the first
+        one of the others."""
+        if is_retained:
+            self.remove(key)
+            self.add(key, is_retained=True)
+        else:
+            self.put_first(key)
+
+    def put_first(self, key: Key) -> None:
+        """Evict a key before all others, whether it is there or not."""
+        self.remove(key)
+        self._others[key] = None
+        self._others.move_to_end(key, last=False)
+
+    def clear(self) -> None:
+        self._others.clear()
+        self._retained.clear()

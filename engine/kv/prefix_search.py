@@ -40,9 +40,13 @@ class PrefixSearch:
         self.hashes_left = HASHES_PER_PLAN
         self._prefills: dict[bytes, Request] = {}  # in flight, by the hash of their next block
 
-    def begin_plan(self) -> None:
-        """Allow `HASHES_PER_PLAN` hashes, and forget prefills that are not in flight any more."""
+    def begin_plan(self, now: float) -> None:
+        """Allow `HASHES_PER_PLAN` hashes, forget prefills that are not in flight any more, and go
+        on with the retention of pages."""
         self.hashes_left = HASHES_PER_PLAN
+        if self._ledger.retains:
+            for pages in self._ledger.pages.values():
+                pages.sort_retained(now)
         if self._prefills:
             flying = [r for r in self._prefills.values() if r.num_in_flight]
             self._prefills.clear()

@@ -21,7 +21,7 @@ from engine.errors import InvalidRequest
 from engine.kv_shape import KVShape
 from engine.policy import PolicySettings
 from engine.pooling import PoolSpec
-from engine.request import Abort, FinishReason, Request, RequestSpec
+from engine.request import Abort, Caching, FinishReason, Request, RequestSpec
 from engine.simulated.trace import GREEDY, SHARED_BLOCK, Arrival
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ class IterationRow(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=Tru
     is_background: bool = False
     itl_goal: float | None = None
     is_pooling: bool = False
+    retention: float = 0.0
     blocks: tuple[int | str, ...] = ()
     planned: int | None = None
     entries: tuple[tuple[int, int, int], ...] = ()
@@ -315,6 +316,7 @@ def _params(row: IterationRow) -> RequestSpec:
         is_background=row.is_background,
         itl_goal=row.itl_goal,
         pooling=PoolSpec() if row.is_pooling else None,
+        caching=Caching(seconds=row.retention),
     )
 
 

@@ -18,7 +18,7 @@ from gateway.generation.image_input import ImageOrigin, check_images
 from gateway.generation.image_prompt import ImagePrompt, cut_before
 from gateway.generation.tool_grammar import tool_constraint, without_calls
 from gateway.schema.decoding import invalid
-from gateway.schema.fields.caching import PromptCacheOptions
+from gateway.schema.fields.caching import PromptCacheOptions, cache_options
 from gateway.schema.fields.output import OutputConstraint
 from gateway.schema.fields.scheduling import SchedulingParams
 from gateway.schema.rendering import ReportOptions, ResponseRenderer
@@ -191,7 +191,7 @@ def build_plan(
         truncate_prompt_tokens=request.truncate_prompt_tokens,
         is_stream=bool(request.stream),
         lora=service.loras.find(request.model),
-        cache=request.prompt_cache_options or PromptCacheOptions(),
+        cache=cache_options(request),
     )
 
 
@@ -244,7 +244,10 @@ def request_specs(
         weight=plan.caller.weight,
         itl_goal=plan.caller.itl_goal,
         checkpoints=checkpoints,
-        caching=Caching(max(checkpoints, default=0) if plan.cache.mode == "explicit" else None),
+        caching=Caching(
+            max(checkpoints, default=0) if plan.cache.mode == "explicit" else None,
+            seconds=plan.cache.seconds,
+        ),
         **scheduling_of(plan.scheduling, plan.caller)._asdict(),
     )
     if plan.is_prefill:

@@ -1,7 +1,8 @@
 """`POST /v1/messages`: Anthropic's request, and its conversion to a chat request.
 
-`cache_control` of a block marks a place behind which others will go on. That of the request and of
-tools is ignored: shared prefixes are found without it.
+`cache_control` of a block marks a place behind which others will go on; that of the request and of
+tools marks none, since shared prefixes are found without it. The longest `ttl` of all of them, five
+minutes by default, is that of the prompt's cached blocks.
 """
 
 from functools import partial
@@ -22,6 +23,7 @@ from gateway.schema.decoding import (
     reject_unless,
 )
 from gateway.schema.field_names import with_renamed_fields
+from gateway.schema.fields.caching import ANTHROPIC_TTLS, TTLS
 from gateway.schema.openai.chat import ChatRequest, chat_of
 from gateway.schema.unknown_fields import UnknownFields
 
@@ -175,6 +177,8 @@ class AnthropicRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
             **self._tools(),
             **self._reasoning(),
         }
+        if ttls := self._ttls():
+            body["prompt_cache_options"] = {"ttl": max(ttls, key=TTLS.__getitem__)}
         config = self.output_config or OutputConfig()
         if config.format is not None:
             schema = {"name": "output", "schema": config.format.schema, "strict": True}
@@ -205,6 +209,26 @@ class AnthropicRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     @property
     def shows_reasoning(self) -> bool:
         return self.thinking is None or self.thinking.display != OMITTED
+
+    def _ttls(self) -> list[str]:
+        """The `ttl` of each `cache_control`. Raises `InvalidRequest` for an unknown one."""
+        places: list[tuple[str, Any]] = [("cache_control", self.cache_control)]
+        lists: dict[str, Any] = {
+            f"messages[{i}].content": each.content for i, each in enumerate(self.messages)
+        }
+        for path, blocks in {**lists, "system": self.system, "tools": self.tools}.items():
+            if blocks is not None and not isinstance(blocks, str):
+                places += [
+                    (f"{path}[{i}].cache_control", block.cache_control)
+                    for i, block in enumerate(blocks)
+                ]
+        ttls: list[str] = []
+        for path, control in places:
+            if control is not None:
+                ttl = control.get("ttl") if isinstance(control, dict) else None
+                ttls.append(ANTHROPIC_TTLS[0] if ttl is None else str(ttl))
+                check_allowed(ttls[-1], f"{path}.ttl", ANTHROPIC_TTLS)
+        return ttls
 
     def _tools(self) -> dict[str, Any]:
         if not self.tools:

@@ -178,6 +178,9 @@ def decode_decision(body: bytes, unknown: UnknownFields | None = None) -> Decisi
     if request.prompt_cache_options is not None:
         request.prompt_cache_options.check()
         reject_unless(request.prompt_cache_options, "prewarm", False, prefix=OPTIONS)
+    for name in ("prompt_cache_key", "prompt_cache_options"):
+        if unknown is not None and getattr(request, name) is not None:
+            unknown.ignore(name)
     return request
 
 

@@ -9,7 +9,10 @@ from gateway.schema.decoding import check_allowed
 from gateway.schema.unknown_fields import UnknownFields
 
 MODES = ("implicit", "explicit")
-TTLS = ("30m", "12h")
+# Seconds. 5m and 1h are Anthropic's, 24h is `prompt_cache_retention`'s.
+TTLS = {"5m": 300.0, "30m": 1800.0, "1h": 3600.0, "12h": 43200.0, "24h": 86400.0}
+RETENTIONS = ("in_memory", "in-memory", "24h")
+ANTHROPIC_TTLS = ("5m", "1h")  # of `cache_control`, the default first
 BREAKPOINT = {"mode": "explicit"}
 MAX_BREAKPOINTS = 4  # the latest ones of a prompt
 
@@ -18,8 +21,8 @@ class PromptCacheOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     """OpenAI's options.
 
     With `mode` "explicit" the cache keeps nothing behind the last breakpoint of the prompt. With
-    `prewarm` the prompt is computed, in the background, and no output. `ttl` has no effect: blocks
-    stay as long as there is room for them in a tier.
+    `prewarm` the prompt is computed, in the background, and no output. For `ttl` what the request
+    leaves in the cache is evicted after all that has no such time, in every tier.
     """
 
     mode: str | None = None
@@ -27,16 +30,35 @@ class PromptCacheOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True
     prewarm: bool | None = None
     comparison_response_id: str | None = None
 
+    @property
+    def seconds(self) -> float:
+        """The seconds of `ttl`; 0 without one."""
+        return 0.0 if self.ttl is None else TTLS[self.ttl]
+
     def check(self, *, compares: bool = False) -> None:
         """Raise `InvalidRequest` for the first invalid field; only the Responses API `compares`."""
         path = "prompt_cache_options"
         if self.mode is not None:
             check_allowed(self.mode, f"{path}.mode", MODES)
         if self.ttl is not None:
-            check_allowed(self.ttl, f"{path}.ttl", TTLS)
+            check_allowed(self.ttl, f"{path}.ttl", tuple(TTLS))
         if self.comparison_response_id is not None and not compares:
             param = f"{path}.comparison_response_id"
             raise InvalidRequest(f"'{param}' is only supported in /v1/responses.", param)
+
+
+def cache_options(request: "HasCacheFields") -> PromptCacheOptions:
+    """The request's options, with the `ttl` of its `prompt_cache_retention`, if that is given."""
+    options = request.prompt_cache_options or PromptCacheOptions()
+    if request.prompt_cache_retention == "24h":
+        return msgspec.structs.replace(options, ttl="24h")
+    return options
+
+
+def check_retention(request: "HasCacheFields") -> None:
+    """Raise `InvalidRequest` for an unknown `prompt_cache_retention`."""
+    if request.prompt_cache_retention is not None:
+        check_allowed(request.prompt_cache_retention, "prompt_cache_retention", RETENTIONS)
 
 
 class HasCacheFields(Protocol):
@@ -48,16 +70,9 @@ class HasCacheFields(Protocol):
 
 
 def name_without_effect(request: HasCacheFields, unknown: UnknownFields | None) -> None:
-    """Name the given fields that change nothing: prefixes are found without a key, and are kept
-    as long as there is room."""
-    if unknown is None:
-        return
-    for name in ("prompt_cache_key", "prompt_cache_retention"):
-        if getattr(request, name) is not None:
-            unknown.ignore(name)
-    options = request.prompt_cache_options
-    if options is not None and options.ttl is not None:
-        unknown.ignore("prompt_cache_options.ttl")
+    """Name the key, if it is given: prefixes are found by their content, without one."""
+    if unknown is not None and request.prompt_cache_key is not None:
+        unknown.ignore("prompt_cache_key")
 
 
 def check_breakpoint(given: Any, path: str) -> None:

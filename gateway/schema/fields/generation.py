@@ -4,7 +4,7 @@ import msgspec
 
 from engine.errors import InvalidRequest
 from gateway.schema.decoding import invalid, reject_unless
-from gateway.schema.fields.caching import PromptCacheOptions
+from gateway.schema.fields.caching import PromptCacheOptions, check_retention
 from gateway.schema.fields.output import OutputRequest
 from gateway.schema.openai.event_envelope import UsageOptions
 from gateway.schema.rendering import ReportOptions
@@ -57,6 +57,7 @@ class GenerationRequest(OutputRequest, kw_only=True, forbid_unknown_fields=True)
         self.check_scheduling()
         if self.prompt_cache_options is not None:
             self.prompt_cache_options.check()
+        check_retention(self)
         if self.truncate_prompt_tokens == 0:
             raise invalid(
                 "truncate_prompt_tokens",

@@ -43,7 +43,7 @@ _SAME_IN_CHAT = (
     "temperature", "top_p", "top_logprobs", "parallel_tool_calls", "stream", "service_tier",
     "priority", "cache_salt", "ttft_deadline_ms", "deadline_ms", "seed", "top_k", "min_p",
     "repetition_penalty", "presence_penalty", "frequency_penalty", "stop", "min_tokens",
-    "ignore_eos", "chat_template_kwargs",
+    "ignore_eos", "chat_template_kwargs", "prompt_cache_retention",
 )  # fmt: skip
 # Chat fields that have another name here, the longest first.
 NAMES = {
@@ -208,7 +208,11 @@ class ResponseRequest(SchedulingRequest, kw_only=True, forbid_unknown_fields=Tru
             body["response_format"] = self.text.format and self.text.format.as_chat()
         body |= {name: getattr(self, name) for name in _SAME_IN_CHAT}
         if (options := self.prompt_cache_options) is not None:
-            body["prompt_cache_options"] = {"mode": options.mode, "prewarm": options.prewarm}
+            body["prompt_cache_options"] = {
+                "mode": options.mode,
+                "ttl": options.ttl,
+                "prewarm": options.prewarm,
+            }
         given = {name: value for name, value in body.items() if value is not None}
         return with_renamed_fields(partial(chat_of, given), NAMES)
 

@@ -30,7 +30,6 @@ IGNORED: dict[str, Any] = {
     "metadata": {"a": "b"},
     "store": True,
     "prompt_cache_key": "k",
-    "prompt_cache_retention": "24h",
     "verbosity": "high",
 }
 REJECTED: dict[str, Any] = {

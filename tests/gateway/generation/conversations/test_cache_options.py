@@ -151,7 +151,8 @@ def test_prewarming_computes_the_prompt_in_the_background_and_no_output(stream: 
     ("path", "changed", "param"),
     [
         (CHAT, {"prompt_cache_options": {"mode": "auto"}}, "prompt_cache_options.mode"),
-        (CHAT, {"prompt_cache_options": {"ttl": "5m"}}, "prompt_cache_options.ttl"),
+        (CHAT, {"prompt_cache_options": {"ttl": "5 minutes"}}, "prompt_cache_options.ttl"),
+        (CHAT, {"prompt_cache_retention": "1y"}, "prompt_cache_retention"),
         (
             CHAT,
             {"prompt_cache_options": {"comparison_response_id": "resp_1"}},
@@ -168,3 +169,44 @@ def test_prewarming_computes_the_prompt_in_the_background_and_no_output(stream: 
 def test_other_values_are_rejected(path: str, changed: dict[str, Any], param: str) -> None:
     status, body, _ = sent(path, chat(**changed))
     assert (status, body["error"]["param"]) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("path", "changed", "seconds"),
+    [
+        (CHAT, {}, 0.0),
+        (CHAT, {"prompt_cache_retention": "in_memory"}, 0.0),
+        (CHAT, {"prompt_cache_options": {"ttl": "30m"}}, 1800.0),
+        (TEXT, {"prompt": "ab", "messages": None, "prompt_cache_options": {"ttl": "12h"}}, 43200.0),
+        (CHAT, {"prompt_cache_options": {"ttl": "30m"}, "prompt_cache_retention": "24h"}, 86400.0),
+        (RESPONSES, {"input": "a", "messages": None, "prompt_cache_retention": "24h"}, 86400.0),
+        (RESPONSES, {"input": "a", "messages": None, "prompt_cache_options": {"ttl": "1h"}},
+         3600.0),
+        (MESSAGES, {"max_tokens": 1}, 0.0),
+        (MESSAGES, {"max_tokens": 1, **CONTROL}, 300.0),
+        (
+            MESSAGES,
+            {"max_tokens": 1, **CONTROL, "system": [
+                {"type": "text", "text": "S",
+                 "cache_control": {"type": "ephemeral", "ttl": "1h"}}]},
+            3600.0,
+        ),
+    ],
+)  # fmt: skip
+def test_what_a_request_leaves_is_retained_for_its_ttl(
+    path: str, changed: dict[str, Any], seconds: float
+) -> None:
+    body = {name: value for name, value in chat(**changed).items() if value is not None}
+    status, reply, rig = sent(path, body)
+    assert status == 200, reply
+    (request,) = rig.ended
+    assert request.spec.retention == seconds
+
+
+def test_an_unknown_ttl_of_a_message_is_rejected_by_its_path() -> None:
+    control = {"cache_control": {"type": "ephemeral", "ttl": "1y"}}
+    content = [{"type": "text", "text": "a", **control}]
+    messages = [{"role": "user", "content": content}]
+    status, body, _ = sent(MESSAGES, {"model": MODEL, "max_tokens": 1, "messages": messages})
+    assert status == 400
+    assert "messages[0].content[0].cache_control.ttl" in body["error"]["message"]

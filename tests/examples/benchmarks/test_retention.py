@@ -1,0 +1,17 @@
+"""The benchmark of retention times: its page is that of its figures, and a time is worth it."""
+
+import json
+
+from examples.benchmarks.virtual_time.retention import OUT, page, run
+
+
+def test_the_page_shows_the_figures_of_its_runs() -> None:
+    rows = json.loads((OUT / "retention.json").read_text())
+    assert (OUT / "README.md").read_text() == page(rows)
+
+
+def test_what_is_retained_for_an_agent_is_there_after_its_wait() -> None:
+    without, with_time = run(2, 0.0), run(2, 3600.0)
+    assert without["second turn cached"] == 0.0
+    assert with_time["second turn cached"] > 0.9
+    assert with_time["others cached"] > 0.9 * without["others cached"]
