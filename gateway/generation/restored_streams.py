@@ -39,6 +39,9 @@ async def restore_streams(service: "Service", planners: Mapping[str, Planner]) -
         records = []
     waiting = [record for record in records if not _is_loaded(record.body, service)]
     await _run_all([record for record in records if record not in waiting], service, planners)
+    for record in waiting:
+        seconds = service.groups.find(model_named(record.body)).load_seconds
+        service.store.held.expect(record.tenant, record.names, seconds)
     return partial(_run_all, waiting, service, planners)
 
 
@@ -62,6 +65,8 @@ async def _run_all(
             logger.warning("the stream of %s cannot run again: %s", record.request_id, error)
             if isinstance(error, InvalidRequest):
                 await JournalEntry(service, record).remove()
+        finally:
+            service.store.held.expect(record.tenant, record.names, None)
 
 
 def _restore(ended: "Ended", service: "Service") -> None:

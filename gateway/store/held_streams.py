@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
+from engine.errors import Unavailable
 from gateway.errors import StreamNotFound
 from gateway.store.event_ring import EventRing, EventRings, RingLimits
 
@@ -55,9 +56,17 @@ class HeldStreams:
         self._clock = clock
         self._by_key: dict[str, dict[str, HeldStream]] = {}  # by API key and name
         self._names: dict[EventRing, tuple[str, ...]] = {}
+        self._expected: dict[tuple[str, str], float] = {}  # by API key and name: seconds
         self._running: set[HeldStream] = set()
         self._forgetting: set[asyncio.Task[None]] = set()
         self._until: OrderedDict[EventRing, float] = OrderedDict()  # of those that have ended
+
+    def expect(self, tenant: str, names: Iterable[str], seconds: float | None) -> None:
+        """A stream with these names will be added in about so many seconds; None: it will not."""
+        for name in names:
+            self._expected.pop((tenant, name), None)
+            if seconds is not None:
+                self._expected[tenant, name] = seconds
 
     def open(self, tenant: str, names: Iterable[str]) -> EventRing:
         """The ring of a new stream. It ends the streams that had its names before."""
@@ -84,8 +93,11 @@ class HeldStreams:
             self._forget(stream.ring)
 
     def find(self, tenant: str, name: str) -> HeldStream:
-        """Raises `StreamNotFound` for a name that this key has not given, or that is forgotten."""
+        """Raises `StreamNotFound` for a name that this key has not given, or that is forgotten, and
+        `Unavailable` for one that is expected."""
         stream = self.named(tenant).get(name)
+        if stream is None and (seconds := self._expected.get((tenant, name))) is not None:
+            raise Unavailable("The stream goes on when its model is loaded.", seconds)
         if stream is None:
             raise StreamNotFound(name)
         return stream
