@@ -29,7 +29,8 @@ def main() -> None:
     files = KernelFiles(Path(sys.argv[1]))
     files.write_features(features.FEATURES)
     import_kernels()
-    say(READY)
+    if not say(READY):
+        return
     others = []
     for _ in range(min(MAX_PROCESSES, len(os.sched_getaffinity(0))) - 1):
         child = os.fork()
@@ -48,9 +49,14 @@ def import_kernels() -> None:
     importlib.import_module("engine.worker.cpu.attention.paged_kernels")
 
 
-def say(line: str) -> None:
-    """Write a line at once, as one piece."""
-    os.write(1, f"{line}\n".encode())
+def say(line: str) -> bool:
+    """Write a line at once, as one piece. Returns whether anybody reads it: the process that
+    started this one may have ended."""
+    try:
+        os.write(1, f"{line}\n".encode())
+    except BrokenPipeError:
+        return False
+    return True
 
 
 def compile_kernels(files: KernelFiles) -> None:
@@ -61,7 +67,8 @@ def compile_kernels(files: KernelFiles) -> None:
             files.write(name, build.object_of(function_of(name)))
         except Exception:
             logger.exception("%s could not be compiled", name)
-        say(name)
+        if not say(name):
+            return
 
 
 def function_of(name: str) -> Callable[..., None]:
