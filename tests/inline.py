@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -13,6 +13,7 @@ from engine.kv.ledger import KVLedger
 from engine.kv_shape import KVShape
 from engine.loop import Engine
 from engine.policy.fcfs import FirstComeFirstServed
+from engine.policy.port import Policy
 from engine.request import FinishReason, Request, RequestSpec
 from engine.speculation.drafter import Drafter
 from engine.step import HASH_BYTES, PageKind, Step, StepResult, TokenLogprobs
@@ -39,6 +40,9 @@ class RunsSteps(Protocol):
     def report(self) -> WorkerReport: ...
 
     def run(self, step: Step) -> StepResult: ...
+
+
+Client = Callable[[Engine, RequestSpec], Awaitable[RequestOutcome]]
 
 
 class Mortal:
@@ -85,10 +89,13 @@ def play(
     lookahead: int = 0,
     drafter: Drafter | None = None,
     saves_on_host: bool = False,
+    policy: Policy | None = None,
+    client: Client | None = None,
     **bounds: object,
 ) -> list[RequestOutcome]:
-    """Serve all requests at once, to their end; fewer `num_blocks` or `num_states` than the worker
-    has lead to preemptions. The worker's disk tier is used if it has one."""
+    """Serve all requests at once, to their end or as a `client` reads them; fewer `num_blocks` or
+    `num_states` than the worker has lead to preemptions. The worker's disk tier is used if it has
+    one."""
     report = worker.report
     settings = SchedulerSettings(max_model_len=report.max_model_len, **bounds)  # type: ignore[arg-type]
     ledger = KVLedger(
@@ -106,7 +113,11 @@ def play(
         )
     )
     scheduler = IterationScheduler(
-        settings, ledger, FirstComeFirstServed(), drafter=drafter, encoder=report.encoder
+        settings,
+        ledger,
+        policy or FirstComeFirstServed(),
+        drafter=drafter,
+        encoder=report.encoder,
     )
     hashes, state_hashes = report.disk_hashes, report.disk_state_hashes
     scheduler.kv.search.restore_disk({PageKind.BLOCK: hashes, PageKind.SNAPSHOT: state_hashes})
@@ -118,26 +129,29 @@ def play(
         lookahead=lookahead,
         send_pixels=getattr(worker, "put_pixels", None),
     )
-    outcomes = asyncio.run(_serve(engine, specs))
+    outcomes = asyncio.run(_serve(engine, specs, client or read_all))
     scheduler.ledger.check()
     assert scheduler.ledger.num_held == 0
     return outcomes
 
 
-async def _serve(engine: Engine, specs: Sequence[RequestSpec]) -> list[RequestOutcome]:
+async def _serve(
+    engine: Engine, specs: Sequence[RequestSpec], client: Client
+) -> list[RequestOutcome]:
     async with asyncio.TaskGroup() as group:
         running = group.create_task(engine.run())
-        outcomes = await asyncio.gather(*(_generate(engine, spec) for spec in specs))
+        outcomes = await asyncio.gather(*(client(engine, spec) for spec in specs))
         await engine.drain(60.0)  # of the last of a surplus
         running.cancel()
     return outcomes
 
 
-async def _generate(engine: Engine, spec: RequestSpec) -> RequestOutcome:
+async def read_all(engine: Engine, spec: RequestSpec, most: int | None = None) -> RequestOutcome:
+    """Read a request's stream to its end, or until `most` tokens have come."""
     outcome = RequestOutcome()
     with engine.stream(spec) as stream:
         outcome.request = stream.request
-        while outcome.finish is None and outcome.error is None:
+        while outcome.finish is None and (most is None or len(outcome.tokens) < most):
             try:
                 chunk = await stream.next()
             except EngineError as error:
