@@ -20,6 +20,8 @@ from gateway.ports import UnreadableImage
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+# As in Google's page "Gemma 4 Prompt Formatting", and in the converter in transformers that writes
+# the tokenizer of published checkpoints.
 BEGIN, END = "<|image>", "<image|>"
 
 

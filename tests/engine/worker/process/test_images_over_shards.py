@@ -20,6 +20,7 @@ from tests.inline import RequestOutcome, play
 from tests.models.images import Prompt, make_checkpoint, picture
 
 GREEDY = SamplingParams(temperature=0.0)
+WHOLE = ("gemma3", "gemma4_whole")  # images in one step
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,9 @@ def tokens(outcomes: list[RequestOutcome]) -> list[list[int]]:
         ("qwen3_5", 1, 2),
         ("gemma3", 2, 1),
         ("gemma3", 1, 2),
+        ("gemma4", 2, 1),
+        ("gemma4", 1, 2),
+        ("gemma4_whole", 2, 1),
     ],
 )
 def test_outputs_are_those_of_one_worker(
@@ -73,7 +77,7 @@ def test_outputs_are_those_of_one_worker(
     make_checkpoint(tmp_path, variant)
     asked = specs(variant)
     whole = max(media.num_tokens for spec in asked for media in spec.media) + 1
-    bounds = {"max_batch_size": 2, "max_batch_tokens": whole if variant == "gemma3" else 8}
+    bounds = {"max_batch_size": 2, "max_batch_tokens": whole if variant in WHOLE else 8}
     expected = tokens(play(load_worker(tmp_path), asked, **bounds))  # type: ignore[arg-type]
     with fleet(tmp_path, stages, ranks) as workers:
         outcomes = play(FedFleet(workers), asked, **bounds)  # type: ignore[arg-type]
