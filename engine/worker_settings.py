@@ -239,7 +239,8 @@ class Tiers:
 class WorkerSettings:
     """What a worker needs to load its part of a model.
 
-    `task` is "generate", "embed", "score", or "auto": as the checkpoint is meant. `max_model_len`
+    `task` is "generate", "embed", "score", or "auto": as the checkpoint is meant. `mmproj` is the
+    file of a GGUF model's image encoder; "": none. `max_model_len`
     0: the checkpoint's own limit. With `traces` the worker reports the times of each step. With
     `lookahead`, a step may use tokens that only the workers know (`LAST_TOKEN`). The LoRA adapters
     `loras` are loaded with the model; no module of an adapter may have a higher rank than
@@ -251,6 +252,7 @@ class WorkerSettings:
 
     model: str
     task: str = "auto"
+    mmproj: str = ""
     kernels: Kernels = Kernels()
     kv: KVSettings = KVSettings()
     tiers: Tiers = Tiers()

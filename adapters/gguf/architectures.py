@@ -75,6 +75,7 @@ GEMMA4_HEAD_SIZES = {
     "attention.value_length_swa": "head_dim",
     "rope.dimension_count_swa": "head_dim",
 }
+SECTIONS = {"rope.dimension_sections": "mrope_section"}  # equal for text
 QWEN35_FIELDS = {
     **ROTARY_FIELDS,
     "attention.recurrent_layers": "layer_types",
@@ -84,7 +85,7 @@ QWEN35_FIELDS = {
     "ssm.group_count": "linear_num_key_heads",
     "ssm.time_step_rank": "linear_num_value_heads",
     "ssm.inner_size": "linear_value_head_dim",  # of all heads
-    "rope.dimension_sections": "mrope_section",  # equal for text
+    **SECTIONS,
     "nextn_predict_layers": "mtp_num_hidden_layers",
 }
 # Layers of the Gemmas with 27 B parameters, whose scores have another scale than head_dim ** -0.5.
@@ -207,6 +208,11 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "qwen2": Architecture("Qwen2ForCausalLM"),
     "qwen3": Architecture("Qwen3ForCausalLM"),
+    "qwen2vl": Architecture("Qwen2ForCausalLM", {**ROTARY_FIELDS, **SECTIONS}),
+    "qwen3vl": Architecture(
+        "Qwen3ForCausalLM",
+        {**ROTARY_FIELDS, **SECTIONS, "n_deepstack_layers": "num_deepstack_layers"},
+    ),
     "qwen3moe": Architecture(
         "Qwen3MoeForCausalLM", {**ROTARY_FIELDS, **EXPERTS, **EXPERT_WIDTH}, finish=_qwen3_moe
     ),

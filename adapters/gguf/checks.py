@@ -22,7 +22,12 @@ def checked_config(path: Path) -> dict[str, object]:
     file = GgufFile(path)
     config = read_config(file)
     check_vocabulary(file)
+    check_kinds(file)
+    return config
+
+
+def check_kinds(file: GgufFile) -> None:
+    """Raise `StartupError` for a type of tensors that cannot be read."""
     for name, entry in file.tensors.items():
         if entry.kind not in KINDS:
             raise file.error(f"tensor {name} is {entry.kind.name}, which is not supported")
-    return config

@@ -16,6 +16,10 @@ def read_config(file: GgufFile) -> dict[str, object]:
     """The content of config.json. Raises `StartupError`."""
     name = file.text("general.architecture")
     architecture = ARCHITECTURES.get(name or "")
+    if name == "clip":
+        raise file.error(
+            "this is an image encoder: name the model's file, and this one by --mmproj"
+        )
     if name is None or architecture is None:
         known = ", ".join(ARCHITECTURES)
         raise file.error(f"general.architecture {name!r} is not supported; known: {known}")

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
+from adapters.gguf import projector
 from adapters.gguf.config import read_config
 from adapters.gguf.file import GgufFile
 from adapters.gguf.vocabulary import CONTROL, USER_DEFINED, read_tokenizer, special_token
@@ -19,8 +20,11 @@ TEMPLATE = "tokenizer.chat_template"
 
 def read_document(path: Path, name: str) -> dict[str, object]:
     """A document by its file name; empty if there is none. Raises `StartupError`."""
+    file = GgufFile(path)
+    if projector.is_projector(file):
+        return projector.read_document(file, name)
     reads = DOCUMENTS.get(name)
-    return {} if reads is None else reads(GgufFile(path))
+    return {} if reads is None else reads(file)
 
 
 def _generation(file: GgufFile) -> dict[str, object]:

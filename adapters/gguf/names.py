@@ -170,6 +170,8 @@ NAMES = {
     "llama": _INTERLEAVED._replace(block={**ROTARY_BLOCK, **MIXTRAL_EXPERTS}),
     "qwen2": _ROTARY,
     "qwen3": _ROTARY,
+    "qwen2vl": _ROTARY,
+    "qwen3vl": _ROTARY,
     "qwen3moe": _with(EXPERTS),
     "olmoe": _with(EXPERTS),
     "gpt-oss": _with(GPT_OSS_BLOCK),

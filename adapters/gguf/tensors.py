@@ -8,25 +8,21 @@ at a time.
 from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 
-import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-from gguf.quants import dequantize
 from torch import Tensor
 
 from adapters.gguf.blocks import FORMATS, stored_weight
 from adapters.gguf.file import GgufFile, TensorEntry
+from adapters.gguf.floats import FLOATS, drop, read_floats, stored_rows
 from adapters.gguf.names import NAMES, Names, part_of
 from adapters.gguf.orders import ValueHeads, interleaved_rows
 from adapters.gguf.rope import ROPE_TENSORS
 from engine.errors import StartupError
 from engine.worker.ports import PreferredFormat, Weight
 from engine.worker.weights.formats.grouped import GroupedWeight
-from engine.worker.weights.mappings import drop_pages
 
 Kind = GGMLQuantizationType
-FLOATS = {Kind.F32: torch.float32, Kind.F16: torch.float16, Kind.BF16: torch.bfloat16}
 OTHERS = {Kind.Q2_K, Kind.Q3_K, Kind.IQ4_NL, Kind.IQ4_XS}  # dequantized when they are read
-ELEMENTS_AT_ONCE = 1 << 20
 EXPERTS_SUFFIX = "_exps"
 GATE_UP = "gate_up_exps"
 
@@ -111,7 +107,7 @@ class GgufTensors:
 
         def of_file(rows: slice) -> Tensor:
             first, last, _ = rows.indices(entry.shape[0])
-            stored = self._bytes(entry, range(first, last))
+            stored = stored_rows(self._file, entry, range(first, last))
             first_byte, last_byte = (
                 column // per_block * block_bytes for column in (columns.start, columns.stop)
             )
@@ -162,7 +158,7 @@ class GgufTensors:
         return self._value_heads.order("ssm_out")
 
     def drop_pages(self) -> None:
-        drop_pages([torch.frombuffer(self._file.data, dtype=torch.uint8)])
+        drop(self._file)
 
     def _num_heads(self, own: str) -> int:
         heads = self._file.integer(f"{self._architecture}.attention.head_count") or 1
@@ -173,29 +169,9 @@ class GgufTensors:
     def _rows(self, entry: TensorEntry, rows: slice) -> Tensor:
         """Some rows with all columns, or some elements of a vector."""
         if len(entry.shape) == 1:
-            return self._matrix(entry, range(1))[0, rows]
+            return read_floats(self._file, entry, range(1))[0, rows]
         first, last, _ = rows.indices(entry.shape[0])
-        return self._matrix(entry, range(first, last))
-
-    def _matrix(self, entry: TensorEntry, rows: range) -> Tensor:
-        columns = entry.shape[-1]
-        if entry.kind in FLOATS:
-            return self._bytes(entry, rows).view(FLOATS[entry.kind])
-        stored = self._bytes(entry, rows).numpy()
-        whole = torch.empty(len(rows), columns)
-        step = max(1, ELEMENTS_AT_ONCE // columns)
-        for at in range(0, len(rows), step):
-            piece = dequantize(stored[at : at + step], entry.kind)
-            whole[at : at + step] = torch.from_numpy(piece)
-        return whole
-
-    def _bytes(self, entry: TensorEntry, rows: range) -> Tensor:
-        """Some rows as the file has them, uint8 `[rows, row bytes]`."""
-        start, num_bytes = entry.start + rows.start * entry.row_bytes, len(rows) * entry.row_bytes
-        if not num_bytes:
-            return torch.empty((len(rows), 0), dtype=torch.uint8)
-        found = torch.frombuffer(self._file.data, dtype=torch.uint8, count=num_bytes, offset=start)
-        return found.view(len(rows), entry.row_bytes)
+        return read_floats(self._file, entry, range(first, last))
 
 
 def _value_heads(file: GgufFile, architecture: str) -> ValueHeads | None:

@@ -38,7 +38,7 @@ class _Lost(Exception):
 
 
 class IsolatedDecoder:
-    """An `ImageDecoder` for the checkpoint in `directory`.
+    """An `ImageDecoder` for the checkpoint in `directory`, or the file of its image encoder.
 
     One image may take `seconds`, and `num_bytes` of memory. The process is started by the first
     image, and by the next one after it was lost. `close` ends it. Raises `StartupError`.

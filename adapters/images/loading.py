@@ -5,6 +5,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import cast
 
+from adapters.gguf import is_gguf, read_document
 from adapters.images import PROCESSORS
 from adapters.images.processor import Config, ImageProcessor, Settings, section
 from adapters.images.qwen_vl import settings_of
@@ -14,7 +15,8 @@ _QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3
 
 
 def load_processor(directory: Path) -> ImageProcessor:
-    """The image processor of the checkpoint in `directory`. Raises `StartupError`."""
+    """The image processor of the checkpoint in `directory`, or of an mmproj file. Raises
+    `StartupError`."""
     settings = read_settings(directory)
     name = str(settings.image.get("image_processor_type", "")).removesuffix("Fast")
     target = PROCESSORS.get(name)
@@ -41,6 +43,8 @@ def read_settings(directory: Path) -> Settings:
 
 def _read(directory: Path, name: str) -> Config:
     path = directory / f"{name}.json"
+    if is_gguf(directory) and directory.is_file():
+        return read_document(directory, path.name)
     if not path.is_file():
         return {}
     try:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
-from adapters.gguf import is_gguf, read_document
+from adapters.gguf import is_gguf, read_document, read_joined
 from adapters.models.random_checkpoint import PREFIX, random_checkpoint
 from engine.errors import StartupError
 
@@ -53,8 +53,11 @@ def read_json(path: Path) -> dict[str, object]:
     return value
 
 
-def read_config(directory: Path) -> dict[str, object]:
-    """config.json of a checkpoint; for a GGUF file it is built from the metadata."""
+def read_config(directory: Path, mmproj: Path | None = None) -> dict[str, object]:
+    """config.json of a checkpoint; for a GGUF file it is built from the metadata, with that of the
+    file of its image encoder, if there is one."""
+    if mmproj is not None:
+        return read_joined(directory, mmproj)
     return _document(directory, "config.json")
 
 

@@ -89,7 +89,7 @@ def _models(name: str, files: Iterable[Path], folder: Path) -> Iterator[LocalMod
         size = sum(each.stat().st_size for each in checkpoint)
         yield LocalModel(name, architecture or "unknown", size, architecture in families)
     for file in weights:
-        if file.suffix == ".gguf":
+        if file.suffix == ".gguf" and not file.name.startswith("mmproj"):  # image encoders
             path = str(file) if Path(name).exists() else f"{name}:{file.name}"
             yield LocalModel(path, "GGUF", file.stat().st_size, is_supported=True)
 

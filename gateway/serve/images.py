@@ -52,7 +52,7 @@ def open_images(settings: "ImageSettings", loaded: "LoadedModel", stack: AsyncEx
 def _decoder(loaded: "LoadedModel") -> "ImageDecoder":
     """The decoder for the model's images. Raises `StartupError`."""
     module = import_module("adapters.images.isolated")
-    decoder = cast("ImageDecoder", module.IsolatedDecoder(loaded.directory))
+    decoder = cast("ImageDecoder", module.IsolatedDecoder(loaded.mmproj or loaded.directory))
     if decoder.soft_token not in loaded.texts.tokenizer.special_tokens:
         raise StartupError(f"the tokenizer has no special token {decoder.soft_token}")
     return decoder

@@ -30,7 +30,7 @@ from gateway.schema.fields.sampling import SamplingDefaults
 from gateway.serve.cores import count_replicas
 from gateway.serve.cost.calibration import Calibration, CostFile, calibrate, cost_facts
 from gateway.serve.lookahead import choose_lookahead, max_lookahead
-from gateway.serve.model_checks import check_model, model_directory
+from gateway.serve.model_checks import check_model, model_directory, projector_file
 from gateway.serve.replicas import like_first, settings_of_replicas
 from gateway.settings.generation_config import sampling_defaults
 from gateway.settings.model import BUILTIN_MODEL
@@ -69,6 +69,7 @@ class LoadedModel:
 
     name: str
     directory: Path
+    mmproj: Path | None  # the file of its image encoder
     executors: tuple[MultiprocessExecutor, ...]
     reports: tuple[WorkerReport, ...]
     texts: TextAdapters
@@ -127,6 +128,7 @@ async def load_model(
         yield LoadedModel(
             name=served_name(settings),
             directory=directory,
+            mmproj=Path(workers[0].mmproj) if workers[0].mmproj else None,
             executors=(executor, *executors),
             reports=(report, *[task.result() for task in tasks]),
             texts=texts,
@@ -253,6 +255,7 @@ def _worker_settings(settings: Settings, directory: Path) -> WorkerSettings:
     return WorkerSettings(
         model=str(directory),
         task=settings.model.task,
+        mmproj=str(projector_file(settings, directory) or ""),
         kernels=kernels_of(settings),
         kv=settings.kv,
         tiers=replace(tiers, disk_kv=disk),

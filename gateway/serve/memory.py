@@ -17,6 +17,7 @@ from engine.errors import StartupError
 from engine.transport.process_memory import available_bytes
 from engine.worker_settings import WEIGHT_BYTES, WorkerReport
 from gateway.serve.cores import count_replicas
+from gateway.serve.model_checks import projector_file
 from gateway.settings.model import BUILTIN_MODEL
 from gateway.settings.settings import Settings
 
@@ -78,7 +79,8 @@ def weight_bytes(settings: Settings) -> int:
     if source == BUILTIN_MODEL:
         path = Path(str(files("adapters").joinpath("builtin")))
     if path.is_file():
-        return path.stat().st_size  # GGUF: its formats are computed with as they are
+        mmproj = projector_file(settings, path)  # GGUF: its formats are computed with as they are
+        return sum(each.stat().st_size for each in (path, mmproj) if each is not None)
     checkpoint = sorted(path.glob("*.safetensors")) if path.is_dir() else []
     size = sum(each.stat().st_size for each in checkpoint)
     stored = _stored_dtype(checkpoint[0]) if checkpoint else None

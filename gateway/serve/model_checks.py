@@ -9,12 +9,15 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, cast
 
+from engine.errors import StartupError
 from gateway.settings.model import BUILTIN_MODEL
 from gateway.settings.settings import Settings
 
 RESOLVE = "adapters.models.checkpoint:resolve_checkpoint"
 CHECKPOINT = "adapters.models.checks.checkpoint:check_checkpoint"
 TOKENIZER = "adapters.tokenizers.checks:check_tokenizer"
+FIND_PROJECTOR = "adapters.gguf:find_mmproj"
+NO_PROJECTOR = "off"
 ADAPTER = "adapters.models.checks.adapter:check_adapter"
 
 
@@ -27,7 +30,8 @@ def check_local_model(settings: Settings) -> None:
 
 def check_model(settings: Settings, directory: Path) -> None:
     """Check the model in `directory`, its adapters and its draft model. Raises `StartupError`."""
-    headers = _by_name(CHECKPOINT)(directory, settings.model.max_model_len)
+    mmproj = projector_file(settings, directory)
+    headers = _by_name(CHECKPOINT)(directory, settings.model.max_model_len, mmproj)
     if directory.is_dir():
         _by_name(TOKENIZER)(directory)
     _check_loras(settings, headers)
@@ -49,6 +53,24 @@ def model_directory(source: str) -> Path:
     if source == BUILTIN_MODEL:
         return Path(str(files("adapters").joinpath("builtin")))
     return cast("Path", _by_name(RESOLVE)(source))
+
+
+def projector_file(settings: Settings, directory: Path) -> Path | None:
+    """The file of the image encoder of a GGUF model; None without one. Raises `StartupError`."""
+    given = settings.model.mmproj
+    if directory.is_dir() and given not in ("", NO_PROJECTOR):
+        raise StartupError(
+            f"--mmproj {given} is for models in GGUF files; {directory} has its own image encoder, "
+            "if it has one"
+        )
+    if directory.is_dir() or given == NO_PROJECTOR:
+        return None
+    if not given:
+        return cast("Path | None", _by_name(FIND_PROJECTOR)(directory))
+    path = model_directory(given)
+    if path.is_dir():
+        raise StartupError(f"--mmproj {given} is a directory, not a GGUF file")
+    return path
 
 
 def _check_loras(settings: Settings, headers: Mapping[str, object]) -> None:

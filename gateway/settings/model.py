@@ -53,6 +53,13 @@ class ModelSettings:
         "score: relevance of a document to a query (reranking)",
         choices=("auto", "generate", "embed", "score"),
     )
+    mmproj: str = advanced(
+        "",
+        "model",
+        "the image encoder of a GGUF model: a GGUF file, or org/name:FILE.gguf; default: the file "
+        "mmproj*.gguf beside the model, if it belongs to it; off: none",
+        "FILE",
+    )
     max_model_len: int = setting(
         0,
         "model",

@@ -30,6 +30,8 @@ ARCHITECTURES = {
     "gemma4_text": "gemma4",
     "qwen2_moe": "qwen2moe",
     "qwen3_5_text": "qwen35",
+    "qwen2_5_vl_text": "qwen2vl",
+    "qwen3_vl_text": "qwen3vl",
     "qwen3_5_moe_text": "qwen35moe",
 }
 INTERLEAVED = ("llama", "granite", "smollm3")  # whose converters reorder the rows of q and k
@@ -54,6 +56,11 @@ class Gguf:
     def write(self, path: Path) -> Any:
         """Write the file; returns transformers' model with what the file's tensors stand for."""
         model = make_model(self.variant, **self.changes)
+        self.write_model(path, model)
+        return model
+
+    def write_model(self, path: Path, model: Any) -> None:
+        """Write the file of a model that gets what the file's tensors stand for."""
         family = model.config.model_type
         architecture = ARCHITECTURES.get(family, family)
         model.config.allow_global_per_layer_attribute_access = True  # Gemma 4's head size
@@ -63,13 +70,12 @@ class Gguf:
         )
         for key, value in (values | self.more).items():
             if key not in self.without:
-                _add(writer, key, value)
+                add_value(writer, key, value)
         self._add_tensors(writer, model, architecture)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-        return model
 
     def _add_tensors(self, writer: gguf.GGUFWriter, model: Any, architecture: str) -> None:
         names = gguf.get_tensor_name_map(
@@ -235,7 +241,7 @@ def _sizes(config: Any, architecture: str) -> dict[str, Any]:
             key: getattr(config, name)
             for key, name in OTHERS.items()
             if getattr(config, name, None) is not None
-            and architecture not in ("qwen2", "qwen2moe", "qwen3")
+            and architecture not in ("qwen2", "qwen2moe", "qwen2vl", "qwen3", "qwen3vl")
         }
     if architecture == "gemma4":
         sizes |= _of_gemma4(config)
@@ -359,7 +365,7 @@ def _byte_level(tokenizer: tokenizers.Tokenizer, pre: str) -> dict[str, Any]:
     }
 
 
-def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+def add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
     match value:
         case bool():
             writer.add_bool(key, value)

@@ -113,11 +113,12 @@ SQUARES = ("gemma3", "smolvlm")  # variants that read square images of one size
 UNIFORM = ("gemma4", "gemma4_whole")  # variants whose patches have no frames
 
 
-def make_model(variant: str, seed: int = 0) -> Any:
-    """A transformers model of a variant, every parameter random (norms and biases too)."""
+def make_model(variant: str, seed: int = 0, **changes: Any) -> Any:
+    """A transformers model of a variant, every parameter random (norms and biases too); `changes`
+    are of the decoder's config."""
     name, text, vision = VARIANTS[variant]
     config = getattr(transformers, f"{name}Config")(
-        text_config=SMALL | text,
+        text_config=SMALL | text | changes,
         vision_config=VISION | vision,
         image_token_id=IMAGE_ID,
         video_token_id=91,

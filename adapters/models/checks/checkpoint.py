@@ -31,13 +31,15 @@ POSITIONS = ("max_position_embeddings", "n_positions")
 FLOATS_OF_8_BITS = "F8_"
 
 
-def check_checkpoint(directory: Path, max_model_len: int) -> dict[str, TensorHeader]:
+def check_checkpoint(
+    directory: Path, max_model_len: int, mmproj: Path | None = None
+) -> dict[str, TensorHeader]:
     """The headers of the checkpoint's tensors; none of a GGUF file or of random weights.
 
     Raises `StartupError` with one line that names the field, tensor or file.
     """
     has_headers = directory.is_dir()
-    config = read_config(directory) if has_headers else check_file(directory)
+    config = read_config(directory) if has_headers else check_file(directory, mmproj)
     architecture = check_architecture(config)
     text = _text_config(config)
     _check_positions(text, max_model_len)

@@ -49,7 +49,7 @@ class Gemma3Multimodal(ReadsImages, Gemma3):
     each other, and SigLIP."""
 
     ignored_weights = (*Gemma3.ignored_weights, "*vision_tower.*", "*multi_modal_projector.*")
-    roots = ("model.language_model", "language_model.model")
+    roots = ("model.language_model", "language_model.model", "model")  # the last in GGUF files
     encoder_roots = (
         "vision_tower.vision_model.",
         "model.vision_tower.vision_model.",

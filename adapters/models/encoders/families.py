@@ -21,7 +21,7 @@ def vision_fields(config: Mapping[str, object]) -> Fields:
 class ReadsImages(RotaryFamily):
     """Goes before the family of the text model among a class's bases."""
 
-    roots = ("model.language_model", "model")
+    roots: tuple[str, ...] = ("model.language_model", "model")
     encoder_roots: tuple[str, ...]
     encoder_tensor: str  # one that every encoder has, behind the root
 

@@ -113,7 +113,7 @@ class _Place:
 
 
 def _open_place(settings: WorkerSettings, progress: Progress, device: Device | None) -> _Place:
-    checkpoint = Checkpoint.open(settings.model, settings.task)
+    checkpoint = Checkpoint.open(settings.model, settings.task, settings.mmproj)
     device = device or open_device(settings, checkpoint.preferred_format)
     shape = _served_shape(settings, checkpoint)
     shard, plane = _join(shape, settings.placement, device)

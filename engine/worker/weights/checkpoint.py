@@ -72,8 +72,16 @@ class NoOperators(TorchOperators):
         return TorchLinear(dequantize(weights[0]), bias)
 
 
-def _open_files(checkpoint: Path, config: Mapping[str, object]) -> CheckpointFiles:
+def _open_files(
+    checkpoint: Path, mmproj: Path | None, config: Mapping[str, object]
+) -> CheckpointFiles:
     """The tensors of a checkpoint directory or GGUF file."""
+    if mmproj is not None:
+        open_joined = cast(
+            Callable[[Path, Path], CheckpointFiles],
+            load_by_name("adapters.gguf.projector_tensors:JoinedTensors"),
+        )
+        return open_joined(checkpoint, mmproj)
     if checkpoint.is_file():
         open_gguf = cast(
             Callable[[Path], CheckpointFiles], load_by_name("adapters.gguf.tensors:GgufTensors")
@@ -126,14 +134,14 @@ class Checkpoint:
     pooling: PoolingConfig | None = None  # None: it generates text
 
     @classmethod
-    def open(cls, model: str, task: str = "auto") -> "Checkpoint":
-        """Find a checkpoint by directory, file or hub id; raises `StartupError`, also if it cannot
-        do the task."""
+    def open(cls, model: str, task: str = "auto", mmproj: str = "") -> "Checkpoint":
+        """Find a checkpoint by directory, file or hub id, with the file of its image encoder, if it
+        has one. Raises `StartupError`, also if it cannot do the task."""
         resolve = cast(
             Callable[[str], Path], load_by_name("adapters.models.checkpoint:resolve_checkpoint")
         )
         read_config = cast(
-            Callable[[Path], dict[str, object]],
+            Callable[[Path, Path | None], dict[str, object]],
             load_by_name("adapters.models.checkpoint:read_config"),
         )
         end_token_ids = cast(
@@ -149,12 +157,13 @@ class Checkpoint:
             load_by_name("adapters.models.base.pooling:read_pooling"),
         )
         directory = resolve(model)
-        config = read_config(directory)
+        encoder = Path(mmproj) if mmproj else None
+        config = read_config(directory, encoder)
         name = check_architecture(config)
         reads = load_from_table("adapters.models:FAMILIES", "architecture", name)
         family = cast(ReadsFamily, reads)(config)
         is_random = config.get("random_weights") is True
-        files = None if is_random else _open_files(directory, config)
+        files = None if is_random else _open_files(directory, encoder, config)
         pooling = read_pooling(directory, config, name, task)
         end_ids = end_token_ids(directory)
         return cls(directory, name, family, end_ids, files, pooling)

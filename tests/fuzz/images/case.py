@@ -238,7 +238,7 @@ class Case:
                 drafter=a_drafter([each.tokens for each in expected]) if self.has_drafts else None,
                 policy=build(self.policy, COST),
                 client=client,
-                **self.bounds,
+                **self.bounds,  # type: ignore[arg-type]
             )
         self._compare(outcomes, expected)
 

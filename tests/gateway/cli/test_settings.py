@@ -63,6 +63,7 @@ def test_every_setting_can_be_set_by_flag_environment_and_file(
         "served_model_name": "n,m",
         "override_generation_config": '{"top_k": 20}',
         "task": "embed",
+        "mmproj": "off",
         "lora": "sql=/loras/sql,chat=/loras/chat",
         "max_loras": "3",
         "max_lora_rank": "16",

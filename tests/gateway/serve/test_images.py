@@ -15,13 +15,21 @@ from gateway.serve.images import Images, open_images
 from gateway.settings.model import ImageSettings
 from gateway.settings.settings import load
 from tests.adapters.images.pictures import checkpoint
+from tests.models.mmproj_files import Mmproj
 
 
-def loaded(directory: Path, *, has_encoder: bool = True, token: str = "<|image_pad|>") -> Any:
+def loaded(
+    directory: Path,
+    *,
+    has_encoder: bool = True,
+    token: str = "<|image_pad|>",
+    mmproj: Path | None = None,
+) -> Any:
     """Enough of a loaded model."""
     return SimpleNamespace(
         report=SimpleNamespace(encoder=object() if has_encoder else None),
         directory=directory,
+        mmproj=mmproj,
         texts=SimpleNamespace(tokenizer=SimpleNamespace(special_tokens={token: 1})),
     )
 
@@ -37,6 +45,16 @@ async def test_a_model_with_an_encoder_reads_images(tmp_path: Path) -> None:
     assert reader.decoder.placeholder == "<|image_pad|>"
     settings = ImageSettings(media_hosts=("images.example",), image_max_tokens=100)
     assert (await opened(loaded(tmp_path), settings)).reader is not None
+
+
+async def test_images_for_a_gguf_model_are_prepared_as_its_encoders_file_says(
+    tmp_path: Path,
+) -> None:
+    text, mmproj = tmp_path / "model.gguf", tmp_path / "mmproj.gguf"
+    Mmproj("smolvlm").write(text, mmproj)
+    reader, _ = await opened(loaded(text, token="<image>", mmproj=mmproj))
+    assert reader is not None
+    assert reader.decoder.placeholder == "<image>"
 
 
 async def test_others_say_why_they_do_not(

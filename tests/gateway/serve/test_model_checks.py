@@ -8,7 +8,8 @@ import pytest
 
 from adapters.gguf.blocks import FORMATS
 from adapters.gguf.checks import KINDS
-from adapters.gguf.tensors import FLOATS, OTHERS
+from adapters.gguf.floats import FLOATS
+from adapters.gguf.tensors import OTHERS
 from engine.errors import StartupError
 from engine.worker.cpu.device import DTYPES
 from engine.worker.cpu.linears import FORMATS as CPU_FORMATS
