@@ -10,8 +10,7 @@ from torch import Tensor
 
 from adapters.models.base.fields import Fields
 from adapters.models.encoders.vision_transformer import (
-    FLOAT32_BYTES,
-    TILE,
+    EncoderShape,
     VisionReader,
     VisionTransformer,
 )
@@ -35,13 +34,9 @@ BOUNDS = ("input_min", "input_max", "output_min", "output_max")
 
 
 @dataclass(frozen=True, slots=True)
-class Gemma4VisionShape:
+class Gemma4VisionShape(EncoderShape):
     """The sizes in `vision_config`; `pool` patches along each side make a token of `out_width`."""
 
-    num_layers: int
-    width: int
-    inner: int
-    num_heads: int
     activation: str
     eps: float
     theta: float
@@ -50,7 +45,6 @@ class Gemma4VisionShape:
     pool: int
     is_clipped: bool
     is_standardized: bool
-    out_width: int
     is_whole: bool  # as in `EncoderReport`
 
     @classmethod
@@ -84,20 +78,9 @@ class Gemma4VisionShape:
         )
 
     @property
-    def head_dim(self) -> int:
-        return self.width // self.num_heads
-
-    @property
     def report(self) -> EncoderReport:
         """What the control plane knows of it."""
-        return EncoderReport(
-            num_layers=self.num_layers,
-            row_bytes=FLOAT32_BYTES * self.out_width,
-            row_flops=2 * self.width * (4 * self.width + 3 * self.inner),
-            pair_flops=4 * self.width,
-            tile=TILE,
-            is_whole=self.is_whole,
-        )
+        return self.reported(num_matrices=3, is_whole=self.is_whole)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 from adapters.models.base.fields import Fields
 from adapters.models.encoders.vision_transformer import (
-    FLOAT32_BYTES,
     TILE,
+    EncoderShape,
     VisionLayer,
     VisionTransformer,
 )
@@ -33,18 +33,13 @@ LAST = -1  # in `EncoderState.outputs`: what replaces embeddings
 
 
 @dataclass(frozen=True, slots=True)
-class TowerShape:
+class TowerShape(EncoderShape):
     """The sizes in `vision_config`."""
 
-    num_layers: int
-    width: int
-    inner: int
-    num_heads: int
     channels: int
     patch: int
     frames: int  # of a patch: an image is repeated as if it were a film
     merge: int
-    out_width: int
 
     @classmethod
     def read(cls, fields: Fields, hidden_size: int, *, patch: int = 16) -> "TowerShape":
@@ -78,10 +73,6 @@ class TowerShape:
         return shape
 
     @property
-    def head_dim(self) -> int:
-        return self.width // self.num_heads
-
-    @property
     def block(self) -> int:
         """Patches that one token stands for."""
         return self.merge**2
@@ -92,16 +83,8 @@ class TowerShape:
         return (self.width, self.channels, self.frames, self.patch, self.patch)
 
     def report(self, num_added: int, num_matrices: int) -> EncoderReport:
-        """What the control plane knows of it: `num_added` layers' results are added behind layers
-        of the decoder, and an MLP has so many matrices."""
-        return EncoderReport(
-            num_layers=self.num_layers,
-            row_bytes=FLOAT32_BYTES * self.out_width * (1 + num_added),
-            row_flops=2 * self.width * (4 * self.width + num_matrices * self.inner),
-            pair_flops=4 * self.width,
-            tile=TILE,
-            merge=self.merge,
-        )
+        """What the control plane knows of it; see `EncoderShape.reported`."""
+        return self.reported(num_matrices, num_added=num_added, merge=self.merge)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from adapters.models.base.fields import Fields
 from adapters.models.encoders.vision_transformer import (
-    FLOAT32_BYTES,
-    TILE,
+    EncoderShape,
     VisionLayer,
     VisionReader,
     VisionTransformer,
@@ -31,20 +30,15 @@ LAST = -1  # in `EncoderState.outputs`: the normalized patches
 
 
 @dataclass(frozen=True, slots=True)
-class SiglipShape:
+class SiglipShape(EncoderShape):
     """The sizes in `vision_config`; `block` patches along each side make a token of `out_width`."""
 
-    num_layers: int
-    width: int
-    inner: int
-    num_heads: int
     activation: str
     eps: float
     channels: int
     patch: int
     side: int  # patches along each side of an image
     block: int
-    out_width: int
     is_whole: bool  # as in `EncoderReport`
 
     @classmethod
@@ -77,14 +71,7 @@ class SiglipShape:
     @property
     def report(self) -> EncoderReport:
         """What the control plane knows of it."""
-        return EncoderReport(
-            num_layers=self.num_layers,
-            row_bytes=FLOAT32_BYTES * self.out_width,
-            row_flops=2 * self.width * (4 * self.width + 2 * self.inner),
-            pair_flops=4 * self.width,
-            tile=TILE,
-            is_whole=self.is_whole,
-        )
+        return self.reported(num_matrices=2, is_whole=self.is_whole)
 
 
 def patch_text(patch: int) -> str:

@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from engine.media import EncoderReport
 from engine.worker.ports import (
     EncoderState,
     Encoding,
@@ -29,6 +30,37 @@ from engine.worker.ports import (
 
 FLOAT32_BYTES = 4
 TILE = 64  # patches of a slice: 16 tokens, as the least piece of a prompt beside decodes
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderShape:
+    """The sizes that all encoders have."""
+
+    num_layers: int
+    width: int
+    inner: int
+    num_heads: int
+    out_width: int
+
+    @property
+    def head_dim(self) -> int:
+        return self.width // self.num_heads
+
+    def reported(
+        self, num_matrices: int, *, num_added: int = 0, merge: int = 0, is_whole: bool = False
+    ) -> EncoderReport:
+        """What the control plane knows of the encoder: an MLP has so many matrices, and the results
+        of `num_added` layers are added behind layers of the decoder; the rest as in
+        `EncoderReport`."""
+        return EncoderReport(
+            num_layers=self.num_layers,
+            row_bytes=FLOAT32_BYTES * self.out_width * (1 + num_added),
+            row_flops=2 * self.width * (4 * self.width + num_matrices * self.inner),
+            pair_flops=4 * self.width,
+            tile=TILE,
+            merge=merge,
+            is_whole=is_whole,
+        )
 
 
 class MixesPatches(Protocol):

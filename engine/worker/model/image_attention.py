@@ -3,13 +3,14 @@
 Few steps have tokens of images: another backend, which reads the same cache, computes these.
 """
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from engine.worker.ports import (
     AttentionBackend,
     CapturableAttention,
     RaggedLayout,
-    RopeAngles,
 )
 
 
@@ -26,22 +27,12 @@ class ImageAttention:
     def __init__(self, usual: AttentionBackend, of_images: AttentionBackend) -> None:
         self._usual = usual
         self._of_images = of_images
-        self._planned = usual
+        self.run: Callable[..., Tensor] = usual.run  # of the backend that was planned last
 
     def plan(self, layout: RaggedLayout) -> None:
-        self._planned = self._of_images if layout.encoded else self._usual
-        self._planned.plan(layout)
-
-    def run(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        rope: RopeAngles | None,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
-        return self._planned.run(layer, q, k, v, rope, sinks)
+        planned = self._of_images if layout.encoded else self._usual
+        planned.plan(layout)
+        self.run = planned.run
 
 
 class CapturableImageAttention(ImageAttention):
@@ -52,8 +43,8 @@ class CapturableImageAttention(ImageAttention):
         self._capturable = usual
 
     def plan_captured(self, layout: RaggedLayout) -> None:
-        self._planned = self._capturable
         self._capturable.plan_captured(layout)
+        self.run = self._capturable.run
 
     def baked(self, num_rows: int) -> tuple[int, ...]:
         return self._capturable.baked(num_rows)
