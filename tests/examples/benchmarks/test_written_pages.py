@@ -8,7 +8,7 @@ import pytest
 from engine.policy import POLICIES
 from examples.benchmarks.cluster import shared_store
 from examples.benchmarks.mtp import acceptance
-from examples.benchmarks.server import disk_tier, lora_server
+from examples.benchmarks.server import disk_tier, images, lora_server
 from examples.benchmarks.virtual_time import step_cost
 from tests.examples.benchmarks.published import RESULTS, read
 
@@ -30,6 +30,14 @@ def test_the_page_is_that_of_its_run(name: str) -> None:
 def test_the_page_about_plan_and_commit_is_that_of_its_run() -> None:
     page = (RESULTS / "policies" / "step_cost.md").read_text()
     assert page == step_cost.page(read("policies/step_cost.json"))
+
+
+def test_the_page_about_images_is_that_of_its_run() -> None:
+    found = read("images/images.json")
+    assert (RESULTS / "images" / "README.md").read_text() == images.page(found)
+    rounds = [each for model in found["models"].values() for each in model]
+    assert [each["later_encoded_images"] for each in rounds] == [0] * len(rounds)
+    assert all(each["beside"]["chunks"] for each in rounds)
 
 
 def test_drafts_changed_no_token() -> None:
