@@ -6,7 +6,8 @@ The first line (`RecordingHeader`) has the settings. Every other line is an even
     arrived    request: its `prompt` length, `max_tokens`, and those of min_tokens, priority,
                tenant, weight, ttft_deadline, deadline, is_background, itl_goal, is_pooling,
                retention that are not the default;
-               `blocks` names the content of its prompt's full blocks: equal name, equal prefix
+               `blocks` names the content of its prompt's full blocks: equal name, equal prefix;
+               `images`: first position, number of tokens and name of each
     planned    step: `entries`, each with request, first position and number of tokens; `moves` of
                KV, if any: direction, number of blocks, and whether the step awaits them
     committed  step: the worker's `seconds`, and the requests that had `faults`
@@ -199,6 +200,8 @@ class EventRecorder(Observer):
             row["blocks"] = _Blocks(
                 spec.salt, spec.prompt, (), self._block_size, 0, spec.lora_digest, spec.spans
             )
+        if spec.spans:
+            row["images"] = spec.spans
         self._write(row)
 
     def planned(self, iteration: "Iteration", now: float) -> None:
@@ -265,6 +268,8 @@ def render(row: Row, name: Name) -> str:
         shown["moves"] = [[m.direction.value, m.num_blocks, m.is_awaited] for m in moves]  # type: ignore[attr-defined]
     if "blocks" in row:
         shown["blocks"] = [name(block) for block in row["blocks"].hashes()]  # type: ignore[attr-defined]
+    if "images" in row:
+        shown["images"] = [[*span[:2], name(span.digest)] for span in row["images"]]  # type: ignore[attr-defined]
     if "tenant" in row:
         shown["tenant"] = str(name(row["tenant"]))  # type: ignore[arg-type]
     return json.dumps(shown, separators=(",", ":"))

@@ -56,6 +56,7 @@ class IterationRow(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=Tru
     is_pooling: bool = False
     retention: float = 0.0
     blocks: tuple[int | str, ...] = ()
+    images: tuple[tuple[int, int, int | str], ...] = ()
     planned: int | None = None
     entries: tuple[tuple[int, int, int], ...] = ()
     moves: tuple[tuple[str, int, bool], ...] = ()
@@ -354,6 +355,13 @@ def read_recording(path: Path) -> Recording:
         raise BadRecording(f"{path}, line {len(rows) + 2}: {error}", "replay") from error
     if not any(row.arrived is not None for row in rows):
         raise BadRecording(f"the recording {path} contains no requests", "replay")
+    first = next((row.arrived for row in rows if row.images), None)
+    if first is not None:
+        raise BadRecording(
+            f"request {first} of the recording {path} has images, which cannot be replayed: a "
+            "recording does not have the steps and the time of their encoder",
+            "replay",
+        )
     return Recording(path, header, tuple(rows))
 
 

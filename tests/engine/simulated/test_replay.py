@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from engine.control.event_recorder import EventRecorder, RecordingHeader, Row, render
@@ -14,8 +15,9 @@ from engine.cost.live import LiveCost
 from engine.cost.model import CostModel
 from engine.errors import EngineError, StepFailed, WorkerLost
 from engine.kv_shape import KVShape
+from engine.media import EncoderReport, Media
 from engine.policy import PolicySettings
-from engine.request import Request
+from engine.request import Request, RequestSpec
 from engine.simulated.executor import SimulatedExecutor
 from engine.simulated.figures import SLO
 from engine.simulated.play import play_all
@@ -23,7 +25,7 @@ from engine.simulated.replay import BadRecording, RecordedRequest, Recording, re
 from engine.simulated.run import Setup, simulate
 from engine.simulated.trace import Arrival
 from engine.simulated.verify import RecordingVerifier
-from engine.step import Step, StepResult
+from engine.step import SamplingParams, Step, StepResult
 from tests.replays.playing import GOLDEN, lines, load, policy
 
 TRUE = CostModel(
@@ -208,3 +210,19 @@ def test_a_header_has_the_size_of_the_kv_cache_beside_its_own_fields(tmp_path: P
     event: Row = {"at": 0, "arrived": 0, "prompt": 1, "max_tokens": 1}
     path.write_text(header.line() + "\n" + render(event, str))
     assert read_recording(path).header == header
+
+
+def test_a_recording_of_requests_with_images_is_refused(tmp_path: Path) -> None:
+    """It says where they are, and nothing of their encoder."""
+    header, encoder = golden("fcfs_grow").header, EncoderReport(3, 100, 1, 0, tile=4)
+    written = [header.line()]
+    recorder = EventRecorder(lambda row: written.append(render(row, str)), header.kv.block_size)
+    scheduler = header.build(LiveCost(header.cost), recorder, encoder=encoder)
+    image = Media(2, 3, b"one", np.zeros((12, 4), np.float32), (1, 3, 4))
+    for media in ((), (image,)):
+        scheduler.add(RequestSpec((1,) * 8, 2, SamplingParams(), media=media), 0.5)
+    assert [json.loads(line).get("images") for line in written[1:]] == [None, [[2, 3, "b'one'"]]]
+    path = tmp_path / "record.jsonl"
+    path.write_text("\n".join(written))
+    with pytest.raises(BadRecording, match=r"request 1 of the recording .* has images"):
+        read_recording(path)
