@@ -18,6 +18,7 @@ CHECKPOINT = "adapters.models.checks.checkpoint:check_checkpoint"
 TOKENIZER = "adapters.tokenizers.checks:check_tokenizer"
 FIND_PROJECTOR = "adapters.gguf:find_mmproj"
 NO_PROJECTOR = "off"
+TEXT_TASKS = ("embed", "score")  # for which no encoder is looked for
 ADAPTER = "adapters.models.checks.adapter:check_adapter"
 
 
@@ -64,6 +65,8 @@ def projector_file(settings: Settings, directory: Path) -> Path | None:
             "if it has one"
         )
     if directory.is_dir() or given == NO_PROJECTOR:
+        return None
+    if not given and settings.model.task in TEXT_TASKS:
         return None
     if not given:
         return cast("Path | None", _by_name(FIND_PROJECTOR)(directory))

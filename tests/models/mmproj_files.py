@@ -30,6 +30,21 @@ TEXT_CHANGES: dict[str, dict[str, Any]] = {"gemma3": {"num_hidden_layers": 6, "l
 TEXT_ROOTS = ("model.language_model.", "model.text_model.")
 DEEPSTACK = {"norm": "norm", "linear_fc1": "fc1", "linear_fc2": "fc2"}
 MERGER = {"norm": "v.post_ln", "linear_fc1": "mm.0", "linear_fc2": "mm.2"}
+LETTERS = [*"abcdefghijklmnopqrstuvwxyz", "Ġ", "Ċ", "."]
+MARKS = ("<image>", "<fake_token_around_image>", "<global-img>", "<|im_start|>", "<|im_end|>")
+SPECIAL = [*MARKS, *(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7))]
+UNUSED = [f"unused{number}" for number in range(97 - len(LETTERS) - len(SPECIAL))]
+CHAT: dict[str, Any] = {  # metadata of a SmolVLM decoder whose tokens are letters, for chats
+    "tokenizer.ggml.model": "gpt2",
+    "tokenizer.ggml.pre": "smollm",
+    "tokenizer.ggml.tokens": [*LETTERS, *SPECIAL, *UNUSED],
+    "tokenizer.ggml.token_type": [1] * len(LETTERS) + [3] * len(SPECIAL) + [1] * len(UNUSED),
+    "tokenizer.ggml.merges": [],
+    "tokenizer.ggml.eos_token_id": len(LETTERS) + MARKS.index("<|im_end|>"),
+    "tokenizer.chat_template": "{% for m in messages %}<|im_start|>"
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for p in m.content %}"
+    "{{ '<image>' if p.type == 'image' else p.text }}{% endfor %}{% endif %}<|im_end|>{% endfor %}",
+}
 
 
 @dataclass(frozen=True)

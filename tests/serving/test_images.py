@@ -14,6 +14,7 @@ import pytest
 
 from tests.adapters.images.pictures import bad_images, encoded, noise
 from tests.conftest import Server, read_url, start_server
+from tests.models.mmproj_files import CHAT, Mmproj
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3_5ForConditionalGeneration"],
@@ -231,3 +232,16 @@ def test_tiles_of_images_are_served(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with serving(tmp_path, TILES) as (_, _, client, model):
         num_texts = 2 * 4 + 3 + 3  # of tiles, the ends of lines, around the whole image
         check_chat(client, model, 5 * 4 + num_texts, "<fake_token_around_image><image>")
+
+
+def test_a_gguf_model_reads_images_by_the_encoder_beside_it(tmp_path: Path) -> None:
+    text, one_tile = tmp_path / "tiny.gguf", {"clip.vision.preproc_image_size": 20}
+    Mmproj("smolvlm", text=CHAT, more=one_tile).write(text, tmp_path / "mmproj-tiny.gguf")
+    with start_server(tmp_path, str(text), "--store", "memory") as server:
+        with openai.OpenAI(base_url=f"{read_url(server)}/v1", api_key="any") as client:
+            what = {"type": "text", "text": "what is this."}
+            alone, without = ask(client, "tiny", what)
+            first, usage = ask(client, "tiny", part(picture(0)), what)
+            other, _ = ask(client, "tiny", part(picture(1)), what)
+        assert usage.prompt_tokens == without.prompt_tokens + 25 + 3  # and the marks around it
+        assert len({alone[0], first[0], other[0]}) == 3

@@ -171,3 +171,7 @@ def test_the_setting_is_checked_before_a_worker_starts(
     model_checks.check_local_model(load({"model": str(text), "mmproj": str(mmproj)}))
     off = load({"model": str(text), "mmproj": "off"})
     assert model_checks.projector_file(off, text) is None
+    mmproj.rename(tmp_path / "mmproj.gguf")
+    for task, found in (("generate", tmp_path / "mmproj.gguf"), ("embed", None)):
+        settings = load({"model": str(text), "task": task})
+        assert model_checks.projector_file(settings, text) == found
