@@ -84,6 +84,7 @@ class Mmproj:
     more: dict[str, Any] = field(default_factory=dict)
     without: frozenset[str] = frozenset()
     text: dict[str, Any] = field(default_factory=dict)  # metadata of the decoder
+    text_kinds: dict[str, Kind] = field(default_factory=dict)  # as `Gguf.kinds`
 
     def write(self, text: Path, encoder: Path) -> Any:
         """Write both files; returns transformers' model with what their tensors stand for."""
@@ -95,7 +96,8 @@ class Mmproj:
             sections = {
                 f"{name[self.variant]}.rope.dimension_sections": [*rope["mrope_section"], 0]
             }
-        Gguf(self.variant, more=sections | self.text).write_model(text, _Decoder(model))
+        decoder = Gguf(self.variant, kinds=self.text_kinds, more=sections | self.text)
+        decoder.write_model(text, _Decoder(model))
         self._write_encoder(encoder, model)
         return model
 
