@@ -1,8 +1,11 @@
 """Upgrade a server again and again under streams in constant load.
 
-    python -m examples.benchmarks.server.upgrades --upgrades 200 --streams 64 --output FILE
+    python -m examples.benchmarks.server.upgrades --upgrades 200 --streams 64 --sockets 8 --batches
+        --output FILE
 
-Each client streams one completion after the other, over one HTTP client that keeps connections.
+Each client streams one completion after the other, over one HTTP client that keeps connections, or
+one response after the other over a WebSocket, and connects again when the server closes it between
+two responses. With `--batches` one batch after the other is computed beside them.
 Every text must be the one that an undisturbed server gave for the same seed. A gap is the time
 between two events of one stream, or from a request to its first event; reported are the longest gap
 of each stream during the upgrades, and of as many streams without an upgrade before.
@@ -26,6 +29,8 @@ from tests.conftest import Server, read_url, start_server
 
 PROMPTS = 8  # different requests; each has one text
 TOKENS = 48
+BATCH_LINES = 40
+ENDS = ("response.completed", "response.incomplete")
 
 
 @dataclass
@@ -39,7 +44,7 @@ class Load:
 
     def summary(self) -> dict[str, object]:
         """Counts, and quantiles of the longest gap of each stream in seconds."""
-        gaps = sorted(self.longest_gaps)
+        gaps = sorted(self.longest_gaps) or [0.0]
         at = {
             f"gap_p{q}": round(gaps[min(len(gaps) - 1, len(gaps) * q // 100)], 3) for q in (50, 99)
         }
@@ -52,6 +57,14 @@ def body_of(number: int) -> dict[str, object]:
     return {
         "model": "builtin", "prompt": f"Story {number}:", "max_tokens": TOKENS, "seed": number,
         "temperature": 0.9, "ignore_eos": True, "stream": True,
+    }  # fmt: skip
+
+
+def response_of(number: int) -> dict[str, object]:
+    """A message that asks for a response whose text is fixed by its seed."""
+    return {
+        "type": "response.create", "model": "builtin", "input": f"Story {number}:", "seed": number,
+        "max_output_tokens": TOKENS, "temperature": 0.9, "ignore_eos": True, "store": False,
     }  # fmt: skip
 
 
@@ -79,6 +92,85 @@ async def stream(session: aiohttp.ClientSession, url: str, number: int, load: Lo
     load.complete += 1
     load.longest_gaps.append(longest)
     return text
+
+
+async def answer(socket: aiohttp.ClientWebSocketResponse, number: int, load: Load) -> str | None:
+    """The text of one response over a WebSocket; None if the server has closed it before."""
+    text, last, longest = "", time.perf_counter(), 0.0
+    await socket.send_json(response_of(number))
+    async for message in socket:
+        event, now = message.json(), time.perf_counter()
+        longest, last = max(longest, now - last), now
+        if event["type"] == "response.output_text.delta":
+            text += event["delta"]
+        elif event["type"] in ENDS:
+            load.complete += 1
+            load.longest_gaps.append(longest)
+            return text
+        elif event["type"] in ("error", "response.failed"):
+            load.lost.append(message.data)
+            return None
+    if text:
+        load.lost.append(f"a WebSocket was closed with {socket.close_code} within a response")
+    return None
+
+
+async def socket_client(
+    session: aiohttp.ClientSession, url: str, texts: Sequence[str], at: int, load: Load,
+    stop: asyncio.Event,
+) -> None:  # fmt: skip
+    """One response after the other over a WebSocket until `stop`."""
+    number = at % PROMPTS
+    while not stop.is_set():
+        try:
+            async with session.ws_connect(f"{url}/v1/responses") as socket:
+                while not stop.is_set() and not socket.closed:
+                    text = await answer(socket, number, load)
+                    if text is None:
+                        break
+                    load.different += bool(texts) and text != texts[number]
+                    number = (number + 1) % PROMPTS
+        except (aiohttp.ClientError, OSError) as error:
+            load.lost.append(repr(error))
+
+
+async def batch(session: aiohttp.ClientSession, url: str) -> list[str]:
+    """The texts of a batch of `BATCH_LINES` completions, in their order."""
+    lines = [
+        {"custom_id": str(number), "method": "POST", "url": "/v1/completions",
+         "body": {**body_of(number % PROMPTS), "stream": False}}
+        for number in range(BATCH_LINES)
+    ]  # fmt: skip
+    form = aiohttp.FormData({"purpose": "batch"})
+    form.add_field("file", "\n".join(map(json.dumps, lines)), filename="lines.jsonl")
+    async with session.post(f"{url}/v1/files", data=form) as response:
+        file_id = (await response.json())["id"]
+    order = {"input_file_id": file_id, "endpoint": "/v1/completions", "completion_window": "24h"}
+    async with session.post(f"{url}/v1/batches", json=order) as response:
+        status = await response.json()
+    while status["status"] not in ("completed", "failed", "expired", "cancelled"):
+        await asyncio.sleep(0.5)
+        async with session.get(f"{url}/v1/batches/{status['id']}") as response:
+            status = await response.json()
+    async with session.get(f"{url}/v1/files/{status['output_file_id']}/content") as response:
+        rows = [json.loads(line) for line in (await response.text()).splitlines()]
+    rows.sort(key=lambda row: int(row["custom_id"]))
+    return [row["response"]["body"]["choices"][0]["text"] for row in rows]
+
+
+async def batch_client(
+    session: aiohttp.ClientSession, url: str, texts: Sequence[str], load: Load, stop: asyncio.Event
+) -> None:
+    """One batch after the other until `stop`."""
+    expected = [texts[number % PROMPTS] for number in range(BATCH_LINES)]
+    while not stop.is_set():
+        try:
+            found = await batch(session, url)
+        except (aiohttp.ClientError, OSError, KeyError) as error:
+            load.lost.append(f"batch: {error!r}")
+            continue
+        load.complete += 1
+        load.different += found != expected
 
 
 async def client(
@@ -115,14 +207,25 @@ async def measure(args: argparse.Namespace, server: Server, url: str) -> dict[st
     connector = aiohttp.TCPConnector(limit=0, ssl=trusted)
     async with aiohttp.ClientSession(connector=connector) as session:
         texts = [await stream(session, url, number, Load()) or "" for number in range(PROMPTS)]
+        said: list[str] = []
+        if args.sockets:
+            async with session.ws_connect(f"{url}/v1/responses") as socket:
+                said = [await answer(socket, number, Load()) or "" for number in range(PROMPTS)]
         results: dict[str, object] = {}
         num_upgrades, took = 0, []
         for name in ("undisturbed", "upgraded"):
-            load, stop = Load(), asyncio.Event()
+            load, by_socket, batches, stop = Load(), Load(), Load(), asyncio.Event()
             clients = [
                 asyncio.create_task(client(session, url, texts, at, load, stop))
                 for at in range(args.streams)
             ]
+            clients += [
+                asyncio.create_task(socket_client(session, url, said, at, by_socket, stop))
+                for at in range(args.sockets)
+            ]
+            if args.batches:
+                work = batch_client(session, url, texts, batches, stop)
+                clients.append(asyncio.create_task(work))
             if name == "undisturbed":
                 await asyncio.sleep(10)
             deadline = time.perf_counter() + args.seconds
@@ -135,6 +238,10 @@ async def measure(args: argparse.Namespace, server: Server, url: str) -> dict[st
             stop.set()
             await asyncio.gather(*clients)
             results[name] = load.summary()
+            if args.sockets:
+                results[f"{name}, WebSockets"] = by_socket.summary()
+            if args.batches:
+                results[f"{name}, batches"] = batches.summary()
     took.sort()
     seconds = round(took[len(took) // 2], 2) if took else None
     return {"upgrades": num_upgrades, "upgrade_seconds_p50": seconds, **results}
@@ -147,11 +254,15 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no upgrade after that")
     parser.add_argument("--tls", action="store_true")
+    parser.add_argument("--sockets", type=int, default=0, help="clients with a WebSocket")
+    parser.add_argument("--batches", action="store_true", help="compute batches beside the streams")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
         flags = ["--cost-model", "none", "--threads", "1", "--kv-slots", "32768"]
+        if args.batches:
+            flags += ["--store", str(directory / "store.sqlite")]
         if args.tls:
             certificate, key = make_certificate(directory, "upgrades")
             flags += ["--tls-cert", str(certificate), "--tls-key", str(key)]
@@ -160,7 +271,8 @@ def main() -> None:
             result = asyncio.run(measure(args, server, url))
             server.terminate()
             result["exit_code"] = server.wait(60)
-    result |= {"streams": args.streams, "tls": args.tls, "tokens": TOKENS}
+    result |= {"streams": args.streams, "sockets": args.sockets, "batches": args.batches}
+    result |= {"tls": args.tls, "tokens": TOKENS}
     text = json.dumps(result, indent=1)
     sys.stdout.write(text + "\n")
     if args.output is not None:

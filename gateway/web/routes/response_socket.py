@@ -95,19 +95,21 @@ class ResponseSocket:
         self._lanes: dict[str | None, deque[_Create]] = {}  # the first of each runs
         self._parents: dict[str, list[Steer]] = {}  # steering input, by the response it is for
         self._ended = asyncio.Event()
+        self._is_taking = False  # a message, which is in no lane yet
 
     async def serve(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
         """Serve the connection until it ends, which ends its responses."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 while (text := await self._socket.receive()) is not None:
+                    self._is_taking = True
                     await self._turn()
                     try:
                         await self._take(text, tasks)
                     except EngineError as error:
                         await self._send_error(error)
-                    if not self._lanes:
-                        self._socket.rest()
+                    self._is_taking = False
+                    self._rest()
                 self._ended.set()
         finally:
             self._ended.set()
@@ -151,8 +153,13 @@ class ResponseSocket:
                 lane.popleft()
         finally:
             del self._lanes[stream_id]
-            if not self._lanes:
-                self._socket.rest()
+            self._rest()
+
+    def _rest(self) -> None:
+        """Say that nothing runs, if so. A message that is being taken runs: while the server is
+        replaced a connection at rest is closed."""
+        if not self._lanes and not self._is_taking:
+            self._socket.rest()
 
     async def _respond(self, lane: "deque[_Create]") -> None:
         """Run the first message of a lane; then, if it was steered, the response after it."""

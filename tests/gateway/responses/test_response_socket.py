@@ -1,6 +1,7 @@
 """`GET /v1/responses`: responses over a WebSocket, continued in the connection and steered."""
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -8,6 +9,8 @@ import pytest
 
 from gateway.access.key_file import Allowance
 from gateway.generation.held import MAX_HELD, HeldConversations, HeldResponses, held_response
+from gateway.generation.threads import read_body_with
+from gateway.schema.responses.socket import Message
 from tests.gateway.responses.sockets import (
     PATH,
     CountsCharacters,
@@ -35,6 +38,24 @@ def test_a_message_gets_the_events_of_a_streamed_response() -> None:
         assert text_of(events[-1]["response"]) == "Hello!"
 
     play(scene)
+
+
+def test_a_connection_does_not_rest_while_its_next_message_is_read() -> None:
+    async def slowly(read: Callable[[], Message], text: bytes) -> Message:
+        await asyncio.sleep(20 * STEP)  # longer than a response takes
+        return await read_body_with(read, text)
+
+    async def scene(rig: Rig) -> None:
+        async with connected(rig) as client:
+            client.write(input="hi")
+            client.write(input="hi")
+            await client.until("response.completed")
+            await asyncio.sleep(STEP)
+            assert client.num_rests == 0
+            await client.until("response.completed")
+
+    with patch("gateway.web.routes.response_socket.read_body_with", slowly):
+        play(scene)
 
 
 def test_a_response_that_is_not_stored_can_be_continued_in_its_connection_only() -> None:
