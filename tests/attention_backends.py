@@ -66,7 +66,6 @@ class OnStandIn:
         self._stand_in = stand_in
         self.plan = attention.plan
         self.plan_captured = attention.plan_captured
-        self.baked = attention.baked
 
     def run(
         self,

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from adapters.attention.flashinfer.ports import (
     CapturedBuffers,
-    CapturedWrapper,
     RopeAndCacheWrite,
+    RunsPaged,
 )
 from engine.worker.cuda.kernels.reference import rope_and_cache_write
 from engine.worker.ports import AttentionSpec
@@ -103,16 +103,17 @@ class StandIn:
     def event(self) -> "StandInEvent":
         return StandInEvent(self)
 
-    def mixed(self, workspace: Tensor) -> "StandInMixed":
+    def mixed(self, workspace: Tensor, buffers: CapturedBuffers | None = None) -> "StandInMixed":
         self.check_device("workspace", workspace, torch.uint8)
-        return StandInMixed(self, workspace)
+        return StandInMixed(self, workspace, buffers)
 
     def captured(self, workspace: Tensor, buffers: CapturedBuffers) -> "StandInCaptured":
         self.check_device("workspace", workspace, torch.uint8)
         return StandInCaptured(self, workspace, buffers)
 
-    def baked(self, wrapper: CapturedWrapper) -> tuple[int, ...]:
-        assert isinstance(wrapper, StandInCaptured)
+    def baked(self, wrapper: RunsPaged) -> tuple[int, ...]:
+        assert isinstance(wrapper, StandInWrapper)
+        assert wrapper.size, "a wrapper that is not for graphs"
         return wrapper.parts_rows, wrapper.size
 
     def rope_and_cache_write(self, kept: torch.dtype) -> RopeAndCacheWrite | None:
@@ -187,11 +188,24 @@ class StandInEvent:
 
 
 class StandInWrapper(ABC):
-    """What both wrappers have in common: cuts in pinned staging, and attention by the tables."""
+    """What both wrappers have in common: cuts in pinned staging, and attention by the tables.
 
-    def __init__(self, stand_in: StandIn, workspace: Tensor) -> None:
+    With `buffers` it is for graphs, of steps of `size` requests: what they read are the buffers.
+    """
+
+    def __init__(
+        self, stand_in: StandIn, workspace: Tensor, buffers: CapturedBuffers | None
+    ) -> None:
         self._stand_in = stand_in
         self._workspace = workspace
+        self._buffers = {} if buffers is None else buffers._asdict()
+        self._buffers = {name: each for name, each in self._buffers.items() if each is not None}
+        for name, buffer in self._buffers.items():
+            stand_in.check_device(name, buffer, torch.int32)
+        self.size = 0 if buffers is None else len(buffers.last_page_len)
+        assert buffers is None or len(buffers.indptr) == self.size + 1
+        self._cuts = stand_in.on_device(8, torch.uint8)
+        self.parts_rows = 0
         self._staged_until = 0
         self._planned: dict[str, Any] = {}
         self._tables: dict[str, Tensor] = {}  # on the device
@@ -210,20 +224,49 @@ class StandInWrapper(ABC):
         indptr, page = tables["indptr"].numpy(), planned["page_size"]
         assert len(tables["indices"]) == indptr[-1]
         lengths = (np.diff(indptr) - 1) * page + tables["last_page_len"].numpy()
-        assert (lengths > 0).all()
+        is_empty = np.diff(indptr) == 0
+        assert ((lengths > 0) | is_empty).all()
+        lengths[is_empty] = 0
+        if self.size:
+            self._plan_graph(planned, tables)
         assert tables["seq_lens"].tolist() == lengths.tolist()
         assert ((tables["last_page_len"] > 0) & (tables["last_page_len"] <= page)).all()
         self._planned = planned
         self._stand_in.later(lambda: self._upload(tables))
         self._staged_until = self._stand_in.given
 
+    def _plan_graph(self, planned: dict[str, Any], tables: dict[str, Tensor]) -> None:
+        """The shapes of a graph are fixed, and its workspaces are large enough."""
+        if len(tables["last_page_len"]) != self.size:
+            raise ValueError(f"{len(tables['last_page_len'])} requests in a graph of {self.size}")
+        if len(tables["indices"]) > len(self._buffers["indices"]):
+            raise ValueError("more indices than their buffer holds")
+        width = planned.get("head_dim") or planned["head_dim_qk"]
+        parts, cuts = self._sizes(planned["num_qo_heads"], planned["num_kv_heads"], width)
+        if len(self._workspace) < parts:
+            raise RuntimeError("Buffer overflow when allocating memory for batch_prefill_tmp_v")
+        assert len(self._cuts) >= cuts
+        self.parts_rows = parts
+
+    def reset_workspace_buffer(
+        self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor
+    ) -> None:
+        self._workspace, self._cuts = float_workspace_buffer, int_workspace_buffer
+
+    def _sizes(self, heads: int, kv_heads: int, head_dim: int) -> tuple[int, int]:
+        group = heads // kv_heads
+        tiles = max(2 * 4 // kv_heads, -(-self.size * group // TILE) + self.size - 1)
+        rows = kv_heads * tiles * TILE
+        return rows * (head_dim + 1) * 4, 16 * tiles + 8 * self.size + 100
+
+    def _fill(self, tables: dict[str, Tensor]) -> None:
+        """Copy the tables to the buffers of a graph."""
+        for name, buffer in self._buffers.items():
+            buffer[: len(tables[name])].copy_(tables[name].clone())
+
     @abstractmethod
     def _upload(self, tables: dict[str, Tensor]) -> None:
         """The device takes what was planned, when it comes to it."""
-
-    def _check_workspace(self, needed: int) -> None:
-        if len(self._workspace) < needed:
-            raise RuntimeError("Buffer overflow when allocating memory for batch_prefill_tmp_v")
 
     def run(
         self,
@@ -253,6 +296,8 @@ class StandInWrapper(ABC):
         scale = self._planned["sm_scale"] * (1.0 if k_scale is None else k_scale)
         for i in range(len(qo_indptr) - 1):
             rows = slice(qo_indptr[i], qo_indptr[i + 1])
+            if rows.start == rows.stop:
+                continue
             found = self._attend(i, q[rows].double(), keys, values, scale)
             out[rows] = (found * (1.0 if v_scale is None else v_scale)).to(out.dtype)
         return out
@@ -279,7 +324,13 @@ class StandInWrapper(ABC):
 class StandInMixed(StandInWrapper):
     """See `MixedWrapper`."""
 
+    num_rows = 0  # of the first plan, in a graph
+
     def plan(self, **planned: Any) -> None:
+        rows = int(planned["qo_indptr"][-1])
+        self.num_rows = self.num_rows or rows
+        if self.size and rows > self.num_rows:
+            raise ValueError(f"{rows} rows in a graph of {self.num_rows}")
         tables = {
             "qo_indptr": planned["qo_indptr"],
             "indptr": planned["paged_kv_indptr"],
@@ -294,55 +345,28 @@ class StandInMixed(StandInWrapper):
 
     def _upload(self, tables: dict[str, Tensor]) -> None:
         """All but the indices are copied; those are read where they lie."""
+        if self.size:
+            self._fill(tables)
+            self._tables = self._buffers
+            return
         self._tables = {name: tensor.clone() for name, tensor in tables.items()}
         self._tables["indices"] = tables["indices"]
 
 
 class StandInCaptured(StandInWrapper):
-    """See `CapturedWrapper`; what a graph reads are the buffers alone."""
-
-    def __init__(self, stand_in: StandIn, workspace: Tensor, buffers: CapturedBuffers) -> None:
-        super().__init__(stand_in, workspace)
-        for name, buffer in buffers._asdict().items():
-            stand_in.check_device(name, buffer, torch.int32)
-        assert len(buffers.indptr) == len(buffers.last_page_len) + 1
-        self.size = len(buffers.last_page_len)
-        self._buffers = buffers
-        self._cuts = stand_in.on_device(8, torch.uint8)
-        self.parts_rows = 0
+    """See `CapturedWrapper`."""
 
     def plan(self, **planned: Any) -> None:
-        if len(planned["last_page_len"]) != self.size:
-            raise ValueError(f"{len(planned['last_page_len'])} requests in a graph of {self.size}")
-        if len(planned["indices"]) > len(self._buffers.indices):
-            raise ValueError("more indices than their buffer holds")
-        parts, cuts = self._sizes(planned["num_qo_heads"], planned)
-        self._check_workspace(parts)
-        assert len(self._cuts) >= cuts
-        self.parts_rows = parts
         names = ("indptr", "indices", "last_page_len", "seq_lens")
         self._plan("captured", planned, {name: planned[name] for name in names})
 
     def workspace_size(self, **planned: Any) -> tuple[int, int]:
         self._stand_in.calls.append(("workspace_size", planned))
-        return self._sizes(planned["num_qo_heads"], planned)
-
-    def reset_workspace_buffer(
-        self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor
-    ) -> None:
-        self._workspace, self._cuts = float_workspace_buffer, int_workspace_buffer
-
-    def _sizes(self, heads: int, planned: dict[str, Any]) -> tuple[int, int]:
-        group = heads // planned["num_kv_heads"]
-        tiles = max(2 * 4 // planned["num_kv_heads"], -(-self.size * group // TILE) + self.size - 1)
-        rows = planned["num_kv_heads"] * tiles * TILE
-        return rows * (planned["head_dim"] + 1) * 4, 16 * tiles + 8 * self.size + 100
+        return self._sizes(planned["num_qo_heads"], planned["num_kv_heads"], planned["head_dim"])
 
     def _upload(self, tables: dict[str, Tensor]) -> None:
-        for name, buffer in self._buffers._asdict().items():
-            buffer[: len(tables[name])].copy_(tables[name].clone())
-        ones = torch.arange(self.size + 1)
-        self._tables = {"qo_indptr": ones, **self._buffers._asdict()}
+        self._fill(tables)
+        self._tables = {"qo_indptr": torch.arange(self.size + 1), **self._buffers}
 
 
 class StandInPacked:

@@ -1,8 +1,9 @@
 """Attention on NVIDIA GPUs by FlashInfer, directly over the paged KV cache.
 
 A step is one launch per layer for prefills and decodes together, a decode being a prefill of one
-token, unless many decodes would be computed in the large tiles of the prefills. Decode-only steps
-can be captured in CUDA graphs, by the kernel that was faster at the start (`decode_choice`).
+token, unless many decodes would be computed in the large tiles of the prefills. Steps can be
+captured in CUDA graphs: decode-only ones by the kernel that was faster at the start
+(`decode_choice`), others in one launch with the decodes' small tiles.
 `plan` runs once a step on the host: it splits the work, fills pinned tables and starts their
 copies; `run` only submits kernels to the stream. The host waits for the device only if the table
 copies of three steps ago are not done.
@@ -96,17 +97,15 @@ class FlashInferAttention:
                 self._mixed.plan(arena, tables, indices)
                 self._planned = (Planned(self._mixed, slice(0, tables.num_rows)),)
 
-    def plan_captured(self, layout: RaggedLayout) -> None:
-        """Plan a decode-only step for the graph of its batch size."""
-        assert layout.is_decode_only, "steps with prefill are not captured"
-        launch = self._captured[layout.num_requests]
+    def plan_captured(self, layout: RaggedLayout) -> tuple[int, ...]:
+        """Plan a step for the graph of its kind and size; the plan's values that the graph contains
+        as constants."""
+        of_kind = self._captured.decodes if layout.is_decode_only else self._captured.mixed
+        launch = of_kind(layout.num_tokens)
         with self._arenas.next() as arena:
             launch.plan(arena, PageTables.of(layout), self._upload(arena, layout))
-        self._planned = (Planned(launch, slice(0, layout.num_requests)),)
-
-    def baked(self, num_rows: int) -> tuple[int, ...]:
-        """The plan's values that the graph of `num_rows` contains as constants."""
-        return self._captured[num_rows].baked(self._library)
+        self._planned = (Planned(launch, slice(0, layout.num_tokens)),)
+        return launch.baked(self._library)
 
     def run(
         self,

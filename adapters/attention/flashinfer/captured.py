@@ -1,11 +1,17 @@
-"""The launches that CUDA graphs contain, one for each batch size, by FA2 or XQA."""
+"""The launches that CUDA graphs contain, one for each kind and size: of decodes by FA2 or XQA, of
+any requests by FA2."""
 
 import torch
 
 from adapters.attention.flashinfer.decode_choice import FA2, XQA, DecodeChoice, Times
 from adapters.attention.flashinfer.decode_trial import DecodeTrial
 from adapters.attention.flashinfer.fit import unsupported_packed
-from adapters.attention.flashinfer.launches import CapturedLaunch, DecodeLaunch, Geometry
+from adapters.attention.flashinfer.launches import (
+    CapturedLaunch,
+    Geometry,
+    GraphLaunch,
+    MixedLaunch,
+)
 from adapters.attention.flashinfer.packed import DenseTables, PackedLaunch, workspace_bytes
 from adapters.attention.flashinfer.ports import Library
 from adapters.attention.flashinfer.tables import PageTableArenas, TableSizes
@@ -16,7 +22,7 @@ from engine.worker.ports import KVTensors
 
 
 class CapturedLaunches:
-    """Makes the launch of a batch size at its first use, which comes before any request."""
+    """Makes the launch of a graph at its first use, which comes before any request."""
 
     def __init__(
         self,
@@ -43,15 +49,29 @@ class CapturedLaunches:
         self._choice = DecodeChoice(wanted, why_not, _shape(geometry), ChoiceFile(path), trials)
         sizes = TableSizes.of(spec.limits, geometry.page_size)
         self._packed = self._packed_launch(sizes) if self._choice.may_use_xqa else None
-        self._by_size: dict[int, DecodeLaunch] = {}
+        self._decodes: dict[int, GraphLaunch] = {}
+        self._mixed: dict[int, GraphLaunch] = {}
 
-    def __getitem__(self, size: int) -> DecodeLaunch:
-        if size not in self._by_size:
-            self._by_size[size] = self._chosen(size)
-        return self._by_size[size]
+    def decodes(self, size: int) -> GraphLaunch:
+        """The launch of `size` decodes."""
+        if size not in self._decodes:
+            self._decodes[size] = self._chosen(size)
+        return self._decodes[size]
 
-    def _chosen(self, size: int) -> DecodeLaunch:
-        launches: dict[str, DecodeLaunch] = {FA2: self._planned_launch(size)}
+    def mixed(self, size: int) -> GraphLaunch:
+        """The launch of `size` rows of any requests."""
+        if size not in self._mixed:
+            with torch.inference_mode(False):  # as below
+                wrapper = self._work.captured_mixed(size)
+            disables = self._geometry.disables_splits(size, self._library.num_processors)
+            event = self._library.event()
+            self._mixed[size] = MixedLaunch(
+                self._geometry, wrapper, event, size=size, disables_splits=disables
+            )
+        return self._mixed[size]
+
+    def _chosen(self, size: int) -> GraphLaunch:
+        launches: dict[str, GraphLaunch] = {FA2: self._planned_launch(size)}
         if self._packed is not None:
             launches[XQA] = self._packed
         indices = self._work.indices

@@ -87,14 +87,27 @@ class MixedLaunch:
 
     takes_contiguous = False  # whether q has to be contiguous
 
-    def __init__(self, geometry: Geometry, wrapper: MixedWrapper, staged: DeviceEvent) -> None:
+    def __init__(
+        self,
+        geometry: Geometry,
+        wrapper: MixedWrapper,
+        staged: DeviceEvent,
+        *,
+        size: int = 0,
+        disables_splits: bool = False,
+    ) -> None:
+        """`size` are the rows of a CUDA graph, 0 outside of one."""
         self._geometry = geometry
         self._wrapper = wrapper
         self._staged = staged
+        self._size = size
+        self._disables_splits = disables_splits or geometry.spec.is_batch_invariant
 
     def plan(self, arena: PageTableArena, tables: PageTables, indices: Tensor) -> None:
         """Plan one step; `indices` are the requests' pages, int32 on the device."""
         geometry, spec = self._geometry, self._geometry.spec
+        if self._size:
+            tables = tables.widened(self._size)
         self._staged.synchronize()
         self._wrapper.plan(
             qo_indptr=arena.put(tables.qo_indptr),
@@ -107,7 +120,7 @@ class MixedLaunch:
             seq_lens=arena.put(tables.kv_len),
             max_token_per_sequence=tables.max_rows,
             max_sequence_kv=int(tables.kv_len.max()),
-            disable_split_kv=spec.is_batch_invariant,
+            disable_split_kv=self._disables_splits,
             **geometry.plan_arguments(),
         )
         self._staged.record()
@@ -115,6 +128,10 @@ class MixedLaunch:
     def run(self, q: Tensor, pages: tuple[Tensor, Tensor], out: Tensor) -> None:
         """Attention of one layer into `out`."""
         self._geometry.attend(self._wrapper, q, pages, out)
+
+    def baked(self, library: Library) -> tuple[int, ...]:
+        """The last plan's values that a graph contains as constants."""
+        return library.baked(self._wrapper)
 
 
 class CapturedLaunch:
@@ -177,7 +194,7 @@ class Launch(Protocol):
         ...
 
 
-class DecodeLaunch(Launch, Protocol):
+class GraphLaunch(Launch, Protocol):
     """A launch that a CUDA graph can contain."""
 
     def baked(self, library: Library) -> tuple[int, ...]:

@@ -26,6 +26,7 @@ from adapters.attention.flashinfer.ports import (
     MixedWrapper,
     PackedDecode,
     RopeAndCacheWrite,
+    RunsPaged,
 )
 from engine.errors import StartupError
 from engine.worker.cuda.build_environment import missing_norm_headers
@@ -120,9 +121,21 @@ class FlashInfer:
         """A new CUDA event."""
         return torch.cuda.Event()  # type: ignore[no-untyped-call] # the stubs lack it
 
-    def mixed(self, workspace: Tensor) -> MixedWrapper:
-        """A prefill wrapper that works in this workspace."""
-        return cast(MixedWrapper, self._mixed(workspace, LAYOUT, backend=KERNELS))
+    def mixed(self, workspace: Tensor, buffers: CapturedBuffers | None = None) -> MixedWrapper:
+        """A prefill wrapper that works in this workspace, for CUDA graphs over fixed buffers."""
+        if buffers is None:
+            return cast(MixedWrapper, self._mixed(workspace, LAYOUT, backend=KERNELS))
+        wrapper = self._mixed(
+            workspace,
+            LAYOUT,
+            use_cuda_graph=True,
+            qo_indptr_buf=buffers.qo_indptr,
+            paged_kv_indptr_buf=buffers.indptr,
+            paged_kv_indices_buf=buffers.indices,
+            paged_kv_last_page_len_buf=buffers.last_page_len,
+            backend=KERNELS,
+        )
+        return cast(MixedWrapper, wrapper)
 
     def captured(self, workspace: Tensor, buffers: CapturedBuffers) -> CapturedWrapper:
         """A decode wrapper for CUDA graphs over these fixed buffers."""
@@ -142,7 +155,7 @@ class FlashInfer:
         """XQA over this workspace."""
         return cast(PackedDecode, partial(self._packed, workspace_buffer=workspace))
 
-    def baked(self, wrapper: CapturedWrapper) -> tuple[int, ...]:
+    def baked(self, wrapper: RunsPaged) -> tuple[int, ...]:
         """The last plan's values that a graph contains as constants."""
         return tuple(int(each) for each in wrapper._plan_info)  # type: ignore[attr-defined]
 

@@ -35,6 +35,10 @@ class DeviceEvent(Protocol):
 class RunsPaged(Protocol):
     """The part that both wrappers share."""
 
+    def reset_workspace_buffer(
+        self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor
+    ) -> None: ...
+
     def run(
         self,
         q: Tensor,
@@ -120,10 +124,6 @@ class CapturedWrapper(RunsPaged, Protocol):
         """Bytes of the float and of the integer workspace that `plan` would use."""
         ...
 
-    def reset_workspace_buffer(
-        self, float_workspace_buffer: Tensor, int_workspace_buffer: Tensor
-    ) -> None: ...
-
 
 class PackedDecode(Protocol):
     """`xqa_batch_decode_with_kv_cache` over a workspace: attention of one token per request."""
@@ -150,6 +150,7 @@ class CapturedBuffers(NamedTuple):
     indptr: Tensor  # [N + 1]
     indices: Tensor  # [max pages of a step]
     last_page_len: Tensor  # [N]
+    qo_indptr: Tensor | None = None  # [N + 1]; None for decodes
 
 
 class Library(Protocol):
@@ -206,7 +207,10 @@ class Library(Protocol):
 
     def event(self) -> DeviceEvent: ...
 
-    def mixed(self, workspace: Tensor) -> MixedWrapper: ...
+    def mixed(self, workspace: Tensor, buffers: CapturedBuffers | None = None) -> MixedWrapper:
+        """With buffers for a CUDA graph: the first plan has as many rows as any later one, and all
+        have N requests, of which some may be empty."""
+        ...
 
     def captured(self, workspace: Tensor, buffers: CapturedBuffers) -> CapturedWrapper: ...
 
@@ -214,7 +218,7 @@ class Library(Protocol):
         """XQA; it is compiled at its first call. The workspace begins with zeros."""
         ...
 
-    def baked(self, wrapper: CapturedWrapper) -> tuple[int, ...]:
+    def baked(self, wrapper: RunsPaged) -> tuple[int, ...]:
         """The last plan's values that a graph contains as constants."""
         ...
 

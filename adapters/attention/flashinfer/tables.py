@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from adapters.attention.flashinfer.ports import DeviceEvent
+from engine.worker.cuda.step.graphs import mixed_sizes
 from engine.worker.ports import Int32s, RaggedLayout, StepLimits
 
 ALIGN = 16  # bytes; alignment of the tables in an arena
@@ -22,24 +23,29 @@ DTYPES = {np.dtype(np.int32): torch.int32, np.dtype(np.int64): torch.int64}
 
 @dataclass(frozen=True, slots=True)
 class TableSizes:
-    """Upper bounds of a step's tables; a page that requests share counts once for each."""
+    """Upper bounds of a step's tables; a page that requests share counts once for each.
+
+    A captured step has up to `rows` requests, of which padding has one page each.
+    """
 
     requests: int
     tokens: int
     pages: int
+    rows: int
 
     @classmethod
     def of(cls, limits: StepLimits, page_size: int) -> "TableSizes":
         requests = -(-limits.max_requests // WIDTH) * WIDTH
         per_request = -(-limits.max_model_len // page_size)
         # Token shares may be rounded up once for each request.
-        return cls(requests, limits.max_tokens + requests, requests * per_request)
+        rows = max(requests, mixed_sizes(limits.max_tokens)[-1])
+        return cls(requests, limits.max_tokens + requests, requests * per_request, rows)
 
     @property
     def arena_bytes(self) -> int:
         """Bytes for all tables of a step, split or not, its slots, and the places of its pages in
         a dense table."""
-        words = self.pages + 4 * (self.requests + 2)
+        words = self.pages + self.rows + 4 * (self.rows + 2)
         return 4 * words + 8 * (self.tokens + self.pages) + PIECES * ALIGN
 
 
@@ -68,6 +74,17 @@ class PageTables:
     def max_rows(self) -> int:
         """The largest number of new tokens of a request."""
         return int(np.diff(self.qo_indptr).max())
+
+    def widened(self, size: int) -> "PageTables":
+        """The tables with empty requests behind the others, up to `size`."""
+        count = size - len(self.kv_len)
+        assert count >= 0, "more requests than the tables of a graph have"
+        return PageTables(
+            np.pad(self.qo_indptr, (0, count), "edge"),
+            np.pad(self.kv_indptr, (0, count), "edge"),
+            np.pad(self.kv_len, (0, count)),
+            np.pad(self.kv_last_page_len, (0, count), constant_values=1),
+        )
 
     def split(self, count: int) -> tuple["PageTables", "PageTables"]:
         """Tables of the first `count` requests and of the others; indices of both start at 0."""

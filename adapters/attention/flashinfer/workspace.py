@@ -7,10 +7,14 @@ where a plan comes before the layers that use it and after the layers that used 
 """
 
 import torch
-from torch import Tensor
 
 from adapters.attention.flashinfer.launches import Geometry
-from adapters.attention.flashinfer.ports import CapturedBuffers, CapturedWrapper, Library
+from adapters.attention.flashinfer.ports import (
+    CapturedBuffers,
+    CapturedWrapper,
+    Library,
+    MixedWrapper,
+)
 from adapters.attention.flashinfer.tables import TableSizes
 from engine.errors import StartupError
 from engine.worker.ports import StepLimits
@@ -65,8 +69,8 @@ class Workspaces:
     ) -> None:
         """Raises `StartupError` naming the limit that needs too much memory."""
         self._library = library
-        self.indices = library.on_device(sizes.pages, torch.int32)
-        parts, cuts = self._captured_bytes(geometry, sizes.requests)
+        self.indices = library.on_device(sizes.pages + sizes.rows, torch.int32)
+        parts, cuts = self._captured_bytes(geometry, sizes.rows)
         spec = geometry.spec
         parts = max(parts, eager_bytes(library.num_processors, spec.num_heads, spec.head_dim))
         if parts > MAX_BYTES:
@@ -79,23 +83,35 @@ class Workspaces:
 
     def captured(self, size: int) -> CapturedWrapper:
         """A wrapper for the graph of `size` decodes."""
-        wrapper = self._wrapper(self.parts, size)
+        wrapper = self._library.captured(self.parts, self._buffers(size))
         wrapper.reset_workspace_buffer(self.parts, self._cuts)
         return wrapper
 
-    def _wrapper(self, parts: Tensor, size: int) -> CapturedWrapper:
-        buffers = CapturedBuffers(
+    def captured_mixed(self, size: int) -> MixedWrapper:
+        """A wrapper for the graph of `size` rows of any requests.
+
+        FlashInfer plans it like a graph of `size` decodes: in the smallest tiles, since each row
+        may be a request.
+        """
+        buffers = self._buffers(size)
+        indptr = self._library.on_device(size + 1, torch.int32)
+        wrapper = self._library.mixed(self.parts, buffers._replace(qo_indptr=indptr))
+        wrapper.reset_workspace_buffer(self.parts, self._cuts)
+        return wrapper
+
+    def _buffers(self, size: int) -> CapturedBuffers:
+        return CapturedBuffers(
             indptr=self._library.on_device(size + 1, torch.int32),
             indices=self.indices,
             last_page_len=self._library.on_device(size, torch.int32),
         )
-        return self._library.captured(parts, buffers)
 
     def _captured_bytes(self, geometry: Geometry, size: int) -> tuple[int, int]:
-        """Float and integer workspace bytes of graphs of `size` decodes, as FlashInfer computes
+        """Float and integer workspace bytes of graphs of `size` rows, as FlashInfer computes
         them."""
         ones = torch.ones(size, dtype=torch.int32)
-        wrapper = self._wrapper(self._library.on_device(ROUND, torch.uint8), size)
+        parts = self._library.on_device(ROUND, torch.uint8)
+        wrapper = self._library.captured(parts, self._buffers(size))
         return wrapper.workspace_size(
             indptr=torch.arange(size + 1, dtype=torch.int32),
             indices=self.indices[:size],

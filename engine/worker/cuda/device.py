@@ -34,6 +34,7 @@ from engine.worker.cuda.requirements import has_cached_kernels, missing
 from engine.worker.cuda.sampling.sampling_kernels import DeviceSampling
 from engine.worker.cuda.step.arena import StepArena
 from engine.worker.cuda.step.build import arena_capacity, with_graphs
+from engine.worker.cuda.step.graphs import GraphSizes, graph_sizes, mixed_sizes
 from engine.worker.cuda.step.kv_mover import DeviceMover
 from engine.worker.cuda.step.transfers import DeviceTransfers
 from engine.worker.device import Progress, attentions_for, choose_dtype
@@ -207,7 +208,9 @@ class CudaDevice:
             first_runs["matrix products"] = self._measure_products
         with fitting(self._gpu):
             warm_up({**first_runs, "attention and all else": profile_run}, self._progress)
-        budget = measure(self._gpu, self._settings.kernels.gpu_memory_utilization, profile_run)
+        share = min(1.0, self._graph_sizes.largest / self._settings.max_batch_tokens)
+        utilization = self._settings.kernels.gpu_memory_utilization
+        budget = measure(self._gpu, utilization, share, profile_run)
         logger.info("KV cache: %d bytes (%s)", budget.left, budget)
         return KVCapacity(budget.left, budget.left, available_bytes(), is_shared=False)
 
@@ -237,15 +240,17 @@ class CudaDevice:
     def replaying(
         self, stage: Stage, shard: Shard, limits: LayoutLimits, progress: Progress
     ) -> Stage:
-        """The stage with CUDA graphs of its decode steps."""
+        """The stage with CUDA graphs of its steps."""
         settings = self._settings
         if not (settings.kernels.cuda_graphs and shard.has_logits) or limits.num_states:
             return stage
-        received, most = None, settings.max_batch_size
+        received, sizes, arena = None, self._graph_sizes, self.transfers().arena
         if not shard.is_first:
-            received = self.zeros(most, shard.received_width)
-        arena = self.transfers().arena
-        return with_graphs(self._streams, stage, arena, received, limits, most, progress)
+            received = self.zeros(sizes.largest, shard.received_width)
+        ranked = shard.num_ranks > 1
+        return with_graphs(
+            self._streams, stage, arena, received, limits, sizes, progress, is_ranked=ranked
+        )
 
     def tensor_transport(self) -> TensorTransport:
         """NCCL: tensors go from GPU to GPU without passing through the host."""
@@ -287,6 +292,17 @@ class CudaDevice:
                 "kernel for matrix products, which is not usable here (see the log)"
             )
         return FIXED_TILING
+
+    @property
+    def _graph_sizes(self) -> GraphSizes:
+        """In batch-invariant mode prompts run eagerly: a graph has other tiles for their rows."""
+        settings = self._settings
+        if not settings.kernels.cuda_graphs:
+            return GraphSizes((), ())
+        is_invariant, most = settings.kernels.batch_invariant, settings.max_batch_tokens
+        return GraphSizes(
+            graph_sizes(settings.max_batch_size), () if is_invariant else mixed_sizes(most)
+        )
 
     def _measure_products(self) -> None:
         """Choose the kernel of each matrix product of few rows."""

@@ -14,7 +14,8 @@ from engine.errors import StartupError
 from engine.worker.cuda.gpu import Gpu
 from engine.worker.model.kv.kv_tensors import size_text
 
-GRAPHS_BYTES = 512 << 20  # reserved for CUDA graphs, which are captured after the cache exists
+# Reserved for CUDA graphs, which are captured after the cache exists, beside their largest step
+GRAPHS_BYTES = 512 << 20
 MIB = 1 << 20
 
 
@@ -66,9 +67,11 @@ def fitting(gpu: Gpu) -> Iterator[None]:
         ) from error
 
 
-def measure(gpu: Gpu, utilization: float, rehearse: Callable[[], None]) -> MemoryBudget:
+def measure(
+    gpu: Gpu, utilization: float, captured: float, rehearse: Callable[[], None]
+) -> MemoryBudget:
     """Run the largest step and compute the budget; raises `StartupError` if nothing is left for
-    KV."""
+    KV. `captured` is the share of the largest step's tokens that the largest graph has."""
     gpu.release_cached()
     gpu.reset_peak()
     before = gpu.tensor_bytes()
@@ -76,7 +79,8 @@ def measure(gpu: Gpu, utilization: float, rehearse: Callable[[], None]) -> Memor
         rehearse()
     step = gpu.peak_bytes() - before
     gpu.release_cached()
-    budget = MemoryBudget(gpu.total_bytes, utilization, gpu.used_bytes(), step, GRAPHS_BYTES)
+    graphs = GRAPHS_BYTES + int(captured * step)
+    budget = MemoryBudget(gpu.total_bytes, utilization, gpu.used_bytes(), step, graphs)
     if budget.left <= 0:
         raise StartupError(
             f"no memory is left for the KV cache on {gpu.place} ({gpu.model}): {budget}; raise "

@@ -36,15 +36,12 @@ class ImageAttention:
 
 
 class CapturableImageAttention(ImageAttention):
-    """The usual backend can be captured in a CUDA graph: decodes have no tokens of images."""
+    """The usual backend can be captured in CUDA graphs, which hold no tokens of images."""
 
     def __init__(self, usual: CapturableAttention, of_images: AttentionBackend) -> None:
         super().__init__(usual, of_images)
         self._capturable = usual
 
-    def plan_captured(self, layout: RaggedLayout) -> None:
-        self._capturable.plan_captured(layout)
+    def plan_captured(self, layout: RaggedLayout) -> tuple[int, ...]:
         self.run = self._capturable.run
-
-    def baked(self, num_rows: int) -> tuple[int, ...]:
-        return self._capturable.baked(num_rows)
+        return self._capturable.plan_captured(layout)

@@ -59,13 +59,12 @@ def blank_layout(num_rows: int, spare_block: int, block_size: int) -> RaggedLayo
 
 
 def padded(layout: RaggedLayout, num_rows: int, spare_block: int) -> RaggedLayout:
-    """A layout of decodes padded with requests of one token to `num_rows` rows.
+    """The layout with requests of one token behind the others, up to `num_rows` rows.
 
     Padding rows read and write only `spare_block`, which belongs to no request, and are not
     sampled.
     """
-    assert layout.is_decode_only, "prompts are not padded"
-    count = num_rows - layout.num_requests
+    count = num_rows - layout.num_tokens
     assert count >= 0, "more rows than they are padded to"
     size = layout.block_size
     zeros, ones = np.zeros(count, np.int64), np.ones(count, np.int32)
@@ -80,7 +79,7 @@ def padded(layout: RaggedLayout, num_rows: int, spare_block: int) -> RaggedLayou
         kv_indptr=np.concatenate((layout.kv_indptr, layout.kv_indptr[-1] + more)),
         kv_indices=np.concatenate((layout.kv_indices, ones * np.int32(spare_block))),
         kv_last_page_len=np.concatenate((layout.kv_last_page_len, ones)),
-        num_decodes=num_rows,
+        num_decodes=num_rows if layout.is_decode_only else layout.num_decodes,
         groups=tuple(padded(group, num_rows, spare_block) for group in layout.groups),
         rope_positions=None
         if layout.rope_positions is None

@@ -110,15 +110,10 @@ class RecordableMixedAttention(MixedAttention, RecordableAttention):
 class CapturableMixedAttention(MixedAttention):
     """All groups can be captured in a CUDA graph."""
 
-    def plan_captured(self, layout: RaggedLayout) -> None:
-        for backend, group in self._planned:
-            if isinstance(backend, CapturableAttention):
-                backend.plan_captured(layout.of_group(group))
-
-    def baked(self, num_rows: int) -> tuple[int, ...]:
-        return tuple(value for each in self._capturable for value in each.baked(num_rows))
-
-    @property
-    def _capturable(self) -> list[CapturableAttention]:
-        backends = [each.backend for each in self._planned]
-        return [each for each in backends if isinstance(each, CapturableAttention)]
+    def plan_captured(self, layout: RaggedLayout) -> tuple[int, ...]:
+        return tuple(
+            value
+            for backend, group in self._planned
+            if isinstance(backend, CapturableAttention)
+            for value in backend.plan_captured(layout.of_group(group))
+        )

@@ -113,20 +113,18 @@ class RecordableAttention(ABC):
 
 @runtime_checkable
 class CapturableAttention(AttentionBackend, Protocol):
-    """A backend that can be captured in a CUDA graph, for steps that hold decodes only.
+    """A backend that can be captured in CUDA graphs.
 
-    There is one graph per number of rows; steps are padded to it (`layout.padded`).
+    There is a graph for each number of rows, one for steps of decodes only and one for all steps;
+    steps are padded to it (`layout.padded`).
     """
 
-    def plan_captured(self, layout: RaggedLayout) -> None:
-        """Like `plan`, before each warm-up, capture and replay of a graph with so many rows.
+    def plan_captured(self, layout: RaggedLayout) -> tuple[int, ...]:
+        """Like `plan`, before each warm-up, capture and replay of the graph of such layouts;
+        returns what it decided that a captured graph cannot change.
 
-        Reads and writes only addresses that are the same for every step with this row count.
+        Reads and writes only addresses that are the same for every step of this graph.
         """
-        ...
-
-    def baked(self, num_rows: int) -> tuple[int, ...]:
-        """What the last `plan_captured` decided that a captured graph cannot change."""
         ...
 
 

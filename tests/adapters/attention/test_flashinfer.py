@@ -43,14 +43,14 @@ def test_every_replay_reads_the_step_that_was_planned_for_it(window: int | None)
         count = 1 + turn % 5
         step = Paged(tuple((3 * turn + i, 1) for i in range(count)), 4, seed=turn)
         layout = step.layout()
-        made.attention.plan_captured(padded(layout, 8, spare_block=60))
+        baked = made.attention.plan_captured(padded(layout, 8, spare_block=60))
         fused.copy_(noise(8, turn))
         found = run(made, fused)
         for i in range(count):
             torch.testing.assert_close(
                 found[i].double(), expected(made, layout, i, fused[i, :4]), rtol=1e-5, atol=1e-5
             )
-        assert made.attention.baked(8) == made.attention.baked(8)
+        assert baked == made.attention.plan_captured(padded(layout, 8, spare_block=60))
 
 
 def test_padding_writes_to_the_spare_page_alone() -> None:
@@ -89,7 +89,7 @@ def test_captured_wrappers_keep_their_buffers_and_share_the_indices() -> None:
         places.append(plan["indices"].data_ptr())
     assert len(set(places)) == 1
     sizes = [given for name, given in made.stand_in.calls if name == "workspace_size"]
-    assert [len(given["last_page_len"]) for given in sizes] == [32], "asked once, for the largest"
+    assert [len(given["last_page_len"]) for given in sizes] == [128], "asked once, for the largest"
 
 
 def test_the_workspace_is_asked_for_with_the_soft_cap_of_the_kernel_that_runs() -> None:
@@ -128,12 +128,6 @@ def test_a_window_counts_the_token_itself() -> None:
     made = make(60, 4, window=7)
     made.attention.plan(Paged(((20, 1),), 4).layout())
     assert made.last_plan("mixed")["window_left"] == 6
-
-
-def test_prompts_are_not_captured() -> None:
-    made = make(60, 4)
-    with pytest.raises(AssertionError, match="steps with prefill are not captured"):
-        made.attention.plan_captured(Paged(((0, 3),), 4).layout())
 
 
 @pytest.mark.parametrize("scales", [(1.0, 1.0), (0.5, 2.0)])

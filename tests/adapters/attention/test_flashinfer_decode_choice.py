@@ -189,12 +189,13 @@ def test_the_trial_leaves_the_cache_as_it_was() -> None:
 
 def test_what_a_graph_contains_does_not_change_while_requests_grow() -> None:
     made = on_hopper()
+    before = made.attention.plan_captured(padded(STEP.layout(), 4, spare_block=60))
     step(made, 4)
-    before = made.attention.baked(4)
     addresses = [each["block_tables"].data_ptr() for name, each in made.stand_in.calls[-1:]]
-    step(made, 4, Paged(((100, 1), (90, 1), (12, 1)), 16))
-    assert made.attention.baked(4) == before
+    longer = Paged(((100, 1), (90, 1), (12, 1)), 16)
+    step(made, 4, longer)
     assert [made.stand_in.calls[-1][1]["block_tables"].data_ptr()] == addresses
+    assert made.attention.plan_captured(padded(longer.layout(), 4, spare_block=60)) == before
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Decode steps captured in CUDA graphs, against the same steps run eagerly; on a GPU only."""
+"""Steps captured in CUDA graphs, against the same steps run eagerly; on a GPU only."""
 
 from dataclasses import replace
 from typing import NamedTuple
@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.worker.model.layout import padded
+from engine.worker.model.layout import blank_layout, padded
 from engine.worker.ports import RaggedLayout
 from tests.adapters.attention.flashinfer_cases import Paged
 from tests.adapters.attention.flashinfer_on_gpu import ON_GPU, OnGpu, Shape, check_close
@@ -27,21 +27,23 @@ class Captured(NamedTuple):
     baked: tuple[int, ...]
 
 
-def capture(gpu: OnGpu, size: int) -> Captured:
-    blank = padded(Paged(((0, 1),), gpu.shape.page_size).layout(), size, NUM_PAGES)
+def capture(gpu: OnGpu, size: int, *, is_mixed: bool = False) -> Captured:
+    blank = blank_layout(size, NUM_PAGES, gpu.shape.page_size)
+    if is_mixed:
+        blank = replace(blank, num_decodes=0)
     inputs = gpu.step(size)
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     with torch.inference_mode(), torch.cuda.stream(stream):
         for _ in range(2):
             gpu.attention.plan_captured(blank)
             gpu.attention.run(0, *inputs, None)
-        gpu.attention.plan_captured(blank)
+        baked = gpu.attention.plan_captured(blank)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
             out = gpu.attention.run(0, *inputs, None)
     torch.cuda.synchronize()
-    return Captured(graph, inputs, out, gpu.attention.baked(size))
+    return Captured(graph, inputs, out, baked)
 
 
 def replay(gpu: OnGpu, captured: Captured, step: Paged) -> None:
@@ -50,7 +52,7 @@ def replay(gpu: OnGpu, captured: Captured, step: Paged) -> None:
     gpu.fill(layout)
     with torch.inference_mode():
         _replay(gpu, captured, layout)
-    count = layout.num_requests
+    count = layout.num_tokens
     expected = gpu.expected(layout, captured.inputs[0][:count])
     check_close(captured.out[:count], expected, gpu.shape.dtype)
 
@@ -59,8 +61,7 @@ def _replay(gpu: OnGpu, captured: Captured, layout: RaggedLayout) -> None:
     size = len(captured.out)
     for static, new in zip(captured.inputs, gpu.step(size), strict=True):
         static.copy_(new)
-    gpu.attention.plan_captured(padded(layout, size, NUM_PAGES))
-    assert gpu.attention.baked(size) == captured.baked
+    assert gpu.attention.plan_captured(padded(layout, size, NUM_PAGES)) == captured.baked
     captured.out.fill_(torch.nan)
     captured.graph.replay()
 
@@ -93,6 +94,20 @@ def test_graphs_of_two_sizes_and_eager_steps_do_not_disturb_each_other() -> None
         gpu.attention.plan(layout)
         q, k, v = gpu.step(layout.num_tokens)
         check_close(gpu.run(q, k, v), gpu.expected(layout, q), LLAMA.dtype)
+
+
+@pytest.mark.parametrize("shape", [LLAMA, Shape(14, 2, 64)], ids=str)
+@pytest.mark.parametrize("size", [64, 256])
+def test_a_graph_holds_decodes_and_pieces_of_prompts(shape: Shape, size: int) -> None:
+    gpu = OnGpu(shape, NUM_PAGES)
+    captured = capture(gpu, size, is_mixed=True)
+    decodes = capture(gpu, 8)
+    for turn in range(60):
+        count = 1 + turn % 40
+        rows = tuple((turn * (i + 1) + 3 * i, 1) for i in range(count))
+        pieces = ((0, 2 + turn % 9), (16 * turn, 2 + turn % 13))
+        replay(gpu, captured, Paged((*rows, *pieces), 16, seed=turn))
+        replay(gpu, decodes, Paged(rows[:8], 16, seed=turn))
 
 
 def test_contexts_may_be_far_longer_than_at_the_capture() -> None:

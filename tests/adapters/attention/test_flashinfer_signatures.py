@@ -4,6 +4,7 @@ import importlib
 import inspect
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from adapters.attention.flashinfer.backend import FlashInferAttention, XqaFlashI
 from adapters.attention.flashinfer.library import FlashInfer
 from adapters.attention.flashinfer.ports import DeviceEvent
 from engine.worker.cpu.thread_pool import NativeThreadPool
-from engine.worker.model.layout import padded
+from engine.worker.model.layout import blank_layout, padded
 from engine.worker.ports import AttentionSpec, KVTensors
 from tests.adapters.attention.flashinfer_cases import LIMITS, Made, Paged, make
 from tests.flashinfer_stand_in import StandIn
@@ -82,9 +83,15 @@ def test_wrappers_are_made_and_heads_turned_as_their_signatures_say(library: Mod
     captured.bind(None, None, "NHD", **dict.fromkeys(buffers), **flags)
     mixed = inspect.signature(library.BatchPrefillWithPagedKVCacheWrapper.__init__)
     mixed.bind(None, None, "NHD", backend="fa2")
+    fixed = ("qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len")
+    names = dict.fromkeys(f"{each}_buf" for each in fixed)
+    mixed.bind(None, None, "NHD", use_cuda_graph=True, **names, backend="fa2")
+    inspect.signature(library.BatchPrefillWithPagedKVCacheWrapper.reset_workspace_buffer).bind(
+        None, None, None
+    )
     turn = inspect.signature(library.apply_rope_with_cos_sin_cache_inplace)
-    names = ["positions", "query", "key", "head_size", "cos_sin_cache", "is_neox"]
-    assert list(turn.parameters) == names
+    given = ["positions", "query", "key", "head_size", "cos_sin_cache", "is_neox"]
+    assert list(turn.parameters) == given
 
 
 def test_packed_decodes_are_called_as_their_signature_says(library: ModuleType) -> None:
@@ -150,7 +157,8 @@ class Kernels:
         self.runs: list[tuple[Any, ...]] = []
 
     def plan(self, *given: Any) -> list[int]:
-        self.plans.append(given)
+        tables = [each.clone() for each in given[3:6]]  # in memory that later steps are written to
+        self.plans.append((*given[:3], *tables, *given[6:]))
         return [1, 2, 3]
 
     def workspace_size(self, *given: Any) -> tuple[int, int]:
@@ -215,19 +223,30 @@ def test_the_wrappers_hand_our_steps_down_to_their_kernels(
         attention.run(0, q, k, v, None)
         for seed in range(2):
             decodes = Paged(((7, 1), (30, 1)), 4, seed=seed).layout()
-            attention.plan_captured(padded(decodes, 4, spare_block=60))
+            baked = attention.plan_captured(padded(decodes, 4, spare_block=60))
+            assert baked == (1, 2, 3)
+            attention.run(0, q, k, v, None)
+        blank = replace(blank_layout(8, 60, 4), num_decodes=0)
+        q, k, v = torch.split(torch.ones((8, 8, 64), dtype=torch.bfloat16), [4, 2, 2], dim=1)
+        for layout in (blank, padded(Paged(((7, 1), (30, 3)), 4).layout(), 8, spare_block=60)):
+            assert attention.plan_captured(layout) == (1, 2, 3)
             attention.run(0, q, k, v, None)
     makes = importlib.import_module("flashinfer.jit.attention.modules")
     monkeypatch.setattr(makes, "_gen_batch_prefill_primary_module", lambda *given: given)
     compiled: list[Any] = modules.attention_modules(spec, kv_dtype, 4, with_xqa=False)
     assert compiled == [*{*kernels.modules}]
-    mixed, *captured = kernels.plans
-    assert [given[3].tolist() for given in kernels.plans] == [[0, 1, 4], *[[0, 1, 2, 3, 4]] * 2]
-    assert [given[4].tolist() for given in kernels.plans] == [[0, 2, 11], *[[0, 2, 10, 11, 12]] * 2]
+    *plans, blank_plan, in_graph = kernels.plans
+    mixed, *captured = plans
+    assert [given[3].tolist() for given in plans] == [[0, 1, 4], *[[0, 1, 2, 3, 4]] * 2]
+    assert [given[4].tolist() for given in plans] == [[0, 2, 11], *[[0, 2, 10, 11, 12]] * 2]
     assert mixed[5].tolist() == [8, 33]
     assert [given[5].tolist() for given in captured] == [[8, 31, 1, 1]] * 2
-    heads_and_graph = [given[8:12] for given in kernels.plans]
+    heads_and_graph = [given[8:12] for given in plans]
     assert heads_and_graph == [(4, 2, 4, False), (4, 2, 4, True), (4, 2, 4, True)]
     buffers = [tuple(each.data_ptr() for each in given[6:10]) for given in kernels.runs[1:]]
     assert buffers[0] == buffers[1], "a graph reads the same addresses in every replay"
-    assert attention.baked(4) == (1, 2, 3)
+    assert buffers[2] == buffers[3]
+    assert in_graph[3].tolist() == [0, 1, 4, 5, 6, 7, 8, 8, 8]
+    assert in_graph[4].tolist() == [0, 2, 11, 12, 13, 14, 15, 15, 15]
+    assert in_graph[5].tolist() == [8, 33, 1, 1, 1, 1, 0, 0]
+    assert blank_plan[6:12] == in_graph[6:12] == (8, 8, 4, 2, 4, True), "rows, requests, heads"

@@ -1,4 +1,4 @@
-"""Records the decode steps of a stage as CUDA graphs."""
+"""Captures the steps of a stage as CUDA graphs."""
 
 import logging
 from dataclasses import replace
@@ -6,7 +6,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from engine.worker.cuda.step.arena import StepArena
-from engine.worker.cuda.step.graphs import DecodeGraphs, Layers
+from engine.worker.cuda.step.graphs import GraphSizes, Layers, StepGraphs
 from engine.worker.device import Progress
 from engine.worker.model.layout import LayoutLimits
 from engine.worker.model.stage import Stage
@@ -28,16 +28,18 @@ def with_graphs(
     arena: StepArena,
     received: Tensor | None,
     limits: LayoutLimits,
-    max_requests: int,
+    sizes: GraphSizes,
     progress: Progress,
+    *,
+    is_ranked: bool,
 ) -> Stage:
-    """The stage with graphs of its decode steps, if attention can be captured. All ranks of the
-    stage call this together. `received` is where later stages read hidden states."""
+    """The stage with graphs of its steps, if attention can be captured. All ranks of the stage call
+    this together. `received` is where later stages read hidden states."""
     if not isinstance(stage.attention, CapturableAttention):
         name = type(stage.attention).__name__
-        logger.warning("decode steps run without CUDA graphs: %s cannot be captured", name)
+        logger.warning("steps run without CUDA graphs: %s cannot be captured", name)
         return stage
     layers = Layers(stage.model, stage.attention, received)
-    graphs = DecodeGraphs(streams, layers, arena, (limits.num_blocks, limits.block_size))
-    graphs.capture(max_requests, progress)
+    graphs = StepGraphs(streams, layers, arena, (limits.num_blocks, limits.block_size))
+    graphs.capture(sizes, progress, needs_all=is_ranked)
     return replace(stage, graphs=graphs)

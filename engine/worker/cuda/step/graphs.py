@@ -1,16 +1,20 @@
-"""CUDA graphs of decode-only steps of a stage, one for each captured batch size.
+"""CUDA graphs of a stage's steps, one for each captured number of rows.
 
-A step is padded to the next captured size. Steps with prefill run eagerly: their kernels take
-longer than their launches. So do steps with rows of LoRA adapters, whose segments vary. A graph
-holds embedding and layers; logits and sampling run after it, for the real rows only. A graph of
-one of several ranks contains their all-reduces: they replay the same sizes in the same order.
+A step is padded to the next captured size. Decodes only have graphs of their own, whose attention
+is a decode kernel's. Steps with pieces of prompts have graphs up to `MAX_MIXED_ROWS` tokens: larger
+ones take the GPU longer than their launches take the host. They run eagerly, and so do steps with
+rows of LoRA adapters, whose segments vary, and with pieces far behind the start of a prompt. A
+graph holds embedding and layers; logits and sampling run after it, for the real rows only. A graph
+of one of several ranks contains their all-reduces: they replay the same sizes in the same order.
 """
 
+import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import NamedTuple
 
+import numpy as np
 from torch import Tensor
 
 from engine.errors import StartupError
@@ -22,6 +26,11 @@ from engine.worker.streams import Graph, Streams
 Progress = Callable[[str, int, int], None]
 
 NUM_WARM_UPS = 2  # forward passes before a capture: lazy initialisation must not be captured
+MAX_MIXED_ROWS = 512  # decodes and prompt tokens together; more were not bound by the host
+MIXED_STRIDE = 64  # from one such size to the next
+MAX_PAIRS = 1 << 18  # (prompt token, key) pairs: a graph's tiles are small, and each reads all keys
+
+logger = logging.getLogger(__name__)
 
 
 def graph_sizes(most: int) -> tuple[int, ...]:
@@ -29,6 +38,37 @@ def graph_sizes(most: int) -> tuple[int, ...]:
     ladder = chain((1, 2, 4), range(8, 64, 8), range(64, 256, 16), range(256, most + 32, 32))
     below = [size for size in ladder if size < most]
     return (*below, most)
+
+
+def mixed_sizes(max_tokens: int) -> tuple[int, ...]:
+    """Rows of the graphs for steps with pieces of prompts, ascending."""
+    largest = min(max_tokens, MAX_MIXED_ROWS)
+    return (*range(MIXED_STRIDE, largest, MIXED_STRIDE), largest)
+
+
+class GraphSizes(NamedTuple):
+    """The rows of the graphs to capture, ascending."""
+
+    decodes: tuple[int, ...]
+    mixed: tuple[int, ...]  # of steps with pieces of prompts
+
+    @property
+    def largest(self) -> int:
+        return max((0, *self.decodes, *self.mixed))
+
+
+class GraphKind(NamedTuple):
+    """The steps of a graph: `rows` decodes, or so many tokens of decodes and of prompts."""
+
+    is_decode_only: bool
+    rows: int
+
+    @classmethod
+    def of(cls, layout: RaggedLayout) -> "GraphKind":
+        return cls(layout.is_decode_only, layout.num_tokens)
+
+    def __str__(self) -> str:
+        return f"{self.rows} {'decodes' if self.is_decode_only else 'tokens with prompts'}"
 
 
 class _Captured(NamedTuple):
@@ -56,8 +96,8 @@ class Layers:
         return self.model.layers(self.received[: len(ids)].clone(), context)
 
 
-class DecodeGraphs:
-    """Graphs that read the start of an arena: `size` ids, then `size` positions."""
+class StepGraphs:
+    """Graphs that read the start of an arena: ids of all rows, then their positions."""
 
     def __init__(self, streams: Streams, layers: Layers, arena: StepArena, blank: tuple[int, int]):
         """`blank` is the spare block and the block size."""
@@ -65,62 +105,79 @@ class DecodeGraphs:
         self._layers = layers
         self._arena = arena
         self._blank = blank
-        self._captured: dict[int, _Captured] = {}
+        self._captured: dict[GraphKind, _Captured] = {}
 
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Captured batch sizes, ascending."""
-        return tuple(sorted(self._captured))
+    def capture(self, sizes: GraphSizes, progress: Progress, *, needs_all: bool) -> None:
+        """Capture all sizes, the largest first: smaller graphs reuse its memory.
 
-    def capture(self, most: int, progress: Progress) -> None:
-        """Capture all sizes up to `most`, the largest first: smaller graphs reuse its memory.
-
-        All ranks of a stage capture together. Raises `StartupError` if a step cannot be captured.
+        All ranks of a stage capture together. Raises `StartupError` if decodes cannot be captured,
+        and with `needs_all` if other steps cannot, which else run eagerly.
         """
-        sizes = graph_sizes(most)
-        for done, size in enumerate(reversed(sizes)):
-            progress("graphs", done, len(sizes))
+        kinds = [GraphKind(False, size) for size in reversed(sizes.mixed)]
+        kinds += [GraphKind(True, size) for size in reversed(sizes.decodes)]
+        for done, kind in enumerate(kinds):
+            progress("graphs", done, len(kinds))
             try:
-                self._captured[size] = self._capture(size)
+                self._captured[kind] = self._capture(kind)
             except (RuntimeError, AssertionError) as error:
                 line = next(iter(str(error).splitlines()), "") or type(error).__name__
-                raise StartupError(
-                    f"a decode step of {size} requests cannot be captured as a CUDA graph: {line}; "
-                    "--no-cuda-graphs runs steps without graphs"
-                ) from error
-        progress("graphs", len(sizes), len(sizes))
+                line = f"a step of {kind} cannot be captured as a CUDA graph: {line}"
+                if kind.is_decode_only or needs_all:
+                    raise StartupError(
+                        f"{line}; --no-cuda-graphs runs steps without graphs"
+                    ) from error
+                logger.warning("%s; such steps run without a graph", line)
+                self._streams.synchronize()
+        progress("graphs", len(kinds), len(kinds))
+
+    @property
+    def mixed(self) -> tuple[int, ...]:
+        """Captured numbers of tokens of steps with pieces of prompts, ascending."""
+        return tuple(sorted(kind.rows for kind in self._captured if not kind.is_decode_only))
 
     def padded(self, layout: RaggedLayout) -> RaggedLayout | None:
         """The layout padded to a captured size; None if the step has to run eagerly."""
-        if not layout.is_decode_only or layout.lora_segments or layout.states:
+        if layout.lora_segments or layout.states or layout.encoded:
             return None
-        if layout.encoded or (layout.rope_positions is not None and layout.rope_positions.ndim > 1):
+        if layout.token_types is not None or _num_pairs(layout) > MAX_PAIRS:
             return None
-        size = next((size for size in self.sizes if size >= layout.num_requests), None)
+        if layout.rope_positions is not None and layout.rope_positions.ndim > 1:
+            return None
+        wanted, count = layout.is_decode_only, layout.num_tokens
+        sizes = [rows for is_decodes, rows in self._captured if is_decodes is wanted]
+        size = min([size for size in sizes if size >= count], default=None)
         return None if size is None else padded(layout, size, self._blank[0])
 
     def replay(self, layout: RaggedLayout, hidden: Tensor | None = None) -> Tensor:
         """Plan attention and replay; hidden states `[size, hidden]`, which the next replay of any
         size overwrites."""
-        layers, captured = self._layers, self._captured[layout.num_requests]
+        kind, layers = GraphKind.of(layout), self._layers
+        captured = self._captured[kind]
         if layers.received is not None:
             assert hidden is not None, "later stages receive hidden states"
             layers.received[: len(hidden)].copy_(hidden)
-        layers.attention.plan_captured(layout)
-        assert layers.attention.baked(layout.num_requests) == captured.baked, (
-            f"the plan for {layout.num_requests} rows is not the one that was captured"
-        )
+        baked = layers.attention.plan_captured(layout)
+        assert baked == captured.baked, f"the plan for {kind} is not the one that was captured"
         captured.graph.replay()
         return captured.hidden
 
-    def _capture(self, size: int) -> _Captured:
-        blank = blank_layout(size, *self._blank)
+    def _capture(self, kind: GraphKind) -> _Captured:
+        blank = blank_layout(kind.rows, *self._blank)
+        if not kind.is_decode_only:
+            blank = replace(blank, num_decodes=0)
         ids, positions = self._arena.put(blank.token_ids, blank.positions)
         attention = self._layers.attention
         for _ in range(NUM_WARM_UPS):
             attention.plan_captured(blank)
             self._layers(ids, positions)
-        attention.plan_captured(blank)
+        baked = attention.plan_captured(blank)
         self._streams.synchronize()
         graph, hidden = self._streams.capture(lambda: self._layers(ids, positions))
-        return _Captured(graph, hidden, attention.baked(size))
+        return _Captured(graph, hidden, baked)
+
+
+def _num_pairs(layout: RaggedLayout) -> int:
+    """The sum over pieces of prompts of their tokens times their keys."""
+    count = layout.num_decodes
+    new = np.diff(layout.qo_indptr[count:]).astype(np.int64)
+    return int(new @ layout.kv_len[count:])

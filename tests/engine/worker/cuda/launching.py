@@ -50,21 +50,19 @@ class CapturableReference(ReferenceAttention):
         super().__init__(spec, cache, pool)
         self._num_layers = len(cache.keys)
         self._left = 0  # layers that may still run under the plan
-        self.planned: list[int] = []  # rows of each plan for a graph
+        self.planned: list[int] = []  # rows of each plan for a graph, negative with prompts
 
     def plan(self, layout: RaggedLayout) -> None:
         assert self._left == 0, "planned twice, and not run"
         self._left = self._num_layers
         super().plan(layout)
 
-    def plan_captured(self, layout: RaggedLayout) -> None:
-        assert layout.is_decode_only
-        self.planned.append(layout.num_requests)
+    def plan_captured(self, layout: RaggedLayout) -> tuple[int, ...]:
+        rows = layout.num_tokens
+        self.planned.append(rows if layout.is_decode_only else -rows)
         self._left = 0  # a capture records and does not run
         self.plan(layout)
-
-    def baked(self, num_rows: int) -> tuple[int, ...]:
-        return (num_rows, self._num_layers)
+        return (rows, self._num_layers)
 
     def run(
         self,

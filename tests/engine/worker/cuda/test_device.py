@@ -116,15 +116,15 @@ def test_kv_takes_what_the_utilization_leaves() -> None:
         with with_step:
             pass
 
-    budget = measure(gpu, 0.9, rehearse)
+    budget = measure(gpu, 0.9, 0.25, rehearse)
     assert budget.step == 500 * MIB
-    assert budget.left == 5_500 * MIB - GRAPHS_BYTES
+    assert budget.left == 5_500 * MIB - GRAPHS_BYTES - 125 * MIB, "a graph of a quarter of the step"
 
 
 def test_a_model_that_leaves_no_room_for_kv_is_refused_with_the_numbers() -> None:
     gpu = StandingGpu(total_bytes=1_000 * MIB, used=850 * MIB)
     with pytest.raises(StartupError) as refused:
-        measure(gpu, 0.9, nothing)
+        measure(gpu, 0.9, 0.0, nothing)
     line = str(refused.value)
     for part in (
         "no memory is left for the KV cache on cpu (Standing GPU)",

@@ -104,8 +104,13 @@ def test_padding_adds_requests_of_one_token_in_the_spare_block() -> None:
         assert getattr(wide, name).dtype == getattr(layout, name).dtype
 
 
-def test_prompts_are_not_padded() -> None:
-    layout = build_layout(step(entry(0, (1, 2), [1])), LIMITS)
-    assert not layout.is_decode_only
-    with pytest.raises(AssertionError, match="prompts are not padded"):
-        padded(layout, 4, spare_block=10)
+def test_padding_behind_a_prompt_is_no_decode() -> None:
+    layout = build_layout(step(entry(4, (50,), [3, 9]), entry(0, (1, 2), [1])), LIMITS)
+    wide = padded(layout, 5, spare_block=10)
+    assert wide.qo_indptr.tolist() == [0, 1, 3, 4, 5]
+    assert wide.kv_len.tolist() == [5, 2, 1, 1]
+    assert wide.kv_indices.tolist() == [3, 9, 1, 10, 10]
+    assert wide.sampled_rows.tolist() == layout.sampled_rows.tolist()
+    assert (wide.num_requests, wide.num_decodes, wide.is_decode_only) == (4, 1, False)
+    with pytest.raises(AssertionError, match="more rows than they are padded to"):
+        padded(layout, 2, spare_block=10)

@@ -57,7 +57,7 @@ def test_shards_replay_graphs_and_generate_what_one_worker_does(
     alone = Driver(load_worker(model), seed=1)
     with gpus(model, stages, num_ranks, LIMITS, has_graphs=True) as (workers, devices):
         sizes = len(graph_sizes(4))
-        assert [len(device.of_it.graphs) for device in devices] == [sizes] * len(devices)
+        assert [len(device.of_it.graphs) for device in devices] == [sizes + 1] * len(devices)
         before = replays(devices)
         together = Driver(workers, seed=1)
         for request, prompt in ((0, (5, 6, 7)), (1, (9,) * 11)):
@@ -66,7 +66,7 @@ def test_shards_replay_graphs_and_generate_what_one_worker_does(
         pieces = (0, (4,), GREEDY), (1, (8,), GREEDY)
         assert together.tokens(*pieces) == alone.tokens(*pieces)
         assert [after - first for after, first in zip(replays(devices), before, strict=True)] == [
-            5 + 5 + 1
+            6 + 6 + 1
         ] * len(devices)
 
 
@@ -159,7 +159,7 @@ def test_what_cannot_be_captured_is_named_with_the_flag_that_helps(
 
     monkeypatch.setattr(StandInStreams, "capture", fails)
     line = (
-        "a decode step of 4 requests cannot be captured as a CUDA graph: operation not permitted "
+        "a step of 4 decodes cannot be captured as a CUDA graph: operation not permitted "
         "when stream is capturing; --no-cuda-graphs runs steps without graphs"
     )
     with pytest.raises(StartupError, match=line), gpus(model, 2, 1, LIMITS, has_graphs=True):

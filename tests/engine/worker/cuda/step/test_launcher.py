@@ -147,9 +147,9 @@ def test_moves_are_done_when_the_result_is_there_and_awaited_ones_before_the_lay
 
 def test_graphs_are_captured_largest_first_and_told_of(on_gpu: OnStandIns) -> None:
     told = [news for news in on_gpu.progress if news[0] == "graphs"]
-    assert told == [("graphs", done, 3) for done in range(4)]
+    assert told == [("graphs", done, 4) for done in range(5)]
     planned = on_gpu.device.made[-1].planned
-    assert planned[:9] == [4, 4, 4, 2, 2, 2, 1, 1, 1]
+    assert planned[:12] == [-16, -16, -16, 4, 4, 4, 2, 2, 2, 1, 1, 1], "prompts, then decodes"
 
 
 @pytest.mark.parametrize(
