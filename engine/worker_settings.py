@@ -284,6 +284,7 @@ class WorkerReport:
     None if the model generates text. `num_draft_parameters` is the size of the draft model, or
     of the layer for multi-token prediction and the head; 0 without one. `kv_store_keys` names all
     that the contents of the shared store depend on. `encoder` is None if the model reads no images.
+    `graphs` are the numbers of tokens to which steps with pieces of prompts are padded, ascending.
     """
 
     architecture: str
@@ -313,3 +314,4 @@ class WorkerReport:
     kv_store_keys: str = ""
     disk_state_hashes: bytes = b""
     encoder: EncoderReport | None = None
+    graphs: tuple[int, ...] = ()

@@ -32,8 +32,10 @@ as a decode.) A share of time and not a number of tokens: the excess over the go
 tenth on any machine, except where `MIN_PIECE` tokens take more. (Without a goal `MIN_FIRST_PIECE`
 tokens: far behind the start of a prompt 16 tokens can take longer than all decodes, because each of
 them reads the whole context.) Where any piece has a price of its own (on a GPU an iteration with
-one runs without a CUDA graph, which can take longer than the bound), the first piece also gets that
-price and as much time again, so that its tokens take at least as long as its price. And one
+one may run without a CUDA graph, which can take longer than the bound), the first piece also gets
+that price and as much time again, so that its tokens take at least as long as its price. So it is
+with the rows to which a CUDA graph pads the iteration (`CostModel.graphs`): tokens that take their
+place cost attention only, and a piece gets as many as fit. And one
 request may always start, also if no step can meet the goal: the bound for starting is at least
 `MIN_BATCH_SECONDS` times a decode alone.
 """
@@ -133,7 +135,8 @@ class StepTime:
         if all(len(entry.tokens) == 1 for _, entry in batch.prefills):  # it is the first prompt
             fewest = MIN_PIECE if decodes.goal < inf else MIN_FIRST_PIECE
             share = MIN_SHARE * (decodes.goal if decodes.goal < inf else goal)
-            seconds = model.tokens(beside) + share + PIECE_TIMES * model.per_piece
+            computed = model.padded(beside + 1) if model.graphs else beside
+            seconds = model.tokens(computed) + share + PIECE_TIMES * model.per_piece
             least = model.tokens_within(seconds, num_tokens, start, beside, draws=draws)
             in_time = max(in_time, least, fewest)
         return min(num_tokens, in_time) if in_time >= min(fewest, num_tokens) else 0
@@ -146,7 +149,8 @@ class StepTime:
         decodes = self._decodes(batch)
         goal = self._bound(decodes, batch.decodes[0][0])
         pieces = sum(len(entry.tokens) for _, entry in batch.prefills)
-        tokens = self._cost.model.tokens(decodes.num_rows + pieces)
+        model, count = self._cost.model, decodes.num_rows + pieces
+        tokens = model.tokens(model.padded(count) if pieces else count)
         return goal - self._besides_tokens(decodes, batch) - tokens
 
     def _bound(self, decodes: _Decodes, request: "Request") -> float:

@@ -10,7 +10,7 @@ from itertools import pairwise
 from operator import mul
 from typing import TYPE_CHECKING, NamedTuple
 
-from engine.cost.model import CostModel
+from engine.cost.model import CostModel, padded
 
 if TYPE_CHECKING:
     from engine.step import Step
@@ -40,7 +40,13 @@ class Sample(NamedTuple):
         """The seconds that the model predicts."""
         rows = model.per_draw * self.num_sampled + model.per_piece * self.num_pieces
         attention = model.per_slot * self.slots + model.per_pair * self.pairs
-        return model.tokens(self.num_tokens) + attention + rows
+        return model.tokens(self.padded(model.graphs).num_tokens) + attention + rows
+
+    def padded(self, graphs: Sequence[int]) -> "Sample":
+        """The sample with the tokens that were computed, see `CostModel`."""
+        if not (graphs and self.num_pieces):
+            return self
+        return self._replace(num_tokens=padded(self.num_tokens, graphs))
 
     @classmethod
     def of(cls, step: "Step", seconds: float) -> "Sample":
@@ -55,11 +61,16 @@ class Sample(NamedTuple):
         return cls(step.num_tokens, slots, pairs, num_sampled, seconds, num_pieces)
 
 
-def fit(samples: Sequence[Sample], idle_step: float = 0.0, idle_entry: float = 0.0) -> CostModel:
+def fit(
+    samples: Sequence[Sample],
+    idle_step: float = 0.0,
+    idle_entry: float = 0.0,
+    graphs: tuple[int, ...] = (),
+) -> CostModel:
     """The model with the least squared error, in which tokens take what the samples leave open.
-    ValueError if all samples are of one size."""
+    ValueError if all samples are of one size. `graphs` are those of the model."""
     stride = -(-len(samples) // MAX_SAMPLES)
-    kept = [sample for sample in samples[::stride] if sample.seconds > 0.0]
+    kept = [sample.padded(graphs) for sample in samples[::stride] if sample.seconds > 0.0]
     knots = _knots(sorted({sample.num_tokens for sample in kept}))
     rows = [_features(sample, knots) for sample in kept]
     seconds = [sample.seconds for sample in kept]
@@ -79,7 +90,7 @@ def fit(samples: Sequence[Sample], idle_step: float = 0.0, idle_entry: float = 0
     for (left, right), slope in zip(pairwise(knots), slopes, strict=True):
         curve.append((right, curve[-1][1] + slope * (right - left)))
     return CostModel(
-        tuple(curve), per_slot, per_pair, per_draw, idle_step, idle_entry, per_piece=per_piece
+        tuple(curve), per_slot, per_pair, per_draw, idle_step, idle_entry, per_piece, graphs
     )
 
 

@@ -123,7 +123,8 @@ class LiveCost:
         latest = num_tokens / seconds
         self.tokens_per_second += self._weight * (latest - self.tokens_per_second)
         curve = self.model.curve
-        right = min(max(1, bisect_left(curve, (num_tokens,))), len(curve) - 1)
+        computed = num_tokens if num_tokens == len(step.entries) else self.model.padded(num_tokens)
+        right = min(max(1, bisect_left(curve, (computed,))), len(curve) - 1)
         if self._rests[right - 1]:
             self._rests[right - 1] -= 1
             return

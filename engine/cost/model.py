@@ -13,7 +13,7 @@ from operator import le, lt
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from engine.step import Step
 
@@ -62,7 +62,9 @@ class StepParts(NamedTuple):
 class CostModel:
     """Coefficients in seconds. `curve` has (tokens, seconds) points, ascending in both, with linear
     interpolation between them and beyond the last two. `per_draw` is for the logits and the
-    sampling of one token, `per_piece` for a piece of a prompt of two tokens or more.
+    sampling of one token, `per_piece` for a piece of a prompt of two tokens or more. Steps with
+    such pieces take as long as the next number of tokens in `graphs`, ascending: they are padded to
+    the CUDA graph of that size, and larger ones are not.
 
     Between two steps the worker waits for the engine's loop: `idle_step` per step and `idle_entry`
     per request in it. This time is not part of a step; a simulation adds it.
@@ -75,6 +77,7 @@ class CostModel:
     idle_step: float = 0.0
     idle_entry: float = 0.0
     per_piece: float = 0.0
+    graphs: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         assert len(self.curve) > 1, "a curve has at least two points"
@@ -89,9 +92,11 @@ class CostModel:
         known = {field.name for field in fields(cls)}
         if not values.keys() <= known:
             raise ValueError(f"{sorted(values.keys() - known)[0]!r} is not a field of a cost model")
-        rest = {name: _seconds(name, value) for name, value in values.items() if name != "curve"}
+        listed = ("curve", "graphs")
+        rest = {name: _seconds(name, value) for name, value in values.items() if name not in listed}
+        graphs = _sizes(values.get("graphs", ()))
         try:
-            return cls(_points(values.get("curve")), **rest)
+            return cls(_points(values.get("curve")), **rest, graphs=graphs)
         except (AssertionError, TypeError) as error:
             raise ValueError(str(error)) from error
 
@@ -107,6 +112,10 @@ class CostModel:
         (x0, y0), (x1, y1) = self.curve[at - 1], self.curve[at]
         return max(0.0, y0 + (y1 - y0) * (num_tokens - x0) / (x1 - x0))
 
+    def padded(self, num_tokens: int) -> int:
+        """The tokens that a step with pieces of prompts computes if it has `num_tokens`."""
+        return padded(num_tokens, self.graphs)
+
     def attention(self, num_tokens: int, start: int) -> float:
         """Seconds of attention for `num_tokens` tokens of one request from position `start`."""
         if num_tokens == 1:
@@ -116,14 +125,15 @@ class CostModel:
 
     def compute(self, num_tokens: int, start: int) -> float:
         """Seconds of an iteration of one request that samples a token."""
-        return self.tokens(num_tokens) + self.attention(num_tokens, start) + self.per_draw
+        computed = self.padded(num_tokens) if num_tokens > 1 else 1
+        return self.tokens(computed) + self.attention(num_tokens, start) + self.per_draw
 
     def step(self, step: "Step") -> float:
         """Seconds of a whole step."""
         num_tokens = step.num_tokens
         if num_tokens == len(step.entries):  # decodes only: the common case, on the hot path
             return self.decodes(num_tokens, sum([e.start for e in step.entries]) + num_tokens)
-        total = self.tokens(num_tokens)
+        total = self.tokens(self.padded(num_tokens))
         for entry in step.entries:
             if entry.num_drafts:  # each row is a decode
                 for start in range(entry.start, entry.start + len(entry.tokens)):
@@ -141,7 +151,7 @@ class CostModel:
     def parts(self, counts: StepCounts) -> StepParts:
         """The seconds of a whole step by what takes them; their sum is `step`, but for rounding."""
         return StepParts(
-            self.tokens(counts.tokens),
+            self.tokens(self.padded(counts.tokens) if counts.pieces else counts.tokens),
             self.per_slot * counts.slots,
             self.per_pair * counts.pairs,
             self.per_draw * counts.draws,
@@ -151,7 +161,7 @@ class CostModel:
     def added(self, num_tokens: int, start: int, beside: int) -> float:
         """Seconds by which a request's tokens, from position `start`, make an iteration longer that
         computes `beside` other tokens."""
-        more = self.tokens(beside + num_tokens) - self.tokens(beside)
+        more = self.tokens(self.padded(beside + num_tokens)) - self.tokens(beside)
         return more + self.attention(num_tokens, start) + self.per_draw
 
     def idle(self, num_entries: int) -> float:
@@ -169,11 +179,23 @@ class CostModel:
         while low < high:
             middle = (low + high + 1) // 2
             own = self.attention(middle, start) + per_token * middle
-            if self.tokens(beside + middle) + own <= seconds:
+            if self.tokens(self.padded(beside + middle)) + own <= seconds:
                 low = middle
             else:
                 high = middle - 1
         return low
+
+
+def padded(num_tokens: int, graphs: "Sequence[int]") -> int:
+    """The smallest of the ascending sizes that holds the tokens, or their number if none does."""
+    at = bisect_left(graphs, num_tokens)
+    return graphs[at] if at < len(graphs) else num_tokens
+
+
+def _sizes(value: object) -> tuple[int, ...]:
+    if isinstance(value, list | tuple) and all(type(each) is int and each > 0 for each in value):
+        return tuple(sorted(value))
+    raise ValueError(f"graphs is {value!r}, but must be a list of numbers of tokens")
 
 
 def _seconds(name: str, value: object) -> float:

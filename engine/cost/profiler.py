@@ -48,6 +48,7 @@ class ProbeLimits:
     num_blocks: int
     block_size: int
     pools: bool = False  # whether prompts are pooled; then there are no decodes
+    graphs: tuple[int, ...] = ()  # see `CostModel`
 
     @property
     def longest(self) -> int:
@@ -64,11 +65,12 @@ class Profile(NamedTuple):
     samples: list[Sample]
     idle_step: float
     is_stable: bool = True
+    graphs: tuple[int, ...] = ()  # see `CostModel`
 
     @property
     def model(self) -> CostModel:
         """The cost model fitted to them. ValueError if the fit is not determined."""
-        return fit(self.samples, self.idle_step)
+        return fit(self.samples, self.idle_step, graphs=self.graphs)
 
 
 class Probe(NamedTuple):
@@ -161,7 +163,7 @@ async def measure(
         if is_stable:
             break
     samples = [probe.sample(took) for probe, took in fastest.items()]
-    return Profile(samples, max(0.0, median(profiler.idle)), is_stable)
+    return Profile(samples, max(0.0, median(profiler.idle)), is_stable, limits.graphs)
 
 
 class _Profiler:

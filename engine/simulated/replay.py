@@ -220,7 +220,7 @@ class Recording:
         try:
             if len(samples) < _FEWEST_SAMPLES:
                 return self.header.cost
-            return fit(samples, *self.idle())
+            return fit(samples, *self.idle(), graphs=self.header.cost.graphs)
         except ValueError:  # all iterations have the same size
             return self.header.cost
 

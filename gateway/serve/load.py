@@ -178,6 +178,7 @@ async def _calibrate(
         num_blocks=report.num_blocks,
         block_size=report.block_size,
         pools=report.pooling is not None,
+        graphs=report.graphs,
     )
     return await calibrate(settings.schedule.cost_model, file, executor, bounds)
 

@@ -27,6 +27,11 @@ ANY_ROW: Int64s = np.zeros(1, dtype=np.int64)
 class ReplaysLayers(Protocol):
     """Runs the layers of some steps as recorded before."""
 
+    @property
+    def mixed(self) -> tuple[int, ...]:
+        """The numbers of tokens of recorded steps with pieces of prompts, ascending."""
+        ...
+
     def padded(self, layout: RaggedLayout) -> RaggedLayout | None:
         """The layout with as many rows as a recording has; None if the layers have to run as
         usual."""

@@ -228,7 +228,7 @@ def build_worker(
         images=images,
         loras=loaded.loras,
         limits=limits,
-        report=_report(place, loaded, attention.names, kv, counts, kept),
+        report=_report(place, loaded, attention.names, kv, counts, kept, stage),
         placement=settings.placement,
         shard=shard,
         plane=plane,
@@ -243,6 +243,7 @@ def _report(
     kv: StageKV,
     counts: KVCounts,
     kept: KeptKV,
+    stage: Stage,
 ) -> WorkerReport:
     """What the worker says about itself; loads the LoRA adapters of the settings."""
     device, disk, drafter = place.device, kept.disk, loaded.drafter
@@ -274,4 +275,5 @@ def _report(
         pooling=report_of(place.checkpoint.pooling, place.shape),
         num_draft_parameters=0 if drafter is None else drafter.num_parameters,
         encoder=place.checkpoint.encoder,
+        graphs=() if stage.graphs is None else stage.graphs.mixed,
     )

@@ -9,7 +9,7 @@ import platform
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -93,6 +93,7 @@ def cost_facts(
         "block_size": report.block_size,
         "stages": stages,
         "ranks": ranks,
+        "graphs": list(report.graphs),
     }
 
 
@@ -110,8 +111,9 @@ async def calibrate(
 ) -> Calibration:
     """The cost model from `source`: "auto" (saved, else measured), "measure" (always measured) or
     "none" (a default that is fitted while serving)."""
+    default = replace(UNMEASURED, graphs=bounds.graphs)
     if source == "none":
-        return Calibration(UNMEASURED, None, "a default, fitted while serving")
+        return Calibration(default, None, "a default, fitted while serving")
     if source == "auto" and (known := file.load()) is not None:
         return Calibration(known, file, f"from {file.path}")
     started = time.perf_counter()
@@ -119,7 +121,7 @@ async def calibrate(
         model, is_stable = await measured(executor, bounds, time.perf_counter)
     except (EngineError, ValueError) as error:
         logger.warning("cannot measure the cost of iterations: %s", error)
-        return Calibration(UNMEASURED, file, "a default, because measuring failed")
+        return Calibration(default, file, "a default, because measuring failed")
     took = time.perf_counter() - started
     if not is_stable:
         busy = "beside other work on this machine, so the next start measures again"

@@ -55,7 +55,7 @@ async def refined(
         return profile.model
     events = tuple(decode_row(render(row, str)) for row in rows)
     trial = Recording(Path("trial run"), header, events)
-    return fit([*profile.samples, *trial.samples()], *trial.idle())
+    return fit([*profile.samples, *trial.samples()], *trial.idle(), graphs=limits.graphs)
 
 
 def waves(limits: "ProbeLimits", cost: "CostModel", seconds: float) -> Iterator[list[Lengths]]:

@@ -286,6 +286,21 @@ def test_a_piece_whose_price_exceeds_the_bound_takes_at_least_as_long_for_its_to
     assert 0.9 * (PIECE_TIMES * 7.0 + share) < added <= PIECE_TIMES * 7.0 + share
 
 
+def test_a_piece_fills_the_graph_that_its_iteration_is_padded_to() -> None:
+    cost = CostModel(((1, 5.0), (1001, 105.0)), per_slot=0.0, per_pair=0.0, graphs=(64, 128))
+    settings = SchedulerSettings(
+        max_model_len=600, max_batch_size=SEATS, max_batch_tokens=512, max_prefill_slowdown=2.0
+    )
+    scheduler = IterationScheduler(
+        settings, KVLedger(KVShape(10_000, 1)), FirstComeFirstServed(), cost=LiveCost(cost)
+    )
+    scheduler.add(a_spec(1, 500), 0.0)
+    decode = planned(scheduler, 0.0)
+    returned(scheduler, decode, cost.step(decode.step))
+    scheduler.add(a_spec(500, 2), 0.0)
+    assert sizes(planned(scheduler, 0.0)) == [1, 63], "the bound is exceeded by any piece"
+
+
 def test_the_factor_is_relative_to_iterations_of_decodes_that_were_measured() -> None:
     """They took twice as long as calibrated; since then the model ascribes more to decodes."""
     scheduler = make(inf, max_batch_size=200, max_prefill_slowdown=4.0)

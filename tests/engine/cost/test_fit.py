@@ -1,5 +1,6 @@
 """A cost model recovered from steps: exactly without noise, on average with noise."""
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -46,6 +47,16 @@ def test_a_model_is_recovered_from_its_steps(spread: float, tolerance: float) ->
     random = Random(8)
     for step in (a_step(random) for _ in range(50)):
         assert found.step(step) == pytest.approx(TRUE.step(step), rel=tolerance)
+
+
+def test_steps_that_were_padded_to_graphs_are_recovered_as_such() -> None:
+    true, random = replace(TRUE, graphs=(128, 256, 512)), Random(3)
+    steps = [a_step(random) for _ in range(1500)]
+    found = fit([Sample.of(step, true.step(step)) for step in steps], graphs=true.graphs)
+    assert found.graphs == true.graphs
+    for step in (a_step(random) for _ in range(50)):
+        assert found.step(step) == pytest.approx(true.step(step), rel=0.02)
+        assert Sample.of(step, 1.0).predicted(found) == pytest.approx(found.step(step))
 
 
 def test_steps_with_stalls_take_as_long_together_as_predicted() -> None:

@@ -144,6 +144,17 @@ def test_after_a_wrong_calibration_sizes_that_are_not_used_are_right_too(factor:
         assert cost.compute(num_tokens, 0) == pytest.approx(expected, rel=0.3)
 
 
+def test_a_step_that_is_padded_tells_of_the_size_that_is_computed() -> None:
+    curve = ((1, 0.01), (4, 0.01), (16, 0.02), (64, 0.05))
+    true = CostModel(curve, per_slot=0.0, per_pair=0.0, graphs=(64,))
+    cost = LiveCost(scaled(true, 0.5))
+    for _ in range(500):
+        for each in (mixed_step(3, 0), mixed_step(1, 2)):
+            cost.observe(each, true.step(each))
+    assert cost.model.tokens(3) == pytest.approx(0.01, rel=0.05)
+    assert cost.model.tokens(64) == pytest.approx(0.05, rel=0.05)
+
+
 def test_what_a_size_told_counts_as_long_as_it_is_used_now_and_then() -> None:
     """Beside decodes that take 1.5 times as long as calibrated, prompts take as long as that."""
     cost = LiveCost(MODEL)

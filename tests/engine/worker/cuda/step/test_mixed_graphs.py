@@ -66,6 +66,11 @@ def test_sizes_end_with_the_largest_step_that_the_host_binds(
     assert mixed_sizes(8192) == mixed_sizes(512)
 
 
+def test_the_engine_is_told_of_the_sizes(with_graphs: OnStandIns, eager: OnStandIns) -> None:
+    assert with_graphs.report.graphs == (64, 96)
+    assert eager.report.graphs == ()
+
+
 SHAPES = {
     "a decode and a piece": ((1, 0), (0, 9)),
     "decodes and two pieces": ((1, 0), (1, 0), (0, 5), (0, 12)),
@@ -171,6 +176,7 @@ def test_a_size_that_cannot_be_captured_is_named_and_left_out(
     count = len(planned)
     assert worker.run(step(0, prompt(0, 0, 8))).tokens == eager.run(step(0, prompt(0, 0, 8))).tokens
     assert planned[count:] == [-96], "the next size is used"
+    assert worker.report.graphs == (96,)
 
 
 def test_a_device_that_is_gone_after_a_failed_capture_ends_the_start(
