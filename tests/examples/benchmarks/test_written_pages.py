@@ -1,6 +1,7 @@
 """Pages of results that a command has written whole are what it writes of their JSON file."""
 
 from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from engine.policy import POLICIES
 from examples.benchmarks.cluster import shared_store
 from examples.benchmarks.mtp import acceptance
 from examples.benchmarks.server import disk_tier, images, lora_server
-from examples.benchmarks.virtual_time import step_cost
+from examples.benchmarks.virtual_time import least_piece, mixed_graphs, step_cost
 from tests.examples.benchmarks.published import RESULTS, read
 
 Page = Callable[[Mapping[str, Any]], str]
@@ -38,6 +39,13 @@ def test_the_page_about_images_is_that_of_its_run() -> None:
     rounds = [each for model in found["models"].values() for each in model]
     assert [each["later_encoded_images"] for each in rounds] == [0] * len(rounds)
     assert all(each["beside"]["chunks"] for each in rounds)
+
+
+@pytest.mark.parametrize("part", [least_piece, mixed_graphs])
+def test_the_pages_about_pieces_of_prompts_are_those_of_their_runs(part: ModuleType) -> None:
+    name = part.__name__.rpartition(".")[2]
+    found = read(f"{name}/{name}.json")
+    assert (RESULTS / name / "README.md").read_text() == part.page(found)
 
 
 def test_drafts_changed_no_token() -> None:
