@@ -44,6 +44,8 @@ def page(machine: dict[str, str], outcomes: Sequence[Outcome]) -> str:
     for outcome in outcomes:
         if "rows" in outcome.figures:
             lines += ["", *steps(outcome)]
+        if "mixed" in outcome.figures:
+            lines += ["", *mixed_steps(outcome.figures)]
     for outcome in outcomes:
         lines += list(complaints(outcome))
     return "\n".join(lines) + "\n"
@@ -111,6 +113,17 @@ def steps(outcome: Outcome) -> Iterator[str]:
             f"{row['seconds'] * 1e3:.2f} | {floor * 1e3:.2f} | {row['bound']} | "
             f"{percent(row['fraction'])} | {row['tokens_per_second']:,.0f} |"
         )
+
+
+def mixed_steps(figures: dict[str, Any]) -> Iterator[str]:
+    """The table of steps with pieces of prompts."""
+    yield f"## {figures['shape']}: decodes and pieces of prompts in a step"
+    yield "\n| decodes | pieces, tokens | graph, rows | ms | eagerly, ms |"
+    yield "|---|---|---|---|---|"
+    for row in figures["mixed"]:
+        pieces = ", ".join(map(str, row["pieces"])) or "none"
+        times = f"{row['seconds'] * 1e3:.2f} | {row['eager_seconds'] * 1e3:.2f}"
+        yield f"| {row['decodes']} | {pieces} | {row['graph'] or 'none'} | {times} |"
 
 
 def complaints(outcome: Outcome) -> Iterator[str]:

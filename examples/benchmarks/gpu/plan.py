@@ -76,6 +76,7 @@ class Plan:
         return [
             *build,
             alone[0],
+            Stage("mixed steps", 60.0 + 0.5 * self.http_seconds, partial(run_mixed, self)),
             Stage("tests", 150.0, partial(run_tests, self.tests)),
             Stage("server over HTTP", self.http_seconds, partial(run_server, self)),
             *alone[1:],
@@ -129,6 +130,16 @@ def run_alone(plan: Plan, one: WorkerRun, seconds: float) -> dict[str, Any]:
     if not limits.exists():
         limits.write_bytes(path.read_bytes())
     found: dict[str, Any] = json.loads(path.read_bytes())
+    return found
+
+
+def run_mixed(plan: Plan, seconds: float) -> dict[str, Any]:
+    """Steps of decodes and pieces of prompts, in CUDA graphs and eagerly."""
+    flags = ["--shape", plan.served, "--device", plan.device, "--attention", plan.attention]
+    if plan.device == "cpu":
+        flags += ["--cases", "4", "3+5", "--seconds", "0.1"]
+    run = [sys.executable, "-m", "examples.benchmarks.gpu.mixed_steps", *flags]
+    found: dict[str, Any] = json.loads(command(run, seconds).splitlines()[-1])
     return found
 
 

@@ -14,8 +14,10 @@ import torch
 
 from adapters.attention.flashinfer.modules import Module as BuildsLibrary
 from engine.worker.cuda.kernels.library import TRIALS
-from examples.benchmarks.gpu import estimate, kernels, page, plan, stages
+from examples.benchmarks.gpu import estimate, kernels, mixed_steps, page, plan, stages
+from tests.engine.worker.cuda.launching import on_stand_ins
 from tests.examples.running import ROOT
+from tests.models.checkpoints import make_checkpoint
 
 MACHINE = {"device": "NVIDIA H100 80GB HBM3", "when": "2026-11-21T10:00+00:00", "torch": "2.13"}
 
@@ -62,6 +64,15 @@ def test_a_command_is_limited_in_time_and_its_last_lines_are_kept() -> None:
         stages.command([sys.executable, "-c", "input(); input()"], 0.01)
 
 
+MIXED = {
+    "decodes": 255,
+    "pieces": [64],
+    "graph": 320,
+    "seconds": 0.009,
+    "eager_seconds": 0.015,
+}
+
+
 def a_run(kind: str, fraction: float) -> dict[str, object]:
     row = {
         "kind": kind,
@@ -99,6 +110,7 @@ def test_the_page_shows_figures_beside_goals(tmp_path: Path) -> None:
         stages.Outcome(
             "tests", "failed", 9.0, {"passed": 3, "skipped": 0, "failed": {"a::b": "x"}}
         ),
+        stages.Outcome("mixed steps", "done", 30.0, {"shape": "Llama-3.1-8B", "mixed": [MIXED]}),
         stages.Outcome("server over HTTP", "done", 50.0, busy),
     ]
     path = page.write(tmp_path, MACHINE, outcomes)
@@ -108,8 +120,21 @@ def test_the_page_shows_figures_beside_goals(tmp_path: Path) -> None:
     assert "| idle between those steps, 2 in flight | 2 % | < 3 % |  |" in text
     assert "| 256 streams over HTTP, as busy as the worker alone | 93 % | 90 % |  |" in text
     assert "- `a::b`: x" in text
+    assert "| 255 | 64 | 320 | 9.00 | 15.00 |" in text
     figures = json.loads(path.with_suffix(".json").read_text())
-    assert [stage["status"] for stage in figures["stages"]] == ["done", "failed", "done"]
+    assert [stage["status"] for stage in figures["stages"]] == ["done", "failed", "done", "done"]
+
+
+def test_mixed_steps_are_timed_in_their_graph_and_eagerly(tmp_path: Path) -> None:
+    found = on_stand_ins(make_checkpoint(tmp_path), max_batch_size=4, max_batch_tokens=96)
+    planned = found.device.made[-1].planned
+    rows = []
+    for case, graph in (((3,), 4), ((3, 9), 64), ((0, 5, 70), 96)):
+        before = len(planned)
+        rows.append(mixed_steps.measure(found.worker, case, 8, 0.0))
+        assert rows[-1]["graph"] == graph
+        assert {*planned[before:]} == {graph if case == (3,) else -graph}
+    assert all(row["seconds"] > 0.0 and row["eager_seconds"] > 0.0 for row in rows)
 
 
 def test_the_results_of_pytest_are_read(tmp_path: Path) -> None:
@@ -271,6 +296,7 @@ def test_all_stages_are_rehearsed_on_the_cpu(
     (written,) = out.glob("*.md")
     text = written.read_text()
     assert "| alone: TINY | done |" in text
+    assert "| 3 | 5 | none |" in text
     assert "| tests | done: 1 passed, 0 failed, 0 skipped |" in text
     assert "0 requests failed |" in text
     assert "| 8 streams over HTTP, as busy as the worker alone |" in text
