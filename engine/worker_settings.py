@@ -145,7 +145,7 @@ class Kernels:
         "one tiling for all matrix products, no split keys; slower",
     )
     cuda_graphs: bool = advanced(
-        True, "workers", "on a GPU, capture decode steps as CUDA graphs at the start"
+        True, "workers", "on a GPU, capture steps up to 512 tokens as CUDA graphs at the start"
     )
     gemm_cache: str = ""
 

@@ -17,19 +17,27 @@ at other sizes too. So no estimate stays wrong because it keeps its size from be
 Iterations of decodes only are also followed apart from all others, by one factor on the calibrated
 model: the median of the last of them.
 
+Factors cannot make something of a coefficient that is 0, nor tell what any piece of a prompt costs
+from what its tokens cost while all pieces have one length. So in place of `UNMEASURED`, which is
+the model of a machine that was not measured, one is fitted to the last iterations with pieces and
+the last ones without, after `FIRST_FIT` iterations and then after each quarter more of them
+(results/learned_cost).
+
 While the iterations of a size take as long as predicted on average, only every eighth of them is
 looked at: learning takes as much of the event loop's time as planning an iteration.
 """
 
 from bisect import bisect_left
 from collections import deque
+from contextlib import suppress
 from dataclasses import replace
 from itertools import accumulate
 from statistics import median
 from typing import TYPE_CHECKING
 
 from engine.cost.errors import PredictionErrors, quantile
-from engine.cost.model import StepCounts, StepParts
+from engine.cost.fit import Sample, fit
+from engine.cost.model import UNMEASURED, StepCounts, StepParts
 
 if TYPE_CHECKING:
     from engine.cost.model import CostModel
@@ -49,17 +57,28 @@ REST = 7  # iterations of a settled size that are not learned from, after each t
 REFUTING = 1.5  # times as long or as short as calibrated: the calibration is wrong
 REFUTED_BY = 64  # iterations of a size,
 NEARLY_ALL = 0.9  # of which at least this share refutes it
+FIRST_FIT = 64  # iterations on a machine that was not measured, after which a model is fitted
+FITS_APART = 4  # and again after a quarter more
+FITTED = 256  # iterations of each kind that a fit reads at most: 10 to 25 ms
 
 
 class LiveCost:
     """A `Cost` that learns from iterations. `model` is its present state."""
 
     def __init__(self, model: "CostModel", weight: float = 0.05) -> None:
-        self.model = model
         self.errors = PredictionErrors()
-        self._start = model  # as calibrated
         self._weight = weight
         self.tokens_per_second = 1.0 / model.compute(1, 0)
+        self._num_observed = 0
+        self._next_fit = FIRST_FIT if replace(model, graphs=()) == UNMEASURED else 0
+        kinds = deque[Sample](maxlen=FITTED), deque[Sample](maxlen=FITTED)
+        self._samples = kinds  # without pieces of prompts, and with them
+        self._begin(model)
+
+    def _begin(self, model: "CostModel") -> None:
+        """Learn from here on what differs from this model."""
+        self.model = model
+        self._start = model  # as calibrated
         self._sizes, self._calibrated = zip(*model.curve, strict=True)
         segments = range(len(model.curve) - 1)  # between two points
         self._ratios = [deque([1.0] * WINDOW, WINDOW) for _ in segments]
@@ -67,11 +86,11 @@ class LiveCost:
         self._slowdowns: list[deque[float]] = [deque(maxlen=REFUTED_BY) for _ in segments]
         # Of the points of the curve, then of the coefficients in the order of `StepParts`
         self._factors = [1.0] * (len(model.curve) + len(StepParts._fields) - 1)
-        self._used_at = [-UNUSED - 1] * len(self._factors)  # by the number of observed iterations
+        never = self._num_observed - UNUSED - 1
+        self._used_at = [never] * len(self._factors)  # by the number of observed iterations
         self._num_right = [0 for _ in segments]  # predictions in a row
         self._mean_errors = [0.0 for _ in segments]  # of the last iterations
         self._rests = [0 for _ in segments]  # iterations that will not be learned from
-        self._num_observed = 0
         self._decode_ratios = deque([1.0], DECODES)  # measured to calibrated seconds
         self._decode_ratio: float | None = 1.0  # their median; None until it is asked for
 
@@ -122,6 +141,8 @@ class LiveCost:
         self._num_observed += 1
         latest = num_tokens / seconds
         self.tokens_per_second += self._weight * (latest - self.tokens_per_second)
+        if self._next_fit and not step.moves:
+            self._keep(Sample.of(step, seconds))
         curve = self.model.curve
         computed = num_tokens if num_tokens == len(step.entries) else self.model.padded(num_tokens)
         right = min(max(1, bisect_left(curve, (computed,))), len(curve) - 1)
@@ -139,6 +160,14 @@ class LiveCost:
                 if num_tokens == len(step.entries):
                     self._follow_decodes(seconds / calibrated)
                 self._learn(right, seconds / predicted, parts, predicted / calibrated)
+
+    def _keep(self, sample: Sample) -> None:
+        """Keep it for the next fit, and fit when it is time."""
+        self._samples[sample.num_pieces > 0].append(sample)
+        if self._num_observed >= self._next_fit:
+            self._next_fit += self._next_fit // FITS_APART
+            with suppress(ValueError):  # all of one size
+                self._begin(fit([*self._samples[0], *self._samples[1]], graphs=self.model.graphs))
 
     def _follow_decodes(self, ratio: float) -> None:
         self._decode_ratios.append(ratio)

@@ -27,8 +27,7 @@ class ScheduleSettings:
         "auto",
         "scheduling",
         "where the cost model of iterations comes from; auto: saved for this model and machine, "
-        "else measured; measure: measured again; none: fitted while serving, which on a GPU cuts "
-        "prompts into far too small pieces",
+        "else measured; measure: measured again; none: fitted while serving",
         choices=("auto", "measure", "none"),
     )
     cache_dir: Path | None = advanced(

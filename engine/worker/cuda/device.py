@@ -175,7 +175,7 @@ class CudaDevice:
         """The model with sums fused into the norms behind them, and norms and gates into 8-bit
         linears.
 
-        On a GPU decode steps are captured as CUDA graphs, by `replaying`.
+        On a GPU steps are captured as CUDA graphs, by `replaying`.
         """
         residual = residual_kernels(self._triton, self._kernels)
         return fused(model, self._triton.quantization, residual)

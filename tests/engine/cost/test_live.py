@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from engine.cost.live import UNUSED, LiveCost
-from engine.cost.model import CostModel
+from engine.cost.model import UNMEASURED, CostModel
 from engine.step import RequestId, SampleSpec, SamplingParams, Step, StepEntry, StepId
 
 MODEL = CostModel(((1, 0.01), (64, 0.02), (512, 0.1), (2048, 0.4)), per_slot=0.0, per_pair=0.0)
@@ -142,6 +142,23 @@ def test_after_a_wrong_calibration_sizes_that_are_not_used_are_right_too(factor:
     for num_tokens in (1, 64, 512, 2048):
         expected = WITH_PROMPTS.compute(num_tokens, 0)
         assert cost.compute(num_tokens, 0) == pytest.approx(expected, rel=0.3)
+
+
+def test_on_a_machine_that_was_not_measured_a_model_is_fitted_to_its_iterations() -> None:
+    """Most pieces have one length, so that only the others tell their price from their tokens."""
+    true = replace(MODEL, curve=((1, 0.005), (1025, 0.025)), per_piece=0.007, per_slot=1e-8)
+    random = Random(5)
+    steps = [mixed_step(random.randint(1, 64), 0) for _ in range(300)]
+    steps += [mixed_step(random.randint(1, 64), random.choice([8, 8, 8, 64])) for _ in range(300)]
+    random.shuffle(steps)
+    cost, calibrated = LiveCost(UNMEASURED), LiveCost(replace(UNMEASURED, per_slot=1e-8))
+    for each in steps:
+        for model in (cost, calibrated):
+            model.observe(each, true.step(each))
+    assert cost.model.per_piece == pytest.approx(0.007, rel=0.2)
+    assert calibrated.model.per_piece == 0.0, "a measured model keeps its shape"
+    for each in (mixed_step(32, 0), mixed_step(32, 8), mixed_step(8, 500)):
+        assert cost.step(each) == pytest.approx(true.step(each), rel=0.1)
 
 
 def test_a_step_that_is_padded_tells_of_the_size_that_is_computed() -> None:

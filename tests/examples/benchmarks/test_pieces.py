@@ -6,7 +6,7 @@ import pytest
 
 from engine.control.step_time import PIECE_TIMES
 from engine.simulated.trace import poisson
-from examples.benchmarks.virtual_time import least_piece
+from examples.benchmarks.virtual_time import learned_cost, least_piece
 from examples.benchmarks.virtual_time.mixed_graphs import WAYS
 
 ARRIVALS = poisson(20, 60, least_piece.lengths, Random(1))
@@ -18,6 +18,17 @@ def test_a_least_piece_of_its_price_lets_prompts_wait_less(monkeypatch: pytest.M
     assert found.keys() == set(least_piece.TIMES)
     assert found[PIECE_TIMES]["ttft mean"] < found[0.0]["ttft mean"]
     assert found[PIECE_TIMES]["itl p99"] > found[0.0]["itl p99"], "what the streams pay for it"
+
+
+def test_what_a_piece_costs_is_learned_by_fits_to_iterations() -> None:
+    eager = learned_cost.CASES[0]
+    true, without, learned = (
+        learned_cost.run(eager, way, 60).at("ttft", "mean") for way in learned_cost.WAYS
+    )
+    assert true is not None
+    assert without is not None
+    assert learned is not None
+    assert true < learned < without
 
 
 def test_graphs_take_the_price_away_and_a_planner_that_knows_them_fills_them() -> None:

@@ -10,7 +10,7 @@ from engine.policy import POLICIES
 from examples.benchmarks.cluster import shared_store
 from examples.benchmarks.mtp import acceptance
 from examples.benchmarks.server import disk_tier, images, lora_server
-from examples.benchmarks.virtual_time import least_piece, mixed_graphs, step_cost
+from examples.benchmarks.virtual_time import learned_cost, least_piece, mixed_graphs, step_cost
 from tests.examples.benchmarks.published import RESULTS, read
 
 Page = Callable[[Mapping[str, Any]], str]
@@ -41,7 +41,7 @@ def test_the_page_about_images_is_that_of_its_run() -> None:
     assert all(each["beside"]["chunks"] for each in rounds)
 
 
-@pytest.mark.parametrize("part", [least_piece, mixed_graphs])
+@pytest.mark.parametrize("part", [learned_cost, least_piece, mixed_graphs])
 def test_the_pages_about_pieces_of_prompts_are_those_of_their_runs(part: ModuleType) -> None:
     name = part.__name__.rpartition(".")[2]
     found = read(f"{name}/{name}.json")
