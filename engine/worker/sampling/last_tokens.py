@@ -80,7 +80,12 @@ class Continued:
     @property
     def is_known(self) -> bool:
         """Whether the host has all of them."""
-        return all(place.sampled is None or place.sampled.is_known for place in self.places)
+        return all(each.is_known for each in self._steps)
+
+    @property
+    def _steps(self) -> set[SampledTokens]:
+        """The steps that sampled them: few, each of which is asked once, not for each row."""
+        return {sampled for sampled, _ in self.places if sampled is not None}
 
     def complete(self, step: Step) -> Step:
         """The step with the tokens; waits for those that the host does not have."""
@@ -101,9 +106,9 @@ class Continued:
 
     def tokens(self) -> list[int]:
         """The tokens on the host."""
+        known = {each: each.known() for each in self._steps}
         return [
-            FAILED_TOKEN if sampled is None else sampled.known()[row]
-            for sampled, row in self.places
+            FAILED_TOKEN if sampled is None else known[sampled][row] for sampled, row in self.places
         ]
 
     def on_device(self) -> tuple[Tensor | None, Int64s, Int64s]:
@@ -159,13 +164,18 @@ class LastTokens:
 
         Raises `ValueError` if no earlier step sampled a token for such a request.
         """
+        earlier = list(self._steps)[-2::-1]  # the last is the current step
         places = [
-            self._place(entry.request_id) for entry in step.entries if entry.tokens[0] == LAST_TOKEN
+            _place(entry.request_id, earlier)
+            for entry in step.entries
+            if entry.tokens[0] == LAST_TOKEN
         ]
         return Continued(tuple(places)) if places else NOTHING_CONTINUED
 
-    def _place(self, request_id: RequestId) -> _Place:
-        for opened in list(self._steps)[-2::-1]:  # the last is the current step
-            if request_id in opened.rows:
-                return _Place(opened.sampled, opened.rows[request_id])
-        raise ValueError(f"request {request_id}: its last token is not on this worker")
+
+def _place(request_id: RequestId, earlier: list[_Opened]) -> _Place:
+    for opened in earlier:
+        row = opened.rows.get(request_id)
+        if row is not None:
+            return _Place(opened.sampled, row)
+    raise ValueError(f"request {request_id}: its last token is not on this worker")

@@ -148,6 +148,37 @@ def test_last_tokens_are_filled_into_the_entries_that_continue_from_them() -> No
     assert [each.tokens for each in entries] == [(71,), (9,), (70,)]
 
 
+class Copied:
+    """Tokens that a copy brings to the host; each question may be a call of the driver."""
+
+    ids = None
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self._tokens = tokens
+        self.num_asked = 0
+
+    @property
+    def is_known(self) -> bool:
+        self.num_asked += 1
+        return True
+
+    def known(self) -> Sequence[int]:
+        self.num_asked += 1
+        return self._tokens
+
+
+def test_a_step_is_asked_once_for_the_tokens_of_all_its_rows() -> None:
+    held, copied = LastTokens(num_steps=1), Copied(range(50))
+    held.open(Step(StepId(8), tuple(entry(row, 1) for row in range(50))))
+    held.keep(copied)
+    step = Step(StepId(9), tuple(entry(row, LAST_TOKEN) for row in reversed(range(50))))
+    held.open(step)
+    continued = held.continued(step)
+    assert continued.is_known
+    assert continued.tokens() == [*reversed(range(50))]
+    assert copied.num_asked == 2
+
+
 def test_a_failed_step_leaves_the_failed_token() -> None:
     held = LastTokens(num_steps=1)
     run(held, (), entry(0, 1))
