@@ -71,8 +71,8 @@ class LiveCost:
         self.tokens_per_second = 1.0 / model.compute(1, 0)
         self._num_observed = 0
         self._next_fit = FIRST_FIT if replace(model, graphs=()) == UNMEASURED else 0
-        kinds = deque[Sample](maxlen=FITTED), deque[Sample](maxlen=FITTED)
-        self._samples = kinds  # without pieces of prompts, and with them
+        # Iterations without pieces of prompts, and with them
+        self._kept: list[deque[tuple[StepCounts, float]]] = [deque(maxlen=FITTED) for _ in range(2)]
         self._begin(model)
 
     def _begin(self, model: "CostModel") -> None:
@@ -142,7 +142,7 @@ class LiveCost:
         latest = num_tokens / seconds
         self.tokens_per_second += self._weight * (latest - self.tokens_per_second)
         if self._next_fit and not step.moves:
-            self._keep(Sample.of(step, seconds))
+            self._keep(StepCounts.of(step), seconds)
         curve = self.model.curve
         computed = num_tokens if num_tokens == len(step.entries) else self.model.padded(num_tokens)
         right = min(max(1, bisect_left(curve, (computed,))), len(curve) - 1)
@@ -161,13 +161,14 @@ class LiveCost:
                     self._follow_decodes(seconds / calibrated)
                 self._learn(right, seconds / predicted, parts, predicted / calibrated)
 
-    def _keep(self, sample: Sample) -> None:
-        """Keep it for the next fit, and fit when it is time."""
-        self._samples[sample.num_pieces > 0].append(sample)
+    def _keep(self, counts: StepCounts, seconds: float) -> None:
+        """Keep an iteration for the next fit, and fit when it is time."""
+        self._kept[counts.pieces > 0].append((counts, seconds))
         if self._num_observed >= self._next_fit:
             self._next_fit += self._next_fit // FITS_APART
+            samples = [Sample(*of[:4], took, of.pieces) for each in self._kept for of, took in each]
             with suppress(ValueError):  # all of one size
-                self._begin(fit([*self._samples[0], *self._samples[1]], graphs=self.model.graphs))
+                self._begin(fit(samples, graphs=self.model.graphs))
 
     def _follow_decodes(self, ratio: float) -> None:
         self._decode_ratios.append(ratio)
