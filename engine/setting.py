@@ -25,7 +25,6 @@ class Declared(TypedDict, total=False):
     zero: float | None
     convert: Callable[[object], object] | None
     check: Callable[..., object] | None
-    is_repeatable: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +51,6 @@ class Setting:
     convert: Callable[[object], object] | None = None
     check: Callable[..., object] | None = None
     is_advanced: bool = False
-    is_repeatable: bool = False
 
 
 def setting(

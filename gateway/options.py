@@ -62,6 +62,11 @@ class Option:
         return self.kind is bool
 
     @property
+    def has_several(self) -> bool:
+        """Whether it has several values, separated by commas: its flag may be repeated."""
+        return get_origin(self.kind) is tuple
+
+    @property
     def metavar(self) -> str:
         return self.declared.metavar or "{" + ",".join(self.choices) + "}"
 
@@ -157,7 +162,7 @@ class Option:
         """The value as the parser of its type takes it. Raises `ValueError`."""
         if self.declared.unit == "seconds":
             return duration(value) if isinstance(value, str) else value
-        if get_origin(self.kind) is tuple:
+        if self.has_several:
             return split(value)
         is_number = isinstance(value, int) and not isinstance(value, bool)
         return str(value) if is_number and self.choices else value

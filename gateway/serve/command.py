@@ -68,7 +68,7 @@ def _add_flag(group: argparse._ArgumentGroup, option: Option, text: str) -> None
         action = argparse.BooleanOptionalAction
         group.add_argument(option.flag, action=action, default=None, help=text)
     else:
-        how = "append" if option.declared.is_repeatable else "store"
+        how = "append" if option.has_several else "store"
         group.add_argument(option.flag, metavar=option.metavar, action=how, help=text)
 
 

@@ -150,7 +150,6 @@ class LoraSettings:
         "be repeated, or have several adapters separated by commas",
         "NAME=PATH",
         check=_check_loras,
-        is_repeatable=True,
     )
     max_loras: int = advanced(
         8, "model", "maximum LoRA adapters that are loaded at once", "N", ge=1, le=4096

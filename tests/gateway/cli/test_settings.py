@@ -9,6 +9,7 @@ import pytest
 
 from engine.control.admission import Admission
 from engine.errors import StartupError
+from gateway.options import Option
 from gateway.serve.command import parser
 from gateway.settings.model import BUILTIN_MODEL
 from gateway.settings.settings import Settings, load, options
@@ -254,6 +255,20 @@ def test_a_switch_takes_no_value(flags: list[str], is_on: bool) -> None:
     assert (
         load({k: v for k, v in values.items() if v is not None}).scheduler.reuses_prefixes is is_on
     )
+
+
+@pytest.mark.parametrize(
+    "option", [option for option in options() if option.has_several], ids=lambda each: each.name
+)
+def test_a_repeated_flag_adds_values(option: Option) -> None:
+    flags = [option.flag, "one=a", option.flag, "two=b,three=c"]
+    assert vars(parser().parse_args(flags))[option.name] == ["one=a", "two=b,three=c"]
+    assert option.default == ()
+
+
+def test_api_keys_of_a_repeated_flag_are_all_valid() -> None:
+    values = vars(parser().parse_args(["--api-key", "a", "--api-key", "b, ops=c"]))
+    assert load({"api_key": values["api_key"]}).access.api_key == ("a", "b", "ops=c")
 
 
 def test_a_switch_overrides_the_environment(
