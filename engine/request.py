@@ -80,10 +80,11 @@ class RequestSpec:
     equal `salt` share prefixes.
 
     For policies: lower `priority` goes first; tokens are counted per `tenant` (an API key), whose
-    share is proportional to `weight`. Deadlines are seconds after arrival: the first token should
-    be produced before `ttft_deadline`; the request ends when `deadline` passes. A background
-    request uses only what the others leave, under every policy. `itl_goal` is the number of seconds
-    that an iteration in which it is decoded should not exceed; None: the server's goal.
+    share is proportional to `weight`; those who take turns are each a `client` (an API key, or an
+    address). Deadlines are seconds after arrival: the first token should be produced before
+    `ttft_deadline`; the request ends when `deadline` passes. A background request uses only what
+    the others leave, under every policy. `itl_goal` is the number of seconds that an iteration in
+    which it is decoded should not exceed; None: the server's goal.
 
     `logprobs` and `prompt_logprobs` request log-probabilities of the output, or of the prompt
     after its first token, each with that many of the most likely tokens. The output matches
@@ -113,6 +114,7 @@ class RequestSpec:
     salt: str = ""
     priority: int = 0
     tenant: str = ""
+    client: str = ""
     weight: float = 1.0
     ttft_deadline: float | None = None
     deadline: float | None = None

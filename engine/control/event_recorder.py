@@ -4,7 +4,7 @@ The first line (`RecordingHeader`) has the settings. Every other line is an even
 `at`, in seconds of the engine's clock, and one of these:
 
     arrived    request: its `prompt` length, `max_tokens`, and those of min_tokens, priority,
-               tenant, weight, ttft_deadline, deadline, is_background, itl_goal, is_pooling,
+               tenant, client, weight, ttft_deadline, deadline, is_background, itl_goal, is_pooling,
                retention that are not the default;
                `blocks` names the content of its prompt's full blocks: equal name, equal prefix;
                `images`: first position, number of tokens and name of each
@@ -53,6 +53,7 @@ _OPTIONAL = {
     "min_tokens": 0,
     "priority": 0,
     "tenant": "",
+    "client": "",
     "weight": 1.0,
     "ttft_deadline": None,
     "deadline": None,
@@ -258,7 +259,7 @@ class EventRecorder(Observer):
 
 
 def render(row: Row, name: Name) -> str:
-    """The line of a row; `name` returns the name of a block or tenant in this recording."""
+    """The line of a row; `name` returns the name of a block, tenant or client in this recording."""
     shown = dict(row)
     if "entries" in row:
         entries = row["entries"]
@@ -270,6 +271,7 @@ def render(row: Row, name: Name) -> str:
         shown["blocks"] = [name(block) for block in row["blocks"].hashes()]  # type: ignore[attr-defined]
     if "images" in row:
         shown["images"] = [[*span[:2], name(span.digest)] for span in row["images"]]  # type: ignore[attr-defined]
-    if "tenant" in row:
-        shown["tenant"] = str(name(row["tenant"]))  # type: ignore[arg-type]
+    for field in ("tenant", "client"):
+        if field in row:
+            shown[field] = str(name(row[field]))  # type: ignore[arg-type]
     return json.dumps(shown, separators=(",", ":"))

@@ -48,6 +48,7 @@ class IterationRow(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=Tru
     min_tokens: int = 0
     priority: int = 0
     tenant: str = ""
+    client: str = ""
     weight: float = 1.0
     ttft_deadline: float | None = None
     deadline: float | None = None
@@ -311,6 +312,7 @@ def _params(row: IterationRow) -> RequestSpec:
         min_tokens=row.min_tokens,
         priority=row.priority,
         tenant=row.tenant,
+        client=row.client,
         weight=row.weight,
         ttft_deadline=row.ttft_deadline,
         deadline=row.deadline,

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from gateway.access.key_file import Key
+from gateway.access.networks import network_of
 from gateway.errors import BodyTooLarge, BodyTooSlow, TooManyValues, WrongMediaType
 from gateway.observe.request_log import RequestRecord
 from gateway.schema.dialect import OPENAI, ApiDialect
@@ -53,9 +54,9 @@ class Caller:
 
     @property
     def client(self) -> str:
-        """The caller that takes turns with others: the API key, or on a server without
-        keys the network address."""
-        address = "" if self.record is None else self.record.client
+        """The caller that takes turns with others: the API key, or on a server without keys the
+        network address, or the network of an IPv6 one."""
+        address = "" if self.record is None else network_of(self.record.client)
         return self.tenant or address
 
     def authenticated(self, key: Key) -> "Caller":

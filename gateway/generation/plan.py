@@ -241,6 +241,7 @@ def request_specs(
         lora=plan.lora,
         label=plan.caller.request_id,
         tenant=plan.caller.tenant,
+        client=plan.caller.client,
         weight=plan.caller.weight,
         itl_goal=plan.caller.itl_goal,
         checkpoints=checkpoints,

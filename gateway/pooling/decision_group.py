@@ -131,6 +131,7 @@ class DecisionGroup(StreamGroup):
             pooling=pooling,
             label=caller.request_id,
             tenant=caller.tenant,
+            client=caller.client,
             weight=caller.weight,
             itl_goal=caller.itl_goal,
             lora=plan.lora,

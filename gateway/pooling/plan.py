@@ -77,6 +77,7 @@ def pooling_specs(
             pooling=PoolSpec(plan.dimensions, each.first_len),
             label=caller.request_id,
             tenant=caller.tenant,
+            client=caller.client,
             weight=caller.weight,
             itl_goal=caller.itl_goal,
             lora=plan.lora,

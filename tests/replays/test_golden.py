@@ -1,13 +1,15 @@
 """The golden schedules are reproduced line by line, simulated and followed event by event."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from engine.control.admission import Admission
 from engine.simulated.figures import SLO
-from engine.simulated.replay import read_recording
+from engine.simulated.replay import RecordedRequest, read_recording
 from engine.simulated.verify import RecordingVerifier
-from tests.replays.playing import GOLDEN, OF_RESEARCH, headers, lines
+from tests.replays.playing import GOLDEN, OF_RESEARCH, header, headers, lines, load
 
 FILES = sorted([*GOLDEN.glob("*.jsonl"), *OF_RESEARCH.glob("*.jsonl")])
 
@@ -28,6 +30,29 @@ def test_the_same_events_lead_to_the_same_decisions(path: Path) -> None:
     followed = RecordingVerifier(golden).verify(SLO())
     assert followed.difference is None
     assert followed.num_iterations == sum(row.planned is not None for row in golden.rows)
+
+
+def test_a_schedule_in_which_clients_take_turns_is_followed_from_its_recording(
+    tmp_path: Path,
+) -> None:
+    arrivals = [
+        replace(each, at=0.0, params=replace(each.params, client="many" if number < 8 else "few"))
+        for number, each in enumerate(load())
+    ]
+    setup = header("fcfs", Admission.GROW)
+    written, one_client = lines(setup, arrivals), lines(setup, [*map(_of_one_client, arrivals)])
+    assert _planned(written) != _planned(one_client)
+    path = tmp_path / "turns.jsonl"
+    path.write_text("\n".join(written))
+    assert RecordingVerifier(read_recording(path)).verify(SLO()).difference is None
+
+
+def _of_one_client(each: RecordedRequest) -> RecordedRequest:
+    return replace(each, params=replace(each.params, client="many"))
+
+
+def _planned(written: list[str]) -> list[str]:
+    return [line for line in written if "planned" in line]
 
 
 def test_together_the_golden_schedules_have_every_way_to_end() -> None:

@@ -101,16 +101,13 @@ class DecodeLeap:
     def __init__(self, leaps: Leaps, now: float) -> None:
         self._leaps = leaps
         self._scheduler = leaps.scheduler
-        self.batch = list(leaps.scheduler.pool.started)
+        started = self._scheduler.pool.started
+        self.batch = list(started)
+        if leaps.is_fcfs:
+            self.batch = list(self._scheduler.policy.started_order(started, now))
         self.committed_at = now  # the last step's return, at which the next one is planned
         self._next = 0  # number of that step
         self._num_left = [leaps.num_left(request) for request in self.batch]
-        if leaps.is_fcfs:
-            pairs = sorted(
-                zip(self.batch, self._num_left, strict=True), key=lambda pair: pair[0].request_id
-            )
-            self.batch = [request for request, _ in pairs]
-            self._num_left = [left for _, left in pairs]
         self.is_disturbed = False  # whether a waiting request may start now, so steps were dropped
         self.ends: list[float] = []
         self.seconds: list[float] = []  # of each step

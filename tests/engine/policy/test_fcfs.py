@@ -1,0 +1,87 @@
+"""First come, first served: the order of arrival for one client, and turns between several."""
+
+from random import Random
+
+from engine.policy.fcfs import FirstComeFirstServed
+from engine.request import Request, State
+from tests.scheduling import a_request, a_scheduler, a_spec, run_iteration
+
+
+def served(policy: FirstComeFirstServed) -> str:
+    """The clients in the order in which their requests start; each ends at once."""
+    order = ""
+    while request := next(policy.order(0.0), None):
+        policy.start(request)
+        policy.leave(request, 0.0)
+        order += request.spec.client
+    return order
+
+
+def arrivals(policy: FirstComeFirstServed, clients: str) -> None:
+    for number, client in enumerate(clients):
+        policy.arrive(a_request(number, 1, 9, client=client), 0.0)
+
+
+def test_requests_of_one_client_are_in_the_order_of_arrival_whatever_starts_and_ends() -> None:
+    random, policy = Random(0), FirstComeFirstServed()
+    live: list[Request] = []
+    for number in range(2000):
+        live.append(a_request(number, 1, 9, client="a"))
+        policy.arrive(live[-1], 0.0)
+        for request in random.sample(live, min(len(live), random.randint(0, 3))):
+            policy.start(request)
+        if random.random() < 0.9:
+            policy.leave(live.pop(random.randrange(len(live))), 0.0)
+        assert list(policy.order(0.0)) == live
+
+
+def test_clients_take_turns_while_requests_of_several_wait() -> None:
+    policy = FirstComeFirstServed()
+    arrivals(policy, "aaaabbc")
+    assert served(policy) == "abcabaa"
+
+
+def test_a_request_beside_thousands_of_another_client_is_the_next_to_start() -> None:
+    policy = FirstComeFirstServed()
+    arrivals(policy, "a" * 2048)
+    order = policy.order(0.0)
+    for request in [next(order) for _ in range(16)]:
+        policy.start(request)
+    policy.arrive(a_request(2048, 1, 9, client="b"), 0.0)
+    waiting = [request.spec.client for request in policy.order(0.0) if request.request_id >= 16]
+    assert waiting[:2] in (["b", "a"], ["a", "b"])
+
+
+def test_a_client_that_was_away_has_earned_no_turns() -> None:
+    policy = FirstComeFirstServed()
+    arrivals(policy, "a" * 8)
+    served(policy)
+    arrivals(policy, "aaaabbbb")
+    assert served(policy) == "abababab"
+
+
+def test_a_second_request_starts_though_new_clients_come_without_end() -> None:
+    policy = FirstComeFirstServed()
+    second = a_request(1, 1, 9, client="a")
+    policy.arrive(a_request(0, 1, 9, client="a"), 0.0)
+    policy.arrive(second, 0.0)
+    for number in range(2, 20):
+        policy.arrive(a_request(number, 1, 9, client=f"new {number}"), 0.0)
+        request = next(policy.order(0.0))
+        policy.start(request)
+        policy.leave(request, 0.0)
+        if request is second:
+            return
+    raise AssertionError("it was overtaken by every new client")
+
+
+def test_many_prompts_of_one_client_delay_that_of_another_by_one_turn() -> None:
+    """Four seats, one token an iteration; a hundred requests were there before."""
+    scheduler = a_scheduler(FirstComeFirstServed(), max_batch_size=4)
+    flood = [scheduler.add(a_spec(1, 2, client="many"), 0.0) for _ in range(100)]
+    now = run_iteration(scheduler, 0.0)
+    other = scheduler.add(a_spec(1, 2, client="other"), now)
+    while other.state is not State.FINISHED:
+        now = run_iteration(scheduler, now)
+    assert sum(request.state is State.FINISHED for request in flood) <= 8
+    assert len(scheduler.pool) == 100 - sum(each.state.is_terminal for each in flood)
