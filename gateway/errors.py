@@ -80,10 +80,12 @@ class BodyTooLarge(InvalidRequest):
 class TooManyValues(InvalidRequest):
     """Decoding the JSON body would block the event loop for too long."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, name: str, limit: int) -> None:
+        """`name` says what was counted."""
+        advice = " Send texts in UTF-8, unescaped." if name == "backslashes" else ""
         super().__init__(
-            f"The request body has more than {limit} commas, this server's limit on the number of "
-            "values in its arrays and objects."
+            f"The request body has more than {limit} {name}, this server's limit on the work of "
+            f"decoding it.{advice}"
         )
 
 

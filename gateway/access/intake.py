@@ -14,7 +14,9 @@ owe repay at equal rates, together at that of the share (`Debts`). Others wait f
 a request that held the loop keeps requests of other addresses waiting for a few milliseconds, and
 many addresses that begin at once cannot take the loop. A response that its client did not wait for
 is debt of this client, too, since its prompt was computed in vain: a client that leaves more than
-`SHARE / ABANDONED_SECONDS` times a second waits.
+`SHARE / ABANDONED_SECONDS` times a second waits. All streams wait for a piece of work that cannot
+be cut, such as decoding a body: what exceeds `PIECE_SECONDS` is charged several-fold, so that one
+client causes few of them in a second.
 
 Connections that are set up are metered likewise, with a share of their own, and so are probes and
 cancellations, which wait for their own client's only.
@@ -45,6 +47,8 @@ MAX_CREDIT_SECONDS = 0.002  # of unused time that may be used at once
 MAX_DEBT_SECONDS = 0.05  # of all clients together
 MAX_SHARED_SECONDS = 0.001  # of the debt of one client, for which others wait
 MAX_CLIENT_DEBT_SECONDS = 1.0
+PIECE_SECONDS = 0.005  # that one piece of work may hold the loop
+LONG_PIECE_FACTOR = 5.0  # by which more than that is charged
 ABANDONED_SECONDS = 0.02  # that a client owes for a response that it did not wait for
 MIN_WAIT_SECONDS = 0.001  # a clock may not advance by the rounding of a difference
 RECHECK_SECONDS = 0.05  # generation may end while requests wait
@@ -84,6 +88,11 @@ class Intake:
         self._debts.add(client, seconds)
         shared = min(self._debts.of(client), MAX_SHARED_SECONDS) - before
         self._credit = max(self._credit - shared, -self.max_debt)
+
+    def charge_piece(self, seconds: float, client: str) -> None:
+        """The same for work in one piece, which nothing could interrupt."""
+        more = (LONG_PIECE_FACTOR - 1.0) * max(0.0, seconds - PIECE_SECONDS)
+        self.charge(seconds + more, client)
 
     def abandoned(self, client: str) -> None:
         """A client left before it had the response that the engine worked on: only that client
@@ -149,7 +158,7 @@ class Intake:
         try:
             return resume()
         finally:
-            self.charge(self.cpu_clock() - started, client)
+            self.charge_piece(self.cpu_clock() - started, client)
 
     @property
     def _share(self) -> float:

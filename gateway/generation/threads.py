@@ -42,8 +42,8 @@ class ThreadMeter(Protocol):
         """Wait for the client's turn, and first for its debt if the request `is_new`."""
         ...
 
-    def end(self, seconds: float) -> None:
-        """The work has taken so long, and the turn has ended."""
+    def end(self, seconds: float, *, in_one_piece: bool) -> None:
+        """The work has taken so long, perhaps in one piece, and the turn has ended."""
         ...
 
 
@@ -55,7 +55,7 @@ class _Unmetered:
     async def begin(self, *, is_new: bool) -> None:
         pass
 
-    def end(self, seconds: float) -> None:
+    def end(self, seconds: float, *, in_one_piece: bool) -> None:
         pass
 
 
@@ -66,6 +66,7 @@ thread_meter: ContextVar[ThreadMeter] = ContextVar("thread_meter", default=_UNME
 async def run_in_thread(work: Callable[[], T], *, is_new: bool = False) -> T:
     """The result of `work`, which runs in a thread of the loop's default executor.
 
+    A request that `is_new` decodes its body, and holds the interpreter's lock meanwhile.
     If this task is cancelled, the work ends with the next `check_cancelled` that it calls.
     """
     meter, cancelled, seconds = thread_meter.get(), Event(), list[float]()
@@ -74,7 +75,7 @@ async def run_in_thread(work: Callable[[], T], *, is_new: bool = False) -> T:
     run = partial(copy_context().run, _timed, work, meter.cpu_clock, seconds)
     _cancelled.reset(token)
     running = asyncio.get_running_loop().run_in_executor(None, run)
-    running.add_done_callback(partial(_ended, meter, seconds))
+    running.add_done_callback(partial(_ended, meter, seconds, is_new))
     try:
         return await asyncio.shield(running)
     except asyncio.CancelledError:
@@ -105,8 +106,10 @@ def _timed(work: Callable[[], T], clock: "Clock", seconds: list[float]) -> T:
         seconds.append(clock() - began - _thread.exempt)
 
 
-def _ended(meter: ThreadMeter, seconds: list[float], running: "asyncio.Future[T]") -> None:
-    meter.end(sum(seconds))
+def _ended(
+    meter: ThreadMeter, seconds: list[float], is_new: bool, running: "asyncio.Future[T]"
+) -> None:
+    meter.end(sum(seconds), in_one_piece=is_new)
     if not running.cancelled():
         running.exception()  # no task may wait for it any more
 

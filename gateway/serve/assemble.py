@@ -26,7 +26,7 @@ from engine.errors import StartupError
 from engine.transport.process import LocalLauncher
 from engine.transport.process_memory import available_bytes
 from engine.turns import Turns
-from gateway.access.callers import MAX_COMMAS, BodyLimits
+from gateway.access.callers import MAX_COMMAS, MAX_ESCAPES, MAX_OBJECTS, BodyLimits
 from gateway.access.origins import OriginPolicy, is_loopback
 from gateway.batch.lines import LineLimits
 from gateway.batch.runner import BatchRunner
@@ -295,6 +295,8 @@ def build_service(
             settings.http.max_body_bytes,
             settings.http.body_seconds,
             max(MAX_COMMAS, 2 * longest),
+            max(MAX_OBJECTS, longest // 16),
+            max(MAX_ESCAPES, 8 * longest),
         ),
         pace=Pace(stall=settings.http.stall_seconds, whole=settings.http.keepalive_whole),
         quotas=shared.quotas,

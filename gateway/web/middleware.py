@@ -96,7 +96,7 @@ class IdentifyCaller:
                 is_answered = is_answered or not message.get("more_body", False)
             await send(message)
 
-        intake, client = self._intake_of(scope, record), network_of(record.client)
+        intake, client = self._intake_of(scope, record), scope["podway.caller"].network
         thread_meter.set(ThreadWork(intake, self._turns, client))
         if "podway.upgrade" in scope:
             scope["podway.app"] = self  # serves each message of the WebSocket as a request
@@ -136,6 +136,7 @@ class IdentifyCaller:
             unknown_fields=UnknownFields(rejects_all=service.rejects_unknown_fields),
             record=record,
             turn=scope.get("podway.turn"),
+            network=network_of(client),
         )
         if service.traces is not None and (parent := _header(scope, b"traceparent")):
             service.traces.begin(request_id, parent)
@@ -163,8 +164,9 @@ class ThreadWork:
             self.turns.give_back(self.client)
             raise
 
-    def end(self, seconds: float) -> None:
-        self.intake.charge(seconds, self.client)
+    def end(self, seconds: float, *, in_one_piece: bool) -> None:
+        charge = self.intake.charge_piece if in_one_piece else self.intake.charge
+        charge(seconds, self.client)
         self.turns.give_back(self.client)
 
 

@@ -4,7 +4,7 @@ The app, the checks of the middleware, the endpoints of batches, the dialect of 
 OpenAPI document are made from these rows.
 """
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
@@ -18,7 +18,7 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from gateway.access.callers import read_body
+from gateway.access.callers import ReadRequest, read_body
 from gateway.errors import PathNotFound
 from gateway.generation import event_stream, held_streams
 from gateway.generation.plan import GenerationPlan
@@ -149,18 +149,6 @@ class OfModel:
             serving = scope["podway.service"] = service.bound_to(group)
             response = await self._route.respond_with(serving, http)
             await response(scope, receive, send)
-
-
-class ReadRequest(HttpRequest):
-    """A request whose body has been read."""
-
-    def __init__(self, scope: "Scope", receive: "Receive", body: bytes) -> None:
-        super().__init__(scope, receive)
-        self._read_body = body
-
-    async def stream(self) -> AsyncGenerator[bytes, None]:
-        """The whole body."""
-        yield self._read_body
 
 
 class RouteTable:

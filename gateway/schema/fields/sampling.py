@@ -12,6 +12,7 @@ from gateway.schema.fields.scheduling import INT64, SchedulingRequest
 MAX_CHOICES = 128
 MAX_STOP_TOKENS = 128
 MAX_BIASES = 1024
+IDS_AT_ONCE = 65_536  # that are compared in 2 ms
 
 RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0, 2),
@@ -144,7 +145,9 @@ def check_ids(ids: Sequence[int], param: str, vocabulary: Vocabulary) -> tuple[i
     """The ids of a prompt; raises `InvalidRequest` for none, and for the first invalid one."""
     if not ids:
         raise invalid(param, "expected at least one token id.")
-    if min(ids) < 0 or max(ids) >= vocabulary.size:
-        for i, token_id in enumerate(ids):
-            check_token(token_id, f"{param}[{i}]", vocabulary)
+    for start in range(0, len(ids), IDS_AT_ONCE):  # no other thread runs within `min` and `max`
+        part = ids[start : start + IDS_AT_ONCE]
+        if min(part) < 0 or max(part) >= vocabulary.size:
+            for i, token_id in enumerate(part, start):
+                check_token(token_id, f"{param}[{i}]", vocabulary)
     return tuple(ids)

@@ -112,5 +112,7 @@ def _token_text(tokenizer: "Tokenizer", token_id: int) -> str:
 def _text(tokenizer: "Tokenizer", ids: "Sequence[int]") -> str:
     """Decoded as outputs are, but with control tokens."""
     feed, special = tokenizer.decoder().feed, tokenizer.special_ids
-    pieces = (tokenizer.token_bytes(i) if i in special else feed(i) for i in ids)
-    return b"".join(pieces).decode(errors="replace")
+    text = bytearray()
+    for token_id in ids:  # piece by piece, so that other threads run meanwhile
+        text += tokenizer.token_bytes(token_id) if token_id in special else feed(token_id)
+    return text.decode(errors="replace")

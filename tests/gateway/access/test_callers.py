@@ -9,7 +9,7 @@ from starlette.requests import Request as HttpRequest
 from gateway.access.callers import BodyLimits, read_body
 from gateway.errors import BodyTooLarge, TooManyValues
 
-LIMITS = BodyLimits(max_bytes=40, max_commas=5)
+LIMITS = BodyLimits(max_bytes=40, max_commas=5, max_objects=2, max_escapes=3)
 
 
 class Sent:
@@ -40,6 +40,26 @@ async def test_a_body_with_more_commas_than_allowed_is_rejected_before_it_is_dec
 async def test_as_many_commas_as_allowed_are_accepted_and_other_media_are_not_counted() -> None:
     assert await read(Sent([b"[1,2,3", b",4,5,6]"])) == b"[1,2,3,4,5,6]"
     assert await read(Sent([b",,,,,,", b",,"]), media_type=None) == b",,,,,,,,"
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b'[{"a":1},{ "a":1},{\n"a":1}]', "more than 2 objects"),
+        (rb'["\n\n\u00e4\n"]', "more than 3 backslashes.* UTF-8"),
+    ],
+)
+async def test_objects_and_escapes_are_counted_before_they_are_decoded(
+    body: bytes, says: str
+) -> None:
+    with pytest.raises(TooManyValues, match=says):
+        await read(Sent([body]))
+    assert await read(Sent([body]), media_type=None) == body
+
+
+async def test_braces_in_texts_are_no_objects() -> None:
+    body = rb'[{"a":"{{{{ {} {\"}"}]'
+    assert await read(Sent([body])) == body
 
 
 async def test_a_body_that_becomes_too_large_is_rejected_with_its_first_byte_too_many() -> None:

@@ -9,7 +9,6 @@ from engine.errors import InvalidRequest, Overloaded, Unavailable
 from engine.step import Grammar, GrammarKind
 from gateway.access.callers import Caller
 from gateway.access.grammar_check import SEATS, GrammarCheck, GrammarLimits
-from gateway.observe.request_log import RequestRecord
 from tests.gateway.scripted_model import CheckedOnLoop
 
 REGEX = GrammarKind.REGEX
@@ -190,6 +189,5 @@ def test_supported_grammars_are_accepted(grammar: Grammar) -> None:
 
 
 def test_callers_of_a_server_without_keys_take_turns_by_their_addresses() -> None:
-    record = RequestRecord("r", 0.0, client="192.0.2.1")
-    assert Caller("r", 0.0, record=record).client == "192.0.2.1"
-    assert Caller("r", 0.0, tenant="alice", record=record).client == "alice"
+    assert Caller("r", 0.0, network="192.0.2.1").client == "192.0.2.1"
+    assert Caller("r", 0.0, tenant="alice", network="192.0.2.1").client == "alice"

@@ -10,16 +10,18 @@ import pytest
 from gateway.access.intake import (
     ABANDONED_SECONDS,
     BUSY_SHARE,
+    LONG_PIECE_FACTOR,
     MAX_CLIENT_DEBT_SECONDS,
     MAX_CREDIT_SECONDS,
     MAX_DEBT_SECONDS,
     MAX_SHARED_SECONDS,
+    PIECE_SECONDS,
     SHARE,
     Intake,
 )
 from gateway.observe.request_log import RequestRecord
 
-COST = 0.010  # seconds that a request takes of the loop's time
+COST = PIECE_SECONDS  # seconds that a request takes of the loop's time
 
 
 class Loop:
@@ -154,18 +156,31 @@ async def test_a_body_is_received_in_shares_and_the_disconnect_without_waiting()
 
 async def test_time_is_charged_until_the_engine_has_the_request() -> None:
     loop, record = Loop(), RequestRecord("r", 0.0)
+    loop.intake.share = loop.intake.busy_share = 0.0  # nothing is repaid meanwhile
 
     async def work() -> None:
-        loop.now += 0.010
+        loop.now += 0.002
         await asyncio.sleep(0)
         record.num_running = 1
-        loop.now += 0.020
+        loop.now += 0.004
         await asyncio.sleep(0)
         loop.now += 1000.0  # tokens are sent
 
     await loop.intake.metered(work(), record, "a")
-    debt = loop.intake._debts.of("a")
-    assert debt == pytest.approx(0.030, abs=0.011)
+    assert loop.intake._debts.of("a") == pytest.approx(0.006)
+
+
+async def test_what_exceeds_5_ms_in_one_piece_is_charged_several_fold() -> None:
+    loop = Loop()
+
+    async def work() -> None:
+        for seconds in (0.003, PIECE_SECONDS, 0.025):
+            loop.now += seconds
+            await asyncio.sleep(0)
+
+    loop.intake.share = loop.intake.busy_share = 0.0  # nothing is repaid meanwhile
+    await loop.intake.metered(work(), None, "a")
+    assert loop.intake._debts.of("a") == pytest.approx(0.013 + 0.020 * LONG_PIECE_FACTOR)
 
 
 async def test_what_others_take_meanwhile_is_not_charged() -> None:
