@@ -9,7 +9,7 @@ from engine.control.admission import Admission
 from engine.simulated.figures import SLO
 from engine.simulated.replay import RecordedRequest, read_recording
 from engine.simulated.verify import RecordingVerifier
-from tests.replays.playing import GOLDEN, OF_RESEARCH, header, headers, lines, load
+from tests.replays.playing import GOLDEN, NUM_REQUESTS, OF_RESEARCH, header, headers, lines, load
 
 FILES = sorted([*GOLDEN.glob("*.jsonl"), *OF_RESEARCH.glob("*.jsonl")])
 
@@ -35,20 +35,22 @@ def test_the_same_events_lead_to_the_same_decisions(path: Path) -> None:
 def test_a_schedule_in_which_clients_take_turns_is_followed_from_its_recording(
     tmp_path: Path,
 ) -> None:
-    arrivals = [
-        replace(each, at=0.0, params=replace(each.params, client="many" if number < 8 else "few"))
-        for number, each in enumerate(load())
-    ]
+    clients = ["many"] * 8 + ["few"] * (NUM_REQUESTS - 8)
+    arrivals = [*map(_of_client, load(), clients)]
     setup = header("fcfs", Admission.GROW)
-    written, one_client = lines(setup, arrivals), lines(setup, [*map(_of_one_client, arrivals)])
+    written, one_client = (
+        lines(setup, arrivals),
+        lines(setup, [_of_client(each, "many") for each in arrivals]),
+    )
     assert _planned(written) != _planned(one_client)
     path = tmp_path / "turns.jsonl"
     path.write_text("\n".join(written))
     assert RecordingVerifier(read_recording(path)).verify(SLO()).difference is None
 
 
-def _of_one_client(each: RecordedRequest) -> RecordedRequest:
-    return replace(each, params=replace(each.params, client="many"))
+def _of_client(each: RecordedRequest, client: str) -> RecordedRequest:
+    assert each.params is not None
+    return replace(each, at=0.0, params=replace(each.params, client=client))
 
 
 def _planned(written: list[str]) -> list[str]:
