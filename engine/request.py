@@ -61,11 +61,13 @@ class Caching(NamedTuple):
     """What the prefix cache has of a request: blocks and states of its first `until` tokens are
     left to others (None: all), and `known_hashes` are the digests of its leading blocks as far as
     an earlier request has computed them (see `engine.kv.prefix`). They are evicted after all others
-    until so many `seconds` after its arrival (see `engine.kv.retention`)."""
+    until so many `seconds` after its arrival (see `engine.kv.retention`). Behind `checkpoints`,
+    numbers of prompt tokens, other requests will probably go on."""
 
     until: int | None = None
     known_hashes: tuple[bytes, ...] = ()
     seconds: float = 0.0
+    checkpoints: tuple[int, ...] = ()
 
 
 CACHED = Caching()
@@ -98,8 +100,7 @@ class RequestSpec:
     that its prompt is pooled into.
 
     Some tokens of the prompt stand for the images `media`; prefixes with them are shared only if
-    the images are the same. Behind `checkpoints`, numbers of prompt tokens, other requests will
-    probably go on.
+    the images are the same.
 
     The prompt begins with that of the request `behind` which it goes on, if any: an ended one of
     the same response, which is charged for it.
@@ -127,7 +128,6 @@ class RequestSpec:
     prediction: tuple[int, ...] = ()
     lora: "LoraAdapter | None" = None
     pooling: "PoolSpec | None" = None
-    checkpoints: tuple[int, ...] = ()
     behind: "Request | None" = None
     caching: Caching = CACHED
     media: "tuple[Media, ...]" = ()
@@ -141,8 +141,8 @@ class RequestSpec:
     def ends(self) -> tuple[int, ...]:
         """Where other requests will probably go on: at checkpoints, and behind images."""
         if not self.media:
-            return self.checkpoints
-        return (*self.checkpoints, *[each.end for each in self.media])
+            return self.caching.checkpoints
+        return (*self.caching.checkpoints, *[each.end for each in self.media])
 
     @property
     def lora_digest(self) -> str:

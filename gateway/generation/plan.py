@@ -244,10 +244,10 @@ def request_specs(
         client=plan.caller.client,
         weight=plan.caller.weight,
         itl_goal=plan.caller.itl_goal,
-        checkpoints=checkpoints,
         caching=Caching(
             max(checkpoints, default=0) if plan.cache.mode == "explicit" else None,
             seconds=plan.cache.seconds,
+            checkpoints=checkpoints,
         ),
         **scheduling_of(plan.scheduling, plan.caller)._asdict(),
     )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from engine.errors import ContextTooLong, RowFailed
 from engine.pooling import PoolSpec
-from engine.request import Abort, RequestSpec
+from engine.request import Abort, Caching, RequestSpec
 from gateway.generation.choices import StreamGroup, enter_stream, in_parallel, num_written
 from gateway.generation.plan import scheduling_of
 from gateway.pooling.decisions import DecisionPlan, TokenizedQuestion, tokenize_decision
@@ -135,7 +135,7 @@ class DecisionGroup(StreamGroup):
             weight=caller.weight,
             itl_goal=caller.itl_goal,
             lora=plan.lora,
-            checkpoints=(len(prompt),) if goes_on else (),
+            caching=Caching(checkpoints=(len(prompt),) if goes_on else ()),
             behind=behind,
             **scheduling_of(plan.scheduling, caller)._asdict(),
         )

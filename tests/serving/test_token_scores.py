@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine.pooling import PoolSpec
-from engine.request import FinishReason, RequestSpec
+from engine.request import Caching, FinishReason, RequestSpec
 from engine.step import SamplingParams
 from engine.worker.process.worker import Worker
 from tests.engine.worker.process.driving import load_worker
@@ -35,7 +35,9 @@ def worker(variant: str, tmp_path_factory: pytest.TempPathFactory) -> Worker:
 
 
 def prefill(prompt: tuple[int, ...]) -> RequestSpec:
-    return RequestSpec(prompt, 0, GREEDY, pooling=PoolSpec(), checkpoints=(len(prompt),))
+    return RequestSpec(
+        prompt, 0, GREEDY, pooling=PoolSpec(), caching=Caching(checkpoints=(len(prompt),))
+    )
 
 
 def questions(prompt: tuple[int, ...], count: int) -> list[RequestSpec]:

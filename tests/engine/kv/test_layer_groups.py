@@ -13,7 +13,7 @@ from engine.kv.ledger import KVLedger
 from engine.kv.prefix import name_in_group
 from engine.kv_shape import KVShape
 from engine.policy.fcfs import FirstComeFirstServed
-from engine.request import Request, RequestSpec
+from engine.request import Caching, Request, RequestSpec
 from engine.step import RequestId, StepEntry, StepResult
 from tests.scheduling import GREEDY
 
@@ -125,7 +125,7 @@ def test_blocks_that_were_given_back_are_evicted_first() -> None:
 def test_the_window_before_a_checkpoint_is_not_evicted_before_other_blocks() -> None:
     for checkpoints in ((), (21,)):
         scheduler = make(6, num_blocks=20)
-        marked = RequestSpec(tuple(range(40)), 1, GREEDY, checkpoints=checkpoints)
+        marked = RequestSpec(tuple(range(40)), 1, GREEDY, caching=Caching(checkpoints=checkpoints))
         serve(scheduler, marked)
         serve(scheduler, spec(range(200, 230), 1))  # evicts some of the 20 blocks that were cached
         (other,), _ = serve(scheduler, spec((*range(20), *range(700, 708)), 1))

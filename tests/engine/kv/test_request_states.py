@@ -136,7 +136,7 @@ def test_of_the_output_only_the_newest_snapshot_is_kept() -> None:
 
 def test_a_prompt_goes_on_behind_a_checkpoint() -> None:
     scheduler = make(num_states=40)
-    marked = RequestSpec(tuple(range(300)), 2, GREEDY, checkpoints=(102, 203))
+    marked = RequestSpec(tuple(range(300)), 2, GREEDY, caching=Caching(checkpoints=(102, 203)))
     serve(scheduler, marked)
     for shared, reused in ((250, 200), (180, 100), (90, 0)):
         tail = range(5000 + shared, 5030 + shared)
@@ -146,7 +146,7 @@ def test_a_prompt_goes_on_behind_a_checkpoint() -> None:
 
 def test_nothing_behind_the_last_checkpoint_is_left_to_others_if_the_request_says_so() -> None:
     scheduler = make()
-    explicit = RequestSpec(tuple(range(300)), 9, GREEDY, checkpoints=(102,), caching=Caching(102))
+    explicit = RequestSpec(tuple(range(300)), 9, GREEDY, caching=Caching(102, checkpoints=(102,)))
     request, _ = serve(scheduler, explicit)
     assert states(scheduler).pool.num_cached == 1
     assert scheduler.ledger.num_cached == 100 // SIZE

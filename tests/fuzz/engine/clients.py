@@ -93,10 +93,10 @@ class Clients:
             prediction=self._tokens(10) if random.random() < 0.3 else (),
             lora=choose([None, None, *LORAS]) if self._settings.has_loras else None,
             pooling=PoolSpec() if is_pooled else None,
-            checkpoints=tuple(random.choices(range(len(prompt) + 1), k=choose([0, 0, 1, 3]))),
             caching=Caching(
                 choose([None, None, None, None, 0, len(prompt) // 2]),
                 seconds=choose([0.0, 0.0, 0.5, 30.0, 1e4]),
+                checkpoints=tuple(random.choices(range(len(prompt) + 1), k=choose([0, 0, 1, 3]))),
             ),
         )
 

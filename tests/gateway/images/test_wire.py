@@ -190,7 +190,7 @@ def test_breakpoints_are_counted_with_the_images_before_them() -> None:
     rig = play(scene, Setting(decoder=ScriptedDecoder()))
     ends = [len(ids(*pieces)) for pieces in (("user:a[", 3, "]b"), ("user:a[", 3, "]b[", 3, "]c"))]
     assert rig.ended[0].spec.prompt == ids("user:a[", 3, "]b[", 3, "]c\nuser:d\n")
-    assert rig.ended[0].spec.checkpoints[:2] == tuple(ends)  # others are behind the images
+    assert rig.ended[0].spec.caching.checkpoints[:2] == tuple(ends)  # others are behind the images
     assert rig.ended[1].num_cached == ends[1]
 
 

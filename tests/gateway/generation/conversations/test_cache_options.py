@@ -92,7 +92,7 @@ def test_breakpoints_of_all_apis_are_checkpoints_of_the_prompt(
     status, _, rig = sent(path, body)
     assert status == 200
     (request,) = rig.ended
-    assert request.spec.checkpoints == ENDS
+    assert request.spec.caching.checkpoints == ENDS
     assert request.spec.caching.until is None
 
 
@@ -100,7 +100,7 @@ def test_a_truncated_prompt_has_the_breakpoints_that_are_left() -> None:
     _, _, rig = sent(CHAT, chat(messages=PARTS, truncate_prompt_tokens=12))
     (request,) = rig.ended
     num_cut = len("system:Bé\nuser:abcd\n".encode()) - 12
-    assert request.spec.checkpoints == tuple(end - num_cut for end in ENDS if end > num_cut)
+    assert request.spec.caching.checkpoints == tuple(end - num_cut for end in ENDS if end > num_cut)
 
 
 def test_explicit_caching_keeps_nothing_behind_the_last_breakpoint() -> None:
