@@ -1,5 +1,6 @@
 """Arrivals: which requests are accepted. Rejection changes nothing."""
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from engine.errors import ContextTooLong, InvalidRequest, Overloaded
@@ -36,6 +37,16 @@ class Queue:
         """Their prompt and output tokens."""
         return sum([pool.waiting_tokens - pool.background.waiting_tokens for pool in self.pools])
 
+    def has_share_left(self, client: str) -> bool:
+        """Whether this client has less than an equal share of the waiting requests. Walks all live
+        requests, so it is for a full queue."""
+        live = (request for pool in self.pools for request in pool)
+        waiting = Counter(
+            r.spec.client for r in live if r.state is WAITING and not r.spec.is_background
+        )
+        num_own, num_all = waiting[client], waiting.total()
+        return num_own * len(waiting.keys() | {client}) < num_all
+
 
 class Arrivals:
     """Checks new requests against the context, the KV cache, the queue and their deadlines."""
@@ -70,7 +81,7 @@ class Arrivals:
         assert (spec.max_tokens == 0) == spec.is_pooling, "max_tokens is 0 only without output"
         self.check_fits(len(spec.prompt), spec.max_tokens)
         self._images.check(spec)
-        self._check_queue(spec.own_len)
+        self._check_queue(spec)
         request = Request(RequestId(self.queue.next_request_id), spec, arrived_at=now)
         request.block_hashes = [*block_hashes] or self.known_hashes(spec)
         has_deadline = spec.ttft_deadline is not None or spec.deadline is not None
@@ -108,11 +119,23 @@ class Arrivals:
                 f"all; the queue holds at most {bound} requests and {tokens} tokens."
             )
 
-    def _check_queue(self, prompt_len: int) -> None:
+    def _check_queue(self, spec: RequestSpec) -> None:
+        """Raise `Overloaded` if the queue is full. It has as much room again for clients that have
+        less than their share of it, so that no client keeps the others out."""
+        if self._has_room(spec) or (
+            self._has_room(spec, 2) and self.queue.has_share_left(spec.client)
+        ):
+            return
         waiting, tokens = self.queue.num_waiting, self.queue.waiting_tokens
-        too_many = waiting >= self._settings.max_queue_requests
-        if too_many or (waiting and tokens + prompt_len > self._settings.max_queue_tokens):
-            raise Overloaded(
-                f"The queue is full: {waiting} requests with {tokens} tokens are waiting.",
-                retry_after=self._cost.seconds_for(tokens) / len(self.queue.pools),
-            )
+        raise Overloaded(
+            f"The queue is full: {waiting} requests with {tokens} tokens are waiting.",
+            retry_after=self._cost.seconds_for(tokens) / len(self.queue.pools),
+        )
+
+    def _has_room(self, spec: RequestSpec, factor: int = 1) -> bool:
+        """Whether so many times the queue's limits have room for the request."""
+        waiting, tokens = self.queue.num_waiting, self.queue.waiting_tokens + spec.own_len
+        settings = self._settings
+        return waiting < factor * settings.max_queue_requests and (
+            not waiting or tokens <= factor * settings.max_queue_tokens
+        )

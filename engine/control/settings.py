@@ -36,7 +36,12 @@ class SchedulerSettings:
         "(a baseline)",
     )
     max_queue_requests: int = setting(
-        2048, "scheduling", "maximum waiting requests; further ones get a 503", "N", ge=1
+        2048,
+        "scheduling",
+        "maximum waiting requests; further ones get a 503, those of clients with less than their "
+        "share of them beyond twice as many",
+        "N",
+        ge=1,
     )
     max_queue_tokens: int = advanced(
         1 << 20,

@@ -4,7 +4,8 @@
         --api-key flood,person
     python examples/gallery/agent_fleet.py [URL]
 
-Under `fcfs` a question waits behind the flood; under `fair` each key has its share of the tokens.
+Under `fcfs` a question is the next to start, but waits for a place among the flood's running
+requests; under `fair` each key has its share of the tokens.
 """
 
 import asyncio

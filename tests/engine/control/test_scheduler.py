@@ -374,3 +374,25 @@ def test_a_prompt_without_decodes_beside_it_runs_in_large_chunks() -> None:
     iteration = scheduler.plan(0.0)
     assert iteration is not None
     assert iteration.step.num_tokens == 64
+
+
+@pytest.mark.parametrize(
+    "limits", [{"max_queue_requests": 4}, {"max_queue_tokens": 16}], ids=["requests", "tokens"]
+)
+def test_a_client_that_fills_the_queue_does_not_keep_the_others_out(limits: dict[str, int]) -> None:
+    scheduler = a_scheduler(FirstComeFirstServed(), **limits)
+
+    def accepted(*clients: str) -> str:
+        """The clients whose request was accepted."""
+        found = ""
+        for client in clients:
+            try:
+                scheduler.add(a_spec(4, 1, client=client), 0.0)
+            except Overloaded:
+                continue
+            found += client
+        return found
+
+    assert accepted(*"aaaaaa") == "aaaa", "it alone has the room of the settings"
+    assert accepted(*"babacba") == "bbcb", "others have as much again, within equal shares"
+    assert accepted(*"abcd") == "", "twice the limit is the end"
