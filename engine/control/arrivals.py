@@ -40,12 +40,9 @@ class Queue:
     def has_share_left(self, client: str) -> bool:
         """Whether this client has less than an equal share of the waiting requests. Walks all live
         requests, so it is for a full queue."""
-        live = (request for pool in self.pools for request in pool)
-        waiting = Counter(
-            r.spec.client for r in live if r.state is WAITING and not r.spec.is_background
-        )
-        num_own, num_all = waiting[client], waiting.total()
-        return num_own * len(waiting.keys() | {client}) < num_all
+        specs = (r.spec for pool in self.pools for r in pool if r.state is WAITING)
+        waiting = Counter(spec.client for spec in specs if not spec.is_background)
+        return waiting[client] * len(waiting.keys() | {client}) < waiting.total()
 
 
 class Arrivals:
