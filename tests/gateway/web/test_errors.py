@@ -75,6 +75,24 @@ def test_a_full_queue_is_a_503_before_any_stream(stream: bool) -> None:
     play(scene, Setting(num_blocks=28, admission=Admission.RESERVE, max_queue_requests=1))
 
 
+def test_a_queue_that_one_key_has_filled_takes_a_request_of_another() -> None:
+    async def status(rig: Rig, key: str) -> int:
+        async with rig.client.post(CHAT, chat(max_tokens=20), {"x-api-key": key}) as exchange:
+            await exchange.read()
+        return exchange.status
+
+    async def scene(rig: Rig) -> None:
+        sent: list[asyncio.Task[int]] = []
+        for key in ("k1", "k1", "k1", "k2", "k2"):
+            sent.append(asyncio.create_task(status(rig, key)))
+            await asyncio.sleep(STEP / 2)
+        assert await asyncio.gather(*sent) == [200, 200, 503, 200, 503]
+
+    admission = Admission.RESERVE
+    keys = ("alice=k1", "bob=k2")
+    play(scene, Setting(keys=keys, num_blocks=28, admission=admission, max_queue_requests=1))
+
+
 @STREAMED_OR_NOT
 def test_choices_that_do_not_all_fit_are_all_rejected(stream: bool) -> None:
     async def scene(rig: Rig) -> None:
