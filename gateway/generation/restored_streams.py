@@ -32,7 +32,8 @@ async def restore_streams(service: "Service", planners: Mapping[str, Planner]) -
     journal = service.store.journal
     try:
         for ended in await journal.ended(service.unix_now()):
-            _restore(ended, service)
+            if await _is_current(ended.record, service):
+                _restore(ended, service)
         records = await journal.running()
     except StoreFailed as error:
         logger.error("the streams of the former server are lost: %s", error)
@@ -58,7 +59,8 @@ async def _run_all(
 ) -> None:
     for record in records:
         try:
-            await _run_again(record, service, planners)
+            if await _is_current(record, service):
+                await _run_again(record, service, planners)
         except Exception as error:  # one stream must not keep the server from starting
             if not isinstance(error, EngineError):
                 logger.exception("the stream of %s", record.request_id)
@@ -67,6 +69,17 @@ async def _run_all(
                 await JournalEntry(service, record).remove()
         finally:
             service.store.held.expect(record.tenant, record.names, None)
+
+
+async def _is_current(record: "StreamRecord", service: "Service") -> bool:
+    """Whether no later stream has its conversation; otherwise its record is removed. Beside a
+    former server, a client may begin that stream here before this one can be restored."""
+    named = service.store.held.named(record.tenant)
+    later = (named.get(name) for name in record.names)
+    if not any(isinstance(s, EndedStream) and s.created_at >= record.created_at for s in later):
+        return True
+    await JournalEntry(service, record).remove()
+    return False
 
 
 def _restore(ended: "Ended", service: "Service") -> None:

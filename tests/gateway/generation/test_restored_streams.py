@@ -297,3 +297,29 @@ def test_a_stream_has_the_same_events_after_its_worker_died(
     play(undisturbed, setting(tmp_path / "one"))
     rig = play(disturbed, setting(tmp_path / "two"))
     assert [request.finish is not None for request in rig.ended] == [True]
+
+
+@pytest.mark.parametrize("seconds", [5.5 * STEP, LENGTH])
+def test_a_conversation_that_began_anew_beside_the_former_server_is_not_ended_by_it(
+    seconds: float, tmp_path: Path
+) -> None:
+    async def former(rig: Rig) -> None:
+        await begin(rig, CHAT, {"messages": USER}, seconds)
+
+    async def beside() -> None:
+        rig = build_rig(setting(tmp_path / "store"))
+        journal = rig.service.store.journal
+        journal.begin_beside()
+        running = asyncio.create_task(rig.engine.run())
+        place, seen = await begin(rig, CHAT, {"messages": USER, "seed": 9}, 5.5 * STEP)
+        await restore_streams(rig.service, ROUTES.planners)
+        whole = await read(rig, place)
+        assert whole.startswith(seen)
+        assert whole.endswith(b"data: [DONE]\n\n")
+        assert len(rig.ended) == 1
+        assert await journal.ended(rig.service.unix_now()) == await journal.running() == []
+        rig.service.store.close()
+        running.cancel()
+
+    play_until_killed(former, setting(tmp_path / "store"))
+    run_virtual(beside())
