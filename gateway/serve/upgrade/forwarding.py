@@ -11,8 +11,10 @@ from contextlib import asynccontextmanager
 from functools import partial
 from secrets import compare_digest
 from typing import TYPE_CHECKING
+from urllib.parse import quote
 
 import aiohttp
+from yarl import URL
 
 from engine.errors import EngineError
 from gateway.errors import StreamNotFound
@@ -29,7 +31,7 @@ if TYPE_CHECKING:
 
 SECRET, CLIENT = b"podway-upgrade", b"podway-client"
 OF_CONNECTION = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"content-length"})
-_NAMED = re.compile(r"/v1/(responses|stream|requests)/(?P<name>[^/]+)(/cancel)?")
+_NAMED = re.compile(r"/v1/(responses|stream|requests)/(?P<name>.+?)(/cancel|/timeline)?", re.DOTALL)
 
 
 def private_socket(pid: int) -> str:
@@ -70,9 +72,9 @@ class Forwarding:
             return
         name = self._name(scope)
         if name is not None and not self._is_here(scope, name):
-            body = await _whole_body(receive)
-            receive = _replayed(body, receive)
-            if await self._is_answered(scope, body, receive, send):
+            body, is_whole = await _body(receive, self._service.limits.max_bytes)
+            receive = _replayed(body, receive, is_whole=is_whole)
+            if is_whole and await self._is_answered(scope, body, receive, send):
                 return
         await self._app(scope, receive, send)
 
@@ -114,7 +116,7 @@ class Forwarding:
     @asynccontextmanager
     async def _asked(self, scope: "Scope", body: bytes) -> "AsyncIterator[aiohttp.ClientResponse]":
         query = scope["query_string"].decode("latin-1")
-        url = f"http://podway{scope['path']}" + (f"?{query}" if query else "")
+        url = f"http://podway{quote(scope['path'])}" + (f"?{query}" if query else "")
         headers = [
             (name.decode("latin-1"), value.decode("latin-1"))
             for name, value in scope["headers"]
@@ -128,7 +130,9 @@ class Forwarding:
             aiohttp.ClientSession(
                 connector=connector, timeout=timeout, auto_decompress=False
             ) as session,
-            session.request(scope["method"], url, headers=headers, data=body) as response,
+            session.request(
+                scope["method"], URL(url, encoded=True), headers=headers, data=body
+            ) as response,
         ):
             yield response
 
@@ -142,18 +146,19 @@ async def _relay(response: aiohttp.ClientResponse, send: "Send") -> None:
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _whole_body(receive: "Receive") -> bytes:
+async def _body(receive: "Receive", max_bytes: int) -> tuple[bytes, bool]:
+    """The body, and whether it is whole: it is not read far beyond the limit."""
     body, more = b"", True
-    while more:
+    while more and len(body) <= max_bytes:
         message = await receive()
         body += message.get("body", b"")
         more = message.get("more_body", False)
-    return body
+    return body, not more
 
 
-def _replayed(body: bytes, receive: "Receive") -> "Receive":
+def _replayed(body: bytes, receive: "Receive", *, is_whole: bool) -> "Receive":
     """Receives a body that has been read, and then what follows."""
-    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": not is_whole}]
 
     async def replay() -> "Message":
         return messages.pop() if messages else await receive()

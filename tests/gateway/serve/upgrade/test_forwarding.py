@@ -1,0 +1,189 @@
+"""The new server asks the former one about what only that knows."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
+
+import aiohttp
+import pytest
+import uvicorn
+
+from engine.request import State
+from gateway.generation.restored_streams import restore_streams
+from gateway.serve.upgrade.forwarding import (
+    CLIENT,
+    SECRET,
+    Forwarding,
+    PrivateApp,
+    bound_private_socket,
+    private_socket,
+)
+from gateway.web.table import ROUTES
+from tests.gateway.rig import CHAT, MODEL, USER, Rig, Setting, build_rig, play
+from tests.wire.asgi import Client, Exchange
+
+if TYPE_CHECKING:
+    from gateway.serve.upgrade.predecessor import Predecessor
+
+STORY = "A story that is long enough."
+Scene = Callable[["Two"], Awaitable[None]]
+
+
+class HostClient(Client):
+    """Names a host, as every client of HTTP/1.1 does."""
+
+    def send(
+        self,
+        method: str,
+        path: str,
+        body: list[bytes] | None = None,
+        headers: Mapping[str, str] | None = None,
+        client: str = "127.0.0.1",
+    ) -> Exchange:
+        return super().send(method, path, body, {"host": "localhost", **(headers or {})}, client)
+
+
+class Two:
+    """A former server, and its successor, which asks it over its private socket."""
+
+    def __init__(self, former: Rig, own: Rig, socket: asyncio.Server | None = None) -> None:
+        self.former = former
+        self.own = own
+        self.restored = asyncio.Event()
+        predecessor = SimpleNamespace(restored=self.restored, pid=os.getpid(), secret="secret")
+        app = Forwarding(own.app, own.service, cast("Predecessor", predecessor))
+        self.client = HostClient(app)  # of the new server
+
+
+@asynccontextmanager
+async def served_privately(rig: Rig) -> AsyncIterator[None]:
+    """Serve on the private socket of a former server."""
+    config = uvicorn.Config(PrivateApp(rig.app, "secret"), lifespan="off", log_config=None)
+    server = uvicorn.Server(config)
+    with bound_private_socket(os.getpid()) as listener:
+        listener.listen()
+        serving = asyncio.create_task(server._serve([listener]))  # without its signals
+        yield
+        server.should_exit = True
+        await serving
+
+
+def play_two(scene: Scene, **fields: object) -> None:
+    """Play a scene with two servers over real sockets."""
+
+    async def beside(former: Rig) -> None:
+        own = build_rig(Setting(texts=("New.",), step=0.0))
+        async with asyncio.TaskGroup() as group:
+            running = group.create_task(own.service.groups.run())
+            async with served_privately(former):
+                await scene(Two(former, own))
+            await own.service.store.held.close()
+            running.cancel()
+        own.service.store.close()
+
+    play(beside, Setting(texts=(STORY,), step=0.001, **fields), run=asyncio.run)  # type: ignore[arg-type]
+
+
+async def begin(client: Client, name: str) -> bytes:
+    """A stream of that name, read to its end."""
+    body = {"model": MODEL, "messages": USER, "stream": True}
+    async with client.post(CHAT, body, {"x-conversation-id": name}) as exchange:
+        assert await exchange.start() == 200
+        return await exchange.read()
+
+
+@pytest.mark.parametrize("name", ["talk", "a/b", "a#b", "a+b=@c:d", "talk/cancel"])
+def test_a_stream_of_the_former_server_is_read_and_deleted_through_the_new_one(name: str) -> None:
+    async def scene(two: Two) -> None:
+        whole = await begin(two.former.client, name)
+        async with two.client.get(f"/v1/stream/{name}") as exchange:
+            assert await exchange.start() == 200
+            assert exchange.headers["content-type"] == "text/event-stream; charset=utf-8"
+            assert await exchange.read() == whole
+        headers = {"x-conversation-id": name, "last-event-id": "1"}
+        async with two.client.post(CHAT, {"model": MODEL, "messages": USER}, headers) as exchange:
+            assert whole.endswith(await exchange.read())
+        async with two.client.send("DELETE", f"/v1/stream/{name}") as exchange:
+            assert (await exchange.json())["deleted"]
+        assert not two.former.service.store.held.named("default")
+        async with two.client.get(f"/v1/stream/{name}") as exchange:
+            assert await exchange.start() == 404
+
+    play_two(scene)
+
+
+def test_what_the_new_server_has_is_answered_there() -> None:
+    async def scene(two: Two) -> None:
+        await begin(two.former.client, "talk")
+        whole = await begin(two.client, "talk")
+        async with two.client.get("/v1/stream/talk") as exchange:
+            assert await exchange.read() == whole
+        async with two.client.get("/v1/models") as exchange:
+            assert await exchange.start() == 200
+
+    play_two(scene)
+
+
+def test_a_request_of_the_former_server_is_cancelled_and_explained_through_the_new_one() -> None:
+    async def scene(two: Two) -> None:
+        body = {"model": MODEL, "messages": USER, "stream": True}
+        async with two.former.client.post(CHAT, body, {"x-request-id": "one"}) as exchange:
+            assert await exchange.start() == 200
+            async with two.client.get("/v1/requests/one/timeline") as asked:
+                assert await asked.start() == 200
+            async with two.client.post("/v1/requests/one/cancel", {}) as asked:
+                assert await asked.start() == 200
+            await exchange.read()
+        assert [request.state for request in two.former.ended] == [State.CANCELLED]
+        async with two.client.post("/v1/requests/none/cancel", {}) as asked:
+            assert await asked.start() == 404
+
+    play_two(scene)
+
+
+def test_a_body_beyond_the_limit_is_not_collected_for_the_former_server() -> None:
+    async def scene(two: Two) -> None:
+        pieces = [b" " * (1 << 19)] * 6
+        exchange = two.client.send("POST", "/v1/requests/one/cancel", pieces)
+        exchange.hold_back(2)
+        async with exchange:
+            assert await exchange.start() == 404  # though two pieces never come
+
+    play_two(scene, max_body_bytes=1 << 20)
+
+
+def test_a_request_waits_for_the_journal_once_the_former_server_has_ended(tmp_path: Path) -> None:
+    async def former(rig: Rig) -> None:
+        await begin(rig.client, "talk")
+
+    async def scene(own: Rig) -> None:
+        two = Two(own, own)  # nobody listens on the private socket
+        async with two.client.get("/v1/stream/talk") as exchange:
+            starting = asyncio.create_task(exchange.start())
+            await restore_streams(own.service, ROUTES.planners)
+            two.restored.set()
+            assert await starting == 200
+            assert (await exchange.read()).endswith(b"data: [DONE]\n\n")
+
+    play(former, Setting(texts=(STORY,), step=0.0, store=tmp_path / "store"), run=asyncio.run)
+    play(scene, Setting(store=tmp_path / "store"), run=asyncio.run)
+
+
+def test_only_the_successor_may_use_the_private_socket() -> None:
+    async def scene(two: Two) -> None:
+        connector = aiohttp.UnixConnector(private_socket(os.getpid()))
+        async with aiohttp.ClientSession(connector=connector) as session:
+            for secret, status in (("", 403), ("another", 403), ("secret", 200)):
+                headers = {
+                    SECRET.decode(): secret,
+                    CLIENT.decode(): "127.0.0.1",
+                    "host": "localhost",
+                }
+                async with session.get("http://podway/v1/models", headers=headers) as response:
+                    assert response.status == status
+
+    play_two(scene)
