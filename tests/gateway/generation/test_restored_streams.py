@@ -307,7 +307,7 @@ def test_a_conversation_that_began_anew_beside_the_former_server_is_not_ended_by
         await begin(rig, CHAT, {"messages": USER}, seconds)
 
     async def beside() -> None:
-        rig = build_rig(setting(tmp_path / "store"))
+        rig = build_rig(setting(tmp_path / "store", seed=9))  # other ids
         journal = rig.service.store.journal
         journal.begin_beside()
         running = asyncio.create_task(rig.engine.run())
