@@ -317,7 +317,8 @@ def test_a_conversation_that_began_anew_beside_the_former_server_is_not_ended_by
         assert whole.startswith(seen)
         assert whole.endswith(b"data: [DONE]\n\n")
         assert len(rig.ended) == 1
-        assert await journal.ended(rig.service.unix_now()) == await journal.running() == []
+        assert await journal.ended(rig.service.unix_now()) == []
+        assert await journal.running() == []
         rig.service.store.close()
         running.cancel()
 
