@@ -112,10 +112,12 @@ class _Run:
         self._batches = runner.service.store.batch_queue.batches
 
     async def run(self) -> None:
-        """Run the batch to its end. If the store fails, the next start resumes it."""
+        """Run the batch to its end, unless it has ended since it was read. If the store fails, the
+        next start resumes it."""
         queue, batch_id = self._service.store.batch_queue, self._record.id
         cancelled = queue.open(batch_id)
         try:
+            self._record = await self._batches.find(batch_id, self._record.tenant)
             while not (self._record.has_ended or self._ending.is_set()):
                 try:
                     await self._advance(cancelled)

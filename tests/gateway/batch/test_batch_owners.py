@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from engine.request import Abort
@@ -126,6 +127,24 @@ def test_a_batch_survives_restarts_and_answers_each_line_once(
     assert answered[-1] < 30
     rig = play(end, replace(setting, seed=99))
     assert sum(request.outcome == "finished" for request in rig.ended) == 30 - answered[-1]
+
+
+@pytest.mark.parametrize("status", ["validating", "in_progress", "finalizing"])
+def test_a_batch_that_was_read_before_its_end_does_not_run_again(status: str) -> None:
+    """As when the batches of a former server are read once more, while some of them end."""
+
+    async def scene(rig: Rig) -> None:
+        batch_id = await started(rig, chat_lines(2))
+        batch = await ended(rig, batch_id)
+        queue = rig.service.store.batch_queue
+        record = await queue.batches.find(batch_id, "")
+        queue.arrivals.put_nowait(msgspec.structs.replace(record, status=status))
+        await asyncio.sleep(20 * STEP)
+        assert await ended(rig, batch_id) == batch
+        assert len(await lines_of(rig, batch["output_file_id"])) == 2
+        assert len(rig.ended) == 2
+
+    play(scene)
 
 
 def test_a_batch_that_was_being_cancelled_is_cancelled_after_a_restart(tmp_path: Path) -> None:
