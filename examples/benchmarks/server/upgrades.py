@@ -1,14 +1,15 @@
 """Upgrade a server again and again under streams in constant load.
 
     python -m examples.benchmarks.server.upgrades --upgrades 200 --streams 64 --sockets 8 --batches
-        --output FILE
+        --note "the machine" --out examples/benchmarks/results/upgrades
 
 Each client streams one completion after the other, over one HTTP client that keeps connections, or
 one response after the other over a WebSocket, and connects again when the server closes it between
 two responses. With `--batches` one batch after the other is computed beside them.
 Every text must be the one that an undisturbed server gave for the same seed. A gap is the time
 between two events of one stream, or from a request to its first event; reported are the longest gap
-of each stream during the upgrades, and of as many streams without an upgrade before.
+of each stream during the upgrades, and of as many streams without an upgrade before. The run is
+added to upgrades.json in the folder, and README.md is written from all runs there.
 """
 
 import argparse
@@ -18,9 +19,10 @@ import ssl
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 
@@ -31,6 +33,28 @@ PROMPTS = 8  # different requests; each has one text
 TOKENS = 48
 BATCH_LINES = 40
 ENDS = ("response.completed", "response.incomplete")
+REMARKS = """\
+- The batch that was lost in the first run had its output file taken from it: it ended while the new
+  server read the batches of the former one for the second time, and ran again without lines.
+  Batches are read once more before they run since then.
+- WebSockets lost a response in each upgrade before these runs: a connection whose next message was
+  being read was closed as one at rest.
+
+Not measured: several replicas or models, a GPU, containers and systemd.
+"""
+ABOUT = """\
+# Servers that are replaced again and again under load
+
+`python -m examples.benchmarks.server.upgrades`; the built-in model, one thread. Each client has one
+stream of 48 tokens after the other, or one response after the other over a WebSocket, or one batch
+of 40 lines after the other; every text is compared with that of an undisturbed server. A gap is the
+longest time between two events of a stream, or before the first ([JSON](upgrades.json)). Two
+servers share the cores during an upgrade: the new one loads while the former one serves, and then
+the former one finishes.
+
+| upgrades | | complete | lost | different | gap p50 / p99 / most, s | undisturbed |
+|---|---|---|---|---|---|---|
+"""
 
 
 @dataclass
@@ -247,6 +271,31 @@ async def measure(args: argparse.Namespace, server: Server, url: str) -> dict[st
     return {"upgrades": num_upgrades, "upgrade_seconds_p50": seconds, **results}
 
 
+def page(runs: Sequence[Mapping[str, Any]]) -> str:
+    """The runs as Markdown."""
+    lines = []
+    for run in runs:
+        what = f"{run['streams']} streams{' with TLS' if run['tls'] else ''}"
+        for suffix, name in (("", what), (", WebSockets", "WebSockets"), (", batches", "batches")):
+            if (after := run.get(f"upgraded{suffix}")) is not None:
+                before = run[f"undisturbed{suffix}"]
+                counts = f"{after['complete']:,} | {after['lost']} | {after['different']}"
+                lines.append(
+                    f"| {run['upgrades']} | {name} | {counts} | {_gaps(after)} | {_gaps(before)} |"
+                )
+    lines.append("")
+    for number, run in enumerate(runs, 1):
+        seconds = run["upgrade_seconds_p50"]
+        lines.append(f"- Run {number}: {run['note']}; an upgrade takes {seconds} s (median).")
+    return ABOUT + "\n".join(lines) + "\n" + REMARKS
+
+
+def _gaps(summary: Mapping[str, Any]) -> str:
+    if not summary["gap_max"]:
+        return ""
+    return f"{summary['gap_p50']} / {summary['gap_p99']} / {summary['gap_max']}"
+
+
 def main() -> None:
     """Run, print and write the result."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -256,7 +305,8 @@ def main() -> None:
     parser.add_argument("--tls", action="store_true")
     parser.add_argument("--sockets", type=int, default=0, help="clients with a WebSocket")
     parser.add_argument("--batches", action="store_true", help="compute batches beside the streams")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--note", default="", help="the machine, and what else ran on it")
+    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
@@ -272,11 +322,14 @@ def main() -> None:
             server.terminate()
             result["exit_code"] = server.wait(60)
     result |= {"streams": args.streams, "sockets": args.sockets, "batches": args.batches}
-    result |= {"tls": args.tls, "tokens": TOKENS}
-    text = json.dumps(result, indent=1)
-    sys.stdout.write(text + "\n")
-    if args.output is not None:
-        args.output.write_text(text + "\n")
+    result |= {"tls": args.tls, "tokens": TOKENS, "note": args.note}
+    sys.stdout.write(json.dumps(result, indent=1) + "\n")
+    if args.out is not None:
+        args.out.mkdir(parents=True, exist_ok=True)
+        file = args.out / "upgrades.json"
+        runs = [*(json.loads(file.read_text()) if file.exists() else []), result]
+        file.write_text(json.dumps(runs, indent=1) + "\n")
+        (args.out / "README.md").write_text(page(runs))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import pytest
 from engine.policy import POLICIES
 from examples.benchmarks.cluster import shared_store
 from examples.benchmarks.mtp import acceptance
-from examples.benchmarks.server import disk_tier, images, lora_server
+from examples.benchmarks.server import disk_tier, images, lora_server, upgrades
 from examples.benchmarks.virtual_time import learned_cost, least_piece, mixed_graphs, step_cost
 from tests.examples.benchmarks.published import RESULTS, read
 
@@ -31,6 +31,12 @@ def test_the_page_is_that_of_its_run(name: str) -> None:
 def test_the_page_about_plan_and_commit_is_that_of_its_run() -> None:
     page = (RESULTS / "policies" / "step_cost.md").read_text()
     assert page == step_cost.page(read("policies/step_cost.json"))
+
+
+def test_the_page_about_upgrades_is_that_of_its_runs() -> None:
+    runs = read("upgrades/upgrades.json")
+    assert (RESULTS / "upgrades" / "README.md").read_text() == upgrades.page(runs)
+    assert not any(run["upgraded"]["lost"] + run["upgraded"]["different"] for run in runs)
 
 
 def test_the_page_about_images_is_that_of_its_run() -> None:
