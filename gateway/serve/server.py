@@ -309,9 +309,8 @@ class Server:
                 place=place,
             )
 
-        listener = app.bound_private_socket(os.getpid())
         loop = asyncio.get_running_loop()
-        return await loop.create_unix_server(connect, sock=listener)
+        return await loop.create_unix_server(connect, sock=self.upgrades.private)
 
     async def _until_stopped(self, signals: Signals) -> None:
         """Wait for a signal, for a successor, or until the engine has failed and `/health` has

@@ -46,3 +46,17 @@ class Channel:
     def close(self) -> None:
         """End the channel after what was sent."""
         self._writer.close()
+
+
+def private_socket(pid: int) -> str:
+    """The name of the socket on which a server that has been replaced answers its successor, which
+    needs no file."""
+    return f"\0podway/finishing/{pid}"
+
+
+def private_listener(pid: int) -> socket.socket:
+    """That socket: connections to it wait until they are accepted."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(private_socket(pid))
+    listener.listen()
+    return listener

@@ -6,7 +6,6 @@ ended, its streams are in the journal, and these requests wait until that has be
 """
 
 import re
-import socket
 from contextlib import asynccontextmanager
 from functools import partial
 from secrets import compare_digest
@@ -20,6 +19,7 @@ from engine.errors import EngineError
 from gateway.errors import StreamNotFound
 from gateway.generation.held_streams import CONVERSATION, LAST_EVENT
 from gateway.generation.reply import unless_disconnected
+from gateway.serve.upgrade.channel import private_socket
 from gateway.service import Service
 
 if TYPE_CHECKING:
@@ -32,11 +32,6 @@ if TYPE_CHECKING:
 SECRET, CLIENT = b"podway-upgrade", b"podway-client"
 OF_CONNECTION = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"content-length"})
 _NAMED = re.compile(r"/v1/(responses|stream|requests)/(?P<name>.+?)(/cancel|/timeline)?", re.DOTALL)
-
-
-def private_socket(pid: int) -> str:
-    """The name of the former server's private socket, which needs no file."""
-    return f"\0podway/finishing/{pid}"
 
 
 class PrivateApp:
@@ -164,10 +159,3 @@ def _replayed(body: bytes, receive: "Receive", *, is_whole: bool) -> "Receive":
         return messages.pop() if messages else await receive()
 
     return replay
-
-
-def bound_private_socket(pid: int) -> socket.socket:
-    """The former server's private socket."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(private_socket(pid))
-    return listener

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from engine.errors import EngineError, StartupError
 from gateway.serve.upgrade import systemd
-from gateway.serve.upgrade.channel import Channel
+from gateway.serve.upgrade.channel import Channel, private_listener
 from gateway.serve.upgrade.inherited import VARIABLE
 
 if TYPE_CHECKING:
@@ -119,6 +119,7 @@ class Upgrades:
     handed_over: asyncio.Event = field(default_factory=asyncio.Event)
     successor: Successor | None = None  # once it has taken over
     secret: str = field(default_factory=lambda: secrets.token_hex(16))  # of forwarded requests
+    private: socket.socket | None = None  # on which these are accepted, once it has taken over
     _is_upgrading: bool = False
 
     async def upgrade(
@@ -165,12 +166,15 @@ class Upgrades:
         successor.channel.send(hello=True, store=store, secret=self.secret, pid=os.getpid())
         await successor.expect("ready", self.seconds)
         accepts.pause()
+        private = private_listener(os.getpid())  # the successor may use it at once
         try:
             successor.channel.send(take=True)
             await successor.expect("taken", TAKE_SECONDS)
         except BaseException:
             accepts.resume()
+            private.close()
             raise
+        self.private = private
         pid = successor.process.pid
         systemd.notify(f"MAINPID={pid}")
         adopt_descendants()

@@ -14,14 +14,8 @@ import uvicorn
 
 from engine.request import State
 from gateway.generation.restored_streams import restore_streams
-from gateway.serve.upgrade.forwarding import (
-    CLIENT,
-    SECRET,
-    Forwarding,
-    PrivateApp,
-    bound_private_socket,
-    private_socket,
-)
+from gateway.serve.upgrade.channel import private_listener, private_socket
+from gateway.serve.upgrade.forwarding import CLIENT, SECRET, Forwarding, PrivateApp
 from gateway.web.table import ROUTES
 from tests.gateway.rig import CHAT, MODEL, USER, Rig, Setting, build_rig, play
 from tests.wire.asgi import Client, Exchange
@@ -64,8 +58,7 @@ async def served_privately(rig: Rig) -> AsyncIterator[None]:
     """Serve on the private socket of a former server."""
     config = uvicorn.Config(PrivateApp(rig.app, "secret"), lifespan="off", log_config=None)
     server = uvicorn.Server(config)
-    with bound_private_socket(os.getpid()) as listener:
-        listener.listen()
+    with private_listener(os.getpid()) as listener:
         serving = asyncio.create_task(server._serve([listener]))  # without its signals
         yield
         server.should_exit = True

@@ -1,0 +1,66 @@
+"""The handover to a successor, which has no process here."""
+
+import os
+import socket
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import MagicMock, patch
+
+import pytest
+
+from engine.errors import StartupError
+from gateway.serve.upgrade.channel import private_socket
+from gateway.serve.upgrade.successor import Accepts, Successor, Upgrades
+
+
+class FakeSuccessor:
+    """Answers at once. When it takes over, it asks the former server about one of its streams."""
+
+    def __init__(self, *, takes_over: bool) -> None:
+        self.channel = MagicMock()
+        self.process = MagicMock(pid=1)
+        self.asked: list[socket.socket] = []
+        self._takes_over = takes_over
+
+    async def expect(self, what: str, seconds: float) -> None:
+        if what == "taken":
+            self.asked.append(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            self.asked[-1].connect(private_socket(os.getpid()))
+            if not self._takes_over:
+                raise StartupError("it has ended")
+
+
+async def handed_over(successor: FakeSuccessor) -> tuple[Upgrades, list[str]]:
+    async def is_lost_at_end() -> bool:
+        return False
+
+    store: Any = SimpleNamespace(is_lost_at_end=is_lost_at_end, database=SimpleNamespace(path=None))
+    accepts: list[str] = []
+    upgrades = Upgrades(store, 1.0, lambda: None)
+    ways = Accepts(lambda: accepts.append("pause"), lambda: accepts.append("resume"))
+    with patch("gateway.serve.upgrade.successor.adopt_descendants"):
+        await upgrades._hand_over(cast("Successor", successor), ways)
+    return upgrades, accepts
+
+
+async def test_a_successor_is_answered_about_streams_as_soon_as_it_takes_over() -> None:
+    successor = FakeSuccessor(takes_over=True)
+    upgrades, accepts = await handed_over(successor)
+    assert accepts == ["pause"]
+    assert upgrades.private is not None
+    answering, _ = upgrades.private.accept()
+    for each in (answering, upgrades.private, *successor.asked):
+        each.close()
+
+
+async def test_a_handover_that_fails_can_be_tried_again() -> None:
+    for _ in range(2):
+        successor = FakeSuccessor(takes_over=False)
+        with pytest.raises(StartupError):
+            await handed_over(successor)
+        for each in successor.asked:
+            each.close()
+    upgrades, _ = await handed_over(successor := FakeSuccessor(takes_over=True))
+    assert upgrades.private is not None
+    for each in (upgrades.private, *successor.asked):
+        each.close()
