@@ -73,6 +73,8 @@ class GraphKind(NamedTuple):
 
 class _Captured(NamedTuple):
     graph: Graph
+    ids: Tensor  # [size]; like the positions, views of the arena
+    positions: Tensor
     hidden: Tensor  # [size, hidden], written by each replay
     baked: tuple[int, ...]
 
@@ -150,16 +152,21 @@ class StepGraphs:
 
     def replay(self, layout: RaggedLayout, hidden: Tensor | None = None) -> Tensor:
         """Plan attention and replay; hidden states `[size, hidden]`, which the next replay of any
-        size overwrites."""
+        size overwrites. If the plan is not the one that was captured, the step and all later ones
+        of its kind run without the graph."""
         kind, layers = GraphKind.of(layout), self._layers
         captured = self._captured[kind]
         if layers.received is not None:
             assert hidden is not None, "later stages receive hidden states"
             layers.received[: len(hidden)].copy_(hidden)
         baked = layers.attention.plan_captured(layout)
-        assert baked == captured.baked, f"the plan for {kind} is not the one that was captured"
-        captured.graph.replay()
-        return captured.hidden
+        if baked == captured.baked:
+            captured.graph.replay()
+            return captured.hidden
+        logger.warning("attention of %s has another plan than its graph, which is dropped", kind)
+        del self._captured[kind]
+        layers.attention.plan(layout)
+        return layers(captured.ids, captured.positions)
 
     def _capture(self, kind: GraphKind) -> _Captured:
         blank = blank_layout(kind.rows, *self._blank)
@@ -173,7 +180,7 @@ class StepGraphs:
         baked = attention.plan_captured(blank)
         self._streams.synchronize()
         graph, hidden = self._streams.capture(lambda: self._layers(ids, positions))
-        return _Captured(graph, hidden, baked)
+        return _Captured(graph, ids, positions, hidden, baked)
 
 
 def _num_pairs(layout: RaggedLayout) -> int:

@@ -101,6 +101,29 @@ def test_a_mixed_step_replays_a_graph_and_gives_the_tokens_of_an_eager_one(
     assert replayed() == [-64, -64], "the prompts, then the mixed step"
 
 
+@pytest.mark.parametrize("is_decode", [False, True])
+def test_a_graph_whose_plan_has_changed_is_dropped_and_its_step_runs_eagerly(
+    is_decode: bool,
+    model: Path,
+    eager: OnStandIns,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    worker = on_stand_ins(model, **LIMITS)
+    warm = [prompt(request, 0, 8) for request in range(2)]
+    first, second = both(0, *warm, on=(worker, eager))
+    assert first == second
+    entries = [entry(0, 8, LAST_TOKEN)]
+    if not is_decode:
+        entries.append(prompt(1, 8, 5))
+    attention = worker.device.made[-1]
+    monkeypatch.setattr(attention, "plan_captured", lambda layout: (-1,))
+    for number in range(1, 5):  # each drops the next larger size, if there is one
+        found, wanted = both(number, *entries, on=(worker, eager))
+        assert found == wanted
+    assert caplog.text.count("which is dropped") == (3 if is_decode else 2)
+
+
 def test_hidden_states_are_those_of_an_eager_step(
     with_graphs: OnStandIns, eager: OnStandIns
 ) -> None:
