@@ -29,6 +29,7 @@ from engine.simulated.known_cost import KnownCost
 from engine.simulated.play import play_all
 from engine.simulated.run import build_scheduler, recorder_of
 from examples.benchmarks.virtual_time.constant_scenarios import SCENARIOS, Noisy, Scenario, due
+from examples.benchmarks.virtual_time.written import write_results
 
 OUT = Path(__file__).parents[1] / "results" / "constants"
 FIGURES = (("ttft", "mean"), ("ttft", "p99"), ("itl", "mean"), ("itl", "p99"), ("jct", "mean"))
@@ -225,7 +226,6 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=(), metavar="NAME")
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
     file = args.out / "constants.json"
     known = json.loads(file.read_text()) if file.exists() else []
     found: list[dict[str, Any]] = []
@@ -238,8 +238,7 @@ def main() -> None:
             _text(row) or "no difference",
             flush=True,
         )
-    file.write_text(json.dumps(found, indent=1) + "\n")
-    (args.out / "README.md").write_text(page(found))
+    write_results(args.out, found, page)
 
 
 if __name__ == "__main__":

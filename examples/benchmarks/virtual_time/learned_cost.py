@@ -10,7 +10,6 @@ Writes learned_cost.json and README.md.
 """
 
 import argparse
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -28,6 +27,7 @@ from engine.simulated.run import NO_SLO, Setup, build_executor, build_scheduler,
 from engine.simulated.trace import Arrival, poisson
 from engine.step import Step
 from examples.benchmarks.virtual_time.least_piece import COST, SEED, SETTINGS, lengths
+from examples.benchmarks.virtual_time.written import write_results
 
 OUT = Path(__file__).parents[1] / "results" / "learned_cost"
 SPREAD, STALLS, STALL = 0.15, 0.01, 4.0
@@ -141,9 +141,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
     found = [*rows(args.requests)]
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "learned_cost.json").write_text(json.dumps(found, indent=1) + "\n")
-    (args.out / "README.md").write_text(page(found))
+    write_results(args.out, found, page)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ tokens. `--prefill-slowdown` is 2, as in `podway serve`. Writes least_piece.json
 """
 
 import argparse
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from random import Random
@@ -22,6 +21,7 @@ from engine.cost.model import CostModel
 from engine.policy import build
 from engine.simulated.run import Setup, simulate
 from engine.simulated.trace import poisson
+from examples.benchmarks.virtual_time.written import write_results
 
 OUT = Path(__file__).parents[1] / "results" / "least_piece"
 CURVE = ((1, 5.1e-3), (64, 5.1e-3), (128, 5.7e-3), (256, 7.7e-3), (512, 13e-3), (2048, 48e-3))
@@ -94,9 +94,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
     found = [*rows(args.requests)]
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "least_piece.json").write_text(json.dumps(found, indent=1) + "\n")
-    (args.out / "README.md").write_text(page(found))
+    write_results(args.out, found, page)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ mixed_graphs.json and README.md.
 """
 
 import argparse
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -33,6 +32,7 @@ from engine.simulated.run import (
 from engine.simulated.trace import Arrival, poisson
 from engine.step import Step
 from examples.benchmarks.virtual_time.least_piece import COST, SEED, SETTINGS, lengths
+from examples.benchmarks.virtual_time.written import write_results
 
 OUT = Path(__file__).parents[1] / "results" / "mixed_graphs"
 LARGEST = 512
@@ -135,9 +135,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
     found = [*rows(args.requests)]
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "mixed_graphs.json").write_text(json.dumps(found, indent=1) + "\n")
-    (args.out / "README.md").write_text(page(found))
+    write_results(args.out, found, page)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ them repeat one of 16 prompts. The costs are rounded from Llama-3.1-8B in bfloat
 """
 
 import argparse
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
@@ -25,6 +24,7 @@ from engine.simulated.known_cost import KnownCost
 from engine.simulated.play import Outcome, play
 from engine.simulated.run import Setup, build_executor, build_scheduler
 from engine.simulated.trace import SHARED_BLOCK, Arrival
+from examples.benchmarks.virtual_time.written import write_results
 
 OUT = Path(__file__).parents[1] / "results" / "retention"
 COST = CostModel(
@@ -125,9 +125,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
     rows = [run(count, ttl) for count in (AGENTS, 4 * AGENTS) for ttl in TTLS]
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "retention.json").write_text(json.dumps(rows, indent=1) + "\n")
-    (args.out / "README.md").write_text(page(rows))
+    write_results(args.out, rows, page)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 import json
 
-from examples.benchmarks.virtual_time.constants import OUT, REMOVED, SCENARIOS, SWEPT, page, ratios
+from examples.benchmarks.virtual_time.constant_scenarios import SCENARIOS
+from examples.benchmarks.virtual_time.constants import OUT, REMOVED, SWEPT, page, ratios
 
 
 def test_the_page_shows_the_rows_of_all_constants_with_their_committed_values() -> None:
