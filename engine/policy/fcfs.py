@@ -1,15 +1,22 @@
-"""First come, first served at iteration level (Orca, section 4.1 and algorithm 1), in turns.
+"""First come, first served at iteration level (Orca, section 4.1 and algorithm 1), between clients
+by fair queueing.
 
-While requests of several clients wait, the clients take turns, so that one that sends thousands at
-once delays another's request by one of its own. This is start-time fair queueing (Goyal et al.,
-SIGCOMM 1996) with a cost of one for each request: a request's turn is the one after that of its
-client's last waiting request, or the present turn if that is later or none waits. Each start
-advances the present turn by one over the number of clients that wait, so that a request also gets
-its turn where new clients come without end. The requests of one client are served in the order of
-their arrival, and so are all requests if only one client has any.
+The requests of one client are served in the order of their arrival, and so are all requests if only
+one client has any. Several clients share the tokens of prompts, so that a request waits neither for
+the queue of another client nor for all of a long prompt that came before. Virtual time is the
+tokens that a client gets if all clients with prompts to compute have equal shares. A waiting prompt
+has the virtual time of its client's prompts before it, or of its arrival if that is later
+(start-time fair queueing; Goyal et al., SIGCOMM 1996); one that has started, the virtual time at
+which its last token is due (weighted fair queueing; Demers et al., SIGCOMM 1989). So prompts of
+equal length are computed one after another, and a short one goes before what is left of a long one.
+Tokens that are found in the cache cost nothing once the prompt has started. Requests whose prompts
+are computed keep their places.
 """
 
-from bisect import bisect_left
+from bisect import bisect_left, insort
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
 from engine.policy.base import PolicyBase
@@ -23,53 +30,159 @@ if TYPE_CHECKING:
     from engine.ports import Cost
     from engine.request import Request
 
+    Queue = Iterator[tuple[float, Request]]
+    Head = tuple[float, int, Request, Queue]
+
+
+@dataclass(slots=True, eq=False)
+class _Prompt:
+    """The prompt of a live request, of which `tokens` are to be computed."""
+
+    client: "_Client"
+    tokens: int
+    has_started: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Client:
+    """A client with live requests, in the order of their arrival; None for a prompt that is
+    computed."""
+
+    number: int
+    live: "OrderedDict[Request, _Prompt | None]" = field(default_factory=OrderedDict)
+    num_prompts: int = 0
+    served: float = 0.0  # the virtual time up to which its prompts are computed
+    place: tuple[float, int] | None = None  # of its first request in `_places`
+
+    def in_order(self) -> "Iterator[tuple[float, Request]]":
+        """The requests with their virtual times, which do not decrease."""
+        key, end = 0.0, self.served
+        for request, prompt in self.live.items():
+            if prompt is not None:
+                start, end = end, end + prompt.tokens
+                key = max(key, end if prompt.has_started else start)
+            yield key, request
+
 
 class FirstComeFirstServed(PolicyBase):
-    """A request's place follows from its arrival, and preemption does not change it. Uses neither
-    cost nor settings."""
+    """The order of arrival, and fair queueing between clients. Uses neither cost nor settings."""
 
     preemption = Preemption.NEVER
 
     def __init__(
         self, cost: "Cost | None" = None, settings: "PolicySettings | None" = None
     ) -> None:
-        self._keys: dict[Request, SortKey] = {}  # the turn, and the number of the arrival
-        self._waiting: dict[str, dict[Request, None]] = {}  # by client, those that never started
-        self._sorted_keys: list[SortKey] = []
-        self._sorted: list[Request] = []  # by these keys
-        self._turn = 0.0
-        self._num_arrived = 0
+        self._clients: dict[str, _Client] = {}  # with live requests, by name
+        self._prompts: dict[Request, _Prompt] = {}  # those that are not computed
+        self._places: list[tuple[float, int, _Client]] = []  # sorted
+        self._moved: dict[_Client, None] = {}  # whose place may be another one
+        self._num_sharing = 0  # clients with prompts
+        self._num_clients = 0  # that came
+        self._time = 0.0  # virtual
 
     def arrive(self, request: "Request", now: float) -> None:
-        waiting = self._waiting.setdefault(request.spec.client, {})
-        turn = self._turn
-        if waiting:
-            turn = max(turn, self._keys[next(reversed(waiting))][0] + 1.0)
-        waiting[request] = None
-        key = self._keys[request] = (turn, self._num_arrived)
-        self._num_arrived += 1
-        at = bisect_left(self._sorted_keys, key)
-        self._sorted_keys.insert(at, key)
-        self._sorted.insert(at, request)
+        client = self._clients.get(request.spec.client)
+        if client is None:
+            client = self._clients[request.spec.client] = _Client(self._num_clients)
+            self._num_clients += 1
+        if not client.num_prompts:
+            self._num_sharing += 1
+            client.served = max(client.served, self._time)
+        client.num_prompts += 1
+        client.live[request] = self._prompts[request] = _Prompt(client, request.remaining)
+        self._moved[client] = None
 
     def start(self, request: "Request") -> None:
-        if request in self._waiting.get(request.spec.client, ()):
-            self._turn = max(self._turn, self._keys[request][0]) + 1.0 / len(self._waiting)
-            self._no_longer_waits(request)
+        prompt = self._prompts.get(request)
+        if prompt is not None:
+            prompt.has_started = True
+            prompt.tokens = request.remaining  # without those in the cache
+            self._moved[prompt.client] = None
+
+    def ran(self, request: "Request", num_tokens: int, seconds: float, now: float) -> None:
+        prompt = self._prompts.get(request)
+        if prompt is None:
+            return
+        prompt.tokens = request.remaining
+        prompt.client.served += num_tokens
+        self._time += num_tokens / self._num_sharing
+        self._moved[prompt.client] = None
+        if not prompt.tokens:
+            self._end(request)
+            prompt.client.live[request] = None
 
     def leave(self, request: "Request", now: float) -> None:
-        self._no_longer_waits(request)
-        at = bisect_left(self._sorted_keys, self._keys.pop(request))
-        del self._sorted_keys[at], self._sorted[at]
+        client = self._clients[request.spec.client]
+        self._end(request)
+        del client.live[request]
+        self._moved[client] = None
+        if not client.live:
+            del self._clients[request.spec.client]
 
     def order(self, now: float) -> "Iterator[Request]":
-        return iter(self._sorted)
+        self._place()
+        if len(self._places) == 1:
+            return iter(self._places[0][2].live)
+        return self._merged()
 
     def sort_keys(self, requests: "Sequence[Request]", now: float) -> "list[SortKey]":
-        return [self._keys[request] for request in requests]
+        """The virtual time of a request, its client's number, and its place among the client's."""
+        wanted: dict[str, set[Request]] = {}
+        for request in requests:
+            wanted.setdefault(request.spec.client, set()).add(request)
+        keys: dict[Request, SortKey] = {}
+        for name, others in wanted.items():
+            client = self._clients[name]
+            for at, (time, request) in enumerate(client.in_order()):
+                if request in others:
+                    keys[request] = (time, client.number, at)
+                    others.discard(request)
+                    if not others:
+                        break
+        return [keys[request] for request in requests]
 
-    def _no_longer_waits(self, request: "Request") -> None:
-        waiting = self._waiting.get(request.spec.client, {})
-        waiting.pop(request, None)
-        if not waiting:
-            self._waiting.pop(request.spec.client, None)
+    def _end(self, request: "Request") -> None:
+        """The prompt is computed, or will not be."""
+        prompt = self._prompts.pop(request, None)
+        if prompt is not None:
+            prompt.client.num_prompts -= 1
+            self._num_sharing -= not prompt.client.num_prompts
+
+    def _place(self) -> None:
+        """Put the clients in the order of their first requests."""
+        for client in self._moved:
+            if client.place is not None:
+                del self._places[bisect_left(self._places, client.place)]
+                client.place = None
+            first = next(client.in_order(), None)
+            if first is not None:
+                client.place = (first[0], client.number)
+                insort(self._places, (*client.place, client))
+        self._moved.clear()
+
+    def _merged(self) -> "Iterator[Request]":
+        """The requests of all clients in the order of their virtual times."""
+        heap: list[Head] = []
+        for time, number, client in self._places:
+            while heap and heap[0] < (time, number):
+                yield _next(heap)
+            if not client.num_prompts:
+                yield from client.live
+                continue
+            queue = client.in_order()
+            yield next(queue)[1]
+            _push(heap, number, queue)
+        while heap:
+            yield _next(heap)
+
+
+def _push(heap: "list[Head]", number: int, queue: "Queue") -> None:
+    head = next(queue, None)
+    if head is not None:
+        heappush(heap, (head[0], number, head[1], queue))
+
+
+def _next(heap: "list[Head]") -> "Request":
+    _, number, request, queue = heappop(heap)
+    _push(heap, number, queue)
+    return request

@@ -130,7 +130,7 @@ async def measure(
     timeout = aiohttp.ClientTimeout(total=None)
     connector = aiohttp.TCPConnector(limit=0, ssl=trusting())
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
-        streams = HonestStreams(session, url, args.model)
+        streams = HonestStreams(url, args.model)
         tasks = [asyncio.create_task(streams.stream(n)) for n in range(args.streams)]
         tasks.append(asyncio.create_task(streams.short_requests()))
         await asyncio.sleep(SETTLE_SECONDS)

@@ -104,12 +104,10 @@ async def alone(session: aiohttp.ClientSession, url: str, chats: Chats, image: s
     }
 
 
-async def beside(
-    session: aiohttp.ClientSession, url: str, chats: Chats, images: Sequence[str], rate: float
-) -> Figures:
+async def beside(url: str, chats: Chats, images: Sequence[str], rate: float) -> Figures:
     """Streams undisturbed, then while the images arrive at so many per second; what is not
     answered by then is left."""
-    streams = HonestStreams(session, url, "m")
+    streams = HonestStreams(url, "m")
     tasks = [asyncio.create_task(streams.stream(number)) for number in range(STREAMS)]
     await asyncio.sleep(SETTLE_SECONDS)
     began = time.perf_counter()
@@ -143,7 +141,7 @@ async def measure(url: str, numbers: "count[int]", rate: float, seconds: float) 
         chats = Chats(session, url, "m")
         found = await alone(session, url, chats, picture(next(numbers)))
         images = [picture(next(numbers)) for _ in range(int(seconds * rate))]
-        found |= await beside(session, url, chats, images, rate)
+        found |= await beside(url, chats, images, rate)
         await until_idle(session, url)
     return found
 

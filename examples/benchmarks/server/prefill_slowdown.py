@@ -36,7 +36,7 @@ async def measure(url: str, number: int, arguments: argparse.Namespace) -> dict[
     prompt = [300 + (7 * at + number) % 1000 for at in range(arguments.tokens)]
     body = {"model": "builtin", "prompt": prompt, "max_tokens": 1}
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        streams = HonestStreams(session, url, "builtin")
+        streams = HonestStreams(url, "builtin")
         tasks = [asyncio.create_task(streams.stream(n)) for n in range(arguments.streams)]
         await asyncio.sleep(SETTLE_SECONDS)
         started = time.perf_counter()

@@ -1,5 +1,6 @@
-"""First come, first served: the order of arrival for one client, and turns between several."""
+"""First come, first served: the order of arrival for one client, fair queueing between several."""
 
+from collections import Counter
 from random import Random
 
 from engine.policy.fcfs import FirstComeFirstServed
@@ -8,13 +9,19 @@ from tests.scheduling import a_request, a_scheduler, a_spec, run_iteration
 
 
 def served(policy: FirstComeFirstServed) -> str:
-    """The clients in the order in which their requests start; each ends at once."""
+    """The clients in the order in which their requests start; each ends with its prompt."""
     order = ""
     while request := next(policy.order(0.0), None):
         policy.start(request)
+        compute(policy, request, request.remaining)
         policy.leave(request, 0.0)
         order += request.spec.client
     return order
+
+
+def compute(policy: FirstComeFirstServed, request: Request, num_tokens: int) -> None:
+    request.num_computed += num_tokens
+    policy.ran(request, num_tokens, 0.0, 0.0)
 
 
 def arrivals(policy: FirstComeFirstServed, clients: str) -> None:
@@ -26,13 +33,32 @@ def test_requests_of_one_client_are_in_the_order_of_arrival_whatever_starts_and_
     random, policy = Random(0), FirstComeFirstServed()
     live: list[Request] = []
     for number in range(2000):
-        live.append(a_request(number, 1, 9, client="a"))
+        live.append(a_request(number, 5, 9, client="a"))
         policy.arrive(live[-1], 0.0)
         for request in random.sample(live, min(len(live), random.randint(0, 3))):
             policy.start(request)
+            compute(policy, request, random.randint(0, request.remaining))
         if random.random() < 0.9:
             policy.leave(live.pop(random.randrange(len(live))), 0.0)
         assert list(policy.order(0.0)) == live
+
+
+def test_the_keys_of_many_clients_are_ascending_in_the_order() -> None:
+    random, policy = Random(1), FirstComeFirstServed()
+    live: list[Request] = []
+    for number in range(1000):
+        prompt = random.choice((1, 5, 200))
+        live.append(a_request(number, prompt, 9, client=random.choice("abcdefgh")))
+        policy.arrive(live[-1], 0.0)
+        for request in random.sample(live, min(len(live), random.randint(0, 3))):
+            policy.start(request)
+            compute(policy, request, random.randint(0, request.remaining))
+        if random.random() < 0.9:
+            policy.leave(live.pop(random.randrange(len(live))), 0.0)
+        order = list(policy.order(0.0))
+        assert Counter(order) == Counter(live)
+        keys = policy.sort_keys(order, 0.0)
+        assert keys == sorted(keys)
 
 
 def test_clients_take_turns_while_requests_of_several_wait() -> None:
@@ -47,6 +73,7 @@ def test_a_request_beside_thousands_of_another_client_is_the_next_to_start() -> 
     order = policy.order(0.0)
     for request in [next(order) for _ in range(16)]:
         policy.start(request)
+        compute(policy, request, 1)
     policy.arrive(a_request(2048, 1, 9, client="b"), 0.0)
     waiting = [request.spec.client for request in policy.order(0.0) if request.request_id >= 16]
     assert waiting[:2] in (["b", "a"], ["a", "b"])
@@ -69,10 +96,67 @@ def test_a_second_request_starts_though_new_clients_come_without_end() -> None:
         policy.arrive(a_request(number, 1, 9, client=f"new {number}"), 0.0)
         request = next(policy.order(0.0))
         policy.start(request)
+        compute(policy, request, 1)
         policy.leave(request, 0.0)
         if request is second:
             return
     raise AssertionError("it was overtaken by every new client")
+
+
+def test_a_long_prompt_ends_though_short_ones_of_other_clients_come_without_end() -> None:
+    policy = FirstComeFirstServed()
+    long = a_request(0, 100, 9, client="long")
+    policy.arrive(long, 0.0)
+    policy.start(long)
+    for number in range(1, 200):
+        short = a_request(number, 10, 9, client=f"new {number}")
+        policy.arrive(short, 0.0)
+        request = next(each for each in policy.order(0.0) if each.remaining)
+        policy.start(request)
+        compute(policy, request, 10)
+        if not long.remaining:
+            assert 10 < number < 100
+            return
+    raise AssertionError("it was overtaken by every new client")
+
+
+def test_prompts_of_equal_length_are_computed_one_after_another() -> None:
+    policy = FirstComeFirstServed()
+    first, second = (a_request(number, 100, 9, client=str(number)) for number in range(2))
+    policy.arrive(first, 0.0)
+    policy.start(first)
+    compute(policy, first, 10)
+    policy.arrive(second, 0.0)
+    policy.start(second)
+    computed = []
+    while request := next((each for each in policy.order(0.0) if each.remaining), None):
+        compute(policy, request, 10)
+        computed.append(request)
+    assert computed == [first] * 9 + [second] * 10
+
+
+def test_a_short_prompt_goes_before_what_is_left_of_a_long_one() -> None:
+    """An iteration computes 20 tokens; the long prompt of 200 was there before."""
+    scheduler = a_scheduler(FirstComeFirstServed(), max_batch_tokens=20, max_batch_size=4)
+    long = scheduler.add(a_spec(200, 2, client="long"), 0.0)
+    now = run_iteration(scheduler, 0.0)
+    short = scheduler.add(a_spec(5, 1, client="short"), now)
+    now = run_iteration(scheduler, now)
+    assert short.state is State.FINISHED
+    assert long.num_computed == 35
+
+
+def test_tokens_in_the_cache_are_not_counted() -> None:
+    policy = FirstComeFirstServed()
+    fresh, cached = (
+        a_request(number, size, 9, client=str(number)) for number, size in enumerate((100, 500))
+    )
+    policy.arrive(fresh, 0.0)
+    policy.arrive(cached, 0.0)
+    policy.start(fresh)
+    cached.num_computed = 490
+    policy.start(cached)
+    assert list(policy.order(0.0)) == [cached, fresh]
 
 
 def test_many_prompts_of_one_client_delay_that_of_another_by_one_turn() -> None:
