@@ -10,7 +10,8 @@ A GGUF file (`examples.benchmarks.peers.random_gguf` writes them) is served by P
 one Podway serves the shape with random weights.
 
 All servers of a model and format are up at a time; each load runs on one after the other, because
-the memory of a virtual machine is faster at some times than at others. `--add` keeps the rounds
+the memory of a virtual machine is faster at some times than at others. Where memory does not hold
+all, one server after the other is measured. `--add` keeps the rounds
 that DIR has already. `--list` shows what would be started and what is left out for want of a file
 or of memory.
 """
@@ -95,8 +96,9 @@ def main() -> None:
             for group in dict.fromkeys(each.group for each in servers):
                 print(f"round {number}: {group}", file=sys.stderr, flush=True)
                 here = [each for each in servers if each.group == group]
-                found = measure_in_turn(here, chosen_loads, Path(scratch))
-                runs += [{"round": number} | each for each in found]
+                for each in together(here, psutil.virtual_memory().available):
+                    found = measure_in_turn(each, chosen_loads, Path(scratch))
+                    runs += [{"round": number} | run for run in found]
                 figures.write_text(json.dumps(runs, indent=1) + "\n")
                 (out / "README.md").write_text(page(runs, LOADS, names_of_all(), missing))
 
@@ -157,13 +159,30 @@ def names_of_all() -> list[str]:
     return [f"{model.name}, {format.gguf}" for model in MODELS for format in model.formats]
 
 
+def needed_bytes(model: Model, format: Format) -> int:
+    return int(model.billions * 1e9 * format.bits / 8) + KV_BYTES
+
+
+def together(servers: list[Server], available_bytes: int) -> list[list[Server]]:
+    """The servers of a model and format, all at a time if memory holds them."""
+    name, format = servers[0].group.split(", ")
+    (needed,) = (
+        needed_bytes(model, each)
+        for model in MODELS
+        for each in model.formats
+        if (model.name, each.gguf) == (name, format)
+    )
+    is_held = len(servers) * needed <= available_bytes
+    return [servers] if is_held else [[each] for each in servers]
+
+
 def plan(models: list[Model], peers: Path, available_bytes: int) -> tuple[list[Server], list[str]]:
     """The servers that can be started, and what cannot be and why."""
     servers, missing = [], []
     for model in models:
         for format in model.formats:
             name = f"{model.name}, {format.gguf}"
-            needed = int(model.billions * 1e9 * format.bits / 8) + KV_BYTES
+            needed = needed_bytes(model, format)
             if needed > available_bytes:
                 missing.append(
                     f"{name}: {needed >> 30} GiB are needed, {available_bytes >> 30} GiB available"

@@ -60,9 +60,21 @@ def _q4_k(rng: np.random.Generator, blocks: Bytes) -> None:
     blocks[:, 12:16] = (factors[:, 4:] & 15) * 17
 
 
+def _mxfp4(rng: np.random.Generator, blocks: Bytes) -> None:
+    """Scales are powers of two: 2^-8 and 2^-7 in this share give the deviation."""
+    blocks[:, 0] = rng.choice(np.array((119, 120), np.uint8), len(blocks), p=(0.32, 0.68))
+
+
+def _float32(rng: np.random.Generator, blocks: Bytes) -> None:
+    values = rng.standard_normal(len(blocks), np.float32) * np.float32(DEVIATION)
+    blocks[:] = values.view(np.uint8).reshape(-1, 4)
+
+
 WRITERS: Mapping[Kind, Callable[[np.random.Generator, Bytes], None]] = {
     Kind.Q4_0: _one_scale(16),
     Kind.Q8_0: _one_scale(256),
     Kind.Q4_K: _q4_k,
     Kind.Q6_K: _q6_k,
+    Kind.MXFP4: _mxfp4,
+    Kind.F32: _float32,
 }

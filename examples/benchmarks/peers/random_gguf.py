@@ -2,9 +2,9 @@
 
     python -m examples.benchmarks.peers.random_gguf SHAPE FORMAT PATH
 
-FORMAT is q4_0, q4_k_m or q8_0; its types of tensors are those that llama-quantize chooses. One
-tensor is in memory at a time. The vocabulary has bytes, and pairs and triples of letters and
-digits. RoPE is not scaled.
+FORMAT is q4_0, q4_k_m, q8_0 or mxfp4; its types of tensors are those that llama-quantize chooses,
+in mxfp4 those of gpt-oss: its experts in 4 bits, all else in 8. One tensor is in memory at a time.
+The vocabulary has bytes, and pairs and triples of letters and digits. RoPE is not scaled.
 """
 
 import argparse
@@ -27,7 +27,9 @@ Config = Mapping[str, Any]
 ARCHITECTURES = {  # llama.cpp's name, and its name of the pre-tokenization
     "LlamaForCausalLM": ("llama", "llama-bpe"),
     "Qwen3ForCausalLM": ("qwen3", "qwen2"),
+    "Qwen3MoeForCausalLM": ("qwen3moe", "qwen2"),
     "Qwen3_5ForCausalLM": ("qwen35", "qwen35"),
+    "GptOssForCausalLM": ("gpt-oss", "gpt-4o"),
 }
 KEYS = {
     "block_count": "num_hidden_layers",
@@ -37,6 +39,10 @@ KEYS = {
     "attention.head_count": "num_attention_heads",
     "attention.head_count_kv": "num_key_value_heads",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.sliding_window": "sliding_window",
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
     "rope.freq_base": "rope_theta",
     "full_attention_interval": "full_attention_interval",
     "ssm.conv_kernel": "linear_conv_kernel_dim",
@@ -44,16 +50,17 @@ KEYS = {
     "ssm.group_count": "linear_num_key_heads",
     "ssm.time_step_rank": "linear_num_value_heads",
 }
-FORMATS = {"q4_0": Kind.Q4_0, "q4_k_m": Kind.Q4_K, "q8_0": Kind.Q8_0}
+FORMATS = {"q4_0": Kind.Q4_0, "q4_k_m": Kind.Q4_K, "q8_0": Kind.Q8_0, "mxfp4": Kind.MXFP4}
 SPECIAL = ("<|start|>", "<|end|>")
 
 
 class Matrix(NamedTuple):
-    """A quantized tensor `[rows, columns]`."""
+    """A tensor of random weights, `[rows, columns]` or `[experts, rows, columns]`."""
 
     name: str
     rows: int
     columns: int
+    experts: int = 0
 
 
 class Vector(NamedTuple):
@@ -83,7 +90,8 @@ def write(shape: str, format: str, path: Path, seed: int = 0) -> None:
     writer.write_ti_data_to_file()
     for each, kind in found:
         if isinstance(each, Matrix):
-            writer.write_tensor_data(random_rows(rng, kind, each.rows, each.columns))
+            rows = max(1, each.experts) * each.rows
+            writer.write_tensor_data(random_rows(rng, kind, rows, each.columns))
         else:
             writer.write_tensor_data(np.full(each.shape, each.value, np.float32))
     writer.close()
@@ -91,6 +99,7 @@ def write(shape: str, format: str, path: Path, seed: int = 0) -> None:
 
 def metadata(config: Config, architecture: str) -> dict[str, Any]:
     head = _head_dim(config)
+    config = {**config, **_expert_sizes(config)}
     sizes = {key: config[name] for key, name in KEYS.items() if name in config}
     sizes |= {"attention.key_length": head, "attention.value_length": head}
     sizes["rope.dimension_count"] = int(head * config.get("partial_rotary_factor", 1))
@@ -98,6 +107,14 @@ def metadata(config: Config, architecture: str) -> dict[str, Any]:
         inner = config["linear_num_value_heads"] * config["linear_value_head_dim"]
         sizes |= {"ssm.inner_size": inner, "rope.dimension_sections": [11, 11, 10, 0]}
     return {f"{architecture}.{name}": value for name, value in sizes.items()}
+
+
+def _expert_sizes(config: Config) -> Config:
+    """Those of gpt-oss by the names that others have for them."""
+    if "num_local_experts" not in config:
+        return {}
+    inner = config["intermediate_size"]
+    return {"num_experts": config["num_local_experts"], "moe_intermediate_size": inner}
 
 
 def _head_dim(config: Config) -> int:
@@ -111,15 +128,19 @@ def tensors(config: Config) -> Iterator[Tensor]:
     if not config["tie_word_embeddings"]:
         yield Matrix("output", vocabulary, hidden)
     interval = config.get("full_attention_interval", 1)
-    has_gate = interval > 1
+    has_gate, is_oss = interval > 1, "num_local_experts" in config
+    norm = "post_attention" if has_gate or is_oss else "ffn"
     for layer in range(config["num_hidden_layers"]):
         root, inner = f"blk.{layer}", config["intermediate_size"]
         yield Vector(f"{root}.attn_norm", (hidden,))
-        yield Vector(f"{root}.{'post_attention' if has_gate else 'ffn'}_norm", (hidden,))
+        yield Vector(f"{root}.{norm}_norm", (hidden,))
         if (layer + 1) % interval:
             yield from _delta_net(root, config)
         else:
             yield from _attention(root, config, has_gate=has_gate)
+        if is_oss or "num_experts" in config:
+            yield from _experts(root, {**config, **_expert_sizes(config)}, has_bias=is_oss)
+            continue
         yield Matrix(f"{root}.ffn_gate", inner, hidden)
         yield Matrix(f"{root}.ffn_up", inner, hidden)
         yield Matrix(f"{root}.ffn_down", hidden, inner)
@@ -133,9 +154,29 @@ def _attention(root: str, config: Config, *, has_gate: bool) -> Iterator[Tensor]
     yield Matrix(f"{root}.attn_k", keys, hidden)
     yield Matrix(f"{root}.attn_v", keys, hidden)
     yield Matrix(f"{root}.attn_output", hidden, queries)
-    if config["architectures"] != ["LlamaForCausalLM"]:
+    if config.get("attention_bias"):
+        for name, size in (("q", queries), ("k", keys), ("v", keys), ("output", hidden)):
+            yield Vector(f"{root}.attn_{name}.bias", (size,), 0.0)
+        yield Vector(f"{root}.attn_sinks", (config["num_attention_heads"],), 0.0)
+    elif config["architectures"] != ["LlamaForCausalLM"]:
         yield Vector(f"{root}.attn_q_norm", (head,))
         yield Vector(f"{root}.attn_k_norm", (head,))
+
+
+def _experts(root: str, config: Config, *, has_bias: bool) -> Iterator[Tensor]:
+    hidden, inner = config["hidden_size"], config["moe_intermediate_size"]
+    count = config["num_experts"]
+    yield Matrix(f"{root}.ffn_gate_inp", count, hidden)
+    for name, rows, columns in (
+        ("gate", inner, hidden),
+        ("up", inner, hidden),
+        ("down", hidden, inner),
+    ):
+        yield Matrix(f"{root}.ffn_{name}_exps", rows, columns, count)
+        if has_bias:
+            yield Vector(f"{root}.ffn_{name}_exps.bias", (count, rows), 0.0)
+    if has_bias:
+        yield Vector(f"{root}.ffn_gate_inp.bias", (count,), 0.0)
 
 
 def _delta_net(root: str, config: Config) -> Iterator[Tensor]:
@@ -156,9 +197,11 @@ def _delta_net(root: str, config: Config) -> Iterator[Tensor]:
 def kind_of(tensor: Tensor, config: Config, format: str) -> Kind:
     """llama-quantize's type of a tensor: more bits for the output, and in Q4_K_M for values and
     ffn_down of some layers."""
-    if isinstance(tensor, Vector):
+    if isinstance(tensor, Vector) or tensor.name.endswith("ffn_gate_inp"):
         return Kind.F32
     base = FORMATS[format]
+    if base is Kind.MXFP4:
+        return base if tensor.experts else Kind.Q8_0
     output = "token_embd" if config["tie_word_embeddings"] else "output"
     if base is Kind.Q8_0:
         return base
@@ -167,7 +210,7 @@ def kind_of(tensor: Tensor, config: Config, format: str) -> Kind:
     if base is not Kind.Q4_K:
         return base
     root, _, part = tensor.name.rpartition(".")
-    if part not in ("attn_v", "attn_qkv", "ffn_down"):
+    if part not in ("attn_v", "attn_qkv", "ffn_down", "ffn_down_exps"):
         return base
     layer, layers = int(root.removeprefix("blk.")), config["num_hidden_layers"]
     eighth = layers // 8
@@ -179,10 +222,13 @@ def _announce(writer: gguf.GGUFWriter, tensor: Tensor, kind: Kind) -> None:
     if isinstance(tensor, Matrix):
         elements, size = gguf.constants.GGML_QUANT_SIZES[kind]
         columns = tensor.columns // elements * size
-        shape, name = (tensor.rows, columns), f"{tensor.name}.weight"
-        writer.add_tensor_info(name, shape, np.dtype(np.uint8), tensor.rows * columns, kind)
+        experts = (tensor.experts,) if tensor.experts else ()
+        shape, name = (*experts, tensor.rows, columns), f"{tensor.name}.weight"
+        size = int(np.prod(shape))
+        writer.add_tensor_info(name, shape, np.dtype(np.uint8), size, kind)
         return
-    suffix = {"ssm_a": "", "ssm_dt": ".bias"}.get(tensor.name.rpartition(".")[2], ".weight")
+    suffixes = {"ssm_a": "", "bias": "", "ssm_dt": ".bias"}
+    suffix = suffixes.get(tensor.name.rpartition(".")[2], ".weight")
     size = 4 * int(np.prod(tensor.shape))
     writer.add_tensor_info(f"{tensor.name}{suffix}", tensor.shape, np.dtype(np.float32), size)
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from adapters.models.named_shapes import SHAPES
-from examples.benchmarks.peers.larger import LOADS, MODELS, plan
+from examples.benchmarks.peers.larger import LOADS, MODELS, plan, together
 from examples.benchmarks.peers.larger_page import page
 from tests.examples.benchmarks.published import RESULTS, read
 
@@ -40,6 +40,15 @@ def test_what_does_not_fit_in_memory_is_named(tmp_path: Path) -> None:
         "Qwen3.5-4B",
         "Llama-3.1-8B",
     }
+
+
+def test_servers_that_do_not_fit_together_are_measured_one_after_the_other(tmp_path: Path) -> None:
+    (tmp_path / "gguf").mkdir()
+    (tmp_path / "gguf" / "Qwen3-30B-A3B-q4_0.gguf").touch()
+    servers, _ = plan([each for each in MODELS if each.billions > 30], tmp_path, 20 * GIB)
+    podway, llama = servers
+    assert together(servers, 38 * GIB) == [[podway, llama]]
+    assert together(servers, 20 * GIB) == [[podway], [llama]]
 
 
 def run(*loads: str) -> dict[str, Any]:

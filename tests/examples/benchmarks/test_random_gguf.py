@@ -15,6 +15,7 @@ from examples.benchmarks.peers import random_gguf
 from examples.benchmarks.peers.random_blocks import DEVIATION, WRITERS, random_rows
 
 SMALL = {"num_hidden_layers": 8, "hidden_size": 256, "intermediate_size": 512, "vocab_size": 5000}
+EXPERTS = ("num_experts", "num_local_experts")
 
 
 @pytest.mark.parametrize("kind", WRITERS, ids=lambda kind: kind.name)
@@ -26,17 +27,28 @@ def test_random_blocks_are_weights_around_zero(kind: Kind) -> None:
     assert weights.std() == pytest.approx(DEVIATION, rel=0.05)
 
 
-@pytest.mark.parametrize("shape", ["Qwen3-4B", "Qwen3.5-4B", "Llama-3.1-8B"])
+@pytest.mark.parametrize(
+    ("shape", "format"),
+    [
+        ("Qwen3-4B", "q4_k_m"),
+        ("Qwen3.5-4B", "q4_k_m"),
+        ("Llama-3.1-8B", "q4_k_m"),
+        ("Qwen3-30B-A3B", "q4_0"),
+        ("gpt-oss-20b", "mxfp4"),
+    ],
+)
 def test_a_random_file_has_the_config_of_its_shape(
-    shape: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shape: str, format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = {**SHAPES[shape], **SMALL}
     monkeypatch.setattr(random_gguf, "SHAPES", {"small": wanted})
     path = tmp_path / "small.gguf"
-    random_gguf.write("small", "q4_k_m", path)
+    random_gguf.write("small", format, path)
     file = GgufFile(path)
     config = read_config(file)
-    same = wanted.keys() - {"hidden_act", "rope_theta", "rope_scaling"}
+    others = {"hidden_act", "rope_theta", "rope_scaling", "swiglu_limit", "num_experts"}
+    same = wanted.keys() - others
+    assert config.get("num_local_experts") in {wanted.get(name) for name in EXPERTS}
     assert {name: config[name] for name in same} == {name: wanted[name] for name in same}
     tokenizer = read_tokenizer(file)
     assert len(tokenizer["model"]["vocab"]) == SMALL["vocab_size"]
