@@ -123,7 +123,7 @@ class StepTime:
     def piece(self, batch: "BatchBuilder", request: "Request", num_tokens: int) -> int:
         """How many of a prompt's next `num_tokens` tokens the iteration has time for."""
         decodes = self._decodes(batch)
-        goal = self._bound(decodes, request)
+        goal = self._bound(decodes, self._growth(request))
         if goal == inf:
             return num_tokens
         model, start = self._cost.model, request.num_planned
@@ -147,24 +147,24 @@ class StepTime:
         if not self.bounds_pieces or not batch.decodes:
             return inf
         decodes = self._decodes(batch)
-        goal = self._bound(decodes, batch.decodes[0][0])
+        goal = self._bound(decodes)
         pieces = sum(len(entry.tokens) for _, entry in batch.prefills)
         model, count = self._cost.model, decodes.num_rows + pieces
         tokens = model.tokens(model.padded(count) if pieces else count)
         return goal - self._besides_tokens(decodes, batch) - tokens
 
-    def _bound(self, decodes: _Decodes, request: "Request") -> float:
-        """Seconds that an iteration with these decodes and this prompt may take; infinite without
-        decodes."""
+    def _bound(self, decodes: _Decodes, growth: float = 1.0) -> float:
+        """Seconds that an iteration with these decodes may take, with a prompt whose age has this
+        growth; infinite without decodes."""
         if decodes.goal < inf:
             return decodes.goal / self._cost.margin
         if not decodes.num_rows or self._slowdown == inf:
             return inf
         if self._prompts is None:
             self._prompts = self._all_prompts()
-        count, growth = self._prompts
+        count, oldest = self._prompts
         free = 1.0 - decodes.num_rows / self._seats
-        factor = self._slowdown * (1.0 + free * (max(growth, self._growth(request)) - 1.0))
+        factor = self._slowdown * (1.0 + free * (max(growth, oldest) - 1.0))
         factor = max(factor, 1.0 + PROMPT_SHARE * count / decodes.num_rows)
         idle = self._cost.model.idle(decodes.num_rows)
         return factor * (self._cost.decodes(decodes.num_rows, decodes.slots) + idle)
@@ -177,10 +177,14 @@ class StepTime:
         return _Prompts(count, max(map(self._growth, started), default=1.0))
 
     def _growth(self, request: "Request") -> float:
-        """What the age of a prompt multiplies the factor by, before it is scaled."""
+        """What the age of a prompt multiplies the factor by, before it is scaled. The time in which
+        its image was encoded does not count."""
         model, length = self._cost.model, len(request.spec.prompt)
         alone = model.tokens(length) + model.attention(length, 0)
-        growth = (self._now - request.arrived_at) / (PATIENCE + 2.0 * alone)
+        since = request.arrived_at
+        if request.spec.media and request.admitted_at is not None:
+            since = request.admitted_at
+        growth = (self._now - since) / (PATIENCE + 2.0 * alone)
         return max(1.0, min(MAX_GROWTH, growth))
 
     def may_start(self, request: "Request") -> bool:

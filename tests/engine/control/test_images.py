@@ -99,6 +99,25 @@ def test_beside_decodes_no_more_slices_are_computed_than_the_goal_leaves_time_fo
     assert len(counts) > 10
 
 
+def test_without_a_goal_neither_old_streams_nor_old_images_make_iterations_longer() -> None:
+    """Iterations of decodes take at most twice as long with slices, and with the prompt's tokens,
+    which wait longer for their image than a prompt may before the factor grows."""
+    rig = Rig(max_prefill_slowdown=2.0)
+    for _ in range(3):
+        rig.add(length=4, max_tokens=390)
+    while rig.now < 2.0:
+        rig.step()
+    request = rig.add(image(2, patches=400))
+    longest = 0.0
+    while not request.output:
+        began = rig.now
+        rig.step()
+        longest = max(longest, rig.now - began)
+    assert rig.now - request.arrived_at > 1.0
+    decodes = COST.compute(3, 0)
+    assert 1.5 * decodes < longest <= 2.0 * decodes + SLICE
+
+
 def test_without_decodes_an_iteration_encodes_for_a_tenth_of_a_second_at_most() -> None:
     rig = Rig()
     rig.add(image(2, patches=400))
