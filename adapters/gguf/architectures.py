@@ -88,6 +88,11 @@ QWEN35_FIELDS = {
     **SECTIONS,
     "nextn_predict_layers": "mtp_num_hidden_layers",
 }
+LFM2_FIELDS = {
+    **ROTARY_FIELDS,
+    "attention.layer_norm_rms_epsilon": "norm_eps",
+    "shortconv.l_cache": "conv_L_cache",
+}
 # Layers of the Gemmas with 27 B parameters, whose scores have another scale than head_dim ** -0.5.
 GEMMA_27B_LAYERS = {"Gemma2ForCausalLM": 46, "Gemma3ForCausalLM": 62}
 
@@ -187,6 +192,14 @@ def _types(flags: list[bool], if_set: str, otherwise: str) -> list[str]:
     return [if_set if each else otherwise for each in flags]
 
 
+def _lfm2(file: GgufFile, config: Config) -> None:
+    """Layers without KV heads are convolutions; the width of the MLP is what it is."""
+    heads = config["num_key_value_heads"]
+    config["num_key_value_heads"] = max(heads)
+    config["layer_types"] = _types([each > 0 for each in heads], "full_attention", "conv")
+    config["block_auto_adjust_ff_dim"] = False
+
+
 def _qwen2_moe(file: GgufFile, config: Config) -> None:
     config["norm_topk_prob"] = False
 
@@ -237,6 +250,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         {**ROTARY_FIELDS, **EXPERTS, **EXPERT_WIDTH, **SHARED_EXPERT},
         finish=_qwen2_moe,
     ),
+    "lfm2": Architecture("Lfm2ForCausalLM", LFM2_FIELDS, finish=_lfm2),
     "qwen35": Architecture(
         "Qwen3_5ForCausalLM", QWEN35_FIELDS, has_partial_rope=True, finish=_qwen3_5
     ),

@@ -54,6 +54,17 @@ DELTA_NET = {
     "ssm_out": "linear_attn.out_proj",
     "post_attention_norm": "post_attention_layernorm",
 }
+LFM2_BLOCK = {
+    "attn_norm": "operator_norm",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    "attn_output": "self_attn.out_proj",
+    "shortconv": "conv.{}",
+    "ffn_norm": "ffn_norm",
+    "ffn_gate": "feed_forward.w1",
+    "ffn_up": "feed_forward.w3",
+    "ffn_down": "feed_forward.w2",
+}
 GEMMA_4_BLOCK = {
     **FOUR_NORMS,
     "inp_gate": "per_layer_input_gate",
@@ -191,6 +202,13 @@ NAMES = {
         }
     ),
     "qwen2moe": _with({**EXPERTS, **SHARED_EXPERT}),
+    "lfm2": _with(LFM2_BLOCK)._replace(
+        whole={
+            **_ROTARY_WHOLE,
+            "output_norm": "model.embedding_norm",
+            "token_embd_norm": "model.embedding_norm",
+        }
+    ),
     "qwen35": _with(DELTA_NET),
     "qwen35moe": _with({**DELTA_NET, **EXPERTS, **SHARED_EXPERT}),
 }

@@ -78,7 +78,7 @@ class GgufTensors:
             raise StartupError(f"tensor {own} is {entry.kind.name}, which is not supported")
         shape = entry.shape
         match part_of(own):
-            case "ssm_conv1d":
+            case "ssm_conv1d" | "conv":
                 return (shape[0], 1, shape[-1])
             case "ffn_gate_inp_shexp":
                 return (1, shape[-1])
@@ -123,7 +123,7 @@ class GgufTensors:
         rows, *rest = index
         found = self._in_order(own, entry, rows, lambda rows: self._rows(entry, rows))
         match part_of(own):
-            case "ssm_conv1d":
+            case "ssm_conv1d" | "conv":
                 found = found[:, None]
             case "ssm_a":
                 found = (-found).log()

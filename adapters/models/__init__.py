@@ -56,6 +56,7 @@ FAMILIES: dict[str, str] = {
     "Qwen3VLForConditionalGeneration": "adapters.models.dense.qwen3_vl:Qwen3VL",
     "Qwen3Model": "adapters.models.dense.qwen3:Qwen3",
     "Qwen3MoeForCausalLM": "adapters.models.mixtures.qwen3_moe:Qwen3Moe",
+    "Lfm2ForCausalLM": "adapters.models.hybrid.lfm2:Lfm2",
     "Qwen3NextForCausalLM": "adapters.models.hybrid.qwen3_next:Qwen3Next",
     "RobertaForSequenceClassification": "adapters.models.encoders.bert:Roberta",
     "RobertaModel": "adapters.models.encoders.bert:Roberta",

@@ -103,6 +103,12 @@ QWEN3_5: dict[str, Any] = {
     "linear_value_head_dim": 8,
 }
 
+LFM2: dict[str, Any] = {
+    "num_hidden_layers": 5,
+    "layer_types": ["conv", "conv", "full_attention", "conv", "full_attention"],
+    "block_multiple_of": 16,
+}
+
 SHARED_EXPERTS: dict[str, Any] = {
     "num_experts": 8,
     "num_experts_per_tok": 3,
@@ -311,6 +317,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "linear_value_head_dim": 24,
         },
     ),
+    "lfm2": ("Lfm2Config", LFM2),
+    "lfm2_biases": ("Lfm2Config", LFM2 | {"conv_bias": True, "conv_L_cache": 4}),
     "deepseek_v2": ("DeepseekV2Config", MLA | {"rope_parameters": MLA_YARN}),
     "deepseek_v3": (
         "DeepseekV3Config",

@@ -102,6 +102,8 @@ class Gguf:
         self, writer: gguf.GGUFWriter, own: str, name: str, values: Tensor, config: Any
     ) -> Tensor:
         """Returns what the file's tensor stands for, in Hugging Face's layout."""
+        if name.endswith(".conv.conv.weight"):
+            return self._store(writer, own, values[:, 0].contiguous())[:, None]
         is_transposed = writer.arch == "gpt2" and _is_conv(name)
         is_reordered = writer.arch in INTERLEAVED and any(f"{part}_proj" in name for part in "qk")
         offset = 1 if _has_offset(writer.arch, name) else 0
@@ -245,6 +247,8 @@ def _sizes(config: Any, architecture: str) -> dict[str, Any]:
         }
     if architecture == "gemma4":
         sizes |= _of_gemma4(config)
+    if architecture == "lfm2":
+        sizes |= _of_lfm2(config)
     if architecture.startswith("qwen35"):
         sizes |= _of_qwen35(config)
     if getattr(config, "shared_expert_intermediate_size", None):
@@ -275,6 +279,17 @@ OTHERS = {
     "ssm.group_count": "linear_num_key_heads",
     "ssm.time_step_rank": "linear_num_value_heads",
 }
+
+
+def _of_lfm2(config: Any) -> dict[str, Any]:
+    """The keys of LFM2, with the width that its MLP has after `block_auto_adjust_ff_dim`."""
+    heads = [config.num_key_value_heads * (each != "conv") for each in config.layer_types]
+    inner, multiple = 2 * config.intermediate_size // 3, config.block_multiple_of
+    return {
+        "attention.head_count_kv": heads,
+        "feed_forward_length": -(-inner // multiple) * multiple,
+        "shortconv.l_cache": config.conv_L_cache,
+    }
 
 
 def _of_gemma4(config: Any) -> dict[str, Any]:
@@ -331,7 +346,8 @@ def _norm_and_rope(config: Any, head_dim: int) -> dict[str, Any]:
     if hasattr(config, "layer_norm_eps"):
         found["attention.layer_norm_epsilon"] = config.layer_norm_eps
     else:
-        found["attention.layer_norm_rms_epsilon"] = config.rms_norm_eps
+        eps = getattr(config, "rms_norm_eps", None) or config.norm_eps
+        found["attention.layer_norm_rms_epsilon"] = eps
     if full["rope_type"] == "yarn":
         found |= {
             "rope.scaling.type": "yarn",

@@ -24,8 +24,8 @@ def head_norms(
     shard = projections.shard
     make = _of_width if traits.qk_norm == "width" else _of_head
     return HeadNorms(
-        make(projections, f"{at}.q_norm.weight", shard.heads, traits, eps),
-        make(projections, f"{at}.k_norm.weight", shard.kv_heads, traits, eps)
+        make(projections, f"{at}.{traits.names.q_norm}.weight", shard.heads, traits, eps),
+        make(projections, f"{at}.{traits.names.k_norm}.weight", shard.kv_heads, traits, eps)
         if has_own_kv
         else None,
     )

@@ -135,7 +135,7 @@ class RotaryFamily(ABC):
         )
         norm = None
         if shard.is_last:
-            norm = self._norm(projections, f"{root}.norm", traits.logit_scale)
+            norm = self._norm(projections, f"{root}.{traits.names.norm}", traits.logit_scale)
         ropes = [source.rope(shard.shape.max_positions) for source in self._ropes.sources]
         return Decoder(
             blocks=tuple(self._layer(projections, layer) for layer in shard.span),
@@ -184,7 +184,7 @@ class RotaryFamily(ABC):
             attention_norm=norm(names.attention),
             attention=self._attention(projections, at, layer),
             mlp_norm=norm(names.mlp),
-            mlp=self._mlp(projections, f"{at}.mlp"),
+            mlp=self._mlp(projections, f"{at}.{self._traits.names.mlp}"),
             attention_post_norm=norm(names.attention_post),
             mlp_post_norm=norm(names.mlp_post),
         )
@@ -207,12 +207,12 @@ class RotaryFamily(ABC):
         fused = Fused(f"{at}.qkv_proj", runs) if traits.is_fused else parts
         norms = self._head_norms(projections, at, has_own_kv=has_own_kv)
         return AttentionBlock(
-            layer - shard.span.start,
+            shard.number_of(layer),
             len(shard.heads.run),
             len(shard.kv_heads.run),
             dim,
             projections.from_hidden(fused, has_bias=traits.qkv_bias),
-            projections.to_hidden(f"{at}.o_proj", width, has_bias=traits.out_bias),
+            projections.to_hidden(f"{at}.{traits.names.out}", width, has_bias=traits.out_bias),
             q_norm=norms.q,
             k_norm=norms.k,
             rope=self._ropes.of_layer[layer],
@@ -234,11 +234,12 @@ class RotaryFamily(ABC):
 
     def _mlp(self, projections: Projections, at: str) -> FeedForward:
         inner, traits = projections.shard.inner, self._traits
-        parts = {f"{at}.gate_proj": inner, f"{at}.up_proj": inner}
+        names = traits.names
+        parts = {f"{at}.{names.gate}": inner, f"{at}.{names.up}": inner}
         is_fused = traits.is_fused or traits.has_fused_mlp
         fused = Fused(f"{at}.gate_up_proj", (inner, inner)) if is_fused else parts
         return Mlp(
             up=projections.from_hidden(fused, has_bias=traits.mlp_bias),
-            down=projections.to_hidden(f"{at}.down_proj", inner, has_bias=traits.mlp_bias),
+            down=projections.to_hidden(f"{at}.{names.down}", inner, has_bias=traits.mlp_bias),
             activation=projections.operators.activation(self._settings.activation, is_gated=True),
         )

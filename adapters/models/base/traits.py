@@ -20,6 +20,21 @@ class NormNames(NamedTuple):
     mlp_post: str | None = None
 
 
+class LinearNames(NamedTuple):
+    """Names in the checkpoint: of the last norm, of the norms of q and k and the linear behind the
+    attention, and of the MLP and its linears."""
+
+    norm: str = "norm"
+    q_norm: str = "q_norm"
+    k_norm: str = "k_norm"
+    out: str = "o_proj"
+    mlp: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+LINEARS = LinearNames()
 PRE_NORMS = NormNames()
 ONLY_POST_NORMS = NormNames(None, None, "post_attention_layernorm", "post_feedforward_layernorm")
 FOUR_NORMS = NormNames(
@@ -49,6 +64,7 @@ class FamilyTraits:
     is_fused: bool = False
     has_fused_mlp: bool = False
     norms: NormNames = PRE_NORMS
+    names: LinearNames = LINEARS
     has_layer_norm: bool = False  # with a bias, instead of RMS norms
     norm_offset: float = 0.0
     residual_scale: float = 1.0

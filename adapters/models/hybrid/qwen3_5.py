@@ -17,12 +17,12 @@ from engine.worker.model.layers import AttentionBlock, Decoder, GatedAttentionBl
 from engine.worker.model.mtp import MtpLayer
 from engine.worker.ports import (
     AttentionOptions,
+    DeltaShape,
     DeltaWeights,
     LinearWeight,
     ModelShape,
     Operators,
     RankPart,
-    RecurrentShape,
     Shard,
     StageModel,
     TensorSlice,
@@ -54,7 +54,7 @@ class Qwen35(Qwen3):
         return LayerRopes.same(source, shape.num_layers)
 
     def sized(self, fields: Fields, shape: ModelShape) -> ModelShape:
-        recurrent = RecurrentShape(
+        recurrent = DeltaShape(
             num_key_heads=fields.integer("linear_num_key_heads", 16),
             num_value_heads=fields.integer("linear_num_value_heads", 32),
             key_dim=fields.integer("linear_key_head_dim", 128),
@@ -93,14 +93,11 @@ class Qwen35(Qwen3):
         )
 
     def _attention(self, projections: Projections, at: str, layer: int) -> Mixer:
-        shape = projections.shard.shape
-        recurrent, span = shape.recurrent[layer], projections.shard.span
-        number = sum(
-            (each is None) == (recurrent is None) for each in shape.recurrent[span.start : layer]
-        )
-        if recurrent is None:
-            return self._gated_attention(projections, f"{at}.self_attn", layer, number)
-        return self._delta_net(projections, f"{at}.linear_attn", recurrent, number)
+        shard = projections.shard
+        recurrent, number = shard.shape.recurrent[layer], shard.number_of(layer)
+        if isinstance(recurrent, DeltaShape):
+            return self._delta_net(projections, f"{at}.linear_attn", recurrent, number)
+        return self._gated_attention(projections, f"{at}.self_attn", layer, number)
 
     def _gated_attention(
         self, projections: Projections, at: str, layer: int, number: int
@@ -127,7 +124,7 @@ class Qwen35(Qwen3):
         return GatedAttentionBlock(block, inputs, operators.without_gates, operators.gate_heads_)
 
     def _delta_inputs(
-        self, projections: Projections, at: str, whole: RecurrentShape
+        self, projections: Projections, at: str, whole: DeltaShape
     ) -> list[LinearWeight]:
         """The weights of q, k, v, of the gates z, and of the rates b and a, of this rank's heads in
         this order."""
@@ -146,7 +143,7 @@ class Qwen35(Qwen3):
         ]
 
     def _delta_net(
-        self, projections: Projections, at: str, whole: RecurrentShape, number: int
+        self, projections: Projections, at: str, whole: DeltaShape, number: int
     ) -> GatedDeltaNet:
         shard, weights = projections.shard, projections.weights
         keys = shard.even(whole.num_key_heads).times(whole.key_dim)
@@ -160,7 +157,7 @@ class Qwen35(Qwen3):
         size = (whole.channels, 1, whole.kernel)
         convs = [weights.tensor(TensorSlice(f"{at}.conv1d.weight", size, run)) for run in runs]
         net = DeltaWeights(
-            shape=shard.recurrent_part(whole),
+            shape=whole.of_rank(shard.num_ranks),
             conv=torch.cat(convs)[:, 0].float().contiguous(),
             decay_rate=-vector("A_log", heads).exp(),
             decay_bias=vector("dt_bias", heads),

@@ -9,7 +9,7 @@ from itertools import pairwise
 from adapters.models.base.fields import Fields
 from adapters.models.base.projections import Projections
 from adapters.models.hybrid.qwen3_5_moe import Qwen35Moe
-from engine.worker.ports import LinearWeight, RecurrentShape, Routing, TensorSlice
+from engine.worker.ports import DeltaShape, LinearWeight, Routing, TensorSlice
 
 
 class Qwen3Next(Qwen35Moe):
@@ -24,7 +24,7 @@ class Qwen3Next(Qwen35Moe):
         )
 
     def _delta_inputs(
-        self, projections: Projections, at: str, whole: RecurrentShape
+        self, projections: Projections, at: str, whole: DeltaShape
     ) -> list[LinearWeight]:
         shard, per_key = projections.shard, whole.num_value_heads // whole.num_key_heads
         heads, hidden = shard.even(whole.num_key_heads), shard.shape.hidden_size

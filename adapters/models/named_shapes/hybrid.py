@@ -23,8 +23,20 @@ def qwen3_5(layers: int, hidden: int, inner: int, heads: int, kv_heads: int, val
     )
 
 
+LFM2_TYPES = ["conv", "conv", "full_attention"] * 2 + ["conv", "conv"]
+LFM2_TYPES += ["full_attention", "conv"] * 4
+
+
 SHAPES: Mapping[str, Config] = {
     "Qwen3.5-0.8B": qwen3_5(24, 1024, 3584, heads=8, kv_heads=2, values=16),
     "Qwen3.5-2B": qwen3_5(24, 2048, 6144, heads=8, kv_heads=2, values=16),
+    "LFM2-1.2B": llama_like(
+        "Lfm2ForCausalLM",
+        *(16, 2048, 12288, 32, 8, 65536, 128000, 1e6),
+        tied=True,
+        norm_eps=1e-5,
+        conv_L_cache=3,
+        layer_types=LFM2_TYPES,
+    ),
     "Qwen3.5-4B": qwen3_5(32, 2560, 9216, heads=16, kv_heads=4, values=32),
 }

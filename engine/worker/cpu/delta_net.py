@@ -6,7 +6,7 @@ from torch import Tensor
 from engine.worker.cpu.kernel_call import KernelCall
 from engine.worker.cpu.kernels import delta_rule
 from engine.worker.cpu.kernels.delta_tiles import PANEL
-from engine.worker.ports import DeltaWeights, RecurrentState, StateRuns, ThreadPool
+from engine.worker.ports import DeltaState, DeltaWeights, StateRuns, ThreadPool
 
 
 class NativeDeltaNet:
@@ -40,7 +40,7 @@ class NativeDeltaNet:
         self._rule = KernelCall(pool, delta_rule.delta_rule, operands)
         self._norm = KernelCall(pool, delta_rule.delta_norm, operands)
 
-    def __call__(self, y: Tensor, state: RecurrentState, runs: StateRuns) -> Tensor:
+    def __call__(self, y: Tensor, state: DeltaState, runs: StateRuns) -> Tensor:
         shape, operands = self._shape, self._operands
         rows, count = len(y), len(runs.runs)
         mixed = torch.empty(rows, shape.channels)

@@ -19,9 +19,9 @@ from torch.nn import functional as F
 from engine.step import NO_STATE
 from engine.worker.ports import (
     DeltaNet,
+    DeltaState,
     DeltaWeights,
     Linear,
-    RecurrentState,
     StateRuns,
     StepContext,
 )
@@ -46,7 +46,7 @@ class GatedDeltaNet:
         """`[tokens, value_heads * value_dim]` of this rank."""
         states = context.states
         assert states is not None, "a model with recurrent layers has states"
-        return self.net(self.inputs(x), states.layers[self.layer], states.runs)
+        return self.net(self.inputs(x), DeltaState(*states.layers[self.layer]), states.runs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class TorchDeltaNet:
 
     weights: DeltaWeights
 
-    def __call__(self, y: Tensor, state: RecurrentState, runs: StateRuns) -> Tensor:
+    def __call__(self, y: Tensor, state: DeltaState, runs: StateRuns) -> Tensor:
         weights, shape, dtype = self.weights, self.weights.shape, y.dtype
         y = y.float()
         heads, width = shape.num_value_heads, shape.num_value_heads * shape.value_dim

@@ -49,10 +49,12 @@ from engine.worker.ports.operators import (
 )
 from engine.worker.ports.pooling import PoolingConfig, PoolingHead, PoolingMethod
 from engine.worker.ports.recurrent import (
+    ConvShape,
     DeltaNet,
+    DeltaShape,
+    DeltaState,
     DeltaWeights,
     RecurrentShape,
-    RecurrentState,
     StateRuns,
     StepStates,
 )
@@ -94,8 +96,11 @@ __all__ = [
     "BuildsMtp",
     "CapturableAttention",
     "ChoosesShapes",
+    "ConvShape",
     "DeferredWeight",
     "DeltaNet",
+    "DeltaShape",
+    "DeltaState",
     "DeltaWeights",
     "EncodedRows",
     "EncoderState",
@@ -135,7 +140,6 @@ __all__ = [
     "ReadsFamily",
     "RecordableAttention",
     "RecurrentShape",
-    "RecurrentState",
     "RopeAngles",
     "Routing",
     "Shard",

@@ -1,6 +1,7 @@
 """The states of recurrent layers: their sizes, their tensors, and which of them a step uses."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -8,11 +9,54 @@ from torch import Tensor
 from engine.worker.ports.layout import Int64s
 
 
+class RecurrentShape(Protocol):
+    """The sizes of a layer with a recurrent state, which is float32."""
+
+    @property
+    def state_sizes(self) -> tuple[tuple[int, ...], ...]:
+        """The sizes of the tensors of one request's state."""
+        ...
+
+    @property
+    def parts(self) -> tuple[int, str]:
+        """How many equal parts it has of which ranks can have a share, and what they are."""
+        ...
+
+    def of_rank(self, num_ranks: int) -> "RecurrentShape":
+        """What one of so many ranks has of it."""
+        ...
+
+
+def num_elements(shape: RecurrentShape) -> int:
+    """Numbers in the state of one request."""
+    return sum(prod(sizes) for sizes in shape.state_sizes)
+
+
 @dataclass(frozen=True, slots=True)
-class RecurrentShape:
+class ConvShape:
+    """A short causal convolution of each channel, alone (LFM2). Its state is the last `kernel - 1`
+    inputs."""
+
+    channels: int
+    kernel: int
+
+    @property
+    def state_sizes(self) -> tuple[tuple[int, ...], ...]:
+        return ((self.kernel - 1, self.channels),)
+
+    @property
+    def parts(self) -> tuple[int, str]:
+        return self.channels, "channels"
+
+    def of_rank(self, num_ranks: int) -> "ConvShape":
+        return replace(self, channels=self.channels // num_ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaShape:
     """A layer of the gated delta rule behind a short causal convolution (Gated DeltaNet).
 
-    Its state, in float32, is a matrix `[key_dim, value_dim]` for each value head, and the last
+    Its state is a matrix `[key_dim, value_dim]` for each value head, and the last
     `kernel - 1` inputs of the convolution. Each key head serves equally many value heads.
     """
 
@@ -28,14 +72,24 @@ class RecurrentShape:
         return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
 
     @property
-    def num_elements(self) -> int:
-        """Numbers in the state of one request."""
-        matrices = self.num_value_heads * self.key_dim * self.value_dim
-        return matrices + self.channels * (self.kernel - 1)
+    def state_sizes(self) -> tuple[tuple[int, ...], ...]:
+        matrices = (self.num_value_heads, self.key_dim, self.value_dim)
+        return ((self.kernel - 1, self.channels), matrices)
+
+    @property
+    def parts(self) -> tuple[int, str]:
+        return self.num_key_heads, "key heads"
+
+    def of_rank(self, num_ranks: int) -> "DeltaShape":
+        return replace(
+            self,
+            num_key_heads=self.num_key_heads // num_ranks,
+            num_value_heads=self.num_value_heads // num_ranks,
+        )
 
 
-class RecurrentState(NamedTuple):
-    """The states of one layer, for all state slots."""
+class DeltaState(NamedTuple):
+    """The states of a Gated DeltaNet, for all state slots."""
 
     inputs: Tensor  # of the convolution, [slots, kernel - 1, channels]
     matrices: Tensor  # [slots, value_heads, key_dim, value_dim]
@@ -56,7 +110,7 @@ class StateRuns(NamedTuple):
 class StepStates(NamedTuple):
     """What the recurrent layers of a stage read and write in one step."""
 
-    layers: tuple[RecurrentState, ...]
+    layers: tuple[tuple[Tensor, ...], ...]  # `[slots, *sizes]` each (`state_sizes`)
     runs: StateRuns
 
 
@@ -64,7 +118,7 @@ class StepStates(NamedTuple):
 class DeltaWeights:
     """The weights of a Gated DeltaNet between its linears, float32 and of one rank."""
 
-    shape: RecurrentShape
+    shape: DeltaShape
     conv: Tensor  # [channels, kernel]
     decay_rate: Tensor  # [value_heads], negative
     decay_bias: Tensor  # [value_heads]
@@ -75,7 +129,7 @@ class DeltaWeights:
 class DeltaNet(Protocol):
     """Convolution, gated delta rule and gated norm of one layer."""
 
-    def __call__(self, y: Tensor, state: RecurrentState, runs: StateRuns) -> Tensor:
+    def __call__(self, y: Tensor, state: DeltaState, runs: StateRuns) -> Tensor:
         """`[rows, value_heads * value_dim]` from the inputs of each row: q, k and v (`channels`),
         the gate (value_heads * value_dim), b and a (value_heads each). The result of a row has the
         same bits whatever the other rows and the number of rows of its run are, if the device

@@ -13,7 +13,6 @@ from typing import NamedTuple, Self
 from torch import Tensor
 
 from engine.errors import StartupError
-from engine.worker.ports.recurrent import RecurrentShape
 from engine.worker.ports.shapes import ModelShape
 from engine.worker_settings import Placement
 
@@ -125,18 +124,16 @@ class Shard:
                 for options in self.shape.attention[self.span.start : self.span.stop]
             ),
             recurrent=tuple(
-                shape and self.recurrent_part(shape)
+                shape and shape.of_rank(self.num_ranks)
                 for shape in self.shape.recurrent[self.span.start : self.span.stop]
             ),
         )
 
-    def recurrent_part(self, shape: RecurrentShape) -> RecurrentShape:
-        """A recurrent layer with this rank's heads only."""
-        return replace(
-            shape,
-            num_key_heads=len(self.even(shape.num_key_heads).run),
-            num_value_heads=len(self.even(shape.num_value_heads).run),
-        )
+    def number_of(self, layer: int) -> int:
+        """How many layers of the stage are before this one and of its kind: with attention, or
+        recurrent."""
+        kinds = [each is None for each in self.shape.recurrent] or [True] * self.shape.num_layers
+        return kinds[self.span.start : layer].count(kinds[layer])
 
     def even(self, size: int) -> RankPart:
         """This rank's part of a dimension that is divided evenly."""
@@ -152,10 +149,11 @@ class Shard:
             if size % ranks:
                 raise StartupError(f"{size} {what} cannot be divided evenly among {ranks} ranks")
         for layer in shape.recurrent_layers:
-            if layer.num_key_heads % ranks:
+            size, what = layer.parts
+            if size % ranks:
                 raise StartupError(
-                    f"{layer.num_key_heads} key heads of recurrent layers cannot be divided evenly "
-                    f"among {ranks} ranks"
+                    f"{size} {what} of recurrent layers cannot be divided evenly among "
+                    f"{ranks} ranks"
                 )
         count, own = shape.num_kv_heads, {each.num_kv_heads for each in shape.attention}
         odd = [each for each in own if each is not None and each % ranks]

@@ -30,7 +30,7 @@ PLAIN = (
     *("qwen2", "qwen2_tied", "qwen3", "qwen3_biases", "gpt2", "gpt2_untied"),
     *("granite", "phi3", "stablelm", "olmo2", "gemma2"),
     *("mixtral", "mixtral_window", "qwen3_moe_renormalized", "olmoe"),
-    *("qwen2_moe", "qwen3_5", "qwen3_5_grouped", "qwen3_5_moe"),
+    *("qwen2_moe", "qwen3_5", "qwen3_5_grouped", "qwen3_5_moe", "lfm2"),
 )
 # Variants of `tests.models.checkpoints`, with what llama.cpp's form of the model needs beside them.
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -16,10 +16,10 @@ from engine.worker.ports import (
     MovesInFlight,
     RaggedLayout,
     RecurrentShape,
-    RecurrentState,
     StateRuns,
     StepStates,
 )
+from engine.worker.ports.recurrent import num_elements
 from engine.worker.transfers import Transfers
 
 BYTES = torch.float32.itemsize
@@ -27,7 +27,7 @@ BYTES = torch.float32.itemsize
 
 def bytes_per_state(shapes: Sequence[RecurrentShape]) -> int:
     """Bytes of one state slot: the states of these layers."""
-    return BYTES * sum(shape.num_elements for shape in shapes)
+    return BYTES * sum(num_elements(shape) for shape in shapes)
 
 
 def host_zeros(sizes: tuple[int, ...]) -> Tensor:
@@ -45,22 +45,14 @@ class RecurrentStates:
         zeros: Callable[[tuple[int, ...]], Tensor] = host_zeros,
     ) -> None:
         self.num_slots = num_slots
-        self.layers = tuple(_zeros(shape, num_slots, zeros) for shape in shapes)
+        self.layers = tuple(
+            tuple(zeros((num_slots, *sizes)) for sizes in shape.state_sizes) for shape in shapes
+        )
 
     def tensors(self) -> Iterator[Tensor]:
         """All tensors, `[slots, …]` each."""
         for layer in self.layers:
             yield from layer
-
-
-def _zeros(
-    shape: RecurrentShape, num_slots: int, zeros: Callable[[tuple[int, ...]], Tensor]
-) -> RecurrentState:
-    heads = shape.num_value_heads
-    return RecurrentState(
-        zeros((num_slots, shape.kernel - 1, shape.channels)),
-        zeros((num_slots, heads, shape.key_dim, shape.value_dim)),
-    )
 
 
 def step_states(states: RecurrentStates, layout: RaggedLayout) -> StepStates:

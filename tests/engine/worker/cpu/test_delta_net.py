@@ -12,7 +12,7 @@ from engine.worker.cpu.operators import NativeOperators
 from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.model.delta_net import TorchDeltaNet
 from engine.worker.model.kv.recurrent_states import state_runs
-from engine.worker.ports import DeltaWeights, RecurrentShape, RecurrentState
+from engine.worker.ports import DeltaShape, DeltaState, DeltaWeights
 
 SLOTS = 9
 
@@ -26,7 +26,7 @@ def noise(*size: int, seed: int = 0) -> Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(seed))
 
 
-def weights_of(shape: RecurrentShape) -> DeltaWeights:
+def weights_of(shape: DeltaShape) -> DeltaWeights:
     heads = shape.num_value_heads
     return DeltaWeights(
         shape,
@@ -38,24 +38,24 @@ def weights_of(shape: RecurrentShape) -> DeltaWeights:
     )
 
 
-def states_of(shape: RecurrentShape) -> RecurrentState:
-    return RecurrentState(
+def states_of(shape: DeltaShape) -> DeltaState:
+    return DeltaState(
         noise(SLOTS, shape.kernel - 1, shape.channels, seed=4),
         noise(SLOTS, shape.num_value_heads, shape.key_dim, shape.value_dim, seed=5),
     )
 
 
-def inputs_of(shape: RecurrentShape, rows: int) -> Tensor:
+def inputs_of(shape: DeltaShape, rows: int) -> Tensor:
     """Rows of a wider tensor, as of a linear with more outputs."""
     width = shape.channels + shape.num_value_heads * (shape.value_dim + 2)
     return noise(rows, width + 16, seed=6)[:, :width]
 
 
 SHAPES = [
-    RecurrentShape(2, 2, 8, 8, 4),
-    RecurrentShape(2, 4, 8, 12, 3),
-    RecurrentShape(1, 2, 128, 128, 4),
-    RecurrentShape(2, 6, 16, 72, 2),
+    DeltaShape(2, 2, 8, 8, 4),
+    DeltaShape(2, 4, 8, 12, 3),
+    DeltaShape(1, 2, 128, 128, 4),
+    DeltaShape(2, 6, 16, 72, 2),
 ]
 
 
@@ -64,7 +64,7 @@ def run(
     weights: DeltaWeights,
     y: Tensor,
     steps: Sequence[Sequence[tuple[int, StateSlots]]],
-) -> tuple[Tensor, RecurrentState]:
+) -> tuple[Tensor, DeltaState]:
     """Steps of entries with so many rows each, which follow one another in `y`."""
     net, state = operators.delta_net(weights), states_of(weights.shape)
     outs, at = [], 0
@@ -80,7 +80,7 @@ def run(
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_step_computes_the_recurrence_as_it_is_defined(
-    operators: NativeOperators, shape: RecurrentShape
+    operators: NativeOperators, shape: DeltaShape
 ) -> None:
     entries = [
         (1, StateSlots(0, 0)),
@@ -96,7 +96,7 @@ def test_a_step_computes_the_recurrence_as_it_is_defined(
         **{name: getattr(weights, name).double() for name in ("conv", "decay_rate", "decay_bias")},
         norm=weights.norm.double(),
     )
-    expected_state = RecurrentState(*(part.double() for part in states_of(shape)))
+    expected_state = DeltaState(*(part.double() for part in states_of(shape)))
     runs = state_runs([slots for _, slots in entries], [0, 1, 2, 3, 4, 74])
     expected = TorchDeltaNet(doubles)(y.double(), expected_state, runs)
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
@@ -106,7 +106,7 @@ def test_a_step_computes_the_recurrence_as_it_is_defined(
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_bits_do_not_depend_on_how_tokens_are_cut_into_steps(
-    operators: NativeOperators, shape: RecurrentShape
+    operators: NativeOperators, shape: DeltaShape
 ) -> None:
     y, weights = inputs_of(shape, 67), weights_of(shape)
     first, later = StateSlots(0, NO_STATE), StateSlots(0, 0)

@@ -69,6 +69,7 @@ VARIANTS = {
     "deepseek_v3": "cpu",
     "glm4_moe_lite": "reference",
     "qwen3_next": "cpu",
+    "lfm2": "cpu",
     "cohere": "reference",
     "seed_oss": "reference",
     "cohere2": "cpu",

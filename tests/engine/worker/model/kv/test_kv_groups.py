@@ -8,7 +8,7 @@ import pytest
 from engine.errors import StartupError
 from engine.worker.model.kv.kv_groups import KVGroups
 from engine.worker.model.kv.kv_tensors import choose_num_blocks
-from engine.worker.ports import AttentionOptions, KVCapacity, ModelShape, RecurrentShape
+from engine.worker.ports import AttentionOptions, DeltaShape, KVCapacity, ModelShape
 from tests.worker_settings import changed, worker_settings
 
 SHAPE = ModelShape(1, 2, 1, 8, 16, 32, 1000, 97, 128)
@@ -81,7 +81,7 @@ def test_windows_bound_the_blocks_that_a_full_batch_can_use() -> None:
 
 
 def test_recurrent_layers_have_no_blocks() -> None:
-    layer = RecurrentShape(2, 4, 8, 8, 4)
+    layer = DeltaShape(2, 4, 8, 8, 4)
     hybrid = replace(SHAPE, num_layers=8, recurrent=(layer, layer, layer, None) * 2)
     groups = KVGroups.of(hybrid)
     assert groups.keeps_all
@@ -92,6 +92,6 @@ def test_recurrent_layers_have_no_blocks() -> None:
 
 
 def test_a_model_without_attention_is_rejected() -> None:
-    only = replace(SHAPE, num_layers=2, recurrent=(RecurrentShape(2, 4, 8, 8, 4),) * 2)
+    only = replace(SHAPE, num_layers=2, recurrent=(DeltaShape(2, 4, 8, 8, 4),) * 2)
     with pytest.raises(StartupError, match="without attention layers"):
         KVGroups.of(only)

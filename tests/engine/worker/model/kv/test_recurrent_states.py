@@ -2,7 +2,7 @@
 
 from engine.step import NO_STATE, Snapshot, StateSlots
 from engine.worker.model.kv.recurrent_states import RecurrentStates, bytes_per_state, state_runs
-from engine.worker.ports import RecurrentShape
+from engine.worker.ports import DeltaShape
 
 
 def test_the_state_after_a_snapshots_row_is_written_to_both_slots() -> None:
@@ -21,6 +21,6 @@ def test_rows_that_read_what_the_row_before_writes_are_one_run() -> None:
 
 
 def test_the_bytes_of_a_state_are_those_of_its_tensors() -> None:
-    shapes = (RecurrentShape(2, 4, 8, 12, 4), RecurrentShape(1, 1, 4, 4, 3))
+    shapes = (DeltaShape(2, 4, 8, 12, 4), DeltaShape(1, 1, 4, 4, 3))
     states = RecurrentStates(shapes, 3)
     assert sum(tensor.nbytes for tensor in states.tensors()) == 3 * bytes_per_state(shapes)

@@ -1,0 +1,83 @@
+"""LFM2, dense: short convolutions, and in some layers attention with norms of q and k."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from adapters.models.base.fields import Fields
+from adapters.models.base.projections import Fused, Projections
+from adapters.models.base.rotary import RotaryFamily
+from adapters.models.base.traits import FULL, FamilyTraits, LinearNames, NormNames
+from engine.errors import StartupError
+from engine.worker.model.layers import Mixer
+from engine.worker.model.short_conv import ShortConv
+from engine.worker.ports import ConvShape, ModelShape, TensorSlice
+
+CONV = "conv"
+
+
+class Lfm2(RotaryFamily):
+    """`Lfm2ForCausalLM`."""
+
+    defaults: Mapping[str, object] = {"tie_word_embeddings": True, "rope_theta": 1000000.0}
+    eps_field = "norm_eps"
+
+    def __init__(self, config: Mapping[str, object]) -> None:
+        names = {"tie_embedding": "tie_word_embeddings", "block_ff_dim": "intermediate_size"}
+        super().__init__({names.get(name, name): value for name, value in config.items()})
+
+    def traits(self, fields: Fields) -> FamilyTraits:
+        self._has_bias = fields.flag("conv_bias", False)
+        return FamilyTraits(
+            qk_norm="head",
+            norms=NormNames("operator_norm", "ffn_norm"),
+            names=LinearNames(
+                *("embedding_norm", "q_layernorm", "k_layernorm", "out_proj"),
+                *("feed_forward", "w1", "w3", "w2"),
+            ),
+        )
+
+    def inner_size(self, fields: Fields) -> int:
+        inner = fields.integer("intermediate_size")
+        if not fields.flag("block_auto_adjust_ff_dim", True):
+            return inner
+        multiple = fields.integer("block_multiple_of", 256)
+        inner = int(fields.number("block_ffn_dim_multiplier", 1.0) * (2 * inner // 3))
+        return -(-inner // multiple) * multiple
+
+    def sized(self, fields: Fields, shape: ModelShape) -> ModelShape:
+        conv = ConvShape(shape.hidden_size, fields.integer("conv_L_cache", 3))
+        types = _layer_types(fields, shape.num_layers)
+        return replace(shape, recurrent=tuple(conv if each == CONV else None for each in types))
+
+    def _attention(self, projections: Projections, at: str, layer: int) -> Mixer:
+        shard, weights = projections.shard, projections.weights
+        whole = shard.shape.recurrent[layer]
+        if not isinstance(whole, ConvShape):
+            return super()._attention(projections, at, layer)
+        width, has_bias, at = shard.even(whole.channels), self._has_bias, f"{at}.conv"
+        sizes = (whole.channels, 1, whole.kernel)
+        taps = weights.tensor(TensorSlice(f"{at}.conv.weight", sizes, rows=width.run))
+        bias = None
+        if has_bias:
+            bias = weights.tensor(TensorSlice(f"{at}.conv.bias", sizes[:1], rows=width.run)).float()
+        return ShortConv(
+            layer=shard.number_of(layer),
+            inputs=projections.from_hidden(Fused(f"{at}.in_proj", (width,) * 3), has_bias=has_bias),
+            taps=taps[:, 0].float().t().contiguous(),
+            bias=bias,
+            out=projections.to_hidden(f"{at}.out_proj", width, has_bias=has_bias),
+        )
+
+
+def _layer_types(fields: Fields, num_layers: int) -> list[str]:
+    """`layer_types` of config.json, or attention in the layers `full_attn_idxs` (default: all)."""
+    types = fields.get("layer_types")
+    if types is None:
+        full = fields.get("full_attn_idxs")
+        full = full if isinstance(full, list) else range(num_layers)
+        types = [FULL if layer in full else CONV for layer in range(num_layers)]
+    if not isinstance(types, list) or len(types) != num_layers or {*types} - {FULL, CONV}:
+        raise StartupError(
+            f"{fields.where}: layer_types is {types!r}; expected {num_layers} of {FULL!r}, {CONV!r}"
+        )
+    return types
