@@ -52,6 +52,9 @@ class BackgroundLast:
         if not request.spec.is_background:
             self.inner.ran(request, num_tokens, seconds, now)
 
+    def found(self, request: "Request", num_tokens: int) -> bool:
+        return request.spec.is_background or self.inner.found(request, num_tokens)
+
     def start(self, request: "Request") -> None:
         if not request.spec.is_background:
             self.inner.start(request)

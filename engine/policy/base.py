@@ -17,6 +17,9 @@ class PolicyBase(ABC):
     def validate(self, spec: "RequestSpec", num_tokens: int, now: float) -> None:
         return None
 
+    def found(self, request: "Request", num_tokens: int) -> bool:
+        return True
+
     def start(self, request: "Request") -> None:
         return None
 

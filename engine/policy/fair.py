@@ -71,6 +71,9 @@ class VirtualTokenCounter(PolicyBase):
         order = self._make() if tenant is None else tenant.order
         order.validate(spec, num_tokens, now)
 
+    def found(self, request: "Request", num_tokens: int) -> bool:
+        return self._active[request.spec.tenant].order.found(request, num_tokens)
+
     def start(self, request: "Request") -> None:
         self._active[request.spec.tenant].order.start(request)
 

@@ -4,13 +4,13 @@ by fair queueing.
 The requests of one client are served in the order of their arrival, and so are all requests if only
 one client has any. Several clients share the tokens of prompts, so that a request waits neither for
 the queue of another client nor for all of a long prompt that came before. Virtual time is the
-tokens that a client gets if all clients with prompts to compute have equal shares. A waiting prompt
+tokens that a client gets if all clients with prompts to compute have equal shares. A prompt has the
+virtual time at which its last token is due (weighted fair queueing; Demers et al., SIGCOMM 1989):
+prompts of equal length are computed one after another, and a short one goes before what is left of
+a long one. Tokens in the cache cost nothing; until the cache was searched for a waiting prompt, it
 has the virtual time of its client's prompts before it, or of its arrival if that is later
-(start-time fair queueing; Goyal et al., SIGCOMM 1996); one that has started, the virtual time at
-which its last token is due (weighted fair queueing; Demers et al., SIGCOMM 1989). So prompts of
-equal length are computed one after another, and a short one goes before what is left of a long one.
-Tokens that are found in the cache cost nothing once the prompt has started. Requests whose prompts
-are computed keep their places.
+(start-time fair queueing; Goyal et al., SIGCOMM 1996). Requests whose prompts are computed come
+first, client by client, but for those behind a prompt of their own client.
 """
 
 from bisect import bisect_left, insort
@@ -40,7 +40,7 @@ class _Prompt:
 
     client: "_Client"
     tokens: int
-    has_started: bool = False
+    is_known: bool = False  # what of it is cached
 
 
 @dataclass(slots=True, eq=False)
@@ -60,7 +60,7 @@ class _Client:
         for request, prompt in self.live.items():
             if prompt is not None:
                 start, end = end, end + prompt.tokens
-                key = max(key, end if prompt.has_started else start)
+                key = max(key, end if prompt.is_known else start)
             yield key, request
 
 
@@ -74,6 +74,7 @@ class FirstComeFirstServed(PolicyBase):
     ) -> None:
         self._clients: dict[str, _Client] = {}  # with live requests, by name
         self._prompts: dict[Request, _Prompt] = {}  # those that are not computed
+        self._started: dict[Request, _Prompt] = {}  # those of them that have KV
         self._places: list[tuple[float, int, _Client]] = []  # sorted
         self._moved: dict[_Client, None] = {}  # whose place may be another one
         self._num_sharing = 0  # clients with prompts
@@ -92,11 +93,27 @@ class FirstComeFirstServed(PolicyBase):
         client.live[request] = self._prompts[request] = _Prompt(client, request.remaining)
         self._moved[client] = None
 
+    def found(self, request: "Request", num_tokens: int) -> bool:
+        prompt = self._prompts.get(request)
+        if prompt is None:
+            return True
+        client, was_placed = prompt.client, prompt.is_known or self._num_sharing == 1
+        prompt.tokens, prompt.is_known = num_tokens, True
+        self._moved[client] = None
+        if was_placed:
+            return True
+        due = next(time for time, other in client.in_order() if other is request)
+        return all(
+            (due, client.number) <= (each.client.served + each.tokens, each.client.number)
+            for each in self._started.values()
+            if each.client is not client
+        )
+
     def start(self, request: "Request") -> None:
         prompt = self._prompts.get(request)
         if prompt is not None:
-            prompt.has_started = True
-            prompt.tokens = request.remaining  # without those in the cache
+            prompt.tokens, prompt.is_known = request.remaining, True
+            self._started[request] = prompt
             self._moved[prompt.client] = None
 
     def ran(self, request: "Request", num_tokens: int, seconds: float, now: float) -> None:
@@ -143,6 +160,7 @@ class FirstComeFirstServed(PolicyBase):
 
     def _end(self, request: "Request") -> None:
         """The prompt is computed, or will not be."""
+        self._started.pop(request, None)
         prompt = self._prompts.pop(request, None)
         if prompt is not None:
             prompt.client.num_prompts -= 1

@@ -62,6 +62,9 @@ class GoodputFirst(PolicyBase):
             self._undecided.add(request)
         self._timely.arrive(request, now)
 
+    def found(self, request: "Request", num_tokens: int) -> bool:
+        return self._policy_of(request).found(request, num_tokens)
+
     def start(self, request: "Request") -> None:
         self._undecided.discard(request)
         self._policy_of(request).start(request)

@@ -25,7 +25,8 @@ class Policy(Protocol):
 
     The scheduler calls `validate` before a request is accepted; `arrive` once per request, in any
     state of it when policies are switched; `ran` after each iteration that the request was part
-    of, before the sampled token is counted; `start` whenever it gets KV on the device, and when
+    of, before the sampled token is counted; `found` before a waiting request gets KV, which may be
+    in several plans; `start` whenever it gets KV on the device, and when
     policies are switched while it has; `leave` when it ends.
     """
 
@@ -41,6 +42,11 @@ class Policy(Protocol):
 
     def ran(self, request: "Request", num_tokens: int, seconds: float, now: float) -> None:
         """`num_tokens` tokens of the request were computed in an iteration of `seconds`."""
+        ...
+
+    def found(self, request: "Request", num_tokens: int) -> bool:
+        """The cache was searched for a waiting request: `num_tokens` tokens are to be computed.
+        Returns whether it may start; if not, others have come before it."""
         ...
 
     def start(self, request: "Request") -> None: ...

@@ -1,6 +1,7 @@
 """First come, first served: the order of arrival for one client, fair queueing between several."""
 
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from random import Random
 
 from engine.policy.fcfs import FirstComeFirstServed
@@ -29,32 +30,35 @@ def arrivals(policy: FirstComeFirstServed, clients: str) -> None:
         policy.arrive(a_request(number, 1, 9, client=client), 0.0)
 
 
-def test_requests_of_one_client_are_in_the_order_of_arrival_whatever_starts_and_ends() -> None:
-    random, policy = Random(0), FirstComeFirstServed()
+def churn(
+    policy: FirstComeFirstServed, random: Random, clients: str, lengths: Sequence[int]
+) -> Iterator[list[Request]]:
+    """A thousand arrivals; requests are found, start, run and leave at random. Yields the live
+    ones, in the order of their arrival."""
     live: list[Request] = []
-    for number in range(2000):
-        live.append(a_request(number, 5, 9, client="a"))
-        policy.arrive(live[-1], 0.0)
+    for number in range(1000):
+        request = a_request(number, random.choice(lengths), 9, client=random.choice(clients))
+        live.append(request)
+        policy.arrive(request, 0.0)
         for request in random.sample(live, min(len(live), random.randint(0, 3))):
-            policy.start(request)
-            compute(policy, request, random.randint(0, request.remaining))
+            policy.found(request, request.remaining)
+            if random.random() < 0.8:
+                policy.start(request)
+                compute(policy, request, random.randint(0, request.remaining))
         if random.random() < 0.9:
             policy.leave(live.pop(random.randrange(len(live))), 0.0)
+        yield live
+
+
+def test_requests_of_one_client_are_in_the_order_of_arrival_whatever_starts_and_ends() -> None:
+    policy = FirstComeFirstServed()
+    for live in churn(policy, Random(0), "a", (5,)):
         assert list(policy.order(0.0)) == live
 
 
 def test_the_keys_of_many_clients_are_ascending_in_the_order() -> None:
-    random, policy = Random(1), FirstComeFirstServed()
-    live: list[Request] = []
-    for number in range(1000):
-        prompt = random.choice((1, 5, 200))
-        live.append(a_request(number, prompt, 9, client=random.choice("abcdefgh")))
-        policy.arrive(live[-1], 0.0)
-        for request in random.sample(live, min(len(live), random.randint(0, 3))):
-            policy.start(request)
-            compute(policy, request, random.randint(0, request.remaining))
-        if random.random() < 0.9:
-            policy.leave(live.pop(random.randrange(len(live))), 0.0)
+    policy = FirstComeFirstServed()
+    for live in churn(policy, Random(1), "abcdefgh", (1, 5, 200)):
         order = list(policy.order(0.0))
         assert Counter(order) == Counter(live)
         keys = policy.sort_keys(order, 0.0)
@@ -144,6 +148,35 @@ def test_a_short_prompt_goes_before_what_is_left_of_a_long_one() -> None:
     now = run_iteration(scheduler, now)
     assert short.state is State.FINISHED
     assert long.num_computed == 35
+
+
+def test_prompts_of_equal_length_start_one_after_another_whatever_clients_they_are_of() -> None:
+    """As if all were one client's: none gets a first piece before the one ahead of it has ended."""
+
+    def first_tokens(clients: str) -> list[float | None]:
+        scheduler = a_scheduler(FirstComeFirstServed(), max_batch_tokens=20, max_batch_size=8)
+        requests = [scheduler.add(a_spec(100, 2, client=client), 0.0) for client in clients]
+        now = 0.0
+        while any(each.state is not State.FINISHED for each in requests):
+            now = run_iteration(scheduler, now)
+        return [request.first_token_at for request in requests]
+
+    assert first_tokens("abcdefgh") == first_tokens("aaaaaaaa")
+
+
+def test_a_long_prompt_that_is_found_in_the_cache_need_not_wait_for_another_one() -> None:
+    policy = FirstComeFirstServed()
+    computing, cached, fresh = (a_request(n, 500, 9, client=str(n)) for n in range(3))
+    policy.arrive(computing, 0.0)
+    assert policy.found(computing, 500)
+    policy.start(computing)
+    compute(policy, computing, 100)
+    policy.arrive(cached, 0.0)
+    policy.arrive(fresh, 0.0)
+    assert policy.found(cached, 10)
+    assert not policy.found(fresh, 500)
+    assert list(policy.order(0.0)) == [cached, computing, fresh]
+    assert policy.found(fresh, 500), "it has its place now"
 
 
 def test_tokens_in_the_cache_are_not_counted() -> None:
