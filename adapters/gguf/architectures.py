@@ -195,8 +195,9 @@ def _types(flags: list[bool], if_set: str, otherwise: str) -> list[str]:
 def _lfm2(file: GgufFile, config: Config) -> None:
     """Layers without KV heads are convolutions; the width of the MLP is what it is."""
     heads = config["num_key_value_heads"]
-    config["num_key_value_heads"] = max(heads)
-    config["layer_types"] = _types([each > 0 for each in heads], "full_attention", "conv")
+    if isinstance(heads, list):
+        config["num_key_value_heads"] = max(heads)
+        config["layer_types"] = _types([each > 0 for each in heads], "full_attention", "conv")
     config["block_auto_adjust_ff_dim"] = False
 
 

@@ -42,6 +42,7 @@ class BatchBuilder:
         self.tokens_left = self._max_tokens = tokens
         self.ahead = ahead
         self.not_admitted: list[Request] = []  # considered for admission, and did not fit
+        self.num_held = 0  # waiting requests that the policy has put behind others in this plan
         self.num_skipped = 0  # ready requests that were considered and not taken
         self.has_suspect = False
         self.least_crashes = 0  # a suspect with more crashes is not taken

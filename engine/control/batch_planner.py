@@ -146,8 +146,8 @@ class BatchPlanner:
         if not self._kv.search.find(request):
             batch.is_deferred = True
             return True
-        if request.state is WAITING and not self._may_start(request):
-            return True
+        if request.state is WAITING and self._is_held(batch, request):
+            return batch.num_held < self._settings.scan_limit
         if request.spec.media and not self._has_image(request):
             return True
         if not whole_batch and not self._has_room(batch, request):
@@ -169,13 +169,16 @@ class BatchPlanner:
         """Whether a request without KV waits for something else than seats, tokens or KV."""
         return request.awaits_lookup or (request.is_suspect and batch.excludes_suspect(request))
 
-    def _may_start(self, request: Request) -> bool:
-        """Whether a request should start of which it is known what is cached: no other computes
-        more of its prefix, and the policy lets it."""
+    def _is_held(self, batch: "BatchBuilder", request: Request) -> bool:
+        """Whether a request of which it is known what is cached should not start yet: another one
+        computes more of its prefix, or the policy has others before it."""
         if not self._takes_whole_batch and self._kv.search.is_being_computed(request):
-            return False
+            return True
         num_tokens = request.num_tokens - self._kv.search.num_known(request)
-        return self._pool.policy.found(request, num_tokens)
+        if self._pool.policy.found(request, num_tokens):
+            return False
+        batch.num_held += 1
+        return True
 
     def _has_image(self, request: Request) -> bool:
         """Whether the first image of which a request without KV computes tokens is encoded."""

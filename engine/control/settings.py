@@ -67,7 +67,7 @@ class SchedulerSettings:
         name="prefix_cache",
     )
     chunks_prompts: bool = True  # False: each prompt is computed in one iteration
-    scan_limit: int = 16  # waiting requests that are tried per plan and do not fit
+    scan_limit: int = 16  # waiting requests that are tried per plan and do not fit, or do not start
     max_step_seconds: float = advanced(
         inf,
         "scheduling",

@@ -74,7 +74,9 @@ def _layer_types(fields: Fields, num_layers: int) -> list[str]:
     types = fields.get("layer_types")
     if types is None:
         full = fields.get("full_attn_idxs")
-        full = full if isinstance(full, list) else range(num_layers)
+        full = range(num_layers) if full is None else full
+        if not isinstance(full, list | range):
+            raise StartupError(f"{fields.where}: full_attn_idxs is {full!r}, expected a list")
         types = [FULL if layer in full else CONV for layer in range(num_layers)]
     if not isinstance(types, list) or len(types) != num_layers or {*types} - {FULL, CONV}:
         raise StartupError(

@@ -37,26 +37,28 @@ class ShortConv:
         y = self.inputs(x)
         b, c, own = y.float().chunk(3, dim=1)
         (state,) = states.layers[self.layer]
-        mixed = self._convolved(b * own, state, states.runs)
+        mixed = convolved(b * own, self.taps, self.bias, state, states.runs)
         return mixed.mul_(c).to(y.dtype)
 
-    def _convolved(self, products: Tensor, state: Tensor, runs: StateRuns) -> Tensor:
-        """`[rows, channels]`; writes the states behind the rows."""
-        device, before = products.device, len(self.taps) - 1
-        sources = torch.from_numpy(runs.runs[:, 2]).to(device)
-        known = state.index_select(0, sources.clamp(min=0))
-        known *= (sources != NO_STATE).view(-1, 1, 1)
-        pool = torch.cat((known.flatten(0, 1), products))  # states of the runs, then all rows
-        index = torch.from_numpy(windows(runs.runs, len(products), before)).to(device)
-        mixed = pool.index_select(0, index[:, 0]) * self.taps[0]
-        for tap in range(1, before + 1):
-            mixed += pool.index_select(0, index[:, tap]) * self.taps[tap]
-        rows, slots = np.nonzero(runs.writes != NO_STATE)
-        if len(rows):
-            written = index[torch.from_numpy(rows).to(device), 1:]
-            at = torch.from_numpy(runs.writes[rows, slots]).to(device)
-            state.index_copy_(0, at, pool[written])
-        return mixed if self.bias is None else mixed.add_(self.bias)
+
+def convolved(
+    products: Tensor, taps: Tensor, bias: Tensor | None, state: Tensor, runs: StateRuns
+) -> Tensor:
+    """`[rows, channels]`; writes the states behind the rows."""
+    device, before = products.device, len(taps) - 1
+    sources = torch.from_numpy(runs.runs[:, 2]).to(device)
+    known = state.index_select(0, sources.clamp(min=0))
+    known *= (sources != NO_STATE).view(-1, 1, 1)
+    pool = torch.cat((known.flatten(0, 1), products))  # states of the runs, then all rows
+    index = torch.from_numpy(windows(runs.runs, len(products), before)).to(device)
+    mixed = pool.index_select(0, index[:, 0]) * taps[0]
+    for tap in range(1, before + 1):
+        mixed += pool.index_select(0, index[:, tap]) * taps[tap]
+    rows, slots = np.nonzero(runs.writes != NO_STATE)
+    written = index[torch.from_numpy(rows).to(device), 1:]
+    at = torch.from_numpy(runs.writes[rows, slots]).to(device)
+    state.index_copy_(0, at, pool[written])
+    return mixed if bias is None else mixed.add_(bias)
 
 
 def windows(runs: Int64s, num_rows: int, before: int) -> Int64s:

@@ -192,6 +192,28 @@ def test_tokens_in_the_cache_are_not_counted() -> None:
     assert list(policy.order(0.0)) == [cached, fresh]
 
 
+class Counted(FirstComeFirstServed):
+    """Counts the requests that are found."""
+
+    count = 0
+
+    def found(self, request: Request, num_tokens: int) -> bool:
+        self.count += 1
+        return super().found(request, num_tokens)
+
+
+def test_few_of_the_many_prompts_that_may_not_start_are_looked_at_in_a_plan() -> None:
+    policy = Counted()
+    scheduler = a_scheduler(policy, max_batch_tokens=20, max_batch_size=4)
+    scheduler.add(a_spec(100, 2, client="first"), 0.0)
+    now = run_iteration(scheduler, 0.0)
+    for _ in range(1000):
+        scheduler.add(a_spec(200, 2, client="many"), now)
+    before = policy.count
+    run_iteration(scheduler, now)
+    assert 1 <= policy.count - before <= scheduler.settings.scan_limit
+
+
 def test_many_prompts_of_one_client_delay_that_of_another_by_one_turn() -> None:
     """Four seats, one token an iteration; a hundred requests were there before."""
     scheduler = a_scheduler(FirstComeFirstServed(), max_batch_size=4)
