@@ -47,14 +47,14 @@ class BatchPlanner:
 
     def plan(self, batch: "BatchBuilder", now: float) -> None:
         """Fill a batch. If it stays empty and requests wait until more of their prefixes is hashed,
-        go on hashing."""
+        or have another place by now, go on."""
         self._admission.begin_plan()
         self._kv.search.begin_plan(now)
         self._images.begin_plan(now)
         self.time.begin_plan(now)
         self._fill(batch, now)
-        while batch.is_empty and batch.is_deferred:
-            batch.is_deferred = False
+        while batch.is_empty and (batch.is_deferred or batch.num_held):
+            batch.is_deferred, batch.num_held = False, 0
             self._kv.search.begin_plan(now)
             self._fill(batch, now)
 

@@ -214,6 +214,17 @@ def test_few_of_the_many_prompts_that_may_not_start_are_looked_at_in_a_plan() ->
     assert 1 <= policy.count - before <= scheduler.settings.scan_limit
 
 
+def test_a_prompt_that_is_put_behind_others_starts_if_none_of_them_can_go_on() -> None:
+    """The first one is in flight, and its result may be long in coming."""
+    scheduler = a_scheduler(FirstComeFirstServed(), max_batch_tokens=20, max_batch_size=4)
+    scheduler.add(a_spec(100, 2, client="first"), 0.0)
+    assert scheduler.plan(0.0) is not None
+    other = scheduler.add(a_spec(200, 2, client="other"), 0.0)
+    iteration = scheduler.plan(0.0)
+    assert iteration is not None
+    assert iteration.requests == (other,)
+
+
 def test_many_prompts_of_one_client_delay_that_of_another_by_one_turn() -> None:
     """Four seats, one token an iteration; a hundred requests were there before."""
     scheduler = a_scheduler(FirstComeFirstServed(), max_batch_size=4)

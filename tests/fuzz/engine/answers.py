@@ -67,6 +67,7 @@ class Answers:
         sampled = self._rows(row, sample.banned)
         is_late = sample.may_be_late and self.random.random() < self.rates.late
         is_faulty = not is_late and self.random.random() < self.rates.fault
+        is_faulty = is_faulty and row.is_right  # else it is computed again, whatever its result is
         if is_late or is_faulty:
             sampled = sampled[:1]
         if is_late:
