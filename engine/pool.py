@@ -66,6 +66,7 @@ class RequestPool:
         self.swapped: dict[Request, None] = {}
         self.background = BackgroundCounts()
         self.waiting_tokens = 0  # prompt and output tokens of waiting requests
+        self.clients = Counter[str]()  # live requests of each client, without background requests
 
     def __repr__(self) -> str:
         counts = ", ".join(f"{state}={self._counts[state]}" for state in State)
@@ -97,6 +98,8 @@ class RequestPool:
         self.waiting_tokens += request.num_queued
         if request.spec.is_background:
             self.background.moved(request, None, WAITING)
+        else:
+            self.clients[request.spec.client] += 1
         if request.spec.deadline is not None:
             self._num_deadlines += 1
             heappush(
@@ -163,6 +166,11 @@ class RequestPool:
     def _remove(self, request: Request) -> None:
         """Forget a request that has left, and its deadline when half of those kept are stale."""
         del self._live[request.request_id]
+        client = request.spec.client
+        if not request.spec.is_background:
+            self.clients[client] -= 1
+            if not self.clients[client]:
+                del self.clients[client]
         if request.spec.deadline is not None:
             self._num_deadlines -= 1
             if len(self._deadlines) > 2 * self._num_deadlines + MIN_DEADLINES:
@@ -178,6 +186,8 @@ class RequestPool:
         waiting = sum(r.num_queued for r in self if r.state is State.WAITING)
         assert waiting == self.waiting_tokens, "waiting tokens drifted"
         self.background.check(self)
+        clients = Counter(r.spec.client for r in self if not r.spec.is_background)
+        assert clients == self.clients, "requests of clients drifted"
         started = {r for r in self if r.state not in (WAITING, SWAPPED)}
         assert started == self.started.keys(), "started requests drifted"
         assert {r for r in self if r.state is SWAPPED} == self.swapped.keys(), "swapped drifted"

@@ -19,8 +19,10 @@ requests have a prompt to compute than decode, the factor is larger: each of the
 not keep the others waiting for half of the time. And prompts that need more than (F - 1) / F of the
 time would wait longer and longer, although the machine can serve them: so the factor grows with the
 age of the oldest prompt being computed, up to `MAX_GROWTH` times F. It begins to grow `PATIENCE`
-seconds after the prompt could have been computed in half of the time. The growth is scaled by the
-share of seats that do not decode: where decodes have nearly all seats, more prompts find no seat.
+seconds after the prompt could have been computed in half of the time. Where a client has several
+requests beside those of others, its prompts age from their start: its own queue makes nobody else's
+streams slower. The growth is scaled by the share of seats that do not decode: where decodes have
+nearly all seats, more prompts find no seat.
 
 The factor is relative to iterations of decodes only that were measured (`LiveCost.decodes`): while
 a long prompt is computed there are none, and the model may ascribe some of its time to the decodes.
@@ -178,11 +180,12 @@ class StepTime:
 
     def _growth(self, request: "Request") -> float:
         """What the age of a prompt multiplies the factor by, before it is scaled. The time in which
-        its image was encoded does not count."""
+        its image was encoded does not count, nor its wait among several prompts of a client."""
         model, length = self._cost.model, len(request.spec.prompt)
         alone = model.tokens(length) + model.attention(length, 0)
-        since = request.arrived_at
-        if request.spec.media and request.admitted_at is not None:
+        since, clients = request.arrived_at, self._pool.clients
+        is_queued = len(clients) > 1 and clients[request.spec.client] > 1
+        if (request.spec.media or is_queued) and request.admitted_at is not None:
             since = request.admitted_at
         growth = (self._now - since) / (PATIENCE + 2.0 * alone)
         return max(1.0, min(MAX_GROWTH, growth))

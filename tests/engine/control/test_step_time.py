@@ -238,6 +238,20 @@ def test_the_factor_grows_with_the_age_of_the_oldest_prompt(age: float, factor: 
         commit_iteration(scheduler, iteration, later)
 
 
+@pytest.mark.parametrize(("clients", "factor"), [("abc", 3.0), ("aab", 2.0), ("aaa", 3.0)])
+def test_the_queue_of_one_client_does_not_make_the_iterations_of_another_longer(
+    clients: str, factor: float
+) -> None:
+    """Two prompts that waited for long beside 19 decodes of the last client: those of one client
+    age from their start, unless it has all requests."""
+    scheduler = make(inf, max_batch_size=38, max_prefill_slowdown=2.0)
+    now = decoding(scheduler, 19, client=clients[-1])
+    for client in clients[:2]:
+        scheduler.add(a_spec(490, 2, client=client), now)
+    iteration = planned(scheduler, now + 10 * (PATIENCE + 2 * HAND_COST.tokens(490)))
+    assert HAND_COST.step(iteration.step) == 10.0 * factor
+
+
 def returned(scheduler: IterationScheduler, iteration: Iteration, seconds: float) -> None:
     """Commit an iteration that took so many seconds."""
     tokens = (7,) * sum(entry.sample is not None for entry in iteration.step.entries)
