@@ -11,6 +11,10 @@ a long one. Tokens in the cache cost nothing; until the cache was searched for a
 has the virtual time of its client's prompts before it, or of its arrival if that is later
 (start-time fair queueing; Goyal et al., SIGCOMM 1996). Requests whose prompts are computed come
 first, client by client, but for those behind a prompt of their own client.
+
+If there are more requests than seats, each client has an equal share of the seats: its requests
+beyond that are behind those of all clients, a second one before another client's third. So a client
+whose long outputs have all seats keeps no other waiting; the last of them pause, with their KV.
 """
 
 from bisect import bisect_left, insort
@@ -21,17 +25,19 @@ from typing import TYPE_CHECKING
 
 from engine.policy.base import PolicyBase
 from engine.policy.port import Preemption
+from engine.policy.settings import PolicySettings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from engine.policy.port import SortKey
-    from engine.policy.settings import PolicySettings
     from engine.ports import Cost
     from engine.request import Request
 
     Queue = Iterator[tuple[float, Request]]
     Head = tuple[float, int, Request, Queue]
+
+BEHIND = 2.0**50  # later than each virtual time, which is a number of tokens
 
 
 @dataclass(slots=True, eq=False)
@@ -54,10 +60,14 @@ class _Client:
     served: float = 0.0  # the virtual time up to which its prompts are computed
     place: tuple[float, int] | None = None  # of its first request in `_places`
 
-    def in_order(self) -> "Iterator[tuple[float, Request]]":
-        """The requests with their virtual times, which do not decrease."""
+    def in_order(self, share: int) -> "Iterator[tuple[float, Request]]":
+        """The requests with their virtual times, which do not decrease; the client has `share`
+        seats."""
         key, end = 0.0, self.served
-        for request, prompt in self.live.items():
+        for index, (request, prompt) in enumerate(self.live.items()):
+            if index >= share:
+                yield BEHIND + index, request
+                continue
             if prompt is not None:
                 start, end = end, end + prompt.tokens
                 key = max(key, end if prompt.is_known else start)
@@ -65,13 +75,13 @@ class _Client:
 
 
 class FirstComeFirstServed(PolicyBase):
-    """The order of arrival, and fair queueing between clients. Uses neither cost nor settings."""
+    """The order of arrival, and fair queueing between clients. Does not use the cost."""
 
     preemption = Preemption.NEVER
 
-    def __init__(
-        self, cost: "Cost | None" = None, settings: "PolicySettings | None" = None
-    ) -> None:
+    def __init__(self, cost: "Cost | None" = None, settings: PolicySettings | None = None) -> None:
+        self._seats = (settings or PolicySettings()).seats
+        self._num_live = 0
         self._clients: dict[str, _Client] = {}  # with live requests, by name
         self._prompts: dict[Request, _Prompt] = {}  # those that are not computed
         self._started: dict[Request, _Prompt] = {}  # those of them that have KV
@@ -89,6 +99,7 @@ class FirstComeFirstServed(PolicyBase):
         if not client.num_prompts:
             self._num_sharing += 1
             client.served = max(client.served, self._time)
+        self._num_live += 1
         client.num_prompts += 1
         client.live[request] = self._prompts[request] = _Prompt(client, request.remaining)
         self._moved[client] = None
@@ -102,7 +113,7 @@ class FirstComeFirstServed(PolicyBase):
         self._moved[client] = None
         if was_placed:
             return True
-        due = next(time for time, other in client.in_order() if other is request)
+        due = next(time for time, other in client.in_order(self._share) if other is request)
         return all(
             (due, client.number) <= (each.client.served + each.tokens, each.client.number)
             for each in self._started.values()
@@ -132,6 +143,7 @@ class FirstComeFirstServed(PolicyBase):
         client = self._clients[request.spec.client]
         self._end(request)
         del client.live[request]
+        self._num_live -= 1
         self._moved[client] = None
         if not client.live:
             del self._clients[request.spec.client]
@@ -150,13 +162,20 @@ class FirstComeFirstServed(PolicyBase):
         keys: dict[Request, SortKey] = {}
         for name, others in wanted.items():
             client = self._clients[name]
-            for at, (time, request) in enumerate(client.in_order()):
+            for at, (time, request) in enumerate(client.in_order(self._share)):
                 if request in others:
                     keys[request] = (time, client.number, at)
                     others.discard(request)
                     if not others:
                         break
         return [keys[request] for request in requests]
+
+    @property
+    def _share(self) -> int:
+        """The seats of each client if there are more requests than seats, else all."""
+        if self._num_live <= self._seats:
+            return self._seats
+        return max(1, self._seats // len(self._clients))
 
     def _end(self, request: "Request") -> None:
         """The prompt is computed, or will not be."""
@@ -172,7 +191,7 @@ class FirstComeFirstServed(PolicyBase):
             if client.place is not None:
                 del self._places[bisect_left(self._places, client.place)]
                 client.place = None
-            first = next(client.in_order(), None)
+            first = next(client.in_order(1), None)
             if first is not None:
                 client.place = (first[0], client.number)
                 insort(self._places, (*client.place, client))
@@ -181,13 +200,14 @@ class FirstComeFirstServed(PolicyBase):
     def _merged(self) -> "Iterator[Request]":
         """The requests of all clients in the order of their virtual times."""
         heap: list[Head] = []
+        share = self._share
         for time, number, client in self._places:
             while heap and heap[0] < (time, number):
                 yield _next(heap)
-            if not client.num_prompts:
+            if not client.num_prompts and len(client.live) <= share:
                 yield from client.live
                 continue
-            queue = client.in_order()
+            queue = client.in_order(share)
             yield next(queue)[1]
             _push(heap, number, queue)
         while heap:

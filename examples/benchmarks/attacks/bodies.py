@@ -170,6 +170,7 @@ ATTACKS: Mapping[str, Attack] = {
         CHAT, {**says("the cat sat. " * 1800), "prompt_logprobs": 20}
     ),
     "top_logprobs = 20": repeated(CHAT, chat(max_tokens=3000, ignore_eos=True, **LOGPROBS), 8),
+    "128 long outputs": repeated(CHAT, chat(max_tokens=30_000, ignore_eos=True), 128),
     "unread streams": unread,
     "abandoned streams": abandoned,
     "40 readers of /admin/live": live_readers,

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from random import Random
 
 from engine.policy.fcfs import FirstComeFirstServed
+from engine.policy.settings import PolicySettings
 from engine.request import Request, State
 from tests.scheduling import a_request, a_scheduler, a_spec, run_iteration
 
@@ -235,3 +236,58 @@ def test_many_prompts_of_one_client_delay_that_of_another_by_one_turn() -> None:
         now = run_iteration(scheduler, now)
     assert sum(request.state is State.FINISHED for request in flood) <= 8
     assert len(scheduler.pool) == 100 - sum(each.state.is_terminal for each in flood)
+
+
+def decoding(policy: FirstComeFirstServed, requests: Sequence[Request]) -> None:
+    """These requests arrive, and their prompts of one token are computed."""
+    for request in requests:
+        policy.arrive(request, 0.0)
+        policy.start(request)
+        compute(policy, request, 1)
+
+
+def test_above_the_number_of_seats_each_client_has_an_equal_share_of_them() -> None:
+    policy = FirstComeFirstServed(settings=PolicySettings(seats=6))
+    many = [a_request(number, 1, 9, client="many") for number in range(6)]
+    decoding(policy, many)
+    assert [*policy.order(0.0)] == many
+    pair = [a_request(number, 1, 9, client="pair") for number in (6, 7)]
+    decoding(policy, pair[:1])
+    policy.arrive(pair[1], 0.0)  # its prompt is not computed
+    assert [*policy.order(0.0)] == [*many[:3], *pair, *many[3:]]
+    lone = a_request(8, 1, 9, client="lone")
+    policy.arrive(lone, 0.0)
+    assert [*policy.order(0.0)] == [*many[:2], *pair, lone, *many[2:]]
+    policy.leave(lone, 0.0)
+    for request in pair:
+        policy.leave(request, 0.0)
+    assert [*policy.order(0.0)] == many
+
+
+def test_seats_that_are_left_go_to_a_second_request_before_the_third_of_another_client() -> None:
+    policy = FirstComeFirstServed(settings=PolicySettings(seats=3))
+    first = [a_request(number, 1, 9, client="a") for number in range(3)]
+    second = [a_request(number, 1, 9, client="b") for number in range(3, 5)]
+    decoding(policy, [*first, *second])
+    order = [first[0], second[0], first[1], second[1], first[2]]
+    assert [*policy.order(0.0)] == order
+    keys = policy.sort_keys(order, 0.0)
+    assert keys == sorted(keys)
+
+
+def test_long_outputs_that_have_all_seats_keep_no_other_client_waiting() -> None:
+    """They pause with their KV, and go on when the seat is free again."""
+    policy = FirstComeFirstServed(settings=PolicySettings(seats=8))
+    scheduler = a_scheduler(policy, max_batch_size=8)
+    long = [scheduler.add(a_spec(1, 50, client="long"), 0.0) for _ in range(8)]
+    for at in range(3):
+        run_iteration(scheduler, float(at))
+    other = scheduler.add(a_spec(1, 2, client="other"), 3.0)
+    before = [len(request.output) for request in long]
+    for at in range(3, 5):
+        run_iteration(scheduler, float(at))
+    assert other.state is State.FINISHED
+    assert [len(r.output) - n for r, n in zip(long, before, strict=True)] == [2] * 7 + [0]
+    run_iteration(scheduler, 5.0)
+    assert len(long[-1].output) == before[-1] + 1
+    assert long[-1].num_computed == len(long[-1].output)
