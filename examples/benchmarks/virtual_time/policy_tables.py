@@ -291,8 +291,11 @@ run before those that cannot. Under overload goodput is higher, and late request
         parts.append(f"""## With fair shares
 
 Skewed lengths; of {tenants[0]["requests"]:,} requests a large tenant sends three quarters, and each
-of four small ones a sixteenth. Seconds; with `--fair-keys` each tenant gets an equal share, and the
-policy orders the requests of each. `python -m examples.benchmarks.virtual_time.tenants`
+of four small ones a sixteenth. Seconds. Each is a client, so that
+fcfs by itself shares seats and the tokens of prompts between them; under gittins, which has one
+queue for all, the small ones wait as long as the large one. With `--fair-keys` each tenant gets an
+equal share of all tokens, and the policy orders the requests of each.
+`python -m examples.benchmarks.virtual_time.tenants`
 
 {tenant_table(tenants)}""")
     if split:

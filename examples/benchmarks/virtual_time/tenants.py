@@ -1,7 +1,8 @@
 """One large tenant beside four small ones, with and without `--fair-keys`, in virtual time.
 
 Skewed lengths on one accelerator. The large tenant sends three quarters of all requests, each small
-one a sixteenth. Writes DIR/tenants.json; README.md of DIR is written from it by `policies`.
+one a sixteenth; each is a client, as an API key is. Writes DIR/tenants.json; README.md of DIR is
+written from it by `policies`.
 
     python -m examples.benchmarks.virtual_time.tenants [--seeds 5] [--requests 1000] [--out DIR]
 """
@@ -60,7 +61,7 @@ def with_tenants(load: float, seed: int, count: int) -> list[RecordedRequest]:
     for one in with_unknown_lengths(arrivals_of(CASE, load, seed, count, None), 4096):
         tenant = "large" if random.random() < SHARE else random.choice("abcd")
         assert one.params is not None, "a recorded arrival has params"
-        found.append(replace(one, params=replace(one.params, tenant=tenant)))
+        found.append(replace(one, params=replace(one.params, tenant=tenant, client=tenant)))
     return found
 
 
