@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import orjson
 
 from engine.errors import EngineError, InvalidRequest
+from gateway.access.callers import count_values
 from gateway.errors import TooManyMessages, UpgradeRequired, http_error, message_of
 from gateway.generation.held import HeldConversations
 from gateway.generation.threads import read_body_with
@@ -116,8 +117,7 @@ class ResponseSocket:
             self._conversations.close()
 
     async def _take(self, text: bytes, tasks: asyncio.TaskGroup) -> None:
-        read = partial(socket.read_message, text)
-        message = await read_body_with(read, text)
+        message = await read_body_with(partial(self._read, text), text)
         if message.type == socket.STEER:
             await self._steer(text)
             return
@@ -131,6 +131,10 @@ class ResponseSocket:
             tasks.create_task(self._run(lane, message.stream_id))
         else:
             lane.append(create)
+
+    def _read(self, text: bytes) -> Message:
+        count_values(text, self._service.limits)
+        return socket.read_message(text)
 
     def _limit(self, num_bytes: int, stream_id: str | None) -> str | None:
         """The limit that one more message would exceed."""

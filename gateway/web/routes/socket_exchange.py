@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from gateway.access.callers import PIECE_BYTES
+
 if TYPE_CHECKING:
     from starlette.types import Message as AsgiMessage
 
@@ -28,7 +30,7 @@ class SocketExchange:
         self, text: bytes, stream_id: str | None, socket: "TextSocket", ended: asyncio.Event
     ) -> None:
         self.status = 0  # of the response
-        self._text: bytes | None = text
+        self._text = memoryview(text)
         self._socket = socket
         self._ended = ended  # set when the connection has ended
         self._suffix = b"}"  # of each event
@@ -55,10 +57,13 @@ class SocketExchange:
         }
 
     async def receive(self) -> "AsgiMessage":
-        """The message as a body; then, once the connection has ended, the disconnect."""
-        if self._text is not None:
-            text, self._text = self._text, None
-            return {"type": "http.request", "body": text, "more_body": False}
+        """The message as a body, in pieces between which others run; then, once the connection has
+        ended, the disconnect."""
+        if self._text:
+            await asyncio.sleep(0)
+            piece, self._text = self._text[:PIECE_BYTES], self._text[PIECE_BYTES:]
+            more = len(self._text) > 0
+            return {"type": "http.request", "body": bytes(piece), "more_body": more}
         await self._ended.wait()
         return {"type": "http.disconnect"}
 

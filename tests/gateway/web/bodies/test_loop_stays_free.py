@@ -37,6 +37,7 @@ from gateway.web.routes.operations.admin import PolicyChoice
 from gateway.web.routes.operations.loras import LoadLoraRequest, UnloadLoraRequest
 from gateway.web.table import ROUTES
 from tests.gateway.forms import FORM, a_form, a_line, ended
+from tests.gateway.responses.sockets import connected
 from tests.gateway.rig import CHAT, MODEL, TEXT, USER, Rig, Setting, play
 from tests.gateway.scripted_model import CheckedOnLoop
 
@@ -45,7 +46,8 @@ MAX_LARGE_SECONDS = 0.06  # of bodies of 16 MB: 11 to 24 ms for freeing them and
 ATTEMPTS = 4
 SIZES = (1 << 10, 7 << 10, 64 << 10, 900 << 10)  # bytes
 LARGE = 16 << 20
-FILES = "/v1/files"
+FILES, SOCKET = "/v1/files", "a WebSocket"
+MESSAGE = 4 << 20  # bytes
 MANY = 250_000  # items, fewer than the commas that a body may have
 SHAPES: dict[str, tuple[type[msgspec.Struct], dict[str, Any]]] = {
     CHAT: (ChatRequest, {"model": MODEL, "messages": USER, "max_tokens": 1}),
@@ -236,21 +238,42 @@ def files() -> Iterator[bytes]:
     yield b"\n".join(a_line(str(i), SHAPES[TEXT][1], TEXT) for i in range(200))
 
 
+def messages() -> Iterator[bytes]:
+    """Messages of a WebSocket as long as they may be."""
+    create = b'{"type":"response.create","model":"%b","max_output_tokens":1,' % MODEL.encode()
+    steer = b'{"type":"response.steer","previous_response_id":"resp_0",'
+    for start in (create, steer):
+        for item in (b"{},", b'{"a":1},', b'{"role":"user","content":"a"},', b"1,", b"[],"):
+            content = item * (MESSAGE // len(item))
+            yield b'%b"input":[%b]}' % (start, content[:-1])
+        for text in (b"{ ", b"\\n", b"a "):
+            yield b'%b"input":"%b"}' % (start, text * (MESSAGE // 2))
+
+
 async def longest_callback(rig: Rig, timer: LoopTimer, path: str, body: bytes) -> float:
     """The fastest of some attempts, which end with the first that is fast enough."""
     best = 1e9
     headers = FORM if path == FILES else {}
     for _ in range(ATTEMPTS):
         timer.longest = 0.0
-        async with rig.client.post(path, body, headers) as exchange:
-            reply = await exchange.read()
+        if path == SOCKET:
+            await send_message(rig, body)
+        else:
+            async with rig.client.post(path, body, headers) as exchange:
+                reply = await exchange.read()
+            assert exchange.status in (200, 400, 404, 413, 503), body[:300]
         if path == FILES:
             await run_batch(rig, orjson.loads(reply)["id"])
-        assert exchange.status in (200, 400, 404, 413, 503), body[:300]
         best = min(best, timer.longest)
         if best <= most_seconds(body):
             break
     return best
+
+
+async def send_message(rig: Rig, text: bytes) -> None:
+    async with connected(rig) as client:
+        client.write_text(text)
+        await client.until("response.completed", "response.steer.failed", "error")
 
 
 def most_seconds(body: bytes) -> float:
@@ -325,6 +348,10 @@ def test_no_large_field_of_texts_to_pool_holds_the_loop(
 
 def test_no_body_of_16_mb_holds_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     check(list(large_bodies()), monkeypatch)
+
+
+def test_no_message_of_a_websocket_holds_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    check([(SOCKET, text) for text in messages()], monkeypatch)
 
 
 def test_no_file_of_a_batch_holds_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
