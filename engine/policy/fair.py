@@ -8,6 +8,7 @@ any other policy (`PolicySettings.fair_keys`), of which each tenant has an insta
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from heapq import heapify, heappop, heapreplace
 from typing import TYPE_CHECKING
 
@@ -45,11 +46,12 @@ class VirtualTokenCounter(PolicyBase):
         self,
         cost: "Cost | None" = None,
         settings: PolicySettings | None = None,
-        make: "Callable[[], Policy]" = FirstComeFirstServed,
+        make: "Callable[[], Policy] | None" = None,
     ) -> None:
-        """`make` makes an empty policy, which orders the requests of one tenant."""
+        """`make` makes an empty policy, which orders the requests of one tenant; default: first
+        come, first served."""
         self._settings = settings or PolicySettings()
-        self._make = make
+        self._make = make or partial(FirstComeFirstServed, settings=self._settings)
         self._active: dict[str, _Tenant] = {}
         self._absent: dict[str, float] = {}  # counters that are ahead of the floor
         self._last_counter = 0.0  # of the last tenant to leave
