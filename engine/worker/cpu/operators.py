@@ -13,14 +13,22 @@ import torch
 from torch import Tensor
 
 from engine.step import SamplingParams
-from engine.worker.cpu.delta_net import NativeDeltaNet
 from engine.worker.cpu.kernel_call import KernelCall
-from engine.worker.cpu.kernels import delta_rule, elementwise, experts, joined, sampling
+from engine.worker.cpu.kernels import (
+    delta_rule,
+    elementwise,
+    experts,
+    joined,
+    mamba,
+    recurrence,
+    sampling,
+)
 from engine.worker.cpu.linears.experts import ExpertLinear, NativeExperts
 from engine.worker.cpu.linears.floats import FLOAT32
 from engine.worker.cpu.linears.packed import MixedLinear, NativeLowRank, PackedLinear
 from engine.worker.cpu.linears.packed_store import PackedStore
 from engine.worker.cpu.recorded_decoder import LargestLogits, RecordedDecoder
+from engine.worker.cpu.recurrent import NativeDeltaNet, NativeMambaScan
 from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.model.layers import Decoder
 from engine.worker.model.torch_operators import TorchOperators
@@ -31,6 +39,7 @@ from engine.worker.ports import (
     Linear,
     LinearWeight,
     LowRankUp,
+    MambaWeights,
     Routing,
     StageModel,
     ThreadPool,
@@ -160,7 +169,9 @@ class NativeOperators:
         return (
             *elementwise.KERNELS,
             joined.run_joined,
+            *recurrence.KERNELS,
             *delta_rule.KERNELS,
+            *mamba.KERNELS,
             *self._store.kernels,
             *experts.KERNELS,
             *sampling.KERNELS,
@@ -309,6 +320,9 @@ class NativeOperators:
 
     def delta_net(self, weights: DeltaWeights) -> NativeDeltaNet:
         return NativeDeltaNet(self._pool, weights)
+
+    def mamba_scan(self, weights: MambaWeights) -> NativeMambaScan:
+        return NativeMambaScan(self._pool, weights)
 
     def argmax(self, logits: Tensor) -> Argmax:
         values, ids = self._largest.take(logits) or self._run_argmax(logits)

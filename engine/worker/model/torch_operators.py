@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from engine.step import SamplingParams
 from engine.worker.model.delta_net import TorchDeltaNet
 from engine.worker.model.experts import TorchExperts
+from engine.worker.model.mamba import TorchMambaScan
 from engine.worker.ports import (
     Argmax,
     DeltaWeights,
@@ -19,6 +20,7 @@ from engine.worker.ports import (
     Linear,
     LinearWeight,
     LowRankUp,
+    MambaWeights,
     Norm,
     Routing,
     dequantize,
@@ -179,6 +181,9 @@ class TorchOperators:
 
     def delta_net(self, weights: DeltaWeights) -> TorchDeltaNet:
         return TorchDeltaNet(weights)
+
+    def mamba_scan(self, weights: MambaWeights) -> TorchMambaScan:
+        return TorchMambaScan(weights)
 
     def argmax(self, logits: Tensor) -> Argmax:
         values, ids = logits.max(dim=-1)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from engine.step import SamplingParams
 from engine.worker.ports.experts import Experts, ExpertWeights, Routing
-from engine.worker.ports.recurrent import DeltaNet, DeltaWeights
+from engine.worker.ports.recurrent import DeltaNet, DeltaWeights, MambaScan, MambaWeights
 from engine.worker.ports.weights import LinearWeight
 
 
@@ -147,6 +147,10 @@ class Operators(Protocol):
 
     def delta_net(self, weights: DeltaWeights) -> DeltaNet:
         """The part of a Gated DeltaNet between its linears."""
+        ...
+
+    def mamba_scan(self, weights: MambaWeights) -> MambaScan:
+        """The part of a Mamba 2 between its first linear and its norm."""
         ...
 
     def argmax(self, logits: Tensor) -> Argmax:

@@ -88,8 +88,30 @@ class DeltaShape:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class MambaShape(DeltaShape):
+    """A state space layer of Mamba 2 behind a short causal convolution.
+
+    Its C, B and x are what q, k and v are in a linear attention (Dao & Gu, arXiv:2405.21060,
+    section 7): a key head is a group, which serves equally many value heads. The state of a head
+    is `[key_dim, value_dim]`. All ranks have the only group, or each has some of several.
+    """
+
+    @property
+    def parts(self) -> tuple[int, str]:
+        is_shared = self.num_key_heads == 1
+        return (self.num_value_heads, "heads") if is_shared else (self.num_key_heads, "groups")
+
+    def of_rank(self, num_ranks: int) -> "MambaShape":
+        return replace(
+            self,
+            num_key_heads=max(1, self.num_key_heads // num_ranks),
+            num_value_heads=self.num_value_heads // num_ranks,
+        )
+
+
 class DeltaState(NamedTuple):
-    """The states of a Gated DeltaNet, for all state slots."""
+    """The states of a Gated DeltaNet or a Mamba, for all state slots."""
 
     inputs: Tensor  # of the convolution, [slots, kernel - 1, channels]
     matrices: Tensor  # [slots, value_heads, key_dim, value_dim]
@@ -124,6 +146,28 @@ class DeltaWeights:
     decay_bias: Tensor  # [value_heads]
     norm: Tensor  # [value_dim]
     eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class MambaWeights:
+    """The weights of a Mamba 2 between its linear and its norm, float32 and of one rank."""
+
+    shape: MambaShape
+    conv: Tensor  # [channels, kernel], of C, B and x in this order
+    conv_bias: Tensor  # [channels]
+    decay_rate: Tensor  # [value_heads], negative: A
+    decay_bias: Tensor  # [value_heads], of the time steps
+    skip: Tensor  # [value_heads]: D
+
+
+class MambaScan(Protocol):
+    """Convolution, recurrence and gate of one layer of Mamba 2."""
+
+    def __call__(self, y: Tensor, state: DeltaState, runs: StateRuns) -> Tensor:
+        """`[rows, value_heads * value_dim]` from the inputs of each row: C, B and x (`channels`),
+        the gate (value_heads * value_dim), and the time steps (value_heads). Bits are as of a
+        `DeltaNet`."""
+        ...
 
 
 class DeltaNet(Protocol):

@@ -1,4 +1,4 @@
-"""Passes over a panel of a DeltaNet state, in vector registers: lines of `PANEL` columns, one per
+"""Passes over a panel of a recurrent state, in vector registers: lines of `PANEL` columns, one per
 key. Sums run over the keys in their order, with one rounding per key."""
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, import-untyped"
@@ -64,6 +64,35 @@ def predict(typing, panel, k, keys, line):
     return types.void(*[types.int64] * 4), build
 
 
+def _token(builder, panel, q, k, following, decay, keys, lines):
+    """The code of one token; without `following` nothing is predicted."""
+    corrections = [
+        builder.load(one, align=4)
+        for one in _vectors(builder, builder.add(lines, int64(LINE_BYTES)))
+    ]
+    decays, outputs, predicted = broadcast(builder, decay), _zeros(builder), _zeros(builder)
+    with cgutils.for_range_slice(builder, int64(0), keys, int64(1)) as (i, _):
+        at = _vectors(builder, builder.add(panel, builder.mul(i, int64(LINE_BYTES))))
+        key = _number(builder, k, i)
+        line = [
+            fma(
+                builder,
+                key,
+                correction,
+                builder.fmul(decays, builder.load(one, align=4)),
+            )
+            for one, correction in zip(at, corrections, strict=True)
+        ]
+        for value, one in zip(line, at, strict=True):
+            builder.store(value, one, align=4)
+        _add(builder, outputs, _number(builder, q, i), line)
+        if following is not None:
+            _add(builder, predicted, _number(builder, following, i), line)
+    if following is not None:
+        _store(builder, predicted, lines)
+    _store(builder, outputs, builder.add(lines, int64(2 * LINE_BYTES)))
+
+
 @intrinsic
 def update(typing, panel, q, k, following, decay, keys, lines):
     """One token: `panel[i] = decay * panel[i] + k[i] * correction`, what q reads of it, and what
@@ -73,31 +102,21 @@ def update(typing, panel, q, k, following, decay, keys, lines):
     """
 
     def build(context, builder, signature, args):
-        panel, q, k, following, decay, keys, lines = args
-        corrections = [
-            builder.load(one, align=4)
-            for one in _vectors(builder, builder.add(lines, int64(LINE_BYTES)))
-        ]
-        decays, outputs, predicted = broadcast(builder, decay), _zeros(builder), _zeros(builder)
-        with cgutils.for_range_slice(builder, int64(0), keys, int64(1)) as (i, _):
-            at = _vectors(builder, builder.add(panel, builder.mul(i, int64(LINE_BYTES))))
-            key = _number(builder, k, i)
-            line = [
-                fma(
-                    builder,
-                    key,
-                    correction,
-                    builder.fmul(decays, builder.load(one, align=4)),
-                )
-                for one, correction in zip(at, corrections, strict=True)
-            ]
-            for value, one in zip(line, at, strict=True):
-                builder.store(value, one, align=4)
-            _add(builder, outputs, _number(builder, q, i), line)
-            _add(builder, predicted, _number(builder, following, i), line)
-        _store(builder, predicted, lines)
-        _store(builder, outputs, builder.add(lines, int64(2 * LINE_BYTES)))
+        _token(builder, *args)
         return context.get_dummy_value()
 
     arguments = [types.int64] * 4 + [types.float32] + [types.int64] * 2
+    return types.void(*arguments), build
+
+
+@intrinsic
+def add_token(typing, panel, q, k, decay, keys, lines):
+    """The same without a prediction."""
+
+    def build(context, builder, signature, args):
+        panel, q, k, decay, keys, lines = args
+        _token(builder, panel, q, k, None, decay, keys, lines)
+        return context.get_dummy_value()
+
+    arguments = [types.int64] * 3 + [types.float32] + [types.int64] * 2
     return types.void(*arguments), build

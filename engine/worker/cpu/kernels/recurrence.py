@@ -1,0 +1,153 @@
+"""What the kernels of recurrent layers share: the convolution before the recurrence, and the panels
+of a head's state.
+
+The tokens of a run are computed one after the other, however many a step has, so the state after a
+token has the same bits whether its request was decoded or computed anew.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+import ctypes
+import math
+
+import numpy as np
+
+from engine.worker.cpu.build import leaf
+from engine.worker.cpu.intrinsics import float32s, fma_one, int64s
+from engine.worker.cpu.kernels.delta_tiles import PANEL
+from engine.worker.cpu.kernels.elementwise import BYTES, exp_float
+from engine.worker.cpu.operands import make_reader, operands
+
+CHANNELS = 512  # that one chunk of the convolution computes
+ITEM = 8  # bytes of an int64
+
+
+@operands
+class ScanOperands(ctypes.Structure):
+    """Addresses of float32 tensors. `y` are the inputs: in each row q, k and v (`channels`), the
+    gate, and one or two numbers of each head. `runs` has int64 (first row, last row, source slot)
+    of each run, and `writes` two slots per row, or -1. `scratch` has `scratch_stride` floats for
+    each thread."""
+
+    y: int
+    y_stride: int
+    mixed: int  # [rows, channels], the convolution's outputs
+    out: int  # [rows, heads, value_dim]
+    conv: int  # [kernel, channels]
+    conv_bias: int  # [channels]; 0 if there is none
+    decay_rate: int  # [heads]
+    decay_bias: int
+    norm: int  # [value_dim], of a DeltaNet
+    eps: float
+    skip: int  # [heads], of a Mamba
+    inputs: int  # [slots, kernel - 1, channels]
+    matrices: int  # [slots, heads, key_dim, value_dim]
+    runs: int
+    writes: int
+    scratch: int
+    scratch_stride: int
+    channels: int
+    kernel: int
+    key_heads: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    rows: int
+    rows_per_chunk: int
+
+
+scan_operands = make_reader(ScanOperands)
+
+
+def scratch_floats(key_dim: int) -> int:
+    """Floats of scratch per thread: a panel, q and k of two rows, and three lines of the panel."""
+    return key_dim * PANEL + 4 * key_dim + 3 * PANEL
+
+
+@leaf
+def _input(a, first, source, row, channel, count):
+    """`count` inputs of a row of a run, which may lie before the run; empty if there are none."""
+    if row >= first:
+        return float32s(a.y + (row * a.y_stride + channel) * BYTES, count)
+    if source < 0:
+        return float32s(a.y, 0)
+    place = source * (a.kernel - 1) + a.kernel - 1 + row - first
+    return float32s(a.inputs + (place * a.channels + channel) * BYTES, count)
+
+
+@leaf
+def _convolve(a, first, source, row, channel, count):
+    """The causal convolution of some channels of one row, then SiLU."""
+    mixed = float32s(a.mixed + (row * a.channels + channel) * BYTES, count)
+    bias = float32s(a.conv_bias + channel * BYTES, count if a.conv_bias != 0 else 0)
+    for j in range(count):
+        mixed[j] = bias[j] if len(bias) > 0 else np.float32(0)
+    for tap in range(a.kernel):
+        x = _input(a, first, source, row - (a.kernel - 1) + tap, channel, count)
+        weight = float32s(a.conv + (tap * a.channels + channel) * BYTES, count)
+        for j in range(len(x)):
+            mixed[j] = fma_one(x[j], weight[j], mixed[j])
+    for j in range(count):
+        mixed[j] = mixed[j] / (np.float32(1) + exp_float(-mixed[j]))
+
+
+@leaf
+def _keep_inputs(a, first, source, row, slot, channel, count):
+    """Write the last inputs of some channels up to a row to a slot, which may be the source."""
+    for place in range(a.kernel - 1):
+        x = _input(a, first, source, row - (a.kernel - 2) + place, channel, count)
+        target = a.inputs + ((slot * (a.kernel - 1) + place) * a.channels + channel) * BYTES
+        kept = float32s(target, count)
+        for j in range(count):
+            kept[j] = x[j] if len(x) > 0 else np.float32(0)
+
+
+def convolution(operands, chunk, thread):
+    """Some channels of one run."""
+    a = scan_operands(operands)
+    blocks = (a.channels + CHANNELS - 1) // CHANNELS
+    run = int64s(a.runs + chunk // blocks * 3 * ITEM, 3)
+    first, last, source = run[0], run[1], run[2]
+    channel = chunk % blocks * CHANNELS
+    count = min(CHANNELS, a.channels - channel)
+    for row in range(first, last):
+        _convolve(a, first, source, row, channel, count)
+        slots = int64s(a.writes + row * 2 * ITEM, 2)
+        if slots[1] >= 0:
+            _keep_inputs(a, first, source, row, slots[1], channel, count)
+        if slots[0] >= 0:
+            _keep_inputs(a, first, source, row, slots[0], channel, count)
+
+
+@leaf
+def time_step(a, row, head, place):
+    """`softplus(y + bias)` of a head, whose numbers are at `place` in each row; in float64."""
+    address = a.y + (row * a.y_stride + place + head) * BYTES
+    x = np.float64(float32s(address, 1)[0] + float32s(a.decay_bias, a.heads)[head])
+    return x if x > 20.0 else math.log1p(math.exp(x))
+
+
+@leaf
+def load_panel(a, panel, source, head, column, width):
+    """A panel of a head's matrix in a slot, padded with zeros on the right."""
+    base = a.matrices + ((source * a.heads + head) * a.key_dim * a.value_dim + column) * BYTES
+    for i in range(a.key_dim):
+        line = float32s(panel + i * PANEL * BYTES, PANEL)
+        known = float32s(base + i * a.value_dim * BYTES, width if source >= 0 else 0)
+        for j in range(len(known)):
+            line[j] = known[j]
+        for j in range(len(known), PANEL):
+            line[j] = np.float32(0)
+
+
+@leaf
+def keep_panel(a, panel, slot, head, column, width):
+    """Write a panel of a head's matrix to a slot."""
+    base = a.matrices + ((slot * a.heads + head) * a.key_dim * a.value_dim + column) * BYTES
+    for i in range(a.key_dim):
+        line = float32s(panel + i * PANEL * BYTES, width)
+        kept = float32s(base + i * a.value_dim * BYTES, width)
+        for j in range(width):
+            kept[j] = line[j]
+
+
+KERNELS = (convolution,)

@@ -1,0 +1,96 @@
+"""`DeltaNet` and `MambaScan` over native kernels."""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from engine.worker.cpu.kernel_call import KernelCall
+from engine.worker.cpu.kernels import delta_rule, mamba, recurrence
+from engine.worker.cpu.kernels.delta_tiles import PANEL
+from engine.worker.ports import (
+    DeltaShape,
+    DeltaState,
+    DeltaWeights,
+    MambaWeights,
+    StateRuns,
+    ThreadPool,
+)
+
+
+class NativeScan:
+    """Two kernels over the same operands: a convolution, and what is computed token by token."""
+
+    def __init__(
+        self,
+        pool: ThreadPool,
+        shape: DeltaShape,
+        scan: Callable[..., None],
+        weights: Mapping[str, Tensor],
+        eps: float = 0.0,
+    ) -> None:
+        """`weights` by their names in the operands."""
+        self._shape = shape
+        self._tensors = {name: each.float().contiguous() for name, each in weights.items()}
+        floats = recurrence.scratch_floats(shape.key_dim)
+        self._scratch = torch.empty(pool.threads * floats)
+        self._operands = recurrence.ScanOperands(
+            **{name: each.data_ptr() for name, each in self._tensors.items()},
+            eps=eps,
+            scratch=self._scratch.data_ptr(),
+            scratch_stride=floats,
+            channels=shape.channels,
+            kernel=shape.kernel,
+            key_heads=shape.num_key_heads,
+            heads=shape.num_value_heads,
+            key_dim=shape.key_dim,
+            value_dim=shape.value_dim,
+        )
+        self._convolution = KernelCall(pool, recurrence.convolution, self._operands)
+        self._scan = KernelCall(pool, scan, self._operands)
+
+    def __call__(self, y: Tensor, state: DeltaState, runs: StateRuns) -> Tensor:
+        shape, operands = self._shape, self._operands
+        rows, count = len(y), len(runs.runs)
+        mixed = torch.empty(rows, shape.channels)
+        out = torch.empty(rows, shape.num_value_heads * shape.value_dim)
+        operands.y, operands.y_stride = y.data_ptr(), y.stride(0)
+        operands.mixed, operands.out = mixed.data_ptr(), out.data_ptr()
+        operands.inputs, operands.matrices = state.inputs.data_ptr(), state.matrices.data_ptr()
+        operands.runs, operands.writes = runs.runs.ctypes.data, runs.writes.ctypes.data
+        self._convolution(count * -(-shape.channels // recurrence.CHANNELS))
+        self._scan(count * shape.num_value_heads * -(-shape.value_dim // PANEL))
+        return out
+
+
+class NativeDeltaNet(NativeScan):
+    """The delta rule, and a kernel of the gated norm."""
+
+    def __init__(self, pool: ThreadPool, weights: DeltaWeights) -> None:
+        tensors = {
+            "conv": weights.conv.t(),
+            "decay_rate": weights.decay_rate,
+            "decay_bias": weights.decay_bias,
+            "norm": weights.norm,
+        }
+        super().__init__(pool, weights.shape, delta_rule.delta_rule, tensors, weights.eps)
+        self._norm = KernelCall(pool, delta_rule.delta_norm, self._operands)
+
+    def __call__(self, y: Tensor, state: DeltaState, runs: StateRuns) -> Tensor:
+        out = super().__call__(y, state, runs)
+        self._norm.over_rows(len(y))
+        return out
+
+
+class NativeMambaScan(NativeScan):
+    """The recurrence of Mamba 2."""
+
+    def __init__(self, pool: ThreadPool, weights: MambaWeights) -> None:
+        tensors = {
+            "conv": weights.conv.t(),
+            "conv_bias": weights.conv_bias,
+            "decay_rate": weights.decay_rate,
+            "decay_bias": weights.decay_bias,
+            "skip": weights.skip,
+        }
+        super().__init__(pool, weights.shape, mamba.mamba_scan, tensors)
