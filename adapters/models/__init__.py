@@ -25,6 +25,7 @@ FAMILIES: dict[str, str] = {
     "Gemma4ForCausalLM": "adapters.models.mixtures.gemma4:Gemma4",
     "Gemma4ForConditionalGeneration": "adapters.models.mixtures.gemma4:Gemma4Multimodal",
     "GraniteForCausalLM": "adapters.models.dense.granite:Granite",
+    "GraniteMoeHybridForCausalLM": "adapters.models.hybrid.granite_hybrid:granite_hybrid",
     "Glm4MoeForCausalLM": "adapters.models.mixtures.glm4_moe:Glm4Moe",
     "Glm4MoeLiteForCausalLM": "adapters.models.mixtures.deepseek:Glm4MoeLite",
     "GptOssForCausalLM": "adapters.models.mixtures.gpt_oss:GptOss",

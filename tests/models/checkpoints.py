@@ -109,6 +109,24 @@ LFM2: dict[str, Any] = {
     "block_multiple_of": 16,
 }
 
+GRANITE_HYBRID: dict[str, Any] = {
+    "num_hidden_layers": 5,
+    "layer_types": ["mamba", "mamba", "attention", "mamba", "attention"],
+    "shared_intermediate_size": 48,
+    "num_local_experts": 0,
+    "mamba_n_heads": 8,
+    "mamba_d_state": 16,
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.25,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 3.0,
+}
+GRANITE_EXPERTS: dict[str, Any] = {
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "intermediate_size": 40,
+}
+
 SHARED_EXPERTS: dict[str, Any] = {
     "num_experts": 8,
     "num_experts_per_tok": 3,
@@ -319,6 +337,25 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "lfm2": ("Lfm2Config", LFM2),
     "lfm2_biases": ("Lfm2Config", LFM2 | {"conv_bias": True, "conv_L_cache": 4}),
+    "granite_hybrid": ("GraniteMoeHybridConfig", GRANITE_HYBRID),
+    "granite_hybrid_moe": ("GraniteMoeHybridConfig", GRANITE_HYBRID | GRANITE_EXPERTS),
+    "granite_hybrid_groups": (
+        "GraniteMoeHybridConfig",
+        GRANITE_HYBRID
+        | {
+            "mamba_n_groups": 2,
+            "mamba_d_conv": 3,
+            "mamba_conv_bias": False,
+            "mamba_proj_bias": True,
+            "position_embedding_type": "rope",
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "granite_hybrid_attention": (  # no recurrent layer, as Granite 4.0 Micro
+        "GraniteMoeHybridConfig",
+        GRANITE_HYBRID | {"layer_types": ["attention"] * 5, "position_embedding_type": "rope"},
+    ),
     "deepseek_v2": ("DeepseekV2Config", MLA | {"rope_parameters": MLA_YARN}),
     "deepseek_v3": (
         "DeepseekV3Config",

@@ -12,10 +12,12 @@ from engine.worker.ports import Linear, Operators, RankPart, Shard, TensorSlice,
 
 
 class Fused(NamedTuple):
-    """A tensor that the checkpoint stores instead of several, stacked along the outputs."""
+    """A tensor that the checkpoint stores instead of several, stacked along the outputs; `order`
+    numbers the parts in the order in which a linear has them, by default the same."""
 
     name: str
     parts: tuple[RankPart, ...]  # of each tensor in it
+    order: tuple[int, ...] = ()
 
     @property
     def size(self) -> int:
@@ -25,10 +27,11 @@ class Fused(NamedTuple):
     def runs(self) -> list[range]:
         """This rank's rows of each part, counted in the whole tensor."""
         starts = accumulate((part.size for part in self.parts), initial=0)
-        return [
+        found = [
             range(start + part.run.start, start + part.run.stop)
             for start, part in zip(starts, self.parts, strict=False)
         ]
+        return [found[at] for at in self.order or range(len(found))]
 
 
 Parts: TypeAlias = Sequence[tuple[str, RankPart]]  # a tensor may occur twice

@@ -237,7 +237,7 @@ class RotaryFamily(ABC):
         names = traits.names
         parts = {f"{at}.{names.gate}": inner, f"{at}.{names.up}": inner}
         is_fused = traits.is_fused or traits.has_fused_mlp
-        fused = Fused(f"{at}.gate_up_proj", (inner, inner)) if is_fused else parts
+        fused = Fused(f"{at}.{names.gate_up}", (inner, inner)) if is_fused else parts
         return Mlp(
             up=projections.from_hidden(fused, has_bias=traits.mlp_bias),
             down=projections.to_hidden(f"{at}.{names.down}", inner, has_bias=traits.mlp_bias),

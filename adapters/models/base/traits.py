@@ -22,7 +22,7 @@ class NormNames(NamedTuple):
 
 class LinearNames(NamedTuple):
     """Names in the checkpoint: of the last norm, of the norms of q and k and the linear behind the
-    attention, and of the MLP and its linears."""
+    attention, and of the MLP and its linears, of which gate and up may be one tensor."""
 
     norm: str = "norm"
     q_norm: str = "q_norm"
@@ -32,6 +32,7 @@ class LinearNames(NamedTuple):
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
+    gate_up: str = "gate_up_proj"
 
 
 LINEARS = LinearNames()

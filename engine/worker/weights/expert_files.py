@@ -4,7 +4,7 @@ The model sees one tensor for each expert and linear, such as `…experts.3.gate
 are two forms. In gpt-oss', gate and up are the even and odd outputs of `gate_up_proj`; matrices are
 floats `[experts, in, out]`, or MXFP4: `…_blocks` `[experts, out, in / 32, 16]` and `…_scales`
 `[experts, out, in / 32]`. In the other (Qwen 3.5 MoE), gate and up are the halves of `gate_up_proj`
-and matrices are floats `[experts, out, in]`.
+and matrices are floats `[experts, out, in]`; Granite 4 has it under other names.
 """
 
 from collections.abc import Sequence, Set
@@ -21,6 +21,10 @@ from engine.worker.weights.formats.mxfp4 import GROUP, MXFP4, mxfp4_weight
 BLOCKS, SCALES, BIAS = "_blocks", "_scales", "_bias"
 EXPERTS = ".experts."
 PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+GRANITE = {  # ends of names, and what they are elsewhere
+    "block_sparse_moe.input_linear.weight": "block_sparse_moe.experts.gate_up_proj",
+    "block_sparse_moe.output_linear.weight": "block_sparse_moe.experts.down_proj",
+}
 
 
 class ExpertPart(NamedTuple):
@@ -115,7 +119,7 @@ class ExpertFiles(SafetensorsFiles):
             name = stem + suffix if suffix else stored
             if name not in self._shards:
                 raise StartupError(f"tensor {name} is missing from the checkpoint")
-        root, _, linear = stem.rpartition(".")
+        root, _, linear = _usual(stem).rpartition(".")
         kinds = {"weight": False} | ({"bias": True} if stem + BIAS in self._shards else {})
         shape, count = self.header(stored).get_shape(), len(PARTS[linear])
         is_last = self._is_interleaved and stored == stem
@@ -136,10 +140,18 @@ def _stem(name: str) -> str:
     """The fused linear that a tensor belongs to, "" if it belongs to none."""
     for suffix in (BLOCKS, SCALES, BIAS, ""):
         stem = name.removesuffix(suffix) if suffix else name
-        root, _, linear = stem.rpartition(".")
+        root, _, linear = _usual(stem).rpartition(".")
         if (stem != name or not suffix) and linear in PARTS and f"{root}.".endswith(EXPERTS):
             return stem
     return ""
+
+
+def _usual(name: str) -> str:
+    """The usual name of a fused linear."""
+    for end, usual in GRANITE.items():
+        if name.endswith(end):
+            return name.removesuffix(end) + usual
+    return name
 
 
 def has_fused_experts(names: Set[str]) -> bool:

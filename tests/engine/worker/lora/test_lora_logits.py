@@ -46,6 +46,7 @@ VARIANTS = (
         "hunyuan",
         "seed_oss",
         "lfm2",
+        "granite_hybrid",
     ),
     *("nemotron", "arcee", "starcoder2", "smollm3", "granite", "olmo2", "olmo3", "gemma2"),
 )

@@ -1,0 +1,103 @@
+"""Granite 4's config: which layers have attention, the sizes of Mamba, and what is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GraniteMoeHybridConfig
+
+from adapters.models.hybrid.granite_hybrid import GraniteHybrid, GraniteMoeHybrid, granite_hybrid
+from engine.errors import StartupError
+from engine.worker.ports import MambaShape, Shard
+from engine.worker.weights.checkpoint import Checkpoint
+from engine.worker_settings import Placement
+from tests.engine.worker.process.driving import Driver, load_worker
+from tests.models.checkpoints import make_checkpoint
+
+CONFIG: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "shared_intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 50,
+    "max_position_embeddings": 64,
+    "mamba_n_heads": 8,
+    "mamba_d_state": 16,
+    "layer_types": ["mamba", "mamba", "attention"],
+}
+TOKENS = [5, 80, 3, 3, 41, 17, 9, 60, 22, 71, 11]
+
+
+def test_layers_have_their_old_and_new_names() -> None:
+    new = ["linear_attention", "linear_attention", "full_attention"]
+    old = granite_hybrid(CONFIG).shape
+    assert old == granite_hybrid({**CONFIG, "layer_types": new}).shape
+    shape = MambaShape(1, 8, 16, 8, 4)
+    assert old.recurrent == (shape, shape, None)
+
+
+def test_a_model_with_attention_only_has_no_states() -> None:
+    shape = granite_hybrid({**CONFIG, "layer_types": ["attention"] * 3}).shape
+    assert shape.recurrent_layers == ()
+    assert shape.attention_layers == (0, 1, 2)
+
+
+@pytest.mark.parametrize(("count", "family"), [(0, GraniteHybrid), (4, GraniteMoeHybrid)])
+def test_a_model_may_have_experts(count: int, family: type) -> None:
+    found = granite_hybrid({**CONFIG, "num_local_experts": count})
+    assert type(found) is family
+    assert (found.shape.experts is None) == (count == 0)
+    assert found.shape.inner_size == (40 if count else 48)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("layer_types", ["mamba", "conv", "attention"]),
+        ("layer_types", None),
+        ("mamba_n_heads", 7),
+        ("mamba_d_head", 16),
+        ("mamba_n_groups", 3),
+        ("hidden_act", "gelu"),
+        ("time_step_limit", [0.001, 0.1]),
+        ("position_embedding_type", "alibi"),
+    ],
+)
+def test_other_models_are_refused_by_the_name_of_a_field(field: str, value: object) -> None:
+    with pytest.raises(StartupError, match="mamba_n_heads" if "mamba" in field else field):
+        granite_hybrid({**CONFIG, field: value})
+
+
+@pytest.mark.parametrize("limit", [None, [0.0, float("inf")], [0.0, {"__float__": "Infinity"}]])
+def test_time_steps_without_limits_are_accepted(limit: object) -> None:
+    assert granite_hybrid({**CONFIG, "time_step_limit": limit}).shape.recurrent_layers
+
+
+@pytest.mark.parametrize("variant", ["granite_hybrid", "granite_hybrid_moe"])
+def test_all_parameters_are_counted(tmp_path: Path, variant: str) -> None:
+    make_checkpoint(tmp_path, variant)
+    config = GraniteMoeHybridConfig.from_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_config(config)
+    report = load_worker(tmp_path).report
+    assert report.num_parameters == sum(each.numel() for each in model.parameters())
+
+
+def test_bits_do_not_depend_on_the_cuts_of_a_prompt(tmp_path: Path) -> None:
+    worker = load_worker(make_checkpoint(tmp_path, "granite_hybrid_moe"), attention="cpu")
+    whole = Driver(worker, seed=1).logits((0, TOKENS))[0]
+    for cuts in ([1] * len(TOKENS), [4, 1, 6]):
+        driver, at = Driver(worker, seed=2), 0
+        for size in cuts:
+            found = driver.logits((0, TOKENS[at : at + size]), (1, [7, 8, 9][: 1 + at % 3]))
+            at += size
+        assert torch.equal(found[0], whole)
+
+
+def test_ranks_that_cannot_share_the_groups_are_refused(tmp_path: Path) -> None:
+    make_checkpoint(tmp_path, "granite_hybrid_groups")
+    shape = Checkpoint.open(str(tmp_path)).family.shape
+    with pytest.raises(StartupError, match="2 groups of recurrent layers"):
+        Shard.of(shape, Placement(num_ranks=4), None)
