@@ -85,7 +85,7 @@ class _Layer:
         return Mamba(
             layer=number,
             inputs=projections.from_hidden(stored, has_bias=has_bias),
-            scan=projections.operators.mamba_scan(self._weights()),
+            scan=projections.operators.recurrence(self._weights()),
             norm=self._norm() if self._fields.has_norm else None,
             out=projections.to_hidden(f"{at}.out_proj", values, has_bias=has_bias),
         )

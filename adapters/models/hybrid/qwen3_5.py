@@ -167,7 +167,7 @@ class Qwen35(Qwen3):
         return GatedDeltaNet(
             layer=number,
             inputs=projections.operators.linear(self._delta_inputs(projections, at, whole), None),
-            net=projections.operators.delta_net(net),
+            net=projections.operators.recurrence(net),
             out=projections.to_hidden(f"{at}.out_proj", values, has_bias=False),
         )
 

@@ -28,7 +28,7 @@ from engine.worker.cpu.linears.floats import FLOAT32
 from engine.worker.cpu.linears.packed import MixedLinear, NativeLowRank, PackedLinear
 from engine.worker.cpu.linears.packed_store import PackedStore
 from engine.worker.cpu.recorded_decoder import LargestLogits, RecordedDecoder
-from engine.worker.cpu.recurrent import NativeDeltaNet, NativeMambaScan
+from engine.worker.cpu.recurrent import NativeDeltaNet, NativeMambaScan, NativeScan
 from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.model.layers import Decoder
 from engine.worker.model.torch_operators import TorchOperators
@@ -318,11 +318,10 @@ class NativeOperators:
             self._pool.wake()
         return mixed
 
-    def delta_net(self, weights: DeltaWeights) -> NativeDeltaNet:
+    def recurrence(self, weights: DeltaWeights | MambaWeights) -> NativeScan:
+        if isinstance(weights, MambaWeights):
+            return NativeMambaScan(self._pool, weights)
         return NativeDeltaNet(self._pool, weights)
-
-    def mamba_scan(self, weights: MambaWeights) -> NativeMambaScan:
-        return NativeMambaScan(self._pool, weights)
 
     def argmax(self, logits: Tensor) -> Argmax:
         values, ids = self._largest.take(logits) or self._run_argmax(logits)

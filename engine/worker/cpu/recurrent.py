@@ -1,4 +1,4 @@
-"""`DeltaNet` and `MambaScan` over native kernels."""
+"""`Recurrence` over native kernels."""
 
 from collections.abc import Callable, Mapping
 

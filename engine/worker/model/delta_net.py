@@ -18,10 +18,10 @@ from torch.nn import functional as F
 
 from engine.step import NO_STATE
 from engine.worker.ports import (
-    DeltaNet,
     DeltaState,
     DeltaWeights,
     Linear,
+    Recurrence,
     StateRuns,
     StepContext,
 )
@@ -39,7 +39,7 @@ class GatedDeltaNet:
 
     layer: int
     inputs: Linear
-    net: DeltaNet
+    net: Recurrence
     out: Linear
 
     def __call__(self, x: Tensor, context: StepContext) -> Tensor:
@@ -51,7 +51,7 @@ class GatedDeltaNet:
 
 @dataclass(frozen=True, slots=True)
 class TorchDeltaNet:
-    """A `DeltaNet` in plain torch. It computes in float32, and returns the dtype of its inputs."""
+    """The `Recurrence` in plain torch, in float32. It returns the dtype of its inputs."""
 
     weights: DeltaWeights
 

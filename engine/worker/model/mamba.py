@@ -21,9 +21,9 @@ from engine.worker.model.short_conv import convolved
 from engine.worker.ports import (
     DeltaState,
     Linear,
-    MambaScan,
     MambaWeights,
     Norm,
+    Recurrence,
     StateRuns,
     StepContext,
 )
@@ -53,7 +53,7 @@ class Mamba:
 
     layer: int
     inputs: Linear
-    scan: MambaScan
+    scan: Recurrence
     norm: HeadNorm | None
     out: Linear
 
@@ -69,7 +69,7 @@ class Mamba:
 
 @dataclass(frozen=True, slots=True)
 class TorchMambaScan:
-    """A `MambaScan` in plain torch. It computes in float32, and returns the dtype of its inputs."""
+    """The `Recurrence` in plain torch, in float32. It returns the dtype of its inputs."""
 
     weights: MambaWeights
 

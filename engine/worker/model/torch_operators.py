@@ -22,6 +22,7 @@ from engine.worker.ports import (
     LowRankUp,
     MambaWeights,
     Norm,
+    Recurrence,
     Routing,
     dequantize,
 )
@@ -179,11 +180,10 @@ class TorchOperators:
         q, k, v = (each.transpose(0, 1)[None] for each in (q, k, v))
         return F.scaled_dot_product_attention(q, k, v)[0].transpose(0, 1)
 
-    def delta_net(self, weights: DeltaWeights) -> TorchDeltaNet:
+    def recurrence(self, weights: DeltaWeights | MambaWeights) -> Recurrence:
+        if isinstance(weights, MambaWeights):
+            return TorchMambaScan(weights)
         return TorchDeltaNet(weights)
-
-    def mamba_scan(self, weights: MambaWeights) -> TorchMambaScan:
-        return TorchMambaScan(weights)
 
     def argmax(self, logits: Tensor) -> Argmax:
         values, ids = logits.max(dim=-1)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from engine.step import SamplingParams
 from engine.worker.ports.experts import Experts, ExpertWeights, Routing
-from engine.worker.ports.recurrent import DeltaNet, DeltaWeights, MambaScan, MambaWeights
+from engine.worker.ports.recurrent import DeltaWeights, MambaWeights, Recurrence
 from engine.worker.ports.weights import LinearWeight
 
 
@@ -145,12 +145,8 @@ class Operators(Protocol):
         other tokens there are in q."""
         ...
 
-    def delta_net(self, weights: DeltaWeights) -> DeltaNet:
-        """The part of a Gated DeltaNet between its linears."""
-        ...
-
-    def mamba_scan(self, weights: MambaWeights) -> MambaScan:
-        """The part of a Mamba 2 between its first linear and its norm."""
+    def recurrence(self, weights: DeltaWeights | MambaWeights) -> Recurrence:
+        """The part of a recurrent layer between its linears."""
         ...
 
     def argmax(self, logits: Tensor) -> Argmax:

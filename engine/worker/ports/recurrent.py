@@ -160,22 +160,13 @@ class MambaWeights:
     skip: Tensor  # [value_heads]: D
 
 
-class MambaScan(Protocol):
-    """Convolution, recurrence and gate of one layer of Mamba 2."""
-
-    def __call__(self, y: Tensor, state: DeltaState, runs: StateRuns) -> Tensor:
-        """`[rows, value_heads * value_dim]` from the inputs of each row: C, B and x (`channels`),
-        the gate (value_heads * value_dim), and the time steps (value_heads). Bits are as of a
-        `DeltaNet`."""
-        ...
-
-
-class DeltaNet(Protocol):
-    """Convolution, gated delta rule and gated norm of one layer."""
+class Recurrence(Protocol):
+    """What a recurrent layer computes between its linears: of a Gated DeltaNet convolution, delta
+    rule and gated norm, of a Mamba convolution, recurrence and gate."""
 
     def __call__(self, y: Tensor, state: DeltaState, runs: StateRuns) -> Tensor:
         """`[rows, value_heads * value_dim]` from the inputs of each row: q, k and v (`channels`),
-        the gate (value_heads * value_dim), b and a (value_heads each). The result of a row has the
-        same bits whatever the other rows and the number of rows of its run are, if the device
-        computes linears in this way."""
+        the gate (value_heads * value_dim), and b and a (value_heads each); of a Mamba C, B and x,
+        the gate, and the time steps. The result of a row has the same bits whatever the other rows
+        and the number of rows of its run are, if the device computes linears in this way."""
         ...

@@ -66,7 +66,7 @@ def run(
     steps: Sequence[Sequence[tuple[int, StateSlots]]],
 ) -> tuple[Tensor, DeltaState]:
     """Steps of entries with so many rows each, which follow one another in `y`."""
-    net, state = operators.delta_net(weights), states_of(weights.shape)
+    net, state = operators.recurrence(weights), states_of(weights.shape)
     outs, at = [], 0
     for step in steps:
         ends = [0]

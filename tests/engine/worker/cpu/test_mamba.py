@@ -63,7 +63,7 @@ def run(
     *steps: Sequence[tuple[int, StateSlots]],
 ) -> tuple[Tensor, DeltaState]:
     """Steps of entries with so many rows each, which follow one another in `y`."""
-    scan, state = operators.mamba_scan(weights_of(shape)), states_of(shape)
+    scan, state = operators.recurrence(weights_of(shape)), states_of(shape)
     outs, at = [], 0
     for entries in steps:
         indptr = [0]
