@@ -49,6 +49,16 @@ GRANITE_FIELDS = {
     "residual_scale": "residual_multiplier",
     "logit_scale": "logits_scaling",
 }
+GRANITE_HYBRID_FIELDS = {
+    **GRANITE_FIELDS,
+    **EXPERTS,
+    "expert_shared_feed_forward_length": "shared_intermediate_size",
+    "ssm.conv_kernel": "mamba_d_conv",
+    "ssm.state_size": "mamba_d_state",
+    "ssm.group_count": "mamba_n_groups",
+    "ssm.time_step_rank": "mamba_n_heads",
+    "ssm.inner_size": "mamba_expand",  # times the hidden size
+}
 STABLELM_FIELDS = {
     **ROTARY_FIELDS,
     "attention.layer_norm_epsilon": "layer_norm_eps",
@@ -192,13 +202,42 @@ def _types(flags: list[bool], if_set: str, otherwise: str) -> list[str]:
     return [if_set if each else otherwise for each in flags]
 
 
-def _lfm2(file: GgufFile, config: Config) -> None:
-    """Layers without KV heads are convolutions; the width of the MLP is what it is."""
+def _by_kv_heads(config: Config, without: str) -> list[str]:
+    """The types of layers, of which those without KV heads have this one."""
     heads = config["num_key_value_heads"]
-    if isinstance(heads, list):
-        config["num_key_value_heads"] = max(heads)
-        config["layer_types"] = _types([each > 0 for each in heads], "full_attention", "conv")
+    if not isinstance(heads, list):
+        return ["full_attention"] * config["num_hidden_layers"]
+    config["num_key_value_heads"] = max(heads)
+    return _types([each > 0 for each in heads], "full_attention", without)
+
+
+def _lfm2(file: GgufFile, config: Config) -> None:
+    """The width of the MLP is what it is."""
+    config["layer_types"] = _by_kv_heads(config, "conv")
     config["block_auto_adjust_ff_dim"] = False
+
+
+def _granite_hybrid(file: GgufFile, config: Config) -> None:
+    """`rope.scaling.finetuned` says whether there is RoPE; gate and up are apart."""
+    types = _by_kv_heads(config, "mamba")
+    width, hidden = config["mamba_expand"], config["hidden_size"]
+    if width % hidden:
+        raise file.error(f"granitehybrid.ssm.inner_size={width} is no multiple of {hidden}")
+    has_rope = file.flag("granitehybrid.rope.scaling.finetuned")
+    config.setdefault("num_local_experts", 0)
+
+    def has(part: str) -> bool:
+        return any(f"blk.{at}.{part}" in file.tensors for at in range(len(types)))
+
+    config |= {
+        "layer_types": types,
+        "mamba_expand": width // hidden,
+        "mamba_conv_bias": has("ssm_conv1d.bias"),
+        "mamba_proj_bias": has("ssm_in.bias"),
+        "attention_bias": has("attn_output.bias"),
+        "position_embedding_type": "nope" if has_rope is False else "rope",
+        "splits_gate_up": True,
+    }
 
 
 def _qwen2_moe(file: GgufFile, config: Config) -> None:
@@ -238,6 +277,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     ),
     "smollm3": Architecture("SmolLM3ForCausalLM"),
     "granite": Architecture("GraniteForCausalLM", GRANITE_FIELDS),
+    "granitehybrid": Architecture(
+        "GraniteMoeHybridForCausalLM", GRANITE_HYBRID_FIELDS, finish=_granite_hybrid
+    ),
     "phi3": Architecture("Phi3ForCausalLM", {**ROTARY_FIELDS, **WINDOW}, has_partial_rope=True),
     "stablelm": Architecture("StableLmForCausalLM", STABLELM_FIELDS, has_partial_rope=True),
     "olmo2": Architecture("Olmo2ForCausalLM", OLMO2_FIELDS, finish=_olmo),

@@ -54,6 +54,19 @@ DELTA_NET = {
     "ssm_out": "linear_attn.out_proj",
     "post_attention_norm": "post_attention_layernorm",
 }
+GRANITE_HYBRID_BLOCK = {
+    "ssm_in": "mamba.in_proj",
+    "ssm_conv1d": "mamba.conv1d",
+    "ssm_norm": "mamba.norm",
+    "ssm_out": "mamba.out_proj",
+    **dict.fromkeys(("ffn_gate", "ffn_gate_shexp"), "shared_mlp.gate_proj"),
+    **dict.fromkeys(("ffn_up", "ffn_up_shexp"), "shared_mlp.up_proj"),
+    **dict.fromkeys(("ffn_down", "ffn_down_shexp"), "shared_mlp.output_linear"),
+    "ffn_gate_inp": "block_sparse_moe.router.layer",
+    "ffn_gate_exps": "block_sparse_moe.experts.{}.gate_proj",
+    "ffn_up_exps": "block_sparse_moe.experts.{}.up_proj",
+    "ffn_down_exps": "block_sparse_moe.experts.{}.down_proj",
+}
 LFM2_BLOCK = {
     "attn_norm": "operator_norm",
     "attn_q_norm": "self_attn.q_layernorm",
@@ -94,6 +107,7 @@ EXACT = {
     "ssm_a": "linear_attn.A_log",
     "ssm_dt.bias": "linear_attn.dt_bias",
 }
+MAMBA_EXACT = {"ssm_a": "mamba.A_log", "ssm_d": "mamba.D", "ssm_dt.bias": "mamba.dt_bias"}
 GPT2_BLOCK = {
     "attn_norm": "ln_1",
     "attn_qkv": "attn.c_attn",
@@ -112,6 +126,7 @@ class Names(NamedTuple):
     block_root: str
     interleaved: frozenset[str] = frozenset()  # rows are in llama.cpp's order of RoPE pairs
     transposed: frozenset[str] = frozenset()  # Hugging Face stores these as [in, out]
+    exact: Mapping[str, str] = EXACT
 
     def of(self, name: str) -> str:
         """The Hugging Face name of a tensor; an unknown tensor keeps its own name."""
@@ -121,7 +136,7 @@ class Names(NamedTuple):
         root, _, rest = stem.partition(".")
         layer, _, part = rest.partition(".")
         part, _, expert = part.partition(".")
-        exact = EXACT.get(name.removeprefix("blk.").partition(".")[2])
+        exact = self.exact.get(name.removeprefix("blk.").partition(".")[2])
         if exact is not None:
             return f"{self.block_root}.{name.split('.')[1]}.{exact}"
         if root != "blk" or not layer.isdecimal() or part not in self.block:
@@ -188,6 +203,9 @@ NAMES = {
     "gpt-oss": _with(GPT_OSS_BLOCK),
     "smollm3": _INTERLEAVED,
     "granite": _INTERLEAVED,
+    "granitehybrid": _INTERLEAVED._replace(
+        block={**ROTARY_BLOCK, **GRANITE_HYBRID_BLOCK}, exact=MAMBA_EXACT
+    ),
     "phi3": _with({"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}),
     "stablelm": _ROTARY,
     "olmo2": _with(POST_NORMS),

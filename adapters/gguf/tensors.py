@@ -6,6 +6,8 @@ at a time.
 """
 
 from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -25,6 +27,7 @@ Kind = GGMLQuantizationType
 OTHERS = {Kind.Q2_K, Kind.Q3_K, Kind.IQ4_NL, Kind.IQ4_XS}  # dequantized when they are read
 EXPERTS_SUFFIX = "_exps"
 GATE_UP = "gate_up_exps"
+FLAT = ("ssm_a", "ssm_d", "ssm_norm")  # vectors, which Mamba has as matrices
 
 
 class GgufTensors:
@@ -34,7 +37,10 @@ class GgufTensors:
         self._file = file = GgufFile(path)
         self._architecture = file.text("general.architecture") or ""
         self._names: Names = NAMES[self._architecture]  # `read_config` has checked it
-        self._entries = split_experts(file.tensors)
+        self._entries = {
+            name: _flat(entry) if part_of(name) in FLAT else entry
+            for name, entry in split_experts(file.tensors).items()
+        }
         self._computes_stored = not self._names.transposed and not OTHERS & self._matrix_kinds
         self._value_heads = _value_heads(file, self._architecture)
         self._num_layers = _num_layers(file, self._architecture)
@@ -78,7 +84,7 @@ class GgufTensors:
             raise StartupError(f"tensor {own} is {entry.kind.name}, which is not supported")
         shape = entry.shape
         match part_of(own):
-            case "ssm_conv1d" | "conv":
+            case "ssm_conv1d" | "conv" if len(shape) > 1:
                 return (shape[0], 1, shape[-1])
             case "ffn_gate_inp_shexp":
                 return (1, shape[-1])
@@ -123,7 +129,7 @@ class GgufTensors:
         rows, *rest = index
         found = self._in_order(own, entry, rows, lambda rows: self._rows(entry, rows))
         match part_of(own):
-            case "ssm_conv1d" | "conv":
+            case "ssm_conv1d" | "conv" if found.dim() > 1:
                 found = found[:, None]
             case "ssm_a":
                 found = (-found).log()
@@ -162,9 +168,12 @@ class GgufTensors:
 
     def _num_heads(self, own: str) -> int:
         heads = self._file.integer(f"{self._architecture}.attention.head_count") or 1
-        if ".attn_k." in own:
-            return self._file.integer(f"{self._architecture}.attention.head_count_kv") or heads
-        return heads
+        if ".attn_k." not in own:
+            return heads
+        key = f"{self._architecture}.attention.head_count_kv"
+        if isinstance(self._file.value(key), list):  # one for each layer
+            return int(max(self._file.numbers(key)))
+        return self._file.integer(key) or heads
 
     def _rows(self, entry: TensorEntry, rows: slice) -> Tensor:
         """Some rows with all columns, or some elements of a vector."""
@@ -176,6 +185,8 @@ class GgufTensors:
 
 def _value_heads(file: GgufFile, architecture: str) -> ValueHeads | None:
     """The heads of a model with Gated DeltaNet layers; None for other models."""
+    if not architecture.startswith("qwen35"):
+        return None
     names = ("group_count", "time_step_rank", "state_size", "inner_size")
     keys, values, key_dim, width = (file.integer(f"{architecture}.ssm.{name}") for name in names)
     if keys is None or values is None or key_dim is None or width is None:
@@ -208,6 +219,11 @@ def split_experts(tensors: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
             start = entry.start + number * entry.num_bytes // (count * len(stems))
             found[f"{stems[part]}.{expert}.{kind}"] = TensorEntry(entry.kind, tuple(shape), start)
     return found
+
+
+def _flat(entry: TensorEntry) -> TensorEntry:
+    """The numbers of a tensor as a vector."""
+    return replace(entry, shape=(prod(entry.shape),))
 
 
 def _has_whole_blocks(entry: TensorEntry, columns: range) -> bool:

@@ -33,8 +33,14 @@ ARCHITECTURES = {
     "qwen2_5_vl_text": "qwen2vl",
     "qwen3_vl_text": "qwen3vl",
     "qwen3_5_moe_text": "qwen35moe",
+    "granitemoehybrid": "granitehybrid",
 }
-INTERLEAVED = ("llama", "granite", "smollm3")  # whose converters reorder the rows of q and k
+INTERLEAVED = (
+    "llama",
+    "granite",
+    "granitehybrid",
+    "smollm3",
+)  # whose converters reorder the rows of q and k
 PARTIAL = ("phi3", "stablelm")
 FLOATS = {Kind.F32: torch.float32, Kind.F16: torch.float16, Kind.BF16: torch.bfloat16}
 
@@ -79,7 +85,7 @@ class Gguf:
 
     def _add_tensors(self, writer: gguf.GGUFWriter, model: Any, architecture: str) -> None:
         names = gguf.get_tensor_name_map(
-            gguf.MODEL_ARCH[architecture.upper().replace("-", "_")],
+            next(each for each, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture),
             model.config.num_hidden_layers,
         )
         tensors = dict(model.named_parameters())
@@ -89,6 +95,11 @@ class Gguf:
                 self._add_experts(writer, name, tensor, is_interleaved=architecture == "gpt-oss")
             elif name.endswith("scale") and ".router." in name:
                 self._store(writer, _scale_name(name), tensor.detach())
+            elif ".mamba." in name:
+                own = _own_name(names, name)
+                tensor.data.copy_(self._add_mamba(writer, own, tensor.detach(), model.config))
+            elif name.endswith("shared_mlp.input_linear.weight"):
+                self._add_gate_up(writer, name, tensor.detach(), model.config)
             elif ".linear_attn." in name:
                 _add_delta_net(writer, _own_name(names, name), tensor.detach(), model.config)
             else:
@@ -114,6 +125,28 @@ class Gguf:
         if is_reordered:
             stored = _turned_back(stored, config, is_key="k_proj" in name)
         return stored.t() if is_transposed else stored - offset
+
+    def _add_mamba(self, writer: gguf.GGUFWriter, own: str, values: Tensor, config: Any) -> Tensor:
+        """Returns what the file's tensor stands for, in Hugging Face's layout."""
+        match own.split(".")[2]:
+            case "ssm_a":
+                writer.add_tensor(own, -values.exp()[:, None].numpy())
+            case "ssm_d":
+                writer.add_tensor(own, values[:, None].numpy())
+            case "ssm_norm":
+                writer.add_tensor(own, values.view(config.mamba_n_groups, -1).numpy())
+            case "ssm_conv1d" if values.dim() > 1:
+                writer.add_tensor(own, values[:, 0].contiguous().numpy())
+            case _:
+                return self._store(writer, own, values)
+        return values
+
+    def _add_gate_up(self, writer: gguf.GGUFWriter, name: str, values: Tensor, config: Any) -> None:
+        """The halves of one tensor, as two."""
+        suffix = "_shexp" if config.num_local_experts else ""
+        for part, half in zip(("gate", "up"), values.chunk(2), strict=True):
+            own = f"blk.{name.split('.')[2]}.ffn_{part}{suffix}.weight"
+            half.copy_(self._store(writer, own, half.contiguous()))
 
     def _add_experts(
         self, writer: gguf.GGUFWriter, name: str, tensor: Any, *, is_interleaved: bool
@@ -154,7 +187,9 @@ class Gguf:
 
 def _own_name(names: Any, name: str) -> str:
     """llama.cpp's name; some tensors have another suffix than in Hugging Face's."""
-    renamed = name.replace(".dt_bias", ".dt_proj.bias")
+    renamed = name.replace(".dt_bias", ".dt_proj.bias").replace(
+        "moe.router.w", "moe.router.layer.w"
+    )
     own = names.get_name(renamed, try_suffixes=(".weight", ".bias"))
     assert own is not None, name
     return f"{own}.weight" if name.endswith(("sinks", "layer_scalar")) else str(own)
@@ -249,6 +284,8 @@ def _sizes(config: Any, architecture: str) -> dict[str, Any]:
         sizes |= _of_gemma4(config)
     if architecture == "lfm2":
         sizes |= _of_lfm2(config)
+    if architecture == "granitehybrid":
+        sizes |= _of_granite_hybrid(config)
     if architecture.startswith("qwen35"):
         sizes |= _of_qwen35(config)
     if getattr(config, "shared_expert_intermediate_size", None):
@@ -289,6 +326,21 @@ def _of_lfm2(config: Any) -> dict[str, Any]:
         "attention.head_count_kv": heads,
         "feed_forward_length": -(-inner // multiple) * multiple,
         "shortconv.l_cache": config.conv_L_cache,
+    }
+
+
+def _of_granite_hybrid(config: Any) -> dict[str, Any]:
+    """The keys of Granite 4 that are not equal to a field of each architecture."""
+    heads = [config.num_key_value_heads * ("full" in each) for each in config.layer_types]
+    return {
+        "attention.head_count_kv": heads,
+        "expert_shared_feed_forward_length": config.shared_intermediate_size,
+        "ssm.conv_kernel": config.mamba_d_conv,
+        "ssm.state_size": config.mamba_d_state,
+        "ssm.group_count": config.mamba_n_groups,
+        "ssm.time_step_rank": config.mamba_n_heads,
+        "ssm.inner_size": config.mamba_expand * config.hidden_size,
+        "rope.scaling.finetuned": config.position_embedding_type == "rope",
     }
 
 
