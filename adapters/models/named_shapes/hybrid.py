@@ -25,6 +25,7 @@ def qwen3_5(layers: int, hidden: int, inner: int, heads: int, kv_heads: int, val
 
 LFM2_TYPES = ["conv", "conv", "full_attention"] * 2 + ["conv", "conv"]
 LFM2_TYPES += ["full_attention", "conv"] * 4
+GRANITE_ATTENTION = (10, 13, 17, 27)  # of 32 layers
 
 
 SHAPES: Mapping[str, Config] = {
@@ -37,6 +38,21 @@ SHAPES: Mapping[str, Config] = {
         norm_eps=1e-5,
         conv_L_cache=3,
         layer_types=LFM2_TYPES,
+    ),
+    "Granite-4.0-H-350M": llama_like(
+        "GraniteMoeHybridForCausalLM",
+        *(32, 768, 2048, 12, 4, 100352, 32768, 1e4),
+        tied=True,
+        layer_types=["attention" if at in GRANITE_ATTENTION else "mamba" for at in range(32)],
+        shared_intermediate_size=2048,
+        num_local_experts=0,
+        mamba_n_heads=48,
+        mamba_d_head=32,
+        mamba_d_state=128,
+        embedding_multiplier=12.0,
+        attention_multiplier=0.015625,
+        residual_multiplier=0.246,
+        logits_scaling=3.0,
     ),
     "Qwen3.5-4B": qwen3_5(32, 2560, 9216, heads=16, kv_heads=4, values=32),
 }
