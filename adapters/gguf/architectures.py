@@ -219,6 +219,8 @@ def _lfm2(file: GgufFile, config: Config) -> None:
 
 def _granite_hybrid(file: GgufFile, config: Config) -> None:
     """`rope.scaling.finetuned` says whether there is RoPE; gate and up are apart."""
+    if "attention_multiplier" not in config:
+        raise file.error("granitehybrid.attention.scale is missing: this is Bamba, not Granite 4")
     types = _by_kv_heads(config, "mamba")
     width, hidden = config["mamba_expand"], config["hidden_size"]
     if width % hidden:

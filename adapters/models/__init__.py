@@ -1,6 +1,7 @@
 """Model families by the `architectures` entry of config.json; each is imported on use."""
 
 FAMILIES: dict[str, str] = {
+    "BambaForCausalLM": "adapters.models.hybrid.mamba_hybrid:Bamba",
     "BertForSequenceClassification": "adapters.models.encoders.bert:Bert",
     "BertModel": "adapters.models.encoders.bert:Bert",
     "Cohere2ForCausalLM": "adapters.models.dense.cohere:Cohere2",

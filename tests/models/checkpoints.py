@@ -352,6 +352,16 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "bamba": (
+        "BambaConfig",
+        {
+            "num_hidden_layers": 5,
+            "attn_layer_indices": [2, 4],
+            "mamba_n_heads": 8,
+            "mamba_d_state": 16,
+            "attention_bias": True,
+        },
+    ),
     "granite_hybrid_attention": (  # no recurrent layer, as Granite 4.0 Micro
         "GraniteMoeHybridConfig",
         GRANITE_HYBRID | {"layer_types": ["attention"] * 5, "position_embedding_type": "rope"},

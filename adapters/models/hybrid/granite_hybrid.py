@@ -1,26 +1,25 @@
 """Granite 4: Mamba 2 in most layers, and in some or all attention, mostly without RoPE; the MLP of
 a layer is alone or beside a mixture of experts."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from adapters.models.base.expert_weights import ExpertNames
 from adapters.models.base.fields import Fields
-from adapters.models.base.mamba import MambaFields
 from adapters.models.base.projections import Fused, Projections
 from adapters.models.base.rope_fields import LayerRopes
 from adapters.models.base.traits import FULL, FamilyTraits, LinearNames
 from adapters.models.dense.granite import Granite
+from adapters.models.hybrid.mamba_hybrid import MambaHybrid
 from adapters.models.mixtures.experts import ExpertFamily
 from engine.errors import StartupError
 from engine.worker.model.experts import SharedExpert
-from engine.worker.model.layers import Mixer
 from engine.worker.ports import ModelShape, Routing, TensorSlice
 
 TYPES = {"mamba": False, "linear_attention": False, "attention": True, FULL: True}
 
 
-class GraniteHybrid(Granite):
+class GraniteHybrid(MambaHybrid, Granite):
     """`GraniteMoeHybridForCausalLM` without experts."""
 
     def traits(self, fields: Fields) -> FamilyTraits:
@@ -37,21 +36,14 @@ class GraniteHybrid(Granite):
             return super().ropes(fields, shape)
         return LayerRopes((), (None,) * shape.num_layers)
 
-    def sized(self, fields: Fields, shape: ModelShape) -> ModelShape:
-        shape = super().sized(fields, shape)
-        has_attention = _has_attention(fields, shape.num_layers)
-        if all(has_attention):
-            return shape
-        width = fields.integer("mamba_expand", 2) * shape.hidden_size
-        self._mamba = MambaFields.read(fields, width, fields.number("rms_norm_eps", 1e-6))
-        recurrent = tuple(None if each else self._mamba.shape for each in has_attention)
-        return replace(shape, recurrent=recurrent)
-
-    def _attention(self, projections: Projections, at: str, layer: int) -> Mixer:
-        shard = projections.shard
-        if layer in shard.shape.attention_layers:
-            return super()._attention(projections, at, layer)
-        return self._mamba.layer(projections, f"{at}.mamba", shard.number_of(layer))
+    def has_attention(self, fields: Fields, num_layers: int) -> Sequence[bool]:
+        types = fields.get("layer_types")
+        if not isinstance(types, list) or len(types) != num_layers or {*types} - TYPES.keys():
+            raise StartupError(
+                f"{fields.where}: layer_types is {types!r}; expected {num_layers} of "
+                f"{', '.join(TYPES)}"
+            )
+        return [TYPES[each] for each in types]
 
 
 class GraniteMoeHybrid(ExpertFamily, GraniteHybrid):
@@ -92,13 +84,3 @@ def granite_hybrid(config: Mapping[str, object]) -> GraniteHybrid:
     """The family of a `GraniteMoeHybridForCausalLM`, which may have no experts."""
     has_none = config.get("num_local_experts") == 0
     return GraniteHybrid(config) if has_none else GraniteMoeHybrid(config)
-
-
-def _has_attention(fields: Fields, num_layers: int) -> list[bool]:
-    """Whether each layer has attention, from `layer_types`."""
-    types = fields.get("layer_types")
-    if not isinstance(types, list) or len(types) != num_layers or {*types} - TYPES.keys():
-        raise StartupError(
-            f"{fields.where}: layer_types is {types!r}; expected {num_layers} of {', '.join(TYPES)}"
-        )
-    return [TYPES[each] for each in types]

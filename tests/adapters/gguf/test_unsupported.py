@@ -40,6 +40,22 @@ def test_the_error_names_the_unsupported_key(
         load_worker(path)
 
 
+@pytest.mark.parametrize(
+    ("more", "without", "named"),
+    [
+        ({"granitehybrid.ssm.inner_size": 40}, (), "inner_size=40 is no multiple of 32"),
+        ({}, ("granitehybrid.attention.scale",), "scale is missing: this is Bamba"),
+    ],
+)
+def test_other_models_with_the_architecture_of_granite_4_are_refused(
+    tmp_path: Path, more: dict[str, Any], without: tuple[str, ...], named: str
+) -> None:
+    path = tmp_path / "model.gguf"
+    Gguf("granite_hybrid", more=more, without=frozenset(without)).write(path)
+    with pytest.raises(StartupError, match=named):
+        load_worker(path)
+
+
 def test_an_unused_tensor_is_named(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     Gguf("llama", extra={"blk.0.ffn_gate_shexp.weight": torch.zeros(2, 2)}).write(path)

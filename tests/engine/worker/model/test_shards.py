@@ -73,6 +73,7 @@ VARIANTS = {
     "granite_hybrid": "reference",
     "granite_hybrid_moe": "cpu",
     "granite_hybrid_groups": "cpu",
+    "bamba": "cpu",
     "cohere": "reference",
     "seed_oss": "reference",
     "cohere2": "cpu",
