@@ -19,6 +19,7 @@ FAMILIES: dict[str, str] = {
     "NemotronForCausalLM": "adapters.models.dense.nemotron:Nemotron",
     "SeedOssForCausalLM": "adapters.models.dense.seed_oss:SeedOss",
     "Starcoder2ForCausalLM": "adapters.models.dense.starcoder2:Starcoder2",
+    "FalconH1ForCausalLM": "adapters.models.hybrid.falcon_h1:FalconH1",
     "GPT2LMHeadModel": "adapters.models.dense.gpt2:Gpt2",
     "Gemma2ForCausalLM": "adapters.models.dense.gemma2:Gemma2",
     "Gemma3ForCausalLM": "adapters.models.dense.gemma3:Gemma3",

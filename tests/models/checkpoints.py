@@ -121,6 +121,21 @@ GRANITE_HYBRID: dict[str, Any] = {
     "residual_multiplier": 0.22,
     "logits_scaling": 3.0,
 }
+FALCON_H1: dict[str, Any] = {
+    "mamba_d_ssm": 48,
+    "mamba_n_heads": 4,
+    "mamba_d_state": 16,
+    "head_dim": 16,
+    "embedding_multiplier": 5.0,
+    "lm_head_multiplier": 0.3,
+    "key_multiplier": 0.7,
+    "attention_in_multiplier": 1.3,
+    "attention_out_multiplier": 0.6,
+    "ssm_in_multiplier": 1.25,
+    "ssm_out_multiplier": 0.45,
+    "ssm_multipliers": [0.6, 0.9, 1.1, 0.8, 1.2],
+    "mlp_multipliers": [0.8, 0.4],
+}
 GRANITE_EXPERTS: dict[str, Any] = {
     "num_local_experts": 6,
     "num_experts_per_tok": 2,
@@ -360,6 +375,17 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "mamba_n_heads": 8,
             "mamba_d_state": 16,
             "attention_bias": True,
+        },
+    ),
+    "falcon_h1": ("FalconH1Config", FALCON_H1),
+    "falcon_h1_norm": (
+        "FalconH1Config",
+        FALCON_H1
+        | {
+            "mamba_d_ssm": None,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+            "mamba_n_groups": 2,
         },
     ),
     "granite_hybrid_attention": (  # no recurrent layer, as Granite 4.0 Micro

@@ -28,11 +28,10 @@ class MambaFields(NamedTuple):
     has_bias: bool  # of `in_proj` and `out_proj`
     eps: float
     has_norm: bool = True
+    multipliers: tuple[float, ...] = ()  # of the gate, x, B, C and the time steps
 
     @classmethod
-    def read(
-        cls, fields: Fields, width: int, eps: float, *, has_norm: bool = True
-    ) -> "MambaFields":
+    def read(cls, fields: Fields, width: int, eps: float) -> "MambaFields":
         """The fields `mamba_…`; `width` is that of all heads. Raises `StartupError`."""
         heads, groups = fields.integer("mamba_n_heads", 128), fields.integer("mamba_n_groups", 1)
         is_auto = fields.get("mamba_d_head") in (None, "auto")
@@ -52,7 +51,6 @@ class MambaFields(NamedTuple):
             fields.flag("mamba_conv_bias", True),
             fields.flag("mamba_proj_bias", False),
             eps,
-            has_norm,
         )
 
     def layer(self, projections: Projections, at: str, number: int) -> Mamba:
@@ -81,13 +79,20 @@ class _Layer:
         projections, at, values = self._projections, self._at, self._values
         has_bias = self._fields.has_bias
         parts = (values, values, self._keys, self._keys, self._heads)
-        stored = Fused(f"{at}.in_proj", parts, order=(3, 2, 1, 0, 4))
+        order = (3, 2, 1, 0, 4)
+        stored, weights = Fused(f"{at}.in_proj", parts, order), self._weights()
+        scales = None
+        if multipliers := self._fields.multipliers:
+            widths = torch.tensor([len(parts[each].run) for each in order])
+            numbers = torch.tensor([multipliers[each] for each in order])
+            scales = numbers.repeat_interleave(widths).to(weights.conv)
         return Mamba(
             layer=number,
             inputs=projections.from_hidden(stored, has_bias=has_bias),
-            scan=projections.operators.recurrence(self._weights()),
+            scan=projections.operators.recurrence(weights),
             norm=self._norm() if self._fields.has_norm else None,
             out=projections.to_hidden(f"{at}.out_proj", values, has_bias=has_bias),
+            scales=scales,
         )
 
     def _weights(self) -> MambaWeights:

@@ -47,8 +47,8 @@ class GroupNorm:
 class Mamba:
     """The recurrent layer, up to the linear `out`, which the caller applies.
 
-    `inputs` is one linear of C, B, x, the gate and the time steps. `layer` counts the recurrent
-    layers of the stage.
+    `inputs` is one linear of C, B, x, the gate and the time steps, which are multiplied by `scales`
+    (Falcon-H1). `layer` counts the recurrent layers of the stage.
     """
 
     layer: int
@@ -56,12 +56,16 @@ class Mamba:
     scan: Recurrence
     norm: HeadNorm | None
     out: Linear
+    scales: Tensor | None = None
 
     def __call__(self, x: Tensor, context: StepContext) -> Tensor:
         """`[tokens, value_heads * value_dim]` of this rank."""
         states = context.states
         assert states is not None, "a model with recurrent layers has states"
-        mixed = self.scan(self.inputs(x), DeltaState(*states.layers[self.layer]), states.runs)
+        y = self.inputs(x)
+        if self.scales is not None:
+            y.mul_(self.scales)
+        mixed = self.scan(y, DeltaState(*states.layers[self.layer]), states.runs)
         if self.norm is not None:
             self.norm.apply_(mixed[:, None])
         return mixed

@@ -49,7 +49,8 @@ class ModelShape:
     `inner_size` is the width of the MLP, or of one expert; `layer_parameters` is the number of
     matrix elements in one layer, with all experts. `attention` has the options of each layer; empty
     means `FULL_ATTENTION` in all. `recurrent` has the shape of each layer with a recurrent state
-    instead of attention, None for the others; empty means none has. With LongRoPE,
+    instead of attention, None for the others; empty means none has. If it `mixes_both`, all have
+    both, and their results are added (Falcon-H1). With LongRoPE,
     `original_positions` is the context length beyond which other frequencies are used. Workers
     lower `max_positions` to the served context length. Where layers differ in their heads, the KV
     of `num_kv_heads` heads of `head_dim` is as wide as the widest layer's.
@@ -71,6 +72,7 @@ class ModelShape:
     experts: ExpertShape | None = None
     layer_input_width: int = 0
     recurrent: tuple[RecurrentShape | None, ...] = ()
+    mixes_both: bool = False
 
     @property
     def recurrent_layers(self) -> tuple[RecurrentShape, ...]:
@@ -79,9 +81,11 @@ class ModelShape:
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
-        """The numbers of the layers with attention: all that are not recurrent."""
-        is_recurrent = [shape is not None for shape in self.recurrent]
-        return tuple(n for n in range(self.num_layers) if not (is_recurrent and is_recurrent[n]))
+        """The numbers of the layers with attention: all that are not recurrent, or all."""
+        layers = range(self.num_layers)
+        if self.mixes_both or not self.recurrent:
+            return tuple(layers)
+        return tuple(n for n in layers if self.recurrent[n] is None)
 
     @property
     def layer_attention(self) -> tuple[AttentionOptions, ...]:

@@ -50,7 +50,13 @@ VARIANTS = (
         "seed_oss",
     ),
     *("starcoder2", "ernie4_5_moe", "hunyuan_moe", "nemotron", "arcee", "minicpm3"),
-    *("deepseek_v2_groups", "deepseek_v3_groups", "granite_hybrid", "granite_hybrid_moe"),
+    *(
+        "deepseek_v2_groups",
+        "deepseek_v3_groups",
+        "granite_hybrid",
+        "granite_hybrid_moe",
+        "falcon_h1",
+    ),
 )
 DTYPES = {"bfloat16": 0.15, "float16": 0.02, "float32": 1e-4}
 

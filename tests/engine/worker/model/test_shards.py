@@ -74,6 +74,8 @@ VARIANTS = {
     "granite_hybrid_moe": "cpu",
     "granite_hybrid_groups": "cpu",
     "bamba": "cpu",
+    "falcon_h1": "reference",
+    "falcon_h1_norm": "cpu",
     "cohere": "reference",
     "seed_oss": "reference",
     "cohere2": "cpu",

@@ -1,12 +1,13 @@
-"""Granite 4's config: which layers have attention, the sizes of Mamba, and what is refused."""
+"""Granite 4 and its relatives: which layers have attention, the sizes of Mamba, what is refused."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GraniteMoeHybridConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from adapters.models.hybrid.falcon_h1 import FalconH1
 from adapters.models.hybrid.granite_hybrid import GraniteHybrid, GraniteMoeHybrid, granite_hybrid
 from engine.errors import StartupError
 from engine.worker.ports import MambaShape, Shard
@@ -71,22 +72,42 @@ def test_other_models_are_refused_by_the_name_of_a_field(field: str, value: obje
         granite_hybrid({**CONFIG, field: value})
 
 
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"mamba_rms_norm": True}, "mamba_norm_before_gate=True"),
+        ({"projectors_bias": True}, "projectors_bias"),
+        ({"ssm_multipliers": [1.0] * 4}, "ssm_multipliers"),
+        ({"mamba_d_ssm": 60}, "mamba_n_heads=8"),
+    ],
+)
+def test_other_forms_of_falcon_h1_are_refused(changes: dict[str, Any], named: str) -> None:
+    own = {**CONFIG, "mamba_d_ssm": 48}
+    shape = FalconH1(own).shape
+    assert shape.recurrent == (MambaShape(1, 8, 16, 6, 4),) * 3
+    assert shape.attention_layers == (0, 1, 2)
+    with pytest.raises(StartupError, match=named):
+        FalconH1({**own, **changes})
+
+
 @pytest.mark.parametrize("limit", [None, [0.0, float("inf")], [0.0, {"__float__": "Infinity"}]])
 def test_time_steps_without_limits_are_accepted(limit: object) -> None:
     assert granite_hybrid({**CONFIG, "time_step_limit": limit}).shape.recurrent_layers
 
 
-@pytest.mark.parametrize("variant", ["granite_hybrid", "granite_hybrid_moe"])
+@pytest.mark.parametrize(
+    "variant", ["granite_hybrid", "granite_hybrid_moe", "bamba", "falcon_h1_norm"]
+)
 def test_all_parameters_are_counted(tmp_path: Path, variant: str) -> None:
     make_checkpoint(tmp_path, variant)
-    config = GraniteMoeHybridConfig.from_pretrained(tmp_path)
-    model = AutoModelForCausalLM.from_config(config)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
     report = load_worker(tmp_path).report
     assert report.num_parameters == sum(each.numel() for each in model.parameters())
 
 
-def test_bits_do_not_depend_on_the_cuts_of_a_prompt(tmp_path: Path) -> None:
-    worker = load_worker(make_checkpoint(tmp_path, "granite_hybrid_moe"), attention="cpu")
+@pytest.mark.parametrize("variant", ["granite_hybrid_moe", "falcon_h1"])
+def test_bits_do_not_depend_on_the_cuts_of_a_prompt(tmp_path: Path, variant: str) -> None:
+    worker = load_worker(make_checkpoint(tmp_path, variant), attention="cpu")
     whole = Driver(worker, seed=1).logits((0, TOKENS))[0]
     for cuts in ([1] * len(TOKENS), [4, 1, 6]):
         driver, at = Driver(worker, seed=2), 0
