@@ -49,15 +49,18 @@ GRANITE_FIELDS = {
     "residual_scale": "residual_multiplier",
     "logit_scale": "logits_scaling",
 }
-GRANITE_HYBRID_FIELDS = {
-    **GRANITE_FIELDS,
-    **EXPERTS,
-    "expert_shared_feed_forward_length": "shared_intermediate_size",
+MAMBA = {
     "ssm.conv_kernel": "mamba_d_conv",
     "ssm.state_size": "mamba_d_state",
     "ssm.group_count": "mamba_n_groups",
     "ssm.time_step_rank": "mamba_n_heads",
-    "ssm.inner_size": "mamba_expand",  # times the hidden size
+    "ssm.inner_size": "mamba_d_ssm",
+}
+GRANITE_HYBRID_FIELDS = {
+    **GRANITE_FIELDS,
+    **EXPERTS,
+    **MAMBA,
+    "expert_shared_feed_forward_length": "shared_intermediate_size",
 }
 STABLELM_FIELDS = {
     **ROTARY_FIELDS,
@@ -217,26 +220,41 @@ def _lfm2(file: GgufFile, config: Config) -> None:
     config["block_auto_adjust_ff_dim"] = False
 
 
+def _has(file: GgufFile, part: str) -> bool:
+    """Whether a block has this tensor."""
+    return any(name.startswith("blk.") and name.endswith(f".{part}") for name in file.tensors)
+
+
+def _mamba_biases(file: GgufFile) -> Config:
+    return {
+        "mamba_conv_bias": _has(file, "ssm_conv1d.bias"),
+        "mamba_proj_bias": _has(file, "ssm_in.bias"),
+    }
+
+
+def _falcon_h1(file: GgufFile, config: Config) -> None:
+    """The multipliers are in the weights."""
+    config |= _mamba_biases(file) | {
+        "projectors_bias": _has(file, "ssm_out.bias"),
+        "mamba_rms_norm": _has(file, "ssm_norm.weight"),
+        "mamba_norm_before_gate": False,
+    }
+
+
 def _granite_hybrid(file: GgufFile, config: Config) -> None:
     """`rope.scaling.finetuned` says whether there is RoPE; gate and up are apart."""
     if "attention_multiplier" not in config:
         raise file.error("granitehybrid.attention.scale is missing: this is Bamba, not Granite 4")
     types = _by_kv_heads(config, "mamba")
-    width, hidden = config["mamba_expand"], config["hidden_size"]
+    width, hidden = config["mamba_d_ssm"], config["hidden_size"]
     if width % hidden:
         raise file.error(f"granitehybrid.ssm.inner_size={width} is no multiple of {hidden}")
     has_rope = file.flag("granitehybrid.rope.scaling.finetuned")
     config.setdefault("num_local_experts", 0)
-
-    def has(part: str) -> bool:
-        return any(f"blk.{at}.{part}" in file.tensors for at in range(len(types)))
-
-    config |= {
+    config |= _mamba_biases(file) | {
         "layer_types": types,
         "mamba_expand": width // hidden,
-        "mamba_conv_bias": has("ssm_conv1d.bias"),
-        "mamba_proj_bias": has("ssm_in.bias"),
-        "attention_bias": has("attn_output.bias"),
+        "attention_bias": _has(file, "attn_output.bias"),
         "position_embedding_type": "nope" if has_rope is False else "rope",
         "splits_gate_up": True,
     }
@@ -295,6 +313,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         {**ROTARY_FIELDS, **EXPERTS, **EXPERT_WIDTH, **SHARED_EXPERT},
         finish=_qwen2_moe,
     ),
+    "falcon-h1": Architecture("FalconH1ForCausalLM", {**ROTARY_FIELDS, **MAMBA}, finish=_falcon_h1),
     "lfm2": Architecture("Lfm2ForCausalLM", LFM2_FIELDS, finish=_lfm2),
     "qwen35": Architecture(
         "Qwen3_5ForCausalLM", QWEN35_FIELDS, has_partial_rope=True, finish=_qwen3_5

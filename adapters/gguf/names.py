@@ -54,11 +54,21 @@ DELTA_NET = {
     "ssm_out": "linear_attn.out_proj",
     "post_attention_norm": "post_attention_layernorm",
 }
-GRANITE_HYBRID_BLOCK = {
+MAMBA = {
     "ssm_in": "mamba.in_proj",
     "ssm_conv1d": "mamba.conv1d",
     "ssm_norm": "mamba.norm",
     "ssm_out": "mamba.out_proj",
+}
+FALCON_H1_BLOCK = {
+    **MAMBA,
+    "ffn_norm": "pre_ff_layernorm",
+    "ffn_gate": "feed_forward.gate_proj",
+    "ffn_up": "feed_forward.up_proj",
+    "ffn_down": "feed_forward.down_proj",
+}
+GRANITE_HYBRID_BLOCK = {
+    **MAMBA,
     **dict.fromkeys(("ffn_gate", "ffn_gate_shexp"), "shared_mlp.gate_proj"),
     **dict.fromkeys(("ffn_up", "ffn_up_shexp"), "shared_mlp.up_proj"),
     **dict.fromkeys(("ffn_down", "ffn_down_shexp"), "shared_mlp.output_linear"),
@@ -116,6 +126,9 @@ GPT2_BLOCK = {
     "ffn_up": "mlp.c_fc",
     "ffn_down": "mlp.c_proj",
 }
+
+
+FALCON_H1_EXACT = {**MAMBA_EXACT, "ffn_norm": "pre_ff_layernorm.weight"}  # without a suffix
 
 
 class Names(NamedTuple):
@@ -220,6 +233,9 @@ NAMES = {
         }
     ),
     "qwen2moe": _with({**EXPERTS, **SHARED_EXPERT}),
+    "falcon-h1": _with(FALCON_H1_BLOCK)._replace(
+        whole={**_ROTARY_WHOLE, "output_norm": "model.final_layernorm"}, exact=FALCON_H1_EXACT
+    ),
     "lfm2": _with(LFM2_BLOCK)._replace(
         whole={
             **_ROTARY_WHOLE,

@@ -61,6 +61,7 @@ PRE_TOKENIZATIONS = {
     "llama3": _LLAMA_3,
     "llama-v3": _LLAMA_3,
     "lfm2": _LLAMA_3,
+    "falcon-h1": _LLAMA_3,
     "qwen2": PreTokenization(QWEN_2, normalizes=True),
     "deepseek-r1-qwen": PreTokenization(QWEN_2),
     "qwen35": PreTokenization(QWEN_3_5),

@@ -34,6 +34,7 @@ ARCHITECTURES = {
     "qwen3_vl_text": "qwen3vl",
     "qwen3_5_moe_text": "qwen35moe",
     "granitemoehybrid": "granitehybrid",
+    "falcon_h1": "falcon-h1",
 }
 INTERLEAVED = (
     "llama",
@@ -96,16 +97,18 @@ class Gguf:
             elif name.endswith("scale") and ".router." in name:
                 self._store(writer, _scale_name(name), tensor.detach())
             elif ".mamba." in name:
-                own = _own_name(names, name)
-                tensor.data.copy_(self._add_mamba(writer, own, tensor.detach(), model.config))
+                own, factor = _own_name(names, name), _multiplier(name, model.config)
+                stored = self._add_mamba(writer, own, tensor.detach() * factor, model.config)
+                tensor.data.copy_(stored / factor)
             elif name.endswith("shared_mlp.input_linear.weight"):
                 self._add_gate_up(writer, name, tensor.detach(), model.config)
             elif ".linear_attn." in name:
                 _add_delta_net(writer, _own_name(names, name), tensor.detach(), model.config)
             else:
-                own = _own_name(names, name)
-                stored = self._add_tensor(writer, own, name, tensor.detach(), model.config)
-                tensor.data.copy_(stored)
+                own, factor = _own_name(names, name), _multiplier(name, model.config)
+                values = tensor.detach() * factor
+                stored = self._add_tensor(writer, own, name, values, model.config)
+                tensor.data.copy_(stored / factor)
         for own, values in self.extra.items():
             writer.add_tensor(own, values.numpy())
 
@@ -201,6 +204,31 @@ def _scale_name(name: str) -> str:
     return f"blk.{name.split('.')[2]}.{part}.scale"
 
 
+def _multiplier(name: str, config: Any) -> Any:
+    """What the converter multiplies a weight of Falcon-H1 with; 1 for other models."""
+    if config.model_type != "falcon_h1":
+        return 1.0
+    read = config.attention_in_multiplier
+    if name.endswith("in_proj.weight"):
+        keys = config.mamba_n_groups * config.mamba_d_state
+        width = config.mamba_n_heads * config.mamba_d_head
+        rows = torch.tensor([width, width, keys, keys, config.mamba_n_heads])
+        parts = torch.tensor(config.ssm_multipliers) * config.ssm_in_multiplier
+        return parts.repeat_interleave(rows)[:, None]
+    factors = {
+        "q_proj": read,
+        "k_proj": read * config.key_multiplier,
+        "v_proj": read,
+        "o_proj": config.attention_out_multiplier,
+        "out_proj": config.ssm_out_multiplier,
+        "gate_proj": config.mlp_multipliers[0],
+        "down_proj": config.mlp_multipliers[1],
+        "lm_head": config.lm_head_multiplier,
+        "embed_tokens": config.embedding_multiplier,
+    }
+    return factors.get(name.split(".")[-2], 1.0)
+
+
 def _has_offset(architecture: str, name: str) -> bool:
     """Whether the converter adds 1 to this norm."""
     if architecture in ("qwen35", "qwen35moe"):
@@ -278,12 +306,15 @@ def _sizes(config: Any, architecture: str) -> dict[str, Any]:
             key: getattr(config, name)
             for key, name in OTHERS.items()
             if getattr(config, name, None) is not None
-            and architecture not in ("qwen2", "qwen2moe", "qwen2vl", "qwen3", "qwen3vl")
+            and architecture
+            not in ("qwen2", "qwen2moe", "qwen2vl", "qwen3", "qwen3vl", "falcon-h1")
         }
     if architecture == "gemma4":
         sizes |= _of_gemma4(config)
     if architecture == "lfm2":
         sizes |= _of_lfm2(config)
+    if architecture == "falcon-h1":
+        sizes |= _of_mamba(config)
     if architecture == "granitehybrid":
         sizes |= _of_granite_hybrid(config)
     if architecture.startswith("qwen35"):
@@ -329,17 +360,23 @@ def _of_lfm2(config: Any) -> dict[str, Any]:
     }
 
 
-def _of_granite_hybrid(config: Any) -> dict[str, Any]:
-    """The keys of Granite 4 that are not equal to a field of each architecture."""
-    heads = [config.num_key_value_heads * ("full" in each) for each in config.layer_types]
+def _of_mamba(config: Any) -> dict[str, Any]:
+    """The keys of Mamba 2."""
     return {
-        "attention.head_count_kv": heads,
-        "expert_shared_feed_forward_length": config.shared_intermediate_size,
         "ssm.conv_kernel": config.mamba_d_conv,
         "ssm.state_size": config.mamba_d_state,
         "ssm.group_count": config.mamba_n_groups,
         "ssm.time_step_rank": config.mamba_n_heads,
-        "ssm.inner_size": config.mamba_expand * config.hidden_size,
+        "ssm.inner_size": config.mamba_n_heads * config.mamba_d_head,
+    }
+
+
+def _of_granite_hybrid(config: Any) -> dict[str, Any]:
+    """The keys of Granite 4 that are not equal to a field of each architecture."""
+    heads = [config.num_key_value_heads * ("full" in each) for each in config.layer_types]
+    return _of_mamba(config) | {
+        "attention.head_count_kv": heads,
+        "expert_shared_feed_forward_length": config.shared_intermediate_size,
         "rope.scaling.finetuned": config.position_embedding_type == "rope",
     }
 
