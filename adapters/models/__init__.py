@@ -16,6 +16,7 @@ FAMILIES: dict[str, str] = {
     "GlmForCausalLM": "adapters.models.dense.glm:Glm",
     "HunYuanDenseV1ForCausalLM": "adapters.models.dense.hunyuan:HunyuanDense",
     "HunYuanMoEV1ForCausalLM": "adapters.models.mixtures.hunyuan_moe:HunyuanMoe",
+    "NemotronHForCausalLM": "adapters.models.hybrid.nemotron_h:NemotronH",
     "NemotronForCausalLM": "adapters.models.dense.nemotron:Nemotron",
     "SeedOssForCausalLM": "adapters.models.dense.seed_oss:SeedOss",
     "Starcoder2ForCausalLM": "adapters.models.dense.starcoder2:Starcoder2",

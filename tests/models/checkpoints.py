@@ -388,6 +388,17 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "mamba_n_groups": 2,
         },
     ),
+    "nemotron_h": (
+        "NemotronHConfig",
+        {
+            "hybrid_override_pattern": "M-M*-MM-*-M",
+            "head_dim": 16,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 12,
+            "ssm_state_size": 16,
+            "n_groups": 2,
+        },
+    ),
     "granite_hybrid_attention": (  # no recurrent layer, as Granite 4.0 Micro
         "GraniteMoeHybridConfig",
         GRANITE_HYBRID | {"layer_types": ["attention"] * 5, "position_embedding_type": "rope"},

@@ -51,6 +51,7 @@ class RotaryFamily(ABC):
     ignored_weights: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
     defaults: Mapping[str, object] = {}  # of fields that checkpoints of this family leave out
     eps_field = "rms_norm_eps"
+    token_name = "embed_tokens"
     activation_field = "hidden_act"
     roots: tuple[str, ...] = (
         "model",
@@ -131,7 +132,7 @@ class RotaryFamily(ABC):
         root, traits = self.root_of(weights), self._traits
         projections = Projections(weights, shard, operators, root)
         tokens, head = embedding_and_head(
-            projections, f"{root}.embed_tokens.weight", is_tied=self._settings.tied
+            projections, f"{root}.{self.token_name}.weight", is_tied=self._settings.tied
         )
         norm = None
         if shard.is_last:
@@ -149,7 +150,7 @@ class RotaryFamily(ABC):
 
     def root_of(self, weights: WeightSource) -> str:
         """The first of `roots` that the checkpoint has."""
-        found = [each for each in self.roots if weights.has(f"{each}.embed_tokens.weight")]
+        found = [each for each in self.roots if weights.has(f"{each}.{self.token_name}.weight")]
         return (*found, self.roots[0])[0]
 
     def _norm(self, projections: Projections, name: str, scale: float = 1.0) -> Norm:
@@ -195,7 +196,8 @@ class RotaryFamily(ABC):
         return head_norms(projections, at, self._traits, self._settings.eps, has_own_kv=has_own_kv)
 
     def _attention(self, projections: Projections, at: str, layer: int) -> Mixer:
-        shard, traits, at = projections.shard, self._traits, f"{at}.self_attn"
+        shard, traits = projections.shard, self._traits
+        at = f"{at}.{traits.names.attention}"
         dim = shard.shape.head_dim
         width, kv_width = shard.heads.times(dim), shard.kv_heads.times(dim)
         has_own_kv = self.shape.layer_attention[layer].kv_layer is None

@@ -22,7 +22,8 @@ class NormNames(NamedTuple):
 
 class LinearNames(NamedTuple):
     """Names in the checkpoint: of the last norm, of the norms of q and k and the linear behind the
-    attention, and of the MLP and its linears, of which gate and up may be one tensor."""
+    attention, of the MLP and its linears, of which gate and up may be one tensor, and of the
+    attention."""
 
     norm: str = "norm"
     q_norm: str = "q_norm"
@@ -33,6 +34,7 @@ class LinearNames(NamedTuple):
     up: str = "up_proj"
     down: str = "down_proj"
     gate_up: str = "gate_up_proj"
+    attention: str = "self_attn"
 
 
 LINEARS = LinearNames()

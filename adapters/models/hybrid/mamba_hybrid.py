@@ -18,6 +18,7 @@ from engine.worker.ports import ModelShape
 class MambaHybrid(RotaryFamily):
     """A `RotaryFamily` in which some layers have Mamba 2 in place of attention."""
 
+    mamba_name = "mamba"
     _mamba: MambaFields
 
     @abstractmethod
@@ -30,16 +31,20 @@ class MambaHybrid(RotaryFamily):
         has_attention = self.has_attention(fields, shape.num_layers)
         if all(has_attention):
             return shape
-        width = fields.integer("mamba_expand", 2) * shape.hidden_size
+        width = self.mamba_width(fields, shape)
         self._mamba = MambaFields.read(fields, width, fields.number(self.eps_field, 1e-6))
         recurrent = tuple(None if each else self._mamba.shape for each in has_attention)
         return replace(shape, recurrent=recurrent)
+
+    def mamba_width(self, fields: Fields, shape: ModelShape) -> int:
+        """The width of all heads of Mamba."""
+        return fields.integer("mamba_expand", 2) * shape.hidden_size
 
     def _attention(self, projections: Projections, at: str, layer: int) -> Mixer:
         shard = projections.shard
         if layer in shard.shape.attention_layers:
             return super()._attention(projections, at, layer)
-        return self._mamba.layer(projections, f"{at}.mamba", shard.number_of(layer))
+        return self._mamba.layer(projections, f"{at}.{self.mamba_name}", shard.number_of(layer))
 
 
 class Bamba(MambaHybrid, Llama):

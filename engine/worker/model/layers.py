@@ -60,6 +60,14 @@ class Mlp:
         return self.down(self.activation(self.up(x)), add_to)
 
 
+@dataclass(frozen=True, slots=True)
+class NoMlp:
+    """In place of the MLP of a layer that has none."""
+
+    def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
+        return torch.zeros_like(x) if add_to is None else add_to
+
+
 class FeedForward(Protocol):
     """What follows attention in a layer: an `Mlp`, or a mixture of experts."""
 

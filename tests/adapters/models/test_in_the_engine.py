@@ -21,7 +21,7 @@ VARIANTS = (
     *("phi3_long", "stablelm", "olmo2", "olmo3", "gemma2", "gemma3", "gemma4", "gemma4_moe"),
     *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "qwen3_5", "qwen3_5_moe"),
     *("granite_hybrid", "granite_hybrid_moe", "granite_hybrid_groups", "bamba"),
-    *("falcon_h1", "falcon_h1_norm"),
+    *("falcon_h1", "falcon_h1_norm", "nemotron_h"),
     *("qwen3_next", "lfm2", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
     *("glm4_moe", "glm", "glm4", "cohere", "cohere2", "exaone4_window", "ernie4_5", "hunyuan"),
     *("seed_oss", "ernie4_5_moe", "hunyuan_moe", "nemotron", "arcee", "minicpm3"),

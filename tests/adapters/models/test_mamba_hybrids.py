@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from adapters.models.hybrid.falcon_h1 import FalconH1
 from adapters.models.hybrid.granite_hybrid import GraniteHybrid, GraniteMoeHybrid, granite_hybrid
+from adapters.models.hybrid.nemotron_h import NemotronH
 from engine.errors import StartupError
 from engine.worker.ports import MambaShape, Shard
 from engine.worker.weights.checkpoint import Checkpoint
@@ -90,13 +91,38 @@ def test_other_forms_of_falcon_h1_are_refused(changes: dict[str, Any], named: st
         FalconH1({**own, **changes})
 
 
+def test_layers_of_nemotron_h_are_named_by_a_pattern_or_by_their_types() -> None:
+    own = {**CONFIG, "mamba_num_heads": 8, "mamba_head_dim": 6, "n_groups": 2}
+    del own["layer_types"]
+    by_pattern = NemotronH({**own, "hybrid_override_pattern": "M-MM*-*"}).shape
+    types = ["mamba", "mlp", "linear_attention", "mamba", "attention", "mlp", "full_attention"]
+    assert by_pattern == NemotronH({**own, "layers_block_type": types}).shape
+    mamba = MambaShape(2, 8, 16, 6, 4)
+    assert by_pattern.recurrent == (mamba, mamba, mamba, None, None)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "named"),
+    [
+        ("-M*", "layer 0 is an MLP"),
+        ("M--*", "layer 2 is an MLP"),
+        ("ME*", "experts"),
+        ("MX*", "hybrid_override_pattern"),
+        ("", "hybrid_override_pattern"),
+    ],
+)
+def test_other_patterns_of_nemotron_h_are_refused(pattern: str, named: str) -> None:
+    with pytest.raises(StartupError, match=named):
+        NemotronH({**CONFIG, "layer_types": None, "hybrid_override_pattern": pattern})
+
+
 @pytest.mark.parametrize("limit", [None, [0.0, float("inf")], [0.0, {"__float__": "Infinity"}]])
 def test_time_steps_without_limits_are_accepted(limit: object) -> None:
     assert granite_hybrid({**CONFIG, "time_step_limit": limit}).shape.recurrent_layers
 
 
 @pytest.mark.parametrize(
-    "variant", ["granite_hybrid", "granite_hybrid_moe", "bamba", "falcon_h1_norm"]
+    "variant", ["granite_hybrid", "granite_hybrid_moe", "bamba", "falcon_h1_norm", "nemotron_h"]
 )
 def test_all_parameters_are_counted(tmp_path: Path, variant: str) -> None:
     make_checkpoint(tmp_path, variant)

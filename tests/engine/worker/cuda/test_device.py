@@ -56,6 +56,7 @@ VARIANTS = (
         "granite_hybrid",
         "granite_hybrid_moe",
         "falcon_h1",
+        "nemotron_h",
     ),
 )
 DTYPES = {"bfloat16": 0.15, "float16": 0.02, "float32": 1e-4}

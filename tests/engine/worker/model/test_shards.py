@@ -76,6 +76,7 @@ VARIANTS = {
     "bamba": "cpu",
     "falcon_h1": "reference",
     "falcon_h1_norm": "cpu",
+    "nemotron_h": "cpu",
     "cohere": "reference",
     "seed_oss": "reference",
     "cohere2": "cpu",
