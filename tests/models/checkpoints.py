@@ -392,6 +392,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "NemotronHConfig",
         {
             "hybrid_override_pattern": "M-M*-MM-*-M",
+            "time_step_min": 1e-9,  # transformers raises time steps of prompts only
             "head_dim": 16,
             "mamba_num_heads": 8,
             "mamba_head_dim": 12,

@@ -60,7 +60,8 @@ class NemotronH(MambaHybrid, UngatedMlp):
     def __init__(self, config: Mapping[str, object]) -> None:
         self._parts = tuple(_parts(_types(config)))
         own = {RENAMED.get(name, name): value for name, value in config.items()}
-        super().__init__({**own, "num_hidden_layers": len(self._parts)})
+        sizes = {"num_hidden_layers": len(self._parts), "tie_word_embeddings": False}  # never tied
+        super().__init__({**own, **sizes})
 
     def traits(self, fields: Fields) -> FamilyTraits:
         fields.reject_unless("attention_bias", False)

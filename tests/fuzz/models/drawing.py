@@ -52,6 +52,9 @@ def draw(random: Random) -> Drawn:
         changes |= _draw_heads(random, base, has_own_dim="head_dim" in base)
     changes |= _draw_layers(random, base)
     changes |= _draw_options(random, config_class, base)
+    if "mamba_n_heads" in base:
+        width = base.get("mamba_d_ssm") or 2 * changes["hidden_size"]
+        changes |= _draw_mamba(random, width)
     return Drawn(variant, changes)
 
 
@@ -97,6 +100,18 @@ def _draw_layers(random: Random, base: dict[str, Any]) -> dict[str, Any]:
         return {}
     random.shuffle(kinds)
     return {"num_hidden_layers": len(kinds), "layer_types": kinds}
+
+
+def _draw_mamba(random: Random, width: int) -> dict[str, Any]:
+    """The heads of Mamba 2, together so wide, and their groups."""
+    heads = random.choice([each for each in (1, 2, 3, 4, 6, 8) if width % each == 0])
+    return {
+        "mamba_n_heads": heads,
+        "mamba_n_groups": random.choice([each for each in (1, 2, 3, 4) if heads % each == 0]),
+        "mamba_d_state": random.choice([4, 8, 16, 40]),
+        "mamba_d_conv": random.choice([2, 3, 4]),
+        "mamba_conv_bias": random.random() < 0.5,
+    }
 
 
 def _draw_options(random: Random, config_class: str, base: dict[str, Any]) -> dict[str, Any]:
