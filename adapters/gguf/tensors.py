@@ -28,6 +28,7 @@ OTHERS = {Kind.Q2_K, Kind.Q3_K, Kind.IQ4_NL, Kind.IQ4_XS}  # dequantized when th
 EXPERTS_SUFFIX = "_exps"
 GATE_UP = "gate_up_exps"
 FLAT = ("ssm_a", "ssm_d", "ssm_norm")  # vectors, which Mamba has as matrices
+NO_LINEARS = (*FLAT, "ssm_conv1d", "conv")  # always floats, whatever the linears are
 
 
 class GgufTensors:
@@ -58,7 +59,12 @@ class GgufTensors:
 
     @property
     def _matrix_kinds(self) -> Set[Kind]:
-        return {entry.kind for entry in self._file.tensors.values() if len(entry.shape) > 1}
+        tensors = self._file.tensors.items()
+        return {
+            entry.kind
+            for name, entry in tensors
+            if len(entry.shape) > 1 and part_of(name) not in NO_LINEARS
+        }
 
     @property
     def preferred_format(self) -> PreferredFormat:

@@ -132,6 +132,7 @@ def test_the_format_that_auto_chooses_for_a_file(tmp_path: Path) -> None:
     assert preferred("gpt2", Kind.Q4_0, n_embd=64) == PreferredFormat("int8")
     assert preferred("llama", Kind.F16) == PreferredFormat()
     assert preferred("llama", Kind.BF16) == PreferredFormat(floats="bfloat16")
+    assert preferred("granite_hybrid", Kind.BF16) == PreferredFormat(floats="bfloat16")
 
 
 def test_a_slice_of_columns_is_stored_only_if_it_has_whole_blocks(tmp_path: Path) -> None:
