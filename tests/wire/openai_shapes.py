@@ -58,8 +58,12 @@ EXTENSIONS: dict[str, dict[str, Json]] = {
     },
     "CreateChatCompletionStreamResponse.choices[]": {"token_ids": _IDS, "stop_reason": _STOP},
     "ChatCompletionStreamResponseDelta": {"reasoning_content": _TEXT, "reasoning": _TEXT},
-    # In the official client's types, and newer than the description.
-    "ResponseProperties": {"prompt_cache_diagnostics": {"type": "object"}},
+    "ResponseProperties": {
+        "prompt_cache_diagnostics": {"type": "object"},  # in the client's types, and newer
+        "store": {"type": "boolean"},  # these three in Open Responses
+        "frequency_penalty": {"type": "number"},
+        "presence_penalty": {"type": "number"},
+    },
     "InputMessage": {"id": {"type": "string"}},  # in lists of what was asked, as OpenAI answers
     "CreateCompletionResponse": {"prompt_progress": _PROGRESS},
     "CreateCompletionResponse.choices[]": {
@@ -84,11 +88,13 @@ PRACTICE: dict[str, Callable[[Json], Json]] = {
     "CreateCompletionResponse.choices[].logprobs.token_logprobs": _first_has_none,
     "CreateCompletionResponse.choices[].logprobs.top_logprobs": _first_has_none,
     "Embedding.embedding": lambda schema: {"anyOf": [schema, {"type": "string"}]},  # base64
+    "Response.usage": _nullable,  # while it is generated
 }
 
 
 def _find(schemas: dict[str, Json], where: str) -> Json:
-    """The schema at a place as `EXTENSIONS` names it, seen through `anyOf` with null."""
+    """The schema at a place as `EXTENSIONS` names it, seen through `anyOf` with null; of several
+    parts (`allOf`) the last one."""
     name, *steps = where.replace("[]", ".[]").split(".")
     schema = schemas[name]
     for step in steps:
@@ -99,7 +105,8 @@ def _find(schemas: dict[str, Json], where: str) -> Json:
 
 def _not_null(schema: Json) -> Json:
     choices = [choice for choice in schema.get("anyOf", ()) if choice != _NULL]
-    return choices[0] if len(choices) == 1 else schema
+    parts: list[Json] = choices if len(choices) == 1 else schema.get("allOf", [schema])
+    return parts[-1]
 
 
 def _seal(schema: Any, *, is_part: bool = False) -> None:

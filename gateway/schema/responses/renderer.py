@@ -76,6 +76,8 @@ class ResponsesRenderer:
         """The response object as it is now, with `status` if given."""
         return {
             **self._head,
+            "completed_at": None,
+            "usage": None,
             "error": None,
             "incomplete_details": None,
             **self._end,

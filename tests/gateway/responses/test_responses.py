@@ -22,6 +22,16 @@ TOOL = {
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 
 
+OPEN_RESPONSES = (  # of Open Responses' ResponseResource, which requires all of them
+    "background", "completed_at", "created_at", "error", "frequency_penalty", "id",
+    "incomplete_details", "instructions", "max_output_tokens", "max_tool_calls", "metadata",
+    "model", "object", "output", "parallel_tool_calls", "presence_penalty",
+    "previous_response_id", "prompt_cache_key", "reasoning", "safety_identifier", "service_tier",
+    "status", "store", "temperature", "text", "tool_choice", "tools", "top_logprobs", "top_p",
+    "truncation", "usage",
+)  # fmt: skip
+
+
 def ask(**fields: Any) -> dict[str, Any]:
     return {"model": MODEL, "input": "hi", **fields}
 
@@ -94,6 +104,23 @@ def test_the_events_of_a_text_are_in_order_and_assemble_to_the_response() -> Non
         assert {k: last[k] for k in last.keys() - fresh} == {
             k: whole[k] for k in whole.keys() - fresh
         }
+
+    play(scene)
+
+
+def test_a_response_has_the_fields_of_open_responses_in_each_of_its_events() -> None:
+    async def scene(rig: Rig) -> None:
+        events = await streamed(rig, store=False, presence_penalty=0.5)
+        responses = [event["response"] for event in events if "response" in event]
+        assert [response["status"] for response in responses] == [
+            *("in_progress", "in_progress", "completed")
+        ]
+        for response in responses:
+            assert response.keys() == {*OPEN_RESPONSES}
+            assert (response["store"], response["presence_penalty"]) == (False, 0.5)
+            assert response["frequency_penalty"] == 0
+        assert responses[0]["usage"] is responses[0]["completed_at"] is None
+        assert (await created(rig))["store"]
 
     play(scene)
 
