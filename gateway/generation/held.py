@@ -111,6 +111,12 @@ class HeldConversations:
         if len(self._ids) > MAX_HELD:
             self._held.drop(self._tenant, (id(self), self._ids.popleft()))
 
+    def drop(self, response_id: str) -> None:
+        """Hold a response no longer, if it is held."""
+        if self.find(response_id) is not None:
+            self._ids.remove(response_id)
+            self._held.drop(self._tenant, (id(self), response_id))
+
     def close(self) -> None:
         """The connection has ended."""
         while self._ids:

@@ -6,6 +6,7 @@ Users' messages and outputs of functions may have images.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -238,6 +239,19 @@ def stored_items(items: str | Sequence[InputItem], new_id: Callable[[str], str])
     if not 0 < len(items) <= MAX_ITEMS:
         raise invalid("input", f"expected 1 to {MAX_ITEMS} items.")
     return [item.as_stored(f"input[{i}]", new_id) for i, item in enumerate(items)]
+
+
+def check_outputs(before: Iterable[Item], items: Sequence[Item]) -> None:
+    """Raise `InvalidRequest` for an output among `items` whose call is not in them or before."""
+    outputs = [item for item in items if item["type"].endswith("_output")]
+    if not outputs:
+        return
+    calls = {item["call_id"] for item in chain(before, items) if item["type"].endswith("_call")}
+    for item in outputs:
+        if item["call_id"] not in calls:
+            kind = item["type"].replace("_", " ")
+            found = f"No tool call found for {kind} with call_id {item['call_id'][:100]!r}."
+            raise InvalidRequest(found, "input")
 
 
 def as_messages(items: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

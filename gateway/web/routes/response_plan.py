@@ -19,7 +19,7 @@ from gateway.generation.turn import Turn
 from gateway.schema.field_names import renamed_fields
 from gateway.schema.openai.event_envelope import token_formatter
 from gateway.schema.responses.diagnosis import CacheDiagnosis, NotCompared
-from gateway.schema.responses.items import Item, stored_items
+from gateway.schema.responses.items import Item, check_outputs, stored_items
 from gateway.schema.responses.renderer import PrefillRenderer, ResponsesRenderer
 from gateway.schema.responses.request import (
     NAMES,
@@ -57,6 +57,7 @@ async def plan_response(body: bytes, caller: "Caller", service: "Service") -> Ge
     turn = _turn_of(caller)
     request, tools, items = await read_body_with(partial(_read, body, caller, service), body)
     before = await _earlier_items(request, caller, service)
+    check_outputs(before, items)
     window = None if turn is None else turn.window(items, service.model)
     items = before + items
     make = partial(_planned, _Parts(request, tools, items or [NOTHING]), caller, service, window)

@@ -175,6 +175,8 @@ class ResponseSocket:
         exchange = await self._exchange(create)
         if exchange.status == 200:
             self._parents.pop(parent, None)
+        else:
+            self._conversations.drop(parent)  # as Open Responses demands
         while create.steers and not self._ended.is_set():
             successor = await self._successor(create, exchange)
             if successor is None:

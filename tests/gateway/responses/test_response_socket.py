@@ -75,6 +75,25 @@ def test_a_response_that_is_not_stored_can_be_continued_in_its_connection_only()
     play(scene)
 
 
+def test_a_message_that_fails_ends_what_it_would_have_continued() -> None:
+    async def scene(rig: Rig) -> None:
+        async with connected(rig) as client:
+            first = await client.response(input="hi", store=False)
+            other = await client.response(input="hi", store=False)
+            fields = {"previous_response_id": first["id"], "store": False}
+            orphan = {"type": "function_call_output", "call_id": "call_of_nobody", "output": "2"}
+            client.write(input=[orphan], **fields)
+            error = (await client.event())["error"]
+            assert error["message"].startswith("No tool call found"), error
+            client.write(input="more", **fields)
+            error = (await client.event())["error"]
+            assert error["code"] == "previous_response_not_found"
+            fields["previous_response_id"] = other["id"]
+            assert text_of(await client.response(input="more", **fields)) == "Hello!"
+
+    play(scene)
+
+
 def test_a_turn_tokenizes_what_is_new_and_gets_the_ids_of_the_whole_prompt() -> None:
     turns: list[tuple[int, tuple[int, ...]]] = []
     tokenizer = CountsCharacters()

@@ -290,6 +290,7 @@ def test_logprobs_are_returned_if_included() -> None:
             "input[0].content[0]",
         ),
         ({"input": [{"type": "function_call", "name": "x"}]}, "input[0].call_id"),
+        ({"input": [{"type": "function_call_output", "call_id": "no", "output": ""}]}, "input"),
         ({"model": "gpt-4o"}, "model"),
         ({"background": True, "store": False}, "store"),
         ({"conversation": "conv_1"}, "conversation"),
