@@ -81,6 +81,10 @@ class RequestPool:
     def __contains__(self, request_id: object) -> bool:
         return request_id in self._live
 
+    def get(self, request_id: "RequestId | None") -> Request | None:
+        """The live request with this id, if there is one."""
+        return None if request_id is None else self._live.get(request_id)
+
     def count(self, state: State) -> int:
         """Requests in this state; for a terminal state, all that ever ended in it."""
         return self._counts[state]

@@ -62,12 +62,14 @@ class Caching(NamedTuple):
     left to others (None: all), and `known_hashes` are the digests of its leading blocks as far as
     an earlier request has computed them (see `engine.kv.prefix`). They are evicted after all others
     until so many `seconds` after its arrival (see `engine.kv.retention`). Behind `checkpoints`,
-    numbers of prompt tokens, other requests will probably go on."""
+    numbers of prompt tokens, other requests will probably go on. Of requests with the same `key`
+    the caller expects long common prefixes (see `engine.replicas.replica`)."""
 
     until: int | None = None
     known_hashes: tuple[bytes, ...] = ()
     seconds: float = 0.0
     checkpoints: tuple[int, ...] = ()
+    key: str = ""
 
 
 CACHED = Caching()

@@ -65,3 +65,4 @@ class Moves:
     def _move(self, request: Request, giver: "Replica", taker: "Replica") -> None:
         self.num_moved += 1
         giver.engine.hand_over(request, taker.engine)
+        taker.arrive(request)

@@ -1,5 +1,6 @@
 """Replica: an engine of a model that has several, and what is known of its queue."""
 
+from bisect import bisect_left
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -10,8 +11,12 @@ if TYPE_CHECKING:
 
     from engine.loop import Engine
     from engine.replicas.delay import QueueDelay
+    from engine.step import RequestId
+
+    Beginning = tuple[str, bytes]  # `Caching.key`, and the hash of the first block
 
 MAX_CRASHES = 1  # of a request that moves while its replica restarts: it may be the cause
+MIN_FIRST = 64  # entries of ended requests that are kept in any case
 WAITING = State.WAITING
 
 
@@ -25,6 +30,7 @@ class Replica:
         self._delay = delay
         self._seconds = 0.0
         self._state = (0, 0, 0)  # for which `_seconds` was computed
+        self.beginnings: dict[Beginning, RequestId] = {}  # the first request of each
 
     def delay(self, now: float) -> float:
         """The forecast by how many seconds a new request ends later than on an idle replica."""
@@ -40,10 +46,35 @@ class Replica:
         rejection = self.engine.rejection()
         return 0.0 if rejection is None else rejection.retry_after or 0.0
 
+    def arrive(self, request: Request) -> None:
+        """A request has come here. Those that begin like it will find what it has computed."""
+        beginning = _beginning(request)
+        if beginning is None or self.pool.get(self.beginnings.get(beginning)) is not None:
+            return
+        if len(self.beginnings) > 2 * len(self.pool) + MIN_FIRST:
+            live = ((each, first) for each, first in self.beginnings.items() if first in self.pool)
+            self.beginnings = dict(live)
+        self.beginnings[beginning] = request.request_id
+
+    def _num_expected(self, request: Request) -> int:
+        """Tokens that the request has in common with the first live one here that begins like it:
+        they are cached, or will be before it starts (`PrefixSearch.is_being_computed`)."""
+        beginning = _beginning(request)
+        other = None if beginning is None else self.pool.get(self.beginnings.get(beginning))
+        kv = self.scheduler.kv
+        if other is None or other is request or not kv.keeps_all:
+            return 0
+        ours, theirs = request.block_hashes, other.block_hashes
+        blocks = range(min(len(ours), len(theirs)))  # hashes say what is before a block, too
+        num_common = bisect_left(blocks, True, key=lambda index: ours[index] != theirs[index])
+        return num_common * kv.block_size
+
     def prefill(self, request: Request) -> float:
-        """Seconds of the request's tokens that are not in the cache, as far as it was searched."""
+        """Seconds of the request's tokens that it will not find in the cache, as far as it was
+        searched."""
         request.forget_cache()
-        start = min(self.scheduler.kv.search.num_known(request), request.num_tokens - 1)
+        known = self.scheduler.kv.search.num_known(request)
+        start = min(max(known, self._num_expected(request)), request.num_tokens - 1)
         cost = self.scheduler.cost.model
         return cost.compute(request.num_tokens - start, start) - cost.tokens(0)
 
@@ -67,3 +98,9 @@ class Replica:
                 continue
             if request.admitted_at is None or (is_lost and request.num_crashes <= most):
                 yield request
+
+
+def _beginning(request: Request) -> "Beginning | None":
+    """What requests that follow each other have in common; None if no block is full or hashed."""
+    hashes = request.block_hashes
+    return (request.spec.caching.key, hashes[0]) if hashes else None

@@ -115,7 +115,9 @@ class Replicas:
         now, probe = self._clock(), self._probe(stream.spec)
         loads = [Load(each.delay(now), len(each.pool), each.prefill(probe)) for each in accepting]
         chosen = accepting[self._place(loads)]
-        return chosen.engine.open_stream(stream, probe.block_hashes)
+        request = chosen.engine.open_stream(stream, probe.block_hashes)
+        chosen.arrive(request)
+        return request
 
     def _probe(self, spec: RequestSpec) -> Request:
         """A request that is looked for in the caches, and is never in a pool."""

@@ -95,6 +95,7 @@ class GenerationPlan:
     is_held: bool = False  # its events are kept in a ring
     turn: "Turn | None" = None  # None: its connection keeps no conversation
     cache: PromptCacheOptions = PromptCacheOptions()  # noqa: RUF009 # frozen
+    cache_key: str = ""  # the request's `prompt_cache_key`
 
     @property
     def num_candidates(self) -> int:
@@ -192,6 +193,7 @@ def build_plan(
         is_stream=bool(request.stream),
         lora=service.loras.find(request.model),
         cache=cache_options(request),
+        cache_key=request.prompt_cache_key or "",
     )
 
 
@@ -248,6 +250,7 @@ def request_specs(
             max(checkpoints, default=0) if plan.cache.mode == "explicit" else None,
             seconds=plan.cache.seconds,
             checkpoints=checkpoints,
+            key=plan.cache_key,
         ),
         **scheduling_of(plan.scheduling, plan.caller)._asdict(),
     )

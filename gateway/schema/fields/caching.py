@@ -6,7 +6,6 @@ import msgspec
 
 from engine.errors import InvalidRequest
 from gateway.schema.decoding import check_allowed
-from gateway.schema.unknown_fields import UnknownFields
 
 MODES = ("implicit", "explicit")
 # Seconds. 5m and 1h are Anthropic's, 24h is `prompt_cache_retention`'s.
@@ -64,15 +63,8 @@ def check_retention(request: "HasCacheFields") -> None:
 class HasCacheFields(Protocol):
     """A request with the fields of OpenAI's prompt cache."""
 
-    prompt_cache_key: str | None
     prompt_cache_retention: str | None
     prompt_cache_options: PromptCacheOptions | None
-
-
-def name_without_effect(request: HasCacheFields, unknown: UnknownFields | None) -> None:
-    """Name the key, if it is given: prefixes are found by their content, without one."""
-    if unknown is not None and request.prompt_cache_key is not None:
-        unknown.ignore("prompt_cache_key")
 
 
 def check_breakpoint(given: Any, path: str) -> None:

@@ -41,14 +41,14 @@ class GenerationRequest(OutputRequest, kw_only=True, forbid_unknown_fields=True)
     return_progress: bool | None = None  # named as in llama.cpp
 
     prompt_cache_options: PromptCacheOptions | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
 
     # Accepted and ignored.
     user: str | None = None
     metadata: dict[str, str] | None = None
     store: bool | None = None
     safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
 
     def check(self) -> None:
         """Raise `InvalidRequest` for the first value that is out of range or unsupported."""

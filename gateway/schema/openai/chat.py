@@ -7,7 +7,6 @@ import msgspec
 
 from engine.errors import InvalidRequest
 from gateway.schema.decoding import check_allowed, convert, decode, invalid, reject_unless
-from gateway.schema.fields.caching import name_without_effect
 from gateway.schema.fields.generation import GenerationRequest
 from gateway.schema.images import RequestedImage
 from gateway.schema.openai.messages import ContentPart, Message
@@ -201,7 +200,6 @@ def decode_chat(body: bytes, unknown: UnknownFields | None = None) -> ChatReques
     """Decode and check the request. Raises `InvalidRequest`."""
     request = decode(_DECODER, body, unknown)
     request.check()
-    name_without_effect(request, unknown)
     if unknown is not None and request.verbosity not in (None, "medium"):
         unknown.ignore("verbosity")  # a hint, which chat templates have no place for
     return request

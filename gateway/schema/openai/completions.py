@@ -6,7 +6,6 @@ import msgspec
 
 from engine.errors import InvalidRequest
 from gateway.schema.decoding import check_range, decode, invalid
-from gateway.schema.fields.caching import name_without_effect
 from gateway.schema.fields.generation import GenerationRequest
 from gateway.schema.fields.sampling import Vocabulary, check_ids
 from gateway.schema.rendering import ReportOptions
@@ -125,5 +124,4 @@ def decode_completion(body: bytes, unknown: UnknownFields | None = None) -> Comp
     """Decode and check the request. Raises `InvalidRequest`."""
     request = decode(_DECODER, body, unknown)
     request.check()
-    name_without_effect(request, unknown)
     return request

@@ -15,7 +15,7 @@ from gateway.schema.decoding import (
     reject_unless,
 )
 from gateway.schema.field_names import with_renamed_fields
-from gateway.schema.fields.caching import PromptCacheOptions, name_without_effect
+from gateway.schema.fields.caching import PromptCacheOptions
 from gateway.schema.fields.sampling import SamplingDefaults
 from gateway.schema.fields.scheduling import SchedulingRequest
 from gateway.schema.openai.batches import check_metadata
@@ -43,7 +43,7 @@ _SAME_IN_CHAT = (
     "temperature", "top_p", "top_logprobs", "parallel_tool_calls", "stream", "service_tier",
     "priority", "cache_salt", "ttft_deadline_ms", "deadline_ms", "seed", "top_k", "min_p",
     "repetition_penalty", "presence_penalty", "frequency_penalty", "stop", "min_tokens",
-    "ignore_eos", "chat_template_kwargs", "prompt_cache_retention",
+    "ignore_eos", "chat_template_kwargs", "prompt_cache_retention", "prompt_cache_key",
 )  # fmt: skip
 # Chat fields that have another name here, the longest first.
 NAMES = {
@@ -258,7 +258,6 @@ def decode_response(
         request = decode(_DECODER, body, unknown)
     check_unicode(body)
     request.check()
-    name_without_effect(request, unknown)
     verbosity = request.text and request.text.verbosity
     if unknown is not None and verbosity not in (None, "medium"):
         unknown.ignore("text.verbosity")

@@ -18,9 +18,9 @@ from engine.loop import Engine
 from engine.policy import build
 from engine.replicas.delay import QueueDelay
 from engine.replicas.placement import Load, least_growth
-from engine.replicas.replica import Replica
+from engine.replicas.replica import MIN_FIRST, Replica
 from engine.replicas.replicas import Replicas
-from engine.request import RequestSpec
+from engine.request import Caching, RequestSpec
 from engine.simulated.virtual_loop import run_virtual
 from engine.step import SamplingParams
 from tests.fuzz.groups.case import MortalExecutor, Tally, expected_tokens
@@ -35,6 +35,7 @@ class Rig(NamedTuple):
     """Replicas whose workers a test can kill."""
 
     replicas: Replicas
+    members: list[Replica]
     executors: list[MortalExecutor]
 
     @property
@@ -47,19 +48,20 @@ def play(
     scene: Callable[[Rig], Awaitable[None]],
     count: int = 2,
     *,
+    seats: int = SEATS,
     max_queue_requests: int = 100,
     restarts: Sequence[bool] = (True, True),
 ) -> None:
-    """Run a scene over `count` replicas with seats for `SEATS` requests each."""
+    """Run a scene over `count` replicas with seats for `seats` requests each."""
 
     async def main() -> None:
         clock = asyncio.get_running_loop().time
         settings = SchedulerSettings(
-            1000, max_batch_size=SEATS, max_queue_requests=max_queue_requests
+            1000, max_batch_size=seats, max_queue_requests=max_queue_requests
         )
         members, executors = [], []
         for index in range(count):
-            cost, delay = LiveCost(COST), QueueDelay(COST, SEATS)
+            cost, delay = LiveCost(COST), QueueDelay(COST, seats)
             executor = MortalExecutor(COST, Tally(), partial(restarts.__getitem__, index))
             ledger = KVLedger(KVShape(100, 4))
             scheduler = IterationScheduler(settings, ledger, build("fcfs", cost), delay, cost)
@@ -67,7 +69,7 @@ def play(
             executors.append(executor)
         replicas = Replicas(members, clock)
         running = asyncio.create_task(replicas.run())
-        await scene(Rig(replicas, executors))
+        await scene(Rig(replicas, members, executors))
         running.cancel()
 
     run_virtual(main())
@@ -77,9 +79,9 @@ def a_prompt(length: int, first: int = 1) -> tuple[int, ...]:
     return tuple(range(first, first + length))
 
 
-async def generate(rig: Rig, prompt: tuple[int, ...], max_tokens: int) -> int:
+async def generate(rig: Rig, prompt: tuple[int, ...], max_tokens: int, key: str = "") -> int:
     """The tokens of the prompt that were cached; the output is as it must be."""
-    spec = RequestSpec(prompt, max_tokens, GREEDY)
+    spec = RequestSpec(prompt, max_tokens, GREEDY, caching=Caching(key=key))
     with rig.replicas.stream(spec) as stream:
         tokens: list[int] = []
         finish = None
@@ -109,6 +111,41 @@ def test_requests_go_to_the_replica_that_has_their_prefix() -> None:
         assert rig.replicas.moves.num_moved == 0
 
     play(scene)
+
+
+@pytest.mark.parametrize(
+    ("key", "cached"),
+    [
+        ("", [80, 0]),  # the second follows the first; for the third that would take too long
+        ("other", [0, 80]),  # the third follows the second
+    ],
+)
+def test_a_request_follows_the_first_live_one_that_begins_like_it_and_has_its_key(
+    key: str, cached: list[int]
+) -> None:
+    async def scene(rig: Rig) -> None:
+        long = [asyncio.create_task(generate(rig, a_prompt(4, 900 * n), 60)) for n in (1, 2)]
+        await asyncio.sleep(0.1)
+        first = asyncio.create_task(generate(rig, (*a_prompt(80), 7), 2))
+        await asyncio.sleep(0.1)
+        assert rig.sizes == [2, 1]
+        others = [asyncio.create_task(generate(rig, (*a_prompt(80), n), 2, key)) for n in (8, 9)]
+        await asyncio.sleep(0.1)  # the prompt of the first one is still being computed
+        assert rig.sizes == ([2, 3] if key else [3, 2])
+        assert await asyncio.gather(*others) == cached
+        await asyncio.gather(first, *long)
+
+    play(scene, seats=8)
+
+
+def test_it_is_forgotten_which_requests_began_alike_once_they_have_ended() -> None:
+    async def scene(rig: Rig) -> None:
+        for n in range(4 * MIN_FIRST):
+            await generate(rig, a_prompt(8, 10 * n), 1)
+        (replica,) = rig.members
+        assert len(replica.beginnings) <= MIN_FIRST + 3
+
+    play(scene, 1)
 
 
 def test_a_waiting_request_moves_to_a_replica_that_has_become_idle() -> None:

@@ -69,9 +69,7 @@ def test_codex_is_served_and_tools_of_a_server_are_ignored() -> None:
         }
         status, body, headers = await posted(rig, **fields)
         assert status == 200, body
-        assert headers[IGNORED] == (
-            "client_metadata, prompt_cache_key, tools[].web_search, tools[].local_shell"
-        )
+        assert headers[IGNORED] == "client_metadata, tools[].web_search, tools[].local_shell"
         assert [tool["type"] for tool in body["tools"]] == ["function", "custom", "namespace"]
         await events_of(rig, **fields)
 

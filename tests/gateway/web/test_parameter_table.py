@@ -29,7 +29,6 @@ IGNORED: dict[str, Any] = {
     "safety_identifier": "s",
     "metadata": {"a": "b"},
     "store": True,
-    "prompt_cache_key": "k",
     "verbosity": "high",
 }
 REJECTED: dict[str, Any] = {
