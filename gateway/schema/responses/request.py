@@ -97,7 +97,7 @@ class ReasoningOptions(msgspec.Struct, forbid_unknown_fields=True):
             if (value := getattr(self, name)) is not None:
                 check_allowed(value, f"reasoning.{name}", _SUMMARIES)
         reject_unless(self, "context", "auto", prefix="reasoning.")
-        reject_unless(self, "mode", prefix="reasoning.")
+        reject_unless(self, "mode", "standard", prefix="reasoning.")
 
 
 class ResponseStreamOptions(msgspec.Struct, forbid_unknown_fields=True):

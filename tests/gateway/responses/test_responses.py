@@ -66,7 +66,8 @@ def texts(response: Any) -> str:
 
 def test_a_text_input_gets_one_message() -> None:
     async def scene(rig: Rig) -> None:
-        result = await created(rig, instructions="Be brief.", metadata={"a": "b"}, user="me")
+        fields: dict[str, Any] = {"user": "me", "reasoning": {"mode": "standard"}}
+        result = await created(rig, instructions="Be brief.", metadata={"a": "b"}, **fields)
         assert result["status"] == "completed"
         assert result["object"] == "response"
         assert result["created_at"] == EPOCH
@@ -310,6 +311,7 @@ def test_logprobs_are_returned_if_included() -> None:
         ({"text": {"verbosity": "terse"}}, "text.verbosity"),
         ({"reasoning": {"effort": "immense"}}, "reasoning.effort"),
         ({"reasoning": {"summary": "long"}}, "reasoning.summary"),
+        ({"reasoning": {"mode": "pro"}}, "reasoning.mode"),
         ({"metadata": {"k" * 65: "v"}}, "metadata"),
         ({"previous_response_id": "resp_none"}, "previous_response_id"),
         ({"messages": []}, "messages"),
