@@ -3,10 +3,11 @@
 Placement, moves, engines and schedulers are those of the server; iterations take what a roofline
 model predicts. The requests are sessions of the Mooncake trace, superposed so that each replica
 gets the same load; copies share no prefixes. Every figure is a function of the trace, so the
-machine and its load change none. In the second part a replica dies while all compute. Writes
-replicas.json and README.md; a part that is not played again keeps its figures.
+machine and its load change none. In the second part a replica dies while all compute, in the third
+groups of requests with a common prompt arrive almost at once. Writes replicas.json and README.md;
+a part that is not played again keeps its figures.
 
-    python -m examples.benchmarks.virtual_time.replicas [--part placement death]
+    python -m examples.benchmarks.virtual_time.replicas [--part placement death bursts]
         [--replicas 2 4 8 16] [--out DIR]
 """
 
@@ -15,7 +16,7 @@ import asyncio
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import count
 from pathlib import Path
 from random import Random
@@ -32,12 +33,12 @@ from engine.replicas.delay import QueueDelay
 from engine.replicas.placement import least_growth
 from engine.replicas.replica import Replica
 from engine.replicas.replicas import Replicas
-from engine.request import Request, RequestSpec
+from engine.request import Caching, Request, RequestSpec
 from engine.research.hardware.catalogue import DEVICES, SHAPES
 from engine.research.hardware.deployment import Deployment
 from engine.simulated.executor import SimulatedExecutor
 from engine.simulated.known_cost import KnownCost
-from engine.simulated.trace import Arrival, between, read_trace, superposed
+from engine.simulated.trace import SHARED_BLOCK, Arrival, between, read_trace, superposed
 from engine.simulated.virtual_loop import run_virtual
 from tests.fuzz.groups.case import MortalExecutor, Tally
 
@@ -52,7 +53,10 @@ COPIES = 2.0  # of the trace, for each replica
 SECONDS = 400.0  # of the trace
 UNBOUNDED = 10**9
 DEATH_AT, RESTART_SECONDS = 100.0, 60.0
-DEATH_REPLICAS = (2, 4, 8)
+DEATH_REPLICAS = BURST_REPLICAS = (2, 4, 8)
+BURST = 8  # requests, within `BURST_SECONDS`
+BURST_SECONDS, BURSTS_PER_SECOND = 0.5, 0.1  # the latter for each replica
+COMMON_BLOCKS, OWN_LEN = 12, 200  # of their prompts: blocks of the trace, and tokens
 SETTINGS = SchedulerSettings(
     max_model_len=131_072,
     max_batch_size=256,
@@ -69,6 +73,7 @@ class Way:
     name: str
     place: "Callable[[], Place]"
     moves: bool
+    has_own_keys: bool = False  # each request has a cache key of its own, so follows no other
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +106,8 @@ MOVING = Way("forecast, moves", lambda: least_growth, moves=True)
 STAYING = Way("forecast", lambda: least_growth, moves=False)
 ROUND_ROBIN = Way("round robin", round_robin, moves=False)
 RANDOM = Way("random", at_random, moves=False)
+FOLLOWING = replace(MOVING, name="forecast, moves, one key")
+ALONE = replace(MOVING, name="forecast, moves, own keys", has_own_keys=True)
 
 
 class Dying(MortalExecutor):
@@ -125,10 +132,10 @@ def a_replica(dying: Dying | None) -> Replica:
     return Replica(Engine(scheduler, executor, asyncio.get_running_loop().time), delay)
 
 
-async def run_request(replicas: Replicas, arrival: Arrival, index: int) -> Request:
+async def run_request(replicas: Replicas, arrival: Arrival, index: int, key: str) -> Request:
     """The request of an arrival, when it has ended."""
     await asyncio.sleep(arrival.at)
-    spec: RequestSpec = arrival.spec(index)
+    spec: RequestSpec = replace(arrival.spec(index), caching=Caching(key=key))
     with replicas.stream(spec) as stream:
         while (await stream.next()).finish is None:
             pass
@@ -150,7 +157,10 @@ async def play(
         for engine in replicas.engines:
             engine.on_planned = lambda: None
     running = asyncio.create_task(replicas.run())
-    work = [run_request(replicas, arrival, index) for index, arrival in enumerate(arrivals)]
+    work = [
+        run_request(replicas, arrival, index, str(index) if way.has_own_keys else "")
+        for index, arrival in enumerate(arrivals)
+    ]
     requests = await asyncio.gather(*work)
     running.cancel()
     return figures_of(num_replicas, way, requests, replicas.moves.num_moved)
@@ -186,6 +196,22 @@ def load_of(num_replicas: int, seconds: float) -> list[Arrival]:
     """The trace's sessions, superposed so that each replica gets its share."""
     arrivals = between(read_trace(TRACE), 0.0, seconds)
     return superposed(arrivals, round(COPIES * num_replicas), Random(0))
+
+
+def bursts_of(num_replicas: int, seconds: float) -> list[Arrival]:
+    """Groups of requests, each with a common prompt and some tokens of its own."""
+    random, began = Random(0), 0.0
+    arrivals: list[Arrival] = []
+    while (began := began + random.expovariate(BURSTS_PER_SECOND * num_replicas)) < seconds:
+        blocks = (len(arrivals),) * COMMON_BLOCKS
+        length = COMMON_BLOCKS * SHARED_BLOCK + OWN_LEN
+        arrivals += [
+            Arrival(
+                began + random.uniform(0, BURST_SECONDS), length, random.randint(50, 400), blocks
+            )
+            for _ in range(BURST)
+        ]
+    return arrivals
 
 
 Rows = Sequence[Mapping[str, Any]]
@@ -227,6 +253,14 @@ def page(parts: Mapping[str, Rows]) -> str:
         "",
         *table(parts["death"]),
         "",
+        f"Groups of {BURST} requests within {BURST_SECONDS:g} s, whose prompts have "
+        f"{COMMON_BLOCKS * SHARED_BLOCK:,} tokens in common and {OWN_LEN} of their own;",
+        f"{BURSTS_PER_SECOND:g} groups per second and replica. With one `prompt_cache_key` (or "
+        "none) they follow the first of",
+        "them, with a key for each they find only what is computed already:",
+        "",
+        *table(parts["bursts"]),
+        "",
     ]
     return "\n".join(lines)
 
@@ -234,18 +268,22 @@ def page(parts: Mapping[str, Rows]) -> str:
 def main() -> None:
     """Play the ways with each number of replicas."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--part", nargs="+", default=["placement", "death"])
+    parser.add_argument("--part", nargs="+", default=["placement", "death", "bursts"])
     parser.add_argument("--replicas", type=int, nargs="+", default=[2, 4, 8, 16])
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
     ways = {"placement": (MOVING, STAYING, ROUND_ROBIN, RANDOM), "death": (MOVING, STAYING)}
-    numbers = {"placement": args.replicas, "death": DEATH_REPLICAS}
+    ways["bursts"] = (FOLLOWING, ALONE)
+    numbers = {
+        "placement": args.replicas, "death": DEATH_REPLICAS, "bursts": BURST_REPLICAS
+    }  # fmt: skip
     file: Path = args.out / "replicas.json"
     parts: dict[str, Rows] = json.loads(file.read_text()) if file.exists() else {}
     for part in args.part:
         rows: list[Mapping[str, Any]] = []
         for num_replicas in numbers[part]:
-            arrivals = load_of(num_replicas, SECONDS)
+            make = bursts_of if part == "bursts" else load_of
+            arrivals = make(num_replicas, SECONDS)
             for way in ways[part]:
                 run = play(num_replicas, way, arrivals, has_death=part == "death")
                 rows.append(asdict(run_virtual(run)))

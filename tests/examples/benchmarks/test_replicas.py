@@ -4,10 +4,13 @@ import json
 
 from engine.simulated.virtual_loop import run_virtual
 from examples.benchmarks.virtual_time.replicas import (
+    ALONE,
     DEATH_AT,
+    FOLLOWING,
     MOVING,
     OUT,
     ROUND_ROBIN,
+    bursts_of,
     load_of,
     page,
     play,
@@ -25,6 +28,13 @@ def test_placement_by_prefix_and_forecast_caches_more_than_round_robin() -> None
     turns = run_virtual(play(2, ROUND_ROBIN, arrivals))
     assert ours.cached_share > turns.cached_share
     assert ours.jct_mean < turns.jct_mean
+
+
+def test_requests_of_one_key_compute_their_common_prompt_fewer_times() -> None:
+    arrivals = bursts_of(4, 60.0)
+    together, alone = (run_virtual(play(4, way, arrivals)) for way in (FOLLOWING, ALONE))
+    assert together.cached_share > alone.cached_share
+    assert together.jct_mean < alone.jct_mean
 
 
 def test_a_death_loses_no_request() -> None:
