@@ -1,9 +1,9 @@
 """Unknown request fields: ignored and named, or rejected where they would change the output.
 
-Ignored are unknown top-level fields, and unknown fields inside messages, content parts, tool calls
-and tools, since clients, routers and other servers add their own. The response header
-`x-podway-ignored-fields` lists them. Rejected are unknown fields of other objects, and fields of
-other servers that ask for another output than the one that is generated.
+Ignored are unknown top-level fields, and unknown fields inside messages, content parts, tool calls,
+tools and options of reasoning, since clients, routers and other servers add their own. The response
+header `x-podway-ignored-fields` lists them. Rejected are unknown fields of other objects, and
+fields of other servers that ask for another output than the one that is generated.
 """
 
 import re
@@ -18,7 +18,7 @@ from engine.errors import InvalidRequest
 
 HEADER = "x-podway-ignored-fields"
 # Anything inside these top-level fields may have unknown fields.
-_OPEN_FIELDS = frozenset({"messages", "input", "system", "tools"})
+_OPEN_FIELDS = frozenset({"messages", "input", "system", "tools", "thinking", "reasoning"})
 # Fields that ask for another output than the endpoint's: ignored with these values or null.
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "use_beam_search": (False,),

@@ -41,6 +41,7 @@ NO_EFFECT: dict[str, tuple[object, ...]] = {
     "diagnostics": ({},),
 }
 OMITTED = "omitted"  # the model reasons, but the response does not show it
+_DISPLAYS = ("summarized", "updates", OMITTED)
 _THINKING = ("enabled", "disabled", "adaptive", "between_tools")
 _EFFORTS = ("low", "medium", "high", "xhigh", "max")
 
@@ -125,7 +126,11 @@ class AnthropicRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
             check_allowed(self.service_tier, "service_tier", ("auto", "standard_only"))
         self._check_thinking()
         self._check_output()
-        self._check_edits()
+        if self.removes_context:
+            raise InvalidRequest(
+                "'context_management' is not supported, except edits with 'keep': 'all'.",
+                "context_management",
+            )
         for i, message in enumerate(self.messages):
             message.check(f"messages[{i}]")
 
@@ -134,7 +139,7 @@ class AnthropicRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
             return
         check_allowed(self.thinking.type, "thinking.type", _THINKING)
         if self.thinking.display is not None:
-            check_allowed(self.thinking.display, "thinking.display", ("summarized", OMITTED))
+            check_allowed(self.thinking.display, "thinking.display", _DISPLAYS)
         most = self.max_tokens or 1 << 30
         check_range(self.thinking.budget_tokens, "thinking.budget_tokens", 1, most)
 
@@ -144,18 +149,6 @@ class AnthropicRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
             check_allowed(config.effort, "output_config.effort", _EFFORTS)
         if config.format is not None:
             check_allowed(config.format.type, "output_config.format.type", ("json_schema",))
-
-    def _check_edits(self) -> None:
-        """Allow only edits of `context_management` that keep the whole context."""
-        match self.context_management:
-            case None | {"edits": []}:
-                return
-            case {"edits": [*edits]} if all(_keeps_all(edit) for edit in edits):
-                return
-        raise InvalidRequest(
-            "'context_management' is not supported, except edits with 'keep': 'all'.",
-            "context_management",
-        )
 
     def as_chat(self) -> ChatRequest:
         """The checked chat request with the same prompt. Errors name fields of this request."""
@@ -185,6 +178,16 @@ class AnthropicRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
             body["response_format"] = {"type": "json_schema", "json_schema": schema}
         given = {name: value for name, value in body.items() if value is not None}
         return with_renamed_fields(partial(chat_of, given), NAMES)
+
+    @property
+    def removes_context(self) -> bool:
+        """Whether `context_management` has anything but edits that keep the whole context."""
+        match self.context_management:
+            case None:
+                return False
+            case {"edits": [*edits]}:
+                return not all(isinstance(e, dict) and e.get("keep") == "all" for e in edits)
+        return True
 
     @property
     def has_breakpoints(self) -> bool:
@@ -264,10 +267,6 @@ class AnthropicRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
         return {"reasoning_effort": config.effort, "chat_template_kwargs": variables}
 
 
-def _keeps_all(edit: Any) -> bool:
-    return isinstance(edit, dict) and edit.get("keep") == "all"
-
-
 _DECODER = msgspec.json.Decoder(AnthropicRequest)
 
 
@@ -278,6 +277,8 @@ def decode_anthropic(
     request = decode(_DECODER, body, unknown)
     if request.tools and unknown is not None:
         request.tools = without_server_tools(request.tools, unknown)
+    if request.removes_context and unknown is not None and unknown.ignore("context_management"):
+        request.context_management = None  # nothing is removed from a prompt that fits
     check_unicode(body)
     request.check(is_count_only=is_count_only)
     return request

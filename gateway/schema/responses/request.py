@@ -256,6 +256,8 @@ def decode_response(
         request = decode(_CREATE_DECODER, body, unknown)
     else:
         request = decode(_DECODER, body, unknown)
+    if request.context_management and unknown is not None and unknown.ignore("context_management"):
+        request.context_management = None  # nothing is removed from a prompt that fits
     check_unicode(body)
     request.check()
     verbosity = request.text and request.text.verbosity

@@ -136,6 +136,14 @@ def test_omitted_thinking_is_left_out() -> None:
     play(scene, Setting(texts=("<think>Hm.</think>Well.",), dialect=HERMES))
 
 
+def test_thinking_whose_updates_are_requested_is_shown() -> None:
+    async def scene(rig: Rig) -> None:
+        result = await created(rig, thinking={"type": "adaptive", "display": "updates"})
+        assert [block.get("thinking") for block in result["content"]] == ["Hm.", None]
+
+    play(scene, Setting(texts=("<think>Hm.</think>Well.",), dialect=HERMES))
+
+
 @pytest.mark.parametrize(
     ("fields", "reason", "sequence"),
     [
@@ -259,7 +267,6 @@ def test_count_tokens_generates_nothing() -> None:
         ({"output_config": {"effort": "immense"}}, "output_config.effort"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),
         ({"container": "c"}, "container"),
-        ({"context_management": {"edits": [{"type": "clear"}]}}, "context_management"),
         ({"service_tier": "fast"}, "service_tier"),
         ({"regex": "a"}, "regex"),
     ],

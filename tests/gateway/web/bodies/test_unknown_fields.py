@@ -81,6 +81,29 @@ SENT: dict[str, tuple[str, dict[str, Any], str]] = {
         {"input": [{**HI, "x": 1}], "client_metadata": {"a": "b"}, "store": False},
         "input[].x, client_metadata",
     ),
+    "Goose's thinking": (
+        "/v1/messages",
+        {
+            "messages": [HI],
+            "max_tokens": 5,
+            "thinking": {"type": "adaptive", "block_binding": {"type": "auto"}},
+        },
+        "thinking.block_binding",
+    ),
+    "edits of the context": (
+        "/v1/messages",
+        {
+            "messages": [HI],
+            "max_tokens": 5,
+            "context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]},
+        },
+        "context_management",
+    ),
+    "compaction": (
+        "/v1/responses",
+        {"input": "hi", "context_management": [{"type": "compaction"}], "store": False},
+        "context_management",
+    ),
     "Anthropic's clients": (
         "/v1/messages",
         {"messages": [{**HI, "x": 1}], "max_tokens": 5},
