@@ -31,7 +31,6 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "prompt_embeds": (),
     "lora": ([],),
     "lora_path": (),
-    "repeat_penalty": (1, 1.0),
     "grammar": ("",),
     "json_schema": (),
     "grammar_lazy": (False,),

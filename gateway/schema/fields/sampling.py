@@ -21,6 +21,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "frequency_penalty": (-2, 2),
     "min_p": (0, 1),
     "repetition_penalty": (0.01, 10),
+    "repeat_penalty": (0.01, 10),
     "n": (1, MAX_CHOICES),
     "seed": INT64,
     "top_logprobs": (0, 20),
@@ -57,7 +58,8 @@ class SamplingDefaults(NamedTuple):
 
 
 class SamplingRequest(SchedulingRequest, kw_only=True, forbid_unknown_fields=True):
-    """Sampling fields. Those from `top_k` on are not OpenAI's and are named as in vLLM."""
+    """Sampling fields. Those from `top_k` on are not OpenAI's and are named as in vLLM;
+    `repeat_penalty` is what llama.cpp, Ollama and their chat pages call `repetition_penalty`."""
 
     seed: int | None = None
     temperature: float | None = None
@@ -69,6 +71,7 @@ class SamplingRequest(SchedulingRequest, kw_only=True, forbid_unknown_fields=Tru
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    repeat_penalty: float | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
     stop_token_ids: list[int] | None = None
@@ -79,6 +82,12 @@ class SamplingRequest(SchedulingRequest, kw_only=True, forbid_unknown_fields=Tru
             check_range(getattr(self, name, None), name, low, high)
         for name, least in MINIMUMS.items():
             check_minimum(getattr(self, name, None), name, least)
+        penalties = {self.repetition_penalty, self.repeat_penalty} - {None}
+        if len(penalties) > 1:
+            raise InvalidRequest(
+                "'repetition_penalty' and 'repeat_penalty' have different values; set one of them.",
+                "repeat_penalty",
+            )
 
     def sampling(
         self, vocabulary: Vocabulary, seed: int, defaults: SamplingDefaults
@@ -89,12 +98,13 @@ class SamplingRequest(SchedulingRequest, kw_only=True, forbid_unknown_fields=Tru
         """
         top_p = _or(self.top_p, defaults.top_p)
         top_k = defaults.top_k if self.top_k is None else self.top_k
+        penalty = _or(self.repeat_penalty, defaults.repetition_penalty)
         return SamplingParams(
             temperature=0.0 if top_p == 0 else _or(self.temperature, defaults.temperature),
             top_p=top_p or 1.0,
             top_k=min(max(top_k, 0), vocabulary.size),
             min_p=_or(self.min_p, defaults.min_p),
-            repetition_penalty=_or(self.repetition_penalty, defaults.repetition_penalty),
+            repetition_penalty=_or(self.repetition_penalty, penalty),
             presence_penalty=self.presence_penalty or 0.0,
             frequency_penalty=self.frequency_penalty or 0.0,
             logit_bias=_biases(self.logit_bias or {}, vocabulary),

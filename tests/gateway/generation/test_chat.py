@@ -209,6 +209,15 @@ def test_sampling_fields_reach_the_engine() -> None:
     play(scene)
 
 
+def test_llama_cpps_name_of_the_repetition_penalty_is_known() -> None:
+    for path, body in ((CHAT, chat(repeat_penalty=1.3)), (TEXT, text(repeat_penalty=1.3))):
+        (request,) = answer_to(path, body, DEFAULTS).rig.ended
+        assert request.spec.sampling.repetition_penalty == 1.3
+    both = chat(repeat_penalty=1.2, repetition_penalty=1.2)
+    (request,) = answer_to(CHAT, both, DEFAULTS).rig.ended
+    assert request.spec.sampling.repetition_penalty == 1.2
+
+
 def test_top_p_zero_is_greedy() -> None:
     async def scene(rig: Rig) -> None:
         async with rig.client.post(CHAT, chat(top_p=0)) as exchange:

@@ -145,6 +145,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"frequency_penalty": -3}, "frequency_penalty"),
     ({"min_p": 2}, "min_p"),
     ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"repeat_penalty": 11}, "repeat_penalty"),
+    ({"repetition_penalty": 1.1, "repeat_penalty": 1.2}, "repeat_penalty"),
     ({"top_k": -2}, "top_k"),
     ({"n": 0}, "n"),
     ({"n": 129}, "n"),
