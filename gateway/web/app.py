@@ -59,7 +59,10 @@ async def _routing_error(http: "HttpRequest", error: Exception) -> Response:
     if error.status_code == 405:
         allow = ", ".join(sorted((error.headers or {})["Allow"].split(", ")))
         return await _error(http, MethodNotAllowed(http.method, allow))
-    return await _error(http, PathNotFound(f"No endpoint at {http.scope['path'][:200]}."))
+    path: str = http.scope["path"]
+    meant = ROUTES.instead_of(http.method, path)
+    hint = f" Did you mean {meant[:200]}?" if meant else ""
+    return await _error(http, PathNotFound(f"No endpoint at {path[:200]}.{hint}"))
 
 
 async def _disconnected(http: "HttpRequest", error: Exception) -> Response:

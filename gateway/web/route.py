@@ -186,6 +186,13 @@ class RouteTable:
         found = next((each[method] for each in places if method in each), None)
         return found or next((route for each in places for route in each.values()), None)
 
+    def instead_of(self, method: str, path: str) -> str | None:
+        """The path of a route that a client whose base URL has `/v1` twice, or not, or ends with a
+        slash has probably meant by one that no route has."""
+        single = "/" + path.lstrip("/")
+        tries = (single, f"/v1{single}", single.removeprefix("/v1"))
+        return next((each for each in tries if self.find(method, each)), None)
+
     def dialect_of(self, path: str) -> ApiDialect:
         """The dialect of the API that a path belongs to, also if no route has this path."""
         return next(

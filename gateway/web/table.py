@@ -51,12 +51,14 @@ PAGING = ("after", "limit", "order")
 
 # fmt: off
 ROUTES = RouteTable((
-    Route("POST", "/v1/chat/completions", "text", "The next message of a conversation.",
-          plan=chat.plan_chat_completion, body=ChatRequest, media_types=STREAM, is_metered=True,
-          is_batchable=True),
-    Route("POST", "/v1/completions", "text", "The continuation of a prompt.",
-          plan=completions.plan_completion, body=CompletionRequest, media_types=STREAM,
-          is_metered=True, is_batchable=True),
+    *(Route("POST", path, "text", "The next message of a conversation.",
+            plan=chat.plan_chat_completion, body=ChatRequest, media_types=STREAM, is_metered=True,
+            is_batchable=path == "/v1/chat/completions")
+      for path in ("/v1/chat/completions", "/chat/completions")),
+    *(Route("POST", path, "text", "The continuation of a prompt.",
+            plan=completions.plan_completion, body=CompletionRequest, media_types=STREAM,
+            is_metered=True, is_batchable=path == "/v1/completions")
+      for path in ("/v1/completions", "/completions")),
     Route("POST", "/infill", "text", "The text between two texts, as llama.cpp's server.",
           plan=infill.plan_infill, body=InfillRequest, media_types=STREAM, is_metered=True),
     Route("GET", "/v1/models", "models", "The models of this server.", models.list_models),
@@ -93,8 +95,9 @@ ROUTES = RouteTable((
     Route("POST", "/v1/batches/{batch_id}/cancel", "batches", "Cancel a batch.",
           batches.cancel_batch),
 
-    Route("POST", "/v1/embeddings", "pooling", "The embeddings of texts.", plan=plan_embeddings,
-          body=EmbeddingRequest, is_metered=True, is_batchable=True),
+    *(Route("POST", path, "pooling", "The embeddings of texts.", plan=plan_embeddings,
+            body=EmbeddingRequest, is_metered=True, is_batchable=path == "/v1/embeddings")
+      for path in ("/v1/embeddings", "/embeddings")),
     *(Route("POST", path, "pooling", "The scores of pairs of texts.", plan=plan_score,
             body=ScoreRequest, is_metered=True, is_batchable=path == "/v1/score")
       for path in ("/score", "/v1/score")),

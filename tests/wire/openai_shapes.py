@@ -208,14 +208,14 @@ def _shape(method: str, path: str, whole: str, chunk: str = "") -> Shape:
 SHAPES = (
     _shape(
         "POST",
-        "/v1/chat/completions",
+        "(/v1)?/chat/completions",
         "CreateChatCompletionResponse",
         "CreateChatCompletionStreamResponse",
     ),
-    _shape("POST", "/v1/completions", "CreateCompletionResponse", "CompletionChunk"),
+    _shape("POST", "(/v1)?/completions", "CreateCompletionResponse", "CompletionChunk"),
     _shape("GET", "/v1/models", "ListModelsResponse"),
     Shape("GET", re.compile("/v1/models/.+"), "Model"),
-    _shape("POST", "/v1/embeddings", "CreateEmbeddingResponse"),
+    _shape("POST", "(/v1)?/embeddings", "CreateEmbeddingResponse"),
     _shape("POST", "/v1/decisions", ""),  # not in the description yet
     _shape("POST", "/v1/files", "OpenAIFile"),
     _shape("GET", "/v1/files", "ListFilesResponse"),

@@ -284,6 +284,33 @@ def test_an_unknown_path_or_method_is_a_json_error(
     play(scene)
 
 
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("/v1/v1/chat/completions", "/v1/chat/completions"),
+        ("/responses", "/v1/responses"),
+        ("//v1/messages", "/v1/messages"),
+        ("/v1/tokenize", "/tokenize"),
+    ],
+)
+def test_the_error_of_a_wrong_base_url_names_the_path_that_is_meant(path: str, meant: str) -> None:
+    answer = answer_to(path, {})
+    assert answer.status == 404
+    assert answer.json["error"]["message"] == f"No endpoint at {path}. Did you mean {meant}?"
+
+
+def test_the_error_of_any_other_path_names_none() -> None:
+    answer = answer_to("/v1/images/generations", {})
+    assert answer.json["error"]["message"] == "No endpoint at /v1/images/generations."
+
+
+@pytest.mark.parametrize(("path", "ask"), [(CHAT, chat()), (TEXT, text())])
+def test_base_urls_without_v1_are_served(path: str, ask: object) -> None:
+    answer = answer_to(path.removeprefix("/v1"), ask)
+    assert answer.status == 200
+    assert answer.json["choices"][0]["finish_reason"] == "stop"
+
+
 def test_an_unknown_model_is_a_404() -> None:
     answer = answer_to(CHAT, chat(model="gpt-x"))
     error = answer.json["error"]
