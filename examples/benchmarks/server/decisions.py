@@ -1,12 +1,13 @@
 """Seconds of decisions: 1, 8, 64 and 400 questions about an input of about 2,000 tokens.
 
 Each round asks about a new input (cold), and then the same again (warm). Questions are predicates,
-choices of 4 and scores of 5 levels in turn, in System One's form, which llama-server and vLLM also
-serve: `--url` measures a server that runs, in turn with Podway. Podway's rows also have iterations
-and computed tokens, from its /metrics.
+choices of 4 and scores of 5 levels in turn, in one request in System One's form. `--url` measures a
+server that runs and has no decisions, in turn with Podway: there each question is a completion of
+one token with its ten most likely ones, all sent at once with the input before the question.
+Podway's rows also have iterations and computed tokens, from its /metrics.
 
     python -m examples.benchmarks.server.decisions CHECKPOINT [--flags "--weights int8"]
-        [--url NAME=URL …] [--questions 1,8,64,400] [--words 1600] [--rounds 3] [--json FILE]
+        [--url NAME=URL …] [--questions 1,8,64,400] [--words 1600] [--rounds 3] [--out DIR]
 """
 
 import argparse
@@ -23,6 +24,7 @@ from typing import Any
 import aiohttp
 
 from examples.benchmarks.server.served import gauges, serving
+from examples.benchmarks.virtual_time.written import write_results
 
 WORDS = (
     "order", "parcel", "refund", "customer", "letter", "water", "garden", "engine", "paper",
@@ -56,6 +58,31 @@ def questions_of(count: int) -> dict[str, Any]:
     return {f"q{n}": kinds[n % 3](n) for n in range(count)}
 
 
+def prompts_of(body: dict[str, Any]) -> list[str]:
+    """The input, and behind it a question with its options; one text for each question."""
+    return [
+        f"{body['state']}\n\n{one['instructions']}\n{json.dumps(one.get('criteria'))}\nAnswer: "
+        for one in body["questions"].values()
+    ]
+
+
+async def seconds_of_completions(
+    session: aiohttp.ClientSession, url: str, body: dict[str, Any]
+) -> float:
+    """The time until all questions have their token, each in a request of its own."""
+
+    async def ask(prompt: str) -> None:
+        fields = {"model": body["model"], "prompt": prompt, "max_tokens": 1, "logprobs": 10}
+        async with session.post(f"{url}/v1/completions", json=fields) as response:
+            answer = await response.json()
+        if response.status != 200 or not answer["choices"][0]["logprobs"]:
+            raise SystemExit(f"{url}: {response.status} {str(answer)[:300]}")
+
+    began = time.perf_counter()
+    await asyncio.gather(*map(ask, prompts_of(body)))
+    return time.perf_counter() - began
+
+
 async def seconds_of(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> float:
     """The time of one request, whose answers are all there."""
     began = time.perf_counter()
@@ -71,18 +98,20 @@ async def one_round(
     session: aiohttp.ClientSession, url: str, body: dict[str, Any], *, is_podway: bool
 ) -> dict[str, float]:
     """Seconds of a new input and of the same again; of Podway also what the first one took."""
+    seconds = seconds_of if is_podway else seconds_of_completions
     before = await gauges(session, url) if is_podway else {}
-    cold = await seconds_of(session, url, body)
+    cold = await seconds(session, url, body)
     after = await gauges(session, url) if is_podway else {}
     counted = {name: after[key] - before[key] for name, key in COUNTERS.items() if is_podway}
-    return {"cold": cold, "warm": await seconds_of(session, url, body), **counted}
+    return {"cold": cold, "warm": await seconds(session, url, body), **counted}
 
 
 async def measure(urls: dict[str, str], options: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for each server and number of questions: medians of all rounds."""
     rounds: dict[tuple[str, int], list[dict[str, float]]] = {}
     timeout = aiohttp.ClientTimeout(total=None)
-    async with aiohttp.ClientSession(timeout=timeout) as session:
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
         for number in range(options.rounds + 1):  # the first one warms up
             for count in options.questions:
                 body = {
@@ -90,7 +119,7 @@ async def measure(urls: dict[str, str], options: argparse.Namespace) -> list[dic
                     "questions": questions_of(count),
                 }
                 for name, url in urls.items():
-                    is_podway = name == "podway"
+                    is_podway = name == "Podway"
                     named = body | {"model": options.model}
                     found = await one_round(session, url, named, is_podway=is_podway)
                     if number:
@@ -118,6 +147,25 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def page(found: Sequence[dict[str, Any]]) -> str:
+    """The results as Markdown; the first row says what was measured."""
+    about, *rows = found
+    return f"""\
+# Decisions about one input
+
+`python -m examples.benchmarks.server.decisions`: seconds until 1 to 400 questions about an input of
+about 2,000 tokens are answered. {about["about"]}. Medians of {about["rounds"]} rounds in turn
+([JSON](decisions.json)). *Again*: the same questions once more, with the prefix caches warm.
+Podway gets all questions in one request to `/v1/systemone`. The other server has no such endpoint:
+there each question is a completion of one token with its ten most likely ones, all sent at once.
+
+{table(rows)}
+
+Steps and tokens are Podway's iterations and the tokens they computed: the input once, and the
+questions behind it together.
+"""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("checkpoint")
@@ -127,17 +175,19 @@ def main() -> None:
     parser.add_argument("--questions", default="1,8,64,400")
     parser.add_argument("--words", type=int, default=1600)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--about", default="", help="the checkpoint and the machine, for the page")
+    parser.add_argument("--out", type=Path, help="directory of the results")
     options = parser.parse_args()
     options.questions = [int(each) for each in options.questions.split(",")]
     with ExitStack() as stack:
         flags = [options.checkpoint, "--served-model-name", options.model, *options.flags.split()]
         _, url = stack.enter_context(serving(flags))
         peers = dict(each.split("=", 1) for each in options.url)
-        rows = asyncio.run(measure({"podway": url, **peers}, options))
+        rows = asyncio.run(measure({"Podway": url, **peers}, options))
     print(table(rows))
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+    if options.out:
+        about = {"about": options.about, "rounds": options.rounds}
+        write_results(options.out, [about, *rows], page)
 
 
 if __name__ == "__main__":

@@ -35,8 +35,8 @@ def test_a_streamed_token_is_compared_with_a_bare_write(tmp_path: Path) -> None:
 
 def test_decisions_are_measured_in_a_whole_server(tmp_path: Path) -> None:
     load = ("--questions", "1,4", "--words", "40", "--rounds", "1")
-    run_module("benchmarks.server.decisions", "builtin", *load, "--json", tmp_path / "rows.json")
-    one, four = json.loads((tmp_path / "rows.json").read_text())
+    run_module("benchmarks.server.decisions", "builtin", *load, "--out", tmp_path / "decisions")
+    _, one, four = json.loads((tmp_path / "decisions" / "decisions.json").read_text())
     assert (one["questions"], four["questions"]) == (1, 4)
     assert one["computed"] < four["computed"] < 4 * one["computed"]  # the input is computed once
     assert (one["iterations"], four["iterations"]) == (2, 2)
