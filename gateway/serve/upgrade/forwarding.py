@@ -9,13 +9,13 @@ import re
 from contextlib import asynccontextmanager
 from functools import partial
 from secrets import compare_digest
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import aiohttp
 from yarl import URL
 
-from engine.errors import EngineError
+from engine.errors import EngineError, Unavailable
 from gateway.errors import StreamNotFound
 from gateway.generation.held_streams import CONVERSATION, LAST_EVENT
 from gateway.generation.reply import unless_disconnected
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from gateway.serve.upgrade.predecessor import Predecessor
 
 SECRET, CLIENT = b"podway-upgrade", b"podway-client"
+LIST = "/v1/streams"
+UNKNOWN = frozenset({401, 403, 404})  # the former server may not even know the API key
+RETRY_SECONDS = 1.0
 OF_CONNECTION = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"content-length"})
 _NAMED = re.compile(r"/v1/(responses|stream|requests)/(?P<name>.+?)(/cancel|/timeline)?", re.DOTALL)
 
@@ -65,11 +68,14 @@ class Forwarding:
         if self._predecessor.restored.is_set() or scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        former = Former(self._predecessor, scope)
+        if scope["path"] == LIST:
+            scope["podway.former"] = former
         name = self._name(scope)
         if name is not None and not self._is_here(scope, name):
             body, is_whole = await _body(receive, self._service.limits.max_bytes)
             receive = _replayed(body, receive, is_whole=is_whole)
-            if is_whole and await self._is_answered(scope, body, receive, send):
+            if is_whole and await self._is_answered(former, body, receive, send):
                 return
         await self._app(scope, receive, send)
 
@@ -94,12 +100,12 @@ class Forwarding:
         return True
 
     async def _is_answered(
-        self, scope: "Scope", body: bytes, receive: "Receive", send: "Send"
+        self, former: "Former", body: bytes, receive: "Receive", send: "Send"
     ) -> bool:
         """Relay the former server's response; False if it does not know the name either."""
         try:
-            async with self._asked(scope, body) as response:
-                if response.status == 404:
+            async with former.asked(body) as response:
+                if response.status in UNKNOWN:
                     return False
                 relay = partial(_relay, response, send)
                 await unless_disconnected(receive, relay, lambda: None)
@@ -108,26 +114,51 @@ class Forwarding:
             await self._predecessor.restored.wait()
             return False
 
-    @asynccontextmanager
-    async def _asked(self, scope: "Scope", body: bytes) -> "AsyncIterator[aiohttp.ClientResponse]":
+
+class Former:
+    """The former server, as the client of one request may ask it."""
+
+    def __init__(self, predecessor: "Predecessor", scope: "Scope") -> None:
+        self._predecessor = predecessor
+        self._method: str = scope["method"]
         query = scope["query_string"].decode("latin-1")
-        url = f"http://podway{quote(scope['path'])}" + (f"?{query}" if query else "")
-        headers = [
+        self._target = quote(scope["path"]) + (f"?{query}" if query else "")
+        self._headers = [
             (name.decode("latin-1"), value.decode("latin-1"))
             for name, value in scope["headers"]
             if name not in OF_CONNECTION
         ]
-        headers.append((SECRET.decode(), self._predecessor.secret))
-        headers.append((CLIENT.decode(), (scope.get("client") or ("-",))[0]))
+        self._headers.append((SECRET.decode(), predecessor.secret))
+        self._headers.append((CLIENT.decode(), (scope.get("client") or ("-",))[0]))
+
+    async def streams(self) -> list[dict[str, Any]]:
+        """What it lists of the client's streams. Raises `Unavailable`."""
+        try:
+            async with self.asked(b"") as response:
+                if response.status in UNKNOWN:
+                    return []
+                if response.status != 200:
+                    message = (
+                        "The server before this one, which still runs streams, did not list them."
+                    )
+                    raise Unavailable(message, RETRY_SECONDS)
+                listed: list[dict[str, Any]] = (await response.json())["data"]
+                return listed
+        except aiohttp.ClientError:
+            await self._predecessor.restored.wait()
+            return []
+
+    @asynccontextmanager
+    async def asked(self, body: bytes) -> "AsyncIterator[aiohttp.ClientResponse]":
+        """Its response to the request, with this body."""
         connector = aiohttp.UnixConnector(private_socket(self._predecessor.pid), force_close=True)
         timeout = aiohttp.ClientTimeout(total=None)
+        url = URL(f"http://podway{self._target}", encoded=True)
         async with (
             aiohttp.ClientSession(
                 connector=connector, timeout=timeout, auto_decompress=False
             ) as session,
-            session.request(
-                scope["method"], URL(url, encoded=True), headers=headers, data=body
-            ) as response,
+            session.request(self._method, url, headers=self._headers, data=body) as response,
         ):
             yield response
 

@@ -1,7 +1,7 @@
 """`/v1/stream` and `/v1/streams`: streams that were begun with the header `x-conversation-id`."""
 
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from engine.errors import InvalidRequest
 from gateway.generation.held_stream import EndedStream, HeldResponse
@@ -14,6 +14,14 @@ if TYPE_CHECKING:
 
 Json = dict[str, Any]
 MAX_LISTED = 500
+
+
+class FormerServer(Protocol):
+    """The server before this one, after an upgrade, as long as it runs streams."""
+
+    async def streams(self) -> list[Json]:
+        """Those of the caller, in the same form. Raises `Unavailable`."""
+        ...
 
 
 async def read_stream(http: "HttpRequest") -> "ASGIApp":
@@ -30,14 +38,18 @@ async def read_stream(http: "HttpRequest") -> "ASGIApp":
 
 
 async def list_streams(http: "HttpRequest") -> Json:
-    """The caller's newest streams, or the one that the query `conversation_id` names."""
+    """The caller's newest streams, or the one that the query `conversation_id` names. Those that
+    run in a former server are older than all others. Raises `Unavailable`."""
+    former: FormerServer | None = http.scope.get("podway.former")
+    before = [] if former is None else await former.streams()
     service, caller = service_of(http), caller_of(http)
     wanted = http.query_params.get("conversation_id")
     streams = service.store.held.named(caller.tenant)
     newest = list(islice(reversed(streams.items()), MAX_LISTED))[::-1]
     listed = newest if wanted is None else [(wanted, streams.get(wanted))]
     data = [_as_json(name, stream) for name, stream in listed if isinstance(stream, EndedStream)]
-    return {"object": "list", "data": data}
+    older = [each for each in before if each["id"] not in streams]
+    return {"object": "list", "data": [*older, *data][-MAX_LISTED:]}
 
 
 async def delete_stream(http: "HttpRequest") -> Json:

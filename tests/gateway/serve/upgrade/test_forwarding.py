@@ -13,6 +13,7 @@ import pytest
 import uvicorn
 
 from engine.request import State
+from gateway.access.key_file import Allowance
 from gateway.generation.restored_streams import restore_streams
 from gateway.serve.upgrade.channel import private_listener, private_socket
 from gateway.serve.upgrade.forwarding import CLIENT, SECRET, Forwarding, PrivateApp
@@ -23,6 +24,7 @@ from tests.wire.asgi import Client, Exchange
 if TYPE_CHECKING:
     from gateway.serve.upgrade.predecessor import Predecessor
 
+KEY = {"authorization": "Bearer a"}
 STORY = "A story that is long enough."
 Scene = Callable[["Two"], Awaitable[None]]
 
@@ -107,6 +109,35 @@ def test_a_stream_of_the_former_server_is_read_and_deleted_through_the_new_one(n
             assert await exchange.start() == 404
 
     play_two(scene)
+
+
+async def listed(client: Client, query: str = "") -> dict[str, int]:
+    """The bytes of the streams that are listed, by name."""
+    async with client.get(f"/v1/streams{query}") as exchange:
+        return {each["id"]: each["num_bytes"] for each in (await exchange.json())["data"]}
+
+
+def test_the_streams_of_both_servers_are_listed() -> None:
+    async def scene(two: Two) -> None:
+        for client, names in ((two.former.client, ("old", "both")), (two.client, ("both", "new"))):
+            for name in names:
+                await begin(client, name)
+        sizes = await listed(two.client)
+        assert list(sizes) == ["old", "both", "new"]
+        assert sizes["both"] == sizes["new"] < sizes["old"]
+        assert list(await listed(two.client, "?conversation_id=old")) == ["old"]
+        assert await listed(two.client, "?conversation_id=none") == {}
+
+    play_two(scene)
+
+
+def test_streams_are_not_listed_without_those_of_a_former_server_that_refuses_to() -> None:
+    async def scene(two: Two) -> None:
+        for headers, status in (({}, 200), (KEY, 200), (KEY, 503)):
+            async with two.client.get("/v1/streams", headers) as exchange:
+                assert await exchange.start() == status
+
+    play_two(scene, keys=("a",), allowance=Allowance(requests_per_minute=1))
 
 
 def test_what_the_new_server_has_is_answered_there() -> None:
