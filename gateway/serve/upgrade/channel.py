@@ -15,6 +15,7 @@ from typing import Any, Self
 
 import orjson
 
+BACKLOG = 2048  # beyond it a connection would be refused
 Message = dict[str, Any]
 
 
@@ -58,5 +59,5 @@ def private_listener(pid: int) -> socket.socket:
     """That socket: connections to it wait until they are accepted."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(private_socket(pid))
-    listener.listen()
+    listener.listen(BACKLOG)
     return listener

@@ -6,6 +6,7 @@ ended, its streams are in the journal, and these requests wait until that has be
 """
 
 import re
+import socket
 from contextlib import asynccontextmanager
 from functools import partial
 from secrets import compare_digest
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import aiohttp
+from aiohttp.client_proto import ResponseHandler
 from yarl import URL
 
 from engine.errors import EngineError, Unavailable
@@ -151,7 +153,7 @@ class Former:
     @asynccontextmanager
     async def asked(self, body: bytes) -> "AsyncIterator[aiohttp.ClientResponse]":
         """Its response to the request, with this body."""
-        connector = aiohttp.UnixConnector(private_socket(self._predecessor.pid), force_close=True)
+        connector = PrivateConnector(private_socket(self._predecessor.pid), force_close=True)
         timeout = aiohttp.ClientTimeout(total=None)
         url = URL(f"http://podway{self._target}", encoded=True)
         async with (
@@ -161,6 +163,21 @@ class Former:
             session.request(self._method, url, headers=self._headers, data=body) as response,
         ):
             yield response
+
+
+class PrivateConnector(aiohttp.UnixConnector):
+    """Connects to a socket in the abstract namespace, which uvloop cannot do by its name."""
+
+    async def _create_connection(self, req: Any, traces: Any, timeout: Any) -> ResponseHandler:  # noqa: ASYNC109 # as aiohttp
+        peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        peer.setblocking(False)
+        try:
+            peer.connect(self.path)
+        except OSError as error:
+            peer.close()
+            raise aiohttp.ClientConnectorError(req.connection_key, error) from error
+        _, handler = await self._loop.create_unix_connection(self._factory, sock=peer)
+        return handler
 
 
 async def _relay(response: aiohttp.ClientResponse, send: "Send") -> None:

@@ -11,12 +11,21 @@ from typing import TYPE_CHECKING, cast
 import aiohttp
 import pytest
 import uvicorn
+import uvloop
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
 
 from engine.request import State
 from gateway.access.key_file import Allowance
 from gateway.generation.restored_streams import restore_streams
 from gateway.serve.upgrade.channel import private_listener, private_socket
-from gateway.serve.upgrade.forwarding import CLIENT, SECRET, Forwarding, PrivateApp
+from gateway.serve.upgrade.forwarding import (
+    CLIENT,
+    SECRET,
+    Forwarding,
+    PrivateApp,
+    PrivateConnector,
+)
 from gateway.web.table import ROUTES
 from tests.gateway.rig import CHAT, MODEL, USER, Rig, Setting, build_rig, play
 from tests.wire.asgi import Client, Exchange
@@ -58,17 +67,20 @@ class Two:
 @asynccontextmanager
 async def served_privately(rig: Rig) -> AsyncIterator[None]:
     """Serve on the private socket of a former server."""
-    config = uvicorn.Config(PrivateApp(rig.app, "secret"), lifespan="off", log_config=None)
-    server = uvicorn.Server(config)
-    with private_listener(os.getpid()) as listener:
-        serving = asyncio.create_task(server._serve([listener]))  # without its signals
+    app = PrivateApp(rig.app, "secret")
+    config, state = uvicorn.Config(app, log_config=None), ServerState()
+    config.load()
+    private = private_listener(os.getpid())
+
+    def connect() -> asyncio.Protocol:
+        return HttpToolsProtocol(config, state, {})
+
+    async with await asyncio.get_running_loop().create_unix_server(connect, sock=private):
         yield
-        server.should_exit = True
-        await serving
 
 
 def play_two(scene: Scene, **fields: object) -> None:
-    """Play a scene with two servers over real sockets."""
+    """Play a scene with two servers over real sockets, on the loop that a server uses."""
 
     async def beside(former: Rig) -> None:
         own = build_rig(Setting(texts=("New.",), step=0.0))
@@ -80,7 +92,7 @@ def play_two(scene: Scene, **fields: object) -> None:
             running.cancel()
         own.service.store.close()
 
-    play(beside, Setting(texts=(STORY,), step=0.001, **fields), run=asyncio.run)  # type: ignore[arg-type]
+    play(beside, Setting(texts=(STORY,), step=0.001, **fields), run=uvloop.run)  # type: ignore[arg-type]
 
 
 async def begin(client: Client, name: str) -> bytes:
@@ -199,7 +211,7 @@ def test_a_request_waits_for_the_journal_once_the_former_server_has_ended(tmp_pa
 
 def test_only_the_successor_may_use_the_private_socket() -> None:
     async def scene(two: Two) -> None:
-        connector = aiohttp.UnixConnector(private_socket(os.getpid()))
+        connector = PrivateConnector(private_socket(os.getpid()))
         async with aiohttp.ClientSession(connector=connector) as session:
             for secret, status in (("", 403), ("another", 403), ("secret", 200)):
                 headers = {
