@@ -22,6 +22,7 @@ from gateway.access.grammar_check import GrammarCheck
 from gateway.access.keys import Keys
 from gateway.access.origins import OriginPolicy
 from gateway.access.quotas import Quotas
+from gateway.access.retries import Retries
 from gateway.errors import ModelNotFound, UnsupportedByModel
 from gateway.groups.group import Group
 from gateway.groups.groups import Groups
@@ -78,6 +79,7 @@ class Service:
     store: Store
     request_log: RequestLog
     quotas: Quotas = field(default_factory=Quotas)
+    retries: Retries = field(default_factory=Retries)
     running: RunningResponses = field(default_factory=RunningResponses)
     origins: OriginPolicy = field(default_factory=OriginPolicy)
     rejects_unknown_fields: bool = False

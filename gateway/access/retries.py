@@ -49,6 +49,11 @@ class Retries:
         key = dict(scope["headers"]).get(HEADER)
         return Attempt(self, key, scope, receive) if key else None
 
+    def runs(self, tenant: str, scope: "Scope") -> bool:
+        """Whether an attempt at the same request runs."""
+        key = dict(scope["headers"]).get(HEADER)
+        return key is not None and _identity(tenant, scope, key) in self._running
+
     def join(self, attempt: "Attempt") -> None:
         """Supersede the running attempt of the same request. Raises `InvalidRequest` if that one
         has another body."""
@@ -80,7 +85,7 @@ class Attempt:
     def __init__(self, retries: Retries, key: bytes, scope: "Scope", receive: "Receive") -> None:
         caller: Caller = scope["podway.caller"]
         self.request_id = caller.request_id
-        self.identity = (caller.tenant, scope["method"], scope["path"], key.hex())
+        self.identity = _identity(caller.tenant, scope, key)
         self.digest: bytes | None = None
         self.shared: Shared | None = None  # what this attempt waits for
         self._retries = retries
@@ -135,3 +140,7 @@ class Attempt:
         if not message.get("more_body", False):
             self.digest = self._hash.digest()
             self._retries.join(self)
+
+
+def _identity(tenant: str, scope: "Scope", key: bytes) -> Identity:
+    return (tenant, scope["method"], scope["path"], key.hex())

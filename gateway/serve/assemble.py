@@ -338,12 +338,9 @@ def build_server(settings: Settings, service: Service, credentials: Credentials)
     app = build_app(service)
     return Server(
         app=app,
-        groups=service.groups,
-        watch=service.watch,
+        service=service,
         runner=runner,
         drain_seconds=settings.http.drain_seconds,
-        request_log=service.request_log,
-        held=service.store.held,
         bounds=bounds,
         restore=partial(restore_streams, service, ROUTES.planners),
         tls=credentials.tls,

@@ -57,14 +57,14 @@ async def embedded(
         server = build_server(settings, service, credentials)
         async with asyncio.TaskGroup() as group:
             batching = group.create_task(server.runner.run())
-            running = [group.create_task(each.run()) for each in (server.groups, server.watch)]
+            running = [group.create_task(each.run()) for each in (service.groups, service.watch)]
             restore_more = await server.restore()
             running.append(group.create_task(restore_more()))
             try:
                 yield EmbeddedServer(server.app, service)
             finally:
                 batching.cancel()  # unfinished lines run after the next start
-                await server.groups.drain(settings.http.drain_seconds)
+                await service.groups.drain(settings.http.drain_seconds)
                 await service.store.held.close()
                 for task in running:
                     task.cancel()

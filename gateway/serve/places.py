@@ -6,6 +6,7 @@ of the one that has been idle for longest. If all serve requests, a few more pla
 probes. A client network has a bound of its own, within which the same holds.
 """
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -68,6 +69,13 @@ class Places:
     @property
     def num_open(self) -> int:
         return self._everything.num_open
+
+    async def emptied(self) -> None:
+        """Return when no connection is open."""
+        is_empty = asyncio.Event()
+        self.on_empty = is_empty.set
+        if self.num_open:
+            await is_empty.wait()
 
     def enter(self, network: str) -> Place | None:
         """A place for a new connection, for which another one may be closed. None if there is

@@ -44,12 +44,9 @@ if TYPE_CHECKING:
 
     from gateway.batch.runner import BatchRunner
     from gateway.generation.restored_streams import Later
-    from gateway.groups.groups import Groups
-    from gateway.observe.backpressure import LoopWatch
-    from gateway.observe.request_log import RequestLog
     from gateway.serve.upgrade.predecessor import Predecessor
     from gateway.serve.upgrade.successor import Upgrades
-    from gateway.store.held_streams import HeldStreams
+    from gateway.service import Service
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -160,15 +157,12 @@ async def _restore_nothing() -> "Later":
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """An app and its models, with the batch runner and the probe of the event loop's lag."""
+    """An app and what its routes use, with the batch runner."""
 
     app: "ASGIApp"
-    groups: "Groups"
-    watch: "LoopWatch"
+    service: "Service"
     runner: "BatchRunner"
     drain_seconds: float
-    request_log: "RequestLog"
-    held: "HeldStreams"
     bounds: ConnectionBounds = field(default_factory=ConnectionBounds)
     # Awaited before requests are accepted; its result is awaited beside them.
     restore: "Callable[[], Awaitable[Later]]" = _restore_nothing
@@ -188,8 +182,8 @@ class Server:
         listener.listen(BACKLOG)
         defer_silent(listener)
         async with asyncio.TaskGroup() as group:
-            running = group.create_task(self.groups.run())
-            watching = group.create_task(self.watch.run())
+            running = group.create_task(self.service.groups.run())
+            watching = group.create_task(self.service.watch.run())
             serving = group.create_task(server.serve([]))
             await server.listens.wait()
             acceptor = self._acceptor(server, places)
@@ -214,14 +208,14 @@ class Server:
                 task.cancel()  # unfinished lines run after the next start
             await asyncio.wait((upgrading, batching, restoring))
             await self._drain(signals)
-            await self.held.close()
+            await self.service.store.held.close()
             accepting.cancel()
             server.exit()
             await serving
             running.cancel()
             watching.cancel()
-        if self.groups.failure is not None:
-            raise Unavailable(self.groups.failure)
+        if self.service.groups.failure is not None:
+            raise Unavailable(self.service.groups.failure)
 
     async def _begin(self) -> "Later":
         """Restore what clients may ask for before any request is accepted, or be told by the former
@@ -275,26 +269,25 @@ class Server:
         self.bounds.retirement.has_begun = True
         for connection in list(server.server_state.connections):
             connection.retire()  # type: ignore[union-attr] # they are all ours
-        self.groups.changes.end()
-        private = await self._serve_privately(server)
+        self.service.groups.changes.end()
+        private_places = Places()
+        private = await self._serve_privately(server, private_places)
         self.runner.ending.set()
         await asyncio.wait((batching,))
         assert self.upgrades is not None, "called after the handover"
         self.upgrades.released()
         await acceptor.settled()
-        is_empty = asyncio.Event()
-        places.on_empty = is_empty.set
-        if places.num_open:
-            await is_empty.wait()
-        await self.held.finished()
+        await places.emptied()
+        await self.service.store.held.finished()
+        await private_places.emptied()
         private.close()
 
-    async def _serve_privately(self, server: UvicornServer) -> asyncio.Server:
+    async def _serve_privately(self, server: UvicornServer, places: Places) -> asyncio.Server:
         """Answer what the successor passes on of the streams that run here."""
         assert self.upgrades is not None, "called after the handover"
         app = importlib.import_module("gateway.serve.upgrade.forwarding")
-        private = replace(self, app=app.PrivateApp(self.app, self.upgrades.secret))
-        config, places = _config(private), Places()
+        private = replace(self, app=app.PrivateApp(self.app, self.service, self.upgrades.secret))
+        config = _config(private)
         config.load()
 
         def connect() -> asyncio.Protocol:
@@ -305,7 +298,7 @@ class Server:
                 server_state=server.server_state,
                 app_state=server.lifespan.state,
                 bounds=self.bounds,
-                log=self.request_log,
+                log=self.service.request_log,
                 place=place,
             )
 
@@ -315,12 +308,12 @@ class Server:
     async def _until_stopped(self, signals: Signals) -> None:
         """Wait for a signal, for a successor, or until the engine has failed and `/health` has
         reported it."""
-        ends = [self.groups.failed]
+        ends = [self.service.groups.failed]
         if self.upgrades is not None:
             ends.append(self.upgrades.handed_over)
         await unless_stopped(asyncio.create_task(_first_of(ends)), signals)
-        if self.groups.failed.is_set() and not signals.stop.is_set():
-            logger.error("%s The server ends in %g s.", self.groups.failure, FAILED_SECONDS)
+        if self.service.groups.failed.is_set() and not signals.stop.is_set():
+            logger.error("%s The server ends in %g s.", self.service.groups.failure, FAILED_SECONDS)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(signals.stop.wait(), FAILED_SECONDS)
 
@@ -331,13 +324,13 @@ class Server:
             server_state=server.server_state,
             app_state=server.lifespan.state,
             bounds=self.bounds,
-            log=self.request_log,
+            log=self.service.request_log,
         )
         intake = Intake(
-            self.request_log.clock,
+            self.service.request_log.clock,
             time.thread_time,
-            lambda: self.groups.is_generating,
-            lambda: self.watch.is_busy,
+            lambda: self.service.groups.is_generating,
+            lambda: self.service.watch.is_busy,
             share=CONNECTIONS_SHARE,
             busy_share=CONNECTIONS_SHARE,
         )
@@ -346,13 +339,13 @@ class Server:
     async def _drain(self, signals: Signals) -> None:
         if not signals.abort.is_set():
             logger.info("draining: running requests may finish within %g s", self.drain_seconds)
-        draining = asyncio.create_task(self.groups.drain(self.drain_seconds))
+        draining = asyncio.create_task(self.service.groups.drain(self.drain_seconds))
         aborting = asyncio.create_task(signals.abort.wait())
         await asyncio.wait((draining, aborting), return_when=asyncio.FIRST_COMPLETED)
         for task in (draining, aborting):
             task.cancel()
         await asyncio.wait((draining, aborting))
-        await self.groups.drain(0)
+        await self.service.groups.drain(0)
 
 
 async def _first_of(events: list[asyncio.Event]) -> None:

@@ -18,7 +18,6 @@ from gateway.access.intake import Intake
 from gateway.access.key_file import Key
 from gateway.access.keys import is_basic
 from gateway.access.networks import network_of
-from gateway.access.retries import Retries
 from gateway.access.turns import ClientTurns
 from gateway.errors import Forbidden, InvalidApiKey, Superseded, http_error
 from gateway.generation.reply import error_response
@@ -176,7 +175,6 @@ class AccessControl:
     def __init__(self, app: "ASGIApp", service: "Service") -> None:
         self._app = app
         self._service = service
-        self._retries = Retries()
 
     async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
         route: Route | None = scope.get("podway.route")
@@ -228,7 +226,7 @@ class AccessControl:
     async def _serve(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
         """Serve a request. If a newer attempt with its idempotency key supersedes it, it ends with
         an error."""
-        attempt = self._retries.begin(scope, receive)
+        attempt = self._service.retries.begin(scope, receive)
         if attempt is None:
             await self._app(scope, receive, send)
             return

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import psutil
@@ -61,6 +62,35 @@ async def test_streams_go_on_and_held_ones_are_read_through_the_new_server(
             assert events.endswith(await held.content.read())
             assert await running == expected
             held.close()
+        server.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(server.wait, 60) == 0
+
+
+async def test_a_retry_through_the_new_server_gets_what_the_old_one_generates(
+    tmp_path: Path,
+) -> None:
+    body = {**STORY, "stream": False, "max_tokens": 100}
+    with start_server(tmp_path, *FLAGS, "--drain-seconds", "0") as server:
+        url = await asyncio.to_thread(read_url, server)
+        (worker,) = psutil.Process(server.pid).children()
+
+        async def attempt(session: aiohttp.ClientSession) -> tuple[int, Any]:
+            headers = {"idempotency-key": "one"}
+            async with session.post(f"{url}/v1/completions", json=body, headers=headers) as reply:
+                return reply.status, await reply.json()
+
+        async with aiohttp.ClientSession() as first, aiohttp.ClientSession() as second:
+            async with first.get(f"{url}/ready") as ready:  # its connection is to the old server
+                assert ready.status == 200
+            worker.suspend()
+            earlier = asyncio.create_task(attempt(first))
+            assert await upgrade(server) == (0, taken(server))
+            later = asyncio.create_task(attempt(second))
+            assert (await earlier)[0] == 409
+            worker.resume()
+            status, answer = await later
+            assert status == 200
+            assert answer["usage"]["completion_tokens"] == 100
         server.send_signal(signal.SIGTERM)
         assert await asyncio.to_thread(server.wait, 60) == 0
 

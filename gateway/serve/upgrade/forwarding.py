@@ -1,8 +1,9 @@
-"""Requests about streams that run in the former server, which the new one passes on to it.
+"""Requests about what runs in the former server, which the new one passes on to it.
 
 The former server goes on generating its held streams. Their clients ask the new server for them: it
-sends such a request over a private Unix socket, and relays the response. Once the former server has
-ended, its streams are in the journal, and these requests wait until that has been read.
+sends such a request over a private Unix socket, and relays the response. It does so too with a
+retry of a request that runs there, after it has asked for its `idempotency-key`. Once the former
+server has ended, its streams are in the journal, and these requests wait until that has been read.
 """
 
 import re
@@ -18,6 +19,7 @@ from aiohttp.client_proto import ResponseHandler
 from yarl import URL
 
 from engine.errors import EngineError, Unavailable
+from gateway.access.retries import HEADER as RETRIED
 from gateway.errors import StreamNotFound
 from gateway.generation.held_streams import CONVERSATION, LAST_EVENT
 from gateway.generation.reply import unless_disconnected
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
     from gateway.serve.upgrade.predecessor import Predecessor
 
 SECRET, CLIENT = b"podway-upgrade", b"podway-client"
+ASKING = b"podway-asking"  # the secret of a question: whether an attempt at the request runs
 LIST = "/v1/streams"
 UNKNOWN = frozenset({401, 403, 404})  # the former server may not even know the API key
 RETRY_SECONDS = 1.0
@@ -42,15 +45,18 @@ _NAMED = re.compile(r"/v1/(responses|stream|requests)/(?P<name>.+?)(/cancel|/tim
 class PrivateApp:
     """The app of the former server for requests that its successor passes on."""
 
-    def __init__(self, app: "ASGIApp", secret: str) -> None:
+    def __init__(self, app: "ASGIApp", service: Service, secret: str) -> None:
         self._app = app
+        self._service = service
         self._secret = secret.encode()
 
     async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
         headers = dict(scope["headers"])
+        if compare_digest(headers.get(ASKING, b""), self._secret):
+            await _send_status(204 if _runs(scope, self._service) else 404, send)
+            return
         if not compare_digest(headers.get(SECRET, b""), self._secret):
-            await send({"type": "http.response.start", "status": 403, "headers": []})
-            await send({"type": "http.response.body", "body": b""})
+            await _send_status(403, send)
             return
         own = (SECRET, CLIENT)
         scope["client"] = (headers[CLIENT].decode(), 0)
@@ -73,13 +79,28 @@ class Forwarding:
         former = Former(self._predecessor, scope)
         if scope["path"] == LIST:
             scope["podway.former"] = former
-        name = self._name(scope)
-        if name is not None and not self._is_here(scope, name):
+        if await self._is_asked_there(scope, former):
             body, is_whole = await _body(receive, self._service.limits.max_bytes)
+            relay = partial(self._is_relayed, former, body, send)
+            if is_whole and await unless_disconnected(receive, relay, lambda: None) is not False:
+                return  # or the client has left
             receive = _replayed(body, receive, is_whole=is_whole)
-            if is_whole and await self._is_answered(former, body, receive, send):
-                return
         await self._app(scope, receive, send)
+
+    async def _is_asked_there(self, scope: "Scope", former: "Former") -> bool:
+        """Whether the former server is to answer, if it can."""
+        name = self._name(scope)
+        try:
+            tenant = _tenant(scope, self._service)
+            if name is not None:
+                self._service.store.held.find(tenant, name)
+                return False
+        except StreamNotFound:
+            return True
+        except EngineError:  # it is rejected here
+            return False
+        has_key = RETRIED in dict(scope["headers"])
+        return has_key and not self._service.retries.runs(tenant, scope) and await former.runs()
 
     def _name(self, scope: "Scope") -> str | None:
         """The stream, response or request that is asked for by a name."""
@@ -89,28 +110,13 @@ class Forwarding:
         name = headers.get(CONVERSATION) if LAST_EVENT in headers else None
         return None if name is None else name.decode("latin-1")
 
-    def _is_here(self, scope: "Scope", name: str) -> bool:
-        headers = dict(scope["headers"])
-        given = (headers.get(key) for key in (b"authorization", b"x-api-key"))
-        try:
-            key = self._service.keys.key_of(*(each and each.decode("latin-1") for each in given))
-            self._service.store.held.find(key.name, name)
-        except StreamNotFound:
-            return False
-        except EngineError:  # it is rejected here
-            return True
-        return True
-
-    async def _is_answered(
-        self, former: "Former", body: bytes, receive: "Receive", send: "Send"
-    ) -> bool:
-        """Relay the former server's response; False if it does not know the name either."""
+    async def _is_relayed(self, former: "Former", body: bytes, send: "Send") -> bool:
+        """Relay the former server's response; False if it does not know what is asked for."""
         try:
             async with former.asked(body) as response:
                 if response.status in UNKNOWN:
                     return False
-                relay = partial(_relay, response, send)
-                await unless_disconnected(receive, relay, lambda: None)
+                await _relay(response, send)
                 return True
         except aiohttp.ClientConnectionError:
             await self._predecessor.restored.wait()
@@ -130,8 +136,15 @@ class Former:
             for name, value in scope["headers"]
             if name not in OF_CONNECTION
         ]
-        self._headers.append((SECRET.decode(), predecessor.secret))
         self._headers.append((CLIENT.decode(), (scope.get("client") or ("-",))[0]))
+
+    async def runs(self) -> bool:
+        """Whether an attempt at the request runs there."""
+        try:
+            async with self.asked(b"", asks=True) as response:
+                return response.status == 204
+        except aiohttp.ClientConnectionError:
+            return False
 
     async def streams(self) -> list[dict[str, Any]]:
         """What it lists of the client's streams. Raises `Unavailable`."""
@@ -151,16 +164,21 @@ class Former:
             return []
 
     @asynccontextmanager
-    async def asked(self, body: bytes) -> "AsyncIterator[aiohttp.ClientResponse]":
-        """Its response to the request, with this body."""
+    async def asked(
+        self, body: bytes, *, asks: bool = False
+    ) -> "AsyncIterator[aiohttp.ClientResponse]":
+        """Its response to the request, with this body; with `asks` to whether it runs."""
         connector = PrivateConnector(private_socket(self._predecessor.pid), force_close=True)
         timeout = aiohttp.ClientTimeout(total=None)
+        secret = (ASKING if asks else SECRET).decode(), self._predecessor.secret
         url = URL(f"http://podway{self._target}", encoded=True)
         async with (
             aiohttp.ClientSession(
                 connector=connector, timeout=timeout, auto_decompress=False
             ) as session,
-            session.request(self._method, url, headers=self._headers, data=body) as response,
+            session.request(
+                self._method, url, headers=[*self._headers, secret], data=body
+            ) as response,
         ):
             yield response
 
@@ -180,6 +198,25 @@ class PrivateConnector(aiohttp.UnixConnector):
         return handler
 
 
+def _tenant(scope: "Scope", service: Service) -> str:
+    """The name of the request's API key. Raises `EngineError`."""
+    headers = dict(scope["headers"])
+    given = (headers.get(key) for key in (b"authorization", b"x-api-key"))
+    return service.keys.key_of(*(each and each.decode("latin-1") for each in given)).name
+
+
+def _runs(scope: "Scope", service: Service) -> bool:
+    try:
+        return service.retries.runs(_tenant(scope, service), scope)
+    except EngineError:
+        return False
+
+
+async def _send_status(status: int, send: "Send") -> None:
+    await send({"type": "http.response.start", "status": status, "headers": []})
+    await send({"type": "http.response.body", "body": b""})
+
+
 async def _relay(response: aiohttp.ClientResponse, send: "Send") -> None:
     headers = [pair for pair in response.raw_headers if pair[0].lower() not in OF_CONNECTION]
     lower = [(name.lower(), value) for name, value in headers if name.lower() != b"date"]
@@ -194,6 +231,8 @@ async def _body(receive: "Receive", max_bytes: int) -> tuple[bytes, bool]:
     body, more = b"", True
     while more and len(body) <= max_bytes:
         message = await receive()
+        if message["type"] == "http.disconnect":
+            break
         body += message.get("body", b"")
         more = message.get("more_body", False)
     return body, not more

@@ -57,12 +57,9 @@ def listening(
             checked.append(CheckedApp(rig.app))
             server = Server(
                 app=checked[0],
-                groups=rig.service.groups,
-                watch=rig.service.watch,
+                service=rig.service,
                 runner=rig.runner,
                 drain_seconds=drain_seconds,
-                request_log=rig.service.request_log,
-                held=rig.service.store.held,
                 bounds=bounds or ConnectionBounds(),
                 tls=tls,
             )

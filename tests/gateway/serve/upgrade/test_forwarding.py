@@ -15,7 +15,7 @@ import uvloop
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from engine.request import State
+from engine.request import Abort, State
 from gateway.access.key_file import Allowance
 from gateway.generation.restored_streams import restore_streams
 from gateway.serve.upgrade.channel import private_listener, private_socket
@@ -27,12 +27,14 @@ from gateway.serve.upgrade.forwarding import (
     PrivateConnector,
 )
 from gateway.web.table import ROUTES
-from tests.gateway.rig import CHAT, MODEL, USER, Rig, Setting, build_rig, play
+from tests.gateway.access.test_retries import check_superseded, content_of
+from tests.gateway.rig import CHAT, MODEL, USER, Rig, Setting, build_rig, chat, play
 from tests.wire.asgi import Client, Exchange
 
 if TYPE_CHECKING:
     from gateway.serve.upgrade.predecessor import Predecessor
 
+RETRY = {"idempotency-key": "x"}
 KEY = {"authorization": "Bearer a"}
 STORY = "A story that is long enough."
 Scene = Callable[["Two"], Awaitable[None]]
@@ -67,7 +69,7 @@ class Two:
 @asynccontextmanager
 async def served_privately(rig: Rig) -> AsyncIterator[None]:
     """Serve on the private socket of a former server."""
-    app = PrivateApp(rig.app, "secret")
+    app = PrivateApp(rig.app, rig.service, "secret")
     config, state = uvicorn.Config(app, log_config=None), ServerState()
     config.load()
     private = private_listener(os.getpid())
@@ -92,7 +94,8 @@ def play_two(scene: Scene, **fields: object) -> None:
             running.cancel()
         own.service.store.close()
 
-    play(beside, Setting(texts=(STORY,), step=0.001, **fields), run=uvloop.run)  # type: ignore[arg-type]
+    setting = Setting(**{"texts": (STORY,), "step": 0.001, **fields})  # type: ignore[arg-type]
+    play(beside, setting, run=uvloop.run)
 
 
 async def begin(client: Client, name: str) -> bytes:
@@ -150,6 +153,65 @@ def test_streams_are_not_listed_without_those_of_a_former_server_that_refuses_to
                 assert await exchange.start() == status
 
     play_two(scene, keys=("a",), allowance=Allowance(requests_per_minute=1))
+
+
+async def until(is_true: Callable[[], bool]) -> None:
+    while not is_true():  # noqa: ASYNC110 # the engine has no event for it
+        await asyncio.sleep(0)
+
+
+@asynccontextmanager
+async def retried(two: Two, *, stream: bool) -> AsyncIterator[tuple[Exchange, Exchange]]:
+    """A retry at the new server of a request that waits in the former one, and the request there
+    that takes its place until it leaves."""
+    former, body, pool = two.former.client, chat(stream=stream), two.former.engine.scheduler.pool
+    async with former.post(CHAT, chat(stream=True)) as running:
+        await until(lambda: len(pool) == 1)
+        async with former.post(CHAT, body, RETRY) as earlier:
+            await until(lambda: len(pool) == 2)
+            async with two.client.post(CHAT, body, RETRY) as later:
+                await check_superseded(earlier, stream=False)
+                yield later, running
+
+
+ONE_PLACE = {"texts": ("Other. " * 20, STORY), "step": 0.02, "max_batch_size": 1}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_retry_takes_over_what_is_in_flight_in_the_former_server(stream: bool) -> None:
+    async def scene(two: Two) -> None:
+        async with retried(two, stream=stream) as (later, running):
+            running.disconnect()
+            if stream:
+                answer = "".join([content_of(event) async for event in later.events()])
+            else:
+                answer = (await later.json())["choices"][0]["message"]["content"]
+            assert later.status == 200
+            assert answer == STORY
+        assert [request.abort for request in two.former.ended] == [Abort.CLIENT_GONE, None]
+        assert not two.own.ended
+
+    play_two(scene, **ONE_PLACE)
+
+
+def test_the_last_client_that_leaves_ends_what_it_took_over_in_the_former_server() -> None:
+    async def scene(two: Two) -> None:
+        async with retried(two, stream=False) as (later, _):
+            later.disconnect()
+            await later.ended()
+            await until(lambda: len(two.former.engine.scheduler.pool) == 1)
+
+    play_two(scene, **ONE_PLACE)
+
+
+def test_a_request_whose_idempotency_key_is_not_in_flight_runs_in_the_new_server() -> None:
+    async def scene(two: Two) -> None:
+        async with two.former.client.post(CHAT, chat(), RETRY) as exchange:
+            await exchange.json()
+        async with two.client.post(CHAT, chat(), RETRY) as exchange:
+            assert (await exchange.json())["choices"][0]["message"]["content"] == "New."
+
+    play_two(scene)
 
 
 def test_what_the_new_server_has_is_answered_there() -> None:
