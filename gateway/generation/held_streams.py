@@ -5,7 +5,7 @@ An event is named by its number, as in the SSE fields `id` and `last-event-id`.
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from engine.errors import InvalidRequest
 from engine.request import Abort
@@ -34,6 +34,20 @@ LAST_EVENT = b"last-event-id"
 HEADERS = frozenset({CONVERSATION, LAST_EVENT})
 MAX_DIGITS = 18  # of a number of an event
 RESUMED = "resumed"  # in the log line of a request that reads the events of another one
+
+
+class FormerServer(Protocol):
+    """The server before this one, after an upgrade, as long as it runs streams: `podway.former` in
+    the scope of a request."""
+
+    async def streams(self) -> list[dict[str, Any]]:
+        """The streams of the caller there, as `GET /v1/streams` lists them. Raises
+        `Unavailable`."""
+        ...
+
+    async def delete(self, name: str) -> None:
+        """End a stream of the caller, if there is one."""
+        ...
 
 
 def resumed(scope: "Scope", caller: "Caller", service: "Service") -> "ASGIApp | None":
@@ -100,6 +114,9 @@ def respond(
         work = partial(service.group.leases.holding, partial(generate_body, plan, group))
         return Reply(plan.caller, work, abandon, service)
     stream = begin(plan, service, names, origin)
+    former: FormerServer | None = scope.get("podway.former")
+    if former is not None and name is not None:
+        service.store.held.forgetting(former.delete(name))
     if not plan.is_stream:
         return AcceptedResponse(stream, plan, service)
     if attempt is not None:

@@ -6,8 +6,8 @@ with the same conversation id ends the stream before.
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from typing import Protocol
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any, Protocol
 
 from engine.errors import Unavailable
 from gateway.errors import StreamNotFound
@@ -112,6 +112,12 @@ class HeldStreams:
         self.find(tenant, name)
         self._replace(tenant, name)
 
+    def forgetting(self, work: Coroutine[Any, Any, None]) -> None:
+        """Let work go on that forgets a stream, which `close` waits for."""
+        task = asyncio.create_task(work)
+        self._forgetting.add(task)
+        task.add_done_callback(self._forgetting.discard)
+
     async def finished(self) -> None:
         """Wait until no stream runs."""
         while self._running:
@@ -130,9 +136,7 @@ class HeldStreams:
         if stream is not None:
             stream.cancel()
             self._forget(stream.ring)
-            task = asyncio.create_task(stream.forget())
-            self._forgetting.add(task)
-            task.add_done_callback(self._forgetting.discard)
+            self.forgetting(stream.forget())
 
     def _forget_old(self) -> None:
         while self._until and (first := next(iter(self._until.items())))[1] <= self._clock():

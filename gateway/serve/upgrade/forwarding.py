@@ -8,7 +8,7 @@ server has ended, its streams are in the journal, and these requests wait until 
 
 import re
 import socket
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from secrets import compare_digest
 from typing import TYPE_CHECKING, Any
@@ -35,10 +35,11 @@ if TYPE_CHECKING:
 
 SECRET, CLIENT = b"podway-upgrade", b"podway-client"
 ASKING = b"podway-asking"  # the secret of a question: whether an attempt at the request runs
-LIST = "/v1/streams"
 UNKNOWN = frozenset({401, 403, 404})  # the former server may not even know the API key
 RETRY_SECONDS = 1.0
-OF_CONNECTION = frozenset({b"connection", b"keep-alive", b"transfer-encoding", b"content-length"})
+OF_CONNECTION = frozenset(
+    {b"connection", b"keep-alive", b"transfer-encoding", b"content-length", b"expect"}
+)
 _NAMED = re.compile(r"/v1/(responses|stream|requests)/(?P<name>.+?)(/cancel|/timeline)?", re.DOTALL)
 
 
@@ -76,9 +77,7 @@ class Forwarding:
         if self._predecessor.restored.is_set() or scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        former = Former(self._predecessor, scope)
-        if scope["path"] == LIST:
-            scope["podway.former"] = former
+        former = scope["podway.former"] = Former(self._predecessor, scope)
         if await self._is_asked_there(scope, former):
             body, is_whole = await _body(receive, self._service.limits.max_bytes)
             relay = partial(self._is_relayed, former, body, send)
@@ -129,8 +128,8 @@ class Former:
     def __init__(self, predecessor: "Predecessor", scope: "Scope") -> None:
         self._predecessor = predecessor
         self._method: str = scope["method"]
-        query = scope["query_string"].decode("latin-1")
-        self._target = quote(scope["path"]) + (f"?{query}" if query else "")
+        self._path = quote(scope["path"])
+        self._query: str = scope["query_string"].decode("latin-1")
         self._headers = [
             (name.decode("latin-1"), value.decode("latin-1"))
             for name, value in scope["headers"]
@@ -141,15 +140,22 @@ class Former:
     async def runs(self) -> bool:
         """Whether an attempt at the request runs there."""
         try:
-            async with self.asked(b"", asks=True) as response:
+            async with self.asked(secret=ASKING) as response:
                 return response.status == 204
         except aiohttp.ClientConnectionError:
             return False
 
+    async def delete(self, name: str) -> None:
+        """End the client's stream of that name. One that is in the journal only is forgotten when
+        that is read here."""
+        with suppress(aiohttp.ClientError):
+            async with self.asked(method="DELETE", path=quote(f"/v1/stream/{name}")):
+                pass
+
     async def streams(self) -> list[dict[str, Any]]:
         """What it lists of the client's streams. Raises `Unavailable`."""
         try:
-            async with self.asked(b"") as response:
+            async with self.asked(method="GET") as response:
                 if response.status in UNKNOWN:
                     return []
                 if response.status != 200:
@@ -165,20 +171,19 @@ class Former:
 
     @asynccontextmanager
     async def asked(
-        self, body: bytes, *, asks: bool = False
+        self, body: bytes = b"", *, method: str = "", path: str = "", secret: bytes = SECRET
     ) -> "AsyncIterator[aiohttp.ClientResponse]":
-        """Its response to the request, with this body; with `asks` to whether it runs."""
+        """Its response to the request, or to another one with the same headers."""
         connector = PrivateConnector(private_socket(self._predecessor.pid), force_close=True)
         timeout = aiohttp.ClientTimeout(total=None)
-        secret = (ASKING if asks else SECRET).decode(), self._predecessor.secret
-        url = URL(f"http://podway{self._target}", encoded=True)
+        target = path or (f"{self._path}?{self._query}" if self._query else self._path)
+        url = URL(f"http://podway{target}", encoded=True)
+        headers = [*self._headers, (secret.decode(), self._predecessor.secret)]
         async with (
             aiohttp.ClientSession(
                 connector=connector, timeout=timeout, auto_decompress=False
             ) as session,
-            session.request(
-                self._method, url, headers=[*self._headers, secret], data=body
-            ) as response,
+            session.request(method or self._method, url, headers=headers, data=body) as response,
         ):
             yield response
 

@@ -1,11 +1,11 @@
 """`/v1/stream` and `/v1/streams`: streams that were begun with the header `x-conversation-id`."""
 
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from engine.errors import InvalidRequest
 from gateway.generation.held_stream import EndedStream, HeldResponse
-from gateway.generation.held_streams import event_number, held_stream, last_event
+from gateway.generation.held_streams import FormerServer, event_number, held_stream, last_event
 from gateway.service import caller_of, service_of
 
 if TYPE_CHECKING:
@@ -14,14 +14,6 @@ if TYPE_CHECKING:
 
 Json = dict[str, Any]
 MAX_LISTED = 500
-
-
-class FormerServer(Protocol):
-    """The server before this one, after an upgrade, as long as it runs streams."""
-
-    async def streams(self) -> list[Json]:
-        """Those of the caller, in the same form. Raises `Unavailable`."""
-        ...
 
 
 async def read_stream(http: "HttpRequest") -> "ASGIApp":

@@ -141,6 +141,8 @@ def test_the_streams_of_both_servers_are_listed() -> None:
         assert list(sizes) == ["old", "both", "new"]
         assert sizes["both"] == sizes["new"] < sizes["old"]
         assert list(await listed(two.client, "?conversation_id=old")) == ["old"]
+        async with two.client.send("HEAD", "/v1/streams") as exchange:
+            assert await exchange.start() == 200
         assert await listed(two.client, "?conversation_id=none") == {}
 
     play_two(scene)
@@ -153,6 +155,22 @@ def test_streams_are_not_listed_without_those_of_a_former_server_that_refuses_to
                 assert await exchange.start() == status
 
     play_two(scene, keys=("a",), allowance=Allowance(requests_per_minute=1))
+
+
+def test_a_conversation_that_goes_on_in_the_new_server_ends_its_stream_in_the_former_one() -> None:
+    async def scene(two: Two) -> None:
+        talk = {"x-conversation-id": "a/b"}
+        async with two.former.client.post(CHAT, chat(stream=True), talk) as old:
+            assert await old.start() == 200
+            async with two.client.post(CHAT, chat(stream=True, n=0), talk) as exchange:
+                assert await exchange.start() == 400
+            assert list(await listed(two.former.client)) == ["a/b"]
+            await begin(two.client, "a/b")
+            *_, last = [event async for event in old.events()]
+            assert last["error"]["code"] == "request_cancelled"
+        assert await listed(two.former.client) == {}
+
+    play_two(scene, texts=("A story. " * 20,), step=0.02)
 
 
 async def until(is_true: Callable[[], bool]) -> None:
