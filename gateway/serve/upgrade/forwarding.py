@@ -59,9 +59,9 @@ class PrivateApp:
         if not compare_digest(headers.get(SECRET, b""), self._secret):
             await _send_status(403, send)
             return
-        own = (SECRET, CLIENT)
+        added = (SECRET, CLIENT) if headers[b"host"] != self._secret else (SECRET, CLIENT, b"host")
         scope["client"] = (headers[CLIENT].decode(), 0)
-        scope["headers"] = [pair for pair in scope["headers"] if pair[0] not in own]
+        scope["headers"] = [pair for pair in scope["headers"] if pair[0] not in added]
         await self._app(scope, receive, send)
 
 
@@ -173,12 +173,14 @@ class Former:
     async def asked(
         self, body: bytes = b"", *, method: str = "", path: str = "", secret: bytes = SECRET
     ) -> "AsyncIterator[aiohttp.ClientResponse]":
-        """Its response to the request, or to another one with the same headers."""
+        """Its response to the request, or to another one with the same headers. The secret stands
+        for the host that a client of HTTP/1.0 need not name."""
         connector = PrivateConnector(private_socket(self._predecessor.pid), force_close=True)
         timeout = aiohttp.ClientTimeout(total=None)
         target = path or (f"{self._path}?{self._query}" if self._query else self._path)
-        url = URL(f"http://podway{target}", encoded=True)
-        headers = [*self._headers, (secret.decode(), self._predecessor.secret)]
+        known = self._predecessor.secret
+        url = URL(f"http://{known}{target}", encoded=True)
+        headers = [*self._headers, (secret.decode(), known)]
         async with (
             aiohttp.ClientSession(
                 connector=connector, timeout=timeout, auto_decompress=False

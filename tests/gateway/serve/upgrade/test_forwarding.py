@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,20 +40,6 @@ STORY = "A story that is long enough."
 Scene = Callable[["Two"], Awaitable[None]]
 
 
-class HostClient(Client):
-    """Names a host, as every client of HTTP/1.1 does."""
-
-    def send(
-        self,
-        method: str,
-        path: str,
-        body: list[bytes] | None = None,
-        headers: Mapping[str, str] | None = None,
-        client: str = "127.0.0.1",
-    ) -> Exchange:
-        return super().send(method, path, body, {"host": "localhost", **(headers or {})}, client)
-
-
 class Two:
     """A former server, and its successor, which asks it over its private socket."""
 
@@ -63,7 +49,7 @@ class Two:
         self.restored = asyncio.Event()
         predecessor = SimpleNamespace(restored=self.restored, pid=os.getpid(), secret="secret")
         app = Forwarding(own.app, own.service, cast("Predecessor", predecessor))
-        self.client = HostClient(app)  # of the new server
+        self.client = Client(app)  # of the new server
 
 
 @asynccontextmanager
@@ -130,6 +116,19 @@ async def listed(client: Client, query: str = "") -> dict[str, int]:
     """The bytes of the streams that are listed, by name."""
     async with client.get(f"/v1/streams{query}") as exchange:
         return {each["id"]: each["num_bytes"] for each in (await exchange.json())["data"]}
+
+
+@pytest.mark.parametrize(("host", "status"), [(None, 200), ("localhost", 200), ("podway", 403)])
+def test_the_former_server_checks_the_host_that_the_client_names(
+    host: str | None, status: int
+) -> None:
+    async def scene(two: Two) -> None:
+        await begin(two.former.client, "talk")
+        headers = {} if host is None else {"host": host}
+        async with two.client.get("/v1/stream/talk", headers) as exchange:
+            assert await exchange.start() == status
+
+    play_two(scene)
 
 
 def test_the_streams_of_both_servers_are_listed() -> None:
