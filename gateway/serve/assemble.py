@@ -107,6 +107,7 @@ async def _serve(
     predecessor = None
     if inherited is not None:
         check_shareable(settings)
+        settings = beside_former(settings)
         predecessor = await Predecessor.join(inherited)
     listening = socket_of(settings, inherited)
     with Signals() as signals, closing(listening) as listener:
@@ -167,6 +168,15 @@ def check_shareable(settings: Settings) -> None:
                 raise StartupError(
                     f"a server with {flag} cannot be upgraded while it runs: restart it"
                 )
+
+
+def beside_former(settings: Settings) -> Settings:
+    """The settings of a server that succeeds another one, which may have the same files open."""
+    return replace(
+        settings,
+        tiers=replace(settings.tiers, disk_kv_shared=True),
+        models=tuple(beside_former(each) for each in settings.models),
+    )
 
 
 def check_memory(models: "Models") -> None:

@@ -11,6 +11,8 @@ import aiohttp
 import psutil
 
 from tests.conftest import Server, read_url, start_server
+from tests.serving.prefixes.test_disk_tier import STORY as PROMPT
+from tests.serving.prefixes.test_disk_tier import cached, chat, text, until_saved
 
 FLAGS = ("--cost-model", "none", "--store", "kept.sqlite")
 FIXED = {"temperature": 0.9, "seed": 7, "ignore_eos": True}
@@ -91,6 +93,19 @@ async def test_a_retry_through_the_new_server_gets_what_the_old_one_generates(
             status, answer = await later
             assert status == 200
             assert answer["usage"]["completion_tokens"] == 100
+        server.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(server.wait, 60) == 0
+
+
+async def test_a_chat_finds_its_prefix_on_the_disk_after_an_upgrade(tmp_path: Path) -> None:
+    with start_server(tmp_path, *FLAGS, "--disk-kv", "kv", "--kv-slots", "4096") as server:
+        url = await asyncio.to_thread(read_url, server)
+        first = await asyncio.to_thread(chat, url, PROMPT)
+        await asyncio.to_thread(until_saved, url)
+        assert await upgrade(server) == (0, taken(server))
+        again = await asyncio.to_thread(chat, url, PROMPT)
+        assert cached(again) > 0.9 * first["usage"]["prompt_tokens"]
+        assert text(again) == text(first)
         server.send_signal(signal.SIGTERM)
         assert await asyncio.to_thread(server.wait, 60) == 0
 

@@ -3,6 +3,7 @@
 import logging
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 from engine.errors import StartupError
@@ -38,10 +39,11 @@ class DiskTier:
                 folder,
             )
         files: dict[PageKind, DiskFiles] = {}
+        opened = partial(_files, is_shared=settings.tiers.disk_kv_shared)
         if kv.shard.shape.recurrent_layers:
             memory //= 2
-            files[PageKind.SNAPSHOT] = _files(folder / STATES, memory, kv.state_bytes, "snapshot")
-        files[PageKind.BLOCK] = _files(folder, memory, kv.block_bytes, "block")
+            files[PageKind.SNAPSHOT] = opened(folder / STATES, memory, kv.state_bytes, "snapshot")
+        files[PageKind.BLOCK] = opened(folder, memory, kv.block_bytes, "block")
         remove_unused(directory, folder, datetime.now(UTC).timestamp())
         return cls(files)
 
@@ -66,13 +68,15 @@ class DiskTier:
             files.close()
 
 
-def _files(folder: Path, num_bytes: int, slot_bytes: int, what: str) -> DiskFiles:
+def _files(
+    folder: Path, num_bytes: int, slot_bytes: int, what: str, *, is_shared: bool
+) -> DiskFiles:
     if num_bytes < slot_bytes:
         raise StartupError(
             f"--disk-kv-memory: {size_text(num_bytes)} for {what}s are less than one {what} "
             f"({size_text(slot_bytes)})"
         )
-    return DiskFiles(folder, num_bytes // slot_bytes, slot_bytes)
+    return DiskFiles(folder, num_bytes // slot_bytes, slot_bytes, is_shared=is_shared)
 
 
 def check_kept(settings: WorkerSettings, flag: str, kv: StageKV) -> None:

@@ -5,6 +5,9 @@ has a slot of fixed size for each copy, `headers` says of each slot which conten
 checksum of its bytes. A header is cleared before its slot is written and written after it, and a
 copy is used only if header and checksum agree: one that a crash tore is ignored, never read as KV.
 
+After an upgrade two servers use the same slots, until the former one has ended. Then a copy may be
+overwritten by the other server's, or be a mixture of both: the same check finds that.
+
 Writes are made by a thread. A read of a slot whose write is still queued takes the queued bytes.
 Copies that a waiting request will load are read ahead, into a bounded buffer in host memory.
 """
@@ -19,6 +22,7 @@ import zlib
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from queue import SimpleQueue
@@ -50,9 +54,12 @@ def folder_of(directory: Path, facts: str) -> Path:
 class DiskFiles:
     """The slots of the disk tier, `block_bytes` each."""
 
-    def __init__(self, folder: Path, num_slots: int, block_bytes: int) -> None:
+    def __init__(
+        self, folder: Path, num_slots: int, block_bytes: int, *, is_shared: bool = False
+    ) -> None:
         """Open or create the files, which are sparse and have this size from now on: a smaller one
-        keeps the first slots. Raises `StartupError`."""
+        keeps the first slots. `is_shared`: the server that this one succeeds may have them open.
+        Raises `StartupError`."""
         self.num_slots = num_slots
         self.block_bytes = block_bytes
         self._queue: SimpleQueue[tuple[int, bytes, Bytes] | None] = SimpleQueue()
@@ -63,7 +70,7 @@ class DiskFiles:
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._headers = _open(folder / HEADERS)
-            fcntl.flock(self._headers, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(self._headers, is_shared=is_shared)
             self._blocks = _open(folder / "blocks")
             os.ftruncate(self._headers, num_slots * HEADER.itemsize)
             os.ftruncate(self._blocks, num_slots * block_bytes)
@@ -186,6 +193,17 @@ def remove_unused(directory: Path, keep: Path, now: float) -> None:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(folder)
                 logger.info("--disk-kv: removed %s, unused for %d days", folder, UNUSED_DAYS)
+
+
+def _lock(file: int, *, is_shared: bool) -> None:
+    """Keep other servers from the file. `is_shared`: once that is possible."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        if not is_shared:
+            raise
+        waiting = partial(fcntl.flock, file, fcntl.LOCK_EX)
+        threading.Thread(target=waiting, name="disk-kv-lock", daemon=True).start()
 
 
 def _open(path: Path) -> int:

@@ -156,6 +156,30 @@ def test_a_folder_is_used_by_one_server_at_a_time(tmp_path: Path, files: DiskFil
         DiskFiles(tmp_path, 4, 100)
 
 
+def test_a_successor_shares_the_folder_and_has_it_once_the_server_before_has_ended(
+    tmp_path: Path,
+) -> None:
+    former = DiskFiles(tmp_path, 4, 100)
+    own = DiskFiles(tmp_path, 4, 100, is_shared=True)
+    former.write(0, A, content(1, 100))
+    former.write(1, A, content(1, 100))
+    former.wait()
+    own.write(1, B, content(2, 100))
+    own.wait()
+    for files in (former, own):
+        found, lost, other = files.read([0, 1, 1], [A, A, B])
+        assert found is not None
+        assert lost is None
+        assert other is not None
+        assert other.tobytes() == content(2, 100).tobytes()
+    (waiting,) = [each for each in threading.enumerate() if each.name == "disk-kv-lock"]
+    former.close()
+    waiting.join()
+    with pytest.raises(StartupError, match="is in use by another server"):
+        DiskFiles(tmp_path, 4, 100)
+    own.close()
+
+
 def test_a_folder_that_cannot_be_written_fails_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StartupError, match=r"--disk-kv .*file/x: Not a directory"):
