@@ -6,6 +6,7 @@ groups, and serve until a signal.
 
 import asyncio
 import importlib
+import os
 import random
 import socket
 import sys
@@ -106,7 +107,6 @@ async def _serve(
     credentials = load_credentials(settings)
     predecessor = None
     if inherited is not None:
-        check_shareable(settings)
         settings = beside_former(settings)
         predecessor = await Predecessor.join(inherited)
     listening = socket_of(settings, inherited)
@@ -155,28 +155,27 @@ def socket_of(settings: Settings, inherited: Inherited | None) -> socket.socket:
     return bind(host, port)
 
 
-def check_shareable(settings: Settings) -> None:
-    """Raise `StartupError` for what two servers cannot use at the same time."""
-    for each in settings.deployments:
-        observe = each.observe
-        for flag, is_used in (
-            ("--record", observe.record is not None),
-            ("--trace", each.launch.trace is not None),
-            ("--kv-events-config", observe.kv_events_config.is_published),
-        ):
-            if is_used:
-                raise StartupError(
-                    f"a server with {flag} cannot be upgraded while it runs: restart it"
-                )
-
-
 def beside_former(settings: Settings) -> Settings:
-    """The settings of a server that succeeds another one, which may have the same files open."""
+    """The settings of a server that succeeds another one, whose files may still be open. Recordings
+    and traces get the process id in their names. Raises `StartupError` for what two servers cannot
+    use at the same time."""
+    observe, launch = settings.observe, settings.launch
+    if observe.kv_events_config.is_published:  # its subscribers know one cache
+        raise StartupError(
+            "a server with --kv-events-config cannot be upgraded while it runs: restart it"
+        )
     return replace(
         settings,
         tiers=replace(settings.tiers, disk_kv_shared=True),
+        observe=replace(observe, record=_own(observe.record)),
+        launch=replace(launch, trace=_own(launch.trace)),
         models=tuple(beside_former(each) for each in settings.models),
     )
+
+
+def _own(path: Path | None) -> Path | None:
+    """A file of this process beside the one that is named."""
+    return None if path is None else path.with_stem(f"{path.stem}.{os.getpid()}")
 
 
 def check_memory(models: "Models") -> None:

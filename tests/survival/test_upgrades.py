@@ -1,6 +1,7 @@
 """`podway upgrade` replaces a server while it streams: nothing is lost, and no text differs."""
 
 import asyncio
+import json
 import signal
 import subprocess
 import sys
@@ -98,7 +99,8 @@ async def test_a_retry_through_the_new_server_gets_what_the_old_one_generates(
 
 
 async def test_a_chat_finds_its_prefix_on_the_disk_after_an_upgrade(tmp_path: Path) -> None:
-    with start_server(tmp_path, *FLAGS, "--disk-kv", "kv", "--kv-slots", "4096") as server:
+    kept = ("--disk-kv", "kv", "--kv-slots", "4096", "--record", "run.jsonl", "--trace", "run.json")
+    with start_server(tmp_path, *FLAGS, *kept) as server:
         url = await asyncio.to_thread(read_url, server)
         first = await asyncio.to_thread(chat, url, PROMPT)
         await asyncio.to_thread(until_saved, url)
@@ -106,16 +108,26 @@ async def test_a_chat_finds_its_prefix_on_the_disk_after_an_upgrade(tmp_path: Pa
         again = await asyncio.to_thread(chat, url, PROMPT)
         assert cached(again) > 0.9 * first["usage"]["prompt_tokens"]
         assert text(again) == text(first)
+        own = successor(server)
         server.send_signal(signal.SIGTERM)
         assert await asyncio.to_thread(server.wait, 60) == 0
+    for name in ("run.jsonl", f"run.{own}.jsonl"):  # one request each
+        assert sum('"arrived"' in line for line in (tmp_path / name).read_text().splitlines()) == 1
+    for name in ("run.json", f"run.{own}.json"):
+        assert json.loads((tmp_path / name).read_text())
 
 
 def taken(server: Server) -> str:
     """What the command prints when the one successor of a server serves."""
+    return f"the server {successor(server)} has taken over from {server.pid}\n"
+
+
+def successor(server: Server) -> int:
+    """The process id of its one successor."""
     (new,) = [
         child.pid for child in psutil.Process(server.pid).children() if "serve" in child.cmdline()
     ]
-    return f"the server {new} has taken over from {server.pid}\n"
+    return new
 
 
 async def test_a_new_server_that_does_not_get_ready_changes_nothing(tmp_path: Path) -> None:

@@ -9,8 +9,12 @@ from unittest.mock import MagicMock, patch
 import pytest
 
 from engine.errors import StartupError
+from gateway.observe.kv_events import KVEventsConfig
+from gateway.serve.assemble import beside_former
 from gateway.serve.upgrade.channel import private_socket
 from gateway.serve.upgrade.successor import Accepts, Successor, Upgrades
+from gateway.settings.server import ObserveSettings
+from gateway.settings.settings import Settings
 
 
 class FakeSuccessor:
@@ -64,3 +68,10 @@ async def test_a_handover_that_fails_can_be_tried_again() -> None:
     assert upgrades.private is not None
     for each in (upgrades.private, *successor.asked):
         each.close()
+
+
+def test_two_servers_do_not_publish_the_events_of_two_caches_as_one() -> None:
+    events = KVEventsConfig(enable_kv_cache_events=True)
+    settings = Settings(observe=ObserveSettings(kv_events_config=events))
+    with pytest.raises(StartupError, match="--kv-events-config cannot be upgraded"):
+        beside_former(settings)
