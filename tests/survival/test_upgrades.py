@@ -2,16 +2,23 @@
 
 import asyncio
 import json
+import os
 import signal
+import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import psutil
+import pytest
 
 from tests.conftest import Server, read_url, start_server
+from tests.gateway.forms import ENDED, chat_lines
+from tests.gateway.rig import CHAT
 from tests.serving.prefixes.test_disk_tier import STORY as PROMPT
 from tests.serving.prefixes.test_disk_tier import cached, chat, text, until_saved
 
@@ -115,6 +122,80 @@ async def test_a_chat_finds_its_prefix_on_the_disk_after_an_upgrade(tmp_path: Pa
         assert sum('"arrived"' in line for line in (tmp_path / name).read_text().splitlines()) == 1
     for name in ("run.json", f"run.{own}.json"):
         assert json.loads((tmp_path / name).read_text())
+
+
+async def test_both_servers_use_the_store_and_a_batch_goes_on_in_the_new_one(
+    tmp_path: Path,
+) -> None:
+    with start_server(tmp_path, *FLAGS, "--max-batch-size", "2") as server:
+        url = await asyncio.to_thread(read_url, server)
+        (worker,) = psutil.Process(server.pid).children()
+        async with aiohttp.ClientSession() as old:
+            worker.suspend()
+            batch = await begun_batch(old, url)
+        assert await upgrade(server) == (0, taken(server))
+        async with aiohttp.ClientSession() as new:
+            one = {"model": "builtin", "input": "One.", "max_output_tokens": 8}
+            async with new.post(f"{url}/v1/responses", json=one) as created:
+                response = await created.json()
+            worker.resume()
+            async with new.get(f"{url}/v1/responses/{response['id']}") as found:
+                assert (await found.json())["output"] == response["output"]
+            while batch["status"] not in ENDED:
+                async with new.get(f"{url}/v1/batches/{batch['id']}") as reply:
+                    batch = await reply.json()
+            assert batch["request_counts"] == {"total": 6, "completed": 6, "failed": 0}
+            async with new.get(f"{url}/v1/files/{batch['output_file_id']}/content") as content:
+                lines = [json.loads(line) for line in (await content.text()).splitlines()]
+        assert sorted(line["custom_id"] for line in lines) == [f"line-{n}" for n in range(6)]
+        server.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(server.wait, 60) == 0
+
+
+async def begun_batch(session: aiohttp.ClientSession, url: str) -> Any:
+    """A batch of six lines, which is in progress."""
+    form = aiohttp.FormData({"purpose": "batch"})
+    form.add_field("file", chat_lines(6, model="builtin", max_tokens=8), filename="in.jsonl")
+    async with session.post(f"{url}/v1/files", data=form) as uploaded:
+        file_id = (await uploaded.json())["id"]
+    body = {"input_file_id": file_id, "endpoint": CHAT, "completion_window": "24h"}
+    async with session.post(f"{url}/v1/batches", json=body) as created:
+        batch = await created.json()
+    while batch["status"] != "in_progress":
+        async with session.get(f"{url}/v1/batches/{batch['id']}") as reply:
+            batch = await reply.json()
+    return batch
+
+
+async def test_systemd_is_told_which_process_is_the_main_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"podway-test/{os.getpid()}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
+        systemd.settimeout(60)
+        systemd.bind(f"\0{name}")
+        monkeypatch.setenv("NOTIFY_SOCKET", f"@{name}")
+        with start_server(tmp_path, *FLAGS) as server:
+            url = await asyncio.to_thread(read_url, server)
+            assert systemd.recv(100) == b"READY=1"
+            code, output = await upgrade(server)
+            assert code == 0
+            new = int(output.split()[2])
+            with killed_at_the_end(new):
+                told = {systemd.recv(100), systemd.recv(100)}
+                assert told == {b"READY=1", f"MAINPID={new}".encode()}
+                assert await asyncio.to_thread(server.wait, 60) == 0  # it waits for no other
+                async with aiohttp.ClientSession() as session, session.get(f"{url}/ready") as reply:
+                    assert reply.status == 200
+
+
+@contextmanager
+def killed_at_the_end(pid: int) -> Iterator[None]:
+    process = psutil.Process(pid)
+    try:
+        yield
+    finally:
+        process.kill()
 
 
 def taken(server: Server) -> str:
