@@ -2,6 +2,8 @@
 
 import asyncio
 import sqlite3
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -23,6 +25,42 @@ def test_a_store_file_can_be_open_in_one_server_only(tmp_path: Path) -> None:
         open_named(path, LIMITS)
     first.close()
     open_named(path, LIMITS).close()
+
+
+SUCCESSOR = """
+import asyncio, sys
+from pathlib import Path
+from gateway.store.database import Database
+
+def work(db):
+    db.execute("INSERT INTO file_piece VALUES ('f', 0, 'x')")
+    print("begun", flush=True)
+    input()
+
+database = Database(Path(sys.argv[1]), is_shared=True)
+asyncio.run(database.write(work))
+database.close()
+"""
+
+
+async def test_a_write_waits_for_one_of_the_server_that_succeeds_this_one(tmp_path: Path) -> None:
+    database = Database(tmp_path / "store.sqlite")
+    await database.share()
+    successor = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", SUCCESSOR, str(database.path)),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert successor.stdout is not None
+    assert await successor.stdout.readline() == b"begun\n"
+    count, insert = "SELECT count(*) FROM file_piece", "INSERT INTO file_piece VALUES ('f', 1, 'x')"
+    assert await database.read(lambda db: db.execute(count).fetchone()) == (0,)
+    writing = asyncio.create_task(database.write(lambda db: db.execute(insert)))
+    await asyncio.sleep(0)
+    await successor.communicate(b"\n")
+    await writing
+    assert await database.read(lambda db: db.execute(count).fetchone()) == (2,)
+    database.close()
 
 
 def test_a_default_store_that_cannot_be_opened_is_replaced_by_memory(tmp_path: Path) -> None:
