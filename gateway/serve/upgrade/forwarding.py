@@ -6,6 +6,7 @@ retry of a request that runs there, after it has asked for its `idempotency-key`
 server has ended, its streams are in the journal, and these requests wait until that has been read.
 """
 
+import asyncio
 import re
 import socket
 from contextlib import asynccontextmanager, suppress
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 SECRET, CLIENT = b"podway-upgrade", b"podway-client"
 ASKING = b"podway-asking"  # the secret of a question: whether an attempt at the request runs
+ASKING_SECONDS = 5.0
 UNKNOWN = frozenset({401, 403, 404})  # the former server may not even know the API key
 RETRY_SECONDS = 1.0
 OF_CONNECTION = frozenset(
@@ -138,12 +140,11 @@ class Former:
         self._headers.append((CLIENT.decode(), (scope.get("client") or ("-",))[0]))
 
     async def runs(self) -> bool:
-        """Whether an attempt at the request runs there."""
-        try:
-            async with self.asked(secret=ASKING) as response:
+        """Whether an attempt at the request runs there; not if it does not say so soon."""
+        with suppress(aiohttp.ClientError, TimeoutError):
+            async with asyncio.timeout(ASKING_SECONDS), self.asked(secret=ASKING) as response:
                 return response.status == 204
-        except aiohttp.ClientConnectionError:
-            return False
+        return False
 
     async def delete(self, name: str) -> None:
         """End the client's stream of that name. One that is in the journal only is forgotten when

@@ -18,6 +18,7 @@ from uvicorn.server import ServerState
 from engine.request import Abort, State
 from gateway.access.key_file import Allowance
 from gateway.generation.restored_streams import restore_streams
+from gateway.serve.upgrade import forwarding
 from gateway.serve.upgrade.channel import private_listener, private_socket
 from gateway.serve.upgrade.forwarding import (
     CLIENT,
@@ -229,6 +230,19 @@ def test_a_request_whose_idempotency_key_is_not_in_flight_runs_in_the_new_server
             assert (await exchange.json())["choices"][0]["message"]["content"] == "New."
 
     play_two(scene)
+
+
+def test_a_former_server_that_hangs_keeps_no_new_request_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(forwarding, "ASKING_SECONDS", 0.01)
+
+    async def scene(own: Rig) -> None:
+        with private_listener(os.getpid()):
+            async with Two(own, own).client.post(CHAT, chat(), RETRY) as exchange:
+                assert await exchange.start() == 200
+
+    play(scene, Setting(step=0.0), run=uvloop.run)
 
 
 def test_what_the_new_server_has_is_answered_there() -> None:
