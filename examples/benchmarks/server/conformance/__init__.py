@@ -1,0 +1,1 @@
+"""Conformance suites of other projects, run against a server."""

@@ -1,0 +1,133 @@
+"""What the suites found, by reason, and the page of it."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+from xml.etree import ElementTree
+
+PASSED, ALONE, SKIPPED, OTHER = "passed", "without a request", "skipped", "other"
+REASONS = {  # of a failure: how its message is found
+    "not served": (
+        "No endpoint at", "is not allowed here; allowed", "Compaction is not supported",
+        "'conversation' is not supported", "Supported values for 'purpose'",
+        "'stream_options.include_obfuscation' is not supported", "this model reads text only",
+    ),
+    "id of nothing": ("You have no ", "no file of yours", "no item 'after'"),
+    "no valid value": (
+        "expected a number from 1", "expected an integer of at least 1", "Missing required",
+        "is only allowed when 'stream' is true",
+    ),
+    "size of another model": ("'dimensions' is not supported by this model",),
+    "client refuses base64": ("Data returned by API invalid",),
+}  # fmt: skip
+COLUMNS = (PASSED, ALONE, *REASONS, OTHER, SKIPPED)
+_REQUESTS = ".//property[@name='requests']"
+
+
+def reason_of(message: str) -> str:
+    """Why a test failed."""
+    found = [reason for reason, marks in REASONS.items() if any(m in message for m in marks)]
+    return found[0] if found else OTHER
+
+
+def counts_of(junit: str) -> dict[str, dict[str, int]]:
+    """The results of a pytest run by the file of its tests; those that passed without a request
+    to the server are counted apart."""
+    counts: dict[str, Counter[str]] = {}
+    for case in ElementTree.fromstring(junit).iter("testcase"):
+        name = case.get("classname", "").rpartition(".")[0]
+        resource = name.removeprefix("tests.api_resources.").replace("test_", "").replace(".", "/")
+        requests = case.find(_REQUESTS)
+        bad = [child for kind in ("failure", "error") for child in case.iter(kind)]
+        if bad:
+            result = reason_of(" ".join(bad[0].get("message", "").split()))
+        elif case.find("skipped") is not None:
+            result = SKIPPED
+        else:
+            result = PASSED if requests is not None and requests.get("value") != "0" else ALONE
+        counts.setdefault(resource, Counter())[result] += 1
+    return {resource: dict(found) for resource, found in sorted(counts.items())}
+
+
+def results_of(report: Mapping[str, Any]) -> dict[str, str]:
+    """The results of Open Responses' tests by their ids, failures by reason."""
+    return {
+        each["id"]: each["status"]
+        if each["status"] != "failed"
+        else reason_of(" ".join(each["errors"]) + str(each.get("response")))
+        for each in sorted(report["results"], key=lambda each: str(each["id"]))
+    }
+
+
+def table(counts: Mapping[str, Mapping[str, int]]) -> list[str]:
+    """The lines of a table of openai-python's tests, with a last one for all."""
+    total = Counter[str]()
+    for row in counts.values():
+        total.update(row)
+    used = [name for name in COLUMNS if total[name]]
+    rows = {**counts, "all": total}
+    return [
+        f"| tests of | number | {' | '.join(used)} |",
+        f"|---|{'---|' * (len(used) + 1)}",
+        *(
+            f"| {name} | {sum(row.values())} | "
+            f"{' | '.join(str(row.get(column) or '') for column in used)} |"
+            for name, row in rows.items()
+        ),
+    ]
+
+
+def page(found: Mapping[str, Any]) -> str:
+    """README.md of the results."""
+    ours, theirs = found["openai_python"], found["open_responses"]
+    passed = sum(result == PASSED for result in theirs["results"].values())
+    lines = [
+        "# Conformance suites of other projects",
+        "",
+        "`python -m examples.benchmarks.server.conformance` ([JSON](conformance.json)), against "
+        "one server of the built-in",
+        "model, which has the names of the tests' models, and of all-MiniLM-L6-v2 as "
+        "`text-embedding-3-small`.",
+        "",
+        "## openai-python's tests of API resources",
+        "",
+        f"Version {ours['version']} (`{ours['commit']}`), the files for what Podway serves or "
+        "might be expected to. They are written for",
+        "a server that invents answers, and check that these have the described shape, five times "
+        "each: the sync and the async",
+        "client, loose and strict, and the async one over aiohttp.",
+        "",
+        *table(ours["as_they_are"]),
+        "",
+        *_legend(),
+        "",
+        "The same with objects that exist in place of the ids, and a `model` and an `input` where "
+        "there is neither:",
+        "",
+        *table(ours["known_objects"]),
+        "",
+        "## Open Responses' compliance tests",
+        "",
+        f"Specification {theirs['version']} (`{theirs['commit']}`), with WebSockets: {passed} of "
+        f"{len(theirs['results'])} pass.",
+        "",
+        "| test | result |",
+        "|---|---|",
+        *(f"| {name} | {result} |" for name, result in theirs["results"].items()),
+        "",
+        "Not served: compaction, and images by a model that reads text only.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _legend() -> Iterable[str]:
+    yield "- *without a request*: the client, or a mock of the suite, answers."
+    yield "- *not served*: stored chat completions, moderations, uploads, conversations,"
+    yield "  compaction, deleting models, files for assistants, obfuscated events."
+    yield "- *id of nothing*: a placeholder such as `batch_id`, which gets a 404 or a 400."
+    yield "- *no valid value*: `limit` 0, `max_completion_tokens` 0, no `model`, `stream_options`"
+    yield "  without `stream`."
+    yield "- *size of another model*: `dimensions` of a model that was not trained to be cut."
+    yield "- *client refuses base64*: in strict mode the client checks embeddings before it decodes"
+    yield "  the base64 that it asked for."

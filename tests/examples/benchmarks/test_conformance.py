@@ -1,0 +1,51 @@
+"""Results of other projects' conformance suites: their page, and how failures are counted."""
+
+from examples.benchmarks.server.conformance.page import (
+    ALONE,
+    OTHER,
+    PASSED,
+    counts_of,
+    page,
+    results_of,
+)
+from tests.examples.benchmarks.published import RESULTS, read
+
+JUNIT = """\
+<testsuites><testsuite>
+<testcase classname="tests.api_resources.chat.test_completions.TestCompletions" name="a">
+  <properties><property name="requests" value="1"/></properties></testcase>
+<testcase classname="tests.api_resources.chat.test_completions.TestCompletions" name="b">
+  <properties><property name="requests" value="0"/></properties></testcase>
+<testcase classname="tests.api_resources.test_files.TestFiles" name="c">
+  <failure message="Error code: 404 - No endpoint&#10;at /v1/uploads."/></testcase>
+<testcase classname="tests.api_resources.test_files.TestFiles" name="d">
+  <failure message="assert False"/></testcase>
+</testsuite></testsuites>
+"""
+
+
+def test_the_page_is_that_of_its_run() -> None:
+    found = read("conformance/conformance.json")
+    assert (RESULTS / "conformance" / "README.md").read_text() == page(found)
+
+
+def test_no_failure_is_without_a_reason() -> None:
+    found = read("conformance/conformance.json")
+    for run in ("as_they_are", "known_objects"):
+        assert not any(row.get(OTHER) for row in found["openai_python"][run].values())
+    assert OTHER not in found["open_responses"]["results"].values()
+
+
+def test_failures_are_counted_by_file_and_reason() -> None:
+    assert counts_of(JUNIT) == {
+        "chat/completions": {PASSED: 1, ALONE: 1},
+        "files": {"not served": 1, OTHER: 1},
+    }
+
+
+def test_an_unknown_failure_of_open_responses_is_another_one() -> None:
+    results = [
+        {"id": "b", "status": "failed", "errors": ["store: Required"]},
+        {"id": "a", "status": "passed"},
+    ]
+    assert results_of({"results": results}) == {"a": "passed", "b": OTHER}
