@@ -114,6 +114,7 @@ async def serve(
         ("qwen3_5", 1, 1, 0, 1 << 17),
         ("qwen3_5", 2, 1, 1, 0),
         ("qwen3_5", 1, 2, 1, 1 << 17),
+        ("falcon_h1", 1, 2, 1, 1 << 17),  # KV and states in the same layers
     ],
 )
 async def test_answers_are_those_of_each_request_alone(

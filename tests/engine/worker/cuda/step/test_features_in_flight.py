@@ -73,6 +73,7 @@ async def read(engine: Engine, spec: RequestSpec) -> list[int]:
         (lambda folder: make_checkpoint(folder, "lfm2"), False, "scripted"),
         (lambda folder: make_checkpoint(folder, "granite_hybrid_moe"), False, ""),
         (lambda folder: make_checkpoint(folder, "granite_hybrid_groups"), False, "scripted"),
+        (lambda folder: make_checkpoint(folder, "falcon_h1"), False, "scripted"),
         (make_mtp_checkpoint, True, "mtp"),
     ],
 )
