@@ -241,6 +241,25 @@ def _falcon_h1(file: GgufFile, config: Config) -> None:
     }
 
 
+def _nemotron_h(file: GgufFile, config: Config) -> None:
+    """Layers with KV heads have attention, those with a width an MLP, and others Mamba."""
+    heads, widths = config["num_key_value_heads"], config["intermediate_size"]
+    if not isinstance(heads, list) or not isinstance(widths, list):
+        raise file.error("nemotron_h: expected numbers of KV heads and widths of each layer")
+    kinds = [
+        "attention" if count else "mlp" if width else "mamba"
+        for count, width in zip(heads, widths, strict=False)
+    ]
+    config |= _mamba_biases(file) | {
+        "layers_block_type": kinds,
+        "num_key_value_heads": max(heads),
+        "intermediate_size": max(1, *widths),
+        "mamba_d_head": config["mamba_d_ssm"] // config["mamba_n_heads"],
+        "layer_norm_epsilon": config.get("rms_norm_eps", config.get("layer_norm_epsilon")),
+        "mlp_bias": _has(file, "ffn_up.bias"),
+    }
+
+
 def _granite_hybrid(file: GgufFile, config: Config) -> None:
     """`rope.scaling.finetuned` says whether there is RoPE; gate and up are apart."""
     if "attention_multiplier" not in config:
@@ -314,6 +333,12 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         finish=_qwen2_moe,
     ),
     "falcon-h1": Architecture("FalconH1ForCausalLM", {**ROTARY_FIELDS, **MAMBA}, finish=_falcon_h1),
+    "nemotron_h": Architecture(
+        "NemotronHForCausalLM",
+        {**ROTARY_FIELDS, **MAMBA, "attention.layer_norm_epsilon": "layer_norm_epsilon"},
+        has_partial_rope=True,  # it has none, but a number of dimensions
+        finish=_nemotron_h,
+    ),
     "lfm2": Architecture("Lfm2ForCausalLM", LFM2_FIELDS, finish=_lfm2),
     "qwen35": Architecture(
         "Qwen3_5ForCausalLM", QWEN35_FIELDS, has_partial_rope=True, finish=_qwen3_5

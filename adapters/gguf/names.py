@@ -67,6 +67,14 @@ FALCON_H1_BLOCK = {
     "ffn_up": "feed_forward.up_proj",
     "ffn_down": "feed_forward.down_proj",
 }
+NEMOTRON_H_BLOCK = {
+    "attn_norm": "norm",
+    **{name: f"mixer.{name[-1]}_proj" for name in ("attn_q", "attn_k", "attn_v")},
+    "attn_output": "mixer.o_proj",
+    "ffn_up": "mixer.up_proj",
+    "ffn_down": "mixer.down_proj",
+    **{name: each.replace("mamba.", "mixer.") for name, each in MAMBA.items()},
+}
 GRANITE_HYBRID_BLOCK = {
     **MAMBA,
     **dict.fromkeys(("ffn_gate", "ffn_gate_shexp"), "shared_mlp.gate_proj"),
@@ -235,6 +243,17 @@ NAMES = {
     "qwen2moe": _with({**EXPERTS, **SHARED_EXPERT}),
     "falcon-h1": _with(FALCON_H1_BLOCK)._replace(
         whole={**_ROTARY_WHOLE, "output_norm": "model.final_layernorm"}, exact=FALCON_H1_EXACT
+    ),
+    "nemotron_h": Names(
+        {
+            "token_embd": "backbone.embeddings",
+            "output_norm": "backbone.norm_f",
+            "output": "lm_head",
+        },
+        NEMOTRON_H_BLOCK,
+        "backbone.layers",
+        interleaved=frozenset({"attn_q", "attn_k"}),
+        exact={name: each.replace("mamba.", "mixer.") for name, each in MAMBA_EXACT.items()},
     ),
     "lfm2": _with(LFM2_BLOCK)._replace(
         whole={

@@ -36,12 +36,10 @@ ARCHITECTURES = {
     "granitemoehybrid": "granitehybrid",
     "falcon_h1": "falcon-h1",
 }
-INTERLEAVED = (
-    "llama",
-    "granite",
-    "granitehybrid",
-    "smollm3",
-)  # whose converters reorder the rows of q and k
+# Their converters reorder the rows of q and k.
+INTERLEAVED = ("llama", "granite", "granitehybrid", "nemotron_h", "smollm3")
+# Their keys are those of every Llama, or are listed with them.
+FIXED = ("qwen2", "qwen2moe", "qwen2vl", "qwen3", "qwen3vl", "falcon-h1", "nemotron_h")
 PARTIAL = ("phi3", "stablelm")
 FLOATS = {Kind.F32: torch.float32, Kind.F16: torch.float16, Kind.BF16: torch.bfloat16}
 
@@ -96,7 +94,7 @@ class Gguf:
                 self._add_experts(writer, name, tensor, is_interleaved=architecture == "gpt-oss")
             elif name.endswith("scale") and ".router." in name:
                 self._store(writer, _scale_name(name), tensor.detach())
-            elif ".mamba." in name:
+            elif _is_of_mamba(names, name):
                 own, factor = _own_name(names, name), _multiplier(name, model.config)
                 stored = self._add_mamba(writer, own, tensor.detach() * factor, model.config)
                 tensor.data.copy_(stored / factor)
@@ -137,7 +135,8 @@ class Gguf:
             case "ssm_d":
                 writer.add_tensor(own, values[:, None].numpy())
             case "ssm_norm":
-                writer.add_tensor(own, values.view(config.mamba_n_groups, -1).numpy())
+                groups = getattr(config, "mamba_n_groups", None) or config.n_groups
+                writer.add_tensor(own, values.view(groups, -1).numpy())
             case "ssm_conv1d" if values.dim() > 1:
                 writer.add_tensor(own, values[:, 0].contiguous().numpy())
             case _:
@@ -193,9 +192,16 @@ def _own_name(names: Any, name: str) -> str:
     renamed = name.replace(".dt_bias", ".dt_proj.bias").replace(
         "moe.router.w", "moe.router.layer.w"
     )
-    own = names.get_name(renamed, try_suffixes=(".weight", ".bias"))
+    suffixes = (".weight", ".bias")
+    own = names.get_name(renamed, try_suffixes=suffixes)
+    if own is None:  # of Nemotron-H
+        own = names.get_name(renamed.replace("model.", "backbone."), try_suffixes=suffixes)
     assert own is not None, name
     return f"{own}.weight" if name.endswith(("sinks", "layer_scalar")) else str(own)
+
+
+def _is_of_mamba(names: Any, name: str) -> bool:
+    return ".mamba." in name or (".mixer." in name and ".ssm_" in _own_name(names, name))
 
 
 def _scale_name(name: str) -> str:
@@ -305,14 +311,14 @@ def _sizes(config: Any, architecture: str) -> dict[str, Any]:
         sizes |= {
             key: getattr(config, name)
             for key, name in OTHERS.items()
-            if getattr(config, name, None) is not None
-            and architecture
-            not in ("qwen2", "qwen2moe", "qwen2vl", "qwen3", "qwen3vl", "falcon-h1")
+            if getattr(config, name, None) is not None and architecture not in FIXED
         }
     if architecture == "gemma4":
         sizes |= _of_gemma4(config)
     if architecture == "lfm2":
         sizes |= _of_lfm2(config)
+    if architecture == "nemotron_h":
+        sizes |= _of_nemotron_h(config)
     if architecture == "falcon-h1":
         sizes |= _of_mamba(config)
     if architecture == "granitehybrid":
@@ -368,6 +374,22 @@ def _of_mamba(config: Any) -> dict[str, Any]:
         "ssm.group_count": config.mamba_n_groups,
         "ssm.time_step_rank": config.mamba_n_heads,
         "ssm.inner_size": config.mamba_n_heads * config.mamba_d_head,
+    }
+
+
+def _of_nemotron_h(config: Any) -> dict[str, Any]:
+    """The keys of Nemotron-H, of which some have a number for each layer."""
+    types, heads = config.layers_block_type, config.num_key_value_heads
+    return {
+        "attention.head_count_kv": [heads * (each == "full_attention") for each in types],
+        "feed_forward_length": [config.intermediate_size * (each == "mlp") for each in types],
+        "rope.dimension_count": config.hidden_size // config.num_attention_heads,
+        "rope.scaling.finetuned": False,
+        "ssm.conv_kernel": config.conv_kernel,
+        "ssm.state_size": config.ssm_state_size,
+        "ssm.group_count": config.n_groups,
+        "ssm.time_step_rank": config.mamba_num_heads,
+        "ssm.inner_size": config.mamba_num_heads * config.mamba_head_dim,
     }
 
 
@@ -427,7 +449,7 @@ def _of_qwen35(config: Any) -> dict[str, Any]:
 
 
 def _norm_and_rope(config: Any, head_dim: int) -> dict[str, Any]:
-    rope = config.rope_parameters
+    rope = getattr(config, "rope_parameters", None) or {"rope_theta": 1e4, "rope_type": "default"}
     full = rope.get("full_attention", rope)
     found: dict[str, Any] = {"rope.freq_base": float(full["rope_theta"])}
     if "partial_rotary_factor" in full:
@@ -435,7 +457,8 @@ def _norm_and_rope(config: Any, head_dim: int) -> dict[str, Any]:
     if hasattr(config, "layer_norm_eps"):
         found["attention.layer_norm_epsilon"] = config.layer_norm_eps
     else:
-        eps = getattr(config, "rms_norm_eps", None) or config.norm_eps
+        fields = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon")
+        eps = next(filter(None, (getattr(config, name, None) for name in fields)))
         found["attention.layer_norm_rms_epsilon"] = eps
     if full["rope_type"] == "yarn":
         found |= {

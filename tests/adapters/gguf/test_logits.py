@@ -32,7 +32,7 @@ PLAIN = (
     *("mixtral", "mixtral_window", "qwen3_moe_renormalized", "olmoe"),
     *("qwen2_moe", "qwen3_5", "qwen3_5_grouped", "qwen3_5_moe", "lfm2"),
     *("granite_hybrid", "granite_hybrid_moe", "granite_hybrid_groups"),
-    *("falcon_h1", "falcon_h1_norm"),
+    *("falcon_h1", "falcon_h1_norm", "nemotron_h"),
 )
 # Variants of `tests.models.checkpoints`, with what llama.cpp's form of the model needs beside them.
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -41,17 +41,18 @@ def test_the_error_names_the_unsupported_key(
 
 
 @pytest.mark.parametrize(
-    ("more", "without", "named"),
+    ("variant", "more", "without", "named"),
     [
-        ({"granitehybrid.ssm.inner_size": 40}, (), "inner_size=40 is no multiple of 32"),
-        ({}, ("granitehybrid.attention.scale",), "scale is missing: this is Bamba"),
+        ("granite_hybrid", {"granitehybrid.ssm.inner_size": 40}, "", "40 is no multiple of 32"),
+        ("granite_hybrid", {}, "granitehybrid.attention.scale", "this is Bamba, not Granite"),
+        ("nemotron_h", {"nemotron_h.feed_forward_length": 48}, "", "widths of each layer"),
     ],
 )
-def test_other_models_with_the_architecture_of_granite_4_are_refused(
-    tmp_path: Path, more: dict[str, Any], without: tuple[str, ...], named: str
+def test_other_models_with_the_architecture_of_a_hybrid_are_refused(
+    tmp_path: Path, variant: str, more: dict[str, Any], without: str, named: str
 ) -> None:
     path = tmp_path / "model.gguf"
-    Gguf("granite_hybrid", more=more, without=frozenset(without)).write(path)
+    Gguf(variant, more=more, without=frozenset({without})).write(path)
     with pytest.raises(StartupError, match=named):
         load_worker(path)
 
