@@ -80,13 +80,15 @@ def check_shape(
 
 
 def _module_of(path: str, linears: Mapping[str, tuple[int, int]] | None) -> str | None:
-    """The linear's name in this model. Old GPT-2 checkpoints lack `transformer.`; text models of
-    multimodal ones have `language_model.` in another place, or lack it."""
+    """The linear's name in this model. Old GPT-2 checkpoints lack `transformer.`; Nemotron-H's have
+    `backbone.` for `model.`; text models of multimodal ones have `language_model.` in another
+    place, or lack it."""
     path = _own_name(path)
     if linears is None:
         return path
     text = path.replace(_TEXT, "")
-    for name in (path, path.removeprefix("transformer."), text):
+    backbone = f"backbone.{path.removeprefix('model.')}"
+    for name in (path, path.removeprefix("transformer."), backbone, text):
         if name in linears:
             return name
     if text == path:

@@ -48,6 +48,7 @@ VARIANTS = (
         "lfm2",
         "granite_hybrid",
         "falcon_h1",
+        "nemotron_h",
     ),
     *("nemotron", "arcee", "starcoder2", "smollm3", "granite", "olmo2", "olmo3", "gemma2"),
 )
@@ -126,7 +127,7 @@ def test_other_families_have_the_logits_of_peft(tmp_path: Path, variant: str) ->
     config: dict[str, Any] = GPT2 if variant == "gpt2" else {"target_modules": "all-linear"}
     if variant == "mixtral":  # PEFT's targets would be the experts too
         config = {"target_modules": ATTENTION}
-    if variant == "falcon_h1":  # PEFT refuses `out_proj` beside Mamba
+    if variant in ("falcon_h1", "nemotron_h"):  # PEFT refuses `out_proj` beside Mamba
         config = {"target_modules": [*ALL, "in_proj"]}
     load_lora(worker, 1, make_lora(tmp_path / "lora", variant, 1, **config))
     check_against_peft(worker, variant, [config])
