@@ -55,6 +55,7 @@ VARIANTS = (
         "deepseek_v3_groups",
         "granite_hybrid",
         "granite_hybrid_moe",
+        "bamba",
         "falcon_h1",
         "nemotron_h",
     ),

@@ -47,6 +47,7 @@ VARIANTS = (
         "seed_oss",
         "lfm2",
         "granite_hybrid",
+        "bamba",
         "falcon_h1",
         "nemotron_h",
     ),
