@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 RETRY = {"idempotency-key": "x"}
 KEY = {"authorization": "Bearer a"}
 STORY = "A story that is long enough."
+LONG = {"texts": ("A story. " * 20,), "step": 0.05}  # nine seconds, unless it is ended
 Scene = Callable[["Two"], Awaitable[None]]
 
 
@@ -170,7 +171,7 @@ def test_a_conversation_that_goes_on_in_the_new_server_ends_its_stream_in_the_fo
             assert last["error"]["code"] == "request_cancelled"
         assert await listed(two.former.client) == {}
 
-    play_two(scene, texts=("A story. " * 20,), step=0.02)
+    play_two(scene, **LONG)
 
 
 async def until(is_true: Callable[[], bool]) -> None:
@@ -192,7 +193,7 @@ async def retried(two: Two, *, stream: bool) -> AsyncIterator[tuple[Exchange, Ex
                 yield later, running
 
 
-ONE_PLACE = {"texts": ("Other. " * 20, STORY), "step": 0.02, "max_batch_size": 1}
+ONE_PLACE = {"texts": ("Other. " * 20, STORY), "step": 0.05, "max_batch_size": 1}
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -267,11 +268,12 @@ def test_a_request_of_the_former_server_is_cancelled_and_explained_through_the_n
             async with two.client.post("/v1/requests/one/cancel", {}) as asked:
                 assert await asked.start() == 200
             await exchange.read()
+        await until(lambda: bool(two.former.ended))  # after its last iteration
         assert [request.state for request in two.former.ended] == [State.CANCELLED]
         async with two.client.post("/v1/requests/none/cancel", {}) as asked:
             assert await asked.start() == 404
 
-    play_two(scene)
+    play_two(scene, **LONG)
 
 
 def test_a_body_beyond_the_limit_is_not_collected_for_the_former_server() -> None:
