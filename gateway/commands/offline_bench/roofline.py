@@ -195,7 +195,7 @@ def _attended(length: int, window: int | None) -> int:
 def _experts(config: Mapping[str, object], hidden: int) -> tuple[int, int, int]:
     """The number of experts, how many a token uses, and the matrix elements of one; or zeros."""
     count = config.get("num_experts", config.get("num_local_experts"))
-    if not isinstance(count, int):
+    if not isinstance(count, int) or not count:
         return 0, 0, 0
     has_own = "moe_intermediate_size" in config
     inner = _number(config, "moe_intermediate_size" if has_own else "intermediate_size")
