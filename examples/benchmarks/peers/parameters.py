@@ -72,7 +72,8 @@ async def verdict(
 async def measure(urls: Mapping[str, str], model: str) -> list[dict[str, Any]]:
     """A row for each parameter, with the verdict of each server."""
     rows = []
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=120)) as session:
+    timeout, own = aiohttp.ClientTimeout(total=120), aiohttp.TCPConnector(force_close=True)
+    async with aiohttp.ClientSession(timeout=timeout, connector=own) as session:
         for api in APIS:
             for name in api.probes:
                 fixed = {"model": model, "max_tokens": 8, **FIXED}

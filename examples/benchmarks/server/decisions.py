@@ -154,8 +154,10 @@ def page(found: Sequence[dict[str, Any]]) -> str:
 # Decisions about one input
 
 `python -m examples.benchmarks.server.decisions`: seconds until 1 to 400 questions about an input of
-about 2,000 tokens are answered. {about["about"]}. Medians of {about["rounds"]} rounds in turn
-([JSON](decisions.json)). *Again*: the same questions once more, with the prefix caches warm.
+about 2,000 tokens are answered, medians over {about["rounds"]} round(s) in turn
+([JSON](decisions.json)). {about["about"]}.
+
+*Again*: the same questions once more, with the prefix caches warm.
 Podway gets all questions in one request to `/v1/systemone`. The other server has no such endpoint:
 there each question is a completion of one token with its ten most likely ones, all sent at once.
 
