@@ -21,7 +21,7 @@ HONOURED, REJECTED, NAMED, CHECKED, IGNORED, ABSENT = (
     "honoured", "rejected", "named as ignored", "checked", "ignored", "no endpoint",
 )  # fmt: skip
 ABOUT = {
-    HONOURED: "the response is another one",
+    HONOURED: "the response is another one, if only because it repeats the parameter",
     REJECTED: "an error",
     NAMED: "the response is the same, and a header says that the parameter is ignored",
     CHECKED: "the response is the same, and a value of a wrong type is an error",
@@ -52,11 +52,11 @@ async def verdict(
     """What the server does with a parameter."""
     probe, field = api.probes[name], name.partition(".")[0]
     body = {**fixed, **api.body, **probe.others}
-    for other in (field, "max_tokens" if field == "max_completion_tokens" else field):
-        body.pop(other, None)
     plain = await answer(session, url, body)
     if plain[0] != 200:
         return ABSENT
+    if field == "max_completion_tokens":
+        del body["max_tokens"]
     found = await answer(session, url, {**body, field: probe.value})
     if found[0] != 200:
         return REJECTED
@@ -107,7 +107,8 @@ def page(found: Sequence[dict[str, Any]]) -> str:
         *(f"- *{kind}*: {text}." for kind, text in ABOUT.items()),
         "",
         "A parameter that changes nothing in one answer of a few tokens, such as `top_p` at",
-        "temperature 0, counts as checked or ignored; Podway's",
+        "temperature 0, counts as checked or ignored, and so do tools that random weights never",
+        "call and a chat template does not show; Podway's",
         "[own list](../../../../gateway/PARAMETERS.md) looks at what the engine gets.",
         "",
         f"| | {' | '.join(servers)} |",

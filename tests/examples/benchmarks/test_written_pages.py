@@ -9,7 +9,8 @@ import pytest
 from engine.policy import POLICIES
 from examples.benchmarks.cluster import shared_store
 from examples.benchmarks.mtp import acceptance
-from examples.benchmarks.server import disk_tier, images, lora_server, upgrades
+from examples.benchmarks.peers import parameters
+from examples.benchmarks.server import decisions, disk_tier, images, lora_server, upgrades
 from examples.benchmarks.virtual_time import learned_cost, least_piece, mixed_graphs, step_cost
 from tests.examples.benchmarks.published import RESULTS, read
 
@@ -47,8 +48,8 @@ def test_the_page_about_images_is_that_of_its_run() -> None:
     assert all(each["beside"]["chunks"] for each in rounds)
 
 
-@pytest.mark.parametrize("part", [learned_cost, least_piece, mixed_graphs])
-def test_the_pages_about_pieces_of_prompts_are_those_of_their_runs(part: ModuleType) -> None:
+@pytest.mark.parametrize("part", [learned_cost, least_piece, mixed_graphs, decisions, parameters])
+def test_the_page_of_a_folder_is_that_of_its_run(part: ModuleType) -> None:
     name = part.__name__.rpartition(".")[2]
     found = read(f"{name}/{name}.json")
     assert (RESULTS / name / "README.md").read_text() == part.page(found)
