@@ -19,6 +19,7 @@ from gateway.schema.decoding import (
     check_range,
     check_unicode,
     decode,
+    invalid,
     missing,
     reject_unless,
 )
@@ -228,7 +229,10 @@ class AnthropicRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
         ttls: list[str] = []
         for path, control in places:
             if control is not None:
-                ttl = control.get("ttl") if isinstance(control, dict) else None
+                if not isinstance(control, dict):
+                    raise invalid(path, "expected an object.")
+                check_allowed(str(control.get("type")), f"{path}.type", ("ephemeral",))
+                ttl = control.get("ttl")
                 ttls.append(ANTHROPIC_TTLS[0] if ttl is None else str(ttl))
                 check_allowed(ttls[-1], f"{path}.ttl", ANTHROPIC_TTLS)
         return ttls
