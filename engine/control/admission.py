@@ -172,7 +172,8 @@ class AdmissionControl:
 
     def _make_room_to_start(self, request: Request, short: Shortage, now: float) -> bool:
         """Preempt less urgent requests until this one fits, for which pages lack; none if all
-        together gain too few."""
+        together gain too few. It may still not fit: a victim's copy on the host may take the place
+        of the request's prefix there."""
         missing, fewest = short  # each victim has one state, or more
         if not self.may_preempt_to_start or missing > self._reclaimable:
             return False
@@ -196,8 +197,9 @@ class AdmissionControl:
             return False
         for victim in victims:
             self._preempt(victim, now)
-        assert self.missing(request).blocks <= 0, "preemption gained fewer blocks than counted"
-        return True
+        fits = self.missing(request).blocks <= 0
+        assert fits or self._settings.swaps, "preemption gained fewer blocks than counted"
+        return fits
 
     def _slots_to_start(self, request: Request) -> int:
         return request.num_tokens if self._grows else request.max_slots

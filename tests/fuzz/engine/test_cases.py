@@ -52,3 +52,8 @@ def test_the_engine_is_right_under_random_loads_and_faults(first: int) -> None:
             raise AssertionError(f"{message}\npython -m tests.fuzz.engine {seed}") from error
         counts += case.counts
     assert [event for event in EVENTS if not counts[event]] == []
+
+
+def test_a_victim_is_swapped_out_over_the_prefix_of_the_request_that_needs_its_blocks() -> None:
+    """The request does not start then; it ended the engine."""
+    Case(705468).play()
