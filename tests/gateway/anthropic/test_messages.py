@@ -362,21 +362,6 @@ def test_a_document_of_plain_text_is_text(source: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("control", "says"),
-    [
-        (7, "'cache_control': expected an object"),
-        ({"type": "e"}, "'cache_control.type'"),
-        ({"ttl": "1h"}, "'cache_control.type'"),
-        ({"type": "ephemeral", "ttl": "2h"}, "'cache_control.ttl'"),
-    ],
-)
-def test_a_cache_control_of_another_kind_is_refused(control: object, says: str) -> None:
-    answer = answer_to(PATH, ask(cache_control=control))
-    assert answer.status == 400
-    assert says in answer.json["error"]["message"]
-
-
-@pytest.mark.parametrize(
     "source", [{"type": "base64", "media_type": "application/pdf", "data": "JVBE"}, {}, "text"]
 )
 def test_another_document_is_refused_by_name(source: object) -> None:
