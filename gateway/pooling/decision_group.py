@@ -20,7 +20,8 @@ from gateway.generation.plan import scheduling_of
 from gateway.pooling.decisions import DecisionPlan, TokenizedQuestion, tokenize_decision
 from gateway.pooling.labels import Node, answer_of
 from gateway.pooling.plan import GREEDY
-from gateway.schema.decisions.question import Answer, DecisionUsage
+from gateway.schema.decisions.question import Answer
+from gateway.schema.rendering import Usage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -46,7 +47,7 @@ class DecisionGroup(StreamGroup):
         self._questions: Sequence[TokenizedQuestion] = ()
         self._seats = asyncio.Semaphore()  # of requests in the engine
         self._first: TokenStream
-        self._usage = DecisionUsage(0, 0, 0)
+        self.usage = Usage()  # of all requests that have ended
 
     async def start(self) -> None:
         """Tokenize the input and the questions, and add the shared tokens to the engine.
@@ -77,11 +78,6 @@ class DecisionGroup(StreamGroup):
         """The answers in the questions' order, None for one whose logits are not finite."""
         await self._finish(self._first)
         return await in_parallel(self._questions, self._answer)
-
-    @property
-    def usage(self) -> DecisionUsage:
-        """The tokens of all requests that have ended."""
-        return self._usage
 
     def close(self, reason: Abort) -> None:
         for stream in self._streams:
@@ -155,11 +151,11 @@ class DecisionGroup(StreamGroup):
         """The ended request of a stream, whose tokens are counted."""
         while (await stream.next()).finish is None:
             pass
-        request, spec, usage = stream.request, stream.spec, self._usage
-        self._usage = DecisionUsage(
-            usage.input_tokens + spec.own_len,
-            usage.cached_tokens + request.own_cached,
-            usage.written_tokens + num_written(request, self._service),
+        request, spec, usage = stream.request, stream.spec, self.usage
+        self.usage = Usage(
+            usage.prompt_tokens + spec.own_len,
+            cached_tokens=usage.cached_tokens + request.own_cached,
+            written_tokens=usage.written_tokens + num_written(request, self._service),
         )
         return request
 

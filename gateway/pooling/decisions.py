@@ -17,7 +17,7 @@ from gateway.generation.prompt import Prompt, fits_on_loop, token_ids
 from gateway.generation.threads import run_in_thread
 from gateway.pooling.labels import Node, labels_of, tree_of
 from gateway.schema.decisions.openai import decode_decision, render_decision
-from gateway.schema.decisions.question import Answer, DecisionUsage, Question
+from gateway.schema.decisions.question import Answer, Question
 from gateway.schema.decisions.systemone import decode_systemone, render_systemone
 from gateway.schema.openai.chat import chat_of
 
@@ -28,9 +28,10 @@ if TYPE_CHECKING:
     from gateway.schema.decisions.openai import DecisionRequest
     from gateway.schema.decisions.systemone import SystemOneRequest
     from gateway.schema.fields.scheduling import SchedulingParams
+    from gateway.schema.rendering import Usage
     from gateway.service import Service
 
-    Render = Callable[[str, Sequence[Question], Sequence[Answer | None], DecisionUsage], bytes]
+    Render = Callable[[str, Sequence[Question], Sequence[Answer | None], Usage], bytes]
 
 GAP = "\n\n"  # between the input and the question
 NO_REASONING = {"enable_thinking": False, "thinking": False}

@@ -53,8 +53,8 @@ class PredictionTokens(NamedTuple):
 class Usage(NamedTuple):
     """Token counts of a whole response: each prompt once, all choices' output."""
 
-    prompt_tokens: int
-    completion_tokens: int
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
     cached_tokens: int = 0  # of the prompts, found in the prefix cache
     written_tokens: int = 0  # of the prompts, added to the prefix cache
     reasoning_tokens: int = 0  # of the output
@@ -79,6 +79,20 @@ class Usage(NamedTuple):
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": of_prompts,
             "completion_tokens_details": details,
+        }
+
+    def as_response_json(self) -> dict[str, Any]:
+        """`usage` of responses, decisions and batches."""
+        of_prompts = {
+            "cached_tokens": self.cached_tokens,
+            "cache_write_tokens": self.written_tokens,
+        }
+        return {
+            "input_tokens": self.prompt_tokens,
+            "input_tokens_details": of_prompts,
+            "output_tokens": self.completion_tokens,
+            "output_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
         }
 
 

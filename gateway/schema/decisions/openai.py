@@ -12,7 +12,6 @@ from gateway.schema.decisions.question import (
     LEVELS,
     MAX_QUESTIONS,
     Answer,
-    DecisionUsage,
     Kind,
     Option,
     Question,
@@ -23,6 +22,7 @@ from gateway.schema.decisions.question import (
 from gateway.schema.decoding import check_allowed, decode, invalid, reject_unless
 from gateway.schema.fields.caching import PromptCacheOptions
 from gateway.schema.fields.scheduling import SchedulingRequest
+from gateway.schema.rendering import Usage
 from gateway.schema.responses.items import ContentItem, InputItem, as_messages, stored_items
 from gateway.schema.unknown_fields import UnknownFields
 
@@ -188,11 +188,11 @@ def render_decision(
     model: str,
     questions: Sequence[Question],
     answers: Sequence[Answer | None],
-    usage: DecisionUsage,
+    usage: Usage,
 ) -> bytes:
     """The response body; a question without an answer has a refusal."""
     rows = [_answer(*row) for row in zip(questions, answers, strict=True)]
-    return orjson.dumps({"answers": rows, "model": model, "usage": _usage(usage)})
+    return orjson.dumps({"answers": rows, "model": model, "usage": usage.as_response_json()})
 
 
 def _answer(question: Question, answer: Answer | None) -> dict[str, Any]:
@@ -215,16 +215,3 @@ def _answer(question: Question, answer: Answer | None) -> dict[str, Any]:
     for row, option in zip(rows, question.options, strict=True):
         row["label"] = option.name
     return common | {"score": answer.level}
-
-
-def _usage(usage: DecisionUsage) -> dict[str, Any]:
-    return {
-        "input_tokens": usage.input_tokens,
-        "input_tokens_details": {
-            "cached_tokens": usage.cached_tokens,
-            "cache_write_tokens": usage.written_tokens,
-        },
-        "output_tokens": 0,
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": usage.input_tokens,
-    }

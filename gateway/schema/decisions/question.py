@@ -95,15 +95,6 @@ class Answer(NamedTuple):
         return sum(place * each for place, each in enumerate(self.probabilities))
 
 
-class DecisionUsage(NamedTuple):
-    """Tokens of the input and of all questions, each once; those found in the prefix cache, and
-    those that the request has added to it."""
-
-    input_tokens: int
-    cached_tokens: int
-    written_tokens: int
-
-
 def check_options(names: Sequence[object], path: str, bounds: tuple[int, int]) -> None:
     """Raise `InvalidRequest` for too few or too many options, and for one that occurs twice. A
     string and a boolean with the same text are different."""

@@ -11,7 +11,6 @@ from gateway.schema.decisions.question import (
     CHOICES,
     LEVELS,
     Answer,
-    DecisionUsage,
     Kind,
     Option,
     Question,
@@ -21,6 +20,7 @@ from gateway.schema.decisions.question import (
 )
 from gateway.schema.decoding import check_allowed, decode, invalid
 from gateway.schema.fields.scheduling import SchedulingRequest
+from gateway.schema.rendering import Usage
 from gateway.schema.unknown_fields import UnknownFields
 
 NOUL = "noul"  # a predicate
@@ -109,7 +109,7 @@ def render_systemone(
     model: str,
     questions: Sequence[Question],
     answers: Sequence[Answer | None],
-    usage: DecisionUsage,
+    usage: Usage,
 ) -> bytes:
     """The response body; a question that could not be answered is left out."""
     rows = {
@@ -118,7 +118,7 @@ def render_systemone(
         if answer is not None
     }
     tokens = {
-        "input_tokens": usage.input_tokens,
+        "input_tokens": usage.prompt_tokens,
         "output_tokens": 0,
         "cached_tokens": usage.cached_tokens,
     }

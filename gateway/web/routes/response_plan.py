@@ -252,7 +252,7 @@ async def _hold(
     service: "Service",
 ) -> None:
     """Let the connection's next messages continue the response."""
-    make = partial(turn.to_hold, items, renderer.output, service.model)
+    make = partial(turn.to_hold, items, renderer.output.items, service.model)
     is_long = is_long_conversation(items, b"")
     turn.hold(renderer.response_id, await in_thread_if(is_long, make))
 

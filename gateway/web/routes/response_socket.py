@@ -208,7 +208,7 @@ class ResponseSocket:
         if renderer.status not in ("completed", "incomplete"):
             await self._fail_steers(response_id, steers, "response_not_active", create)
             return None
-        required = socket.required_input(renderer.output)
+        required = socket.required_input(renderer.output.items)
         if not required:
             text = await self._in_thread(
                 partial(socket.continued, create.text, response_id, steers)
@@ -286,7 +286,7 @@ class ResponseSocket:
 
     async def _send_steer_event(self, create: _Create, kind: str, **fields: Any) -> None:
         renderer = create.turn.renderer
-        number = 0 if renderer is None else renderer.next_number()
+        number = 0 if renderer is None else renderer.events.next_number()
         event = {"type": kind, "sequence_number": number, **fields}
         if create.message.stream_id is not None:
             event["stream_id"] = create.message.stream_id
