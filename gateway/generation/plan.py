@@ -18,7 +18,7 @@ from gateway.generation.image_input import ImageOrigin, check_images
 from gateway.generation.image_prompt import ImagePrompt, cut_before
 from gateway.generation.tool_grammar import tool_constraint, without_calls
 from gateway.schema.decoding import invalid
-from gateway.schema.fields.caching import PromptCacheOptions, cache_options
+from gateway.schema.fields.caching import PromptCacheOptions
 from gateway.schema.fields.output import OutputConstraint
 from gateway.schema.fields.scheduling import SchedulingParams
 from gateway.schema.rendering import ReportOptions, ResponseRenderer
@@ -192,7 +192,7 @@ def build_plan(
         truncate_prompt_tokens=request.truncate_prompt_tokens,
         is_stream=bool(request.stream),
         lora=service.loras.find(request.model),
-        cache=cache_options(request),
+        cache=request.cache_options,
         cache_key=request.prompt_cache_key or "",
     )
 

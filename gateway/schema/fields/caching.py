@@ -1,6 +1,6 @@
 """Prompt cache fields of a request: what it leaves in the prefix cache, and where others go on."""
 
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -44,27 +44,6 @@ class PromptCacheOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True
         if self.comparison_response_id is not None and not compares:
             param = f"{path}.comparison_response_id"
             raise InvalidRequest(f"'{param}' is only supported in /v1/responses.", param)
-
-
-def cache_options(request: "HasCacheFields") -> PromptCacheOptions:
-    """The request's options, with the `ttl` of its `prompt_cache_retention`, if that is given."""
-    options = request.prompt_cache_options or PromptCacheOptions()
-    if request.prompt_cache_retention == "24h":
-        return msgspec.structs.replace(options, ttl="24h")
-    return options
-
-
-def check_retention(request: "HasCacheFields") -> None:
-    """Raise `InvalidRequest` for an unknown `prompt_cache_retention`."""
-    if request.prompt_cache_retention is not None:
-        check_allowed(request.prompt_cache_retention, "prompt_cache_retention", RETENTIONS)
-
-
-class HasCacheFields(Protocol):
-    """A request with the fields of OpenAI's prompt cache."""
-
-    prompt_cache_retention: str | None
-    prompt_cache_options: PromptCacheOptions | None
 
 
 def check_breakpoint(given: Any, path: str) -> None:

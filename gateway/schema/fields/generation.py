@@ -3,8 +3,8 @@
 import msgspec
 
 from engine.errors import InvalidRequest
-from gateway.schema.decoding import invalid, reject_unless
-from gateway.schema.fields.caching import PromptCacheOptions, check_retention
+from gateway.schema.decoding import check_allowed, invalid, reject_unless
+from gateway.schema.fields.caching import RETENTIONS, PromptCacheOptions
 from gateway.schema.fields.output import OutputRequest
 from gateway.schema.openai.event_envelope import UsageOptions
 from gateway.schema.rendering import ReportOptions
@@ -22,13 +22,10 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class GenerationRequest(OutputRequest, kw_only=True, forbid_unknown_fields=True):
-    """The fields of both endpoints. None is JSON's null and means the same as an absent field."""
+    """The fields of both endpoints."""
 
-    model: str
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
-    stop: str | list[str] | None = None
     n: int | None = None
 
     # Not OpenAI's; named as in vLLM.
@@ -40,16 +37,6 @@ class GenerationRequest(OutputRequest, kw_only=True, forbid_unknown_fields=True)
     return_token_ids: bool | None = None
     return_progress: bool | None = None  # named as in llama.cpp
 
-    prompt_cache_options: PromptCacheOptions | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-
-    # Accepted and ignored.
-    user: str | None = None
-    metadata: dict[str, str] | None = None
-    store: bool | None = None
-    safety_identifier: str | None = None
-
     def check(self) -> None:
         """Raise `InvalidRequest` for the first value that is out of range or unsupported."""
         self.check_sampling()
@@ -57,7 +44,8 @@ class GenerationRequest(OutputRequest, kw_only=True, forbid_unknown_fields=True)
         self.check_scheduling()
         if self.prompt_cache_options is not None:
             self.prompt_cache_options.check()
-        check_retention(self)
+        if self.prompt_cache_retention is not None:
+            check_allowed(self.prompt_cache_retention, "prompt_cache_retention", RETENTIONS)
         if self.truncate_prompt_tokens == 0:
             raise invalid(
                 "truncate_prompt_tokens",
@@ -110,6 +98,14 @@ class GenerationRequest(OutputRequest, kw_only=True, forbid_unknown_fields=True)
     def max_output(self) -> int | None:
         """Maximum output tokens; None: as many as the context has room for."""
         return self.max_tokens
+
+    @property
+    def cache_options(self) -> PromptCacheOptions:
+        """Its `prompt_cache_options`, and the `ttl` of its `prompt_cache_retention`."""
+        options = self.prompt_cache_options or PromptCacheOptions()
+        if self.prompt_cache_retention == "24h":
+            return msgspec.structs.replace(options, ttl="24h")
+        return options
 
     @property
     def usage_options(self) -> UsageOptions:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from engine.errors import InvalidRequest
 from engine.step import SamplingParams
 from gateway.schema.decoding import check_minimum, check_range, invalid, quote
+from gateway.schema.fields.caching import PromptCacheOptions
 from gateway.schema.fields.scheduling import INT64, SchedulingRequest
 
 MAX_CHOICES = 128
@@ -57,23 +58,43 @@ class SamplingDefaults(NamedTuple):
         return ", ".join(f"{name} {value:g}" for name, value in self._asdict().items())
 
 
-class SamplingRequest(SchedulingRequest, kw_only=True, forbid_unknown_fields=True):
-    """Sampling fields. Those from `top_k` on are not OpenAI's and are named as in vLLM;
-    `repeat_penalty` is what llama.cpp, Ollama and their chat pages call `repetition_penalty`."""
+class SharedRequest(SchedulingRequest, kw_only=True, forbid_unknown_fields=True):
+    """The fields of chat and text completions that responses have too. None is JSON's null and
+    means the same as an absent field."""
 
+    model: str
+    stream: bool | None = None
     seed: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    stop: str | list[str] | None = None
 
+    # Not OpenAI's; named as in vLLM.
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    repeat_penalty: float | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
+
+    prompt_cache_options: PromptCacheOptions | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+
+    # Ignored by completions; responses repeat them.
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    safety_identifier: str | None = None
+
+
+class SamplingRequest(SharedRequest, kw_only=True, forbid_unknown_fields=True):
+    """The other sampling fields. `repeat_penalty` is what llama.cpp, Ollama and their chat pages
+    call `repetition_penalty`."""
+
+    logit_bias: dict[str, float] | None = None
+    repeat_penalty: float | None = None
     stop_token_ids: list[int] | None = None
 
     def check_sampling(self) -> None:

@@ -15,9 +15,7 @@ from gateway.schema.decoding import (
     reject_unless,
 )
 from gateway.schema.field_names import with_renamed_fields
-from gateway.schema.fields.caching import PromptCacheOptions
-from gateway.schema.fields.sampling import SamplingDefaults
-from gateway.schema.fields.scheduling import SchedulingRequest
+from gateway.schema.fields.sampling import SamplingDefaults, SharedRequest
 from gateway.schema.openai.batches import check_metadata
 from gateway.schema.openai.chat import ChatRequest, chat_of
 from gateway.schema.responses.client_tools import CLIENT_TOOLS
@@ -40,10 +38,8 @@ NO_EFFECT: dict[str, tuple[object, ...]] = {
 }
 _SUMMARIES = ("auto", "concise", "detailed")
 _SAME_IN_CHAT = (
-    "temperature", "top_p", "top_logprobs", "parallel_tool_calls", "stream", "service_tier",
-    "priority", "cache_salt", "ttft_deadline_ms", "deadline_ms", "seed", "top_k", "min_p",
-    "repetition_penalty", "presence_penalty", "frequency_penalty", "stop", "min_tokens",
-    "ignore_eos", "chat_template_kwargs", "prompt_cache_retention", "prompt_cache_key",
+    *(name for name in SharedRequest.__struct_fields__ if name != "prompt_cache_options"),
+    "top_logprobs", "parallel_tool_calls", "chat_template_kwargs",
 )  # fmt: skip
 # Chat fields that have another name here, the longest first.
 NAMES = {
@@ -67,12 +63,15 @@ class TextFormat(msgspec.Struct, forbid_unknown_fields=True):
 
     def as_chat(self) -> dict[str, Any]:
         """The chat request's `response_format`."""
-        if self.type != "json_schema":
-            return {"type": self.type}
-        fields = msgspec.structs.asdict(self)
-        del fields["type"]
-        named = {name: value for name, value in fields.items() if value is not None}
-        return {"type": self.type, "json_schema": named}
+        schema = self.given_fields
+        kind = {"type": schema.pop("type")}
+        return {**kind, "json_schema": schema} if self.type == "json_schema" else kind
+
+    @property
+    def given_fields(self) -> dict[str, Any]:
+        """Its fields that are not null; only those of a schema have more than the type."""
+        fields = msgspec.structs.asdict(self) if self.type == "json_schema" else {"type": self.type}
+        return {name: value for name, value in fields.items() if value is not None}
 
 
 class TextOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -106,51 +105,29 @@ class ResponseStreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
 
 
-class ResponseRequest(SchedulingRequest, kw_only=True, forbid_unknown_fields=True):
+class ResponseRequest(SharedRequest, kw_only=True, forbid_unknown_fields=True):
     """All fields of OpenAI's request; those in `NO_EFFECT` are not supported."""
 
-    model: str
     input: str | list[InputItem] | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
     include: list[str] | None = None
     max_output_tokens: int | None = None
     max_tool_calls: int | None = None  # limits tools that the server runs; there are none
-    metadata: dict[str, str] | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
-    store: bool | None = None
-    stream: bool | None = None
     stream_options: ResponseStreamOptions | None = None
-    temperature: float | None = None
     text: TextOptions | None = None
     tool_choice: Any = None
     tools: list[msgspec.Raw] | None = None
     top_logprobs: int | None = None
-    top_p: float | None = None
     truncation: str | None = None
-    user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-    prompt_cache_options: PromptCacheOptions | None = None
     background: bool | None = None
     conversation: Any = None
     prompt: Any = None
     context_management: list[Any] | None = None
     moderation: Any = None
-
-    # Not in OpenAI's request; named as in chat completions.
-    seed: int | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    min_tokens: int | None = None
-    ignore_eos: bool | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    stop: str | list[str] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None  # not OpenAI's
 
     def check(self) -> None:
         """Raise `InvalidRequest` for an invalid field, except those that `as_chat` checks."""
@@ -192,10 +169,8 @@ class ResponseRequest(SchedulingRequest, kw_only=True, forbid_unknown_fields=Tru
 
     def as_chat(self, items: Sequence[Item], tools: ToolSet) -> ChatRequest:
         """The checked chat request for these items. Errors name fields of this request."""
-        messages = messages_of(self.instructions, items)
         body: dict[str, Any] = {
-            "model": self.model,
-            "messages": messages,
+            "messages": messages_of(self.instructions, items),
             "max_completion_tokens": self.max_output_tokens,
             "logprobs": self.has_logprobs or None,
             "tool_choice": _choice(self.tool_choice),
@@ -209,9 +184,7 @@ class ResponseRequest(SchedulingRequest, kw_only=True, forbid_unknown_fields=Tru
         body |= {name: getattr(self, name) for name in _SAME_IN_CHAT}
         if (options := self.prompt_cache_options) is not None:
             body["prompt_cache_options"] = {
-                "mode": options.mode,
-                "ttl": options.ttl,
-                "prewarm": options.prewarm,
+                name: getattr(options, name) for name in ("mode", "ttl", "prewarm")
             }
         given = {name: value for name, value in body.items() if value is not None}
         return with_renamed_fields(partial(chat_of, given), NAMES)
@@ -275,7 +248,7 @@ def response_head(
 ) -> dict[str, Any]:
     """The response object's constant fields: those of its request, with OpenAI's defaults."""
     text, reasoning = request.text or TextOptions(), request.reasoning or ReasoningOptions()
-    text_format = {"type": "text"} if text.format is None else _given_fields(text.format)
+    text_format = {"type": "text"} if text.format is None else text.format.given_fields
     head: dict[str, Any] = {
         "id": response_id,
         "object": "response",
@@ -304,13 +277,6 @@ def response_head(
         "truncation": request.truncation or "disabled",
     }
     return head if request.user is None else {**head, "user": request.user}
-
-
-def _given_fields(text_format: TextFormat) -> dict[str, Any]:
-    if text_format.type != "json_schema":
-        return {"type": text_format.type}
-    fields = msgspec.structs.asdict(text_format)
-    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _choice(choice: Any) -> Any:
