@@ -40,7 +40,8 @@ from gateway.observe.metrics import Metrics
 from gateway.observe.readings import ServerReadings
 from gateway.observe.request_log import RequestLog
 from gateway.observe.traces import Traces
-from gateway.serve.connection import ConnectionBounds, ParsingMeter, Retirement
+from gateway.serve.arrival import ParsingMeter
+from gateway.serve.connection import ConnectionBounds, Retirement
 from gateway.serve.cores import count_replicas
 from gateway.serve.credentials import Credentials, load_credentials
 from gateway.serve.load import OnProgress, lora_specs, served_name

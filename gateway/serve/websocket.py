@@ -20,7 +20,8 @@ from websockets.protocol import OPEN, SEND_EOF
 from websockets.server import ServerProtocol
 
 from engine.errors import InvalidRequest
-from gateway.serve.connection import PARSING_SECONDS, SLICE_BYTES, Connection, ParsingMeter
+from gateway.serve.arrival import ParsingMeter, Timer
+from gateway.serve.connection import Connection
 from gateway.serve.places import Place
 
 if TYPE_CHECKING:
@@ -77,9 +78,9 @@ class WebSocketConnection(asyncio.Protocol):
         self._writable = asyncio.Event()
         self._writable.set()
         self._unparsed = b""
-        self._parsing: asyncio.Handle | None = None  # while `_unparsed` rests
-        self._stall: asyncio.Handle | None = None
-        self._checking: asyncio.Handle | None = None
+        self._rest = Timer()  # until `_unparsed` is parsed on
+        self._stall = Timer()
+        self._checking = Timer()
         self._was_heard = True  # since the last check
         self._open_bytes = 0  # of the message that is arriving
         self._opened_at = 0.0
@@ -97,7 +98,7 @@ class WebSocketConnection(asyncio.Protocol):
         self._transport.write(response.serialize())
         self._transport.set_protocol(self)
         self._connections.add(self)
-        self._checking = self._loop.call_later(CHECK_SECONDS, self._check)
+        self._checking.set(CHECK_SECONDS, self._check)
 
     async def receive(self) -> bytes | None:
         """The next message; None once the connection has ended."""
@@ -109,7 +110,7 @@ class WebSocketConnection(asyncio.Protocol):
         message = self._inbox.popleft()
         self._place.begin()
         self._is_busy = True
-        if self._parsing is None and not self._is_closed:
+        if not self._rest.is_set and not self._is_closed:
             self._parse()
         return message
 
@@ -159,48 +160,44 @@ class WebSocketConnection(asyncio.Protocol):
         self._end()
         self._writable.set()
         self._frames.parser.close()  # it refers to its protocol, which refers to it
-        for timer in (self._parsing, self._stall, self._checking):
-            if timer is not None:
-                timer.cancel()
+        for timer in (self._rest, self._stall, self._checking):
+            timer.stop()
 
     def data_received(self, data: bytes) -> None:
         self._was_heard = True
         self._unparsed += data
-        if self._parsing is None:
+        if not self._rest.is_set:
             self._parse()
 
     def pause_writing(self) -> None:
         self._writable.clear()
-        self._stall = self._loop.call_later(self._bounds.stall_seconds, self._transport.abort)
+        self._stall.set(self._bounds.stall_seconds, self._transport.abort)
 
     def resume_writing(self) -> None:
         self._writable.set()
-        if self._stall is not None:
-            self._stall.cancel()
-        if self._parsing is None:
+        self._stall.stop()
+        if not self._rest.is_set:
             self._parse()
 
     def _parse(self) -> None:
-        """Parse in slices until it has taken too long, too many messages wait, or the client does
-        not read. The rest is parsed after a rest, or when that has changed."""
-        self._parsing = None
-        data, self._unparsed = self._unparsed, b""
-        began, at = self._clock(), 0
-        while at < len(data) and not self._transport.is_closing():
-            is_late = self._clock() - began > PARSING_SECONDS
-            if is_late or len(self._inbox) >= MAX_INBOX or not self._writable.is_set():
-                self._unparsed = data[at:]
-                self._transport.pause_reading()
-                if is_late:
-                    rest = self._meter.delay(self._clock() - began, self._clock())
-                    self._parsing = self._loop.call_later(rest, self._parse)
-                return
-            self._feed(data[at : at + SLICE_BYTES])
-            at += SLICE_BYTES
-        if not self._transport.is_closing():
+        """Parse until it has taken too long, too many messages wait, or the client does not read.
+        The rest is parsed after a rest, or when that has changed."""
+        self._unparsed, delay = self._meter.parse(
+            self._unparsed, self._feed, self._has_room, self._clock
+        )
+        if delay is not None:
+            self._rest.set(delay, self._parse)
+        if self._transport.is_closing():
+            return
+        if self._unparsed:
+            self._transport.pause_reading()
+        else:
             self._transport.resume_reading()
 
-    def _feed(self, data: bytes) -> None:
+    def _has_room(self) -> bool:
+        return len(self._inbox) < MAX_INBOX and self._writable.is_set()
+
+    def _feed(self, data: bytes) -> bool:
         if not self._open_bytes:
             self._opened_at = self._loop.time()
         self._open_bytes += len(data)
@@ -208,6 +205,7 @@ class WebSocketConnection(asyncio.Protocol):
         for event in self._frames.events_received():
             self._take(event)  # type: ignore[arg-type] # the handshake is over, so it is a frame
         self._flush()
+        return not self._transport.is_closing()
 
     def _take(self, frame: "Frame") -> None:
         if frame.opcode is Opcode.BINARY:
@@ -250,7 +248,7 @@ class WebSocketConnection(asyncio.Protocol):
         else:
             self._was_heard = False
             self.ping()
-            self._checking = self._loop.call_later(CHECK_SECONDS, self._check)
+            self._checking.set(CHECK_SECONDS, self._check)
 
 
 class UpgradableConnection(Connection):
@@ -296,7 +294,8 @@ class UpgradableConnection(Connection):
             websocket.retire()
         cycle.response_started = cycle.response_complete = True
         self.connections.discard(self)
-        self._disarm()
+        self._arrival.end()
+        del self._arrival
         self._unset_keepalive_if_required()
         self.parser = None  # type: ignore[assignment] # nothing is parsed here any more
         self._release()

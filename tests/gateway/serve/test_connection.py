@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 
 from engine.simulated.virtual_loop import run_virtual
-from gateway.serve.connection import (
+from gateway.serve.arrival import (
     BODY_BYTES_PER_SECOND,
     GRACE_SECONDS,
     HEAD_SECONDS,
     MAX_HEAD_BYTES,
     MAX_LATE_BYTES,
     SLICE_BYTES,
-    ConnectionBounds,
 )
+from gateway.serve.connection import ConnectionBounds
 from gateway.serve.places import Places
 from tests.gateway.serve.recording import (
     CHUNKED,

@@ -6,9 +6,7 @@ import pytest
 
 from engine.simulated.virtual_loop import run_virtual
 from gateway.observe.request_log import RequestLog
-from gateway.serve.connection import (
-    MAX_HEAD_BYTES,
-)
+from gateway.serve.arrival import MAX_HEAD_BYTES
 from tests.gateway.serve.recording import (
     CHUNKED,
     ENDLESS,

@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 
 from engine.simulated.virtual_loop import run_virtual
-from gateway.serve.connection import (
-    MAX_PIPELINED,
-    SLICE_BYTES,
-)
+from gateway.serve.arrival import SLICE_BYTES
+from gateway.serve.connection import MAX_PIPELINED
 from tests.gateway.serve.recording import GET, POST, app, connect, reads_on
 
 

@@ -16,7 +16,8 @@ from websockets.uri import parse_uri
 
 from engine.simulated.virtual_loop import run_virtual
 from gateway.observe.request_log import RequestLog
-from gateway.serve.connection import SLICE_BYTES, ConnectionBounds
+from gateway.serve.arrival import SLICE_BYTES
+from gateway.serve.connection import ConnectionBounds
 from gateway.serve.places import Places
 from gateway.serve.websocket import (
     CHECK_SECONDS,
