@@ -15,10 +15,9 @@ import ssl
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import orjson
-
 from gateway.access.intake import Intake
 from gateway.access.networks import network_of
+from gateway.serve.arrival import Rejection
 from gateway.serve.places import Place, Places
 from gateway.serve.tls import charged_for_handshake
 
@@ -164,9 +163,5 @@ async def readable(loop: asyncio.AbstractEventLoop, peer: socket.socket) -> None
 
 def refuse(peer: socket.socket) -> None:
     """Send the error of a server that is full; the socket's buffer is empty and has room for it."""
-    error = {"message": FULL, "type": "server_error", "param": None, "code": "overloaded"}
-    body = orjson.dumps({"error": error})
-    head = b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\n"
-    head += b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
     with contextlib.suppress(OSError):
-        peer.send(head + body)
+        peer.send(Rejection(503, FULL, "server_error", "overloaded").response())

@@ -123,9 +123,8 @@ async def _serve(
             if launcher is not None and settings.models and not settings.models[0].terms.pinned:
                 launcher.discard()
             models = build_models(settings, stack, launcher, progress)
-            loading = asyncio.create_task(load_at_start(models.groups), name="load")
             has_successor = False
-            if await unless_stopped(loading, signals):
+            if await unless_stopped(load_at_start(models.groups), signals):
                 port = listener.getsockname()[1]
                 service = build_service(settings, models, credentials, store)
                 check = partial(check_memory, models)

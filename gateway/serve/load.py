@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, cast
 
 from platformdirs import user_cache_path
@@ -28,7 +29,7 @@ from engine.worker_settings import Kernels, WorkerReport, WorkerSettings
 from gateway.loras import absolute
 from gateway.schema.fields.sampling import SamplingDefaults
 from gateway.serve.cores import count_replicas
-from gateway.serve.cost.calibration import Calibration, CostFile, calibrate, cost_facts
+from gateway.serve.cost.calibration import Calibration, calibrate, cost_facts, cost_file
 from gateway.serve.lookahead import choose_lookahead, max_lookahead
 from gateway.serve.model_checks import check_model, model_directory, projector_file
 from gateway.serve.replicas import like_first, settings_of_replicas
@@ -167,7 +168,7 @@ async def _executor(
 async def _calibrate(
     settings: Settings, directory: Path, executor: MultiprocessExecutor, report: WorkerReport
 ) -> Calibration:
-    file = CostFile.of(
+    file = cost_file(
         cost_facts(directory, report, settings.workers.num_stages, settings.workers.num_ranks),
         settings.schedule.cache_dir,
     )
@@ -189,7 +190,7 @@ def _launcher(settings: Settings, worker: str) -> Launcher | None:
     if name == "local":
         return None
     try:
-        launcher = _by_name(LAUNCHERS[name])
+        launcher = resolve_name(LAUNCHERS[name])
     except ModuleNotFoundError as error:
         raise StartupError(
             f"--launcher {name} needs pip install podway[{name}]: {error}"
@@ -226,12 +227,8 @@ def _text_adapters(settings: Settings, directory: Path) -> TextAdapters:
 
 
 def _adapter(role: str) -> Callable[..., Any]:
-    return _by_name(ADAPTERS[role])
-
-
-def _by_name(target: str) -> Callable[..., Any]:
-    module, name = target.split(":")
-    return cast("Callable[..., Any]", getattr(importlib.import_module(module), name))
+    function: Callable[..., Any] = resolve_name(ADAPTERS[role])
+    return function
 
 
 def _cache(settings: Settings) -> Path:

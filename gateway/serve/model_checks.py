@@ -3,11 +3,11 @@
 Adapters are imported here, by name.
 """
 
-import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, cast
+from pkgutil import resolve_name
+from typing import cast
 
 from engine.errors import StartupError
 from gateway.settings.model import BUILTIN_MODEL
@@ -32,13 +32,13 @@ def check_local_model(settings: Settings) -> None:
 def check_model(settings: Settings, directory: Path) -> None:
     """Check the model in `directory`, its adapters and its draft model. Raises `StartupError`."""
     mmproj = projector_file(settings, directory)
-    headers = _by_name(CHECKPOINT)(directory, settings.model.max_model_len, mmproj)
+    headers = resolve_name(CHECKPOINT)(directory, settings.model.max_model_len, mmproj)
     if directory.is_dir():
-        _by_name(TOKENIZER)(directory)
+        resolve_name(TOKENIZER)(directory)
     _check_loras(settings, headers)
     speculation = settings.model.speculative_config
     if speculation is not None and speculation.model and is_local(speculation.model):
-        _by_name(CHECKPOINT)(model_directory(speculation.model), 0)
+        resolve_name(CHECKPOINT)(model_directory(speculation.model), 0)
 
 
 def is_local(source: str) -> bool:
@@ -53,7 +53,7 @@ def model_directory(source: str) -> Path:
     `StartupError`."""
     if source == BUILTIN_MODEL:
         return Path(str(files("adapters").joinpath("builtin")))
-    return cast("Path", _by_name(RESOLVE)(source))
+    return cast("Path", resolve_name(RESOLVE)(source))
 
 
 def projector_file(settings: Settings, directory: Path) -> Path | None:
@@ -69,7 +69,7 @@ def projector_file(settings: Settings, directory: Path) -> Path | None:
     if not given and settings.model.task in TEXT_TASKS:
         return None
     if not given:
-        return cast("Path | None", _by_name(FIND_PROJECTOR)(directory))
+        return cast("Path | None", resolve_name(FIND_PROJECTOR)(directory))
     path = model_directory(given)
     if path.is_dir():
         raise StartupError(f"--mmproj {given} is a directory, not a GGUF file")
@@ -82,9 +82,4 @@ def _check_loras(settings: Settings, headers: Mapping[str, object]) -> None:
     for value in settings.loras.lora:
         name, _, path = value.partition("=")
         directory = Path(path).expanduser()
-        _by_name(ADAPTER)(name, directory, headers, settings.loras.max_lora_rank)
-
-
-def _by_name(target: str) -> Callable[..., Any]:
-    module, _, name = target.partition(":")
-    return cast("Callable[..., Any]", getattr(importlib.import_module(module), name))
+        resolve_name(ADAPTER)(name, directory, headers, settings.loras.max_lora_rank)

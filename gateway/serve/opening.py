@@ -114,8 +114,7 @@ class ModelOpener:
             cost = costs[0]
             if (errors := cost.errors.summary()) is not None:
                 logger.info("error of predicted iteration times: %s", errors)
-            if loaded.calibration.file is not None:
-                loaded.calibration.file.update(cost)
+            loaded.calibration.update(cost)
 
     def _joined_turn(self, loaded: LoadedModel) -> Turn | None:
         """The model's turn on the cores, if other models compute on them."""

@@ -17,10 +17,10 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import uvicorn
 
@@ -32,13 +32,11 @@ from gateway.serve.connection import ConnectionBounds
 from gateway.serve.places import Places
 from gateway.serve.process import return_large_blocks, tune_collector
 from gateway.serve.upgrade.control import serve_control
-from gateway.serve.upgrade.successor import Accepts
 from gateway.serve.uvicorn_server import UvicornServer
 from gateway.serve.websocket import UpgradableConnection
 
 if TYPE_CHECKING:
     import ssl
-    from types import TracebackType
 
     from starlette.types import ASGIApp
 
@@ -106,12 +104,7 @@ class Signals:
             loop.add_signal_handler(number, self._take, number)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: "TracebackType | None",
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         loop = asyncio.get_running_loop()
         for number in self._numbers:
             loop.remove_signal_handler(number)
@@ -132,27 +125,25 @@ def _ignore(number: signal.Signals) -> None:
     """There is no successor that would get the signal."""
 
 
-async def unless_stopped(work: asyncio.Task[T], signals: Signals) -> T | None:
+async def unless_stopped(work: Coroutine[Any, Any, T], signals: Signals) -> T | None:
     """The result of `work`; None if a signal arrived first, which cancels `work`."""
-    stopping = asyncio.create_task(signals.stop.wait())
+    task = asyncio.create_task(work)
+    done = await first_of(task, asyncio.create_task(signals.stop.wait()))
+    return task.result() if task in done else None
+
+
+async def first_of(*tasks: asyncio.Task[Any]) -> set[asyncio.Task[Any]]:
+    """Those that end first; the others are cancelled, and have ended too."""
     try:
-        await asyncio.wait((work, stopping), return_when=asyncio.FIRST_COMPLETED)
-        if work.done():
-            return work.result()
-        return None
+        return (await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED))[0]
     finally:
-        for task in (work, stopping):
+        for task in tasks:
             task.cancel()
-        await asyncio.wait((work, stopping))
+        await asyncio.wait(tasks)
 
 
 async def _nothing() -> None:
     """There is no stream to restore."""
-
-
-async def _restore_nothing() -> "Later":
-    """What is restored of a server without streams: nothing."""
-    return _nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +156,7 @@ class Server:
     drain_seconds: float
     bounds: ConnectionBounds = field(default_factory=ConnectionBounds)
     # Awaited before requests are accepted; its result is awaited beside them.
-    restore: "Callable[[], Awaitable[Later]]" = _restore_nothing
+    restore: "Callable[[], Awaitable[Later]] | None" = None
     tls: "ssl.SSLContext | None" = None
     upgrades: "Upgrades | None" = None
     predecessor: "Predecessor | None" = None
@@ -203,7 +194,7 @@ class Server:
                 upgrading.cancel()  # others ask the successor
                 signals.on_upgrade(partial(self.upgrades.forward, signal.SIGUSR2))
                 work = self._finish(server, acceptor, places, batching)
-                await unless_stopped(asyncio.create_task(work), signals)
+                await unless_stopped(work, signals)
             for task in (upgrading, restoring, batching):
                 task.cancel()  # unfinished lines run after the next start
             await asyncio.wait((upgrading, batching, restoring))
@@ -221,11 +212,11 @@ class Server:
         """Restore what clients may ask for before any request is accepted, or be told by the former
         server that it accepts no more. Returns what goes on beside the requests."""
         if (predecessor := self.predecessor) is None:
-            return await self.restore()
+            return await self._restore()
         await predecessor.take_over()
 
         async def restore() -> None:
-            await (await self.restore())()
+            await (await self._restore())()
             await self.runner.resume()
 
         async def follow() -> None:
@@ -234,6 +225,9 @@ class Server:
                 group.create_task(predecessor.restored_by(restore))
 
         return follow
+
+    async def _restore(self) -> "Later":
+        return _nothing if self.restore is None else await self.restore()
 
     async def _run_batches(self) -> None:
         if self.predecessor is not None:
@@ -246,17 +240,16 @@ class Server:
         """Upgrade on SIGUSR2 and for `podway upgrade`, until cancelled."""
         if (upgrades := self.upgrades) is None:
             return
-        accepts = Accepts(acceptor.pause, acceptor.resume)
         signals.forward = upgrades.forward
 
         async def by_signal() -> None:
             with contextlib.suppress(EngineError):  # it is logged
-                await upgrades.upgrade(None, listener, accepts)
+                await upgrades.upgrade(None, listener, acceptor)
 
         async with asyncio.TaskGroup() as group:
             signals.on_upgrade(lambda: group.create_task(by_signal()))
             port = listener.getsockname()[1]
-            await serve_control(port, lambda given: upgrades.upgrade(given, listener, accepts))
+            await serve_control(port, lambda given: upgrades.upgrade(given, listener, acceptor))
 
     async def _finish(
         self,
@@ -289,18 +282,12 @@ class Server:
         private = replace(self, app=app.PrivateApp(self.app, self.service, self.upgrades.secret))
         config = _config(private)
         config.load()
+        make = self._maker(server, config)
 
         def connect() -> asyncio.Protocol:
             place = places.enter("")
             assert place is not None, "there is no bound"
-            return UpgradableConnection(
-                config=config,
-                server_state=server.server_state,
-                app_state=server.lifespan.state,
-                bounds=self.bounds,
-                log=self.service.request_log,
-                place=place,
-            )
+            return make(place=place)
 
         loop = asyncio.get_running_loop()
         return await loop.create_unix_server(connect, sock=self.upgrades.private)
@@ -308,24 +295,30 @@ class Server:
     async def _until_stopped(self, signals: Signals) -> None:
         """Wait for a signal, for a successor, or until the engine has failed and `/health` has
         reported it."""
-        ends = [self.service.groups.failed]
+        ends = [signals.stop, self.service.groups.failed]
         if self.upgrades is not None:
             ends.append(self.upgrades.handed_over)
-        await unless_stopped(asyncio.create_task(_first_of(ends)), signals)
+        await first_of(*(asyncio.create_task(event.wait()) for event in ends))
         if self.service.groups.failed.is_set() and not signals.stop.is_set():
             logger.error("%s The server ends in %g s.", self.service.groups.failure, FAILED_SECONDS)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(signals.stop.wait(), FAILED_SECONDS)
 
-    def _acceptor(self, server: UvicornServer, places: Places) -> Acceptor:
-        make = partial(
+    def _maker(
+        self, server: UvicornServer, config: uvicorn.Config
+    ) -> "partial[UpgradableConnection]":
+        """Makes the connection of a `place`."""
+        return partial(
             UpgradableConnection,
-            config=server.config,
+            config=config,
             server_state=server.server_state,
             app_state=server.lifespan.state,
             bounds=self.bounds,
             log=self.service.request_log,
         )
+
+    def _acceptor(self, server: UvicornServer, places: Places) -> Acceptor:
+        make = self._maker(server, server.config)
         intake = Intake(
             self.service.request_log.clock,
             time.thread_time,
@@ -339,23 +332,9 @@ class Server:
     async def _drain(self, signals: Signals) -> None:
         if not signals.abort.is_set():
             logger.info("draining: running requests may finish within %g s", self.drain_seconds)
-        draining = asyncio.create_task(self.service.groups.drain(self.drain_seconds))
-        aborting = asyncio.create_task(signals.abort.wait())
-        await asyncio.wait((draining, aborting), return_when=asyncio.FIRST_COMPLETED)
-        for task in (draining, aborting):
-            task.cancel()
-        await asyncio.wait((draining, aborting))
+        drained = self.service.groups.drain(self.drain_seconds)
+        await first_of(asyncio.create_task(drained), asyncio.create_task(signals.abort.wait()))
         await self.service.groups.drain(0)
-
-
-async def _first_of(events: list[asyncio.Event]) -> None:
-    """Wait until one of them is set."""
-    waiting = [asyncio.create_task(event.wait()) for event in events]
-    try:
-        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in waiting:
-            task.cancel()
 
 
 def _config(server: Server) -> uvicorn.Config:

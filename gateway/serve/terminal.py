@@ -7,7 +7,6 @@ import json
 import logging
 import shlex
 from collections.abc import Iterable, Mapping
-from types import TracebackType
 from typing import Self, TextIO
 
 from rich.console import Console
@@ -47,12 +46,7 @@ class LoadingBars:
         self._bars.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def stop(self) -> None:

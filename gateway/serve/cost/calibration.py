@@ -36,8 +36,15 @@ class Calibration:
     """A cost model, the file it is saved in (None: not saved), and its origin in words."""
 
     model: CostModel
-    file: "CostFile | None"
+    file: SavedFile | None
     origin: str
+
+    def update(self, cost: LiveCost) -> None:
+        """Remove the file of a calibration that the iterations of a server refuted: the next start
+        measures again. All else that it learned holds for the load of that day."""
+        if self.file is not None and cost.is_refuted:
+            with suppress(OSError):  # as a file that cannot be saved stops no server
+                self.file.path.unlink(missing_ok=True)
 
     def __str__(self) -> str:
         alone, prompt = self.model.compute(1, 0), self.model.compute(256, 0)
@@ -47,32 +54,9 @@ class Calibration:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class CostFile:
-    """A cost model's file, and the facts for which the model is valid."""
-
-    path: Path
-    facts: Mapping[str, object]
-
-    @classmethod
-    def of(cls, facts: Mapping[str, object], directory: Path | None = None) -> "CostFile":
-        """The file for these facts, in the user's cache or in `directory`."""
-        return cls(SavedFile.of(facts, "cost", directory).path, facts)
-
-    def load(self) -> CostModel | None:
-        """The saved model. None if there is no usable file; one that cannot be used is logged."""
-        return SavedFile(self.path, self.facts, "cost").load(CostModel.parse)
-
-    def save(self, model: CostModel) -> None:
-        """Replace the file atomically. A failure is logged, not raised."""
-        SavedFile(self.path, self.facts, "cost").save(asdict(model))
-
-    def update(self, cost: LiveCost) -> None:
-        """Remove a calibration that the iterations of a server refuted: the next start measures
-        again. All else that it learned holds for the load of that day."""
-        if cost.is_refuted:
-            with suppress(OSError):  # as a file that cannot be saved stops no server
-                self.path.unlink(missing_ok=True)
+def cost_file(facts: Mapping[str, object], directory: Path | None = None) -> SavedFile:
+    """The file of the cost model for these facts, in the user's cache or in `directory`."""
+    return SavedFile.of(facts, "cost", directory)
 
 
 def cost_facts(
@@ -107,14 +91,14 @@ def processor() -> str:
 
 
 async def calibrate(
-    source: str, file: CostFile, executor: "StepExecutor", bounds: ProbeLimits
+    source: str, file: SavedFile, executor: "StepExecutor", bounds: ProbeLimits
 ) -> Calibration:
     """The cost model from `source`: "auto" (saved, else measured), "measure" (always measured) or
     "none" (a default that is fitted while serving)."""
     default = replace(UNMEASURED, graphs=bounds.graphs)
     if source == "none":
         return Calibration(default, None, "a default, fitted while serving")
-    if source == "auto" and (known := file.load()) is not None:
+    if source == "auto" and (known := file.load(CostModel.parse)) is not None:
         return Calibration(known, file, f"from {file.path}")
     started = time.perf_counter()
     try:
@@ -126,7 +110,7 @@ async def calibrate(
     if not is_stable:
         busy = "beside other work on this machine, so the next start measures again"
         return Calibration(model, file, f"measured in {took:.1f} s {busy}")
-    file.save(model)
+    file.save(asdict(model))
     return Calibration(model, file, f"measured in {took:.1f} s")
 
 

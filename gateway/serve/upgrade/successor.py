@@ -25,6 +25,7 @@ from gateway.serve.upgrade.channel import Channel, private_listener
 from gateway.serve.upgrade.inherited import VARIABLE
 
 if TYPE_CHECKING:
+    from gateway.serve.acceptor import Acceptor
     from gateway.serve.upgrade.predecessor import Predecessor
     from gateway.store.store import Store
 
@@ -123,7 +124,7 @@ class Upgrades:
     _is_upgrading: bool = False
 
     async def upgrade(
-        self, arguments: Sequence[str] | None, listener: socket.socket, accepts: "Accepts"
+        self, arguments: Sequence[str] | None, listener: socket.socket, acceptor: "Acceptor"
     ) -> int:
         """Start a successor and hand over to it. Returns its process id. Raises `StartupError` if
         it cannot take over; then this server goes on."""
@@ -135,7 +136,7 @@ class Upgrades:
         try:
             await self.store.database.share()
             successor = await Successor.start(command, listener)
-            await self._hand_over(successor, accepts)
+            await self._hand_over(successor, acceptor)
         except BaseException as error:
             if successor is not None:
                 successor.kill()
@@ -158,20 +159,20 @@ class Upgrades:
             )
         self.check()
 
-    async def _hand_over(self, successor: Successor, accepts: "Accepts") -> None:
+    async def _hand_over(self, successor: Successor, acceptor: "Acceptor") -> None:
         if await self.store.is_lost_at_end():
             raise StartupError(IN_MEMORY)
         path = self.store.database.path
         store = None if path is None else str(path)
         successor.channel.send(hello=True, store=store, secret=self.secret, pid=os.getpid())
         await successor.expect("ready", self.seconds)
-        accepts.pause()
+        acceptor.pause()
         private = private_listener(os.getpid())  # the successor may use it at once
         try:
             successor.channel.send(take=True)
             await successor.expect("taken", TAKE_SECONDS)
         except BaseException:
-            accepts.resume()
+            acceptor.resume()
             private.close()
             raise
         self.private = private
@@ -192,14 +193,6 @@ class Upgrades:
         """Nothing of a batch is computed here any more."""
         assert self.successor is not None, "called after the handover"
         self.successor.channel.send(released=True)
-
-
-class Accepts:
-    """What accepts connections, and can let another server do so."""
-
-    def __init__(self, pause: Callable[[], None], resume: Callable[[], None]) -> None:
-        self.pause = pause
-        self.resume = resume
 
 
 def adopt_descendants() -> None:

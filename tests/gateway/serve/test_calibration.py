@@ -4,7 +4,7 @@ import asyncio
 import json
 import logging
 import os
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,8 @@ from engine.simulated.executor import SimulatedExecutor
 from engine.simulated.virtual_loop import run_virtual
 from engine.step import Step, StepResult
 from engine.worker_settings import WorkerReport
-from gateway.serve.cost.calibration import Calibration, CostFile, calibrate, cost_facts
+from gateway.serve.cost.calibration import Calibration, calibrate, cost_facts, cost_file
+from gateway.serve.saved import SavedFile
 from tests.engine.cost.test_live import mixed_step
 
 TRUE = CostModel.linear(per_step=0.01, per_token=0.001, per_slot=0.0)
@@ -41,13 +42,13 @@ class Counting(SimulatedExecutor):
         return future
 
 
-def calibrated(how: str, file: CostFile, executor: Counting) -> Calibration:
+def calibrated(how: str, file: SavedFile, executor: Counting) -> Calibration:
     bounds = ProbeLimits(8, 64, 128, 100, 16)
     return run_virtual(calibrate(how, file, executor, bounds))
 
 
 def test_a_measured_cost_model_is_used_by_the_next_start(tmp_path: Path) -> None:
-    file = CostFile.of(FACTS, tmp_path)
+    file = cost_file(FACTS, tmp_path)
     first, second = Counting(), Counting()
     measured = calibrated("auto", file, first)
     assert first.num_steps > 4
@@ -64,12 +65,12 @@ def test_a_measured_cost_model_is_used_by_the_next_start(tmp_path: Path) -> None
 def test_a_calibration_that_iterations_refute_is_measured_again(
     tmp_path: Path, slowdown: float, is_kept: bool
 ) -> None:
-    file = CostFile.of(FACTS, tmp_path)
-    file.save(TRUE)
+    file = cost_file(FACTS, tmp_path)
+    file.save(asdict(TRUE))
     cost, step = LiveCost(TRUE), mixed_step(8, 0)
     for _ in range(10 * REFUTED_BY):
         cost.observe(step, slowdown * TRUE.step(step))
-    file.update(cost)
+    Calibration(TRUE, file, "").update(cost)
     next_start = Counting()
     calibrated("auto", file, next_start)
     assert (next_start.num_steps == 0) is is_kept
@@ -85,16 +86,16 @@ class Unsteady(Counting):
 
 
 def test_what_was_measured_beside_other_work_is_used_but_not_saved(tmp_path: Path) -> None:
-    file = CostFile.of(FACTS, tmp_path)
+    file = cost_file(FACTS, tmp_path)
     found = calibrated("auto", file, Unsteady())
     assert found.model != UNMEASURED
     assert "the next start measures again" in str(found)
-    assert file.load() is None
+    assert file.load(CostModel.parse) is None
 
 
 def test_measure_measures_again_and_none_does_not_measure(tmp_path: Path) -> None:
-    file = CostFile.of(FACTS, tmp_path)
-    file.save(UNMEASURED)
+    file = cost_file(FACTS, tmp_path)
+    file.save(asdict(UNMEASURED))
     again, never = Counting(), Counting()
     assert calibrated("measure", file, again).model != UNMEASURED
     assert again.num_steps > 4
@@ -117,14 +118,14 @@ def test_measure_measures_again_and_none_does_not_measure(tmp_path: Path) -> Non
 def test_a_cost_file_that_is_corrupt_or_for_another_model_is_ignored_with_one_line(
     content: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    file = CostFile.of(FACTS, tmp_path)
+    file = cost_file(FACTS, tmp_path)
     file.path.parent.mkdir()
     file.path.write_bytes(content)
     with caplog.at_level(logging.WARNING):
-        assert file.load() is None
+        assert file.load(CostModel.parse) is None
     assert [record.getMessage().count("\n") for record in caplog.records] == [0]
     assert "measured" in str(calibrated("auto", file, Counting()))
-    assert file.load() is not None
+    assert file.load(CostModel.parse) is not None
 
 
 def test_a_cache_that_cannot_be_written_is_logged_in_one_line(
@@ -132,26 +133,24 @@ def test_a_cache_that_cannot_be_written_is_logged_in_one_line(
 ) -> None:
     (tmp_path / "costs").write_text("not a directory")
     with caplog.at_level(logging.WARNING):
-        calibrated("measure", CostFile.of(FACTS, tmp_path), Counting())
+        calibrated("measure", cost_file(FACTS, tmp_path), Counting())
     assert len(caplog.records) == 1
     assert os.listdir(tmp_path) == ["costs"]
 
 
 def test_a_worker_that_dies_while_measured_does_not_stop_the_start(tmp_path: Path) -> None:
-    assert (
-        calibrated("auto", CostFile.of(FACTS, tmp_path), Counting(lives=False)).model == UNMEASURED
-    )
+    assert calibrated("auto", cost_file(FACTS, tmp_path), Counting(lives=False)).model == UNMEASURED
 
 
 def test_other_weights_config_or_machine_have_another_cost_file(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "config.json").write_text("{}")
-    paths = [CostFile.of(cost_facts(tmp_path, REPORT, 1, 1), tmp_path).path]
+    paths = [cost_file(cost_facts(tmp_path, REPORT, 1, 1), tmp_path).path]
     (tmp_path / "config.json").write_text('{"hidden_size": 64}')
-    paths.append(CostFile.of(cost_facts(tmp_path, REPORT, 1, 1), tmp_path).path)
+    paths.append(cost_file(cost_facts(tmp_path, REPORT, 1, 1), tmp_path).path)
     (tmp_path / "model.safetensors").write_bytes(b"12345")
-    paths.append(CostFile.of(cost_facts(tmp_path, REPORT, 1, 1), tmp_path).path)
-    paths.append(CostFile.of(cost_facts(tmp_path, REPORT, 2, 1), tmp_path).path)
+    paths.append(cost_file(cost_facts(tmp_path, REPORT, 1, 1), tmp_path).path)
+    paths.append(cost_file(cost_facts(tmp_path, REPORT, 2, 1), tmp_path).path)
     assert len(set(paths)) == 4
-    assert CostFile.of(cost_facts(tmp_path, REPORT, 2, 1), tmp_path).path == paths[-1]
+    assert cost_file(cost_facts(tmp_path, REPORT, 2, 1), tmp_path).path == paths[-1]

@@ -12,7 +12,7 @@ from engine.errors import StartupError
 from gateway.observe.kv_events import KVEventsConfig
 from gateway.serve.assemble import beside_former
 from gateway.serve.upgrade.channel import private_socket
-from gateway.serve.upgrade.successor import Accepts, Successor, Upgrades
+from gateway.serve.upgrade.successor import Successor, Upgrades
 from gateway.settings.server import ObserveSettings
 from gateway.settings.settings import Settings
 
@@ -41,9 +41,11 @@ async def handed_over(successor: FakeSuccessor) -> tuple[Upgrades, list[str]]:
     store: Any = SimpleNamespace(is_lost_at_end=is_lost_at_end, database=SimpleNamespace(path=None))
     accepts: list[str] = []
     upgrades = Upgrades(store, 1.0, lambda: None)
-    ways = Accepts(lambda: accepts.append("pause"), lambda: accepts.append("resume"))
+    acceptor: Any = SimpleNamespace(
+        pause=lambda: accepts.append("pause"), resume=lambda: accepts.append("resume")
+    )
     with patch("gateway.serve.upgrade.successor.adopt_descendants"):
-        await upgrades._hand_over(cast("Successor", successor), ways)
+        await upgrades._hand_over(cast("Successor", successor), acceptor)
     return upgrades, accepts
 
 
