@@ -5,17 +5,15 @@ import sys
 from typing import Any
 from urllib.parse import quote
 
-import aiohttp
 import orjson
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from gateway.commands.http_client import (
     DEFAULT_URL,
     ServerError,
+    answered,
     base_url,
-    connection_error,
-    http_error,
     open_session,
 )
 from gateway.settings.flags import Parser
@@ -45,7 +43,7 @@ def main(argv: list[str]) -> int:
     try:
         timeline = asyncio.run(fetch(base_url(args.url), args.id, args.api_key))
     except ServerError as error:
-        sys.stderr.write(f"podway explain: {error}\n")
+        sys.stderr.write(f"podway explain: {str(error).removeprefix(NOT_FOUND)}\n")
         return 1
     show(timeline, Console())
     return 0
@@ -53,17 +51,14 @@ def main(argv: list[str]) -> int:
 
 async def fetch(url: str, request_id: str, api_key: str | None) -> dict[str, Any]:
     """The server's timeline object. Raises `ServerError`."""
-    address = f"{url}/v1/requests/{quote(request_id, safe='')}/timeline"
+    path = f"/v1/requests/{quote(request_id, safe='')}/timeline"
     try:
-        async with open_session(api_key, timeout=30) as session, session.get(address) as response:
-            body = await response.read()
-            if response.status != 200:
-                message = http_error(response.status, body)
-                raise ServerError(message.removeprefix(NOT_FOUND))
-            timeline: dict[str, Any] = orjson.loads(body)
+        async with (
+            open_session(api_key, timeout=30) as session,
+            answered(session, url, path) as response,
+        ):
+            timeline: dict[str, Any] = orjson.loads(await response.read())
             return timeline
-    except (aiohttp.ClientError, TimeoutError, OSError) as error:
-        raise ServerError(connection_error(url, error)) from error
     except orjson.JSONDecodeError as error:
         raise ServerError(f"{url} did not answer with JSON; is it a Podway server?") from error
 
@@ -83,10 +78,9 @@ def show(timeline: dict[str, Any], console: Console) -> None:
 
 
 def _phases(spans: list[dict[str, Any]]) -> Table:
-    table = Table("phase", "from s", "for s", "", header_style="bold", box=None)
+    numbers = (Column(title, justify="right") for title in ("from s", "for s"))
+    table = Table("phase", *numbers, "", header_style="bold", box=None)
     end = max((span["start"] + span["seconds"] for span in spans), default=0.0)
-    for column in table.columns[1:3]:
-        column.justify = "right"
     for span in spans:
         bar = _bar(span["start"], span["seconds"], end)
         table.add_row(span["phase"], f"{span['start']:.3f}", f"{span['seconds']:.3f}", bar)

@@ -4,7 +4,8 @@ Works with any such server. Every failure is a `ServerError` whose text is one r
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
@@ -60,16 +61,27 @@ def open_session(
     )
 
 
+@asynccontextmanager
+async def answered(
+    session: aiohttp.ClientSession, url: str, path: str, body: dict[str, Any] | None = None
+) -> AsyncIterator[aiohttp.ClientResponse]:
+    """The response with status 200 to a GET, or to a POST of `body`. Raises `ServerError`, also if
+    the connection is lost within the block."""
+    try:
+        method = "GET" if body is None else "POST"
+        async with session.request(method, f"{url}{path}", json=body) as response:
+            if response.status != 200:
+                raise ServerError(http_error(response.status, await response.read()))
+            yield response
+    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        raise ServerError(connection_error(url, error)) from error
+
+
 async def first_model(session: aiohttp.ClientSession, url: str) -> str:
     """The id of the first model that the server lists."""
     try:
-        async with session.get(f"{url}/v1/models") as response:
-            body = await response.read()
-            if response.status != 200:
-                raise ServerError(http_error(response.status, body))
-            return str(orjson.loads(body)["data"][0]["id"])
-    except (aiohttp.ClientError, TimeoutError, OSError) as error:
-        raise ServerError(connection_error(url, error)) from error
+        async with answered(session, url, "/v1/models") as response:
+            return str(orjson.loads(await response.read())["data"][0]["id"])
     except (orjson.JSONDecodeError, LookupError, TypeError) as error:
         raise ServerError(f"{url}/v1/models lists no model; set one with --model") from error
 

@@ -9,20 +9,18 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-import aiohttp
 import orjson
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from gateway.commands.http_client import (
     DEFAULT_URL,
     EventDecoder,
     ServerError,
+    answered,
     base_url,
-    connection_error,
-    http_error,
     open_session,
 )
 from gateway.settings.flags import Parser
@@ -77,15 +75,11 @@ async def states(url: str, api_key: str | None) -> AsyncGenerator[dict[str, Any]
     try:
         async with (
             open_session(api_key) as session,
-            session.get(f"{url}/admin/live") as response,
+            answered(session, url, "/admin/live") as response,
         ):
-            if response.status != 200:
-                raise ServerError(http_error(response.status, await response.read()))
             async for chunk in response.content.iter_any():
                 for data in decoder.feed(chunk):
                     yield orjson.loads(data)
-    except (aiohttp.ClientError, TimeoutError, OSError) as error:
-        raise ServerError(connection_error(url, error)) from error
     except orjson.JSONDecodeError as error:
         raise ServerError(f"{url} sent an event that is not JSON") from error
 
@@ -135,10 +129,9 @@ def _kv(name: str, tier: dict[str, int]) -> Text:
 
 def _requests(state: dict[str, Any], num_rows: int) -> Table:
     """The oldest requests first."""
-    table = Table("request", "state", "level", "age s", "prompt", "output", "preempted",
-                  "waits for", header_style="bold", box=None)  # fmt: skip
-    for column in table.columns[2:7]:
-        column.justify = "right"
+    titles = ("level", "age s", "prompt", "output", "preempted")
+    numbers = (Column(title, justify="right") for title in titles)
+    table = Table("request", "state", *numbers, "waits for", header_style="bold", box=None)
     rows = sorted(state["requests"], key=lambda each: -each["age"])
     for each in rows[:num_rows]:
         table.add_row(

@@ -1,11 +1,10 @@
-"""The plot of one or more load runs, as a PNG file."""
+"""The plot of one or more load runs."""
 
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from gateway.commands.bench.report import MEASURES, Report
@@ -16,7 +15,6 @@ _PANELS = ("ttft", "itl", "norm")
 def draw(reports: Sequence[Report], path: Path) -> None:
     """Plot three distributions and the output tokens over time, one colour per run."""
     figure = Figure(figsize=(11, 7), layout="constrained")
-    FigureCanvasAgg(figure)
     *panels, timeline = figure.subplots(2, 2).flat
     for axes, measure in zip(panels, _PANELS, strict=True):
         _distribution(axes, reports, measure)
@@ -26,7 +24,7 @@ def draw(reports: Sequence[Report], path: Path) -> None:
         timeline.step(seconds, tokens, where="post", label=report.label)
     timeline.set(title="completed requests", xlabel="seconds", ylabel="output tokens")
     timeline.legend()
-    figure.savefig(path, format="png", dpi=120)
+    figure.savefig(path, dpi=120)
 
 
 def _distribution(axes: Axes, reports: Sequence[Report], measure: str) -> None:

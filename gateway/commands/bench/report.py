@@ -9,11 +9,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import quantiles
 from typing import Any
 
 import orjson
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from gateway.commands.bench.load import RequestResult
 from gateway.commands.http_client import ServerError
@@ -121,9 +122,8 @@ def read_report(path: Path) -> Report:
 
 def show(reports: Sequence[Report], console: Console) -> None:
     """Print a table with one column per run, then the errors."""
-    table = Table("", *(report.label for report in reports), header_style="bold", box=None)
-    for column in table.columns[1:]:
-        column.justify = "right"
+    columns = (Column(report.label, justify="right") for report in reports)
+    table = Table("", *columns, header_style="bold", box=None)
     for title, cells in _rows(reports):
         table.add_row(title, *cells)
     console.print(table)
@@ -177,13 +177,6 @@ def _measures(ok: Sequence[RequestResult]) -> dict[str, list[float]]:
 
 def _quantiles(values: Sequence[float]) -> list[float]:
     """Percentiles 0 to 100 with linear interpolation; empty for no samples."""
-    ordered = sorted(values)
-    if not ordered:
-        return []
-    result = []
-    for percentile in range(101):
-        index, fraction = divmod((len(ordered) - 1) * percentile / 100, 1)
-        low = ordered[int(index)]
-        high = ordered[min(int(index) + 1, len(ordered) - 1)]
-        result.append(low + (high - low) * fraction)
-    return result
+    if len(values) < 2:
+        return [*values] * 101
+    return [min(values), *quantiles(values, n=100, method="inclusive"), max(values)]

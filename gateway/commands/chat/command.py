@@ -22,10 +22,9 @@ from gateway.commands.http_client import (
     DONE,
     EventDecoder,
     ServerError,
+    answered,
     base_url,
-    connection_error,
     first_model,
-    http_error,
     open_session,
 )
 from gateway.settings.flags import Parser, did_you_mean, positive
@@ -81,17 +80,12 @@ class ChatServer:
         """Stream one answer's events to `on_event`. Cancelling this closes the connection."""
         body = {**self.params, "messages": messages, "stream": True}
         decoder = EventDecoder()
-        try:
-            async with self.session.post(f"{self.url}/v1/chat/completions", json=body) as response:
-                if response.status != 200:
-                    raise ServerError(http_error(response.status, await response.read()))
-                async for chunk in response.content.iter_any():
-                    for data in decoder.feed(chunk):
-                        if data == DONE:
-                            return
-                        on_event(data)
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise ServerError(connection_error(self.url, error)) from error
+        async with answered(self.session, self.url, "/v1/chat/completions", body) as response:
+            async for chunk in response.content.iter_any():
+                for data in decoder.feed(chunk):
+                    if data == DONE:
+                        return
+                    on_event(data)
 
 
 def parser() -> Parser:

@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from engine.worker_settings import WorkerReport
 from gateway.commands.offline_bench.roofline import Limit, LowerBound, Work, weights_of
@@ -143,9 +143,9 @@ def show(report: OfflineReport, console: Console) -> None:
     """Print the table under a description of model, worker and limits."""
     console.print(report.title, markup=False, highlight=False)
     console.print(report.limits_line, markup=False, highlight=False)
-    table = Table(*COLUMNS, header_style="bold", box=None)
-    for column in table.columns[1:]:
-        column.justify = "right"
+    first, *others = COLUMNS
+    columns = (Column(title, justify="right") for title in others)
+    table = Table(first, *columns, header_style="bold", box=None)
     for row in report.rows:
         table.add_row(*cells(row))
     console.print(table)

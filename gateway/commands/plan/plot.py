@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import ScalarFormatter
 
@@ -12,10 +11,9 @@ from engine.simulated.figures import MEASURES
 
 
 def draw_plans(plans: Mapping[str, Plan], goals: Goals, gpus: int, path: Path) -> None:
-    """Draw a panel for each goal as a PNG; a star marks the fewest GPUs that meet all goals."""
+    """Draw a panel for each goal; a star marks the fewest GPUs that meet all goals."""
     count = len(goals.limits)
     figure = Figure(figsize=(max(7, 5 * count), 5), layout="constrained")
-    FigureCanvasAgg(figure)
     panels = figure.subplots(1, count, squeeze=False)[0]
     for axes, goal in zip(panels, goals.limits, strict=True):
         for number, (label, plan) in enumerate(plans.items()):
@@ -39,7 +37,7 @@ def draw_plans(plans: Mapping[str, Plan], goals: Goals, gpus: int, path: Path) -
     handles, names = panels[0].get_legend_handles_labels()
     title = "★: the fewest GPUs with which all goals are met"
     figure.legend(handles, names, loc="outside upper center", ncols=min(4, len(plans)), title=title)
-    figure.savefig(path, format="png", dpi=110)
+    figure.savefig(path, dpi=110)
 
 
 def _text(label: str, plan: Plan, gpus: int) -> str:

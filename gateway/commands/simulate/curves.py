@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from engine.simulated.figures import MEASURES, Figures
@@ -19,9 +18,8 @@ def by_label(runs: Sequence[Figures]) -> dict[str, list[Figures]]:
 
 
 def draw_load(series: Mapping[str, Sequence[Figures]], path: Path) -> None:
-    """Plot latencies (solid p50, dashed p99), goodput and preemptions over load, as a PNG."""
+    """Plot latencies (solid p50, dashed p99), goodput and preemptions over load."""
     figure = Figure(figsize=(14, 8), layout="constrained")
-    FigureCanvasAgg(figure)
     panels = figure.subplots(2, 3)
     for axes, measure in zip(panels.flat[:4], ("ttft", "itl", "norm", "jct"), strict=True):
         for number, (label, runs) in enumerate(series.items()):
@@ -38,7 +36,7 @@ def draw_load(series: Mapping[str, Sequence[Figures]], path: Path) -> None:
         axes.set_xlabel("requests/s offered")
         axes.grid(alpha=0.3)
     panels[0, 0].legend()
-    figure.savefig(path, format="png", dpi=110)
+    figure.savefig(path, dpi=110)
 
 
 def _over_load(axes: Axes, runs: Sequence[Figures], measure: str, label: str, colour: str) -> None:
@@ -51,9 +49,8 @@ def _over_load(axes: Axes, runs: Sequence[Figures], measure: str, label: str, co
 
 
 def draw_time(runs: Sequence[Figures], path: Path) -> None:
-    """Plot queue, admitted requests, used slots and preemptions over time, as a PNG."""
+    """Plot queue, admitted requests, used slots and preemptions over time."""
     figure = Figure(figsize=(12, 8), layout="constrained")
-    FigureCanvasAgg(figure)
     panels = figure.subplots(2, 2)
     titles = {
         "waiting": "requests waiting",
@@ -69,4 +66,4 @@ def draw_time(runs: Sequence[Figures], path: Path) -> None:
         axes.set(title=title, xlabel="seconds")
         axes.grid(alpha=0.3)
     panels[0, 0].legend()
-    figure.savefig(path, format="png", dpi=110)
+    figure.savefig(path, dpi=110)

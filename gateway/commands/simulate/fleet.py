@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from engine.errors import InvalidRequest
 from engine.research.fleet.autoscaler import AutoscaleSettings
@@ -107,11 +107,10 @@ def show_fleets(runs: Sequence[FleetFigures], console: Console) -> None:
 
 def table_of(*titles: str) -> Table:
     """An empty table with a column for labels and one for each title."""
-    table = Table(header_style="bold", box=None, padding=(0, 1, 0, 0))
-    table.add_column("", no_wrap=True)
-    for title in titles:
-        table.add_column(title, justify="right", no_wrap=True)
-    return table
+    columns = (Column(title, justify="right", no_wrap=True) for title in titles)
+    return Table(
+        Column(no_wrap=True), *columns, header_style="bold", box=None, padding=(0, 1, 0, 0)
+    )
 
 
 _RATES = (

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import ScalarFormatter
 
@@ -25,12 +24,11 @@ _OVER_TIME = {
 
 
 def draw_fleets(runs: Sequence[FleetFigures], path: Path) -> None:
-    """Plot the percentiles of TTFT, ITL and JCT of each run, and its state over time, as a PNG.
+    """Plot the percentiles of TTFT, ITL and JCT of each run, and its state over time.
     The number of replicas is shown if it changes in any run."""
     is_scaled = any(len({moment.active for moment in run.moments}) > 1 for run in runs)
     over_time = {name: text for name, text in _OVER_TIME.items() if name != "active" or is_scaled}
     figure = Figure(figsize=(14, 8.5), layout="constrained")
-    FigureCanvasAgg(figure)
     grid = figure.add_gridspec(2, 6)
     labels = _labels(runs)
     for place, measure in enumerate(_UNITS):
@@ -47,7 +45,7 @@ def draw_fleets(runs: Sequence[FleetFigures], path: Path) -> None:
         axes.grid(alpha=0.3)
     handles, names = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, names, loc="outside upper center", ncols=len(runs), title="router")
-    figure.savefig(path, format="png", dpi=110)
+    figure.savefig(path, dpi=110)
 
 
 def _labels(runs: Sequence[FleetFigures]) -> list[str]:

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.table import Table
 
 from engine.simulated.figures import Figures
+from gateway.commands.simulate.fleet import table_of
 
 _LATENCIES = (  # measure, title, unit
     ("ttft", "TTFT\nms", 1e3),
@@ -24,20 +24,13 @@ def show(runs: Sequence[Figures], console: Console) -> None:
     """Print a table of rates and counts, then one of latencies; one row per run."""
     points = ("mean", "p50", "p90", "p99") if console.width >= _WIDE else ("mean", "p99")
     columns = [(*latency, point) for latency in _LATENCIES for point in points]
-    counts = _table(_COUNTS)
-    times = _table([f"{title}\n{point}" for _, title, _, point in columns])
+    counts = table_of(*_COUNTS)
+    times = table_of(*(f"{title}\n{point}" for _, title, _, point in columns))
     for run in runs:
         counts.add_row(_name(run), *_counts(run))
         times.add_row(_name(run), *(_cell(run, m, unit, point) for m, _, unit, point in columns))
     console.print(counts)
     console.print(times)
-
-
-def _table(titles: Sequence[str]) -> Table:
-    table = Table("", header_style="bold", box=None, padding=(0, 1, 0, 0))
-    for title in titles:
-        table.add_column(title, justify="right", no_wrap=True)
-    return table
 
 
 def _name(run: Figures) -> str:
