@@ -83,7 +83,7 @@ def _cost(longest: "Timeline", label: str, timelines: "Timelines", now: float) -
         return _working(longest, costs)
     if phase == "queued":
         return _queued(longest, seconds, timelines, now)
-    return _DELAYS[phase](longest, seconds)
+    return _delayed(phase, longest, seconds)
 
 
 def _working(timeline: "Timeline", costs: dict[str, float]) -> str:
@@ -106,89 +106,54 @@ def _working(timeline: "Timeline", costs: dict[str, float]) -> str:
 def _queued(timeline: "Timeline", seconds: float, timelines: "Timelines", now: float) -> str:
     cause, load = timeline.waited(now)
     running, waiting = _number(load.num_running, "request"), _number(load.num_waiting, "request")
-    if cause is Cause.KV:
-        return (
-            f"It waited {seconds:.2f} s for KV: {running} held {load.kv_share:.0%} of it; a larger "
-            "--kv-memory or --host-kv-memory would have started it sooner."
-        )
-    if cause is Cause.SEAT:
-        return (
-            f"It waited {seconds:.2f} s for a seat: every step already had as many requests as "
-            f"--max-batch-size allows, and {waiting} waited; a larger --max-batch-size would have "
-            "started it sooner."
-        )
-    if cause is Cause.WORKER:
-        return (
-            f"It waited {seconds:.2f} s for a worker that was started again; the server's log says "
-            "why the last one ended."
-        )
-    if cause is Cause.STEP:
-        return (
-            f"It waited {seconds:.2f} s for the step in flight to end; a smaller "
-            "--max-batch-tokens or --max-step-seconds makes steps shorter."
-        )
-    return (
-        f"It waited {seconds:.2f} s in the queue: {waiting} waited for tokens of a step; a larger "
-        "--max-batch-tokens, more capacity or another --policy would have started it sooner."
+    return f"It waited {seconds:.2f} s " + _CAUSES[cause].format(
+        running=running, waiting=waiting, kv_share=load.kv_share
     )
 
 
-def _encoding(timeline: "Timeline", seconds: float) -> str:
-    images = _number(len(timeline.request.spec.media), "image")
-    return (
-        f"It waited {seconds:.2f} s for the image encoder, which read its {images} and others' "
-        "beside the tokens of all requests; smaller images, or the same ones again, take less."
+_CAUSES = {
+    Cause.KV: "for KV: {running} held {kv_share:.0%} of it; a larger --kv-memory or "
+    "--host-kv-memory would have started it sooner.",
+    Cause.SEAT: "for a seat: every step already had as many requests as --max-batch-size allows, "
+    "and {waiting} waited; a larger --max-batch-size would have started it sooner.",
+    Cause.TOKENS: "in the queue: {waiting} waited for tokens of a step; a larger "
+    "--max-batch-tokens, more capacity or another --policy would have started it sooner.",
+    Cause.WORKER: "for a worker that was started again; the server's log says why the last one "
+    "ended.",
+    Cause.STEP: "for the step in flight to end; a smaller --max-batch-tokens or --max-step-seconds "
+    "makes steps shorter.",
+}
+
+
+def _delayed(phase: str, timeline: "Timeline", seconds: float) -> str:
+    request = timeline.request
+    pauses = sum(each.kind == "paused" for each in timeline.interruptions)
+    return _DELAYS[phase].format(
+        seconds=seconds,
+        images=_number(len(request.spec.media), "image"),
+        preemptions=_number(request.num_preemptions, "time"),
+        pauses=_number(pauses, "time"),
+        swaps=_number(request.num_swaps, "time"),
+        restarts=_number(timeline.num_restarts, "time"),
     )
 
 
-def _preempted(timeline: "Timeline", seconds: float) -> str:
-    times = _number(timeline.request.num_preemptions, "time")
-    return (
-        f"It was preempted {times} because KV ran short, and computed again: {seconds:.2f} s; "
-        "--host-kv-memory keeps the KV of preempted requests, a larger --kv-memory avoids it."
-    )
-
-
-def _paused(timeline: "Timeline", seconds: float) -> str:
-    times = sum(each.kind == "paused" for each in timeline.interruptions)
-    return (
-        f"It was paused {_number(times, 'time')}, {seconds:.2f} s in all, while the policy ran "
-        "other requests; a larger --max-batch-size or another --policy would have run it sooner."
-    )
-
-
-def _swapped(timeline: "Timeline", seconds: float) -> str:
-    times = _number(timeline.request.num_swaps, "time")
-    return (
-        f"Its KV was swapped out to the host {times}, {seconds:.2f} s in all, while other requests "
-        "used the memory; a larger --kv-memory avoids it."
-    )
-
-
-def _restart(timeline: "Timeline", seconds: float) -> str:
-    times = _number(timeline.num_restarts, "time")
-    return (
-        f"A worker was lost {times} while it ran; starting the worker and computing the request "
-        f"again took {seconds:.2f} s. The server's log says why the worker ended."
-    )
-
-
-def _reader(timeline: "Timeline", seconds: float) -> str:
-    return (
-        f"Its client did not read for {seconds:.2f} s while tokens were ready: the client or its "
-        "network was slow, not the engine; a client that reads faster would have got it sooner."
-    )
+_DELAYS = {
+    "encoding": "It waited {seconds:.2f} s for the image encoder, which read its {images} and "
+    "others' beside the tokens of all requests; smaller images, or the same ones again, take less.",
+    "preempted": "It was preempted {preemptions} because KV ran short, and computed again: "
+    "{seconds:.2f} s; --host-kv-memory keeps the KV of preempted requests, a larger --kv-memory "
+    "avoids it.",
+    "paused": "It was paused {pauses}, {seconds:.2f} s in all, while the policy ran other "
+    "requests; a larger --max-batch-size or another --policy would have run it sooner.",
+    "swapped": "Its KV was swapped out to the host {swaps}, {seconds:.2f} s in all, while other "
+    "requests used the memory; a larger --kv-memory avoids it.",
+    "restart": "A worker was lost {restarts} while it ran; starting the worker and computing the "
+    "request again took {seconds:.2f} s. The server's log says why the worker ended.",
+    "reader": "Its client did not read for {seconds:.2f} s while tokens were ready: the client or "
+    "its network was slow, not the engine; a client that reads faster would have got it sooner.",
+}
 
 
 def _number(count: int, thing: str) -> str:
     return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
-
-
-_DELAYS = {
-    "encoding": _encoding,
-    "preempted": _preempted,
-    "paused": _paused,
-    "swapped": _swapped,
-    "restart": _restart,
-    "reader": _reader,
-}

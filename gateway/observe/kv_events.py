@@ -128,6 +128,15 @@ class GroupSpec(NamedTuple):
     kind: str
     window: int | None = None
 
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The fields of an event."""
+        return {
+            "group_idx": self.number,
+            "kv_cache_spec_kind": self.kind,
+            "kv_cache_spec_sliding_window": self.window,
+        }
+
     @classmethod
     def all_of(cls, windows: Sequence[int | None]) -> "list[GroupSpec]":
         """The layer groups with these windows, and behind them the recurrent layers as one group,
@@ -174,7 +183,7 @@ class KVEvents(Observer):
         hashes, size, spec = request.block_hashes, self._block_size, request.spec
         lora = spec.lora
         return BlockStored(
-            block_hashes=[_integer(one) for one in hashes[first:stop]],
+            [_integer(one) for one in hashes[first:stop]],
             parent_block_hash=_integer(hashes[first - 1]) if first else None,
             token_ids=list(request.tokens(first * size, stop * size)),
             block_size=size,
@@ -182,9 +191,7 @@ class KVEvents(Observer):
             medium=DEVICE,
             lora_name=None if lora is None else lora.name,
             extra_keys=_extra_keys(spec, range(first, stop), size),
-            group_idx=group.number,
-            kv_cache_spec_kind=group.kind,
-            kv_cache_spec_sliding_window=group.window,
+            **group.fields,
         )
 
     def removed(self, block_hash: bytes) -> None:
@@ -220,18 +227,7 @@ class KVEvents(Observer):
         self._stored_on[medium].add(block_hash)
         name = _integer(name_in_group(block_hash, group.number))
         self._events.append(
-            BlockStored(
-                [name],
-                None,
-                [],
-                self._block_size,
-                None,
-                medium,
-                None,
-                group_idx=group.number,
-                kv_cache_spec_kind=group.kind,
-                kv_cache_spec_sliding_window=group.window,
-            )
+            BlockStored([name], None, [], self._block_size, None, medium, None, **group.fields)
         )
 
     def planned(self, iteration: "Iteration", now: float) -> None:

@@ -262,7 +262,7 @@ class Timelines(Observer):
 
     def planned(self, iteration: "Iteration", now: float) -> None:
         for entry, request in zip(iteration.step.entries, iteration.requests, strict=True):
-            if not entry.is_decode or request.first_token_at is None:
+            if request.first_token_at is None or not entry.is_decode:
                 timeline = self._live[request.request_id]
                 timeline.settle(now)
                 timeline.pieces.append((now, len(entry.tokens)))
