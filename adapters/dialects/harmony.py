@@ -11,13 +11,13 @@ response format" (2025).
 """
 
 import re
-from collections.abc import Callable, Collection, Container, Sequence
+from collections.abc import Callable, Collection, Container
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from adapters.dialects.calls.tool_calls import OfferedTools, content
 from adapters.dialects.dialect import Bits, ModelDialect, ToolStyle, long_id
-from adapters.dialects.parser import ReasoningMarkers
+from adapters.dialects.parser import GeneratorParser, ReasoningMarkers
 from adapters.dialects.reader import Parsing, TextReader
 from engine.step import Grammar
 from gateway.ports import Piece, Reasoning, StreamParser, ToolCallGrammar, ToolChoice
@@ -66,35 +66,15 @@ class Header(NamedTuple):
         return cls(found["channel"] or FINAL, recipient.removeprefix("functions."))
 
 
-class HarmonyParser:
+class HarmonyParser(GeneratorParser):
     """Parses the output of one choice. Text that does not follow the format is content."""
 
     def __init__(self, reader: TextReader, header: Header | None, tools: Container[str]) -> None:
         """`header` is that of the message which the prompt has begun; None if it has not."""
-        self.is_reasoning = False
-        self._reader = reader
         self._tools = tools  # those whose calls are calls
         self._kinds: set[Callable[[str], Piece]] = set()  # of pieces so far
         self._needs_gap = False  # before the next text
-        self._parsing = self._read(header)
-        next(self._parsing, None)
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the output has begun one more call than the maximum."""
-        return self._reader.is_full
-
-    def feed(self, text: str) -> Sequence[Piece]:
-        """Parse more text; returns the pieces that are certain now."""
-        self._reader.text += text
-        next(self._parsing, None)
-        return self._reader.drain()
-
-    def finish(self) -> Sequence[Piece]:
-        """The pieces of the text that was withheld, since no more text follows."""
-        self._reader.is_ended = True
-        next(self._parsing, None)
-        return self._reader.drain()
+        super().__init__(reader, self._read(header), is_reasoning=False)
 
     def _read(self, header: Header | None) -> Parsing[None]:
         reader = self._reader

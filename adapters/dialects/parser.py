@@ -17,7 +17,34 @@ class ReasoningMarkers(NamedTuple):
     label: str = ""
 
 
-class MessageParser:
+class GeneratorParser:
+    """Runs `parsing`, a generator over the reader, whenever text has arrived."""
+
+    def __init__(self, reader: TextReader, parsing: Parsing[None], *, is_reasoning: bool) -> None:
+        self.is_reasoning = is_reasoning
+        self._reader = reader
+        self._parsing = parsing
+        next(parsing, None)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the output has begun one more call than the maximum."""
+        return self._reader.is_full
+
+    def feed(self, text: str) -> Sequence[Piece]:
+        """Parse more text; returns the pieces that are certain now."""
+        self._reader.text += text
+        next(self._parsing, None)
+        return self._reader.drain()
+
+    def finish(self) -> Sequence[Piece]:
+        """The pieces of the text that was withheld, since no more text follows."""
+        self._reader.is_ended = True
+        next(self._parsing, None)
+        return self._reader.drain()
+
+
+class MessageParser(GeneratorParser):
     """Parses the output of one choice.
 
     Reasoning is recognised only at the start of the output; `is_reasoning` says that the prompt
@@ -33,35 +60,15 @@ class MessageParser:
         *,
         is_reasoning: bool = False,
     ) -> None:
-        self.is_reasoning = is_reasoning
-        self._reader = reader
         self._marks = marks
-        self._parsing = self._read(parse_output, tools)
         self._is_plain = False
-        self._advance()
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether the output has begun one more call than the maximum."""
-        return self._reader.is_full
+        super().__init__(reader, self._read(parse_output, tools), is_reasoning=is_reasoning)
 
     def feed(self, text: str) -> Sequence[Piece]:
         """Parse more text; returns the pieces that are certain now."""
         if self._is_plain:
             return (text,) if text else ()
-        self._reader.text += text
-        self._advance()
-        return self._reader.drain()
-
-    def finish(self) -> Sequence[Piece]:
-        """The pieces of the text that was withheld, since no more text follows."""
-        self._reader.is_ended = True
-        if not self._is_plain:
-            self._advance()
-        return self._reader.drain()
-
-    def _advance(self) -> None:
-        next(self._parsing, None)
+        return super().feed(text)
 
     def _read(self, parse_output: ParseOutput | None, tools: OfferedTools) -> Parsing[None]:
         reader = self._reader

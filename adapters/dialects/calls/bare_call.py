@@ -8,8 +8,7 @@ import json
 import re
 from typing import Any, NamedTuple
 
-from adapters.dialects.calls.tool_calls import OfferedTools, ParseOutput, content, emit_skipped
-from adapters.dialects.reader import Parsing, TextReader
+from adapters.dialects.calls.tool_calls import NotACall, ParseOutput, whole_reader
 
 _HEAD = re.compile(r"\s*call:\s*([\w.\-]{1,64})\s*(?=\{)")
 _BARE = re.compile(r"[^,{}\[\]]*")
@@ -26,30 +25,11 @@ class BareCallMarks(NamedTuple):
     quote: str
 
 
-class NotACall(ValueError):
-    """The text is not a call."""
-
-
 def make_bare_reader(marks: BareCallMarks) -> ParseOutput:
     """The parser of outputs with such calls."""
-
-    def read(reader: TextReader, tools: OfferedTools) -> Parsing[None]:
-        while (yield from reader.emit_until(content, marks.open)):
-            while marks.close not in reader.text and not reader.is_ended:
-                yield
-            body, _, _ = reader.text.partition(marks.close)
-            try:
-                name, arguments = parse_bare_call(body, marks.quote)
-                if name not in tools:
-                    raise NotACall
-            except NotACall:
-                emit_skipped(reader)
-                continue
-            reader.take(len(body) + len(marks.close))
-            reader.skipped = ""
-            reader.begin_call(name, json.dumps(arguments, ensure_ascii=False))
-
-    return read
+    return whole_reader(
+        marks.open, marks.close, lambda body, _: [parse_bare_call(body, marks.quote)]
+    )
 
 
 def bare_call_pattern(marks: BareCallMarks, names: str) -> str:

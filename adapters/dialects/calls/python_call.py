@@ -12,9 +12,7 @@ import json
 import re
 from typing import Any, NamedTuple
 
-from adapters.dialects.calls.bare_call import NotACall
-from adapters.dialects.calls.tool_calls import OfferedTools, content, emit_skipped
-from adapters.dialects.reader import Parsing, TextReader
+from adapters.dialects.calls.tool_calls import NotACall, whole_reader
 
 OPEN, CLOSE = "<function_calls>", "</function_calls>"
 _HEAD = re.compile(r"\s*([\w.\-]{1,64})\(\s*")
@@ -30,25 +28,6 @@ class PythonCall(NamedTuple):
 
     name: str
     arguments: dict[str, Any]
-
-
-def read_python_calls(reader: TextReader, tools: OfferedTools) -> Parsing[None]:
-    """The parser of outputs with such calls."""
-    while (yield from reader.emit_until(content, OPEN)):
-        while CLOSE not in reader.text and not reader.is_ended:
-            yield
-        body, close, _ = reader.text.partition(CLOSE)
-        try:
-            calls = parse_python_calls(body)
-            if any(call.name not in tools for call in calls):
-                raise NotACall
-        except NotACall:
-            emit_skipped(reader)
-            continue
-        reader.take(len(body) + len(close))
-        reader.skipped = ""
-        for call in calls:
-            reader.begin_call(call.name, json.dumps(call.arguments, ensure_ascii=False))
 
 
 def parse_python_calls(text: str) -> list[PythonCall]:
@@ -93,3 +72,6 @@ def _value(text: str, at: int) -> tuple[Any, int]:
 def python_call_pattern(names: str) -> str:
     """A regular expression for a call of a tool that matches `names`, with any arguments."""
     return rf"{OPEN}(?:{names})\([^<]*\){CLOSE}"
+
+
+read_python_calls = whole_reader(OPEN, CLOSE, lambda body, _: parse_python_calls(body))

@@ -4,8 +4,9 @@ Text that only resembles a call, or calls a tool that was not offered, is passed
 its marks included.
 """
 
+import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from adapters.dialects.calls.json_call import read_arguments, read_call
@@ -14,6 +15,8 @@ from adapters.dialects.reader import Parsing, TextReader
 # The tools offered: by name, the JSON schema of the parameters if it is known.
 OfferedTools = Mapping[str, Mapping[str, Any] | None]
 ParseOutput = Callable[[TextReader, OfferedTools], Parsing[None]]
+# The names and arguments of the calls in a text; raises `NotACall`.
+ParseWhole = Callable[[str, OfferedTools], Sequence[tuple[str, Mapping[str, Any]]]]
 
 HERMES_OPEN, HERMES_CLOSE = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
@@ -94,6 +97,34 @@ def _read_named(reader: TextReader, tools: OfferedTools) -> Parsing[bool]:
     reader.skipped = ""
     yield from read_arguments(reader)
     return True
+
+
+class NotACall(ValueError):
+    """The text is not a call of a tool that was offered."""
+
+
+def whole_reader(opening: str, closing: str, parse: ParseWhole) -> ParseOutput:
+    """The parser of outputs whose calls are emitted when they are complete: `parse` is called with
+    the text between the marks. Arguments become JSON."""
+
+    def read(reader: TextReader, tools: OfferedTools) -> Parsing[None]:
+        while (yield from reader.emit_until(content, opening)):
+            while closing not in reader.text and not reader.is_ended:
+                yield
+            body, _, _ = reader.text.partition(closing)
+            try:
+                calls = parse(body, tools)
+                if any(name not in tools for name, _ in calls):
+                    raise NotACall
+            except NotACall:
+                emit_skipped(reader)
+                continue
+            reader.take(len(body) + len(closing))
+            reader.skipped = ""
+            for name, arguments in calls:
+                reader.begin_call(name, json.dumps(arguments, ensure_ascii=False))
+
+    return read
 
 
 def emit_skipped(reader: TextReader) -> None:

@@ -20,11 +20,10 @@ from typing import Any
 from adapters.dialects.calls.tool_calls import (
     HERMES_CLOSE,
     HERMES_OPEN,
+    NotACall,
     OfferedTools,
-    content,
-    emit_skipped,
+    whole_reader,
 )
-from adapters.dialects.reader import Parsing, TextReader
 
 _CALL = re.compile(r"\s*<function=([^>\s]{1,64})>\s*(.*?)\s*(?:</function>\s*)?", re.S)
 _PARAMETER = re.compile(r"\s*<parameter=([^>]{1,256})>\n?(.*?)\n?</parameter>", re.S)
@@ -39,26 +38,18 @@ _TYPES: Mapping[str, type | tuple[type, ...]] = {
 }
 
 
-def read_xml_calls(reader: TextReader, tools: OfferedTools) -> Parsing[None]:
-    """The parser of outputs with such calls."""
-    while (yield from reader.emit_until(content, HERMES_OPEN)):
-        while HERMES_CLOSE not in reader.text and not reader.is_ended:
-            yield
-        body, close, _ = reader.text.partition(HERMES_CLOSE)
-        found = _CALL.fullmatch(body)
-        arguments = None
-        if found is not None and found[1] in tools:
-            arguments = parse_parameters(found[2], tools.get(found[1]))
-        if found is None or arguments is None:
-            emit_skipped(reader)
-            continue
-        reader.take(len(body) + len(close))
-        reader.skipped = ""
-        reader.begin_call(found[1], json.dumps(arguments, ensure_ascii=False))
+def _parse(body: str, tools: OfferedTools) -> list[tuple[str, dict[str, Any]]]:
+    found = _CALL.fullmatch(body)
+    if found is None:
+        raise NotACall
+    return [(found[1], parse_parameters(found[2], tools.get(found[1])))]
 
 
-def parse_parameters(text: str, schema: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The arguments in `<parameter=…>` tags; None if there is other text between them."""
+read_xml_calls = whole_reader(HERMES_OPEN, HERMES_CLOSE, _parse)
+
+
+def parse_parameters(text: str, schema: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The arguments in `<parameter=…>` tags. Raises `NotACall` for other text between them."""
     properties = (schema or {}).get("properties")
     properties = properties if isinstance(properties, Mapping) else {}
     arguments: dict[str, Any] = {}
@@ -66,7 +57,9 @@ def parse_parameters(text: str, schema: Mapping[str, Any] | None) -> dict[str, A
     while (found := _PARAMETER.match(text, at)) is not None:
         arguments[found[1]] = typed_value(found[2], properties.get(found[1]))
         at = found.end()
-    return None if text[at:].strip() else arguments
+    if text[at:].strip():
+        raise NotACall
+    return arguments
 
 
 def typed_value(text: str, schema: object) -> Any:

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from adapters.dialects.calls.bare_call import NotACall, parse_bare_call
+from adapters.dialects.calls.bare_call import parse_bare_call
+from adapters.dialects.calls.tool_calls import NotACall
 from adapters.dialects.jinja_template import JinjaTemplate
 from tests.adapters.dialects.templates import TOOLS
 from tests.adapters.dialects.test_round_trip import PHI, called

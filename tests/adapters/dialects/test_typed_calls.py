@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from adapters.dialects.calls.bare_call import NotACall
 from adapters.dialects.calls.python_call import parse_python_calls
+from adapters.dialects.calls.tool_calls import NotACall
 from adapters.dialects.calls.xml_call import parse_parameters, typed_value
 from adapters.dialects.jinja_template import JinjaTemplate
 from tests.adapters.dialects.test_round_trip import GRANITE_3, called
@@ -33,8 +33,9 @@ def test_the_schema_of_a_parameter_decides_its_type(text: str, schema: Any, valu
 def test_text_between_parameters_makes_a_call_content() -> None:
     parameter = "<parameter=a>\n1\n</parameter>\n"
     assert parse_parameters(parameter, None) == {"a": "1"}
-    assert parse_parameters(parameter + "so", None) is None
-    assert parse_parameters("<parameter=a>\n1", None) is None
+    for other in (parameter + "so", "<parameter=a>\n1"):
+        with pytest.raises(NotACall):
+            parse_parameters(other, None)
 
 
 @pytest.mark.parametrize(
