@@ -27,17 +27,35 @@ from gateway.observe.timelines import Wait
 from gateway.schema.rendering import EventNumbers
 
 if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Receive, Scope, Send
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+    from engine.ports import Clock
+    from gateway.access.callers import Caller
     from gateway.generation.plan import GenerationPlan
     from gateway.service import Service
 
 BLOCKED_SECONDS = 0.02  # a longer write means that the client does not read
-_HEADERS = (
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-store"),
-    (b"x-accel-buffering", b"no"),  # nginx would collect events
-)
+EVENT_HEADERS = {
+    "content-type": "text/event-stream",
+    "cache-control": "no-store",
+    "x-accel-buffering": "no",  # nginx would collect events
+}
+
+
+def stream_start(caller: "Caller", clock: "Clock") -> "Message":
+    """The status line of a stream of events, with the headers that every response carries."""
+    content = {"content-type": "text/event-stream; charset=utf-8"}
+    headers = EVENT_HEADERS | content | caller.headers(clock())
+    encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
+    return {"type": "http.response.start", "status": 200, "headers": encoded}
+
+
+async def send_error(error: EngineError, caller: "Caller", clock: "Clock", send: "Send") -> None:
+    """Send an error as the whole response."""
+    response = error_response(error, caller, clock)
+    status, headers = response.status_code, response.raw_headers
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": response.body, "more_body": False})
 
 
 class EventStream:
@@ -100,15 +118,7 @@ class EventStream:
         async with self._starting:
             if self._has_started:
                 return
-            headers = self._plan.caller.headers(self._service.clock())
-            encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
-            await self._send(
-                {
-                    "type": "http.response.start",
-                    "status": 200,
-                    "headers": [*_HEADERS, *encoded],
-                }
-            )
+            await self._send(stream_start(self._plan.caller, self._service.clock))
             self._has_started = True
 
     async def _end(self, events: bytes) -> None:
@@ -126,15 +136,7 @@ class EventStream:
             await self._end(self._plan.renderer.failure(error))
             return
         self._has_ended = True
-        response = error_response(error, self._plan.caller, self._service.clock)
-        await self._send(
-            {
-                "type": "http.response.start",
-                "status": response.status_code,
-                "headers": response.raw_headers,
-            }
-        )
-        await self._send({"type": "http.response.body", "body": response.body, "more_body": False})
+        await send_error(error, self._plan.caller, self._service.clock, self._send)
 
     async def _keep_alive(self) -> None:
         """Send the status line after `Pace.hold`, then a ping per `Pace.ping` without an event.

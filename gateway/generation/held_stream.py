@@ -22,6 +22,7 @@ from engine.errors import EngineError, Overloaded, RequestCancelled, Unavailable
 from engine.request import Abort
 from gateway.errors import EventsEvicted
 from gateway.generation.choices import ChoiceGroup, generate_events
+from gateway.generation.event_stream import send_error, stream_start
 from gateway.generation.reply import error_response, json_response, unless_disconnected
 from gateway.generation.shared_work import SharedWork
 from gateway.schema.rendering import PING, EventNumbers, split_events
@@ -37,11 +38,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 RETRY_SECONDS = 1.0  # until a stream of a former server is tried again
-STREAM_HEADERS = (
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-store"),
-    (b"x-accel-buffering", b"no"),  # nginx would collect events
-)
 
 
 class EndedStream:
@@ -267,9 +263,9 @@ class HeldResponse:
             if self._stream.rejection is not None:
                 raise self._stream.rejection
         except EngineError as rejection:
-            await self._send_error(rejection, send)
+            await send_error(rejection, self._caller, self._service.clock, send)
             return
-        await self._start(send)
+        await send(stream_start(self._caller, self._service.clock))
         try:
             while offset is None:
                 offset = await self._position(pace.ping)
@@ -299,18 +295,6 @@ class HeldResponse:
         except TimeoutError:
             return None
         return offset
-
-    async def _start(self, send: "Send") -> None:
-        headers = self._caller.headers(self._service.clock())
-        encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
-        fields = [*STREAM_HEADERS, *encoded]
-        await send({"type": "http.response.start", "status": 200, "headers": fields})
-
-    async def _send_error(self, error: EngineError, send: "Send") -> None:
-        response = error_response(error, self._caller, self._service.clock)
-        status, headers = response.status_code, response.raw_headers
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": response.body, "more_body": False})
 
     async def _write(self, piece: bytes, write: "Send") -> None:
         async with asyncio.timeout(self._service.pace.stall):

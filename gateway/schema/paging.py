@@ -1,12 +1,13 @@
 """Paged lists: reads `after`, `limit` and `order` of a query; writes `first_id`, `last_id` and
 `has_more`."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from engine.errors import InvalidRequest
-from gateway.schema.decoding import check_allowed, check_range, quote
+from gateway.schema.decoding import check_allowed, check_range, invalid, quote
 
+T = TypeVar("T")
 ORDERS = ("asc", "desc")
 
 
@@ -16,6 +17,15 @@ class Page(NamedTuple):
     limit: int
     after: str | None
     is_ascending: bool
+
+    def following(self, items: list[T], noun: str, id_of: Callable[[T], str]) -> list[T]:
+        """The items from the page's first one on. Raises `InvalidRequest`."""
+        if self.after is None:
+            return items
+        ids = [id_of(item) for item in items]
+        if self.after not in ids:
+            raise invalid("after", f"no {noun} {self.after[:100]!r}.")
+        return items[ids.index(self.after) + 1 :]
 
 
 def read_page(query: Mapping[str, str], default: int, most: int) -> Page:

@@ -1,10 +1,12 @@
 """`/v1/files`: upload, list, retrieve, download and delete. A key sees its own files only."""
 
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
+from starlette.responses import StreamingResponse
+
 from gateway.errors import FileNotFound
-from gateway.generation.reply import unless_disconnected
-from gateway.schema.decoding import check_allowed, invalid
+from gateway.schema.decoding import check_allowed
 from gateway.schema.openai.files import KEPT_PURPOSES, MAX_NAME, check_fields, expiry_of, file_json
 from gateway.schema.paging import list_json, read_page
 from gateway.service import caller_of, service_of
@@ -12,11 +14,11 @@ from gateway.store.files import FileRecord
 from gateway.web.upload import read_upload
 
 if TYPE_CHECKING:
-    from starlette.requests import Request as HttpRequest
-    from starlette.types import Receive, Scope, Send
+    from collections.abc import AsyncIterator
 
-    from gateway.access.callers import Caller
-    from gateway.service import Service
+    from starlette.requests import Request as HttpRequest
+
+    from gateway.store.files import Files
 
 Json = dict[str, Any]
 MAX_LISTED = 10_000
@@ -55,11 +57,7 @@ async def list_files(http: "HttpRequest") -> Json:
     records = await service.store.files.listed(
         caller.tenant, purpose, service.unix_now(), ascending=page.is_ascending
     )
-    if page.after is not None:
-        ids = [record.id for record in records]
-        if page.after not in ids:
-            raise invalid("after", f"no file {page.after[:100]!r}.")
-        records = records[ids.index(page.after) + 1 :]
+    records = page.following(records, "file", lambda record: record.id)
     items = [file_json(record) for record in records[: page.limit]]
     return list_json(items, has_more=len(records) > page.limit)
 
@@ -77,9 +75,13 @@ async def delete_file(http: "HttpRequest") -> Json:
     return {"id": file_id, "object": "file", "deleted": True}
 
 
-async def retrieve_content(http: "HttpRequest") -> "FileContent":
+async def retrieve_content(http: "HttpRequest") -> StreamingResponse:
     """The content of a file; raises `FileNotFound`."""
-    return FileContent(await _find(http), caller_of(http), service_of(http))
+    record, files = await _find(http), service_of(http).store.files
+    if record.num_bytes and await files.piece(record.id, 0) is None:
+        raise FileNotFound(record.id)
+    headers = {"content-length": str(record.num_bytes)}
+    return StreamingResponse(_pieces(record, files), 200, headers, "application/octet-stream")
 
 
 async def _find(http: "HttpRequest") -> FileRecord:
@@ -88,31 +90,9 @@ async def _find(http: "HttpRequest") -> FileRecord:
     return await service.store.files.find(file_id, caller.tenant, service.unix_now())
 
 
-class FileContent:
-    """The ASGI response of a file, sent piece by piece until the client disconnects."""
-
-    def __init__(self, record: FileRecord, caller: "Caller", service: "Service") -> None:
-        self._record = record
-        self._caller = caller
-        self._service = service
-
-    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
-        await unless_disconnected(receive, lambda: self._send_all(send), lambda: None)
-
-    async def _send_all(self, send: "Send") -> None:
-        files, number = self._service.store.files, 0
-        piece = await files.piece(self._record.id, 0)
-        if piece is None and self._record.num_bytes:
-            raise FileNotFound(self._record.id)
-        headers = {
-            **self._caller.headers(self._service.clock()),
-            "content-type": "application/octet-stream",
-            "content-length": str(self._record.num_bytes),
-        }
-        encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
-        await send({"type": "http.response.start", "status": 200, "headers": encoded})
-        while piece is not None:
-            await send({"type": "http.response.body", "body": piece, "more_body": True})
-            number += 1
-            piece = await files.piece(self._record.id, number)
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+async def _pieces(record: FileRecord, files: "Files") -> "AsyncIterator[bytes]":
+    """The content, piece by piece."""
+    for number in count():
+        if (piece := await files.piece(record.id, number)) is None:
+            return
+        yield piece

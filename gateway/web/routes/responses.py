@@ -108,11 +108,7 @@ async def list_input_items(http: "HttpRequest") -> Json:
     page = read_page(http.query_params, default=DEFAULT_LISTED, most=MAX_LISTED)
     record = await _find(http)
     items = record.items if page.is_ascending else record.items[::-1]
-    if page.after is not None:
-        ids = [item["id"] for item in items]
-        if page.after not in ids:
-            raise InvalidRequest(f"Invalid 'after': no item {page.after[:100]!r}.", "after")
-        items = items[ids.index(page.after) + 1 :]
+    items = page.following(items, "item", lambda item: item["id"])
     return list_json(items[: page.limit], has_more=len(items) > page.limit)
 
 

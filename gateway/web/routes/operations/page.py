@@ -7,21 +7,21 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
 import orjson
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 
 from engine.errors import Unavailable
 from gateway.errors import PathNotFound
-from gateway.generation.reply import unless_disconnected
+from gateway.generation.event_stream import EVENT_HEADERS
 from gateway.groups.group import Group
 from gateway.observe.ticked import Ticked
-from gateway.service import caller_of, service_of
+from gateway.schema.rendering import END
+from gateway.service import service_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import AsyncIterator, Iterator
     from importlib.resources.abc import Traversable
 
     from starlette.requests import Request as HttpRequest
-    from starlette.types import Receive, Scope, Send
 
     from gateway.service import Service
 
@@ -87,7 +87,7 @@ def _files_below(folder: "Traversable", prefix: str) -> "Iterator[tuple[str, byt
             yield prefix + each.name, each.read_bytes()
 
 
-async def live(http: "HttpRequest") -> "LiveStream":
+async def live(http: "HttpRequest") -> StreamingResponse:
     """Server-sent events with the engine's state, at most ten a second, until the client leaves.
     Of several models, the one that the query's `model` names, or the first that is loaded. Raises
     `Unavailable` if it is not loaded."""
@@ -96,10 +96,10 @@ async def live(http: "HttpRequest") -> "LiveStream":
     loaded = (group for group in groups if group.accepts)
     group = groups.find(name) if name else next(loaded, groups.default)
     states: LiveStates = http.app.state.live
-    headers = caller_of(http).headers(service.clock())
     if not group.accepts:
         raise Unavailable(f"The model {group.name!r} is not loaded.")
-    return LiveStream(service.bound_to(group), states.of(group), headers)
+    live_states = _live(service.bound_to(group), states.of(group))
+    return StreamingResponse(live_states, headers=EVENT_HEADERS)
 
 
 class LiveStates:
@@ -121,36 +121,17 @@ class LiveStates:
         return orjson.dumps(service.live.snapshot(service.engine, service.readings, lag, now))
 
 
-class LiveStream:
-    """An ASGI response: one snapshot per tick. It ends when the server begins to shut down, and
-    when the model is unloaded."""
-
-    def __init__(self, service: "Service", state: Ticked[bytes], headers: dict[str, str]) -> None:
-        self._service = service
-        self._state = state
-        self._headers = headers | {
-            "content-type": "text/event-stream",
-            "cache-control": "no-store",
-            "x-accel-buffering": "no",
-        }
-
-    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
-        """Stream until the client disconnects."""
-        headers = [(name.encode(), value.encode()) for name, value in self._headers.items()]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        with self._service.live.watch():
-            await unless_disconnected(receive, partial(self._stream, send), lambda: None)
-
-    async def _stream(self, send: "Send") -> None:
-        service, view = self._service, self._service.live
+async def _live(service: "Service", states: Ticked[bytes]) -> "AsyncIterator[bytes]":
+    """One snapshot per tick. It ends when the server begins to shut down, and when the model is
+    unloaded."""
+    view = service.live
+    with view.watch():
         since = view.last_number
         while service.group.accepts and not service.groups.changes.is_ended:
             try:
-                state = await self._state.get()  # once per tick
+                state = await states.get()  # once per tick
             except Unavailable:  # it was unloaded meanwhile
-                break
+                return
             iterations = view.newer(since)
             since = view.last_number
-            event = b"data: " + state[:-1] + b',"iterations":' + iterations + b"}\n\n"
-            await send({"type": "http.response.body", "body": event, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            yield b"data: " + state[:-1] + b',"iterations":' + iterations + b"}" + END
