@@ -105,6 +105,12 @@ class Caller:
         }
 
 
+def header_of(scope: "Scope", name: bytes) -> str | None:
+    """The last header of that name."""
+    value = dict(scope["headers"]).get(name)
+    return None if value is None else value.decode("latin-1")
+
+
 def valid_request_id(offered: str | None) -> str | None:
     """The client's x-request-id if it is at most 128 printable characters, else None."""
     return offered if offered is not None and _VALID_ID.fullmatch(offered) else None

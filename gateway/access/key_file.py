@@ -67,7 +67,7 @@ class Key:
 
     name: str
     digests: tuple[bytes, ...]
-    allowance: Allowance
+    allowance: Allowance = field(default_factory=Allowance)
     cache_domain: str | None = None
     is_admin: bool = False
 

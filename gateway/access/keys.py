@@ -54,9 +54,11 @@ class Keys:
             logger.info("reloaded %d API keys", len(self._keys))
 
     def named(self, name: str) -> Key | None:
-        """The key of this name, for requests that a stored batch makes."""
-        keys = self._keys or (self._open,)
-        return next((key for key in keys if key.name == name), None)
+        """The key of this name, for stored requests; one without limits on a server that no longer
+        has keys; None if it was revoked."""
+        if self.is_open:
+            return Key(name, (), cache_domain=name) if name else self._open
+        return next((key for key in self._keys if key.name == name), None)
 
     def key_of(self, authorization: str | None, x_api_key: str | None = None) -> Key:
         """The key in either header: `Authorization: Bearer …` or `x-api-key`.

@@ -64,7 +64,7 @@ class OriginPolicy:
         host = headers.get(b"host", b"").decode("latin-1").lower()
         client = (scope.get("client") or ("",))[0]
         if (
-            not _is_loopback_address(client)
+            not is_loopback(client)
             or (host and not is_loopback(_name(host)))
             or PROXY_HEADERS & headers.keys()
         ):
@@ -99,10 +99,3 @@ def _name(host: str) -> str:
 def _is_same(origin: str, host: str) -> bool:
     """Whether an origin, `scheme://host[:port]`, is that of the server."""
     return bool(host) and origin.partition("://")[2] == host
-
-
-def _is_loopback_address(client: str) -> bool:
-    try:
-        return ip_address(client).is_loopback
-    except ValueError:
-        return False

@@ -22,7 +22,7 @@ from engine.errors import (
     WorkerLost,
 )
 from gateway.access.callers import Caller
-from gateway.access.key_file import Allowance, Key
+from gateway.access.key_file import Key
 from gateway.batch.lines import (
     LineLimits,
     LineReader,
@@ -311,12 +311,8 @@ class _Run:
 
     @property
     def _key(self) -> Key | None:
-        """The batch's API key; one without limits on a server that no longer has keys; None if it
-        was revoked: then no further line is generated."""
-        tenant, keys = self._record.tenant, self._service.keys
-        if (key := keys.named(tenant)) is None and keys.is_open:
-            return Key(tenant, (), Allowance(), cache_domain=tenant)
-        return key
+        """The batch's API key; None if it was revoked: then no further line is generated."""
+        return self._service.keys.named(self._record.tenant)
 
     async def _finish(self) -> None:
         """Write the output files and end the batch."""

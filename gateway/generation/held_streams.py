@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from engine.errors import InvalidRequest
 from engine.request import Abort
-from gateway.access.callers import valid_request_id
+from gateway.access.callers import header_of, valid_request_id
 from gateway.generation.choices import ChoiceGroup, generate_body
 from gateway.generation.held_stream import (
     AcceptedResponse,
@@ -126,7 +126,7 @@ def respond(
 
 def conversation_id(scope: "Scope") -> str | None:
     """The header `x-conversation-id`. Raises `InvalidRequest`."""
-    value = _header(scope, CONVERSATION)
+    value = header_of(scope, CONVERSATION)
     if value is not None and valid_request_id(value) is None:
         raise InvalidRequest(
             "Invalid header 'x-conversation-id': expected 1 to 128 letters, digits or ._:/+=@#-",
@@ -137,7 +137,7 @@ def conversation_id(scope: "Scope") -> str | None:
 
 def last_event(scope: "Scope") -> int | None:
     """The header `last-event-id`. Raises `InvalidRequest`."""
-    value = _header(scope, LAST_EVENT)
+    value = header_of(scope, LAST_EVENT)
     return None if value is None else event_number(value, "last-event-id")
 
 
@@ -146,8 +146,3 @@ def event_number(text: str, param: str) -> int:
     if not (text.isascii() and text.isdecimal() and len(text) <= MAX_DIGITS):
         raise invalid(param, "expected a whole number from 0.")
     return int(text)
-
-
-def _header(scope: "Scope", name: bytes) -> str | None:
-    value = dict(scope["headers"]).get(name)
-    return None if value is None else value.decode("latin-1")

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from engine.errors import EngineError, InvalidRequest
 from gateway.access.callers import Caller
-from gateway.access.key_file import Allowance, Key
 from gateway.errors import ModelNotFound, StoreFailed
 from gateway.generation.held_stream import EndedStream, HeldStream
 from gateway.generation.plan import GenerationPlan
@@ -95,10 +94,7 @@ def _restore(ended: "Ended", service: "Service") -> None:
 async def _run_again(
     record: "StreamRecord", service: "Service", planners: Mapping[str, Planner]
 ) -> None:
-    keys, tenant = service.keys, record.tenant
-    key = keys.named(tenant)
-    if key is None and keys.is_open:
-        key = Key(tenant, (), Allowance(), cache_domain=tenant)
+    key = service.keys.named(record.tenant)
     planner = planners.get(record.path)
     if key is None or planner is None:
         raise InvalidRequest("its API key or its endpoint does not exist any more")

@@ -133,7 +133,7 @@ async def unless_stopped(work: Coroutine[Any, Any, T], signals: Signals) -> T | 
 
 
 async def first_of(*tasks: asyncio.Task[Any]) -> set[asyncio.Task[Any]]:
-    """Those that end first; the others are cancelled, and have ended too."""
+    """The tasks that end first; the others are cancelled, and have ended too."""
     try:
         return (await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED))[0]
     finally:
@@ -146,6 +146,11 @@ async def _nothing() -> None:
     """There is no stream to restore."""
 
 
+async def _restore_nothing() -> "Later":
+    """The work that is left on a server without streams: none."""
+    return _nothing
+
+
 @dataclass(frozen=True, slots=True)
 class Server:
     """An app and what its routes use, with the batch runner."""
@@ -156,7 +161,7 @@ class Server:
     drain_seconds: float
     bounds: ConnectionBounds = field(default_factory=ConnectionBounds)
     # Awaited before requests are accepted; its result is awaited beside them.
-    restore: "Callable[[], Awaitable[Later]] | None" = None
+    restore: "Callable[[], Awaitable[Later]]" = _restore_nothing
     tls: "ssl.SSLContext | None" = None
     upgrades: "Upgrades | None" = None
     predecessor: "Predecessor | None" = None
@@ -212,11 +217,11 @@ class Server:
         """Restore what clients may ask for before any request is accepted, or be told by the former
         server that it accepts no more. Returns what goes on beside the requests."""
         if (predecessor := self.predecessor) is None:
-            return await self._restore()
+            return await self.restore()
         await predecessor.take_over()
 
         async def restore() -> None:
-            await (await self._restore())()
+            await (await self.restore())()
             await self.runner.resume()
 
         async def follow() -> None:
@@ -225,9 +230,6 @@ class Server:
                 group.create_task(predecessor.restored_by(restore))
 
         return follow
-
-    async def _restore(self) -> "Later":
-        return _nothing if self.restore is None else await self.restore()
 
     async def _run_batches(self) -> None:
         if self.predecessor is not None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from starlette.middleware.cors import CORSMiddleware
 
 from engine.errors import EngineError
-from gateway.access.callers import Caller, valid_request_id
+from gateway.access.callers import Caller, header_of, valid_request_id
 from gateway.access.intake import Intake
 from gateway.access.key_file import Key
 from gateway.access.keys import is_basic
@@ -120,11 +120,11 @@ class IdentifyCaller:
     def _identify(self, scope: "Scope") -> RequestRecord:
         """Set the scope's `Route`, if any, and `Caller`; returns its entry in the request log."""
         service, now = self._service, self._service.clock()
-        given_id = _header(scope, b"x-request-id")
+        given_id = header_of(scope, b"x-request-id")
         request_id = valid_request_id(given_id) or f"req_{service.random.getrandbits(128):032x}"
         client = (scope.get("client") or ("-",))[0]
         record = RequestRecord(request_id, now, scope["method"], scope["path"], client)
-        record.trace_id = trace_id_of(_header(scope, b"traceparent"))
+        record.trace_id = trace_id_of(header_of(scope, b"traceparent"))
         route = scope["podway.route"] = self._routes.find(scope["method"], scope["path"])
         if route is not None:
             record.route, record.is_probe = route.path, route.is_probe
@@ -137,7 +137,7 @@ class IdentifyCaller:
             turn=scope.get("podway.turn"),
             network=network_of(client),
         )
-        if service.traces is not None and (parent := _header(scope, b"traceparent")):
+        if service.traces is not None and (parent := header_of(scope, b"traceparent")):
             service.traces.begin(request_id, parent)
         return record
 
@@ -209,8 +209,8 @@ class AccessControl:
     def _authenticate(self, scope: "Scope", route: "Route | None") -> Key:
         """The request's API key. Raises `InvalidApiKey` or `Forbidden`."""
         service = self._service
-        authorization = _header(scope, b"authorization")
-        key = service.keys.key_of(authorization, _header(scope, b"x-api-key"))
+        authorization = header_of(scope, b"authorization")
+        key = service.keys.key_of(authorization, header_of(scope, b"x-api-key"))
         if service.keys.is_open or is_basic(authorization):
             service.origins.check(scope)
         if route is not None and route.access is Access.ADMIN:
@@ -271,9 +271,3 @@ class _Progress:
         else:
             self.is_complete = not message.get("more_body", False)
         await self._send(message)
-
-
-def _header(scope: "Scope", name: bytes) -> str | None:
-    """The last header of that name."""
-    value = dict(scope["headers"]).get(name)
-    return None if value is None else value.decode("latin-1")

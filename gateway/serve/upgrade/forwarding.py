@@ -20,6 +20,7 @@ from aiohttp.client_proto import ResponseHandler
 from yarl import URL
 
 from engine.errors import EngineError, Unavailable
+from gateway.access.callers import header_of
 from gateway.access.retries import HEADER as RETRIED
 from gateway.errors import StreamNotFound
 from gateway.generation.held_streams import CONVERSATION, LAST_EVENT
@@ -107,9 +108,8 @@ class Forwarding:
         """The stream, response or request that is asked for by a name."""
         if (match := _NAMED.fullmatch(scope["path"])) is not None:
             return match["name"]
-        headers = dict(scope["headers"])
-        name = headers.get(CONVERSATION) if LAST_EVENT in headers else None
-        return None if name is None else name.decode("latin-1")
+        is_resumed = header_of(scope, LAST_EVENT) is not None
+        return header_of(scope, CONVERSATION) if is_resumed else None
 
     async def _is_relayed(self, former: "Former", body: bytes, send: "Send") -> bool:
         """Relay the former server's response; False if it does not know what is asked for."""
@@ -208,9 +208,8 @@ class PrivateConnector(aiohttp.UnixConnector):
 
 def _tenant(scope: "Scope", service: Service) -> str:
     """The name of the request's API key. Raises `EngineError`."""
-    headers = dict(scope["headers"])
-    given = (headers.get(key) for key in (b"authorization", b"x-api-key"))
-    return service.keys.key_of(*(each and each.decode("latin-1") for each in given)).name
+    given = (header_of(scope, name) for name in (b"authorization", b"x-api-key"))
+    return service.keys.key_of(*given).name
 
 
 def _runs(scope: "Scope", service: Service) -> bool:
