@@ -120,7 +120,7 @@ class LineReader:
             self._add_error(number, "line_too_long", limit)
             return None
         try:
-            envelope = decode(_ENVELOPE, text)
+            envelope = decode(_Envelope, text)
             self._check(envelope)
             self.model = self.model or _model(envelope.body)
         except InvalidRequest as error:
@@ -176,7 +176,7 @@ def tokens_of(body: bytes) -> Tokens:
 
 
 def _model(body: msgspec.Raw) -> str | None:
-    model = decode(_BODY, bytes(body)).model
+    model = decode(_Body, bytes(body)).model
     return model if isinstance(model, str) else None
 
 
@@ -190,6 +190,4 @@ def _output_line(record: BatchRecord, line: BatchLine, response: object, error: 
     return orjson.dumps(fields)
 
 
-_ENVELOPE = msgspec.json.Decoder(_Envelope)
-_BODY = msgspec.json.Decoder(_Body)
 _RESPONSE = msgspec.json.Decoder(_Response)

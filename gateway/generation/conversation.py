@@ -20,6 +20,7 @@ from gateway.generation.marks import PromptMarks, marks_of
 from gateway.generation.prompt import Prompt, TokenizedPrompts, fits_on_loop, token_ids
 from gateway.generation.threads import run_in_thread
 from gateway.ports import ToolChoice
+from gateway.schema.openai.messages import parsed_arguments
 
 if TYPE_CHECKING:
     from engine.media import Media
@@ -288,14 +289,4 @@ def _template_messages(request: "ChatRequest") -> list[TemplateMessage]:
 
 def _with_parsed_call(call: TemplateMessage) -> TemplateMessage:
     function = call["function"]
-    return {**call, "function": {**function, "arguments": _parsed(function["arguments"])}}
-
-
-def _parsed(arguments: str) -> Mapping[str, Any]:
-    """The arguments as an object. Text that is none, such as arguments cut off by `max_tokens`,
-    is kept under `unparsed`, so that every message that was generated can be sent back."""
-    try:
-        parsed = orjson.loads(arguments or "{}")
-    except orjson.JSONDecodeError:
-        parsed = None
-    return parsed if isinstance(parsed, dict) else {"unparsed": arguments}
+    return {**call, "function": {**function, "arguments": parsed_arguments(function["arguments"])}}

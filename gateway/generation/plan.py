@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from engine.errors import ContextTooLong, InvalidRequest
 from engine.pooling import PoolSpec
@@ -221,7 +221,7 @@ def request_specs(
     num_cut = len(whole.ids) - len(prompt)
     checkpoints = tuple([at - num_cut for at in breakpoints if at > num_cut])
     max_tokens = max(1, _max_tokens(plan, len(prompt), service))
-    _check_prompt(plan, prompt, service)
+    check_ids(prompt, plan.prompt_field, service)
     report, constraint = plan.report, plan.constraint
     eos_ids = service.model.vocabulary.eos_token_ids
     # A grammar ends in an end token: with `ignore_eos` it must stay possible, but never preferred.
@@ -241,18 +241,13 @@ def request_specs(
         prediction=prediction,
         media=media,
         lora=plan.lora,
-        label=plan.caller.request_id,
-        tenant=plan.caller.tenant,
-        client=plan.caller.client,
-        weight=plan.caller.weight,
-        itl_goal=plan.caller.itl_goal,
         caching=Caching(
             max(checkpoints, default=0) if plan.cache.mode == "explicit" else None,
             seconds=plan.cache.seconds,
             checkpoints=checkpoints,
             key=plan.cache_key,
         ),
-        **scheduling_of(plan.scheduling, plan.caller)._asdict(),
+        **caller_fields(plan.scheduling, plan.caller),
     )
     if plan.is_prefill:
         return [_prefill(spec, is_background=bool(plan.cache.prewarm))]
@@ -290,18 +285,29 @@ def truncated(plan: GenerationPlan, prompt: ImagePrompt, service: "Service") -> 
     return cut_before(prompt, keep)
 
 
-def _check_prompt(plan: GenerationPlan, prompt: "Prompt", service: "Service") -> None:
-    if not prompt:
-        raise InvalidRequest(f"'{plan.prompt_field}' has no tokens.", plan.prompt_field)
+def check_ids(ids: "Prompt", param: str, service: "Service") -> None:
+    """Raise `InvalidRequest`, which names the field `param`, for no ids and for unknown ones."""
+    if not ids:
+        raise InvalidRequest(f"'{param}' has no tokens.", param)
     size = service.model.vocabulary.size
-    if max(prompt) >= size:
-        raise InvalidRequest(
-            f"'{plan.prompt_field}' has a token id that is not below the vocabulary size, {size}.",
-            plan.prompt_field,
-        )
+    if max(ids) >= size:
+        message = f"'{param}' has a token id that is not below the vocabulary size, {size}."
+        raise InvalidRequest(message, param)
 
 
-def scheduling_of(requested: SchedulingParams, caller: "Caller") -> SchedulingParams:
+def caller_fields(requested: SchedulingParams, caller: "Caller") -> dict[str, Any]:
+    """The fields of a `RequestSpec` that say whose request it is, and when it runs."""
+    return {
+        "label": caller.request_id,
+        "tenant": caller.tenant,
+        "client": caller.client,
+        "weight": caller.weight,
+        "itl_goal": caller.itl_goal,
+        **_scheduling(requested, caller)._asdict(),
+    }
+
+
+def _scheduling(requested: SchedulingParams, caller: "Caller") -> SchedulingParams:
     """The scheduling parameters, with the salt of the API key's cache domain and within the
     priorities that the key allows (lower is first)."""
     scheduling = requested._replace(salt=caller.salt(requested.salt))

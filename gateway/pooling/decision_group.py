@@ -12,11 +12,11 @@ import struct
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
-from engine.errors import ContextTooLong, RowFailed
+from engine.errors import RowFailed
 from engine.pooling import PoolSpec
 from engine.request import Abort, Caching, RequestSpec
 from gateway.generation.choices import StreamGroup, enter_stream, in_parallel, num_written
-from gateway.generation.plan import scheduling_of
+from gateway.generation.plan import caller_fields, check_fits
 from gateway.pooling.decisions import DecisionPlan, TokenizedQuestion, tokenize_decision
 from gateway.pooling.labels import Node, answer_of
 from gateway.pooling.plan import GREEDY
@@ -59,20 +59,13 @@ class DecisionGroup(StreamGroup):
         for question, tokenized in zip(self._plan.questions, self._questions, strict=True):
             num_tokens = max(len(node.path) for node in tokenized.nodes) + len(tokenized.tail)
             longest = max(longest, len(self._shared) + num_tokens)
-            self._check_fits(len(self._shared) + num_tokens, question.field)
+            check_fits(len(self._shared) + num_tokens, 0, question.field, self._service)
         seats = self._service.engine.scheduler.settings.max_batch_size
         self._seats = asyncio.Semaphore(
             max(1, min(BATCHES * seats, MAX_WAITING_IDS // longest)),
         )
         spec = self._spec(self._shared, PoolSpec())
         self._first = self.opened.enter_context(self._entered(spec))
-
-    def _check_fits(self, num_tokens: int, field: str) -> None:
-        try:
-            self._service.engine.check_fits(num_tokens, 0)
-        except ContextTooLong as error:
-            error.param = field
-            raise
 
     async def answers(self) -> "list[Answer | None]":
         """The answers in the questions' order, None for one whose logits are not finite."""
@@ -119,21 +112,16 @@ class DecisionGroup(StreamGroup):
         goes_on: bool = True,
     ) -> RequestSpec:
         """A request for `prompt`; with `goes_on` others start behind it."""
-        plan, caller = self._plan, self._plan.caller
+        plan = self._plan
         return RequestSpec(
             prompt=prompt,
             max_tokens=0,
             sampling=GREEDY,
             pooling=pooling,
-            label=caller.request_id,
-            tenant=caller.tenant,
-            client=caller.client,
-            weight=caller.weight,
-            itl_goal=caller.itl_goal,
             lora=plan.lora,
             caching=Caching(checkpoints=(len(prompt),) if goes_on else ()),
             behind=behind,
-            **scheduling_of(plan.scheduling, caller)._asdict(),
+            **caller_fields(plan.scheduling, plan.caller),
         )
 
     @contextmanager

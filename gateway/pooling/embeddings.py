@@ -8,7 +8,8 @@ import orjson
 
 from engine.errors import InvalidRequest
 from gateway.pooling.plan import PooledInputs, PoolingPlan
-from gateway.schema.openai.embeddings import EmbeddingRequest, decode_embedding
+from gateway.schema.decoding import decode_checked
+from gateway.schema.openai.embeddings import EmbeddingRequest
 
 if TYPE_CHECKING:
     from engine.pooling import PoolingReport
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 def plan_embeddings(body: bytes, caller: "Caller", service: "Service") -> PoolingPlan:
     """The plan of a request body; raises `InvalidRequest`, or `UnsupportedByModel` if the model
     makes no embeddings."""
-    request = decode_embedding(body, caller.unknown_fields)
+    request = decode_checked(EmbeddingRequest, body, caller.unknown_fields)
     report = service.check_embeds(request.model)
     _check_dimensions(request.dimensions, report)
     return PoolingPlan(
@@ -70,6 +71,5 @@ def render_embeddings(request: EmbeddingRequest, pooled: PooledInputs) -> bytes:
         }
         for index, vector in enumerate(pooled.vectors)
     ]
-    usage = {"prompt_tokens": pooled.prompt_tokens, "total_tokens": pooled.prompt_tokens}
-    body = {"object": "list", "data": data, "model": request.model, "usage": usage}
+    body = {"object": "list", "data": data, "model": request.model, "usage": pooled.usage}
     return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)

@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from engine.errors import ContextTooLong, InvalidRequest
 from engine.pooling import PoolSpec
 from engine.request import RequestSpec
 from engine.step import SamplingParams
-from gateway.generation.plan import scheduling_of
+from gateway.generation.plan import caller_fields, check_fits, check_ids
 from gateway.schema.fields.scheduling import SchedulingParams
 
 if TYPE_CHECKING:
@@ -29,6 +28,11 @@ class PooledInputs(NamedTuple):
 
     vectors: Sequence[bytes]
     prompt_tokens: int
+
+    @property
+    def usage(self) -> dict[str, int]:
+        """The field of a response."""
+        return {"prompt_tokens": self.prompt_tokens, "total_tokens": self.prompt_tokens}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,23 +69,18 @@ def pooling_specs(
 
     Raises `InvalidRequest` for an input without tokens, and `ContextTooLong`.
     """
-    caller = plan.caller
-    scheduling = scheduling_of(plan.scheduling, caller)
+    given = caller_fields(plan.scheduling, plan.caller)
     for field, each in zip(plan.input_fields, tokenized, strict=True):
         ids = _truncated(plan, each, service)
-        _check(ids, field, service)
+        check_fits(len(ids), 0, field, service)
+        check_ids(ids, field, service)
         yield RequestSpec(
             prompt=tuple(ids),
             max_tokens=0,
             sampling=GREEDY,
             pooling=PoolSpec(plan.dimensions, each.first_len),
-            label=caller.request_id,
-            tenant=caller.tenant,
-            client=caller.client,
-            weight=caller.weight,
-            itl_goal=caller.itl_goal,
             lora=plan.lora,
-            **scheduling._asdict(),
+            **given,
         )
 
 
@@ -96,17 +95,3 @@ def _truncated(plan: PoolingPlan, each: "TokenizedInput", service: "Service") ->
         return ids
     stop = len(ids) - each.num_end
     return (*ids[: max(0, keep - each.num_end)], *ids[stop:])[:keep]
-
-
-def _check(ids: "Prompt", field: str, service: "Service") -> None:
-    if not ids:
-        raise InvalidRequest(f"'{field}' has no tokens.", field)
-    try:
-        service.engine.check_fits(len(ids), 0)
-    except ContextTooLong as error:
-        error.param = field
-        raise
-    size = service.model.vocabulary.size
-    if max(ids) >= size:
-        message = f"'{field}' has a token id that is not below the vocabulary size, {size}."
-        raise InvalidRequest(message, field)

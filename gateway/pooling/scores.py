@@ -13,12 +13,8 @@ import orjson
 
 from gateway.pooling.inputs import PairInput, PoolingInput, TemplatedInput
 from gateway.pooling.plan import PooledInputs, PoolingPlan
-from gateway.schema.openai.scoring import (
-    RerankRequest,
-    TextPair,
-    decode_rerank,
-    decode_score,
-)
+from gateway.schema.decoding import decode_checked
+from gateway.schema.openai.scoring import RerankRequest, ScoreRequest, TextPair
 
 if TYPE_CHECKING:
     from engine.pooling import PoolingReport
@@ -38,7 +34,7 @@ class Scoring(NamedTuple):
 def plan_score(body: bytes, caller: "Caller", service: "Service") -> PoolingPlan:
     """The plan of a `/score` request; raises `InvalidRequest`, or `UnsupportedByModel` if the model
     generates text."""
-    request = decode_score(body, caller.unknown_fields)
+    request = decode_checked(ScoreRequest, body, caller.unknown_fields)
     scoring = _scoring(request.pairs, service.check_pools(request.model))
     header = {
         "id": service.new_id("score-"),
@@ -51,7 +47,7 @@ def plan_score(body: bytes, caller: "Caller", service: "Service") -> PoolingPlan
 
 def plan_rerank(body: bytes, caller: "Caller", service: "Service") -> PoolingPlan:
     """The plan of a `/rerank` request; raises as `plan_score` does."""
-    request = decode_rerank(body, caller.unknown_fields)
+    request = decode_checked(RerankRequest, body, caller.unknown_fields)
     scoring = _scoring(request.pairs, service.check_pools(request.model))
     render = partial(_render_ranking, service.new_id("rerank-"), request, scoring)
     return _plan(request, scoring, render, caller, service)
@@ -106,17 +102,13 @@ def _cosines(places: Sequence[int], vectors: Sequence[bytes]) -> list[float]:
     return [float(units[at] @ each) for at, each in zip(places, documents, strict=True)]
 
 
-def _usage(pooled: PooledInputs) -> dict[str, int]:
-    return {"prompt_tokens": pooled.prompt_tokens, "total_tokens": pooled.prompt_tokens}
-
-
 def _render_scores(header: dict[str, object], scoring: Scoring, pooled: PooledInputs) -> bytes:
     """vLLM's response body."""
     data = [
         {"index": index, "object": "score", "score": score}
         for index, score in enumerate(scoring.scores(pooled.vectors))
     ]
-    return orjson.dumps({**header, "data": data, "usage": _usage(pooled)})
+    return orjson.dumps({**header, "data": data, "usage": pooled.usage})
 
 
 def _render_ranking(
@@ -133,5 +125,5 @@ def _render_ranking(
         | {"relevance_score": scores[index]}
         for index in order
     ]
-    body = {"id": response_id, "model": request.model, "usage": _usage(pooled), "results": results}
+    body = {"id": response_id, "model": request.model, "usage": pooled.usage, "results": results}
     return orjson.dumps(body)

@@ -6,7 +6,8 @@ Struct cannot express (ranges, allowed values), so that all error messages have 
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeVar
+from functools import cache
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import orjson
@@ -41,20 +42,42 @@ MAX_TEXTS: Mapping[str, int | None] = {**dict.fromkeys(_PROMPTS), "description":
 _MAX_QUOTED = 100  # characters of a caller's value that an error message repeats
 
 
+class Checkable(Protocol):
+    """A request that checks its values."""
+
+    def check(self) -> None:
+        """Raise `InvalidRequest` for the first invalid one."""
+
+
+Request = TypeVar("Request", bound=Checkable)
+
+
+def decode_checked(
+    kind: type[Request], body: bytes, unknown: UnknownFields | None = None
+) -> Request:
+    """Decode and check a request of this kind. Raises `InvalidRequest`."""
+    request = decode(kind, body, unknown)
+    request.check()
+    return request
+
+
 def decode(
-    decoder: msgspec.json.Decoder[Shape],
-    body: bytes,
-    unknown: UnknownFields | None = None,
-    root: str = "",
+    kind: type[Shape], body: bytes, unknown: UnknownFields | None = None, root: str = ""
 ) -> Shape:
     """Decode `body`, without the fields that `unknown` may ignore; `root` is the body's path.
 
     Raises `InvalidRequest` if it is not UTF-8, not JSON, has another shape, or a field is too long.
     """
-    shape = _decoded(decoder, body, unknown, root)
+    decoder = _decoder_of(kind)  # type: ignore[arg-type] # a type can be hashed
+    shape: Shape = _decoded(decoder, body, unknown, root)
     if isinstance(shape, msgspec.Struct):
         check_lengths((name, getattr(shape, name)) for name in shape.__struct_fields__)
     return shape
+
+
+@cache
+def _decoder_of(kind: Any) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(kind)
 
 
 def _decoded(

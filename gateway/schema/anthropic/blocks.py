@@ -69,8 +69,7 @@ class ContentBlock(msgspec.Struct, forbid_unknown_fields=True):
         }
         for name in required.get(self.type, ()):
             if getattr(self, name) is None:
-                param = f"{path}.{name}"
-                raise missing(param)
+                raise missing(f"{path}.{name}")
         if self.type == "document":
             self._check_document(f"{path}.source")
         if self.type == "image":

@@ -12,6 +12,7 @@ import orjson
 
 from gateway.ports import CallArguments, CallBegin, Piece, Reasoning
 from gateway.schema.anthropic.dialect import AnthropicDialect
+from gateway.schema.openai.messages import parsed_arguments
 from gateway.schema.rendering import (
     ChoiceEnd,
     Delta,
@@ -83,7 +84,7 @@ class MessagesRenderer:
                 self._gather(piece, content)
         for block in content:
             if block["type"] == "tool_use":
-                block["input"] = _input(block["input"])
+                block["input"] = parsed_arguments(block["input"])
         message: Json = {**self._head, "content": content, **_stop(choice.end)}
         return orjson.dumps({**message, "usage": self._usage(progress.usage)})
 
@@ -182,15 +183,6 @@ def _extend(content: list[Json], kind: str, text: str) -> None:
 
 def _tool_use(call_id: str, name: str, arguments: Mapping[str, Any]) -> Json:
     return {"type": "tool_use", "id": call_id, "name": name, "input": arguments}
-
-
-def _input(arguments: str) -> Mapping[str, Any]:
-    """The arguments as an object; text that is not a JSON object is kept under `unparsed`."""
-    try:
-        parsed = orjson.loads(arguments or "{}")
-    except orjson.JSONDecodeError:
-        parsed = None
-    return parsed if isinstance(parsed, dict) else {"unparsed": arguments}
 
 
 def _stop(end: ChoiceEnd) -> Json:

@@ -271,14 +271,11 @@ class AnthropicRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
         return {"reasoning_effort": config.effort, "chat_template_kwargs": variables}
 
 
-_DECODER = msgspec.json.Decoder(AnthropicRequest)
-
-
 def decode_anthropic(
     body: bytes, unknown: UnknownFields | None = None, *, is_count_only: bool = False
 ) -> AnthropicRequest:
     """Decode and check the request. Raises `InvalidRequest`."""
-    request = decode(_DECODER, body, unknown)
+    request = decode(AnthropicRequest, body, unknown)
     if request.tools and unknown is not None:
         request.tools = without_server_tools(request.tools, unknown)
     if request.removes_context and unknown is not None and unknown.ignore("context_management"):

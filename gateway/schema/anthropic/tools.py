@@ -76,8 +76,7 @@ class AnthropicTool(msgspec.Struct, forbid_unknown_fields=True):
                 return {"type": "function", "function": {"name": self.name, **function}}
         check_allowed(kind, f"{path}.type", ("custom", *(f"{each}*" for each in CLIENT_TOOLS)))
         if self.input_schema is None:
-            param = f"{path}.input_schema"
-            raise missing(param)
+            raise missing(f"{path}.input_schema")
         optional = {"description": self.description, "strict": self.strict}
         given = {name: value for name, value in optional.items() if value is not None}
         function = {"name": self.name, "parameters": self.input_schema, **given}

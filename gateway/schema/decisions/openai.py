@@ -168,12 +168,9 @@ def _name(value: str | bool) -> str:
     return str(value).lower() if isinstance(value, bool) else value
 
 
-_DECODER = msgspec.json.Decoder(DecisionRequest)
-
-
 def decode_decision(body: bytes, unknown: UnknownFields | None = None) -> DecisionRequest:
     """Decode the request and check its scheduling fields. Raises `InvalidRequest`."""
-    request = decode(_DECODER, body, unknown)
+    request = decode(DecisionRequest, body, unknown)
     request.check_scheduling()
     if request.prompt_cache_options is not None:
         request.prompt_cache_options.check()

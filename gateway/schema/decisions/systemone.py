@@ -95,12 +95,9 @@ def _text(value: object, path: str) -> str:
     return value if isinstance(value, str) else json_text(value, path)
 
 
-_DECODER = msgspec.json.Decoder(SystemOneRequest)
-
-
 def decode_systemone(body: bytes, unknown: UnknownFields | None = None) -> SystemOneRequest:
     """Decode the request and check its scheduling fields. Raises `InvalidRequest`."""
-    request = decode(_DECODER, body, unknown)
+    request = decode(SystemOneRequest, body, unknown)
     request.check_scheduling()
     return request
 

@@ -54,8 +54,7 @@ class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
         if self.type == "json_object":
             return OutputConstraint(Grammar(GrammarKind.JSON_OBJECT), param)
         if self.json_schema is None:
-            name = f"{param}.json_schema"
-            raise missing(name)
+            raise missing(f"{param}.json_schema")
         if self.json_schema.schema is None:
             return OutputConstraint(Grammar(GrammarKind.JSON_OBJECT), param)
         return OutputConstraint(_schema(self.json_schema.schema), f"{param}.json_schema.schema")

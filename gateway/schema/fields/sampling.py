@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from engine.errors import InvalidRequest
 from engine.step import SamplingParams
@@ -170,6 +170,28 @@ def _bias(key: str, value: float, vocabulary: Vocabulary) -> tuple[int, float]:
 
 def _or(value: float | None, default: float) -> float:
     return default if value is None else value
+
+
+def texts_or_ids(
+    given: str | Sequence[str | int | Sequence[int]], param: str, vocabulary: Vocabulary
+) -> list[str | tuple[int, ...]]:
+    """The prompts of a field in order, each a text or its token ids. It has one of four forms;
+    raises `InvalidRequest` for a mixture of them and for invalid ids."""
+    if isinstance(given, str):
+        return [given]
+    if len(set(map(type, given))) > 1:
+        raise invalid(
+            param,
+            "expected a string, or an array of only strings, only token ids, or only "
+            "arrays of token ids.",
+        )
+    if isinstance(given[0], int):
+        return [check_ids(cast("list[int]", given), param, vocabulary)]
+    return [
+        item if isinstance(item, str) else check_ids(item, f"{param}[{i}]", vocabulary)
+        for i, item in enumerate(given)
+        if not isinstance(item, int)
+    ]
 
 
 def check_ids(ids: Sequence[int], param: str, vocabulary: Vocabulary) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.schema.decoding import check_allowed, check_range, decode, invalid
+from gateway.schema.decoding import check_allowed, check_range, invalid
 from gateway.schema.openai.files import EXPIRY_SECONDS
 from gateway.store.batch_records import BatchRecord
 
@@ -41,13 +41,6 @@ class BatchRequest(msgspec.Struct, forbid_unknown_fields=True):
             expiry = self.output_expires_after
             check_allowed(expiry.anchor, "output_expires_after.anchor", ("created_at",))
             check_range(expiry.seconds, "output_expires_after.seconds", *EXPIRY_SECONDS)
-
-
-def decode_batch(body: bytes, endpoints: tuple[str, ...]) -> BatchRequest:
-    """Decode and check the request. Raises `InvalidRequest`."""
-    request = decode(_DECODER, body)
-    request.check(endpoints)
-    return request
 
 
 def check_metadata(metadata: dict[str, str] | None) -> None:
@@ -100,6 +93,3 @@ def _usage(record: BatchRecord) -> dict[str, Any]:
         "output_tokens_details": {"reasoning_tokens": tokens.reasoning},
         "total_tokens": tokens.input + tokens.output,
     }
-
-
-_DECODER = msgspec.json.Decoder(BatchRequest)

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from engine.errors import InvalidRequest
-from gateway.schema.decoding import check_allowed, convert, decode, invalid, reject_unless
+from gateway.schema.decoding import check_allowed, convert, decode_checked, invalid, reject_unless
 from gateway.schema.fields.generation import GenerationRequest
 from gateway.schema.images import RequestedImage
 from gateway.schema.openai.messages import ContentPart, Message
@@ -186,9 +186,6 @@ class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
         return {**reasoning, **switches, **(self.chat_template_kwargs or {})}
 
 
-_DECODER = msgspec.json.Decoder(ChatRequest)
-
-
 def chat_of(fields: Mapping[str, object]) -> ChatRequest:
     """A checked chat request from the fields of another endpoint. Raises `InvalidRequest`."""
     request = convert(ChatRequest, fields)
@@ -198,8 +195,7 @@ def chat_of(fields: Mapping[str, object]) -> ChatRequest:
 
 def decode_chat(body: bytes, unknown: UnknownFields | None = None) -> ChatRequest:
     """Decode and check the request. Raises `InvalidRequest`."""
-    request = decode(_DECODER, body, unknown)
-    request.check()
+    request = decode_checked(ChatRequest, body, unknown)
     if unknown is not None and request.verbosity not in (None, "medium"):
         unknown.ignore("verbosity")  # a hint, which chat templates have no place for
     return request

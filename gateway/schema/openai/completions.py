@@ -1,15 +1,12 @@
 """`POST /v1/completions`: the request; a prompt has one of four forms."""
 
-from typing import cast
-
 import msgspec
 
 from engine.errors import InvalidRequest
-from gateway.schema.decoding import check_range, decode, invalid
+from gateway.schema.decoding import check_range, invalid
 from gateway.schema.fields.generation import GenerationRequest
-from gateway.schema.fields.sampling import Vocabulary, check_ids
+from gateway.schema.fields.sampling import Vocabulary, texts_or_ids
 from gateway.schema.rendering import ReportOptions
-from gateway.schema.unknown_fields import UnknownFields
 
 DEFAULT_MAX_TOKENS = 16
 MAX_PROMPTS = 2048
@@ -70,25 +67,12 @@ class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=T
 
     def prompts(self, vocabulary: Vocabulary) -> list[Prompt]:
         """The prompts in order, each a text or a tuple of token ids."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if not self.prompt:
-            raise invalid("prompt", "expected at least one prompt.")
-        if len(set(map(type, self.prompt))) > 1:
-            raise invalid(
-                "prompt",
-                "expected a string, or an array of only strings, only token ids, or only "
-                "arrays of token ids.",
-            )
-        if isinstance(self.prompt[0], int):
-            return [check_ids(cast("list[int]", self.prompt), "prompt", vocabulary)]
-        if len(self.prompt) > MAX_PROMPTS:
-            raise invalid("prompt", f"at most {MAX_PROMPTS} prompts.")
-        return [
-            item if isinstance(item, str) else check_ids(item, f"prompt[{i}]", vocabulary)
-            for i, item in enumerate(self.prompt)
-            if not isinstance(item, int)
-        ]
+        if not isinstance(self.prompt, str):
+            if not self.prompt:
+                raise invalid("prompt", "expected at least one prompt.")
+            if len(self.prompt) > MAX_PROMPTS and not isinstance(self.prompt[0], int):
+                raise invalid("prompt", f"at most {MAX_PROMPTS} prompts.")
+        return texts_or_ids(self.prompt, "prompt", vocabulary)
 
 
 class CompletionSize(msgspec.Struct):
@@ -107,7 +91,6 @@ class CompletionSize(msgspec.Struct):
         return prompt.count(b",") + 1 if is_ids and self.truncate_prompt_tokens is None else 0
 
 
-_DECODER = msgspec.json.Decoder(CompletionRequest)
 _SIZE_DECODER = msgspec.json.Decoder(CompletionSize)
 
 
@@ -118,10 +101,3 @@ def size_of(body: bytes) -> CompletionSize:
         return _SIZE_DECODER.decode(body)
     except (msgspec.DecodeError, RecursionError):
         return CompletionSize()
-
-
-def decode_completion(body: bytes, unknown: UnknownFields | None = None) -> CompletionRequest:
-    """Decode and check the request. Raises `InvalidRequest`."""
-    request = decode(_DECODER, body, unknown)
-    request.check()
-    return request

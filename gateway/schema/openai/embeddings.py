@@ -1,13 +1,8 @@
 """`POST /v1/embeddings`: the request; an input has one of four forms."""
 
-from typing import cast
-
-import msgspec
-
-from gateway.schema.decoding import check_allowed, check_minimum, decode, invalid
-from gateway.schema.fields.sampling import Vocabulary, check_ids
+from gateway.schema.decoding import check_allowed, check_minimum, invalid
+from gateway.schema.fields.sampling import Vocabulary, texts_or_ids
 from gateway.schema.fields.scheduling import SchedulingRequest
-from gateway.schema.unknown_fields import UnknownFields
 
 MAX_INPUTS = 2048
 FORMATS = ("float", "base64")
@@ -54,28 +49,4 @@ class EmbeddingRequest(PoolingRequest, kw_only=True, forbid_unknown_fields=True)
 
     def inputs(self, vocabulary: Vocabulary) -> list[str | tuple[int, ...]]:
         """The inputs in order, each a text or its token ids. Raises `InvalidRequest`."""
-        if isinstance(self.input, str):
-            return [self.input]
-        if len(set(map(type, self.input))) > 1:
-            raise invalid(
-                "input",
-                "expected a string, or an array of only strings, only token ids, or only "
-                "arrays of token ids.",
-            )
-        if isinstance(self.input[0], int):
-            return [check_ids(cast("list[int]", self.input), "input", vocabulary)]
-        return [
-            item if isinstance(item, str) else check_ids(item, f"input[{i}]", vocabulary)
-            for i, item in enumerate(self.input)
-            if not isinstance(item, int)
-        ]
-
-
-_DECODER = msgspec.json.Decoder(EmbeddingRequest)
-
-
-def decode_embedding(body: bytes, unknown: UnknownFields | None = None) -> EmbeddingRequest:
-    """Decode and check the request. Raises `InvalidRequest`."""
-    request = decode(_DECODER, body, unknown)
-    request.check()
-    return request
+        return texts_or_ids(self.input, "input", vocabulary)

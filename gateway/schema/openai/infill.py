@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import orjson
 
-from gateway.schema.decoding import decode, invalid
+from gateway.schema.decoding import invalid
 from gateway.schema.openai.completions import CompletionRequest
 from gateway.schema.openai.dialect import OpenAIDialect
 from gateway.schema.rendering import (
@@ -19,7 +19,6 @@ from gateway.schema.rendering import (
     GenerationProgress,
     finished_choice,
 )
-from gateway.schema.unknown_fields import UnknownFields
 
 STOP_TYPES = {"length": "limit", "stop": "eos"}
 MAX_EXTRA = 256  # other files
@@ -126,11 +125,3 @@ class InfillRenderer:
 
 def _event(value: dict[str, Any]) -> bytes:
     return b"data: " + orjson.dumps(value) + END
-
-
-_DECODER = msgspec.json.Decoder(InfillRequest)
-
-
-def decode_infill(body: bytes, unknown: UnknownFields | None = None) -> InfillRequest:
-    """Decode the request. Raises `InvalidRequest`."""
-    return decode(_DECODER, body, unknown)

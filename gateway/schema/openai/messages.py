@@ -1,8 +1,10 @@
 """The messages of a conversation: the request's form, and the form that chat templates read."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
+import orjson
 
 from engine.errors import InvalidRequest
 from gateway.schema.decoding import check_allowed, invalid, missing, quote
@@ -44,8 +46,7 @@ class ContentPart(msgspec.Struct, forbid_unknown_fields=True):
             )
         check_breakpoint(self.prompt_cache_breakpoint, f"{path}.prompt_cache_breakpoint")
         if getattr(self, self.type) is None:
-            name = f"{path}.{self.type}"
-            raise missing(name)
+            raise missing(f"{path}.{self.type}")
         if self.type == _IMAGE and self.image_url is not None:
             self.image_url.check(f"{path}.{_IMAGE}")
 
@@ -91,8 +92,7 @@ class Message(msgspec.Struct, forbid_unknown_fields=True):
         if self.content is None and not needs_no_content and self.role != "function":
             raise missing(f"{path}.content")
         if self.role == "tool" and self.tool_call_id is None:
-            name = f"{path}.tool_call_id"
-            raise missing(name)
+            raise missing(f"{path}.tool_call_id")
         if len(self.tool_calls or ()) > MAX_TOOL_CALLS:
             name = f"{path}.tool_calls"
             raise invalid(
@@ -173,3 +173,14 @@ class Message(msgspec.Struct, forbid_unknown_fields=True):
             if part.type == _IMAGE:
                 texts.append(("", []))
         return texts
+
+
+def parsed_arguments(arguments: str) -> Mapping[str, Any]:
+    """The arguments of a call as an object. Text that is none, such as arguments cut off by
+    `max_tokens`, is kept under `unparsed`, so that every message that was generated can be sent
+    back."""
+    try:
+        parsed = orjson.loads(arguments or "{}")
+    except orjson.JSONDecodeError:
+        parsed = None
+    return parsed if isinstance(parsed, dict) else {"unparsed": arguments}

@@ -6,9 +6,8 @@ from typing import NamedTuple
 import msgspec
 
 from engine.errors import InvalidRequest
-from gateway.schema.decoding import check_minimum, decode, invalid, missing
+from gateway.schema.decoding import check_minimum, invalid, missing
 from gateway.schema.openai.embeddings import MAX_INPUTS, PoolingRequest
-from gateway.schema.unknown_fields import UnknownFields
 
 
 class TextPair(NamedTuple):
@@ -111,21 +110,3 @@ def _check_texts(texts: Sequence[str], name: str) -> None:
         raise invalid(name, f"at most {MAX_INPUTS} texts.")
     if not all(texts):
         raise invalid(name, "an empty text is not allowed.")
-
-
-_SCORE = msgspec.json.Decoder(ScoreRequest)
-_RERANK = msgspec.json.Decoder(RerankRequest)
-
-
-def decode_score(body: bytes, unknown: UnknownFields | None = None) -> ScoreRequest:
-    """Decode and check the request. Raises `InvalidRequest`."""
-    request = decode(_SCORE, body, unknown)
-    request.check()
-    return request
-
-
-def decode_rerank(body: bytes, unknown: UnknownFields | None = None) -> RerankRequest:
-    """Decode and check the request. Raises `InvalidRequest`."""
-    request = decode(_RERANK, body, unknown)
-    request.check()
-    return request

@@ -6,12 +6,10 @@ from typing import Any
 import msgspec
 
 from engine.errors import InvalidRequest
-from gateway.schema.decoding import decode
 from gateway.schema.fields.sampling import Vocabulary, check_ids
 from gateway.schema.openai.chat import ChatRequest
 from gateway.schema.openai.messages import Message
 from gateway.schema.openai.tools import Tool
-from gateway.schema.unknown_fields import UnknownFields
 
 _CHAT_FIELDS = (
     "add_generation_prompt",
@@ -63,21 +61,3 @@ class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True):
         """Raise `InvalidRequest` for the first id that is not in the vocabulary."""
         if self.tokens:
             check_ids(self.tokens, "tokens", vocabulary)
-
-
-_TOKENIZE = msgspec.json.Decoder(TokenizeRequest)
-_DETOKENIZE = msgspec.json.Decoder(DetokenizeRequest)
-
-
-def decode_tokenize(body: bytes, unknown: UnknownFields | None = None) -> TokenizeRequest:
-    """Decode and check the request. Raises `InvalidRequest`."""
-    request = decode(_TOKENIZE, body, unknown)
-    request.check()
-    return request
-
-
-def decode_detokenize(body: bytes, vocabulary: Vocabulary) -> DetokenizeRequest:
-    """Decode and check the request. Raises `InvalidRequest`."""
-    request = decode(_DETOKENIZE, body)
-    request.check(vocabulary)
-    return request

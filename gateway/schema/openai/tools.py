@@ -123,8 +123,7 @@ def plan_functions(functions: Sequence[FunctionDefinition] | None, choice: Any) 
 def _function(tool: Tool, path: str) -> FunctionDefinition:
     check_allowed(tool.type, f"{path}.type", ("function",))
     if tool.function is None:
-        name = f"{path}.function"
-        raise missing(name)
+        raise missing(f"{path}.function")
     tool.function.check(f"{path}.function")
     return tool.function
 

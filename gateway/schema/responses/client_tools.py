@@ -115,8 +115,7 @@ def checked_call(kind: str, given: object, path: str) -> Item:
         raise missing(f"{path}.{field}")
     needed = "commands" if kind == "shell" else "path"
     if needed not in given:
-        name = f"{path}.{field}.{needed}"
-        raise missing(name)
+        raise missing(f"{path}.{field}.{needed}")
     return {field: given}
 
 

@@ -90,8 +90,7 @@ class ContentItem(msgspec.Struct, forbid_unknown_fields=True):
         name = "refusal" if self.type == "refusal" else "text"
         text = self.refusal if self.type == "refusal" else self.text
         if text is None:
-            param = f"{path}.{name}"
-            raise missing(param)
+            raise missing(f"{path}.{name}")
         return text
 
     @property

@@ -84,6 +84,7 @@ class OutputItems:
         if self._is_open and self.items[-1]["type"] == kind:
             return b""
         events = self.close("completed")
+        fields: Item
         if kind == "message":
             fields = {"id": self._new_id("msg_"), "status": "in_progress", "role": "assistant"}
         else:

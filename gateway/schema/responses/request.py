@@ -216,19 +216,12 @@ def messages_of(instructions: str | None, items: Sequence[Item]) -> list[dict[st
     return messages
 
 
-_DECODER = msgspec.json.Decoder(ResponseRequest)
-_CREATE_DECODER = msgspec.json.Decoder(ResponseCreate)
-
-
 def decode_response(
     body: bytes, unknown: UnknownFields | None = None, *, is_message: bool = False
 ) -> ResponseRequest:
     """Decode and check the request, or the message of a WebSocket. Raises `InvalidRequest`."""
-    request: ResponseRequest
-    if is_message:
-        request = decode(_CREATE_DECODER, body, unknown)
-    else:
-        request = decode(_DECODER, body, unknown)
+    kind = ResponseCreate if is_message else ResponseRequest
+    request: ResponseRequest = decode(kind, body, unknown)
     if request.context_management and unknown is not None and unknown.ignore("context_management"):
         request.context_management = None  # nothing is removed from a prompt that fits
     check_unicode(body)

@@ -46,16 +46,14 @@ class Steer(NamedTuple):
         return {"id": self.steer_id, "previous_response_id": response_id}
 
 
-_MESSAGE = msgspec.json.Decoder(Message)
-_STEER = msgspec.json.Decoder(SteerMessage)
 _FIELDS = msgspec.json.Decoder(Fields)
-_ITEMS = msgspec.json.Decoder(str | list[InputItem])
+_ITEMS: Any = str | list[InputItem]
 _RAW_ITEMS = msgspec.json.Decoder(str | list[msgspec.Raw])
 
 
 def read_message(text: bytes) -> Message:
     """Raises `InvalidRequest` for a message that is not one of the two types."""
-    message = decode(_MESSAGE, text)
+    message = decode(Message, text)
     if message.type not in (CREATE, STEER):
         raise invalid("type", f"{message.type[:100]!r} is not one of '{CREATE}' and '{STEER}'.")
     if message.stream_id is not None and not 0 < len(message.stream_id) <= MAX_STREAM_ID:
@@ -65,7 +63,7 @@ def read_message(text: bytes) -> Message:
 
 def read_steer(text: bytes) -> SteerMessage:
     """Raises `InvalidRequest` unless its input is text or messages of the user."""
-    message = decode(_STEER, text)
+    message = decode(SteerMessage, text)
     items = decode(_ITEMS, bytes(message.input))
     if not items:
         raise invalid("input", "expected text or at least one message.")

@@ -159,18 +159,14 @@ def _custom_description(tool: ResponseTool) -> str:
     return f"{description}\n\n{grammar}".strip()
 
 
-_TOOL = msgspec.json.Decoder(ResponseTool)
-_TYPED = msgspec.json.Decoder(dict[str, Any])
-
-
 def _decoded(raw: msgspec.Raw, path: str, unknown: UnknownFields) -> ResponseTool | None:
     """A tool whose type is checked before its other fields; None if it is ignored."""
     try:
-        kind = str(decode(_TYPED, bytes(raw)).get("type"))
+        kind = str(decode(dict[str, Any], bytes(raw)).get("type"))
         if kind in SERVER_TOOLS and unknown.ignore(f"tools[].{kind}"):
             return None
         check_allowed(kind, "type", SUPPORTED)
-        tool = decode(_TOOL, bytes(raw), unknown, "tools[]")
+        tool = decode(ResponseTool, bytes(raw), unknown, "tools[]")
         _check(tool)
     except InvalidRequest as error:
         raise _within(path, error) from None

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 from engine.errors import InvalidRequest
 from gateway.errors import FileNotFound
-from gateway.schema.decoding import invalid
-from gateway.schema.openai.batches import WINDOWS, BatchRequest, batch_json, decode_batch
+from gateway.schema.decoding import decode, invalid
+from gateway.schema.openai.batches import WINDOWS, BatchRequest, batch_json
 from gateway.schema.paging import list_json, read_page
 from gateway.service import caller_of, service_of
 from gateway.store.batch_records import BatchRecord
@@ -27,8 +27,8 @@ async def create_batch(http: "HttpRequest") -> Json:
     """Queue a batch over an uploaded file; raises `InvalidRequest`."""
     service, caller = service_of(http), caller_of(http)
     routes: RouteTable = http.app.state.routes
-    read = partial(decode_batch, endpoints=tuple(routes.batch_endpoints))
-    request = await decoded_body(http, read)
+    request = await decoded_body(http, partial(decode, BatchRequest))
+    request.check(tuple(routes.batch_endpoints))
     now, tenant = service.unix_now(), caller.tenant
     await _check_file(http, request)
     expiry = request.output_expires_after

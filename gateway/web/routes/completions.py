@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 from gateway.generation.infill import Gap, infill_of
 from gateway.generation.plan import GenerationPlan, build_plan, check_fits, longest_prompt
 from gateway.generation.prompt import tokenize_prompts
+from gateway.schema.decoding import decode_checked
 from gateway.schema.openai.completion_renderer import CompletionRenderer
 from gateway.schema.openai.completions import (
     DEFAULT_MAX_TOKENS,
     CompletionRequest,
-    decode_completion,
     size_of,
 )
 from gateway.schema.openai.event_envelope import token_formatter
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def plan_completion(body: bytes, caller: "Caller", service: "Service") -> GenerationPlan:
     """The plan of a request body; raises `InvalidRequest` for what cannot be served."""
     _check_size(body, service)
-    request = decode_completion(body, caller.unknown_fields)
+    request = decode_checked(CompletionRequest, body, caller.unknown_fields)
     service.check_generates(request.model)
     renderer = CompletionRenderer(
         service.header("cmpl", request.model),

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 
 from gateway.generation.infill import Gap, OtherFile
 from gateway.generation.plan import GenerationPlan, LengthLimits
-from gateway.schema.openai.infill import InfillRenderer, decode_infill
+from gateway.schema.decoding import decode
+from gateway.schema.openai.infill import InfillRenderer, InfillRequest
 from gateway.web.routes.completions import filling, planned
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 def plan_infill(body: bytes, caller: "Caller", service: "Service") -> GenerationPlan:
     """The plan of a request body; raises `InvalidRequest` for what cannot be served."""
-    request = decode_infill(body, caller.unknown_fields)
+    request = decode(InfillRequest, body, caller.unknown_fields)
     completion = request.as_completion(service.model.name)
     service.check_generates(completion.model)
     renderer = InfillRenderer(completion.model)

@@ -40,7 +40,7 @@ async def load_model(http: "HttpRequest") -> dict[str, Any]:
     """Begin to load a model, if it is not loaded; `/v1/models` says when it is. Raises
     `ModelNotFound`."""
     service = service_of(http)
-    action = await decoded_body(http, partial(decode, _ACTION))
+    action = await decoded_body(http, partial(decode, ModelAction))
     group = service.groups.find(action.model)
     if not group.accepts:
         service.groups.loads.begin(group)
@@ -51,7 +51,7 @@ async def unload_model(http: "HttpRequest") -> dict[str, Any]:
     """Unload a model once its running requests have ended; a later request loads it again. Raises
     `ModelNotFound`, and `UnsupportedByModel` if it is the only one."""
     service = service_of(http)
-    action = await decoded_body(http, partial(decode, _ACTION))
+    action = await decoded_body(http, partial(decode, ModelAction))
     group = service.groups.find(action.model)
     if service.groups.are_fixed:
         raise UnsupportedByModel(
@@ -61,9 +61,6 @@ async def unload_model(http: "HttpRequest") -> dict[str, Any]:
         )
     service.groups.begin_unload(group)
     return {"success": True}
-
-
-_ACTION: msgspec.json.Decoder[ModelAction] = msgspec.json.Decoder(ModelAction)
 
 
 def _model(group: "Group", name: str) -> dict[str, Any]:

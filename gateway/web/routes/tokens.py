@@ -12,7 +12,8 @@ from gateway.generation.image_input import ImageOrigin
 from gateway.generation.prompt import fits_on_loop, token_ids, tokenize_prompts
 from gateway.generation.reply import unless_disconnected
 from gateway.generation.threads import read_body_with, run_in_thread
-from gateway.schema.openai.tokens import TokenizeRequest, decode_detokenize, decode_tokenize
+from gateway.schema.decoding import decode, decode_checked
+from gateway.schema.openai.tokens import DetokenizeRequest, TokenizeRequest
 from gateway.service import Service, caller_of, service_of
 from gateway.web.decoded_body import decoded_body
 
@@ -33,8 +34,8 @@ async def tokenize(http: "HttpRequest") -> bytes:
     """The ids of a prompt or of a conversation; raises `InvalidRequest`."""
     service, caller = service_of(http), caller_of(http)
     raw = await read_body(http, service.limits)
-    decode = partial(decode_tokenize, raw, caller.unknown_fields)
-    request = await read_body_with(decode, raw)
+    read = partial(decode_checked, TokenizeRequest, raw, caller.unknown_fields)
+    request = await read_body_with(read, raw)
     if request.model is not None:
         service.check_model(request.model)
     chat = None
@@ -54,7 +55,12 @@ async def tokenize(http: "HttpRequest") -> bytes:
 async def detokenize(http: "HttpRequest") -> dict[str, str]:
     """The text of ids, control tokens included; raises `InvalidRequest`."""
     service = service_of(http)
-    read = partial(decode_detokenize, vocabulary=service.model.vocabulary)
+
+    def read(body: bytes) -> DetokenizeRequest:
+        request = decode(DetokenizeRequest, body)
+        request.check(service.model.vocabulary)
+        return request
+
     request = await decoded_body(http, read)
     if request.model is not None:
         service.check_model(request.model)

@@ -127,7 +127,7 @@ def test_far_too_many_token_ids_are_rejected_before_they_are_decoded(
     async def scene(rig: Rig) -> None:
         prompt = [104] * 600
         with monkeypatch.context() as patch:
-            patch.delattr("gateway.web.routes.completions.decode_completion")
+            patch.delattr("gateway.web.routes.completions.decode_checked")
             async with rig.client.post(TEXT, text(prompt=prompt, max_tokens=5)) as exchange:
                 error = (await exchange.json())["error"]
         assert (exchange.status, error["code"]) == (400, "context_length_exceeded")

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Mapping
 from functools import partial
 from math import inf
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
@@ -63,7 +63,7 @@ async def policy(http: "HttpRequest") -> dict[str, Any]:
     """
     service = service_of(http)
     if http.method == "POST":
-        choice = await decoded_body(http, partial(decode, _DECODER))
+        choice = await decoded_body(http, partial(decode, cast("type[_Named]", PolicyChoice)))
         check_allowed(choice.policy, "policy", tuple(POLICIES))
         _switch(service, choice.policy, changes_of(choice))
     scheduler = service.engine.scheduler
@@ -93,6 +93,3 @@ def _switch(service: Service, name: str, changes: Mapping[str, object]) -> None:
         engine.switch(build(name, engine.scheduler.cost, settings))
     live = sum(len(engine.scheduler.pool) for engine in engines)
     logger.info("policy=%s before=%s live=%d", name, before, live)
-
-
-_DECODER: msgspec.json.Decoder[_Named] = msgspec.json.Decoder(PolicyChoice)

@@ -36,7 +36,7 @@ class UnloadLoraRequest(msgspec.Struct, forbid_unknown_fields=True):
 async def load_lora(http: "HttpRequest") -> "Response":
     """Load an adapter; its name is a model name when this returns. Raises `InvalidRequest`."""
     service = service_of(http)
-    request = await decoded_body(http, partial(decode, _LOAD))
+    request = await decoded_body(http, partial(decode, LoadLoraRequest))
     if not request.lora_path:
         raise InvalidRequest("'lora_path' is empty.", "lora_path")
     now = service.unix_now()
@@ -50,14 +50,10 @@ async def unload_lora(http: "HttpRequest") -> "Response":
     """Unload an adapter: its name is unknown at once; this returns when its last request has ended
     and its memory is free. Raises `LoraNotFound`."""
     service = service_of(http)
-    request = await decoded_body(http, partial(decode, _UNLOAD))
+    request = await decoded_body(http, partial(decode, UnloadLoraRequest))
     await service.loras.unload(request.lora_name)
     return _success(f"LoRA adapter '{request.lora_name}' removed successfully.")
 
 
 def _success(message: str) -> "Response":
     return PlainTextResponse(f"Success: {message}")
-
-
-_LOAD = msgspec.json.Decoder(LoadLoraRequest)
-_UNLOAD = msgspec.json.Decoder(UnloadLoraRequest)
