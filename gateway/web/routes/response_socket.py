@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
     from starlette.types import ASGIApp, Receive, Scope, Send
 
+Json = dict[str, Any]
 MAX_LANES = 16  # responses at once on one connection
 MAX_WAITING = 32  # messages of one connection that run or wait
 MAX_WAITING_BYTES = 16 << 20
@@ -171,7 +172,7 @@ class ResponseSocket:
         parent = create.message.previous_response_id or ""
         steers = self._parents.get(parent, [])
         if steers:
-            create.text = await self._in_thread(partial(socket.with_steers, create.text, steers))
+            create.text = await asyncio.to_thread(socket.with_steers, create.text, steers)
         exchange = await self._exchange(create)
         if exchange.status == 200:
             self._parents.pop(parent, None)
@@ -193,10 +194,6 @@ class ResponseSocket:
         await self._app(scope, exchange.receive, exchange.send)
         return exchange
 
-    async def _in_thread(self, work: Callable[[], bytes]) -> bytes:
-        """Rewriting a message takes as long as decoding it."""
-        return await asyncio.to_thread(work)
-
     async def _successor(self, create: _Create, exchange: SocketExchange) -> _Create | None:
         """The response after a steered one; None if its input waits, or cannot be used."""
         renderer = create.turn.renderer
@@ -210,9 +207,7 @@ class ResponseSocket:
             return None
         required = socket.required_input(renderer.output.items)
         if not required:
-            text = await self._in_thread(
-                partial(socket.continued, create.text, response_id, steers)
-            )
+            text = await asyncio.to_thread(socket.continued, create.text, response_id, steers)
             return _Create(text, create.message, self._new_turn(create.message))
         self._parents[response_id] = steers
         while len(self._parents) > MAX_PARENTS:
@@ -267,19 +262,17 @@ class ResponseSocket:
 
     async def _fail_unaccepted(self, text: bytes, code: str, reason: str) -> None:
         """Give input back that was not accepted."""
-        steer = await self._in_thread(partial(socket.unaccepted, text))
-        error = {"type": "invalid_request_error", "code": code, "message": reason}
-        event = {"type": "response.steer.failed", "sequence_number": 0, "error": error}
-        await self._socket.send((orjson.dumps({**event, "steer": orjson.Fragment(steer)}),))
+        steer = orjson.Fragment(await asyncio.to_thread(socket.unaccepted, text))
+        event = {"type": "response.steer.failed", "sequence_number": 0}
+        await self._send({**event, "error": _error(code, reason), "steer": steer})
 
     async def _fail_steers(
         self, response_id: str, steers: Iterable[Steer], code: str, create: _Create
     ) -> None:
         """Give accepted input back that no response will have."""
-        message = "The response ended in a way in which it cannot be continued."
+        error = _error(code, "The response ended in a way in which it cannot be continued.")
         for steer in steers:
             described = {**steer.as_json(response_id), "input": orjson.Fragment(steer.input)}
-            error = {"type": "invalid_request_error", "code": code, "message": message}
             await self._send_steer_event(
                 create, "response.steer.failed", steer=described, error=error
             )
@@ -288,9 +281,7 @@ class ResponseSocket:
         renderer = create.turn.renderer
         number = 0 if renderer is None else renderer.events.next_number()
         event = {"type": kind, "sequence_number": number, **fields}
-        if create.message.stream_id is not None:
-            event["stream_id"] = create.message.stream_id
-        await self._socket.send((orjson.dumps(event),))
+        await self._send(event, create.message.stream_id)
 
     async def _send_error(self, error: EngineError, stream_id: str | None = None) -> None:
         """The event for a message that did not become a request."""
@@ -298,6 +289,12 @@ class ResponseSocket:
         param = getattr(error, "param", None)
         body = {"type": known.type, "code": known.code, "message": message_of(error)}
         event = {"type": "error", "status": known.status, "error": {**body, "param": param}}
-        if stream_id is not None:
-            event["stream_id"] = stream_id
-        await self._socket.send((orjson.dumps(event),))
+        await self._send(event, stream_id)
+
+    async def _send(self, event: Json, stream_id: str | None = None) -> None:
+        stream = {} if stream_id is None else {"stream_id": stream_id}
+        await self._socket.send((orjson.dumps({**event, **stream}),))
+
+
+def _error(code: str, message: str) -> Json:
+    return {"type": "invalid_request_error", "code": code, "message": message}
