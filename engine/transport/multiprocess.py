@@ -13,30 +13,28 @@ crash loop, which would end the server.
 import asyncio
 import contextlib
 import logging
-import time
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 
-from engine.errors import EngineError, KernelFaulted, StartupError, Unavailable, WorkerLost
+from engine.errors import KernelFaulted, StartupError, Unavailable, WorkerLost
 from engine.lora import LoraReport, LoraSpec
 from engine.media import ImagePixels
 from engine.pooling import PoolSpec
-from engine.ports import Clock
 from engine.setting import advanced, setting
 from engine.step import ReadAhead, RequestId, SampleSpec, SamplingParams, Step, StepEntry, StepId
-from engine.transport.channel import ResultFuture, StepChannel
-from engine.transport.launcher import LaunchedWorker, Launcher, WorkerExit
+from engine.transport.channel import ResultFuture
+from engine.transport.launcher import Launcher
 from engine.transport.process import LocalLauncher
 from engine.transport.restart_backoff import RestartBackoff
 from engine.transport.trace import TraceFile
-from engine.transport.worker_startup import OnProgress, WorkerKilled, load_all
+from engine.transport.worker_group import WorkerGroup
+from engine.transport.worker_startup import OnProgress, WorkerKilled
 from engine.worker_settings import WorkerReport, WorkerSettings
 
 logger = logging.getLogger(__name__)
 
-EXIT_SECONDS = 1.0  # for a worker that closed its connection, before it is killed
 _TRIAL_ID = 1 << 41  # of the trial step and its request; an engine's own ids are lower
 
 
@@ -100,27 +98,22 @@ class MultiprocessExecutor:
         self,
         worker: WorkerSettings,
         settings: MultiprocessSettings,
-        clock: Clock = time.monotonic,
         launcher: Launcher | None = None,
         trace: TraceFile | None = None,
     ) -> None:
         self._worker = replace(worker, traces=trace is not None)
         self._settings = settings
-        self._clock = clock
         self._launcher = launcher or LocalLauncher(settings.worker, settings.env)
-        self._trace = trace
-        self._workers: Sequence[LaunchedWorker] = ()
-        self._channel: StepChannel | None = None
+        self._group = WorkerGroup(settings.step_seconds, trace)
         self._backoff = RestartBackoff(settings.max_restarts, settings.restart_pause)
         self._pools = False  # whether the model pools, known from the first start on
-        self._is_on_trial = False  # while restarted workers compute their trial step
         self._num_restarts = 0
         self._closed = asyncio.Event()
-        self._on_lost: Callable[[], object] = _ignore_loss
         self._on_lora_lost: Callable[[LoraReport], object] = _ignore_lora
 
     def __repr__(self) -> str:
-        in_flight = self._channel.num_in_flight if self._channel else 0
+        channel = self._group.channel
+        in_flight = channel.num_in_flight if channel else 0
         state = "alive" if self.is_alive else "not alive"
         return (
             f"<MultiprocessExecutor pids={self.pids} {state} in_flight={in_flight} "
@@ -134,13 +127,12 @@ class MultiprocessExecutor:
     @property
     def pids(self) -> list[int]:
         """The workers' process ids by stage and rank; empty before the start and after the end."""
-        return [worker.pid for worker in self._workers]
+        return self._group.pids
 
     @property
     def is_alive(self) -> bool:
         """Whether the workers are loaded and accept steps."""
-        channel = self._channel
-        return channel is not None and channel.ended is None and not self._is_on_trial
+        return self._group.is_alive
 
     @property
     def num_restarts(self) -> int:
@@ -149,7 +141,7 @@ class MultiprocessExecutor:
 
     def watch(self, on_lost: Callable[[], object]) -> None:
         """Call `on_lost` whenever the workers are lost. A later call replaces the callback."""
-        self._on_lost = on_lost
+        self._group.on_lost = on_lost
 
     def watch_loras(self, on_lost: Callable[[LoraReport], object]) -> None:
         """Call `on_lost` for each LoRA adapter that restarted workers could not load again."""
@@ -162,7 +154,7 @@ class MultiprocessExecutor:
         """
         report = await self._first_open(on_progress)
         if failed := [lora for lora in report.loras if lora.error]:
-            await self._end("a LoRA adapter cannot be loaded", grace=0.0)
+            await self._group.end("a LoRA adapter cannot be loaded")
             raise StartupError(failed[0].error)
         # The KV ledger is built for this many blocks, so restarted workers must have as many.
         # Their LoRA adapters must have the same bytes.
@@ -197,7 +189,7 @@ class MultiprocessExecutor:
 
         The report has the error if it cannot be loaded. Raises `WorkerLost`.
         """
-        channel = self._channel
+        channel = self._group.channel
         assert channel is not None, "load_lora before start"
         report = await channel.load_lora(spec)
         if channel.ended is not None:  # restarted workers do not have it
@@ -210,18 +202,18 @@ class MultiprocessExecutor:
     def unload_lora(self, lora_id: int) -> None:
         """Free an adapter, which no step in flight uses, in all workers."""
         self._forget_lora(lora_id)
-        if self._channel is not None:
-            self._channel.unload_lora(lora_id)
+        if self._group.channel is not None:
+            self._group.channel.unload_lora(lora_id)
 
     def read_ahead(self, copies: ReadAhead) -> None:
         """Let the workers read copies in the disk tier for a waiting request, beside steps."""
-        if self._channel is not None:
-            self._channel.read_ahead(copies)
+        if self._group.channel is not None:
+            self._group.channel.read_ahead(copies)
 
     def send_pixels(self, piece: ImagePixels) -> None:
         """Send a piece of an image to the workers that encode it."""
-        if self._channel is not None:
-            self._channel.send_pixels(piece)
+        if self._group.channel is not None:
+            self._group.channel.send_pixels(piece)
 
     def _forget_lora(self, lora_id: int) -> None:
         left = tuple(spec for spec in self._worker.loras if spec.lora_id != lora_id)
@@ -229,9 +221,9 @@ class MultiprocessExecutor:
 
     def submit(self, step: Step) -> ResultFuture:
         """Send the step to the workers. If they are lost, the future has already failed."""
-        assert self._channel is not None, "submit before start"
-        assert self._channel.num_in_flight < self.depth, "more steps in flight than depth"
-        return self._channel.submit(step)
+        assert self._group.channel is not None, "submit before start"
+        assert self._group.channel.num_in_flight < self.depth, "more steps in flight than depth"
+        return self._group.channel.submit(step)
 
     async def restart(self) -> None:
         """End the present workers and start new ones with the same settings and KV slots.
@@ -239,11 +231,16 @@ class MultiprocessExecutor:
         The new workers write to the first KV block, which must belong to no request. Retries a
         failed start, with growing pauses. Raises `Unavailable` in a crash loop and after `close`.
         """
-        exits = await self._end("the workers are being restarted", grace=0.0)
-        self._note_progress(is_kill=any(exit.is_kill for exit in exits))
+        exits = await self._group.end("the workers are being restarted")
+        channel = self._group.channel
+        assert channel is not None, "restart before start"
+        if channel.num_results:
+            self._backoff.progressed()
+        elif channel.num_lost:
+            self._backoff.crashed(is_kill=any(exit.is_kill for exit in exits))
         failure: StartupError | None = None
         while True:
-            await self._pause(failure)
+            await _pause(self._backoff, self._closed, failure)
             self._num_restarts += 1
             try:
                 report = await self._open(self._worker, _no_progress, is_restart=True)
@@ -270,95 +267,43 @@ class MultiprocessExecutor:
         """
         self._closed.set()
         grace = self._settings.close_seconds if self.is_alive else 0.0
-        await self._end("the executor was closed", grace)
+        await self._group.end("the executor was closed", grace)
         await self._launcher.close()
 
     async def _open(
         self, settings: WorkerSettings, on_progress: OnProgress, *, is_restart: bool = False
     ) -> WorkerReport:
-        assert not self._workers, "start while workers are running"
+        group = self._group
+        assert not group.pids, "start while workers are running"
         async with AsyncExitStack() as stack:
-            stack.push_async_callback(self._end, "the workers did not start", grace=0.0)
-            self._workers = await self._launcher.launch(
+            stack.push_async_callback(group.end, "the workers did not start")
+            workers = await self._launcher.launch(
                 self._settings.num_stages, self._settings.num_ranks
             )
-            report = await load_all(self._workers, settings, on_progress)
-            if report.num_blocks < settings.kv.num_blocks:
-                raise StartupError(
-                    f"the worker has {report.num_blocks} KV blocks of {report.block_size} slots, "
-                    f"but {settings.kv.num_blocks} are required"
-                )
+            report = await group.load(workers, settings, on_progress)
             if self._closed.is_set():
                 raise Unavailable("the executor was closed")
-            self._channel = StepChannel(
-                {worker.placement: worker.connection for worker in self._workers},
-                self._settings.step_seconds,
-                self._lost,
-                self._trace,
-            )
+            group.connect()
             if is_restart:
-                await self._try(self._channel)
+                await group.try_step(_trial_step(pools=self._pools))
             stack.pop_all()
         return report
 
-    async def _try(self, channel: StepChannel) -> None:
-        """Compute the trial step. Raises `StartupError` if the workers cannot."""
-        self._is_on_trial = True
-        try:
-            await channel.submit(_trial_step(pools=self._pools))
-        except EngineError as error:
-            raise StartupError(f"their trial step failed: {error}") from error
-        finally:
-            self._is_on_trial = False
 
-    def _lost(self, reason: str) -> None:
-        logger.error("workers %s are lost: %s", self.pids, reason)
-        for worker in self._workers:
-            if not self._has_exited(worker):  # so that its own exit status is seen
-                worker.kill()
-        if not self._is_on_trial:
-            self._on_lost()
-
-    def _has_exited(self, worker: LaunchedWorker) -> bool:
-        """Whether the worker has closed its connection, as a process does when it ends."""
-        return self._channel is not None and self._channel.closed_by == worker.placement
-
-    async def _end(self, reason: str, grace: float) -> list[WorkerExit]:
-        if self._channel is not None:
-            self._channel.close(reason)
-        workers, self._workers = self._workers, ()
-        exits = await asyncio.gather(
-            *(worker.end(EXIT_SECONDS if self._has_exited(worker) else grace) for worker in workers)
-        )
-        for worker, exit in zip(workers, exits, strict=True):
-            expected = (
-                logging.DEBUG if self._channel is None else logging.INFO
-            )  # a start that failed
-            level = logging.ERROR if self._has_exited(worker) else expected
-            logger.log(level, "worker %d %s", worker.pid, exit.description)
-        return exits
-
-    def _note_progress(self, *, is_kill: bool) -> None:
-        """Report to the backoff whether the lost workers had computed a step."""
-        channel = self._channel
-        assert channel is not None, "restart before start"
-        if channel.num_results:
-            self._backoff.progressed()
-        elif channel.num_lost:
-            self._backoff.crashed(is_kill=is_kill)
-
-    async def _pause(self, failure: StartupError | None) -> None:
-        """Wait until the next restart is due. Raises `Unavailable` if there will be none."""
-        try:
-            seconds = self._backoff.next_pause()
-        except Unavailable as error:
-            raise error from failure
-        if seconds:
-            logger.warning("the workers restart in %g s", seconds)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._closed.wait(), seconds)
-        if self._closed.is_set():
-            raise Unavailable("the executor was closed")
+async def _pause(
+    backoff: RestartBackoff, closed: asyncio.Event, failure: StartupError | None
+) -> None:
+    """Wait until the next restart is due. Raises `Unavailable` if there will be none."""
+    try:
+        seconds = backoff.next_pause()
+    except Unavailable as error:
+        raise error from failure
+    if seconds:
+        logger.warning("the workers restart in %g s", seconds)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(closed.wait(), seconds)
+    if closed.is_set():
+        raise Unavailable("the executor was closed")
 
 
 def _trial_step(*, pools: bool) -> Step:
@@ -371,10 +316,6 @@ def _trial_step(*, pools: bool) -> Step:
 
 def _ignore_lora(report: LoraReport) -> None:
     """The callback before `watch_loras` is called."""
-
-
-def _ignore_loss() -> None:
-    """The callback before `watch` is called."""
 
 
 def _no_progress(what: str, done: int, total: int) -> None:

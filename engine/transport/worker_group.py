@@ -1,0 +1,105 @@
+"""The worker processes of an executor from their launch to their end, and the channel to them."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+from engine.errors import EngineError, StartupError
+from engine.step import Step
+from engine.transport.channel import StepChannel
+from engine.transport.launcher import LaunchedWorker, WorkerExit
+from engine.transport.trace import TraceFile
+from engine.transport.worker_startup import OnProgress, load_all
+from engine.worker_settings import WorkerReport, WorkerSettings
+
+logger = logging.getLogger(__name__)
+
+EXIT_SECONDS = 1.0  # for a worker that closed its connection, before it is killed
+
+
+class WorkerGroup:
+    """Workers that were launched together; those that follow them take their place.
+
+    `channel` is that of the workers that have loaded last, also after they have ended.
+    """
+
+    def __init__(self, step_seconds: float, trace: TraceFile | None) -> None:
+        self.channel: StepChannel | None = None
+        self.on_lost: Callable[[], object] = _ignore_loss
+        self._workers: Sequence[LaunchedWorker] = ()
+        self._step_seconds = step_seconds
+        self._trace = trace
+        self._is_on_trial = False  # while restarted workers compute their trial step
+
+    @property
+    def pids(self) -> list[int]:
+        """The workers' process ids by stage and rank; empty before the start and after the end."""
+        return [worker.pid for worker in self._workers]
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the workers are loaded and accept steps."""
+        channel = self.channel
+        return channel is not None and channel.ended is None and not self._is_on_trial
+
+    async def load(
+        self,
+        workers: Sequence[LaunchedWorker],
+        settings: WorkerSettings,
+        on_progress: OnProgress,
+    ) -> WorkerReport:
+        """Load the model in launched workers. Raises `StartupError`."""
+        self._workers = workers
+        report = await load_all(workers, settings, on_progress)
+        if report.num_blocks < settings.kv.num_blocks:
+            raise StartupError(
+                f"the worker has {report.num_blocks} KV blocks of {report.block_size} slots, "
+                f"but {settings.kv.num_blocks} are required"
+            )
+        return report
+
+    def connect(self) -> None:
+        """Open the channel to workers that have loaded."""
+        sockets = {worker.placement: worker.connection for worker in self._workers}
+        self.channel = StepChannel(sockets, self._step_seconds, self._lost, self._trace)
+
+    async def try_step(self, step: Step) -> None:
+        """Compute a trial step. Raises `StartupError` if the workers cannot."""
+        assert self.channel is not None, "a trial before `connect`"
+        self._is_on_trial = True
+        try:
+            await self.channel.submit(step)
+        except EngineError as error:
+            raise StartupError(f"their trial step failed: {error}") from error
+        finally:
+            self._is_on_trial = False
+
+    async def end(self, reason: str, grace: float = 0.0) -> list[WorkerExit]:
+        """Close the channel and end the processes, with `grace` seconds to end by themselves."""
+        if self.channel is not None:
+            self.channel.close(reason)
+        workers, self._workers = self._workers, ()
+        exits = await asyncio.gather(
+            *(worker.end(EXIT_SECONDS if self._has_exited(worker) else grace) for worker in workers)
+        )
+        expected = logging.DEBUG if self.channel is None else logging.INFO  # a start that failed
+        for worker, exit in zip(workers, exits, strict=True):
+            level = logging.ERROR if self._has_exited(worker) else expected
+            logger.log(level, "worker %d %s", worker.pid, exit.description)
+        return exits
+
+    def _lost(self, reason: str) -> None:
+        logger.error("workers %s are lost: %s", self.pids, reason)
+        for worker in self._workers:
+            if not self._has_exited(worker):  # so that its own exit status is seen
+                worker.kill()
+        if not self._is_on_trial:
+            self.on_lost()
+
+    def _has_exited(self, worker: LaunchedWorker) -> bool:
+        """Whether the worker has closed its connection, as a process does when it ends."""
+        return self.channel is not None and self.channel.closed_by == worker.placement
+
+
+def _ignore_loss() -> None:
+    """The callback before another is set."""
