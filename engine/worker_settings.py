@@ -273,19 +273,33 @@ class WorkerSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class TierReport:
+    """What the tiers beside the device have.
+
+    `disk_hashes` are the contents of the disk tier's slots, `HASH_BYTES` each, zeros for an unused
+    one; `disk_state_hashes` those of its slots for snapshots. `kv_store_keys` names all that the
+    contents of the shared store depend on.
+    """
+
+    num_host_blocks: int = 0
+    num_host_states: int = 0
+    disk_hashes: bytes = b""
+    disk_state_hashes: bytes = b""
+    kv_store_keys: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerReport:
     """What a worker reports after loading: facts about the model and the number of KV blocks.
 
     `num_parameters` is of the whole model; `bytes_per_block` and `threads` are this worker's own.
-    `kernels` describes the kernels in use, for logs. `disk_hashes` are the contents of the disk
-    tier's slots, `HASH_BYTES` each, zeros for an unused one; `disk_state_hashes` those of its slots
-    for snapshots. `loras` answers the settings' adapters
+    `kernels` describes the kernels in use, for logs. `loras` answers the settings' adapters
     in their order. `windows` has the sliding window of each layer group, None for a group that
     keeps the KV of all tokens; `bytes_per_block` is the size of a block of one group. `pooling` is
     None if the model generates text. `num_draft_parameters` is the size of the draft model, or
-    of the layer for multi-token prediction and the head; 0 without one. `kv_store_keys` names all
-    that the contents of the shared store depend on. `encoder` is None if the model reads no images.
-    `graphs` are the numbers of tokens to which steps with pieces of prompts are padded, ascending.
+    of the layer for multi-token prediction and the head; 0 without one. `encoder` is None if the
+    model reads no images. `graphs` are the numbers of tokens to which steps with pieces of prompts
+    are padded, ascending.
     """
 
     architecture: str
@@ -302,17 +316,13 @@ class WorkerReport:
     threads: int
     weights: str = "float32"
     kv_dtype: str = "float32"
-    num_host_blocks: int = 0
-    disk_hashes: bytes = b""
     kernels: str = "torch"
     loras: tuple[LoraReport, ...] = ()
     windows: tuple[int | None, ...] = (None,)
     num_states: int = 0
-    num_host_states: int = 0
     bytes_per_state: int = 0
     pooling: PoolingReport | None = None
     num_draft_parameters: int = 0
-    kv_store_keys: str = ""
-    disk_state_hashes: bytes = b""
     encoder: EncoderReport | None = None
     graphs: tuple[int, ...] = ()
+    tiers: TierReport = TierReport()

@@ -102,14 +102,14 @@ def play(
         KVShape(
             num_blocks or report.num_blocks,
             report.block_size,
-            report.num_host_blocks,
-            len(report.disk_hashes) // HASH_BYTES,
+            report.tiers.num_host_blocks,
+            len(report.tiers.disk_hashes) // HASH_BYTES,
             saves_on_host=saves_on_host,
             windows=report.windows,
             chunk=settings.max_batch_tokens * (1 + lookahead),
             num_states=num_states or report.num_states,
-            num_host_states=report.num_host_states,
-            num_disk_states=len(report.disk_state_hashes) // HASH_BYTES,
+            num_host_states=report.tiers.num_host_states,
+            num_disk_states=len(report.tiers.disk_state_hashes) // HASH_BYTES,
         )
     )
     scheduler = IterationScheduler(
@@ -119,7 +119,7 @@ def play(
         drafter=drafter,
         encoder=report.encoder,
     )
-    hashes, state_hashes = report.disk_hashes, report.disk_state_hashes
+    hashes, state_hashes = report.tiers.disk_hashes, report.tiers.disk_state_hashes
     scheduler.kv.search.restore_disk({PageKind.BLOCK: hashes, PageKind.SNAPSHOT: state_hashes})
     executor = Mortal(worker, dies_in, 1 + lookahead)
     engine = Engine(

@@ -122,7 +122,7 @@ def loaded_bytes(settings: Settings, report: WorkerReport) -> int:
     item = WEIGHT_BYTES.get(format, WEIGHT_BYTES.get(report.dtype, 4.0))
     workers = settings.workers.num_stages * settings.workers.num_ranks
     kv = report.num_blocks * report.bytes_per_block + report.num_states * report.bytes_per_state
-    host = report.num_host_blocks * report.bytes_per_block
+    host = report.tiers.num_host_blocks * report.bytes_per_block
     return int(report.num_parameters * item) + workers * (kv + host)
 
 

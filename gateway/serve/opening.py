@@ -168,7 +168,10 @@ class ModelOpener:
         search = scheduler.kv.search
         if kv_events is not None:
             search.listen(kv_events)
-        hashes, state_hashes = loaded.report.disk_hashes, loaded.report.disk_state_hashes
+        hashes, state_hashes = (
+            loaded.report.tiers.disk_hashes,
+            loaded.report.tiers.disk_state_hashes,
+        )
         search.restore_disk({PageKind.BLOCK: hashes, PageKind.SNAPSHOT: state_hashes})
         timelines.attach(scheduler)
         return scheduler
@@ -220,7 +223,7 @@ def _kv_lookup(
     settings: Settings, loaded: LoadedModel, metrics: Metrics, stack: AsyncExitStack
 ) -> KVLookup | None:
     """A client of the shared store, which the workers read and write."""
-    keys = loaded.report.kv_store_keys
+    keys = loaded.report.tiers.kv_store_keys
     if not keys:
         return None
     lookup = KVLookup.open(settings.tiers.kv_store, keys, metrics)
@@ -267,14 +270,14 @@ def _kv_shape(settings: Settings, report: WorkerReport) -> KVShape:
     return KVShape(
         num_blocks=report.num_blocks,
         block_size=report.block_size,
-        num_host_blocks=report.num_host_blocks,
-        num_disk_blocks=len(report.disk_hashes) // HASH_BYTES,
+        num_host_blocks=report.tiers.num_host_blocks,
+        num_disk_blocks=len(report.tiers.disk_hashes) // HASH_BYTES,
         saves_on_host=settings.scheduler.reuses_prefixes,
         windows=report.windows,
         num_states=report.num_states,
-        num_host_states=report.num_host_states,
-        num_disk_states=len(report.disk_state_hashes) // HASH_BYTES,
-        num_store_names=MAX_NAMES if report.kv_store_keys else 0,
+        num_host_states=report.tiers.num_host_states,
+        num_disk_states=len(report.tiers.disk_state_hashes) // HASH_BYTES,
+        num_store_names=MAX_NAMES if report.tiers.kv_store_keys else 0,
     )
 
 

@@ -213,7 +213,7 @@ def keeps_on_disk(bench: Bench) -> None:
     assert texts(worker) == expected
     kept_by(worker).close()
     again = bench.load(model, **ways)
-    assert any(again.report.disk_hashes)
+    assert any(again.report.tiers.disk_hashes)
     assert texts(again) == expected
     kept_by(again).close()
 

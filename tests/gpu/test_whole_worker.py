@@ -213,7 +213,7 @@ def test_who_was_swapped_out_and_in_goes_on_with_its_own_text(
     bounds = SchedulerSettings(
         max_model_len=512, max_batch_size=3, max_batch_tokens=64, swap=swap, reuses_prefixes=False
     )
-    ledger = KVLedger(KVShape(14, report.block_size, report.num_host_blocks))
+    ledger = KVLedger(KVShape(14, report.block_size, report.tiers.num_host_blocks))
     scheduler = IterationScheduler(bounds, ledger, build("mlfq", LiveCost(UNMEASURED)))
     asks = [
         RequestSpec(tuple(tokens_of(20 + 9 * number, number)), 40, SamplingParams(temperature=0.0))

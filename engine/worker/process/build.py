@@ -31,7 +31,7 @@ from engine.worker.sampling.constraints import Constraints
 from engine.worker.sampling.logits_output import FollowingReader, OutputReader, ReadsOutput
 from engine.worker.sampling.sampler import Sampler
 from engine.worker.weights.checkpoint import Checkpoint
-from engine.worker_settings import Placement, WorkerReport, WorkerSettings
+from engine.worker_settings import Placement, TierReport, WorkerReport, WorkerSettings
 
 
 def _served_shape(settings: WorkerSettings, checkpoint: Checkpoint) -> ModelShape:
@@ -262,18 +262,20 @@ def _report(
         bytes_per_block=kv.block_bytes,
         threads=device.threads,
         weights=device.weights,
-        num_host_blocks=counts.host_blocks,
-        disk_hashes=disk.hashes(PageKind.BLOCK) if disk else b"",
-        kv_store_keys=kept.keys,
-        disk_state_hashes=disk.hashes(PageKind.SNAPSHOT) if disk else b"",
         kernels=device.kernels,
         loras=tuple(load_loras(loaded.loras, place.settings, place.progress)),
         windows=kv.groups.windows,
         num_states=counts.states,
-        num_host_states=counts.host_states,
         bytes_per_state=kv.state_bytes,
         pooling=report_of(place.checkpoint.pooling, place.shape),
         num_draft_parameters=0 if drafter is None else drafter.num_parameters,
         encoder=place.checkpoint.encoder,
         graphs=() if stage.graphs is None else stage.graphs.mixed,
+        tiers=TierReport(
+            num_host_blocks=counts.host_blocks,
+            num_host_states=counts.host_states,
+            disk_hashes=disk.hashes(PageKind.BLOCK) if disk else b"",
+            disk_state_hashes=disk.hashes(PageKind.SNAPSHOT) if disk else b"",
+            kv_store_keys=kept.keys,
+        ),
     )

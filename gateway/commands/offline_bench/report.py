@@ -153,5 +153,6 @@ def show(report: OfflineReport, console: Console) -> None:
 
 def _facts(worker: WorkerReport) -> dict[str, object]:
     """The fields of the report that JSON can hold: all but the contents of the disk tier."""
-    contents = ("disk_hashes", "disk_state_hashes")
-    return {name: value for name, value in asdict(worker).items() if name not in contents}
+    tiers = asdict(worker.tiers)
+    del tiers["disk_hashes"], tiers["disk_state_hashes"]
+    return {name: value for name, value in asdict(worker).items() if name != "tiers"} | tiers

@@ -78,7 +78,7 @@ def test_files_with_hashes_of_another_version_are_not_read(
     monkeypatch.setattr("engine.worker.process.kept_kv.HASH_VERSION", HASH_VERSION + 1)
     later = Worker.load(on_disk, lambda *_: None)
     end(later)
-    assert [any(one.report.disk_hashes) for one in (again, later)] == [True, False]
+    assert [any(one.report.tiers.disk_hashes) for one in (again, later)] == [True, False]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -79,11 +79,11 @@ async def serve(
         KVShape(
             report.num_blocks,
             report.block_size,
-            report.num_host_blocks,
+            report.tiers.num_host_blocks,
             windows=report.windows,
             chunk=bounds.max_batch_tokens * (1 + lookahead),
             num_states=report.num_states,
-            num_host_states=report.num_host_states,
+            num_host_states=report.tiers.num_host_states,
         )
     )
     scheduler = IterationScheduler(bounds, ledger, LowestPriorityFirst(), counts, drafter=drafter)

@@ -31,12 +31,12 @@ async def serve(on_gpu: OnStandIns, drafter: Drafter | None, num_blocks: int) ->
         KVShape(
             num_blocks,
             report.block_size,
-            report.num_host_blocks,
+            report.tiers.num_host_blocks,
             saves_on_host=True,
             windows=report.windows,
             chunk=2 * 32,
             num_states=report.num_states,
-            num_host_states=report.num_host_states,
+            num_host_states=report.tiers.num_host_states,
         )
     )
     bounds = SchedulerSettings(max_model_len=100, max_batch_size=3, max_batch_tokens=32)

@@ -102,7 +102,7 @@ async def serve(
 ) -> tuple[list[StreamOutcome], EventCounts]:
     """Serve all requests, more urgent ones later; every fourth is cancelled in the middle."""
     report, counts = on_gpu.worker.report, EventCounts()
-    ledger = KVLedger(KVShape(num_blocks, report.block_size, report.num_host_blocks))
+    ledger = KVLedger(KVShape(num_blocks, report.block_size, report.tiers.num_host_blocks))
     bounds = SchedulerSettings(max_model_len=60, max_batch_size=6, max_batch_tokens=13)
     scheduler = IterationScheduler(bounds, ledger, LowestPriorityFirst(), counts)
     executor = LaunchingExecutor(on_gpu, 1 + lookahead, Random(seed))

@@ -154,11 +154,11 @@ def serve(
 ) -> list[Request]:
     """Serve all requests at once with so many device blocks, to their last tokens."""
     report = runner.report
-    assert report.num_host_blocks == 64
+    assert report.tiers.num_host_blocks == 64
     bounds = SchedulerSettings(
         max_model_len=100, max_batch_size=3, max_batch_tokens=16, swap=swap, reuses_prefixes=False
     )
-    ledger = KVLedger(KVShape(num_blocks, report.block_size, report.num_host_blocks))
+    ledger = KVLedger(KVShape(num_blocks, report.block_size, report.tiers.num_host_blocks))
     scheduler = IterationScheduler(bounds, ledger, build("mlfq", LiveCost(UNMEASURED)))
     requests = [scheduler.add(ask, 0.0) for ask in asks]
     now = 0.0
