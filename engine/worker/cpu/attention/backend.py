@@ -1,5 +1,6 @@
 """Attention on the CPU, which reads the paged KV cache in place, in native kernels."""
 
+import ctypes
 from struct import Struct
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from engine.worker.cpu.attention import paged_kernels as paged
 from engine.worker.cpu.attention import rope_and_cache_write as rope_write
+from engine.worker.cpu.attention.kv_pages import pages_of_layers
 from engine.worker.cpu.attention.softmax import SPAN, partial_floats
 from engine.worker.cpu.kernel_call import KernelCall, share_out
 from engine.worker.cpu.kernels.dtypes import dtype_code
@@ -78,7 +80,7 @@ class CpuAttention(RecordableAttention):
     def __init__(self, spec: AttentionSpec, cache: KVTensors, pool: ThreadPool) -> None:
         group = spec.num_heads // spec.num_kv_heads
         self._pool = pool
-        self._cache = cache
+        self._cache = cache  # kernels keep addresses only
         self._kv_heads = spec.num_kv_heads
         self._window = spec.window or 0
         self._ahead, self._sees_images = spec.tokens_ahead, spec.sees_images
@@ -100,7 +102,7 @@ class CpuAttention(RecordableAttention):
         self._scratch: NDArray[np.float32] = np.empty(stride * pool.threads, dtype=np.float32)
         self._partials: NDArray[np.float32] = np.empty(0, dtype=np.float32)
         self._partials_at = 0  # its address, once it is needed
-        pages = _page_strides(cache)
+        self._pages = pages_of_layers(cache)
         attend_operands, merge_operands = (
             paged.AttentionOperands(
                 kv_heads=spec.num_kv_heads,
@@ -113,7 +115,6 @@ class CpuAttention(RecordableAttention):
                 scratch=self._scratch.ctypes.data,
                 scratch_stride=stride,
                 max_rows=max_rows,
-                **pages,
             )
             for _ in range(2)
         )
@@ -121,7 +122,6 @@ class CpuAttention(RecordableAttention):
             heads=spec.num_heads,
             kv_heads=spec.num_kv_heads if spec.has_own_kv else 0,
             dim=spec.head_dim,
-            **pages,
         )
         self._attend = KernelCall(pool, attend, attend_operands, fit=self._fit_attend)
         self._merge = KernelCall(pool, paged.merge_partials, merge_operands, fit=self._fit_merge)
@@ -243,8 +243,7 @@ class CpuAttention(RecordableAttention):
         out = self._pool.empty("attention", tuple(q.shape))
         attend, merge, write = self._attend.operands, self._merge.operands, self._write.operands
         attend.sinks = merge.sinks = 0 if sinks is None else sinks.data_ptr()
-        for operands in (attend, write):
-            self._set_pages(operands, layer)
+        attend.pages = write.pages = ctypes.addressof(self._pages[layer])
         write.qkv, write.stride = q.data_ptr(), stride
         write.half, write.cos, write.sin = (
             (0, 0, 0)
@@ -258,28 +257,6 @@ class CpuAttention(RecordableAttention):
         merge.out, merge.out_stride = out.data_ptr(), out.stride(0)
         self._merge.over_rows(len(q))
         return out
-
-    def _set_pages(
-        self, operands: paged.AttentionOperands | rope_write.RopeWriteOperands, layer: int
-    ) -> None:
-        cache = self._cache
-        operands.keys = cache.keys[layer].data_ptr()
-        operands.values = cache.values[layer].data_ptr()
-        if cache.key_scales:
-            operands.key_scales = cache.key_scales[layer].data_ptr()
-            operands.value_scales = cache.value_scales[layer].data_ptr()
-
-
-def _page_strides(cache: KVTensors) -> dict[str, int]:
-    """How the pages of a layer lie in memory, as the operands of all kernels have it."""
-    page_stride, _, head_stride, _ = cache.keys[0].stride()
-    return {
-        "block_size": cache.block_size,
-        "page_stride": page_stride,
-        "head_stride": head_stride,
-        "slot_stride": cache.values[0].stride(1),
-        "scale_stride": cache.key_scales[0].stride(0) if cache.key_scales else 0,
-    }
 
 
 def _pieces(counts: Int64s) -> tuple[Int64s, Int64s]:

@@ -16,7 +16,7 @@ from numba import njit
 
 from engine.worker.cpu.attention import amx_spans, vector_spans
 from engine.worker.cpu.attention.amx_products import BLOCK, WIDTH
-from engine.worker.cpu.attention.kv_pages import KVPages
+from engine.worker.cpu.attention.kv_pages import KVPages, read_layer_pages
 from engine.worker.cpu.attention.softmax import (
     SCORES,
     SPAN,
@@ -55,16 +55,12 @@ class Task(ctypes.Structure):
 
 @operands
 class AttentionOperands(ctypes.Structure):
-    """Chunks are tasks x KV heads; pages are those of one layer."""
+    """Chunks are tasks x KV heads."""
 
     kv_heads: int
     group: int  # query heads of a KV head
     dim: int
-    block_size: int
-    page_stride: int  # items between blocks of keys or values
-    head_stride: int  # items between heads in a block
-    slot_stride: int  # items between slots of values
-    scale_stride: int  # floats between the scales of blocks
+    pages: int  # `LayerPages`
     window: int  # tokens, 0 for all
     ahead: int  # tokens behind itself that a token sees; 0 if attention is causal
     scale: float
@@ -75,10 +71,6 @@ class AttentionOperands(ctypes.Structure):
     scratch_stride: int  # floats, between threads
     max_rows: int
     partials: int  # float32 [spans, kv_heads, partial_floats]
-    keys: int
-    values: int
-    key_scales: int
-    value_scales: int
     q: int
     q_stride: int
     out: int
@@ -98,16 +90,16 @@ def scratch_floats(max_rows: int, dim: int) -> int:
 
 
 @njit(inline="always")
-def _pages_of(a, task, keys_or_values, scales, dtype, head):
-    """The pages of a head of keys or values; `a` are the operands."""
+def _pages_of(layer, tables, task, keys_or_values, scales, dtype, head):
+    """The pages of a head of keys or values of a layer."""
     return KVPages(
-        keys_or_values + head * a.head_stride * ITEM_BYTES[dtype],
-        scales + head * a.block_size * BYTES,
-        a.page_stride * ITEM_BYTES[dtype],
-        a.scale_stride * BYTES,
-        a.block_size,
-        a.tables + task.table * 8,
-        (task.high + a.block_size - 1) // a.block_size,
+        keys_or_values + head * layer.head_stride * ITEM_BYTES[dtype],
+        scales + head * layer.block_size * BYTES,
+        layer.page_stride * ITEM_BYTES[dtype],
+        layer.scale_stride * BYTES,
+        layer.block_size,
+        tables + task.table * 8,
+        (task.high + layer.block_size - 1) // layer.block_size,
     )
 
 
@@ -116,6 +108,7 @@ def _attend(operands, chunk, thread, dtype, score, weigh, alignment):
     """`score` and `weigh` are those of `vector_spans` or `amx_spans`; what they take of the context
     begins at a multiple of `alignment`."""
     a = _read_operands(operands)
+    layer = read_layer_pages(a.pages)
     task = _read_task(a.tasks + (chunk // a.kv_heads) * TASK_BYTES)
     head, group, dim, max_rows = chunk % a.kv_heads, a.group, a.dim, a.max_rows
     rows, partial_bytes = task.tokens * group, partial_floats(max_rows, dim) * BYTES
@@ -129,9 +122,10 @@ def _attend(operands, chunk, thread, dtype, score, weigh, alignment):
     scale_queries(q, a.q_stride, head, group, dim, np.float32(a.scale), scaled, rows)
     clear(merged + max_rows * dim * BYTES, 2 * max_rows)
     seen = task.low if a.window == 0 else max(task.low, task.position + 1 - a.window)
-    seen -= seen % a.block_size % KEYS
-    keys = _pages_of(a, task, a.keys, a.key_scales, dtype, head)
-    values = _pages_of(a, task, a.values, a.value_scales, dtype, head)
+    seen -= seen % layer.block_size % KEYS
+    keys = _pages_of(layer, a.tables, task, layer.keys, layer.key_scales, dtype, head)
+    values = _pages_of(layer, a.tables, task, layer.values, layer.value_scales, dtype, head)
+    slot_stride = layer.slot_stride
     for begin in range(task.low, task.high, SPAN):
         start, end = max(begin, seen - seen % alignment), min(begin + SPAN, task.high)
         partial = of_span
@@ -146,7 +140,7 @@ def _attend(operands, chunk, thread, dtype, score, weigh, alignment):
         softmax_rows(
             scores, rows, group, position, image_end, start, end, window, ahead, stats, max_rows
         )
-        weigh(dtype, values, a.slot_stride, seen, start, end, scores, dim, partial, rows, scratch)
+        weigh(dtype, values, slot_stride, seen, start, end, scores, dim, partial, rows, scratch)
         if task.partial < 0:
             merge(merged, partial, rows, max_rows, dim)
     if task.partial < 0:

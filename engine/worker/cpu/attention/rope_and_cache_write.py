@@ -1,8 +1,5 @@
-"""Kernels that apply RoPE to q and k and write k and v into their KV slots, in the cache's dtype.
-
-Pages of a layer are stored head by head: keys `[blocks, heads, dim, slots]`, values `[blocks,
-heads, slots, dim]`. In int8 each token and head has a scale, `[blocks, heads, slots]`.
-"""
+"""Kernels that apply RoPE to q and k and write k and v into their KV slots, in the cache's
+dtype."""
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 import ctypes
@@ -10,6 +7,7 @@ import ctypes
 import numpy as np
 from numba import njit
 
+from engine.worker.cpu.attention.kv_pages import read_layer_pages
 from engine.worker.cpu.build import fast_leaf
 from engine.worker.cpu.intrinsics import float32s, int64s
 from engine.worker.cpu.kernels.dtypes import (
@@ -30,28 +28,19 @@ MAX_INT8 = 127
 
 @operands
 class RopeWriteOperands(ctypes.Structure):
-    """Rows of q, k and v as a linear computes them; without KV heads, of q only. Pages are those
-    of one layer."""
+    """Rows of q, k and v as a linear computes them; without KV heads, of q only."""
 
     slots: int  # int64 [rows]
     rows: int
     heads: int
     kv_heads: int
     dim: int
-    block_size: int
-    page_stride: int  # items between blocks of keys or values
-    head_stride: int  # items between heads in a block
-    slot_stride: int  # items between slots of values
-    scale_stride: int  # floats between the scales of blocks
+    pages: int  # `LayerPages`
     qkv: int
     stride: int  # floats
     half: int  # of the rotated dimensions of a head; 0: no RoPE
     cos: int  # [rows, half]
     sin: int
-    keys: int
-    values: int
-    key_scales: int
-    value_scales: int
     rows_per_chunk: int
 
 
@@ -90,6 +79,7 @@ def _store_head(dtype, source, target, step, scale_at, dim):
 @njit(inline="always")
 def _rope_write(operands, chunk, dtype):
     a = _rope_write_operands(operands)
+    layer = read_layer_pages(a.pages)
     dim, slots, half = a.dim, int64s(a.slots, a.rows), a.half
     for row in range(chunk * a.rows_per_chunk, min(a.rows, (chunk + 1) * a.rows_per_chunk)):
         q = a.qkv + row * a.stride * BYTES
@@ -99,15 +89,15 @@ def _rope_write(operands, chunk, dtype):
             for head in range(a.heads + a.kv_heads):
                 rotate_head(q + head * dim * BYTES, cos, sin, half)
         k = q + a.heads * dim * BYTES
-        block, offset = slots[row] // a.block_size, slots[row] % a.block_size
+        block, offset = slots[row] // layer.block_size, slots[row] % layer.block_size
         for head in range(a.kv_heads):
-            scale = (block * a.scale_stride + head * a.block_size + offset) * BYTES
-            page, key = block * a.page_stride + head * a.head_stride, k + head * dim * BYTES
-            target = a.keys + (page + offset) * ITEM_BYTES[dtype]
-            _store_head(dtype, key, target, a.block_size, a.key_scales + scale, dim)
+            scale = (block * layer.scale_stride + head * layer.block_size + offset) * BYTES
+            page, key = block * layer.page_stride + head * layer.head_stride, k + head * dim * BYTES
+            target = layer.keys + (page + offset) * ITEM_BYTES[dtype]
+            _store_head(dtype, key, target, layer.block_size, layer.key_scales + scale, dim)
             value = key + a.kv_heads * dim * BYTES
-            target = a.values + (page + offset * a.slot_stride) * ITEM_BYTES[dtype]
-            _store_head(dtype, value, target, 1, a.value_scales + scale, dim)
+            target = layer.values + (page + offset * layer.slot_stride) * ITEM_BYTES[dtype]
+            _store_head(dtype, value, target, 1, layer.value_scales + scale, dim)
 
 
 def rope_write_float32(operands, chunk, thread):
