@@ -9,6 +9,7 @@ import importlib
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Protocol, cast
 
 import torch
@@ -51,6 +52,59 @@ RUNS_ON = {"cpu": "cpu"} | dict.fromkeys(
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Formats:
+    """What a device computes in.
+
+    `weights` is the format of the linear layers, as reports show it. `linear` is what
+    `Device.source` converts all linear weights to on the host; None: they reach the operators as
+    they are stored.
+    """
+
+    dtype: torch.dtype  # of float weights and activations
+    kv_dtype: torch.dtype  # of keys and values in the cache
+    weights: str
+    linear: LinearFormat | None = None
+
+
+class DeviceMemory(Protocol):
+    """Allocates on a device."""
+
+    def zeros(self, *sizes: int) -> Tensor:
+        """Zeros in the dtype of activations."""
+        ...
+
+    def states(self, sizes: tuple[int, ...]) -> Tensor:
+        """Zeros in float32 for states of recurrent layers, which live as long as the worker."""
+        ...
+
+    def kv(self, shape: ModelShape, num_blocks: int) -> KVTensors:
+        """A cache of zeros for all layers of `shape`."""
+        ...
+
+    def mover(self, cache: KVTensors, shape: ModelShape, num_host_blocks: int) -> BlockMover:
+        """Allocates `num_host_blocks` of host memory, and moves blocks between it and the cache."""
+        ...
+
+
+class ComputeThreads(Protocol):
+    """The threads that compute on the CPU, the caller's included."""
+
+    threads: int
+
+    def wake(self) -> None:
+        """Let threads that help this one compute begin to work, if they sleep."""
+        ...
+
+    def rest(self) -> None:
+        """Let these threads sleep until `wake`."""
+        ...
+
+    def awake(self) -> AbstractContextManager[None]:
+        """`wake` and `rest` around a block."""
+        ...
+
+
 class Device(Protocol):
     """The device of one worker, made by `open` of its class, which raises `StartupError`."""
 
@@ -60,41 +114,17 @@ class Device(Protocol):
         ...
 
     @property
-    def place(self) -> torch.device:
-        """The torch device that holds the tensors of a step."""
-        ...
+    def formats(self) -> Formats: ...
 
     @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of float weights and activations."""
-        ...
+    def memory(self) -> DeviceMemory: ...
 
     @property
-    def kv_dtype(self) -> torch.dtype:
-        """The dtype of keys and values in the cache."""
-        ...
-
-    @property
-    def weights(self) -> str:
-        """The format of the linear layers, as reports show it."""
-        ...
-
-    @property
-    def linear_format(self) -> LinearFormat | None:
-        """What `source` converts all linear weights to on the host.
-
-        None: they reach the operators as they are stored.
-        """
-        ...
+    def pool(self) -> ComputeThreads: ...
 
     @property
     def attentions(self) -> tuple[str, ...]:
         """Names in the table of `adapters.attention`; the first that supports the model is used."""
-        ...
-
-    @property
-    def threads(self) -> int:
-        """Compute threads on the CPU."""
         ...
 
     @property
@@ -142,28 +172,12 @@ class Device(Protocol):
         """Attention over the cache; several may exist at a time."""
         ...
 
-    def block_bytes(self, shape: ModelShape) -> int:
-        """Bytes of one KV block over all layers of `shape`."""
-        ...
-
     def kv_capacity(self, profile_run: Callable[[], None]) -> KVCapacity:
         """Memory left for KV once all weights are loaded.
 
         `profile_run` runs the largest step on a cache of its own, for devices that have to
         measure how much memory that takes.
         """
-        ...
-
-    def allocate(self, shape: ModelShape, num_blocks: int) -> KVTensors:
-        """A cache of zeros for all layers of `shape`."""
-        ...
-
-    def allocate_states(self, sizes: tuple[int, ...]) -> Tensor:
-        """Zeros in float32 for states of recurrent layers, which live as long as the worker."""
-        ...
-
-    def mover(self, cache: KVTensors, shape: ModelShape, num_host_blocks: int) -> BlockMover:
-        """Allocates `num_host_blocks` of host memory, and moves blocks between it and the cache."""
         ...
 
     def transfers(self) -> Transfers:
@@ -180,10 +194,6 @@ class Device(Protocol):
         """How tensors of a step reach other workers. Raises `StartupError`."""
         ...
 
-    def zeros(self, *sizes: int) -> Tensor:
-        """Zeros in `dtype`, on the device."""
-        ...
-
     def enter_thread(self) -> None:
         """Make this the current device of the calling thread, before the thread uses it."""
         ...
@@ -191,18 +201,6 @@ class Device(Protocol):
     def check(self) -> None:
         """Wait for all work. Raises `WorkerLost` if the device failed and can compute nothing
         more."""
-        ...
-
-    def wake(self) -> None:
-        """Let threads that help this one compute begin to work, if they sleep."""
-        ...
-
-    def rest(self) -> None:
-        """Let these threads sleep until `wake`."""
-        ...
-
-    def awake(self) -> AbstractContextManager[None]:
-        """`wake` and `rest` around a block."""
         ...
 
 

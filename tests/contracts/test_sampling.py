@@ -14,20 +14,20 @@ import torch
 from numpy.typing import NDArray
 
 from engine.step import SampleSpec, SamplingParams
-from engine.worker.cpu.operators import NativeOperators
+from engine.worker.cpu.sampling import NativeSampling
 from engine.worker.cpu.thread_pool import NativeThreadPool
-from engine.worker.model.torch_operators import TorchOperators
+from engine.worker.cuda.sampling.sampling_kernels import DeviceSampling
+from engine.worker.model.torch_operators import TorchSampling
 from engine.worker.sampling.sampler import NO_MASKS, Sampler, uniform
-from tests.engine.worker.cuda.launching import device_operators
 
 VOCAB = 211
 ROWS = 300  # each with another seed
 CLOSE = 1e-4
 
 SAMPLERS: dict[str, Callable[[], Sampler]] = {
-    "numpy": lambda: Sampler(VOCAB, TorchOperators()),
-    "native": lambda: Sampler(VOCAB, NativeOperators(NativeThreadPool(1))),
-    "torch": lambda: Sampler(VOCAB, device_operators(torch.from_numpy)),
+    "numpy": lambda: Sampler(VOCAB, TorchSampling()),
+    "native": lambda: Sampler(VOCAB, NativeSampling(NativeThreadPool(1))),
+    "torch": lambda: Sampler(VOCAB, DeviceSampling(torch.from_numpy)),
 }
 PLAIN = SamplingParams()
 SPECS = {
@@ -154,4 +154,4 @@ def test_the_suite_notices_a_sampler_that_ignores_a_parameter(sampler: str, chan
             other = [s._replace(sampling=replace(s.sampling, **changed)) for s in specs]
             return SAMPLERS[sampler]().sample(logits, other, positions)
 
-    assert mismatches(Ignoring(VOCAB, TorchOperators()), rows_of(spec))
+    assert mismatches(Ignoring(VOCAB, TorchSampling()), rows_of(spec))

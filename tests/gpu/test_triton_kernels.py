@@ -9,6 +9,7 @@ from engine.worker.cuda.kernels import library, reference
 from engine.worker.cuda.kernels.reference import FP8
 from engine.worker.cuda.model.gemm_choice import TILINGS
 from engine.worker.cuda.sampling.sampling_kernels import SamplingTensors, sample
+from tests.engine.worker.sampling.draws import draws_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -54,9 +55,8 @@ def test_sampled_ids_of_a_large_vocabulary(kernels: library.TritonKernels) -> No
         SamplingParams(top_k=50, top_p=0.8, min_p=0.01),
     ]
     points = [(row + 0.5) / rows for row in range(rows)]
-    params = SamplingTensors.of(
-        [some[row % 3] for row in range(rows)], points, vocab, lambda a: torch.from_numpy(a).to(GPU)
-    )
+    draws = draws_of([some[row % 3] for row in range(rows)], points)
+    params = SamplingTensors.of(draws, vocab, lambda a: torch.from_numpy(a).to(GPU))
     logits = 3 * noise(rows, vocab)
     found = sample(logits, params, kernels.sampling.sample).tolist()
     wanted = sample(logits, params).tolist()

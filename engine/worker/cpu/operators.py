@@ -4,15 +4,12 @@ A layer keeps the operands of its kernel and updates what changes from call to c
 costs a few microseconds of Python.
 """
 
-import ctypes
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from engine.step import SamplingParams
 from engine.worker.cpu.kernel_call import KernelCall
 from engine.worker.cpu.kernels import (
     delta_rule,
@@ -23,17 +20,17 @@ from engine.worker.cpu.kernels import (
     recurrence,
     sampling,
 )
-from engine.worker.cpu.linears.experts import ExpertLinear, NativeExperts
+from engine.worker.cpu.linears.experts import NativeExperts, expert_linears
 from engine.worker.cpu.linears.floats import FLOAT32
 from engine.worker.cpu.linears.packed import MixedLinear, NativeLowRank, PackedLinear
 from engine.worker.cpu.linears.packed_store import PackedStore
-from engine.worker.cpu.recorded_decoder import LargestLogits, RecordedDecoder
+from engine.worker.cpu.recorded_decoder import RecordedDecoder
 from engine.worker.cpu.recurrent import NativeDeltaNet, NativeMambaScan, NativeScan
+from engine.worker.cpu.sampling import NativeSampling
 from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.model.layers import Decoder
 from engine.worker.model.torch_operators import TorchOperators
 from engine.worker.ports import (
-    Argmax,
     DeltaWeights,
     ExpertWeights,
     Linear,
@@ -54,11 +51,6 @@ ACTIVATIONS = {
     "relu": elementwise.RELU,
     "relu2": elementwise.RELU_SQUARED,
 }
-
-
-# Upper bounds of the logits of eight ids for each byte of a mask: infinity, or minus infinity.
-_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
-_BOUNDS = np.where(_BITS == 1, np.inf, -np.inf).astype(np.float32)
 
 
 class NativeNorm:
@@ -144,6 +136,12 @@ def _attended(part: tuple[Tensor, ...]) -> Tensor:
         return TorchOperators().attend(*part)
 
 
+def _fill_gates(operands: elementwise.HeadGateOperands, x: Tensor, y: Tensor, heads: int) -> None:
+    operands.x, operands.x_stride = x.data_ptr(), x.stride(0)
+    operands.y, operands.y_stride = y.data_ptr(), y.stride(0)
+    operands.heads, operands.dim = heads, y.shape[2]
+
+
 class NativeOperators:
     """`Operators` over native kernels. Activations without a kernel are torch's."""
 
@@ -158,10 +156,7 @@ class NativeOperators:
         gates = elementwise.HeadGateOperands
         self._without_gates = KernelCall(pool, elementwise.without_gates, gates())
         self._gate_heads = KernelCall(pool, elementwise.gate_heads, gates())
-        self._largest = LargestLogits()
-        operands = sampling.ArgmaxOperands()
-        self._argmax = KernelCall(pool, sampling.argmax, operands, fit=lambda _, rows: rows)
-        self._sample = KernelCall(pool, sampling.sample, sampling.SampleOperands())
+        self.sampling = NativeSampling(pool)
 
     @property
     def kernels(self) -> tuple[Callable[..., None], ...]:
@@ -186,7 +181,9 @@ class NativeOperators:
     def recorded(self, model: StageModel, num_ranks: int) -> StageModel:
         """The same model; its steps replay recorded kernels if they run nothing else."""
         if isinstance(model, Decoder) and num_ranks == 1:
-            return RecordedDecoder(model, self._pool, self._run_argmax, self._largest)
+            return RecordedDecoder(
+                model, self._pool, self.sampling.run_argmax, self.sampling.largest
+            )
         return model
 
     def linear(self, weights: Sequence[LinearWeight], bias: Tensor | None) -> Linear:
@@ -204,34 +201,15 @@ class NativeOperators:
         routing: Routing,
         activation: Callable[[Tensor], Tensor],
     ) -> NativeExperts:
-        up = self._expert_linears(
-            [(each.gate, each.up) for each in experts], [each.up_bias for each in experts], "up"
+        gates, downs = (
+            [(each.gate, each.up) for each in experts],
+            [(each.down,) for each in experts],
         )
-        down = self._expert_linears(
-            [(each.down,) for each in experts], [each.down_bias for each in experts], "down"
-        )
+        up_biases = [each.up_bias for each in experts]
+        down_biases = [each.down_bias for each in experts]
+        up = expert_linears(self._pool, self._store, gates, up_biases, "up")
+        down = expert_linears(self._pool, self._store, downs, down_biases, "down")
         return NativeExperts(self._pool, up, down, activation, routing)
-
-    def _expert_linears(
-        self,
-        weights: Sequence[Sequence[LinearWeight]],
-        biases: Sequence[Tensor | None],
-        kind: str,
-    ) -> list[ExpertLinear]:
-        """A linear of all experts for each run of weights of one format."""
-        of_experts = [self._store.packed(each, is_sparse=True) for each in weights]
-        made, first = [], 0
-        for parts in zip(*of_experts, strict=True):
-            linears, outputs = parts[0][0], parts[0][1].outputs
-            assert all(one is linears for one, _ in parts), "experts have the same formats"
-            own = [
-                torch.zeros(outputs) if bias is None else bias[first : first + outputs]
-                for bias in biases
-            ]
-            packed = [one for _, one in parts]
-            made.append(ExpertLinear(self._pool, linears, packed, own, f"expert {kind}"))
-            first += outputs
-        return made
 
     def low_rank(self, down: Tensor, ups: Sequence[LowRankUp]) -> NativeLowRank:
         return NativeLowRank(self._pool, FLOAT32, down, ups)
@@ -278,22 +256,15 @@ class NativeOperators:
     def without_gates(self, y: Tensor, heads: int) -> Tensor:
         rows, count, dim = y.shape
         qkv = self._pool.empty("attention inputs", (rows, count - heads, dim))
-        self._fill_gates(self._without_gates.operands, qkv, y, heads)
+        _fill_gates(self._without_gates.operands, qkv, y, heads)
         self._without_gates.operands.rest = (count - 2 * heads) * dim
         self._without_gates.over_rows(rows)
         return qkv
 
     def gate_heads_(self, x: Tensor, y: Tensor) -> None:
         heads = x.shape[1] // y.shape[2]
-        self._fill_gates(self._gate_heads.operands, x, y, heads)
+        _fill_gates(self._gate_heads.operands, x, y, heads)
         self._gate_heads.over_rows(len(x))
-
-    def _fill_gates(
-        self, operands: elementwise.HeadGateOperands, x: Tensor, y: Tensor, heads: int
-    ) -> None:
-        operands.x, operands.x_stride = x.data_ptr(), x.stride(0)
-        operands.y, operands.y_stride = y.data_ptr(), y.stride(0)
-        operands.heads, operands.dim = heads, y.shape[2]
 
     def apply_rope_(self, heads: Tensor, cos: Tensor, sin: Tensor) -> None:
         rows, count, dim = heads.shape
@@ -322,53 +293,3 @@ class NativeOperators:
         if isinstance(weights, MambaWeights):
             return NativeMambaScan(self._pool, weights)
         return NativeDeltaNet(self._pool, weights)
-
-    def argmax(self, logits: Tensor) -> Argmax:
-        values, ids = self._largest.take(logits) or self._run_argmax(logits)
-        return Argmax(values.clone(), ids.clone())  # later steps use their memory again
-
-    def _run_argmax(self, logits: Tensor) -> Argmax:
-        rows, vocab = logits.shape
-        values = self._pool.empty("largest logits", (rows,))
-        ids = self._pool.empty("most likely ids", (rows,), torch.int64)
-        operands = self._argmax.operands
-        operands.logits, operands.stride = logits.data_ptr(), logits.stride(0)
-        operands.vocab = vocab
-        operands.values, operands.ids = values.data_ptr(), ids.data_ptr()
-        self._argmax.over_rows(rows)
-        return Argmax(values, ids)
-
-    def argmax_of(self, logits: Tensor, rows: Tensor) -> Argmax:
-        values = logits.numpy()
-        ids = torch.tensor([int(values[row].argmax()) for row in rows.tolist()])
-        return Argmax(logits[rows, ids], ids)
-
-    def forbid(self, logits: Tensor, rows: Tensor, allowed: Tensor) -> None:
-        values = logits.numpy()
-        for row, bits in zip(rows.tolist(), allowed.numpy(), strict=True):
-            bounds = _BOUNDS.take(bits, axis=0).reshape(-1)[: values.shape[1]]
-            np.minimum(values[row], bounds, out=values[row])
-
-    def sample(
-        self,
-        logits: Tensor,
-        rows: Sequence[int],
-        samplings: Sequence[SamplingParams],
-        points: Sequence[float],
-    ) -> Tensor:
-        params = (sampling.SampleParams * len(rows))(
-            *(
-                sampling.SampleParams(row, one.top_k, one.temperature, one.min_p, one.top_p, point)
-                for row, one, point in zip(rows, samplings, points, strict=True)
-            )
-        )
-        ids = np.empty(len(rows), dtype=np.int64)
-        scratch_bytes = sampling.scratch_bytes(logits.shape[1])
-        scratch = np.empty(self._pool.threads * scratch_bytes, dtype=np.int8)
-        operands = self._sample.operands
-        operands.logits, operands.stride = logits.data_ptr(), logits.stride(0)
-        operands.vocab = logits.shape[1]
-        operands.params, operands.ids = ctypes.addressof(params), ids.ctypes.data
-        operands.scratch, operands.scratch_bytes = scratch.ctypes.data, scratch_bytes
-        self._sample(len(rows))
-        return torch.from_numpy(ids)

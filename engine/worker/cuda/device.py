@@ -10,6 +10,7 @@ from torch import Tensor
 
 from engine.errors import KernelFaulted, StartupError
 from engine.transport.process_memory import available_bytes
+from engine.worker.cuda.allocations import GpuMemory
 from engine.worker.cuda.build_environment import missing_norm_headers, prepare_environment
 from engine.worker.cuda.choice_file import file_of
 from engine.worker.cuda.formats import kv_format, weight_format
@@ -35,21 +36,17 @@ from engine.worker.cuda.sampling.sampling_kernels import DeviceSampling
 from engine.worker.cuda.step.arena import StepArena
 from engine.worker.cuda.step.build import arena_capacity, with_graphs
 from engine.worker.cuda.step.graphs import GraphSizes, graph_sizes, mixed_sizes
-from engine.worker.cuda.step.kv_mover import DeviceMover
 from engine.worker.cuda.step.transfers import DeviceTransfers
-from engine.worker.device import Progress, attentions_for, choose_dtype
+from engine.worker.device import Formats, Progress, attentions_for, choose_dtype
 from engine.worker.model.kv.data_plane import TensorTransport
-from engine.worker.model.kv.kv_tensors import bytes_per_block
 from engine.worker.model.layout import LayoutLimits
 from engine.worker.model.stage import Stage
 from engine.worker.ports import (
     AttentionBackend,
     AttentionSpec,
-    BlockMover,
     KVCapacity,
     KVTensors,
     MakesAttention,
-    ModelShape,
     Operators,
     PreferredFormat,
     Shard,
@@ -69,7 +66,6 @@ DTYPES = {
 }
 DEFAULT_ATTENTION = "flashinfer"
 PLAIN_ATTENTION = "reference"  # and with it, plain torch throughout
-NUM_SPARE = 1  # blocks that padding rows write to
 
 
 class NoThreadPool:
@@ -86,14 +82,23 @@ class NoThreadPool:
     def run(self, kernel: int, operands: int, chunks: int) -> None:
         raise AssertionError("a GPU backend ran a CPU kernel")
 
+    def wake(self) -> None:
+        """A no-op: there are no helpers."""
+
+    def rest(self) -> None:
+        """A no-op."""
+
+    def awake(self) -> AbstractContextManager[None]:
+        """A no-op."""
+        return nullcontext()
+
 
 class CudaDevice:
     """A `Device` on one GPU. Everything that needs a real GPU is behind `gpu`, so tests replace
     it."""
 
-    threads = 1
     kernels = "cuda"
-    linear_format = None  # weights are converted on the GPU
+    pool = NoThreadPool()
 
     def __init__(
         self,
@@ -103,23 +108,25 @@ class CudaDevice:
         preferred: PreferredFormat | None = None,
         triton: TritonKernels = NO_KERNELS,
     ) -> None:
-        self.place = gpu.place
         self.name = f"{gpu.place} ({gpu.model})"
-        self.dtype = choose_dtype("--dtype", settings.kernels.dtype, DTYPES, "cuda")
+        dtype = choose_dtype("--dtype", settings.kernels.dtype, DTYPES, "cuda")
         self.attentions = attentions_for(settings, "cuda", DEFAULT_ATTENTION, PLAIN_ATTENTION)
-        self._format = weight_format(settings.kernels.weights, self.dtype, gpu, preferred)
+        self._format = weight_format(settings.kernels.weights, dtype, gpu, preferred)
         if settings.kernels.activation_bits not in ("auto", "8"):
             raise StartupError(
                 f"activation_bits {settings.kernels.activation_bits!r} is not supported on cuda; "
                 "known: auto, 8"
             )
         stored = None if preferred is None else preferred.format
-        self.weights = stored if stored is not None and self._format == STORED else self._format
-        self.kv_dtype = kv_format(settings.kv.kv_cache_dtype, self.dtype)
+        weights = stored if stored is not None and self._format == STORED else self._format
+        # Weights are converted on the GPU, not by `source`.
+        self.formats = Formats(dtype, kv_format(settings.kv.kv_cache_dtype, dtype), weights)
         self._settings = settings
         self._gpu = gpu
         self._streams = gpu.streams()
-        is_plain = self.attentions == (PLAIN_ATTENTION,) or self.dtype is torch.float32
+        size = settings.kv.block_size
+        self.memory = GpuMemory(gpu.place, self._streams, self.formats, size)
+        is_plain = self.attentions == (PLAIN_ATTENTION,) or dtype is torch.float32
         self._kernels = None if is_plain else kernels
         self._triton = NO_KERNELS if is_plain else triton
         self._choice = self._tiling_choice()
@@ -161,8 +168,8 @@ class CudaDevice:
         kernels = self._triton.sampling
         fast = FastProducts(self._triton.quantization, self._triton.gemm, self._choice)
         self._operators = CudaOperators(
-            self.place,
-            self.dtype,
+            self._gpu.place,
+            self.formats.dtype,
             self._format,
             TorchGemm8Bit(),
             self._kernels,
@@ -190,12 +197,7 @@ class CudaDevice:
         self, makes: MakesAttention, spec: AttentionSpec, cache: KVTensors
     ) -> AttentionBackend:
         """The attention backend over this cache."""
-        return makes(spec, cache, NoThreadPool())
-
-    def block_bytes(self, shape: ModelShape) -> int:
-        """Bytes of one KV block, keys and values of all layers."""
-        size = self._settings.kv.block_size
-        return bytes_per_block(shape, shape.num_layers, size, self.kv_dtype)
+        return makes(spec, cache, self.pool)
 
     def kv_capacity(self, profile_run: Callable[[], None]) -> KVCapacity:
         """Memory that `--gpu-memory-utilization` leaves for KV beside the largest step.
@@ -214,22 +216,6 @@ class CudaDevice:
         logger.info("KV cache: %d bytes (%s)", budget.left, budget)
         return KVCapacity(budget.left, budget.left, available_bytes(), is_shared=False)
 
-    def allocate(self, shape: ModelShape, num_blocks: int) -> KVTensors:
-        """A zeroed KV cache `[layers, 2, blocks, block_size, kv_heads, head_dim]`, with a spare
-        block."""
-        sizes = self._sizes(shape, num_blocks + NUM_SPARE)
-        cache = torch.zeros(sizes, dtype=self.kv_dtype, device=self.place)
-        return KVTensors(tuple(cache[:, 0]), tuple(cache[:, 1]), NUM_SPARE)
-
-    def allocate_states(self, sizes: tuple[int, ...]) -> Tensor:
-        return torch.zeros(sizes, dtype=torch.float32, device=self.place)
-
-    def mover(self, cache: KVTensors, shape: ModelShape, num_host_blocks: int) -> BlockMover:
-        """Moves KV blocks to pinned host memory, where all layers of a block are contiguous."""
-        layers, both, _, *block = self._sizes(shape, num_host_blocks)
-        sizes = (num_host_blocks, layers, both, *block)
-        return DeviceMover(self._streams, cache, self._streams.pinned(sizes, self.kv_dtype))
-
     def transfers(self) -> DeviceTransfers:
         if self._transfers is None:
             settings = self._settings
@@ -246,7 +232,7 @@ class CudaDevice:
             return stage
         received, sizes, arena = None, self._graph_sizes, self.transfers().arena
         if not shard.is_first:
-            received = self.zeros(sizes.largest, shard.received_width)
+            received = self.memory.zeros(sizes.largest, shard.received_width)
         ranked = shard.num_ranks > 1
         return with_graphs(
             self._streams, stage, arena, received, limits, sizes, progress, is_ranked=ranked
@@ -254,11 +240,7 @@ class CudaDevice:
 
     def tensor_transport(self) -> TensorTransport:
         """NCCL: tensors go from GPU to GPU without passing through the host."""
-        return self._gpu.tensor_transport(self.dtype)
-
-    def zeros(self, *sizes: int) -> Tensor:
-        """A zeroed tensor in the activations' dtype on the GPU."""
-        return torch.zeros(sizes, dtype=self.dtype, device=self.place)
+        return self._gpu.tensor_transport(self.formats.dtype)
 
     def enter_thread(self) -> None:
         """A thread's current GPU is the first one until it is set."""
@@ -267,16 +249,6 @@ class CudaDevice:
     def check(self) -> None:
         """An illegal access of a kernel fails all later calls of this process."""
         self._streams.synchronize()
-
-    def wake(self) -> None:
-        """A no-op: only the CPU thread pool has to be woken."""
-
-    def rest(self) -> None:
-        """A no-op."""
-
-    def awake(self) -> AbstractContextManager[None]:
-        """A no-op."""
-        return nullcontext()
 
     def _tiling_choice(self) -> ChoosesTiling:
         """Measured tilings, or the fixed one of batch-invariant mode, which needs the kernel."""
@@ -313,11 +285,11 @@ class CudaDevice:
 
         def product(x: Tensor, weight: Tensor, kernel: Tiling | str) -> object:
             if isinstance(kernel, Tiling):
-                return gemm.product(x, weight, kernel, self.dtype, gemm.Epilogue())
+                return gemm.product(x, weight, kernel, self.formats.dtype, gemm.Epilogue())
             with by_cublaslt() if kernel == CUBLASLT else nullcontext():
-                return torch_product(x, weight, self.dtype)
+                return torch_product(x, weight, self.formats.dtype)
 
-        trials = kernel_trials(self.place, self._settings.kernels.gemm_cache)
+        trials = kernel_trials(self._gpu.place, self._settings.kernels.gemm_cache)
         try:
             with torch.inference_mode():
                 self._choice.measure(product, self._streams.seconds, trials)
@@ -325,10 +297,6 @@ class CudaDevice:
             raise
         except Exception as error:  # a measurement must not end the start
             logger.warning("matrix products that were not measured are torch's: %s", error)
-
-    def _sizes(self, shape: ModelShape, num_blocks: int) -> tuple[int, ...]:
-        size = self._settings.kv.block_size
-        return (shape.num_layers, 2, num_blocks, size, shape.num_kv_heads, shape.head_dim)
 
 
 def row_kernels(triton: TritonKernels) -> Kernels:

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.step import SamplingParams
 from engine.worker.model.delta_net import TorchDeltaNet
 from engine.worker.model.experts import TorchExperts
 from engine.worker.model.mamba import TorchMambaScan
 from engine.worker.ports import (
     Argmax,
     DeltaWeights,
+    Draw,
     Experts,
     ExpertWeights,
     Linear,
@@ -24,6 +24,7 @@ from engine.worker.ports import (
     Norm,
     Recurrence,
     Routing,
+    SamplingOperators,
     dequantize,
 )
 from engine.worker.sampling.filters import pick, probabilities
@@ -99,8 +100,36 @@ class LayerNorm:
         heads.copy_(self(heads))
 
 
+class TorchSampling:
+    """The `SamplingOperators` of any device, in plain torch and NumPy."""
+
+    def argmax(self, logits: Tensor) -> Argmax:
+        values, ids = logits.max(dim=-1)
+        return Argmax(values, ids)
+
+    def argmax_of(self, logits: Tensor, rows: Tensor) -> Argmax:
+        values, ids = logits.index_select(0, rows).max(dim=-1)
+        return Argmax(values, ids)
+
+    def forbid(self, logits: Tensor, rows: Tensor, allowed: Tensor) -> None:
+        places = torch.arange(8, dtype=torch.uint8, device=logits.device)
+        bits = ((allowed[:, :, None] >> places) & 1).view(len(rows), -1)[:, : logits.shape[1]]
+        left = logits.index_select(0, rows).masked_fill(bits == 0, -torch.inf)
+        logits.index_copy_(0, rows, left)
+
+    def sample(self, logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+        tokens = []
+        for row, sampling, point in draws:
+            scores = logits[row].numpy(force=True)
+            is_fine = np.isfinite(scores.max())
+            tokens.append(pick(probabilities(scores, sampling), point) if is_fine else 0)
+        return torch.tensor(tokens, device=logits.device)
+
+
 class TorchOperators:
     """The `Operators` of any device, in plain torch."""
+
+    sampling: SamplingOperators = TorchSampling()
 
     def linear(self, weights: Sequence[LinearWeight], bias: Tensor | None) -> Linear:
         parts = [dequantize(weight) for weight in weights]
@@ -112,14 +141,17 @@ class TorchOperators:
         routing: Routing,
         activation: Callable[[Tensor], Tensor],
     ) -> Experts:
-        pairs = [
+        return TorchExperts(self._linears_of(experts), routing, activation)
+
+    def _linears_of(self, experts: Sequence[ExpertWeights]) -> list[tuple[Linear, Linear]]:
+        """The linears up and down of each expert."""
+        return [
             (
                 self.linear((each.gate, each.up), each.up_bias),
                 self.linear((each.down,), each.down_bias),
             )
             for each in experts
         ]
-        return TorchExperts(pairs, routing, activation)
 
     def low_rank(self, down: Tensor, ups: Sequence[LowRankUp]) -> TorchLowRank:
         return TorchLowRank(down, tuple(ups))
@@ -184,31 +216,3 @@ class TorchOperators:
         if isinstance(weights, MambaWeights):
             return TorchMambaScan(weights)
         return TorchDeltaNet(weights)
-
-    def argmax(self, logits: Tensor) -> Argmax:
-        values, ids = logits.max(dim=-1)
-        return Argmax(values, ids)
-
-    def argmax_of(self, logits: Tensor, rows: Tensor) -> Argmax:
-        values, ids = logits.index_select(0, rows).max(dim=-1)
-        return Argmax(values, ids)
-
-    def forbid(self, logits: Tensor, rows: Tensor, allowed: Tensor) -> None:
-        places = torch.arange(8, dtype=torch.uint8, device=logits.device)
-        bits = ((allowed[:, :, None] >> places) & 1).view(len(rows), -1)[:, : logits.shape[1]]
-        left = logits.index_select(0, rows).masked_fill(bits == 0, -torch.inf)
-        logits.index_copy_(0, rows, left)
-
-    def sample(
-        self,
-        logits: Tensor,
-        rows: Sequence[int],
-        samplings: Sequence[SamplingParams],
-        points: Sequence[float],
-    ) -> Tensor:
-        tokens = []
-        for row, sampling, point in zip(rows, samplings, points, strict=True):
-            scores = logits[row].numpy(force=True)
-            is_fine = np.isfinite(scores.max())
-            tokens.append(pick(probabilities(scores, sampling), point) if is_fine else 0)
-        return torch.tensor(tokens, device=logits.device)

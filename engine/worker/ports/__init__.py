@@ -41,11 +41,13 @@ from engine.worker.ports.model import (
 )
 from engine.worker.ports.operators import (
     Argmax,
+    Draw,
     Linear,
     LowRank,
     LowRankUp,
     Norm,
     Operators,
+    SamplingOperators,
 )
 from engine.worker.ports.pooling import PoolingConfig, PoolingHead, PoolingMethod
 from engine.worker.ports.recurrent import (
@@ -103,6 +105,7 @@ __all__ = [
     "DeltaShape",
     "DeltaState",
     "DeltaWeights",
+    "Draw",
     "EncodedRows",
     "EncoderState",
     "Encoding",
@@ -146,6 +149,7 @@ __all__ = [
     "RecurrentShape",
     "RopeAngles",
     "Routing",
+    "SamplingOperators",
     "Shard",
     "StageModel",
     "StateRuns",

@@ -62,6 +62,41 @@ class Argmax(NamedTuple):
     ids: Tensor
 
 
+class Draw(NamedTuple):
+    """A row of logits from which an id is sampled."""
+
+    row: int
+    sampling: SamplingParams
+    point: float  # in [0, 1), a place in the cumulative distribution by id
+
+
+class SamplingOperators(Protocol):
+    """What a sampler computes from logits `[rows, vocab]` in float32."""
+
+    def argmax(self, logits: Tensor) -> Argmax:
+        """The largest of each row."""
+        ...
+
+    def argmax_of(self, logits: Tensor, rows: Tensor) -> Argmax:
+        """The largest of each of these rows, in which ids may have minus infinity."""
+        ...
+
+    def forbid(self, logits: Tensor, rows: Tensor, allowed: Tensor) -> None:
+        """Set the logits of ids that are not allowed to minus infinity.
+
+        `allowed` `[len(rows), vocab / 8]` has a bit for each id of these rows, in uint8, the first
+        id in the lowest bit.
+        """
+        ...
+
+    def sample(self, logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+        """One id (int64) for each draw: temperature, min-p, top-k, top-p, then the id at its point.
+
+        What the filters keep is defined in `engine.worker.sampling.filters`.
+        """
+        ...
+
+
 class Operators(Protocol):
     """Makes layers in the form that one kind of device runs fast."""
 
@@ -149,33 +184,5 @@ class Operators(Protocol):
         """The part of a recurrent layer between its linears."""
         ...
 
-    def argmax(self, logits: Tensor) -> Argmax:
-        """The largest of each row of `[rows, vocab]` float32."""
-        ...
-
-    def argmax_of(self, logits: Tensor, rows: Tensor) -> Argmax:
-        """The largest of each of these rows, in which ids may have minus infinity."""
-        ...
-
-    def forbid(self, logits: Tensor, rows: Tensor, allowed: Tensor) -> None:
-        """Set the logits of ids that are not allowed to minus infinity.
-
-        `allowed` `[len(rows), vocab / 8]` has a bit for each id of these rows, in uint8, the first
-        id in the lowest bit.
-        """
-        ...
-
-    def sample(
-        self,
-        logits: Tensor,
-        rows: Sequence[int],
-        samplings: Sequence[SamplingParams],
-        points: Sequence[float],
-    ) -> Tensor:
-        """One id (int64) for each of `rows`: temperature, min-p, top-k, top-p, then the id at
-        `point`.
-
-        `point` in [0, 1) is a place in the cumulative distribution by id. What the filters keep
-        is defined in `engine.worker.sampling.filters`.
-        """
-        ...
+    @property
+    def sampling(self) -> SamplingOperators: ...

@@ -111,9 +111,11 @@ def _choose(device: Device, spec: AttentionSpec, block_size: int) -> _Choice:
     for name in device.attentions:
         makes = _load(name)
         why_not = getattr(makes, "why_not", None)
-        reason = "" if why_not is None else why_not(without_images, device.kv_dtype, block_size)
+        reason = (
+            "" if why_not is None else why_not(without_images, device.formats.kv_dtype, block_size)
+        )
         if not reason:
-            sees_images = why_not is None or not why_not(spec, device.kv_dtype, block_size)
+            sees_images = why_not is None or not why_not(spec, device.formats.kv_dtype, block_size)
             return _Choice(name, cast(MakesAttention, makes), sees_images)
         if name != last:
             logger.warning("attention %s cannot be used: %s", name, reason)

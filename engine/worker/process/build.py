@@ -71,10 +71,10 @@ def _gathering(shard: Shard, plane: DataPlane | None) -> Callable[[Tensor], Tens
 
 def _weight_bytes(checkpoint: Checkpoint, device: Device, num_parameters: int) -> int:
     """The least memory that the whole model's weights take in the device's format."""
-    if device.linear_format is not None:
-        return num_parameters * int(device.linear_format.bits) // 8
-    if device.weights == str(device.dtype).removeprefix("torch."):
-        return num_parameters * device.dtype.itemsize
+    if device.formats.linear is not None:
+        return num_parameters * int(device.formats.linear.bits) // 8
+    if device.formats.weights == str(device.formats.dtype).removeprefix("torch."):
+        return num_parameters * device.formats.dtype.itemsize
     files = checkpoint.files.files if checkpoint.files is not None else ()
     return min(num_parameters, sum(path.stat().st_size for path in files))  # 8 bits or fewer
 
@@ -104,7 +104,7 @@ class _Place:
         settings = self.settings
         specs = attention_specs(
             self.shard.local_shape,
-            self.device.dtype,
+            self.device.formats.dtype,
             StepLimits(settings.max_batch_size, settings.max_batch_tokens, self.max_model_len),
             is_batch_invariant=settings.kernels.batch_invariant,
             choices=settings.kernels.gemm_cache,
@@ -134,7 +134,7 @@ def _load(place: _Place) -> _Loaded:
     """Load the weights of the model and of what proposes drafts."""
     settings, checkpoint, device = place.settings, place.checkpoint, place.device
     device.prepare(place.progress)
-    weights = checkpoint.open_weights(device.dtype, place.progress)
+    weights = checkpoint.open_weights(device.formats.dtype, place.progress)
     num_parameters, num_mtp = checkpoint.survey(weights, place.shard, has_mtp=settings.has_mtp)
     own_bytes = _weight_bytes(checkpoint, device, num_parameters + num_mtp)
     own_bytes //= settings.placement.num_workers
@@ -196,7 +196,7 @@ def build_worker(
     images = WorkerImages(
         built.encoder,
         place.checkpoint.encoder,
-        device.zeros(1),
+        device.memory.zeros(1),
         reports_failures=settings.placement.returns_results,
     )
 
@@ -205,7 +205,7 @@ def build_worker(
         held = images if shard.is_first else None
         return Stage(built.model, over, transfers.put_inputs, gather, states, images=held)
 
-    sampler = Sampler(place.shape.vocab_size, built.operators, transfers.put)
+    sampler = Sampler(place.shape.vocab_size, built.operators.sampling, transfers.put)
     run = ProfileRun(settings, shard, place.max_model_len, device, kv, make_stage, sampler)
     capacity = device.kv_capacity(run)
     if drafter is not None:
@@ -250,8 +250,8 @@ def _report(
     return WorkerReport(
         architecture=place.checkpoint.architecture,
         num_parameters=loaded.num_parameters,
-        dtype=str(device.dtype).removeprefix("torch."),
-        kv_dtype=str(device.kv_dtype).removeprefix("torch."),
+        dtype=str(device.formats.dtype).removeprefix("torch."),
+        kv_dtype=str(device.formats.kv_dtype).removeprefix("torch."),
         device=device.name,
         attention=attention,
         vocab_size=place.shape.vocab_size,
@@ -260,8 +260,8 @@ def _report(
         num_blocks=counts.blocks,
         block_size=place.settings.kv.block_size,
         bytes_per_block=kv.block_bytes,
-        threads=device.threads,
-        weights=device.weights,
+        threads=device.pool.threads,
+        weights=device.formats.weights,
         kernels=device.kernels,
         loras=tuple(load_loras(loaded.loras, place.settings, place.progress)),
         windows=kv.groups.windows,

@@ -87,9 +87,9 @@ def _kv_facts(
     weights."""
     numbers: tuple[object, ...] = (
         HASH_VERSION,
-        device.dtype,
-        device.kv_dtype,
-        device.weights,
+        device.formats.dtype,
+        device.formats.kv_dtype,
+        device.formats.weights,
         settings.kernels.activation_bits,
     )
     original = checkpoint.family.shape.original_positions

@@ -146,7 +146,7 @@ class StepPipeline:
     def abandon(self, step: Step, line: str) -> None:
         """After `begin` raised: send the reason to the next stage, if it waits for the step."""
         if self._owes_step:
-            nothing = self._parts.device.zeros(step.num_tokens, self._shard.sent_width)
+            nothing = self._parts.device.memory.zeros(step.num_tokens, self._shard.sent_width)
             self._send_on(step.step_id, nothing, 0.0, line)
         self._return.send(step, ())
 
@@ -169,7 +169,7 @@ class StepPipeline:
         None except on rank 0 of the last stage.
         """
         prepared = self._take(step)
-        with torch.inference_mode(), self._parts.device.awake():
+        with torch.inference_mode(), self._parts.device.pool.awake():
             computed = self._compute(step, prepared, NOTHING_CONTINUED)
             if computed is None:
                 return None
@@ -203,7 +203,7 @@ class StepPipeline:
             if step.dropped:
                 self._parts.images.run(step)
             return None
-        self._parts.device.wake()
+        self._parts.device.pool.wake()
         began = self._transfers.mark()
         failed = self._parts.images.run(step)
         return _Slices(began, self._transfers.mark(), failed)
@@ -215,7 +215,7 @@ class StepPipeline:
         began = self._transfers.mark()
         self._return.expect(step)
         continued = self._tokens.continued(step)
-        self._parts.device.wake()
+        self._parts.device.pool.wake()
         slices = self._encode(step)
         moving = self._parts.mover.move(step.moves)
         reader, rows, masks = self._parts.reader, None, MaskRequest()
@@ -360,7 +360,7 @@ class StepPipeline:
     def _rest(self) -> None:
         """Let threads sleep that help this one compute, if no step is ready."""
         if not self._inbox.has_next:
-            self._parts.device.rest()
+            self._parts.device.pool.rest()
 
 
 def _reads_output(entry: StepEntry) -> bool:

@@ -41,9 +41,9 @@ class ProfileRun:
         layout = build_layout(step, self.kv.limits(self.max_model_len, num_blocks, num_states))
         stage = self.make_stage(self.kv.allocate(num_blocks), self.kv.states(num_states))
         hidden = None
-        with torch.inference_mode(), self.device.awake():
+        with torch.inference_mode(), self.device.pool.awake():
             if not self.shard.is_first:
-                hidden = self.device.zeros(layout.num_tokens, self.shard.received_width)
+                hidden = self.device.memory.zeros(layout.num_tokens, self.shard.received_width)
             if not self.shard.is_last:
                 stage.run(layout, hidden)
                 return

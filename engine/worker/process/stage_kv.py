@@ -10,7 +10,7 @@ from engine.worker.device import Device
 from engine.worker.model.kv.data_plane import DataPlane
 from engine.worker.model.kv.host_pool import choose_num_host_blocks
 from engine.worker.model.kv.kv_groups import KVGroups
-from engine.worker.model.kv.kv_tensors import choose_num_blocks, size_text
+from engine.worker.model.kv.kv_tensors import bytes_per_block, choose_num_blocks, size_text
 from engine.worker.model.kv.recurrent_states import RecurrentStates, StateMover, bytes_per_state
 from engine.worker.model.layout import LayoutLimits
 from engine.worker.ports import BlockMover, KVCapacity, KVTensors, ModelShape, Shard
@@ -48,7 +48,11 @@ class StageKV:
     @property
     def block_bytes(self) -> int:
         """Bytes of a block on this worker, in one layer group."""
-        return self.device.block_bytes(self._tensors_shape)
+        return self._bytes_of(self._tensors_shape)
+
+    def _bytes_of(self, shape: ModelShape) -> int:
+        size = self.settings.kv.block_size
+        return bytes_per_block(shape, shape.num_layers, size, self.device.formats.kv_dtype)
 
     @property
     def _tensors_shape(self) -> ModelShape:
@@ -139,7 +143,7 @@ class StageKV:
     def _own_settings(self) -> WorkerSettings:
         """The settings with this worker's share of the bytes for KV on the device and the host."""
         shape, own_bytes = self.shard.shape, self.block_bytes
-        whole_bytes = self.device.block_bytes(self._shape_of(shape, range(shape.num_layers)))
+        whole_bytes = self._bytes_of(self._shape_of(shape, range(shape.num_layers)))
         kv, tiers = self.settings.kv, self.settings.tiers
 
         def share(size: int) -> int:
@@ -157,14 +161,14 @@ class StageKV:
 
     def allocate(self, num_blocks: int) -> KVTensors:
         """A cache of zeros."""
-        return self.device.allocate(self._tensors_shape, num_blocks)
+        return self.device.memory.kv(self._tensors_shape, num_blocks)
 
     def states(self, num_states: int) -> RecurrentStates | None:
         """The states of this worker's recurrent layers; None if the model has none."""
         local = self.shard.local_shape
         if not num_states:
             return None
-        zeros = self.device.allocate_states
+        zeros = self.device.memory.states
         return RecurrentStates(local.recurrent_layers, num_states, zeros)
 
     def by_layer(self, cache: KVTensors) -> KVTensors:
@@ -175,7 +179,7 @@ class StageKV:
 
     def mover(self, cache: KVTensors, num_host_blocks: int) -> BlockMover:
         """Moves blocks between the cache and so many host blocks, which it allocates."""
-        return self.device.mover(cache, self._tensors_shape, num_host_blocks)
+        return self.device.memory.mover(cache, self._tensors_shape, num_host_blocks)
 
     def state_mover(
         self, kv: BlockMover, states: RecurrentStates | None, num_host_states: int

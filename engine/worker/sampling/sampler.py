@@ -20,7 +20,7 @@ from torch import Tensor
 
 from engine.grammar import Mask
 from engine.step import SampleSpec, TokenLogprobs
-from engine.worker.ports import Operators
+from engine.worker.ports import Draw, SamplingOperators
 from engine.worker.sampling.logits_processors import Put, invalid_id_fields, process
 from engine.worker.sampling.logprobs import RowLogprobs, row_logprobs, to_token_logprobs
 
@@ -164,7 +164,7 @@ class Sampler:
     """
 
     vocab_size: int
-    operators: Operators
+    operators: SamplingOperators
     put: Put = torch.from_numpy
 
     def sample(
@@ -250,9 +250,9 @@ class Sampler:
         rows = [row for row, spec in enumerate(specs) if not (is_greedy(spec) or row in idle)]
         if not rows:
             return ids
-        samplings = [specs[row].sampling for row in rows]
-        points = [uniform(specs[row].sampling.seed, positions[row]) for row in rows]
-        chosen = self.operators.sample(logits, rows, samplings, points)
+        asked = [(row, specs[row].sampling) for row in rows]
+        draws = [Draw(row, one, uniform(one.seed, positions[row])) for row, one in asked]
+        chosen = self.operators.sample(logits, draws)
         if len(rows) == len(specs):
             return chosen
         return ids.index_copy(0, self.put(np.array(rows, dtype=np.int64)), chosen)

@@ -22,7 +22,7 @@ from typing import Any
 
 import psutil
 
-from engine.worker.cpu.device import kv_dtype_of
+from engine.worker.cpu.formats import kv_format
 from examples.benchmarks.peers.servers import Server, Up, answer, read_servers, running
 from examples.benchmarks.server.start_time import cpu_name
 
@@ -61,7 +61,7 @@ def main() -> None:
     path = options.out / "figures.json"
     figures: Figures = json.loads(path.read_text()) if path.exists() else {"servers": {}}
     figures |= {"unit": "MiB PSS", "cpu": cpu_name(), "private_dirty_of_imports": imports()}
-    figures["kv_dtype"] = str(kv_dtype_of("auto")).removeprefix("torch.")
+    figures["kv_dtype"] = str(kv_format("auto")).removeprefix("torch.")
     for server in read_servers(tomllib.loads(options.servers.read_text())):
         if not options.only or server.name in options.only:
             figures["servers"][server.name] = measure(server)

@@ -11,7 +11,7 @@ from adapters.gguf.checks import KINDS
 from adapters.gguf.floats import FLOATS
 from adapters.gguf.tensors import OTHERS
 from engine.errors import StartupError
-from engine.worker.cpu.device import DTYPES
+from engine.worker.cpu.formats import DTYPES
 from engine.worker.cpu.linears import FORMATS as CPU_FORMATS
 from engine.worker.model.kv.kv_tensors import CPU_KV_DTYPES
 from examples.benchmarks.server.refusals import BUILTIN, REFUSALS, Refusal

@@ -22,7 +22,8 @@ from engine.worker.cpu.linears.packed import (
     address_of,
     columns_of_chunks,
 )
-from engine.worker.ports import ExpertGroups, Routing, ThreadPool
+from engine.worker.cpu.linears.packed_store import PackedStore
+from engine.worker.ports import ExpertGroups, LinearWeight, Routing, ThreadPool
 
 
 class ConvertedRows(NamedTuple):
@@ -238,3 +239,27 @@ class NativeExperts:
         operands.y, operands.y_stride, operands.adds = y.data_ptr(), y.stride(0), add_to is not None
         self._combine.over_rows(rows)
         return y
+
+
+def expert_linears(
+    pool: ThreadPool,
+    store: PackedStore,
+    weights: Sequence[Sequence[LinearWeight]],
+    biases: Sequence[Tensor | None],
+    kind: str,
+) -> list[ExpertLinear]:
+    """A linear of all experts for each run of weights of one format; each has weights and a
+    bias."""
+    of_experts = [store.packed(each, is_sparse=True) for each in weights]
+    made, first = [], 0
+    for parts in zip(*of_experts, strict=True):
+        linears, outputs = parts[0][0], parts[0][1].outputs
+        assert all(one is linears for one, _ in parts), "experts have the same formats"
+        own = [
+            torch.zeros(outputs) if bias is None else bias[first : first + outputs]
+            for bias in biases
+        ]
+        packed = [one for _, one in parts]
+        made.append(ExpertLinear(pool, linears, packed, own, f"expert {kind}"))
+        first += outputs
+    return made

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.step import SamplingParams
 from engine.worker.cuda.model.experts import GroupedExperts, MaskedExperts, why_not_grouped
 from engine.worker.cuda.model.fused_experts import FusedExperts, FusedSetting
 from engine.worker.cuda.model.gemm import Gemm8Bit
@@ -21,8 +20,7 @@ from engine.worker.cuda.model.linears import (
     fp8_linear,
     int8_linear,
 )
-from engine.worker.cuda.sampling.sampling_kernels import DeviceSampling
-from engine.worker.model.torch_operators import TorchLowRank, TorchOperators
+from engine.worker.model.torch_operators import TorchLowRank, TorchOperators, TorchSampling
 from engine.worker.ports import (
     Experts,
     ExpertWeights,
@@ -31,6 +29,7 @@ from engine.worker.ports import (
     LowRankUp,
     Norm,
     Routing,
+    SamplingOperators,
     common_format,
     loaded,
 )
@@ -92,7 +91,7 @@ class CudaOperators(TorchOperators):
         gemm: Gemm8Bit,
         kernels: Kernels | None,
         fast: FastProducts = PLAIN,
-        sampling: DeviceSampling | None = None,
+        sampling: SamplingOperators | None = None,
     ) -> None:
         self._place = place
         self._dtype = dtype
@@ -100,7 +99,7 @@ class CudaOperators(TorchOperators):
         self._gemm = gemm
         self._kernels = kernels
         self._fast = fast
-        self._sampling = sampling
+        self.sampling = sampling or TorchSampling()
         self._logged: set[str] = set()  # reasons
         self.first_runs: dict[str, Callable[[], object]] = {}  # compile the model's kernels
 
@@ -138,14 +137,7 @@ class CudaOperators(TorchOperators):
         if reason not in self._logged:
             logger.warning("each token is computed by all experts, which is slow: %s", reason)
             self._logged.add(reason)
-        linears = [
-            (
-                self.linear((each.gate, each.up), each.up_bias),
-                self.linear((each.down,), each.down_bias),
-            )
-            for each in experts
-        ]
-        return MaskedExperts(linears, routing, activation)
+        return MaskedExperts(self._linears_of(experts), routing, activation)
 
     @property
     def _is_invariant(self) -> bool:
@@ -166,17 +158,6 @@ class CudaOperators(TorchOperators):
         place, dtype = self._place, self._dtype
         moved = [up._replace(weight=up.weight.to(place, dtype)) for up in ups]
         return super().low_rank(down.to(place, dtype), moved)
-
-    def sample(
-        self,
-        logits: Tensor,
-        rows: Sequence[int],
-        samplings: Sequence[SamplingParams],
-        points: Sequence[float],
-    ) -> Tensor:
-        if self._sampling is None:
-            return super().sample(logits, rows, samplings, points)
-        return self._sampling(logits, rows, samplings, points)
 
     def constant(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._place)

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.step import SamplingParams
+from engine.worker.model.torch_operators import TorchSampling
+from engine.worker.ports import Draw
 from engine.worker.sampling.logits_processors import Put
 
 RUN = 512  # ids per partial sum, as in `engine.worker.sampling.filters`
@@ -41,14 +42,13 @@ class SamplingTensors:
     has_top_p: bool
 
     @classmethod
-    def of(
-        cls, samplings: Sequence[SamplingParams], points: Sequence[float], vocab_size: int, put: Put
-    ) -> Self:
+    def of(cls, draws: Sequence[Draw], vocab_size: int, put: Put) -> Self:
         """All parameters in one copy to the device."""
+        samplings = [draw.sampling for draw in draws]
         limits = [one.top_k if 0 < one.top_k < vocab_size else 0 for one in samplings]
         rows = [
-            (one.temperature, one.min_p, limit or vocab_size, one.top_p, point)
-            for one, limit, point in zip(samplings, limits, points, strict=True)
+            (one.temperature, one.min_p, limit or vocab_size, one.top_p, draw.point)
+            for draw, one, limit in zip(draws, samplings, limits, strict=True)
         ]
         columns = put(np.array(rows, dtype=np.float64).T.copy())
         temperatures, min_ps, top_ks, top_ps, there = columns.unbind()
@@ -65,23 +65,17 @@ class SamplingTensors:
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceSampling:
+class DeviceSampling(TorchSampling):
     """Samples on the device; parameters get there by `put`, in one copy."""
 
     put: Put
     kernel: SampleKernel | None = None  # samples filtered rows in one launch
 
-    def __call__(
-        self,
-        logits: Tensor,
-        rows: Sequence[int],
-        samplings: Sequence[SamplingParams],
-        points: Sequence[float],
-    ) -> Tensor:
-        """One id for each of `rows`, as `Operators.sample` does."""
-        params = SamplingTensors.of(samplings, points, logits.shape[1], self.put)
-        if len(rows) < len(logits):
-            logits = logits.index_select(0, self.put(np.array(rows, dtype=np.int64)))
+    def sample(self, logits: Tensor, draws: Sequence[Draw]) -> Tensor:
+        params = SamplingTensors.of(draws, logits.shape[1], self.put)
+        if len(draws) < len(logits):
+            rows = np.array([draw.row for draw in draws], dtype=np.int64)
+            logits = logits.index_select(0, self.put(rows))
         return sample(logits, params, self.kernel)
 
 

@@ -75,7 +75,7 @@ class DraftModel:
         rows = [_Row(place, *row) for place, row in enumerate(entries) if row is not None]
         rows.sort(key=lambda row: len(row.entry.tokens) > 1)  # decodes first
         proposals: list[list[int]] = [[] for _ in entries]
-        with torch.inference_mode(), self.device.awake():
+        with torch.inference_mode(), self.device.pool.awake():
             while rows:
                 tokens = iter(self._pass(replace(step, entries=tuple([r.entry for r in rows]))))
                 rows = [
@@ -178,7 +178,7 @@ class LoadedDraft:
         return DraftModel(
             device=self.device,
             stage=Stage(self.built.model, over, put_each(put)),
-            sampler=Sampler(vocab_size, self.built.operators, put),
+            sampler=Sampler(vocab_size, self.built.operators.sampling, put),
             limits=self.kv.limits(self.max_model_len, num_blocks, num_states=0),
             max_vocab=self.max_vocab,
         )
@@ -208,11 +208,17 @@ def load_draft(
         settings.max_batch_tokens + settings.max_batch_size,
         max_model_len,
     )
-    specs = attention_specs(shard.local_shape, device.dtype, limits, is_batch_invariant=False)
+    specs = attention_specs(
+        shard.local_shape, device.formats.dtype, limits, is_batch_invariant=False
+    )
     device.prepare(progress)
-    weights = checkpoint.open_weights(device.dtype, progress)
+    weights = checkpoint.open_weights(device.formats.dtype, progress)
     num_parameters = checkpoint.survey(weights, shard).num_parameters
-    bits = device.dtype.itemsize * 8 if device.linear_format is None else device.linear_format.bits
+    bits = (
+        device.formats.dtype.itemsize * 8
+        if device.formats.linear is None
+        else device.formats.linear.bits
+    )
     num_bytes = num_parameters * int(bits) // 8
     device.check_weights(num_bytes, 0)
     packed = checkpoint.packed_cache(

@@ -107,7 +107,7 @@ class MtpHead:
         self, step: Step, output: LogitsOutput, hidden: Tensor | None
     ) -> tuple[tuple[int, ...], ...]:
         assert hidden is not None, "the step was computed"
-        with torch.inference_mode(), self._device.awake():
+        with torch.inference_mode(), self._device.pool.awake():
             found = list(sampled_tokens(step, output))
             self._keep_rows(found, hidden)
             if not step.has_proposals:
@@ -177,7 +177,7 @@ class MtpHead:
             self._attention,
             None if len(numbers) in (0, layout.num_tokens) else put(numbers),
         )
-        features = torch.cat([row.features for row in rows]).to(self._device.dtype)
+        features = torch.cat([row.features for row in rows]).to(self._device.formats.dtype)
         hidden = self._mtp.layers(put(layout.token_ids), features, context)
         sampling = [row for row in rows if row.entry.sample is not None]
         if not sampling:
@@ -223,7 +223,7 @@ class LoadedMtp:
             self.built.model,
             self.mtp,
             self.attention.over(self.kv.allocate(num_blocks)),
-            Sampler(self.kv.shard.shape.vocab_size, self.built.operators, put),
+            Sampler(self.kv.shard.shape.vocab_size, self.built.operators.sampling, put),
             self.kv.limits(self.step_limits.max_model_len, num_blocks, num_states=0),
             self.step_limits,
         )
@@ -254,7 +254,9 @@ def load_mtp(
         settings.max_batch_tokens + settings.max_batch_size,
         shape.max_positions,
     )
-    specs = attention_specs(shard.local_shape, device.dtype, limits, is_batch_invariant=False)
+    specs = attention_specs(
+        shard.local_shape, device.formats.dtype, limits, is_batch_invariant=False
+    )
     return LoadedMtp(
         device,
         built,

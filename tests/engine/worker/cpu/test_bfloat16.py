@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine.worker.cpu import device as cpu
+from engine.worker.cpu import formats
 from engine.worker.cpu.device import CpuDevice
 from engine.worker.cpu.linears.floats import BFLOAT16
 from engine.worker.cpu.linears.packed_store import PackedStore
@@ -107,8 +107,8 @@ def test_auto_keeps_stored_bfloat16_if_the_cpu_has_instructions_for_it(
     expected: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cpu, "HAS_BFLOAT16", has_instruction)
+    monkeypatch.setattr(formats, "HAS_BFLOAT16", has_instruction)
     settings = worker_settings("", dtype=dtype, attention="cpu", threads=1)
     device = CpuDevice(settings, PreferredFormat(floats=stored))
-    assert device.linear_format is not None
-    assert device.linear_format.name == expected
+    assert device.formats.linear is not None
+    assert device.formats.linear.name == expected

@@ -193,7 +193,7 @@ def test_nan_in_a_row_gives_nan_in_that_row_only(native: NativeOperators) -> Non
     ):
         assert result[2].isnan().any()
         assert result[[0, 1, 3]].isfinite().all()
-    assert native.argmax(x).values.isfinite().tolist() == [True, True, False, True]
+    assert native.sampling.argmax(x).values.isfinite().tolist() == [True, True, False, True]
 
 
 def test_weights_over_one_input_are_stacked_along_the_outputs(native: NativeOperators) -> None:

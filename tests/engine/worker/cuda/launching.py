@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from adapters.attention.reference import ReferenceAttention
@@ -15,9 +14,6 @@ from engine.errors import StepFailed, Unavailable, WorkerLost
 from engine.media import ImagePixels
 from engine.step import Step, StepResult
 from engine.worker.cuda.device import CudaDevice, NoThreadPool
-from engine.worker.cuda.model.gemm import TorchGemm8Bit
-from engine.worker.cuda.model.operators import CudaOperators
-from engine.worker.cuda.sampling.sampling_kernels import DeviceSampling, SampleKernel
 from engine.worker.launched import StepInFlight
 from engine.worker.ports import (
     AttentionBackend,
@@ -29,18 +25,10 @@ from engine.worker.ports import (
     RopeAngles,
 )
 from engine.worker.process.worker import Worker
-from engine.worker.sampling.logits_processors import Put
 from engine.worker_settings import WorkerReport, WorkerSettings
 from tests.engine.worker.cuda.standing import StandingGpu
 from tests.engine.worker.process.driving import settings_for
 from tests.worker_settings import changed
-
-
-def device_operators(put: Put, kernel: SampleKernel | None = None) -> CudaOperators:
-    """The operators of a GPU on tensors of the CPU, which sample as a GPU does."""
-    sampling = DeviceSampling(put, kernel)
-    cpu, dtype = torch.device("cpu"), torch.float32
-    return CudaOperators(cpu, dtype, "float32", TorchGemm8Bit(), None, sampling=sampling)
 
 
 class CapturableReference(ReferenceAttention):

@@ -147,15 +147,15 @@ def test_a_model_that_leaves_no_room_for_kv_is_refused_with_the_numbers() -> Non
 def test_the_cache_has_a_block_more_than_it_says_and_the_host_is_pinned(tmp_path: Path) -> None:
     gpu = StandingGpu()
     device = CudaDevice(settings_for(tmp_path, kv_dtype="auto"), gpu)
-    cache = device.allocate(SHAPE, 5)
+    cache = device.memory.kv(SHAPE, 5)
     assert (cache.num_blocks, cache.num_spare) == (5, 1)
     for tensor in (*cache.keys, *cache.values):
         assert (tensor.shape, tensor.dtype) == ((6, 4, 2, 8), torch.bfloat16)
         assert tensor.is_contiguous()
-    device.mover(cache, SHAPE, 3)
-    assert gpu.of_it.pinned_bytes == 3 * device.block_bytes(SHAPE) == 3 * 2 * 3 * 4 * 2 * 8 * 2
-    device.mover(cache, SHAPE, 0)
-    assert gpu.of_it.pinned_bytes == 3 * device.block_bytes(SHAPE)
+    device.memory.mover(cache, SHAPE, 3)
+    assert gpu.of_it.pinned_bytes == 3 * 2 * 3 * 4 * 2 * 8 * 2
+    device.memory.mover(cache, SHAPE, 0)
+    assert gpu.of_it.pinned_bytes == 3 * 2 * 3 * 4 * 2 * 8 * 2
 
 
 @pytest.mark.parametrize(
@@ -259,14 +259,14 @@ def test_all_that_a_step_computes_with_lies_on_the_device(tmp_path: Path) -> Non
     device = CudaDevice(settings, nowhere)
     checkpoint = Checkpoint.open(str(tmp_path))
     shape = checkpoint.family.shape
-    weights = checkpoint.open_weights(device.dtype, nothing)
+    weights = checkpoint.open_weights(device.formats.dtype, nothing)
     operators = device.operators()
     with device.source(weights, PackedCache(), 0) as source:
         model = checkpoint.family.build(source, Shard.whole(shape), operators)
     spec = AttentionSpec(
         shape.num_heads, shape.num_kv_heads, shape.head_dim, 1.0, None, torch.bfloat16
     )
-    attention = device.backend(ReferenceAttention, spec, device.allocate(shape, 8))
+    attention = device.backend(ReferenceAttention, spec, device.memory.kv(shape, 8))
     entry = StepEntry(
         RequestId(0), 0, (1, 2, 3), np.arange(1, dtype="<i4").tobytes(), SampleSpec(GREEDY)
     )
@@ -275,7 +275,7 @@ def test_all_that_a_step_computes_with_lies_on_the_device(tmp_path: Path) -> Non
     with torch.inference_mode():
         logits = stage.logits(layout)
         assert logits is not None
-        pending = Sampler(97, operators, nowhere.put).begin(
+        pending = Sampler(97, operators.sampling, nowhere.put).begin(
             logits, [SampleSpec(SamplingParams(top_p=0.5))], [3]
         )
     assert pending.ids.device.type == "meta"

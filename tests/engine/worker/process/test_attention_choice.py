@@ -53,7 +53,9 @@ class Bench:
             return makes(spec, cache, None)  # type: ignore[arg-type]
 
         device = SimpleNamespace(
-            attentions=("causal", "reference"), kv_dtype=torch.float32, backend=backend
+            attentions=("causal", "reference"),
+            formats=SimpleNamespace(kv_dtype=torch.float32),
+            backend=backend,
         )
         stage = StageAttention(cast(Device, device), (SPEC,), 4)
         assert stage.names == "causal"

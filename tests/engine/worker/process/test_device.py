@@ -9,6 +9,7 @@ import torch
 
 from engine.errors import StartupError
 from engine.worker.cpu import device as cpu
+from engine.worker.cpu import formats
 from engine.worker.cpu.attention.paged_kernels import merge_partials
 from engine.worker.cpu.kernels import delta_rule, experts
 from engine.worker.cpu.kernels.quantize import quantize_int8
@@ -55,7 +56,7 @@ def refusal(settings: WorkerSettings) -> str:
 def test_without_a_gpu_the_cpu_is_used(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     opened = open_device(changed(SETTINGS, device=device, threads=1))
-    assert (opened.name, opened.place.type, opened.dtype) == ("cpu", "cpu", torch.float32)
+    assert (opened.name, opened.formats.dtype) == ("cpu", torch.float32)
 
 
 def test_only_kernels_of_a_dense_model_are_compiled_first_and_those_of_attention_beside_the_packing(
@@ -89,11 +90,11 @@ def test_a_kv_dtype_that_the_cpu_does_not_support_is_rejected(
     assert refusal(changed(asked, kv_cache_dtype="fp8")) == (
         f"--kv-cache-dtype 'fp8' is not supported on cpu; {known}"
     )
-    monkeypatch.setattr(cpu, "has_half", lambda: False)
+    monkeypatch.setattr(formats, "has_half", lambda: False)
     assert refusal(changed(asked, kv_cache_dtype="float16")) == (
         "--kv-cache-dtype 'float16' needs a CPU with F16C"
     )
-    assert open_device(changed(asked, kv_cache_dtype="int8")).kv_dtype is torch.int8
+    assert open_device(changed(asked, kv_cache_dtype="int8")).formats.kv_dtype is torch.int8
 
 
 @pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16"])
@@ -102,23 +103,28 @@ def test_kv_on_a_cpu_is_in_float16_by_default(dtype: str, attention: str) -> Non
     if (dtype, attention) == ("bfloat16", "reference"):
         pytest.skip("the reference computes in float32 only")
     settings = changed(SETTINGS, device="cpu", threads=1, dtype=dtype, attention=attention)
-    assert open_device(settings).kv_dtype is torch.float16
-    assert open_device(changed(settings, kv_cache_dtype="float32")).kv_dtype is torch.float32
+    assert open_device(settings).formats.kv_dtype is torch.float16
+    assert (
+        open_device(changed(settings, kv_cache_dtype="float32")).formats.kv_dtype is torch.float32
+    )
 
 
 def test_an_encoder_computes_with_keys_and_values_in_float32_by_default() -> None:
     settings = changed(SETTINGS, device="cpu", threads=1)
     encoder = PreferredFormat(keeps_kv=False)
-    assert open_device(settings, encoder).kv_dtype is torch.float32
-    assert open_device(changed(settings, kv_cache_dtype="int8"), encoder).kv_dtype is torch.int8
+    assert open_device(settings, encoder).formats.kv_dtype is torch.float32
+    assert (
+        open_device(changed(settings, kv_cache_dtype="int8"), encoder).formats.kv_dtype
+        is torch.int8
+    )
 
 
 def test_kv_is_in_float32_by_default_on_a_cpu_that_does_not_convert_float16(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cpu, "has_half", lambda: False)
+    monkeypatch.setattr(formats, "has_half", lambda: False)
     device = open_device(changed(SETTINGS, device="cpu", threads=1))
-    assert device.kv_dtype is torch.float32
+    assert device.formats.kv_dtype is torch.float32
 
 
 @pytest.mark.parametrize("device", ["cuda:x", "tpu", "cpu:1", "auto:0", "cuda:-1"])

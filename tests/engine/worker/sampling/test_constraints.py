@@ -21,7 +21,7 @@ from engine.step import (
     StepEntry,
     StepId,
 )
-from engine.worker.model.torch_operators import TorchOperators
+from engine.worker.model.torch_operators import TorchSampling
 from engine.worker.sampling.constraints import (
     MASK_WAIT_SECONDS_ALONE,
     MAX_MATCHERS,
@@ -326,7 +326,7 @@ def test_end_tokens_are_allowed_when_the_grammar_accepts(
         wish = spec._replace(
             sampling=SamplingParams(temperature=0.0, logit_bias=bias), grammar=grammar
         )
-        sampler = Sampler(VOCAB, TorchOperators())
+        sampler = Sampler(VOCAB, TorchSampling())
         sampled = sampler.sample(torch.zeros(1, VOCAB), [wish], [0], Masks({0: allowed}))
         assert not sampled.faults
         found.add(sampled.tokens[0])
@@ -339,7 +339,7 @@ def test_a_grammar_that_allows_no_token_is_a_fault() -> None:
 
 
 def test_late_rows_sample_nothing_and_change_no_other_row() -> None:
-    sampler = Sampler(VOCAB, TorchOperators())
+    sampler = Sampler(VOCAB, TorchSampling())
     logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(1))
     grammar = Grammar(GrammarKind.REGEX, "x")
     specs = [

@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from engine.step import SampleSpec, SamplingParams
-from engine.worker.cpu.operators import NativeOperators
+from engine.worker.cpu.sampling import NativeSampling
 from engine.worker.cpu.thread_pool import NativeThreadPool
-from engine.worker.model.torch_operators import TorchOperators
-from engine.worker.ports import Operators
+from engine.worker.model.torch_operators import TorchSampling
+from engine.worker.ports import SamplingOperators
 from engine.worker.sampling.filters import Floats
 from engine.worker.sampling.sampler import Sampler
 
@@ -16,15 +16,15 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 @pytest.fixture(scope="module", params=["torch", "native"])
-def operators(request: pytest.FixtureRequest) -> Operators:
-    return TorchOperators() if request.param == "torch" else NativeOperators(NativeThreadPool(2))
+def operators(request: pytest.FixtureRequest) -> SamplingOperators:
+    return TorchSampling() if request.param == "torch" else NativeSampling(NativeThreadPool(2))
 
 
 def noise(vocab: int, seed: int = 0) -> Floats:
     return (3 * np.random.default_rng(seed).standard_normal(vocab)).astype(np.float32)
 
 
-def test_log_probabilities_are_those_of_the_raw_logits(operators: Operators) -> None:
+def test_log_probabilities_are_those_of_the_raw_logits(operators: SamplingOperators) -> None:
     logits = torch.from_numpy(np.stack([noise(300, seed) for seed in range(4)]))
     expected = logits.log_softmax(-1)
     samplings = [
@@ -50,7 +50,7 @@ def test_log_probabilities_are_those_of_the_raw_logits(operators: Operators) -> 
         assert [value for _, value in told.top] == pytest.approx(best.values.tolist(), abs=1e-5)
 
 
-def test_only_rows_that_request_log_probabilities_get_them(operators: Operators) -> None:
+def test_only_rows_that_request_log_probabilities_get_them(operators: SamplingOperators) -> None:
     sampler, logits = Sampler(9, operators), torch.rand(3, 9)
     assert sampler.sample(logits, [SampleSpec(GREEDY)] * 3, [0] * 3).logprobs == ()
     specs = [SampleSpec(GREEDY), SampleSpec(GREEDY, logprobs=0), SampleSpec(GREEDY, logprobs=50)]

@@ -12,13 +12,14 @@ from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 
 from engine.step import SampleSpec, SamplingParams
-from engine.worker.cpu.operators import NativeOperators
+from engine.worker.cpu.sampling import NativeSampling
 from engine.worker.cpu.thread_pool import NativeThreadPool
-from engine.worker.model.torch_operators import TorchOperators
-from engine.worker.ports import Operators
+from engine.worker.model.torch_operators import TorchSampling
+from engine.worker.ports import Draw, SamplingOperators
 from engine.worker.sampling.filters import Floats, pick, probabilities
 from engine.worker.sampling.logits_processors import process
 from engine.worker.sampling.sampler import Sampler, uniform
+from tests.engine.worker.sampling.draws import draws_of
 
 Doubles = NDArray[np.float64]
 
@@ -26,8 +27,8 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 @pytest.fixture(scope="module", params=["torch", "native"])
-def operators(request: pytest.FixtureRequest) -> Operators:
-    return TorchOperators() if request.param == "torch" else NativeOperators(NativeThreadPool(2))
+def operators(request: pytest.FixtureRequest) -> SamplingOperators:
+    return TorchSampling() if request.param == "torch" else NativeSampling(NativeThreadPool(2))
 
 
 def noise(vocab: int, seed: int = 0) -> Floats:
@@ -228,7 +229,7 @@ def test_pick_is_exact_over_many_runs(vocab: int, point: float, seed: int) -> No
     ],
 )
 def test_samples_follow_the_filtered_distribution(
-    operators: Operators, sampling: SamplingParams
+    operators: SamplingOperators, sampling: SamplingParams
 ) -> None:
     logits, count = noise(40), 4000
     probs = normal(probabilities(logits, sampling))
@@ -245,7 +246,7 @@ def test_samples_follow_the_filtered_distribution(
     assert chi_square(bins, shares) < freedom + 4 * (2 * freedom) ** 0.5
 
 
-def test_other_rows_and_batch_order_change_no_token(operators: Operators) -> None:
+def test_other_rows_and_batch_order_change_no_token(operators: SamplingOperators) -> None:
     vocab, rng = 700, Random(3)
     rows = [noise(vocab, seed) for seed in range(12)]
     specs = [
@@ -295,18 +296,18 @@ GRID = 500
     ),
 )
 def test_a_grid_of_points_hits_each_id_in_proportion_to_its_probability(
-    operators: Operators, logits: Floats, divisor: float, sampling: SamplingParams
+    operators: SamplingOperators, logits: Floats, divisor: float, sampling: SamplingParams
 ) -> None:
     scaled = logits / np.float32(divisor)
-    points = [(i + 0.5) / GRID for i in range(GRID)]
-    found = operators.sample(torch.from_numpy(scaled)[None], [0] * GRID, [sampling] * GRID, points)
+    draws = [Draw(0, sampling, (i + 0.5) / GRID) for i in range(GRID)]
+    found = operators.sample(torch.from_numpy(scaled)[None], draws)
     counts = np.bincount(found, minlength=len(logits))
     expected = GRID * normal(probabilities(scaled, sampling))
     assert np.abs(np.cumsum(counts) - np.cumsum(expected)).max() < 1.01
     assert counts[expected == 0].sum() == 0
 
 
-def test_all_operators_sample_the_same_from_a_large_vocabulary(operators: Operators) -> None:
+def test_all_sample_the_same_from_a_large_vocabulary(operators: SamplingOperators) -> None:
     rows = torch.from_numpy(np.stack([noise(50257, seed) for seed in range(8)]))
     samplings = [
         SamplingParams(),
@@ -316,11 +317,11 @@ def test_all_operators_sample_the_same_from_a_large_vocabulary(operators: Operat
     ] * 2
     points = [uniform(seed, 0) for seed in range(8)]
     expected = [pick(probabilities(rows[i].numpy(), samplings[i]), points[i]) for i in range(8)]
-    assert operators.sample(rows, list(range(8)), samplings, points).tolist() == expected
+    assert operators.sample(rows, draws_of(samplings, points)).tolist() == expected
     assert operators.argmax(rows).ids.tolist() == rows.argmax(-1).tolist()
 
 
-def test_a_row_without_allowed_ids_is_the_only_one_to_fail(operators: Operators) -> None:
+def test_a_row_without_allowed_ids_is_the_only_one_to_fail(operators: SamplingOperators) -> None:
     specs = [
         SampleSpec(GREEDY),
         SampleSpec(GREEDY, banned=(0, 1, 2)),
@@ -332,7 +333,7 @@ def test_a_row_without_allowed_ids_is_the_only_one_to_fail(operators: Operators)
     assert "banned" in str(sampled.faults[0][1])
 
 
-def test_greedy_takes_the_lowest_id_of_equals(operators: Operators) -> None:
+def test_greedy_takes_the_lowest_id_of_equals(operators: SamplingOperators) -> None:
     logits = torch.zeros(2, 5000)
     logits[0, [77, 4100]] = 9.0
     assert Sampler(5000, operators).sample(logits, [SampleSpec(GREEDY)] * 2, [0, 0]).tokens == (
@@ -341,7 +342,7 @@ def test_greedy_takes_the_lowest_id_of_equals(operators: Operators) -> None:
     )
 
 
-def test_greedy_sampling_applies_bans_bias_and_penalties(operators: Operators) -> None:
+def test_greedy_sampling_applies_bans_bias_and_penalties(operators: SamplingOperators) -> None:
     logits = torch.tensor([[5.0, 4.0, 3.0, 2.0]]).repeat(4, 1)
     specs = [
         SampleSpec(GREEDY, banned=(0,)),
@@ -357,7 +358,7 @@ def test_greedy_sampling_applies_bans_bias_and_penalties(operators: Operators) -
     "sampling", [GREEDY, SamplingParams(), SamplingParams(presence_penalty=1.0)]
 )
 def test_nan_logits_fail_their_row_only(
-    operators: Operators, bad: float, sampling: SamplingParams
+    operators: SamplingOperators, bad: float, sampling: SamplingParams
 ) -> None:
     logits = torch.from_numpy(np.stack([noise(50, seed) for seed in range(3)]))
     specs = [SampleSpec(sampling, output=(1,), logprobs=2)] * 3
@@ -382,7 +383,7 @@ def test_nan_logits_fail_their_row_only(
 def test_ids_outside_the_vocabulary_fail_their_row_only(spec: SampleSpec, named: str) -> None:
     logits = torch.zeros(2, 50)
     logits[1, 7] = 1.0
-    sampled = Sampler(50, TorchOperators()).sample(logits, [spec, SampleSpec(GREEDY)], [0, 0])
+    sampled = Sampler(50, TorchSampling()).sample(logits, [spec, SampleSpec(GREEDY)], [0, 0])
     ((row, fault),) = sampled.faults
     assert (row, fault.is_caller_error, sampled.tokens[1]) == (0, True, 7)
     assert named in str(fault)

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.step import SampleSpec, SamplingParams
-from engine.worker.cuda.sampling.sampling_kernels import SamplingTensors
+from engine.worker.cuda.sampling.sampling_kernels import DeviceSampling, SamplingTensors
 from engine.worker.sampling import filters
 from engine.worker.sampling.filters import Floats
 from engine.worker.sampling.sampler import Sampler
 from tests.engine.worker.cuda.kernels.interpreted import interpreted
-from tests.engine.worker.cuda.launching import device_operators
+from tests.engine.worker.sampling.draws import draws_of
 
 sampling = interpreted("sampling")
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -31,7 +31,7 @@ samplings = st.builds(
 
 def sample(logits: Floats, some: Sequence[SamplingParams], points: Sequence[float]) -> list[int]:
     vocab = logits.shape[1]
-    params = SamplingTensors.of(some, points, vocab, torch.from_numpy)
+    params = SamplingTensors.of(draws_of(some, points), vocab, torch.from_numpy)
     ids: list[int] = sampling.sample(
         torch.from_numpy(logits),
         params.temperatures,
@@ -123,7 +123,7 @@ def test_the_sampler_of_a_gpu_samples_the_same_ids_with_the_kernel_and_without()
     some = (SamplingParams(temperature=0.0), SamplingParams(top_p=0.8), SamplingParams(top_k=9))
     specs = [SampleSpec(replace(some[seed % 3], seed=seed)) for seed in seeds]
     found = [
-        Sampler(vocab, device_operators(torch.from_numpy, kernel)).sample(
+        Sampler(vocab, DeviceSampling(torch.from_numpy, kernel)).sample(
             logits.clone(), specs, list(seeds)
         )
         for kernel in (None, sampling.sample)

@@ -14,6 +14,7 @@ from engine.worker.cuda.sampling import sampling_kernels as sampling_kernels
 from engine.worker.cuda.sampling.sampling_kernels import SamplingTensors
 from engine.worker.sampling import filters
 from engine.worker.sampling.filters import Floats
+from tests.engine.worker.sampling.draws import draws_of
 
 samplings = st.builds(
     SamplingParams,
@@ -30,7 +31,7 @@ def rows_of(seed: int, rows: int, vocab: int, *, ties: bool) -> Floats:
 
 
 def params(some: Sequence[SamplingParams], points: Sequence[float], vocab: int) -> SamplingTensors:
-    return SamplingTensors.of(some, points, vocab, torch.from_numpy)
+    return SamplingTensors.of(draws_of(some, points), vocab, torch.from_numpy)
 
 
 @settings(deadline=None, max_examples=150)
@@ -145,7 +146,7 @@ def test_nothing_of_a_draw_is_read_by_the_host() -> None:
         SamplingParams(),
     ):
         there = SamplingTensors.of(
-            [asked] * 3, [0.5] * 3, 3000, lambda a: torch.from_numpy(a).to(nowhere)
+            draws_of([asked] * 3, [0.5] * 3), 3000, lambda a: torch.from_numpy(a).to(nowhere)
         )
         ids = sampling_kernels.sample(torch.empty(3, 3000, device=nowhere), there)
         assert (ids.shape, ids.dtype, ids.device.type) == ((3,), torch.int64, "meta")

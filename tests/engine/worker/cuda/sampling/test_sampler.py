@@ -13,10 +13,10 @@ from torch import Tensor
 
 from engine.grammar import Mask
 from engine.step import SampleSpec, SamplingParams
-from engine.worker.cpu.operators import NativeOperators
+from engine.worker.cpu.sampling import NativeSampling
 from engine.worker.cpu.thread_pool import NativeThreadPool
+from engine.worker.cuda.sampling.sampling_kernels import DeviceSampling
 from engine.worker.sampling.sampler import Masks, RowFault, SampledBatch, Sampler
-from tests.engine.worker.cuda.launching import device_operators
 
 VOCAB = 37
 NOWHERE = torch.device("meta")
@@ -54,7 +54,7 @@ masks = st.none() | st.builds(
 
 
 def on_device() -> Sampler:
-    return Sampler(VOCAB, device_operators(torch.from_numpy))
+    return Sampler(VOCAB, DeviceSampling(torch.from_numpy))
 
 
 def logits_of(rows: int, seed: int) -> Tensor:
@@ -67,7 +67,7 @@ def both(
 ) -> tuple[SampledBatch, SampledBatch]:
     """What the CPU specs, and what the device does."""
     places = [17 * row for row in range(len(asked))]
-    plain = Sampler(VOCAB, NativeOperators(NativeThreadPool(1)))
+    plain = Sampler(VOCAB, NativeSampling(NativeThreadPool(1)))
     device = on_device()
     return (
         plain.sample(logits.clone(), asked, places, given_masks),
@@ -127,7 +127,7 @@ def test_the_first_half_reads_nothing_from_the_device() -> None:
     def put(array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(array).to(NOWHERE)
 
-    sampler = Sampler(VOCAB, device_operators(put), put)
+    sampler = Sampler(VOCAB, DeviceSampling(put), put)
     pending = sampler.begin(
         torch.empty(3, VOCAB, device=NOWHERE), asked, [1, 2, 3], Masks({0: Mask(all_bits, True)})
     )

@@ -1,0 +1,66 @@
+"""The formats of weights and of the KV cache that a CPU computes with."""
+
+from typing import NamedTuple
+
+import torch
+
+from engine.errors import StartupError
+from engine.worker.cpu.kernels.dtypes import has_half
+from engine.worker.cpu.kernels.linears.tile_formats import HAS_BFLOAT16
+from engine.worker.cpu.linears import FORMATS
+from engine.worker.device import choose_dtype
+from engine.worker.model.kv.kv_tensors import CPU_KV_DTYPES
+from engine.worker.ports import PreferredFormat
+from engine.worker_settings import Kernels
+
+DTYPES = ("auto", "float32", "bfloat16")
+PLAIN_ATTENTION = "reference"  # with it, all operators are plain torch
+
+
+class WeightFormats(NamedTuple):
+    """What linears compute in: the formats as `stored`, or what all are converted to."""
+
+    stored: tuple[str, ...]  # of quantized weights; empty if all are converted
+    converted: str  # of floats, if there are stored formats
+
+
+def weight_formats(
+    kernels: Kernels, preferred: PreferredFormat, *, is_plain: bool
+) -> WeightFormats:
+    """The formats for a checkpoint; raises `StartupError` if the settings name an unknown one.
+
+    "auto" keeps bfloat16 weights in bfloat16 if the CPU has instructions for it. Without kernels,
+    if `is_plain`, all weights are float32.
+    """
+    weights, floats = kernels.weights, kernels.dtype
+    if floats not in DTYPES:
+        known = ", ".join(DTYPES[1:])
+        raise StartupError(f"--dtype {floats!r} is not supported on cpu; known: {known}")
+    if floats == "auto":
+        keeps_bfloat16 = HAS_BFLOAT16 and not is_plain and preferred.floats == "bfloat16"
+        floats = "bfloat16" if keeps_bfloat16 else "float32"
+    if weights not in ("auto", *FORMATS):
+        known = ", ".join(("auto", *FORMATS))
+        raise StartupError(f"--weights {weights!r} is not supported on cpu; known: {known}")
+    if weights == "auto" and not is_plain:
+        if preferred.stored:
+            return WeightFormats(preferred.stored, floats)
+        return WeightFormats((), preferred.format or floats)
+    weights = floats if weights == "auto" else weights
+    if is_plain and weights != "float32":
+        raise StartupError(f"weights in {weights} need another attention than {PLAIN_ATTENTION!r}")
+    return WeightFormats((), weights)
+
+
+def kv_format(name: str, *, keeps_kv: bool = True) -> torch.dtype:
+    """The dtype of the KV cache by its name; raises `StartupError` if it is not supported.
+
+    "auto" is float16, whatever the dtype of weights, if the CPU converts it in hardware; without
+    `keeps_kv`, in an encoder, it is float32.
+    """
+    if name == "auto":
+        return torch.float16 if keeps_kv and has_half() else torch.float32
+    dtype = choose_dtype("--kv-cache-dtype", name, CPU_KV_DTYPES, "cpu")
+    if dtype is torch.float16 and not has_half():
+        raise StartupError("--kv-cache-dtype 'float16' needs a CPU with F16C")
+    return dtype
