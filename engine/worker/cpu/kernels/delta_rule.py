@@ -11,13 +11,13 @@ import math
 import numpy as np
 
 from engine.worker.cpu.build import fast_leaf, leaf
-from engine.worker.cpu.intrinsics import float32s, int64s
+from engine.worker.cpu.intrinsics import float32s
 from engine.worker.cpu.kernels.delta_tiles import PANEL, predict, update
 from engine.worker.cpu.kernels.elementwise import BYTES, exp_float
 from engine.worker.cpu.kernels.recurrence import (
-    ITEM,
     keep_panel,
     load_panel,
+    panel_of,
     scan_operands,
     time_step,
 )
@@ -65,11 +65,7 @@ def delta_rule(operands, chunk, thread):
     """All tokens of one run for some columns of one head."""
     a = scan_operands(operands)
     keys, values = a.key_dim, a.value_dim
-    panels = (values + PANEL - 1) // PANEL
-    run = int64s(a.runs + chunk // (panels * a.heads) * 3 * ITEM, 3)
-    first, last, source = run[0], run[1], run[2]
-    head, column = chunk // panels % a.heads, chunk % panels * PANEL
-    width = min(PANEL, values - column)
+    first, last, source, head, column, width = panel_of(a, chunk)
     panel = a.scratch + thread * a.scratch_stride * BYTES
     units = panel + keys * PANEL * BYTES
     lines = units + 4 * keys * BYTES
@@ -95,11 +91,7 @@ def delta_rule(operands, chunk, thread):
         out = float32s(a.out + ((row * a.heads + head) * values + column) * BYTES, width)
         for j in range(width):
             out[j] = output[j]
-        slots = int64s(a.writes + row * 2 * ITEM, 2)
-        if slots[1] >= 0:
-            keep_panel(a, panel, slots[1], head, column, width)
-        if slots[0] >= 0:
-            keep_panel(a, panel, slots[0], head, column, width)
+        keep_panel(a, panel, row, head, column, width)
 
 
 @fast_leaf

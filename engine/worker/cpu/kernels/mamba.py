@@ -9,13 +9,13 @@ import math
 
 import numpy as np
 
-from engine.worker.cpu.intrinsics import float32s, int64s
+from engine.worker.cpu.intrinsics import float32s
 from engine.worker.cpu.kernels.delta_tiles import PANEL, add_token
 from engine.worker.cpu.kernels.elementwise import BYTES, exp_float
 from engine.worker.cpu.kernels.recurrence import (
-    ITEM,
     keep_panel,
     load_panel,
+    panel_of,
     scan_operands,
     time_step,
 )
@@ -25,17 +25,11 @@ def mamba_scan(operands, chunk, thread):
     """All tokens of one run for some columns of one head."""
     a = scan_operands(operands)
     keys, values = a.key_dim, a.value_dim
-    panels = (values + PANEL - 1) // PANEL
-    run = int64s(a.runs + chunk // (panels * a.heads) * 3 * ITEM, 3)
-    first, last, source = run[0], run[1], run[2]
-    head, column = chunk // panels % a.heads, chunk % panels * PANEL
-    width = min(PANEL, values - column)
+    first, last, source, head, column, width = panel_of(a, chunk)
     panel = a.scratch + thread * a.scratch_stride * BYTES
     lines = panel + keys * (PANEL + 4) * BYTES
-    change, output = (
-        float32s(lines + PANEL * BYTES, PANEL),
-        float32s(lines + 2 * PANEL * BYTES, PANEL),
-    )
+    change = float32s(lines + PANEL * BYTES, PANEL)
+    output = float32s(lines + 2 * PANEL * BYTES, PANEL)
     load_panel(a, panel, source, head, column, width)
     place = head * values + column
     rate, skip = float32s(a.decay_rate, a.heads)[head], float32s(a.skip, a.heads)[head]
@@ -55,11 +49,7 @@ def mamba_scan(operands, chunk, thread):
         for j in range(width):
             gate = z[j] / (np.float32(1) + exp_float(-z[j]))
             out[j] = (output[j] + skip * x[j]) * gate
-        slots = int64s(a.writes + row * 2 * ITEM, 2)
-        if slots[1] >= 0:
-            keep_panel(a, panel, slots[1], head, column, width)
-        if slots[0] >= 0:
-            keep_panel(a, panel, slots[0], head, column, width)
+        keep_panel(a, panel, row, head, column, width)
 
 
 KERNELS = (mamba_scan,)

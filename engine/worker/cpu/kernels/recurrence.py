@@ -10,6 +10,7 @@ import ctypes
 import math
 
 import numpy as np
+from numba import njit
 
 from engine.worker.cpu.build import leaf
 from engine.worker.cpu.intrinsics import float32s, fma_one, int64s
@@ -126,6 +127,17 @@ def time_step(a, row, head, place):
     return x if x > 20.0 else math.log1p(math.exp(x))
 
 
+@njit(inline="always")
+def panel_of(a, chunk):
+    """The first row, the last one and the source of a chunk's run; the head, the first column and
+    the width of its panel."""
+    panels = (a.value_dim + PANEL - 1) // PANEL
+    run = int64s(a.runs + chunk // (panels * a.heads) * 3 * ITEM, 3)
+    column = chunk % panels * PANEL
+    width = min(PANEL, a.value_dim - column)
+    return run[0], run[1], run[2], chunk // panels % a.heads, column, width
+
+
 @leaf
 def load_panel(a, panel, source, head, column, width):
     """A panel of a head's matrix in a slot, padded with zeros on the right."""
@@ -140,7 +152,7 @@ def load_panel(a, panel, source, head, column, width):
 
 
 @leaf
-def keep_panel(a, panel, slot, head, column, width):
+def _keep_panel(a, panel, slot, head, column, width):
     """Write a panel of a head's matrix to a slot."""
     base = a.matrices + ((slot * a.heads + head) * a.key_dim * a.value_dim + column) * BYTES
     for i in range(a.key_dim):
@@ -148,6 +160,16 @@ def keep_panel(a, panel, slot, head, column, width):
         kept = float32s(base + i * a.value_dim * BYTES, width)
         for j in range(width):
             kept[j] = line[j]
+
+
+@njit(inline="always")
+def keep_panel(a, panel, row, head, column, width):
+    """Write a panel of a head's matrix to the slots of a row."""
+    slots = int64s(a.writes + row * 2 * ITEM, 2)
+    if slots[1] >= 0:
+        _keep_panel(a, panel, slots[1], head, column, width)
+    if slots[0] >= 0:
+        _keep_panel(a, panel, slots[0], head, column, width)
 
 
 KERNELS = (convolution,)

@@ -1,0 +1,46 @@
+"""Recurrent layers with random weights and states, and steps of them."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from engine.step import StateSlots
+from engine.worker.model.kv.recurrent_states import state_runs
+from engine.worker.ports import DeltaShape, DeltaState, DeltaWeights, MambaWeights, Operators
+
+SLOTS = 9
+
+Step = Sequence[tuple[int, StateSlots]]  # rows and slots of each entry
+
+
+def noise(*size: int, seed: int = 0) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed))
+
+
+def states_of(shape: DeltaShape) -> DeltaState:
+    inputs, matrices = (noise(SLOTS, *sizes, seed=5) for sizes in shape.state_sizes)
+    return DeltaState(inputs, matrices)
+
+
+def inputs_of(weights: DeltaWeights | MambaWeights, rows: int) -> Tensor:
+    """Rows of a wider tensor, as of a linear with more outputs."""
+    shape, numbers = weights.shape, 1 if isinstance(weights, MambaWeights) else 2
+    width = shape.channels + shape.num_value_heads * (shape.value_dim + numbers)
+    return noise(rows, width + 16, seed=6)[:, :width]
+
+
+def run(
+    operators: Operators, weights: DeltaWeights | MambaWeights, y: Tensor, *steps: Step
+) -> tuple[Tensor, DeltaState]:
+    """Steps of entries with so many rows each, which follow one another in `y`."""
+    scan, state = operators.recurrence(weights), states_of(weights.shape)
+    outs, at = [], 0
+    for entries in steps:
+        ends = [0]
+        for rows, _ in entries:
+            ends.append(ends[-1] + rows)
+        runs = state_runs([slots for _, slots in entries], ends)
+        outs.append(scan(y[at : at + ends[-1]], state, runs).clone())
+        at += ends[-1]
+    return torch.cat(outs), state
