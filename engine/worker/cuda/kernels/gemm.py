@@ -59,6 +59,25 @@ def _finished(
 
 
 @triton.jit
+def _added(
+    sums,
+    start,
+    x_at,
+    weight_at,
+    row_mask,
+    column_mask,
+    K,
+    BLOCK_K: tl.constexpr,
+    kind: tl.constexpr,
+):
+    """The sums with the product of a block of the inner dimension."""
+    k = start + tl.arange(0, BLOCK_K)[None, :]
+    a = tl.load(x_at + k, mask=row_mask & (k < K), other=0.0)
+    b = tl.load(weight_at + k, mask=column_mask & (k < K), other=0.0)
+    return tl.dot(a, tl.trans(b), sums, out_dtype=kind)
+
+
+@triton.jit
 def product_kernel(
     x,
     weight,
@@ -89,20 +108,15 @@ def product_kernel(
     blocks = tl.cdiv(K, BLOCK_K)
     each = tl.cdiv(blocks, SPLITS)
     first, end = split * each, tl.minimum((split + 1) * each, blocks)
-    inner = tl.arange(0, BLOCK_K)
+    row_mask, column_mask = rows[:, None] < M, columns[None, :] < N
+    mask = row_mask & column_mask
     x_at = x + rows.to(tl.int64)[:, None] * x_row
     weight_at = weight + columns.to(tl.int64)[:, None] * K
     kind: tl.constexpr = tl.int32 if IS_INT8 else tl.float32
     sums = tl.zeros([BLOCK_M, BLOCK_N], kind)
+    is_column = columns[:, None] < N
     for block in range(first, end):
-        k = block * BLOCK_K + inner
-        a = tl.load(x_at + k[None, :], mask=(rows[:, None] < M) & (k[None, :] < K), other=0.0)
-        b = tl.load(
-            weight_at + k[None, :], mask=(columns[:, None] < N) & (k[None, :] < K), other=0.0
-        )
-        sums = tl.dot(a, tl.trans(b), sums, out_dtype=kind)
-    row_mask, column_mask = rows[:, None] < M, columns[None, :] < N
-    mask = row_mask & column_mask
+        sums = _added(sums, block * BLOCK_K, x_at, weight_at, row_mask, is_column, K, BLOCK_K, kind)
     row, column = rows.to(tl.int64)[:, None], columns[None, :]
     if SPLITS == 1:
         found = _finished(

@@ -55,10 +55,9 @@ def kernel(
             mask = (heads < NUM_HEADS) & (dims < HALF)
             inside = heads * (2 * HALF) + dims
             at = q + token * q_stride + inside
-            if HAS_ROPE:
-                first, second = _rotated(at, mask, cos + angle, sin + angle, dims < HALF, HALF)
-            else:
-                first, second = _pairs(at, mask, HALF)
+            first, second = _rotated(
+                at, mask, cos + angle, sin + angle, dims < HALF, HALF, HAS_ROPE
+            )
             q_at = q_out + token * q_out_stride + inside
             tl.store(q_at, first.to(q.dtype.element_ty), mask=mask)
             tl.store(q_at + HALF, second.to(q.dtype.element_ty), mask=mask)
@@ -72,16 +71,11 @@ def kernel(
         to = slot * (NUM_KV_HEADS * 2 * HALF) + inside
         if is_key:
             at = k + token * k_stride + inside
-            if HAS_ROPE:
-                left, right = _rotated(at, mask, cos + angle, sin + angle, dims < HALF, HALF)
-            else:
-                left, right = _pairs(at, mask, HALF)
-            _store(keys + to, left, mask, k_factor, k.dtype.element_ty, IS_FP8)
-            _store(keys + to + HALF, right, mask, k_factor, k.dtype.element_ty, IS_FP8)
+            left, right = _rotated(at, mask, cos + angle, sin + angle, dims < HALF, HALF, HAS_ROPE)
+            _store(keys + to, left, right, mask, k_factor, k.dtype.element_ty, HALF, IS_FP8)
         else:
             left, right = _pairs(v + token * v_stride + inside, mask, HALF)
-            _store(values + to, left, mask, v_factor, v.dtype.element_ty, IS_FP8)
-            _store(values + to + HALF, right, mask, v_factor, v.dtype.element_ty, IS_FP8)
+            _store(values + to, left, right, mask, v_factor, v.dtype.element_ty, HALF, IS_FP8)
 
 
 @triton.jit
@@ -91,20 +85,32 @@ def _pairs(at, mask, HALF: tl.constexpr):
 
 
 @triton.jit
-def _rotated(at, mask, cos, sin, is_dim, HALF: tl.constexpr):
+def _rotated(at, mask, cos, sin, is_dim, HALF: tl.constexpr, HAS_ROPE: tl.constexpr):
+    """The halves of heads, after RoPE if there is one."""
     first, second = _pairs(at, mask, HALF)
-    c = tl.load(cos, mask=is_dim, other=0.0).to(tl.float32)
-    s = tl.load(sin, mask=is_dim, other=0.0).to(tl.float32)
-    return first * c - second * s, second * c + first * s
+    if HAS_ROPE:
+        c = tl.load(cos, mask=is_dim, other=0.0).to(tl.float32)
+        s = tl.load(sin, mask=is_dim, other=0.0).to(tl.float32)
+        first, second = first * c - second * s, second * c + first * s
+    return first, second
 
 
 @triton.jit
-def _store(to, rows, mask, factor, dtype: tl.constexpr, IS_FP8: tl.constexpr):
+def _store(
+    to, left, right, mask, factor, dtype: tl.constexpr, HALF: tl.constexpr, IS_FP8: tl.constexpr
+):
+    """Store both halves of heads, scaled if they are in 8 bits."""
+    tl.store(to, _stored(left, factor, dtype, IS_FP8), mask=mask)
+    tl.store(to + HALF, _stored(right, factor, dtype, IS_FP8), mask=mask)
+
+
+@triton.jit
+def _stored(rows, factor, dtype: tl.constexpr, IS_FP8: tl.constexpr):
     if IS_FP8:
         scaled = rows.to(dtype).to(tl.float32) * factor
-        tl.store(to, to_fp8(tl.minimum(tl.maximum(scaled, -448.0), 448.0)), mask=mask)
+        return to_fp8(tl.minimum(tl.maximum(scaled, -448.0), 448.0))
     else:
-        tl.store(to, rows.to(dtype), mask=mask)
+        return rows.to(dtype)
 
 
 def rope_and_cache_write(
