@@ -9,6 +9,8 @@ from typing import Any
 import torch
 import transformers
 
+from tests.models.recurrent_variants import RECURRENT, SHARED_EXPERTS
+
 SMALL: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 32,
@@ -93,62 +95,6 @@ GPT_OSS: dict[str, Any] = {
     },
 }
 
-QWEN3_5: dict[str, Any] = {
-    "num_hidden_layers": 6,
-    "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2,
-    "head_dim": 16,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-}
-
-LFM2: dict[str, Any] = {
-    "num_hidden_layers": 5,
-    "layer_types": ["conv", "conv", "full_attention", "conv", "full_attention"],
-    "block_multiple_of": 16,
-}
-
-GRANITE_HYBRID: dict[str, Any] = {
-    "num_hidden_layers": 5,
-    "layer_types": ["mamba", "mamba", "attention", "mamba", "attention"],
-    "shared_intermediate_size": 48,
-    "num_local_experts": 0,
-    "mamba_n_heads": 8,
-    "mamba_d_state": 16,
-    "embedding_multiplier": 12.0,
-    "attention_multiplier": 0.25,
-    "residual_multiplier": 0.22,
-    "logits_scaling": 3.0,
-}
-FALCON_H1: dict[str, Any] = {
-    "mamba_d_ssm": 48,
-    "mamba_n_heads": 4,
-    "mamba_d_state": 16,
-    "head_dim": 16,
-    "embedding_multiplier": 5.0,
-    "lm_head_multiplier": 0.3,
-    "key_multiplier": 0.7,
-    "attention_in_multiplier": 1.3,
-    "attention_out_multiplier": 0.6,
-    "ssm_in_multiplier": 1.25,
-    "ssm_out_multiplier": 0.45,
-    "ssm_multipliers": [0.6, 0.9, 1.1, 0.8, 1.2],
-    "mlp_multipliers": [0.8, 0.4],
-}
-GRANITE_EXPERTS: dict[str, Any] = {
-    "num_local_experts": 6,
-    "num_experts_per_tok": 2,
-    "intermediate_size": 40,
-}
-
-SHARED_EXPERTS: dict[str, Any] = {
-    "num_experts": 8,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 40,
-    "shared_expert_intermediate_size": 24,
-    "mlp_only_layers": [],
-}
 
 MLA: dict[str, Any] = {
     "num_key_value_heads": 4,
@@ -175,7 +121,7 @@ HUNYUAN: dict[str, Any] = {
 MLA_YARN = YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}
 
 # Name of a variant: (transformers' config class, what it changes).
-VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = RECURRENT | {
     "llama": ("LlamaConfig", {}),
     "llama_multi_head": ("LlamaConfig", {"num_key_value_heads": 4}),
     "llama_multi_query": ("LlamaConfig", {"num_key_value_heads": 1}),
@@ -253,21 +199,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe": ("OlmoeConfig", {"num_experts": 6, "num_experts_per_tok": 2}),
     "gpt_oss": ("GptOssConfig", GPT_OSS),
     "gpt_oss_clamped": ("GptOssConfig", GPT_OSS | {"swiglu_limit": 0.5}),
-    "qwen3_5": ("Qwen3_5TextConfig", QWEN3_5),
-    "qwen3_5_grouped": (
-        "Qwen3_5TextConfig",
-        QWEN3_5 | {"linear_num_value_heads": 4, "linear_value_head_dim": 12},
-    ),
-    "qwen3_5_attention": (  # no recurrent layer, and heads whose gates fill no whole vector
-        "Qwen3_5TextConfig",
-        QWEN3_5
-        | {
-            "layer_types": ["full_attention"] * 6,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "head_dim": 24,
-        },
-    ),
     "gemma4": ("Gemma4TextConfig", GEMMA4),
     "gemma4_plain": (  # no embeddings per layer, and each layer has KV of its own
         "Gemma4TextConfig",
@@ -288,10 +219,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_intermediate_size": 40,
             "use_double_wide_mlp": False,
         },
-    ),
-    "qwen3_5_moe": (
-        "Qwen3_5MoeTextConfig",
-        QWEN3_5 | SHARED_EXPERTS | {"linear_key_head_dim": 32, "linear_value_head_dim": 32},
     ),
     "glm": ("GlmConfig", {"head_dim": 16, "attention_bias": True}),
     "glm4": ("Glm4Config", {"head_dim": 16, "attention_bias": True}),
@@ -340,70 +267,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "seed_oss": ("SeedOssConfig", {"head_dim": 16}),
     "starcoder2": ("Starcoder2Config", {"sliding_window": 7}),
     "starcoder2_full": ("Starcoder2Config", {"sliding_window": None}),
-    "qwen3_next": (
-        "Qwen3NextConfig",
-        QWEN3_5
-        | SHARED_EXPERTS
-        | {
-            "linear_num_value_heads": 4,
-            "linear_key_head_dim": 32,
-            "linear_value_head_dim": 24,
-        },
-    ),
-    "lfm2": ("Lfm2Config", LFM2),
-    "lfm2_biases": ("Lfm2Config", LFM2 | {"conv_bias": True, "conv_L_cache": 4}),
-    "granite_hybrid": ("GraniteMoeHybridConfig", GRANITE_HYBRID),
-    "granite_hybrid_moe": ("GraniteMoeHybridConfig", GRANITE_HYBRID | GRANITE_EXPERTS),
-    "granite_hybrid_groups": (
-        "GraniteMoeHybridConfig",
-        GRANITE_HYBRID
-        | {
-            "mamba_n_groups": 2,
-            "mamba_d_conv": 3,
-            "mamba_conv_bias": False,
-            "mamba_proj_bias": True,
-            "position_embedding_type": "rope",
-            "attention_bias": True,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "bamba": (
-        "BambaConfig",
-        {
-            "num_hidden_layers": 5,
-            "attn_layer_indices": [2, 4],
-            "mamba_n_heads": 8,
-            "mamba_d_state": 16,
-            "attention_bias": True,
-        },
-    ),
-    "falcon_h1": ("FalconH1Config", FALCON_H1),
-    "falcon_h1_norm": (
-        "FalconH1Config",
-        FALCON_H1
-        | {
-            "mamba_d_ssm": None,
-            "mamba_rms_norm": True,
-            "mamba_norm_before_gate": False,
-            "mamba_n_groups": 2,
-        },
-    ),
-    "nemotron_h": (
-        "NemotronHConfig",
-        {
-            "hybrid_override_pattern": "M-M*-MM-*-M",
-            "time_step_min": 1e-9,  # transformers raises time steps of prompts only
-            "head_dim": 16,
-            "mamba_num_heads": 8,
-            "mamba_head_dim": 12,
-            "ssm_state_size": 16,
-            "n_groups": 2,
-        },
-    ),
-    "granite_hybrid_attention": (  # no recurrent layer, as Granite 4.0 Micro
-        "GraniteMoeHybridConfig",
-        GRANITE_HYBRID | {"layer_types": ["attention"] * 5, "position_embedding_type": "rope"},
-    ),
     "deepseek_v2": ("DeepseekV2Config", MLA | {"rope_parameters": MLA_YARN}),
     "deepseek_v3": (
         "DeepseekV3Config",

@@ -11,7 +11,8 @@ import transformers
 from torch import Tensor
 
 from engine.media import Media
-from tests.models.checkpoints import GEMMA4, QWEN3_5, SHARED_EXPERTS, SMALL
+from tests.models.checkpoints import GEMMA4, SMALL
+from tests.models.recurrent_variants import QWEN3_5, SHARED_EXPERTS
 
 IMAGE_ID = 90
 VISION: dict[str, Any] = {

@@ -15,7 +15,8 @@ from engine.worker.process.stage_kv import StageKV
 from engine.worker.process.worker import Worker
 from engine.worker.weights.checkpoint import Checkpoint
 from tests.engine.worker.process.driving import Driver, load_worker, settings_for
-from tests.models.checkpoints import QWEN3_5, SMALL, make_checkpoint
+from tests.models.checkpoints import SMALL, make_checkpoint
+from tests.models.recurrent_variants import QWEN3_5
 from tests.worker_settings import changed
 
 VISION = {
