@@ -78,36 +78,27 @@ class _Row(NamedTuple):
     num_left: int  # tokens to propose
 
 
+@dataclass(frozen=True, slots=True)
 class MtpHead:
     """Proposes tokens with the model's layer for multi-token prediction."""
 
+    device: Device
+    model: StageModel
+    mtp: MtpModel
+    attention: AttentionBackend
+    sampler: Sampler
+    limits: LayoutLimits
+    step_limits: StepLimits
     reads_hidden = True
-
-    def __init__(
-        self,
-        device: Device,
-        model: StageModel,
-        mtp: MtpModel,
-        attention: AttentionBackend,
-        sampler: Sampler,
-        limits: LayoutLimits,
-        step_limits: StepLimits,
-    ) -> None:
-        self._device = device
-        self._put = device.transfers().put
-        self._model = model
-        self._mtp = mtp
-        self._attention = attention
-        self._sampler = sampler
-        self._limits = limits
-        self._step_limits = step_limits
-        self._kept: OrderedDict[RequestId, _KeptRows] = OrderedDict()  # least recent first
+    _kept: OrderedDict[RequestId, _KeptRows] = field(
+        default_factory=OrderedDict
+    )  # least recent first
 
     def propose(
         self, step: Step, output: LogitsOutput, hidden: Tensor | None
     ) -> tuple[tuple[int, ...], ...]:
         assert hidden is not None, "the step was computed"
-        with torch.inference_mode(), self._device.pool.awake():
+        with torch.inference_mode(), self.device.pool.awake():
             found = list(sampled_tokens(step, output))
             self._keep_rows(found, hidden)
             if not step.has_proposals:
@@ -140,12 +131,12 @@ class MtpHead:
                 kept.next_ids.append(tokens[0])
             kept.add(rows[: len(tokens)], (*tokens[1:], *sampled[-1:]))
             self._kept.move_to_end(entry.request_id)
-        while len(self._kept) > 2 * self._step_limits.max_requests:
+        while len(self._kept) > 2 * self.step_limits.max_requests:
             self._kept.popitem(last=False)
 
     def _first_rows(self, wanted: Sequence[tuple[StepEntry, Sequence[int]]]) -> list[_Row]:
         """The rows of the first pass, as many tokens as a step may have."""
-        rows, left = [], self._step_limits.max_tokens
+        rows, left = [], self.step_limits.max_tokens
         for place, (entry, sampled) in enumerate(wanted):
             spec, kept = entry.proposal, self._kept.get(entry.request_id)
             assert spec is not None, "others want no proposals"
@@ -162,30 +153,30 @@ class MtpHead:
             sample = draft_sample(entry.sample) if num_left and entry.sample is not None else None
             ids = tuple(kept.next_ids[:count])
             row = StepEntry(entry.request_id, kept.first, ids, entry.blocks, sample)
-            features = self._model.features(torch.cat(kept.hidden)[:count])
+            features = self.model.features(torch.cat(kept.hidden)[:count])
             rows.append(_Row(place, row, features, num_left))
             kept.drop(count)
         return rows
 
     def _pass(self, step: Step, rows: Sequence[_Row]) -> list[_Row]:
         """Compute rows; returns those of the next pass, whose token is the proposed one."""
-        layout = build_layout(step, self._limits)
-        self._attention.plan(layout)
-        put, numbers = self._put, layout.sampled_rows
+        layout = build_layout(step, self.limits)
+        self.attention.plan(layout)
+        put, numbers = self.device.transfers().put, layout.sampled_rows
         context = StepContext(
             put(layout.positions),
-            self._attention,
+            self.attention,
             None if len(numbers) in (0, layout.num_tokens) else put(numbers),
         )
-        features = torch.cat([row.features for row in rows]).to(self._device.formats.dtype)
-        hidden = self._mtp.layers(put(layout.token_ids), features, context)
+        features = torch.cat([row.features for row in rows]).to(self.device.formats.dtype)
+        hidden = self.mtp.layers(put(layout.token_ids), features, context)
         sampling = [row for row in rows if row.entry.sample is not None]
         if not sampling:
             return []
         specs = [row.entry.sample for row in sampling if row.entry.sample is not None]
         positions = (layout.positions[layout.sampled_rows] + 2).tolist()
-        tokens = self._sampler.sample(self._mtp.logits(hidden), specs, positions).tokens
-        following = self._mtp.features(hidden)
+        tokens = self.sampler.sample(self.mtp.logits(hidden), specs, positions).tokens
+        following = self.mtp.features(hidden)
         return [
             _Row(
                 row.place,
