@@ -65,6 +65,7 @@ class SafetensorsFiles:
 
     def __init__(self, directory: Path) -> None:
         self._shards = shards_of(directory)
+        self._names: Set[str] = self._shards.keys()  # subclasses show others
         self._files = {
             path: safe_open(path, framework="pt", device="cpu")
             for path in sorted(set(self._shards.values()))
@@ -72,7 +73,7 @@ class SafetensorsFiles:
 
     @property
     def names(self) -> Set[str]:
-        return self._shards.keys()
+        return self._names
 
     @property
     def preferred_format(self) -> PreferredFormat:
@@ -108,9 +109,9 @@ class BareFiles(SafetensorsFiles):
     PREFIX = "model."
     MARK = "embed_tokens.weight"  # a tensor that such a directory has
 
-    @property
-    def names(self) -> Set[str]:
-        return {self.PREFIX + name for name in super().names}
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self._names = {self.PREFIX + name for name in self._shards}
 
     def header(self, name: str) -> SafetensorsHeader:
         return super().header(name.removeprefix(self.PREFIX))
@@ -119,14 +120,13 @@ class BareFiles(SafetensorsFiles):
 class QuantizedFiles(SafetensorsFiles):
     """A directory of safetensors in which matrices may be int8, each with its row scales."""
 
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self._names = {name for name in self._shards if not self._is_scale(name)}
+
     @property
     def preferred_format(self) -> PreferredFormat:
         return PreferredFormat(INT8.name, stored=(INT8.name,))
-
-    @property
-    def names(self) -> Set[str]:
-        names = super().names
-        return {name for name in names if not self._is_scale(name)}
 
     def shape(self, name: str) -> tuple[int, ...]:
         if not self._is_int8(name):

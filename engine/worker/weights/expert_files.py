@@ -56,10 +56,6 @@ class ExpertFiles(SafetensorsFiles):
         self._names = whole | self._parts.keys()
 
     @property
-    def names(self) -> Set[str]:
-        return self._names
-
-    @property
     def preferred_format(self) -> PreferredFormat:
         """MXFP4 as stored where the device computes in it, else floats."""
         dtypes = {self.header(name).get_dtype() for name in self._shards} - {"U8"}

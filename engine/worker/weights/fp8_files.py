@@ -8,7 +8,6 @@ keeps them exactly. Scales of activations are not needed, since activations are 
 
 # mypy: disable-error-code="no-untyped-call"
 import logging
-from collections.abc import Set
 from pathlib import Path
 
 import torch
@@ -40,10 +39,6 @@ class Fp8Files(SafetensorsFiles):
             hidden |= {name + end for end in SCALES if name.endswith(WEIGHT)}
         self._names = self._shards.keys() - hidden
         logger.info("FP8 weights are widened when they are read, and computed as bfloat16 ones")
-
-    @property
-    def names(self) -> Set[str]:
-        return self._names
 
     @property
     def preferred_format(self) -> PreferredFormat:

@@ -5,7 +5,7 @@ packed too; a symmetric matrix may have none.
 """
 
 # mypy: disable-error-code="no-untyped-call"
-from collections.abc import Callable, Set
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -89,19 +89,14 @@ class Int4Files(SafetensorsFiles):
     def __init__(self, directory: Path, scheme_name: str) -> None:
         super().__init__(directory)
         self._scheme = scheme = SCHEMES[scheme_name]
-        stored = super().names
         self._stems = {
             name.removesuffix(scheme.steps) + WEIGHT: name.removesuffix(scheme.steps)
-            for name in stored
+            for name in self._shards
             if name.endswith(scheme.steps)
         }
         suffixes = (scheme.steps, scheme.scales, scheme.zeros, *scheme.others)
         parts = {stem + suffix for stem in self._stems.values() for suffix in suffixes}
-        self._names = (stored - parts) | self._stems.keys()
-
-    @property
-    def names(self) -> Set[str]:
-        return self._names
+        self._names = (self._shards.keys() - parts) | self._stems.keys()
 
     @property
     def preferred_format(self) -> PreferredFormat:
@@ -143,7 +138,7 @@ class Int4Files(SafetensorsFiles):
     def _tensor(self, name: str, suffix: str) -> Tensor:
         """One of the tensors of a matrix; raises `StartupError` if the file lacks it."""
         own = self._stems[name] + suffix
-        if own not in super().names:
+        if own not in self._shards:
             raise StartupError(f"tensor {own} is missing from the checkpoint")
         return self.header(own)[(slice(None),)]
 
@@ -180,14 +175,14 @@ class Int4Files(SafetensorsFiles):
 
     def _zeros(self, name: str, outputs: int) -> Tensor | None:
         """int8 `[out, groups]`; None if all of them are the middle."""
-        if self._stems[name] + self._scheme.zeros not in super().names:
+        if self._stems[name] + self._scheme.zeros not in self._shards:
             return None
         zeros = self._scheme.unpack_zeros(self._tensor(name, self._scheme.zeros))[:outputs]
         return None if (zeros == MIDDLE).all() else zeros.to(torch.int8)
 
     def _check_order(self, name: str, inputs: int, group: int) -> None:
         """Raise `StartupError` if inputs are not in groups of neighbours."""
-        if self._stems[name] + GROUP_INDEX not in super().names:
+        if self._stems[name] + GROUP_INDEX not in self._shards:
             return
         expected = torch.arange(inputs, dtype=torch.int32) // group
         if not torch.equal(self._tensor(name, GROUP_INDEX), expected):
