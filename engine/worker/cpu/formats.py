@@ -1,7 +1,5 @@
 """The formats of weights and of the KV cache that a CPU computes with."""
 
-from typing import NamedTuple
-
 import torch
 
 from engine.errors import StartupError
@@ -17,17 +15,11 @@ DTYPES = ("auto", "float32", "bfloat16")
 PLAIN_ATTENTION = "reference"  # with it, all operators are plain torch
 
 
-class WeightFormats(NamedTuple):
-    """What linears compute in: the formats as `stored`, or what all are converted to."""
-
-    stored: tuple[str, ...]  # of quantized weights; empty if all are converted
-    converted: str  # of floats, if there are stored formats
-
-
 def weight_formats(
     kernels: Kernels, preferred: PreferredFormat, *, is_plain: bool
-) -> WeightFormats:
-    """The formats for a checkpoint; raises `StartupError` if the settings name an unknown one.
+) -> tuple[tuple[str, ...], str]:
+    """The formats in which quantized weights stay as they are stored, and what all others are
+    converted to. Raises `StartupError` if the settings name an unknown one.
 
     "auto" keeps bfloat16 weights in bfloat16 if the CPU has instructions for it. Without kernels,
     if `is_plain`, all weights are float32.
@@ -44,12 +36,12 @@ def weight_formats(
         raise StartupError(f"--weights {weights!r} is not supported on cpu; known: {known}")
     if weights == "auto" and not is_plain:
         if preferred.stored:
-            return WeightFormats(preferred.stored, floats)
-        return WeightFormats((), preferred.format or floats)
+            return preferred.stored, floats
+        return (), preferred.format or floats
     weights = floats if weights == "auto" else weights
     if is_plain and weights != "float32":
         raise StartupError(f"weights in {weights} need another attention than {PLAIN_ATTENTION!r}")
-    return WeightFormats((), weights)
+    return (), weights
 
 
 def kv_format(name: str, *, keeps_kv: bool = True) -> torch.dtype:

@@ -31,6 +31,7 @@ from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.model.layers import Decoder
 from engine.worker.model.torch_operators import TorchOperators
 from engine.worker.ports import (
+    Activation,
     DeltaWeights,
     ExpertWeights,
     Linear,
@@ -196,10 +197,7 @@ class NativeOperators:
         return parts[0] if len(parts) == 1 else MixedLinear(self._pool, parts)
 
     def experts(
-        self,
-        experts: Sequence[ExpertWeights],
-        routing: Routing,
-        activation: Callable[[Tensor], Tensor],
+        self, experts: Sequence[ExpertWeights], routing: Routing, activation: Activation
     ) -> NativeExperts:
         gates, downs = (
             [(each.gate, each.up) for each in experts],

@@ -5,12 +5,13 @@ notes the tensors that come out of the one and go into a linear of the other, so
 know about LoRA.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, cast
 
 from torch import Tensor
 
 from engine.worker.ports import (
+    Activation,
     Experts,
     ExpertWeights,
     Linear,
@@ -110,10 +111,7 @@ class _NotedOperators:
         return getattr(self._operators, name)
 
     def experts(
-        self,
-        experts: Sequence[ExpertWeights],
-        routing: Routing,
-        activation: Callable[[Tensor], Tensor],
+        self, experts: Sequence[ExpertWeights], routing: Routing, activation: Activation
     ) -> Experts:
         """Experts are no linears for LoRA: their weights are forgotten, so that they can be
         freed."""

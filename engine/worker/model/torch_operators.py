@@ -12,6 +12,7 @@ from engine.worker.model.delta_net import TorchDeltaNet
 from engine.worker.model.experts import TorchExperts
 from engine.worker.model.mamba import TorchMambaScan
 from engine.worker.ports import (
+    Activation,
     Argmax,
     DeltaWeights,
     Draw,
@@ -104,12 +105,10 @@ class TorchSampling:
     """The `SamplingOperators` of any device, in plain torch and NumPy."""
 
     def argmax(self, logits: Tensor) -> Argmax:
-        values, ids = logits.max(dim=-1)
-        return Argmax(values, ids)
+        return Argmax(*logits.max(dim=-1))
 
     def argmax_of(self, logits: Tensor, rows: Tensor) -> Argmax:
-        values, ids = logits.index_select(0, rows).max(dim=-1)
-        return Argmax(values, ids)
+        return Argmax(*logits.index_select(0, rows).max(dim=-1))
 
     def forbid(self, logits: Tensor, rows: Tensor, allowed: Tensor) -> None:
         places = torch.arange(8, dtype=torch.uint8, device=logits.device)
@@ -136,21 +135,15 @@ class TorchOperators:
         return TorchLinear(parts[0] if len(parts) == 1 else torch.cat(parts), bias)
 
     def experts(
-        self,
-        experts: Sequence[ExpertWeights],
-        routing: Routing,
-        activation: Callable[[Tensor], Tensor],
+        self, experts: Sequence[ExpertWeights], routing: Routing, activation: Activation
     ) -> Experts:
         return TorchExperts(self._linears_of(experts), routing, activation)
 
     def _linears_of(self, experts: Sequence[ExpertWeights]) -> list[tuple[Linear, Linear]]:
         """The linears up and down of each expert."""
         return [
-            (
-                self.linear((each.gate, each.up), each.up_bias),
-                self.linear((each.down,), each.down_bias),
-            )
-            for each in experts
+            (self.linear((one.gate, one.up), one.up_bias), self.linear((one.down,), one.down_bias))
+            for one in experts
         ]
 
     def low_rank(self, down: Tensor, ups: Sequence[LowRankUp]) -> TorchLowRank:

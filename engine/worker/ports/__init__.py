@@ -40,6 +40,7 @@ from engine.worker.ports.model import (
     StepContext,
 )
 from engine.worker.ports.operators import (
+    Activation,
     Argmax,
     Draw,
     Linear,
@@ -89,6 +90,7 @@ from engine.worker.ports.weights import (
 
 __all__ = [
     "FULL_ATTENTION",
+    "Activation",
     "AddedRows",
     "AllReduce",
     "Argmax",

@@ -10,6 +10,8 @@ from engine.worker.ports.experts import Experts, ExpertWeights, Routing
 from engine.worker.ports.recurrent import DeltaWeights, MambaWeights, Recurrence
 from engine.worker.ports.weights import LinearWeight
 
+Activation = Callable[[Tensor], Tensor]
+
 
 class Linear(Protocol):
     """`[tokens, in] -> [tokens, out]`."""
@@ -82,18 +84,13 @@ class SamplingOperators(Protocol):
         ...
 
     def forbid(self, logits: Tensor, rows: Tensor, allowed: Tensor) -> None:
-        """Set the logits of ids that are not allowed to minus infinity.
-
-        `allowed` `[len(rows), vocab / 8]` has a bit for each id of these rows, in uint8, the first
-        id in the lowest bit.
-        """
+        """Set the logits of ids that are not allowed to minus infinity. `allowed` is uint8 `[rows,
+        vocab / 8]`, with a bit for each id of these rows, the first id in the lowest bit."""
         ...
 
     def sample(self, logits: Tensor, draws: Sequence[Draw]) -> Tensor:
         """One id (int64) for each draw: temperature, min-p, top-k, top-p, then the id at its point.
-
-        What the filters keep is defined in `engine.worker.sampling.filters`.
-        """
+        What the filters keep is defined in `engine.worker.sampling.filters`."""
         ...
 
 
@@ -110,10 +107,7 @@ class Operators(Protocol):
         ...
 
     def experts(
-        self,
-        experts: Sequence[ExpertWeights],
-        routing: Routing,
-        activation: Callable[[Tensor], Tensor],
+        self, experts: Sequence[ExpertWeights], routing: Routing, activation: Activation
     ) -> Experts:
         """The experts of one layer; `activation` is a gated one of these operators.
 
@@ -136,7 +130,7 @@ class Operators(Protocol):
 
     def layer_norm(self, weight: Tensor, bias: Tensor, eps: float) -> Norm: ...
 
-    def activation(self, name: str, *, is_gated: bool) -> Callable[[Tensor], Tensor]:
+    def activation(self, name: str, *, is_gated: bool) -> Activation:
         """`act(x)`; gated: `act(left half of x) * right half`. Names are Hugging Face's."""
         ...
 

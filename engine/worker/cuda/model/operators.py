@@ -22,6 +22,7 @@ from engine.worker.cuda.model.linears import (
 )
 from engine.worker.model.torch_operators import TorchLowRank, TorchOperators, TorchSampling
 from engine.worker.ports import (
+    Activation,
     Experts,
     ExpertWeights,
     Linear,
@@ -110,10 +111,7 @@ class CudaOperators(TorchOperators):
         return make(parts, bias, self._dtype, self._gemm, self._fast)
 
     def experts(
-        self,
-        experts: Sequence[ExpertWeights],
-        routing: Routing,
-        activation: Callable[[Tensor], Tensor],
+        self, experts: Sequence[ExpertWeights], routing: Routing, activation: Activation
     ) -> Experts:
         """FlashInfer's fused experts where they fit, else grouped products; elsewhere each expert
         computes all rows."""
