@@ -14,7 +14,7 @@ from torch import Tensor
 from engine.step import SampleSpec, SamplingParams
 from engine.worker.cuda.build_environment import prepare_environment
 from engine.worker.cuda.gpu import TorchGpu
-from engine.worker.cuda.model.gemm import FP8, FP8_BY_ROW, FP8_MOST, TorchGemm8Bit
+from engine.worker.cuda.model.gemm import FP8, FP8_BY_ROW, FP8_MOST
 from engine.worker.cuda.model.kernels import FlashInferKernels, fits
 from engine.worker.cuda.model.linears import CudaFp8Linear, CudaInt8Linear, fp8_linear, int8_linear
 from engine.worker.cuda.model.operators import CudaOperators
@@ -57,7 +57,7 @@ def distance(found: Tensor, wanted: Tensor) -> float:
 def operators(
     gpu: TorchGpu, kernels: FlashInferKernels | None, dtype: torch.dtype
 ) -> CudaOperators:
-    return CudaOperators(gpu.place, dtype, "auto", TorchGemm8Bit(), kernels)
+    return CudaOperators(gpu.place, dtype, "auto", kernels)
 
 
 @pytest.mark.parametrize("dtype", ALLOWED)
@@ -105,7 +105,7 @@ def test_linears(gpu: TorchGpu, dtype: torch.dtype, rows: int) -> None:
 @pytest.mark.parametrize("rows", [1, 16, 17, 500])
 def test_products_of_8_bit_integers_are_exact(gpu: TorchGpu, rows: int) -> None:
     weight, x = noise(gpu, 128, 896), noise(gpu, rows, 896, seed=1)
-    linear = int8_linear([weight], None, torch.bfloat16, TorchGemm8Bit())
+    linear = int8_linear([weight], None, torch.bfloat16)
     assert isinstance(linear, CudaInt8Linear)
     scales = x.float().abs().amax(1, keepdim=True) / 127
     sums = (x.float() / scales).round().double() @ linear.weight.values.double().T
@@ -117,7 +117,7 @@ def test_products_of_8_bit_floats(gpu: TorchGpu, rows: int) -> None:
     if gpu.capability < FP8_BY_ROW:
         pytest.skip("this GPU has no such products")
     weight, x = noise(gpu, 128, 896), noise(gpu, rows, 896, seed=1)
-    linear = fp8_linear([weight], None, torch.bfloat16, TorchGemm8Bit())
+    linear = fp8_linear([weight], None, torch.bfloat16)
     assert isinstance(linear, CudaFp8Linear)
     scales = x.float().abs().amax(1, keepdim=True) / FP8_MOST
     wanted = (x.float() / scales).to(FP8).double() @ linear.values.double().T

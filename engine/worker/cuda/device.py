@@ -19,7 +19,7 @@ from engine.worker.cuda.kernels.library import NO_KERNELS, TritonKernels, kernel
 from engine.worker.cuda.kernels.tiling import Tiling
 from engine.worker.cuda.memory import check_weights, fitting, measure
 from engine.worker.cuda.model.fusion import fused
-from engine.worker.cuda.model.gemm import TorchGemm8Bit, by_cublaslt, torch_product
+from engine.worker.cuda.model.gemm import by_cublaslt, torch_product
 from engine.worker.cuda.model.gemm_choice import (
     CUBLASLT,
     FIXED_TILING,
@@ -171,7 +171,6 @@ class CudaDevice:
             self._gpu.place,
             self.formats.dtype,
             self._format,
-            TorchGemm8Bit(),
             self._kernels,
             fast,
             DeviceSampling(self._gpu.put, kernels.sample if kernels else None),

@@ -21,9 +21,9 @@ from engine.worker.cuda.model.gemm import (
     FP8_ALIGNMENT,
     FP8_MOST,
     INT8_ALIGNMENT,
-    INT8_ROWS,
-    Gemm8Bit,
     by_cublaslt,
+    fp8_product,
+    int8_product,
 )
 from engine.worker.cuda.model.gemm_choice import FIXED_TILING, ChoosesTiling
 from engine.worker.ports import Linear, Weight
@@ -113,7 +113,6 @@ class CudaInt8Linear:
 
     weight: Int8Weight
     bias: Tensor | None
-    gemm: Gemm8Bit
     fast: FastProducts = PLAIN
 
     @property
@@ -136,10 +135,7 @@ class CudaInt8Linear:
         y = self.fast.product(values, weight.values, dtype, *extras)
         if y is not None:
             return y
-        count = len(values)
-        if count < INT8_ROWS:
-            values = F.pad(values, (0, 0, 0, INT8_ROWS - count))
-        sums = self.gemm.int8(values, weight.values)[:count]
+        sums = int8_product(values, weight.values)
         return scaled_output(
             sums.float().mul_(scales).mul_(weight.scales), self.bias, dtype, add_to
         )
@@ -152,7 +148,6 @@ class CudaFp8Linear:
     values: Tensor  # float8_e4m3fn [out, in]
     scales: Tensor  # float32 [out, 1]
     bias: Tensor | None
-    gemm: Gemm8Bit
     fast: FastProducts = PLAIN
 
     @property
@@ -174,7 +169,7 @@ class CudaFp8Linear:
         y = self.fast.product(rows.values, self.values, dtype, *extras)
         if y is not None:
             return y
-        y = self.gemm.fp8(rows.values, self.values, rows.scales, self.scales, dtype)
+        y = fp8_product(rows.values, self.values, rows.scales, self.scales, dtype)
         if self.bias is not None:
             y += self.bias
         return y if add_to is None else add_to.add_(y)
@@ -208,17 +203,11 @@ def stacked(weights: Sequence[Weight], dtype: torch.dtype) -> Tensor:
 
 
 # Makes a linear in one format from weights in any format.
-MakesLinear = Callable[
-    [Sequence[Weight], Tensor | None, torch.dtype, Gemm8Bit, FastProducts], Linear
-]
+MakesLinear = Callable[[Sequence[Weight], Tensor | None, torch.dtype, FastProducts], Linear]
 
 
 def float_linear(
-    weights: Sequence[Weight],
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    gemm: Gemm8Bit,
-    fast: FastProducts = PLAIN,
+    weights: Sequence[Weight], bias: Tensor | None, dtype: torch.dtype, fast: FastProducts = PLAIN
 ) -> FloatLinear:
     """A linear with weights in the dtype of the activations."""
     weight = stacked(weights, dtype)
@@ -227,39 +216,31 @@ def float_linear(
 
 
 def int8_linear(
-    weights: Sequence[Weight],
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    gemm: Gemm8Bit,
-    fast: FastProducts = PLAIN,
+    weights: Sequence[Weight], bias: Tensor | None, dtype: torch.dtype, fast: FastProducts = PLAIN
 ) -> Linear:
     """An int8 linear, or a float one if the tensor cores do not take the size."""
     quantized = [_quantize_int8(weight) for weight in weights]
     width, height = quantized[0].shape[1], sum(len(each.scales) for each in quantized)
     if width % INT8_ALIGNMENT or height % INT8_ALIGNMENT:
-        return float_linear(quantized, bias, dtype, gemm, fast)
+        return float_linear(quantized, bias, dtype, fast)
     whole = Int8Weight(
         torch.cat([each.values for each in quantized]),
         torch.cat([each.scales for each in quantized]),
     )
     fast.choice.register(whole.values)
-    return CudaInt8Linear(whole, bias, gemm, fast)
+    return CudaInt8Linear(whole, bias, fast)
 
 
 def fp8_linear(
-    weights: Sequence[Weight],
-    bias: Tensor | None,
-    dtype: torch.dtype,
-    gemm: Gemm8Bit,
-    fast: FastProducts = PLAIN,
+    weights: Sequence[Weight], bias: Tensor | None, dtype: torch.dtype, fast: FastProducts = PLAIN
 ) -> Linear:
     """An fp8 linear, or a float one if the tensor cores do not take the size."""
     quantized = [_quantize_fp8(weight) for weight in weights]
     values, scales = (torch.cat(parts) for parts in zip(*quantized, strict=True))
     if any(size % FP8_ALIGNMENT for size in values.shape):
-        return float_linear([(values.float() * scales).to(dtype)], bias, dtype, gemm, fast)
+        return float_linear([(values.float() * scales).to(dtype)], bias, dtype, fast)
     fast.choice.register(values)
-    return CudaFp8Linear(values, scales, bias, gemm, fast)
+    return CudaFp8Linear(values, scales, bias, fast)
 
 
 def device_of(weight: Weight) -> torch.device:

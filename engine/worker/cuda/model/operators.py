@@ -9,7 +9,6 @@ from torch import Tensor
 
 from engine.worker.cuda.model.experts import GroupedExperts, MaskedExperts, why_not_grouped
 from engine.worker.cuda.model.fused_experts import FusedExperts, FusedSetting
-from engine.worker.cuda.model.gemm import Gemm8Bit
 from engine.worker.cuda.model.gemm_choice import FixedTiling
 from engine.worker.cuda.model.kernels import FlashInferKernels, Kernels, fits
 from engine.worker.cuda.model.linears import (
@@ -89,7 +88,6 @@ class CudaOperators(TorchOperators):
         place: torch.device,
         dtype: torch.dtype,
         weights: str,
-        gemm: Gemm8Bit,
         kernels: Kernels | None,
         fast: FastProducts = PLAIN,
         sampling: SamplingOperators | None = None,
@@ -97,7 +95,6 @@ class CudaOperators(TorchOperators):
         self._place = place
         self._dtype = dtype
         self._weights = weights
-        self._gemm = gemm
         self._kernels = kernels
         self._fast = fast
         self.sampling = sampling or TorchSampling()
@@ -108,7 +105,7 @@ class CudaOperators(TorchOperators):
         parts = [loaded(weight) for weight in weights]
         name = common_format(parts) if self._weights == STORED else self._weights
         make = LINEARS.get(name or "", float_linear)
-        return make(parts, bias, self._dtype, self._gemm, self._fast)
+        return make(parts, bias, self._dtype, self._fast)
 
     def experts(
         self, experts: Sequence[ExpertWeights], routing: Routing, activation: Activation

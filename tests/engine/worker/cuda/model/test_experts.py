@@ -5,7 +5,6 @@ import torch
 from torch import Tensor
 
 from engine.worker.cuda.model.experts import GroupedExperts, MaskedExperts, why_not_grouped
-from engine.worker.cuda.model.gemm import TorchGemm8Bit
 from engine.worker.cuda.model.operators import CudaOperators
 from engine.worker.model.torch_operators import TorchOperators
 from engine.worker.ports import ExpertWeights, Routing
@@ -38,7 +37,7 @@ def random_experts(has_bias: bool) -> list[ExpertWeights]:
 def test_both_ways_give_the_sum_of_plain_torch(rows: int, has_bias: bool) -> None:
     experts, routing = random_experts(has_bias), Routing(2, renormalizes=True)
     grouped = GroupedExperts.of(experts, routing, SILU, torch.bfloat16)
-    masked = CudaOperators(torch.device("cpu"), torch.bfloat16, "auto", TorchGemm8Bit(), None)
+    masked = CudaOperators(torch.device("cpu"), torch.bfloat16, "auto", None)
     x, logits = noise(rows, HIDDEN, seed=7), noise(rows, NUM_EXPERTS, seed=8)
     expected = PLAIN.experts(experts, routing, SILU)(x, logits)
     others = grouped, masked.experts(experts, routing, SILU)
@@ -53,7 +52,7 @@ def test_both_ways_give_the_sum_of_plain_torch(rows: int, has_bias: bool) -> Non
 def test_an_expert_that_a_row_did_not_choose_cannot_spoil_it() -> None:
     experts = random_experts(has_bias=False)
     experts[4].down.fill_(float("inf"))  # type: ignore[union-attr]
-    masked = CudaOperators(torch.device("cpu"), torch.bfloat16, "auto", TorchGemm8Bit(), None)
+    masked = CudaOperators(torch.device("cpu"), torch.bfloat16, "auto", None)
     logits = torch.tensor([[3.0, 2.0, 1.0, 0.0, -9.0]])
     found = masked.experts(experts, Routing(2, renormalizes=True), SILU)(noise(1, HIDDEN), logits)
     assert found.isfinite().all()

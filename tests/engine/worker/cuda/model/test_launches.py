@@ -19,7 +19,6 @@ from adapters.attention.flashinfer.backend import FlashInferAttention
 from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.cuda.kernels import reference
 from engine.worker.cuda.model.fusion import fused
-from engine.worker.cuda.model.gemm import TorchGemm8Bit
 from engine.worker.cuda.model.gemm_choice import FIXED_TILING
 from engine.worker.cuda.model.linears import FastProducts
 from engine.worker.cuda.model.operators import CudaOperators
@@ -162,7 +161,7 @@ def decoder(
     gemm = triton_gemm(counter) if is_fused and weights != "bfloat16" else None
     fast = FastProducts(rows, gemm, FIXED_TILING)
     kernels = CountedKernels(counter=counter)
-    operators = CudaOperators(CPU, torch.bfloat16, weights, TorchGemm8Bit(), kernels, fast)
+    operators = CudaOperators(CPU, torch.bfloat16, weights, kernels, fast)
 
     def all_reduce(x: Tensor) -> None:
         with counter.kernel("all-reduce"):

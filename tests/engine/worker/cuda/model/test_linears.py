@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.worker.cuda.model.gemm import FP8, INT8_ROWS, Gemm8Bit, TorchGemm8Bit
+from engine.worker.cuda.model.gemm import FP8, INT8_ROWS
 from engine.worker.cuda.model.linears import (
     CudaFp8Linear,
     CudaInt8Linear,
@@ -19,7 +19,7 @@ from engine.worker.cuda.model.linears import (
 from engine.worker.ports import Linear, Weight
 from engine.worker.weights.formats.int8 import Int8Weight, quantize
 
-Make = Callable[[Sequence[Weight], Tensor | None, torch.dtype, Gemm8Bit], Linear]
+Make = Callable[[Sequence[Weight], Tensor | None, torch.dtype], Linear]
 FORMATS: dict[str, tuple[Make, float]] = {  # with the largest error, relative to the spread
     "int8": (int8_linear, 0.03),
     "fp8": (fp8_linear, 0.12),
@@ -42,7 +42,7 @@ def test_what_is_rounded_stays_near(name: str, rows: int, with_bias: bool) -> No
     make, allowed = FORMATS[name]
     x, weights = noise(rows, 64), [noise(48, 64, seed=1), noise(32, 64, seed=2)]
     bias = noise(80, seed=3) if with_bias else None
-    linear = make(weights, bias, torch.bfloat16, TorchGemm8Bit())
+    linear = make(weights, bias, torch.bfloat16)
     wanted = exact(x, weights, bias)
     found = linear(x)
     assert (found.dtype, found.shape) == (torch.bfloat16, (rows, 80))
@@ -59,7 +59,7 @@ def test_what_is_rounded_stays_near(name: str, rows: int, with_bias: bool) -> No
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_row_is_rounded_by_itself(name: str) -> None:
-    linear = FORMATS[name][0]([noise(32, 64)], None, torch.bfloat16, TorchGemm8Bit())
+    linear = FORMATS[name][0]([noise(32, 64)], None, torch.bfloat16)
     x = noise(40, 64, seed=1)
     x[3] *= 1000
     together = linear(x)
@@ -67,17 +67,17 @@ def test_a_row_is_rounded_by_itself(name: str) -> None:
         assert torch.equal(linear(x[first : first + count]), together[first : first + count])
 
 
-def test_int8_is_what_its_integers_say() -> None:
-    class Watched(TorchGemm8Bit):
-        """Torch's products as they are on a GPU: not of fewer rows than this."""
+def test_int8_is_what_its_integers_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    multiply = torch._int_mm
 
-        def int8(self, x: Tensor, weight: Tensor) -> Tensor:
-            assert len(x) >= INT8_ROWS
-            assert x.dtype == weight.dtype == torch.int8
-            return super().int8(x, weight)
+    def as_on_a_gpu(x: Tensor, weight: Tensor) -> Tensor:
+        assert len(x) >= INT8_ROWS
+        assert x.dtype == weight.dtype == torch.int8
+        return multiply(x, weight)
 
+    monkeypatch.setattr(torch, "_int_mm", as_on_a_gpu)
     weight, x = quantize(noise(16, 24, dtype=torch.float32)), noise(3, 24, dtype=torch.float32)
-    linear = int8_linear([weight], None, torch.float32, Watched())
+    linear = int8_linear([weight], None, torch.float32)
     assert isinstance(linear, CudaInt8Linear)
     assert torch.equal(linear.weight.values, weight.values)
     steps, scales = quantized_rows(x, 127)
@@ -88,7 +88,7 @@ def test_int8_is_what_its_integers_say() -> None:
 def test_sizes_that_tensor_cores_do_not_take_are_expanded() -> None:
     x, weight = noise(4, 20), noise(6, 20, seed=1)
     for make, allowed in FORMATS.values():
-        linear = make([weight], None, torch.bfloat16, TorchGemm8Bit())
+        linear = make([weight], None, torch.bfloat16)
         assert isinstance(linear, FloatLinear)
         wanted = exact(x, [weight], None)
         atol = allowed * float(wanted.std()) * 3
@@ -97,7 +97,7 @@ def test_sizes_that_tensor_cores_do_not_take_are_expanded() -> None:
 
 def test_fp8_weights_use_the_whole_range_of_their_numbers() -> None:
     weight = noise(32, 64) * 1e-4
-    linear = fp8_linear([weight], None, torch.bfloat16, TorchGemm8Bit())
+    linear = fp8_linear([weight], None, torch.bfloat16)
     assert isinstance(linear, CudaFp8Linear)
     assert linear.values.dtype is FP8
     assert linear.values.float().abs().amax(dim=1).eq(448).all()
@@ -108,7 +108,7 @@ def test_fp8_weights_use_the_whole_range_of_their_numbers() -> None:
 
 def test_rows_of_zeros_stay_zeros() -> None:
     for make, _ in FORMATS.values():
-        linear = make([torch.zeros(16, 32).bfloat16()], None, torch.bfloat16, TorchGemm8Bit())
+        linear = make([torch.zeros(16, 32).bfloat16()], None, torch.bfloat16)
         assert not linear(noise(2, 32)).any()
         assert not linear(torch.zeros(2, 32).bfloat16()).any()
 
@@ -126,7 +126,7 @@ def test_rounded_weights_are_taken_by_all_formats(name: str) -> None:
     make, allowed = FORMATS[name]
     weight, x = quantize(noise(32, 64, dtype=torch.float32)), noise(20, 64)
     assert isinstance(weight, Int8Weight)
-    found = make([weight], None, torch.bfloat16, TorchGemm8Bit())(x).double()
+    found = make([weight], None, torch.bfloat16)(x).double()
     wanted = exact(x, [weight.dequantize()], None)
     torch.testing.assert_close(found, wanted, rtol=0.01, atol=allowed * float(wanted.std()) * 3)
 

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.worker.cuda.model.gemm import TorchGemm8Bit
 from engine.worker.cuda.model.kernels import GATED
 from engine.worker.cuda.model.linears import CudaFp8Linear, CudaInt8Linear, FloatLinear
 from engine.worker.cuda.model.operators import STORED, CudaOperators, FusedGate, FusedRmsNorm
@@ -52,7 +51,7 @@ class StandingKernels:
 
 
 def make(kernels: StandingKernels | None, dtype: torch.dtype = torch.bfloat16) -> CudaOperators:
-    return CudaOperators(CPU, dtype, "auto", TorchGemm8Bit(), kernels)
+    return CudaOperators(CPU, dtype, "auto", kernels)
 
 
 def noise(*shape: int, seed: int = 0) -> Tensor:
@@ -130,7 +129,7 @@ def test_linears_are_computed_as_stored_or_as_asked() -> None:
         STORED: [FloatLinear, CudaInt8Linear],
     }
     for name, wanted in kinds.items():
-        operators = CudaOperators(CPU, torch.bfloat16, name, TorchGemm8Bit(), None)
+        operators = CudaOperators(CPU, torch.bfloat16, name, None)
         found = [type(operators.linear([one], None)) for one in (weight, eight)]
         assert found == wanted
         assert operators.linear([weight, eight], None)(noise(2, 32)).shape == (2, 32)
