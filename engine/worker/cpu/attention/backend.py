@@ -10,7 +10,7 @@ from torch import Tensor
 
 from engine.worker.cpu.attention import paged_kernels as paged
 from engine.worker.cpu.attention import rope_and_cache_write as rope_write
-from engine.worker.cpu.attention.kv_pages import pages_of_layers
+from engine.worker.cpu.attention.kv_pages import LayerPages
 from engine.worker.cpu.attention.softmax import SPAN, partial_floats
 from engine.worker.cpu.kernel_call import KernelCall, share_out
 from engine.worker.cpu.kernels.dtypes import dtype_code
@@ -102,7 +102,7 @@ class CpuAttention(RecordableAttention):
         self._scratch: NDArray[np.float32] = np.empty(stride * pool.threads, dtype=np.float32)
         self._partials: NDArray[np.float32] = np.empty(0, dtype=np.float32)
         self._partials_at = 0  # its address, once it is needed
-        self._pages = pages_of_layers(cache)
+        self._pages = _pages_of_layers(cache)
         attend_operands, merge_operands = (
             paged.AttentionOperands(
                 kv_heads=spec.num_kv_heads,
@@ -257,6 +257,28 @@ class CpuAttention(RecordableAttention):
         merge.out, merge.out_stride = out.data_ptr(), out.stride(0)
         self._merge.over_rows(len(q))
         return out
+
+
+def _pages_of_layers(cache: KVTensors) -> Any:
+    """An array with the `LayerPages` of each layer."""
+    page_stride, _, head_stride, _ = cache.keys[0].stride()
+    is_scaled = bool(cache.key_scales)
+    return (LayerPages * len(cache.keys))(
+        *(
+            LayerPages(
+                block_size=cache.block_size,
+                page_stride=page_stride,
+                head_stride=head_stride,
+                slot_stride=cache.values[0].stride(1),
+                scale_stride=cache.key_scales[0].stride(0) if is_scaled else 0,
+                keys=keys.data_ptr(),
+                values=values.data_ptr(),
+                key_scales=cache.key_scales[layer].data_ptr() if is_scaled else 0,
+                value_scales=cache.value_scales[layer].data_ptr() if is_scaled else 0,
+            )
+            for layer, (keys, values) in enumerate(zip(cache.keys, cache.values, strict=True))
+        )
+    )
 
 
 def _pieces(counts: Int64s) -> tuple[Int64s, Int64s]:

@@ -6,13 +6,12 @@ heads, slots, dim]`. In int8 each token and head has a scale, `[blocks, heads, s
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
 import ctypes
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from numba import njit
 
 from engine.worker.cpu.intrinsics import int64s
 from engine.worker.cpu.operands import make_reader, operands
-from engine.worker.ports import KVTensors
 
 
 @operands
@@ -31,28 +30,6 @@ class LayerPages(ctypes.Structure):
 
 
 read_layer_pages = make_reader(LayerPages)
-
-
-def pages_of_layers(cache: KVTensors) -> Any:
-    """An array with the `LayerPages` of each layer."""
-    page_stride, _, head_stride, _ = cache.keys[0].stride()
-    is_scaled = bool(cache.key_scales)
-    return (LayerPages * len(cache.keys))(
-        *(
-            LayerPages(
-                block_size=cache.block_size,
-                page_stride=page_stride,
-                head_stride=head_stride,
-                slot_stride=cache.values[0].stride(1),
-                scale_stride=cache.key_scales[0].stride(0) if is_scaled else 0,
-                keys=keys.data_ptr(),
-                values=values.data_ptr(),
-                key_scales=cache.key_scales[layer].data_ptr() if is_scaled else 0,
-                value_scales=cache.value_scales[layer].data_ptr() if is_scaled else 0,
-            )
-            for layer, (keys, values) in enumerate(zip(cache.keys, cache.values, strict=True))
-        )
-    )
 
 
 class KVPages(NamedTuple):
