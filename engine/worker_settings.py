@@ -8,14 +8,8 @@ from engine.pooling import PoolingReport
 from engine.setting import advanced, setting
 
 # Of an element of a weight in memory, by its format or dtype; int4 has a 2-byte scale for each 32.
-WEIGHT_BYTES = {
-    "float32": 4.0,
-    "bfloat16": 2.0,
-    "float16": 2.0,
-    "int8": 1.0,
-    "fp8": 1.0,
-    "int4": 0.5625,
-}
+WEIGHT_BYTES = {"float32": 4.0, "int8": 1.0, "fp8": 1.0, "int4": 0.5625}
+WEIGHT_BYTES |= dict.fromkeys(("bfloat16", "float16"), 2.0)
 
 
 @dataclass(frozen=True, slots=True)

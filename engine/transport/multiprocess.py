@@ -109,7 +109,7 @@ class MultiprocessExecutor:
         self._pools = False  # whether the model pools, known from the first start on
         self._num_restarts = 0
         self._closed = asyncio.Event()
-        self._on_lora_lost: Callable[[LoraReport], object] = _ignore_lora
+        self._on_lora_lost: Callable[[LoraReport], object] = lambda report: None
 
     def __repr__(self) -> str:
         channel = self._group.channel
@@ -243,7 +243,7 @@ class MultiprocessExecutor:
             await _pause(self._backoff, self._closed, failure)
             self._num_restarts += 1
             try:
-                report = await self._open(self._worker, _no_progress, is_restart=True)
+                report = await self._open(self._worker, lambda *_: None, is_restart=True)
             except StartupError as error:
                 logger.warning("the new workers could not start: %s", error)
                 failure = error
@@ -273,13 +273,11 @@ class MultiprocessExecutor:
     async def _open(
         self, settings: WorkerSettings, on_progress: OnProgress, *, is_restart: bool = False
     ) -> WorkerReport:
-        group = self._group
+        group, own = self._group, self._settings
         assert not group.pids, "start while workers are running"
         async with AsyncExitStack() as stack:
             stack.push_async_callback(group.end, "the workers did not start")
-            workers = await self._launcher.launch(
-                self._settings.num_stages, self._settings.num_ranks
-            )
+            workers = await self._launcher.launch(own.num_stages, own.num_ranks)
             report = await group.load(workers, settings, on_progress)
             if self._closed.is_set():
                 raise Unavailable("the executor was closed")
@@ -312,11 +310,3 @@ def _trial_step(*, pools: bool) -> Step:
     sample, pooling = (None, PoolSpec()) if pools else (SampleSpec(SamplingParams()), None)
     entry = StepEntry(RequestId(_TRIAL_ID), 0, (0,), block, sample, pooling=pooling)
     return Step(StepId(_TRIAL_ID), (entry,))
-
-
-def _ignore_lora(report: LoraReport) -> None:
-    """The callback before `watch_loras` is called."""
-
-
-def _no_progress(what: str, done: int, total: int) -> None:
-    """A restart shows no progress."""

@@ -165,11 +165,6 @@ class FrameReader:
         self._max_frame_bytes = max_frame_bytes
         self._buffer = bytearray()
 
-    @property
-    def is_between_frames(self) -> bool:
-        """Whether the stream is at a frame boundary, so that it may end here."""
-        return not self._buffer
-
     def feed(self, piece: bytes | bytearray | memoryview) -> list[bytearray]:
         """The payloads that this piece completes. Raises `WireError` for an invalid length."""
         self._buffer += piece

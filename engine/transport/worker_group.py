@@ -25,7 +25,7 @@ class WorkerGroup:
 
     def __init__(self, step_seconds: float, trace: TraceFile | None) -> None:
         self.channel: StepChannel | None = None
-        self.on_lost: Callable[[], object] = _ignore_loss
+        self.on_lost: Callable[[], object] = lambda: None
         self._workers: Sequence[LaunchedWorker] = ()
         self._step_seconds = step_seconds
         self._trace = trace
@@ -43,10 +43,7 @@ class WorkerGroup:
         return channel is not None and channel.ended is None and not self._is_on_trial
 
     async def load(
-        self,
-        workers: Sequence[LaunchedWorker],
-        settings: WorkerSettings,
-        on_progress: OnProgress,
+        self, workers: Sequence[LaunchedWorker], settings: WorkerSettings, on_progress: OnProgress
     ) -> WorkerReport:
         """Load the model in launched workers. Raises `StartupError`."""
         self._workers = workers
@@ -99,7 +96,3 @@ class WorkerGroup:
     def _has_exited(self, worker: LaunchedWorker) -> bool:
         """Whether the worker has closed its connection, as a process does when it ends."""
         return self.channel is not None and self.channel.closed_by == worker.placement
-
-
-def _ignore_loss() -> None:
-    """The callback before another is set."""

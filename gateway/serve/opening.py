@@ -168,10 +168,8 @@ class ModelOpener:
         search = scheduler.kv.search
         if kv_events is not None:
             search.listen(kv_events)
-        hashes, state_hashes = (
-            loaded.report.tiers.disk_hashes,
-            loaded.report.tiers.disk_state_hashes,
-        )
+        tiers = loaded.report.tiers
+        hashes, state_hashes = tiers.disk_hashes, tiers.disk_state_hashes
         search.restore_disk({PageKind.BLOCK: hashes, PageKind.SNAPSHOT: state_hashes})
         timelines.attach(scheduler)
         return scheduler
