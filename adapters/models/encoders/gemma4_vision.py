@@ -13,6 +13,8 @@ from adapters.models.encoders.vision_transformer import (
     EncoderShape,
     VisionReader,
     VisionTransformer,
+    angles_of,
+    places,
 )
 from engine.errors import StartupError
 from engine.media import EncoderReport
@@ -23,7 +25,6 @@ from engine.worker.ports import (
     Linear,
     Norm,
     Operators,
-    RopeAngles,
     TensorSlice,
     WeightSource,
 )
@@ -137,13 +138,10 @@ class _Reader:
     reader: VisionReader
     shape: Gemma4VisionShape
 
-    def tensor(self, name: str, *size: int) -> Tensor:
-        return self.reader.weights.tensor(TensorSlice(f"{self.reader.root}{name}", size))
-
     def linear(self, name: str, outputs: int, inputs: int) -> ClippedLinear:
         part = TensorSlice(f"{self.reader.root}{name}.linear.weight", (outputs, inputs))
         linear = self.reader.operators.linear([self.reader.weights.weight(part)], None)
-        bounds = [float(self.tensor(f"{name}.{each}")) for each in self.bound_names]
+        bounds = [float(self.reader.tensor(f"{name}.{each}")) for each in self.bound_names]
         return ClippedLinear(linear, tuple(bounds))
 
     @property
@@ -154,7 +152,9 @@ class _Reader:
         shape, operators = self.shape, self.reader.operators
         width, inner, dim, eps = shape.width, shape.inner, shape.head_dim, shape.eps
         order = _rope_order(dim)
-        q, k = (self.tensor(f"{at}self_attn.{each}_norm.weight", dim)[order] for each in "qk")
+        q, k = (
+            self.reader.tensor(f"{at}self_attn.{each}_norm.weight", dim)[order] for each in "qk"
+        )
         weights = (q * dim**0.5, k, torch.ones_like(k))  # attention divides scores by this root
 
         def norm(name: str) -> Norm:
@@ -187,8 +187,9 @@ class Gemma4Vision(VisionTransformer):
         root: str,
         projection: str,
     ) -> None:
-        reader = _Reader(VisionReader(weights, operators, root), shape)
-        layers = [reader.layer(f"encoder.layers.{n}.") for n in range(shape.num_layers)]
+        reader = VisionReader(weights, operators, root)
+        parts = _Reader(reader, shape)
+        layers = [parts.layer(f"encoder.layers.{n}.") for n in range(shape.num_layers)]
         super().__init__(operators, layers, shape.num_heads)
         self._shape = shape
         name, size = "patch_embedder.input_proj.weight", 3 * shape.patch**2
@@ -209,16 +210,15 @@ class Gemma4Vision(VisionTransformer):
         frames, height, width = grid
         if frames != 1 or height % self._shape.pool or width % self._shape.pool:
             raise ValueError(f"an image of {frames} frames of {height} × {width} patches")
-        both = torch.stack(_places(grid), dim=1).to(pixels.device)
-        angles = (both[:, :, None].float() * self._inverse).flatten(1)
-        turned = RopeAngles(angles.cos(), angles.sin())
+        down, across = places(height, width)
+        turned = angles_of((across, down), self._inverse)
         state = self.state(pixels, grid, self._shape.width, turned)
         state.outputs[LAST] = torch.empty_like(state.hidden)
         return state
 
     def embed(self, state: EncoderState, rows: slice) -> Tensor:
         hidden = self._patches(2 * (state.pixels[rows] - 0.5))
-        across, down = (each[rows].to(hidden.device) for each in _places(state.grid))
+        down, across = (each[rows].to(hidden.device) for each in places(*state.grid[1:]))
         return hidden + (self._positions[0][across] + self._positions[1][down]).to(hidden.dtype)
 
     def finished(self, state: EncoderState, layer: int, rows: slice) -> None:
@@ -234,12 +234,6 @@ class Gemma4Vision(VisionTransformer):
             bias, scale = self._standard
             means = (means - bias) * scale
         return Encoding(self._projection(self._norm(means.to(state.hidden.dtype))))
-
-
-def _places(grid: tuple[int, int, int]) -> tuple[Tensor, Tensor]:
-    """The column and the row of each patch."""
-    rows, columns = torch.meshgrid(torch.arange(grid[1]), torch.arange(grid[2]), indexing="ij")
-    return columns.flatten(), rows.flatten()
 
 
 def _rope_order(dim: int) -> Tensor:

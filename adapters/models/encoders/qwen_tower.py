@@ -4,7 +4,6 @@ rows and columns, in which blocks of 2 × 2 patches, which follow one another, b
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -14,6 +13,8 @@ from adapters.models.encoders.vision_transformer import (
     EncoderShape,
     VisionLayer,
     VisionTransformer,
+    angles_of,
+    places,
 )
 from engine.errors import StartupError
 from engine.media import EncoderReport
@@ -24,7 +25,6 @@ from engine.worker.ports import (
     Linear,
     Norm,
     Operators,
-    RopeAngles,
 )
 
 EPS = 1e-6
@@ -137,9 +137,7 @@ class QwenTower(VisionTransformer):
         merge = self._shape.merge
         if frames != 1 or height % merge or width % merge:
             raise ValueError(f"an image of {frames} frames of {height} × {width} patches")
-        both = torch.stack(places(height, width, merge), dim=1).to(pixels.device)
-        angles = (both[:, :, None].float() * self._inverse).flatten(1)
-        turned = RopeAngles(angles.cos(), angles.sin())
+        turned = angles_of(places(height, width, merge), self._inverse)
         state = self.state(pixels, grid, self._shape.width, turned)
         size = (height * width // self._shape.block, self._shape.out_width)
         for layer in self._mergers:
@@ -164,13 +162,3 @@ class QwenTower(VisionTransformer):
     def end(self, state: EncoderState) -> Encoding:
         added = tuple(state.outputs[layer] for layer in self._mergers if layer != LAST)
         return Encoding(state.outputs[LAST], added)
-
-
-def places(height: int, width: int, merge: int) -> tuple[Tensor, Tensor]:
-    """The row and the column of each patch, those of a block one after the other."""
-    rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
-    sizes = (height // merge, merge, width // merge, merge)
-    return (
-        rows.reshape(sizes).transpose(1, 2).flatten(),
-        columns.reshape(sizes).transpose(1, 2).flatten(),
-    )

@@ -15,12 +15,11 @@ from adapters.models.encoders.qwen_tower import (
     QwenTower,
     TowerParts,
     TowerShape,
-    places,
 )
-from adapters.models.encoders.vision_transformer import VisionLayer, VisionReader
+from adapters.models.encoders.vision_transformer import VisionLayer, VisionReader, places
 from engine.errors import StartupError
 from engine.media import EncoderReport
-from engine.worker.ports import EncoderState, Operators, TensorSlice, WeightSource
+from engine.worker.ports import EncoderState, Operators, WeightSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +83,7 @@ class QwenVision(QwenTower):
         )
         super().__init__(operators, tower, parts)
         self._side = shape.positions
-        grid = (shape.positions**2, tower.width)
-        self._positions = weights.tensor(TensorSlice(f"{root}pos_embed.weight", grid))
+        self._positions = reader.tensor("pos_embed.weight", shape.positions**2, tower.width)
 
     def embed(self, state: EncoderState, rows: slice) -> Tensor:
         size = state.grid[1], state.grid[2]

@@ -22,7 +22,6 @@ from engine.worker.ports import (
     Linear,
     Norm,
     Operators,
-    TensorSlice,
     WeightSource,
 )
 
@@ -141,10 +140,8 @@ class Siglip(VisionTransformer):
         super().__init__(operators, layers, shape.num_heads)
         size = (shape.width, shape.channels, shape.patch, shape.patch)
         self._patches = reader.patches("embeddings.patch_embedding", size)
-        table = TensorSlice(
-            f"{root}embeddings.position_embedding.weight", (shape.side**2, shape.width)
-        )
-        self._positions = weights.tensor(table)
+        name = "embeddings.position_embedding.weight"
+        self._positions = reader.tensor(name, shape.side**2, shape.width)
         self._norm = reader.norm("post_layernorm", shape.width, shape.eps)
         self._tokens = tokens
         self._places = operators.constant(tokens.places(shape.side))

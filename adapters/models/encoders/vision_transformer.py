@@ -118,20 +118,22 @@ class VisionReader:
 
     def patches(self, name: str, size: tuple[int, ...], *, has_bias: bool = True) -> Linear:
         """The linear that embeds patches, stored as a convolution `[outputs, …]`."""
-        kernel = self.weights.tensor(TensorSlice(f"{self.root}{name}.weight", size))
+        kernel = self.tensor(f"{name}.weight", *size)
         bias = self.bias(name, size[0]) if has_bias else None
         return self.operators.linear([kernel.reshape(size[0], -1)], bias)
 
+    def tensor(self, name: str, *size: int) -> Tensor:
+        return self.weights.tensor(TensorSlice(f"{self.root}{name}", size))
+
     def bias(self, name: str, size: int) -> Tensor:
-        return self.weights.tensor(TensorSlice(f"{self.root}{name}.bias", (size,)))
+        return self.tensor(f"{name}.bias", size)
 
     def norm(self, name: str, size: int, eps: float) -> Norm:
-        weight = self.weights.tensor(TensorSlice(f"{self.root}{name}.weight", (size,)))
+        weight = self.tensor(f"{name}.weight", size)
         return self.operators.layer_norm(weight, self.bias(name, size), eps)
 
     def rms_norm(self, name: str, size: int, eps: float) -> Norm:
-        weight = self.weights.tensor(TensorSlice(f"{self.root}{name}.weight", (size,)))
-        return self.operators.rms_norm(weight, eps)
+        return self.operators.rms_norm(self.tensor(f"{name}.weight", size), eps)
 
 
 class VisionTransformer(ABC):
@@ -207,6 +209,24 @@ class VisionTransformer(ABC):
             cos, sin = state.angles.cos[rows], state.angles.sin[rows]
             for heads in (qkv[:, 0], qkv[:, 1]):
                 self._operators.apply_rope_(heads, cos, sin)
+
+
+def places(height: int, width: int, block: int = 1) -> tuple[Tensor, Tensor]:
+    """The row and the column of each patch; those of a square of `block` × `block` patches one
+    after the other."""
+    rows, columns = torch.meshgrid(torch.arange(height), torch.arange(width), indexing="ij")
+    sizes = (height // block, block, width // block, block)
+    return (
+        rows.reshape(sizes).transpose(1, 2).flatten(),
+        columns.reshape(sizes).transpose(1, 2).flatten(),
+    )
+
+
+def angles_of(places: Sequence[Tensor], inverse: Tensor) -> RopeAngles:
+    """RoPE whose dimensions are turned by one place after the other."""
+    both = torch.stack(list(places), dim=1).to(inverse.device)
+    angles = (both[:, :, None].float() * inverse).flatten(1)
+    return RopeAngles(angles.cos(), angles.sin())
 
 
 def _window_parts(rows: slice, ends: Sequence[int]) -> Iterator[tuple[slice, slice]]:
