@@ -1,6 +1,7 @@
 """Loads LoRA adapters into a worker's part of the model, and unloads them, while steps run."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -12,37 +13,32 @@ from engine.worker.lora.peft_files import LoraFiles, LowRankPair, read_lora
 from engine.worker.ports import LowRank, LowRankUp, Operators
 
 
+@dataclass(slots=True)
 class Loras:
-    """The LoRA adapters of a worker. All methods may be called while another thread runs steps."""
+    """The LoRA adapters of a worker. All methods may be called while another thread runs steps.
 
-    def __init__(
-        self,
-        model: LoraModel,
-        operators: Operators,
-        linear_sizes: Callable[[], Mapping[str, tuple[int, int]]],
-        max_rank: int,
-        why_not: str = "",
-    ) -> None:
-        """`linear_sizes` returns outputs and inputs of all linears of the whole model by name, also
-        of those in other workers. `why_not` is the reason if no adapter can be loaded."""
-        self._model = model
-        self._operators = operators
-        self._linear_sizes = linear_sizes
-        self._max_rank = max_rank
-        self._why_not = why_not
-        self._whole: Mapping[str, tuple[int, int]] | None = None
+    `linear_sizes` returns outputs and inputs of all linears of the whole model by name, also of
+    those in other workers. `why_not` is the reason if no adapter can be loaded.
+    """
+
+    model: LoraModel
+    operators: Operators
+    linear_sizes: Callable[[], Mapping[str, tuple[int, int]]]
+    max_rank: int
+    why_not: str = ""
+    _whole: Mapping[str, tuple[int, int]] | None = None
 
     @property
     def linears(self) -> Sequence[LoraLinear]:
         """The linears of this worker that adapters can change."""
-        return self._model.linears
+        return self.model.linears
 
     def load(self, spec: LoraSpec) -> LoraReport:
         """Read, check and load an adapter; the report has the error if it cannot be loaded."""
         try:
             with torch.inference_mode():
                 files = self._read(spec)
-                num_bytes = self._model.add(spec.lora_id, self._changes(files))
+                num_bytes = self.model.add(spec.lora_id, self._changes(files))
         except (StartupError, MemoryError, torch.OutOfMemoryError) as error:
             reason = str(error) or "there is not enough memory"
             return LoraReport(spec.lora_id, error=f"LoRA adapter {spec.name!r}: {reason}")
@@ -50,20 +46,20 @@ class Loras:
 
     def unload(self, lora_id: int) -> None:
         """Free an adapter, which no step in flight may use."""
-        self._model.remove(lora_id)
+        self.model.remove(lora_id)
 
     def _read(self, spec: LoraSpec) -> LoraFiles:
-        if self._why_not:
-            raise StartupError(self._why_not)
+        if self.why_not:
+            raise StartupError(self.why_not)
         if self._whole is None:
-            self._whole = self._linear_sizes()
+            self._whole = self.linear_sizes()
         if not self._whole:
             raise StartupError("LoRA is not supported for this architecture")
-        return read_lora(Path(spec.path).expanduser(), self._whole, self._max_rank, spec.digest)
+        return read_lora(Path(spec.path).expanduser(), self._whole, self.max_rank, spec.digest)
 
     def _changes(self, files: LoraFiles) -> dict[LoraLinear, LowRank]:
         """What the adapter adds to each linear of this worker."""
-        changes = {linear: self._change(linear, files.pairs) for linear in self._model.linears}
+        changes = {linear: self._change(linear, files.pairs) for linear in self.model.linears}
         return {linear: change for linear, change in changes.items() if change is not None}
 
     def _change(self, linear: LoraLinear, pairs: Mapping[str, LowRankPair]) -> LowRank | None:
@@ -85,4 +81,4 @@ class Loras:
                 columns = slice(first_output, last_output)
                 ups.append(LowRankUp(places[part.module], columns, rows))
             first_output = last_output
-        return self._operators.low_rank(torch.cat(downs), ups) if ups else None
+        return self.operators.low_rank(torch.cat(downs), ups) if ups else None
