@@ -209,7 +209,7 @@ def build_worker(
     run = ProfileRun(settings, shard, place.max_model_len, device, kv, make_stage, sampler)
     capacity = device.kv_capacity(run)
     if drafter is not None:
-        kv = replace(kv, draft_block_bytes=drafter.block_bytes)
+        kv = replace(kv, draft_block_bytes=drafter.kv.block_bytes)
         capacity = capacity.without(drafter.num_bytes)
     counts = kv.choose_counts(capacity, place.max_model_len, plane)
     cache, states = kv.allocate(counts.blocks), kv.states(counts.states)

@@ -165,11 +165,6 @@ class LoadedDraft:
     max_model_len: int
     max_vocab: int
 
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one block of its KV."""
-        return self.kv.block_bytes
-
     def open(self, num_blocks: int) -> DraftModel:
         """The draft model over a KV cache of so many blocks."""
         over = self.attention.over(self.kv.allocate(num_blocks))

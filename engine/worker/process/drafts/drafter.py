@@ -5,6 +5,7 @@ from typing import Protocol
 from torch import Tensor
 
 from engine.step import Step
+from engine.worker.process.stage_kv import StageKV
 from engine.worker.sampling.logits_output import LogitsOutput
 
 
@@ -27,9 +28,7 @@ class LoadedDrafter(Protocol):
     """The weights of what proposes drafts; its KV cache is allocated once its size is known."""
 
     @property
-    def block_bytes(self) -> int:
-        """Bytes of one block of its KV."""
-        ...
+    def kv(self) -> StageKV: ...
 
     @property
     def num_bytes(self) -> int:

@@ -201,11 +201,6 @@ class LoadedMtp:
     num_parameters: int  # of what a proposal computes: the layer and the head
     num_bytes: int = 0  # they are counted with the model
 
-    @property
-    def block_bytes(self) -> int:
-        """Bytes of one block of its KV."""
-        return self.kv.block_bytes
-
     def open(self, num_blocks: int) -> MtpHead:
         """The head over a KV cache of so many blocks."""
         put = self.device.transfers().put
