@@ -20,7 +20,7 @@ from engine.iteration import Iteration
 from engine.kv.ledger import KVLedger
 from engine.kv_shape import KVShape
 from engine.loop import Engine
-from engine.policy import PolicySettings, build
+from engine.policy.fcfs import FirstComeFirstServed
 from engine.request import RequestSpec
 from engine.step import SamplingParams
 from engine.stream import TokenStream
@@ -71,7 +71,6 @@ async def served(
     directory: Path,
     lookahead: int,
     settings: MultiprocessSettings = WORKER,
-    policy: str = "fcfs",
     observer: Observer | None = None,
 ) -> AsyncIterator[Served]:
     """An engine whose pool and KV ledger must be empty at the end."""
@@ -83,7 +82,7 @@ async def served(
     scheduler = IterationScheduler(
         bounds,
         KVLedger(KVShape(NUM_BLOCKS, BLOCK_SIZE)),
-        build(policy, cost, PolicySettings(seats=8)),
+        FirstComeFirstServed(),
         observer,
         cost,
     )
@@ -144,20 +143,7 @@ def _undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
     return texts
 
 
-LOOKAHEAD = pytest.mark.parametrize("lookahead", [0, 1])
-
-
-@LOOKAHEAD
-@pytest.mark.parametrize("policy", ["fcfs", "mlfq"])
-async def test_without_a_lost_worker_outputs_do_not_depend_on_lookahead_or_policy(
-    tmp_path: Path, undisturbed: list[list[int]], lookahead: int, policy: str
-) -> None:
-    async with served(tmp_path, lookahead, policy=policy) as quiet:
-        assert await all_outputs(quiet) == undisturbed
-
-
-@LOOKAHEAD
-@pytest.mark.parametrize("how", ["killed", "stopped"])
+@pytest.mark.parametrize(("lookahead", "how"), [(0, "killed"), (1, "killed"), (1, "stopped")])
 async def test_streams_continue_when_their_worker_dies_in_decodes(
     tmp_path: Path, undisturbed: list[list[int]], lookahead: int, how: str
 ) -> None:
@@ -176,12 +162,11 @@ async def test_streams_continue_when_their_worker_dies_in_decodes(
         assert 1 <= lively.num_restarts <= 3
 
 
-@LOOKAHEAD
 async def test_any_worker_of_two_stages_and_two_ranks_may_die(
-    tmp_path: Path, undisturbed: list[list[int]], lookahead: int
+    tmp_path: Path, undisturbed: list[list[int]]
 ) -> None:
     settings = replace(WORKER, num_stages=2, num_ranks=2)
-    async with served(tmp_path, lookahead, settings) as lively:
+    async with served(tmp_path, 1, settings) as lively:
         victims = {3: 0, 5: 1, 6: 3}  # by stream
 
         def on_tokens(stream: int, count: int) -> None:
@@ -194,21 +179,19 @@ async def test_any_worker_of_two_stages_and_two_ranks_may_die(
         assert 1 <= lively.num_restarts <= 3
 
 
-@LOOKAHEAD
 async def test_streams_continue_when_their_worker_dies_in_the_first_prefill(
-    tmp_path: Path, undisturbed: list[list[int]], lookahead: int
+    tmp_path: Path, undisturbed: list[list[int]]
 ) -> None:
-    async with served(tmp_path, lookahead, observer=(plans := FirstPlan())) as lively:
+    async with served(tmp_path, 1, observer=(plans := FirstPlan())) as lively:
         plans.then = lively.kill
         assert await all_outputs(lively) == undisturbed
         assert lively.num_restarts == 1
 
 
-@LOOKAHEAD
 async def test_streams_continue_when_the_restarted_worker_dies_while_it_loads(
-    tmp_path: Path, undisturbed: list[list[int]], lookahead: int
+    tmp_path: Path, undisturbed: list[list[int]]
 ) -> None:
-    async with served(tmp_path, lookahead) as lively:
+    async with served(tmp_path, 1) as lively:
         killed: list[int] = []
 
         def on_tokens(stream: int, count: int) -> None:
@@ -221,11 +204,10 @@ async def test_streams_continue_when_the_restarted_worker_dies_while_it_loads(
         assert lively.num_restarts == 2
 
 
-@LOOKAHEAD
 async def test_a_drain_continues_across_a_lost_worker(
-    tmp_path: Path, undisturbed: list[list[int]], lookahead: int
+    tmp_path: Path, undisturbed: list[list[int]]
 ) -> None:
-    async with served(tmp_path, lookahead) as lively:
+    async with served(tmp_path, 1) as lively:
         drains: list[asyncio.Task[None]] = []
 
         def on_tokens(stream: int, count: int) -> None:
@@ -238,12 +220,11 @@ async def test_a_drain_continues_across_a_lost_worker(
         assert lively.num_restarts == 1
 
 
-@LOOKAHEAD
 async def test_a_worker_that_is_killed_again_and_again_fails_no_stream(
-    tmp_path: Path, undisturbed: list[list[int]], lookahead: int
+    tmp_path: Path, undisturbed: list[list[int]]
 ) -> None:
     """More kills than `max_restarts`, each after some tokens of every stream."""
-    async with served(tmp_path, lookahead, replace(WORKER, max_restarts=1)) as lively:
+    async with served(tmp_path, 1, replace(WORKER, max_restarts=1)) as lively:
         produced = [0] * NUM_STREAMS  # calls
         at_last_kill = [0] * NUM_STREAMS
         num_kills = 0
@@ -282,13 +263,12 @@ async def error_of_poisoned_request(
     return await ended
 
 
-@LOOKAHEAD
 @pytest.mark.parametrize("poison", Poison)
 async def test_a_request_that_ends_workers_is_isolated_within_three_restarts(
-    tmp_path: Path, undisturbed: list[list[int]], lookahead: int, poison: Poison
+    tmp_path: Path, undisturbed: list[list[int]], poison: Poison
 ) -> None:
     settings = replace(WORKER, step_seconds=0.5)
-    async with served(tmp_path, lookahead, settings) as lively:
+    async with served(tmp_path, 1, settings) as lively:
         error = await error_of_poisoned_request(lively, poison, undisturbed)
         assert isinstance(error, WorkerLost)
         assert "worker died each time" in str(error)

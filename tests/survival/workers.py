@@ -2,23 +2,24 @@
 
 Its KV cache holds the token of each slot, and each sampled token is a digest of all cached tokens
 up to its position, so a lost, duplicated or overwritten slot changes the output. It dies or hangs
-when it computes a `Poison` token, and while loading if the model's directory contains `die`.
+when it computes a `Poison` token, and while loading if the model's directory contains `die`. It
+imports no torch, which takes longer than a test.
 """
 
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from enum import IntEnum
 from hashlib import blake2b
+from itertools import chain
 from pathlib import Path
 from typing import Self
 
 import numpy as np
 
 from engine.errors import StartupError, WorkerLost
-from engine.step import Step, StepEntry, StepResult
-from engine.worker.model.layout import LayoutLimits, build_layout
-from engine.worker.sampling.last_tokens import KnownTokens, LastTokens
+from engine.step import LAST_TOKEN, RequestId, SampleSpec, Step, StepEntry, StepResult
 from engine.worker.sampling.outputs import OutputMemory
 from engine.worker_settings import WorkerSettings
 from tests.engine.transport.workers import UnconnectedWorker
@@ -51,10 +52,10 @@ class Poison(IntEnum):
 class DigestWorker(UnconnectedWorker):
     """Samples digests of its KV cache, as the module's docstring describes."""
 
-    def __init__(self, num_stages: int) -> None:
+    def __init__(self) -> None:
         self.report = REPORT
         self._slots: dict[int, int] = {}
-        self._held = LastTokens(num_stages)
+        self._last: dict[RequestId, int] = {}  # tokens
         self._outputs = OutputMemory()
 
     @classmethod
@@ -67,28 +68,37 @@ class DigestWorker(UnconnectedWorker):
         if (directory / "die").exists():
             (directory / "die").unlink()
             os.kill(os.getpid(), signal.SIGKILL)
-        return cls(settings.placement.num_stages)
+        return cls()
 
     def run(self, step: Step) -> StepResult:
-        self._held.open(step)
-        step = self._held.continued(step).complete(step)
-        layout = build_layout(step, LayoutLimits(VOCAB, MAX_MODEL_LEN, NUM_BLOCKS, BLOCK_SIZE))
-        step = self._outputs.complete(step)
-        for token in layout.token_ids.tolist():
+        entries = tuple(
+            entry._replace(tokens=(self._last[entry.request_id],))
+            if entry.tokens == (LAST_TOKEN,)
+            else entry
+            for entry in step.entries
+        )
+        for token in chain.from_iterable(entry.tokens for entry in entries):
             _die_of(token)
-        self._slots.update(zip(layout.slots.tolist(), layout.token_ids.tolist(), strict=True))
-        tokens = tuple([self._draw(entry) for entry in step.entries if entry.sample is not None])
-        self._held.keep(KnownTokens(tokens))
-        return StepResult(step.step_id, tokens, seconds=1e-4)
+        drawn = []
+        for entry in self._outputs.complete(replace(step, entries=entries)).entries:
+            slots = self._slots_of(entry)
+            self._slots.update(zip(slots[entry.start :], entry.tokens, strict=True))
+            if entry.sample is not None:
+                self._last[entry.request_id] = self._draw(entry.sample, slots)
+                drawn.append(self._last[entry.request_id])
+        return StepResult(step.step_id, tuple(drawn), seconds=1e-4)
 
-    def _draw(self, entry: StepEntry) -> int:
-        assert entry.sample is not None, "only sampling entries"
+    def _slots_of(self, entry: StepEntry) -> list[int]:
+        """The slots of all tokens of the entry's request, up to the last one of the entry."""
         blocks = np.frombuffer(entry.blocks, dtype="<i4").tolist()
-        context = [
-            self._slots[blocks[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE]
+        return [
+            blocks[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
             for position in range(entry.start + len(entry.tokens))
         ]
-        text = f"{entry.sample.sampling.seed} {context} {entry.sample.output}"
+
+    def _draw(self, sample: SampleSpec, slots: list[int]) -> int:
+        context = [self._slots[slot] for slot in slots]
+        text = f"{sample.sampling.seed} {context} {sample.output}"
         return int.from_bytes(blake2b(text.encode(), digest_size=4).digest(), "big") % 900
 
 
