@@ -258,3 +258,10 @@ class Case:
             raise Wrong(f"the host holds something after the end: {scheduler!r}")
         if list(scheduler.policy.order(now)):
             raise Wrong("the policy keeps requests after the end")
+
+
+def play(seed: int, counts: "Counter[str]") -> None:
+    """Play the case of a seed, and count what happened in it."""
+    case = Case(seed)
+    case.play()
+    counts.update(case.counts)

@@ -6,7 +6,6 @@ reads is checked like all else. `python -m tests.fuzz.engine.retries FIRST LAST`
 """
 
 import asyncio
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from tests.fuzz.engine.clients import Clients, Received
 from tests.fuzz.engine.drawing import ClientRates, Settings, draw
 from tests.fuzz.engine.executor import StepRates
 from tests.fuzz.engine.wrong import Wrong
+from tests.fuzz.playing import main
 
 if TYPE_CHECKING:
     from engine.loop import Engine
@@ -184,19 +184,13 @@ def many_snapshots() -> Iterator[None]:
         request_states.SNAPSHOT_TOKENS = tokens
 
 
-def main(first: int, last: int) -> None:
-    """Play the cases from `first` to `last`, without it."""
-    counts: Counter[str] = Counter()
+def play(seed: int, counts: "Counter[str]") -> None:
+    """Play the case of a seed, and count what happened in it."""
+    case = RetryCase(seed)
     with many_snapshots():
-        for seed in range(first, last):
-            case = RetryCase(seed)
-            try:
-                case.play()
-            except Exception as error:
-                raise AssertionError(f"case {seed}: {case!r}") from error
-            counts += case.counts
-    sys.stdout.write(f"{last - first} cases: {dict(sorted(counts.items()))}\n")
+        case.play()
+    counts.update(case.counts)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(play)

@@ -1,12 +1,10 @@
 """The engine is right under random loads and faults. `python -m tests.fuzz.engine FIRST LAST` plays
 more cases."""
 
-from collections import Counter
-
 import pytest
 
-from tests.fuzz.engine.__main__ import describe
-from tests.fuzz.engine.case import Case
+from tests.fuzz.engine.case import Case, play
+from tests.fuzz.playing import play_all
 
 FIRST, LAST, CHUNK = 4500, 5500, 250
 # What each chunk has seen, so that it is known to be right.
@@ -42,15 +40,7 @@ EVENTS = (
 
 @pytest.mark.parametrize("first", range(FIRST, LAST, CHUNK))
 def test_the_engine_is_right_under_random_loads_and_faults(first: int) -> None:
-    counts: Counter[str] = Counter()
-    for seed in range(first, first + CHUNK):
-        case = Case(seed)
-        try:
-            case.play()
-        except Exception as error:
-            message = f"case {seed}: {describe(error)}"
-            raise AssertionError(f"{message}\npython -m tests.fuzz.engine {seed}") from error
-        counts += case.counts
+    counts = play_all(play, range(first, first + CHUNK))
     assert [event for event in EVENTS if not counts[event]] == []
 
 

@@ -1,8 +1,7 @@
 """Prompts with images are computed with their own images, under random loads and faults."""
 
-from collections import Counter
-
 from tests.fuzz.engine.images import play
+from tests.fuzz.playing import play_all
 
 CASES = 120
 EVENTS = (
@@ -25,7 +24,5 @@ EVENTS = (
 
 
 def test_what_stands_for_an_image_is_computed_with_it() -> None:
-    counts: Counter[str] = Counter()
-    for seed in range(CASES):
-        play(seed, counts)
+    counts = play_all(play, range(CASES))
     assert [event for event in EVENTS if not counts[event]] == []

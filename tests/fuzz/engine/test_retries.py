@@ -1,10 +1,9 @@
 """A prompt that is given up goes on where it stopped when it is sent again."""
 
-from collections import Counter
-
 import pytest
 
-from tests.fuzz.engine.retries import RetryCase, many_snapshots
+from tests.fuzz.engine.retries import play
+from tests.fuzz.playing import play_all
 
 CASES, CHUNK = 120, 40
 EVENTS = (
@@ -20,13 +19,5 @@ EVENTS = (
 
 @pytest.mark.parametrize("first", range(0, CASES, CHUNK))
 def test_a_retry_of_a_prompt_computes_only_what_the_attempt_before_had_not(first: int) -> None:
-    counts: Counter[str] = Counter()
-    with many_snapshots():
-        for seed in range(first, first + CHUNK):
-            case = RetryCase(seed)
-            try:
-                case.play()
-            except Exception as error:
-                raise AssertionError(f"case {seed}: {case.settings}") from error
-            counts += case.counts
+    counts = play_all(play, range(first, first + CHUNK))
     assert [event for event in EVENTS if not counts[event]] == []

@@ -246,3 +246,8 @@ def expected_tokens(request_id: RequestId, spec: RequestSpec) -> list[int]:
         synthetic_token(StepEntry(request_id, first + index, (), b"", None))
         for index in range(spec.max_tokens)
     ]
+
+
+def play(seed: int, counts: "Counter[str]") -> None:
+    """Play the case of a seed, and count what happened in it."""
+    counts.update(Case(seed).run().counts)

@@ -1,9 +1,8 @@
 """What disturbs requests with images changes no bit. `python -m tests.fuzz.images FIRST LAST` plays
 more cases."""
 
-from collections import Counter
-
 from tests.fuzz.images.case import play_case
+from tests.fuzz.playing import play_all
 
 CASES = 48
 EVENTS = (
@@ -19,7 +18,5 @@ EVENTS = (
 
 
 def test_no_disturbance_changes_a_bit_of_requests_with_images() -> None:
-    counts: Counter[str] = Counter()
-    for seed in range(CASES):
-        play_case(seed, counts)
+    counts = play_all(play_case, range(CASES))
     assert [event for event in EVENTS if not counts[event]] == []

@@ -1,43 +1,15 @@
-"""Plays cases: `python -m tests.fuzz.models FIRST LAST`; exit code 1 if any failed."""
+"""`python -m tests.fuzz.models FIRST LAST`."""
 
 import logging
-import sys
-import tempfile
-from collections import Counter
-from pathlib import Path
-from random import Random
 
 import torch
 import transformers
 
 from tests.fuzz.models.case import play
-from tests.fuzz.models.drawing import draw
+from tests.fuzz.playing import main
 
-
-def main(first: int, last: int) -> int:
-    """Play the cases from `first` to `last`, without it. Returns the exit code."""
+if __name__ == "__main__":
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     transformers.utils.logging.disable_progress_bar()
-    counts: Counter[str] = Counter()
-    failed = 0
-    for seed in range(first, last):
-        try:
-            with tempfile.TemporaryDirectory() as directory:
-                play(seed, Path(directory), counts)
-        except Exception as error:
-            failed += 1
-            _say(f"case {seed} failed: {type(error).__name__}: {error}: {draw(Random(seed))}")
-    _say(f"{last - first} cases, {failed} failed")
-    _say(", ".join(f"{name} {count}" for name, count in sorted(counts.items())))
-    return int(failed > 0)
-
-
-def _say(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
-
-
-if __name__ == "__main__":
-    first = int(sys.argv[1])
-    sys.exit(main(first, int(sys.argv[2]) if len(sys.argv) > 2 else first + 1))
+    main(play)

@@ -3,6 +3,7 @@
 from collections import Counter
 from pathlib import Path
 from random import Random
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -26,9 +27,13 @@ class Different(Exception):
     """A worker's logits are not transformers', or depend on what else is in the step."""
 
 
-def play(seed: int, directory: Path, counts: "Counter[str]") -> None:
-    """Compare the checkpoint of a seed, which is written into the empty `directory`. Raises
-    `Different`."""
+def play(seed: int, counts: "Counter[str]") -> None:
+    """Compare the checkpoint of a seed. Raises `Different`."""
+    with TemporaryDirectory() as directory:
+        _play(seed, Path(directory), counts)
+
+
+def _play(seed: int, directory: Path, counts: "Counter[str]") -> None:
     random = Random(seed)
     drawn = draw(random)
     model = _model_of(drawn, seed)

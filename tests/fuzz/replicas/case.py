@@ -205,3 +205,8 @@ class Case:
             assert scheduler.ledger.num_held == 0, scheduler
             assert not list(scheduler.policy.order(0.0)), scheduler
             assert scheduler.lifecycle.least_crashes == self._max_crashes, "a suspect is left"
+
+
+def play(seed: int, counts: "Counter[str]") -> None:
+    """Play the case of a seed, and count what happened in it."""
+    counts.update(Case(seed).run().counts)
