@@ -56,124 +56,41 @@ def test_the_file_may_be_named_in_the_environment(
     assert load({}).http.port == 2
 
 
+VALUES = {  # by the placeholder in the help, or by name
+    **dict.fromkeys(("N", "RANK", "R", "S", "X", "W", "FACTOR", "SHARE"), "3"),
+    **dict.fromkeys(("FILE", "DIR", "HOST", "HOSTS", "NAMES", "ADDRESS", "MODEL"), "some.example"),
+    "TOKENS": "1000",
+    "SECONDS": "9.5",
+    "SIZE": "3MiB",
+    "DURATION": "50ms",
+    "FRACTION": "0.5",
+    "PORT": "0",
+    "DEVICE": "cpu",
+    "NAME": "none",
+    "KEYS": "a,b",
+    "NAME=PATH": "sql=/loras/sql",
+    "ORIGINS": "https://a.example,https://b.example",
+    "attention": "cpu",
+    "policy": "mlfq",
+    "otlp_endpoint": "http://127.0.0.1:4318",
+    "kv_store": "mooncake://10.0.0.1:50051",
+    "override_generation_config": '{"top_k": 20}',
+    "speculative_config": '{"method": "ngram", "num_speculative_tokens": 4}',
+    "kv_events_config": '{"enable_kv_cache_events": true}',
+}
+
+
+def value_of(option: Option) -> str:
+    """A valid value that is not the default."""
+    others = [choice for choice in option.choices or () if choice != option.default_text]
+    return others[-1] if others else VALUES.get(option.name) or VALUES[option.metavar]
+
+
 def test_every_setting_can_be_set_by_flag_environment_and_file(
     bare: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    values = {
-        "model": "m",
-        "served_model_name": "n,m",
-        "override_generation_config": '{"top_k": 20}',
-        "task": "embed",
-        "mmproj": "off",
-        "lora": "sql=/loras/sql,chat=/loras/chat",
-        "max_loras": "3",
-        "max_lora_rank": "16",
-        "dtype": "float32",
-        "weights": "int8",
-        "device": "cpu",
-        "gpu_memory_utilization": "0.5",
-        "attention": "cpu",
-        "threads": "2",
-        "max_model_len": "100",
-        "chat_template": "t.jinja",
-        "trust_request_chat_template": "true",
-        "tool_dialect": "mistral",
-        "reasoning_dialect": "none",
-        "kv_cache_dtype": "int8",
-        "kv_slots": "64",
-        "block_size": "8",
-        "prefix_cache": "false",
-        "policy": "mlfq",
-        "starvation_seconds": "9.5",
-        "base_quantum": "0.25",
-        "quantum_ratio": "3",
-        "num_levels": "4",
-        "skip_join": "false",
-        "input_weight": "0.5",
-        "output_weight": "4",
-        "fair_keys": "true",
-        "ttft_goal": "2s",
-        "admission": "reserve",
-        "autoload": "false",
-        "pinned": "true",
-        "idle_unload": "10m",
-        "share": "2",
-        "priority": "1",
-        "memory": "1GiB",
-        "max_load_wait": "5s",
-        "max_batch_size": "4",
-        "max_batch_tokens": "32",
-        "encoder_memory": "64MiB",
-        "max_queue_requests": "5",
-        "max_queue_tokens": "6",
-        "speculative_config": '{"method": "ngram", "num_speculative_tokens": 4}',
-        "cuda_graphs": "false",
-        "batch_invariant": "true",
-        "lookahead": "1",
-        "thread_wait": "sleep",
-        "max_restarts": "7",
-        "host_kv_memory": "3MiB",
-        "disk_kv": "kv",
-        "disk_kv_memory": "4MiB",
-        "disk_kv_read_ahead": "false",
-        "kv_store": "mooncake://10.0.0.1:50051",
-        "swap": "reactive",
-        "max_step_seconds": "0.25",
-        "itl_goal": "50ms",
-        "cost_model": "none",
-        "prefill_slowdown": "3",
-        "background_slowdown": "2",
-        "record": "record.jsonl",
-        "kv_events_config": '{"enable_kv_cache_events": true}',
-        "otlp_endpoint": "http://127.0.0.1:4318",
-        "cache_dir": "cache",
-        "packed_cache": "off",
-        "packed_cache_size": "1GiB",
-        "trace": "trace.json",
-        "launcher": "ray",
-        "replicas": "2",
-        "ray_address": "10.0.0.1:6379",
-        "pipeline_stages": "2",
-        "tensor_ranks": "3",
-        "step_seconds": "2.5",
-        "host": "::1",
-        "port": "0",
-        "api_key": "a,b",
-        "api_key_file": "keys.toml",
-        "admin_api_key": "c",
-        "prefix_isolation": "off",
-        "allowed_host": "api.example",
-        "requests_per_minute": "60",
-        "tokens_per_minute": "1000",
-        "max_concurrent": "3",
-        "page": "false",
-        "strict_max_tokens": "true",
-        "cors_origin": "https://a.example,https://b.example",
-        "tls_cert": "cert.pem",
-        "tls_key": "key.pem",
-        "max_connections": "99",
-        "max_address_connections": "9",
-        "media_hosts": "images.example,cdn.example:8443",
-        "image_max_tokens": "512",
-        "max_images": "5",
-        "body_seconds": "7.5",
-        "stall_seconds": "70",
-        "max_body_bytes": "2MiB",
-        "store": "memory",
-        "max_file_bytes": "3MiB",
-        "max_key_bytes": "4MiB",
-        "max_store_bytes": "5MiB",
-        "max_key_replay_bytes": "6MiB",
-        "max_replay_bytes": "7MiB",
-        "replay_seconds": "90",
-        "drain_seconds": "1.5",
-        "upgrade_seconds": "60",
-        "keepalive_whole": "20",
-        "unknown_fields": "reject",
-        "log_level": "debug",
-        "log_format": "json",
-    }
-    assert values.keys() | {"kv_memory", "config"} == {option.name for option in options()}
+    excluded = ("kv_memory", "config")
+    values = {each.name: value_of(each) for each in options() if each.name not in excluded}
     by_flag = load(values)
     (bare / "podway.toml").write_text(
         "\n".join(f"{key} = {json.dumps(values[key])}" for key in values)
@@ -185,8 +102,8 @@ def test_every_setting_can_be_set_by_flag_environment_and_file(
     assert load({}) == by_flag
     assert by_flag.access.api_key == ("a", "b")
     assert by_flag.http.cors_origin == ("https://a.example", "https://b.example")
-    assert by_flag.http.max_body_bytes == 2 << 20
-    assert by_flag.model.chat_template == Path("t.jinja")
+    assert by_flag.http.max_body_bytes == 3 << 20
+    assert by_flag.model.chat_template == Path("some.example")
 
 
 @pytest.mark.parametrize(
