@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate
 
 from starlette.types import ASGIApp
 
@@ -63,6 +63,7 @@ from gateway.store.usage import StoreLimits
 from gateway.web.app import build_app
 from gateway.web.table import ROUTES
 from tests.gateway.lora_loader import ScriptedLoader
+from tests.gateway.scenes import P, plays
 from tests.gateway.scripted_model import (
     END,
     ByteTokenizer,
@@ -191,6 +192,14 @@ def play(
         return rig
 
     return run(main())
+
+
+def played(
+    setting: Setting | None = None,
+    run: Callable[[Coroutine[Any, Any, Rig]], Rig] = run_virtual,
+) -> Callable[[Callable[Concatenate[Rig, P], Awaitable[None]]], Callable[P, None]]:
+    """Make a coroutine function, whose first parameter is a rig, a test that `play`s it."""
+    return plays(lambda scene: play(scene, setting, run))
 
 
 def build_rig(setting: Setting) -> Rig:

@@ -9,7 +9,7 @@ import pytest
 from gateway.access.origins import OriginPolicy
 from gateway.errors import Forbidden
 from tests.gateway.forms import a_form
-from tests.gateway.rig import CHAT, Rig, Setting, chat, play
+from tests.gateway.rig import CHAT, Rig, Setting, chat, play, played
 
 LOCAL = {"host": "127.0.0.1:8000"}
 PAGE = {"origin": "https://evil.example"}
@@ -44,31 +44,30 @@ async def status_of(
         ("POST", "/tokenize"),
     ],
 )
-def test_a_page_of_another_site_changes_nothing_on_an_open_server(method: str, path: str) -> None:
+@played()
+async def test_a_page_of_another_site_changes_nothing_on_an_open_server(
+    rig: Rig, method: str, path: str
+) -> None:
     """A page can send such a request without a preflight, as text of a form or a Blob."""
-
-    async def scene(rig: Rig) -> None:
-        for headers in (LOCAL | PAGE, LOCAL | {"origin": "null"}):
-            assert await status_of(rig, path, headers, method) == 403
-            assert await status_of(rig, path, {"host": "evil.example"} | headers, method) == 403
-        rebound = {"host": "evil.example:8000", "origin": "http://evil.example:8000"}
-        assert await status_of(rig, path, rebound, method) == 403
-        same = LOCAL | {"origin": "http://127.0.0.1:8000"}
-        assert await status_of(rig, path, same, method) != 403
-
-    play(scene)
+    for headers in (LOCAL | PAGE, LOCAL | {"origin": "null"}):
+        assert await status_of(rig, path, headers, method) == 403
+        assert await status_of(rig, path, {"host": "evil.example"} | headers, method) == 403
+    rebound = {"host": "evil.example:8000", "origin": "http://evil.example:8000"}
+    assert await status_of(rig, path, rebound, method) == 403
+    same = LOCAL | {"origin": "http://127.0.0.1:8000"}
+    assert await status_of(rig, path, same, method) != 403
 
 
-def test_an_upload_of_another_sites_page_is_rejected_with_the_flag_that_allows_it() -> None:
-    async def scene(rig: Rig) -> None:
-        headers = {"content-type": "multipart/form-data; boundary=b", **LOCAL, **PAGE}
-        async with rig.client.send("POST", "/v1/files", [a_form(b"{}")], headers) as exchange:
-            error = (await exchange.json())["error"]
-        assert (exchange.status, error["code"]) == (403, "permission_denied")
-        assert "https://evil.example" in error["message"]
-        assert "--cors-origin" in error["message"]
-
-    play(scene)
+@played()
+async def test_an_upload_of_another_sites_page_is_rejected_with_the_flag_that_allows_it(
+    rig: Rig,
+) -> None:
+    headers = {"content-type": "multipart/form-data; boundary=b", **LOCAL, **PAGE}
+    async with rig.client.send("POST", "/v1/files", [a_form(b"{}")], headers) as exchange:
+        error = (await exchange.json())["error"]
+    assert (exchange.status, error["code"]) == (403, "permission_denied")
+    assert "https://evil.example" in error["message"]
+    assert "--cors-origin" in error["message"]
 
 
 @pytest.mark.parametrize(
@@ -117,17 +116,15 @@ def test_pages_of_an_allowed_origin_may_use_the_api_but_not_admin() -> None:
         (LOCAL | PAGE, "127.0.0.1"),
     ],
 )
-def test_without_keys_admin_needs_a_client_on_the_same_machine(
-    headers: Mapping[str, str], client: str
+@played(REMOTE)
+async def test_without_keys_admin_needs_a_client_on_the_same_machine(
+    rig: Rig, headers: Mapping[str, str], client: str
 ) -> None:
-    async def scene(rig: Rig) -> None:
-        for method in ("GET", "POST"):
-            assert await status_of(rig, POLICY, headers, method, client) == 403
-        assert await status_of(rig, POLICY, LOCAL) == 200
-        assert await status_of(rig, POLICY, {"host": "[::1]:1"}, client="::1") == 200
-        assert await status_of(rig, "/v1/models", headers, "GET", client) == 200
-
-    play(scene, REMOTE)
+    for method in ("GET", "POST"):
+        assert await status_of(rig, POLICY, headers, method, client) == 403
+    assert await status_of(rig, POLICY, LOCAL) == 200
+    assert await status_of(rig, POLICY, {"host": "[::1]:1"}, client="::1") == 200
+    assert await status_of(rig, "/v1/models", headers, "GET", client) == 200
 
 
 def test_with_keys_admin_needs_an_admin_key_from_anywhere(tmp_path: Path) -> None:
@@ -144,24 +141,20 @@ def test_with_keys_admin_needs_an_admin_key_from_anywhere(tmp_path: Path) -> Non
     play(scene, Setting(keys=("k4",), admin_keys=("k3",), key_file=path))
 
 
-def test_a_key_that_the_browser_remembers_does_not_serve_other_sites_pages() -> None:
-    async def scene(rig: Rig) -> None:
-        basic = {"authorization": "Basic " + b64encode(b":k1").decode()}
-        assert await status_of(rig, "/v1/models", LOCAL | basic, "GET") == 200
-        assert await status_of(rig, CHAT, LOCAL | basic) == 400
-        assert await status_of(rig, CHAT, LOCAL | basic | PAGE) == 403
-        assert await status_of(rig, CHAT, LOCAL | PAGE | {"x-api-key": "k1"}) == 400
-
-    play(scene, Setting(keys=("k1",)))
+@played(Setting(keys=("k1",)))
+async def test_a_key_that_the_browser_remembers_does_not_serve_other_sites_pages(rig: Rig) -> None:
+    basic = {"authorization": "Basic " + b64encode(b":k1").decode()}
+    assert await status_of(rig, "/v1/models", LOCAL | basic, "GET") == 200
+    assert await status_of(rig, CHAT, LOCAL | basic) == 400
+    assert await status_of(rig, CHAT, LOCAL | basic | PAGE) == 403
+    assert await status_of(rig, CHAT, LOCAL | PAGE | {"x-api-key": "k1"}) == 400
 
 
-def test_a_chat_needs_no_host_header() -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(CHAT, chat()) as exchange:
-            assert await exchange.start() == 200
-            await exchange.read()
-
-    play(scene)
+@played()
+async def test_a_chat_needs_no_host_header(rig: Rig) -> None:
+    async with rig.client.post(CHAT, chat()) as exchange:
+        assert await exchange.start() == 200
+        await exchange.read()
 
 
 @pytest.mark.parametrize("host", ["[::1]anything", "[::1]x:80"])

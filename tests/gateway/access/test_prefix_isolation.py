@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.gateway.forms import a_line, started
-from tests.gateway.rig import TEXT, Rig, Setting, play, text
+from tests.gateway.rig import TEXT, Rig, Setting, play, played, text
 
 PROMPT = "a prompt that both keys send, long enough for some blocks"
 KEYS = ("alice=k1", "bob=k2")
@@ -20,30 +20,24 @@ async def cached_tokens(rig: Rig, key: str, **fields: object) -> int:
     return int(usage["prompt_tokens_details"]["cached_tokens"])
 
 
-def test_a_key_does_not_learn_what_another_one_sent() -> None:
-    async def scene(rig: Rig) -> None:
-        assert await cached_tokens(rig, "k1") == 0
-        assert await cached_tokens(rig, "k2") == 0
-        assert await cached_tokens(rig, "k1") > 0
-        assert await cached_tokens(rig, "k2") > 0
-
-    play(scene, Setting(keys=KEYS))
+@played(Setting(keys=KEYS))
+async def test_a_key_does_not_learn_what_another_one_sent(rig: Rig) -> None:
+    assert await cached_tokens(rig, "k1") == 0
+    assert await cached_tokens(rig, "k2") == 0
+    assert await cached_tokens(rig, "k1") > 0
+    assert await cached_tokens(rig, "k2") > 0
 
 
-def test_without_isolation_keys_share_prefixes() -> None:
-    async def scene(rig: Rig) -> None:
-        assert await cached_tokens(rig, "k1") == 0
-        assert await cached_tokens(rig, "k2") > 0
-
-    play(scene, Setting(keys=KEYS, isolates_prefixes=False))
+@played(Setting(keys=KEYS, isolates_prefixes=False))
+async def test_without_isolation_keys_share_prefixes(rig: Rig) -> None:
+    assert await cached_tokens(rig, "k1") == 0
+    assert await cached_tokens(rig, "k2") > 0
 
 
-def test_an_open_server_shares_prefixes() -> None:
-    async def scene(rig: Rig) -> None:
-        assert await cached_tokens(rig, "") == 0
-        assert await cached_tokens(rig, "") > 0
-
-    play(scene)
+@played()
+async def test_an_open_server_shares_prefixes(rig: Rig) -> None:
+    assert await cached_tokens(rig, "") == 0
+    assert await cached_tokens(rig, "") > 0
 
 
 @pytest.mark.parametrize("isolates", [True, False])
@@ -77,20 +71,17 @@ def test_a_cache_salt_cannot_name_another_keys_prefixes(tmp_path: Path) -> None:
     play(scene, Setting(key_file=path))
 
 
-def test_lines_of_a_batch_share_the_prefixes_of_their_key() -> None:
+@played(Setting(keys=KEYS))
+async def test_lines_of_a_batch_share_the_prefixes_of_their_key(rig: Rig) -> None:
     body = text(prompt=PROMPT, max_tokens=1)
     found: list[bool] = []
-
-    async def scene(rig: Rig) -> None:
-        assert await cached_tokens(rig, "k1") == 0
-        for name, key in (("alice", "k1"), ("bob", "k2")):
-            line = a_line("1", body, TEXT)
-            batch_id = await started(rig, line, {"x-api-key": key}, endpoint=TEXT)
-            batches = rig.service.store.batch_queue.batches
-            await asyncio.sleep(3600)
-            batch = await batches.find(batch_id, name)
-            assert batch.status == "completed"
-            found.append(batch.tokens.cached > 0)
-        assert found == [True, False]
-
-    play(scene, Setting(keys=KEYS))
+    assert await cached_tokens(rig, "k1") == 0
+    for name, key in (("alice", "k1"), ("bob", "k2")):
+        line = a_line("1", body, TEXT)
+        batch_id = await started(rig, line, {"x-api-key": key}, endpoint=TEXT)
+        batches = rig.service.store.batch_queue.batches
+        await asyncio.sleep(3600)
+        batch = await batches.find(batch_id, name)
+        assert batch.status == "completed"
+        found.append(batch.tokens.cached > 0)
+    assert found == [True, False]

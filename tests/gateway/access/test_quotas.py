@@ -8,7 +8,7 @@ import pytest
 from gateway.access.key_file import Allowance, Key
 from gateway.access.quotas import Quotas, duration
 from gateway.errors import RateLimited, TooManyAtOnce, TooManyRequests
-from tests.gateway.rig import CHAT, STEP, TEXT, Rig, Setting, chat, play, text
+from tests.gateway.rig import CHAT, STEP, TEXT, Rig, Setting, chat, play, played, text
 
 BEARER = {"authorization": "Bearer k"}
 
@@ -68,83 +68,76 @@ def test_durations_are_written_as_openai_does(seconds: float, shown: str) -> Non
     assert duration(seconds) == shown
 
 
-def test_the_third_request_of_a_minute_is_a_429_that_says_when_to_come_back() -> None:
-    async def scene(rig: Rig) -> None:
-        for left in (1, 0):
-            async with rig.client.post(CHAT, chat(stream=True), BEARER) as exchange:
-                await exchange.read()
-            assert exchange.status == 200
-            assert exchange.headers["x-ratelimit-limit-requests"] == "2"
-            assert exchange.headers["x-ratelimit-remaining-requests"] == str(left)
+@played(Setting(keys=("k",), allowance=Allowance(requests_per_minute=2)))
+async def test_the_third_request_of_a_minute_is_a_429_that_says_when_to_come_back(rig: Rig) -> None:
+    for left in (1, 0):
         async with rig.client.post(CHAT, chat(stream=True), BEARER) as exchange:
-            error = (await exchange.json())["error"]
-        assert exchange.status == 429
-        assert (error["type"], error["code"]) == ("requests", "rate_limit_exceeded")
-        assert exchange.headers["x-should-retry"] == "true"
-        assert exchange.headers["retry-after"] == "27"
-        milliseconds = int(exchange.headers["retry-after-ms"])
-        assert 26_000 < milliseconds <= 27_000
-        async with rig.client.get("/v1/models", BEARER) as exchange:
-            assert await exchange.start() == 200
-        await asyncio.sleep(milliseconds / 1000)
-        async with rig.client.post(CHAT, chat(), BEARER) as exchange:
-            assert await exchange.start() == 200
+            await exchange.read()
+        assert exchange.status == 200
+        assert exchange.headers["x-ratelimit-limit-requests"] == "2"
+        assert exchange.headers["x-ratelimit-remaining-requests"] == str(left)
+    async with rig.client.post(CHAT, chat(stream=True), BEARER) as exchange:
+        error = (await exchange.json())["error"]
+    assert exchange.status == 429
+    assert (error["type"], error["code"]) == ("requests", "rate_limit_exceeded")
+    assert exchange.headers["x-should-retry"] == "true"
+    assert exchange.headers["retry-after"] == "27"
+    milliseconds = int(exchange.headers["retry-after-ms"])
+    assert 26_000 < milliseconds <= 27_000
+    async with rig.client.get("/v1/models", BEARER) as exchange:
+        assert await exchange.start() == 200
+    await asyncio.sleep(milliseconds / 1000)
+    async with rig.client.post(CHAT, chat(), BEARER) as exchange:
+        assert await exchange.start() == 200
 
-    play(scene, Setting(keys=("k",), allowance=Allowance(requests_per_minute=2)))
 
-
-def test_tokens_are_charged_when_known_and_a_negative_bucket_rejects_requests() -> None:
+@played(Setting(keys=("k",), allowance=Allowance(tokens_per_minute=6)))
+async def test_tokens_are_charged_when_known_and_a_negative_bucket_rejects_requests(
+    rig: Rig,
+) -> None:
     """A prompt of 2 and an answer of 7 tokens; 6 a minute is one in ten seconds."""
-
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(TEXT, text(), BEARER) as exchange:
-            await exchange.json()
-        assert exchange.headers["x-ratelimit-remaining-tokens"] == "6"
-        async with rig.client.post(TEXT, text(), BEARER) as exchange:
-            error = (await exchange.json())["error"]
-        assert exchange.status == 429
-        assert error["type"] == "tokens"
-        assert exchange.headers["x-ratelimit-remaining-tokens"] == "0"
-        await asyncio.sleep(int(exchange.headers["retry-after-ms"]) / 1000)
-        async with rig.client.post(TEXT, text(), BEARER) as exchange:
-            assert await exchange.start() == 200
-
-    play(scene, Setting(keys=("k",), allowance=Allowance(tokens_per_minute=6)))
+    async with rig.client.post(TEXT, text(), BEARER) as exchange:
+        await exchange.json()
+    assert exchange.headers["x-ratelimit-remaining-tokens"] == "6"
+    async with rig.client.post(TEXT, text(), BEARER) as exchange:
+        error = (await exchange.json())["error"]
+    assert exchange.status == 429
+    assert error["type"] == "tokens"
+    assert exchange.headers["x-ratelimit-remaining-tokens"] == "0"
+    await asyncio.sleep(int(exchange.headers["retry-after-ms"]) / 1000)
+    async with rig.client.post(TEXT, text(), BEARER) as exchange:
+        assert await exchange.start() == 200
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_disconnects_frees_its_concurrent_request(stream: bool) -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(CHAT, chat(stream=stream), BEARER):
-            await asyncio.sleep(2 * STEP)
-            async with rig.client.post(CHAT, chat(), BEARER) as second:
-                assert (await second.json())["error"]["code"] == "rate_limit_exceeded"
-            assert second.headers["retry-after"] == "1"
-            async with rig.client.post("/v1/requests/none/cancel", {}, BEARER) as cancel:
-                assert await cancel.start() == 404, "what saves work is not refused"
-        async with rig.client.post(CHAT, chat(), BEARER) as third:
-            assert await third.start() == 200
-
-    play(scene, Setting(keys=("k",), allowance=Allowance(max_concurrent=1)))
-
-
-def test_an_invalid_request_frees_its_concurrent_request() -> None:
-    async def scene(rig: Rig) -> None:
-        for _ in range(3):
-            async with rig.client.post(CHAT, b"{", BEARER) as exchange:
-                assert await exchange.start() == 400
-
-    play(scene, Setting(keys=("k",), allowance=Allowance(max_concurrent=1)))
+@played(Setting(keys=("k",), allowance=Allowance(max_concurrent=1)))
+async def test_a_client_that_disconnects_frees_its_concurrent_request(
+    rig: Rig, stream: bool
+) -> None:
+    async with rig.client.post(CHAT, chat(stream=stream), BEARER):
+        await asyncio.sleep(2 * STEP)
+        async with rig.client.post(CHAT, chat(), BEARER) as second:
+            assert (await second.json())["error"]["code"] == "rate_limit_exceeded"
+        assert second.headers["retry-after"] == "1"
+        async with rig.client.post("/v1/requests/none/cancel", {}, BEARER) as cancel:
+            assert await cancel.start() == 404, "what saves work is not refused"
+    async with rig.client.post(CHAT, chat(), BEARER) as third:
+        assert await third.start() == 200
 
 
-def test_on_an_open_server_all_requests_share_the_limits() -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(CHAT, chat()) as exchange:
-            await exchange.json()
-        async with rig.client.post(CHAT, chat()) as exchange:
-            assert await exchange.start() == 429
+@played(Setting(keys=("k",), allowance=Allowance(max_concurrent=1)))
+async def test_an_invalid_request_frees_its_concurrent_request(rig: Rig) -> None:
+    for _ in range(3):
+        async with rig.client.post(CHAT, b"{", BEARER) as exchange:
+            assert await exchange.start() == 400
 
-    play(scene, Setting(allowance=Allowance(requests_per_minute=1)))
+
+@played(Setting(allowance=Allowance(requests_per_minute=1)))
+async def test_on_an_open_server_all_requests_share_the_limits(rig: Rig) -> None:
+    async with rig.client.post(CHAT, chat()) as exchange:
+        await exchange.json()
+    async with rig.client.post(CHAT, chat()) as exchange:
+        assert await exchange.start() == 429
 
 
 def test_keys_have_their_own_limits_weights_and_bounds(tmp_path: Path) -> None:
@@ -181,12 +174,12 @@ def test_without_limits_there_are_no_rate_limit_headers() -> None:
         ("/v1/chat/completions/render", chat()),
     ],
 )
-def test_tokenizing_counts_against_the_limit_on_requests(path: str, body: object) -> None:
-    async def scene(rig: Rig) -> None:
-        statuses = []
-        for _ in range(3):
-            async with rig.client.post(path, body) as exchange:
-                statuses.append(await exchange.start())
-        assert statuses == [200, 200, 429]
-
-    play(scene, Setting(allowance=Allowance(requests_per_minute=2)))
+@played(Setting(allowance=Allowance(requests_per_minute=2)))
+async def test_tokenizing_counts_against_the_limit_on_requests(
+    rig: Rig, path: str, body: object
+) -> None:
+    statuses = []
+    for _ in range(3):
+        async with rig.client.post(path, body) as exchange:
+            statuses.append(await exchange.start())
+    assert statuses == [200, 200, 429]

@@ -7,7 +7,7 @@ import pytest
 
 from engine.request import Abort
 from gateway.access.key_file import Allowance
-from tests.gateway.rig import CHAT, MODEL, STEP, USER, Rig, Setting, chat, play
+from tests.gateway.rig import CHAT, MODEL, STEP, USER, Rig, Setting, chat, play, played
 
 KEYED = {"idempotency-key": "x"}
 LONG = Setting(texts=("a long story " * 5,))
@@ -66,17 +66,15 @@ def test_the_last_client_that_leaves_ends_what_was_taken_over(stream: bool) -> N
     assert rig.metrics.requests.cancel_to_free.sum <= 1
 
 
-def test_a_retry_of_a_stream_goes_on_after_the_event_that_it_names() -> None:
-    async def scene(rig: Rig) -> None:
-        body = chat(stream=True)
-        async with rig.client.post(CHAT, body, KEYED) as earlier:
-            await asyncio.sleep(4.5 * STEP)
-            async with rig.client.post(CHAT, body, KEYED | {"last-event-id": "2"}) as later:
-                answer = [content_of(event) async for event in later.events()]
-            await earlier.read()
-        assert "".join(answer) == LONG.texts[0][2:]  # event 0 has the role
-
-    play(scene, LONG)
+@played(LONG)
+async def test_a_retry_of_a_stream_goes_on_after_the_event_that_it_names(rig: Rig) -> None:
+    body = chat(stream=True)
+    async with rig.client.post(CHAT, body, KEYED) as earlier:
+        await asyncio.sleep(4.5 * STEP)
+        async with rig.client.post(CHAT, body, KEYED | {"last-event-id": "2"}) as later:
+            answer = [content_of(event) async for event in later.events()]
+        await earlier.read()
+    assert "".join(answer) == LONG.texts[0][2:]  # event 0 has the role
 
 
 async def check_superseded(earlier: Any, stream: bool) -> None:
@@ -106,17 +104,15 @@ def test_an_equal_request_without_idempotency_key_ends_no_other(count: str) -> N
     assert {request.outcome for request in rig.ended} == {"finished"}
 
 
-def test_a_retry_of_a_stream_that_has_not_begun_ends_it_with_a_409() -> None:
-    async def scene(rig: Rig) -> None:
-        body = chat(stream=True)
-        async with rig.client.post(CHAT, body, KEYED) as earlier:
-            await asyncio.sleep(STEP / 2)
-            async with rig.client.post(CHAT, body, KEYED) as later:
-                await earlier.json()
-                assert earlier.status == 409
-                await later.read()
-
-    play(scene)
+@played()
+async def test_a_retry_of_a_stream_that_has_not_begun_ends_it_with_a_409(rig: Rig) -> None:
+    body = chat(stream=True)
+    async with rig.client.post(CHAT, body, KEYED) as earlier:
+        await asyncio.sleep(STEP / 2)
+        async with rig.client.post(CHAT, body, KEYED) as later:
+            await earlier.json()
+            assert earlier.status == 409
+            await later.read()
 
 
 @pytest.mark.parametrize(
@@ -127,31 +123,29 @@ def test_a_retry_of_a_stream_that_has_not_begun_ends_it_with_a_409() -> None:
         (CHAT, {"idempotency-key": "x" * 300}),
     ],
 )
-def test_another_path_or_key_is_another_request(path: str, headers: dict[str, str]) -> None:
-    async def scene(rig: Rig) -> None:
-        first = {"idempotency-key": "x" * 299 + "y"} if len(str(headers)) > 300 else KEYED
-        async with rig.client.post(CHAT, chat(), first) as one:
-            await asyncio.sleep(STEP / 2)
-            async with rig.client.post(path, chat(), headers) as other:
-                await other.read()
-            await one.json()
-            assert one.status == 200
+@played()
+async def test_another_path_or_key_is_another_request(
+    rig: Rig, path: str, headers: dict[str, str]
+) -> None:
+    first = {"idempotency-key": "x" * 299 + "y"} if len(str(headers)) > 300 else KEYED
+    async with rig.client.post(CHAT, chat(), first) as one:
+        await asyncio.sleep(STEP / 2)
+        async with rig.client.post(path, chat(), headers) as other:
+            await other.read()
+        await one.json()
+        assert one.status == 200
 
-    play(scene)
 
-
-def test_a_third_attempt_replaces_the_second() -> None:
-    async def scene(rig: Rig) -> None:
-        attempts = [rig.client.post(CHAT, chat(), KEYED) for _ in range(3)]
-        async with attempts[0]:
+@played(LONG)
+async def test_a_third_attempt_replaces_the_second(rig: Rig) -> None:
+    attempts = [rig.client.post(CHAT, chat(), KEYED) for _ in range(3)]
+    async with attempts[0]:
+        await asyncio.sleep(STEP)
+        async with attempts[1]:
             await asyncio.sleep(STEP)
-            async with attempts[1]:
-                await asyncio.sleep(STEP)
-                async with attempts[2]:
-                    statuses = [await each.start() for each in attempts]
-        assert statuses == [409, 409, 200]
-
-    play(scene, LONG)
+            async with attempts[2]:
+                statuses = [await each.start() for each in attempts]
+    assert statuses == [409, 409, 200]
 
 
 def test_many_retries_are_computed_once() -> None:
@@ -170,48 +164,43 @@ def test_many_retries_are_computed_once() -> None:
     assert sum(request.finish is not None for request in rig.ended) == 1
 
 
-def test_an_idempotency_key_of_a_running_request_with_another_body_is_rejected() -> None:
-    async def scene(rig: Rig) -> None:
-        headers = {"idempotency-key": "x"}
-        async with rig.client.post(CHAT, chat(seed=1), headers) as one:
-            await asyncio.sleep(STEP / 2)
-            async with rig.client.post(CHAT, chat(seed=2), headers) as other:
-                assert (await other.json())["error"]["param"] == "idempotency-key"
-                assert other.status == 400
+@played()
+async def test_an_idempotency_key_of_a_running_request_with_another_body_is_rejected(
+    rig: Rig,
+) -> None:
+    headers = {"idempotency-key": "x"}
+    async with rig.client.post(CHAT, chat(seed=1), headers) as one:
+        await asyncio.sleep(STEP / 2)
+        async with rig.client.post(CHAT, chat(seed=2), headers) as other:
+            assert (await other.json())["error"]["param"] == "idempotency-key"
+            assert other.status == 400
+        await one.json()
+        assert one.status == 200
+    async with rig.client.post(CHAT, chat(seed=2), headers) as later:
+        await later.json()
+        assert later.status == 200
+
+
+@played(Setting(keys=("a", "b")))
+async def test_the_same_idempotency_key_of_another_api_key_is_another_request(rig: Rig) -> None:
+    headers = {"idempotency-key": "x"}
+    async with rig.client.post(CHAT, chat(), headers | {"x-api-key": "a"}) as one:
+        await asyncio.sleep(STEP / 2)
+        async with rig.client.post(CHAT, chat(), headers | {"x-api-key": "b"}) as other:
+            await other.json()
             await one.json()
-            assert one.status == 200
-        async with rig.client.post(CHAT, chat(seed=2), headers) as later:
-            await later.json()
-            assert later.status == 200
-
-    play(scene)
+            assert (one.status, other.status) == (200, 200)
 
 
-def test_the_same_idempotency_key_of_another_api_key_is_another_request() -> None:
-    async def scene(rig: Rig) -> None:
-        headers = {"idempotency-key": "x"}
-        async with rig.client.post(CHAT, chat(), headers | {"x-api-key": "a"}) as one:
-            await asyncio.sleep(STEP / 2)
-            async with rig.client.post(CHAT, chat(), headers | {"x-api-key": "b"}) as other:
-                await other.json()
-                await one.json()
-                assert (one.status, other.status) == (200, 200)
-
-    play(scene, Setting(keys=("a", "b")))
-
-
-def test_the_newer_attempt_counts_against_the_limits() -> None:
+@played(Setting(allowance=Allowance(max_concurrent=1)))
+async def test_the_newer_attempt_counts_against_the_limits(rig: Rig) -> None:
     """Otherwise a retry would bypass them; the older one leaves when it ends."""
-
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(CHAT, chat(), KEYED) as one:
-            await asyncio.sleep(STEP / 2)
-            async with rig.client.post(CHAT, chat(), KEYED) as again:
-                assert await again.start() == 429
-            await one.json()
-            assert one.status == 200
-
-    play(scene, Setting(allowance=Allowance(max_concurrent=1)))
+    async with rig.client.post(CHAT, chat(), KEYED) as one:
+        await asyncio.sleep(STEP / 2)
+        async with rig.client.post(CHAT, chat(), KEYED) as again:
+            assert await again.start() == 429
+        await one.json()
+        assert one.status == 200
 
 
 @pytest.mark.parametrize(
@@ -222,18 +211,15 @@ def test_the_newer_attempt_counts_against_the_limits() -> None:
         ("/v1/completions", {"prompt": "hi", "max_tokens": 50}),
     ],
 )
-def test_every_api_ends_a_superseded_stream_with_its_own_error_event(
-    path: str, body: dict[str, Any]
+@played(LONG)
+async def test_every_api_ends_a_superseded_stream_with_its_own_error_event(
+    rig: Rig, path: str, body: dict[str, Any]
 ) -> None:
     """The check of each exchange verifies the shapes of these events."""
-
-    async def scene(rig: Rig) -> None:
-        asked = {"model": MODEL, "stream": True, **body}
-        async with rig.client.post(path, asked, KEYED) as earlier:
-            await asyncio.sleep(5 * STEP)
-            async with rig.client.post(path, asked, KEYED) as later:
-                *_, last = [event async for event in earlier.events()]
-                assert "retried" in str(last)
-                await later.read()
-
-    play(scene, LONG)
+    asked = {"model": MODEL, "stream": True, **body}
+    async with rig.client.post(path, asked, KEYED) as earlier:
+        await asyncio.sleep(5 * STEP)
+        async with rig.client.post(path, asked, KEYED) as later:
+            *_, last = [event async for event in earlier.events()]
+            assert "retried" in str(last)
+            await later.read()

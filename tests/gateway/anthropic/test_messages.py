@@ -13,7 +13,7 @@ from engine.request import Abort
 from gateway.schema.anthropic.request import decode_anthropic
 from gateway.schema.unknown_fields import UnknownFields
 from tests.gateway.answers import answer_to
-from tests.gateway.rig import MODEL, STEP, USER, Rig, Setting, play
+from tests.gateway.rig import MODEL, STEP, USER, Rig, Setting, play, played
 
 PATH = "/v1/messages"
 COUNT = f"{PATH}/count_tokens"
@@ -60,88 +60,76 @@ def prompts(rig: Rig) -> list[str]:
     return [bytes(request.spec.prompt).decode() for request in rig.ended]
 
 
-def test_a_message_gets_a_message() -> None:
-    async def scene(rig: Rig) -> None:
-        result = await created(rig, system="Be brief.", metadata={"user_id": "me"})
-        assert result["content"] == [{"type": "text", "text": "Hello!"}]
-        assert (result["stop_reason"], result["stop_sequence"]) == ("end_turn", None)
-        assert result["usage"] == {
-            "input_tokens": len("system:Be brief.\nuser:hi\n"),
-            "cache_creation_input_tokens": 0,
-            "cache_read_input_tokens": 0,
-            "output_tokens": len("Hello!") + 1,
-            "output_tokens_details": {"thinking_tokens": 0},
-        }
-        assert prompts(rig) == ["system:Be brief.\nuser:hi\n"]
-
-    play(scene)
+@played()
+async def test_a_message_gets_a_message(rig: Rig) -> None:
+    result = await created(rig, system="Be brief.", metadata={"user_id": "me"})
+    assert result["content"] == [{"type": "text", "text": "Hello!"}]
+    assert (result["stop_reason"], result["stop_sequence"]) == ("end_turn", None)
+    assert result["usage"] == {
+        "input_tokens": len("system:Be brief.\nuser:hi\n"),
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": 0,
+        "output_tokens": len("Hello!") + 1,
+        "output_tokens_details": {"thinking_tokens": 0},
+    }
+    assert prompts(rig) == ["system:Be brief.\nuser:hi\n"]
 
 
-def test_the_events_of_a_text_are_in_order() -> None:
-    async def scene(rig: Rig) -> None:
-        events = await streamed(rig)
-        assert [event["type"] for event in events] == [
-            *("message_start", "ping", "content_block_start"),
-            *["content_block_delta"] * len("Hello!"),
-            *("content_block_stop", "message_delta", "message_stop"),
-        ]
-        assert "".join(e["delta"]["text"] for e in events[3:-3]) == "Hello!"
-        assert events[0]["message"]["content"] == []
-        assert events[0]["message"]["usage"]["input_tokens"] == len("user:hi\n")
-        assert events[-2]["delta"] == {"stop_reason": "end_turn", "stop_sequence": None}
-        assert events[-2]["usage"]["output_tokens"] == len("Hello!") + 1
-
-    play(scene)
+@played()
+async def test_the_events_of_a_text_are_in_order(rig: Rig) -> None:
+    events = await streamed(rig)
+    assert [event["type"] for event in events] == [
+        *("message_start", "ping", "content_block_start"),
+        *["content_block_delta"] * len("Hello!"),
+        *("content_block_stop", "message_delta", "message_stop"),
+    ]
+    assert "".join(e["delta"]["text"] for e in events[3:-3]) == "Hello!"
+    assert events[0]["message"]["content"] == []
+    assert events[0]["message"]["usage"]["input_tokens"] == len("user:hi\n")
+    assert events[-2]["delta"] == {"stop_reason": "end_turn", "stop_sequence": None}
+    assert events[-2]["usage"]["output_tokens"] == len("Hello!") + 1
 
 
 ALL = "<think>Hm.</think>Well." + CALL
 
 
-def test_reasoning_text_and_calls_are_separate_blocks() -> None:
+@played(Setting(texts=(ALL,), dialect=HERMES))
+async def test_reasoning_text_and_calls_are_separate_blocks(rig: Rig) -> None:
     fields = {"tools": [TOOL], "thinking": {"type": "enabled", "budget_tokens": 50}}
-
-    async def scene(rig: Rig) -> None:
-        result = await created(rig, **fields)
-        thought, text, call = result["content"]
-        assert (thought["type"], thought["thinking"]) == ("thinking", "Hm.")
-        assert text == {"type": "text", "text": "Well."}
-        assert (call["type"], call["name"], call["input"]) == ("tool_use", "add", {"a": 1})
-        assert result["stop_reason"] == "tool_use"
-        events = await streamed(rig, **fields)
-        blocks: list[str] = ["", "", ""]
-        for event in events:
-            if event["type"] == "content_block_delta":
-                delta = event["delta"]
-                said = {"text_delta": "text", "thinking_delta": "thinking"}
-                name = said.get(delta["type"], "partial_json")
-                blocks[event["index"]] += delta.get(name, "")
-        assert blocks == ["Hm.", "Well.", '{"a": 1}']
-        kinds = [event["type"] for event in events]
-        assert kinds.count("content_block_start") == kinds.count("content_block_stop") == 3
-        assert events[-2]["delta"]["stop_reason"] == "tool_use"
-
-    play(scene, Setting(texts=(ALL,), dialect=HERMES))
+    result = await created(rig, **fields)
+    thought, text, call = result["content"]
+    assert (thought["type"], thought["thinking"]) == ("thinking", "Hm.")
+    assert text == {"type": "text", "text": "Well."}
+    assert (call["type"], call["name"], call["input"]) == ("tool_use", "add", {"a": 1})
+    assert result["stop_reason"] == "tool_use"
+    events = await streamed(rig, **fields)
+    blocks: list[str] = ["", "", ""]
+    for event in events:
+        if event["type"] == "content_block_delta":
+            delta = event["delta"]
+            said = {"text_delta": "text", "thinking_delta": "thinking"}
+            name = said.get(delta["type"], "partial_json")
+            blocks[event["index"]] += delta.get(name, "")
+    assert blocks == ["Hm.", "Well.", '{"a": 1}']
+    kinds = [event["type"] for event in events]
+    assert kinds.count("content_block_start") == kinds.count("content_block_stop") == 3
+    assert events[-2]["delta"]["stop_reason"] == "tool_use"
 
 
-def test_omitted_thinking_is_left_out() -> None:
+@played(Setting(texts=("<think>Hm.</think>Well.",), dialect=HERMES))
+async def test_omitted_thinking_is_left_out(rig: Rig) -> None:
     fields = {"thinking": {"type": "adaptive", "display": "omitted"}}
-
-    async def scene(rig: Rig) -> None:
-        result = await created(rig, **fields)
-        assert [block.get("thinking") for block in result["content"]] == ["", None]
-        assert result["usage"]["output_tokens_details"]["thinking_tokens"] > 0
-        events = await streamed(rig, **fields)
-        assert "Hm" not in str(events)
-
-    play(scene, Setting(texts=("<think>Hm.</think>Well.",), dialect=HERMES))
+    result = await created(rig, **fields)
+    assert [block.get("thinking") for block in result["content"]] == ["", None]
+    assert result["usage"]["output_tokens_details"]["thinking_tokens"] > 0
+    events = await streamed(rig, **fields)
+    assert "Hm" not in str(events)
 
 
-def test_thinking_whose_updates_are_requested_is_shown() -> None:
-    async def scene(rig: Rig) -> None:
-        result = await created(rig, thinking={"type": "adaptive", "display": "updates"})
-        assert [block.get("thinking") for block in result["content"]] == ["Hm.", None]
-
-    play(scene, Setting(texts=("<think>Hm.</think>Well.",), dialect=HERMES))
+@played(Setting(texts=("<think>Hm.</think>Well.",), dialect=HERMES))
+async def test_thinking_whose_updates_are_requested_is_shown(rig: Rig) -> None:
+    result = await created(rig, thinking={"type": "adaptive", "display": "updates"})
+    assert [block.get("thinking") for block in result["content"]] == ["Hm.", None]
 
 
 @pytest.mark.parametrize(
@@ -151,17 +139,16 @@ def test_thinking_whose_updates_are_requested_is_shown() -> None:
         ({"stop_sequences": ["lo"]}, "stop_sequence", "lo"),
     ],
 )
-def test_the_stop_reason_is_reported(
-    fields: dict[str, Any], reason: str, sequence: str | None
+@played()
+async def test_the_stop_reason_is_reported(
+    rig: Rig, fields: dict[str, Any], reason: str, sequence: str | None
 ) -> None:
-    async def scene(rig: Rig) -> None:
-        for result in (await created(rig, **fields), (await streamed(rig, **fields))[-2]["delta"]):
-            assert (result["stop_reason"], result["stop_sequence"]) == (reason, sequence)
-
-    play(scene)
+    for result in (await created(rig, **fields), (await streamed(rig, **fields))[-2]["delta"]):
+        assert (result["stop_reason"], result["stop_sequence"]) == (reason, sequence)
 
 
-def test_blocks_are_converted_to_chat_messages() -> None:
+@played(Setting(dialect=HERMES))
+async def test_blocks_are_converted_to_chat_messages(rig: Rig) -> None:
     messages = [
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
         {
@@ -188,22 +175,16 @@ def test_blocks_are_converted_to_chat_messages() -> None:
         },
     ]
     system = [{"type": "text", "text": "S", "cache_control": {"type": "ephemeral"}}]
-
-    async def scene(rig: Rig) -> None:
-        await created(rig, messages=messages, system=system, tools=[TOOL])
-        assert prompts(rig) == [
-            "tools:add\nsystem:S\nuser:a\nb\nassistant:c\ntool:d\ntool:Error: e\nuser:f\n"
-        ]
-
-    play(scene, Setting(dialect=HERMES))
+    await created(rig, messages=messages, system=system, tools=[TOOL])
+    assert prompts(rig) == [
+        "tools:add\nsystem:S\nuser:a\nb\nassistant:c\ntool:d\ntool:Error: e\nuser:f\n"
+    ]
 
 
-def test_an_assistant_message_at_the_end_is_continued() -> None:
-    async def scene(rig: Rig) -> None:
-        await created(rig, messages=[*USER, {"role": "assistant", "content": "Once upon"}])
-        assert prompts(rig) == ["user:hi\nassistant:Once upon"]
-
-    play(scene)
+@played()
+async def test_an_assistant_message_at_the_end_is_continued(rig: Rig) -> None:
+    await created(rig, messages=[*USER, {"role": "assistant", "content": "Once upon"}])
+    assert prompts(rig) == ["user:hi\nassistant:Once upon"]
 
 
 @pytest.mark.parametrize(
@@ -215,22 +196,19 @@ def test_an_assistant_message_at_the_end_is_continued() -> None:
         ({"type": "none"}, False),
     ],
 )
-def test_tool_choice_works_as_in_chat(choice: dict[str, Any], must_call: bool) -> None:
-    async def scene(rig: Rig) -> None:
-        await created(rig, tools=[TOOL], tool_choice=choice)
-        assert (rig.ended[0].spec.grammar is not None) == must_call
+@played(Setting(texts=(CALL,), dialect=HERMES))
+async def test_tool_choice_works_as_in_chat(
+    rig: Rig, choice: dict[str, Any], must_call: bool
+) -> None:
+    await created(rig, tools=[TOOL], tool_choice=choice)
+    assert (rig.ended[0].spec.grammar is not None) == must_call
 
-    play(scene, Setting(texts=(CALL,), dialect=HERMES))
 
-
-def test_a_format_constrains_the_text() -> None:
+@played(Setting(texts=("{}",)))
+async def test_a_format_constrains_the_text(rig: Rig) -> None:
     schema = {"type": "object", "properties": {}, "additionalProperties": False}
-
-    async def scene(rig: Rig) -> None:
-        await created(rig, output_config={"format": {"type": "json_schema", "schema": schema}})
-        assert rig.ended[0].spec.grammar is not None
-
-    play(scene, Setting(texts=("{}",)))
+    await created(rig, output_config={"format": {"type": "json_schema", "schema": schema}})
+    assert rig.ended[0].spec.grammar is not None
 
 
 def test_count_tokens_generates_nothing() -> None:
@@ -282,53 +260,44 @@ def test_errors_name_the_field_in_anthropics_shape(
     assert result["request_id"] == answer.headers["request-id"]
 
 
-def test_max_tokens_is_required_except_for_counting() -> None:
-    async def scene(rig: Rig) -> None:
-        body = {"model": MODEL, "messages": USER}
-        async with rig.client.post(PATH, body) as exchange:
-            assert "max_tokens" in (await exchange.json())["error"]["message"]
-        async with rig.client.post(COUNT, body) as exchange:
-            assert await exchange.start() == 200
-
-    play(scene)
+@played()
+async def test_max_tokens_is_required_except_for_counting(rig: Rig) -> None:
+    body = {"model": MODEL, "messages": USER}
+    async with rig.client.post(PATH, body) as exchange:
+        assert "max_tokens" in (await exchange.json())["error"]["message"]
+    async with rig.client.post(COUNT, body) as exchange:
+        assert await exchange.start() == 200
 
 
-def test_edits_that_keep_everything_are_accepted() -> None:
+@played()
+async def test_edits_that_keep_everything_are_accepted(rig: Rig) -> None:
     edits = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
-
-    async def scene(rig: Rig) -> None:
-        await created(rig, context_management=edits)
-
-    play(scene)
+    await created(rig, context_management=edits)
 
 
-def test_every_error_has_anthropics_type() -> None:
-    async def scene(rig: Rig) -> None:
-        for method, path, headers, status, kind in [
-            ("POST", PATH, {}, 401, "authentication_error"),
-            ("POST", f"{PATH}/batches", {"x-api-key": "a"}, 404, "not_found_error"),
-            ("GET", PATH, {"x-api-key": "a"}, 405, "invalid_request_error"),
-        ]:
-            async with rig.client.send(method, path, [b"{}"], headers) as exchange:
-                result = await exchange.json()
-            assert (exchange.status, result["error"]["type"]) == (status, kind)
-        async with rig.client.post(PATH, ask(model="claude"), {"x-api-key": "a"}) as exchange:
-            assert (await exchange.json())["error"]["type"] == "not_found_error"
-
-    play(scene, Setting(keys=("a",)))
+@played(Setting(keys=("a",)))
+async def test_every_error_has_anthropics_type(rig: Rig) -> None:
+    for method, path, headers, status, kind in [
+        ("POST", PATH, {}, 401, "authentication_error"),
+        ("POST", f"{PATH}/batches", {"x-api-key": "a"}, 404, "not_found_error"),
+        ("GET", PATH, {"x-api-key": "a"}, 405, "invalid_request_error"),
+    ]:
+        async with rig.client.send(method, path, [b"{}"], headers) as exchange:
+            result = await exchange.json()
+        assert (exchange.status, result["error"]["type"]) == (status, kind)
+    async with rig.client.post(PATH, ask(model="claude"), {"x-api-key": "a"}) as exchange:
+        assert (await exchange.json())["error"]["type"] == "not_found_error"
 
 
-def test_a_failing_stream_ends_with_an_error_event() -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(PATH, ask(stream=True)) as exchange:
-            await exchange.start()
-            await rig.service.groups.drain(0)
-            body = await exchange.read()
-        last = body.rstrip(b"\n").split(b"\n\n")[-1]
-        event = parsed("error", last.partition(b"event: error\ndata: ")[2])
-        assert event["error"]["type"] == "overloaded_error"
-
-    play(scene, Setting(texts=(LONG,)))
+@played(Setting(texts=(LONG,)))
+async def test_a_failing_stream_ends_with_an_error_event(rig: Rig) -> None:
+    async with rig.client.post(PATH, ask(stream=True)) as exchange:
+        await exchange.start()
+        await rig.service.groups.drain(0)
+        body = await exchange.read()
+    last = body.rstrip(b"\n").split(b"\n\n")[-1]
+    event = parsed("error", last.partition(b"event: error\ndata: ")[2])
+    assert event["error"]["type"] == "overloaded_error"
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -350,15 +319,12 @@ def test_a_disconnect_ends_the_request(stream: bool) -> None:
         {"type": "content", "content": [{"type": "text", "text": "All is well."}]},
     ],
 )
-def test_a_document_of_plain_text_is_text(source: dict[str, Any]) -> None:
+@played()
+async def test_a_document_of_plain_text_is_text(rig: Rig, source: dict[str, Any]) -> None:
     document = {"type": "document", "title": "Report", "source": source}
     content = [document, {"type": "text", "text": "Is it?"}]
-
-    async def scene(rig: Rig) -> None:
-        await created(rig, messages=[{"role": "user", "content": content}])
-        assert prompts(rig) == ["user:Report\nAll is well.\nIs it?\n"]
-
-    play(scene)
+    await created(rig, messages=[{"role": "user", "content": content}])
+    assert prompts(rig) == ["user:Report\nAll is well.\nIs it?\n"]
 
 
 @pytest.mark.parametrize(

@@ -18,43 +18,39 @@ from tests.gateway.forms import (
     started,
     uploaded,
 )
-from tests.gateway.rig import CHAT, STEP, Rig, Setting, chat, play
+from tests.gateway.rig import CHAT, STEP, Rig, Setting, chat, play, played
 
 
 def key(name: str) -> dict[str, str]:
     return {"authorization": f"Bearer {name}"}
 
 
-def test_a_batch_is_visible_to_its_own_key_only() -> None:
-    async def scene(rig: Rig) -> None:
-        batch_id = await started(rig, chat_lines(1), key("a"))
-        for method, path in [("GET", ""), ("POST", "/cancel")]:
-            path = f"/v1/batches/{batch_id}{path}"
-            async with rig.client.send(method, path, headers=key("b")) as exchange:
-                error = (await exchange.json())["error"]
-            assert (exchange.status, error["code"]) == (404, "batch_not_found")
-        async with rig.client.get("/v1/batches", key("b")) as exchange:
-            assert (await exchange.json())["data"] == []
-        file_id = await uploaded(rig, chat_lines(1), key("a"))
-        body = {"input_file_id": file_id, "endpoint": CHAT, "completion_window": "24h"}
-        async with rig.client.post("/v1/batches", body, key("b")) as exchange:
-            assert await exchange.start() == 400
-        await asyncio.sleep(10 * STEP)
-
-    play(scene, Setting(keys=("a", "b")))
+@played(Setting(keys=("a", "b")))
+async def test_a_batch_is_visible_to_its_own_key_only(rig: Rig) -> None:
+    batch_id = await started(rig, chat_lines(1), key("a"))
+    for method, path in [("GET", ""), ("POST", "/cancel")]:
+        path = f"/v1/batches/{batch_id}{path}"
+        async with rig.client.send(method, path, headers=key("b")) as exchange:
+            error = (await exchange.json())["error"]
+        assert (exchange.status, error["code"]) == (404, "batch_not_found")
+    async with rig.client.get("/v1/batches", key("b")) as exchange:
+        assert (await exchange.json())["data"] == []
+    file_id = await uploaded(rig, chat_lines(1), key("a"))
+    body = {"input_file_id": file_id, "endpoint": CHAT, "completion_window": "24h"}
+    async with rig.client.post("/v1/batches", body, key("b")) as exchange:
+        assert await exchange.start() == 400
+    await asyncio.sleep(10 * STEP)
 
 
-def test_lines_do_not_count_against_the_other_requests_of_their_key() -> None:
-    async def scene(rig: Rig) -> None:
-        batch_id = await started(rig, chat_lines(3), key("a"))
-        await asyncio.sleep(20)
-        async with rig.client.get(f"/v1/batches/{batch_id}", key("a")) as exchange:
-            assert (await exchange.json())["status"] == "completed"
-        async with rig.client.post(CHAT, chat(), key("a")) as exchange:
-            assert await exchange.start() == 200
-        assert exchange.headers["x-ratelimit-remaining-tokens"] == "40"
-
-    play(scene, Setting(keys=("a",), allowance=Allowance(tokens_per_minute=40)))
+@played(Setting(keys=("a",), allowance=Allowance(tokens_per_minute=40)))
+async def test_lines_do_not_count_against_the_other_requests_of_their_key(rig: Rig) -> None:
+    batch_id = await started(rig, chat_lines(3), key("a"))
+    await asyncio.sleep(20)
+    async with rig.client.get(f"/v1/batches/{batch_id}", key("a")) as exchange:
+        assert (await exchange.json())["status"] == "completed"
+    async with rig.client.post(CHAT, chat(), key("a")) as exchange:
+        assert await exchange.start() == 200
+    assert exchange.headers["x-ratelimit-remaining-tokens"] == "40"
 
 
 def test_lines_wait_until_their_key_has_tokens(tmp_path: Path) -> None:
@@ -130,21 +126,20 @@ def test_a_batch_survives_restarts_and_answers_each_line_once(
 
 
 @pytest.mark.parametrize("status", ["validating", "in_progress", "finalizing"])
-def test_a_batch_that_was_read_before_its_end_does_not_run_again(status: str) -> None:
+@played()
+async def test_a_batch_that_was_read_before_its_end_does_not_run_again(
+    rig: Rig, status: str
+) -> None:
     """As when the batches of a former server are read once more, while some of them end."""
-
-    async def scene(rig: Rig) -> None:
-        batch_id = await started(rig, chat_lines(2))
-        batch = await ended(rig, batch_id)
-        queue = rig.service.store.batch_queue
-        record = await queue.batches.find(batch_id, "")
-        queue.arrivals.put_nowait(msgspec.structs.replace(record, status=status))
-        await asyncio.sleep(20 * STEP)
-        assert await ended(rig, batch_id) == batch
-        assert len(await lines_of(rig, batch["output_file_id"])) == 2
-        assert len(rig.ended) == 2
-
-    play(scene)
+    batch_id = await started(rig, chat_lines(2))
+    batch = await ended(rig, batch_id)
+    queue = rig.service.store.batch_queue
+    record = await queue.batches.find(batch_id, "")
+    queue.arrivals.put_nowait(msgspec.structs.replace(record, status=status))
+    await asyncio.sleep(20 * STEP)
+    assert await ended(rig, batch_id) == batch
+    assert len(await lines_of(rig, batch["output_file_id"])) == 2
+    assert len(rig.ended) == 2
 
 
 def test_a_batch_that_was_being_cancelled_is_cancelled_after_a_restart(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from tests.gateway.forms import (
     started,
     uploaded,
 )
-from tests.gateway.rig import CHAT, EPOCH, MODEL, STEP, TEXT, Rig, Setting, chat, play, text
+from tests.gateway.rig import CHAT, EPOCH, MODEL, STEP, TEXT, Rig, Setting, chat, play, played, text
 
 LONG = "a long story " * 10
 DAY = 86_400
@@ -77,15 +77,13 @@ def test_a_batch_runs_to_its_end_and_answers_every_line() -> None:
     assert all(request.spec.is_background for request in rig.ended)
 
 
-def test_a_batch_of_text_completions_runs_too() -> None:
-    async def scene(rig: Rig) -> None:
-        content = a_line("one", text(prompt=["ab", "cd"], max_tokens=3), url=TEXT)
-        batch_id = await started(rig, content, endpoint=TEXT)
-        batch = await ended(rig, batch_id)
-        (line,) = await lines_of(rig, batch["output_file_id"])
-        assert [c["text"] for c in line["response"]["body"]["choices"]] == ["Hel", "Hel"]
-
-    play(scene)
+@played()
+async def test_a_batch_of_text_completions_runs_too(rig: Rig) -> None:
+    content = a_line("one", text(prompt=["ab", "cd"], max_tokens=3), url=TEXT)
+    batch_id = await started(rig, content, endpoint=TEXT)
+    batch = await ended(rig, batch_id)
+    (line,) = await lines_of(rig, batch["output_file_id"])
+    assert [c["text"] for c in line["response"]["body"]["choices"]] == ["Hel", "Hel"]
 
 
 def test_a_batch_of_embeddings_runs_in_the_background_too() -> None:
@@ -104,61 +102,52 @@ def test_a_batch_of_embeddings_runs_in_the_background_too() -> None:
     assert all(request.spec.is_background for request in rig.ended)
 
 
-def test_a_lines_answer_equals_the_routes_response_byte_for_byte() -> None:
-    async def scene(rig: Rig) -> None:
-        batch_id = await started(rig, chat_lines(1, seed=1))
-        batch = await ended(rig, batch_id)
-        (line,) = await lines_of(rig, batch["output_file_id"])
-        async with rig.client.post(CHAT, chat(seed=1)) as exchange:
-            reply = await exchange.json()
-        fresh = {"id", "created", "usage"}  # the second has its prompt from the cache
-        answer = line["response"]["body"]
-        assert {k: answer[k] for k in answer.keys() - fresh} == {
-            k: reply[k] for k in reply.keys() - fresh
-        }
-
-    play(scene)
+@played()
+async def test_a_lines_answer_equals_the_routes_response_byte_for_byte(rig: Rig) -> None:
+    batch_id = await started(rig, chat_lines(1, seed=1))
+    batch = await ended(rig, batch_id)
+    (line,) = await lines_of(rig, batch["output_file_id"])
+    async with rig.client.post(CHAT, chat(seed=1)) as exchange:
+        reply = await exchange.json()
+    fresh = {"id", "created", "usage"}  # the second has its prompt from the cache
+    answer = line["response"]["body"]
+    assert {k: answer[k] for k in answer.keys() - fresh} == {
+        k: reply[k] for k in reply.keys() - fresh
+    }
 
 
-def test_an_interactive_request_runs_before_all_lines() -> None:
+@played(Setting(texts=(LONG,), max_batch_size=1))
+async def test_an_interactive_request_runs_before_all_lines(rig: Rig) -> None:
     """A line that runs loses its seat for as long as the other needs it."""
-
-    async def scene(rig: Rig) -> None:
-        batch_id = await started(rig, chat_lines(20))
-        await asyncio.sleep(3.5 * STEP)
-        before = rig.service.clock()
-        async with rig.client.post(CHAT, chat(max_tokens=40)) as exchange:
-            await exchange.json()
-        assert rig.service.clock() - before <= 41 * STEP
-        assert (await batch_of(rig, batch_id))["request_counts"]["completed"] == 0
-        assert (await ended(rig, batch_id))["request_counts"]["completed"] == 20
-
-    play(scene, Setting(texts=(LONG,), max_batch_size=1))
+    batch_id = await started(rig, chat_lines(20))
+    await asyncio.sleep(3.5 * STEP)
+    before = rig.service.clock()
+    async with rig.client.post(CHAT, chat(max_tokens=40)) as exchange:
+        await exchange.json()
+    assert rig.service.clock() - before <= 41 * STEP
+    assert (await batch_of(rig, batch_id))["request_counts"]["completed"] == 0
+    assert (await ended(rig, batch_id))["request_counts"]["completed"] == 20
 
 
-def test_the_number_of_lines_in_the_engine_is_bounded() -> None:
-    async def scene(rig: Rig) -> None:
-        batch_id = await started(rig, chat_lines(50))
-        most = 0
-        while (await batch_of(rig, batch_id))["status"] in ("validating", "in_progress"):
-            most = max(most, len(rig.engine.scheduler.pool))
-            await asyncio.sleep(STEP)
-        assert most == 4
-        assert (await ended(rig, batch_id))["request_counts"]["completed"] == 50
-
-    play(scene, Setting(max_batch_size=4))
-
-
-def test_a_long_batch_does_not_block_a_short_one() -> None:
-    async def scene(rig: Rig) -> None:
-        long = await started(rig, chat_lines(100))
+@played(Setting(max_batch_size=4))
+async def test_the_number_of_lines_in_the_engine_is_bounded(rig: Rig) -> None:
+    batch_id = await started(rig, chat_lines(50))
+    most = 0
+    while (await batch_of(rig, batch_id))["status"] in ("validating", "in_progress"):
+        most = max(most, len(rig.engine.scheduler.pool))
         await asyncio.sleep(STEP)
-        short = await started(rig, chat_lines(4))
-        await ended(rig, short)
-        assert (await batch_of(rig, long))["request_counts"]["completed"] < 30
-        await ended(rig, long)
+    assert most == 4
+    assert (await ended(rig, batch_id))["request_counts"]["completed"] == 50
 
-    play(scene, Setting(max_batch_size=4))
+
+@played(Setting(max_batch_size=4))
+async def test_a_long_batch_does_not_block_a_short_one(rig: Rig) -> None:
+    long = await started(rig, chat_lines(100))
+    await asyncio.sleep(STEP)
+    short = await started(rig, chat_lines(4))
+    await ended(rig, short)
+    assert (await batch_of(rig, long))["request_counts"]["completed"] < 30
+    await ended(rig, long)
 
 
 def test_lines_that_find_the_queue_full_are_retried() -> None:
@@ -179,43 +168,39 @@ def test_lines_that_find_the_queue_full_are_retried() -> None:
 
 
 @pytest.mark.parametrize("after", [0.0, STEP, 10.5 * STEP])
-def test_a_cancelled_batch_keeps_what_is_answered(after: float) -> None:
-    async def scene(rig: Rig) -> None:
-        batch_id = await started(rig, chat_lines(20))
-        await asyncio.sleep(after)
-        async with rig.client.post(f"/v1/batches/{batch_id}/cancel", b"") as exchange:
-            assert (await exchange.json())["status"] == "cancelling"
-        batch = await ended(rig, batch_id, every=STEP)
-        assert batch["status"] == "cancelled"
-        assert batch["cancelling_at"] <= batch["cancelled_at"]
-        done = batch["request_counts"]["completed"]
-        assert done == (0 if after < 8 * STEP else 2)
-        if done:
-            assert len(await lines_of(rig, batch["output_file_id"])) == done
-        else:
-            assert "output_file_id" not in batch
-        async with rig.client.post(f"/v1/batches/{batch_id}/cancel", b"") as exchange:
-            assert await exchange.json() == batch
-        await asyncio.sleep(STEP)
-        assert not rig.engine.scheduler.pool
-
-    play(scene, Setting(max_batch_size=2))
+@played(Setting(max_batch_size=2))
+async def test_a_cancelled_batch_keeps_what_is_answered(rig: Rig, after: float) -> None:
+    batch_id = await started(rig, chat_lines(20))
+    await asyncio.sleep(after)
+    async with rig.client.post(f"/v1/batches/{batch_id}/cancel", b"") as exchange:
+        assert (await exchange.json())["status"] == "cancelling"
+    batch = await ended(rig, batch_id, every=STEP)
+    assert batch["status"] == "cancelled"
+    assert batch["cancelling_at"] <= batch["cancelled_at"]
+    done = batch["request_counts"]["completed"]
+    assert done == (0 if after < 8 * STEP else 2)
+    if done:
+        assert len(await lines_of(rig, batch["output_file_id"])) == done
+    else:
+        assert "output_file_id" not in batch
+    async with rig.client.post(f"/v1/batches/{batch_id}/cancel", b"") as exchange:
+        assert await exchange.json() == batch
+    await asyncio.sleep(STEP)
+    assert not rig.engine.scheduler.pool
 
 
-def test_an_expired_batch_reports_the_lines_that_were_not_answered() -> None:
-    async def scene(rig: Rig) -> None:
-        batch_id = await started(rig, chat_lines(10))
-        batch = await ended(rig, batch_id, every=3600.0)
-        assert batch["status"] == "expired"
-        assert batch["expired_at"] == batch["expires_at"] == EPOCH + DAY
-        assert batch["request_counts"] == {"total": 10, "completed": 2, "failed": 8}
-        errors = await lines_of(rig, batch["error_file_id"])
-        assert [e["custom_id"] for e in errors] == [f"line-{i}" for i in range(2, 10)]
-        assert {e["error"]["code"] for e in errors} == {"batch_expired"}
-        assert {e["response"] for e in errors} == {None}
-        await asyncio.sleep(DAY / 20)  # the iteration in flight
-
-    play(scene, Setting(max_batch_size=1, step=DAY / 20))
+@played(Setting(max_batch_size=1, step=DAY / 20))
+async def test_an_expired_batch_reports_the_lines_that_were_not_answered(rig: Rig) -> None:
+    batch_id = await started(rig, chat_lines(10))
+    batch = await ended(rig, batch_id, every=3600.0)
+    assert batch["status"] == "expired"
+    assert batch["expired_at"] == batch["expires_at"] == EPOCH + DAY
+    assert batch["request_counts"] == {"total": 10, "completed": 2, "failed": 8}
+    errors = await lines_of(rig, batch["error_file_id"])
+    assert [e["custom_id"] for e in errors] == [f"line-{i}" for i in range(2, 10)]
+    assert {e["error"]["code"] for e in errors} == {"batch_expired"}
+    assert {e["response"] for e in errors} == {None}
+    await asyncio.sleep(DAY / 20)  # the iteration in flight
 
 
 WRONG_LINES = {
@@ -251,38 +236,30 @@ def test_an_invalid_line_fails_the_batch_with_its_line_number(code: str, line: b
 
 
 @pytest.mark.parametrize(("content", "code"), [(b" ", "empty_file"), (b"\n \n\n", "empty_file")])
-def test_a_file_without_lines_fails_the_batch(content: bytes, code: str) -> None:
-    async def scene(rig: Rig) -> None:
-        batch = await ended(rig, await started(rig, content))
-        assert [error["code"] for error in batch["errors"]["data"]] == [code]
-
-    play(scene)
+@played()
+async def test_a_file_without_lines_fails_the_batch(rig: Rig, content: bytes, code: str) -> None:
+    batch = await ended(rig, await started(rig, content))
+    assert [error["code"] for error in batch["errors"]["data"]] == [code]
 
 
-def test_a_file_with_too_many_lines_fails_the_batch() -> None:
-    async def scene(rig: Rig) -> None:
-        batch = await ended(rig, await started(rig, chat_lines(30)))
-        (error,) = batch["errors"]["data"]
-        assert (error["code"], error["line"]) == ("too_many_lines", 21)
-
-    play(scene, Setting(lines=LineLimits(num_lines=20)))
+@played(Setting(lines=LineLimits(num_lines=20)))
+async def test_a_file_with_too_many_lines_fails_the_batch(rig: Rig) -> None:
+    batch = await ended(rig, await started(rig, chat_lines(30)))
+    (error,) = batch["errors"]["data"]
+    assert (error["code"], error["line"]) == ("too_many_lines", 21)
 
 
-def test_only_the_first_hundred_errors_are_listed() -> None:
-    async def scene(rig: Rig) -> None:
-        batch = await ended(rig, await started(rig, b"x\n" * 1000))
-        assert len(batch["errors"]["data"]) == 100
-
-    play(scene)
+@played()
+async def test_only_the_first_hundred_errors_are_listed(rig: Rig) -> None:
+    batch = await ended(rig, await started(rig, b"x\n" * 1000))
+    assert len(batch["errors"]["data"]) == 100
 
 
-def test_lines_may_span_pieces_of_the_file() -> None:
-    async def scene(rig: Rig) -> None:
-        content = chat_lines(200, user="x" * 4000)
-        batch = await ended(rig, await started(rig, content))
-        assert batch["request_counts"] == {"total": 200, "completed": 200, "failed": 0}
-
-    play(scene, Setting(max_batch_size=64))
+@played(Setting(max_batch_size=64))
+async def test_lines_may_span_pieces_of_the_file(rig: Rig) -> None:
+    content = chat_lines(200, user="x" * 4000)
+    batch = await ended(rig, await started(rig, content))
+    assert batch["request_counts"] == {"total": 200, "completed": 200, "failed": 0}
 
 
 @pytest.mark.parametrize(
@@ -306,59 +283,53 @@ def test_lines_may_span_pieces_of_the_file() -> None:
         ({"extra": 1}, "extra"),
     ],
 )
-def test_an_invalid_field_is_rejected_by_name(fields: dict[str, Any], param: str) -> None:
-    async def scene(rig: Rig) -> None:
-        good = {
-            "input_file_id": await uploaded(rig, chat_lines(1)),
-            "endpoint": CHAT,
-            "completion_window": "24h",
-        }
-        exchange, batch = await create(rig, **(good | fields))
-        assert (exchange.status, batch["error"]["param"]) == (400, param)
+@played()
+async def test_an_invalid_field_is_rejected_by_name(
+    rig: Rig, fields: dict[str, Any], param: str
+) -> None:
+    good = {
+        "input_file_id": await uploaded(rig, chat_lines(1)),
+        "endpoint": CHAT,
+        "completion_window": "24h",
+    }
+    exchange, batch = await create(rig, **(good | fields))
+    assert (exchange.status, batch["error"]["param"]) == (400, param)
 
-    play(scene)
 
-
-def test_batches_that_have_not_ended_are_bounded() -> None:
-    async def scene(rig: Rig) -> None:
-        file_id = await uploaded(rig, chat_lines(1))
-        body = {"input_file_id": file_id, "endpoint": CHAT, "completion_window": "24h"}
-        for _ in range(MAX_LIVE):
-            exchange, _ = await create(rig, **body)
-            assert exchange.status == 200
-        exchange, batch = await create(rig, **body)
-        assert (exchange.status, batch["error"]["code"]) == (429, "batch_limit_exceeded")
-        await asyncio.sleep(3600)
-        exchange, batch = await create(rig, **body)
+@played(Setting(max_batch_size=2))
+async def test_batches_that_have_not_ended_are_bounded(rig: Rig) -> None:
+    file_id = await uploaded(rig, chat_lines(1))
+    body = {"input_file_id": file_id, "endpoint": CHAT, "completion_window": "24h"}
+    for _ in range(MAX_LIVE):
+        exchange, _ = await create(rig, **body)
         assert exchange.status == 200
-        await ended(rig, batch["id"])
-
-    play(scene, Setting(max_batch_size=2))
-
-
-def test_an_output_file_cannot_be_an_input_file() -> None:
-    async def scene(rig: Rig) -> None:
-        batch = await ended(rig, await started(rig, chat_lines(1)))
-        exchange, answer = await create(
-            rig,
-            input_file_id=batch["output_file_id"],
-            endpoint=CHAT,
-            completion_window="24h",
-        )
-        assert (exchange.status, answer["error"]["param"]) == (400, "input_file_id")
-
-    play(scene)
+    exchange, batch = await create(rig, **body)
+    assert (exchange.status, batch["error"]["code"]) == (429, "batch_limit_exceeded")
+    await asyncio.sleep(3600)
+    exchange, batch = await create(rig, **body)
+    assert exchange.status == 200
+    await ended(rig, batch["id"])
 
 
-def test_output_files_are_kept_as_long_as_the_batch_says() -> None:
-    async def scene(rig: Rig) -> None:
-        expiry = {"anchor": "created_at", "seconds": 7200}
-        batch = await ended(rig, await started(rig, chat_lines(1), output_expires_after=expiry))
-        async with rig.client.get(f"/v1/files/{batch['output_file_id']}") as exchange:
-            file = await exchange.json()
-        assert file["expires_at"] - file["created_at"] == 7200
+@played()
+async def test_an_output_file_cannot_be_an_input_file(rig: Rig) -> None:
+    batch = await ended(rig, await started(rig, chat_lines(1)))
+    exchange, answer = await create(
+        rig,
+        input_file_id=batch["output_file_id"],
+        endpoint=CHAT,
+        completion_window="24h",
+    )
+    assert (exchange.status, answer["error"]["param"]) == (400, "input_file_id")
 
-    play(scene)
+
+@played()
+async def test_output_files_are_kept_as_long_as_the_batch_says(rig: Rig) -> None:
+    expiry = {"anchor": "created_at", "seconds": 7200}
+    batch = await ended(rig, await started(rig, chat_lines(1), output_expires_after=expiry))
+    async with rig.client.get(f"/v1/files/{batch['output_file_id']}") as exchange:
+        file = await exchange.json()
+    assert file["expires_at"] - file["created_at"] == 7200
 
 
 def test_batches_are_listed_in_pages_the_newest_first() -> None:

@@ -13,7 +13,7 @@ from gateway.store.database import Database
 from gateway.store.responses import ResponseLimits
 from gateway.store.usage import StoreLimits
 from tests.gateway.forms import a_form, batch_of, chat_lines, ended, started, upload, uploaded
-from tests.gateway.rig import MODEL, Rig, Setting, play
+from tests.gateway.rig import MODEL, Rig, Setting, play, played
 
 FULL = 507
 
@@ -211,10 +211,8 @@ def test_responses_of_one_key_never_evict_those_of_another() -> None:
     play(scene, Setting(keys=("a", "b"), responses=ResponseLimits(count=2)))
 
 
-def test_an_empty_file_is_rejected() -> None:
-    async def scene(rig: Rig) -> None:
-        async with upload(rig.client, a_form(b"")) as exchange:
-            error = (await exchange.json())["error"]
-        assert (exchange.status, error["param"]) == (400, "file")
-
-    play(scene)
+@played()
+async def test_an_empty_file_is_rejected(rig: Rig) -> None:
+    async with upload(rig.client, a_form(b"")) as exchange:
+        error = (await exchange.json())["error"]
+    assert (exchange.status, error["param"]) == (400, "file")

@@ -3,7 +3,7 @@
 from engine.request import Abort
 from gateway.schema.fields.sampling import SamplingDefaults
 from tests.gateway.answers import answer_to
-from tests.gateway.rig import CHAT, MODEL, STEP, TEXT, Rig, Setting, chat, play, text
+from tests.gateway.rig import CHAT, MODEL, STEP, TEXT, Rig, Setting, chat, play, played, text
 
 
 def test_a_whole_response_has_openais_shape() -> None:
@@ -37,80 +37,72 @@ def test_a_whole_response_has_openais_shape() -> None:
     }
 
 
-def test_a_stream_opens_with_the_role_and_ends_with_the_reason_and_done() -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(CHAT, chat(stream=True)) as exchange:
-            *chunks, done = [event async for event in exchange.events()]
-        assert done == "DONE"
-        assert chunks[0]["choices"][0]["delta"] == {
-            "role": "assistant",
-            "content": "",
-            "refusal": None,
-        }
-        assert [c["choices"][0]["delta"].get("content") for c in chunks[1:-1]] == list("Hello!")
-        assert chunks[-1]["choices"][0] == {
-            "index": 0,
-            "delta": {},
-            "logprobs": None,
-            "finish_reason": "stop",
-        }
-        assert len({chunk["id"] for chunk in chunks}) == 1
-        assert not any("usage" in chunk for chunk in chunks)
-
-    play(scene)
+@played()
+async def test_a_stream_opens_with_the_role_and_ends_with_the_reason_and_done(rig: Rig) -> None:
+    async with rig.client.post(CHAT, chat(stream=True)) as exchange:
+        *chunks, done = [event async for event in exchange.events()]
+    assert done == "DONE"
+    assert chunks[0]["choices"][0]["delta"] == {
+        "role": "assistant",
+        "content": "",
+        "refusal": None,
+    }
+    assert [c["choices"][0]["delta"].get("content") for c in chunks[1:-1]] == list("Hello!")
+    assert chunks[-1]["choices"][0] == {
+        "index": 0,
+        "delta": {},
+        "logprobs": None,
+        "finish_reason": "stop",
+    }
+    assert len({chunk["id"] for chunk in chunks}) == 1
+    assert not any("usage" in chunk for chunk in chunks)
 
 
-def test_every_iteration_is_one_write() -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(CHAT, chat(stream=True)) as exchange:
-            writes = [chunk async for chunk in exchange.chunks()]
-        assert len(writes) == len("Hello!") + 1
-        assert writes[0].count(b"data:") == 2
-        assert writes[-1].endswith(b"data: [DONE]\n\n")
-
-    play(scene)
+@played()
+async def test_every_iteration_is_one_write(rig: Rig) -> None:
+    async with rig.client.post(CHAT, chat(stream=True)) as exchange:
+        writes = [chunk async for chunk in exchange.chunks()]
+    assert len(writes) == len("Hello!") + 1
+    assert writes[0].count(b"data:") == 2
+    assert writes[-1].endswith(b"data: [DONE]\n\n")
 
 
-def test_include_usage_adds_a_usage_chunk() -> None:
-    async def scene(rig: Rig) -> None:
-        body = chat(stream=True, stream_options={"include_usage": True})
-        async with rig.client.post(CHAT, body) as exchange:
-            *chunks, usage, _ = [event async for event in exchange.events()]
-        assert all(chunk["usage"] is None for chunk in chunks)
-        assert usage["choices"] == []
-        assert usage["usage"] == {
-            "prompt_tokens": 8,
-            "completion_tokens": 7,
-            "total_tokens": 15,
-            "prompt_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 8},
-            "completion_tokens_details": {"reasoning_tokens": 0},
-        }
-
-    play(scene)
+@played()
+async def test_include_usage_adds_a_usage_chunk(rig: Rig) -> None:
+    body = chat(stream=True, stream_options={"include_usage": True})
+    async with rig.client.post(CHAT, body) as exchange:
+        *chunks, usage, _ = [event async for event in exchange.events()]
+    assert all(chunk["usage"] is None for chunk in chunks)
+    assert usage["choices"] == []
+    assert usage["usage"] == {
+        "prompt_tokens": 8,
+        "completion_tokens": 7,
+        "total_tokens": 15,
+        "prompt_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 8},
+        "completion_tokens_details": {"reasoning_tokens": 0},
+    }
 
 
-def test_several_choices_arrive_interleaved_and_each_ends_once() -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(CHAT, chat(stream=True, n=3, seed=7)) as exchange:
-            *chunks, _ = [event async for event in exchange.events()]
-        texts, ends = ["", "", ""], []
-        order = []
-        for chunk in chunks:
-            (choice,) = chunk["choices"]
-            texts[choice["index"]] += choice["delta"].get("content", "")
-            order.append(choice["index"])
-            if choice["finish_reason"]:
-                ends.append((choice["index"], choice["finish_reason"]))
-        assert texts == ["one", "three", "seven"]
-        assert ends == [(0, "stop"), (1, "stop"), (2, "stop")]
-        # The others begin when the first has computed the prompt, and then all take turns.
-        assert list(dict.fromkeys(order)) == [0, 1, 2]
-        assert order.index(2) < len(order) - 1 - order[::-1].index(0)
-        seeds = [request.spec.sampling.seed for request in rig.ended]
-        assert seeds[0] == 7
-        assert len(set(seeds)) == 3
-
-    play(scene, Setting(texts=("one", "three", "seven")))
+@played(Setting(texts=("one", "three", "seven")))
+async def test_several_choices_arrive_interleaved_and_each_ends_once(rig: Rig) -> None:
+    async with rig.client.post(CHAT, chat(stream=True, n=3, seed=7)) as exchange:
+        *chunks, _ = [event async for event in exchange.events()]
+    texts, ends = ["", "", ""], []
+    order = []
+    for chunk in chunks:
+        (choice,) = chunk["choices"]
+        texts[choice["index"]] += choice["delta"].get("content", "")
+        order.append(choice["index"])
+        if choice["finish_reason"]:
+            ends.append((choice["index"], choice["finish_reason"]))
+    assert texts == ["one", "three", "seven"]
+    assert ends == [(0, "stop"), (1, "stop"), (2, "stop")]
+    # The others begin when the first has computed the prompt, and then all take turns.
+    assert list(dict.fromkeys(order)) == [0, 1, 2]
+    assert order.index(2) < len(order) - 1 - order[::-1].index(0)
+    seeds = [request.spec.sampling.seed for request in rig.ended]
+    assert seeds[0] == 7
+    assert len(set(seeds)) == 3
 
 
 def test_the_usage_of_several_choices_counts_the_prompt_once() -> None:
@@ -141,13 +133,11 @@ def test_a_stop_string_ends_the_request_and_is_cut_off() -> None:
     assert request.produced == len("Hello!")
 
 
-def test_a_character_split_over_tokens_arrives_whole() -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(CHAT, chat(stream=True)) as exchange:
-            *chunks, _ = [event async for event in exchange.events()]
-        assert [c["choices"][0]["delta"].get("content") for c in chunks] == ["", "é", "🙂", None]
-
-    play(scene, Setting(texts=("é🙂",)))
+@played(Setting(texts=("é🙂",)))
+async def test_a_character_split_over_tokens_arrives_whole(rig: Rig) -> None:
+    async with rig.client.post(CHAT, chat(stream=True)) as exchange:
+        *chunks, _ = [event async for event in exchange.events()]
+    assert [c["choices"][0]["delta"].get("content") for c in chunks] == ["", "é", "🙂", None]
 
 
 def test_ignore_eos_generates_up_to_max_tokens() -> None:
@@ -162,51 +152,45 @@ def test_a_stop_token_is_cut_off() -> None:
     assert reply["choices"][0]["finish_reason"] == "stop"
 
 
-def test_without_max_tokens_the_output_may_fill_the_context() -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(CHAT, chat(max_completion_tokens=None)) as exchange:
+@played()
+async def test_without_max_tokens_the_output_may_fill_the_context(rig: Rig) -> None:
+    async with rig.client.post(CHAT, chat(max_completion_tokens=None)) as exchange:
+        await exchange.json()
+    (request,) = rig.ended
+    assert request.spec.max_tokens == 200 - 8
+
+
+@played()
+async def test_a_request_keeps_its_seed_or_gets_a_random_one(rig: Rig) -> None:
+    for body in (chat(), chat(), chat(seed=-5)):
+        async with rig.client.post(CHAT, body) as exchange:
             await exchange.json()
-        (request,) = rig.ended
-        assert request.spec.max_tokens == 200 - 8
-
-    play(scene)
-
-
-def test_a_request_keeps_its_seed_or_gets_a_random_one() -> None:
-    async def scene(rig: Rig) -> None:
-        for body in (chat(), chat(), chat(seed=-5)):
-            async with rig.client.post(CHAT, body) as exchange:
-                await exchange.json()
-        first, second, third = (request.spec.sampling.seed for request in rig.ended)
-        assert first != second
-        assert third == -5
-
-    play(scene)
+    first, second, third = (request.spec.sampling.seed for request in rig.ended)
+    assert first != second
+    assert third == -5
 
 
-def test_sampling_fields_reach_the_engine() -> None:
-    async def scene(rig: Rig) -> None:
-        fields = {
-            "temperature": 0.5,
-            "top_p": 0.9,
-            "top_k": 5,
-            "min_p": 0.1,
-            "presence_penalty": 1,
-            "frequency_penalty": -1,
-            "repetition_penalty": 1.1,
-            "logit_bias": {"5": 3, "7": -100},
-            "min_tokens": 2,
-        }
-        async with rig.client.post(CHAT, chat(**fields)) as exchange:
-            await exchange.json()
-        ask = rig.ended[0].spec
-        assert (ask.sampling.temperature, ask.sampling.top_p, ask.sampling.top_k) == (0.5, 0.9, 5)
-        assert (ask.sampling.min_p, ask.sampling.repetition_penalty) == (0.1, 1.1)
-        assert (ask.sampling.presence_penalty, ask.sampling.frequency_penalty) == (1, -1)
-        assert ask.sampling.logit_bias == ((5, 3), (7, -100))
-        assert ask.min_tokens == 2
-
-    play(scene)
+@played()
+async def test_sampling_fields_reach_the_engine(rig: Rig) -> None:
+    fields = {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 5,
+        "min_p": 0.1,
+        "presence_penalty": 1,
+        "frequency_penalty": -1,
+        "repetition_penalty": 1.1,
+        "logit_bias": {"5": 3, "7": -100},
+        "min_tokens": 2,
+    }
+    async with rig.client.post(CHAT, chat(**fields)) as exchange:
+        await exchange.json()
+    ask = rig.ended[0].spec
+    assert (ask.sampling.temperature, ask.sampling.top_p, ask.sampling.top_k) == (0.5, 0.9, 5)
+    assert (ask.sampling.min_p, ask.sampling.repetition_penalty) == (0.1, 1.1)
+    assert (ask.sampling.presence_penalty, ask.sampling.frequency_penalty) == (1, -1)
+    assert ask.sampling.logit_bias == ((5, 3), (7, -100))
+    assert ask.min_tokens == 2
 
 
 def test_llama_cpps_name_of_the_repetition_penalty_is_known() -> None:
@@ -218,22 +202,18 @@ def test_llama_cpps_name_of_the_repetition_penalty_is_known() -> None:
     assert request.spec.sampling.repetition_penalty == 1.2
 
 
-def test_top_p_zero_is_greedy() -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(CHAT, chat(top_p=0)) as exchange:
-            await exchange.json()
-        assert rig.ended[0].spec.sampling.temperature == 0.0
-
-    play(scene)
+@played()
+async def test_top_p_zero_is_greedy(rig: Rig) -> None:
+    async with rig.client.post(CHAT, chat(top_p=0)) as exchange:
+        await exchange.json()
+    assert rig.ended[0].spec.sampling.temperature == 0.0
 
 
-def test_events_go_out_as_iterations_end() -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(CHAT, chat(stream=True)) as exchange:
-            times = [rig.service.clock() async for _ in exchange.chunks()]
-        assert times == [STEP * n for n in range(1, 8)]
-
-    play(scene)
+@played()
+async def test_events_go_out_as_iterations_end(rig: Rig) -> None:
+    async with rig.client.post(CHAT, chat(stream=True)) as exchange:
+        times = [rig.service.clock() async for _ in exchange.chunks()]
+    assert times == [STEP * n for n in range(1, 8)]
 
 
 def test_the_models_defaults_of_sampling_are_used_unless_the_request_has_values() -> None:

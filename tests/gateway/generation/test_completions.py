@@ -10,7 +10,7 @@ from engine.request import Request
 from engine.step import GrammarKind
 from gateway.generation.choice_stream import MANY_TOKENS, ChoiceStream
 from tests.gateway.answers import answer_to
-from tests.gateway.rig import TEXT, Rig, Setting, play, text
+from tests.gateway.rig import TEXT, Rig, Setting, play, played, text
 
 
 def test_a_whole_response_has_openais_shape() -> None:
@@ -89,55 +89,50 @@ SCHEMA = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"type":
         (SCHEMA, (GrammarKind.JSON_SCHEMA, '{"type":"object"}')),
     ],
 )
-def test_a_response_format_constrains_the_output_as_in_a_chat(
-    response_format: dict[str, Any], grammar: tuple[GrammarKind, str] | None
+@played()
+async def test_a_response_format_constrains_the_output_as_in_a_chat(
+    rig: Rig, response_format: dict[str, Any], grammar: tuple[GrammarKind, str] | None
 ) -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(TEXT, text(response_format=response_format)) as exchange:
-            await exchange.json()
-        assert exchange.status == 200
-        assert rig.ended[0].spec.grammar == grammar
-
-    play(scene)
+    async with rig.client.post(TEXT, text(response_format=response_format)) as exchange:
+        await exchange.json()
+    assert exchange.status == 200
+    assert rig.ended[0].spec.grammar == grammar
 
 
-def test_choices_of_several_prompts_are_numbered_prompt_by_prompt() -> None:
-    async def scene(rig: Rig) -> None:
-        body = text(prompt=["ab", "c"], n=2, best_of=2, seed=3, stream=True)
-        async with rig.client.post(TEXT, body) as exchange:
-            *chunks, _ = [event async for event in exchange.events()]
-        said = ["", "", "", ""]
-        for chunk in chunks:
-            said[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
-        assert said == ["one", "two", "three", "four"]
-        seeds = [request.spec.sampling.seed for request in sorted_by_id(rig)]
-        assert seeds[:2] == seeds[2:]
-        assert seeds[0] == 3 != seeds[1]
-
-    play(scene, Setting(texts=("one", "two", "three", "four")))
+@played(Setting(texts=("one", "two", "three", "four")))
+async def test_choices_of_several_prompts_are_numbered_prompt_by_prompt(rig: Rig) -> None:
+    body = text(prompt=["ab", "c"], n=2, best_of=2, seed=3, stream=True)
+    async with rig.client.post(TEXT, body) as exchange:
+        *chunks, _ = [event async for event in exchange.events()]
+    said = ["", "", "", ""]
+    for chunk in chunks:
+        said[chunk["choices"][0]["index"]] += chunk["choices"][0]["text"]
+    assert said == ["one", "two", "three", "four"]
+    seeds = [request.spec.sampling.seed for request in sorted_by_id(rig)]
+    assert seeds[:2] == seeds[2:]
+    assert seeds[0] == 3 != seeds[1]
 
 
 def sorted_by_id(rig: Rig) -> list[Request]:
     return sorted(rig.ended, key=lambda request: request.request_id)
 
 
-def test_far_too_many_token_ids_are_rejected_before_they_are_decoded(
+@played(Setting(context=500))
+async def test_far_too_many_token_ids_are_rejected_before_they_are_decoded(
+    rig: Rig,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def scene(rig: Rig) -> None:
-        prompt = [104] * 600
-        with monkeypatch.context() as patch:
-            patch.delattr("gateway.web.routes.completions.decode_checked")
-            async with rig.client.post(TEXT, text(prompt=prompt, max_tokens=5)) as exchange:
-                error = (await exchange.json())["error"]
-        assert (exchange.status, error["code"]) == (400, "context_length_exceeded")
-        assert "600" in error["message"]
-        assert "5" in error["message"]
-        for allowed in ({"prompt": prompt, "truncate_prompt_tokens": 9}, {"prompt": [prompt[:9]]}):
-            async with rig.client.post(TEXT, text(**allowed, max_tokens=5)) as exchange:
-                assert (await exchange.json())["object"] == "text_completion"
-
-    play(scene, Setting(context=500))
+    prompt = [104] * 600
+    with monkeypatch.context() as patch:
+        patch.delattr("gateway.web.routes.completions.decode_checked")
+        async with rig.client.post(TEXT, text(prompt=prompt, max_tokens=5)) as exchange:
+            error = (await exchange.json())["error"]
+    assert (exchange.status, error["code"]) == (400, "context_length_exceeded")
+    assert "600" in error["message"]
+    assert "5" in error["message"]
+    for allowed in ({"prompt": prompt, "truncate_prompt_tokens": 9}, {"prompt": [prompt[:9]]}):
+        async with rig.client.post(TEXT, text(**allowed, max_tokens=5)) as exchange:
+            assert (await exchange.json())["object"] == "text_completion"
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.gateway.answers import answer_to
-from tests.gateway.rig import CHAT, CONTEXT, MODEL, TEXT, Rig, Setting, chat, play, text
+from tests.gateway.rig import CHAT, CONTEXT, MODEL, TEXT, Rig, Setting, chat, played, text
 
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
 HEADER = "x-podway-max-tokens"
@@ -59,14 +59,12 @@ def test_the_output_ends_with_the_context_if_max_tokens_exceeds_it(
 
 
 @pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
-def test_a_bound_that_the_context_has_room_for_is_not_reported(path: str) -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(path, body(path, "hi", CONTEXT - TEMPLATE - 2)) as exchange:
-            await exchange.json()
-        assert exchange.status == 200
-        assert HEADER not in exchange.headers
-
-    play(scene)
+@played()
+async def test_a_bound_that_the_context_has_room_for_is_not_reported(rig: Rig, path: str) -> None:
+    async with rig.client.post(path, body(path, "hi", CONTEXT - TEMPLATE - 2)) as exchange:
+        await exchange.json()
+    assert exchange.status == 200
+    assert HEADER not in exchange.headers
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 from engine.control.admission import Admission
 from engine.request import Abort, State
 from gateway.service import Pace
-from tests.gateway.rig import CHAT, STEP, TEXT, Rig, Setting, chat, play, text
+from tests.gateway.rig import CHAT, STEP, TEXT, Rig, Setting, chat, play, played, text
 from tests.wire.response_check import data_of
 
 LONG = "a long story " * 10
@@ -88,36 +88,32 @@ def test_a_disconnect_during_tokenization_adds_no_request(stream: bool) -> None:
     assert rig.ended == []
 
 
-def test_a_disconnect_ends_tokenize() -> None:
-    async def scene(rig: Rig) -> None:
-        started, ended = asyncio.Event(), asyncio.Event()
+@played()
+async def test_a_disconnect_ends_tokenize(rig: Rig) -> None:
+    started, ended = asyncio.Event(), asyncio.Event()
 
-        async def slowly(*_: object) -> Any:
-            started.set()
-            try:
-                await asyncio.Event().wait()
-            finally:
-                ended.set()
+    async def slowly(*_: object) -> Any:
+        started.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
 
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("gateway.web.routes.tokens._ids", slowly)
-            async with rig.client.post("/tokenize", {"prompt": LONG}) as exchange:
-                await started.wait()
-                exchange.disconnect()
-                await exchange.ended()
-        assert ended.is_set()
-
-    play(scene)
-
-
-def test_a_disconnect_in_the_middle_of_the_body_ends_the_exchange() -> None:
-    async def scene(rig: Rig) -> None:
-        headers = {"content-type": "application/json"}
-        async with rig.client.send("POST", CHAT, [b'{"model":'], headers) as exchange:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gateway.web.routes.tokens._ids", slowly)
+        async with rig.client.post("/tokenize", {"prompt": LONG}) as exchange:
+            await started.wait()
             exchange.disconnect()
             await exchange.ended()
+    assert ended.is_set()
 
-    play(scene)
+
+@played()
+async def test_a_disconnect_in_the_middle_of_the_body_ends_the_exchange(rig: Rig) -> None:
+    headers = {"content-type": "application/json"}
+    async with rig.client.send("POST", CHAT, [b'{"model":'], headers) as exchange:
+        exchange.disconnect()
+        await exchange.ended()
 
 
 def test_a_disconnect_while_a_write_is_blocked_ends_the_request() -> None:
@@ -133,23 +129,21 @@ def test_a_disconnect_while_a_write_is_blocked_ends_the_request() -> None:
     assert request.abort is Abort.CLIENT_GONE
 
 
-def test_a_slow_reader_gets_merged_tokens_and_delays_no_other_request() -> None:
-    async def scene(rig: Rig) -> None:
-        async with (
-            rig.client.post(CHAT, chat(stream=True)) as slow,
-            rig.client.post(CHAT, chat(stream=True)) as fast,
-        ):
-            await slow.start()
-            slow.pause()
-            times = [rig.service.clock() async for _ in fast.chunks()]
-            assert times == [STEP * n for n in range(1, len(LONG) + 2)]
-            slow.resume()
-            writes = [chunk async for chunk in slow.chunks()]
-        content = "".join(content_of(write) for write in writes)
-        assert content == LONG
-        assert len(writes) < 5
-
-    play(scene, Setting(texts=(LONG,)))
+@played(Setting(texts=(LONG,)))
+async def test_a_slow_reader_gets_merged_tokens_and_delays_no_other_request(rig: Rig) -> None:
+    async with (
+        rig.client.post(CHAT, chat(stream=True)) as slow,
+        rig.client.post(CHAT, chat(stream=True)) as fast,
+    ):
+        await slow.start()
+        slow.pause()
+        times = [rig.service.clock() async for _ in fast.chunks()]
+        assert times == [STEP * n for n in range(1, len(LONG) + 2)]
+        slow.resume()
+        writes = [chunk async for chunk in slow.chunks()]
+    content = "".join(content_of(write) for write in writes)
+    assert content == LONG
+    assert len(writes) < 5
 
 
 def content_of(write: bytes) -> str:

@@ -9,7 +9,7 @@ from engine.request import Abort
 from gateway.access.key_file import Allowance
 from gateway.service import Pace
 from gateway.store.event_ring import RingLimits
-from tests.gateway.rig import CHAT, MODEL, STEP, USER, Rig, Setting, chat, play
+from tests.gateway.rig import CHAT, MODEL, STEP, USER, Rig, Setting, chat, play, played
 from tests.wire.response_check import data_of, parsed
 
 NAMED = {"x-conversation-id": "talk-1"}
@@ -67,16 +67,14 @@ async def error_of(rig: Rig, path: str, headers: dict[str, str] | None = None) -
     ],
 )
 @pytest.mark.parametrize("headers", [{}, NAMED])
-def test_the_events_of_every_stream_are_numbered(
-    path: str, body: dict[str, Any], headers: dict[str, str]
+@played()
+async def test_the_events_of_every_stream_are_numbered(
+    rig: Rig, path: str, body: dict[str, Any], headers: dict[str, str]
 ) -> None:
-    async def scene(rig: Rig) -> None:
-        asked = {"model": MODEL, "stream": True, **body}
-        async with rig.client.post(path, asked, headers) as exchange:
-            stream = await exchange.read()
-        assert numbers_of(stream) == list(range(stream.count(b"data: ")))
-
-    play(scene)
+    asked = {"model": MODEL, "stream": True, **body}
+    async with rig.client.post(path, asked, headers) as exchange:
+        stream = await exchange.read()
+    assert numbers_of(stream) == list(range(stream.count(b"data: ")))
 
 
 def test_a_named_stream_goes_on_while_no_one_listens_and_is_read_again() -> None:
@@ -107,16 +105,14 @@ def test_a_post_with_the_last_event_goes_on_after_it() -> None:
     assert len(play(scene, LONG).ended) == 1
 
 
-def test_several_readers_get_the_same_events() -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(CHAT, chat(stream=True), NAMED) as exchange:
-            await asyncio.sleep(3.5 * STEP)
-            async with asyncio.TaskGroup() as group:
-                readers = [group.create_task(read(rig, "/v1/stream/talk-1")) for _ in range(3)]
-            first = await exchange.read()
-        assert [reader.result() for reader in readers] == [first] * 3
-
-    play(scene, LONG)
+@played(LONG)
+async def test_several_readers_get_the_same_events(rig: Rig) -> None:
+    async with rig.client.post(CHAT, chat(stream=True), NAMED) as exchange:
+        await asyncio.sleep(3.5 * STEP)
+        async with asyncio.TaskGroup() as group:
+            readers = [group.create_task(read(rig, "/v1/stream/talk-1")) for _ in range(3)]
+        first = await exchange.read()
+    assert [reader.result() for reader in readers] == [first] * 3
 
 
 def test_a_stream_without_a_name_ends_with_its_client_and_cannot_be_continued() -> None:
@@ -131,39 +127,35 @@ def test_a_stream_without_a_name_ends_with_its_client_and_cannot_be_continued() 
     assert [request.abort for request in rig.ended] == [Abort.CLIENT_GONE]
 
 
-def test_a_held_stream_belongs_to_its_key() -> None:
-    async def scene(rig: Rig) -> None:
-        await leave_after(rig, 4.5 * STEP, NAMED | key("a"))
-        for other in (key("b"), key("c")):
-            assert (await error_of(rig, "/v1/stream/talk-1", other))[0] == 404
-            async with rig.client.get("/v1/streams", other) as exchange:
-                assert (await exchange.json())["data"] == []
-            async with rig.client.send("DELETE", "/v1/stream/talk-1", headers=other) as exchange:
-                assert await exchange.start() == 404
-        own = NAMED | key("b")
-        async with rig.client.post(CHAT, chat(stream=True), own) as exchange:
-            await exchange.read()
-        async with rig.client.get("/v1/streams", key("a")) as exchange:
-            (found,) = (await exchange.json())["data"]
-        assert (found["id"], found["status"]) == ("talk-1", "completed")
-
-    play(scene, Setting(texts=(STORY, STORY), keys=("a", "b", "c")))
+@played(Setting(texts=(STORY, STORY), keys=("a", "b", "c")))
+async def test_a_held_stream_belongs_to_its_key(rig: Rig) -> None:
+    await leave_after(rig, 4.5 * STEP, NAMED | key("a"))
+    for other in (key("b"), key("c")):
+        assert (await error_of(rig, "/v1/stream/talk-1", other))[0] == 404
+        async with rig.client.get("/v1/streams", other) as exchange:
+            assert (await exchange.json())["data"] == []
+        async with rig.client.send("DELETE", "/v1/stream/talk-1", headers=other) as exchange:
+            assert await exchange.start() == 404
+    own = NAMED | key("b")
+    async with rig.client.post(CHAT, chat(stream=True), own) as exchange:
+        await exchange.read()
+    async with rig.client.get("/v1/streams", key("a")) as exchange:
+        (found,) = (await exchange.json())["data"]
+    assert (found["id"], found["status"]) == ("talk-1", "completed")
 
 
-def test_deleting_a_stream_ends_it_and_its_readers() -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(CHAT, chat(stream=True), NAMED) as exchange:
-            await asyncio.sleep(3.5 * STEP)
-            async with rig.client.send("DELETE", "/v1/stream/talk-1") as deletion:
-                assert (await deletion.json())["deleted"] is True
-            *_, last = [event async for event in exchange.events()]
-            assert last["error"]["code"] == "request_cancelled"
-        await asyncio.sleep(STEP)
-        assert not rig.engine.scheduler.pool
-        assert (await error_of(rig, "/v1/stream/talk-1"))[0] == 404
-        assert rig.service.store.held.rings.num_bytes == 0
-
-    play(scene, LONG)
+@played(LONG)
+async def test_deleting_a_stream_ends_it_and_its_readers(rig: Rig) -> None:
+    async with rig.client.post(CHAT, chat(stream=True), NAMED) as exchange:
+        await asyncio.sleep(3.5 * STEP)
+        async with rig.client.send("DELETE", "/v1/stream/talk-1") as deletion:
+            assert (await deletion.json())["deleted"] is True
+        *_, last = [event async for event in exchange.events()]
+        assert last["error"]["code"] == "request_cancelled"
+    await asyncio.sleep(STEP)
+    assert not rig.engine.scheduler.pool
+    assert (await error_of(rig, "/v1/stream/talk-1"))[0] == 404
+    assert rig.service.store.held.rings.num_bytes == 0
 
 
 def test_a_new_request_of_a_conversation_ends_the_one_before() -> None:
@@ -179,82 +171,72 @@ def test_a_new_request_of_a_conversation_ends_the_one_before() -> None:
     assert [request.finish is None for request in rig.ended] == [True, False]
 
 
-def test_evicted_events_are_an_error_that_names_the_oldest() -> None:
-    async def scene(rig: Rig) -> None:
-        await leave_after(rig, 3.5 * STEP)
-        await asyncio.sleep(len(STORY) * STEP)
-        status, error = await error_of(rig, "/v1/stream/talk-1", {"last-event-id": "0"})
-        assert (status, error["code"]) == (410, "events_evicted")
+@played(Setting(texts=(STORY,), rings=RingLimits(key_bytes=8000)))
+async def test_evicted_events_are_an_error_that_names_the_oldest(rig: Rig) -> None:
+    await leave_after(rig, 3.5 * STEP)
+    await asyncio.sleep(len(STORY) * STEP)
+    status, error = await error_of(rig, "/v1/stream/talk-1", {"last-event-id": "0"})
+    assert (status, error["code"]) == (410, "events_evicted")
+    async with rig.client.get("/v1/streams") as exchange:
+        (stream,) = (await exchange.json())["data"]
+    oldest = stream["oldest_event"]
+    assert f"the id {oldest}," in error["message"]
+    rest = await read(rig, "/v1/stream/talk-1", {"last-event-id": str(oldest - 1)})
+    assert numbers_of(rest) == list(range(oldest, len(STORY) + 3))
+    assert rig.service.store.held.rings.num_bytes <= 8000
+
+
+@played(Setting(texts=(STORY,), rings=RingLimits(key_bytes=25_000)))
+async def test_the_rings_of_a_key_never_exceed_its_limit_and_ended_streams_leave_first(
+    rig: Rig,
+) -> None:
+    for name in ("one", "two", "three"):
+        await leave_after(rig, 100 * STEP, {"x-conversation-id": name})
+        assert rig.service.store.held.rings.num_bytes <= 25_000
+    assert (await error_of(rig, "/v1/stream/one"))[0] in (404, 410)
+    assert numbers_of(await read(rig, "/v1/stream/three")) == list(range(len(STORY) + 3))
+
+
+@played(Setting(rings=RingLimits(total_bytes=30_000)))
+async def test_nothing_is_kept_of_streams_whose_events_were_evicted(rig: Rig) -> None:
+    for number in range(20):
+        await leave_after(rig, 100 * STEP, {"x-conversation-id": f"talk-{number}"})
         async with rig.client.get("/v1/streams") as exchange:
-            (stream,) = (await exchange.json())["data"]
-        oldest = stream["oldest_event"]
-        assert f"the id {oldest}," in error["message"]
-        rest = await read(rig, "/v1/stream/talk-1", {"last-event-id": str(oldest - 1)})
-        assert numbers_of(rest) == list(range(oldest, len(STORY) + 3))
-        assert rig.service.store.held.rings.num_bytes <= 8000
-
-    play(scene, Setting(texts=(STORY,), rings=RingLimits(key_bytes=8000)))
+            found = (await exchange.json())["data"]
+        assert 1 <= len(found) <= 5
+        assert found[-1]["id"] == f"talk-{number}"
+    assert (await error_of(rig, "/v1/stream/talk-0"))[0] == 404
+    async with rig.client.get("/v1/streams?conversation_id=talk-19") as exchange:
+        assert len((await exchange.json())["data"]) == 1
 
 
-def test_the_rings_of_a_key_never_exceed_its_limit_and_ended_streams_leave_first() -> None:
-    async def scene(rig: Rig) -> None:
-        for name in ("one", "two", "three"):
-            await leave_after(rig, 100 * STEP, {"x-conversation-id": name})
-            assert rig.service.store.held.rings.num_bytes <= 25_000
-        assert (await error_of(rig, "/v1/stream/one"))[0] in (404, 410)
-        assert numbers_of(await read(rig, "/v1/stream/three")) == list(range(len(STORY) + 3))
-
-    play(scene, Setting(texts=(STORY,), rings=RingLimits(key_bytes=25_000)))
-
-
-def test_nothing_is_kept_of_streams_whose_events_were_evicted() -> None:
-    async def scene(rig: Rig) -> None:
-        for number in range(20):
-            await leave_after(rig, 100 * STEP, {"x-conversation-id": f"talk-{number}"})
-            async with rig.client.get("/v1/streams") as exchange:
-                found = (await exchange.json())["data"]
-            assert 1 <= len(found) <= 5
-            assert found[-1]["id"] == f"talk-{number}"
-        assert (await error_of(rig, "/v1/stream/talk-0"))[0] == 404
-        async with rig.client.get("/v1/streams?conversation_id=talk-19") as exchange:
-            assert len((await exchange.json())["data"]) == 1
-
-    play(scene, Setting(rings=RingLimits(total_bytes=30_000)))
+@played(Setting(rings=RingLimits(seconds=60)))
+async def test_an_ended_stream_is_forgotten_after_its_time(rig: Rig) -> None:
+    await leave_after(rig, 100 * STEP)
+    await asyncio.sleep(30)
+    assert numbers_of(await read(rig, "/v1/stream/talk-1"))
+    await asyncio.sleep(31)
+    assert (await error_of(rig, "/v1/stream/talk-1"))[0] == 404
+    assert rig.service.store.held.rings.num_bytes == 0
 
 
-def test_an_ended_stream_is_forgotten_after_its_time() -> None:
-    async def scene(rig: Rig) -> None:
-        await leave_after(rig, 100 * STEP)
-        await asyncio.sleep(30)
-        assert numbers_of(await read(rig, "/v1/stream/talk-1"))
-        await asyncio.sleep(31)
-        assert (await error_of(rig, "/v1/stream/talk-1"))[0] == 404
-        assert rig.service.store.held.rings.num_bytes == 0
-
-    play(scene, Setting(rings=RingLimits(seconds=60)))
-
-
-def test_a_held_stream_that_is_rejected_answers_with_its_status() -> None:
-    async def scene(rig: Rig) -> None:
-        body = chat(stream=True, messages=[{"role": "user", "content": "x" * 500}])
-        async with rig.client.post(CHAT, body, NAMED) as exchange:
-            assert await exchange.start() == 400
-            assert (await exchange.json())["error"]["code"] == "context_length_exceeded"
-        assert (await error_of(rig, "/v1/stream/talk-1"))[0] == 404
-        assert rig.service.store.held.rings.num_bytes == 0
-
-    play(scene)
+@played()
+async def test_a_held_stream_that_is_rejected_answers_with_its_status(rig: Rig) -> None:
+    body = chat(stream=True, messages=[{"role": "user", "content": "x" * 500}])
+    async with rig.client.post(CHAT, body, NAMED) as exchange:
+        assert await exchange.start() == 400
+        assert (await exchange.json())["error"]["code"] == "context_length_exceeded"
+    assert (await error_of(rig, "/v1/stream/talk-1"))[0] == 404
+    assert rig.service.store.held.rings.num_bytes == 0
 
 
 @pytest.mark.parametrize("name", ["", "a b", "x" * 129, "é"])
-def test_an_invalid_conversation_id_is_a_400(name: str) -> None:
-    async def scene(rig: Rig) -> None:
-        headers = {"x-conversation-id": name}
-        async with rig.client.post(CHAT, chat(stream=True), headers) as exchange:
-            assert (await exchange.json())["error"]["param"] == "x-conversation-id"
-            assert exchange.status == 400
-
-    play(scene)
+@played()
+async def test_an_invalid_conversation_id_is_a_400(rig: Rig, name: str) -> None:
+    headers = {"x-conversation-id": name}
+    async with rig.client.post(CHAT, chat(stream=True), headers) as exchange:
+        assert (await exchange.json())["error"]["param"] == "x-conversation-id"
+        assert exchange.status == 400
 
 
 @pytest.mark.parametrize(
@@ -267,58 +249,48 @@ def test_an_invalid_conversation_id_is_a_400(name: str) -> None:
         ("", {"last-event-id": "9" * 40}, "last-event-id"),
     ],
 )
-def test_an_invalid_place_in_a_stream_is_a_400(
-    query: str, headers: dict[str, str], param: str
+@played()
+async def test_an_invalid_place_in_a_stream_is_a_400(
+    rig: Rig, query: str, headers: dict[str, str], param: str
 ) -> None:
-    async def scene(rig: Rig) -> None:
-        await leave_after(rig, 100 * STEP)
-        status, error = await error_of(rig, f"/v1/stream/talk-1{query}", headers)
-        assert (status, error["param"]) == (400, param)
-
-    play(scene)
+    await leave_after(rig, 100 * STEP)
+    status, error = await error_of(rig, f"/v1/stream/talk-1{query}", headers)
+    assert (status, error["param"]) == (400, param)
 
 
-def test_a_place_after_the_end_of_a_stream_is_its_end() -> None:
-    async def scene(rig: Rig) -> None:
-        await leave_after(rig, 100 * STEP)
-        assert await read(rig, "/v1/stream/talk-1?from=999999") == b""
-        assert await read(rig, "/v1/stream/talk-1", {"last-event-id": "999999"}) == b""
-
-    play(scene)
+@played()
+async def test_a_place_after_the_end_of_a_stream_is_its_end(rig: Rig) -> None:
+    await leave_after(rig, 100 * STEP)
+    assert await read(rig, "/v1/stream/talk-1?from=999999") == b""
+    assert await read(rig, "/v1/stream/talk-1", {"last-event-id": "999999"}) == b""
 
 
-def test_a_stream_without_a_reader_counts_as_running() -> None:
-    async def scene(rig: Rig) -> None:
-        await leave_after(rig, 3.5 * STEP)
-        async with rig.client.post(CHAT, chat()) as exchange:
-            assert await exchange.start() == 429
-        await asyncio.sleep(len(STORY) * STEP)
-        async with rig.client.post(CHAT, chat()) as exchange:
-            assert await exchange.start() == 200
-
-    play(scene, Setting(texts=(STORY,), allowance=Allowance(max_concurrent=1)))
+@played(Setting(texts=(STORY,), allowance=Allowance(max_concurrent=1)))
+async def test_a_stream_without_a_reader_counts_as_running(rig: Rig) -> None:
+    await leave_after(rig, 3.5 * STEP)
+    async with rig.client.post(CHAT, chat()) as exchange:
+        assert await exchange.start() == 429
+    await asyncio.sleep(len(STORY) * STEP)
+    async with rig.client.post(CHAT, chat()) as exchange:
+        assert await exchange.start() == 200
 
 
-def test_pings_reach_the_readers_of_a_silent_stream() -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(CHAT, chat(stream=True), NAMED) as exchange:
-            writes = [(rig.service.clock(), piece) async for piece in exchange.chunks()]
-        assert writes[:2] == [(2.0, b": ping\n\n"), (4.0, b": ping\n\n")]
-        assert await read(rig, "/v1/stream/talk-1") == b"".join(piece for _, piece in writes)
-
-    play(scene, Setting(texts=("Hi",), step=5.0, pace=Pace(hold=1, ping=2, stall=60)))
+@played(Setting(texts=("Hi",), step=5.0, pace=Pace(hold=1, ping=2, stall=60)))
+async def test_pings_reach_the_readers_of_a_silent_stream(rig: Rig) -> None:
+    async with rig.client.post(CHAT, chat(stream=True), NAMED) as exchange:
+        writes = [(rig.service.clock(), piece) async for piece in exchange.chunks()]
+    assert writes[:2] == [(2.0, b": ping\n\n"), (4.0, b": ping\n\n")]
+    assert await read(rig, "/v1/stream/talk-1") == b"".join(piece for _, piece in writes)
 
 
-def test_a_reader_that_does_not_read_leaves_and_the_stream_goes_on() -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(CHAT, chat(stream=True), NAMED) as exchange:
-            await exchange.start()
-            exchange.pause()
-            await exchange.ended()
-            exchange.resume()
-        assert text_of_stream(await read(rig, "/v1/stream/talk-1")) == STORY
-
-    play(scene, Setting(texts=(STORY,), pace=Pace(hold=1, ping=2, stall=3)))
+@played(Setting(texts=(STORY,), pace=Pace(hold=1, ping=2, stall=3)))
+async def test_a_reader_that_does_not_read_leaves_and_the_stream_goes_on(rig: Rig) -> None:
+    async with rig.client.post(CHAT, chat(stream=True), NAMED) as exchange:
+        await exchange.start()
+        exchange.pause()
+        await exchange.ended()
+        exchange.resume()
+    assert text_of_stream(await read(rig, "/v1/stream/talk-1")) == STORY
 
 
 def text_of_stream(stream: bytes) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from gateway.generation.infill import Infill, OtherFile
-from tests.gateway.rig import TEXT, Rig, Setting, play, text
+from tests.gateway.rig import TEXT, Rig, Setting, play, played, text
 from tests.gateway.scripted_model import ByteTokenizer
 
 MARKS = ("<fim_prefix>", "<fim_suffix>", "<fim_middle>", "<repo_name>", "<file_sep>")
@@ -33,18 +33,16 @@ async def posted(rig: Rig, path: str, body: dict[str, Any]) -> tuple[int, Any]:
     return exchange.status, reply
 
 
-def test_a_suffix_goes_behind_the_prompt_and_the_output_between_them() -> None:
-    async def scene(rig: Rig) -> None:
-        for prompt in ("a(", [97]):
-            status, reply = await posted(rig, TEXT, text(prompt=prompt, suffix=")b"))
-            assert (status, reply["choices"][0]["text"]) == (200, "Hello!")
-        assert [request.spec.prompt for request in rig.ended] == [
-            (PREFIX, *b"a(", SUFFIX, *b")b", MIDDLE),
-            (PREFIX, 97, SUFFIX, *b")b", MIDDLE),
-        ]
-        assert all(FILE in request.spec.end_ids for request in rig.ended)
-
-    play(scene, CODER)
+@played(CODER)
+async def test_a_suffix_goes_behind_the_prompt_and_the_output_between_them(rig: Rig) -> None:
+    for prompt in ("a(", [97]):
+        status, reply = await posted(rig, TEXT, text(prompt=prompt, suffix=")b"))
+        assert (status, reply["choices"][0]["text"]) == (200, "Hello!")
+    assert [request.spec.prompt for request in rig.ended] == [
+        (PREFIX, *b"a(", SUFFIX, *b")b", MIDDLE),
+        (PREFIX, 97, SUFFIX, *b")b", MIDDLE),
+    ]
+    assert all(FILE in request.spec.end_ids for request in rig.ended)
 
 
 @pytest.mark.parametrize(
@@ -69,32 +67,28 @@ def test_what_cannot_be_filled_in_is_refused_by_name(
     play(scene, setting)
 
 
-def test_infill_has_llama_cpps_shape() -> None:
-    async def scene(rig: Rig) -> None:
-        extra = [{"filename": "x.py", "text": "y"}]
-        status, reply = await posted(rig, "/infill", INFILL | {"input_extra": extra, "prompt": "c"})
-        (request,) = rig.ended
-        assert request.spec.prompt == (
-            *(REPOSITORY, *b"repository\n", FILE, *b"x.py\ny\n", FILE, *b"file\n"),
-            *(PREFIX, *b"a(c", SUFFIX, *b")b", MIDDLE),
-        )
-        assert status == 200
-        assert (reply["content"], reply["stop"], reply["stop_type"]) == ("Hell", True, "limit")
-        assert reply["tokens_predicted"] == reply["timings"]["predicted_n"] == 4
-
-    play(scene, CODER)
+@played(CODER)
+async def test_infill_has_llama_cpps_shape(rig: Rig) -> None:
+    extra = [{"filename": "x.py", "text": "y"}]
+    status, reply = await posted(rig, "/infill", INFILL | {"input_extra": extra, "prompt": "c"})
+    (request,) = rig.ended
+    assert request.spec.prompt == (
+        *(REPOSITORY, *b"repository\n", FILE, *b"x.py\ny\n", FILE, *b"file\n"),
+        *(PREFIX, *b"a(c", SUFFIX, *b")b", MIDDLE),
+    )
+    assert status == 200
+    assert (reply["content"], reply["stop"], reply["stop_type"]) == ("Hell", True, "limit")
+    assert reply["tokens_predicted"] == reply["timings"]["predicted_n"] == 4
 
 
-def test_an_infill_streams_its_text_and_then_its_counts() -> None:
-    async def scene(rig: Rig) -> None:
-        body = INFILL | {"stream": True, "n_predict": -1, "cache_prompt": True, "samplers": []}
-        async with rig.client.post("/infill", body) as exchange:
-            events = [event async for event in exchange.events()]
-        assert "".join(event["content"] for event in events) == "Hello!"
-        assert [event["stop"] for event in events] == [False] * (len(events) - 1) + [True]
-        assert events[-1]["stop_type"] == "eos"
-
-    play(scene, CODER)
+@played(CODER)
+async def test_an_infill_streams_its_text_and_then_its_counts(rig: Rig) -> None:
+    body = INFILL | {"stream": True, "n_predict": -1, "cache_prompt": True, "samplers": []}
+    async with rig.client.post("/infill", body) as exchange:
+        events = [event async for event in exchange.events()]
+    assert "".join(event["content"] for event in events) == "Hello!"
+    assert [event["stop"] for event in events] == [False] * (len(events) - 1) + [True]
+    assert events[-1]["stop_type"] == "eos"
 
 
 def test_a_model_without_marks_between_files_gets_their_texts() -> None:

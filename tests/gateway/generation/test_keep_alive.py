@@ -9,7 +9,7 @@ import pytest
 from adapters.dialects.choosing import choose_dialect
 from engine.request import Abort
 from gateway.service import Pace
-from tests.gateway.rig import CHAT, MODEL, STEP, USER, Rig, Setting, chat, play, text
+from tests.gateway.rig import CHAT, MODEL, STEP, USER, Rig, Setting, chat, play, played, text
 
 TOOL = {"name": "f", "description": "Does it.", "parameters": {"type": "object"}}
 CUSTOM = {"type": "custom", "name": "f"}
@@ -64,64 +64,57 @@ def test_no_api_is_silent_while_text_is_withheld(
 
 
 @pytest.mark.parametrize("headers", [{}, {"x-conversation-id": "held"}])
-def test_a_ping_says_how_far_the_prompt_is(headers: dict[str, str]) -> None:
+@played(Setting(step=3.0, pace=PACE, max_batch_tokens=20, max_batch_size=8))
+async def test_a_ping_says_how_far_the_prompt_is(rig: Rig, headers: dict[str, str]) -> None:
     messages = [{"role": "user", "content": "x" * 90}]
-
-    async def scene(rig: Rig) -> None:
-        body = chat(stream=True, messages=messages)
-        async with rig.client.post(CHAT, body, headers) as exchange:
-            pings = [piece async for piece in exchange.chunks() if piece.startswith(b": ")]
-        total = len(rig.ended[0].spec.prompt)
-        assert pings[:2] == [b": ping\n\n", b": ping, 20 of %d prompt tokens\n\n" % total]
-        assert b": ping, 80 of %d prompt tokens\n\n" % total in pings
-
-    play(scene, Setting(step=3.0, pace=PACE, max_batch_tokens=20, max_batch_size=8))
+    body = chat(stream=True, messages=messages)
+    async with rig.client.post(CHAT, body, headers) as exchange:
+        pings = [piece async for piece in exchange.chunks() if piece.startswith(b": ")]
+    total = len(rig.ended[0].spec.prompt)
+    assert pings[:2] == [b": ping\n\n", b": ping, 20 of %d prompt tokens\n\n" % total]
+    assert b": ping, 80 of %d prompt tokens\n\n" % total in pings
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
-def test_progress_is_an_event_for_each_part_of_the_prompt(path: str) -> None:
-    async def scene(rig: Rig) -> None:
-        fields = {"stream": True, "return_progress": True}
-        long = chat(messages=[{"role": "user", "content": "x" * 90}], **fields)
-        body = long if path == CHAT else text(prompt="x" * 96, **fields)
-        async with rig.client.post(path, body) as exchange:
-            events = [event async for event in exchange.events()]
-        total = len(rig.ended[0].spec.prompt)
-        progress = [event["prompt_progress"] for event in events[:-1] if "prompt_progress" in event]
-        assert [each["processed"] for each in progress] == [20, 40, 60, 80]
-        assert [each["time_ms"] for each in progress] == [250, 500, 750, 1000]
-        assert {(each["total"], each["cache"]) for each in progress} == {(total, 0)}
-        assert "prompt_progress" not in events[len(progress)]
-        async with rig.client.post(path, body | {"return_progress": False}) as exchange:
-            plain = [event async for event in exchange.events()]
-        assert len(plain) == len(events) - len(progress)
-
-    play(scene, Setting(max_batch_tokens=20))
+@played(Setting(max_batch_tokens=20))
+async def test_progress_is_an_event_for_each_part_of_the_prompt(rig: Rig, path: str) -> None:
+    fields = {"stream": True, "return_progress": True}
+    long = chat(messages=[{"role": "user", "content": "x" * 90}], **fields)
+    body = long if path == CHAT else text(prompt="x" * 96, **fields)
+    async with rig.client.post(path, body) as exchange:
+        events = [event async for event in exchange.events()]
+    total = len(rig.ended[0].spec.prompt)
+    progress = [event["prompt_progress"] for event in events[:-1] if "prompt_progress" in event]
+    assert [each["processed"] for each in progress] == [20, 40, 60, 80]
+    assert [each["time_ms"] for each in progress] == [250, 500, 750, 1000]
+    assert {(each["total"], each["cache"]) for each in progress} == {(total, 0)}
+    assert "prompt_progress" not in events[len(progress)]
+    async with rig.client.post(path, body | {"return_progress": False}) as exchange:
+        plain = [event async for event in exchange.events()]
+    assert len(plain) == len(events) - len(progress)
 
 
-def test_spaces_come_before_a_body_that_is_late() -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(CHAT, chat()) as exchange:
-            writes = [(rig.service.clock(), piece) async for piece in exchange.chunks()]
-        assert exchange.status == 200
-        *spaces, (_, last) = writes
-        assert spaces == [(0.6, b" "), (1.2, b" ")]
-        body = json.loads(b"".join(piece for _, piece in writes))
-        assert body["choices"][0]["message"]["content"] == "Hello!"
-        assert last.startswith(b"{")
-
-    play(scene, Setting(pace=Pace(whole=0.6)))
+@played(Setting(pace=Pace(whole=0.6)))
+async def test_spaces_come_before_a_body_that_is_late(rig: Rig) -> None:
+    async with rig.client.post(CHAT, chat()) as exchange:
+        writes = [(rig.service.clock(), piece) async for piece in exchange.chunks()]
+    assert exchange.status == 200
+    *spaces, (_, last) = writes
+    assert spaces == [(0.6, b" "), (1.2, b" ")]
+    body = json.loads(b"".join(piece for _, piece in writes))
+    assert body["choices"][0]["message"]["content"] == "Hello!"
+    assert last.startswith(b"{")
 
 
-def test_an_error_after_spaces_is_a_body_of_a_200_and_one_before_has_its_status() -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(CHAT, chat(deadline_ms=3000)) as exchange:
-            error = await exchange.json()
-        assert (exchange.status, error["error"]["code"]) == (200, "deadline_exceeded")
-        async with rig.client.post(CHAT, chat(messages=[])) as exchange:
-            assert await exchange.start() == 400
-
-    play(scene, Setting(texts=("a long story " * 10,), pace=Pace(whole=0.6)))
+@played(Setting(texts=("a long story " * 10,), pace=Pace(whole=0.6)))
+async def test_an_error_after_spaces_is_a_body_of_a_200_and_one_before_has_its_status(
+    rig: Rig,
+) -> None:
+    async with rig.client.post(CHAT, chat(deadline_ms=3000)) as exchange:
+        error = await exchange.json()
+    assert (exchange.status, error["error"]["code"]) == (200, "deadline_exceeded")
+    async with rig.client.post(CHAT, chat(messages=[])) as exchange:
+        assert await exchange.start() == 400
 
 
 def test_a_client_that_leaves_between_spaces_ends_the_request() -> None:

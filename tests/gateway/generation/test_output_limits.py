@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from engine.grammar import GrammarError, Matcher
 from gateway.schema.openai.chat import chat_of
 from tests.gateway.answers import answer_to
-from tests.gateway.rig import CHAT, CONTEXT, TEXT, USER, Rig, chat, play, text
+from tests.gateway.rig import CHAT, CONTEXT, TEXT, USER, Rig, chat, play, played, text
 from tests.gateway.scripted_model import END, byte_grammars
 
 GRAMMARS = byte_grammars()
@@ -75,14 +75,14 @@ def test_an_output_of_allowed_tokens_ends_only_with_an_allowed_end_token(
         ({"stop": [str(i) for i in range(17)]}, "stop"),
     ],
 )
-def test_the_error_names_the_field(path: str, fields: dict[str, Any], param: str) -> None:
-    async def scene(rig: Rig) -> None:
-        body = chat(**fields) if path == CHAT else text(**fields)
-        async with rig.client.post(path, body) as exchange:
-            error = (await exchange.json())["error"]
-        assert (exchange.status, error["param"]) == (400, param)
-
-    play(scene, run=asyncio.run)
+@played(run=asyncio.run)
+async def test_the_error_names_the_field(
+    rig: Rig, path: str, fields: dict[str, Any], param: str
+) -> None:
+    body = chat(**fields) if path == CHAT else text(**fields)
+    async with rig.client.post(path, body) as exchange:
+        error = (await exchange.json())["error"]
+    assert (exchange.status, error["param"]) == (400, param)
 
 
 def test_sixteen_stop_strings_are_allowed() -> None:

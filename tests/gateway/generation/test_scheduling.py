@@ -7,7 +7,7 @@ import pytest
 
 from engine.policy import POLICIES
 from tests.gateway.answers import answer_to
-from tests.gateway.rig import CHAT, STEP, TEXT, Rig, Setting, chat, play, text
+from tests.gateway.rig import CHAT, STEP, TEXT, Rig, Setting, chat, play, played, text
 
 STREAMED_OR_NOT = pytest.mark.parametrize("stream", [True, False])
 EVERYTHING: dict[str, Any] = {
@@ -116,43 +116,39 @@ def test_a_deadline_during_generation_ends_a_whole_response_with_a_504() -> None
     assert play(scene).metrics.requests.outcomes["expired"] == 3
 
 
-def test_a_deadline_during_a_stream_is_its_last_event() -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(CHAT, chat(stream=True, deadline_ms=STEP * 2500)) as exchange:
-            *chunks, last = [event async for event in exchange.events()]
-        assert exchange.status == 200
-        said = [chunk["choices"][0]["delta"]["content"] for chunk in chunks]
-        assert "".join(said) == "He"
-        assert last["error"]["code"] == "deadline_exceeded"
-        await asyncio.sleep(STEP)  # its last iteration returns
-        async with rig.client.get("/metrics") as exchange:
-            lines = (await exchange.read()).decode().splitlines()
-        assert 'podway_requests_total{outcome="expired"} 1.0' in lines
-        assert 'podway_aborts_total{reason="deadline"} 1.0' in lines
-
-    play(scene)
+@played()
+async def test_a_deadline_during_a_stream_is_its_last_event(rig: Rig) -> None:
+    async with rig.client.post(CHAT, chat(stream=True, deadline_ms=STEP * 2500)) as exchange:
+        *chunks, last = [event async for event in exchange.events()]
+    assert exchange.status == 200
+    said = [chunk["choices"][0]["delta"]["content"] for chunk in chunks]
+    assert "".join(said) == "He"
+    assert last["error"]["code"] == "deadline_exceeded"
+    await asyncio.sleep(STEP)  # its last iteration returns
+    async with rig.client.get("/metrics") as exchange:
+        lines = (await exchange.read()).decode().splitlines()
+    assert 'podway_requests_total{outcome="expired"} 1.0' in lines
+    assert 'podway_aborts_total{reason="deadline"} 1.0' in lines
 
 
 @STREAMED_OR_NOT
-def test_a_deadline_that_the_queue_makes_unmeetable_is_rejected_with_retry_after(
+@played(Setting(policy="deadline", max_batch_size=1))
+async def test_a_deadline_that_the_queue_makes_unmeetable_is_rejected_with_retry_after(
+    rig: Rig,
     stream: bool,
 ) -> None:
     """40 tokens before it and 40 of its own take about 20 s; alone it would be in time."""
-
-    async def scene(rig: Rig) -> None:
-        long = {"max_tokens": 40, "min_tokens": 40, "ignore_eos": True}
-        async with rig.client.post(CHAT, chat(**long, deadline_ms=10_500)) as first:
-            await asyncio.sleep(2.0)
-            late = chat(**long, stream=stream, deadline_ms=12_000)
-            async with rig.client.post(CHAT, late) as second:
-                error = (await second.json())["error"]
-            assert second.status == 503
-            assert (error["code"], error["param"]) == ("deadline_unmeetable", None)
-            assert 1000 < int(second.headers["retry-after-ms"]) < 9000
-            await first.json()
-            assert first.status == 200
-
-    play(scene, Setting(policy="deadline", max_batch_size=1))
+    long = {"max_tokens": 40, "min_tokens": 40, "ignore_eos": True}
+    async with rig.client.post(CHAT, chat(**long, deadline_ms=10_500)) as first:
+        await asyncio.sleep(2.0)
+        late = chat(**long, stream=stream, deadline_ms=12_000)
+        async with rig.client.post(CHAT, late) as second:
+            error = (await second.json())["error"]
+        assert second.status == 503
+        assert (error["code"], error["param"]) == ("deadline_unmeetable", None)
+        assert 1000 < int(second.headers["retry-after-ms"]) < 9000
+        await first.json()
+        assert first.status == 200
 
 
 @pytest.mark.parametrize("param", ["ttft_deadline_ms", "deadline_ms"])

@@ -8,7 +8,7 @@ import pytest
 from adapters.dialects.choosing import choose_dialect
 from engine.step import GrammarKind
 from tests.gateway.answers import answer_to
-from tests.gateway.rig import CHAT, USER, Rig, Setting, chat, play
+from tests.gateway.rig import CHAT, USER, Rig, Setting, chat, play, played
 from tests.gateway.serve.assembling import assembled
 
 F = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -47,42 +47,35 @@ def told_grammar(rig: Rig) -> Any:
     return grammar.kind, json.loads(grammar.text) if grammar.text else None
 
 
-def test_a_tool_call_is_returned_and_the_template_sees_the_tools() -> None:
-    async def scene(rig: Rig) -> None:
-        reply = await reply_to(rig, tools=[F, G])
-        (choice,) = reply["choices"]
-        assert choice["message"]["content"] == "Let me see."
-        (call,) = choice["message"]["tool_calls"]
-        assert call["function"] == {"name": "f", "arguments": '{"a": 1}'}
-        assert choice["finish_reason"] == "tool_calls"
-        assert rig.ended[0].spec.grammar is None
-        assert bytes(rig.ended[0].spec.prompt).startswith(b"tools:f,g\n")
-
-    play(scene, hermes("Let me see.\n" + CALL))
+@played(hermes("Let me see.\n" + CALL))
+async def test_a_tool_call_is_returned_and_the_template_sees_the_tools(rig: Rig) -> None:
+    reply = await reply_to(rig, tools=[F, G])
+    (choice,) = reply["choices"]
+    assert choice["message"]["content"] == "Let me see."
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"] == {"name": "f", "arguments": '{"a": 1}'}
+    assert choice["finish_reason"] == "tool_calls"
+    assert rig.ended[0].spec.grammar is None
+    assert bytes(rig.ended[0].spec.prompt).startswith(b"tools:f,g\n")
 
 
-def test_without_callable_tools_call_syntax_is_content() -> None:
-    async def scene(rig: Rig) -> None:
-        for fields in ({}, {"tools": [F], "tool_choice": "none"}):
-            (choice,) = (await reply_to(rig, **fields))["choices"]
-            assert choice["message"]["content"] == CALL
-            assert choice["finish_reason"] == "stop"
-        shown = [bytes(ended.spec.prompt).startswith(b"tools:f\n") for ended in rig.ended]
-        assert shown == [False, False, True, True]  # the prefix is that of other choices
-
-    play(scene, hermes(CALL))
+@played(hermes(CALL))
+async def test_without_callable_tools_call_syntax_is_content(rig: Rig) -> None:
+    for fields in ({}, {"tools": [F], "tool_choice": "none"}):
+        (choice,) = (await reply_to(rig, **fields))["choices"]
+        assert choice["message"]["content"] == CALL
+        assert choice["finish_reason"] == "stop"
+    shown = [bytes(ended.spec.prompt).startswith(b"tools:f\n") for ended in rig.ended]
+    assert shown == [False, False, True, True]  # the prefix is that of other choices
 
 
-def test_a_call_of_a_tool_that_may_not_be_called_is_content() -> None:
+@played(hermes(CALL))
+async def test_a_call_of_a_tool_that_may_not_be_called_is_content(rig: Rig) -> None:
     allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [G]}}
-
-    async def scene(rig: Rig) -> None:
-        for fields in ({"tools": [G]}, {"tools": [F, G], "tool_choice": allowed}):
-            (choice,) = (await reply_to(rig, **fields))["choices"]
-            assert choice["message"]["content"] == CALL
-            assert "tool_calls" not in choice["message"]
-
-    play(scene, hermes(CALL))
+    for fields in ({"tools": [G]}, {"tools": [F, G], "tool_choice": allowed}):
+        (choice,) = (await reply_to(rig, **fields))["choices"]
+        assert choice["message"]["content"] == CALL
+        assert "tool_calls" not in choice["message"]
 
 
 @pytest.mark.parametrize(
@@ -108,25 +101,20 @@ def test_a_required_call_is_constrained_to_the_tools(
     assert tags["at_most"] == (1 if is_one else None)
 
 
-def test_the_prompt_lists_all_tools_whichever_are_allowed() -> None:
-    async def scene(rig: Rig) -> None:
-        choice = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [G]}}
-        await reply_to(rig, tools=[F, G], tool_choice=choice)
-        assert bytes(rig.ended[0].spec.prompt).startswith(b"tools:f,g\n")
-
-    play(scene, hermes())
+@played(hermes())
+async def test_the_prompt_lists_all_tools_whichever_are_allowed(rig: Rig) -> None:
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [G]}}
+    await reply_to(rig, tools=[F, G], tool_choice=choice)
+    assert bytes(rig.ended[0].spec.prompt).startswith(b"tools:f,g\n")
 
 
-def test_a_strict_tools_arguments_are_constrained() -> None:
+@played(hermes())
+async def test_a_strict_tools_arguments_are_constrained(rig: Rig) -> None:
     strict = {"type": "function", "function": {**F["function"], "strict": True}}  # type: ignore[dict-item]
-
-    async def scene(rig: Rig) -> None:
-        await reply_to(rig, tools=[strict, G])
-        kind, tags = told_grammar(rig)
-        assert (kind, tags["at_least"], tags["has_text"]) == (GrammarKind.TAGS, 0, True)
-        assert bytes(rig.ended[0].spec.prompt).startswith(b"tools:f,g\n")
-
-    play(scene, hermes())
+    await reply_to(rig, tools=[strict, G])
+    kind, tags = told_grammar(rig)
+    assert (kind, tags["at_least"], tags["has_text"]) == (GrammarKind.TAGS, 0, True)
+    assert bytes(rig.ended[0].spec.prompt).startswith(b"tools:f,g\n")
 
 
 def test_without_parallel_calls_the_output_ends_after_the_first() -> None:
@@ -141,54 +129,45 @@ def test_without_parallel_calls_the_output_ends_after_the_first() -> None:
     assert rig.ended[0].produced < rig.ended[-1].produced
 
 
-def test_legacy_functions_get_a_function_call() -> None:
-    async def scene(rig: Rig) -> None:
-        (choice,) = (await reply_to(rig, functions=[F["function"]]))["choices"]
-        assert choice["message"]["function_call"] == {"name": "f", "arguments": '{"a": 1}'}
-        assert "tool_calls" not in choice["message"]
-        assert choice["finish_reason"] == "function_call"
-
-    play(scene, hermes(CALL + CALL))
+@played(hermes(CALL + CALL))
+async def test_legacy_functions_get_a_function_call(rig: Rig) -> None:
+    (choice,) = (await reply_to(rig, functions=[F["function"]]))["choices"]
+    assert choice["message"]["function_call"] == {"name": "f", "arguments": '{"a": 1}'}
+    assert "tool_calls" not in choice["message"]
+    assert choice["finish_reason"] == "function_call"
 
 
-def test_a_legacy_call_and_its_result_are_rendered_as_tool_messages() -> None:
-    async def scene(rig: Rig) -> None:
-        messages = [
-            *USER,
-            {"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}},
-            {"role": "function", "name": "f", "content": "9"},
-        ]
-        async with rig.client.post(CHAT, chat(messages=messages)) as exchange:
-            assert exchange.status == 200 or await exchange.json()
-        assert bytes(rig.ended[0].spec.prompt) == b"user:hi\nassistant:\ntool:9\n"
-
-    play(scene)
+@played()
+async def test_a_legacy_call_and_its_result_are_rendered_as_tool_messages(rig: Rig) -> None:
+    messages = [
+        *USER,
+        {"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}},
+        {"role": "function", "name": "f", "content": "9"},
+    ]
+    async with rig.client.post(CHAT, chat(messages=messages)) as exchange:
+        assert exchange.status == 200 or await exchange.json()
+    assert bytes(rig.ended[0].spec.prompt) == b"user:hi\nassistant:\ntool:9\n"
 
 
-def test_reasoning_is_separate_and_counted() -> None:
-    async def scene(rig: Rig) -> None:
-        reply = await reply_to(rig)
-        (choice,) = reply["choices"]
-        assert choice["message"]["content"] == "Yes."
-        assert choice["message"]["reasoning_content"] == "Hm."
-        assert choice["message"]["reasoning"] == "Hm."
-        usage = reply["usage"]
-        # From the token that completes the opening mark to the one that completes the other.
-        assert usage["completion_tokens_details"]["reasoning_tokens"] == len(">Hm.</think>")
-        assert usage["completion_tokens"] == len("<think>Hm.</think>\n\nYes.") + 1
-
-    play(scene, hermes("<think>Hm.</think>\n\nYes."))
+@played(hermes("<think>Hm.</think>\n\nYes."))
+async def test_reasoning_is_separate_and_counted(rig: Rig) -> None:
+    reply = await reply_to(rig)
+    (choice,) = reply["choices"]
+    assert choice["message"]["content"] == "Yes."
+    assert choice["message"]["reasoning_content"] == "Hm."
+    assert choice["message"]["reasoning"] == "Hm."
+    usage = reply["usage"]
+    # From the token that completes the opening mark to the one that completes the other.
+    assert usage["completion_tokens_details"]["reasoning_tokens"] == len(">Hm.</think>")
+    assert usage["completion_tokens"] == len("<think>Hm.</think>\n\nYes.") + 1
 
 
-def test_response_format_constrains_the_output() -> None:
+@played(hermes("{}"))
+async def test_response_format_constrains_the_output(rig: Rig) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
-
-    async def scene(rig: Rig) -> None:
-        named = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
-        await reply_to(rig, response_format=named)
-        assert told_grammar(rig) == (GrammarKind.JSON_SCHEMA, schema)
-
-    play(scene, hermes("{}"))
+    named = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
+    await reply_to(rig, response_format=named)
+    assert told_grammar(rig) == (GrammarKind.JSON_SCHEMA, schema)
 
 
 @pytest.mark.parametrize(
@@ -203,34 +182,28 @@ def test_response_format_constrains_the_output() -> None:
         ({"structured_outputs": {"json_object": True}}, GrammarKind.JSON_OBJECT, ""),
     ],
 )
-def test_every_grammar_field_reaches_the_engine(
-    fields: dict[str, Any], kind: GrammarKind, text: str
+@played()
+async def test_every_grammar_field_reaches_the_engine(
+    rig: Rig, fields: dict[str, Any], kind: GrammarKind, text: str
 ) -> None:
-    async def scene(rig: Rig) -> None:
-        await reply_to(rig, **fields)
-        assert rig.ended[0].spec.grammar == (kind, text)
-
-    play(scene)
+    await reply_to(rig, **fields)
+    assert rig.ended[0].spec.grammar == (kind, text)
 
 
-def test_with_ignore_eos_a_grammar_ends_only_when_it_allows_nothing_else() -> None:
-    async def scene(rig: Rig) -> None:
-        body = chat(guided_regex="Hi", ignore_eos=True)
-        async with rig.client.post(CHAT, body) as exchange:
-            await exchange.json()
-        ask = rig.ended[0].spec
-        assert ask.end_ids == ask.avoided_ids == {256}
-
-    play(scene)
+@played()
+async def test_with_ignore_eos_a_grammar_ends_only_when_it_allows_nothing_else(rig: Rig) -> None:
+    body = chat(guided_regex="Hi", ignore_eos=True)
+    async with rig.client.post(CHAT, body) as exchange:
+        await exchange.json()
+    ask = rig.ended[0].spec
+    assert ask.end_ids == ask.avoided_ids == {256}
 
 
-def test_with_optional_tools_a_json_format_is_the_alternative() -> None:
-    async def scene(rig: Rig) -> None:
-        await reply_to(rig, tools=[F], response_format={"type": "json_object"})
-        kind, tags = told_grammar(rig)
-        assert (kind, tags["answer"]) == (GrammarKind.TAGS, {"type": "object"})
-
-    play(scene, hermes("{}"))
+@played(hermes("{}"))
+async def test_with_optional_tools_a_json_format_is_the_alternative(rig: Rig) -> None:
+    await reply_to(rig, tools=[F], response_format={"type": "json_object"})
+    kind, tags = told_grammar(rig)
+    assert (kind, tags["answer"]) == (GrammarKind.TAGS, {"type": "object"})
 
 
 def test_other_grammars_cannot_be_combined_with_tools() -> None:
@@ -246,11 +219,9 @@ def test_tools_are_rejected_without_a_tool_dialect_and_the_error_names_the_flag(
     assert "--tool-dialect" in error["message"]
 
 
-def test_several_choices_have_separate_calls() -> None:
-    async def scene(rig: Rig) -> None:
-        first, second = (await reply_to(rig, tools=[F], n=2))["choices"]
-        assert first["message"]["content"] == "No."
-        assert second["message"]["tool_calls"][0]["function"]["name"] == "f"
-        assert (first["finish_reason"], second["finish_reason"]) == ("stop", "tool_calls")
-
-    play(scene, hermes("No.", CALL))
+@played(hermes("No.", CALL))
+async def test_several_choices_have_separate_calls(rig: Rig) -> None:
+    first, second = (await reply_to(rig, tools=[F], n=2))["choices"]
+    assert first["message"]["content"] == "No."
+    assert second["message"]["tool_calls"][0]["function"]["name"] == "f"
+    assert (first["finish_reason"], second["finish_reason"]) == ("stop", "tool_calls")

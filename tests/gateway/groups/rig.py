@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Concatenate
 
 from engine.control.scheduler import IterationScheduler
 from engine.errors import StartupError
@@ -26,6 +27,7 @@ from gateway.service import Service
 from gateway.web.app import build_app
 from gateway.web.table import ROUTES
 from tests.gateway.rig import STEP, Setting, build_rig
+from tests.gateway.scenes import P, plays
 from tests.wire.asgi import Client
 
 
@@ -88,6 +90,13 @@ def play(
         return fleet
 
     return run_virtual(main())
+
+
+def played(
+    *models: Model, terms: ServerTerms | None = None
+) -> Callable[[Callable[Concatenate[Fleet, P], Awaitable[None]]], Callable[P, None]]:
+    """Make a coroutine function, whose first parameter is a fleet, a test that `play`s it."""
+    return plays(lambda scene: play(scene, *models, terms=terms))
 
 
 def play_until_killed(

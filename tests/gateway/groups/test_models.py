@@ -8,7 +8,7 @@ import pytest
 from gateway.groups.group import RETRY_SECONDS, Status
 from gateway.groups.terms import ServerTerms, Terms
 from tests.gateway.forms import a_line, ended, lines_of, started
-from tests.gateway.groups.rig import Fleet, Model, play
+from tests.gateway.groups.rig import Fleet, Model, play, played
 from tests.gateway.rig import CHAT, MODEL, STEP, TEXT, Rig, chat
 from tests.gateway.rig import play as play_one
 from tests.wire.asgi import Exchange
@@ -70,17 +70,15 @@ def test_no_running_request_is_cut_for_a_load() -> None:
     assert fleet.loads == ["a", "b", "a"]
 
 
-def test_the_least_recently_used_model_goes_first() -> None:
-    async def scene(fleet: Fleet) -> None:
-        for name in ("a", "b", "a", "c"):
-            await ask(fleet, name)
-        assert [group.status for group in fleet.groups] == [
-            Status.LOADED,
-            Status.UNLOADED,
-            Status.LOADED,
-        ]
-
-    play(scene, Model("a"), Model("b"), Model("c"), terms=TWO_FIT)
+@played(Model("a"), Model("b"), Model("c"), terms=TWO_FIT)
+async def test_the_least_recently_used_model_goes_first(fleet: Fleet) -> None:
+    for name in ("a", "b", "a", "c"):
+        await ask(fleet, name)
+    assert [group.status for group in fleet.groups] == [
+        Status.LOADED,
+        Status.UNLOADED,
+        Status.LOADED,
+    ]
 
 
 def test_pinned_models_stay_and_low_priorities_go_first() -> None:
@@ -111,16 +109,14 @@ def test_the_memory_bound_holds_at_every_moment() -> None:
     play(scene, *models, terms=ServerTerms(memory=3, max_load_wait=1000.0))
 
 
-def test_a_load_that_would_take_too_long_is_a_503_with_the_forecast() -> None:
-    async def scene(fleet: Fleet) -> None:
-        async with fleet.client.post(CHAT, chat(model="slow")) as exchange:
-            body = await exchange.json()
-        assert (exchange.status, body["error"]["code"]) == (503, "unavailable")
-        assert exchange.headers["retry-after"] == "100"
-        await asyncio.sleep(float(exchange.headers["retry-after"]))
-        assert (await ask(fleet, "slow"))[0] == 200
-
-    play(scene, Model("a"), Model("slow", load_seconds=100.0), terms=ServerTerms(max_load_wait=60))
+@played(Model("a"), Model("slow", load_seconds=100.0), terms=ServerTerms(max_load_wait=60))
+async def test_a_load_that_would_take_too_long_is_a_503_with_the_forecast(fleet: Fleet) -> None:
+    async with fleet.client.post(CHAT, chat(model="slow")) as exchange:
+        body = await exchange.json()
+    assert (exchange.status, body["error"]["code"]) == (503, "unavailable")
+    assert exchange.headers["retry-after"] == "100"
+    await asyncio.sleep(float(exchange.headers["retry-after"]))
+    assert (await ask(fleet, "slow"))[0] == 200
 
 
 def test_a_failed_load_is_only_that_models() -> None:
@@ -138,14 +134,12 @@ def test_a_failed_load_is_only_that_models() -> None:
     assert play(scene, Model("bad", num_failures=1), Model("good")).loads == ["good", "bad"]
 
 
-def test_a_model_that_can_never_fit_names_the_missing_bytes() -> None:
-    async def scene(fleet: Fleet) -> None:
-        status, body = await ask(fleet, "large")
-        assert status == 503
-        assert "missing" in body["error"]["message"], body
-        assert (await ask(fleet, "a"))[0] == 200
-
-    play(scene, Model("a", Terms(pinned=True)), Model("large", num_bytes=3), terms=TWO_FIT)
+@played(Model("a", Terms(pinned=True)), Model("large", num_bytes=3), terms=TWO_FIT)
+async def test_a_model_that_can_never_fit_names_the_missing_bytes(fleet: Fleet) -> None:
+    status, body = await ask(fleet, "large")
+    assert status == 503
+    assert "missing" in body["error"]["message"], body
+    assert (await ask(fleet, "a"))[0] == 200
 
 
 def test_an_unknown_model_is_a_404_with_all_names() -> None:
@@ -157,18 +151,16 @@ def test_an_unknown_model_is_a_404_with_all_names() -> None:
     assert play(scene, Model("a"), Model("b")).loads == []
 
 
-def test_a_client_that_leaves_while_its_model_loads_leaves_nothing() -> None:
-    async def scene(fleet: Fleet) -> None:
-        async with fleet.client.post(CHAT, chat(model="a")) as exchange:
-            await asyncio.sleep(1.0)
-            exchange.disconnect()
-            await exchange.ended()
-        assert fleet.group("a").status is Status.LOADING
-        await asyncio.sleep(2.0)
-        assert fleet.group("a").accepts
-        assert not fleet.group("a").is_used
-
-    play(scene, Model("a"), Model("b"))
+@played(Model("a"), Model("b"))
+async def test_a_client_that_leaves_while_its_model_loads_leaves_nothing(fleet: Fleet) -> None:
+    async with fleet.client.post(CHAT, chat(model="a")) as exchange:
+        await asyncio.sleep(1.0)
+        exchange.disconnect()
+        await exchange.ended()
+    assert fleet.group("a").status is Status.LOADING
+    await asyncio.sleep(2.0)
+    assert fleet.group("a").accepts
+    assert not fleet.group("a").is_used
 
 
 def test_an_idle_model_is_unloaded_and_loaded_again() -> None:
@@ -183,15 +175,13 @@ def test_an_idle_model_is_unloaded_and_loaded_again() -> None:
     assert play(scene, Model("a", Terms(idle_unload=10.0))).loads == ["a", "a"]
 
 
-def test_a_shutdown_answers_requests_that_wait_for_a_load() -> None:
-    async def scene(fleet: Fleet) -> None:
-        async with fleet.client.post(CHAT, chat(model="a")) as exchange:
-            await asyncio.sleep(0.5)
-            await fleet.groups.drain(1.0)
-            assert await exchange.start() == 503
-            assert "shutting down" in (await exchange.json())["error"]["message"]
-
-    play(scene, Model("a"), Model("b"))
+@played(Model("a"), Model("b"))
+async def test_a_shutdown_answers_requests_that_wait_for_a_load(fleet: Fleet) -> None:
+    async with fleet.client.post(CHAT, chat(model="a")) as exchange:
+        await asyncio.sleep(0.5)
+        await fleet.groups.drain(1.0)
+        assert await exchange.start() == 503
+        assert "shutting down" in (await exchange.json())["error"]["message"]
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
@@ -209,56 +199,52 @@ def test_tokens_are_those_of_the_named_model(path: str) -> None:
     assert play(scene, Model("a"), Model("b")).loads == ["b"]
 
 
-def test_models_are_loaded_and_unloaded_by_their_name() -> None:
-    async def scene(fleet: Fleet) -> None:
-        async def act(path: str) -> int:
-            async with fleet.client.post(path, {"model": "b"}) as exchange:
-                assert await exchange.json() == {"success": True}
-            return exchange.status
+@played(Model("a"), Model("b", Terms(autoload=False)))
+async def test_models_are_loaded_and_unloaded_by_their_name(fleet: Fleet) -> None:
+    async def act(path: str) -> int:
+        async with fleet.client.post(path, {"model": "b"}) as exchange:
+            assert await exchange.json() == {"success": True}
+        return exchange.status
 
-        await act("/models/load")
-        assert fleet.group("b").status is Status.LOADING
-        await asyncio.sleep(2.0 + STEP)
-        assert fleet.group("b").accepts
-        running = asyncio.create_task(stream(fleet, "b", 20))
-        await asyncio.sleep(2 * STEP)
-        await act("/models/unload")
-        await asyncio.sleep(2 * STEP)
-        assert fleet.group("b").status is Status.UNLOADING
-        await running
+    await act("/models/load")
+    assert fleet.group("b").status is Status.LOADING
+    await asyncio.sleep(2.0 + STEP)
+    assert fleet.group("b").accepts
+    running = asyncio.create_task(stream(fleet, "b", 20))
+    await asyncio.sleep(2 * STEP)
+    await act("/models/unload")
+    await asyncio.sleep(2 * STEP)
+    assert fleet.group("b").status is Status.UNLOADING
+    await running
+    await asyncio.sleep(STEP)
+    assert fleet.group("b").status is Status.UNLOADED
+
+
+@played(Model("a"), Model("b"), terms=ServerTerms(memory=1))
+async def test_changes_of_statuses_are_sent_as_they_happen(fleet: Fleet) -> None:
+    seen: list[tuple[str, str, str]] = []
+
+    async def read(exchange: Exchange) -> None:
+        async for event in exchange.events():
+            seen.append((event["event"], event["model"], event["data"]["status"]))
+
+    async with fleet.client.get("/models/sse") as exchange:
+        reading = asyncio.create_task(read(exchange))
         await asyncio.sleep(STEP)
-        assert fleet.group("b").status is Status.UNLOADED
-
-    play(scene, Model("a"), Model("b", Terms(autoload=False)))
-
-
-def test_changes_of_statuses_are_sent_as_they_happen() -> None:
-    async def scene(fleet: Fleet) -> None:
-        seen: list[tuple[str, str, str]] = []
-
-        async def read(exchange: Exchange) -> None:
-            async for event in exchange.events():
-                seen.append((event["event"], event["model"], event["data"]["status"]))
-
-        async with fleet.client.get("/models/sse") as exchange:
-            reading = asyncio.create_task(read(exchange))
-            await asyncio.sleep(STEP)
-            await ask(fleet, "a")
-            await ask(fleet, "b")
-            await fleet.groups.drain(1.0)
-            await reading
-        assert seen == [
-            ("model_status", "a", "unloaded"),
-            ("model_status", "b", "unloaded"),
-            ("status_change", "a", "loading"),
-            ("status_change", "a", "loaded"),
-            ("status_change", "a", "unloading"),
-            ("status_change", "a", "unloaded"),
-            ("status_change", "b", "loading"),
-            ("status_change", "b", "loaded"),
-        ]
-
-    play(scene, Model("a"), Model("b"), terms=ServerTerms(memory=1))
+        await ask(fleet, "a")
+        await ask(fleet, "b")
+        await fleet.groups.drain(1.0)
+        await reading
+    assert seen == [
+        ("model_status", "a", "unloaded"),
+        ("model_status", "b", "unloaded"),
+        ("status_change", "a", "loading"),
+        ("status_change", "a", "loaded"),
+        ("status_change", "a", "unloading"),
+        ("status_change", "a", "unloaded"),
+        ("status_change", "b", "loading"),
+        ("status_change", "b", "loaded"),
+    ]
 
 
 def test_a_forecast_counts_the_loads_that_come_first() -> None:
@@ -277,45 +263,38 @@ def test_a_forecast_counts_the_loads_that_come_first() -> None:
     play(scene, *models, terms=ServerTerms(memory=3, max_load_wait=45.0))
 
 
-def test_lines_of_a_batch_load_their_models() -> None:
-    async def scene(fleet: Fleet) -> None:
-        lines = [a_line(f"{i}", chat(model="ab"[i % 2])) for i in range(6)]
-        rig = cast("Rig", fleet)  # of which only the client is used
-        batch = await ended(rig, await started(rig, b"\n".join(lines)))
-        assert batch["request_counts"] == {"total": 6, "completed": 6, "failed": 0}
-        models = [
-            line["response"]["body"]["model"]
-            for line in await lines_of(rig, batch["output_file_id"])
-        ]
-        assert sorted(models) == ["a", "a", "a", "b", "b", "b"]
-
-    play(scene, Model("a"), Model("b"), terms=ServerTerms(memory=1))
+@played(Model("a"), Model("b"), terms=ServerTerms(memory=1))
+async def test_lines_of_a_batch_load_their_models(fleet: Fleet) -> None:
+    lines = [a_line(f"{i}", chat(model="ab"[i % 2])) for i in range(6)]
+    rig = cast("Rig", fleet)  # of which only the client is used
+    batch = await ended(rig, await started(rig, b"\n".join(lines)))
+    assert batch["request_counts"] == {"total": 6, "completed": 6, "failed": 0}
+    models = [
+        line["response"]["body"]["model"] for line in await lines_of(rig, batch["output_file_id"])
+    ]
+    assert sorted(models) == ["a", "a", "a", "b", "b", "b"]
 
 
-def test_a_response_in_the_background_keeps_its_model_loaded() -> None:
-    async def scene(fleet: Fleet) -> None:
-        body = {"model": "a", "input": "hi", "background": True}
-        async with fleet.client.post("/v1/responses", body) as exchange:
-            response = await exchange.json()
-        await asyncio.sleep(2 * STEP)
-        fleet.groups.begin_unload(fleet.group("a"))
-        await asyncio.sleep(STEP)
-        assert fleet.group("a").status is Status.UNLOADING
-        await asyncio.sleep(20 * STEP)
-        async with fleet.client.get(f"/v1/responses/{response['id']}") as exchange:
-            assert (await exchange.json())["status"] == "completed"
-        assert fleet.group("a").status is Status.UNLOADED
-
-    play(scene, Model("a"), Model("b"))
+@played(Model("a"), Model("b"))
+async def test_a_response_in_the_background_keeps_its_model_loaded(fleet: Fleet) -> None:
+    body = {"model": "a", "input": "hi", "background": True}
+    async with fleet.client.post("/v1/responses", body) as exchange:
+        response = await exchange.json()
+    await asyncio.sleep(2 * STEP)
+    fleet.groups.begin_unload(fleet.group("a"))
+    await asyncio.sleep(STEP)
+    assert fleet.group("a").status is Status.UNLOADING
+    await asyncio.sleep(20 * STEP)
+    async with fleet.client.get(f"/v1/responses/{response['id']}") as exchange:
+        assert (await exchange.json())["status"] == "completed"
+    assert fleet.group("a").status is Status.UNLOADED
 
 
-def test_a_model_without_autoload_waits_for_an_operator() -> None:
-    async def scene(fleet: Fleet) -> None:
-        status, body = await ask(fleet, "a")
-        assert status == 503
-        assert "/models/load" in body["error"]["message"]
-
-    play(scene, Model("a", Terms(autoload=False)), Model("b"))
+@played(Model("a", Terms(autoload=False)), Model("b"))
+async def test_a_model_without_autoload_waits_for_an_operator(fleet: Fleet) -> None:
+    status, body = await ask(fleet, "a")
+    assert status == 503
+    assert "/models/load" in body["error"]["message"]
 
 
 def test_the_only_model_is_not_unloaded_by_name() -> None:
@@ -326,14 +305,12 @@ def test_the_only_model_is_not_unloaded_by_name() -> None:
     play_one(scene)
 
 
-def test_metrics_have_the_models_name() -> None:
-    async def scene(fleet: Fleet) -> None:
-        await ask(fleet, "a")
-        await ask(fleet, "b")
-        async with fleet.client.get("/metrics") as exchange:
-            lines = (await exchange.read()).decode().splitlines()
-        for name in "ab":
-            assert f'podway_output_tokens_total{{model_name="{name}"}} 7.0' in lines
-        assert any(line.startswith("podway_http_requests_total{method=") for line in lines)
-
-    play(scene, Model("a"), Model("b"))
+@played(Model("a"), Model("b"))
+async def test_metrics_have_the_models_name(fleet: Fleet) -> None:
+    await ask(fleet, "a")
+    await ask(fleet, "b")
+    async with fleet.client.get("/metrics") as exchange:
+        lines = (await exchange.read()).decode().splitlines()
+    for name in "ab":
+        assert f'podway_output_tokens_total{{model_name="{name}"}} 7.0' in lines
+    assert any(line.startswith("podway_http_requests_total{method=") for line in lines)

@@ -18,7 +18,7 @@ from tests.gateway.images.requests import (
     seen,
     text,
 )
-from tests.gateway.rig import CHAT, MODEL, Rig, Setting, play
+from tests.gateway.rig import CHAT, MODEL, Rig, Setting, play, played
 from tests.gateway.scripted_model import BAD, LOST, ScriptedDecoder
 
 
@@ -143,22 +143,19 @@ def test_only_users_and_tools_send_images_and_files_are_refused_by_name() -> Non
     play(scene, Setting(decoder=ScriptedDecoder()))
 
 
-def test_a_model_that_reads_text_only_says_so() -> None:
+@played()
+async def test_a_model_that_reads_text_only_says_so(rig: Rig) -> None:
     block = {"type": "image", "source": {"type": "url", "url": "https://x/y"}}
     turns = [{"role": "user", "content": [block]}]
-
-    async def scene(rig: Rig) -> None:
-        error = await error_of(rig, CHAT, ask(image(RED)))
-        assert (error["code"], error["param"]) == (
-            "unsupported_model",
-            "messages[0].content[0].image_url",
-        )
-        assert error["message"].endswith("is an image, and this model reads text only.")
-        for path in (MESSAGES, f"{MESSAGES}/count_tokens"):
-            error = await error_of(rig, path, {"model": MODEL, "max_tokens": 9, "messages": turns})
-            assert error["message"].startswith("'messages[0].content[0].source' is an image")
-
-    play(scene)
+    error = await error_of(rig, CHAT, ask(image(RED)))
+    assert (error["code"], error["param"]) == (
+        "unsupported_model",
+        "messages[0].content[0].image_url",
+    )
+    assert error["message"].endswith("is an image, and this model reads text only.")
+    for path in (MESSAGES, f"{MESSAGES}/count_tokens"):
+        error = await error_of(rig, path, {"model": MODEL, "max_tokens": 9, "messages": turns})
+        assert error["message"].startswith("'messages[0].content[0].source' is an image")
 
 
 def test_a_template_without_images_is_named_instead_of_dropping_them() -> None:

@@ -11,7 +11,7 @@ from engine.request import Abort
 from engine.step import Direction
 from gateway.observe.metric_table import METRICS
 from gateway.observe.metrics import Histogram
-from tests.gateway.rig import CHAT, STEP, TEXT, Rig, Setting, chat, play, text
+from tests.gateway.rig import CHAT, STEP, TEXT, Rig, Setting, chat, play, played, text
 
 
 def test_a_histogram_counts_into_cumulative_buckets() -> None:
@@ -155,35 +155,33 @@ def test_each_metric_is_one_row_of_the_table() -> None:
     assert len(names) == len(set(names))
 
 
-def test_a_key_sees_its_own_requests_and_an_admin_key_those_of_every_key() -> None:
-    async def scene(rig: Rig) -> None:
-        for key in ("k1", "k2"):
-            async with rig.client.post(CHAT, chat(), {"x-api-key": key}) as exchange:
-                await exchange.json()
-        seen = {}
-        for key in ("k1", "k3", "a"):
-            async with rig.client.get("/metrics", {"x-api-key": key}) as exchange:
-                page = (await exchange.read()).decode()
-            lines = [line for line in page.splitlines() if line.startswith("podway_key_requests")]
-            seen[key] = {line.partition('key="')[2].partition('"')[0] for line in lines}
-            assert "podway_requests_total" in page
-        assert seen == {"k1": {"alice"}, "k3": set(), "a": {"alice", "bob", "eve"}}
-
-    play(scene, Setting(keys=("alice=k1", "bob=k2", "eve=k3"), admin_keys=("root=a",)))
+@played(Setting(keys=("alice=k1", "bob=k2", "eve=k3"), admin_keys=("root=a",)))
+async def test_a_key_sees_its_own_requests_and_an_admin_key_those_of_every_key(rig: Rig) -> None:
+    for key in ("k1", "k2"):
+        async with rig.client.post(CHAT, chat(), {"x-api-key": key}) as exchange:
+            await exchange.json()
+    seen = {}
+    for key in ("k1", "k3", "a"):
+        async with rig.client.get("/metrics", {"x-api-key": key}) as exchange:
+            page = (await exchange.read()).decode()
+        lines = [line for line in page.splitlines() if line.startswith("podway_key_requests")]
+        seen[key] = {line.partition('key="')[2].partition('"')[0] for line in lines}
+        assert "podway_requests_total" in page
+    assert seen == {"k1": {"alice"}, "k3": set(), "a": {"alice", "bob", "eve"}}
 
 
-def test_readers_share_one_page_per_tick_that_is_never_older_than_their_question() -> None:
-    async def scene(rig: Rig) -> None:
-        async def read() -> bytes:
-            async with rig.client.get("/metrics") as exchange:
-                return await exchange.read()
+@played()
+async def test_readers_share_one_page_per_tick_that_is_never_older_than_their_question(
+    rig: Rig,
+) -> None:
+    async def read() -> bytes:
+        async with rig.client.get("/metrics") as exchange:
+            return await exchange.read()
 
-        first = await read()
-        async with rig.client.get("/nowhere") as exchange:
-            await exchange.read()
-        pages = await asyncio.gather(*(read() for _ in range(20)))
-        assert b'path="other"' not in first
-        assert b'path="other"' in pages[0]
-        assert set(pages) == {pages[0]}
-
-    play(scene)
+    first = await read()
+    async with rig.client.get("/nowhere") as exchange:
+        await exchange.read()
+    pages = await asyncio.gather(*(read() for _ in range(20)))
+    assert b'path="other"' not in first
+    assert b'path="other"' in pages[0]
+    assert set(pages) == {pages[0]}

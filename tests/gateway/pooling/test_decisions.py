@@ -12,7 +12,7 @@ import pytest
 from openai.types import Decision
 
 from engine.pooling import PoolingReport
-from tests.gateway.rig import CONTEXT, MODEL, STEP, Rig, Setting, play
+from tests.gateway.rig import CONTEXT, MODEL, STEP, Rig, Setting, play, played
 from tests.gateway.scripted_model import END
 
 PATH, SYSTEM_ONE = "/v1/decisions", "/v1/systemone"
@@ -109,36 +109,31 @@ def test_many_options_have_labels_of_two_letters() -> None:
     assert len(rig.ended) == 2 + 10  # the input, the root, and labels from A to J
 
 
-def test_all_questions_share_the_input_and_an_iteration() -> None:
+@played(LONG)
+async def test_all_questions_share_the_input_and_an_iteration(rig: Rig) -> None:
     given = "word " * 300
-
-    async def scene(rig: Rig) -> None:
-        questions = [{**PICK, "instructions": f"{n:02}?"} for n in range(60)]
-        fields = {"model": MODEL, "input": given, "questions": questions}
-        async with rig.client.post(PATH, fields) as exchange:
-            body = await exchange.json()
-        usage = body["usage"]
-        shared, tail = len(f"user:{given}\n\n"), len(rig.ended[-1].spec.prompt)
-        assert usage["input_tokens"] == shared + 60 * (tail - shared)
-        assert usage["total_tokens"] == usage["input_tokens"]
-        cached = usage["input_tokens_details"]["cached_tokens"]
-        assert usage["output_tokens"] == 0
-        computed = sum(request.prompt_len - request.num_cached for request in rig.ended)
-        assert computed == usage["input_tokens"] - cached
-        assert rig.metrics.num_prompt_tokens == usage["input_tokens"]
-        most = rig.engine.scheduler.settings.max_batch_tokens
-        num_iterations = -(-shared // most) + -(-60 * (tail - shared) // most)
-        assert rig.metrics.num_iterations <= num_iterations
-        async with rig.client.post(PATH, fields) as exchange:
-            again = await exchange.json()
-        assert again["answers"] == body["answers"]
-        details = again["usage"][
-            "input_tokens_details"
-        ]  # a token of each request is computed again
-        assert details["cached_tokens"] == usage["input_tokens"] - 61
-        assert details["cache_write_tokens"] == 61
-
-    play(scene, LONG)
+    questions = [{**PICK, "instructions": f"{n:02}?"} for n in range(60)]
+    fields = {"model": MODEL, "input": given, "questions": questions}
+    async with rig.client.post(PATH, fields) as exchange:
+        body = await exchange.json()
+    usage = body["usage"]
+    shared, tail = len(f"user:{given}\n\n"), len(rig.ended[-1].spec.prompt)
+    assert usage["input_tokens"] == shared + 60 * (tail - shared)
+    assert usage["total_tokens"] == usage["input_tokens"]
+    cached = usage["input_tokens_details"]["cached_tokens"]
+    assert usage["output_tokens"] == 0
+    computed = sum(request.prompt_len - request.num_cached for request in rig.ended)
+    assert computed == usage["input_tokens"] - cached
+    assert rig.metrics.num_prompt_tokens == usage["input_tokens"]
+    most = rig.engine.scheduler.settings.max_batch_tokens
+    num_iterations = -(-shared // most) + -(-60 * (tail - shared) // most)
+    assert rig.metrics.num_iterations <= num_iterations
+    async with rig.client.post(PATH, fields) as exchange:
+        again = await exchange.json()
+    assert again["answers"] == body["answers"]
+    details = again["usage"]["input_tokens_details"]  # a token of each request is computed again
+    assert details["cached_tokens"] == usage["input_tokens"] - 61
+    assert details["cache_write_tokens"] == 61
 
 
 def test_more_questions_than_seats_and_memory_take_turns() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from engine.pooling import PoolingReport
 from tests.gateway.answers import answer_to
-from tests.gateway.rig import CHAT, CONTEXT, MODEL, STEP, Rig, Setting, chat, play
+from tests.gateway.rig import CHAT, CONTEXT, MODEL, STEP, Rig, Setting, chat, play, played
 
 PATH = "/v1/embeddings"
 EMBEDS = Setting(pooling=PoolingReport("embed", "last", 4, dimensions=()))
@@ -125,47 +125,43 @@ def test_errors_name_the_field(
     assert (found, error["param"], error["code"]) == (status, param, code), error
 
 
-def test_a_model_for_embeddings_rejects_chat_and_names_its_endpoints() -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(CHAT, chat()) as exchange:
-            error = (await exchange.json())["error"]
-        assert (exchange.status, error["code"]) == (400, "unsupported_model")
-        assert "/v1/embeddings" in error["message"]
-        async with rig.client.get("/v1/models") as exchange:
-            assert (await exchange.json())["data"][0]["task"] == "embed"
-
-    play(scene, EMBEDS)
+@played(EMBEDS)
+async def test_a_model_for_embeddings_rejects_chat_and_names_its_endpoints(rig: Rig) -> None:
+    async with rig.client.post(CHAT, chat()) as exchange:
+        error = (await exchange.json())["error"]
+    assert (exchange.status, error["code"]) == (400, "unsupported_model")
+    assert "/v1/embeddings" in error["message"]
+    async with rig.client.get("/v1/models") as exchange:
+        assert (await exchange.json())["data"][0]["task"] == "embed"
 
 
-def test_all_inputs_of_a_request_share_an_iteration_and_are_logged_and_counted() -> None:
-    async def scene(rig: Rig) -> None:
-        began = rig.service.clock()
-        async with rig.client.post(PATH, {"model": MODEL, "input": ["ab"] * 8}) as exchange:
-            await exchange.json()
-        assert rig.service.clock() - began == STEP
-        (count,) = rig.service.request_log.requests.items()
-        assert count == ((PATH, "POST", 200), 1)
-        assert rig.metrics.num_prompt_tokens == 16
-        assert rig.metrics.num_output_tokens == 0
-        assert rig.metrics.requests.outcomes["finished"] == 8
-        request_id = exchange.headers["x-request-id"]
-        async with rig.client.get(f"/v1/requests/{request_id}/timeline") as exchange:
-            choices = (await exchange.json())["choices"]
-        phases = [span["phase"] for span in choices[0]["spans"]]
-        assert (len(choices), phases) == (8, ["queued", "prefill"])
+@played(EMBEDS)
+async def test_all_inputs_of_a_request_share_an_iteration_and_are_logged_and_counted(
+    rig: Rig,
+) -> None:
+    began = rig.service.clock()
+    async with rig.client.post(PATH, {"model": MODEL, "input": ["ab"] * 8}) as exchange:
+        await exchange.json()
+    assert rig.service.clock() - began == STEP
+    (count,) = rig.service.request_log.requests.items()
+    assert count == ((PATH, "POST", 200), 1)
+    assert rig.metrics.num_prompt_tokens == 16
+    assert rig.metrics.num_output_tokens == 0
+    assert rig.metrics.requests.outcomes["finished"] == 8
+    request_id = exchange.headers["x-request-id"]
+    async with rig.client.get(f"/v1/requests/{request_id}/timeline") as exchange:
+        choices = (await exchange.json())["choices"]
+    phases = [span["phase"] for span in choices[0]["spans"]]
+    assert (len(choices), phases) == (8, ["queued", "prefill"])
 
-    play(scene, EMBEDS)
 
-
-def test_requests_end_when_the_client_disconnects() -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(PATH, {"model": MODEL, "input": ["ab"] * 20}):
-            await asyncio.sleep(STEP / 2)
-        await asyncio.sleep(2 * STEP)
-        assert {request.outcome for request in rig.ended} == {"cancelled"}
-        assert len(rig.ended) == 20
-
-    play(scene, EMBEDS)
+@played(EMBEDS)
+async def test_requests_end_when_the_client_disconnects(rig: Rig) -> None:
+    async with rig.client.post(PATH, {"model": MODEL, "input": ["ab"] * 20}):
+        await asyncio.sleep(STEP / 2)
+    await asyncio.sleep(2 * STEP)
+    assert {request.outcome for request in rig.ended} == {"cancelled"}
+    assert len(rig.ended) == 20
 
 
 def test_a_deadline_ends_the_request_with_a_504() -> None:

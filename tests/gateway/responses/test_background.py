@@ -8,7 +8,7 @@ import pytest
 
 from engine.control.admission import Admission
 from engine.request import Abort
-from tests.gateway.rig import MODEL, STEP, Rig, Setting, play
+from tests.gateway.rig import MODEL, STEP, Rig, Setting, play, played
 
 PATH = "/v1/responses"
 STORY = "a long story " * 5
@@ -68,35 +68,33 @@ def test_a_response_in_the_background_goes_on_and_can_be_polled(stream: bool) ->
 
 
 @STREAMED_OR_NOT
-def test_its_events_can_be_read_from_any_number_on_at_any_time(stream: bool) -> None:
-    async def scene(rig: Rig) -> None:
-        response = await begun(rig, stream=stream)
-        during = await events_after(rig, response["id"])
-        after = await events_after(rig, response["id"])
-        assert during == after
-        assert [event["sequence_number"] for event in after] == list(range(len(after)))
-        kinds = [event["type"].removeprefix("response.") for event in after]
-        assert kinds[:4] == ["created", "queued", "in_progress", "output_item.added"]
-        assert kinds[-1] == "completed"
-        states = [event["response"]["status"] for event in after if "response" in event]
-        assert states == ["queued", "queued", "in_progress", "completed"]
-        for number in (0, 17, len(after) - 2):
-            assert await events_after(rig, response["id"], number) == after[number + 1 :]
+@played(LONG)
+async def test_its_events_can_be_read_from_any_number_on_at_any_time(
+    rig: Rig, stream: bool
+) -> None:
+    response = await begun(rig, stream=stream)
+    during = await events_after(rig, response["id"])
+    after = await events_after(rig, response["id"])
+    assert during == after
+    assert [event["sequence_number"] for event in after] == list(range(len(after)))
+    kinds = [event["type"].removeprefix("response.") for event in after]
+    assert kinds[:4] == ["created", "queued", "in_progress", "output_item.added"]
+    assert kinds[-1] == "completed"
+    states = [event["response"]["status"] for event in after if "response" in event]
+    assert states == ["queued", "queued", "in_progress", "completed"]
+    for number in (0, 17, len(after) - 2):
+        assert await events_after(rig, response["id"], number) == after[number + 1 :]
 
-    play(scene, LONG)
 
-
-def test_it_is_queued_until_the_engine_begins_with_it() -> None:
-    async def scene(rig: Rig) -> None:
-        first = await begun(rig, max_output_tokens=20)
-        second = await begun(rig, max_output_tokens=5)
-        await asyncio.sleep(3.5 * STEP)
-        assert (await got(rig, first["id"]))[1]["status"] == "in_progress"
-        assert (await got(rig, second["id"]))[1]["status"] == "queued"
-        await asyncio.sleep(40 * STEP)
-        assert (await got(rig, second["id"]))[1]["status"] == "incomplete"
-
-    play(scene, Setting(texts=(STORY,), num_blocks=30, admission=Admission.RESERVE))
+@played(Setting(texts=(STORY,), num_blocks=30, admission=Admission.RESERVE))
+async def test_it_is_queued_until_the_engine_begins_with_it(rig: Rig) -> None:
+    first = await begun(rig, max_output_tokens=20)
+    second = await begun(rig, max_output_tokens=5)
+    await asyncio.sleep(3.5 * STEP)
+    assert (await got(rig, first["id"]))[1]["status"] == "in_progress"
+    assert (await got(rig, second["id"]))[1]["status"] == "queued"
+    await asyncio.sleep(40 * STEP)
+    assert (await got(rig, second["id"]))[1]["status"] == "incomplete"
 
 
 def test_it_can_be_cancelled_and_cancelled_again() -> None:
@@ -115,76 +113,64 @@ def test_it_can_be_cancelled_and_cancelled_again() -> None:
     assert [request.abort for request in rig.ended] == [Abort.EXPLICIT]
 
 
-def test_deleting_it_ends_it_and_nothing_of_it_stays() -> None:
-    async def scene(rig: Rig) -> None:
-        response = await begun(rig)
-        await asyncio.sleep(5.5 * STEP)
-        async with rig.client.send("DELETE", f"{PATH}/{response['id']}") as exchange:
-            assert (await exchange.json())["deleted"] is True
-        await asyncio.sleep(STEP)
-        assert not rig.engine.scheduler.pool
-        assert (await got(rig, response["id"]))[0] == 404
-        assert (await got(rig, f"{response['id']}?stream=true"))[0] == 404
-        assert rig.service.store.held.rings.num_bytes == 0
-
-    play(scene, LONG)
+@played(LONG)
+async def test_deleting_it_ends_it_and_nothing_of_it_stays(rig: Rig) -> None:
+    response = await begun(rig)
+    await asyncio.sleep(5.5 * STEP)
+    async with rig.client.send("DELETE", f"{PATH}/{response['id']}") as exchange:
+        assert (await exchange.json())["deleted"] is True
+    await asyncio.sleep(STEP)
+    assert not rig.engine.scheduler.pool
+    assert (await got(rig, response["id"]))[0] == 404
+    assert (await got(rig, f"{response['id']}?stream=true"))[0] == 404
+    assert rig.service.store.held.rings.num_bytes == 0
 
 
-def test_another_key_finds_no_trace_of_it() -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(PATH, ask(), {"x-api-key": "a"}) as exchange:
-            response = await exchange.json()
-        other = {"x-api-key": "b"}
-        assert (await got(rig, response["id"], other))[0] == 404
-        assert (await got(rig, f"{response['id']}?stream=true", other))[0] == 404
-        path = f"{PATH}/{response['id']}"
-        async with rig.client.post(f"{path}/cancel", {}, other) as exchange:
-            assert await exchange.start() == 404
-        async with rig.client.send("DELETE", path, headers=other) as exchange:
-            assert await exchange.start() == 404
-
-    play(scene, Setting(texts=(STORY,), keys=("a", "b")))
+@played(Setting(texts=(STORY,), keys=("a", "b")))
+async def test_another_key_finds_no_trace_of_it(rig: Rig) -> None:
+    async with rig.client.post(PATH, ask(), {"x-api-key": "a"}) as exchange:
+        response = await exchange.json()
+    other = {"x-api-key": "b"}
+    assert (await got(rig, response["id"], other))[0] == 404
+    assert (await got(rig, f"{response['id']}?stream=true", other))[0] == 404
+    path = f"{PATH}/{response['id']}"
+    async with rig.client.post(f"{path}/cancel", {}, other) as exchange:
+        assert await exchange.start() == 404
+    async with rig.client.send("DELETE", path, headers=other) as exchange:
+        assert await exchange.start() == 404
 
 
-def test_it_answers_with_the_status_of_its_rejection() -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(PATH, ask(input="x" * 500)) as exchange:
-            assert await exchange.start() == 400
-            assert (await exchange.json())["error"]["code"] == "context_length_exceeded"
-        assert rig.service.store.held.rings.num_bytes == 0
-
-    play(scene)
+@played()
+async def test_it_answers_with_the_status_of_its_rejection(rig: Rig) -> None:
+    async with rig.client.post(PATH, ask(input="x" * 500)) as exchange:
+        assert await exchange.start() == 400
+        assert (await exchange.json())["error"]["code"] == "context_length_exceeded"
+    assert rig.service.store.held.rings.num_bytes == 0
 
 
-def test_the_events_of_a_response_in_the_foreground_are_not_held() -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(PATH, ask(background=False)) as exchange:
-            response = await exchange.json()
-        status, error = await got(rig, f"{response['id']}?stream=true")
-        assert (status, error["error"]["param"]) == (400, "stream")
-
-    play(scene)
+@played()
+async def test_the_events_of_a_response_in_the_foreground_are_not_held(rig: Rig) -> None:
+    async with rig.client.post(PATH, ask(background=False)) as exchange:
+        response = await exchange.json()
+    status, error = await got(rig, f"{response['id']}?stream=true")
+    assert (status, error["error"]["param"]) == (400, "stream")
 
 
 @pytest.mark.parametrize("place", ["-1", "x", "1.5"])
-def test_an_invalid_starting_after_is_a_400(place: str) -> None:
-    async def scene(rig: Rig) -> None:
-        response = await begun(rig)
-        path = f"{response['id']}?stream=true&starting_after={place}"
-        status, error = await got(rig, path)
-        assert (status, error["error"]["param"]) == (400, "starting_after")
-
-    play(scene)
+@played()
+async def test_an_invalid_starting_after_is_a_400(rig: Rig, place: str) -> None:
+    response = await begun(rig)
+    path = f"{response['id']}?stream=true&starting_after={place}"
+    status, error = await got(rig, path)
+    assert (status, error["error"]["param"]) == (400, "starting_after")
 
 
-def test_a_later_response_continues_it() -> None:
-    async def scene(rig: Rig) -> None:
-        first = await begun(rig)
-        await asyncio.sleep(20 * STEP)
-        async with rig.client.post(PATH, ask(previous_response_id=first["id"])) as exchange:
-            second = await exchange.json()
-        await asyncio.sleep(20 * STEP)
-        _, page = await got(rig, f"{second['id']}/input_items")
-        assert orjson.dumps(page["data"]).count(b"Hello!") == 1
-
-    play(scene)
+@played()
+async def test_a_later_response_continues_it(rig: Rig) -> None:
+    first = await begun(rig)
+    await asyncio.sleep(20 * STEP)
+    async with rig.client.post(PATH, ask(previous_response_id=first["id"])) as exchange:
+        second = await exchange.json()
+    await asyncio.sleep(20 * STEP)
+    _, page = await got(rig, f"{second['id']}/input_items")
+    assert orjson.dumps(page["data"]).count(b"Hello!") == 1

@@ -7,7 +7,7 @@ from typing import Any
 
 from gateway.schema.rendering import Usage
 from gateway.schema.responses.diagnosis import CacheDiagnosis
-from tests.gateway.rig import MODEL, Rig, Setting, play
+from tests.gateway.rig import MODEL, Rig, Setting, play, played
 
 PATH = "/v1/responses"
 TWICE = Setting(texts=("Hello!", "Bye!"))
@@ -88,22 +88,18 @@ def test_what_was_not_cached_any_more_is_no_hit() -> None:
     assert diagnosed((ONE, {}), (ONE, {}), off) == {"type": "unavailable"}
 
 
-def test_an_unknown_response_is_not_found() -> None:
-    async def scene(rig: Rig) -> None:
-        body = await respond(rig, "hi", prompt_cache_options={"comparison_response_id": "resp_0"})
-        assert body["status"] == "completed"
-        assert body["prompt_cache_diagnostics"] == {"type": "comparison_response_not_found"}
-
-    play(scene)
+@played()
+async def test_an_unknown_response_is_not_found(rig: Rig) -> None:
+    body = await respond(rig, "hi", prompt_cache_options={"comparison_response_id": "resp_0"})
+    assert body["status"] == "completed"
+    assert body["prompt_cache_diagnostics"] == {"type": "comparison_response_not_found"}
 
 
-def test_a_prewarmed_response_has_no_output() -> None:
-    async def scene(rig: Rig) -> None:
-        body = await respond(rig, "hi", prompt_cache_options={"prewarm": True})
-        assert (body["status"], body["output"]) == ("completed", [])
-        assert body["usage"]["output_tokens"] == 0
-        assert body["usage"]["input_tokens_details"]["cache_write_tokens"] == 8
-        body = await respond(rig, "hi")
-        assert body["usage"]["input_tokens_details"]["cached_tokens"] == 7
-
-    play(scene)
+@played()
+async def test_a_prewarmed_response_has_no_output(rig: Rig) -> None:
+    body = await respond(rig, "hi", prompt_cache_options={"prewarm": True})
+    assert (body["status"], body["output"]) == ("completed", [])
+    assert body["usage"]["output_tokens"] == 0
+    assert body["usage"]["input_tokens_details"]["cache_write_tokens"] == 8
+    body = await respond(rig, "hi")
+    assert body["usage"]["input_tokens_details"]["cached_tokens"] == 7

@@ -19,25 +19,23 @@ from tests.gateway.responses.sockets import (
     prompts,
     text_of,
 )
-from tests.gateway.rig import MODEL, STEP, Rig, Setting, play
+from tests.gateway.rig import MODEL, STEP, Rig, Setting, play, played
 from tests.gateway.scripted_model import END
 
 
-def test_a_message_gets_the_events_of_a_streamed_response() -> None:
-    async def scene(rig: Rig) -> None:
-        async with connected(rig) as client:
-            client.write(input="hi")
-            events = [await client.event()]
-            while events[-1]["type"] != "response.completed":
-                events.append(await client.event())
-        async with rig.client.post(PATH, {"model": MODEL, "input": "hi", "stream": True}) as http:
-            streamed = [event async for event in http.events()]
-        kinds = [event["type"] for event in events]
-        assert kinds == [event["type"] for event in streamed]
-        assert [event["sequence_number"] for event in events] == list(range(len(events)))
-        assert text_of(events[-1]["response"]) == "Hello!"
-
-    play(scene)
+@played()
+async def test_a_message_gets_the_events_of_a_streamed_response(rig: Rig) -> None:
+    async with connected(rig) as client:
+        client.write(input="hi")
+        events = [await client.event()]
+        while events[-1]["type"] != "response.completed":
+            events.append(await client.event())
+    async with rig.client.post(PATH, {"model": MODEL, "input": "hi", "stream": True}) as http:
+        streamed = [event async for event in http.events()]
+    kinds = [event["type"] for event in events]
+    assert kinds == [event["type"] for event in streamed]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert text_of(events[-1]["response"]) == "Hello!"
 
 
 def test_a_connection_does_not_rest_while_its_next_message_is_read() -> None:
@@ -58,40 +56,38 @@ def test_a_connection_does_not_rest_while_its_next_message_is_read() -> None:
         play(scene)
 
 
-def test_a_response_that_is_not_stored_can_be_continued_in_its_connection_only() -> None:
-    async def scene(rig: Rig) -> None:
-        async with connected(rig) as client, connected(rig) as other:
-            first = await client.response(input="hi", store=False)
-            fields = {"input": "more", "previous_response_id": first["id"], "store": False}
-            second = await client.response(**fields)
-            assert second["previous_response_id"] == first["id"]
-            other.write(**fields)
-            error = await other.event()
-            assert (error["type"], error["status"]) == ("error", 400)
-            assert error["error"]["code"] == "previous_response_not_found"
-            assert error["error"]["param"] == "previous_response_id"
-        assert prompts(rig) == ["user:hi\n", "user:hi\nassistant:Hello!\nuser:more\n"]
+@played()
+async def test_a_response_that_is_not_stored_can_be_continued_in_its_connection_only(
+    rig: Rig,
+) -> None:
+    async with connected(rig) as client, connected(rig) as other:
+        first = await client.response(input="hi", store=False)
+        fields = {"input": "more", "previous_response_id": first["id"], "store": False}
+        second = await client.response(**fields)
+        assert second["previous_response_id"] == first["id"]
+        other.write(**fields)
+        error = await other.event()
+        assert (error["type"], error["status"]) == ("error", 400)
+        assert error["error"]["code"] == "previous_response_not_found"
+        assert error["error"]["param"] == "previous_response_id"
+    assert prompts(rig) == ["user:hi\n", "user:hi\nassistant:Hello!\nuser:more\n"]
 
-    play(scene)
 
-
-def test_a_message_that_fails_ends_what_it_would_have_continued() -> None:
-    async def scene(rig: Rig) -> None:
-        async with connected(rig) as client:
-            first = await client.response(input="hi", store=False)
-            other = await client.response(input="hi", store=False)
-            fields = {"previous_response_id": first["id"], "store": False}
-            orphan = {"type": "function_call_output", "call_id": "call_of_nobody", "output": "2"}
-            client.write(input=[orphan], **fields)
-            error = (await client.event())["error"]
-            assert error["message"].startswith("No tool call found"), error
-            client.write(input="more", **fields)
-            error = (await client.event())["error"]
-            assert error["code"] == "previous_response_not_found"
-            fields["previous_response_id"] = other["id"]
-            assert text_of(await client.response(input="more", **fields)) == "Hello!"
-
-    play(scene)
+@played()
+async def test_a_message_that_fails_ends_what_it_would_have_continued(rig: Rig) -> None:
+    async with connected(rig) as client:
+        first = await client.response(input="hi", store=False)
+        other = await client.response(input="hi", store=False)
+        fields = {"previous_response_id": first["id"], "store": False}
+        orphan = {"type": "function_call_output", "call_id": "call_of_nobody", "output": "2"}
+        client.write(input=[orphan], **fields)
+        error = (await client.event())["error"]
+        assert error["message"].startswith("No tool call found"), error
+        client.write(input="more", **fields)
+        error = (await client.event())["error"]
+        assert error["code"] == "previous_response_not_found"
+        fields["previous_response_id"] = other["id"]
+        assert text_of(await client.response(input="more", **fields)) == "Hello!"
 
 
 def test_a_turn_tokenizes_what_is_new_and_gets_the_ids_of_the_whole_prompt() -> None:
@@ -116,66 +112,56 @@ def test_a_turn_tokenizes_what_is_new_and_gets_the_ids_of_the_whole_prompt() -> 
     assert list(third) == whole
 
 
-def test_a_stored_response_can_be_continued_over_http() -> None:
-    async def scene(rig: Rig) -> None:
-        async with connected(rig) as client:
-            first = await client.response(input="hi")
-        body = {"model": MODEL, "input": "more", "previous_response_id": first["id"]}
-        async with rig.client.post(PATH, body) as exchange:
-            assert await exchange.start() == 200
-            await exchange.read()
-        assert prompts(rig)[-1] == "user:hi\nassistant:Hello!\nuser:more\n"
-
-    play(scene)
+@played()
+async def test_a_stored_response_can_be_continued_over_http(rig: Rig) -> None:
+    async with connected(rig) as client:
+        first = await client.response(input="hi")
+    body = {"model": MODEL, "input": "more", "previous_response_id": first["id"]}
+    async with rig.client.post(PATH, body) as exchange:
+        assert await exchange.start() == 200
+        await exchange.read()
+    assert prompts(rig)[-1] == "user:hi\nassistant:Hello!\nuser:more\n"
 
 
-def test_a_prompt_of_nothing_can_be_continued() -> None:
-    async def scene(rig: Rig) -> None:
-        async with connected(rig) as client:
-            warm = await client.response(generate=False, store=False)
-            assert warm["output"] == []
-            await client.response(input="hi", previous_response_id=warm["id"], store=False)
-        assert prompts(rig) == ["user:\n", "user:hi\n"]
-
-    play(scene)
+@played()
+async def test_a_prompt_of_nothing_can_be_continued(rig: Rig) -> None:
+    async with connected(rig) as client:
+        warm = await client.response(generate=False, store=False)
+        assert warm["output"] == []
+        await client.response(input="hi", previous_response_id=warm["id"], store=False)
+    assert prompts(rig) == ["user:\n", "user:hi\n"]
 
 
 @pytest.mark.parametrize("items", [[], "hi"])
-def test_without_generate_a_prompt_is_computed_and_can_be_continued(items: Any) -> None:
-    async def scene(rig: Rig) -> None:
-        async with connected(rig) as client:
-            fields = {"instructions": "Be brief.", "store": False}
-            warm = await client.response(input=items, generate=False, **fields)
-            assert (warm["status"], warm["output"]) == ("completed", [])
-            assert warm["usage"]["output_tokens"] == 0
-            result = await client.response(input="and", previous_response_id=warm["id"], **fields)
-            assert text_of(result) == "Hello!"
-        shared = "system:Be brief.\nuser:"
-        rest = "hi\nuser:and\n" if items else "and\n"
-        assert prompts(rig) == [f"{shared}{items or ''}\n", shared + rest]
-        assert rig.ended[1].num_cached >= len(shared)
-        assert (rig.ended[0].spec.max_tokens, rig.ended[0].output) == (0, [])
-        assert not rig.ended[0].spec.is_background
+@played()
+async def test_without_generate_a_prompt_is_computed_and_can_be_continued(
+    rig: Rig, items: Any
+) -> None:
+    async with connected(rig) as client:
+        fields = {"instructions": "Be brief.", "store": False}
+        warm = await client.response(input=items, generate=False, **fields)
+        assert (warm["status"], warm["output"]) == ("completed", [])
+        assert warm["usage"]["output_tokens"] == 0
+        result = await client.response(input="and", previous_response_id=warm["id"], **fields)
+        assert text_of(result) == "Hello!"
+    shared = "system:Be brief.\nuser:"
+    rest = "hi\nuser:and\n" if items else "and\n"
+    assert prompts(rig) == [f"{shared}{items or ''}\n", shared + rest]
+    assert rig.ended[1].num_cached >= len(shared)
+    assert (rig.ended[0].spec.max_tokens, rig.ended[0].output) == (0, [])
+    assert not rig.ended[0].spec.is_background
 
-    play(scene)
 
-
-def test_streams_run_beside_each_other_and_name_themselves() -> None:
-    async def scene(rig: Rig) -> None:
-        async with connected(rig) as client:
-            for stream_id in ("a", "b", "a"):
-                client.write(input="hi", stream_id=stream_id, store=False)
-            order = [
-                (await client.until("response.created", "response.completed")) for _ in range(6)
-            ]
-            seen = [
-                (event["type"].removeprefix("response."), event["stream_id"]) for event in order
-            ]
-            assert seen[:2] == [("created", "a"), ("created", "b")]
-            assert seen.index(("completed", "a")) < len(seen) - seen[::-1].index(("created", "a"))
-            assert seen.count(("completed", "a")) == 2
-
-    play(scene)
+@played()
+async def test_streams_run_beside_each_other_and_name_themselves(rig: Rig) -> None:
+    async with connected(rig) as client:
+        for stream_id in ("a", "b", "a"):
+            client.write(input="hi", stream_id=stream_id, store=False)
+        order = [(await client.until("response.created", "response.completed")) for _ in range(6)]
+        seen = [(event["type"].removeprefix("response."), event["stream_id"]) for event in order]
+        assert seen[:2] == [("created", "a"), ("created", "b")]
+        assert seen.index(("completed", "a")) < len(seen) - seen[::-1].index(("created", "a"))
+        assert seen.count(("completed", "a")) == 2
 
 
 @pytest.mark.parametrize(
@@ -196,52 +182,46 @@ def test_streams_run_beside_each_other_and_name_themselves() -> None:
         (b'{"type":"response.create","model":"org/tiny-bytes"}', "input"),
     ],
 )
-def test_a_wrong_message_gets_an_error_and_the_connection_stays(text: bytes, param: str) -> None:
-    async def scene(rig: Rig) -> None:
-        async with connected(rig) as client:
-            client.write_text(text)
-            event = await client.event()
-            assert (event["type"], event["status"]) == ("error", 400)
-            assert event["error"]["param"] == param
-            assert text_of(await client.response(input="hi")) == "Hello!"
-
-    play(scene)
-
-
-def test_others_run_between_the_messages_of_a_connection() -> None:
-    async def scene(rig: Rig) -> None:
-        async with connected(rig) as client:
-            for _ in range(100):
-                client.write_text(b"{")
-            await client.event()
-            await asyncio.sleep(0)
-            assert client.num_events <= 3
-
-    play(scene)
+@played()
+async def test_a_wrong_message_gets_an_error_and_the_connection_stays(
+    rig: Rig, text: bytes, param: str
+) -> None:
+    async with connected(rig) as client:
+        client.write_text(text)
+        event = await client.event()
+        assert (event["type"], event["status"]) == ("error", 400)
+        assert event["error"]["param"] == param
+        assert text_of(await client.response(input="hi")) == "Hello!"
 
 
-def test_responses_end_when_their_connection_does() -> None:
-    async def scene(rig: Rig) -> None:
-        async with connected(rig) as client:
-            client.write(input="hi")
-            await client.until("response.output_text.delta")
-        await asyncio.sleep(2 * STEP)
-        (request,) = rig.ended
-        assert request.produced < len("Hello!")
-        assert not rig.service.engine.scheduler.pool
-
-    play(scene)
+@played()
+async def test_others_run_between_the_messages_of_a_connection(rig: Rig) -> None:
+    async with connected(rig) as client:
+        for _ in range(100):
+            client.write_text(b"{")
+        await client.event()
+        await asyncio.sleep(0)
+        assert client.num_events <= 3
 
 
-def test_each_message_counts_against_the_limits_of_its_key() -> None:
-    async def scene(rig: Rig) -> None:
-        async with connected(rig, {"authorization": "Bearer k"}) as client:
-            assert text_of(await client.response(input="hi")) == "Hello!"
-            client.write(input="hi")
-            event = await client.event()
-            assert (event["status"], event["error"]["code"]) == (429, "rate_limit_exceeded")
+@played()
+async def test_responses_end_when_their_connection_does(rig: Rig) -> None:
+    async with connected(rig) as client:
+        client.write(input="hi")
+        await client.until("response.output_text.delta")
+    await asyncio.sleep(2 * STEP)
+    (request,) = rig.ended
+    assert request.produced < len("Hello!")
+    assert not rig.service.engine.scheduler.pool
 
-    play(scene, Setting(keys=("k",), allowance=Allowance(requests_per_minute=1)))
+
+@played(Setting(keys=("k",), allowance=Allowance(requests_per_minute=1)))
+async def test_each_message_counts_against_the_limits_of_its_key(rig: Rig) -> None:
+    async with connected(rig, {"authorization": "Bearer k"}) as client:
+        assert text_of(await client.response(input="hi")) == "Hello!"
+        client.write(input="hi")
+        event = await client.event()
+        assert (event["status"], event["error"]["code"]) == (429, "rate_limit_exceeded")
 
 
 @pytest.mark.parametrize(
@@ -263,26 +243,22 @@ def test_the_handshake_is_checked_as_a_request_is(
     play(scene, setting)
 
 
-def test_a_request_that_asks_for_no_upgrade_is_told_to() -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.get(PATH) as exchange:
-            assert await exchange.start() == 426
-            assert exchange.headers["upgrade"] == "websocket"
-            assert "POST" in (await exchange.json())["error"]["message"]
-
-    play(scene)
+@played()
+async def test_a_request_that_asks_for_no_upgrade_is_told_to(rig: Rig) -> None:
+    async with rig.client.get(PATH) as exchange:
+        assert await exchange.start() == 426
+        assert exchange.headers["upgrade"] == "websocket"
+        assert "POST" in (await exchange.json())["error"]["message"]
 
 
-def test_a_new_response_is_rejected_while_the_server_drains() -> None:
-    async def scene(rig: Rig) -> None:
-        async with connected(rig) as client:
-            await client.response(input="hi")
-            await rig.engine.drain(0)
-            client.write(input="hi")
-            event = await client.event()
-            assert (event["status"], event["error"]["code"]) == (503, "unavailable")
-
-    play(scene)
+@played()
+async def test_a_new_response_is_rejected_while_the_server_drains(rig: Rig) -> None:
+    async with connected(rig) as client:
+        await client.response(input="hi")
+        await rig.engine.drain(0)
+        client.write(input="hi")
+        event = await client.event()
+        assert (event["status"], event["error"]["code"]) == (503, "unavailable")
 
 
 def test_what_connections_hold_is_bounded_in_number_and_bytes() -> None:

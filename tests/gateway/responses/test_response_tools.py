@@ -7,7 +7,7 @@ import pytest
 
 from adapters.dialects.choosing import choose_dialect
 from gateway.schema.responses.client_tools import call_fields
-from tests.gateway.rig import MODEL, Rig, Setting, play
+from tests.gateway.rig import MODEL, Rig, Setting, play, played
 
 PATH = "/v1/responses"
 HERMES = choose_dialect("", "hermes", "think")
@@ -78,12 +78,10 @@ def test_codex_is_served_and_tools_of_a_server_are_ignored() -> None:
         assert prompt.startswith("tools:exec_command,apply_patch,mcp__github__search\n")
 
 
-def test_a_strict_server_rejects_tools_of_a_server() -> None:
-    async def scene(rig: Rig) -> None:
-        status, body, _ = await posted(rig, tools=[ADD, {"type": "web_search"}])
-        assert (status, body["error"]["param"]) == (400, "tools[1].type")
-
-    play(scene, Setting(dialect=HERMES, rejects_unknown_fields=True))
+@played(Setting(dialect=HERMES, rejects_unknown_fields=True))
+async def test_a_strict_server_rejects_tools_of_a_server(rig: Rig) -> None:
+    status, body, _ = await posted(rig, tools=[ADD, {"type": "web_search"}])
+    assert (status, body["error"]["param"]) == (400, "tools[1].type")
 
 
 def test_a_call_of_a_custom_tool_has_its_input_as_text() -> None:
@@ -121,18 +119,16 @@ def test_a_custom_call_that_is_cut_off_keeps_what_was_generated() -> None:
     play(scene, setting(text[: text.index("Beg") + 3]))
 
 
-def test_a_call_in_a_namespace_has_name_and_namespace() -> None:
-    async def scene(rig: Rig) -> None:
-        _, body, _ = await posted(rig, tools=[GITHUB])
-        (made,) = body["output"]
-        assert (made["type"], made["name"]) == ("function_call", "search")
-        assert made["namespace"] == "mcp__github__"
-        result = {"type": "function_call_output", "call_id": made["call_id"], "output": "none"}
-        history = [{"role": "user", "content": "hi"}, made, result]
-        status, body, _ = await posted(rig, input=history, tools=[GITHUB])
-        assert (status, body["output"][0]["content"][0]["text"]) == (200, "Done.")
-
-    play(scene, setting(call("mcp__github__search", {"q": "x"}), "Done."))
+@played(setting(call("mcp__github__search", {"q": "x"}), "Done."))
+async def test_a_call_in_a_namespace_has_name_and_namespace(rig: Rig) -> None:
+    _, body, _ = await posted(rig, tools=[GITHUB])
+    (made,) = body["output"]
+    assert (made["type"], made["name"]) == ("function_call", "search")
+    assert made["namespace"] == "mcp__github__"
+    result = {"type": "function_call_output", "call_id": made["call_id"], "output": "none"}
+    history = [{"role": "user", "content": "hi"}, made, result]
+    status, body, _ = await posted(rig, input=history, tools=[GITHUB])
+    assert (status, body["output"][0]["content"][0]["text"]) == (200, "Done.")
 
 
 @pytest.mark.parametrize(
@@ -145,12 +141,10 @@ def test_a_call_in_a_namespace_has_name_and_namespace() -> None:
         ([{**GITHUB, "tools": [{"type": "function"}]}], "tools[0].tools[0].name"),
     ],
 )
-def test_the_error_names_an_invalid_tool(tools: list[Any], param: str) -> None:
-    async def scene(rig: Rig) -> None:
-        status, body, _ = await posted(rig, tools=tools)
-        assert (status, body["error"]["param"]) == (400, param)
-
-    play(scene, setting())
+@played(setting())
+async def test_the_error_names_an_invalid_tool(rig: Rig, tools: list[Any], param: str) -> None:
+    status, body, _ = await posted(rig, tools=tools)
+    assert (status, body["error"]["param"]) == (400, param)
 
 
 def test_input_tokens_are_counted_without_generating() -> None:
@@ -178,15 +172,13 @@ def test_input_tokens_are_counted_without_generating() -> None:
         (PATH, {"conversation": "conv_1"}, "'conversation' is not supported"),
     ],
 )
-def test_what_is_not_supported_is_a_400_that_says_so(
-    path: str, fields: dict[str, Any], message: str
+@played()
+async def test_what_is_not_supported_is_a_400_that_says_so(
+    rig: Rig, path: str, fields: dict[str, Any], message: str
 ) -> None:
-    async def scene(rig: Rig) -> None:
-        status, body, _ = await posted(rig, path, **fields)
-        assert status == 400
-        assert body["error"]["message"].startswith(message)
-
-    play(scene)
+    status, body, _ = await posted(rig, path, **fields)
+    assert status == 400
+    assert body["error"]["message"].startswith(message)
 
 
 SHELL: dict[str, Any] = {"type": "shell", "environment": {"type": "local"}}
@@ -195,42 +187,38 @@ RESULT = {"stdout": "a.py\n", "stderr": "", "outcome": {"type": "exit", "exit_co
 UPDATE = {"type": "update_file", "path": "a.py", "diff": "@@\n-1\n+2\n"}
 
 
-def test_commands_of_a_shell_and_their_results_are_items_of_their_own() -> None:
-    async def scene(rig: Rig) -> None:
-        events = await events_of(rig, tools=[SHELL])
-        added = next(e for e in events if e["type"] == "response.output_item.added")
-        assert added["item"]["action"]["commands"] == []
-        first = events[-1]["response"]
-        (item,) = first["output"]
-        assert (item["type"], item["status"]) == ("shell_call", "completed")
-        limits = {"timeout_ms": 9, "max_output_length": None}
-        assert item["action"] == {"commands": ["ls"], **limits}
-        result = {"type": "shell_call_output", "call_id": item["call_id"], "output": [RESULT]}
-        more = {"previous_response_id": first["id"], "tools": [SHELL]}
-        status, _, _ = await posted(rig, input=[result], **more)
-        assert status == 200
-        prompt = bytes(rig.ended[-1].spec.prompt).decode()
-        assert prompt.startswith("tools:shell\n")
-        assert json.loads(prompt.rpartition("tool:")[2]) == [RESULT]
-
-    play(scene, setting(call("shell", {"commands": ["ls"], "timeout_ms": 9}), "One."))
+@played(setting(call("shell", {"commands": ["ls"], "timeout_ms": 9}), "One."))
+async def test_commands_of_a_shell_and_their_results_are_items_of_their_own(rig: Rig) -> None:
+    events = await events_of(rig, tools=[SHELL])
+    added = next(e for e in events if e["type"] == "response.output_item.added")
+    assert added["item"]["action"]["commands"] == []
+    first = events[-1]["response"]
+    (item,) = first["output"]
+    assert (item["type"], item["status"]) == ("shell_call", "completed")
+    limits = {"timeout_ms": 9, "max_output_length": None}
+    assert item["action"] == {"commands": ["ls"], **limits}
+    result = {"type": "shell_call_output", "call_id": item["call_id"], "output": [RESULT]}
+    more = {"previous_response_id": first["id"], "tools": [SHELL]}
+    status, _, _ = await posted(rig, input=[result], **more)
+    assert status == 200
+    prompt = bytes(rig.ended[-1].spec.prompt).decode()
+    assert prompt.startswith("tools:shell\n")
+    assert json.loads(prompt.rpartition("tool:")[2]) == [RESULT]
 
 
-def test_patches_of_files_and_their_results_are_items_of_their_own() -> None:
-    async def scene(rig: Rig) -> None:
-        choice = {"type": "apply_patch"}
-        status, first, _ = await posted(rig, tools=[FILES, SHELL], tool_choice=choice)
-        assert status == 200, first
-        (item,) = first["output"]
-        assert item["type"] == "apply_patch_call"
-        assert item["operation"] == UPDATE
-        kind, call_id = "apply_patch_call_output", item["call_id"]
-        result = {"type": kind, "call_id": call_id, "status": "failed", "output": "No such file."}
-        status, _, _ = await posted(rig, input=[item, result], tools=[FILES])
-        assert status == 200
-        assert bytes(rig.ended[-1].spec.prompt).endswith(b"tool:failed\nNo such file.\n")
-
-    play(scene, setting(call("apply_patch", UPDATE), "One."))
+@played(setting(call("apply_patch", UPDATE), "One."))
+async def test_patches_of_files_and_their_results_are_items_of_their_own(rig: Rig) -> None:
+    choice = {"type": "apply_patch"}
+    status, first, _ = await posted(rig, tools=[FILES, SHELL], tool_choice=choice)
+    assert status == 200, first
+    (item,) = first["output"]
+    assert item["type"] == "apply_patch_call"
+    assert item["operation"] == UPDATE
+    kind, call_id = "apply_patch_call_output", item["call_id"]
+    result = {"type": kind, "call_id": call_id, "status": "failed", "output": "No such file."}
+    status, _, _ = await posted(rig, input=[item, result], tools=[FILES])
+    assert status == 200
+    assert bytes(rig.ended[-1].spec.prompt).endswith(b"tool:failed\nNo such file.\n")
 
 
 @pytest.mark.parametrize(
@@ -243,13 +231,13 @@ def test_patches_of_files_and_their_results_are_items_of_their_own() -> None:
         ({"input": [{"type": "shell_call_output", "call_id": "c", "output": "x"}]}, "input[0].out"),
     ],
 )
-def test_what_no_client_can_run_is_named(fields: dict[str, Any], param: str) -> None:
-    async def scene(rig: Rig) -> None:
-        status, body, _ = await posted(rig, **fields)
-        assert status == 400
-        assert body["error"]["param"].startswith(param)
-
-    play(scene, setting())
+@played(setting())
+async def test_what_no_client_can_run_is_named(
+    rig: Rig, fields: dict[str, Any], param: str
+) -> None:
+    status, body, _ = await posted(rig, **fields)
+    assert status == 400
+    assert body["error"]["param"].startswith(param)
 
 
 @pytest.mark.parametrize(

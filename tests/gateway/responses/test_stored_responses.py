@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gateway.store.responses import ResponseLimits
-from tests.gateway.rig import MODEL, Rig, Setting, play
+from tests.gateway.rig import MODEL, Rig, Setting, play, played
 
 PATH = "/v1/responses"
 
@@ -30,37 +30,33 @@ async def got(rig: Rig, path: str, headers: dict[str, str] | None = None) -> tup
         return await exchange.start(), await exchange.json()
 
 
-def test_a_response_is_stored_unless_store_is_false() -> None:
-    async def scene(rig: Rig) -> None:
-        kept, lost = await created(rig), await created(rig, store=False)
-        assert await got(rig, kept["id"]) == (200, kept)
-        assert (await got(rig, lost["id"]))[0] == 404
-        async with rig.client.send("DELETE", f"{PATH}/{kept['id']}") as exchange:
-            assert (await exchange.json())["deleted"] is True
-        for path in ("", "/input_items"):
-            status, result = await got(rig, f"{kept['id']}{path}")
-            assert (status, result["error"]["code"]) == (404, "response_not_found")
-        async with rig.client.send("DELETE", f"{PATH}/{kept['id']}") as exchange:
-            assert await exchange.start() == 404
-
-    play(scene)
+@played()
+async def test_a_response_is_stored_unless_store_is_false(rig: Rig) -> None:
+    kept, lost = await created(rig), await created(rig, store=False)
+    assert await got(rig, kept["id"]) == (200, kept)
+    assert (await got(rig, lost["id"]))[0] == 404
+    async with rig.client.send("DELETE", f"{PATH}/{kept['id']}") as exchange:
+        assert (await exchange.json())["deleted"] is True
+    for path in ("", "/input_items"):
+        status, result = await got(rig, f"{kept['id']}{path}")
+        assert (status, result["error"]["code"]) == (404, "response_not_found")
+    async with rig.client.send("DELETE", f"{PATH}/{kept['id']}") as exchange:
+        assert await exchange.start() == 404
 
 
-def test_another_key_cannot_access_it() -> None:
-    async def scene(rig: Rig) -> None:
-        kept = await created(rig, key("a"))
-        for path in ("", "/input_items"):
-            assert (await got(rig, f"{kept['id']}{path}", key("b")))[0] == 404
-        body = ask(previous_response_id=kept["id"])
-        async with rig.client.post(PATH, body, key("b")) as exchange:
-            assert await exchange.start() == 400
-            error = (await exchange.json())["error"]
-            assert error["code"] == "previous_response_not_found"
-        async with rig.client.send("DELETE", f"{PATH}/{kept['id']}", headers=key("b")) as exchange:
-            assert await exchange.start() == 404
-        assert (await got(rig, kept["id"], key("a")))[0] == 200
-
-    play(scene, Setting(keys=("a", "b")))
+@played(Setting(keys=("a", "b")))
+async def test_another_key_cannot_access_it(rig: Rig) -> None:
+    kept = await created(rig, key("a"))
+    for path in ("", "/input_items"):
+        assert (await got(rig, f"{kept['id']}{path}", key("b")))[0] == 404
+    body = ask(previous_response_id=kept["id"])
+    async with rig.client.post(PATH, body, key("b")) as exchange:
+        assert await exchange.start() == 400
+        error = (await exchange.json())["error"]
+        assert error["code"] == "previous_response_not_found"
+    async with rig.client.send("DELETE", f"{PATH}/{kept['id']}", headers=key("b")) as exchange:
+        assert await exchange.start() == 404
+    assert (await got(rig, kept["id"], key("a")))[0] == 200
 
 
 def test_input_items_are_paged() -> None:
@@ -85,32 +81,26 @@ async def kept_of(rig: Rig, responses: Sequence[Any]) -> list[bool]:
     return [(await got(rig, response["id"]))[0] == 200 for response in responses]
 
 
-def test_the_least_recently_used_responses_are_evicted() -> None:
-    async def scene(rig: Rig) -> None:
-        first, second = await created(rig), await created(rig)
-        await got(rig, first["id"])
-        third = await created(rig)
-        assert await kept_of(rig, [first, second, third]) == [True, False, True]
-
-    play(scene, Setting(responses=ResponseLimits(count=2)))
+@played(Setting(responses=ResponseLimits(count=2)))
+async def test_the_least_recently_used_responses_are_evicted(rig: Rig) -> None:
+    first, second = await created(rig), await created(rig)
+    await got(rig, first["id"])
+    third = await created(rig)
+    assert await kept_of(rig, [first, second, third]) == [True, False, True]
 
 
-def test_the_total_size_of_responses_is_limited() -> None:
-    async def scene(rig: Rig) -> None:
-        responses = [await created(rig, metadata={"a": "x" * 500}) for _ in range(5)]
-        assert await kept_of(rig, responses) == [False, False, False, True, True]
-        large = await created(rig, metadata={str(i): "x" * 500 for i in range(16)})
-        assert await kept_of(rig, [large]) == [False]
-
-    play(scene, Setting(responses=ResponseLimits(num_bytes=5000)))
+@played(Setting(responses=ResponseLimits(num_bytes=5000)))
+async def test_the_total_size_of_responses_is_limited(rig: Rig) -> None:
+    responses = [await created(rig, metadata={"a": "x" * 500}) for _ in range(5)]
+    assert await kept_of(rig, responses) == [False, False, False, True, True]
+    large = await created(rig, metadata={str(i): "x" * 500 for i in range(16)})
+    assert await kept_of(rig, [large]) == [False]
 
 
-def test_responses_expire() -> None:
-    async def scene(rig: Rig) -> None:
-        result = await created(rig)
-        await asyncio.sleep(57)
-        assert await kept_of(rig, [result]) == [True]
-        await asyncio.sleep(3)
-        assert await kept_of(rig, [result]) == [False]
-
-    play(scene, Setting(responses=ResponseLimits(seconds=60)))
+@played(Setting(responses=ResponseLimits(seconds=60)))
+async def test_responses_expire(rig: Rig) -> None:
+    result = await created(rig)
+    await asyncio.sleep(57)
+    assert await kept_of(rig, [result]) == [True]
+    await asyncio.sleep(3)
+    assert await kept_of(rig, [result]) == [False]

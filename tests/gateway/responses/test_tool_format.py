@@ -10,7 +10,7 @@ from engine.errors import InvalidRequest
 from gateway.schema.responses.tool_format import MAX_PATTERN, input_pattern
 from tests.gateway.generation.test_output_limits import accepts
 from tests.gateway.responses.test_response_tools import HERMES, call, posted
-from tests.gateway.rig import Rig, Setting, play
+from tests.gateway.rig import Rig, Setting, play, played
 from tests.gateway.scripted_model import byte_grammars
 
 # The format of Codex CLI's tool `apply_patch`.
@@ -133,14 +133,11 @@ def test_calls_of_a_custom_tool_are_constrained_to_its_grammar(
     assert accepts(matcher, output) == is_allowed
 
 
-def test_the_error_names_the_field_of_the_tool() -> None:
+@played(Setting(dialect=HERMES))
+async def test_the_error_names_the_field_of_the_tool(rig: Rig) -> None:
     tool = {"type": "custom", "name": "f", "format": lark('start: start "x"')}
     group = {"type": "namespace", "name": "g", "tools": [tool]}
-
-    async def scene(rig: Rig) -> None:
-        for tools, path in (([tool], "tools[0]"), ([group], "tools[0].tools[0]")):
-            status, body, _ = await posted(rig, tools=tools)
-            assert (status, body["error"]["param"]) == (400, f"{path}.format.definition")
-            assert "uses itself" in body["error"]["message"]
-
-    play(scene, Setting(dialect=HERMES))
+    for tools, path in (([tool], "tools[0]"), ([group], "tools[0].tools[0]")):
+        status, body, _ = await posted(rig, tools=tools)
+        assert (status, body["error"]["param"]) == (400, f"{path}.format.definition")
+        assert "uses itself" in body["error"]["message"]

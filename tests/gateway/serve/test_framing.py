@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from engine.simulated.virtual_loop import run_virtual
 from gateway.observe.request_log import RequestLog
 from gateway.serve.arrival import MAX_HEAD_BYTES
+from tests.gateway.scenes import in_virtual_time
 from tests.gateway.serve.recording import (
     CHUNKED,
     ENDLESS,
@@ -18,63 +18,56 @@ from tests.gateway.serve.recording import (
 
 
 @pytest.mark.parametrize("num_pieces", [1, 100])
-def test_many_small_trailers_are_a_431_before_the_app_has_the_request(num_pieces: int) -> None:
+@in_virtual_time
+async def test_many_small_trailers_are_a_431_before_the_app_has_the_request(
+    num_pieces: int,
+) -> None:
     """Also if they, and the end of the message, arrive at once."""
+    connection, peer = connect(app=reply_after_the_body)
+    connection.data_received(CHUNKED + b"0\r\n")
+    trailers = [b"a: " + b"b" * 1000 + b"\r\n"] * 100
+    trailers[-1] += b"\r\n"
+    size = len(trailers) // num_pieces
+    for first in range(0, len(trailers), size):
+        if not peer.is_closed:
+            connection.data_received(b"".join(trailers[first : first + size]))
+    await asyncio.sleep(0)
+    assert rejected_with(peer) == b"431"
 
-    async def main() -> None:
-        connection, peer = connect(app=reply_after_the_body)
-        connection.data_received(CHUNKED + b"0\r\n")
-        trailers = [b"a: " + b"b" * 1000 + b"\r\n"] * 100
-        trailers[-1] += b"\r\n"
-        size = len(trailers) // num_pieces
-        for first in range(0, len(trailers), size):
-            if not peer.is_closed:
-                connection.data_received(b"".join(trailers[first : first + size]))
+
+@in_virtual_time
+async def test_one_trailer_without_end_is_a_431() -> None:
+    connection, peer = connect(app=reply_after_the_body)
+    connection.data_received(CHUNKED + b"0\r\na: ")
+    for _ in range(MAX_HEAD_BYTES // 1000 + 1):
+        connection.data_received(b"b" * 1000)
+    await asyncio.sleep(0)
+    assert rejected_with(peer) == b"431"
+
+
+@in_virtual_time
+async def test_large_pieces_of_a_chunked_body_are_no_trailers() -> None:
+    connection, peer = connect(app=reply_after_the_body)
+    connection.data_received(CHUNKED)
+    for _ in range(20):  # each piece ends behind the header of the next chunk
+        connection.data_received(b"8000\r\n" + b"x" * 0x8000 + b"\r\n4\r\n")
+        connection.data_received(b"abcd\r\n")
         await asyncio.sleep(0)
-        assert rejected_with(peer) == b"431"
-
-    run_virtual(main())
-
-
-def test_one_trailer_without_end_is_a_431() -> None:
-    async def main() -> None:
-        connection, peer = connect(app=reply_after_the_body)
-        connection.data_received(CHUNKED + b"0\r\na: ")
-        for _ in range(MAX_HEAD_BYTES // 1000 + 1):
-            connection.data_received(b"b" * 1000)
-        await asyncio.sleep(0)
-        assert rejected_with(peer) == b"431"
-
-    run_virtual(main())
+    connection.data_received(b"0\r\n\r\n")
+    await asyncio.sleep(1)
+    assert peer.written.startswith(b"HTTP/1.1 200 ")
+    connection.connection_lost(None)
 
 
-def test_large_pieces_of_a_chunked_body_are_no_trailers() -> None:
-    async def main() -> None:
-        connection, peer = connect(app=reply_after_the_body)
-        connection.data_received(CHUNKED)
-        for _ in range(20):  # each piece ends behind the header of the next chunk
-            connection.data_received(b"8000\r\n" + b"x" * 0x8000 + b"\r\n4\r\n")
-            connection.data_received(b"abcd\r\n")
-            await asyncio.sleep(0)
-        connection.data_received(b"0\r\n\r\n")
-        await asyncio.sleep(1)
-        assert peer.written.startswith(b"HTTP/1.1 200 ")
-        connection.connection_lost(None)
-
-    run_virtual(main())
-
-
-def test_trailers_do_not_become_headers() -> None:
-    async def main() -> None:
-        connection, peer = connect(app=reply_after_the_body)
-        connection.data_received(CHUNKED + b"0\r\nauthorization: Bearer x\r\n\r\n")
-        await asyncio.sleep(1)
-        assert peer.written.startswith(b"HTTP/1.1 200 ")
-        assert b"host, transfer-encoding" in peer.written
-        assert b"authorization" not in peer.written
-        connection.connection_lost(None)
-
-    run_virtual(main())
+@in_virtual_time
+async def test_trailers_do_not_become_headers() -> None:
+    connection, peer = connect(app=reply_after_the_body)
+    connection.data_received(CHUNKED + b"0\r\nauthorization: Bearer x\r\n\r\n")
+    await asyncio.sleep(1)
+    assert peer.written.startswith(b"HTTP/1.1 200 ")
+    assert b"host, transfer-encoding" in peer.written
+    assert b"authorization" not in peer.written
+    connection.connection_lost(None)
 
 
 @pytest.mark.parametrize(
@@ -89,60 +82,54 @@ def test_trailers_do_not_become_headers() -> None:
         (b"400", CHUNKED + b"2\r\nhello\r\n"),
     ],
 )
-def test_ambiguous_or_malformed_framing_is_rejected(status: bytes, request_bytes: bytes) -> None:
-    async def main() -> None:
-        connection, peer = connect(app=reply_after_the_body)
-        connection.data_received(request_bytes)
-        await asyncio.sleep(1)
-        assert rejected_with(peer) == status
-        connection.connection_lost(None)
+@in_virtual_time
+async def test_ambiguous_or_malformed_framing_is_rejected(
+    status: bytes, request_bytes: bytes
+) -> None:
+    connection, peer = connect(app=reply_after_the_body)
+    connection.data_received(request_bytes)
+    await asyncio.sleep(1)
+    assert rejected_with(peer) == status
+    connection.connection_lost(None)
 
-    run_virtual(main())
 
-
-def test_http_1_0_needs_no_host() -> None:
-    async def main() -> None:
-        connection, peer = connect()
-        connection.data_received(b"GET / HTTP/1.0\r\n\r\n")
-        await asyncio.sleep(1)
-        assert peer.written.startswith(b"HTTP/1.1 204 ")
-        connection.connection_lost(None)
-
-    run_virtual(main())
+@in_virtual_time
+async def test_http_1_0_needs_no_host() -> None:
+    connection, peer = connect()
+    connection.data_received(b"GET / HTTP/1.0\r\n\r\n")
+    await asyncio.sleep(1)
+    assert peer.written.startswith(b"HTTP/1.1 204 ")
+    connection.connection_lost(None)
 
 
 @pytest.mark.parametrize(
     ("begin", "endless"), [(b"5;", b"a=b;" * 16_384), (b"", b"1\r\na\r\n" * 40_000)]
 )
-def test_framing_that_is_larger_than_the_body_is_a_431(begin: bytes, endless: bytes) -> None:
-    async def main() -> None:
-        connection, peer = connect(app=reads_on)
-        connection.data_received(ENDLESS + begin)
-        for _ in range(4):
-            connection.data_received(endless)
-            await asyncio.sleep(60)
-        assert rejected_with(peer) == b"431"
-        connection.connection_lost(None)
-        await asyncio.sleep(0)
-
-    run_virtual(main())
+@in_virtual_time
+async def test_framing_that_is_larger_than_the_body_is_a_431(begin: bytes, endless: bytes) -> None:
+    connection, peer = connect(app=reads_on)
+    connection.data_received(ENDLESS + begin)
+    for _ in range(4):
+        connection.data_received(endless)
+        await asyncio.sleep(60)
+    assert rejected_with(peer) == b"431"
+    connection.connection_lost(None)
+    await asyncio.sleep(0)
 
 
-def test_data_that_is_costly_to_parse_is_parsed_in_parts_with_rests_between_them() -> None:
-    async def main() -> None:
-        connection, peer = connect()
-        now = [0.0]
+@in_virtual_time
+async def test_data_that_is_costly_to_parse_is_parsed_in_parts_with_rests_between_them() -> None:
+    connection, peer = connect()
+    now = [0.0]
 
-        def clock() -> float:
-            now[0] += 0.001
-            return now[0]
+    def clock() -> float:
+        now[0] += 0.001
+        return now[0]
 
-        connection._log = RequestLog(clock)
-        fields = b"".join(b"a%d: b\r\n" % i for i in range(2_000))
-        connection.data_received(b"GET /x HTTP/1.1\r\nhost: x\r\n" + fields + b"\r\n")
-        assert connection._unparsed
-        await asyncio.sleep(20)
-        assert peer.written.startswith(b"HTTP/1.1 204")
-        connection.connection_lost(None)
-
-    run_virtual(main())
+    connection._log = RequestLog(clock)
+    fields = b"".join(b"a%d: b\r\n" % i for i in range(2_000))
+    connection.data_received(b"GET /x HTTP/1.1\r\nhost: x\r\n" + fields + b"\r\n")
+    assert connection._unparsed
+    await asyncio.sleep(20)
+    assert peer.written.startswith(b"HTTP/1.1 204")
+    connection.connection_lost(None)

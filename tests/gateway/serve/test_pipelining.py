@@ -10,34 +10,31 @@ import pytest
 from engine.simulated.virtual_loop import run_virtual
 from gateway.serve.arrival import SLICE_BYTES
 from gateway.serve.connection import MAX_PIPELINED
+from tests.gateway.scenes import in_virtual_time
 from tests.gateway.serve.recording import GET, POST, app, connect, reads_on
 
 
-def test_of_pipelined_requests_only_a_few_are_parsed_before_they_are_answered() -> None:
-    async def main() -> None:
-        connection, _ = connect(app=reads_on)
-        connection.data_received(POST * 5_000)
-        await asyncio.sleep(0)
-        assert len(connection.pipeline) < MAX_PIPELINED + SLICE_BYTES // len(POST) + 2
-        connection.connection_lost(None)
-        await asyncio.sleep(0)
-
-    run_virtual(main())
+@in_virtual_time
+async def test_of_pipelined_requests_only_a_few_are_parsed_before_they_are_answered() -> None:
+    connection, _ = connect(app=reads_on)
+    connection.data_received(POST * 5_000)
+    await asyncio.sleep(0)
+    assert len(connection.pipeline) < MAX_PIPELINED + SLICE_BYTES // len(POST) + 2
+    connection.connection_lost(None)
+    await asyncio.sleep(0)
 
 
-def test_all_pipelined_requests_are_answered() -> None:
-    async def main() -> None:
-        connection, peer = connect()
-        connection.data_received(POST * 3_000 + POST[:20])
-        connection.data_received(POST[20:])
-        for _ in range(20_000):
-            await asyncio.sleep(0.0001)
-            if peer.written.count(b"HTTP/1.1 204") == 3_001:
-                break
-        assert peer.written.count(b"HTTP/1.1 204") == 3_001
-        connection.connection_lost(None)
-
-    run_virtual(main())
+@in_virtual_time
+async def test_all_pipelined_requests_are_answered() -> None:
+    connection, peer = connect()
+    connection.data_received(POST * 3_000 + POST[:20])
+    connection.data_received(POST[20:])
+    for _ in range(20_000):
+        await asyncio.sleep(0.0001)
+        if peer.written.count(b"HTTP/1.1 204") == 3_001:
+            break
+    assert peer.written.count(b"HTTP/1.1 204") == 3_001
+    connection.connection_lost(None)
 
 
 def test_the_pipelined_requests_of_a_closed_connection_are_freed_at_once() -> None:

@@ -31,6 +31,7 @@ from gateway.serve.websocket import (
     UpgradableConnection,
     WebSocketConnection,
 )
+from tests.gateway.scenes import in_virtual_time
 from tests.gateway.serve.recording import RecordingTransport
 
 HANDSHAKE = (
@@ -125,22 +126,20 @@ def test_a_rest_of_the_parser_may_end_after_the_upgrade() -> None:
     run_virtual(scenario())
 
 
-def test_an_upgraded_connection_carries_messages_both_ways() -> None:
-    async def main() -> None:
-        peer = await connected()
-        assert peer.transport.protocol is peer.server
-        assert peer.connections == {peer.server}
-        peer.send(frame(b"on", fin=False) + frame(b"", Opcode.PING) + frame(b"e", Opcode.CONT))
-        assert await peer.server.receive() == b"one"
-        await peer.server.send((b"two", b"three"))
-        assert [bytes(each.data) for each in peer.frames()] == [b"", b"two", b"three"]
-        peer.send(frame((1000).to_bytes(2, "big"), Opcode.CLOSE))
-        assert await peer.server.receive() is None
-        assert peer.transport.is_closed
-        peer.server.connection_lost(None)
-        assert peer.connections == set()
-
-    run_virtual(main())
+@in_virtual_time
+async def test_an_upgraded_connection_carries_messages_both_ways() -> None:
+    peer = await connected()
+    assert peer.transport.protocol is peer.server
+    assert peer.connections == {peer.server}
+    peer.send(frame(b"on", fin=False) + frame(b"", Opcode.PING) + frame(b"e", Opcode.CONT))
+    assert await peer.server.receive() == b"one"
+    await peer.server.send((b"two", b"three"))
+    assert [bytes(each.data) for each in peer.frames()] == [b"", b"two", b"three"]
+    peer.send(frame((1000).to_bytes(2, "big"), Opcode.CLOSE))
+    assert await peer.server.receive() is None
+    assert peer.transport.is_closed
+    peer.server.connection_lost(None)
+    assert peer.connections == set()
 
 
 @pytest.mark.parametrize(
@@ -168,143 +167,123 @@ def test_an_upgraded_connection_carries_messages_both_ways() -> None:
         "HTTP",
     ],
 )
-def test_rubbish_closes_the_connection_with_a_reason(data: bytes, code: int) -> None:
-    async def main() -> None:
+@in_virtual_time
+async def test_rubbish_closes_the_connection_with_a_reason(data: bytes, code: int) -> None:
+    peer = await connected(max_bytes=64)
+    peer.send(data)
+    await asyncio.sleep(60)  # parsing rests
+    assert peer.close_code() == code
+    assert await peer.server.receive() is None
+    assert peer.transport.is_closed
+
+
+@in_virtual_time
+async def test_random_bytes_end_the_connection_or_wait_for_more() -> None:
+    for _ in range(200):
         peer = await connected(max_bytes=64)
-        peer.send(data)
-        await asyncio.sleep(60)  # parsing rests
-        assert peer.close_code() == code
-        assert await peer.server.receive() is None
+        peer.send(os.urandom(64))
+        await asyncio.sleep(4 * CHECK_SECONDS)
         assert peer.transport.is_closed
 
-    run_virtual(main())
+
+@in_virtual_time
+async def test_a_lost_connection_is_freed_without_the_garbage_collector() -> None:
+    peer = await connected()
+    peer.send(frame(b"x", fin=False))
+    frames = weakref.ref(peer.server._frames)
+    gc.collect()
+    gc.disable()
+    try:
+        peer.server.connection_lost(None)
+        await peer.server.send((b"late",))
+        del peer.server, peer.transport.protocol
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+        await asyncio.sleep(1)
+        assert frames() is None
+    finally:
+        gc.enable()
 
 
-def test_random_bytes_end_the_connection_or_wait_for_more() -> None:
-    async def main() -> None:
-        for _ in range(200):
-            peer = await connected(max_bytes=64)
-            peer.send(os.urandom(64))
-            await asyncio.sleep(4 * CHECK_SECONDS)
-            assert peer.transport.is_closed
-
-    run_virtual(main())
-
-
-def test_a_lost_connection_is_freed_without_the_garbage_collector() -> None:
-    async def main() -> None:
-        peer = await connected()
-        peer.send(frame(b"x", fin=False))
-        frames = weakref.ref(peer.server._frames)
-        gc.collect()
-        gc.disable()
-        try:
-            peer.server.connection_lost(None)
-            await peer.server.send((b"late",))
-            del peer.server, peer.transport.protocol
-            for task in asyncio.all_tasks() - {asyncio.current_task()}:
-                task.cancel()
-            await asyncio.sleep(1)
-            assert frames() is None
-        finally:
-            gc.enable()
-
-    run_virtual(main())
-
-
-def test_messages_that_nobody_reads_stop_the_reading() -> None:
-    async def main() -> None:
-        peer = await connected()
-        num_sent = 2 * MAX_INBOX + SLICE_BYTES
-        peer.send(frame() * num_sent)
-        assert peer.transport.is_paused
-        for _ in range(num_sent):
-            assert await peer.server.receive() == b"x"
-        assert not peer.transport.is_paused
-
-    run_virtual(main())
-
-
-def test_pings_of_a_client_that_does_not_read_are_not_answered_without_end() -> None:
-    async def main() -> None:
-        peer = await connected()
-        peer.server.pause_writing()
-        for _ in range(3):
-            peer.send(frame(b"", Opcode.PING) * 1000)
-        assert peer.transport.is_paused
-        assert peer.frames() == []
-        peer.server.resume_writing()
-        await asyncio.sleep(60)
-        assert sum(each.opcode is Opcode.PONG for each in peer.frames()) == 3000
-
-    run_virtual(main())
-
-
-def test_a_client_that_never_reads_is_aborted() -> None:
-    async def main() -> None:
-        peer = await connected(ConnectionBounds(stall_seconds=100))
-        peer.server.pause_writing()
-        await asyncio.sleep(99)
-        assert not peer.transport.is_closed
-        await asyncio.sleep(2)
-        assert peer.transport.is_closed
-
-    run_virtual(main())
-
-
-def test_a_silent_client_is_asked_for_a_sign_and_then_closed() -> None:
-    async def main() -> None:
-        peer = await connected()
-        await asyncio.sleep(CHECK_SECONDS + 1)
-        assert [each.opcode for each in peer.frames()] == [Opcode.PING]
-        peer.send(frame(b"", Opcode.PONG))
-        await asyncio.sleep(CHECK_SECONDS)
-        assert not peer.transport.is_closed
-        await asyncio.sleep(CHECK_SECONDS)
-        assert peer.transport.is_closed
-
-    run_virtual(main())
-
-
-def test_a_message_that_arrives_too_slowly_closes_the_connection() -> None:
-    async def main() -> None:
-        peer = await connected(ConnectionBounds(body_seconds=60))
-        data = frame(b"x" * 100)
-        for byte in data:
-            if peer.transport.is_closed or not peer.transport.written:
-                break
-            peer.send(bytes([byte]))
-            await asyncio.sleep(1)
-        await asyncio.sleep(CLOSE_SECONDS)
-        assert peer.close_code() == TOO_SLOW
-
-    run_virtual(main())
-
-
-def test_the_end_of_the_server_is_announced() -> None:
-    async def main() -> None:
-        peer = await connected()
-        peer.server.shutdown()
-        assert peer.close_code() == GOING_AWAY
-        assert await peer.server.receive() is None
-        await asyncio.sleep(CLOSE_SECONDS + 1)
-        assert peer.transport.is_closed
-
-    run_virtual(main())
-
-
-def test_what_runs_ends_before_the_connection_does_at_the_end_of_the_server() -> None:
-    async def main() -> None:
-        peer = await connected()
-        peer.send(frame(b"x"))
+@in_virtual_time
+async def test_messages_that_nobody_reads_stop_the_reading() -> None:
+    peer = await connected()
+    num_sent = 2 * MAX_INBOX + SLICE_BYTES
+    peer.send(frame() * num_sent)
+    assert peer.transport.is_paused
+    for _ in range(num_sent):
         assert await peer.server.receive() == b"x"
-        peer.server.shutdown()
-        await peer.server.send((b"the last event",))
-        peer.server.rest()
-        sent = peer.frames()
-        assert [each.opcode for each in sent] == [Opcode.TEXT, Opcode.CLOSE]
+    assert not peer.transport.is_paused
 
-    run_virtual(main())
+
+@in_virtual_time
+async def test_pings_of_a_client_that_does_not_read_are_not_answered_without_end() -> None:
+    peer = await connected()
+    peer.server.pause_writing()
+    for _ in range(3):
+        peer.send(frame(b"", Opcode.PING) * 1000)
+    assert peer.transport.is_paused
+    assert peer.frames() == []
+    peer.server.resume_writing()
+    await asyncio.sleep(60)
+    assert sum(each.opcode is Opcode.PONG for each in peer.frames()) == 3000
+
+
+@in_virtual_time
+async def test_a_client_that_never_reads_is_aborted() -> None:
+    peer = await connected(ConnectionBounds(stall_seconds=100))
+    peer.server.pause_writing()
+    await asyncio.sleep(99)
+    assert not peer.transport.is_closed
+    await asyncio.sleep(2)
+    assert peer.transport.is_closed
+
+
+@in_virtual_time
+async def test_a_silent_client_is_asked_for_a_sign_and_then_closed() -> None:
+    peer = await connected()
+    await asyncio.sleep(CHECK_SECONDS + 1)
+    assert [each.opcode for each in peer.frames()] == [Opcode.PING]
+    peer.send(frame(b"", Opcode.PONG))
+    await asyncio.sleep(CHECK_SECONDS)
+    assert not peer.transport.is_closed
+    await asyncio.sleep(CHECK_SECONDS)
+    assert peer.transport.is_closed
+
+
+@in_virtual_time
+async def test_a_message_that_arrives_too_slowly_closes_the_connection() -> None:
+    peer = await connected(ConnectionBounds(body_seconds=60))
+    data = frame(b"x" * 100)
+    for byte in data:
+        if peer.transport.is_closed or not peer.transport.written:
+            break
+        peer.send(bytes([byte]))
+        await asyncio.sleep(1)
+    await asyncio.sleep(CLOSE_SECONDS)
+    assert peer.close_code() == TOO_SLOW
+
+
+@in_virtual_time
+async def test_the_end_of_the_server_is_announced() -> None:
+    peer = await connected()
+    peer.server.shutdown()
+    assert peer.close_code() == GOING_AWAY
+    assert await peer.server.receive() is None
+    await asyncio.sleep(CLOSE_SECONDS + 1)
+    assert peer.transport.is_closed
+
+
+@in_virtual_time
+async def test_what_runs_ends_before_the_connection_does_at_the_end_of_the_server() -> None:
+    peer = await connected()
+    peer.send(frame(b"x"))
+    assert await peer.server.receive() == b"x"
+    peer.server.shutdown()
+    await peer.server.send((b"the last event",))
+    peer.server.rest()
+    sent = peer.frames()
+    assert [each.opcode for each in sent] == [Opcode.TEXT, Opcode.CLOSE]
 
 
 @pytest.mark.parametrize(
@@ -315,12 +294,10 @@ def test_what_runs_ends_before_the_connection_does_at_the_end_of_the_server() ->
         (b"Host: x", b"Host: x\r\nContent-Length: 5"),
     ],
 )
-def test_a_wrong_handshake_is_no_upgrade(old: bytes, new: bytes) -> None:
-    async def main() -> None:
-        peer = Peer(ConnectionBounds(), 64)
-        peer.http.data_received(HANDSHAKE.replace(old, new))
-        await asyncio.sleep(0.01)
-        assert not hasattr(peer, "server")
-        assert b" 101 " not in peer.transport.written
-
-    run_virtual(main())
+@in_virtual_time
+async def test_a_wrong_handshake_is_no_upgrade(old: bytes, new: bytes) -> None:
+    peer = Peer(ConnectionBounds(), 64)
+    peer.http.data_received(HANDSHAKE.replace(old, new))
+    await asyncio.sleep(0.01)
+    assert not hasattr(peer, "server")
+    assert b" 101 " not in peer.transport.written

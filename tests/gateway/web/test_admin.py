@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engine.policy import POLICIES
-from tests.gateway.rig import STEP, TEXT, Rig, Setting, play, text
+from tests.gateway.rig import STEP, TEXT, Rig, Setting, play, played, text
 
 POLICY = "/admin/policy"
 NUM_STREAMS = 32
@@ -43,58 +43,52 @@ async def info(rig: Rig) -> list[str]:
     return [line for line in lines if line.startswith("podway_policy_info{")]
 
 
-def test_the_policy_is_returned_and_changed_and_metrics_follow() -> None:
-    async def scene(rig: Rig) -> None:
-        result = {
-            "policy": "fcfs",
-            "admission": "grow",
-            "policies": list(POLICIES),
-            "itl_goal": None,
-            "settings": SETTINGS,
-        }
-        assert await ask(rig) == (200, result)
-        assert await info(rig) == ['podway_policy_info{admission="grow",policy="fcfs"} 1.0']
-        assert await ask(rig, {"policy": "mlfq"}) == (200, result | {"policy": "mlfq"})
-        assert await ask(rig) == (200, result | {"policy": "mlfq"})
-        assert await info(rig) == ['podway_policy_info{admission="grow",policy="mlfq"} 1.0']
-
-    play(scene)
+@played()
+async def test_the_policy_is_returned_and_changed_and_metrics_follow(rig: Rig) -> None:
+    result = {
+        "policy": "fcfs",
+        "admission": "grow",
+        "policies": list(POLICIES),
+        "itl_goal": None,
+        "settings": SETTINGS,
+    }
+    assert await ask(rig) == (200, result)
+    assert await info(rig) == ['podway_policy_info{admission="grow",policy="fcfs"} 1.0']
+    assert await ask(rig, {"policy": "mlfq"}) == (200, result | {"policy": "mlfq"})
+    assert await ask(rig) == (200, result | {"policy": "mlfq"})
+    assert await info(rig) == ['podway_policy_info{admission="grow",policy="mlfq"} 1.0']
 
 
-def test_settings_are_changed_with_or_without_the_policy_and_the_others_are_kept() -> None:
-    async def scene(rig: Rig) -> None:
-        slow = {"policy": "mlfq", "starvation_seconds": 30, "num_levels": 4, "skip_join": False}
-        _, result = await ask(rig, slow)
-        changed = SETTINGS | {"starvation_seconds": 30.0, "num_levels": 4, "skip_join": False}
-        assert (result["policy"], result["settings"]) == ("mlfq", changed)
-        _, result = await ask(rig, {"policy": "mlfq", "quantum_ratio": 4, "base_quantum": None})
-        assert result["settings"] == changed | {"quantum_ratio": 4.0}
-        _, result = await ask(rig, {"policy": "fair"})
-        assert (result["policy"], result["settings"]) == ("fair", changed | {"quantum_ratio": 4.0})
-        assert (await ask(rig))[1] == result
-
-    play(scene)
-
-
-def test_a_goal_and_fair_shares_are_set_over_a_policy_and_taken_back() -> None:
-    async def scene(rig: Rig) -> None:
-        over = {"policy": "mlfq", "fair_keys": True, "ttft_goal": 2.5}
-        _, result = await ask(rig, over)
-        changed = SETTINGS | {"fair_keys": True, "ttft_goal": 2.5}
-        assert (result["policy"], result["settings"]) == ("mlfq", changed)
-        _, result = await ask(rig, {"policy": "mlfq", "fair_keys": False, "ttft_goal": 0})
-        assert (result["policy"], result["settings"]) == ("mlfq", SETTINGS)
-
-    play(scene)
+@played()
+async def test_settings_are_changed_with_or_without_the_policy_and_the_others_are_kept(
+    rig: Rig,
+) -> None:
+    slow = {"policy": "mlfq", "starvation_seconds": 30, "num_levels": 4, "skip_join": False}
+    _, result = await ask(rig, slow)
+    changed = SETTINGS | {"starvation_seconds": 30.0, "num_levels": 4, "skip_join": False}
+    assert (result["policy"], result["settings"]) == ("mlfq", changed)
+    _, result = await ask(rig, {"policy": "mlfq", "quantum_ratio": 4, "base_quantum": None})
+    assert result["settings"] == changed | {"quantum_ratio": 4.0}
+    _, result = await ask(rig, {"policy": "fair"})
+    assert (result["policy"], result["settings"]) == ("fair", changed | {"quantum_ratio": 4.0})
+    assert (await ask(rig))[1] == result
 
 
-def test_switching_to_the_current_policy_changes_nothing() -> None:
-    async def scene(rig: Rig) -> None:
-        before = rig.engine.scheduler.policy
-        assert (await ask(rig, {"policy": "fair"}))[0] == 200
-        assert rig.engine.scheduler.policy is before
+@played()
+async def test_a_goal_and_fair_shares_are_set_over_a_policy_and_taken_back(rig: Rig) -> None:
+    over = {"policy": "mlfq", "fair_keys": True, "ttft_goal": 2.5}
+    _, result = await ask(rig, over)
+    changed = SETTINGS | {"fair_keys": True, "ttft_goal": 2.5}
+    assert (result["policy"], result["settings"]) == ("mlfq", changed)
+    _, result = await ask(rig, {"policy": "mlfq", "fair_keys": False, "ttft_goal": 0})
+    assert (result["policy"], result["settings"]) == ("mlfq", SETTINGS)
 
-    play(scene, Setting(policy="fair"))
+
+@played(Setting(policy="fair"))
+async def test_switching_to_the_current_policy_changes_nothing(rig: Rig) -> None:
+    before = rig.engine.scheduler.policy
+    assert (await ask(rig, {"policy": "fair"}))[0] == 200
+    assert rig.engine.scheduler.policy is before
 
 
 @pytest.mark.parametrize(
@@ -117,27 +111,23 @@ def test_switching_to_the_current_policy_changes_nothing() -> None:
         (b"mlfq", None),
     ],
 )
-def test_an_unknown_policy_is_rejected_and_changes_nothing(
-    payload: object, param: str | None
+@played()
+async def test_an_unknown_policy_is_rejected_and_changes_nothing(
+    rig: Rig, payload: object, param: str | None
 ) -> None:
-    async def scene(rig: Rig) -> None:
-        before = rig.engine.scheduler.policy
-        status, reply = await ask(rig, payload)
-        assert (status, reply["error"]["param"]) == (400, param)
-        assert rig.engine.scheduler.policy is before
-
-    play(scene)
+    before = rig.engine.scheduler.policy
+    status, reply = await ask(rig, payload)
+    assert (status, reply["error"]["param"]) == (400, param)
+    assert rig.engine.scheduler.policy is before
 
 
-def test_with_keys_the_policy_needs_a_key() -> None:
-    async def scene(rig: Rig) -> None:
-        for payload in (None, {"policy": "mlfq"}):
-            assert (await ask(rig, payload))[0] == 401
-            assert (await ask(rig, payload, {"authorization": "Bearer no"}))[0] == 401
-        assert (await ask(rig, headers={"authorization": "Bearer k"}))[1]["policy"] == "fcfs"
-        assert (await ask(rig, {"policy": "mlfq"}, {"authorization": "Bearer k"}))[0] == 200
-
-    play(scene, Setting(admin_keys=("k",)))
+@played(Setting(admin_keys=("k",)))
+async def test_with_keys_the_policy_needs_a_key(rig: Rig) -> None:
+    for payload in (None, {"policy": "mlfq"}):
+        assert (await ask(rig, payload))[0] == 401
+        assert (await ask(rig, payload, {"authorization": "Bearer no"}))[0] == 401
+    assert (await ask(rig, headers={"authorization": "Bearer k"}))[1]["policy"] == "fcfs"
+    assert (await ask(rig, {"policy": "mlfq"}, {"authorization": "Bearer k"}))[0] == 200
 
 
 @pytest.mark.parametrize("num_blocks", [1000, 150])

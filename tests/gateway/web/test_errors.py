@@ -18,7 +18,7 @@ from engine.errors import (
 from gateway.errors import error_headers, http_error
 from gateway.schema.dialect import OPENAI
 from tests.gateway.answers import answer_to
-from tests.gateway.rig import CHAT, STEP, TEXT, Rig, Setting, chat, play, text
+from tests.gateway.rig import CHAT, STEP, TEXT, Rig, Setting, chat, play, played, text
 
 STREAMED_OR_NOT = pytest.mark.parametrize("stream", [True, False])
 
@@ -57,22 +57,20 @@ def test_a_server_with_a_restarting_worker_sends_retry_after() -> None:
 
 
 @STREAMED_OR_NOT
-def test_a_full_queue_is_a_503_before_any_stream(stream: bool) -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(CHAT, chat(max_tokens=20)) as first:
+@played(Setting(num_blocks=28, admission=Admission.RESERVE, max_queue_requests=1))
+async def test_a_full_queue_is_a_503_before_any_stream(rig: Rig, stream: bool) -> None:
+    async with rig.client.post(CHAT, chat(max_tokens=20)) as first:
+        await asyncio.sleep(STEP / 2)
+        async with rig.client.post(CHAT, chat(max_tokens=20)) as second:
             await asyncio.sleep(STEP / 2)
-            async with rig.client.post(CHAT, chat(max_tokens=20)) as second:
-                await asyncio.sleep(STEP / 2)
-                async with rig.client.post(CHAT, chat(stream=stream, max_tokens=20)) as third:
-                    body = await third.json()
-                await first.json()
-                await second.json()
-        assert third.status == 503
-        assert body["error"]["code"] == "overloaded"
-        assert int(third.headers["retry-after-ms"]) > 0
-        assert third.headers["retry-after"] == "1"
-
-    play(scene, Setting(num_blocks=28, admission=Admission.RESERVE, max_queue_requests=1))
+            async with rig.client.post(CHAT, chat(stream=stream, max_tokens=20)) as third:
+                body = await third.json()
+            await first.json()
+            await second.json()
+    assert third.status == 503
+    assert body["error"]["code"] == "overloaded"
+    assert int(third.headers["retry-after-ms"]) > 0
+    assert third.headers["retry-after"] == "1"
 
 
 def test_a_queue_that_one_key_has_filled_takes_a_request_of_another() -> None:
@@ -133,75 +131,65 @@ def test_choices_beyond_the_queues_limits_are_a_400_that_names_the_field(
 
 
 @STREAMED_OR_NOT
-def test_a_draining_server_is_unavailable(stream: bool) -> None:
-    async def scene(rig: Rig) -> None:
-        await rig.service.groups.drain(1)
-        async with rig.client.post(CHAT, chat(stream=stream)) as exchange:
-            assert (await exchange.json())["error"]["code"] == "unavailable"
-            assert exchange.status == 503
-        async with rig.client.get("/ready") as exchange:
+@played()
+async def test_a_draining_server_is_unavailable(rig: Rig, stream: bool) -> None:
+    await rig.service.groups.drain(1)
+    async with rig.client.post(CHAT, chat(stream=stream)) as exchange:
+        assert (await exchange.json())["error"]["code"] == "unavailable"
+        assert exchange.status == 503
+    async with rig.client.get("/ready") as exchange:
+        assert await exchange.start() == 503
+    async with rig.client.get("/health") as exchange:
+        assert await exchange.start() == 200
+
+
+@played()
+async def test_a_server_is_unhealthy_from_its_first_rejection_for_good_on(rig: Rig) -> None:
+    rig.engine.failure = "restarts are disabled"
+    for path in ("/ready", "/health"):
+        async with rig.client.get(path) as exchange:
             assert await exchange.start() == 503
-        async with rig.client.get("/health") as exchange:
-            assert await exchange.start() == 200
-
-    play(scene)
+            assert "retry-after" not in exchange.headers
 
 
-def test_a_server_is_unhealthy_from_its_first_rejection_for_good_on() -> None:
-    async def scene(rig: Rig) -> None:
-        rig.engine.failure = "restarts are disabled"
-        for path in ("/ready", "/health"):
-            async with rig.client.get(path) as exchange:
-                assert await exchange.start() == 503
-                assert "retry-after" not in exchange.headers
-
-    play(scene)
-
-
-def test_a_stream_cut_off_at_shutdown_ends_with_one_error_event() -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(CHAT, chat(stream=True, ignore_eos=True)) as exchange:
-            await exchange.start()
-            draining = asyncio.create_task(rig.service.groups.drain(3 * STEP))
-            *chunks, last = [event async for event in exchange.events()]
-            await draining
-        assert exchange.status == 200
-        assert chunks
-        assert last["error"]["code"] == "unavailable"
-
-    play(scene)
+@played()
+async def test_a_stream_cut_off_at_shutdown_ends_with_one_error_event(rig: Rig) -> None:
+    async with rig.client.post(CHAT, chat(stream=True, ignore_eos=True)) as exchange:
+        await exchange.start()
+        draining = asyncio.create_task(rig.service.groups.drain(3 * STEP))
+        *chunks, last = [event async for event in exchange.events()]
+        await draining
+    assert exchange.status == 200
+    assert chunks
+    assert last["error"]["code"] == "unavailable"
 
 
-def test_an_early_failure_is_a_real_status_and_a_late_one_an_event() -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(CHAT, chat(stream=True)) as early:
-            await asyncio.sleep(STEP / 2)
-            rig.engine._wake(rig.engine.scheduler.fail_all(StepFailed("secret"), 0.1))
-            body = await early.json()
-            assert early.status == 500
-            assert body["error"]["code"] == "internal_error"
-        async with rig.client.post(CHAT, chat(stream=True)) as late:
-            await asyncio.sleep(4.5 * STEP)
-            rig.engine._wake(rig.engine.scheduler.fail_all(StepFailed("secret"), 1.0))
-            *_, last = [event async for event in late.events()]
-            assert late.status == 200
-            assert last["error"]["type"] == "server_error"
-
-    play(scene)
+@played()
+async def test_an_early_failure_is_a_real_status_and_a_late_one_an_event(rig: Rig) -> None:
+    async with rig.client.post(CHAT, chat(stream=True)) as early:
+        await asyncio.sleep(STEP / 2)
+        rig.engine._wake(rig.engine.scheduler.fail_all(StepFailed("secret"), 0.1))
+        body = await early.json()
+        assert early.status == 500
+        assert body["error"]["code"] == "internal_error"
+    async with rig.client.post(CHAT, chat(stream=True)) as late:
+        await asyncio.sleep(4.5 * STEP)
+        rig.engine._wake(rig.engine.scheduler.fail_all(StepFailed("secret"), 1.0))
+        *_, last = [event async for event in late.events()]
+        assert late.status == 200
+        assert last["error"]["type"] == "server_error"
 
 
-def test_the_status_line_is_delayed_by_at_most_one_second() -> None:
-    async def scene(rig: Rig) -> None:
-        async with (
-            rig.client.post(CHAT, chat(max_tokens=20)) as first,
-            rig.client.post(CHAT, chat(stream=True, max_tokens=20)) as second,
-        ):
-            assert await second.start() == 200
-            assert rig.service.clock() == 1.0
-            await first.json()
-            assert [event async for event in second.events()][-1] == "DONE"
-
-    play(scene, Setting(num_blocks=28, admission=Admission.RESERVE))
+@played(Setting(num_blocks=28, admission=Admission.RESERVE))
+async def test_the_status_line_is_delayed_by_at_most_one_second(rig: Rig) -> None:
+    async with (
+        rig.client.post(CHAT, chat(max_tokens=20)) as first,
+        rig.client.post(CHAT, chat(stream=True, max_tokens=20)) as second,
+    ):
+        assert await second.start() == 200
+        assert rig.service.clock() == 1.0
+        await first.json()
+        assert [event async for event in second.events()][-1] == "DONE"
 
 
 @pytest.mark.parametrize(
@@ -222,42 +210,36 @@ def test_the_error_of_what_is_too_long_has_both_lengths(
     assert all(length in error["message"] for length in lengths)
 
 
-def test_every_response_has_a_request_id() -> None:
-    async def scene(rig: Rig) -> None:
-        exchanges = [
-            rig.client.get("/health"),
-            rig.client.get("/nowhere"),
-            rig.client.post(CHAT, chat()),
-            rig.client.post(CHAT, chat(stream=True)),
-            rig.client.post(CHAT, b"{"),
-        ]
-        for exchange in exchanges:
-            async with exchange:
-                await exchange.read()
-            assert exchange.headers["x-request-id"].startswith("req_")
-            assert exchange.headers["openai-processing-ms"].isdecimal()
-            assert exchange.headers["openai-version"]
-
-    play(scene)
+@played()
+async def test_every_response_has_a_request_id(rig: Rig) -> None:
+    exchanges = [
+        rig.client.get("/health"),
+        rig.client.get("/nowhere"),
+        rig.client.post(CHAT, chat()),
+        rig.client.post(CHAT, chat(stream=True)),
+        rig.client.post(CHAT, b"{"),
+    ]
+    for exchange in exchanges:
+        async with exchange:
+            await exchange.read()
+        assert exchange.headers["x-request-id"].startswith("req_")
+        assert exchange.headers["openai-processing-ms"].isdecimal()
+        assert exchange.headers["openai-version"]
 
 
-def test_a_valid_request_id_is_kept_and_an_invalid_one_replaced() -> None:
-    async def scene(rig: Rig) -> None:
-        for offered, kept in (("my-id.7", True), ("a b", False), ("x" * 200, False)):
-            async with rig.client.get("/health", {"x-request-id": offered}) as exchange:
-                await exchange.start()
-            assert (exchange.headers["x-request-id"] == offered) is kept
-
-    play(scene)
-
-
-def test_the_time_until_the_first_event_is_the_processing_time() -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(CHAT, chat(stream=True)) as exchange:
+@played()
+async def test_a_valid_request_id_is_kept_and_an_invalid_one_replaced(rig: Rig) -> None:
+    for offered, kept in (("my-id.7", True), ("a b", False), ("x" * 200, False)):
+        async with rig.client.get("/health", {"x-request-id": offered}) as exchange:
             await exchange.start()
-        assert exchange.headers["openai-processing-ms"] == "250"
+        assert (exchange.headers["x-request-id"] == offered) is kept
 
-    play(scene)
+
+@played()
+async def test_the_time_until_the_first_event_is_the_processing_time(rig: Rig) -> None:
+    async with rig.client.post(CHAT, chat(stream=True)) as exchange:
+        await exchange.start()
+    assert exchange.headers["openai-processing-ms"] == "250"
 
 
 @pytest.mark.parametrize(
@@ -271,17 +253,15 @@ def test_the_time_until_the_first_event_is_the_processing_time() -> None:
         ("DELETE", "/v1/models", 405, "method_not_allowed"),
     ],
 )
-def test_an_unknown_path_or_method_is_a_json_error(
-    method: str, path: str, status: int, code: str
+@played()
+async def test_an_unknown_path_or_method_is_a_json_error(
+    rig: Rig, method: str, path: str, status: int, code: str
 ) -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.send(method, path) as exchange:
-            error = (await exchange.json())["error"]
-        assert exchange.status == status
-        assert error["code"] == code
-        assert ("allow" in exchange.headers) is (status == 405)
-
-    play(scene)
+    async with rig.client.send(method, path) as exchange:
+        error = (await exchange.json())["error"]
+    assert exchange.status == status
+    assert error["code"] == code
+    assert ("allow" in exchange.headers) is (status == 405)
 
 
 @pytest.mark.parametrize(
@@ -321,54 +301,46 @@ def test_an_unknown_model_is_a_404() -> None:
 @pytest.mark.parametrize(
     "media_type", ["text/plain", "application/x-www-form-urlencoded", "application/json; charset=x"]
 )
-def test_a_body_that_is_not_json_by_its_type_is_a_415(media_type: str) -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(CHAT, chat(), {"content-type": media_type}) as exchange:
-            assert (await exchange.json())["error"]["code"] == "unsupported_media_type"
-        assert exchange.status == 415
-
-    play(scene)
+@played()
+async def test_a_body_that_is_not_json_by_its_type_is_a_415(rig: Rig, media_type: str) -> None:
+    async with rig.client.post(CHAT, chat(), {"content-type": media_type}) as exchange:
+        assert (await exchange.json())["error"]["code"] == "unsupported_media_type"
+    assert exchange.status == 415
 
 
 @pytest.mark.parametrize("announced", [True, False])
-def test_a_body_that_is_too_large_is_a_413(announced: bool) -> None:
-    async def scene(rig: Rig) -> None:
-        pieces = [b" " * 60] * 30
-        headers = {"content-type": "application/json"}
-        if announced:
-            headers["content-length"] = "1800"
-        async with rig.client.send("POST", CHAT, pieces, headers) as exchange:
-            assert (await exchange.json())["error"]["code"] == "request_too_large"
-        assert exchange.status == 413
-
-    play(scene, Setting(max_body_bytes=1000))
+@played(Setting(max_body_bytes=1000))
+async def test_a_body_that_is_too_large_is_a_413(rig: Rig, announced: bool) -> None:
+    pieces = [b" " * 60] * 30
+    headers = {"content-type": "application/json"}
+    if announced:
+        headers["content-length"] = "1800"
+    async with rig.client.send("POST", CHAT, pieces, headers) as exchange:
+        assert (await exchange.json())["error"]["code"] == "request_too_large"
+    assert exchange.status == 413
 
 
-def test_a_body_that_does_not_arrive_is_a_408() -> None:
-    async def scene(rig: Rig) -> None:
-        exchange = rig.client.send("POST", CHAT, [b"{", b""], {"content-type": "application/json"})
-        exchange.hold_back(1)
-        async with exchange:
-            assert (await exchange.json())["error"]["code"] == "request_timeout"
-        assert rig.service.clock() == 10.0
-        assert exchange.status == 408
-
-    play(scene)
+@played()
+async def test_a_body_that_does_not_arrive_is_a_408(rig: Rig) -> None:
+    exchange = rig.client.send("POST", CHAT, [b"{", b""], {"content-type": "application/json"})
+    exchange.hold_back(1)
+    async with exchange:
+        assert (await exchange.json())["error"]["code"] == "request_timeout"
+    assert rig.service.clock() == 10.0
+    assert exchange.status == 408
 
 
-def test_with_keys_requests_need_one() -> None:
-    async def scene(rig: Rig) -> None:
-        for sent, status in (
-            (None, 401),
-            ("Bearer no", 401),
-            ("Basic k2", 401),
-            ("Bearer k2", 200),
-        ):
-            headers = {} if sent is None else {"authorization": sent}
-            async with rig.client.get("/v1/models", headers) as exchange:
-                await exchange.read()
-            assert exchange.status == status
-        async with rig.client.get("/health") as exchange:
-            assert await exchange.start() == 200
-
-    play(scene, Setting(keys=("k1", "k2")))
+@played(Setting(keys=("k1", "k2")))
+async def test_with_keys_requests_need_one(rig: Rig) -> None:
+    for sent, status in (
+        (None, 401),
+        ("Bearer no", 401),
+        ("Basic k2", 401),
+        ("Bearer k2", 200),
+    ):
+        headers = {} if sent is None else {"authorization": sent}
+        async with rig.client.get("/v1/models", headers) as exchange:
+            await exchange.read()
+        assert exchange.status == status
+    async with rig.client.get("/health") as exchange:
+        assert await exchange.start() == 200

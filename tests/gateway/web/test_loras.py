@@ -10,7 +10,7 @@ import pytest
 from engine.lora import LoraReport
 from gateway.errors import ModelNotFound
 from tests.gateway.lora_loader import LOAD_SECONDS
-from tests.gateway.rig import CHAT, MODEL, STEP, TEXT, Rig, Setting, chat, play, text
+from tests.gateway.rig import CHAT, MODEL, STEP, TEXT, Rig, Setting, chat, play, played, text
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 PROMPT = "a prompt of many blocks"  # of one token each
@@ -76,46 +76,44 @@ def test_a_loaded_adapter_is_a_model_in_every_api() -> None:
     assert [r.spec.lora and r.spec.lora.name for r in rig.ended] == ["sql"] * 4 + [None]
 
 
-def test_prefixes_are_not_shared_with_another_adapter_or_other_bytes_of_the_same_name() -> None:
-    async def scene(rig: Rig) -> None:
-        async def cached(model: str) -> int:
-            body = text(model=model, prompt=PROMPT)
-            usage = (await post(rig, TEXT, body)).json["usage"]
-            found: int = usage["prompt_tokens_details"]["cached_tokens"]
-            return found
+@played(Setting(texts=["yes"] * 9))
+async def test_prefixes_are_not_shared_with_another_adapter_or_other_bytes_of_the_same_name(
+    rig: Rig,
+) -> None:
+    async def cached(model: str) -> int:
+        body = text(model=model, prompt=PROMPT)
+        usage = (await post(rig, TEXT, body)).json["usage"]
+        found: int = usage["prompt_tokens_details"]["cached_tokens"]
+        return found
 
-        whole = len(PROMPT) - 1
-        await load(rig, "one")
-        assert [await cached(MODEL), await cached(MODEL)] == [0, whole]
-        assert [await cached("one"), await cached("one")] == [0, whole]
-        await load(rig, "one", "/loras/other bytes", load_inplace=True)
-        assert [await cached("one"), await cached("one")] == [0, whole]
-        await load(rig, "one", load_inplace=True)
-        assert await cached("one") == whole  # the bytes of the first load
-
-    play(scene, Setting(texts=["yes"] * 9))
+    whole = len(PROMPT) - 1
+    await load(rig, "one")
+    assert [await cached(MODEL), await cached(MODEL)] == [0, whole]
+    assert [await cached("one"), await cached("one")] == [0, whole]
+    await load(rig, "one", "/loras/other bytes", load_inplace=True)
+    assert [await cached("one"), await cached("one")] == [0, whole]
+    await load(rig, "one", load_inplace=True)
+    assert await cached("one") == whole  # the bytes of the first load
 
 
-def test_unloading_waits_for_running_requests_and_rejects_new_ones_at_once() -> None:
-    async def scene(rig: Rig) -> None:
-        await load(rig, "sql")
-        running = asyncio.create_task(post(rig, TEXT, text(model="sql")))
-        await asyncio.sleep(STEP)
-        unloading = asyncio.create_task(unload(rig, "sql"))
-        await asyncio.sleep(STEP)
-        rejected = await post(rig, TEXT, text(model="sql"))
-        assert rejected.status == 404
-        assert "does not exist" in rejected.error
-        assert not unloading.done()
-        assert rig.loader.loaded
-        assert (await running).status == 200
-        response = await unloading
-        assert response.body == b"Success: LoRA adapter 'sql' removed successfully."
-        assert not rig.loader.loaded
-        again = await unload(rig, "sql")
-        assert (again.status, again.error) == (404, "The LoRA adapter 'sql' is not loaded.")
-
-    play(scene, Setting(texts=["a long answer"]))
+@played(Setting(texts=["a long answer"]))
+async def test_unloading_waits_for_running_requests_and_rejects_new_ones_at_once(rig: Rig) -> None:
+    await load(rig, "sql")
+    running = asyncio.create_task(post(rig, TEXT, text(model="sql")))
+    await asyncio.sleep(STEP)
+    unloading = asyncio.create_task(unload(rig, "sql"))
+    await asyncio.sleep(STEP)
+    rejected = await post(rig, TEXT, text(model="sql"))
+    assert rejected.status == 404
+    assert "does not exist" in rejected.error
+    assert not unloading.done()
+    assert rig.loader.loaded
+    assert (await running).status == 200
+    response = await unloading
+    assert response.body == b"Success: LoRA adapter 'sql' removed successfully."
+    assert not rig.loader.loaded
+    again = await unload(rig, "sql")
+    assert (again.status, again.error) == (404, "The LoRA adapter 'sql' is not loaded.")
 
 
 def test_requests_of_a_replaced_adapter_end_with_it() -> None:
@@ -134,119 +132,107 @@ def test_requests_of_a_replaced_adapter_end_with_it() -> None:
     assert [r.spec.lora and r.spec.lora.lora_id for r in rig.ended] == [2, 1]
 
 
-def test_a_load_that_cannot_be_done_is_rejected_and_changes_nothing() -> None:
-    async def scene(rig: Rig) -> None:
-        async def rejected(status: int = 400, **body: Any) -> str:
-            answer = await post(rig, LOAD, body)
-            assert answer.status == status
-            return answer.error
+@played()
+async def test_a_load_that_cannot_be_done_is_rejected_and_changes_nothing(rig: Rig) -> None:
+    async def rejected(status: int = 400, **body: Any) -> str:
+        answer = await post(rig, LOAD, body)
+        assert answer.status == status
+        return answer.error
 
-        assert "bad file" in await rejected(lora_name="x", lora_path="/bad")
-        assert "'lora_path'" in await rejected(lora_name="x")
-        for name in ("", "a,b", "a\nb", "x" * 257):
-            wrong = await rejected(lora_name=name, lora_path="/a")
-            assert wrong == "'lora_name' must have 1 to 256 printable characters and no comma."
-        assert "'lora_path' is empty" in await rejected(lora_name="x", lora_path="")
-        unknown = await rejected(lora_name="x", lora_path="~no-such-user/x")
-        assert unknown.startswith("Invalid 'lora_path': ")
-        assert "name of the base model" in await rejected(lora_name=MODEL, lora_path="/a")
-        assert "worker was lost" in await rejected(503, lora_name="x", lora_path="/lost")
-        assert len((await get(rig, "/v1/models")).json["data"]) == 1
-        await load(rig, "one")
-        assert "already been loaded" in await rejected(lora_name="one", lora_path="/a")
-        await load(rig, "two")
-        full = await rejected(lora_name="three", lora_path="/a")
-        assert full.startswith("2 LoRA adapters are loaded, and --max-loras allows 2.")
-        await unload(rig, "one")
-        await load(rig, "three")
-
-    play(scene)
+    assert "bad file" in await rejected(lora_name="x", lora_path="/bad")
+    assert "'lora_path'" in await rejected(lora_name="x")
+    for name in ("", "a,b", "a\nb", "x" * 257):
+        wrong = await rejected(lora_name=name, lora_path="/a")
+        assert wrong == "'lora_name' must have 1 to 256 printable characters and no comma."
+    assert "'lora_path' is empty" in await rejected(lora_name="x", lora_path="")
+    unknown = await rejected(lora_name="x", lora_path="~no-such-user/x")
+    assert unknown.startswith("Invalid 'lora_path': ")
+    assert "name of the base model" in await rejected(lora_name=MODEL, lora_path="/a")
+    assert "worker was lost" in await rejected(503, lora_name="x", lora_path="/lost")
+    assert len((await get(rig, "/v1/models")).json["data"]) == 1
+    await load(rig, "one")
+    assert "already been loaded" in await rejected(lora_name="one", lora_path="/a")
+    await load(rig, "two")
+    full = await rejected(lora_name="three", lora_path="/a")
+    assert full.startswith("2 LoRA adapters are loaded, and --max-loras allows 2.")
+    await unload(rig, "one")
+    await load(rig, "three")
 
 
-def test_two_loads_of_one_name_at_once_load_it_once() -> None:
-    async def scene(rig: Rig) -> None:
-        body = {"lora_name": "sql", "lora_path": "/loras/one"}
-        both = await asyncio.gather(post(rig, LOAD, body), post(rig, LOAD, body))
-        assert sorted(response.status for response in both) == [200, 400]
-        assert list(rig.loader.loaded) == [1]
-
-    play(scene)
+@played()
+async def test_two_loads_of_one_name_at_once_load_it_once(rig: Rig) -> None:
+    body = {"lora_name": "sql", "lora_path": "/loras/one"}
+    both = await asyncio.gather(post(rig, LOAD, body), post(rig, LOAD, body))
+    assert sorted(response.status for response in both) == [200, 400]
+    assert list(rig.loader.loaded) == [1]
 
 
-def test_requests_are_served_while_an_adapter_is_loaded() -> None:
-    async def scene(rig: Rig) -> None:
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        running = asyncio.create_task(post(rig, TEXT, text()))
-        await load(rig, "sql")
-        assert loop.time() - began == LOAD_SECONDS
-        await running
-        assert loop.time() - began == 4 * STEP  # as without the load
-
-    play(scene, Setting(texts=["yes"]))
+@played(Setting(texts=["yes"]))
+async def test_requests_are_served_while_an_adapter_is_loaded(rig: Rig) -> None:
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    running = asyncio.create_task(post(rig, TEXT, text()))
+    await load(rig, "sql")
+    assert loop.time() - began == LOAD_SECONDS
+    await running
+    assert loop.time() - began == 4 * STEP  # as without the load
 
 
-def test_requests_of_an_adapter_that_restarted_workers_lack_end_with_an_error() -> None:
-    async def scene(rig: Rig) -> None:
-        await load(rig, "sql")
-        running = asyncio.create_task(post(rig, TEXT, text(model="sql")))
-        other = asyncio.create_task(post(rig, TEXT, text()))
-        await asyncio.sleep(STEP)
-        (spec,) = rig.loader.loaded.values()
-        rig.loader.lose(LoraReport(spec.lora_id, error="its files have changed"))
-        assert (await running).status == 500
-        assert (await other).status == 200
-        assert (await post(rig, TEXT, text(model="sql"))).status == 404
-
-    play(scene, Setting(texts=["a long answer", "another"]))
-
-
-def test_loading_needs_an_admin_key_and_counts_against_no_limit() -> None:
-    async def scene(rig: Rig) -> None:
-        body = {"lora_name": "sql", "lora_path": "/loras/one"}
-
-        async def status(path: str, key: str) -> int:
-            headers = {"authorization": f"Bearer {key}"}
-            return (await post(rig, path, body, headers)).status
-
-        for path in (LOAD, UNLOAD):
-            assert await status(path, "user") == 403
-            assert await status(path, "nothing") == 401
-        assert await status(LOAD, "admin") == 200
-
-    play(scene, Setting(keys=["user"], admin_keys=["admin"]))
+@played(Setting(texts=["a long answer", "another"]))
+async def test_requests_of_an_adapter_that_restarted_workers_lack_end_with_an_error(
+    rig: Rig,
+) -> None:
+    await load(rig, "sql")
+    running = asyncio.create_task(post(rig, TEXT, text(model="sql")))
+    other = asyncio.create_task(post(rig, TEXT, text()))
+    await asyncio.sleep(STEP)
+    (spec,) = rig.loader.loaded.values()
+    rig.loader.lose(LoraReport(spec.lora_id, error="its files have changed"))
+    assert (await running).status == 500
+    assert (await other).status == 200
+    assert (await post(rig, TEXT, text(model="sql"))).status == 404
 
 
-def test_metrics_name_the_adapters_of_running_and_waiting_requests() -> None:
-    async def scene(rig: Rig) -> None:
-        await load(rig, "one")
-        await load(rig, "two")
-        running = [
-            asyncio.create_task(post(rig, TEXT, text(model=name))) for name in ("one", MODEL, "two")
-        ]
-        await asyncio.sleep(STEP / 2)
-        page = (await get(rig, "/metrics")).body.decode()
-        labels = 'max_lora="2",running_lora_adapters="one",waiting_lora_adapters="two"'
-        assert f"vllm:lora_requests_info{{{labels}}} 1." in page
-        for request in running:
-            await request
-        page = (await get(rig, "/metrics")).body.decode()
-        assert 'podway_lora_tokens_total{kind="prompt",lora="one"} 2.0' in page
-        assert 'running_lora_adapters="",waiting_lora_adapters=""' in page
+@played(Setting(keys=["user"], admin_keys=["admin"]))
+async def test_loading_needs_an_admin_key_and_counts_against_no_limit(rig: Rig) -> None:
+    body = {"lora_name": "sql", "lora_path": "/loras/one"}
 
-    play(scene, Setting(texts=["yes"] * 3, max_batch_size=2))
+    async def status(path: str, key: str) -> int:
+        headers = {"authorization": f"Bearer {key}"}
+        return (await post(rig, path, body, headers)).status
+
+    for path in (LOAD, UNLOAD):
+        assert await status(path, "user") == 403
+        assert await status(path, "nothing") == 401
+    assert await status(LOAD, "admin") == 200
 
 
-def test_a_request_whose_adapter_is_unloaded_before_it_starts_is_rejected() -> None:
-    async def scene(rig: Rig) -> None:
-        await load(rig, "sql")
-        adapter = rig.service.loras.find("sql")
-        assert adapter is not None
-        await unload(rig, "sql")
-        await load(rig, "sql")
-        response = await post(rig, TEXT, text(model="sql"))
-        assert response.status == 200
-        with pytest.raises(ModelNotFound, match="does not exist"):
-            rig.service.loras.check(adapter, (MODEL,))
+@played(Setting(texts=["yes"] * 3, max_batch_size=2))
+async def test_metrics_name_the_adapters_of_running_and_waiting_requests(rig: Rig) -> None:
+    await load(rig, "one")
+    await load(rig, "two")
+    running = [
+        asyncio.create_task(post(rig, TEXT, text(model=name))) for name in ("one", MODEL, "two")
+    ]
+    await asyncio.sleep(STEP / 2)
+    page = (await get(rig, "/metrics")).body.decode()
+    labels = 'max_lora="2",running_lora_adapters="one",waiting_lora_adapters="two"'
+    assert f"vllm:lora_requests_info{{{labels}}} 1." in page
+    for request in running:
+        await request
+    page = (await get(rig, "/metrics")).body.decode()
+    assert 'podway_lora_tokens_total{kind="prompt",lora="one"} 2.0' in page
+    assert 'running_lora_adapters="",waiting_lora_adapters=""' in page
 
-    play(scene)
+
+@played()
+async def test_a_request_whose_adapter_is_unloaded_before_it_starts_is_rejected(rig: Rig) -> None:
+    await load(rig, "sql")
+    adapter = rig.service.loras.find("sql")
+    assert adapter is not None
+    await unload(rig, "sql")
+    await load(rig, "sql")
+    response = await post(rig, TEXT, text(model="sql"))
+    assert response.status == 200
+    with pytest.raises(ModelNotFound, match="does not exist"):
+        rig.service.loras.check(adapter, (MODEL,))

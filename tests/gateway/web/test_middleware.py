@@ -6,7 +6,7 @@ import pytest
 
 from gateway.access.intake import ABANDONED_SECONDS, Intake
 from gateway.web.middleware import EXPOSED, IdentifyCaller
-from tests.gateway.rig import CHAT, STEP, Rig, Setting, chat, play
+from tests.gateway.rig import CHAT, STEP, Rig, Setting, chat, play, played
 
 PAGE = "https://page.example"
 PREFLIGHT = {
@@ -27,20 +27,18 @@ PREFLIGHT = {
         ("OPTIONS", CHAT),
     ],
 )
-def test_every_route_except_probes_needs_a_key(method: str, path: str) -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.send(method, path) as exchange:
-            error = (await exchange.json())["error"]
-        assert exchange.status == 401
-        assert error["code"] == "invalid_api_key"
-        assert exchange.headers["www-authenticate"] == "Bearer"
-        async with rig.client.send(method, path, headers={"x-api-key": "k"}) as exchange:
-            assert await exchange.start() != 401
-        for probe in ("/health", "/ready"):
-            async with rig.client.get(probe) as exchange:
-                assert await exchange.start() == 200
-
-    play(scene, Setting(keys=("k",)))
+@played(Setting(keys=("k",)))
+async def test_every_route_except_probes_needs_a_key(rig: Rig, method: str, path: str) -> None:
+    async with rig.client.send(method, path) as exchange:
+        error = (await exchange.json())["error"]
+    assert exchange.status == 401
+    assert error["code"] == "invalid_api_key"
+    assert exchange.headers["www-authenticate"] == "Bearer"
+    async with rig.client.send(method, path, headers={"x-api-key": "k"}) as exchange:
+        assert await exchange.start() != 401
+    for probe in ("/health", "/ready"):
+        async with rig.client.get(probe) as exchange:
+            assert await exchange.start() == 200
 
 
 @pytest.mark.parametrize("origins", [(PAGE,), ("*",)])
@@ -63,35 +61,29 @@ def test_an_allowed_origin_may_preflight_and_read_responses(
     play(scene, Setting(keys=("k",), cors_origins=origins))
 
 
-def test_an_allowed_origin_may_read_error_responses() -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(CHAT, chat(), {"origin": PAGE}) as exchange:
-            assert await exchange.start() == 401
-        assert exchange.headers["access-control-allow-origin"] == PAGE
-
-    play(scene, Setting(keys=("k",), cors_origins=(PAGE,)))
+@played(Setting(keys=("k",), cors_origins=(PAGE,)))
+async def test_an_allowed_origin_may_read_error_responses(rig: Rig) -> None:
+    async with rig.client.post(CHAT, chat(), {"origin": PAGE}) as exchange:
+        assert await exchange.start() == 401
+    assert exchange.headers["access-control-allow-origin"] == PAGE
 
 
-def test_other_origins_get_no_cors_headers() -> None:
-    async def scene(rig: Rig) -> None:
-        other = {"origin": "https://other.example"}
-        async with rig.client.send("OPTIONS", CHAT, headers=PREFLIGHT | other) as exchange:
-            assert await exchange.start() == 400
-        assert "access-control-allow-origin" not in exchange.headers
-        async with rig.client.post(CHAT, chat(), other) as exchange:
-            await exchange.json()
-        assert "access-control-allow-origin" not in exchange.headers
-
-    play(scene, Setting(cors_origins=(PAGE,)))
+@played(Setting(cors_origins=(PAGE,)))
+async def test_other_origins_get_no_cors_headers(rig: Rig) -> None:
+    other = {"origin": "https://other.example"}
+    async with rig.client.send("OPTIONS", CHAT, headers=PREFLIGHT | other) as exchange:
+        assert await exchange.start() == 400
+    assert "access-control-allow-origin" not in exchange.headers
+    async with rig.client.post(CHAT, chat(), other) as exchange:
+        await exchange.json()
+    assert "access-control-allow-origin" not in exchange.headers
 
 
-def test_without_cors_there_are_no_cors_headers() -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(CHAT, chat(), {"origin": PAGE}) as exchange:
-            await exchange.json()
-        assert not any(name.startswith("access-control") for name in exchange.headers)
-
-    play(scene)
+@played()
+async def test_without_cors_there_are_no_cors_headers(rig: Rig) -> None:
+    async with rig.client.post(CHAT, chat(), {"origin": PAGE}) as exchange:
+        await exchange.json()
+    assert not any(name.startswith("access-control") for name in exchange.headers)
 
 
 def intake_of(rig: Rig) -> Intake:
@@ -100,75 +92,66 @@ def intake_of(rig: Rig) -> Intake:
     return rig.app._intake
 
 
-def test_probes_and_cancellations_do_not_wait_while_the_intake_is_in_debt() -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(CHAT, chat(stream=True, max_tokens=5)) as stream:
-            await stream.start()
-            owing = intake_of(rig)
+@played()
+async def test_probes_and_cancellations_do_not_wait_while_the_intake_is_in_debt(rig: Rig) -> None:
+    async with rig.client.post(CHAT, chat(stream=True, max_tokens=5)) as stream:
+        await stream.start()
+        owing = intake_of(rig)
+        before = rig.service.clock()
+        for method, path in (
+            ("GET", "/health"),
+            ("GET", "/ready"),
+            ("GET", "/metrics"),
+            ("POST", "/v1/requests/none/cancel"),
+        ):
+            owing.charge(60.0, "127.0.0.1")
+            async with rig.client.send(method, path) as exchange:
+                assert await exchange.start() in (200, 404)
+        assert rig.service.clock() == before
+        await stream.read()
+
+
+@played()
+async def test_a_probe_waits_only_for_probes_of_its_own_client(rig: Rig) -> None:
+    assert isinstance(rig.app, IdentifyCaller)
+    async with rig.client.post(CHAT, chat(stream=True, max_tokens=50)) as stream:
+        await stream.start()
+        before = rig.service.clock()
+        rig.app._urgent_intake.charge(60.0, "10.0.0.1")
+        async with rig.client.get("/health") as exchange:
+            assert await exchange.start() == 200
+        assert rig.service.clock() == before
+        rig.app._urgent_intake.charge(0.01, "127.0.0.1")
+        async with rig.client.get("/health") as exchange:
+            assert await exchange.start() == 200
+        assert rig.service.clock() > before
+
+
+@played()
+async def test_requests_that_wait_get_a_503_when_the_server_drains(rig: Rig) -> None:
+    async with rig.client.post(CHAT, chat(stream=True, max_tokens=5)) as stream:
+        await stream.start()
+        for client in ("127.0.0.1", "-", "testclient"):
+            intake_of(rig).charge(60.0, client)
+        async with rig.client.post(CHAT, chat()) as waiting:
+            draining = asyncio.create_task(rig.service.groups.drain(100))
             before = rig.service.clock()
-            for method, path in (
-                ("GET", "/health"),
-                ("GET", "/ready"),
-                ("GET", "/metrics"),
-                ("POST", "/v1/requests/none/cancel"),
-            ):
-                owing.charge(60.0, "127.0.0.1")
-                async with rig.client.send(method, path) as exchange:
-                    assert await exchange.start() in (200, 404)
-            assert rig.service.clock() == before
+            assert await waiting.start() == 503
+            assert rig.service.clock() - before < STEP
             await stream.read()
-
-    play(scene)
-
-
-def test_a_probe_waits_only_for_probes_of_its_own_client() -> None:
-    async def scene(rig: Rig) -> None:
-        assert isinstance(rig.app, IdentifyCaller)
-        async with rig.client.post(CHAT, chat(stream=True, max_tokens=50)) as stream:
-            await stream.start()
-            before = rig.service.clock()
-            rig.app._urgent_intake.charge(60.0, "10.0.0.1")
-            async with rig.client.get("/health") as exchange:
-                assert await exchange.start() == 200
-            assert rig.service.clock() == before
-            rig.app._urgent_intake.charge(0.01, "127.0.0.1")
-            async with rig.client.get("/health") as exchange:
-                assert await exchange.start() == 200
-            assert rig.service.clock() > before
-
-    play(scene)
-
-
-def test_requests_that_wait_get_a_503_when_the_server_drains() -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(CHAT, chat(stream=True, max_tokens=5)) as stream:
-            await stream.start()
-            for client in ("127.0.0.1", "-", "testclient"):
-                intake_of(rig).charge(60.0, client)
-            async with rig.client.post(CHAT, chat()) as waiting:
-                draining = asyncio.create_task(rig.service.groups.drain(100))
-                before = rig.service.clock()
-                assert await waiting.start() == 503
-                assert rig.service.clock() - before < STEP
-                await stream.read()
-            await draining
-
-    play(scene)
+        await draining
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_the_work_for_a_client_that_leaves_is_its_debt(stream: bool) -> None:
+@played()
+async def test_the_work_for_a_client_that_leaves_is_its_debt(rig: Rig, stream: bool) -> None:
     """Virtual time stands still while the loop works, so there are no other debts."""
-
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(CHAT, chat(stream=stream)) as exchange:
-            await exchange.read()
-        intake = intake_of(rig)
-        assert len(intake._debts) == 0
-        async with rig.client.post(CHAT, chat(stream=stream, max_tokens=9)) as exchange:
-            await asyncio.sleep(1.5 * STEP)
-            exchange.disconnect()
-            await exchange.ended()
-        assert intake._debts.of("127.0.0.1") == pytest.approx(ABANDONED_SECONDS)
-
-    play(scene)
+    async with rig.client.post(CHAT, chat(stream=stream)) as exchange:
+        await exchange.read()
+    intake = intake_of(rig)
+    assert len(intake._debts) == 0
+    async with rig.client.post(CHAT, chat(stream=stream, max_tokens=9)) as exchange:
+        await asyncio.sleep(1.5 * STEP)
+        exchange.disconnect()
+        await exchange.ended()
+    assert intake._debts.of("127.0.0.1") == pytest.approx(ABANDONED_SECONDS)

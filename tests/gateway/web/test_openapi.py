@@ -11,7 +11,7 @@ from schemathesis.core.result import Ok
 from gateway.web.openapi import describe
 from gateway.web.route import Route
 from gateway.web.table import ROUTES
-from tests.gateway.rig import Rig, Setting, play
+from tests.gateway.rig import Rig, Setting, played
 
 DOCUMENT = describe(ROUTES.routes)
 OPERATIONS = {
@@ -98,29 +98,25 @@ class Reader(HTMLParser):
         self.text += data
 
 
-def test_the_page_lists_every_path_without_external_resources() -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.get("/docs") as exchange:
-            page = (await exchange.read()).decode()
-        assert exchange.headers["content-type"].startswith("text/html")
-        reader = Reader()
-        reader.feed(page)
-        assert reader.links == ["openapi.json"]
-        assert not reader.tags & {"script", "link", "img", "iframe"}
-        assert all(path in reader.text for _, path in OPERATIONS)
-        assert "number from 0 to 2" in reader.text
-        async with rig.client.get("/openapi.json") as exchange:
-            assert await exchange.json() == DOCUMENT
-
-    play(scene)
+@played()
+async def test_the_page_lists_every_path_without_external_resources(rig: Rig) -> None:
+    async with rig.client.get("/docs") as exchange:
+        page = (await exchange.read()).decode()
+    assert exchange.headers["content-type"].startswith("text/html")
+    reader = Reader()
+    reader.feed(page)
+    assert reader.links == ["openapi.json"]
+    assert not reader.tags & {"script", "link", "img", "iframe"}
+    assert all(path in reader.text for _, path in OPERATIONS)
+    assert "number from 0 to 2" in reader.text
+    async with rig.client.get("/openapi.json") as exchange:
+        assert await exchange.json() == DOCUMENT
 
 
-def test_a_browser_can_send_the_key_by_basic_authentication() -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.get("/docs") as exchange:
-            assert await exchange.start() == 401
-        assert exchange.headers["www-authenticate"].startswith("Basic ")
-        async with rig.client.get("/docs", {"authorization": "Basic bWU6azE="}) as exchange:
-            assert await exchange.start() == 200
-
-    play(scene, Setting(keys=("k1",)))
+@played(Setting(keys=("k1",)))
+async def test_a_browser_can_send_the_key_by_basic_authentication(rig: Rig) -> None:
+    async with rig.client.get("/docs") as exchange:
+        assert await exchange.start() == 401
+    assert exchange.headers["www-authenticate"].startswith("Basic ")
+    async with rig.client.get("/docs", {"authorization": "Basic bWU6azE="}) as exchange:
+        assert await exchange.start() == 200

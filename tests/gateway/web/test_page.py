@@ -7,47 +7,41 @@ from typing import Any
 import pytest
 
 from gateway.observe.live import LiveView
-from tests.gateway.rig import CHAT, STEP, TEXT, Rig, Setting, chat, play, text
+from tests.gateway.rig import CHAT, STEP, TEXT, Rig, Setting, chat, play, played, text
 
 HTML = {"accept": "text/html,*/*"}
 RECORDING = Path(__file__).parents[2] / "replays" / "fcfs_grow.jsonl"
 
 
-def test_browsers_get_the_page_and_other_clients_a_short_text() -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.get("/", HTML) as exchange:
-            assert b"<title>Podway</title>" in await exchange.read()
-        policy = exchange.headers["content-security-policy"]
-        assert "unsafe" not in policy
-        assert policy.startswith("default-src 'none'")
-        async with rig.client.get("/", {"accept": "*/*"}) as exchange:
-            assert b"curl -N " in await exchange.read()
-        assert exchange.headers["content-type"].startswith("text/plain")
-
-    play(scene)
+@played()
+async def test_browsers_get_the_page_and_other_clients_a_short_text(rig: Rig) -> None:
+    async with rig.client.get("/", HTML) as exchange:
+        assert b"<title>Podway</title>" in await exchange.read()
+    policy = exchange.headers["content-security-policy"]
+    assert "unsafe" not in policy
+    assert policy.startswith("default-src 'none'")
+    async with rig.client.get("/", {"accept": "*/*"}) as exchange:
+        assert b"curl -N " in await exchange.read()
+    assert exchange.headers["content-type"].startswith("text/plain")
 
 
 @pytest.mark.parametrize(
     "name", ["app.js", "chat/chat.js", "style.css", "icon.svg", "vendor/LICENSES.txt"]
 )
-def test_files_of_the_page_need_no_key(name: str) -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.get(f"/page/{name}") as exchange:
-            assert await exchange.read()
-        assert exchange.status == 200
-        assert exchange.headers["x-content-type-options"] == "nosniff"
-
-    play(scene, Setting(keys=("secret",)))
+@played(Setting(keys=("secret",)))
+async def test_files_of_the_page_need_no_key(rig: Rig, name: str) -> None:
+    async with rig.client.get(f"/page/{name}") as exchange:
+        assert await exchange.read()
+    assert exchange.status == 200
+    assert exchange.headers["x-content-type-options"] == "nosniff"
 
 
 @pytest.mark.parametrize("name", ["nothing.js", "../app.py", "vendor/", "%2e%2e/app.py"])
-def test_only_files_of_the_page_are_served(name: str) -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.get(f"/page/{name}") as exchange:
-            await exchange.read()
-        assert exchange.status == 404
-
-    play(scene)
+@played()
+async def test_only_files_of_the_page_are_served(rig: Rig, name: str) -> None:
+    async with rig.client.get(f"/page/{name}") as exchange:
+        await exchange.read()
+    assert exchange.status == 404
 
 
 async def snapshots(rig: Rig, count: int) -> list[dict[str, Any]]:
@@ -61,22 +55,20 @@ async def snapshots(rig: Rig, count: int) -> list[dict[str, Any]]:
     return found
 
 
-def test_the_live_view_shows_iterations_requests_and_kv() -> None:
-    async def scene(rig: Rig) -> None:
-        body = text(prompt="a" * 10, max_tokens=30, ignore_eos=True)
-        async with rig.client.post(TEXT, body, {"x-request-id": "seen"}) as exchange:
-            found = await snapshots(rig, 12)
-            await exchange.json()
-        last = found[-1]
-        assert last["counts"] == {"running": 1, "waiting": 0, "swapped": 0}
-        (request,) = last["requests"]
-        assert (request["label"], request["state"], request["prompt"]) == ("seen", "decode", 10)
-        assert last["kv"]["device"]["held"] >= 10
-        numbers = [each["number"] for snapshot in found for each in snapshot["iterations"]]
-        assert numbers == sorted(set(numbers))
-        assert len(numbers) >= int(12 * 0.1 / STEP) - 1
-
-    play(scene)
+@played()
+async def test_the_live_view_shows_iterations_requests_and_kv(rig: Rig) -> None:
+    body = text(prompt="a" * 10, max_tokens=30, ignore_eos=True)
+    async with rig.client.post(TEXT, body, {"x-request-id": "seen"}) as exchange:
+        found = await snapshots(rig, 12)
+        await exchange.json()
+    last = found[-1]
+    assert last["counts"] == {"running": 1, "waiting": 0, "swapped": 0}
+    (request,) = last["requests"]
+    assert (request["label"], request["state"], request["prompt"]) == ("seen", "decode", 10)
+    assert last["kv"]["device"]["held"] >= 10
+    numbers = [each["number"] for snapshot in found for each in snapshot["iterations"]]
+    assert numbers == sorted(set(numbers))
+    assert len(numbers) >= int(12 * 0.1 / STEP) - 1
 
 
 def test_the_state_is_made_once_per_tick_for_all_watchers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,98 +95,86 @@ def test_the_state_is_made_once_per_tick_for_all_watchers(monkeypatch: pytest.Mo
     assert len(made) <= 13
 
 
-def test_nothing_is_recorded_while_nobody_watches() -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(TEXT, text(prompt="a", max_tokens=5)) as exchange:
-            await exchange.json()
-        assert not rig.service.live._iterations
-        assert rig.service.live._num_watchers == 0
-        await snapshots(rig, 1)
-        await asyncio.sleep(0)
-        assert rig.service.live._num_watchers == 0
-
-    play(scene)
+@played()
+async def test_nothing_is_recorded_while_nobody_watches(rig: Rig) -> None:
+    async with rig.client.post(TEXT, text(prompt="a", max_tokens=5)) as exchange:
+        await exchange.json()
+    assert not rig.service.live._iterations
+    assert rig.service.live._num_watchers == 0
+    await snapshots(rig, 1)
+    await asyncio.sleep(0)
+    assert rig.service.live._num_watchers == 0
 
 
-def test_a_queued_request_shows_what_it_waits_for() -> None:
-    async def scene(rig: Rig) -> None:
-        body = text(prompt="a" * 10, max_tokens=40, ignore_eos=True)
-        first = asyncio.create_task(rig.client.post(TEXT, body).__aenter__())
-        await asyncio.sleep(2 * STEP)
-        second = asyncio.create_task(rig.client.post(TEXT, body).__aenter__())
-        await asyncio.sleep(2 * STEP)
-        (snapshot,) = (await snapshots(rig, 1))[:1]
-        assert [each["waits_for"] for each in snapshot["requests"]] == ["", "a seat"]
-        for task in (first, second):
-            await (await task).json()
-
-    play(scene, Setting(max_batch_size=1))
-
-
-def test_requests_whose_kv_is_on_the_host_count_as_swapped() -> None:
-    async def scene(rig: Rig) -> None:
-        body = text(prompt="a" * 20, max_tokens=30, ignore_eos=True)
-        tasks = [asyncio.create_task(rig.client.post(TEXT, body).__aenter__()) for _ in range(2)]
-        await asyncio.sleep(25 * STEP)
-        (snapshot,) = await snapshots(rig, 1)
-        states = sorted(each["state"] for each in snapshot["requests"])
-        assert states == ["decode", "swapped"]
-        assert snapshot["counts"] == {"running": 1, "waiting": 0, "swapped": 1}
-        for task in tasks:
-            await (await task).json()
-
-    play(scene, Setting(num_blocks=70, num_host_blocks=200, prefix_cache=False))
-
-
-def test_requests_show_their_level_of_a_policy_with_several_queues() -> None:
-    async def scene(rig: Rig) -> None:
-        body = text(prompt="a" * 10, max_tokens=40, ignore_eos=True)
-        task = asyncio.create_task(rig.client.post(TEXT, body).__aenter__())
-        await asyncio.sleep(2 * STEP)
-        (snapshot,) = await snapshots(rig, 1)
-        levels = snapshot["levels"]
-        (request,) = snapshot["requests"]
-        assert sum(levels) == 1
-        assert levels[request["level"]] == 1
+@played(Setting(max_batch_size=1))
+async def test_a_queued_request_shows_what_it_waits_for(rig: Rig) -> None:
+    body = text(prompt="a" * 10, max_tokens=40, ignore_eos=True)
+    first = asyncio.create_task(rig.client.post(TEXT, body).__aenter__())
+    await asyncio.sleep(2 * STEP)
+    second = asyncio.create_task(rig.client.post(TEXT, body).__aenter__())
+    await asyncio.sleep(2 * STEP)
+    (snapshot,) = (await snapshots(rig, 1))[:1]
+    assert [each["waits_for"] for each in snapshot["requests"]] == ["", "a seat"]
+    for task in (first, second):
         await (await task).json()
 
-    play(scene, Setting(policy="mlfq"))
+
+@played(Setting(num_blocks=70, num_host_blocks=200, prefix_cache=False))
+async def test_requests_whose_kv_is_on_the_host_count_as_swapped(rig: Rig) -> None:
+    body = text(prompt="a" * 20, max_tokens=30, ignore_eos=True)
+    tasks = [asyncio.create_task(rig.client.post(TEXT, body).__aenter__()) for _ in range(2)]
+    await asyncio.sleep(25 * STEP)
+    (snapshot,) = await snapshots(rig, 1)
+    states = sorted(each["state"] for each in snapshot["requests"])
+    assert states == ["decode", "swapped"]
+    assert snapshot["counts"] == {"running": 1, "waiting": 0, "swapped": 1}
+    for task in tasks:
+        await (await task).json()
 
 
-def test_a_snapshot_shows_running_requests_before_the_queue_and_is_bounded() -> None:
-    async def scene(rig: Rig) -> None:
-        tasks = [
-            asyncio.create_task(rig.client.post(TEXT, text(max_tokens=3)).__aenter__())
-            for _ in range(300)
-        ]
-        await asyncio.sleep(2 * STEP)
-        (snapshot,) = await snapshots(rig, 1)
-        assert snapshot["num_requests"] > len(snapshot["requests"]) == 200
-        waiting = [each["state"] == "waiting" for each in snapshot["requests"]]
-        assert waiting == [False] * 8 + [True] * 192
-        for task in tasks:
-            await (await task).json()
-
-    play(scene, Setting(max_queue_requests=400))
+@played(Setting(policy="mlfq"))
+async def test_requests_show_their_level_of_a_policy_with_several_queues(rig: Rig) -> None:
+    body = text(prompt="a" * 10, max_tokens=40, ignore_eos=True)
+    task = asyncio.create_task(rig.client.post(TEXT, body).__aenter__())
+    await asyncio.sleep(2 * STEP)
+    (snapshot,) = await snapshots(rig, 1)
+    levels = snapshot["levels"]
+    (request,) = snapshot["requests"]
+    assert sum(levels) == 1
+    assert levels[request["level"]] == 1
+    await (await task).json()
 
 
-def test_the_live_view_shows_the_itl_goal_and_the_error_of_the_cost_model() -> None:
-    async def scene(rig: Rig) -> None:
-        assert (await snapshots(rig, 1))[0]["cost_error"] is None
-        async with rig.client.post(CHAT, chat(max_tokens=4)) as exchange:
-            await exchange.json()
-        (snapshot,) = await snapshots(rig, 1)
-        assert snapshot["itl_goal"] == {"seconds": STEP / 2, "steps": 3, "exceeded": 3}
-        assert set(snapshot["cost_error"]) == {"median", "p90"}
+@played(Setting(max_queue_requests=400))
+async def test_a_snapshot_shows_running_requests_before_the_queue_and_is_bounded(rig: Rig) -> None:
+    tasks = [
+        asyncio.create_task(rig.client.post(TEXT, text(max_tokens=3)).__aenter__())
+        for _ in range(300)
+    ]
+    await asyncio.sleep(2 * STEP)
+    (snapshot,) = await snapshots(rig, 1)
+    assert snapshot["num_requests"] > len(snapshot["requests"]) == 200
+    waiting = [each["state"] == "waiting" for each in snapshot["requests"]]
+    assert waiting == [False] * 8 + [True] * 192
+    for task in tasks:
+        await (await task).json()
 
-    play(scene, Setting(texts=("abcdefgh",), itl_goal=STEP / 2))
+
+@played(Setting(texts=("abcdefgh",), itl_goal=STEP / 2))
+async def test_the_live_view_shows_the_itl_goal_and_the_error_of_the_cost_model(rig: Rig) -> None:
+    assert (await snapshots(rig, 1))[0]["cost_error"] is None
+    async with rig.client.post(CHAT, chat(max_tokens=4)) as exchange:
+        await exchange.json()
+    (snapshot,) = await snapshots(rig, 1)
+    assert snapshot["itl_goal"] == {"seconds": STEP / 2, "steps": 3, "exceeded": 3}
+    assert set(snapshot["cost_error"]) == {"median", "p90"}
 
 
 @pytest.mark.parametrize("recording", [b"", b"[1]", b"x" * 1000])
-def test_a_body_that_is_no_recording_is_rejected_without_a_simulation(recording: bytes) -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post("/admin/simulate", recording) as exchange:
-            assert await exchange.start() == 400
-            assert (await exchange.json())["error"]["param"] == "recording"
-
-    play(scene)
+@played()
+async def test_a_body_that_is_no_recording_is_rejected_without_a_simulation(
+    rig: Rig, recording: bytes
+) -> None:
+    async with rig.client.post("/admin/simulate", recording) as exchange:
+        assert await exchange.start() == 400
+        assert (await exchange.json())["error"]["param"] == "recording"

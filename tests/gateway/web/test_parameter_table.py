@@ -13,7 +13,7 @@ from openai.types.responses import response_create_params as response_params
 from gateway.schema.openai.chat import ChatRequest
 from gateway.schema.openai.completions import CompletionRequest
 from tests.gateway.answers import answer_to
-from tests.gateway.rig import CHAT, TEXT, Rig, Setting, chat, play, text
+from tests.gateway.rig import CHAT, TEXT, Rig, Setting, chat, played, text
 from tests.gateway.web.parameters import page
 
 PAGE = (Path(__file__).parents[3] / "gateway" / "README.md").read_text(encoding="utf-8")
@@ -76,19 +76,19 @@ def ways(row: Row) -> list[tuple[str, dict[str, Any]]]:
 @pytest.mark.parametrize(
     "row", [row for row in ROWS if row.how != "supported"], ids=lambda r: r.name
 )
-def test_ignored_fields_change_nothing_and_rejected_fields_are_named(row: Row) -> None:
-    async def scene(rig: Rig) -> None:
-        for path, body in ways(row):
-            value = IGNORED.get(row.name, REJECTED.get(row.name))
-            async with rig.client.post(path, {**body, row.name: value}) as exchange:
-                reply = await exchange.json()
-            if row.how == "ignored":
-                assert exchange.status == 200
-                assert rig.ended[-1].spec.grammar is None
-            else:
-                assert (exchange.status, reply["error"]["param"]) == (400, row.name)
-
-    play(scene)
+@played()
+async def test_ignored_fields_change_nothing_and_rejected_fields_are_named(
+    rig: Rig, row: Row
+) -> None:
+    for path, body in ways(row):
+        value = IGNORED.get(row.name, REJECTED.get(row.name))
+        async with rig.client.post(path, {**body, row.name: value}) as exchange:
+            reply = await exchange.json()
+        if row.how == "ignored":
+            assert exchange.status == 200
+            assert rig.ended[-1].spec.grammar is None
+        else:
+            assert (exchange.status, reply["error"]["param"]) == (400, row.name)
 
 
 @pytest.mark.parametrize("name", sorted(fields("chat") ^ fields("text")))

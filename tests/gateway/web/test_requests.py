@@ -6,7 +6,7 @@ import pytest
 
 from engine.request import Abort
 from tests.gateway.answers import answer_to
-from tests.gateway.rig import CHAT, STEP, TEXT, Rig, Setting, chat, play, text
+from tests.gateway.rig import CHAT, STEP, TEXT, Rig, Setting, chat, play, played, text
 
 LONG = "a long story " * 10
 NAME = {"x-request-id": "mine/1"}
@@ -73,33 +73,27 @@ def test_an_unknown_request_is_not_found(path: str) -> None:
     assert (answer.status, error["code"]) == (404, "request_not_found")
 
 
-def test_an_ended_request_is_not_found() -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(CHAT, chat(), NAME) as exchange:
-            assert await exchange.start() == 200
-        async with rig.client.post(CANCEL, b"") as cancelling:
+@played()
+async def test_an_ended_request_is_not_found(rig: Rig) -> None:
+    async with rig.client.post(CHAT, chat(), NAME) as exchange:
+        assert await exchange.start() == 200
+    async with rig.client.post(CANCEL, b"") as cancelling:
+        assert await cancelling.start() == 404
+
+
+@played(Setting(texts=(LONG,), keys=("a",), admin_keys=("root",)))
+async def test_an_admin_key_cancels_requests_of_other_keys(rig: Rig) -> None:
+    async with rig.client.post(CHAT, chat(max_tokens=9), NAME | key("a")) as exchange:
+        await asyncio.sleep(STEP)
+        async with rig.client.post(CANCEL, b"", key("root")) as cancelling:
+            assert await cancelling.start() == 200
+        assert await exchange.start() == 499
+
+
+@played(Setting(texts=(LONG,), keys=("a", "b")))
+async def test_another_key_can_neither_cancel_nor_detect_a_request(rig: Rig) -> None:
+    async with rig.client.post(CHAT, chat(max_tokens=9), NAME | key("a")) as exchange:
+        await asyncio.sleep(STEP)
+        async with rig.client.post(CANCEL, b"", key("b")) as cancelling:
             assert await cancelling.start() == 404
-
-    play(scene)
-
-
-def test_an_admin_key_cancels_requests_of_other_keys() -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(CHAT, chat(max_tokens=9), NAME | key("a")) as exchange:
-            await asyncio.sleep(STEP)
-            async with rig.client.post(CANCEL, b"", key("root")) as cancelling:
-                assert await cancelling.start() == 200
-            assert await exchange.start() == 499
-
-    play(scene, Setting(texts=(LONG,), keys=("a",), admin_keys=("root",)))
-
-
-def test_another_key_can_neither_cancel_nor_detect_a_request() -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(CHAT, chat(max_tokens=9), NAME | key("a")) as exchange:
-            await asyncio.sleep(STEP)
-            async with rig.client.post(CANCEL, b"", key("b")) as cancelling:
-                assert await cancelling.start() == 404
-            assert (await exchange.json())["choices"][0]["finish_reason"] == "length"
-
-    play(scene, Setting(texts=(LONG,), keys=("a", "b")))
+        assert (await exchange.json())["choices"][0]["finish_reason"] == "length"

@@ -6,7 +6,7 @@ import pytest
 from gateway.access.key_file import Allowance
 from gateway.web.route import Access
 from gateway.web.table import ROUTES
-from tests.gateway.rig import Rig, Setting, play
+from tests.gateway.rig import Rig, Setting, played
 
 TENANT = {"x-api-key": "k"}
 
@@ -48,21 +48,20 @@ def test_routes_below_admin_and_those_that_load_need_an_admin_key() -> None:
 
 
 @pytest.mark.parametrize("is_metered", [True, False])
-def test_the_limit_on_requests_holds_for_all_routes_that_cost_and_for_no_other(
+@played(Setting(keys=("k",), allowance=Allowance(requests_per_minute=2)))
+async def test_the_limit_on_requests_holds_for_all_routes_that_cost_and_for_no_other(
+    rig: Rig,
     is_metered: bool,
 ) -> None:
-    async def scene(rig: Rig) -> None:
-        for _ in range(2):
-            async with rig.client.get("/v1/batches", TENANT) as exchange:
-                await exchange.start()
-        for route in ROUTES.routes:
-            if route.is_metered is not is_metered or route.path == "/admin/live":
-                continue
-            path = route.path.replace(":path}", "}").replace("{", "").replace("}", "")
-            async with rig.client.send(route.method, path, headers=TENANT) as exchange:
-                assert (await exchange.start() == 429) is is_metered, route.path
-
-    play(scene, Setting(keys=("k",), allowance=Allowance(requests_per_minute=2)))
+    for _ in range(2):
+        async with rig.client.get("/v1/batches", TENANT) as exchange:
+            await exchange.start()
+    for route in ROUTES.routes:
+        if route.is_metered is not is_metered or route.path == "/admin/live":
+            continue
+        path = route.path.replace(":path}", "}").replace("{", "").replace("}", "")
+        async with rig.client.send(route.method, path, headers=TENANT) as exchange:
+            assert (await exchange.start() == 429) is is_metered, route.path
 
 
 def test_every_route_with_a_plan_is_metered() -> None:
@@ -70,12 +69,12 @@ def test_every_route_with_a_plan_is_metered() -> None:
 
 
 @pytest.mark.parametrize("end", ["\n", "/", "%0a", "\x00", " "])
-def test_no_spelling_of_a_path_reaches_a_route_whose_access_was_not_checked(end: str) -> None:
-    async def scene(rig: Rig) -> None:
-        for route in ROUTES.routes:
-            if route.access is not Access.ADMIN:
-                continue
-            async with rig.client.send(route.method, route.path + end, headers=TENANT) as exchange:
-                assert await exchange.start() in (403, 404), route.path
-
-    play(scene, Setting(keys=("k",), admin_keys=("a",)))
+@played(Setting(keys=("k",), admin_keys=("a",)))
+async def test_no_spelling_of_a_path_reaches_a_route_whose_access_was_not_checked(
+    rig: Rig, end: str
+) -> None:
+    for route in ROUTES.routes:
+        if route.access is not Access.ADMIN:
+            continue
+        async with rig.client.send(route.method, route.path + end, headers=TENANT) as exchange:
+            assert await exchange.start() in (403, 404), route.path

@@ -1,7 +1,7 @@
 """Timing headers of a response, on request."""
 
 from tests.gateway.answers import answer_to
-from tests.gateway.rig import CHAT, STEP, Rig, Setting, chat, play
+from tests.gateway.rig import CHAT, STEP, Rig, Setting, chat, played
 
 TIMING = {"x-podway-timing": "1"}
 
@@ -20,10 +20,8 @@ def test_a_response_has_the_milliseconds_of_each_phase() -> None:
     assert timing["x-podway-decode-ms"] == (tokens - 1) * step
 
 
-def test_without_the_request_header_there_are_none() -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(CHAT, chat()) as exchange:
-            await exchange.json()
-        assert timing_of(dict(exchange.headers)) == {}
-
-    play(scene)
+@played()
+async def test_without_the_request_header_there_are_none(rig: Rig) -> None:
+    async with rig.client.post(CHAT, chat()) as exchange:
+        await exchange.json()
+    assert timing_of(dict(exchange.headers)) == {}

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from gateway.schema.openai.chat import MAX_MESSAGES
-from tests.gateway.rig import CHAT, CONTEXT, MODEL, USER, Rig, chat, play
+from tests.gateway.rig import CHAT, CONTEXT, MODEL, USER, Rig, chat, play, played
 from tests.gateway.scripted_model import END
 
 RENDER = f"{CHAT}/render"
@@ -17,28 +17,24 @@ async def posted(rig: Rig, path: str, body: object) -> Any:
         return await exchange.json()
 
 
-def test_tokenize_returns_the_ids_of_a_prompt() -> None:
-    async def scene(rig: Rig) -> None:
-        result = await posted(rig, "/tokenize", {"model": MODEL, "prompt": "aä"})
-        ids = list("aä".encode())
-        assert result == {
-            "count": 3,
-            "max_model_len": CONTEXT,
-            "tokens": ids,
-            "token_strs": None,
-        }
-        plain = await posted(rig, "/tokenize", {"prompt": "aä", "add_special_tokens": False})
-        assert plain["tokens"] == ids
-
-    play(scene)
+@played()
+async def test_tokenize_returns_the_ids_of_a_prompt(rig: Rig) -> None:
+    result = await posted(rig, "/tokenize", {"model": MODEL, "prompt": "aä"})
+    ids = list("aä".encode())
+    assert result == {
+        "count": 3,
+        "max_model_len": CONTEXT,
+        "tokens": ids,
+        "token_strs": None,
+    }
+    plain = await posted(rig, "/tokenize", {"prompt": "aä", "add_special_tokens": False})
+    assert plain["tokens"] == ids
 
 
-def test_tokenize_returns_token_strings_if_requested() -> None:
-    async def scene(rig: Rig) -> None:
-        result = await posted(rig, "/tokenize", {"prompt": "aä", "return_token_strs": True})
-        assert result["token_strs"] == ["a", "\ufffd", "\ufffd"]
-
-    play(scene)
+@played()
+async def test_tokenize_returns_token_strings_if_requested(rig: Rig) -> None:
+    result = await posted(rig, "/tokenize", {"prompt": "aä", "return_token_strs": True})
+    assert result["token_strs"] == ["a", "\ufffd", "\ufffd"]
 
 
 def test_tokenize_renders_messages() -> None:
@@ -54,24 +50,20 @@ def test_tokenize_renders_messages() -> None:
     assert not rig.ended
 
 
-def test_the_rendered_prompt_is_the_prompt_that_is_computed() -> None:
-    async def scene(rig: Rig) -> None:
-        rendered = await posted(rig, RENDER, chat())
-        await posted(rig, CHAT, chat())
-        assert rig.ended[0].spec.prompt == tuple(rendered["token_ids"])
-
-    play(scene)
+@played()
+async def test_the_rendered_prompt_is_the_prompt_that_is_computed(rig: Rig) -> None:
+    rendered = await posted(rig, RENDER, chat())
+    await posted(rig, CHAT, chat())
+    assert rig.ended[0].spec.prompt == tuple(rendered["token_ids"])
 
 
-def test_detokenize_returns_text_with_control_tokens() -> None:
-    async def scene(rig: Rig) -> None:
-        ids = [*"aä".encode(), END, *b"b"]
-        result = await posted(rig, "/detokenize", {"model": MODEL, "tokens": ids})
-        special = rig.service.model.tokenizer.token_bytes(END).decode()
-        assert result == {"prompt": f"aä{special}b"}
-        assert await posted(rig, "/detokenize", {"tokens": []}) == {"prompt": ""}
-
-    play(scene)
+@played()
+async def test_detokenize_returns_text_with_control_tokens(rig: Rig) -> None:
+    ids = [*"aä".encode(), END, *b"b"]
+    result = await posted(rig, "/detokenize", {"model": MODEL, "tokens": ids})
+    special = rig.service.model.tokenizer.token_bytes(END).decode()
+    assert result == {"prompt": f"aä{special}b"}
+    assert await posted(rig, "/detokenize", {"tokens": []}) == {"prompt": ""}
 
 
 @pytest.mark.parametrize(
@@ -93,30 +85,26 @@ def test_detokenize_returns_text_with_control_tokens() -> None:
         (RENDER, {"model": "x", "messages": USER}, "model"),
     ],
 )
-def test_the_error_names_the_invalid_field(path: str, body: object, param: str) -> None:
-    async def scene(rig: Rig) -> None:
-        error = (await posted(rig, path, body))["error"]
-        assert error["param"] == param
+@played()
+async def test_the_error_names_the_invalid_field(
+    rig: Rig, path: str, body: object, param: str
+) -> None:
+    error = (await posted(rig, path, body))["error"]
+    assert error["param"] == param
+    assert error["type"] == "invalid_request_error"
+
+
+@played()
+async def test_the_error_names_text_with_an_unpaired_surrogate(rig: Rig) -> None:
+    for field in (b'"prompt":"\\ud800"', b'"prompt":"\\ud800","add_special_tokens":false'):
+        error = (await posted(rig, "/tokenize", b"{" + field + b"}"))["error"]
         assert error["type"] == "invalid_request_error"
 
-    play(scene)
 
-
-def test_the_error_names_text_with_an_unpaired_surrogate() -> None:
-    async def scene(rig: Rig) -> None:
-        for field in (b'"prompt":"\\ud800"', b'"prompt":"\\ud800","add_special_tokens":false'):
-            error = (await posted(rig, "/tokenize", b"{" + field + b"}"))["error"]
-            assert error["type"] == "invalid_request_error"
-
-    play(scene)
-
-
-def test_more_messages_than_allowed_are_rejected_before_each_is_checked() -> None:
-    async def scene(rig: Rig) -> None:
-        wrong = {"role": "wrong", "content": "x"}
-        async with rig.client.post(CHAT, chat(messages=[wrong] * (MAX_MESSAGES + 1))) as exchange:
-            error = (await exchange.json())["error"]
-        assert (exchange.status, error["param"]) == (400, "messages")
-        assert "expected at most 16384 messages, but got 16385" in error["message"]
-
-    play(scene, run=asyncio.run)
+@played(run=asyncio.run)
+async def test_more_messages_than_allowed_are_rejected_before_each_is_checked(rig: Rig) -> None:
+    wrong = {"role": "wrong", "content": "x"}
+    async with rig.client.post(CHAT, chat(messages=[wrong] * (MAX_MESSAGES + 1))) as exchange:
+        error = (await exchange.json())["error"]
+    assert (exchange.status, error["param"]) == (400, "messages")
+    assert "expected at most 16384 messages, but got 16385" in error["message"]

@@ -9,7 +9,7 @@ import pytest
 
 from gateway.generation.marks import marks_of
 from gateway.schema.openai.messages import ContentPart, Message
-from tests.gateway.rig import CHAT, MODEL, TEXT, USER, Rig, Setting, chat, play, text
+from tests.gateway.rig import CHAT, MODEL, TEXT, USER, Rig, Setting, chat, play, played, text
 from tests.gateway.scripted_model import ByteTokenizer
 
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
@@ -103,20 +103,18 @@ def test_a_truncated_prompt_has_the_breakpoints_that_are_left() -> None:
     assert request.spec.caching.checkpoints == tuple(end - num_cut for end in ENDS if end > num_cut)
 
 
-def test_explicit_caching_keeps_nothing_behind_the_last_breakpoint() -> None:
-    async def scene(rig: Rig) -> None:
-        explicit = chat(messages=PARTS, prompt_cache_options=EXPLICIT)
-        for known in (0, ENDS[-1]):
-            async with rig.client.post(CHAT, explicit) as exchange:
-                details = (await exchange.json())["usage"]["prompt_tokens_details"]
-            assert details == {"cached_tokens": known, "cache_write_tokens": ENDS[-1] - known}
-        unmarked = text(prompt="nothing is kept of this", prompt_cache_options=EXPLICIT)
-        for _ in range(2):
-            async with rig.client.post(TEXT, unmarked) as exchange:
-                details = (await exchange.json())["usage"]["prompt_tokens_details"]
-            assert details == {"cached_tokens": 0, "cache_write_tokens": 0}
-
-    play(scene)
+@played()
+async def test_explicit_caching_keeps_nothing_behind_the_last_breakpoint(rig: Rig) -> None:
+    explicit = chat(messages=PARTS, prompt_cache_options=EXPLICIT)
+    for known in (0, ENDS[-1]):
+        async with rig.client.post(CHAT, explicit) as exchange:
+            details = (await exchange.json())["usage"]["prompt_tokens_details"]
+        assert details == {"cached_tokens": known, "cache_write_tokens": ENDS[-1] - known}
+    unmarked = text(prompt="nothing is kept of this", prompt_cache_options=EXPLICIT)
+    for _ in range(2):
+        async with rig.client.post(TEXT, unmarked) as exchange:
+            details = (await exchange.json())["usage"]["prompt_tokens_details"]
+        assert details == {"cached_tokens": 0, "cache_write_tokens": 0}
 
 
 def test_messages_count_what_is_written_only_with_cache_control() -> None:
@@ -129,22 +127,22 @@ def test_messages_count_what_is_written_only_with_cache_control() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_prewarming_computes_the_prompt_in_the_background_and_no_output(stream: bool) -> None:
-    async def scene(rig: Rig) -> None:
-        warm = chat(prompt_cache_options={"prewarm": True}, stream=stream)
-        async with rig.client.post(CHAT, warm) as exchange:
-            body = (await exchange.read()).decode()
-        assert exchange.status == 200
-        assert '"content":""' in body
-        assert '"finish_reason":"stop"' in body
-        (request,) = rig.ended
-        assert (request.spec.is_background, request.produced) == (True, 0)
-        async with rig.client.post(CHAT, chat()) as exchange:
-            reply = await exchange.json()
-        assert reply["choices"][0]["message"]["content"] == "Hello!"
-        assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == 7
-
-    play(scene)
+@played()
+async def test_prewarming_computes_the_prompt_in_the_background_and_no_output(
+    rig: Rig, stream: bool
+) -> None:
+    warm = chat(prompt_cache_options={"prewarm": True}, stream=stream)
+    async with rig.client.post(CHAT, warm) as exchange:
+        body = (await exchange.read()).decode()
+    assert exchange.status == 200
+    assert '"content":""' in body
+    assert '"finish_reason":"stop"' in body
+    (request,) = rig.ended
+    assert (request.spec.is_background, request.produced) == (True, 0)
+    async with rig.client.post(CHAT, chat()) as exchange:
+        reply = await exchange.json()
+    assert reply["choices"][0]["message"]["content"] == "Hello!"
+    assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == 7
 
 
 @pytest.mark.parametrize(

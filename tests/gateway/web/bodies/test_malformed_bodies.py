@@ -5,7 +5,7 @@ import asyncio
 import orjson
 import pytest
 
-from tests.gateway.rig import CHAT, MODEL, TEXT, Rig, chat, play
+from tests.gateway.rig import CHAT, MODEL, TEXT, Rig, chat, played
 
 DEEP = 100_000
 HEAD = b'{"model":"' + MODEL.encode() + b'","messages":[{"role":"user","content":"hi"}],'
@@ -49,15 +49,15 @@ RUBBISH = {
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
-def test_a_malformed_body_is_a_4xx_in_json_and_the_next_request_is_served(path: str) -> None:
-    async def scene(rig: Rig) -> None:
-        for name, body in RUBBISH.items():
-            async with rig.client.post(path, body) as exchange:
-                error = (await exchange.json())["error"]
-            assert exchange.status in (400, 404, 413), (name, exchange.status)
-            assert len(error["message"]) < 1000, name
-            assert error["type"] == "invalid_request_error", name
-        async with rig.client.post(CHAT, chat()) as exchange:
-            assert (await exchange.json())["choices"][0]["message"]["content"] == "Hello!"
-
-    play(scene, run=asyncio.run)
+@played(run=asyncio.run)
+async def test_a_malformed_body_is_a_4xx_in_json_and_the_next_request_is_served(
+    rig: Rig, path: str
+) -> None:
+    for name, body in RUBBISH.items():
+        async with rig.client.post(path, body) as exchange:
+            error = (await exchange.json())["error"]
+        assert exchange.status in (400, 404, 413), (name, exchange.status)
+        assert len(error["message"]) < 1000, name
+        assert error["type"] == "invalid_request_error", name
+    async with rig.client.post(CHAT, chat()) as exchange:
+        assert (await exchange.json())["choices"][0]["message"]["content"] == "Hello!"

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.gateway.answers import answer_to
-from tests.gateway.rig import CHAT, MODEL, TEXT, Rig, Setting, chat, play, text
+from tests.gateway.rig import CHAT, MODEL, TEXT, Rig, Setting, chat, played, text
 
 IGNORED = "x-podway-ignored-fields"
 CALL = {"name": "f", "arguments": "{}", "parsed_arguments": {}}
@@ -119,16 +119,14 @@ def body_of(path: str, fields: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize(("path", "fields", "names"), SENT.values(), ids=SENT)
-def test_fields_of_clients_are_ignored_and_named(
-    path: str, fields: dict[str, Any], names: str, stream: bool
+@played()
+async def test_fields_of_clients_are_ignored_and_named(
+    rig: Rig, path: str, fields: dict[str, Any], names: str, stream: bool
 ) -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(path, body_of(path, {**fields, "stream": stream})) as exchange:
-            await exchange.read()
-        assert exchange.status == 200
-        assert exchange.headers[IGNORED] == names
-
-    play(scene)
+    async with rig.client.post(path, body_of(path, {**fields, "stream": stream})) as exchange:
+        await exchange.read()
+    assert exchange.status == 200
+    assert exchange.headers[IGNORED] == names
 
 
 HINTS = {name for name in SENT if name.startswith("hints")}  # known fields
@@ -164,22 +162,18 @@ def test_other_unknown_fields_and_unsupported_values_stay_errors(
     assert (answer.status, error["param"]) == (400, param)
 
 
-def test_a_request_without_unknown_fields_has_no_such_header() -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(CHAT, chat()) as exchange:
-            await exchange.read()
-        assert IGNORED not in exchange.headers
-
-    play(scene)
+@played()
+async def test_a_request_without_unknown_fields_has_no_such_header(rig: Rig) -> None:
+    async with rig.client.post(CHAT, chat()) as exchange:
+        await exchange.read()
+    assert IGNORED not in exchange.headers
 
 
-def test_the_header_names_at_most_sixteen_fields() -> None:
-    async def scene(rig: Rig) -> None:
-        unknown: dict[str, Any] = {f"x{i}": 1 for i in range(20)} | {"é\n": 1, "y" * 200: 1}
-        async with rig.client.post(CHAT, chat(messages=[{**HI, **unknown}])) as exchange:
-            await exchange.read()
-        *named, rest = exchange.headers[IGNORED].split(", ")
-        assert named == [f"messages[].x{i}" for i in range(16)]
-        assert rest == "6 more"
-
-    play(scene)
+@played()
+async def test_the_header_names_at_most_sixteen_fields(rig: Rig) -> None:
+    unknown: dict[str, Any] = {f"x{i}": 1 for i in range(20)} | {"é\n": 1, "y" * 200: 1}
+    async with rig.client.post(CHAT, chat(messages=[{**HI, **unknown}])) as exchange:
+        await exchange.read()
+    *named, rest = exchange.headers[IGNORED].split(", ")
+    assert named == [f"messages[].x{i}" for i in range(16)]
+    assert rest == "6 more"
