@@ -1,6 +1,7 @@
 """A server that the tests share, and the markers that divide the tests into tiers."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -32,6 +33,7 @@ TIERS = {  # path below tests/ -> its marker; `--tiers none`, as in `make test`,
     "gateway/web/bodies/test_fuzz.py": "fuzz",
     "gateway/web/bodies/test_schemathesis.py": "fuzz",
 }
+MARKED = re.compile(rf"mark\.({'|'.join({*TIERS.values()})})\b")
 TIERS_RUN = ("none", "only", "all")  # the values of `--tiers`
 
 
@@ -54,7 +56,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """With `--tiers`, do not even import the test files that are not run."""
+    """With `--tiers`, do not even import the test files of which no test is run."""
     return is_left_out(collection_path, config.getoption("--tiers")) or None
 
 
@@ -62,16 +64,28 @@ def is_left_out(path: Path, tiers: str) -> bool:
     """Whether `--tiers` leaves a file out; folders and helpers it never does."""
     if tiers == "all" or path.is_dir() or not path.name.startswith("test_"):
         return False
+    if tier_of(path) is None and MARKED.search(path.read_text()):
+        return False  # single tests of it are in a tier
     return (tier_of(path) is None) == (tiers == "only")
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give each test the marker of its folder or file."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Give each test the marker of its folder or file, and leave out what `--tiers` does."""
     for item in items:
         marker = tier_of(item.path)
         if marker is not None:
             item.add_marker(marker)
+    tiers = config.getoption("--tiers")
+    if tiers != "all":
+        kept = [item for item in items if is_in_tier(item) == (tiers == "only")]
+        config.hook.pytest_deselected(items=[*{*items} - {*kept}])
+        items[:] = kept
+
+
+def is_in_tier(item: pytest.Item) -> bool:
+    """Whether a test has a marker of a tier, of its folder or of its own."""
+    return any(mark.name in TIERS.values() for mark in item.iter_markers())
 
 
 def tier_of(path: Path) -> str | None:

@@ -78,6 +78,7 @@ def is_own(cpu: str) -> bool:
     )
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("cpu", "int8", "with_14_bits", "bfloat16"),
     [

@@ -13,6 +13,7 @@ from tests.examples.running import ROOT
 MAX_REGISTERS = 168  # of a thread: three thread blocks of 128 threads on a multiprocessor
 
 
+@pytest.mark.process
 def test_all_kernels_compile_for_hopper_without_spilling_registers(tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
     path = tmp_path / "kernels.json"
