@@ -19,6 +19,8 @@ from tests.cpu_report import CpuReport
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 
+from engine.worker.weights.source import Weights
+
 settings.register_profile("podway", deadline=None)  # no test asserts a time
 settings.load_profile("podway")
 if not torch.cuda.is_available():  # before any Triton kernel is imported
@@ -92,6 +94,15 @@ def tier_of(path: Path) -> str | None:
     """The marker of the tests in a file."""
     markers = (marker for tier, marker in TIERS.items() if path.is_relative_to(TESTS / tier))
     return next(markers, None)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _keep_pages_of_checkpoints() -> Iterator[None]:
+    """Reading the mappings of a process with so many libraries took half of the load of a worker.
+    Workers in processes of their own drop the pages, and so does `test_mappings.py`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Weights, "drop_pages", lambda _: None)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from random import Random
 from typing import Any, Protocol
 
@@ -20,11 +21,19 @@ from engine.step import (
     StepId,
     StepResult,
 )
+from engine.worker.cpu import build, no_compiler, thread_pool
 from engine.worker.process.worker import Worker
 from engine.worker_settings import WorkerReport, WorkerSettings
 from tests.worker_settings import worker_settings
 
 GREEDY = SamplingParams(temperature=0.0)
+_compiled = cache(lambda function, signature, compiler: build.compiled(function, signature))
+# The loops of a pool are read from Numba's cache once, not for each worker.
+setattr(  # noqa: B010 # mypy takes it for a mistake
+    thread_pool,
+    "compiled",
+    lambda function, signature: _compiled(function, signature, no_compiler.compiler),
+)
 
 
 class RunsSteps(Protocol):
