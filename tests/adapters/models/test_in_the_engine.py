@@ -18,16 +18,15 @@ from tests.worker_settings import changed
 
 VARIANTS = (
     *("llama", "mistral", "qwen2", "qwen3", "gpt2", "opt", "smollm3", "granite"),
-    *("phi3_long", "stablelm", "olmo2", "olmo3", "gemma2", "gemma3", "gemma4", "gemma4_moe"),
+    *("phi3_long", "stablelm", "olmo2", "olmo3", "gemma2", "gemma3", "gemma4"),
     *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "qwen3_5", "qwen3_5_moe"),
-    *("granite_hybrid", "granite_hybrid_moe", "granite_hybrid_groups", "bamba"),
-    *("falcon_h1", "falcon_h1_norm", "nemotron_h"),
+    *("granite_hybrid_groups", "bamba", "falcon_h1", "nemotron_h"),
     *("qwen3_next", "lfm2", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
     *("glm4_moe", "glm", "glm4", "cohere", "cohere2", "exaone4_window", "ernie4_5", "hunyuan"),
     *("seed_oss", "ernie4_5_moe", "hunyuan_moe", "nemotron", "arcee", "minicpm3"),
-    *("deepseek_v3_groups", "starcoder2_full"),  # with windows only, 4 requests never need more KV
+    "starcoder2_full",  # with windows only, 4 requests never need more KV
 )
-COUNT, NEW_TOKENS, SHARED = 4, 32, 16
+COUNT, NEW_TOKENS, SHARED = 4, 20, 16
 
 
 @dataclass(frozen=True)
@@ -76,7 +75,7 @@ def test_preempted_requests_are_computed_again_or_swapped_and_continue_as_they_w
         outcomes = play(
             served.worker,
             served.specs,
-            num_blocks=20 if served.worker.report.windows == (None,) else 32,
+            num_blocks={1: 14, 2: 24, 3: 28}[len(served.worker.report.windows)],
             max_batch_size=4,
             max_batch_tokens=4,
             swap=swap,

@@ -42,7 +42,7 @@ def chats(count: int, rate: float) -> list[Arrival]:
 def test_a_fleet_is_equal_bit_for_bit_on_any_number_of_processes(router: str) -> None:
     arrivals = chats(120, rate=12.0)
     fleet = FleetSetup(setup(), 5, router)
-    runs = [simulate_fleet(replace(fleet, processes=count), arrivals) for count in (1, 1, 2, 3)]
+    runs = [simulate_fleet(replace(fleet, processes=count), arrivals) for count in (1, 3)]
     texts = {json.dumps(run.as_json()) for run in runs}
     assert len(texts) == 1
     assert runs[0].num_finished == 120
@@ -81,7 +81,7 @@ def test_replicas_are_used_evenly_by_every_router_without_shared_prefixes() -> N
 
 def test_an_autoscaled_fleet_grows_under_load_and_costs_less_than_the_largest() -> None:
     quiet = poisson(0.5, 60, orca_lengths, Random(3))
-    rush = poisson(40.0, 1200, orca_lengths, Random(4))
+    rush = poisson(40.0, 500, orca_lengths, Random(4))
     arrivals = [*quiet, *(replace(one, at=one.at + quiet[-1].at) for one in rush)]
     scale = AutoscaleSettings(1, 12, target_tokens=500.0, start_seconds=5.0, interval=2.0)
     grown = simulate_fleet(FleetSetup(setup(), 1, "least-tokens", scale), arrivals)

@@ -34,31 +34,11 @@ FAMILIES = ("llama", "qwen3", "gpt2", "mistral_window")
 VARIANTS = (
     *("llama", "mistral", "qwen2", "qwen3", "gpt2", "opt", "smollm3", "granite", "phi3"),
     *("stablelm", "olmo2", "olmo3", "gemma2", "gemma3", "gemma4", "mixtral", "qwen2_moe"),
-    *("qwen3_moe", "olmoe", "gpt_oss"),
-    *(
-        "glm4_moe",
-        "deepseek_v2",
-        "deepseek_v3",
-        "glm4_moe_lite",
-        "glm",
-        "glm4",
-        "cohere",
-        "cohere2",
-        "exaone4_window",
-        "ernie4_5",
-        "hunyuan",
-        "seed_oss",
-    ),
+    *("qwen3_moe", "olmoe", "gpt_oss", "glm4_moe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
+    *("glm", "glm4", "cohere", "cohere2", "exaone4_window", "ernie4_5", "hunyuan", "seed_oss"),
     *("starcoder2", "ernie4_5_moe", "hunyuan_moe", "nemotron", "arcee", "minicpm3"),
-    *(
-        "deepseek_v2_groups",
-        "deepseek_v3_groups",
-        "granite_hybrid",
-        "granite_hybrid_moe",
-        "bamba",
-        "falcon_h1",
-        "nemotron_h",
-    ),
+    *("deepseek_v2_groups", "deepseek_v3_groups", "granite_hybrid", "granite_hybrid_moe"),
+    *("bamba", "falcon_h1", "nemotron_h"),
 )
 DTYPES = {"bfloat16": 0.15, "float16": 0.02, "float32": 1e-4}
 

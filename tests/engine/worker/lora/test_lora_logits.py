@@ -36,22 +36,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 VARIANTS = (
     *("llama", "qwen3", "qwen2", "llama_biases", "gpt2", "mistral_window", "opt", "phi3"),
-    *(
-        "stablelm",
-        "gemma3",
-        "qwen3_5",
-        "gpt_oss",
-        "mixtral",
-        "exaone4",
-        "hunyuan",
-        "seed_oss",
-        "lfm2",
-        "granite_hybrid",
-        "bamba",
-        "falcon_h1",
-        "nemotron_h",
-    ),
-    *("nemotron", "arcee", "starcoder2", "smollm3", "granite", "olmo2", "olmo3", "gemma2"),
+    *("stablelm", "gemma3", "qwen3_5", "gpt_oss", "mixtral", "exaone4", "hunyuan", "seed_oss"),
+    *("lfm2", "granite_hybrid", "bamba", "falcon_h1", "nemotron_h", "nemotron", "arcee"),
+    *("starcoder2", "smollm3", "granite", "olmo2", "olmo3", "gemma2"),
 )
 GPT2: dict[str, Any] = {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}
 
@@ -102,8 +89,7 @@ def check_against_peft(worker: Any, variant: str, configs: list[dict[str, Any]])
         torch.testing.assert_close(found[i], merged, rtol=2e-4, atol=2e-4)
 
 
-@pytest.mark.parametrize("attention", ["cpu", "reference"])
-@pytest.mark.parametrize("variant", VARIANTS[:2])
+@pytest.mark.parametrize(("variant", "attention"), [("llama", "cpu"), ("qwen3", "reference")])
 def test_logits_are_those_of_peft(tmp_path: Path, variant: str, attention: str) -> None:
     worker = load_worker(make_checkpoint(tmp_path / "base", variant), attention=attention)
     for seed, config in enumerate(CONFIGS.values(), 1):
