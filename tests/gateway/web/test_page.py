@@ -1,6 +1,7 @@
 """The web page's files and headers, and the events of /admin/live and /admin/simulate."""
 
 import asyncio
+import gzip
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,23 @@ async def test_files_of_the_page_need_no_key(rig: Rig, name: str) -> None:
         assert await exchange.read()
     assert exchange.status == 200
     assert exchange.headers["x-content-type-options"] == "nosniff"
+
+
+@pytest.mark.parametrize(
+    ("accepted", "is_compressed"),
+    [("gzip, deflate, br", True), ("gzip;q=0.5", True), ("gzip;q=0, br", False), ("br", False)],
+)
+def test_files_are_compressed_for_clients_that_accept_it(
+    accepted: str, is_compressed: bool
+) -> None:
+    async def scene(rig: Rig) -> None:
+        async with rig.client.get("/page/app.js", {"accept-encoding": accepted}) as exchange:
+            content = await exchange.read()
+        assert exchange.headers.get("content-encoding") == ("gzip" if is_compressed else None)
+        assert exchange.headers["vary"] == "accept-encoding"
+        assert b"KeyDialog" in (gzip.decompress(content) if is_compressed else content)
+
+    play(scene)
 
 
 @pytest.mark.parametrize("name", ["nothing.js", "../app.py", "vendor/", "%2e%2e/app.py"])

@@ -1,6 +1,9 @@
 """`GET /`: the web page, and its files below `/page/`; `GET /admin/live`: the engine's live
 state."""
 
+import asyncio
+import gzip
+import re
 from functools import cache, partial
 from importlib import resources
 from pathlib import PurePosixPath
@@ -34,7 +37,9 @@ HEADERS = {
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cache-control": "no-cache",
+    "vary": "accept-encoding",
 }
+ACCEPTS_GZIP = re.compile(r"\bgzip\b(?!\s*;\s*q=0(?:\.0*)?\s*(?:,|$))")
 MEDIA_TYPES = {
     ".html": "text/html; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
@@ -57,26 +62,32 @@ async def index(http: "HttpRequest") -> Response:
     if "text/html" not in http.headers.get("accept", ""):
         text = TEXT.format(model=service.group.name, base=str(http.base_url).rstrip("/"))
         return Response(text, media_type="text/plain; charset=utf-8")
-    return _file_response(http, "index.html")
+    return await _file_response(http, "index.html")
 
 
 async def file(http: "HttpRequest") -> Response:
     """A file of the page."""
-    return _file_response(http, http.path_params["name"])
+    return await _file_response(http, http.path_params["name"])
 
 
-def _file_response(http: "HttpRequest", name: str) -> Response:
+async def _file_response(http: "HttpRequest", name: str) -> Response:
     service = service_of(http)
-    content = _files().get(name) if service.has_page else None
-    if content is None:
+    files = await asyncio.to_thread(_files) if service.has_page else {}
+    if name not in files:
         raise PathNotFound(f"No endpoint at {http.scope['path'][:200]}.")
-    return Response(content, headers=HEADERS, media_type=MEDIA_TYPES[PurePosixPath(name).suffix])
+    content, compressed = files[name]
+    headers = HEADERS
+    if ACCEPTS_GZIP.search(http.headers.get("accept-encoding", "")):
+        content, headers = compressed, HEADERS | {"content-encoding": "gzip"}
+    return Response(content, headers=headers, media_type=MEDIA_TYPES[PurePosixPath(name).suffix])
 
 
 @cache
-def _files() -> dict[str, bytes]:
-    """All files of the page by their path below `gateway/web/page`."""
-    return dict(_files_below(resources.files("gateway.web") / "page", ""))
+def _files() -> dict[str, tuple[bytes, bytes]]:
+    """All files of the page by their path below `gateway/web/page`, each as it is and in gzip.
+    The first call takes 30 ms."""
+    files = _files_below(resources.files("gateway.web") / "page", "")
+    return {name: (content, gzip.compress(content, mtime=0)) for name, content in files}
 
 
 def _files_below(folder: "Traversable", prefix: str) -> "Iterator[tuple[str, bytes]]":
