@@ -3,6 +3,7 @@
 The weights are large enough that logits differ clearly between tokens, positions and heads.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -260,6 +261,15 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = RECURRENT | {
             "dim_model_base": 16,
         },
     ),
+    "minicpm": (  # as Granite, which transformers has; see `OTHER_CONFIG`
+        "GraniteConfig",
+        {
+            "embedding_multiplier": 12.0,
+            "attention_multiplier": 8**-0.5,
+            "residual_multiplier": 1.4 / 3**0.5,
+            "logits_scaling": 2.0,
+        },
+    ),
     "nemotron": ("NemotronConfig", {"head_dim": 16}),
     "arcee": ("ArceeConfig", {}),
     "hunyuan": ("HunYuanDenseV1Config", HUNYUAN),
@@ -289,6 +299,17 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = RECURRENT | {
     "gpt2_untied": ("GPT2Config", {"tie_word_embeddings": False, "n_inner": 40}),
 }
 
+# What config.json says of variants whose own family transformers lacks.
+OTHER_CONFIG: dict[str, dict[str, Any]] = {
+    "minicpm": {
+        "architectures": ["MiniCPMForCausalLM"],
+        "model_type": "minicpm",
+        "scale_emb": 12,
+        "scale_depth": 1.4,
+        "dim_model_base": 16,
+    }
+}
+
 
 def make_model(variant: str, seed: int = 0, **changes: Any) -> Any:
     """A transformers causal LM of a variant, every parameter random (norms and biases too)."""
@@ -306,7 +327,7 @@ def make_model(variant: str, seed: int = 0, **changes: Any) -> Any:
         for name, buffer in model.named_buffers():
             if name.endswith("layer_scalar"):  # of Gemma 4, stored like a parameter
                 buffer.copy_(0.5 + torch.rand(buffer.shape, generator=generator))
-            if name.endswith("e_score_correction_bias"):  # of GLM-4.5
+            if name.endswith(("e_score_correction_bias", "expert_bias")):  # of GLM-4.5, LFM2
                 buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
     return model
 
@@ -319,4 +340,7 @@ def make_checkpoint(directory: Path, variant: str = "llama", seed: int = 0, **ch
     """
     shard_size = changes.pop("max_shard_size", "1GB")
     make_model(variant, seed, **changes).save_pretrained(directory, max_shard_size=shard_size)
+    if variant in OTHER_CONFIG:
+        path = directory / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | OTHER_CONFIG[variant]))
     return directory

@@ -88,6 +88,17 @@ RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "lfm2": ("Lfm2Config", LFM2),
+    "lfm2_moe": (
+        "Lfm2MoeConfig",
+        LFM2
+        | {
+            "num_dense_layers": 1,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
     "lfm2_biases": ("Lfm2Config", LFM2 | {"conv_bias": True, "conv_L_cache": 4}),
     "granite_hybrid": ("GraniteMoeHybridConfig", GRANITE_HYBRID),
     "granite_hybrid_moe": ("GraniteMoeHybridConfig", GRANITE_HYBRID | GRANITE_EXPERTS),

@@ -1,16 +1,20 @@
-"""LFM2, dense: short convolutions, and in some layers attention with norms of q and k."""
+"""LFM2, dense or with experts: short convolutions, and attention with norms of q and k."""
 
 from collections.abc import Mapping
 from dataclasses import replace
 
+import torch
+
+from adapters.models.base.expert_weights import ExpertNames
 from adapters.models.base.fields import Fields
 from adapters.models.base.projections import Fused, Projections
 from adapters.models.base.rotary import RotaryFamily
 from adapters.models.base.traits import FULL, FamilyTraits, LinearNames, NormNames
+from adapters.models.mixtures.experts import DenseFirst
 from engine.errors import StartupError
 from engine.worker.model.layers import Mixer
 from engine.worker.model.short_conv import ShortConv
-from engine.worker.ports import ConvShape, ModelShape, TensorSlice
+from engine.worker.ports import ConvShape, ModelShape, Routing, TensorSlice
 
 CONV = "conv"
 
@@ -45,6 +49,7 @@ class Lfm2(RotaryFamily):
         return -(-inner // multiple) * multiple
 
     def sized(self, fields: Fields, shape: ModelShape) -> ModelShape:
+        shape = super().sized(fields, shape)
         conv = ConvShape(shape.hidden_size, fields.integer("conv_L_cache", 3))
         types = _layer_types(fields, shape.num_layers)
         return replace(shape, recurrent=tuple(conv if each == CONV else None for each in types))
@@ -66,6 +71,28 @@ class Lfm2(RotaryFamily):
             taps=taps[:, 0].float().t().contiguous(),
             bias=bias,
             out=projections.to_hidden(f"{at}.out_proj", width, has_bias=has_bias),
+        )
+
+
+class Lfm2Moe(Lfm2, DenseFirst):
+    """`Lfm2MoeForCausalLM`. transformers adds 1e-6 to the sum by which it divides probabilities;
+    here nothing is added."""
+
+    names = ExpertNames(block="feed_forward", gate="w1", up="w3", down="w2")
+    bias_name = "expert_bias"
+
+    def inner_size(self, fields: Fields) -> int:
+        return fields.integer("moe_intermediate_size")
+
+    def routing(self, fields: Fields) -> Routing:
+        self._num_dense = fields.count("num_dense_layers", 2)
+        self._dense_size = fields.integer("intermediate_size")
+        factor = fields.number("routed_scaling_factor", 1.0)
+        return Routing(
+            fields.integer("num_experts_per_tok", 4),
+            renormalizes=fields.flag("norm_topk_prob", True),
+            scales=torch.full((self.num_experts(fields),), factor),
+            has_sigmoids=True,
         )
 
 

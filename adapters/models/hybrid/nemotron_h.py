@@ -107,7 +107,10 @@ def _parts(types: Sequence[str]) -> Iterator[Parts]:
     """The layers, of which each has a mixer. Raises `StartupError`."""
     for at, kind in enumerate(types):
         if kind == MOE:
-            raise StartupError("config.json: Nemotron-H with experts (moe) is not supported")
+            raise StartupError(
+                "config.json: Nemotron-H with experts (moe) is not supported: they have no gate, "
+                "and no device computes experts without one"
+            )
         if kind == MLP and (at == 0 or types[at - 1] == MLP):
             raise StartupError(f"config.json: layer {at} is an MLP behind no attention or Mamba")
         if kind != MLP:

@@ -123,14 +123,26 @@ class DenseFirst(ExpertFamily):
 
     _num_dense = 0
     _dense_size = 0
+    bias_name = "gate.e_score_correction_bias"  # by which experts are chosen, within a layer
+
+    def layer_routing(self, projections: Projections, at: str) -> Routing:
+        """The routing with the factors and, if the checkpoint has one, the bias of the layer."""
+        assert self._routing.scales is not None, "`routing` has filled it in"
+        name = f"{at}.{self.bias_name}"
+        constant, bias = projections.operators.constant, None
+        if projections.weights.has(name):  # DeepSeek V2 has none
+            part = TensorSlice(name, tuple(self._routing.scales.shape))
+            bias = constant(projections.weights.tensor(part).float().contiguous())
+        return replace(self._routing, scales=constant(self._routing.scales), bias=bias)
 
     def _mlp(self, projections: Projections, at: str) -> FeedForward:
         if int(at.split(".")[-2]) >= self._num_dense:
             return super()._mlp(projections, at)
         inner = projections.shard.even(self._dense_size)
-        parts = [(f"{at}.gate_proj", inner), (f"{at}.up_proj", inner)]
+        names = self.names
+        parts = [(f"{at}.{names.gate}", inner), (f"{at}.{names.up}", inner)]
         return Mlp(
             up=projections.from_hidden(parts, has_bias=False),
-            down=projections.to_hidden(f"{at}.down_proj", inner, has_bias=False),
+            down=projections.to_hidden(f"{at}.{names.down}", inner, has_bias=False),
             activation=self.activation(projections.operators),
         )

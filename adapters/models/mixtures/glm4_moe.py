@@ -2,18 +2,16 @@
 experts in the first layers. Its layer for multi-token prediction is not loaded."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import torch
 
 from adapters.models.base.expert_weights import ExpertNames
 from adapters.models.base.fields import Fields
-from adapters.models.base.projections import Projections
 from adapters.models.base.rope_fields import LayerRopes, read_rope
 from adapters.models.base.traits import FamilyTraits
 from adapters.models.mixtures.experts import DenseFirst
 from engine.errors import StartupError
-from engine.worker.ports import ExpertGroups, ModelShape, Routing, TensorSlice
+from engine.worker.ports import ExpertGroups, ModelShape, Routing
 
 MAX_GROUPS = 62  # a bit of an integer for each
 
@@ -86,12 +84,3 @@ class Glm4Moe(DenseFirst):
                 f"num_experts_per_tok={top_k}"
             )
         return ExpertGroups(count, chosen, self.num_best)
-
-    def layer_routing(self, projections: Projections, at: str) -> Routing:
-        assert self._routing.scales is not None, "`routing` has filled it in"
-        name = f"{at}.{self.names.router}.e_score_correction_bias"
-        constant, bias = projections.operators.constant, None
-        if projections.weights.has(name):  # DeepSeek V2 has none
-            part = TensorSlice(name, tuple(self._routing.scales.shape))
-            bias = constant(projections.weights.tensor(part).float().contiguous())
-        return replace(self._routing, scales=constant(self._routing.scales), bias=bias)

@@ -14,7 +14,7 @@ from tests.adapters.models.test_in_the_engine import VARIANTS as ENGINE_VARIANTS
 from tests.engine.worker.cuda.test_device import VARIANTS as GPU_VARIANTS
 from tests.engine.worker.lora.test_lora_logits import VARIANTS as LORA_VARIANTS
 from tests.engine.worker.model.test_shards import VARIANTS as SHARD_VARIANTS
-from tests.models.checkpoints import VARIANTS
+from tests.models.checkpoints import OTHER_CONFIG, VARIANTS
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "adapters" / "models" / "FAMILIES.md").read_text()
@@ -33,9 +33,10 @@ COLUMNS = (
 def architectures(variants: object) -> set[str]:
     """The `architectures` entries of the checkpoints of these variants."""
     assert isinstance(variants, dict | tuple)
-    configs = {VARIANTS[variant][0] for variant in variants}
+    configs = {VARIANTS[each][0] for each in variants if each not in OTHER_CONFIG}
     types = (getattr(transformers, config).model_type for config in configs)
-    return {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[each] for each in types}
+    others = {OTHER_CONFIG[each]["architectures"][0] for each in variants if each in OTHER_CONFIG}
+    return {MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[each] for each in types} | others
 
 
 def test_every_family_that_generates_has_a_row() -> None:

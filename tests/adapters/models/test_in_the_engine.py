@@ -21,9 +21,9 @@ VARIANTS = (
     *("phi3_long", "stablelm", "olmo2", "olmo3", "gemma2", "gemma3", "gemma4"),
     *("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss", "qwen3_5", "qwen3_5_moe"),
     *("granite_hybrid_groups", "bamba", "falcon_h1", "nemotron_h"),
-    *("qwen3_next", "lfm2", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
+    *("qwen3_next", "lfm2", "lfm2_moe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
     *("glm4_moe", "glm", "glm4", "cohere", "cohere2", "exaone4_window", "ernie4_5", "hunyuan"),
-    *("seed_oss", "ernie4_5_moe", "hunyuan_moe", "nemotron", "arcee", "minicpm3"),
+    *("seed_oss", "ernie4_5_moe", "hunyuan_moe", "nemotron", "arcee", "minicpm3", "minicpm"),
     "starcoder2_full",  # with windows only, 4 requests never need more KV
 )
 COUNT, NEW_TOKENS, SHARED = 4, 20, 16

@@ -15,6 +15,7 @@ from adapters.models.base import fields
 from adapters.models.checkpoint import end_token_ids, resolve_checkpoint
 from adapters.models.checks import architecture
 from adapters.models.checks.checkpoint import check_checkpoint
+from adapters.models.dense.minicpm import MiniCPM
 from engine.errors import StartupError
 from engine.worker.model import torch_operators
 from engine.worker.process.worker import Worker
@@ -48,6 +49,8 @@ def edit_weights(directory: Path, **changes: torch.Tensor | None) -> None:
         ("llama", {"sliding_window": 8}, "sliding_window=8"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
         ("llama", {"head_dim": 7}, "RoPE would turn 7 of the head's 7 dimensions"),
+        ("minicpm", {"num_experts": 8}, "num_experts=8"),
+        ("minicpm", {"sparse_config": {"dense_len": 0}}, "sparse_config: dense_len is 0"),
         (
             "stablelm",
             {"rope_parameters": {"partial_rotary_factor": 0.07}},
@@ -208,6 +211,13 @@ def test_the_older_rope_fields_are_read(tmp_path: Path) -> None:
         Driver(load_worker(tmp_path / name)).logits((0, list(range(60)))) for name in ("new", "old")
     )
     torch.testing.assert_close(new, old_logits, rtol=0, atol=1e-5)
+
+
+def test_a_context_ends_before_the_length_at_which_attention_is_sparse(tmp_path: Path) -> None:
+    directory = make_checkpoint(tmp_path, "minicpm")
+    config = json.loads((directory / "config.json").read_text())
+    sparse = {"sparse_config": {"dense_len": 100}}
+    assert [MiniCPM(config | more).shape.max_positions for more in ({}, sparse)] == [128, 99]
 
 
 @pytest.mark.parametrize("root", ["model.language_model", "language_model.model"])

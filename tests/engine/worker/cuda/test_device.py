@@ -36,7 +36,7 @@ VARIANTS = (
     *("stablelm", "olmo2", "olmo3", "gemma2", "gemma3", "gemma4", "mixtral", "qwen2_moe"),
     *("qwen3_moe", "olmoe", "gpt_oss", "glm4_moe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"),
     *("glm", "glm4", "cohere", "cohere2", "exaone4_window", "ernie4_5", "hunyuan", "seed_oss"),
-    *("starcoder2", "ernie4_5_moe", "hunyuan_moe", "nemotron", "arcee", "minicpm3"),
+    *("starcoder2", "ernie4_5_moe", "hunyuan_moe", "nemotron", "arcee", "minicpm3", "minicpm"),
     *("deepseek_v2_groups", "deepseek_v3_groups", "granite_hybrid", "granite_hybrid_moe"),
     *("bamba", "falcon_h1", "nemotron_h"),
 )

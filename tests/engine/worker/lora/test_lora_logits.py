@@ -38,7 +38,7 @@ VARIANTS = (
     *("llama", "qwen3", "qwen2", "llama_biases", "gpt2", "mistral_window", "opt", "phi3"),
     *("stablelm", "gemma3", "qwen3_5", "gpt_oss", "mixtral", "exaone4", "hunyuan", "seed_oss"),
     *("lfm2", "granite_hybrid", "bamba", "falcon_h1", "nemotron_h", "nemotron", "arcee"),
-    *("starcoder2", "smollm3", "granite", "olmo2", "olmo3", "gemma2"),
+    *("starcoder2", "smollm3", "granite", "minicpm", "olmo2", "olmo3", "gemma2"),
 )
 GPT2: dict[str, Any] = {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}
 

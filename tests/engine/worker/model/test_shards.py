@@ -42,7 +42,7 @@ ON_CPU = (
     *("gemma4", "gemma4_moe", "olmoe", "gpt_oss", "qwen3_5", "qwen3_5_moe", "glm4", "glm4_moe"),
     *("deepseek_v3", "qwen3_next", "lfm2", "granite_hybrid_moe", "granite_hybrid_groups"),
     *("bamba", "falcon_h1_norm", "nemotron_h", "cohere2", "hunyuan", "starcoder2"),
-    *("ernie4_5_moe", "nemotron", "gpt2"),
+    *("ernie4_5_moe", "nemotron", "gpt2", "lfm2_moe", "minicpm"),
 )
 ON_REFERENCE = (
     *("llama_tied", "llama_wide_heads", "qwen3_biases", "mixtral", "stablelm", "olmo3", "glm"),
