@@ -150,6 +150,25 @@ class PreviousResponseNotFound(ResponseNotFound):
         super().__init__(response_id, "previous_response_id")
 
 
+class ConversationNotFound(ResponseNotFound):
+    """The caller has no such conversation, or it has expired."""
+
+    def __init__(self, conversation_id: str) -> None:
+        super().__init__(conversation_id, "conversation")
+        self.args = (f"Conversation with id {conversation_id[:128]!r} not found.",)
+
+
+class ConversationLocked(InvalidRequest):
+    """Another response to the same conversation is in progress."""
+
+    def __init__(self, conversation_id: str) -> None:
+        super().__init__(
+            f"Another response to the conversation {conversation_id[:128]!r} is in progress; try "
+            "again once it has ended.",
+            "conversation",
+        )
+
+
 class UpgradeRequired(InvalidRequest):
     """The endpoint is a WebSocket. Clients use HTTP after this status."""
 
@@ -260,6 +279,8 @@ TABLE: dict[type[EngineError], HttpError] = {
     FileNotFound: HttpError(404, _INVALID, "file_not_found"),
     ResponseNotFound: HttpError(404, _INVALID, "response_not_found"),
     PreviousResponseNotFound: HttpError(400, _INVALID, "previous_response_not_found"),
+    ConversationNotFound: HttpError(404, _INVALID, "conversation_not_found"),
+    ConversationLocked: HttpError(409, _INVALID, "conversation_locked"),
     UpgradeRequired: HttpError(426, _INVALID, "upgrade_required"),
     BatchNotFound: HttpError(404, _INVALID, "batch_not_found"),
     StreamNotFound: HttpError(404, _INVALID, "stream_not_found"),

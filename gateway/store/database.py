@@ -26,7 +26,7 @@ T = TypeVar("T")
 Work = Callable[[sqlite3.Connection], T]
 logger = logging.getLogger(__name__)
 
-VERSION = 3
+VERSION = 4
 RETRY_SECONDS = 10.0  # between two writes that are tried while the disk is full
 SHARED_WAIT_MS = 10_000  # that a transaction waits for one of the other server
 MIN_FREE_BYTES = 16 << 20  # with less free space on the disk, nothing new is accepted
@@ -88,6 +88,18 @@ CREATE TABLE stream (
     events BLOB
 );
 """
+_CONVERSATIONS = """
+CREATE TABLE conversation (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT,
+    id TEXT NOT NULL UNIQUE,
+    tenant TEXT NOT NULL,
+    num_bytes INTEGER NOT NULL,
+    expires_at INTEGER NOT NULL,
+    used_at INTEGER NOT NULL,
+    record BLOB NOT NULL
+);
+CREATE INDEX conversation_by_tenant ON conversation (tenant, used_at);
+"""
 _MIGRATIONS = {
     1: """
 ALTER TABLE batch ADD COLUMN num_bytes INTEGER NOT NULL DEFAULT 0;
@@ -96,6 +108,7 @@ CREATE INDEX response_by_tenant ON response (tenant, used_at);
 CREATE INDEX file_by_tenant ON file (tenant);
 """,
     2: _STREAMS,
+    3: _CONVERSATIONS,
 }  # to the next version, by version
 
 # Pieces of uploads that a former process did not finish.
@@ -254,7 +267,7 @@ def _prepare(connection: sqlite3.Connection, version: int) -> None:
     disk is full."""
     if version == 0:
         connection.executescript(
-            f"BEGIN;{_TABLES}{_STREAMS}PRAGMA user_version = {VERSION};COMMIT;"
+            f"BEGIN;{_TABLES}{_STREAMS}{_CONVERSATIONS}PRAGMA user_version = {VERSION};COMMIT;"
         )
     for old in range(version or VERSION, VERSION):
         connection.executescript(f"BEGIN;{_MIGRATIONS[old]}PRAGMA user_version = {old + 1};COMMIT;")

@@ -11,6 +11,7 @@ from engine.errors import StartupError
 from gateway.errors import StoreFailed
 from gateway.store.batch_queue import BatchQueue
 from gateway.store.batches import Batches
+from gateway.store.conversations import Conversations
 from gateway.store.database import Database, StoreExecutor
 from gateway.store.event_ring import RingLimits
 from gateway.store.files import Files
@@ -32,11 +33,12 @@ class Store:
     files: Files
     batch_queue: BatchQueue
     responses: Responses
+    conversations: Conversations
     held: HeldStreams
     journal: Journal
 
     async def is_lost_at_end(self) -> bool:
-        """Whether it has files, batches or responses, and keeps them in memory only."""
+        """Whether it has any of these, events apart, and keeps them in memory only."""
         if self.database.path is not None:
             return False
         return await self.database.read(_has_rows)
@@ -46,7 +48,7 @@ class Store:
 
 
 def _has_rows(db: sqlite3.Connection) -> bool:
-    tables = ("file", "batch", "response")
+    tables = ("file", "batch", "response", "conversation")
     query = " OR ".join(f"EXISTS (SELECT 1 FROM {table})" for table in tables)
     return bool(db.execute(f"SELECT {query}").fetchone()[0])
 
@@ -69,6 +71,7 @@ def open_store(
         Files(database, limits),
         BatchQueue(Batches(database, limits)),
         Responses(database, responses),
+        Conversations(database, responses),
         HeldStreams(rings, clock),
         Journal(database, rings),
     )

@@ -25,7 +25,8 @@ def check_bytes(
     own = _sum(db, "file", tenant) + _sum(db, "batch", tenant)
     if own + num_bytes > limits.tenant_bytes:
         raise StoreFull(f"{limits.tenant_bytes} bytes")
-    total = sum(_sum(db, table, None) for table in ("file", "batch", "response", "stream"))
+    tables = ("file", "batch", "response", "conversation", "stream")
+    total = sum(_sum(db, table, None) for table in tables)
     if total + num_bytes + others > limits.total_bytes:
         raise StoreOutOfSpace
 

@@ -14,6 +14,11 @@ from gateway.schema.openai.embeddings import EmbeddingRequest
 from gateway.schema.openai.infill import InfillRequest
 from gateway.schema.openai.scoring import RerankRequest, ScoreRequest
 from gateway.schema.openai.tokens import DetokenizeRequest, TokenizeRequest
+from gateway.schema.responses.conversations import (
+    ConversationCreate,
+    ConversationUpdate,
+    ItemsCreate,
+)
 from gateway.schema.responses.dialect import ResponsesDialect
 from gateway.schema.responses.request import ResponseRequest
 from gateway.web.route import EVENTS, HTML, JSON, TEXT, Access, Route, RouteTable
@@ -21,6 +26,7 @@ from gateway.web.routes import (
     batches,
     chat,
     completions,
+    conversations,
     files,
     infill,
     messages,
@@ -137,6 +143,26 @@ ROUTES = RouteTable((
     Route("GET", "/v1/responses/{response_id}/input_items", "responses",
           "The input items of a response.", responses.list_input_items, is_metered=True,
           query=PAGING, dialect=RESPONSES),
+
+    Route("POST", "/v1/conversations", "responses", "Create a conversation.",
+          conversations.create_conversation, ConversationCreate, is_metered=True),
+    Route("GET", "/v1/conversations/{conversation_id}", "responses", "A conversation.",
+          conversations.retrieve_conversation),
+    Route("POST", "/v1/conversations/{conversation_id}", "responses",
+          "Replace the metadata of a conversation.", conversations.update_conversation,
+          ConversationUpdate, is_metered=True),
+    Route("DELETE", "/v1/conversations/{conversation_id}", "responses", "Delete a conversation.",
+          conversations.delete_conversation),
+    Route("GET", "/v1/conversations/{conversation_id}/items", "responses",
+          "The items of a conversation.", conversations.list_items, is_metered=True,
+          query=(*PAGING, "include")),
+    Route("POST", "/v1/conversations/{conversation_id}/items", "responses",
+          "Add items to a conversation.", conversations.create_items, ItemsCreate,
+          is_metered=True, query=("include",)),
+    Route("GET", "/v1/conversations/{conversation_id}/items/{item_id}", "responses",
+          "An item of a conversation.", conversations.retrieve_item, query=("include",)),
+    Route("DELETE", "/v1/conversations/{conversation_id}/items/{item_id}", "responses",
+          "Delete an item of a conversation.", conversations.delete_item),
 
     Route("GET", "/v1/streams", "streams", "Your streams that can be read again.",
           streams.list_streams, is_metered=True, query=("conversation_id",)),

@@ -233,6 +233,10 @@ SHAPES = (
     _shape("DELETE", "/v1/responses/{id}", ""),
     _shape("POST", "/v1/responses/{id}/cancel", "Response"),
     _shape("GET", "/v1/responses/{id}/input_items", "ResponseItemList"),
+    *(  # not in the description; checked by the client's types
+        Shape(method, re.compile(r"/v1/conversations(/[^/]+(/items(/[^/]+)?)?)?"), "")
+        for method in ("GET", "POST", "DELETE")
+    ),
 )
 # What OpenAI does not have, or not in this form.
 OURS = re.compile(

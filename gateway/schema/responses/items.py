@@ -231,13 +231,26 @@ class InputItem(msgspec.Struct, forbid_unknown_fields=True):
         ]
 
 
-def stored_items(items: str | Sequence[InputItem], new_id: Callable[[str], str]) -> list[Item]:
-    """The items of an `input`, each with an id. Raises `InvalidRequest`."""
+def stored_items(
+    items: str | Sequence[InputItem], new_id: Callable[[str], str], field: str = "input"
+) -> list[Item]:
+    """The items of an `input`, each with an id. Raises `InvalidRequest`, which names the field."""
     if isinstance(items, str):
         items = [InputItem(role="user", content=items)]
     if not 0 < len(items) <= MAX_ITEMS:
-        raise invalid("input", f"expected 1 to {MAX_ITEMS} items.")
-    return [item.as_stored(f"input[{i}]", new_id) for i, item in enumerate(items)]
+        raise invalid(field, f"expected 1 to {MAX_ITEMS} items.")
+    return [item.as_stored(f"{field}[{i}]", new_id) for i, item in enumerate(items)]
+
+
+def joined(before: list[Item], items: list[Item], new_id: Callable[[str], str]) -> list[Item]:
+    """The items of a conversation with more behind them; one whose id is there already gets a new
+    one."""
+    known, result = {item["id"] for item in before}, list(before)
+    for item in items:
+        is_new = item["id"] not in known
+        result.append(item if is_new else {**item, "id": new_id(_PREFIXES[item["type"]])})
+        known.add(item["id"])
+    return result
 
 
 def check_outputs(before: Iterable[Item], items: Sequence[Item]) -> None:

@@ -19,6 +19,7 @@ from gateway.schema.fields.sampling import SamplingDefaults, SharedRequest
 from gateway.schema.openai.batches import check_metadata
 from gateway.schema.openai.chat import ChatRequest, chat_of
 from gateway.schema.responses.client_tools import CLIENT_TOOLS
+from gateway.schema.responses.conversations import conversation_id
 from gateway.schema.responses.items import InputItem, Item, as_messages
 from gateway.schema.responses.tools import ToolSet
 from gateway.schema.unknown_fields import UnknownFields
@@ -31,7 +32,6 @@ INCLUDABLE = (
 )  # fmt: skip
 LOGPROBS = "message.output_text.logprobs"  # the only one of these that a response here can have
 NO_EFFECT: dict[str, tuple[object, ...]] = {
-    "conversation": (),
     "prompt": (),
     "context_management": ([],),
     "moderation": (),
@@ -152,6 +152,16 @@ class ResponseRequest(SharedRequest, kw_only=True, forbid_unknown_fields=True):
         if self.background and self.store is False:
             raise invalid("store", "a response with 'background' is stored.")
         check_metadata(self.metadata)
+        self._check_conversation()
+
+    def _check_conversation(self) -> None:
+        if self.conversation_id is not None and self.previous_response_id is not None:
+            raise invalid("conversation", "it cannot be set together with 'previous_response_id'.")
+
+    @property
+    def conversation_id(self) -> str | None:
+        """The id of the conversation that it continues. Raises `InvalidRequest`."""
+        return conversation_id(self.conversation)
 
     @property
     def image_fields(self) -> list[str]:
@@ -269,6 +279,8 @@ def response_head(
         "top_p": defaults.top_p if request.top_p is None else request.top_p,
         "truncation": request.truncation or "disabled",
     }
+    if (conversation := request.conversation_id) is not None:
+        head["conversation"] = {"id": conversation}
     return head if request.user is None else {**head, "user": request.user}
 
 

@@ -1,15 +1,17 @@
 """The plan of `POST /v1/responses`, and of a message of its WebSocket: what the model reads."""
 
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
+from msgspec import structs
 
 from engine.errors import InvalidRequest
 from gateway.access.callers import read_body
-from gateway.errors import PreviousResponseNotFound, ResponseNotFound
+from gateway.errors import ConversationNotFound, PreviousResponseNotFound, ResponseNotFound
 from gateway.generation.continuation import OtherBeginningError, settings_of
 from gateway.generation.conversation import render_prompt
 from gateway.generation.image_input import ImageOrigin
@@ -19,7 +21,7 @@ from gateway.generation.turn import Turn
 from gateway.schema.field_names import renamed_fields
 from gateway.schema.openai.event_envelope import token_formatter
 from gateway.schema.responses.diagnosis import CacheDiagnosis, NotCompared
-from gateway.schema.responses.items import Item, check_outputs, stored_items
+from gateway.schema.responses.items import Item, check_outputs, joined, stored_items
 from gateway.schema.responses.renderer import PrefillRenderer, ResponsesRenderer
 from gateway.schema.responses.request import (
     NAMES,
@@ -59,7 +61,7 @@ async def plan_response(body: bytes, caller: "Caller", service: "Service") -> Ge
     before = await _earlier_items(request, caller, service)
     check_outputs(before, items)
     window = None if turn is None else turn.window(items, service.model)
-    items = before + items
+    new, items = items, before + items
     make = partial(_planned, _Parts(request, tools, items or [NOTHING]), caller, service, window)
     is_long = is_long_conversation(items if window is None else window.now, body)
     plan = await in_thread_if(is_long, make)
@@ -72,8 +74,9 @@ async def plan_response(body: bytes, caller: "Caller", service: "Service") -> Ge
     options = request.prompt_cache_options
     if options is not None and (earlier := options.comparison_response_id) is not None:
         plan = await _compared(plan, earlier, request.instructions, items, service)
+    conversation = request.conversation_id
     running = RunningResponse(
-        renderer.response_id, caller.request_id, caller.tenant, renderer.snapshot
+        *(renderer.response_id, caller.request_id, caller.tenant, renderer.snapshot, conversation)
     )
     plan = replace(plan, listed=partial(service.running.register, running))
     if request.is_stored:
@@ -82,6 +85,10 @@ async def plan_response(body: bytes, caller: "Caller", service: "Service") -> Ge
         plan = replace(plan, on_complete=store)
         if request.background:
             plan = replace(plan, background=_background(renderer, store))
+    if conversation is not None:
+        await service.store.conversations.check_room()
+        append = partial(_append, conversation, new, renderer, caller, service)
+        plan = replace(plan, on_complete=partial(_in_order, append, plan.on_complete))
     if turn is not None:
         turn.renderer = renderer
         keep = partial(_hold, turn, renderer, items, caller, service)
@@ -230,6 +237,10 @@ async def _earlier_items(
     request: ResponseRequest, caller: "Caller", service: "Service"
 ) -> list[Item]:
     """The items of the conversation up to and including the response that the request continues."""
+    if (conversation := request.conversation_id) is not None:
+        service.running.check_unlocked(conversation, caller.tenant)
+        now = service.unix_now()
+        return await service.store.conversations.items(conversation, caller.tenant, now)
     response_id = request.previous_response_id
     if response_id is None:
         return []
@@ -255,6 +266,25 @@ async def _hold(
     make = partial(turn.to_hold, items, renderer.output.items, service.model)
     is_long = is_long_conversation(items, b"")
     turn.hold(renderer.response_id, await in_thread_if(is_long, make))
+
+
+async def _append(
+    conversation: str,
+    items: list[Item],
+    renderer: ResponsesRenderer,
+    caller: "Caller",
+    service: "Service",
+) -> None:
+    """Add the input and the output of a response to its conversation, unless that was deleted."""
+    added = [*items, *renderer.output]
+
+    def edit(record: ResponseRecord) -> ResponseRecord:
+        return structs.replace(record, items=joined(record.items, added, service.new_id))
+
+    with suppress(ConversationNotFound):
+        await service.store.conversations.change(
+            conversation, caller.tenant, service.unix_now(), edit, has_ended=True
+        )
 
 
 async def _store(

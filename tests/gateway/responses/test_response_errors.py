@@ -26,7 +26,7 @@ from tests.gateway.rig import MODEL, Rig, Setting, play
         ({"input": [{"type": "function_call_output", "call_id": "no", "output": ""}]}, "input"),
         ({"model": "gpt-4o"}, "model"),
         ({"background": True, "store": False}, "store"),
-        ({"conversation": "conv_1"}, "conversation"),
+        ({"conversation": {"id": 7}}, "conversation"),
         ({"prompt": {"id": "x"}}, "prompt"),
         ({"temperature": 3}, "temperature"),
         ({"max_output_tokens": 0}, "max_output_tokens"),

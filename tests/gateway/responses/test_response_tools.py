@@ -169,7 +169,6 @@ def test_input_tokens_are_counted_without_generating() -> None:
     ("path", "fields", "message"),
     [
         ("/v1/responses/compact", {}, "Compaction is not supported"),
-        (PATH, {"conversation": "conv_1"}, "'conversation' is not supported"),
     ],
 )
 @played()

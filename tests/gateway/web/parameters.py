@@ -200,7 +200,7 @@ async def verdict(rig: Rig, api: Api, name: str) -> str:
         error = found.body["error"]
         assert found.status in (400, 404), found
         assert name in (error.get("param") or error["message"]), found
-        return HONOURED if name == "previous_response_id" else REJECTED
+        return HONOURED if name in ("previous_response_id", "conversation") else REJECTED
     if name in found.ignored:
         return NAMED
     if found.spec != plain.spec or without(found.body, (name,)) != without(plain.body, (name,)):

@@ -30,6 +30,11 @@ from gateway.schema.openai.embeddings import EmbeddingRequest
 from gateway.schema.openai.infill import InfillRequest
 from gateway.schema.openai.scoring import RerankRequest, ScoreRequest
 from gateway.schema.openai.tokens import DetokenizeRequest, TokenizeRequest
+from gateway.schema.responses.conversations import (
+    ConversationCreate,
+    ConversationUpdate,
+    ItemsCreate,
+)
 from gateway.schema.responses.request import ResponseRequest
 from gateway.store.database import StoreThread
 from gateway.web.routes.models import ModelAction
@@ -54,6 +59,9 @@ SHAPES: dict[str, tuple[type[msgspec.Struct], dict[str, Any]]] = {
     TEXT: (CompletionRequest, {"model": MODEL, "prompt": "ab", "max_tokens": 1}),
     "/v1/messages": (AnthropicRequest, {"model": MODEL, "messages": USER, "max_tokens": 1}),
     "/v1/responses": (ResponseRequest, {"model": MODEL, "input": "hi", "max_output_tokens": 1}),
+    "/v1/conversations": (ConversationCreate, {}),
+    "/v1/conversations/x": (ConversationUpdate, {"metadata": {}}),
+    "/v1/conversations/x/items": (ItemsCreate, {"items": [USER[0]]}),
     "/infill": (InfillRequest, {"input_prefix": "a", "input_suffix": "b", "n_predict": 1}),
     "/v1/decisions": (
         DecisionRequest,
