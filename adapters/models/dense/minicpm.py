@@ -7,26 +7,22 @@ from dataclasses import replace
 from adapters.models.base.fields import Fields
 from adapters.models.base.latent_attention import LatentFamily
 from adapters.models.base.rope_fields import LayerRopes, read_rope
-from adapters.models.base.rotary import RotaryFamily
 from adapters.models.base.traits import FamilyTraits
 from adapters.models.dense.llama import Llama
 from engine.worker.ports import ModelShape
 
 
-class Multiplied(RotaryFamily):
-    """A family with `scale_emb`, `scale_depth` and `dim_model_base`."""
-
-    def traits(self, fields: Fields) -> FamilyTraits:
-        hidden, num_layers = self.shape.hidden_size, self.shape.num_layers
-        return replace(
-            super().traits(fields),
-            residual_scale=fields.number("scale_depth", num_layers**0.5) / num_layers**0.5,
-            embedding_scale=fields.number("scale_emb", 12),
-            logit_scale=fields.number("dim_model_base", hidden) / hidden,
-        )
+def _multiplied(traits: FamilyTraits, fields: Fields, shape: ModelShape) -> FamilyTraits:
+    """The traits with `scale_emb`, `scale_depth` and `dim_model_base`."""
+    return replace(
+        traits,
+        residual_scale=fields.number("scale_depth", shape.num_layers**0.5) / shape.num_layers**0.5,
+        embedding_scale=fields.number("scale_emb", 12),
+        logit_scale=fields.number("dim_model_base", shape.hidden_size) / shape.hidden_size,
+    )
 
 
-class MiniCPM(Multiplied, Llama):
+class MiniCPM(Llama):
     """`MiniCPMForCausalLM` (MiniCPM 1, 2, 4 and 4.1) without experts."""
 
     defaults: Mapping[str, object] = {
@@ -35,6 +31,9 @@ class MiniCPM(Multiplied, Llama):
         "scale_depth": 1,
         "dim_model_base": 1,
     }
+
+    def traits(self, fields: Fields) -> FamilyTraits:
+        return _multiplied(super().traits(fields), fields, self.shape)
 
     def sized(self, fields: Fields, shape: ModelShape) -> ModelShape:
         """Sequences of `dense_len` tokens and more have sparse attention (InfLLM-v2), which is not
@@ -51,7 +50,7 @@ class MiniCPM(Multiplied, Llama):
         return LayerRopes.same(read_rope(fields, shape.head_dim, positions), shape.num_layers)
 
 
-class MiniCPM3(Multiplied, LatentFamily):
+class MiniCPM3(LatentFamily):
     """`MiniCPM3ForCausalLM`. RoPE pairs the halves of its dimensions."""
 
     pairs_neighbours = False
@@ -63,6 +62,9 @@ class MiniCPM3(Multiplied, LatentFamily):
         "qk_nope_head_dim": 64,
         "qk_rope_head_dim": 32,
     }
+
+    def traits(self, fields: Fields) -> FamilyTraits:
+        return _multiplied(super().traits(fields), fields, self.shape)
 
     def head_dim(self, fields: Fields, default: int) -> int:
         values = {"v_head_dim": default} | {

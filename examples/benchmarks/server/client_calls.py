@@ -76,8 +76,18 @@ def openai_agents(url: str) -> Operations:
         yield f"{name}: verbosity", partial(run, kind, HELLO, {}, verbosity="low")
         yield f"{name}: tool", partial(run, kind, WEATHER, more, tool_choice="required")
         yield f"{name}: JSON schema", partial(run, kind, JSON, {"output_type": Person})
-    conversation = agents.OpenAIConversationsSession(openai_client=client())
-    yield "conversations", partial(conversation.get_items)
+
+    async def session() -> bool:
+        kept = agents.OpenAIConversationsSession(openai_client=client())
+        model = agents.OpenAIResponsesModel(model="builtin", openai_client=client())
+        for ask in (HELLO, WEATHER):
+            await agents.Runner.run(agents.Agent(name="a", model=model), ask, session=kept)
+        roles = [item["role"] for item in await kept.get_items()]
+        last = await kept.pop_item()
+        await kept.clear_session()
+        return roles == ["user", "assistant"] * 2 and last["role"] == "assistant"
+
+    yield "conversations", session
 
 
 def instructor(url: str) -> Operations:

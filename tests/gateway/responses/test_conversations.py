@@ -5,11 +5,11 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 import openai
 import pytest
 from openai.types.conversations import Conversation
-from openai.types.responses import Response, ResponseInputItemParam
+from openai.types.responses import Response
 
 from gateway.store import conversations as stored
 from gateway.store.responses import ResponseLimits
@@ -20,8 +20,8 @@ PATH = "/v1/conversations"
 
 
 def client_of(rig: Rig, key: str = "any") -> openai.AsyncOpenAI:
-    transport = httpx.ASGITransport(rig.app)
-    http = httpx.AsyncClient(transport=transport, base_url="http://podway")
+    transport = httpx2.ASGITransport(rig.app)
+    http = httpx2.AsyncClient(transport=transport, base_url="http://podway")
     return openai.AsyncOpenAI(
         api_key=key, base_url="http://127.0.0.1/v1", http_client=http, max_retries=0
     )
@@ -35,15 +35,14 @@ def with_client(scene: Scene, setting: Setting | None = None) -> Rig:
     return play(main, setting)
 
 
-def user(text: str, **more: Any) -> ResponseInputItemParam:
-    item: Any = {"type": "message", "role": "user", "content": text, **more}
-    return item
+def user(text: str, **more: Any) -> Any:
+    return {"type": "message", "role": "user", "content": text, **more}
 
 
 async def texts(client: openai.AsyncOpenAI, conversation_id: str) -> list[str]:
     """The texts of all messages, oldest first."""
-    items = client.conversations.items.list(conversation_id, order="asc", limit=2)
-    return [item.content[0].text async for item in items]  # type: ignore[union-attr]
+    items: Any = client.conversations.items.list(conversation_id, order="asc", limit=2)
+    return [item.content[0].text async for item in items]
 
 
 async def answered(client: openai.AsyncOpenAI, conversation: Any, text: str, **more: Any) -> Any:
@@ -99,7 +98,7 @@ def test_a_response_continues_its_conversation_and_is_added_to_it(
 ) -> None:
     async def scene(client: openai.AsyncOpenAI) -> None:
         made = await client.conversations.create(items=[user("before")])
-        conversation = {"id": made.id} if as_object else made.id
+        conversation: Any = {"id": made.id} if as_object else made.id
         if stream:
             events = await answered(client, conversation, "first", stream=True, store=False)
             (first,) = [e.response async for e in events if e.type == "response.completed"]
@@ -142,7 +141,12 @@ def test_of_two_responses_at_once_one_is_refused_and_the_next_is_not() -> None:
 def test_what_fails_is_not_added() -> None:
     async def scene(client: openai.AsyncOpenAI) -> None:
         made = await client.conversations.create()
-        for body in ({"input": "a" * 5000}, {"previous_response_id": "resp_1"}, {"tools": [{}]}):
+        bodies: list[dict[str, Any]] = [
+            {"input": "a" * 5000},
+            {"previous_response_id": "resp_1"},
+            {"tools": [{}]},
+        ]
+        for body in bodies:
             fields: Any = {"model": MODEL, "input": "x", "conversation": made.id, **body}
             with pytest.raises(openai.BadRequestError):
                 await client.responses.create(**fields)

@@ -49,11 +49,17 @@ def a_batch(url: str, params: dict[str, Any]) -> str:
     return made("/batches", json.dumps({**fields, "endpoint": LINE["url"]}).encode())
 
 
+def a_conversation(url: str, params: dict[str, Any]) -> str:
+    item = {"role": "user", "content": "Hello!", "id": "msg_abc"}  # the placeholder of an item
+    return made("/conversations", json.dumps({"items": [item]}).encode())
+
+
 MAKERS: dict[str, Callable[[str, dict[str, Any]], str]] = {
     "resp_677efb5139a88190b512bc3fef8e535d": a_response,
     "response_id": a_response,
     "batch_id": a_batch,
     "file_id": a_file,
+    "conv_123": a_conversation,
 }
 
 

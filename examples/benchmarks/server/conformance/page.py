@@ -9,13 +9,15 @@ PASSED, ALONE, SKIPPED, OTHER = "passed", "without a request", "skipped", "other
 REASONS = {  # of a failure: how its message is found
     "not served": (
         "No endpoint at", "is not allowed here; allowed", "Compaction is not supported",
-        "'conversation' is not supported", "Supported values for 'purpose'",
+        "Supported values for 'purpose'",
         "'stream_options.include_obfuscation' is not supported", "this model reads text only",
     ),
-    "id of nothing": ("You have no ", "no file of yours", "no item 'after'"),
+    "id of nothing": (
+        "You have no ", "no file of yours", "no item 'after'", "Conversation with id",
+    ),
     "no valid value": (
         "expected a number from 1", "expected an integer of at least 1", "Missing required",
-        "is only allowed when 'stream' is true",
+        "is only allowed when 'stream' is true", "cannot be set together with",
     ),
     "size of another model": ("'dimensions' is not supported by this model",),
     "client refuses base64": ("Data returned by API invalid",),
@@ -123,7 +125,7 @@ def page(found: Mapping[str, Any]) -> str:
 
 def _legend() -> Iterable[str]:
     yield "- *without a request*: the client, or a mock of the suite, answers."
-    yield "- *not served*: stored chat completions, moderations, uploads, conversations,"
+    yield "- *not served*: stored chat completions, moderations, uploads,"
     yield "  compaction, deleting models, files for assistants, obfuscated events."
     yield "- *id of nothing*: a placeholder such as `batch_id`, which gets a 404 or a 400."
     yield "- *no valid value*: `limit` 0, `max_completion_tokens` 0, no `model`, `stream_options`"
