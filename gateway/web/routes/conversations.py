@@ -76,7 +76,7 @@ async def create_items(http: "HttpRequest") -> Json:
 
 async def list_items(http: "HttpRequest") -> Json:
     """A page of the items, newest first by default; raises `ConversationNotFound`."""
-    return page_of(http, (await _find(http)).items)
+    return await page_of(http, _find)
 
 
 async def retrieve_item(http: "HttpRequest") -> Json:

@@ -1,5 +1,6 @@
 """`/v1/responses`: the stored ones, those in progress and their events."""
 
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -8,7 +9,7 @@ from gateway.errors import ResponseNotFound, StreamNotFound
 from gateway.generation.held_streams import event_number, held_stream
 from gateway.schema.paging import list_json, read_page
 from gateway.service import caller_of, service_of
-from gateway.store.responses import Item, ResponseRecord
+from gateway.store.responses import ResponseRecord
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
@@ -105,12 +106,15 @@ async def cancel_response(http: "HttpRequest") -> Json:
 
 async def list_input_items(http: "HttpRequest") -> Json:
     """A page of the items of the prompt, newest first by default."""
-    return page_of(http, (await _find(http)).items)
+    return await page_of(http, _find)
 
 
-def page_of(http: "HttpRequest", items: list[Item]) -> Json:
-    """The page of the items that the query asks for, newest first by default."""
+async def page_of(
+    http: "HttpRequest", find: Callable[["HttpRequest"], Awaitable[ResponseRecord]]
+) -> Json:
+    """The page that the query asks for of the items that are found, newest first by default."""
     page = read_page(http.query_params, default=DEFAULT_LISTED, most=MAX_LISTED)
+    items = (await find(http)).items
     items = items if page.is_ascending else items[::-1]
     items = page.following(items, "item", lambda item: item["id"])
     return list_json(items[: page.limit], has_more=len(items) > page.limit)
