@@ -9,7 +9,7 @@ PASSED, ALONE, SKIPPED, OTHER = "passed", "without a request", "skipped", "other
 REASONS = {  # of a failure: how its message is found
     "not served": (
         "No endpoint at", "is not allowed here; allowed", "Compaction is not supported",
-        "Supported values for 'purpose'",
+        "'prompt' is not supported", "Supported values for 'purpose'",
         "'stream_options.include_obfuscation' is not supported", "this model reads text only",
     ),
     "id of nothing": (
@@ -89,7 +89,7 @@ def page(found: Mapping[str, Any]) -> str:
         "`python -m examples.benchmarks.server.conformance` ([JSON](conformance.json)), against "
         "one server of the built-in",
         "model, which has the names of the tests' models, and of all-MiniLM-L6-v2 as "
-        "`text-embedding-3-small`.",
+        "`text-embedding-3-small`." + f" {found['note']}" * ("note" in found),
         "",
         "## openai-python's tests of API resources",
         "",
@@ -126,7 +126,7 @@ def page(found: Mapping[str, Any]) -> str:
 def _legend() -> Iterable[str]:
     yield "- *without a request*: the client, or a mock of the suite, answers."
     yield "- *not served*: stored chat completions, moderations, uploads,"
-    yield "  compaction, deleting models, files for assistants, obfuscated events."
+    yield "  stored prompts, compaction, deleting models, files for assistants, obfuscated events."
     yield "- *id of nothing*: a placeholder such as `batch_id`, which gets a 404 or a 400."
     yield "- *no valid value*: `limit` 0, `max_completion_tokens` 0, no `model`, `stream_options`"
     yield "  without `stream`."
