@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-import numpy as np
 import tokenizers
 import torch
 from gguf.constants import GGMLQuantizationType as Kind
 from torch import Tensor
 
+from examples.benchmarks.peers.random_gguf import add_value
 from tests.models.checkpoints import make_model
 from tests.models.gguf_k_blocks import quantize_k
 from tests.models.gguf_metadata import sizes_of
@@ -302,17 +302,3 @@ def _byte_level(tokenizer: tokenizers.Tokenizer, pre: str) -> dict[str, Any]:
         "tokenizer.ggml.token_type": kinds,
         "tokenizer.ggml.merges": merges,
     }
-
-
-def add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
-    match value:
-        case bool():
-            writer.add_bool(key, value)
-        case int():
-            writer.add_uint32(key, value)
-        case float() | np.floating():
-            writer.add_float32(key, float(value))
-        case str():
-            writer.add_string(key, value)
-        case _:
-            writer.add_array(key, value)

@@ -15,18 +15,14 @@ import torch
 from gguf.constants import GGMLQuantizationType as Kind
 from torch import Tensor
 
-from tests.models.gguf_files import Gguf, add_value
+from examples.benchmarks.peers.random_gguf import add_value
+from examples.benchmarks.peers.random_mmproj import metadata
+from tests.models.gguf_files import Gguf
 from tests.models.images import make_model
 
-PROJECTORS = {
-    "qwen2_5_vl": "qwen2.5vl_merger",
-    "qwen3_vl": "qwen3vl_merger",
-    "qwen3_5": "qwen3vl_merger",
-    "gemma3": "gemma3",
-    "smolvlm": "idefics3",
-}
 # GGUF files of Gemma 3 do not say which layers have windows: every sixth one has none.
 TEXT_CHANGES: dict[str, dict[str, Any]] = {"gemma3": {"num_hidden_layers": 6, "layer_types": None}}
+STD = {"clip.vision.image_std": [0.5, 0.25, 0.5]}
 TEXT_ROOTS = ("model.language_model.", "model.text_model.")
 DEEPSTACK = {"norm": "norm", "linear_fc1": "fc1", "linear_fc2": "fc2"}
 MERGER = {"norm": "v.post_ln", "linear_fc1": "mm.0", "linear_fc2": "mm.2"}
@@ -103,7 +99,7 @@ class Mmproj:
 
     def _write_encoder(self, path: Path, model: Any) -> None:
         writer = gguf.GGUFWriter(path, "clip")
-        for key, value in (self._values(model.config) | self.more).items():
+        for key, value in (metadata(model.config.to_dict()) | STD | self.more).items():
             if key not in self.without:
                 add_value(writer, key, value)
         for name, tensor in model.named_parameters():
@@ -114,40 +110,6 @@ class Mmproj:
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-
-    def _values(self, config: Any) -> dict[str, Any]:
-        vision = config.vision_config
-        values = {
-            "clip.projector_type": PROJECTORS[self.variant],
-            "clip.has_vision_encoder": True,
-            "clip.vision.projection_dim": config.text_config.hidden_size,
-            "clip.vision.embedding_length": vision.hidden_size,
-            "clip.vision.feed_forward_length": vision.intermediate_size,
-            "clip.vision.patch_size": vision.patch_size,
-            "clip.vision.attention.layer_norm_epsilon": 1e-6,
-            "clip.vision.image_mean": [0.5, 0.5, 0.5],
-            "clip.vision.image_std": [0.5, 0.25, 0.5],
-        }
-        if self.variant.startswith("qwen"):
-            values |= {
-                "clip.vision.block_count": vision.depth,
-                "clip.vision.attention.head_count": vision.num_heads,
-                "clip.vision.image_size": 8,
-            }
-        else:
-            values |= {
-                "clip.vision.block_count": vision.num_hidden_layers,
-                "clip.vision.attention.head_count": vision.num_attention_heads,
-                "clip.vision.image_size": vision.image_size,
-                "clip.vision.projector.scale_factor": 2,
-            }
-        if self.variant == "qwen2_5_vl":
-            values |= {"clip.vision.n_wa_pattern": 2, "clip.vision.window_size": vision.window_size}
-        added = getattr(vision, "deepstack_visual_indexes", None)
-        if added:
-            flags = [layer in added for layer in range(vision.depth)]
-            values["clip.vision.is_deepstack_layers"] = flags
-        return values
 
     def _add(self, writer: gguf.GGUFWriter, name: str, values: Tensor, config: Any) -> Tensor:
         """Returns what the file's tensors stand for, in Hugging Face's layout."""

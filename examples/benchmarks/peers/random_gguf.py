@@ -20,6 +20,7 @@ import numpy as np
 from gguf.constants import GGMLQuantizationType as Kind
 
 from adapters.models.named_shapes import SHAPES
+from adapters.models.named_shapes.vision import IMAGES, VISION_SHAPES
 from adapters.tokenizers.byte_level import byte_alphabet
 from examples.benchmarks.peers.random_blocks import random_rows
 
@@ -52,6 +53,11 @@ KEYS = {
 }
 FORMATS = {"q4_0": Kind.Q4_0, "q4_k_m": Kind.Q4_K, "q8_0": Kind.Q8_0, "mxfp4": Kind.MXFP4}
 SPECIAL = ("<|start|>", "<|end|>")
+IMAGE_CHAT = (
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for p in m.content %}{{ 'IMAGE' if p.type == 'image' else p.text }}{% endfor %}"
+    "{% endif %}\n{% endfor %}"
+)
 
 
 class Matrix(NamedTuple):
@@ -75,12 +81,17 @@ Tensor = Matrix | Vector
 
 
 def write(shape: str, format: str, path: Path, seed: int = 0) -> None:
-    config = SHAPES[shape]
+    """The decoder of a shape that reads images."""
+    whole = {**SHAPES, **VISION_SHAPES}[shape]
+    config: Config = whole.get("text_config", whole)  # type: ignore[assignment]
+    images: Config = whole.get(IMAGES, {})  # type: ignore[assignment]
     architecture, pre = ARCHITECTURES[config["architectures"][0]]  # type: ignore[index]
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in metadata(config, architecture).items():
-        _add(writer, key, value)
-    _add_vocabulary(writer, int(config["vocab_size"]), pre)  # type: ignore[call-overload]
+        add_value(writer, key, value)
+    _add_vocabulary(writer, int(config["vocab_size"]), pre, images.get("tokens", {}))
+    if images:
+        writer.add_chat_template(IMAGE_CHAT.replace("IMAGE", images["text"]))
     rng = np.random.default_rng(seed)
     found = [(each, kind_of(each, config, format)) for each in tensors(config)]
     for each, kind in found:
@@ -233,35 +244,43 @@ def _announce(writer: gguf.GGUFWriter, tensor: Tensor, kind: Kind) -> None:
     writer.add_tensor_info(f"{tensor.name}{suffix}", tensor.shape, np.dtype(np.float32), size)
 
 
-def _add_vocabulary(writer: gguf.GGUFWriter, size: int, pre: str) -> None:
+def _add_vocabulary(
+    writer: gguf.GGUFWriter, size: int, pre: str, special: Mapping[str, int]
+) -> None:
+    """The ids from the first special token on, which is at the end, are all special."""
     letters = ascii_letters + digits + "_-"
     pairs = [(first, second) for first, second in product(letters, letters)]
     triples = [(first + second, third) for (first, second), third in product(pairs, letters)]
-    count = size - len(SPECIAL) - 256
-    merges = (pairs + triples)[:count]
-    if len(merges) < count:
+    last = min(special.values(), default=size - len(SPECIAL))
+    merges = [("Ċ", "Ċ"), *pairs, *triples][: last - 256]  # two line ends: before SmolVLM's tiles
+    if len(merges) < last - 256:
         raise SystemExit(f"a vocabulary of {size} tokens is too large; {len(merges)} merges")
-    tokens = [*byte_alphabet(), *("".join(pair) for pair in merges), *SPECIAL]
+    names = {number: name for name, number in special.items()}
+    unused = [names.get(each, f"<unused{each}>") for each in range(last, size - len(SPECIAL))]
+    tokens = [*byte_alphabet(), *("".join(pair) for pair in merges), *unused, *SPECIAL]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
-    writer.add_token_types([1] * (size - len(SPECIAL)) + [3] * len(SPECIAL))
+    writer.add_token_types([1] * last + [3] * (size - last))
     writer.add_token_merges([f"{left} {right}" for left, right in merges])
     writer.add_bos_token_id(size - 2)
     writer.add_eos_token_id(size - 1)
     writer.add_add_bos_token(False)
 
 
-def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+def add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    """A key in the type that llama.cpp reads."""
     match value:
-        case list():
-            writer.add_array(key, value)
-        case int() if key.endswith("freq_base"):
-            writer.add_float32(key, float(value))
-        case int():
+        case bool():
+            writer.add_bool(key, value)
+        case int() if not key.endswith("freq_base"):
             writer.add_uint32(key, value)
+        case int() | float() | np.floating():
+            writer.add_float32(key, float(value))
+        case str():
+            writer.add_string(key, value)
         case _:
-            writer.add_float32(key, value)
+            writer.add_array(key, value)
 
 
 def main() -> None:

@@ -21,12 +21,13 @@ from engine.step import SamplingParams
 from engine.worker.model.torch_operators import TorchOperators
 from engine.worker.ports import Encoding
 from engine.worker.weights.checkpoint import Checkpoint
+from examples.benchmarks.peers.random_mmproj import KINDS
 from gateway.serve import model_checks
 from gateway.settings.settings import load
 from tests.engine.worker.process.driving import load_worker
 from tests.inline import play
 from tests.models.images import Picture, Prompt, picture
-from tests.models.mmproj_files import PROJECTORS, Mmproj
+from tests.models.mmproj_files import Mmproj
 
 GREEDY = SamplingParams(temperature=0.0)
 TOKENIZER = {  # of a vocabulary that a check accepts
@@ -59,7 +60,7 @@ def encoded(checkpoint: Checkpoint, image: Picture) -> Encoding:
 
 @pytest.mark.parametrize(
     ("variant", "form"),
-    [(variant, "F32") for variant in PROJECTORS]
+    [(variant, "F32") for variant in KINDS]
     + [(variant, form) for variant in ("smolvlm", "qwen3_vl") for form in [*FORMS][1:]],
 )
 def test_encodings_and_outputs_are_those_of_safetensors(
@@ -106,7 +107,7 @@ def test_a_quantized_decoder_reads_images_too(tmp_path: Path, variant: str, kind
     assert abs(outcome.logprobs[0].logprob - alike.logprobs[0].logprob) < 0.05
 
 
-@pytest.mark.parametrize("variant", PROJECTORS)
+@pytest.mark.parametrize("variant", KINDS)
 def test_images_are_prepared_as_the_file_says(tmp_path: Path, variant: str) -> None:
     text, mmproj = tmp_path / "model.gguf", tmp_path / "mmproj.gguf"
     Mmproj(variant).write(text, mmproj)
