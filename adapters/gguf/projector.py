@@ -4,7 +4,7 @@
 they belong to, and how keys become `vision_config` and the settings of the image processor.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from math import sqrt
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -239,10 +239,13 @@ def joined_config(text: Mapping[str, object], path: Path) -> dict[str, object]:
     names = text["architectures"]
     name = str(names[0]) if isinstance(names, list) else str(names)
     family = projector.families.get(name)
+    width = _number(file, "projection_dim")
     if family is None:
         known = ", ".join(projector.families)
-        raise file.error(f"this image encoder belongs to {known}, and the model is {name}")
-    width = _number(file, "projection_dim")
+        raise file.error(
+            f"this image encoder belongs to {known} ({VISION}projection_dim={width}), and the "
+            f"model is {name} (hidden_size={text.get('hidden_size')})"
+        )
     if width != text.get("hidden_size"):
         raise file.error(
             f"{VISION}projection_dim={width} is not the model's hidden_size={text['hidden_size']}"
@@ -285,21 +288,23 @@ def check_projector(text: Mapping[str, object], path: Path) -> dict[str, object]
 
 
 def find_projector(path: Path, text: Mapping[str, object]) -> Path | None:
-    """The mmproj file beside a GGUF file that belongs to its model, None without one. Raises
-    `StartupError` if there are several."""
-    found = list(_beside(path, text))
+    """The mmproj file beside a GGUF file that belongs to its model, None if there is no such file.
+    Raises `StartupError` if several do, or none does."""
+    found, refused = [], []
+    for each in sorted(path.parent.glob("mmproj*.gguf")):
+        try:
+            joined_config(text, each)
+            found.append(each)
+        except StartupError as error:
+            refused.append(str(error))
     if len(found) > 1:
         names = ", ".join(each.name for each in found)
         raise StartupError(
             f"{path.parent} has several image encoders ({names}): name one: --mmproj"
         )
+    if refused and not found:
+        raise StartupError(
+            f"no image encoder beside {path} belongs to it: {'; '.join(refused)}; --mmproj names "
+            "another file, and --mmproj off reads no images"
+        )
     return found[0] if found else None
-
-
-def _beside(path: Path, text: Mapping[str, object]) -> Iterator[Path]:
-    for each in sorted(path.parent.glob("mmproj*.gguf")):
-        try:
-            joined_config(text, each)
-        except StartupError:
-            continue  # of another model
-        yield each

@@ -57,7 +57,7 @@ class ModelSettings:
         "",
         "model",
         "the image encoder of a GGUF model: a GGUF file, or org/name:FILE.gguf; default: the file "
-        "mmproj*.gguf beside the model, if it belongs to it; off: none",
+        "mmproj*.gguf beside the model, which has to belong to it; off: none",
         "FILE",
     )
     max_model_len: int = setting(

@@ -133,6 +133,27 @@ def test_the_encoder_beside_a_model_is_found_if_it_belongs_to_it(tmp_path: Path)
         find_mmproj(text)
 
 
+@pytest.mark.parametrize(
+    ("variant", "width", "named"),
+    [
+        ("smolvlm", 48, r"projection_dim=48 is not the model's hidden_size=32"),
+        ("gemma3", 32, r"Gemma3.*projection_dim=32.*LlamaForCausalLM \(hidden_size=32"),
+    ],
+)
+def test_an_encoder_beside_a_model_that_it_does_not_belong_to_is_named_before_a_worker_starts(
+    tmp_path: Path, variant: str, width: int, named: str
+) -> None:
+    text, mmproj = tmp_path / "model.gguf", tmp_path / "mmproj-other.gguf"
+    Mmproj("smolvlm", text=TOKENIZER).write(text, tmp_path / "unused.gguf")
+    more = {"clip.vision.projection_dim": width}
+    Mmproj(variant, more=more).write(tmp_path / "other.gguf", mmproj)
+    with pytest.raises(
+        StartupError, match=rf"{text} .*mmproj-other\.gguf: .*{named}.*--mmproj off"
+    ):
+        model_checks.check_local_model(load({"model": str(text)}))
+    model_checks.check_local_model(load({"model": str(text), "mmproj": "off"}))
+
+
 SMOLVLM, QWEN = "smolvlm", "qwen3_vl"
 
 
