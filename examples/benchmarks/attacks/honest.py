@@ -35,6 +35,7 @@ class HonestStreams:
     gaps: list[tuple[float, float]] = field(default_factory=list)
     waits: list[tuple[float, float]] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
+    last: dict[int, float] = field(default_factory=dict)  # when a stream's last chunk arrived
     is_over: bool = False
     answered: asyncio.Event = field(default_factory=asyncio.Event)  # a short request
 
@@ -65,7 +66,7 @@ class HonestStreams:
                     raise RuntimeError(piece[:300].decode(errors="replace"))
                 if last is not None:
                     self.gaps.append((now, now - last))
-                last = now
+                self.last[number] = last = now
                 if self.is_over:
                     return
 
