@@ -46,8 +46,8 @@ class Layer(NamedTuple):
 
     def attention(self, keys: Tensor, rows: int) -> None:
         """The attention of all tiles, so many rows at a time."""
-        for part in self.qkv[:, 0].split(rows):
-            self.attend(part, keys, keys)
+        for at in range(0, len(self.hidden), rows):
+            self.attend(self.qkv[at : at + rows, 0], keys, keys)
 
 
 def seconds(run: Callable[[], None]) -> float:
@@ -66,8 +66,8 @@ def measure(name: str, num_images: int, rounds: int) -> dict[str, float]:
     rows = num_images * TILE
     qkv = torch.randn(rows, 3, heads, width // heads)
     keys = torch.randn(PATCHES[name], heads, width // heads)
-    parts = [torch.randn(rows, width) for _ in range(2)]
-    layers = [Layer(each, *parts, qkv, operators.attend) for each in encoder._layers[:LAYERS]]
+    hidden, mixed, attend = torch.randn(rows, width), torch.randn(rows, width), operators.attend
+    layers = [Layer(each, hidden, mixed, qkv, attend) for each in encoder._layers[:LAYERS]]
     kinds = {
         "linears_by_tile": lambda each: each.linears(TILE),
         "linears_together": lambda each: each.linears(rows),

@@ -81,11 +81,11 @@ Tensor = Matrix | Vector
 
 
 def write(shape: str, format: str, path: Path, seed: int = 0) -> None:
-    """The decoder of a shape that reads images."""
+    """Write the file; of a shape that reads images, its decoder."""
     whole = {**SHAPES, **VISION_SHAPES}[shape]
     config: Config = whole.get("text_config", whole)  # type: ignore[assignment]
     images: Config = whole.get(IMAGES, {})  # type: ignore[assignment]
-    architecture, pre = ARCHITECTURES[config["architectures"][0]]  # type: ignore[index]
+    architecture, pre = ARCHITECTURES[config["architectures"][0]]
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in metadata(config, architecture).items():
         add_value(writer, key, value)
