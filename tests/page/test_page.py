@@ -9,6 +9,8 @@ import pytest
 from playwright.sync_api import Browser, BrowserContext, Page, expect
 
 from engine.simulated.figures import Distribution
+from tests.conftest import read_url, start_server
+from tests.models.mmproj_files import CHAT, Mmproj
 from tests.page.conftest import AXE
 
 MARKDOWN = Path(__file__).parent / "all_of_markdown.md"
@@ -93,6 +95,21 @@ def test_images_are_pasted_dropped_removed_and_sent(context: BrowserContext, pag
     expect(page.locator(".composer img")).to_have_count(0)
     page.reload()
     expect(page.locator(".message.user img")).to_be_visible()
+
+
+def test_a_model_that_reads_images_answers_about_one(page: Page, tmp_path: Path) -> None:
+    model, one_tile = tmp_path / "tiny.gguf", {"clip.vision.preproc_image_size": 20}
+    Mmproj("smolvlm", text=CHAT, more=one_tile).write(model, tmp_path / "mmproj-tiny.gguf")
+    with start_server(tmp_path, str(model), "--store", "memory") as server:
+        page.goto(f"{read_url(server)}/")
+        page.locator(".composer textarea").wait_for()
+        page.evaluate(PASTE, [".composer textarea", "paste"])
+        expect(page.locator(".composer img")).to_have_count(1)
+        with page.expect_response("**/v1/chat/completions") as answered:
+            ask(page, "what is this.")
+        figures = page.locator(".message.assistant .figures")
+        expect(figures).to_contain_text("prompt 43")  # of these, 28 for the image
+    assert answered.value.status == 200
 
 
 def test_editing_and_regenerating_add_branches(page: Page, page_url: str) -> None:
