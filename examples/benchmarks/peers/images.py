@@ -130,11 +130,12 @@ Images arrive at {found["rate"]:g} per second for {found["seconds"]:g} s beside 
 {table_head(COLUMNS)}
 {chr(10).join(table)}
 
-A reply has one token, so its time is that to the first token. For a later turn the encoder runs if
-an image's tokens are among those that are computed for it. Images that take longer than 1/rate wait
-for each other, and their clients leave at the end of a round. A delay of a stream that lasts until
-then counts as long as it was. Podway has no goal for the ITL here, so its default
-`--prefill-slowdown` holds. llama-server computes nothing else while it encodes a tile or image.
+A reply has one token, so its time is that to the first token. For a later turn llama-server encodes
+an image again if its tokens are among those that are computed for it; Podway keeps encodings, and
+encodes nothing ([figures](README.md)). Images that take longer than 1/rate wait for each other, and
+their clients leave at the end of a round. A delay of a stream that lasts until then counts as long
+as it was. Podway has no goal for the ITL here, so its default `--prefill-slowdown` holds.
+llama-server computes nothing else while it encodes.
 """
 
 

@@ -33,7 +33,6 @@ from examples.benchmarks.server.served import gauges, serving, until_idle
 MODELS = ("SmolVLM2-256M", "Qwen3.5-0.8B-vision")
 SIDE = 1024  # pixels
 STREAMS = 8
-SETTLE_SECONDS = 2.0
 BATCHES = Path(__file__).parents[1] / "results" / "images" / "batches.json"
 COLUMNS = (
     "model",
@@ -111,7 +110,8 @@ async def beside(url: str, chats: Chats, images: Sequence[str], rate: float) -> 
     answered by then is left. A delay that has not ended by then counts as long as it was."""
     streams = HonestStreams(url, "m")
     tasks = [asyncio.create_task(streams.stream(number)) for number in range(STREAMS)]
-    await asyncio.sleep(SETTLE_SECONDS)
+    while len(streams.last) < STREAMS and not streams.failures:
+        await asyncio.wait(tasks, timeout=0.05)
     began = time.perf_counter()
     await asyncio.sleep(len(images) / rate / 2)
     sent = time.perf_counter()
