@@ -15,6 +15,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
+from math import nan
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -83,8 +84,9 @@ def middle(rounds: Rounds, name: str) -> float:
 
 
 def values(rounds: Rounds, name: str) -> list[float]:
+    """Those of the rounds; without any chunk there is no quantile."""
     side, _, inner = name.partition(".")
-    return [float(each[side][inner] if inner else each[side]) for each in rounds]
+    return [float(each[side].get(inner, nan) if inner else each[side]) for each in rounds]
 
 
 def cell(found: Mapping[str, Rounds], server: str, name: str, digits: int = 2) -> str:
