@@ -240,16 +240,12 @@ def joined_config(text: Mapping[str, object], path: Path) -> dict[str, object]:
     name = str(names[0]) if isinstance(names, list) else str(names)
     family = projector.families.get(name)
     width = _number(file, "projection_dim")
+    sizes = f"{VISION}projection_dim={width} and the model's hidden_size={text.get('hidden_size')}"
     if family is None:
         known = ", ".join(projector.families)
-        raise file.error(
-            f"this image encoder belongs to {known} ({VISION}projection_dim={width}), and the "
-            f"model is {name} (hidden_size={text.get('hidden_size')})"
-        )
+        raise file.error(f"this image encoder belongs to {known}, the model is {name} ({sizes})")
     if width != text.get("hidden_size"):
-        raise file.error(
-            f"{VISION}projection_dim={width} is not the model's hidden_size={text['hidden_size']}"
-        )
+        raise file.error(f"{sizes} differ")
     rope, sections = text.get("rope_parameters"), text.get("mrope_section")
     if isinstance(rope, dict) and isinstance(sections, list):
         axes = {"mrope_section": sections[:3], "mrope_interleaved": projector.names is QWEN_3}

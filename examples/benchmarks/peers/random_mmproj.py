@@ -1,13 +1,10 @@
 """Writes the two GGUF files of a named shape that reads images, with random weights: its decoder,
 and its image encoder (mmproj).
 
-    python -m examples.benchmarks.peers.random_mmproj SHAPE FORMAT DIRECTORY
-
-FORMAT is that of all matrices, as in `random_gguf`, but for the encoder's embeddings of patches and
-positions, which are float32, as in the files that llama.cpp's converter writes.
+The format is that of all matrices, as in `random_gguf`, but for the encoder's embeddings of patches
+and positions, which are float32, as in the files that llama.cpp's converter writes.
 """
 
-import argparse
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -131,17 +128,3 @@ def _write_encoder(config: Config, kind: GGMLQuantizationType, path: Path) -> No
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="A model that reads images, with random weights.")
-    parser.add_argument("shape", choices=list(VISION_SHAPES))
-    parser.add_argument("format", choices=list(random_gguf.FORMATS))
-    parser.add_argument("directory", type=Path)
-    args = parser.parse_args()
-    for path in write(args.shape, args.format, args.directory):
-        print(f"{path}: {path.stat().st_size / 1e9:.2f} GB")
-
-
-if __name__ == "__main__":
-    main()
