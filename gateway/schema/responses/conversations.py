@@ -31,16 +31,11 @@ class ItemsCreate(msgspec.Struct, forbid_unknown_fields=True):
     items: list[InputItem]
 
 
-_UPDATE = msgspec.json.Decoder(ConversationUpdate)
-_CREATE = msgspec.json.Decoder(ConversationCreate)
-_ITEMS = msgspec.json.Decoder(ItemsCreate)
-
-
 def decode_create(
     body: bytes, new_id: Callable[[str], str]
 ) -> tuple[dict[str, str] | None, list[Item]]:
     """The metadata and the items of the request. Raises `InvalidRequest`."""
-    request = decode(_CREATE, body or b"{}")
+    request = decode(ConversationCreate, body or b"{}")
     check_unicode(body)
     check_metadata(request.metadata)
     return request.metadata, _added(request.items, new_id) if request.items else []
@@ -48,7 +43,7 @@ def decode_create(
 
 def decode_update(body: bytes) -> dict[str, str]:
     """The metadata of the request. Raises `InvalidRequest`."""
-    request = decode(_UPDATE, body)
+    request = decode(ConversationUpdate, body)
     check_unicode(body)
     check_metadata(request.metadata)
     return request.metadata or {}
@@ -56,7 +51,7 @@ def decode_update(body: bytes) -> dict[str, str]:
 
 def decode_items(body: bytes, new_id: Callable[[str], str]) -> list[Item]:
     """The items of the request. Raises `InvalidRequest`."""
-    request = decode(_ITEMS, body)
+    request = decode(ItemsCreate, body)
     check_unicode(body)
     return _added(request.items, new_id)
 

@@ -276,7 +276,7 @@ async def _append(
     service: "Service",
 ) -> None:
     """Add the input and the output of a response to its conversation, unless that was deleted."""
-    added = [*items, *renderer.output]
+    added = [*items, *renderer.output.items]
 
     def edit(record: ResponseRecord) -> ResponseRecord:
         return structs.replace(record, items=joined(record.items, added, service.new_id))
