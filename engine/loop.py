@@ -16,12 +16,13 @@ tokens are known. It is used only if all stages are busy, or if no other request
 import asyncio
 import contextlib
 import logging
-from collections import deque
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from engine.ahead_of_start import AheadOfStart
 from engine.errors import EngineError, RequestCancelled, StepFailed, Unavailable, WorkerLost
 from engine.image_sender import ImageSender
+from engine.in_flight import Flight, InFlight
+from engine.live_streams import DeadlineTimer, LiveStreams
 from engine.request import Abort, Request, RequestSpec
 from engine.stream import TokenStream, Wakeup
 
@@ -29,11 +30,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from engine.control.scheduler import IterationScheduler
-    from engine.iteration import Iteration
     from engine.media import ImagePixels
     from engine.policy.port import Policy
-    from engine.ports import Clock, StepExecutor, StepFuture, StoreLookup
-    from engine.step import ReadAhead, RequestId
+    from engine.ports import Clock, StepExecutor, StoreLookup
+    from engine.step import ReadAhead
     from engine.turns import Turn
 
 logger = logging.getLogger(__name__)
@@ -44,11 +44,6 @@ MIN_RETRY_SECONDS = 1.0
 # gathered 1 to 3 in most of 16 bursts, 4 turns 5 to 8, 8 turns all in 14. An empty turn takes 2 µs.
 GATHER_TURNS = 8
 SAVE_SECONDS = 30.0  # for saving cached blocks before the server ends
-
-
-class _IterationInFlight(NamedTuple):
-    iteration: "Iteration"
-    future: "StepFuture"
 
 
 class Engine:
@@ -79,26 +74,24 @@ class Engine:
         self._clock = clock
         self._turn = turn
         self._ready_seconds = ready_seconds
-        self._lookahead = lookahead
-        self._depth = executor.depth if depth is None else depth
-        self._streams: dict[RequestId, TokenStream] = {}
-        self._reporting: dict[RequestId, TokenStream] = {}  # until the prompt is computed
-        self._in_flight: deque[_IterationInFlight] = deque()
+        self.engines = (self,)  # of its model, itself alone (see `engine.replicas`)
+        self._streams = LiveStreams()
+        self._deadlines = DeadlineTimer(scheduler, clock, self._streams)
         self._wakeup = Wakeup()
+        depth = executor.depth if depth is None else depth
+        self._in_flight = InFlight(executor, depth, lookahead, self._wakeup.set)
         self._ahead = AheadOfStart(scheduler.kv.search, read_ahead, lookup, self._wakeup.set)
         self._sender = send_pixels and ImageSender(scheduler.images, send_pixels, self._wakeup.set)
         self._idle = asyncio.Event()
         self._idle.set()
         self._is_saved = asyncio.Event()  # whether no iteration is in flight
         self._returned_at = clock()
-        self._is_draining = False
+        self.is_draining = False  # it finishes its live requests and accepts no new ones
         self._lost_at: float | None = None  # while the worker restarts
         self._restart_seconds = RESTART_SECONDS
-        self._deadline_timer: asyncio.TimerHandle | None = None  # for the earliest deadline
         self.failure: str | None = None  # why no worker can be restarted
         self.failed = asyncio.Event()  # set once `failure` is
         self.on_planned: Callable[[], object] = _ignore  # after each plan, and after a loss
-        executor.watch(self._wakeup.set)
         if turn is not None:
             turn.wake = self._wakeup.set
 
@@ -117,19 +110,9 @@ class Engine:
         """Whether a request has begun to be computed and has not ended."""
         return bool(self.scheduler.pool.started)
 
-    @property
-    def engines(self) -> "tuple[Engine, ...]":
-        """Itself, as the only engine of its model (see `engine.replicas`)."""
-        return (self,)
-
-    @property
-    def is_draining(self) -> bool:
-        """Whether the engine finishes its live requests and accepts no new ones."""
-        return self._is_draining
-
     def rejection(self) -> Unavailable | None:
         """The error with which a new request is rejected now; None if it is accepted."""
-        if self._is_draining:
+        if self.is_draining:
             return Unavailable("The server is shutting down.")
         if self.failure is not None:
             return Unavailable(self.failure)
@@ -165,8 +148,8 @@ class Engine:
 
     def hand_over(self, request: Request, to: "Engine") -> None:
         """Let another engine of the model go on with a waiting request."""
-        stream = self._streams.pop(request.request_id)
-        self._reporting.pop(request.request_id, None)
+        stream = self._streams.remove(request)
+        assert stream is not None, "its request is live"
         self._ahead.leave(request)
         now = self._clock()
         self.scheduler.hand_over(request, to.scheduler, now)
@@ -178,46 +161,43 @@ class Engine:
             self._returned_at = now
             self._idle.clear()
         stream.owner = self
-        self._streams[request.request_id] = stream
-        if stream.reports_progress and not request.output:
-            self._reporting[request.request_id] = stream
+        self._streams.add(stream, request)
         if stream.spec.deadline is not None:
-            self._watch_deadlines()
+            self._deadlines.set()
         self._ahead.arrive(request, must_wait=bool(self._in_flight))
         self._wakeup.set()
 
     def close_stream(self, stream: TokenStream, reason: Abort) -> None:
         """End the stream's request if it is still live."""
         self._ahead.leave(stream.request)
-        if self._streams.pop(stream.request.request_id, None) is not None:
+        if self._streams.remove(stream.request) is not None:
             self.scheduler.cancel(stream.request, reason, self._clock())
             self._wakeup.set()
 
     def cancel(self, label: str, tenant: str | None) -> int:
         """End the live requests with this label and tenant (None: of every tenant); their readers
         get `RequestCancelled`. Returns their number."""
-        named = [
-            stream.request
-            for stream in self._streams.values()
-            if stream.spec.label == label and tenant in (None, stream.spec.tenant)
-        ]
+        named = self._streams.requests(
+            lambda spec: spec.label == label and tenant in (None, spec.tenant)
+        )
         now = self._clock()
         for request in named:
             request.error = RequestCancelled(f"The request {label} was cancelled.")
             self.scheduler.cancel(request, Abort.EXPLICIT, now)
-        self._wake(named)
+        self._streams.wake(named)
         self._wakeup.set()
         return len(named)
 
     def fail_lora(self, lora_id: int, error: EngineError) -> None:
         """End the live requests of a LoRA adapter that the workers do not have any more; their
         readers get the error."""
-        streams = self._streams.values()
-        named = [s.request for s in streams if s.spec.lora and s.spec.lora.lora_id == lora_id]
+        named = self._streams.requests(
+            lambda spec: spec.lora is not None and spec.lora.lora_id == lora_id
+        )
         for request in named:
             request.error = error
             self.scheduler.cancel(request, Abort.EXPLICIT, self._clock())
-        self._wake(named)
+        self._streams.wake(named)
 
     async def run(self) -> None:
         """Run iterations until cancelled."""
@@ -227,10 +207,10 @@ class Engine:
             if not self.scheduler.pool:
                 self._idle.set()
             self._is_saved.clear() if self._in_flight else self._is_saved.set()
-            if self._in_flight and self._in_flight[0].future.done():
-                if not self._apply(self._in_flight.popleft()):
+            if self._in_flight.has_returned:
+                if not self._apply(self._in_flight.pop()):
                     await self._recover()
-            elif self._has_died_idle:
+            elif self._in_flight.has_died_idle and self.failure is None:
                 await self._recover()
             else:
                 was_idle = self._idle.is_set()
@@ -241,13 +221,13 @@ class Engine:
     async def drain(self, seconds: float | None) -> None:
         """Reject new requests, wait at most so long for the live ones, and end the rest. None: wait
         until all have ended."""
-        self._is_draining = True
+        self.is_draining = True
         try:
             async with asyncio.timeout(seconds):
                 await self._idle.wait()
         except TimeoutError:
             error = Unavailable("The server shut down before the response was complete.")
-            self._wake(self.scheduler.fail_all(error, self._clock()))
+            self._streams.wake(self.scheduler.fail_all(error, self._clock()))
         if self.scheduler.kv.saves and self.failure is None:
             self._wakeup.set()
             self._is_saved.clear()
@@ -259,112 +239,55 @@ class Engine:
         """Continue under another policy, which is empty; no request is lost or restarted."""
         self.scheduler.switch(policy, self._clock())
 
-    @property
-    def _has_died_idle(self) -> bool:
-        """Whether a worker was lost while no step was in flight, whose future would report it."""
-        return not self._in_flight and not self._executor.is_alive and self.failure is None
-
-    def _watch_deadlines(self) -> None:
-        """Expire requests when their deadline passes, also while no iteration returns."""
-        if self._deadline_timer is not None:
-            self._deadline_timer.cancel()
-            self._deadline_timer = None
-        deadline = self.scheduler.pool.next_deadline
-        if deadline is not None:
-            delay = max(0.0, deadline - self._clock())
-            loop = asyncio.get_running_loop()
-            self._deadline_timer = loop.call_later(delay, self._expire)
-
-    def _expire(self) -> None:
-        self._wake(self.scheduler.expire(self._clock()))
-        self._watch_deadlines()
-
     def _submit(self) -> None:
-        if self.scheduler.pool.next_deadline is not None:
-            self._wake(self.scheduler.expire(self._clock()))
+        self._deadlines.expire()
         scheduler, must_wait = self.scheduler, False
-        while len(self._in_flight) < self._depth and self._executor.is_alive:
+        while self._in_flight.has_room:
             if self._turn is not None and (scheduler.pool or scheduler.kv.saves):
                 must_wait = not self._turn.take()
                 if must_wait:
                     break
-            iteration = self._plan(self._clock())
-            if iteration is None and not self.scheduler.pool and not self._in_flight:
-                iteration = self.scheduler.save()
+            iteration = self._in_flight.plan(scheduler, self._clock())
+            if iteration is None and not scheduler.pool and not self._in_flight:
+                iteration = scheduler.save()
             if self._sender is not None:
                 self._sender.wake()
             if iteration is None:
                 break
-            future = self._executor.submit(iteration.step)
-            future.add_done_callback(self._returned)
-            self._in_flight.append(_IterationInFlight(iteration, future))
+            self._in_flight.submit(iteration)
         if self._turn is not None and not self._in_flight:
             self._turn.give()
             if must_wait:
                 self._turn.take()
         self.on_planned()
 
-    def _returned(self, future: "StepFuture") -> None:
-        self._wakeup.set()
-
-    def _plan(self, now: float) -> "Iteration | None":
-        """The next iteration: of requests in no iteration, else planned ahead of the oldest."""
-        if not self._lookahead or not self._in_flight:
-            return self.scheduler.plan(now)
-        oldest = self._in_flight[0].iteration
-        if len(self._in_flight) >= self._depth - self._lookahead:
-            return self.scheduler.plan(now, oldest)
-        return self.scheduler.plan(now) or self.scheduler.plan(now, oldest)
-
-    def _apply(self, oldest: _IterationInFlight) -> bool:
+    def _apply(self, oldest: Flight) -> bool:
         """Commit or fail an iteration that returned; False if the worker is lost."""
         self._returned_at = now = self._clock()
         try:
             result = oldest.future.result()
         except StepFailed as error:
             logger.error("iteration %d failed: %s", oldest.iteration.step.step_id, error)
-            self._wake(self.scheduler.fail(oldest.iteration, error, now))
+            self._streams.wake(self.scheduler.fail(oldest.iteration, error, now))
         except WorkerLost as error:
             logger.error("worker lost: %s", error)
-            self._in_flight.appendleft(oldest)
+            self._in_flight.put_back(oldest)
             return False
         else:
             if oldest.iteration.only_saves:
                 self.scheduler.kv.finish(oldest.iteration, result)
                 return True
-            streams = self._streams
-            finished: list[Request] = []
-            for request, token, logprobs in self.scheduler.commit(oldest.iteration, result, now):
-                if token is None:
-                    self._wake([request])
-                    continue
-                streams[request.request_id].push(token, logprobs)
-                if request.finish is not None:
-                    finished.append(request)
-            for request in finished:
-                streams.pop(request.request_id, None)
-            if self._reporting:
-                self._report_progress(oldest.iteration.requests, now)
+            self._streams.deliver(self.scheduler.commit(oldest.iteration, result, now))
+            self._streams.report_progress(oldest.iteration.requests, now)
         return True
-
-    def _report_progress(self, requests: "Sequence[Request]", now: float) -> None:
-        for request in requests:
-            stream = self._reporting.get(request.request_id)
-            if stream is not None and not request.output:
-                stream.progressed(now)
-        live = self._streams.keys()
-        ended = [i for i, each in self._reporting.items() if i not in live or each.request.output]
-        for request_id in ended:
-            del self._reporting[request_id]
 
     async def _recover(self) -> None:
         """Reset the KV cache, restart the workers, and let all live requests be recomputed."""
-        lost = [flight.iteration for flight in self._in_flight]
-        self._in_flight.clear()
+        lost = self._in_flight.lose()
         if self._turn is not None:
             self._turn.give()
         self._lost_at = self._clock()
-        self._wake(self.scheduler.lose_device(lost, self._lost_at))
+        self._streams.wake(self.scheduler.lose_device(lost, self._lost_at))
         self.on_planned()
         try:
             await self._executor.restart()
@@ -373,17 +296,11 @@ class Engine:
             self.failure = f"The server has no worker: {error}"
             self.failed.set()
             self.on_planned()
-            self._wake(self.scheduler.fail_all(Unavailable(self.failure), self._clock()))
+            self._streams.wake(self.scheduler.fail_all(Unavailable(self.failure), self._clock()))
         else:
             self._restart_seconds = self._clock() - self._lost_at
         self._lost_at = None
         self._returned_at = self._clock()
-
-    def _wake(self, ended: list[Request]) -> None:
-        for request in ended:
-            stream = self._streams.pop(request.request_id, None)
-            if stream is not None:
-                stream.wake()
 
 
 def _ignore() -> None:

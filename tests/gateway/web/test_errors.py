@@ -168,13 +168,13 @@ async def test_a_stream_cut_off_at_shutdown_ends_with_one_error_event(rig: Rig) 
 async def test_an_early_failure_is_a_real_status_and_a_late_one_an_event(rig: Rig) -> None:
     async with rig.client.post(CHAT, chat(stream=True)) as early:
         await asyncio.sleep(STEP / 2)
-        rig.engine._wake(rig.engine.scheduler.fail_all(StepFailed("secret"), 0.1))
+        rig.engine._streams.wake(rig.engine.scheduler.fail_all(StepFailed("secret"), 0.1))
         body = await early.json()
         assert early.status == 500
         assert body["error"]["code"] == "internal_error"
     async with rig.client.post(CHAT, chat(stream=True)) as late:
         await asyncio.sleep(4.5 * STEP)
-        rig.engine._wake(rig.engine.scheduler.fail_all(StepFailed("secret"), 1.0))
+        rig.engine._streams.wake(rig.engine.scheduler.fail_all(StepFailed("secret"), 1.0))
         *_, last = [event async for event in late.events()]
         assert late.status == 200
         assert last["error"]["type"] == "server_error"
