@@ -23,13 +23,10 @@ index has to give are the slack, and the seats of requests that ended sooner tha
 `starvation_seconds` instead, a request that waits so long for an iteration goes first.
 """
 
-from bisect import bisect_left, insort
-from dataclasses import dataclass
 from heapq import merge
-from itertools import islice, takewhile
 from math import floor, inf, log
 from operator import itemgetter
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from engine.policy.base import PolicyBase
 from engine.policy.port import Preemption
@@ -37,11 +34,12 @@ from engine.policy.settings import PolicySettings
 from engine.request import Abort, FinishReason
 from engine.research.policies.fcfs_shadow import FcfsShadow
 from engine.research.policies.lengths import EDGES, NUM_BINS, LearnedLengths, bin_of, stratum_of
+from engine.research.policies.level_queues import NUM_LEVELS, Job, Kind, LevelQueues
 from engine.research.policies.rank import LearnedRanks, prefill_class, units_of
 from engine.research.policies.work_variation import WorkVariation
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     from engine.policy.port import Policy, SortKey
     from engine.ports import Cost
@@ -49,42 +47,15 @@ if TYPE_CHECKING:
 
 LEVEL_RATIO = 1.5
 LOG_RATIO = log(LEVEL_RATIO)
-NUM_LEVELS = 26  # level 0 is for requests that go first until they end
 STARTED = 0.5  # factor on the rank of a started request
 ENDS_PER_UPDATE = 16  # of outputs; ranks are computed again after so many,
 SHARE_PER_UPDATE = 0.125  # but not before so many more than were known,
 SECONDS_PER_UPDATE = 1.0  # or after this time
-KINDS_PER_PLAN = 16  # of waiting requests, which get new ranks in one plan
 FOREVER = 1 << 62  # an output length
-MAX_AT_ONCE = 64  # requests of a kind or level that starve at once, and so go first
-
-
-class _Kind(NamedTuple):
-    """Waiting requests of one kind have the same rank."""
-
-    stratum: int  # of prompt lengths, in `LearnedLengths`
-    prefill: int  # `prefill_class` of the units of their prompts
-    cap: int  # bin of `max_tokens`
-
-
-@dataclass(slots=True, eq=False)
-class _Job:
-    number: int  # counts up with each arrival
-    kind: _Kind
-    prefill: float  # units of prefill that are left
-    age_bin: int = 0  # of the next output token
-    next_edge: int = EDGES[1]  # the least output length beyond that bin
-    steady_until: int = 0  # output length before which a decode changes nothing else of the job
-    level: int = 1
-    version: int = -1  # of the ranks by which `level` was chosen
-    is_started: bool = False
-    is_first: bool = False  # goes first until it ends
-    waits_since: float = 0.0
 
 
 class GittinsIndex(PolicyBase):
-    """Requests by level. Started ones are sorted by arrival in each level; waiting ones are in
-    queues by kind, so that new ranks cost as much as there are kinds, not requests."""
+    """Requests by the level of their rank."""
 
     preemption = Preemption.ALWAYS
 
@@ -96,13 +67,9 @@ class GittinsIndex(PolicyBase):
         self._fcfs = FcfsShadow(self._settings.seats)
         self.variation = WorkVariation(self._settings.min_outputs)
         self._is_ranked = False  # else the order is FCFS
-        self._jobs: dict[Request, _Job] = {}
+        self._jobs: dict[Request, Job] = {}
         self._num_arrived = 0
-        self._waiting: dict[_Kind, dict[Request, None]] = {}
-        self._levels: dict[_Kind, int] = {}  # of waiting requests,
-        self._queued: list[dict[_Kind, dict[Request, None]]] = [{} for _ in range(NUM_LEVELS)]
-        self._outdated: list[_Kind] = []  # whose levels are by ranks of an earlier version
-        self._started: list[list[tuple[int, Request]]] = [[] for _ in range(NUM_LEVELS)]
+        self._queues = LevelQueues(self._jobs, self._level_of)
         self._new: dict[Request, None] = {}  # have KV, and were not in an iteration yet
         self._ranks = LearnedRanks(self.lengths)
         self._num_ends = 0  # of outputs since the last update
@@ -112,15 +79,15 @@ class GittinsIndex(PolicyBase):
     def arrive(self, request: "Request", now: float) -> None:
         prefill = self._prefill(request)
         stratum = stratum_of(request.prompt_len)
-        kind = _Kind(stratum, prefill_class(prefill), bin_of(max(1, request.spec.max_tokens)))
-        job = _Job(self._num_arrived, kind, prefill, waits_since=now)
+        kind = Kind(stratum, prefill_class(prefill), bin_of(max(1, request.spec.max_tokens)))
+        job = Job(self._num_arrived, kind, prefill, waits_since=now)
         self._jobs[request] = job
         self._fcfs.arrive(request, self._added(prefill))
         self._num_arrived += 1
         job.age_bin = bin_of(request.produced + 1)
         job.next_edge = EDGES[job.age_bin + 1]
         job.is_started = bool(request.num_computed or request.output)
-        self._insert(request, job)
+        self._queues.insert(request, job)
 
     def learn_with(self, other: "Policy") -> None:
         """Share what is learned with another instance."""
@@ -149,7 +116,13 @@ class GittinsIndex(PolicyBase):
             self._fcfs.computed(request, after)
         self._fcfs.ran(before - after, seconds, now)
         self._age(job, len(request.output) + 1)
-        self._move(request, job)
+        if job.is_started:
+            self._queues.move(request, job)
+        else:
+            self._new.pop(request, None)
+            self._queues.remove(request, job)
+            job.is_started = True
+            self._queues.insert(request, job)
         if job.prefill:
             job.steady_until = 0
         else:  # its age matters to its level, else only to what is learned: once in a version
@@ -159,7 +132,7 @@ class GittinsIndex(PolicyBase):
     def leave(self, request: "Request", now: float) -> None:
         job = self._jobs.pop(request)
         self._fcfs.leave(request)
-        self._remove(request, job)
+        self._queues.remove(request, job)
         self._new.pop(request, None)
         if request.output:
             self._age(job, request.produced)
@@ -175,23 +148,16 @@ class GittinsIndex(PolicyBase):
         if now != self._ordered_at:
             self._ordered_at = now
             ends = max(ENDS_PER_UPDATE, SHARE_PER_UPDATE * self.lengths.num_observed)
-            if (self._num_ends >= ends or now >= self._update_at) and not self._outdated:
+            if (self._num_ends >= ends or now >= self._update_at) and self._queues.is_up_to_date:
                 self._update(now)
-            self._update_levels()
+            self._queues.update()
             self._find_late(now)
-        return self._walk()
+        return self._queues.in_order()
 
     def started_order(
         self, started: "Collection[Request]", now: float, *, reverse: bool = False
     ) -> "Iterator[Request]":
-        levels = [(level, [*found]) for level, found in enumerate(self._started) if found]
-        step = -1 if reverse else 1
-        ran = (
-            ((level, 0, number), request)
-            for level, found in levels[::step]
-            for number, request in found[::step]
-            if self._jobs[request].is_started
-        )
+        ran = self._queues.running_order(reverse=reverse)
         new = sorted(
             zip(self.sort_keys([*self._new], now), self._new, strict=True), reverse=reverse
         )
@@ -204,81 +170,18 @@ class GittinsIndex(PolicyBase):
             if job.is_first and not job.is_started:
                 keys.append((0, 1, job.number))
             else:
-                keys.append((self._level(job), 2 * _is_queued(job), job.number))
+                keys.append((self._queues.level(job), 2 * job.is_queued, job.number))
         return keys
 
     @property
     def level_sizes(self) -> list[int]:
         """The number of live requests in each level; level 0 has those that go first until they
         end."""
-        sizes = [len(started) for started in self._started]
-        for kind, queue in self._waiting.items():
-            sizes[self._levels[kind]] += len(queue)
-        return sizes
+        return self._queues.sizes
 
     def level(self, request: "Request") -> int:
         """The level that the request is in."""
-        return self._level(self._jobs[request])
-
-    # Queues
-
-    def _level(self, job: _Job) -> int:
-        return self._levels[job.kind] if _is_queued(job) else job.level
-
-    def _insert(self, request: "Request", job: _Job) -> None:
-        if job.is_started or job.is_first:
-            job.version = self._ranks.version
-            job.level = 0 if job.is_first else self._level_of(job, STARTED)
-            insort(self._started[job.level], (job.number, request))
-            return
-        queue = self._waiting.get(job.kind)
-        if queue is None:
-            queue = self._waiting[job.kind] = {}
-            level = self._levels[job.kind] = self._level_of(job)
-            self._queued[level][job.kind] = queue
-        queue[request] = None
-
-    def _move(self, request: "Request", job: _Job) -> None:
-        """Move the job to its level, after an iteration."""
-        if not job.is_started:
-            self._new.pop(request, None)
-            self._remove(request, job)
-            job.is_started = True
-            self._insert(request, job)
-            return
-        job.version = self._ranks.version
-        level = 0 if job.is_first else self._level_of(job, STARTED)
-        if level != job.level:
-            self._remove(request, job)
-            job.level = level
-            insort(self._started[level], (job.number, request))
-
-    def _remove(self, request: "Request", job: _Job) -> None:
-        if job.is_started or job.is_first:
-            started = self._started[job.level]
-            del started[bisect_left(started, (job.number,))]
-            return
-        queue = self._waiting[job.kind]
-        del queue[request]
-        if not queue:
-            del self._queued[self._levels.pop(job.kind)][job.kind], self._waiting[job.kind]
-
-    def _walk(self) -> "Iterator[Request]":
-        jobs = self._jobs
-        late = [request for _, request in self._started[0] if not jobs[request].is_started]
-        for level, started in enumerate(self._started):
-            for _, request in started:
-                if level or jobs[request].is_started:
-                    yield request
-            if not level:
-                yield from late
-            if queues := self._queued[level]:
-                yield from self._by_arrival([*queues.values()])
-
-    def _by_arrival(self, queues: "Sequence[Iterable[Request]]") -> "Iterator[Request]":
-        if len(queues) == 1:
-            return iter(queues[0])
-        return merge(*queues, key=lambda request: self._jobs[request].number)
+        return self._queues.level(self._jobs[request])
 
     # Ranks
 
@@ -290,16 +193,20 @@ class GittinsIndex(PolicyBase):
         """Units of so many tokens behind `start` others; 0 if only one token is left."""
         return self._cost.compute(num_tokens, start) / self._unit if num_tokens > 1 else 0.0
 
-    def _level_of(self, job: _Job, factor: float = 1.0) -> int:
-        """The level of the job's rank times `factor`."""
+    def _level_of(self, job: Job) -> int:
+        """The level of the job's rank, which is halved if it is started."""
+        if not job.is_queued:
+            job.version = self._ranks.version
+        if job.is_first:
+            return 0
         if not self._is_ranked:
             return 1
         prefill = prefill_class(job.prefill) if job.prefill else 0
         rank = self._ranks.rank(job.kind.stratum, job.age_bin, prefill, job.kind.cap)
-        level = 1 + floor(log(factor * rank) / LOG_RATIO)
+        level = 1 + floor(log((STARTED if job.is_started else 1.0) * rank) / LOG_RATIO)
         return min(max(1, level), NUM_LEVELS - 1)
 
-    def _age(self, job: _Job, length: int) -> None:
+    def _age(self, job: Job, length: int) -> None:
         """The request's output reaches this length: it is longer than all bins before."""
         while length >= job.next_edge:
             self.lengths.passed(job.kind.stratum, job.age_bin)
@@ -316,28 +223,16 @@ class GittinsIndex(PolicyBase):
         if self._is_ranked != (is_learned and self.variation.is_large):
             self._is_ranked = not self._is_ranked
             self._sort_started()
-        self._outdated = [*self._waiting]
-
-    def _update_levels(self) -> None:
-        """Levels of waiting requests by the new ranks: of a few kinds in each plan, so that no plan
-        takes long."""
-        kinds = self._outdated[:KINDS_PER_PLAN]
-        del self._outdated[:KINDS_PER_PLAN]
-        for kind in kinds:
-            queue = self._waiting.get(kind)
-            if queue is not None:
-                del self._queued[self._levels[kind]][kind]
-                level = self._levels[kind] = self._level_of(self._jobs[next(iter(queue))])
-                self._queued[level][kind] = queue
+        self._queues.outdate()
 
     def _sort_started(self) -> None:
         """Started requests to their levels, which those that do not run keep otherwise."""
-        for _, request in [one for started in self._started for one in started]:
+        for request in self._queues.started:
             job = self._jobs[request]
-            self._remove(request, job)
+            self._queues.remove(request, job)
             if job.is_started:
                 self._age(job, len(request.output) + 1)
-            self._insert(request, job)
+            self._queues.insert(request, job)
             job.steady_until = 0
 
     def _added(self, prefill: float) -> float:
@@ -348,7 +243,7 @@ class GittinsIndex(PolicyBase):
         """Requests that are late go first from now on."""
         limit = self._settings.starvation_seconds
         if limit is not None:
-            late = self._starving(now - limit)
+            late = self._queues.starving(now - limit)
         elif self._is_ranked:
             late = self._fcfs.lagging(self._settings.fcfs_slack, now)
         else:
@@ -356,25 +251,6 @@ class GittinsIndex(PolicyBase):
         for request in late:
             self._fcfs.goes_first(request)
             job = self._jobs[request]
-            self._remove(request, job)
+            self._queues.remove(request, job)
             job.is_first = True
-            self._insert(request, job)
-
-    def _starving(self, since: float) -> "list[Request]":
-        """Requests that wait since that time or longer. Of a kind, the first to arrive is the first
-        to starve; among started requests of a level, nearly so."""
-        late: list[Request] = []
-        for queue in self._waiting.values():
-            late += takewhile(
-                lambda request: self._jobs[request].waits_since <= since,
-                islice(queue, MAX_AT_ONCE),
-            )
-        for started in self._started[1:]:
-            first = islice(started, MAX_AT_ONCE)
-            late += [request for _, request in first if self._jobs[request].waits_since <= since]
-        return late
-
-
-def _is_queued(job: _Job) -> bool:
-    """Whether the request is in a queue of its kind, behind the started ones of its level."""
-    return not job.is_started and not job.is_first
+            self._queues.insert(request, job)

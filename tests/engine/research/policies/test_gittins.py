@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from engine.policy import PolicySettings
 from engine.request import Abort, FinishReason, Request, State
 from engine.research.policies import rank
-from engine.research.policies.gittins import KINDS_PER_PLAN, GittinsIndex
+from engine.research.policies.gittins import GittinsIndex
 from engine.research.policies.lengths import EDGES, NUM_BINS, LearnedLengths, bin_of
+from engine.research.policies.level_queues import KINDS_PER_PLAN
 from engine.research.policies.rank import MIN_RANK, gittins_rank
 from tests.scheduling import (
     HAND_COST,
