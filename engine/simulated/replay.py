@@ -38,11 +38,11 @@ class BadRecording(InvalidRequest):
     """A file that is not a recording of this version; the message names file and line."""
 
 
-class IterationRow(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """One event of `engine.control.event_recorder`; the kind of event is the field that is set."""
+class ArrivalRow(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """An arrival of `engine.control.event_recorder`."""
 
     at: float
-    arrived: int | None = None
+    arrived: int
     prompt: int = 0
     max_tokens: int = 0
     min_tokens: int = 0
@@ -58,6 +58,14 @@ class IterationRow(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=Tru
     retention: float = 0.0
     blocks: tuple[int | str, ...] = ()
     images: tuple[tuple[int, int, int | str], ...] = ()
+
+
+class IterationRow(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
+    """One event of `engine.control.event_recorder`; the kind of event is the field that is set."""
+
+    at: float
+    arrival: ArrivalRow | None = None
+    blocks: tuple[int | str, ...] = ()  # of a request that ended
     planned: int | None = None
     entries: tuple[tuple[int, int, int], ...] = ()
     moves: tuple[tuple[str, int, bool], ...] = ()
@@ -76,6 +84,11 @@ class IterationRow(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=Tru
     idled: bool = False
     lost: bool = False
     given_up: bool = False
+
+    @property
+    def arrived(self) -> int | None:
+        """The number of the request that arrived."""
+        return None if self.arrival is None else self.arrival.arrived
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,17 +201,16 @@ class Recording:
         """The arrivals by request number; the first one is at 0 s."""
         names: dict[Hashable, int] = {}
         left = {row.cancelled: row for row in self.rows if row.cancelled is not None}
-        rows = [row for row in self.rows if row.arrived is not None]
+        rows = [row.arrival for row in self.rows if row.arrival is not None]
         return [self._arrival(row, rows[0].at, left, names) for row in rows]
 
     def _arrival(
         self,
-        row: IterationRow,
+        row: ArrivalRow,
         start: float,
         left: dict[int, IterationRow],
         names: dict[Hashable, int],
     ) -> RecordedRequest:
-        assert row.arrived is not None, "a row of an arrival"
         end, leaving = self.ends.get(row.arrived), left.get(row.arrived)
         is_gone = leaving is not None and leaving.reason in _BY_THE_CLIENT
         ends_after = None if is_gone else _ends_after(row, end)
@@ -236,7 +248,8 @@ class Recording:
 
     def samples(self) -> Iterator[Sample]:
         """Each committed iteration. An entry samples a token if it reaches the last known one."""
-        known = {row.arrived: row.prompt for row in self.rows if row.arrived is not None}
+        arrivals = [row.arrival for row in self.rows if row.arrival is not None]
+        known = {row.arrived: row.prompt for row in arrivals}
         planned: dict[int, Sample] = {}
         for row in self.rows:
             if row.planned is not None:
@@ -293,7 +306,7 @@ def _waited(
 _BY_THE_CLIENT = {Abort.CLIENT_GONE.value, Abort.EXPLICIT.value, Abort.SLOW_CLIENT.value}
 
 
-def _ends_after(row: IterationRow, end: IterationRow | None) -> int | None:
+def _ends_after(row: ArrivalRow, end: IterationRow | None) -> int | None:
     """Output tokens of a request that ended before its limit; None if it reached `max_tokens` or
     its deadline."""
     if end is None or end.reason == FinishReason.LENGTH.value:
@@ -303,7 +316,7 @@ def _ends_after(row: IterationRow, end: IterationRow | None) -> int | None:
     return min(max(1, end.produced), row.max_tokens)
 
 
-def _params(row: IterationRow) -> RequestSpec:
+def _params(row: ArrivalRow) -> RequestSpec:
     return RequestSpec(
         prompt=(),
         max_tokens=row.max_tokens,
@@ -335,12 +348,17 @@ def _line(points: list[tuple[int, float]]) -> tuple[float, float]:
     return y - slope * x, slope
 
 
+_arrivals = msgspec.json.Decoder(ArrivalRow)
 _rows = msgspec.json.Decoder(IterationRow)
 
 
 def decode_row(line: str | bytes) -> IterationRow:
     """Decode one line of a recording. Raises `msgspec.MsgspecError`."""
-    return _rows.decode(line)
+    text = line.encode() if isinstance(line, str) else line
+    if b'"arrived":' not in text:
+        return _rows.decode(text)
+    arrival = _arrivals.decode(text)
+    return IterationRow(arrival.at, arrival)
 
 
 def read_recording(path: Path) -> Recording:
@@ -357,7 +375,7 @@ def read_recording(path: Path) -> Recording:
         raise BadRecording(f"{path}, line {len(rows) + 2}: {error}", "replay") from error
     if not any(row.arrived is not None for row in rows):
         raise BadRecording(f"the recording {path} contains no requests", "replay")
-    first = next((row.arrived for row in rows if row.images), None)
+    first = next((row.arrived for row in rows if row.arrival and row.arrival.images), None)
     if first is not None:
         raise BadRecording(
             f"request {first} of the recording {path} has images, which cannot be replayed: a "

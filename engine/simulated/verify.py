@@ -170,7 +170,10 @@ def _difference(recorded: IterationRow, produced: IterationRow) -> str | None:
 
 
 def _compared(row: IterationRow) -> IterationRow:
-    return msgspec.structs.replace(row, blocks=(), tenant="", client="")
+    arrival = row.arrival
+    if arrival is not None:
+        arrival = msgspec.structs.replace(arrival, blocks=(), tenant="", client="")
+    return msgspec.structs.replace(row, blocks=(), arrival=arrival)
 
 
 def _shown(row: IterationRow) -> str:
