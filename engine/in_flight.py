@@ -19,8 +19,8 @@ class Flight(NamedTuple):
 
 
 class InFlight:
-    """At most `depth` iterations, of which `lookahead` are planned before the tokens of the one
-    before are known. `on_change` is called when one returns or a worker is lost."""
+    """Holds at most `depth` iterations, of which `lookahead` are planned before the tokens of the
+    one before are known. `on_change` is called when one returns or a worker is lost."""
 
     def __init__(
         self,

@@ -5,10 +5,12 @@ bounds: features that run through many files, and numbers without a sweep.
 """
 
 import ast
+import json
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 PRODUCT = ("adapters", "engine", "gateway")
 AREAS = {
@@ -32,13 +34,16 @@ FEATURES = {
     "pooling": r"(?i)pooling",
     "background requests": r"is_background|[Bb]ackground",
 }
-NUMBER = re.compile(r"^[A-Z][A-Z_0-9]*(?:: \w+)? = -?[\d.][^\n]*", re.MULTILINE)
+NUMBER = re.compile(r"^_?[A-Z][A-Z_0-9]*(?:, _?[A-Z_0-9]+)*(?:: \w+)? = -?\(?[\d.][^\n]*")
+SWEEPS = "examples/benchmarks/results/constants/constants.json"
 MAX_LINES, MAX_METHODS, MAX_FIELDS = 60, 20, 25
 ALL, FILES, CLASSES = "lines of all source", "files", "classes"
 LARGE_CLASSES = f"classes of more than {MAX_METHODS} methods or {MAX_FIELDS} fields"
 LONG_FUNCTIONS = f"functions of more than {MAX_LINES} lines"
-NUMBERS, SWEPT = "numbers at the top of modules", "of them beside a file with a sweep"
+NUMBERS = "numbers at the top of modules"
 CONTROL = "of them in control, KV, policy, cost, speculation"
+SWEPT = "of these with a sweep"
+FIXED = "of these fixed by a format, a unit or a contract"
 
 
 def sources(root: Path) -> Iterator[Path]:
@@ -55,11 +60,56 @@ def area_of(name: str) -> str:
     return max((room, area) for room, area in rooms if name.startswith(f"{room}/"))[1]
 
 
+class Number(NamedTuple):
+    """A number at the top of a module of the control plane, or several in one line: `module` is
+    below `engine`, and `why` the comments behind it and above it, or above the lines before it."""
+
+    module: str
+    names: tuple[str, ...]
+    why: str
+
+    def is_swept(self, root: Path) -> bool:
+        """Whether rows of the sweep vary it, or its comment names a page of results with it."""
+        pages = re.findall(r"results/(\w+)", self.why)
+        if pages != ["constants"] * len(pages) or not pages:
+            return bool(pages)
+        rows = json.loads((root / SWEEPS).read_text())
+        return {f"{self.module}.{name}" for name in self.names} <= {r["constant"] for r in rows}
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether its comment says why it is no matter of tuning, as `fixed: REASON`."""
+        return "fixed: " in self.why
+
+
+def numbers(root: Path) -> Iterator[Number]:
+    """The numbers of the control plane."""
+    for path in sources(root):
+        name = path.relative_to(root).as_posix()
+        if not area_of(name).startswith("engine: control"):
+            continue
+        module = name.removeprefix("engine/").removesuffix(".py").replace("/", ".")
+        comment, is_open = "", False  # of the lines above, which a blank line ends
+        for line in path.read_text().splitlines():
+            if line.startswith("#"):
+                comment, is_open = f"{comment if is_open else ''} {line}", True
+                continue
+            is_open = False
+            found = NUMBER.match(line)
+            if found is None:
+                comment = ""
+                continue
+            names, _, own = line.partition(" = ")
+            own = own.partition("#")[2]
+            why = own if "fixed: " in own or "results/" in own else f"{comment} {own}"
+            yield Number(module, tuple(names.partition(":")[0].split(", ")), why)
+
+
 def figures(root: Path) -> dict[str, int]:
     """All rows of the table by name."""
     found = {ALL: 0, **dict.fromkeys(AREAS, 0)}
     found |= dict.fromkeys(
-        (FILES, CLASSES, LARGE_CLASSES, LONG_FUNCTIONS, NUMBERS, CONTROL, SWEPT), 0
+        (FILES, CLASSES, LARGE_CLASSES, LONG_FUNCTIONS, NUMBERS, CONTROL, SWEPT, FIXED), 0
     )
     found |= {f"files that name {feature}": 0 for feature in FEATURES}
     for path in sources(root):
@@ -70,13 +120,7 @@ def figures(root: Path) -> dict[str, int]:
         found[FILES] += 1
         for feature, pattern in FEATURES.items():
             found[f"files that name {feature}"] += bool(re.search(pattern, text))
-        for number in NUMBER.finditer(text):
-            before = text[: number.start()].rstrip("\n").rsplit("\n", 3)[-3:]
-            comments = [line for line in before if line.startswith("#")]
-            found[NUMBERS] += 1
-            found[CONTROL] += area_of(name).startswith("engine: control")
-            has_sweep = re.search(r"results/|\.json|sweep", "".join([*comments, number[0]]))
-            found[SWEPT] += bool(has_sweep)
+        found[NUMBERS] += sum(bool(NUMBER.match(line)) for line in text.splitlines())
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.ClassDef):
                 found[CLASSES] += 1
@@ -84,6 +128,10 @@ def figures(root: Path) -> dict[str, int]:
             elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 lines = (node.end_lineno or 0) - node.lineno + 1
                 found[LONG_FUNCTIONS] += lines > MAX_LINES
+    for number in numbers(root):
+        found[CONTROL] += 1
+        found[SWEPT] += number.is_swept(root)
+        found[FIXED] += number.is_fixed
     return found
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.house_table import ALL, AREAS, figures
+from tests.house_table import ALL, AREAS, figures, numbers
 
 ROOT = Path(__file__).parents[1]
 PRODUCT = ("adapters", "engine", "gateway")
@@ -66,6 +66,13 @@ def test_every_file_is_in_a_room() -> None:
 def test_the_table_of_sizes_has_every_line_in_one_area() -> None:
     found = figures(ROOT)
     assert sum(found[area] for area in AREAS) == found[ALL]
+
+
+def test_a_number_of_the_control_plane_has_a_sweep_or_says_why_it_is_fixed() -> None:
+    found = [*numbers(ROOT)]
+    assert len(found) > 50
+    bare = [each for each in found if not each.is_fixed and not each.is_swept(ROOT)]
+    assert [f"{each.module}: {', '.join(each.names)}" for each in bare] == []
 
 
 @pytest.mark.parametrize("room", ROOMS)

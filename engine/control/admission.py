@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from engine.pool import RequestPool
 
 READY, SWAPPING_IN = State.READY, State.SWAPPING_IN  # bound once (see engine.pool)
-CHUNK = 64  # started requests whose keys are compared at a time
+CHUNK = 64  # fixed: no decision depends on it; requests whose keys are computed at a time
 
 
 class Admission(Enum):

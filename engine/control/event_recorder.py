@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 Row = dict[str, object]
 Name = Callable[[bytes | str], object]
 
-VERSION = 1
+VERSION = 1  # fixed: the format of a recording
 _OPTIONAL = {
     "min_tokens": 0,
     "priority": 0,

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from engine.control.image_cache import CachedImage, ImageCache
 from engine.control.rope_positions import RopePositions
+from engine.cost.live import NEWS_SHARE
 from engine.errors import InvalidRequest
 from engine.media import EncoderWork, EntryMedia, ImageRows
 
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
     from engine.request import Request, RequestSpec
     from engine.step import StepResult
 
-FREE_SECONDS = 0.1  # of slices in an iteration that nothing bounds: so long a cancel may take
-NEWS_SHARE = 0.25  # of the latest measurement in the seconds per operation
+# fixed: how long a cancel may take, and so the slices of an iteration that nothing bounds
+FREE_SECONDS = 0.1
 
 
 class Images:

@@ -39,8 +39,7 @@ if TYPE_CHECKING:
     from engine.step import StepResult
 
 
-SAVES_PER_STEP = 16  # cached blocks that are copied to the tiers below, beside an iteration
-IDLE_SAVES_PER_STEP = 64
+SAVES_PER_STEP = 16  # cached blocks that are copied to the tiers below; swept in results/constants
 
 
 class IterationScheduler:
@@ -206,7 +205,7 @@ class IterationScheduler:
     def save(self) -> Iteration | None:
         """An iteration that saves cached blocks in the tiers below, if any; no request is live."""
         assert not self.pool, "live requests come first"
-        swaps = self.kv.collect_moves(IDLE_SAVES_PER_STEP)
+        swaps = self.kv.collect_moves(SAVES_PER_STEP)
         if not swaps.moves:
             return None
         step = Step(StepId(self._next_step_id), (), swaps.moves)

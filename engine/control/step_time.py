@@ -57,11 +57,12 @@ if TYPE_CHECKING:
     from engine.request import Request
 
 READY, WAITING = State.READY, State.WAITING  # bound once (see engine.pool)
-# Swept in results/constants, but for PIECE_TIMES
+# What any piece costs, so often: added to the time of `MIN_SHARE` (results/least_piece, "times")
+PIECE_TIMES = 2.0
+# Swept in results/constants
 MIN_PIECE = 16  # tokens of a prompt's piece; less is not worth a row of the step
 MIN_FIRST_PIECE = 4  # tokens of the first prompt's piece without a goal, which it gets in any case
 MIN_SHARE = 0.1  # of the goal: the time that the first prompt of an iteration gets in any case
-PIECE_TIMES = 2.0  # what any piece costs, so often: added to that time (results/least_piece)
 PROMPT_SHARE = 0.25  # of a decode's time, for each prompt, if that is more than the factor allows
 PATIENCE = 0.5  # seconds, after which a prompt's age makes the factor grow
 MAX_GROWTH = 2.0  # of the factor, if no seat decodes

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 # Swept in results/constants
-RECENT = 512  # steps that the errors are of
-REFRESH = 32  # steps after which the margin is computed again
+RECENT = 256  # steps: what was learned from earlier ones is forgotten
 MAX_MARGIN = 1.5  # a busy machine must not halve the bound of a step again and again
 QUANTILE = 0.9
 
@@ -40,14 +39,11 @@ class PredictionErrors:
     def __init__(self) -> None:
         self.margin = 1.0
         self._ratios: deque[float] = deque(maxlen=RECENT)
-        self._num_observed = 0
 
     def observe(self, ratio: float) -> None:
         """A step took `ratio` times as long as predicted."""
         self._ratios.append(ratio)
-        self._num_observed += 1
-        if self._num_observed % REFRESH == 0:
-            self.margin = min(max(1.0, quantile(sorted(self._ratios), QUANTILE)), MAX_MARGIN)
+        self.margin = min(max(1.0, quantile(sorted(self._ratios), QUANTILE)), MAX_MARGIN)
 
     def summary(self) -> ErrorSummary | None:
         """None before the first step."""

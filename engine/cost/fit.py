@@ -15,14 +15,15 @@ from engine.cost.model import CostModel, padded
 if TYPE_CHECKING:
     from engine.step import Step
 
-MAX_SAMPLES = 20_000  # of more samples an evenly spaced subset is used
-_PASSES = 4  # each weights the errors by the previous pass's model
-_RIDGE = 1e-9  # keeps the solution unique if the samples do not determine it
-# Slots, pairs, draws and pieces of a step with much of each. If such a part takes as long as the
-# longest sample, this counts as a relative error of `_PENALTY`: few short samples do not tell these
-# parts from tokens, and are to be explained by tokens.
+MAX_SAMPLES = 20_000  # fixed: a limit of time; of more samples an evenly spaced subset is used
+_RIDGE = 1e-9  # fixed: keeps the solution unique if the samples do not determine it
+# fixed: units of the penalty: slots, pairs, draws and pieces of a step with much of each. If such a
+# part takes as long as the longest sample, this counts as a relative error of `_PENALTY`: few short
+# samples do not tell these parts from tokens, and are to be explained by tokens.
 _MUCH = (8192.0, 131072.0, 64.0, 8.0)
+# Swept in results/constants
 _PENALTY = 0.03
+_PASSES = 4  # each weights the errors by the previous pass's model
 _NUM_PARTS = len(_MUCH)  # per_slot, per_pair, per_draw, per_piece, behind the curve's coefficients
 
 

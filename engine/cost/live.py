@@ -10,7 +10,7 @@ nothing. Since larger iterations never take less time, points below are lowered 
 raised to keep the curve ascending.
 
 A factor that no iteration tells anything of, because its size has not been used yet or not for
-`UNUSED` iterations, follows the iterations that run: what makes all of them ten times slower than
+`RECENT` iterations, follows the iterations that run: what makes all of them ten times slower than
 calibrated, such as other work on the machine or a calibration that was measured beside it, does so
 at other sizes too. So no estimate stays wrong because it keeps its size from being used.
 
@@ -35,7 +35,7 @@ from itertools import accumulate
 from statistics import median
 from typing import TYPE_CHECKING
 
-from engine.cost.errors import PredictionErrors, quantile
+from engine.cost.errors import MAX_MARGIN, QUANTILE, RECENT, PredictionErrors, quantile
 from engine.cost.fit import Sample, fit
 from engine.cost.model import UNMEASURED, StepCounts, StepParts
 
@@ -43,36 +43,32 @@ if TYPE_CHECKING:
     from engine.cost.model import CostModel
     from engine.step import Step
 
-# Swept in results/constants, but for WINDOW and what refutes a calibration
+# Swept in results/constants
+NEWS_SHARE = 0.1  # of the latest measurement in the moving averages of the control plane
+WEIGHT = 0.05  # of the latest iteration in what is learned here
 DECODES = 32  # iterations of decodes only whose median factor counts
 WINDOW = 5  # iterations of a size whose median error counts
 MAX_ERROR = 4.0  # the largest factor between measured and predicted seconds that is learned from
 SMALL_ERROR = 0.25  # of a right prediction; larger errors are corrected faster
 FASTER = 4.0  # by this factor
 MIN_SHARE = 0.05  # of an iteration's seconds, from which on it tells something of a part
-UNUSED = 256  # iterations after which what they told is forgotten
 SETTLING = 20  # right predictions in a row, after which
 SETTLED_ERROR = 0.02  # a size is settled, if their mean error is below this
 REST = 7  # iterations of a settled size that are not learned from, after each that is
-REFUTING = 1.5  # times as long or as short as calibrated: the calibration is wrong
-REFUTED_BY = 64  # iterations of a size,
-NEARLY_ALL = 0.9  # of which at least this share refutes it
 FIRST_FIT = 64  # iterations on a machine that was not measured, after which a model is fitted
 FITS_APART = 4  # and again after a quarter more
-FITTED = 256  # iterations of each kind that a fit reads at most: 10 to 25 ms
 
 
 class LiveCost:
     """A `Cost` that learns from iterations. `model` is its present state."""
 
-    def __init__(self, model: "CostModel", weight: float = 0.05) -> None:
+    def __init__(self, model: "CostModel") -> None:
         self.errors = PredictionErrors()
-        self._weight = weight
         self.tokens_per_second = 1.0 / model.compute(1, 0)
         self._num_observed = 0
         self._next_fit = FIRST_FIT if replace(model, graphs=()) == UNMEASURED else 0
         # Iterations without pieces of prompts, and with them
-        self._kept: list[deque[tuple[StepCounts, float]]] = [deque(maxlen=FITTED) for _ in range(2)]
+        self._kept: list[deque[tuple[StepCounts, float]]] = [deque(maxlen=RECENT) for _ in range(2)]
         self._begin(model)
 
     def _begin(self, model: "CostModel") -> None:
@@ -83,10 +79,10 @@ class LiveCost:
         segments = range(len(model.curve) - 1)  # between two points
         self._ratios = [deque([1.0] * WINDOW, WINDOW) for _ in segments]
         # Measured to calibrated seconds
-        self._slowdowns: list[deque[float]] = [deque(maxlen=REFUTED_BY) for _ in segments]
+        self._slowdowns: list[deque[float]] = [deque(maxlen=FIRST_FIT) for _ in segments]
         # Of the points of the curve, then of the coefficients in the order of `StepParts`
         self._factors = [1.0] * (len(model.curve) + len(StepParts._fields) - 1)
-        never = self._num_observed - UNUSED - 1
+        never = self._num_observed - RECENT - 1
         self._used_at = [never] * len(self._factors)  # by the number of observed iterations
         self._num_right = [0 for _ in segments]  # predictions in a row
         self._mean_errors = [0.0 for _ in segments]  # of the last iterations
@@ -122,13 +118,13 @@ class LiveCost:
 
     @property
     def is_refuted(self) -> bool:
-        """Whether nearly all iterations of some sizes took much longer, or much shorter, than
-        calibrated."""
+        """Whether nearly all of the last `FIRST_FIT` iterations of some size were further from the
+        calibration than a margin can make up for."""
         for slowdowns in self._slowdowns:
             ordered = sorted(slowdowns)
-            if len(ordered) == REFUTED_BY and (
-                quantile(ordered, 1.0 - NEARLY_ALL) > REFUTING
-                or quantile(ordered, NEARLY_ALL) < 1.0 / REFUTING
+            if len(ordered) == FIRST_FIT and (
+                quantile(ordered, 1.0 - QUANTILE) > MAX_MARGIN
+                or quantile(ordered, QUANTILE) < 1.0 / MAX_MARGIN
             ):
                 return True
         return False
@@ -140,7 +136,7 @@ class LiveCost:
             return
         self._num_observed += 1
         latest = num_tokens / seconds
-        self.tokens_per_second += self._weight * (latest - self.tokens_per_second)
+        self.tokens_per_second += WEIGHT * (latest - self.tokens_per_second)
         if self._next_fit and not step.moves:
             self._keep(StepCounts.of(step), seconds)
         curve = self.model.curve
@@ -178,9 +174,9 @@ class LiveCost:
         """Adjust the points `right - 1` and `right`, and the coefficients. `ratio` is that of
         measured to predicted seconds, `in_use` that of predicted to calibrated ones."""
         error, middle = self._error(right - 1, ratio)
-        self._mean_errors[right - 1] += self._weight * (error - self._mean_errors[right - 1])
+        self._mean_errors[right - 1] += WEIGHT * (error - self._mean_errors[right - 1])
         is_right = abs(middle) <= SMALL_ERROR
-        total, weight = sum(parts), self._weight if is_right else FASTER * self._weight
+        total, weight = sum(parts), WEIGHT if is_right else FASTER * WEIGHT
         gain = weight * error * total / sum([part * part for part in parts])
         num_points, factors = len(self._sizes), self._factors
         told = {right - 1: parts.tokens, right: parts.tokens}
@@ -210,9 +206,9 @@ class LiveCost:
         still far from it."""
         is_following = False
         for at, used_at in enumerate(self._used_at):
-            if self._num_observed - used_at > UNUSED:
+            if self._num_observed - used_at > RECENT:
                 distance = in_use / self._factors[at]
-                self._factors[at] *= distance**self._weight
+                self._factors[at] *= distance**WEIGHT
                 is_following |= abs(distance - 1.0) > SETTLED_ERROR
         return is_following
 

@@ -27,15 +27,14 @@ if TYPE_CHECKING:
     from engine.ports import Clock, StepExecutor, StepFuture
     from engine.step import StepResult
 
-REPEATS = 3
-MAX_REPEATS = 5  # of a fast step in a round: its first runs are slower than those of a busy server
+_FIRST_ID = 1 << 40  # fixed: of requests and steps; an engine's own ids are lower
+# Swept in results/constants
+MAX_REPEATS = 5  # of a step in a round: its first runs are slower than those of a busy server
+REPEAT_SHARE = 0.005  # of the time limit, after which a step is not repeated in a round
 MAX_ROUNDS = 3
 SAME = 0.1  # relative difference of the seconds of two rounds
-_FIRST_ID = 1 << 40  # of requests and steps; an engine's own ids are lower
-_SHORT, _LONG = 16, 1024  # tokens of context
-_GROWTH = 4  # from one length or batch to the next
-_MAX_REPEAT_SHARE = 0.02  # of the time limit, after which a step is not repeated
-_MORE_REPEATS_SHARE = 0.005  # of the time limit, after which `REPEATS` are enough
+GROWTH = 4  # from one length or batch to the next
+SHORT = 16  # tokens of context
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,20 +127,20 @@ def probes(limits: ProbeLimits) -> Iterator[Probe]:
     if limits.pools:
         lengths = _growing(min(limits.max_batch_tokens, limits.longest))
         wanted = [Probe(1, 1, 0), *(Probe(1, length, 0) for length in lengths)]
-        wanted += [Probe(batch, length, 0) for batch in batches for length in (1, _SHORT, 128)]
+        wanted += [Probe(batch, length, 0) for batch in batches for length in (1, SHORT, 128)]
         return (probe for probe in wanted if probe.fits(limits))
-    context = min(_LONG, 2 * lengths[-1], limits.longest - 1)
+    context = min(2 * lengths[-1], limits.longest - 1)
     piece = max(1, context // 2)
     wanted = [Probe(1, 1, 0)]
     wanted += [Probe(1, length, 0) for length in lengths]
-    wanted += [Probe(batch, 1, _SHORT) for batch in batches]
+    wanted += [Probe(batch, 1, SHORT) for batch in batches]
     wanted += [Probe(1, piece, context - piece), Probe(1, 1, context), Probe(8, 1, context)]
     return (probe for probe in wanted if probe.fits(limits))
 
 
 def _growing(limit: int) -> list[int]:
-    """Powers of `_GROWTH` below `limit`, and `limit` itself."""
-    powers = takewhile(lambda power: power < limit, (_GROWTH**n for n in count(1)))
+    """Powers of `GROWTH` below `limit`, and `limit` itself."""
+    powers = takewhile(lambda power: power < limit, (GROWTH**n for n in count(1)))
     return [*powers, limit]
 
 
@@ -208,8 +207,7 @@ class _Profiler:
 
 def _may_repeat(repeats: "Sequence[float]", seconds: float) -> bool:
     """Whether a step that took these seconds is run once more, within a limit of `seconds`."""
-    share = _MAX_REPEAT_SHARE if len(repeats) < REPEATS else _MORE_REPEATS_SHARE
-    return len(repeats) < MAX_REPEATS and sum(repeats) <= share * seconds
+    return len(repeats) < MAX_REPEATS and sum(repeats) <= REPEAT_SHARE * seconds
 
 
 async def _result(future: "StepFuture") -> "StepResult":

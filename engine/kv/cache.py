@@ -1,5 +1,6 @@
 """KVCache: all that the scheduler asks of the pages of requests, in all tiers."""
 
+from sys import maxsize
 from typing import TYPE_CHECKING, NamedTuple
 
 from engine.kv.page_moves import PageMoves
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from engine.step import StepEntry, StepResult
 
 WAITING, SWAPPED = State.WAITING, State.SWAPPED  # bound once (see engine.pool)
-NO_LIMIT = 1 << 40  # slots
 
 
 class Shortage(NamedTuple):
@@ -80,7 +80,7 @@ class KVCache:
         self.saves = bool(ledger.blocks.lower)
         self.rewinds = not ledger.states.is_on
         most = ledger.groups.longest_request(ledger.num_blocks)
-        self.longest_request = NO_LIMIT if most is None else most * ledger.block_size  # in slots
+        self.longest_request = maxsize if most is None else most * ledger.block_size  # in slots
         self.table = ledger.table  # bound once, for the hot path
         self._pool = pool
         self._observer = observer

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from engine.kv.tables import Missing, PagePairs
     from engine.request import Request
 
-BLOCKS_PER_STATE = 16  # saved blocks for one saved snapshot, which is about as large
-
 
 class PageMoves:
     """Orders moves of all kinds of pages between all tiers."""
@@ -54,11 +52,11 @@ class PageMoves:
         return moves[0]
 
     def save(self, most: int) -> None:
-        """Order copies of at most so many cached blocks to the tiers below, and of a snapshot for
-        each `BLOCKS_PER_STATE` of them, beside the step being planned."""
+        """Order copies of at most so many cached blocks to the tiers below, and of a snapshot,
+        beside the step being planned."""
         saves: list[Save] = []
         for kind, pages in self._pages.items():
-            count = most if kind is PageKind.BLOCK else max(1, most // BLOCKS_PER_STATE)
+            count = most if kind is PageKind.BLOCK else 1  # it is as large as several blocks
             saves += pages.pool.begin_save(count)
         self._saves += saves
         by_tier: dict[tuple[Tier, PageKind], list[tuple[int, int, bytes]]] = {}

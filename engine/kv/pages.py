@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from engine.kv.host_tier import HostTier
 from engine.kv.lower_tiers import LowerTier, LowerTiers
 from engine.kv.page_pool import PagePool
+from engine.kv.prefix import NAMES_PER_PLAN
 from engine.step import PageKind, Tier
 
 if TYPE_CHECKING:
@@ -23,8 +24,7 @@ if TYPE_CHECKING:
 
     from engine.kv_shape import KVShape
 
-NAMES_PER_PLAN = 512  # that are retained, and whose retention ends: about 1 ms each
-MAX_ASKED = 256  # requests whose pages are not retained yet
+MAX_ASKED = 256  # fixed: a limit of memory; requests whose pages are not retained yet
 
 
 class Pages:

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from engine.request import Request
     from engine.step import Tier
 
-MAX_EVICTIONS = 4096  # in the log; a request that missed some looks up all its hashes again
+# fixed: a limit of memory, of a log; a request that missed some looks up all its hashes again
+MAX_EVICTIONS = 4096
 
 
 Key = TypeVar("Key", int, bytes)

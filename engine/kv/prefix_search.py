@@ -6,7 +6,7 @@ a request cannot start behind every cached block: each layer group must have wha
 
 from typing import TYPE_CHECKING
 
-from engine.kv.prefix import extend_hashes, name_in_group
+from engine.kv.prefix import NAMES_PER_PLAN, extend_hashes, name_in_group
 from engine.request import State
 from engine.step import PageKind, ReadAhead, StoredPage, Tier
 
@@ -18,10 +18,8 @@ if TYPE_CHECKING:
     from engine.request import Request, RequestSpec
 
 MIN_COMMON = 64  # tokens: to compute fewer twice costs less than to wait (results/constants)
-CHUNK = 512  # tokens that are compared at a time
+CHUNK = 512  # fixed: no decision depends on it; tokens that are compared at a time
 SWAPPED = State.SWAPPED  # bound once (see engine.pool)
-MAX_LOOKED_UP = 512  # blocks of a prompt, which are about 1 ms of hashing
-HASHES_PER_PLAN = 512  # about 1 ms; longer cached prefixes are found in several plans
 
 
 class PrefixSearch:
@@ -37,13 +35,13 @@ class PrefixSearch:
         self._has_holes = bool(self._lower) and not ledger.keeps_all
         self._cached = ledger.blocks if self._has_holes else self._index
         self._is_on = is_on
-        self.hashes_left = HASHES_PER_PLAN
+        self.hashes_left = NAMES_PER_PLAN
         self._prefills: dict[bytes, Request] = {}  # in flight, by the hash of their next block
 
     def begin_plan(self, now: float) -> None:
-        """Allow `HASHES_PER_PLAN` hashes, forget prefills that are not in flight any more, and go
+        """Allow `NAMES_PER_PLAN` hashes, forget prefills that are not in flight any more, and go
         on with the retention of pages."""
-        self.hashes_left = HASHES_PER_PLAN
+        self.hashes_left = NAMES_PER_PLAN
         if self._ledger.retains:
             for pages in self._ledger.pages.values():
                 pages.sort_retained(now)
@@ -115,7 +113,7 @@ class PrefixSearch:
     def to_look_up(self, request: "Request") -> "list[tuple[PageKind, bytes]]":
         """The pages of the first blocks of a request's prompt that are on no tier, as far as is
         known, so that a shared store may have them."""
-        count = min(self.most_reusable(request) // self._block_size, MAX_LOOKED_UP)
+        count = min(self.most_reusable(request) // self._block_size, NAMES_PER_PLAN)
         extend_hashes(request, self._block_size, count)
         hashes, groups, states = request.block_hashes[:count], self._ledger.groups, self._states
         names = {

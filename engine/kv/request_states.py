@@ -28,6 +28,7 @@ the slot of the last accepted row.
 
 from array import array
 from dataclasses import dataclass, field
+from sys import maxsize
 from typing import TYPE_CHECKING, NamedTuple
 
 from engine.kv.prefix import name_in_group
@@ -40,9 +41,9 @@ if TYPE_CHECKING:
     from engine.request import Request
     from engine.step import RequestId
 
-MIN_STATES = 2  # the snapshot that a request starts behind, and its own
-NO_LIMIT = 1 << 40  # drafts of a model without recurrent layers
-SNAPSHOT_TOKENS = 1024  # between two snapshots of a long prompt, passing ones included
+MIN_STATES = 2  # fixed: the snapshot that a request starts behind, and its own
+# Between two snapshots of a long prompt, passing ones included; swept in results/constants
+SNAPSHOT_TOKENS = 1024
 
 
 class _Written(NamedTuple):
@@ -186,7 +187,7 @@ class RequestStates:
     def num_for_drafts(self) -> int:
         """Drafts whose rows have slots: all that are available but one, so that a request can
         start."""
-        return max(0, self.pool.num_available - 1) if self.is_on else NO_LIMIT
+        return max(0, self.pool.num_available - 1) if self.is_on else maxsize
 
     def plan_drafts(
         self,

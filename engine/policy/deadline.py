@@ -12,7 +12,7 @@ from engine.policy.base import PolicyBase
 from engine.policy.forecast import Forecast, spread
 from engine.policy.port import Preemption
 from engine.policy.settings import PolicySettings
-from engine.policy.waiting import STARVATION_SECONDS
+from engine.policy.waiting import MAX_AT_ONCE, STARVATION_SECONDS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from engine.ports import Cost
     from engine.request import Request, RequestSpec
     from engine.step import RequestId
-
-MAX_LATE = 64  # requests found late per walk: a whole queue at once would delay the plan
 
 
 class _DeadlineKey(NamedTuple):
@@ -90,7 +88,7 @@ class EarliestFeasibleFirst(PolicyBase):
 
     def order(self, now: float) -> "Iterator[Request]":
         """Requests by due time. One that is found to be late on the way moves further back, at most
-        `MAX_LATE` of them per walk.
+        `MAX_AT_ONCE` of them per walk.
 
         The walk continues from the last key, so that others may change the queue meanwhile.
         """
@@ -98,7 +96,7 @@ class EarliestFeasibleFirst(PolicyBase):
         while at < len(self._queue):
             key = self._queue[at]
             request = key.request
-            may_be_late = request in self._in_time and num_late < MAX_LATE
+            may_be_late = request in self._in_time and num_late < MAX_AT_ONCE
             if may_be_late and self._postpone_if_late(request, now):
                 num_late += 1
                 at = bisect_left(self._queue, key)  # its key may be the same as before

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     Queue = Iterator[tuple[float, Request]]
     Head = tuple[float, int, Request, Queue]
 
-BEHIND = 2.0**50  # later than each virtual time, which is a number of tokens
+BEHIND = 2.0**50  # fixed: later than each virtual time, which is a number of tokens
 
 
 @dataclass(slots=True, eq=False)

@@ -7,15 +7,15 @@ requests share iterations without loss, and that outputs are as long as recent o
 
 from typing import TYPE_CHECKING
 
+from engine.cost.live import NEWS_SHARE
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from engine.ports import Cost
     from engine.request import Request, RequestSpec
 
-# Swept in results/constants
-MAX_SAMPLED = 64  # requests whose work is predicted one by one
-WEIGHT = 0.1  # of the latest iteration or output in the moving averages
+MAX_SAMPLED = 64  # requests whose work is predicted one by one; swept in results/constants
 
 
 class Forecast:
@@ -34,7 +34,7 @@ class Forecast:
             return
         self._paced_at = now
         before = seconds if self._pace is None else self._pace
-        self._pace = before + WEIGHT * (seconds - before)
+        self._pace = before + NEWS_SHARE * (seconds - before)
 
     def rest(self) -> None:
         """No request is left: forget the pace, which was measured under load."""
@@ -44,7 +44,7 @@ class Forecast:
         """Learn from the length of an output that was not cut by a cancel or an error."""
         if request.finish is not None and request.output:
             before = self._output_len or request.produced
-            self._output_len = before + WEIGHT * (request.produced - before)
+            self._output_len = before + NEWS_SHARE * (request.produced - before)
 
     def first_token(self, request: "Request") -> float:
         """Seconds to the request's next token if it is the most urgent from now on."""

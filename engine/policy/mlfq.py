@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 # examples/benchmarks/results/policies/README.md: `mlfq` beside `mlfq, 3 s`, which is the limit of
 # the released code of the paper and under overload swaps until the mean is ten times FCFS's.
 STARVATION_SECONDS = 30.0
-FAR = 4096  # a position to measure the cost of attention by
-MAX_PLACES = 1024  # of a queue, for which next scheduled times are computed exactly
+# Of a queue, for which next scheduled times are computed exactly; swept in results/constants
+MAX_PLACES = 1024
 
 
 @dataclass(slots=True, eq=False)
@@ -172,7 +172,7 @@ class SkipJoinMLFQ(PolicyBase):
         if now != self._decode_at:
             self._decode_at = now
             self._decode_cost = self._cost.compute(1, 0)
-            self._decode_slope = (self._cost.compute(1, FAR) - self._decode_cost) / FAR
+            self._decode_slope = self._cost.compute(1, 1) - self._decode_cost
         return self._decode_cost + self._decode_slope * start
 
     def _next_iteration(self, request: "Request") -> float:

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from engine.cost.live import LiveCost
+from engine.cost.live import WEIGHT, LiveCost
 
 if TYPE_CHECKING:
     from engine.step import Step
@@ -19,4 +19,4 @@ class KnownCost(LiveCost):
         """A step of so many tokens took `seconds`."""
         if seconds > 0.0:
             latest = num_tokens / seconds
-            self.tokens_per_second += self._weight * (latest - self.tokens_per_second)
+            self.tokens_per_second += WEIGHT * (latest - self.tokens_per_second)

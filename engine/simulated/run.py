@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from engine.policy.port import Policy
     from engine.ports import Cost
     from engine.simulated.trace import Arrival
+    from engine.speculation.drafter import Drafter
 
 NO_SLO = SLO()
 _NUM_MOMENTS = 500  # samples of the state while requests arrive
@@ -54,6 +55,7 @@ class Setup:
     is_oracle: bool = False  # `max_tokens` is set to the output length, which the policy uses
     lookahead: int = 0
     num_host_slots: int = 0
+    saves_on_host: bool = False
     slot_seconds: float = 0.0  # to move one slot's KV between device and host, on every stage
     windows: "tuple[int | None, ...]" = (None,)
     num_states: int = 0
@@ -100,7 +102,9 @@ def is_recorded(arrivals: "Sequence[Arrival]") -> bool:
     return any(isinstance(arrival, RecordedRequest) for arrival in arrivals)
 
 
-def build_scheduler(setup: Setup, cost: "LiveCost", observer: "Observer") -> IterationScheduler:
+def build_scheduler(
+    setup: Setup, cost: "LiveCost", observer: "Observer", drafter: "Drafter | None" = None
+) -> IterationScheduler:
     """A scheduler of the simulated system, without requests."""
     size, num_groups = setup.block_size, len(setup.windows)
     grows = setup.settings.admission is Admission.GROW
@@ -109,13 +113,14 @@ def build_scheduler(setup: Setup, cost: "LiveCost", observer: "Observer") -> Ite
             max(1, setup.num_slots // size) * num_groups,
             size,
             setup.num_host_slots // size * num_groups,
+            saves_on_host=setup.saves_on_host,
             windows=setup.windows if grows else (None,) * num_groups,
             chunk=setup.settings.max_batch_tokens * (1 + setup.lookahead),
             num_states=setup.num_states,
             num_host_states=setup.num_host_states,
         )
     )
-    return IterationScheduler(setup.settings, ledger, setup.policy(cost), observer, cost)
+    return IterationScheduler(setup.settings, ledger, setup.policy(cost), observer, cost, drafter)
 
 
 def build_executor(setup: Setup, outputs: RecordedOutputs | None) -> SimulatedExecutor:

@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from engine.speculation.proposers import Proposal
 
-_BUCKETS = (0, 1, 2, 3, 4, *[5] * 3, *[6] * 8)  # by length; longer matches are in the last one
-NUM_BUCKETS = 8
-UNKNOWN = 0.5  # the rate before any guess was compared
+# fixed: classes of lengths of matches, each with many guesses; longer ones are in the last
+_BUCKETS = (0, 1, 2, 3, 4, *[5] * 3, *[6] * 8)
+NUM_BUCKETS = _BUCKETS[-1] + 2
+UNKNOWN = 0.5  # fixed: a guess that nothing is known of is as likely right as wrong
+# Swept in results/constants
 WEIGHT = 4.0  # of the prior rate, in guesses
 MEMORY = 0.995  # per guess, of all requests
-MIN_PROBABILITY = 0.01  # guesses with a smaller probability are not computed
 OWN_MEMORY = 0.9  # per guess, of one request
+MIN_PROBABILITY = 0.01  # guesses with a smaller probability are not computed
 
 
 def bucket_of(length: int) -> int:

@@ -14,6 +14,8 @@ the cost model or the acceptance rates say, and what it gains may be spent to fi
 from collections import Counter
 from typing import TYPE_CHECKING
 
+from engine.cost.live import MAX_ERROR, NEWS_SHARE
+
 if TYPE_CHECKING:
     from collections.abc import Collection
 
@@ -26,12 +28,11 @@ if TYPE_CHECKING:
 # The share of the workers' time. What text without matches loses with it is in the rows `hostile`
 # and `stories` of examples/benchmarks/results/speculation/README.md, column "on / off".
 SHARE = 0.003
+# Swept in results/constants
 FIRST_STEPS, MAX_STEPS = 4.0, 16.0  # lone decodes whose seconds are there at first, and at most
 ASK_SECONDS = 5e-5  # of the event loop, to guess for one request, until it is measured
 DRAFT_SECONDS = 1e-5  # of the event loop per draft, until it is measured
 USUAL_DRAFTS = 8.0  # of an iteration; as many tell as much of the seconds per draft as of the rest
-MAX_SLOWDOWN = 4.0  # of guesses and iterations that is believed; more is noise
-WEIGHT = 0.1  # of the newest measurement
 WARM_UPS = 2  # iterations of a size whose kernel calls may be new: what they lose is not counted
 
 
@@ -87,8 +88,8 @@ class SpeculationBudget:
         expected = count * self.ask_seconds
         took = expected if self._clock is None else self._clock() - self._began
         self.seconds += expected - (0.0 if is_free else took)
-        latest = min(took / count, MAX_SLOWDOWN * self.ask_seconds)
-        self.ask_seconds += WEIGHT * (latest - self.ask_seconds)
+        latest = min(took / count, MAX_ERROR * self.ask_seconds)
+        self.ask_seconds += NEWS_SHARE * (latest - self.ask_seconds)
 
     def between(self, num_entries: int) -> float:
         """Seconds from the end of a worker's step to the start of the next one without drafts."""
@@ -117,7 +118,7 @@ class SpeculationBudget:
         done: learn the time between steps."""
         gap = now - self._committed_at - seconds - self._cost.model.idle(len(iteration.requests))
         most = 1e-4 + 2.0 * abs(self._gap)  # requests may have arrived after a pause
-        self._gap += WEIGHT * (max(-most, min(most, gap)) - self._gap)
+        self._gap += NEWS_SHARE * (max(-most, min(most, gap)) - self._gap)
         self.iteration_took(iteration, seconds, now)
         self.seconds = min(self._most, self.seconds)
 
@@ -137,8 +138,8 @@ class SpeculationBudget:
         plain = self._cost.decodes(count, sum([entry.start for entry in entries]) + count)
         plain = max(plain + between, 1e-9)
         if size > count and not is_new:
-            self._learn(min(took, MAX_SLOWDOWN * plain) - seconds - between, size - count)
-        saved = plain * (1.0 + num_accepted / count) - min(took, MAX_SLOWDOWN * plain)
+            self._learn(min(took, MAX_ERROR * plain) - seconds - between, size - count)
+        saved = plain * (1.0 + num_accepted / count) - min(took, MAX_ERROR * plain)
         saved = max(saved, 0.0 if is_new else -plain)
         self.seconds = min(self._most, self.seconds + saved + SHARE * seconds)
 
@@ -148,6 +149,6 @@ class SpeculationBudget:
         self._num_measured += 1
         share = num_drafts / USUAL_DRAFTS
         error = extra - self.draft_gap - self.draft_seconds * num_drafts
-        error *= max(WEIGHT, 1.0 / self._num_measured) / (1.0 + share * share)
+        error *= max(NEWS_SHARE, 1.0 / self._num_measured) / (1.0 + share * share)
         self.draft_gap = max(0.0, self.draft_gap + error)
         self.draft_seconds = max(0.0, self.draft_seconds + error * share / USUAL_DRAFTS)

@@ -14,7 +14,8 @@ small share of the workers' time, so that better times are noticed.
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from engine.speculation.budget import SHARE
+from engine.cost.live import MAX_ERROR, NEWS_SHARE
+from engine.speculation.budget import ASK_SECONDS, DRAFT_SECONDS, SHARE
 from engine.speculation.gain import MAX_SLOWDOWN, MIN_GAIN
 from engine.speculation.proposers import NO_PROPOSAL, Proposal
 from engine.step import ProposalSpec
@@ -28,19 +29,14 @@ if TYPE_CHECKING:
     from engine.speculation.acceptance import AcceptanceRates
     from engine.step import RequestId, StepEntry, StepResult
 
-DRAFT_SECONDS = 5e-5  # of Python per draft, beside the cost models
+PLAN_SHARE = SHARE / 2  # of the workers' time, to plan and to probe, while proposals do not pay
+# Swept in results/constants
 MIN_PIECE = 32  # tokens of a prompt; as many missing tokens are computed with the proposals
-EXPECTED_TOKENS = 256  # at most, that a request is expected to go on for
-MIN_RETURN = 2.0  # seconds that drafts save, for each that a prompt takes
+EXPECTED_TOKENS = 128  # at most, that a request goes on for: half of those it may
 PROBE_DRAFTS = 3
 FIRST_PROBES = 6  # that need no credit, so that a server soon knows the rates
 MAX_PROBED = 512  # missing tokens of a request that is probed without credit
-PROBE_SHARE = SHARE / 2  # of the workers' time; with `PLAN_SHARE` as much as for guesses
 MAX_CREDIT = 1.0  # seconds
-PLAN_SECONDS = 1.5e-5  # of the event loop per decode, to find out whether proposals pay
-PLAN_SHARE = SHARE / 2  # of the workers' time, while they do not
-FIRST_PLAN_CREDIT = 0.005  # seconds
-LEARNING_WEIGHT = 0.2
 
 
 class Candidate(NamedTuple):
@@ -81,8 +77,8 @@ class DraftModelProposer:
         self._in_flight: set[RequestId] = set()
         self._probe_credit = 0.0  # seconds, to probe requests with
         self._num_free_probes = FIRST_PROBES
-        self._plan_credit = FIRST_PLAN_CREDIT
-        self._pays_now = False  # whether proposals paid in the last plan
+        self._plan_credit = 0.0  # seconds, likewise
+        self._pays_now = True  # whether proposals paid in the last plan; the first one finds out
         self._first = 0  # the candidate at which the next probe begins to look
 
     # The port of proposers
@@ -135,7 +131,7 @@ class DraftModelProposer:
     def committed(self, iteration: "Iteration", result: "StepResult") -> None:
         """The iteration's output was appended: keep the tokens that were proposed behind it, learn
         what that took, and allow as much probing and planning as a share of the time."""
-        self._probe_credit = min(MAX_CREDIT, self._probe_credit + PROBE_SHARE * result.seconds)
+        self._probe_credit = min(MAX_CREDIT, self._probe_credit + PLAN_SHARE * result.seconds)
         self._plan_credit = min(MAX_CREDIT, self._plan_credit + PLAN_SHARE * result.seconds)
         if not result.proposals:
             return
@@ -170,7 +166,7 @@ class DraftModelProposer:
         first = sum([len(spec.tokens) for spec in specs]) + num_fed
         predicted = self._pass_seconds(first, rows)
         ratio = self._ratio * seconds / predicted
-        self._ratio += LEARNING_WEIGHT * (min(ratio, 4.0 * self._ratio) - self._ratio)
+        self._ratio += NEWS_SHARE * (min(ratio, MAX_ERROR * self._ratio) - self._ratio)
 
     def lost(self) -> None:
         """The worker died: no iteration in flight will return."""
@@ -204,7 +200,7 @@ class DraftModelProposer:
         often as the credit allows."""
         if self._pays_now:
             return True
-        seconds = PLAN_SECONDS * num_decodes
+        seconds = DRAFT_SECONDS * num_decodes
         if self._plan_credit < seconds:
             return False
         self._plan_credit -= seconds
@@ -253,7 +249,7 @@ class DraftModelProposer:
             num_drafts += len(deep)
             rows.append(len(deep))
             verifying = model.tokens(num_rows + num_drafts) - model.tokens(num_rows)
-            verifying += num_drafts * (model.per_draw + DRAFT_SECONDS)
+            verifying += num_drafts * (model.per_draw + ASK_SECONDS)
             drafting = self._pass_seconds(missing + 2 * rows[0], rows[1:])
             total = seconds + verifying + drafting
             if total > max_seconds:
@@ -292,14 +288,15 @@ class DraftModelProposer:
         for depth, probability in enumerate(decode.probabilities, 1):
             gain += probability
             slower = model.tokens(num_rows * (1 + depth)) - model.tokens(num_rows)
-            slower += num_rows * depth * (model.per_draw + DRAFT_SECONDS)
+            slower += num_rows * depth * (model.per_draw + ASK_SECONDS)
             slower += self._pass_seconds(2 * num_rows, [num_rows] * (depth - 1))
             if gain * seconds > MIN_GAIN * (seconds + slower):
                 saved = max(saved, (seconds - (seconds + slower) / gain) / num_rows)
         if saved <= 0.0:  # per token of the request
             return False
-        remaining = min(EXPECTED_TOKENS, decode.request.spec.max_tokens - decode.request.produced)
-        return saved * remaining > MIN_RETURN * self._pass_seconds(decode.num_missing, ())
+        most = decode.request.spec.max_tokens - decode.request.produced
+        expected = min(EXPECTED_TOKENS, most / 2)
+        return saved * expected > self._pass_seconds(decode.num_missing, ())
 
     def _probe(self, candidates: "list[Candidate]", most: int) -> dict[int, ProposalSpec]:
         """Proposals for one request, if there is credit for them."""

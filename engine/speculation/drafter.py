@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from engine.speculation.settings import SpeculationSettings
     from engine.step import ProposalSpec, StepEntry, StepId, StepResult
 
+# Swept in results/constants
 CHECK_EVERY = 8  # iterations after which an inactive drafter sees whether it may be active
 MAX_PAUSE = 31  # iterations in which requests are planned ahead, after drafts were not worth it
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from engine.request import Request
     from engine.speculation.budget import SpeculationBudget
 
+# Swept in results/constants
 MIN_GAIN = 1.02  # of the expected tokens per second, for drafts to be computed
 MAX_SLOWDOWN = 1.25  # of an iteration with decodes that gain nothing by it
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from engine.speculation.draft_model import DraftModelProposer
     from engine.step import RequestId, StepEntry
 
-MIN_EXPECTED = 0.5  # accepted drafts for which a request is not planned ahead
+MIN_EXPECTED = 0.5  # accepted drafts for which to wait, not to plan ahead (results/constants)
 
 
 @dataclass(slots=True)

@@ -8,15 +8,12 @@ prediction, so that it is found again behind removed or replaced ones.
 from typing import TYPE_CHECKING
 
 from engine.speculation.proposers import NO_PROPOSAL, Proposal
+from engine.speculation.settings import LOOKUP_MAX, LOOKUP_MIN
 from engine.speculation.token_index import TokenIndex
 
 if TYPE_CHECKING:
     from engine.request import Request
     from engine.step import RequestId
-
-GRAM = 2
-TAIL = 16  # output tokens that are looked up
-START = 3  # the match length that the beginning of an output counts as
 
 
 class _Place:
@@ -24,10 +21,10 @@ class _Place:
     `length` tokens before it are equal."""
 
     def __init__(self, prediction: tuple[int, ...]) -> None:
-        self.prediction = TokenIndex(GRAM)
+        self.prediction = TokenIndex(LOOKUP_MIN)
         self.prediction.extend(prediction)
         self.at = 0
-        self.length = START
+        self.length = LOOKUP_MIN  # the beginning of an output counts as a match
         self.num_read = 0  # output tokens
 
     def read(self, output: list[int]) -> None:
@@ -38,7 +35,7 @@ class _Place:
                 self.at += 1
                 self.length += 1
             else:
-                self._find(output[max(0, position + 1 - TAIL) : position + 1])
+                self._find(output[max(0, position + 1 - LOOKUP_MAX) : position + 1])
         self.num_read = len(output)
 
     def _find(self, tail: list[int]) -> None:

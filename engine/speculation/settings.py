@@ -9,9 +9,9 @@ if TYPE_CHECKING:
 MTP = "mtp"
 METHODS = ("ngram", "suffix", "prediction", "draft_model", MTP)
 ALIASES = {"qwen3_5_mtp": MTP, "qwen3_next_mtp": MTP}  # vLLM's names for models of one family
-MAX_DRAFTS = 64
-LOOKUP_MIN, LOOKUP_MAX = 2, 16
-MAX_CACHED_REQUESTS = 10_000
+MAX_DRAFTS = 64  # fixed: a limit of the setting
+MAX_CACHED_REQUESTS = 10_000  # fixed: vLLM's default
+LOOKUP_MIN, LOOKUP_MAX = 2, 16  # swept in results/constants
 DEFAULT_DRAFTS = {"ngram": 8, "suffix": 16, "prediction": 16, "draft_model": 4, MTP: 1}
 _FIELDS = {
     "prompt_lookup_min": "lookup_min",

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from engine.request import Request
     from engine.speculation.settings import SpeculationSettings
 
-MAX_TOKENS = 1 << 18  # of all recent outputs; about 50 MiB
+MAX_TOKENS = 1 << 18  # fixed: a limit of memory, about 50 MiB; of all recent outputs
 
 
 class _Outputs:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-END = -1  # the token between two texts; it equals no token of a text
-TRIES = 16  # positions that are compared per lookup
-_BITS = 32
+END = -1  # fixed: the token between two texts; it equals no token of a text
+TRIES = 16  # positions that are compared per lookup; swept in results/constants
+_BITS = 32  # fixed: the size of a token id
 
 
 class Match(NamedTuple):

@@ -1,18 +1,22 @@
 """The machines, loads and scenarios in which the constants of the control plane are varied."""
 
-from collections.abc import Callable, Sequence
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from math import inf
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from engine.control.settings import SchedulerSettings
-from engine.cost.model import CostModel
+from engine.cost.model import UNMEASURED, CostModel
+from engine.cost.profiler import Probe, ProbeLimits, measure
 from engine.policy import build
 from engine.request import RequestSpec
 from engine.research.hardware.catalogue import DEVICES, SHAPES
 from engine.research.hardware.deployment import Deployment
+from engine.simulated.executor import SimulatedExecutor
 from engine.simulated.run import Setup
 from engine.simulated.trace import (
     SHARED_BLOCK,
@@ -22,7 +26,9 @@ from engine.simulated.trace import (
     read_trace,
     skewed_lengths,
 )
+from engine.simulated.virtual_loop import run_virtual
 from engine.step import Step
+from examples.benchmarks.virtual_time.constant_drafts import edits, modelled, repeats
 
 DATA = Path(__file__).parents[3] / "tests" / "data"
 
@@ -75,13 +81,14 @@ class Noisy:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A load on a machine. `believed`: the model that the scheduler begins with is off by this
-    factor and learns from a noisy machine; None: it knows the machine."""
+    """A load on a machine. `believed`: the model that the scheduler begins with, which learns from
+    a noisy machine; None: it knows the machine. `speculation`: as in vLLM's setting."""
 
     about: str
     setup: Setup
     policy: str = "fcfs"
-    believed: float | None = None
+    believed: CostModel | None = None
+    speculation: Mapping[str, object] | None = None
 
     def arrivals(self, seed: int) -> Sequence[Arrival]:
         return ARRIVALS[self.setup.label](seed)
@@ -147,12 +154,60 @@ ARRIVALS: dict[str, Callable[[int], Sequence[Arrival]]] = {
     ],
     "learning": lambda seed: _chat(0.5, 250, seed),
     "learning, goal": lambda seed: _chat(0.5, 250, seed),
+    "unmeasured": lambda seed: _chat(4.0, 100, seed),
+    "sessions, host": lambda seed: _sessions(seed)[:120],
+    "sessions, states": _sessions,
+    "edit": lambda seed: edits(_short(0.5, seed), Random(seed)),
+    "again": lambda seed: repeats(_short(0.5, seed), Random(seed)),
+    "draft model": lambda seed: modelled(_short(0.3, seed, 6), Random(seed)),
 }
+
+
+def _short(rate: float, seed: int, octaves: int = 10) -> list[Arrival]:
+    """Prompts of 1 to 2**octaves tokens, answers of 50 to 300."""
+
+    def lengths(random: Random) -> tuple[int, int]:
+        return int(2 ** (octaves * random.random())), random.randint(50, 300)
+
+    return poisson(rate, 15, lengths, Random(seed))
+
+
+def calibration(seed: int) -> dict[str, float]:
+    """How far models that were measured on 20 noisy GPUs are off, and the seconds that it took;
+    means."""
+    found = [_calibrated(20 * seed + number) for number in range(20)]
+    return {name: sum(one[name] for one in found) / 20 for name in found[0]}
+
+
+def _calibrated(seed: int) -> dict[str, float]:
+    limits = ProbeLimits(256, 2048, 8192, 8192, 16)
+    executor = SimulatedExecutor(Noisy(GPU, Random(seed)))
+
+    async def run() -> tuple[CostModel, float]:
+        clock = asyncio.get_running_loop().time
+        profile = await measure(executor, limits, clock, 10.0)
+        return profile.model, clock()
+
+    model, seconds = run_virtual(run())
+    sizes = [*product((1, 4, 32, 200), (1,), (100, 1000)), *product((1,), (30, 700), (0, 3000))]
+    steps = [Probe(*size).step(0, limits) for size in sizes]
+    errors = [abs(model.step(step) / GPU.step(step) - 1.0) for step in steps]
+    return {"error mean": sum(errors) / len(errors), "error most": max(errors), "seconds": seconds}
 
 
 def _setup(name: str, cost: CostModel = CPU, slots: int = 400_000, **changes: Any) -> Setup:
     settings = replace(BASE, **changes)
     return Setup(name, settings, lambda cost: build("fcfs", cost), cost, slots)
+
+
+def _scaled(factor: float) -> CostModel:
+    """The CPU's model with a curve that is off by this factor."""
+    return replace(CPU, curve=tuple((size, factor * seconds) for size, seconds in CPU.curve))
+
+
+def _drafted(name: str) -> Setup:
+    """A CPU whose worker waits for the event loop; iterations are planned ahead."""
+    return replace(_setup(name, replace(CPU, idle_step=3e-4, idle_entry=2e-5)), lookahead=1)
 
 
 GPU_SETTINGS = {"max_batch_size": 256, "max_batch_tokens": 2048}
@@ -195,12 +250,40 @@ SCENARIOS = {
         "a deadline for each first token, more load than capacity", _setup("deadlines"), "deadline"
     ),
     "learning": Scenario(
-        "a model twice too fast, a noisy machine", _setup("learning"), "fcfs", 0.5
+        "a model twice too fast, a noisy machine", _setup("learning"), believed=_scaled(0.5)
     ),
     "learning, goal": Scenario(
         "a model half too slow, a noisy machine, an ITL goal of 150 ms",
         _setup("learning, goal", itl_goal=0.15),
-        "fcfs",
-        1.5,
+        believed=_scaled(1.5),
+    ),
+    "unmeasured": Scenario(
+        "no measured model, a noisy GPU",
+        _setup("unmeasured", GPU, **GPU_SETTINGS),
+        believed=UNMEASURED,
+    ),
+    "sessions, host": Scenario(
+        "120 of them with a third of the blocks, and copies of cached ones on the host",
+        replace(
+            _setup("sessions, host", GPU, 60_000),
+            num_host_slots=400_000,
+            saves_on_host=True,
+            slot_seconds=5e-6,
+        ),
+    ),
+    "sessions, states": Scenario(
+        "these sessions with recurrent layers",
+        replace(_setup("sessions, states", GPU, 200_000), num_states=200),
+    ),
+    "edit": Scenario(
+        "predicted outputs, a third wrong", _drafted("edit"), speculation={"method": "prediction"}
+    ),
+    "again": Scenario(
+        "answers of recurring phrases", _drafted("again"), speculation={"method": "suffix"}
+    ),
+    "draft model": Scenario(
+        "a draft model that guesses some answers",
+        _drafted("draft model"),
+        speculation={"method": "draft_model", "model": "a small one"},
     ),
 }

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.cost.errors import MAX_MARGIN, RECENT, REFRESH, ErrorSummary, PredictionErrors
+from engine.cost.errors import MAX_MARGIN, RECENT, ErrorSummary, PredictionErrors
 
 
 def test_without_steps_there_is_no_summary_and_no_margin() -> None:
@@ -27,16 +27,16 @@ def test_the_summary_has_median_and_p90_of_the_recent_steps() -> None:
 
 def test_nine_of_ten_steps_stay_below_the_margin_which_is_bounded() -> None:
     errors = PredictionErrors()
-    for number in range(10 * REFRESH):
+    for number in range(RECENT):
         errors.observe(1.2 if number % 5 == 0 else 0.9)
     assert errors.margin == 1.2
-    for _ in range(10 * REFRESH):
+    for _ in range(RECENT):
         errors.observe(9.0)
     assert errors.margin == MAX_MARGIN
 
 
 def test_a_machine_that_is_faster_than_predicted_leaves_the_goal_as_it_is() -> None:
     errors = PredictionErrors()
-    for _ in range(REFRESH):
+    for _ in range(RECENT):
         errors.observe(0.5)
     assert errors.margin == 1.0

@@ -6,7 +6,8 @@ from random import Random
 
 import pytest
 
-from engine.cost.live import UNUSED, LiveCost
+from engine.cost.errors import RECENT
+from engine.cost.live import LiveCost
 from engine.cost.model import UNMEASURED, CostModel
 from engine.step import RequestId, SampleSpec, SamplingParams, Step, StepEntry, StepId
 
@@ -176,7 +177,7 @@ def test_what_a_size_told_counts_as_long_as_it_is_used_now_and_then() -> None:
     """Beside decodes that take 1.5 times as long as calibrated, prompts take as long as that."""
     cost = LiveCost(MODEL)
     for _ in range(40):
-        for size in [8] * (UNUSED // 2) + [1500] * 2:
+        for size in [8] * (RECENT // 2) + [1500] * 2:
             slowdown = 1.5 if size == 8 else 1.0
             cost.observe(step(size), slowdown * MODEL.step(step(size)))
     assert cost.step(step(8)) == pytest.approx(1.5 * MODEL.step(step(8)), rel=0.05)

@@ -1,13 +1,13 @@
 """Layers that keep a window of their KV: what is given back, what is reused, what fits."""
 
 from array import array
+from sys import maxsize
 
 import pytest
 
 from engine.control.scheduler import IterationScheduler
 from engine.control.settings import SchedulerSettings
 from engine.errors import ContextTooLong
-from engine.kv.cache import NO_LIMIT
 from engine.kv.layer_groups import LayerGroups
 from engine.kv.ledger import KVLedger
 from engine.kv.prefix import name_in_group
@@ -137,7 +137,7 @@ def test_the_window_before_a_checkpoint_is_not_evicted_before_other_blocks() -> 
     [
         ((None,), 10, 20),
         ((None, None), 10, 10),
-        ((6,), 10, NO_LIMIT),
+        ((6,), 10, maxsize),
         ((6,), 7, 14),
         ((None, 6), 10, 10),
         ((None, 6), 30, 44),
@@ -150,7 +150,7 @@ def test_the_longest_request_that_fits_alone(
     ledger = KVLedger(KVShape(num_blocks, SIZE, windows=windows, chunk=CHUNK))
     scheduler = IterationScheduler(SchedulerSettings(64), ledger, FirstComeFirstServed())
     assert scheduler.kv.longest_request == longest
-    if longest < NO_LIMIT:
+    if longest < maxsize:
         assert ledger.reserve(A, longest)
         assert not ledger.reserve(RequestId(2), 2 * SIZE * num_blocks)
 

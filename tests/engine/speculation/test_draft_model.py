@@ -8,10 +8,9 @@ from engine.cost.live import LiveCost
 from engine.cost.model import CostModel
 from engine.iteration import Iteration
 from engine.request import Request, RequestSpec, State
+from engine.speculation.budget import DRAFT_SECONDS
 from engine.speculation.draft_model import (
-    FIRST_PLAN_CREDIT,
     FIRST_PROBES,
-    PLAN_SECONDS,
     PLAN_SHARE,
     Candidate,
     DraftModelProposer,
@@ -91,7 +90,11 @@ def test_an_output_that_leaves_the_proposal_has_no_drafts() -> None:
 
 def test_nothing_is_proposed_where_rows_or_the_draft_model_are_dear() -> None:
     for drafter in (a_drafter(DEAR_ROWS), a_drafter(CHEAP_ROWS, size_ratio=1.0)):
-        asked = [drafter.proposals([a_decode(a_request())], 100) for _ in range(FIRST_PROBES + 5)]
+        asked = []
+        for _ in range(FIRST_PROBES + 5):
+            asked.append(drafter.proposals([a_decode(a_request())], 100))
+            idle = Iteration(Step(StepId(0), ()), ())
+            drafter.iteration_took(idle, StepResult(StepId(0), (), 0.01), 0.0)
         assert [bool(found) for found in asked] == [True] * FIRST_PROBES + [False] * 5
 
 
@@ -177,8 +180,8 @@ def test_plans_take_a_share_of_the_time_while_proposals_do_not_pay() -> None:
             model.plan(candidates, 64, 0.05, 100, inf)
             num_plans += 1
         model.committed(idle, StepResult(StepId(0), (), 0.05))
-    spent = num_plans * PLAN_SECONDS * len(candidates)
-    assert 0.0 < spent <= FIRST_PLAN_CREDIT + PLAN_SHARE * 1000 * 0.05
+    spent = (num_plans - 1) * DRAFT_SECONDS * len(candidates)
+    assert 0.0 < spent <= PLAN_SHARE * 1000 * 0.05
 
 
 def test_every_iteration_is_planned_while_proposals_pay() -> None:

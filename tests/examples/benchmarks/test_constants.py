@@ -1,9 +1,18 @@
 """The sweep of the control plane's constants: its page, its rows, and that a value matters."""
 
 import json
+from dataclasses import replace
 
 from examples.benchmarks.virtual_time.constant_scenarios import SCENARIOS
-from examples.benchmarks.virtual_time.constants import OUT, REMOVED, SWEPT, page, ratios
+from examples.benchmarks.virtual_time.constants import (
+    CALIBRATION,
+    OUT,
+    REMOVED,
+    SWEPT,
+    page,
+    play,
+    ratios,
+)
 
 
 def test_the_page_shows_the_rows_of_all_constants_with_their_committed_values() -> None:
@@ -26,5 +35,11 @@ def test_a_committed_value_is_its_own_multiple_and_another_is_not() -> None:
     assert without["ttft mean"] > 1.0 > without["itl p99"]
 
 
+def test_speculation_pays_in_the_scenario_of_edits() -> None:
+    edits = SCENARIOS["edit"]
+    with_drafts, without = play(edits, 0), play(replace(edits, speculation=None), 0)
+    assert with_drafts["jct mean"] < 0.9 * without["jct mean"]
+
+
 def test_every_scenario_is_used() -> None:
-    assert {name for swept in SWEPT for name in swept.scenarios} == {*SCENARIOS}
+    assert {name for swept in SWEPT for name in swept.scenarios} == {*SCENARIOS, CALIBRATION}

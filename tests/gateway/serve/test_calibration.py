@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.cost.live import REFUTED_BY, LiveCost
+from engine.cost.live import FIRST_FIT, LiveCost
 from engine.cost.model import UNMEASURED, CostModel
 from engine.cost.profiler import ProbeLimits
 from engine.errors import WorkerLost
@@ -68,7 +68,7 @@ def test_a_calibration_that_iterations_refute_is_measured_again(
     file = cost_file(FACTS, tmp_path)
     file.save(asdict(TRUE))
     cost, step = LiveCost(TRUE), mixed_step(8, 0)
-    for _ in range(10 * REFUTED_BY):
+    for _ in range(10 * FIRST_FIT):
         cost.observe(step, slowdown * TRUE.step(step))
     Calibration(TRUE, file, "").update(cost)
     next_start = Counting()
@@ -81,7 +81,7 @@ class Unsteady(Counting):
 
     def run(self, step: Step, now: float) -> tuple[StepResult, float]:
         result, at = super().run(step, now)
-        late = 0.01 * self.num_steps * result.seconds
+        late = 0.03 * self.num_steps * result.seconds
         return replace(result, seconds=result.seconds + late), at + late
 
 
