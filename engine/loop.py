@@ -74,7 +74,7 @@ class Engine:
         self._clock = clock
         self._turn = turn
         self._ready_seconds = ready_seconds
-        self.engines = (self,)  # of its model, itself alone (see `engine.replicas`)
+        self.engines = (self,)  # its model's engines, here one (see `engine.replicas`)
         self._streams = LiveStreams()
         self._deadlines = DeadlineTimer(scheduler, clock, self._streams)
         self._wakeup = Wakeup()

@@ -95,7 +95,7 @@ class EncoderReport:
     """
 
     num_layers: int
-    row_bytes: int  # of the encoding of a token
+    row_bytes: int  # the encoding of one token
     row_flops: int
     pair_flops: int
     tile: int

@@ -9,7 +9,7 @@ import sys
 import threading
 
 LOWER = 5  # the niceness of threads that write the store or compile grammars
-LOWEST = 19  # of threads that compute slow masks
+LOWEST = 19  # the niceness of threads that compute slow masks
 
 
 def lower_thread_priority(niceness: int = LOWER) -> None:

@@ -184,7 +184,8 @@ class Request:
     prompt_logprobs: "list[TokenLogprobs]" = field(default_factory=list)  # if requested
     constant_sample: "SampleSpec | None" = None  # if the same for all its tokens
     sampled_at: "StepId | None" = None  # the last step that sampled it with its present KV
-    continuing_sample: "SampleSpec | None" = None  # of a token that is not late, if the worker has
+    # How to sample a token that is not late, if the worker has
+    continuing_sample: "SampleSpec | None" = None
     # its output; the same for all of them, except before `min_tokens`: then it stays None
     num_computed: int = 0  # tokens whose KV is on the device, or in its host copy
     num_planned: int = 0  # num_computed + tokens that iterations in flight compute
@@ -198,8 +199,8 @@ class Request:
     num_evictions_seen: int = 0  # when `num_matched` was last checked: engine.kv.prefix_index
     num_drops_seen: int = 0  # in the tiers below, likewise
     num_reusable: int = 0  # leading blocks behind which it can start: engine.kv.prefix_search
-    reusable_hashes: list[bytes] = field(default_factory=list)  # of `block_hashes`, as last used
-    reusable_at: tuple[int, int] | None = None  # for which `num_reusable` was found
+    reusable_hashes: list[bytes] = field(default_factory=list)  # the last used of `block_hashes`
+    reusable_at: tuple[int, int] | None = None  # the state for which `num_reusable` was found
     num_preemptions: int = 0  # times that its KV was dropped, to be recomputed
     num_swaps: int = 0  # times that its KV was swapped out
     produced_at_start: int = 0  # `produced` when it last got its KV

@@ -16,7 +16,7 @@ from engine.pooling import PoolSpec
 RequestId = NewType("RequestId", int)
 StepId = NewType("StepId", int)
 
-HASH_BYTES = 16  # of the content of a KV block
+HASH_BYTES = 16  # the length of a KV block's hash
 HASH_VERSION = 2  # changes when the same content gets another hash (`engine.kv.prefix`)
 LAST_TOKEN = -1  # in `StepEntry.tokens`: the last token that the worker sampled for the request
 NO_STATE = -1  # in `StateSlots.source`: zeros

@@ -56,7 +56,7 @@ class TokenStream:
         without tokens."""
         self.spec = spec
         self.reports_progress = reports_progress
-        self.prefill_seconds = 0.0  # of the prompt so far, at the last such update
+        self.prefill_seconds = 0.0  # seconds of the prompt so far, at the last such update
         self.request: Request  # from __enter__ on
         self.owner = owner  # another one after `Engine.hand_over`
         self._tokens: list[int] = []

@@ -49,7 +49,7 @@ class Generation:
     text: str
     finish_reason: str
     num_prompt_tokens: int
-    num_output_tokens: int  # of all choices of the prompt
+    num_output_tokens: int  # tokens of all the prompt's choices
     choice: Mapping[str, Any]
 
     @property

@@ -86,7 +86,7 @@ class Service:
     is_strict_about_max_tokens: bool = False  # completions always are
     traces: Traces | None = None
     has_page: bool = True
-    cpu_clock: Clock = time.thread_time  # of the calling thread
+    cpu_clock: Clock = time.thread_time  # CPU seconds of the calling thread
 
     @property
     def engine(self) -> ServingEngine:

@@ -25,6 +25,7 @@ MAX_METHODS = 20
 MAX_FIELDS = 25
 MAX_FILE = 400
 FRAGMENT = re.compile(r"(As|Of|By|From|Which|Those|At) ")  # the begin of no sentence of its own
+MID_SENTENCE = re.compile(r"\S  # ((?:in|for|by|from|with) which|of|that|which|whose) ")
 OTHER_WORDS = re.compile(r"\b(?:LEAST|MOST)_[A-Z_]+")  # the field says MIN_ and MAX_
 
 
@@ -104,6 +105,16 @@ def test_no_class_has_more_methods_or_fields_than_one_can_hold() -> None:
 def test_a_docstring_is_understood_without_its_signature() -> None:
     docs = ((place, ast.get_docstring(node) or "") for place, node in definitions())
     assert [place for place, text in docs if FRAGMENT.match(text)] == []
+
+
+def test_no_comment_goes_on_with_the_code_before_it() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}: {line.strip()}"
+        for path in sources(*PRODUCT)
+        for line in path.read_text().splitlines()
+        if MID_SENTENCE.search(line)
+    ]
+    assert found == []
 
 
 def test_limits_are_named_min_and_max() -> None:

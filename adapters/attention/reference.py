@@ -27,7 +27,7 @@ class _Pages(NamedTuple):
 
     pages: Tensor  # [num_blocks, block_size, kv_heads, dim]
     scales: Tensor | None  # [num_blocks, block_size, kv_heads]
-    scale: float  # of 8-bit floats
+    scale: float  # the scale of 8-bit floats
 
     def write(self, slots: Tensor, rows: Tensor) -> None:
         """Write rows `[tokens, kv_heads, dim]` to their slots in the dtype of the cache."""
@@ -62,7 +62,7 @@ class ReferenceAttention:
         self._cache = cache
         self._place = cache.keys[0].device
         self._slots = torch.empty(0, dtype=torch.int64)
-        self._layout: RaggedLayout | None = None  # of the current step, set by `plan`
+        self._layout: RaggedLayout | None = None  # the current step's, set by `plan`
 
     def plan(self, layout: RaggedLayout) -> None:
         """Keep the layout and slots of the step."""

@@ -46,7 +46,7 @@ CONNECT_SECONDS = 1.0
 PAUSE_SECONDS = 10.0
 FLUSH_SECONDS = 10.0
 MAX_QUEUED_BYTES = 256 << 20  # waiting to be written; contents beyond that are not
-LOCAL_BUFFER_BYTES = 256 << 20  # of a client, for transfers
+LOCAL_BUFFER_BYTES = 256 << 20  # a client's buffer for transfers
 DEFAULT_SEGMENT_BYTES = 512 << 20
 UNITS = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 PROTOCOLS = ("tcp", "rdma")
@@ -63,7 +63,7 @@ class StoreOptions:
     metadata: str = "P2PHANDSHAKE"
     protocol: str = "tcp"
     devices: str = ""
-    host: str = ""  # of this machine, as others reach it
+    host: str = ""  # this machine's name or address, as others reach it
     segment_bytes: int = DEFAULT_SEGMENT_BYTES
 
     @classmethod

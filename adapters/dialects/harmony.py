@@ -34,9 +34,9 @@ _HEADER = re.compile(
     rf"(?:{re.escape(CHANNEL)}(?P<channel>\w+){_RECIPIENT.format('after')}(?:{_TYPE}|\s*\w+)?)?"
     rf"(?:{_TYPE})?\s*{re.escape(MESSAGE)}"
 )
-_BEGINNINGS = (START, CHANNEL, CONSTRAIN, "to=", MESSAGE)  # of a header
+_BEGINNINGS = (START, CHANNEL, CONSTRAIN, "to=", MESSAGE)  # what may stand in a header
 _MAX_HEADER = 256  # characters
-_STOPS = (END, CALL, RETURN, START, CHANNEL)  # of the text of a message
+_STOPS = (END, CALL, RETURN, START, CHANNEL)  # they end the text of a message
 _STOP = re.compile("|".join(map(re.escape, _STOPS)))
 _BETWEEN = "\n\n"  # the texts of two messages of one kind
 
@@ -72,7 +72,7 @@ class HarmonyParser(GeneratorParser):
     def __init__(self, reader: TextReader, header: Header | None, tools: Container[str]) -> None:
         """`header` is that of the message which the prompt has begun; None if it has not."""
         self._tools = tools  # those whose calls are calls
-        self._kinds: set[Callable[[str], Piece]] = set()  # of pieces so far
+        self._kinds: set[Callable[[str], Piece]] = set()  # the kinds of the pieces so far
         self._needs_gap = False  # before the next text
         super().__init__(reader, self._read(header), is_reasoning=False)
 

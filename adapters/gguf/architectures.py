@@ -97,7 +97,7 @@ QWEN35_FIELDS = {
     "ssm.state_size": "linear_key_head_dim",
     "ssm.group_count": "linear_num_key_heads",
     "ssm.time_step_rank": "linear_num_value_heads",
-    "ssm.inner_size": "linear_value_head_dim",  # of all heads
+    "ssm.inner_size": "linear_value_head_dim",  # the width of all heads together
     **SECTIONS,
     "nextn_predict_layers": "mtp_num_hidden_layers",
 }

@@ -94,7 +94,7 @@ def _q5_k(blocks: Tensor) -> Groups:
     rest = blocks[:, :, 2 * HALF + K_FACTORS :]
     steps = _nibbles(rest[:, :, 32:].unflatten(2, (4, 32))).unflatten(3, (2, 32)).flatten(2, 3)
     groups = torch.arange(8, dtype=torch.uint8)[:, None]
-    high = (rest[:, :, None, :32] >> groups) & 1  # of input i of group g: bit g of byte i
+    high = (rest[:, :, None, :32] >> groups) & 1  # input i of group g has bit g of byte i
     return _k_groups(blocks, (steps | (high << 4)).flatten(2))
 
 

@@ -19,7 +19,7 @@ from engine.errors import StartupError
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
-ALIGNMENT = 32  # of tensors in bytes, unless general.alignment is set
+ALIGNMENT = 32  # bytes between the starts of tensors, unless general.alignment is set
 MAX_DIMENSIONS = 4
 
 _NUMBERS = {

@@ -25,7 +25,7 @@ Config = dict[str, Any]
 CLIP = "clip"  # `general.architecture`
 VISION = "clip.vision."
 POSITIONS = "v.position_embd.weight"
-FRAMES = 2  # of a patch in Qwen's encoders
+FRAMES = 2  # frames per patch in Qwen's encoders
 WINDOW_PIXELS = 112  # Qwen2.5-VL's, which its files leave out
 GEMMA_BLOCK = 4  # patches along each side of a token, unless the file says otherwise
 

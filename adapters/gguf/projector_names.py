@@ -14,10 +14,10 @@ class ProjectorNames(NamedTuple):
     """The names of one kind of encoder: of whole tensors, and without `.weight` and `.bias`."""
 
     whole: Mapping[str, str]  # exact
-    parts: Mapping[str, str]  # of the encoder, with biases
+    parts: Mapping[str, str]  # the encoder's tensors, with biases
     block: Mapping[str, str]
     blocks: str  # what the Hugging Face names of a block begin with, before its number
-    unbiased: Set[str] = frozenset()  # of `block`: RMS norms
+    unbiased: Set[str] = frozenset()  # those names in `block` that are RMS norms
     joined: str = ""  # q, k and v are one linear of this name
     has_frames: bool = False  # patches are of two images
 

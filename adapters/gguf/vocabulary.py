@@ -28,7 +28,7 @@ QWEN_3_5 = (
 QWEN_2 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|" + _REST
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _FIRST, _LAST = r"[^\r\n\p{L}\p{N}]?", _CONTRACTIONS + "?"
-O200K = "|".join(  # of tiktoken's o200k_base
+O200K = "|".join(  # the pattern of tiktoken's o200k_base
     (
         f"{_FIRST}{_UPPER}*{_LOWER}+{_LAST}",
         f"{_FIRST}{_UPPER}+{_LOWER}*{_LAST}",

@@ -59,7 +59,7 @@ class Decoder:
     """Decodes and prepares images for one checkpoint."""
 
     processor: ImageProcessor
-    identity: bytes  # of the processor's settings and of the checkpoint
+    identity: bytes  # identifies the processor's settings and the checkpoint
 
     @classmethod
     def open(cls, directory: Path) -> "Decoder":

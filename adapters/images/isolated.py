@@ -29,7 +29,8 @@ NUM_BYTES = 1 << 30
 ANSWER_SECONDS = 20.0  # for a result to arrive, beyond what decoding may take
 ATTEMPTS = 2  # at an image whose process was lost
 LOST = "The process that decodes images was lost; please try again."
-COPIED_BYTES = 1 << 20  # of a text that become bytes at once, since this holds the interpreter
+# A text becomes bytes in pieces of this size, since this holds the interpreter
+COPIED_BYTES = 1 << 20
 FLOAT_BYTES = 4
 
 

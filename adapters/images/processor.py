@@ -18,8 +18,8 @@ Pixels = NDArray[np.uint8]  # [height, width, channels]
 class Settings(NamedTuple):
     """A checkpoint's files about images; missing ones are empty."""
 
-    image: Config  # of the image processor
-    processor: Config  # of the processor of images and texts
+    image: Config  # the image processor's settings
+    processor: Config  # the settings of the processor of images and texts
     model: Config  # config.json
 
 

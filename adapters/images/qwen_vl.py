@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from adapters.images.processor import Config, Pixels
 
-MAX_RATIO = 200  # of a longer side to a shorter one
+MAX_RATIO = 200  # the longer side divided by the shorter one
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_DEVIATION = (0.26862954, 0.26130258, 0.27577711)
 MIN_PIXELS, MAX_PIXELS = 56 * 56, 28 * 28 * 1280  # unless the checkpoint says otherwise

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 RECEIVE_BYTES = 1 << 16
-NICENESS = 5  # of children: tokens come first
+NICENESS = 5  # children yield to the process that sends tokens
 OUT_OF_MEMORY = 3  # exit status
 
 
@@ -54,7 +54,7 @@ class Outcome(NamedTuple):
 class _Child:
     number: int
     pid: int
-    pipe: int  # from which its output is read
+    pipe: int  # the end from which its output is read
     deadline: float
     received: bytearray = field(default_factory=bytearray)
 

@@ -32,7 +32,7 @@ DOWNLOADED = (
     "sentence_bert_config.json",
 )
 NOT_DOWNLOADED = ("*/*", "consolidated*")
-MODULES = ("*_*/config.json",)  # of sentence-transformers, if modules.json names them
+MODULES = ("*_*/config.json",)  # modules of sentence-transformers, if modules.json names them
 
 
 def download(model: str) -> Path:

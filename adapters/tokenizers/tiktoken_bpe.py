@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 # tiktoken's regex engine backtracks over a run of whitespace; its stack ends near 10^6 characters.
 _WHITESPACE_RUN = 8_192
-_SHORT_BYTES = 4_096  # of a pre-token, which tiktoken encodes in less than a millisecond
+# A pre-token up to this size is encoded by tiktoken in less than a millisecond
+_SHORT_BYTES = 4_096
 _WHITESPACE = bytes({*"".join(filter(str.isspace, map(chr, range(0x3001)))).encode()})  # its bytes
 # The check for normalization holds the GIL, about 10 ns per character.
 _MAX_SCAN = 200_000

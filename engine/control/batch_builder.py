@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 
 PENDING = (LAST_TOKEN,)
-REST = tuple(StepEntry._field_defaults.values())[1:]  # of the fields behind `prompt_logprobs`
+# Defaults of the fields behind `prompt_logprobs`
+REST = tuple(StepEntry._field_defaults.values())[1:]
 
 
 class BatchBuilder:
@@ -50,7 +51,7 @@ class BatchBuilder:
         self.looks_ahead = True  # so tokens that may be late are few
         self.decodes: list[tuple[Request, StepEntry]] = []  # `Proposals` changes them
         self.prefills: list[tuple[Request, StepEntry]] = []
-        self.images: Images | None = None  # of requests with images
+        self.images: Images | None = None  # set if requests have images
         self.encodes: tuple[EncoderWork, ...] = ()
         self.dropped: tuple[int, ...] = ()
         self._has_loras = False

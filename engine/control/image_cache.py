@@ -24,8 +24,9 @@ class CachedImage:
 
     number: int  # for the workers
     num_patches: int
-    num_bytes: int  # of its encoding
-    users: "dict[Request, Media]" = field(default_factory=dict)  # that have not ended
+    num_bytes: int  # the size of its encoding
+    # Requests that use it and have not ended
+    users: "dict[Request, Media]" = field(default_factory=dict)
     num_planned: int = 0  # slices that iterations have computed or are computing
     is_begun: bool = False  # the workers have some of its pixels
     is_sent: bool = False  # they have all
@@ -38,7 +39,7 @@ class ImageCache:
         self._encoder = encoder
         self._max_bytes = max_bytes
         self._images: OrderedDict[Key, CachedImage] = OrderedDict()
-        self.num_bytes = 0  # of the encodings that are complete
+        self.num_bytes = 0  # the size of all complete encodings
         self._numbers = 0
         self._dropped: list[int] = []  # numbers that no step has forgotten yet
 

@@ -52,7 +52,7 @@ class StepResults:
         unread = self._finish_moves(iteration, result)
         if result.prompt_logprobs:
             for request, of_prompt in zip(iteration.requests, result.prompt_logprobs, strict=True):
-                if request not in unread:  # whose row is computed again
+                if request not in unread:  # its row is computed again
                     request.prompt_logprobs += of_prompt
         results = iteration.results(result)
         special = self._special_rows(iteration, result, results, unread)

@@ -62,10 +62,11 @@ PIECE_TIMES = 2.0
 # Swept in results/constants
 MIN_PIECE = 16  # tokens of a prompt's piece; less is not worth a row of the step
 MIN_FIRST_PIECE = 4  # tokens of the first prompt's piece without a goal, which it gets in any case
-MIN_SHARE = 0.1  # of the goal: the time that the first prompt of an iteration gets in any case
-PROMPT_SHARE = 0.25  # of a decode's time, for each prompt, if that is more than the factor allows
+MIN_SHARE = 0.1  # the first prompt of an iteration gets this share of the goal in any case
+# Each prompt counts as this share of a decode, if that is more than the factor allows
+PROMPT_SHARE = 0.25
 PATIENCE = 0.5  # seconds, after which a prompt's age makes the factor grow
-MAX_GROWTH = 2.0  # of the factor, if no seat decodes
+MAX_GROWTH = 2.0  # multiplies the factor at most, if no seat decodes
 MIN_BATCH_SECONDS = 1.5  # lone decodes: a goal below that time keeps no request waiting
 
 

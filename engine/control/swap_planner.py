@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 READY, SWAPPED = State.READY, State.SWAPPED  # bound once (see engine.pool)
 # Swept in results/constants
 DECAY = 0.98  # per plan, of the largest recent burst
-MAX_SPARE = 0.25  # of all blocks
+MAX_SPARE = 0.25  # a share of all blocks
 
 
 class SwapPlanner:

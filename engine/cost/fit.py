@@ -35,7 +35,7 @@ class Sample(NamedTuple):
     pairs: float
     num_sampled: int
     seconds: float
-    num_pieces: int = 0  # of prompts, of two tokens or more
+    num_pieces: int = 0  # pieces of prompts, each of two tokens or more
 
     def predicted(self, model: CostModel) -> float:
         """The seconds that the model predicts."""

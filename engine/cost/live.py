@@ -44,14 +44,14 @@ if TYPE_CHECKING:
     from engine.step import Step
 
 # Swept in results/constants
-NEWS_SHARE = 0.1  # of the latest measurement in the moving averages of the control plane
-WEIGHT = 0.05  # of the latest iteration in what is learned here
+NEWS_SHARE = 0.1  # the latest measurement's weight in the moving averages of the control plane
+WEIGHT = 0.05  # the latest iteration's weight in what is learned here
 DECODES = 32  # iterations of decodes only whose median factor counts
 WINDOW = 5  # iterations of a size whose median error counts
 MAX_ERROR = 4.0  # the largest factor between measured and predicted seconds that is learned from
-SMALL_ERROR = 0.25  # of a right prediction; larger errors are corrected faster
+SMALL_ERROR = 0.25  # the error of a right prediction; larger ones are corrected faster
 FASTER = 4.0  # by this factor
-MIN_SHARE = 0.05  # of an iteration's seconds, from which on it tells something of a part
+MIN_SHARE = 0.05  # a part with this share of an iteration's seconds is corrected by them
 SETTLING = 20  # right predictions in a row, after which
 SETTLED_ERROR = 0.02  # a size is settled, if their mean error is below this
 REST = 7  # iterations of a settled size that are not learned from, after each that is
@@ -85,7 +85,7 @@ class LiveCost:
         never = self._num_observed - RECENT - 1
         self._used_at = [never] * len(self._factors)  # by the number of observed iterations
         self._num_right = [0 for _ in segments]  # predictions in a row
-        self._mean_errors = [0.0 for _ in segments]  # of the last iterations
+        self._mean_errors = [0.0 for _ in segments]  # the mean errors of the last iterations
         self._rests = [0 for _ in segments]  # iterations that will not be learned from
         self._decode_ratios = deque([1.0], DECODES)  # measured to calibrated seconds
         self._decode_ratio: float | None = 1.0  # their median; None until it is asked for

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 _FIRST_ID = 1 << 40  # fixed: of requests and steps; an engine's own ids are lower
 # Swept in results/constants
-MAX_REPEATS = 5  # of a step in a round: its first runs are slower than those of a busy server
-REPEAT_SHARE = 0.005  # of the time limit, after which a step is not repeated in a round
+MAX_REPEATS = 5  # runs of a step in a round: its first ones are slower than those of a busy server
+REPEAT_SHARE = 0.005  # share of the time limit, after which a step is not repeated in a round
 MAX_ROUNDS = 3
 SAME = 0.1  # relative difference of the seconds of two rounds
 GROWTH = 4  # from one length or batch to the next
@@ -180,7 +180,7 @@ class _Profiler:
     async def round(self) -> dict[Probe, float]:
         """The median seconds of each probe for which there is time."""
         took: dict[Probe, float] = {}
-        per_token = 0.0  # of the previous step; an upper bound for a larger step
+        per_token = 0.0  # seconds in the previous step; an upper bound for a larger step
         for probe in probes(self._limits):
             left = self.until - self._clock()
             if probe in self._skipped or (len(took) > 1 and probe.size * per_token > left):

@@ -41,7 +41,8 @@ class LowerTier:
         self._free = free
         self.num_slots = len(free)  # at first, where another owner shares the list
         self._saved: dict[bytes, int] = {}
-        self.order: EvictionOrder[bytes] = EvictionOrder()  # of what is saved
+        # The order in which saved pages are evicted
+        self.order: EvictionOrder[bytes] = EvictionOrder()
         self.retained = RetainedNames(0)
         self._written: dict[bytes, int] = {}
         self._pins: dict[bytes, int] = {}  # loads in flight

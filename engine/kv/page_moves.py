@@ -30,10 +30,11 @@ class PageMoves:
 
     def __init__(self, ledger: "KVLedger") -> None:
         self._pages = ledger.pages
-        self._moves: list[BlockMove] = []  # of the plan being made
+        self._moves: list[BlockMove] = []  # moves in the plan being made
         self._saves: list[Save] = []
         self._loads: list[Load] = []
-        self._swapping: list[Request] = []  # whose pages are copied, without being in the batch
+        # Requests whose pages are copied, without being in the batch
+        self._swapping: list[Request] = []
 
     def wait_for(self, request: "Request") -> None:
         """The request is in flight until the step being planned has returned, without an entry."""

@@ -38,7 +38,7 @@ class PagePool:
         self.retained = RetainedNames(num_pages // 2)
         self.cached: EvictionOrder[int] = EvictionOrder()  # published, not held
         self._unsaved: dict[int, None] = {}  # cached and not in every tier; least recent first
-        self._saving: set[int] = set()  # that a step in flight copies
+        self._saving: set[int] = set()  # pages that a step in flight copies
         self._idle: dict[bytes, int] = {}  # what `num_idle` found since the last change
         self.reset()
 

@@ -43,7 +43,7 @@ class Pages:
         cached = self.host.cached if shape.saves_on_host else None
         self.lower = LowerTiers.of(cached, self.disk, store)
         self.pool = PagePool(kind, num_pages, self.lower)
-        self.index = self.pool.prefixes  # of the device
+        self.index = self.pool.prefixes  # the prefixes on the device
         self._asked: deque[tuple[Iterator[bytes], float, str]] = deque()
         for copies in self.lower.values():
             copies.retained = self.pool.retained

@@ -33,7 +33,7 @@ NAMES_PER_PLAN = 512  # fixed: about 1 ms of the event loop for each thing that 
 class Part(IntEnum):
     """What a part of a digest's content is."""
 
-    SALT = 1  # of the caller: requests with different salts share no block
+    SALT = 1  # the caller's: requests with different salts share no block
     ADAPTER = 2  # the digest of the LoRA adapter, so that only it can have computed the blocks
     PARENT = 3  # the digest of the block before, or the root
     TOKENS = 4

@@ -245,7 +245,7 @@ class RequestStates:
             else:
                 self.pool.drop(slot)
         if drafted is not None:
-            for _, slot in held.written:  # of rejected drafts
+            for _, slot in held.written:  # the states of rejected drafts
                 self.pool.drop(slot)
             held.written, held.drafted = [], None
         newest = self.snapshots.find(held.passing or b"")

@@ -28,7 +28,7 @@ class BackgroundLast:
     ) -> None:
         self.inner = inner
         self.base = base or inner
-        self.settings = settings  # that `inner` was made with
+        self.settings = settings  # the settings that `inner` was made with
         self._background: dict[Request, SortKey] = {}
         self._num_arrived = 0
 

@@ -30,7 +30,7 @@ class _Tenant:
     name: str
     index: int  # breaks ties between equal counters
     counter: float
-    order: "Policy"  # of its requests
+    order: "Policy"  # the order of its requests
     num_live: int = 0
 
 
@@ -54,7 +54,7 @@ class VirtualTokenCounter(PolicyBase):
         self._make = make or partial(FirstComeFirstServed, settings=self._settings)
         self._active: dict[str, _Tenant] = {}
         self._absent: dict[str, float] = {}  # counters that are ahead of the floor
-        self._last_counter = 0.0  # of the last tenant to leave
+        self._last_counter = 0.0  # the counter of the last tenant that left
         self._num_tenants = 0
 
     def arrive(self, request: "Request", now: float) -> None:

@@ -58,7 +58,7 @@ class _Client:
     live: "OrderedDict[Request, _Prompt | None]" = field(default_factory=OrderedDict)
     num_prompts: int = 0
     served: float = 0.0  # the virtual time up to which its prompts are computed
-    place: tuple[float, int] | None = None  # of its first request in `_places`
+    place: tuple[float, int] | None = None  # its first request's place in `_places`
 
     def in_order(self, share: int) -> "Iterator[tuple[float, Request]]":
         """The requests with their virtual times, which do not decrease; the client has `share`
@@ -86,9 +86,9 @@ class FirstComeFirstServed(PolicyBase):
         self._prompts: dict[Request, _Prompt] = {}  # those that are not computed
         self._started: dict[Request, _Prompt] = {}  # those of them that have KV
         self._places: list[tuple[float, int, _Client]] = []  # sorted
-        self._moved: dict[_Client, None] = {}  # whose place may be another one
+        self._moved: dict[_Client, None] = {}  # clients whose place may have changed
         self._num_sharing = 0  # clients with prompts
-        self._num_clients = 0  # that came
+        self._num_clients = 0  # clients that ever came
         self._time = 0.0  # virtual
 
     def arrive(self, request: "Request", now: float) -> None:

@@ -29,7 +29,7 @@ class LowestPriorityFirst(PolicyBase):
         self._promoted: dict[Request, SortKey] = {}
         self._classes: dict[int, dict[Request, SortKey]] = {}
         self._num_queued = 0  # arrivals and promotions so far
-        self._priorities: list[int] = []  # of the classes, ascending
+        self._priorities: list[int] = []  # the priorities of the classes, ascending
 
     def arrive(self, request: "Request", now: float) -> None:
         priority = request.spec.priority

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from engine.request import Request
 
 # Swept in results/constants
-STARVATION_SECONDS = 60.0  # of policies whose paper names no limit
+STARVATION_SECONDS = 60.0  # the limit of policies whose paper names none
 MAX_AT_ONCE = 64  # so that one plan does not promote, or postpone, a whole queue
 IN_FLIGHT = frozenset({State.RUNNING, State.LEAVING})
 

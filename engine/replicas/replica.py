@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
     Beginning = tuple[str, bytes]  # `Caching.key`, and the hash of the first block
 
-MAX_CRASHES = 1  # of a request that moves while its replica restarts: it may be the cause
+# A request with so many does not move while its replica restarts: it may be the cause
+MAX_CRASHES = 1
 MIN_FIRST = 64  # entries of ended requests that are kept in any case
 WAITING = State.WAITING
 
@@ -29,7 +30,7 @@ class Replica:
         self.pool = engine.scheduler.pool
         self._delay = delay
         self._seconds = 0.0
-        self._state = (0, 0, 0)  # for which `_seconds` was computed
+        self._state = (0, 0, 0)  # the state for which `_seconds` was computed
         self.beginnings: dict[Beginning, RequestId] = {}  # the first request of each
 
     def delay(self, now: float) -> float:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from engine.step import BlockMove, RequestId, Step, StepEntry
 
 
-VECTOR = bytes(4)  # of a pooling request: one number, 0
+VECTOR = bytes(4)  # a pooling request's result: one number, 0
 
 
 def synthetic_token(entry: "StepEntry") -> int:

@@ -96,12 +96,12 @@ class Figures:
     num_finished: int
     seconds: float
     output_tokens: int
-    cached_tokens: int  # of prompts, found in the KV cache
+    cached_tokens: int  # prompt tokens found in the KV cache
     num_iterations: int
     busy_seconds: float
     num_preempted: int  # preemptions, by recomputation or by swapping out
     num_swapped: int  # preemptions by swapping out
-    num_ahead: int  # of those, swapped out before the space was needed
+    num_ahead: int  # those swapped out before the space was needed
     swapped_slots: int  # slots moved between device and host, in both directions
     num_good: int  # finished within the SLO
     spreads: dict[str, Distribution | None]

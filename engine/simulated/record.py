@@ -36,7 +36,7 @@ class Recorder(Observer):
         self.moments: list[Moment] = []
         self.num_recomputed = 0  # preemptions whose KV is recomputed
         self.num_swapped = 0  # preemptions whose KV is swapped out
-        self.num_ahead = 0  # of those, swapped out before the space was needed
+        self.num_ahead = 0  # those swapped out before the space was needed
         self.swapped_blocks = 0  # blocks moved, in both directions
         self.block_size = 1
         self.num_iterations = 0

@@ -65,7 +65,7 @@ class IterationRow(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=Tru
 
     at: float
     arrival: ArrivalRow | None = None
-    blocks: tuple[int | str, ...] = ()  # of a request that ended
+    blocks: tuple[int | str, ...] = ()  # the blocks of a request that ended
     planned: int | None = None
     entries: tuple[tuple[int, int, int], ...] = ()
     moves: tuple[tuple[str, int, bool], ...] = ()
@@ -80,7 +80,7 @@ class IterationRow(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=Tru
     cancelled: int | None = None
     preempted: int | None = None
     switched: str | None = None
-    settings: PolicySettings | None = None  # of the policy switched to
+    settings: PolicySettings | None = None  # settings of the policy switched to
     idled: bool = False
     lost: bool = False
     given_up: bool = False

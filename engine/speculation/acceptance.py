@@ -15,7 +15,7 @@ _BUCKETS = (0, 1, 2, 3, 4, *[5] * 3, *[6] * 8)
 NUM_BUCKETS = _BUCKETS[-1] + 2
 UNKNOWN = 0.5  # fixed: a guess that nothing is known of is as likely right as wrong
 # Swept in results/constants
-WEIGHT = 4.0  # of the prior rate, in guesses
+WEIGHT = 4.0  # guesses by which the prior rate counts
 MEMORY = 0.995  # per guess, of all requests
 OWN_MEMORY = 0.9  # per guess, of one request
 MIN_PROBABILITY = 0.01  # guesses with a smaller probability are not computed

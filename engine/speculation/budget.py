@@ -30,9 +30,10 @@ if TYPE_CHECKING:
 SHARE = 0.003
 # Swept in results/constants
 FIRST_STEPS, MAX_STEPS = 4.0, 16.0  # lone decodes whose seconds are there at first, and at most
-ASK_SECONDS = 5e-5  # of the event loop, to guess for one request, until it is measured
-DRAFT_SECONDS = 1e-5  # of the event loop per draft, until it is measured
-USUAL_DRAFTS = 8.0  # of an iteration; as many tell as much of the seconds per draft as of the rest
+ASK_SECONDS = 5e-5  # the event loop's time to guess for one request, until it is measured
+DRAFT_SECONDS = 1e-5  # the event loop's time per draft, until it is measured
+# Drafts per iteration; as many tell as much of the seconds per draft as of the rest
+USUAL_DRAFTS = 8.0
 WARM_UPS = 2  # iterations of a size whose kernel calls may be new: what they lose is not counted
 
 

@@ -29,12 +29,13 @@ if TYPE_CHECKING:
     from engine.speculation.acceptance import AcceptanceRates
     from engine.step import RequestId, StepEntry, StepResult
 
-PLAN_SHARE = SHARE / 2  # of the workers' time, to plan and to probe, while proposals do not pay
+# Share of the workers' time, to plan and to probe, while proposals do not pay
+PLAN_SHARE = SHARE / 2
 # Swept in results/constants
 MIN_PIECE = 32  # tokens of a prompt; as many missing tokens are computed with the proposals
 EXPECTED_TOKENS = 128  # at most, that a request goes on for: half of those it may
 PROBE_DRAFTS = 3
-FIRST_PROBES = 6  # that need no credit, so that a server soon knows the rates
+FIRST_PROBES = 6  # probes that need no credit, so that a server soon knows the rates
 MAX_PROBED = 512  # missing tokens of a request that is probed without credit
 MAX_CREDIT = 1.0  # seconds
 
@@ -72,7 +73,7 @@ class DraftModelProposer:
     def __init__(self, cost: "LiveCost", size_ratio: float) -> None:
         """`size_ratio` is that of the draft model's parameters to the model's."""
         self._cost = cost
-        self._ratio = size_ratio  # of the seconds of a pass to those of a step of as many tokens
+        self._ratio = size_ratio  # seconds of a pass divided by those of a step of as many tokens
         self._proposed: dict[RequestId, _Proposed] = {}
         self._in_flight: set[RequestId] = set()
         self._probe_credit = 0.0  # seconds, to probe requests with

@@ -72,7 +72,7 @@ class Drafter(Observer):
         self._in_flight: set[StepId] = set()  # steps that have
         self._num_accepted = 0  # in the iteration being committed
         self._pause = 0  # iterations, the longer the more often drafts were not worth it
-        self._num_paused = 0  # of them that are left
+        self._num_paused = 0  # paused requests that are left
 
     @classmethod
     def build(

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from engine.speculation.budget import SpeculationBudget
 
 # Swept in results/constants
-MIN_GAIN = 1.02  # of the expected tokens per second, for drafts to be computed
-MAX_SLOWDOWN = 1.25  # of an iteration with decodes that gain nothing by it
+MIN_GAIN = 1.02  # drafts are computed if the expected tokens per second grow by this factor
+MAX_SLOWDOWN = 1.25  # an iteration may take so much longer for decodes that gain nothing by it
 
 
 class Guess(NamedTuple):

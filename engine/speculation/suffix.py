@@ -65,7 +65,7 @@ class SuffixProposer:
         self._settings = settings
         self._requests = RequestIndexes(settings.lookup_min)
         self._outputs: OrderedDict[str, _Outputs] = OrderedDict()  # by salt; least recent first
-        self._num_tokens = 0  # of all salts
+        self._num_tokens = 0  # tokens of all salts
 
     def propose(self, request: "Request", count: int) -> Proposal:
         own = self._requests.index(request)

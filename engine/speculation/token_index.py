@@ -33,7 +33,7 @@ class TokenIndex:
         self.tokens: list[int] = []
         self._gram = gram
         self._mask = (1 << _BITS * gram) - 1
-        self._key = 0  # of the last `gram` tokens
+        self._key = 0  # the hash of the last `gram` tokens
         self._latest: dict[int, int] = {}  # position of the run's last token
         self._before = array("i")  # position of the same run before, by position
 

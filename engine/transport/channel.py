@@ -46,7 +46,7 @@ class _PendingStep(NamedTuple):
 
 
 class _PendingLora(NamedTuple):
-    reports: dict[Placement, LoraReport]  # of the workers that have answered
+    reports: dict[Placement, LoraReport]  # the workers that have answered
     future: LoraFuture
 
 

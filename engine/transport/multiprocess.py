@@ -35,7 +35,7 @@ from engine.worker_settings import WorkerReport, WorkerSettings
 
 logger = logging.getLogger(__name__)
 
-_TRIAL_ID = 1 << 41  # of the trial step and its request; an engine's own ids are lower
+_TRIAL_ID = 1 << 41  # the trial step and its request have it; an engine's own ids are lower
 
 
 @dataclass(frozen=True, slots=True)

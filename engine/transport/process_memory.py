@@ -14,9 +14,9 @@ from typing import BinaryIO, NamedTuple
 
 SMAPS, MAPS, PAGEMAP = (Path("/proc/self") / name for name in ("smaps", "maps", "pagemap"))
 PRESENT, SWAPPED, FILE = 1 << 63, 1 << 62, 1 << 61  # bits of a page in pagemap
-ENTRY_BYTES = 8  # of a page in pagemap
+ENTRY_BYTES = 8  # a page's entry in pagemap
 MADV_DONTNEED, MADV_HUGEPAGE = 4, 14  # linux/mman.h
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # numbers of glibc's malloc.h
 KEPT_BYTES = 128 << 20
 LARGEST_HEAP_BLOCK = 32 << 20  # the most that glibc allows; larger blocks are mappings
 

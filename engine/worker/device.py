@@ -61,8 +61,8 @@ class Formats:
     they are stored.
     """
 
-    dtype: torch.dtype  # of float weights and activations
-    kv_dtype: torch.dtype  # of keys and values in the cache
+    dtype: torch.dtype  # the dtype of float weights and activations
+    kv_dtype: torch.dtype  # the dtype of keys and values in the cache
     weights: str
     linear: LinearFormat | None = None
 

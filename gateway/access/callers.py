@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 _VALID_ID = re.compile(r"[A-Za-z0-9._:/+=@#-]{1,128}")
 OPENAI_VERSION = "2020-10-01"
-MAX_COMMAS = 1 << 18  # of a JSON body
+MAX_COMMAS = 1 << 18  # commas in a JSON body
 MAX_OBJECTS = 20_000  # with fields: the messages that a chat may have, and more
 MAX_ESCAPES = 1 << 20  # backslashes, each of which escapes a character of a text
-PIECE_BYTES = 64 << 10  # of a text, in which values are counted at once
+PIECE_BYTES = 64 << 10  # values are counted in pieces of this size
 _OBJECT = re.compile(rb'\{\s*"')
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 SEATS = 2
 FULL = "Too many grammars are being compiled. Please try again later."
 TRY_SECONDS = 0.3
-CHARS_ON_LOOP = 32 << 10  # of a grammar whose limits are checked on the loop, in 2 ms
+CHARS_ON_LOOP = 32 << 10  # a grammar up to this length is checked on the loop, in 2 ms
 JSON_KINDS = frozenset({GrammarKind.JSON_SCHEMA, GrammarKind.CHOICE, GrammarKind.TAGS})
 BRACKETS = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
 

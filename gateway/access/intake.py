@@ -41,15 +41,15 @@ if TYPE_CHECKING:
     from engine.ports import Clock
     from gateway.observe.request_log import RequestRecord
 
-SHARE = 0.2  # of the loop's time, while the engine generates
+SHARE = 0.2  # share of the loop's time, while the engine generates
 BUSY_SHARE = 0.1  # the same while the loop is busy
-MAX_CREDIT_SECONDS = 0.002  # of unused time that may be used at once
-MAX_DEBT_SECONDS = 0.05  # of all clients together
-MAX_SHARED_SECONDS = 0.001  # of the debt of one client, for which others wait
+MAX_CREDIT_SECONDS = 0.002  # unused time that may be used at once
+MAX_DEBT_SECONDS = 0.05  # the debt of all clients together
+MAX_SHARED_SECONDS = 0.001  # others wait for so much of one client's debt
 MAX_CLIENT_DEBT_SECONDS = 1.0
-PIECE_SECONDS = 0.005  # that one piece of work may hold the loop
-LONG_PIECE_FACTOR = 5.0  # by which more than that is charged
-ABANDONED_SECONDS = 0.02  # that a client owes for a response that it did not wait for
+PIECE_SECONDS = 0.005  # one piece of work may hold the loop so long
+LONG_PIECE_FACTOR = 5.0  # what exceeds that is charged so many times
+ABANDONED_SECONDS = 0.02  # a client owes this for a response that it did not wait for
 MIN_WAIT_SECONDS = 0.001  # a clock may not advance by the rounding of a difference
 RECHECK_SECONDS = 0.05  # generation may end while requests wait
 
@@ -63,7 +63,7 @@ class Intake:
     """
 
     clock: "Clock"
-    cpu_clock: "Clock"  # of the calling thread
+    cpu_clock: "Clock"  # the calling thread's CPU time
     is_generating: Callable[[], bool]
     is_busy: Callable[[], bool] = lambda: False
     share: float = SHARE
@@ -142,7 +142,8 @@ class Intake:
                 awaited = self._charged(resume, client)
                 try:
                     yield awaited
-                except BaseException as error:  # of whatever the task awaits, or a cancellation
+                # An error of whatever the task awaits, or a cancellation
+                except BaseException as error:
                     resume = partial(running.throw, error)
                 else:
                     if record is not None and record.num_running:

@@ -2,7 +2,8 @@
 
 import socket
 
-IPV6_NETWORK_BYTES = 8  # of an address; one client has as many addresses as the other bytes allow
+# An address's bytes that name a client, who has as many addresses as the others allow
+IPV6_NETWORK_BYTES = 8
 IPV4_IN_IPV6 = "::ffff:"
 
 

@@ -8,7 +8,7 @@ class ClientTurns:
     """The clients that have a turn, and those of their tasks that wait for the next one."""
 
     def __init__(self) -> None:
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # of clients that have a turn
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # clients that have a turn
 
     def __len__(self) -> int:
         """Clients that have a turn."""

@@ -62,10 +62,10 @@ class LineReader:
     def __init__(self, endpoint: str, limits: LineLimits) -> None:
         self.errors: list[LineError] = []
         self.num_lines = 0
-        self.model: str | None = None  # of the first line that names one
+        self.model: str | None = None  # the model that the first line with one names
         self._endpoint = endpoint
         self._limits = limits
-        self._number = 0  # of lines read, including empty ones
+        self._number = 0  # lines read, including empty ones
         self._rest = b""
         self._is_too_long = False
 

@@ -103,10 +103,10 @@ class _Run:
         self._slots = slots
         self._max_lines = runner.max_lines
         self._reading = asyncio.Lock()
-        self._last_number = 0  # of the last line that was started
+        self._last_number = 0  # the last line that was started
         self._limits = runner.limits
         self._ending = runner.ending
-        self._answering: set[asyncio.Task[None]] = set()  # of the lines that run
+        self._answering: set[asyncio.Task[None]] = set()  # tasks that answer lines
         self._service = runner.service
         self._plan = runner.endpoints.get(record.endpoint, _no_endpoint)
         self._batches = runner.service.store.batch_queue.batches

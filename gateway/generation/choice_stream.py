@@ -86,7 +86,7 @@ class ChoiceStream:
             options.decoder, options.stop_strings, includes_stop=options.report.stop_string
         )
         self._token_text = TokenText(self._text)
-        self._pieces: list[Piece] = []  # of the message, since the last delta
+        self._pieces: list[Piece] = []  # the message's pieces since the last delta
         self._reports: list[OutputToken | PromptReport] = []  # go out with the next delta
         self._has_begun = self._has_called = False
         self._early_end = ""  # the finish reason if the answer is to end before the model ends it

@@ -35,11 +35,11 @@ if TYPE_CHECKING:
 
 S = TypeVar("S")
 T = TypeVar("T")
-TASKS_AT_ONCE = 256  # that are created without a pause
+TASKS_AT_ONCE = 256  # tasks that are created without a pause
 SPECS_AT_ONCE = 64  # requests that are built or added without a pause
 Sink = Callable[[bytes], Awaitable[None]]  # takes one or several events
 _MANY_CHOICES = 256  # the same, rendered in 2 ms
-DEADLINE_FIELDS = ("ttft_deadline", "deadline")  # of `RequestSpec`; request bodies add `_ms`
+DEADLINE_FIELDS = ("ttft_deadline", "deadline")  # fields of `RequestSpec`; request bodies add `_ms`
 
 
 class StreamGroup(ABC):
@@ -271,7 +271,7 @@ async def _choice_events(
     renderer, index = plan.renderer, choice.index
     while True:
         delta = await choice.next()
-        if len(delta) > MANY_TOKENS:  # of an echoed prompt
+        if len(delta) > MANY_TOKENS:  # it is an echoed prompt
             events = await asyncio.to_thread(renderer.delta, index, delta, group)
         else:
             events = renderer.delta(index, delta, group) if delta else b""

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from gateway.generation.known_text import KnownText
     from gateway.generation.marks import PromptMarks
 
-MAX_HELD = 8  # of a connection: the response that is continued, and others to fork from
-MAX_BYTES = 256 << 20  # of the server
-ITEM_BYTES = 1024  # of an item's objects, its texts aside
+MAX_HELD = 8  # responses per connection: the one that is continued, and others to fork from
+MAX_BYTES = 256 << 20  # bytes that the server holds in all
+ITEM_BYTES = 1024  # the size of an item's objects, its texts aside
 
 
 class HeldPrompt(NamedTuple):

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 CONVERSATION = b"x-conversation-id"
 LAST_EVENT = b"last-event-id"
 HEADERS = frozenset({CONVERSATION, LAST_EVENT})
-MAX_DIGITS = 18  # of a number of an event
+MAX_DIGITS = 18  # digits in the number of an event
 RESUMED = "resumed"  # in the log line of a request that reads the events of another one
 
 

@@ -19,8 +19,8 @@ from gateway.ports import EncodesInPieces, EncodesPairs
 if TYPE_CHECKING:
     from gateway.ports import TokenDecoder, Tokenizer
 
-WORK_SECONDS = 0.002  # of CPU time, after which a thread rests
-SHARE = 0.2  # of a core, for all threads that tokenize together
+WORK_SECONDS = 0.002  # CPU time after which a thread rests
+SHARE = 0.2  # the share of a core for all threads that tokenize together
 
 
 class PacedTokenizer:

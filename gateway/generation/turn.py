@@ -34,7 +34,7 @@ class Turn:
         self.renderer: ResponsesRenderer | None = None  # once its request is accepted
         self._choice: ChoiceStream | None = None
         self._is_steered = False
-        self._block_size = 0  # of the engine that has its request
+        self._block_size = 0  # the block size of the engine that has its request
         self.settings = b""  # a digest of what its prompt is rendered from beside items
         self.continuation: Continuation | None = None  # if its request has a window of its items
 

@@ -84,7 +84,7 @@ class Group:
         self._serving: Serving | None = None
         self._stack = AsyncExitStack()
         self._changed_at = clock()  # when `status` changed
-        self.on_change: Callable[[Group], object] = _ignore  # of the status
+        self.on_change: Callable[[Group], object] = _ignore  # called when the status changes
 
     def __repr__(self) -> str:
         return f"<Group {self.name!r} {self.status.value} leases={len(self.leases)}>"

@@ -39,7 +39,7 @@ class Loads:
         self._max_wait = terms.max_load_wait
         self._on_loaded = on_loaded
         self._on_unload = on_unload
-        self._turn = asyncio.Lock()  # of the load or unload that is being made
+        self._turn = asyncio.Lock()  # held while a load or unload is made
         self._queue: list[Group] = []  # groups that are being loaded, or will be
         self._tasks: dict[Group, asyncio.Task[None]] = {}
 

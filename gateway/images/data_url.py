@@ -5,7 +5,8 @@ from gateway.schema.decoding import quote
 from gateway.schema.images import NO_FILES
 
 TYPES = ("image/png", "image/jpeg", "image/webp", "image/gif")
-_ALSO = ("image/jpg", "image/apng", "application/octet-stream")  # of clients that know no better
+# Sent by clients that know no better
+_ALSO = ("image/jpg", "image/apng", "application/octet-stream")
 MAX_HEADER = 256  # characters before the comma
 
 

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 SEATS = 2
 FULL = "Too many images are being decoded. Please try again later."
 WAIT_SECONDS = 30.0  # for a seat
-LOW_TOKENS = 256  # of an image whose `detail` is "low"
-HASHED_CHARS = 1 << 20  # of a text that become bytes at once, since this holds the interpreter
+LOW_TOKENS = 256  # tokens of an image whose `detail` is "low"
+HASHED_CHARS = 1 << 20  # characters that become bytes at once, since this holds the interpreter
 NO_HOSTS = (
     "has a URL that this server does not fetch; send the image itself as a data URL "
     "(data:image/png;base64,…) or upload it to /v1/files. (--media-hosts names hosts that are "
@@ -49,9 +49,9 @@ class ImageLimits:
     """Bounds on the images of one request, and on the memory for decoded images."""
 
     max_images: int = 64
-    max_tokens: int = 4096  # of one image
-    max_bytes: int = 32 << 20  # of one file
-    max_pixel_bytes: int = 512 << 20  # of the floats that the encoder reads, for one request
+    max_tokens: int = 4096  # tokens of one image
+    max_bytes: int = 32 << 20  # the size of one file
+    max_pixel_bytes: int = 512 << 20  # floats that the encoder reads, for one request
     kept_bytes: int = 256 << 20
 
 

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from gateway.observe.metrics import Histogram
 
 PROBE_SECONDS = 0.05
-REST_PROBES = 4  # that are one while there is no gap and the loop is not half as busy as CALM
+# Probes that are one while there is no gap and the loop is not half as busy as CALM
+REST_PROBES = 4
 BUSY = 0.9  # fraction of that time above which the gap grows
 CALM = 0.75  # fraction below which it shrinks
 FIRST_GAP = 0.01

@@ -164,7 +164,7 @@ class KVEvents(Observer):
         self._block_size = block_size
         self._publish = publish
         self._specs = GroupSpec.all_of(windows)
-        self._groups: dict[bytes, int] = {}  # of the names that are stored on any medium
+        self._groups: dict[bytes, int] = {}  # the groups of the names that are stored on any medium
         self._stored_on: dict[str, set[bytes]] = {
             medium: set() for medium in (DEVICE, *MEDIA.values())
         }

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from gateway.observe.readings import Readings
 
 KEEP_ITERATIONS = 256
-MAX_REQUESTS = 200  # of a snapshot
-MAX_STARTED = 120  # of them, requests that hold KV on the device
+MAX_REQUESTS = 200  # requests in a snapshot
+MAX_STARTED = 120  # requests in it that hold KV on the device
 MAX_SWAPPED = 40
 RUNNING = (State.READY, State.RUNNING)
 SWAPPED = (State.SWAPPING_OUT, State.SWAPPED, State.SWAPPING_IN)

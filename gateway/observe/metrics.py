@@ -73,7 +73,7 @@ class RequestMetrics(Observer):
         self.decode_seconds = Histogram(SECONDS)
         self.prompt_tokens = Histogram(TOKENS)
         self.generation_tokens = Histogram(TOKENS)
-        self.max_generation_tokens = Histogram(TOKENS)  # of the longest choice of a request
+        self.max_generation_tokens = Histogram(TOKENS)  # tokens of a request's longest choice
         self.cancel_to_free = Histogram(ITERATIONS)
         self._choices: dict[str, tuple[int, int]] = {}  # by label: live choices, most tokens
 

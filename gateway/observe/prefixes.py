@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from engine.control.scheduler import IterationScheduler
     from engine.request import Request
 
-MAX_BLOCKS = 1 << 16  # whose names are remembered, about 10 MiB
+MAX_BLOCKS = 1 << 16  # blocks whose names are remembered, about 10 MiB
 MAX_NOTES = 1024  # requests whose messages' ends are known
-MAX_MESSAGES = 4096  # of a request with more, the messages are not named
+MAX_MESSAGES = 4096  # in a request with more, messages are not named
 
 
 class Reason(StrEnum):
@@ -96,7 +96,7 @@ class PrefixHistory:
             return None
         num_prompt = request.prompt_len // size
         owner = (spec.tenant, spec.label)
-        last = request.block_hashes[num_prompt - 1 : num_prompt]  # of an aborted one there is none
+        last = request.block_hashes[num_prompt - 1 : num_prompt]  # an aborted request has none
         named = (owner, last[0]) if last else None
         if named is not None and named == self._last[0]:
             self._remember(request, num_prompt)  # another choice of the same prompt

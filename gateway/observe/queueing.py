@@ -37,7 +37,7 @@ class Pressure(NamedTuple):
 
     num_waiting: int
     num_running: int
-    kv_share: float  # of the blocks that are held, 0 to 1
+    kv_share: float  # the share of the blocks that are held, 0 to 1
 
 
 class QueueWatch:

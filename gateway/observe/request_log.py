@@ -54,7 +54,7 @@ class RequestRecord:
     num_running: int = 0  # engine requests that have not ended
     is_over: bool = False  # the response has ended
     is_probe: bool = False
-    trace_id: str = ""  # of the header traceparent (W3C Trace Context)
+    trace_id: str = ""  # from the header traceparent (W3C Trace Context)
 
     def fields(self, now: float) -> dict[str, Any]:
         """The line's fields; durations in seconds, None where there was no token."""

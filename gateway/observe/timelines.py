@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 KEEP = 1000  # ended requests
 MIN_BEGIN = 6  # characters of a shortened label
-LABELS = 4096  # of which the times that a client did not read are known
+LABELS = 4096  # labels for which the times that a client did not read are known
 PAUSE = 0.05  # seconds without an iteration after which a request that holds KV counts as paused
-MAX_INTERRUPTIONS = 256  # of a request; later ones are not recorded
-MAX_READER_WAITS = 64  # of one label; later ones are added to the last
+MAX_INTERRUPTIONS = 256  # interruptions of a request; later ones are not recorded
+MAX_READER_WAITS = 64  # waits of one label; later ones are added to the last
 
 
 class Span(NamedTuple):
@@ -64,13 +64,13 @@ class Timeline:
     """What happened to one request. Times are seconds of the engine's clock."""
 
     request: "Request"
-    queue: QueueWatch  # of the replica where it waits
+    queue: QueueWatch  # the queue of the replica where it waits
     blocked: dict[Cause, float]  # `QueueWatch.seconds` at its arrival; from its admission on, the
     pressure: Pressure | None = None  # seconds that it waited; the load while it waited
     pieces: list[tuple[float, int]] = field(default_factory=list)  # prompt chunks: planned, tokens
     interruptions: list[Interruption] = field(default_factory=list)
-    num_restarts: int = 0  # of the worker while it was live
-    prefix: PrefixReport | None = None  # of an ended request
+    num_restarts: int = 0  # restarts of the worker while it was live
+    prefix: PrefixReport | None = None  # set once the request has ended
 
     @property
     def is_interrupted(self) -> bool:

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from gateway.generation.prompt import Prompt
     from gateway.service import Service
 
-MAX_WAITING_IDS = 1 << 20  # of one response in the engine, which are 8 MiB; one request at least
+# Ids of one response in the engine, which are 8 MiB; one request at least
+MAX_WAITING_IDS = 1 << 20
 BATCHES = 2  # as many requests wait or run as two iterations have seats
 
 
@@ -45,9 +46,9 @@ class DecisionGroup(StreamGroup):
         self._streams: set[TokenStream] = set()
         self._shared: Prompt = ()
         self._questions: Sequence[TokenizedQuestion] = ()
-        self._seats = asyncio.Semaphore()  # of requests in the engine
+        self._seats = asyncio.Semaphore()  # free places in the engine
         self._first: TokenStream
-        self.usage = Usage()  # of all requests that have ended
+        self.usage = Usage()  # all requests that have ended
 
     async def start(self) -> None:
         """Tokenize the input and the questions, and add the shared tokens to the engine.

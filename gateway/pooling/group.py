@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from gateway.service import Service
 
 Plan = Union["GenerationPlan", PoolingPlan, DecisionPlan]
-_MANY_BYTES = 64 << 10  # of vectors; more of them are rendered in a thread
+_MANY_BYTES = 64 << 10  # more bytes of vectors than this are rendered in a thread
 
 
 class PoolingGroup(StreamGroup):

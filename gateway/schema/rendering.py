@@ -15,7 +15,7 @@ from gateway.ports import CallArguments, CallBegin, Piece, Reasoning
 if TYPE_CHECKING:
     from engine.step import TokenLogprobs
 
-END = b"\n\n"  # of an event; JSON in an event has no line feed
+END = b"\n\n"  # ends an event; JSON in an event has no line feed
 PING = ServerSentEvent(comment="ping", sep="\n").encode()
 
 
@@ -55,10 +55,10 @@ class Usage(NamedTuple):
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    cached_tokens: int = 0  # of the prompts, found in the prefix cache
-    written_tokens: int = 0  # of the prompts, added to the prefix cache
-    reasoning_tokens: int = 0  # of the output
-    image_tokens: int = 0  # of the prompts
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache
+    written_tokens: int = 0  # prompt tokens added to the prefix cache
+    reasoning_tokens: int = 0  # output tokens that are reasoning
+    image_tokens: int = 0  # prompt tokens that are images
     prediction: PredictionTokens | None = None  # None if no prediction was used
 
     def as_json(self) -> dict[str, Any]:
@@ -219,7 +219,7 @@ class ReportOptions(NamedTuple):
     echo: bool = False  # the prompt, before the answer
     stop_string: bool = False
     special_tokens: bool = False
-    progress: bool = False  # of the prompt, while it is computed
+    progress: bool = False  # whether the prompt's progress is reported while it is computed
 
     @property
     def has_tokens(self) -> bool:

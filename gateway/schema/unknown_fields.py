@@ -36,7 +36,7 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "grammar_lazy": (False,),
     "ebnf": (),
     "regex": (),
-    # of another endpoint than the one that got the request
+    # the field belongs to another endpoint than the one that got the request
     "messages": (),
     "prompt": (),
     "input": (),

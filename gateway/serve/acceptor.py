@@ -38,7 +38,7 @@ class Acceptor:
     places: Places
     intake: Intake
     tls: ssl.SSLContext | None = None
-    _tasks: set[asyncio.Task[None]] = field(default_factory=set)  # that set a connection up
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)  # tasks that set a connection up
     _retry: asyncio.TimerHandle | None = None
     _listener: socket.socket | None = None  # while it runs
 

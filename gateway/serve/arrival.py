@@ -11,11 +11,11 @@ from engine.ports import Clock
 MAX_HEAD_BYTES = 64 << 10  # request line, headers and trailers
 HEAD_SECONDS = 30.0
 BODY_BYTES_PER_SECOND = 64 << 10  # a body that arrives at this rate gets more time
-GRACE_SECONDS = 5.0  # in which the route may reject a slow body first
+GRACE_SECONDS = 5.0  # the route may reject a slow body so long before the connection does
 SLICE_BYTES = 2_048  # parsed at a time; it may contain 50 further requests
-MAX_LATE_BYTES = 256 << 10  # of a body that go on arriving after its response
-PARSING_SECONDS = 0.002  # that the data of one read may take at once; more is metered
-PARSING_SHARE = 0.1  # of the loop's time, for all connections whose data takes longer
+MAX_LATE_BYTES = 256 << 10  # bytes of a body that may go on arriving after its response
+PARSING_SECONDS = 0.002  # parsing the data of one read may take so long at once; more is metered
+PARSING_SHARE = 0.1  # share of the loop's time, for all connections whose data takes longer
 _INVALID = "invalid_request_error"
 _TOO_SMALL_CHUNKS = "The chunks of the body are too small, or their extensions too long."
 _TOO_LARGE = f"The request's headers and trailers are larger than {MAX_HEAD_BYTES} bytes."
@@ -109,16 +109,16 @@ class Arrival:
         self._close = close
         self._timer = Timer()
         self._timer.set(HEAD_SECONDS, close)
-        self._number = 0  # of the request
+        self._number = 0  # the request's number
         self.is_in_head = False
         self._is_in_body = False
-        self._fields_bytes = 0  # of the request line, the headers and trailers that are complete
+        self._fields_bytes = 0  # the complete request line, headers and trailers
         self._open_bytes = 0  # since a header, trailer or chunk began that is incomplete
         self._chunk = 0  # number of the chunk whose data is awaited, 0 while none is
         self._num_chunks = 0
         self._body_bytes = 0
         self._body_began_at = 0.0  # loop seconds
-        self._overhead_bytes = 0  # of the body's framing: sizes and extensions of chunks
+        self._overhead_bytes = 0  # the framing of the body: sizes and extensions of chunks
         self._late_bytes = 0
 
     def begin(self) -> None:

@@ -67,8 +67,8 @@ from gateway.web.table import ROUTES
 OnReady = Callable[[int, "Models"], None]  # the port, and what is served on it
 
 TOKENIZER_THREADS = 2
-PROCESS_BYTES = 512 << 20  # of a server and its worker, besides weights and KV
-SWITCH_SECONDS = 0.001  # that the event loop may wait for a thread that runs Python code
+PROCESS_BYTES = 512 << 20  # a server and its worker, besides weights and KV
+SWITCH_SECONDS = 0.001  # the event loop may wait so long for a thread that runs Python code
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 MAX_PIPELINED = 16  # requests that wait for the responses before theirs
 MAX_UNPARSED_BYTES = 1 << 20
-_FIELD_OVERHEAD = 4  # of a header: ": " and the line's end
+_FIELD_OVERHEAD = 4  # ": " and the line's end of a header
 _FULL = "The server has as many open connections as it allows."
 
 
@@ -41,7 +41,7 @@ class ConnectionBounds(NamedTuple):
     meter: ParsingMeter | None = None  # shared by all connections of a server
     max_per_network: int = 1 << 20
     probes: frozenset[bytes] = frozenset()
-    retirement: Retirement = Retirement()  # of a server that can be upgraded, its own
+    retirement: Retirement = Retirement()  # its own if the server can be upgraded
 
 
 class Connection(HttpToolsProtocol):
@@ -63,7 +63,7 @@ class Connection(HttpToolsProtocol):
         self._meter = self._bounds.meter or ParsingMeter()
         self._began_at = log.clock()  # the current request
         self._stall = Timer()
-        self._running: RequestResponseCycle | None = None  # whose response comes next
+        self._running: RequestResponseCycle | None = None  # the request whose response comes next
         self._unparsed = b""
         self._rest = Timer()  # until `_unparsed` is parsed on
 
@@ -173,7 +173,7 @@ class Connection(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         """The parser's error, or the rejection that one of its callbacks raised."""
-        error = sys.exception()  # of the parser; uvicorn is handling it
+        error = sys.exception()  # the parser's, which uvicorn is handling
         cause = None if error is None else error.__context__
         self._reject(cause if isinstance(cause, Rejection) else Rejection(400, msg))
 

@@ -8,7 +8,7 @@ from typing import Self
 from engine.kv_store import SharedStore, open_store
 from gateway.observe.metrics import Metrics
 
-LOOKUP_SECONDS = 0.1  # that a request waits at most
+LOOKUP_SECONDS = 0.1  # a request waits so long at most
 THREADS = 2
 
 

@@ -21,12 +21,12 @@ from gateway.serve.model_checks import projector_file
 from gateway.settings.model import BUILTIN_MODEL
 from gateway.settings.settings import Settings
 
-WEIGHTS_SHARE = 0.75  # of a model's part of the memory; the rest is for its KV cache
-DEFAULT_SHARE = 0.75  # of the memory that is available at the start
+WEIGHTS_SHARE = 0.75  # share of a model's part of the memory; the rest is for its KV cache
+DEFAULT_SHARE = 0.75  # share of the memory that is available at the start
 ITEM_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I8": 1, "U8": 1, "F8_E4M3": 1, "F8_E5M2": 1}
 CPU_INFO = Path("/proc/cpuinfo")
 BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16"}
-LARGEST_HEADER = 100 << 20  # of a safetensors file
+LARGEST_HEADER = 100 << 20  # the header of a safetensors file
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ CHECKPOINT = "adapters.models.checks.checkpoint:check_checkpoint"
 TOKENIZER = "adapters.tokenizers.checks:check_tokenizer"
 FIND_PROJECTOR = "adapters.gguf:find_mmproj"
 NO_PROJECTOR = "off"
-TEXT_TASKS = ("embed", "score")  # for which no encoder is looked for
+TEXT_TASKS = ("embed", "score")  # no encoder is looked for with these
 ADAPTER = "adapters.models.checks.adapter:check_adapter"
 
 

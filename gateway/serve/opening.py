@@ -59,7 +59,7 @@ class SharedObservers:
     """What observes the requests of all models."""
 
     request_log: RequestLog
-    metrics: Metrics  # of the server
+    metrics: Metrics  # the server's metrics
     quotas: Quotas = field(default_factory=Quotas)
     traces: Traces | None = None
 
@@ -82,7 +82,7 @@ class ModelOpener:
         self.latest: LoadedModel  # from the first load on
         self._shared = shared
         self._turns = turns
-        self._turn: Turn | None = None  # of the model while it is loaded
+        self._turn: Turn | None = None  # the model's turn while it is loaded
         self._launcher = launcher
         self._progress = progress
         self._live = LiveView()

@@ -7,7 +7,7 @@ import resource
 
 from engine.transport.process_memory import trim_heap
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # numbers of glibc's malloc.h
 LARGE_BLOCK_BYTES = 1 << 20  # a larger block is a mapping of its own, which free() removes
 FREE_BYTES = 4 << 20  # at the end of a heap; more are returned
 RESERVED_FILES = 128  # reserved for weights, pipes to workers, the store

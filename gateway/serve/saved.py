@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _NAME_DIGITS = 24
-NEW_SUFFIX = ".new"  # of a file that is being written
+NEW_SUFFIX = ".new"  # ends the name of a file that is being written
 
 
 def model_facts(directory: Path) -> dict[str, object]:

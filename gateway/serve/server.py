@@ -50,11 +50,11 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 BACKLOG = 2048
-CONNECTIONS_SHARE = 0.1  # of the loop's time, for setting connections up beside generation
+CONNECTIONS_SHARE = 0.1  # share of the loop's time, for setting connections up beside generation
 INTERRUPTED = 130
 KEEP_ALIVE_SECONDS = 75
 FLUSH_SECONDS = 5  # for the last bytes, after the last request has ended
-FAILED_SECONDS = 5.0  # in which `/health` reports that the engine has failed
+FAILED_SECONDS = 5.0  # `/health` reports for so long that the engine has failed
 
 
 def bind(host: str, port: int) -> socket.socket:

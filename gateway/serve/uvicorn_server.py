@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import uvicorn
 
-DATE_SECONDS = 1.0  # for which the date header is not renewed
+DATE_SECONDS = 1.0  # the date header is not renewed for so long
 
 
 class UvicornServer(uvicorn.Server):

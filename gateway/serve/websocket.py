@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from engine.ports import Clock
 
 MAX_MESSAGE_BYTES = 4 << 20  # removing the mask of so many takes 3 ms
-MAX_FRAGMENTS = 1024  # of a message
+MAX_FRAGMENTS = 1024  # fragments of a message
 MAX_INBOX = 16  # messages that wait to be read
 CHECK_SECONDS = 30.0  # between pings; a client that sends nothing meanwhile is gone
 CLOSE_SECONDS = 2.0  # for the client's half of the closing handshake
@@ -74,7 +74,7 @@ class WebSocketConnection(asyncio.Protocol):
         self._frames = ServerProtocol(state=OPEN, max_size=bounds.max_bytes)
         self._fragments: list[bytes] = []
         self._inbox: deque[bytes] = deque()
-        self._arrival = asyncio.Event()  # of a message, or of the end
+        self._arrival = asyncio.Event()  # set when a message, or the end, arrives
         self._writable = asyncio.Event()
         self._writable.set()
         self._unparsed = b""
@@ -82,7 +82,7 @@ class WebSocketConnection(asyncio.Protocol):
         self._stall = Timer()
         self._checking = Timer()
         self._was_heard = True  # since the last check
-        self._open_bytes = 0  # of the message that is arriving
+        self._open_bytes = 0  # bytes of the message that is arriving
         self._opened_at = 0.0
         self._is_closed = False  # no more messages will be read
         self._is_busy = False  # since the last message, until `rest`

@@ -62,7 +62,7 @@ class Settings:
     access: AccessSettings = AccessSettings()
     terms: Terms = Terms()
     server_terms: ServerTerms = ServerTerms()
-    models: "tuple[Settings, ...]" = ()  # of a server with several models, those of each
+    models: "tuple[Settings, ...]" = ()  # those of each model, if the server has several
 
     @property
     def deployments(self) -> "tuple[Settings, ...]":

@@ -11,7 +11,7 @@ from gateway.errors import ConversationNotFound
 from gateway.store.responses import ResponseRecord, Responses
 
 Edit = Callable[[ResponseRecord], ResponseRecord]
-MAX_ITEMS, MAX_BYTES = 10_000, 16 << 20  # of a conversation that is to be continued
+MAX_ITEMS, MAX_BYTES = 10_000, 16 << 20  # bounds of a conversation that is to be continued
 
 
 class Conversations(Responses):

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 VERSION = 4
 RETRY_SECONDS = 10.0  # between two writes that are tried while the disk is full
-SHARED_WAIT_MS = 10_000  # that a transaction waits for one of the other server
+SHARED_WAIT_MS = 10_000  # a transaction waits so long for one of the other server
 MIN_FREE_BYTES = 16 << 20  # with less free space on the disk, nothing new is accepted
 _OUT_OF_SPACE = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR})
 _TABLES = """

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from gateway.errors import EventsEvicted
 
-OVERHEAD_BYTES = 4096  # of a stream, besides its events
-NUMBER_BYTES = 8  # of an event, besides its text
+OVERHEAD_BYTES = 4096  # a stream, besides its events
+NUMBER_BYTES = 8  # an event, besides its text
 PIECE_BYTES = 64 << 10  # read at once
 SLAB = 16  # the part of a ring that is evicted at once, so that not every event evicts another
 

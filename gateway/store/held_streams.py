@@ -59,7 +59,8 @@ class HeldStreams:
         self._expected: dict[tuple[str, str], float] = {}  # by API key and name: seconds
         self._running: set[HeldStream] = set()
         self._forgetting: set[asyncio.Task[None]] = set()
-        self._until: OrderedDict[EventRing, float] = OrderedDict()  # of those that have ended
+        # The ends of retention of rings that have ended
+        self._until: OrderedDict[EventRing, float] = OrderedDict()
 
     def expect(self, tenant: str, names: Iterable[str], seconds: float | None) -> None:
         """A stream with these names will be added in about so many seconds; None: it will not."""

@@ -68,14 +68,14 @@ class Route:
     summary: str
     endpoint: Endpoint | None = None
     body: type[msgspec.Struct] | None = None  # decodes the request
-    plan: Planner | None = None  # of the body
+    plan: Planner | None = None  # plans a request from its body
     access: Access = Access.TENANT
     is_metered: bool = False  # counts against the request limits of its key
     is_batchable: bool = False
     is_probe: bool = False  # if it succeeds, its line in the request log has level DEBUG
     asks_browser: bool = False  # browsers ask for the key in a password dialog
     dialect: ApiDialect = OPENAI
-    media_types: tuple[str, ...] = (JSON,)  # of the response
+    media_types: tuple[str, ...] = (JSON,)  # the response's media types
     query: tuple[str, ...] = ()
     is_of_model: bool = False  # its body or its query names a model, which must be loaded
     form: tuple[str, ...] = ()  # parts of a multipart body, all required; `file` is a file

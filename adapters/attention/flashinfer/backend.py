@@ -38,7 +38,7 @@ class FlashInferAttention:
     unused."""
 
     always_splits = False  # whether decodes of each mixed step get a launch of their own
-    decode_kernel = AUTO  # of captured steps
+    decode_kernel = AUTO  # the kernel of captured steps
 
     def __init__(
         self,
@@ -76,8 +76,8 @@ class FlashInferAttention:
         self._captured = CapturedLaunches(
             library, self._geometry, cache, self._work, self._arenas, self.decode_kernel
         )
-        self._planned: tuple[Planned, ...] = ()  # of the current step, set by `plan`
-        self._rows = 0  # of the current step
+        self._planned: tuple[Planned, ...] = ()  # the current step's, set by `plan`
+        self._rows = 0  # rows in the current step
 
     @staticmethod
     def why_not(spec: AttentionSpec, kv_dtype: torch.dtype, block_size: int) -> str:

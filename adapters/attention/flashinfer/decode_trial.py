@@ -13,10 +13,11 @@ from adapters.attention.flashinfer.tables import PageTableArenas, PageTables
 from engine.worker.cuda.kernels.library import WrongResult
 from engine.worker.ports import Int32s, KVTensors, StepLimits
 
-MAX_LAYERS = 8  # whose pages a measurement reads in rotation, so that none stays in the L2 cache
+# A measurement reads the pages of so many layers in turn, so that none stays in the L2 cache
+MAX_LAYERS = 8
 REPEATS = 2
 MAX_ERROR = 2e-2  # relative (L2), what rounding explains
-VERIFIED_TOKENS = 100  # of a request at most
+VERIFIED_TOKENS = 100  # compared at most per request
 
 
 class DecodeTrial:

@@ -26,7 +26,7 @@ TILE = 128  # rows of a thread block at most
 SMALLEST_TILE = 16
 BLOCKS = 2  # thread blocks per multiprocessor
 MAX_PARTS = 1024  # splits of a step: BLOCKS on each multiprocessor of any GPU
-OWN_INT_BYTES = 8 * MIB  # of a wrapper's own integer workspace
+OWN_INT_BYTES = 8 * MIB  # the size of a wrapper's own integer workspace
 ROUND = 64 << 10
 SLACK = 256  # bytes for alignment
 

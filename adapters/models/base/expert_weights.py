@@ -16,8 +16,8 @@ class ExpertNames(NamedTuple):
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
-    has_biases: bool = False  # of the router and of all linears
-    shared: str = "shared_expert"  # which all tokens use
+    has_biases: bool = False  # whether the router and all linears have biases
+    shared: str = "shared_expert"  # the name of the experts that all tokens use
     gates_shared: bool = True  # by a score of each token
 
 

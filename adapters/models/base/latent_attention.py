@@ -27,7 +27,7 @@ from engine.worker.ports import (
     TensorSlice,
 )
 
-LATENT_EPS = 1e-6  # of the norms of latent vectors, whatever config.json says
+LATENT_EPS = 1e-6  # the norms of latent vectors use it, whatever config.json says
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,10 +25,10 @@ class MambaFields(NamedTuple):
 
     shape: MambaShape
     has_conv_bias: bool
-    has_bias: bool  # of `in_proj` and `out_proj`
+    has_bias: bool  # whether `in_proj` and `out_proj` have one
     eps: float
     has_norm: bool = True
-    multipliers: tuple[float, ...] = ()  # of the gate, x, B, C and the time steps
+    multipliers: tuple[float, ...] = ()  # factors of the gate, x, B, C and the time steps
 
     @classmethod
     def read(cls, fields: Fields, width: int, eps: float) -> "MambaFields":

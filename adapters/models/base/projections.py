@@ -16,7 +16,7 @@ class Fused(NamedTuple):
     numbers the parts in the order in which a linear has them, by default the same."""
 
     name: str
-    parts: tuple[RankPart, ...]  # of each tensor in it
+    parts: tuple[RankPart, ...]  # the part of each tensor in it
     order: tuple[int, ...] = ()
 
     @property

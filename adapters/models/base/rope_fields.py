@@ -39,7 +39,7 @@ class RopeSource:
     theta: float
     scaling: Scaling | None = None
     magnitude: float = 1.0
-    share: float = 1.0  # of frequencies that are not zero
+    share: float = 1.0  # the share of frequencies that are not zero
     long: Scaling | None = None
     original_positions: int | None = None
     sections: tuple[int, ...] = ()  # frequencies of each axis of M-RoPE
@@ -242,5 +242,5 @@ READERS: dict[str, Callable[[RopeSource, RopeContext], RopeSource]] = {
     "longrope": _longrope,
     "su": _longrope,  # the older name, in Phi-3's first checkpoints
     "proportional": _proportional,
-    "factors": _factors,  # of GGUF files
+    "factors": _factors,  # GGUF files have it
 }

@@ -49,13 +49,14 @@ class RotaryFamily(ABC):
     differ; they reject fields that they do not support."""
 
     ignored_weights: tuple[str, ...] = ("*.rotary_emb.inv_freq",)
-    defaults: Mapping[str, object] = {}  # of fields that checkpoints of this family leave out
+    # Values of fields that checkpoints of this family leave out
+    defaults: Mapping[str, object] = {}
     eps_field = "rms_norm_eps"
     token_name = "embed_tokens"
     activation_field = "hidden_act"
     roots: tuple[str, ...] = (
         "model",
-    )  # of the names of all tensors but the head; the first that is there
+    )  # possible prefixes of all tensors but the head; the first that is there
 
     def __init__(self, config: Mapping[str, object]) -> None:
         fields = Fields({**self.defaults, **self.text_config(config)})

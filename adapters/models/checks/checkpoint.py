@@ -25,7 +25,7 @@ EMBEDDINGS = (
     "word_embeddings.weight",
     "tok_embeddings.weight",
 )
-NARROW = "word_embed_proj_dim"  # of OPT: the width of its embeddings
+NARROW = "word_embed_proj_dim"  # the width of OPT's embeddings
 PREDICTING = ("num_nextn_predict_layers", "num_mtp_layers")  # layers behind the others
 POSITIONS = ("max_position_embeddings", "n_positions")
 FLOATS_OF_8_BITS = "F8_"

@@ -24,7 +24,7 @@ class RopeThenNorm:
     rope: int
     q_norm: Norm
     k_norm: Norm
-    apply_rope_: Callable[[Tensor, Tensor, Tensor], None]  # of the `Operators`
+    apply_rope_: Callable[[Tensor, Tensor, Tensor], None]  # the function of the `Operators`
 
     @property
     def out(self) -> Linear:

@@ -30,7 +30,7 @@ from engine.worker.ports import (
 )
 
 LAST = -1  # in `EncoderState.outputs`: the patches behind the last layer
-VALUES = 2  # of q, k and v
+VALUES = 2  # the index of the values in q, k and v
 BOUNDS = ("input_min", "input_max", "output_min", "output_max")
 
 
@@ -113,7 +113,7 @@ class Gemma4VisionLayer:
     down: ClippedLinear
     mlp_post_norm: Norm
     activation: Callable[[Tensor, Tensor], Tensor]
-    order: Tensor  # of the dimensions of a head, for RoPE
+    order: Tensor  # the order of a head's dimensions for RoPE
     is_windowed: bool = False
 
     def read(self, hidden: Tensor, qkv: Tensor) -> None:

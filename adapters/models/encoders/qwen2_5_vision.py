@@ -27,7 +27,7 @@ class WindowedShape:
 
     tower: TowerShape
     activation: str
-    side: int  # of a window, in tokens
+    side: int  # a window's width and height, in tokens
     full: frozenset[int]  # the layers with attention to the whole image
 
     @classmethod

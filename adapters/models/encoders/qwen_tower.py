@@ -38,7 +38,7 @@ class TowerShape(EncoderShape):
 
     channels: int
     patch: int
-    frames: int  # of a patch: an image is repeated as if it were a film
+    frames: int  # frames per patch: an image is repeated as if it were a film
     merge: int
 
     @classmethod
@@ -94,7 +94,7 @@ class Merger:
     norm: Norm
     up: Linear
     down: Linear
-    width: int  # of a block
+    width: int  # the input and output width of a block
     is_merged_first: bool = False
 
     def __call__(self, hidden: Tensor) -> Tensor:

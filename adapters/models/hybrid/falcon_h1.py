@@ -13,7 +13,7 @@ from engine.worker.model.layers import FeedForward, Mixer, Mlp
 from engine.worker.model.parallel_mixers import ParallelMixers, ScaledGate
 from engine.worker.ports import AttentionOptions, ModelShape
 
-NUM_PARTS = 5  # of the rows of `in_proj`
+NUM_PARTS = 5  # `in_proj` has rows for so many outputs
 BIASES = ("attention_bias", "mlp_bias", "mamba_proj_bias", "projectors_bias")
 
 

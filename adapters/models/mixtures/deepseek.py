@@ -10,7 +10,7 @@ from engine.worker.ports import ExpertGroups, Routing
 class DeepseekV2(LatentFamily, Glm4Moe):
     """`DeepseekV2ForCausalLM`; the experts of V2-Lite are in no groups."""
 
-    methods: tuple[str, ...] = ("greedy", "group_limited_greedy")  # of choosing experts
+    methods: tuple[str, ...] = ("greedy", "group_limited_greedy")  # how experts may be chosen
     renormalizes = False
     has_sigmoids = False
     num_best = 1

@@ -123,7 +123,8 @@ class DenseFirst(ExpertFamily):
 
     _num_dense = 0
     _dense_size = 0
-    bias_name = "gate.e_score_correction_bias"  # by which experts are chosen, within a layer
+    # Added when experts are chosen; a name within a layer
+    bias_name = "gate.e_score_correction_bias"
 
     def layer_routing(self, projections: Projections, at: str) -> Routing:
         """The routing with the factors and, if the checkpoint has one, the bias of the layer."""

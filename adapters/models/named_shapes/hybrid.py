@@ -25,7 +25,7 @@ def qwen3_5(layers: int, hidden: int, inner: int, heads: int, kv_heads: int, val
 
 LFM2_TYPES = ["conv", "conv", "full_attention"] * 2 + ["conv", "conv"]
 LFM2_TYPES += ["full_attention", "conv"] * 4
-GRANITE_ATTENTION = (10, 13, 17, 27)  # of 32 layers
+GRANITE_ATTENTION = (10, 13, 17, 27)  # out of 32 layers
 
 
 SHAPES: Mapping[str, Config] = {

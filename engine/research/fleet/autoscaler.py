@@ -16,8 +16,8 @@ from engine.errors import InvalidRequest
 
 MAX_GROWTH = 1.5  # at a time
 SHRINK = 0.05
-CALM = 0.1  # of the target of waiting tokens, below which the fleet may shrink
-MARGIN = 0.9  # of the target of KV usage, which the fleet may reach by shrinking
+CALM = 0.1  # the fleet may shrink below this share of the target of waiting tokens
+MARGIN = 0.9  # the fleet may reach this share of the target of KV usage by shrinking
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class AutoscaleSettings:
     least: int
     most: int
     target_tokens: float = 2_000.0
-    target_usage: float = 0.6  # of the KV slots
+    target_usage: float = 0.6  # the share of the KV slots in use
     start_seconds: float = 60.0  # from the decision until a new replica takes requests
     interval: float = 15.0
     calm_seconds: float = 120.0

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from engine.simulated.run import Setup
     from engine.simulated.trace import Arrival
 
-GAP_RATIO = 1.01  # of the bins in which inter-token latencies are counted
+GAP_RATIO = 1.01  # the ratio of two edges of the bins that count inter-token latencies
 _LOG_RATIO = log(GAP_RATIO)
 
 
@@ -41,9 +41,9 @@ class LoadReport(NamedTuple):
 
     replica: int
     num_live: int  # requests
-    waiting: int  # of them without KV
-    tokens: int  # of live requests, prompt and output
-    waiting_tokens: int  # of requests without KV
+    waiting: int  # requests without KV
+    tokens: int  # prompt and output tokens of live requests
+    waiting_tokens: int  # tokens of requests without KV
     delay: float
     throughput: float = 0.0  # recent tokens/s of prompts and outputs; 0 if no request has KV
     usage: float = 0.0  # share of the KV slots that live requests hold

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from engine.simulated.run import Setup
     from engine.simulated.trace import Arrival
 
-GC_THRESHOLDS = 100_000, 50, 50  # of the processes; a tenth of their time was garbage collection
+GC_THRESHOLDS = 100_000, 50, 50  # for each process; a tenth of their time was garbage collection
 NUM_MOMENTS = 500  # samples of the fleet over time
 Routed = list[tuple[int, int]]  # number in the trace, and replica
 
@@ -116,7 +116,7 @@ class _InProcesses:
         trace: "TracebackType | None",
     ) -> None:
         for pipe in self._pipes:
-            pipe.close()  # which ends the process
+            pipe.close()  # this ends the process
         for process in self._processes:
             process.join()
 

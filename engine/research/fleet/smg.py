@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from engine.simulated.trace import Arrival
 
 POLL_SECONDS = 10.0
-REQUEST_TOKENS = 1024.0  # of a request whose length is not known
+REQUEST_TOKENS = 1024.0  # assumed for a request of unknown length
 THROUGHPUT = 2000.0  # tokens/s of a worker that reports none
 KV_WEIGHT = 0.15  # seconds
 TIE = 1e-6  # seconds

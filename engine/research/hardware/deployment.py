@@ -55,7 +55,7 @@ class Efficiency:
     """The fractions of the data sheet's rates that are reached, and fixed overheads in seconds."""
 
     compute: float = 0.6
-    attention: float = 0.4  # of the FLOP/s, in prefills
+    attention: float = 0.4  # the share of the FLOP/s that prefills use
     memory: float = 0.8
     link: float = 0.7
     usable_memory: float = 0.9

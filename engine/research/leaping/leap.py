@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from engine.simulated.replay import RecordedOutputs
 
 WAITING, READY = State.WAITING, State.READY  # bound once (see engine.pool)
-MAX_STEPS = 256  # of a leap; an arrival makes those computed beyond it useless
+MAX_STEPS = 256  # steps of a leap; an arrival makes those computed beyond it useless
 
 
 class Leaps:
@@ -110,7 +110,7 @@ class DecodeLeap:
         self._num_left = [leaps.num_left(request) for request in self.batch]
         self.is_disturbed = False  # whether a waiting request may start now, so steps were dropped
         self.ends: list[float] = []
-        self.seconds: list[float] = []  # of each step
+        self.seconds: list[float] = []  # the seconds of each step
         self._compute(now, self._num_with_blocks(min(MAX_STEPS, *self._num_left)))
         self._last_tokens = [request.last_token_at or now for request in self.batch]
         if self.ends and not leaps.is_fcfs:

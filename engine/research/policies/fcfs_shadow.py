@@ -19,16 +19,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from engine.request import Request
 
-MEMORY = 0.999  # of work and seconds, per iteration
-MIN_SHARE = 0.02  # of the seconds of an iteration that its decodes are assumed to take
+MEMORY = 0.999  # factor of earlier work and seconds, per iteration
+# The decodes of an iteration are assumed to take at least this share of its seconds
+MIN_SHARE = 0.02
 
 
 @dataclass(slots=True, eq=False)
 class _Job:
     request: "Request | None"  # None once it has ended
     prefill: float  # seconds that its prompt adds to iterations, as far as they are left
-    expected: float  # of them, if nothing of the prompt is cached
-    left: float  # of them in the real schedule
+    expected: float  # seconds of the prompt if nothing of it is cached
+    left: float  # seconds that are left in the real schedule
     produced: int  # tokens before it arrived
     arrived: int  # round
     delay: int = 0  # rounds from when it could start until it got a seat
@@ -57,7 +58,8 @@ class FcfsShadow:
         self._chunk = 0.0  # seconds of prefill in an iteration
         self._returned_at: float | None = None  # when the latest real iteration returned,
         self._last_seconds = self._last_prefill = 0.0  # and what it took
-        self._seconds = self._prefill = self._decodes = self._rounds = 0.0  # of recent iterations
+        # Sums over recent iterations
+        self._seconds = self._prefill = self._decodes = self._rounds = 0.0
 
     @property
     def decode_seconds(self) -> float:

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 LEVEL_RATIO = 1.5
 LOG_RATIO = log(LEVEL_RATIO)
 STARTED = 0.5  # factor on the rank of a started request
-ENDS_PER_UPDATE = 16  # of outputs; ranks are computed again after so many,
+ENDS_PER_UPDATE = 16  # ended outputs between two computations of the ranks,
 SHARE_PER_UPDATE = 0.125  # but not before so many more than were known,
 SECONDS_PER_UPDATE = 1.0  # or after this time
 FOREVER = 1 << 62  # an output length
@@ -72,7 +72,7 @@ class GittinsIndex(PolicyBase):
         self._queues = LevelQueues(self._jobs, self._level_of)
         self._new: dict[Request, None] = {}  # have KV, and were not in an iteration yet
         self._ranks = LearnedRanks(self.lengths)
-        self._num_ends = 0  # of outputs since the last update
+        self._num_ends = 0  # outputs that ended since the last update
         self._update_at = 0.0
         self._ordered_at: float | None = None
 

@@ -17,12 +17,12 @@ from math import log
 
 GROWTH = 1.15  # ratio of the lower ends of two bins
 NUM_BINS = 72  # the last one begins beyond 25,000 tokens
-DECAY = 0.9995  # of the weight of all earlier observations, per ended output
-STRATUM_RATIO = 1.25  # of the longest to the shortest prompt of a stratum
+DECAY = 0.9995  # factor of the weight of all earlier observations, per ended output
+STRATUM_RATIO = 1.25  # the longest prompt of a stratum divided by its shortest
 PRIOR = 10.0  # weight of all requests' hazards in those of a stratum, in outputs
-TAIL_HAZARD = 0.12  # of a bin without observations
-TAIL_WEIGHT = 0.5  # of `TAIL_HAZARD`, in outputs
-MAX_WEIGHT = 1e9  # of an observation, before all are scaled down
+TAIL_HAZARD = 0.12  # the hazard of a bin without observations
+TAIL_WEIGHT = 0.5  # outputs by which `TAIL_HAZARD` counts
+MAX_WEIGHT = 1e9  # an observation's weight at which all are scaled down
 
 
 def _edges() -> tuple[int, ...]:
@@ -69,7 +69,8 @@ class LearnedLengths:
 
     def __init__(self) -> None:
         self.num_observed = 0  # outputs that ended by themselves
-        self._weight = 1.0  # of the next observation; it grows instead of all others shrinking
+        # The next observation's weight, which grows instead of all others shrinking
+        self._weight = 1.0
         self._all = _Counts()
         self._strata: dict[int, _Counts] = {}
 

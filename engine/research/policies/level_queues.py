@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from engine.request import Request
 
 NUM_LEVELS = 26  # level 0 is for requests that go first until they end
-KINDS_PER_PLAN = 16  # of waiting requests, which get new ranks in one plan
+KINDS_PER_PLAN = 16  # so many waiting requests get new ranks in one plan
 MAX_AT_ONCE = 64  # requests of a kind or level that starve at once, and so go first
 
 
 class Kind(NamedTuple):
     """Waiting requests of one kind have the same rank."""
 
-    stratum: int  # of prompt lengths, in `LearnedLengths`
+    stratum: int  # the stratum of prompt lengths in `LearnedLengths`
     prefill: int  # `prefill_class` of the units of their prompts
     cap: int  # bin of `max_tokens`
 
@@ -37,11 +37,11 @@ class Job:
     number: int
     kind: Kind
     prefill: float  # units of prefill that are left
-    age_bin: int = 0  # of the next output token
+    age_bin: int = 0  # the bin of the next output token
     next_edge: int = EDGES[1]  # the least output length beyond that bin
     steady_until: int = 0  # output length before which a decode changes nothing else of the job
     level: int = 1
-    version: int = -1  # of the ranks by which `level` was chosen
+    version: int = -1  # the version of the ranks by which `level` was chosen
     is_started: bool = False
     is_first: bool = False  # goes first until it ends
     waits_since: float = 0.0
@@ -60,9 +60,9 @@ class LevelQueues:
         self._jobs = jobs
         self._level_of = level_of
         self._waiting: dict[Kind, dict[Request, None]] = {}
-        self._levels: dict[Kind, int] = {}  # of waiting requests
+        self._levels: dict[Kind, int] = {}  # the levels of waiting requests
         self._queued: list[dict[Kind, dict[Request, None]]] = [{} for _ in range(NUM_LEVELS)]
-        self._outdated: list[Kind] = []  # whose levels are by ranks of an earlier version
+        self._outdated: list[Kind] = []  # kinds whose levels are by ranks of an earlier version
         self._started: list[list[tuple[int, Request]]] = [[] for _ in range(NUM_LEVELS)]
 
     @property

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 MIN_RANK = 1e-3
 ONE = 1.0
-HALF_WIDTHS = [(stop - start) / 2 for start, stop in pairwise(EDGES)]  # of the bins
+HALF_WIDTHS = [(stop - start) / 2 for start, stop in pairwise(EDGES)]  # half the width of each bin
 
 
 def gittins_rank(hazards: "Sequence[float]", age_bin: int, prefill: float, cap: int) -> float:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class _RemainingKey(NamedTuple):
-    seconds: float  # of work that is left
+    seconds: float  # seconds of work that is left
     request_id: "RequestId"  # breaks ties; the request itself is never compared
     request: "Request"
 

@@ -8,7 +8,7 @@ from somewhat less.
 
 LEAST = 0.9  # C2 from which on the variation is large
 HYSTERESIS = 0.1  # below `LEAST`, until it is small again
-DECAY = 0.9995  # of the weight of earlier requests, per ended request
+DECAY = 0.9995  # factor of the weight of earlier requests, per ended request
 
 
 class WorkVariation:

@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 MODULE = "engine.worker.process.kernel_compiler"
 READY = "ready"  # what the process writes when the features are known
-RECORD_BYTES = 256  # of a name, padded; a pipe keeps pieces of this size whole
+RECORD_BYTES = 256  # a name, padded; a pipe keeps pieces of this size whole
 
 
 class CompilerProcess:

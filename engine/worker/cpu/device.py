@@ -82,7 +82,7 @@ class CpuDevice:
         self._layout = layout_of(linears)
         self._store = PackedStore(linears)
         self._settings = settings
-        self._compiling: Future[None] | None = None  # of attention kernels, from `prepare` on
+        self._compiling: Future[None] | None = None  # compiles attention kernels, from `prepare` on
         share = max(1, _num_cores() // settings.placement.num_local_workers)
         self.pool = NativeThreadPool(kernels.threads or share, kernels.thread_wait)
         torch.set_num_threads(self.pool.threads if self._is_plain else 1)

@@ -12,7 +12,7 @@ from functools import cache
 
 from engine.worker.cpu import no_compiler
 
-ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA = 158, 0x1023, 18  # of Linux on x86-64
+ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA = 158, 0x1023, 18  # numbers of Linux on x86-64
 
 
 def _find() -> frozenset[str]:

@@ -85,9 +85,9 @@ class _RecordedCall(NamedTuple):
     function: int  # address of the kernel
     operands: ctypes.Structure
     chunks: int
-    weights: Tensor | None  # that it reads
+    weights: Tensor | None  # the weights that it reads
     fit: Fit | None  # None for a fixed number of chunks
-    has_row_chunks: bool  # of `rows_per_chunk` rows
+    has_row_chunks: bool  # whether its chunks have `rows_per_chunk` rows
 
 
 class KernelGraph:

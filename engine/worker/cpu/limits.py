@@ -23,7 +23,7 @@ from engine.worker.cpu.pages import WeightPages
 from engine.worker.cpu.thread_pool import NativeThreadPool
 
 READ_BYTES = 1 << 30  # far more than any cache
-WINDOW_BYTES = 128 << 20  # of one measurement; the next one reads other memory
+WINDOW_BYTES = 128 << 20  # bytes of one measurement; the next one reads other memory
 CHUNK_BYTES = 256 << 10
 STREAMS_AND_PREFETCH = ((1, 512), (2, 0), (2, 512), (4, 0), (4, 2048))
 REPEATS = 8

@@ -18,7 +18,7 @@ ALLOCATED = 2  # a flag of sections
 UNDEFINED, COMMON = 0, 0xFFF2  # instead of a section's number
 ABSOLUTE_64, RELATIVE_32, PLT_32, RELATIVE_64 = 1, 2, 4, 24  # kinds of relocations
 UNWINDING = ".eh_frame"
-ENTRY_PREFIX = "cfunc."  # of the symbol of the function that Numba makes for C
+ENTRY_PREFIX = "cfunc."  # begins the symbol of the function that Numba makes for C
 # Only what reports exceptions calls these functions of Numba.
 NUMBA_PREFIXES = ("numba_", "NRT_")
 
@@ -106,7 +106,7 @@ class _Object:
 
     data: bytes
     sections: list[_Section]
-    names: list[str]  # of the sections
+    names: list[str]  # the names of the sections
     symbols: list[_Symbol]
 
     @classmethod

@@ -9,7 +9,7 @@ from engine.worker.cpu.compiler_process import CompilerProcess
 from engine.worker.cpu.kernel_files import KernelFiles
 from engine.worker.cpu.placeholders import COMPILER, stand_in
 
-compiler: CompilerProcess | None = None  # of a process that has no compiler of its own
+compiler: CompilerProcess | None = None  # the compiler of a process that has none of its own
 
 
 def begin() -> CompilerProcess | None:

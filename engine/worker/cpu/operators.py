@@ -133,7 +133,7 @@ class NativeSwiglu:
 
 
 def _attended(part: tuple[Tensor, ...]) -> Tensor:
-    with torch.inference_mode():  # which holds for one thread
+    with torch.inference_mode():  # inference mode holds for one thread
         return TorchOperators().attend(*part)
 
 

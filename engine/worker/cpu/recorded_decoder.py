@@ -35,7 +35,7 @@ from engine.worker.ports import (
 logger = logging.getLogger(__name__)
 
 MAX_ROWS = 512
-MAX_DECODES = 64  # whose logits are recorded: their memory stays allocated
+MAX_DECODES = 64  # up to so many decodes' logits are recorded: their memory stays allocated
 MIN_TABLE_POSITIONS = 256
 MAX_TABLE_POSITIONS = 8192  # 4 MiB of angles for heads of 128
 MAX_RECORDINGS = 128  # the oldest is dropped for a new one

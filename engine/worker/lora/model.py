@@ -58,7 +58,7 @@ class LoraModel:
         self.embed = base.embed
         self.features = base.features
         self.base = base
-        self._ran_last = base  # of the two models
+        self._ran_last = base  # the one of the two models that ran last
         self._adapted = adapted
         self._linears = linears
         self._segments = segments
@@ -83,7 +83,7 @@ class LoraModel:
             linear.loras.pop(lora_id, None)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self._ran_last.logits(hidden)  # which may have computed them with the layers
+        return self._ran_last.logits(hidden)  # it may have computed them with the layers
 
     def layers(self, hidden: Tensor, context: StepContext) -> Tensor:
         """Raises `ValueError` for rows of an adapter that is not loaded."""

@@ -32,7 +32,7 @@ class LinearPart(NamedTuple):
     """
 
     module: str
-    sizes: tuple[int, int]  # of the whole module: outputs, inputs
+    sizes: tuple[int, int]  # the whole module's outputs and inputs
     rows: range
     columns: range
 

@@ -27,7 +27,7 @@ class ImageAttention:
     def __init__(self, usual: AttentionBackend, of_images: AttentionBackend) -> None:
         self._usual = usual
         self._of_images = of_images
-        self.run: Callable[..., Tensor] = usual.run  # of the backend that was planned last
+        self.run: Callable[..., Tensor] = usual.run  # the backend that was planned last
 
     def plan(self, layout: RaggedLayout) -> None:
         planned = self._of_images if layout.encoded else self._usual

@@ -27,7 +27,7 @@ class LayerInputs:
     """Computes the inputs of all layers, once per step."""
 
     rows: Lookup  # [vocab, layers * width]
-    scale: float  # of the rows
+    scale: float  # rows are multiplied by it
     projection: Linear  # hidden to layers * width
     norm: Norm  # over width
     width: int
@@ -49,7 +49,7 @@ class StageInputs:
 
     hidden_size: int
     width: int
-    num_layers: int  # of this stage
+    num_layers: int  # layers in this stage
     source: LayerInputs | None = None
 
     def split(self, hidden: Tensor, ids: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -77,7 +77,7 @@ class StageInputs:
 class LayerInput:
     """Adds `norm(projection(act(gate(hidden)) * input))` to the residual stream in place."""
 
-    layer: int  # of the stage
+    layer: int  # the index in the stage
     gate: Linear
     activation: Callable[[Tensor, Tensor], Tensor]
     projection: Linear

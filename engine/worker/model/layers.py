@@ -182,7 +182,8 @@ class GatedAttentionBlock:
 
     attention: AttentionBlock  # its `qkv` is not used
     inputs: Linear
-    without_gates: Callable[[Tensor, int], Tensor]  # of the `Operators`, as is `gate_heads_`
+    # A function of the `Operators`, as is `gate_heads_`
+    without_gates: Callable[[Tensor, int], Tensor]
     gate_heads_: Callable[[Tensor, Tensor], None]
 
     @property
@@ -214,7 +215,7 @@ class DecoderLayer:
     attention_post_norm: Norm | None = None
     mlp_post_norm: Norm | None = None
     input: LayerInput | None = None
-    scale: Callable[[Tensor], Tensor] | None = None  # of the residual stream, in place
+    scale: Callable[[Tensor], Tensor] | None = None  # scales the residual stream in place
 
     def __call__(self, hidden: Tensor, context: StepContext) -> Tensor:
         """Hidden states of `context.rows`; in `hidden` itself if all rows are needed."""

@@ -15,7 +15,7 @@ from engine.step import LAST_TOKEN, NO_STATE, BlockTable, StateSlots, Step, Step
 from engine.worker.ports import Int32s, Int64s, LoraSegment, PoolingMethod, RaggedLayout
 from engine.worker.ports.layout import NONE_POOLED, EncodedRows, PooledRows
 
-FEW_DECODES = 32  # whose numbers are computed faster one by one than as arrays
+FEW_DECODES = 32  # up to so many decodes, numbers are computed faster one by one than as arrays
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +26,9 @@ class LayoutLimits:
     max_positions: int
     num_blocks: int
     block_size: int
-    windows: tuple[int | None, ...] = (None,)  # of the layer groups
+    windows: tuple[int | None, ...] = (None,)  # one window for each layer group
     num_states: int = 0
-    pooling: PoolingMethod | None = None  # of a model that pools
+    pooling: PoolingMethod | None = None  # how the model pools, if it does
 
     @property
     def keeps_all(self) -> bool:

@@ -33,7 +33,7 @@ from engine.worker.ports import (
 class GroupNorm:
     """A norm of each group of the outputs, times weights of their own."""
 
-    norm: Norm  # of one group
+    norm: Norm  # the norm of one group
     weight: Tensor  # [groups, width of one]
 
     def apply_(self, heads: Tensor) -> None:

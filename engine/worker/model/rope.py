@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.worker.ports import RopeAngles
 
-Scaling = Callable[[Tensor], Tensor]  # of frequencies
+Scaling = Callable[[Tensor], Tensor]  # a function of frequencies
 
 
 @dataclass(frozen=True, slots=True)

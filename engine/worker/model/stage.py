@@ -78,7 +78,7 @@ class Stage:
     gather: Callable[[Tensor], Tensor | None] | None = None  # logits of all ranks, to rank 0
     states: RecurrentStates | None = None  # with recurrent layers
     graphs: ReplaysLayers | None = None
-    images: HoldsEncodings | None = None  # of a model with an image encoder
+    images: HoldsEncodings | None = None  # set if the model has an image encoder
 
     def run(
         self,

@@ -18,11 +18,11 @@ class EncoderState:
     pixels: Tensor
     grid: tuple[int, int, int]
     hidden: Tensor  # [patches, width]
-    qkv: Tensor  # of the layer being computed, [patches, 3, heads, dim]
-    next_qkv: Tensor  # of the layer behind it, as far as it is known
-    angles: RopeAngles | None = None  # of rows and columns, [patches, dim / 2]
+    qkv: Tensor  # the layer being computed, [patches, 3, heads, dim]
+    next_qkv: Tensor  # the layer behind it, as far as it is known
+    angles: RopeAngles | None = None  # angles of rows and columns, [patches, dim / 2]
     order: Tensor | None = None  # the token of each block of patches, if not their order
-    window_ends: list[int] = field(default_factory=list)  # of the patches of each window
+    window_ends: list[int] = field(default_factory=list)  # the end of each window, in patches
     outputs: dict[int, Tensor] = field(default_factory=dict)  # by layer, [tokens, hidden]
 
 

@@ -25,7 +25,7 @@ class LowRankUp(NamedTuple):
     """A second factor of a LoRA adapter: from some of the ranks to some columns of a linear."""
 
     ranks: slice  # rows of the first factor
-    columns: slice  # of the linear's output
+    columns: slice  # columns of the linear's output
     weight: Tensor  # [columns, ranks], with the adapter's scale
 
 

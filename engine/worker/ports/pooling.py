@@ -14,8 +14,8 @@ from engine.worker.ports.weights import WeightSource
 class PoolingMethod(StrEnum):
     """The final hidden states of a prompt that are pooled."""
 
-    LAST = "last"  # that of its last token
-    CLS = "cls"  # that of its first token
+    LAST = "last"  # the vector of its last token
+    CLS = "cls"  # the vector of its first token
     MEAN = "mean"  # the mean over all its tokens
 
 

@@ -113,7 +113,7 @@ class MambaShape(DeltaShape):
 class DeltaState(NamedTuple):
     """The states of a Gated DeltaNet or a Mamba, for all state slots."""
 
-    inputs: Tensor  # of the convolution, [slots, kernel - 1, channels]
+    inputs: Tensor  # the convolution's inputs, [slots, kernel - 1, channels]
     matrices: Tensor  # [slots, value_heads, key_dim, value_dim]
 
 

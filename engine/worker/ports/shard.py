@@ -43,7 +43,7 @@ class Shard:
     """
 
     shape: ModelShape
-    span: range  # of layers
+    span: range  # the layers that it holds
     rank: int = 0
     num_ranks: int = 1
     all_reduce: AllReduce | None = None

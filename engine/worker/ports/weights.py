@@ -44,7 +44,7 @@ class QuantizedWeight(Protocol):
         ...
 
 
-Weight: TypeAlias = Tensor | QuantizedWeight  # of a linear, [out, in]
+Weight: TypeAlias = Tensor | QuantizedWeight  # a linear's weight, [out, in]
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,7 +72,7 @@ class LaunchedStep:
     ended: StreamEvent
     before: StreamEvent | None  # the end of the previous step on a device that works ahead
     pending: PendingOutput | None  # None if this worker reads no hidden states of the step
-    hidden: Tensor | None  # of all rows, if drafts are proposed from them
+    hidden: Tensor | None  # all rows' hidden states, if drafts are proposed from them
     slices: _Slices | None = None
 
     @property
@@ -93,7 +93,7 @@ class _Computed(NamedTuple):
     """What the layers of the last stage return."""
 
     read: Tensor  # the hidden states of the layout's sampled rows, then its scored or pooled rows
-    every: Tensor | None  # of all rows, if drafts are proposed from them
+    every: Tensor | None  # all rows' hidden states, if drafts are proposed from them
 
 
 class StepPipeline:
@@ -112,7 +112,7 @@ class StepPipeline:
         self._before: StreamEvent | None = None
         self._owes_step = False  # whether the next stage waits for the current step
         self._is_in_collective = False  # whether other ranks may wait for this one
-        self.times = StepTimes(None, 0.0, 0.0)  # of the step launched last
+        self.times = StepTimes(None, 0.0, 0.0)  # the times of the step launched last
 
     @property
     def is_async(self) -> bool:

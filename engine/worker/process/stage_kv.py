@@ -37,7 +37,7 @@ class StageKV:
     settings: WorkerSettings
     shard: Shard
     groups: KVGroups
-    draft_block_bytes: int = 0  # of a draft model, whose cache has as many blocks
+    draft_block_bytes: int = 0  # a draft model's block, whose cache has as many blocks
 
     @property
     def layer_groups(self) -> Sequence[int]:

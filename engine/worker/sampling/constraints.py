@@ -38,10 +38,10 @@ from engine.worker.sampling.sampler import NO_MASKS, Masks, RowFault
 
 MAX_GRAMMARS = 64  # compiled grammars in the cache
 MAX_MATCHERS = 512
-MASK_WAIT_SHARE = 0.25  # of a step's time so far: that it waits for late rows
+MASK_WAIT_SHARE = 0.25  # a batch waits for late rows for this share of its step's time so far
 MIN_WAIT_SECONDS = 0.0005  # the same in a step that has just begun
 MASK_WAIT_SECONDS_ALONE = 0.1  # the same, for the first mask, if all rows of the batch are late
-MASK_SECONDS = 2.0  # of CPU time, after which a row fails
+MASK_SECONDS = 2.0  # CPU time after which a row fails
 WITHOUT_CORE = 10.0  # times `MASK_SECONDS`, after which it fails in any case
 
 
@@ -57,7 +57,7 @@ class _MatcherPosition:
         self.mask: Future[Mask] | None = None  # after the tokens `seen`
         self.clock: ThreadClock | None = None  # while a thread computes the mask
         self.is_slow = False  # whether the last mask was
-        self.drafts: _DraftMasks | None = None  # of the last step, if it had any
+        self.drafts: _DraftMasks | None = None  # the masks of the last step with drafts, if any
 
     def is_for(self, spec: SampleSpec) -> bool:
         if self.mask is not None and not self.mask.done() and spec.output != self.seen:

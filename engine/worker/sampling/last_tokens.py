@@ -20,7 +20,7 @@ from torch import Tensor
 from engine.step import LAST_TOKEN, RequestId, Step
 from engine.worker.ports import Int64s
 
-FAILED_TOKEN = 0  # of a row whose request has failed; a valid id, whose result is discarded
+FAILED_TOKEN = 0  # stands for a row whose request has failed; a valid id, whose result is discarded
 
 
 class SampledTokens(Protocol):

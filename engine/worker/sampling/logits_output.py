@@ -26,7 +26,7 @@ from engine.worker.sampling.logprobs import (
 from engine.worker.sampling.sampler import PendingSample, RowFault, SampledBatch, Sampler
 from engine.worker.transfers import Fetched, Transfers
 
-SLICE_BYTES = 32 << 20  # of float32 logits at most, but at least one row
+SLICE_BYTES = 32 << 20  # float32 logits at once at most, but at least one row
 
 
 class LogitsOutput(NamedTuple):
@@ -37,8 +37,8 @@ class LogitsOutput(NamedTuple):
     prompt_logprobs: tuple[tuple[TokenLogprobs, ...], ...] = ()
     faults: tuple[Fault, ...] = ()
     late: tuple[int, ...] = ()
-    num_accepted: tuple[int, ...] = ()  # of steps with drafts
-    vectors: tuple[bytes, ...] = ()  # of entries with `pooling`
+    num_accepted: tuple[int, ...] = ()  # accepted drafts by entry, in steps with drafts
+    vectors: tuple[bytes, ...] = ()  # one vector for each entry with `pooling`
 
 
 class PendingOutput(SampledTokens, Protocol):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from engine.grammar import Matcher
 
 MASK_THREADS = 2
-MASK_WAIT_SECONDS = 0.005  # that a batch waits for late rows at most; a slower mask is slow
+MASK_WAIT_SECONDS = 0.005  # a batch waits so long for late rows at most; a slower mask is slow
 READING_REST = 50.0  # seconds of rest for each second in which slow rows' outputs were read
 
 

@@ -45,7 +45,8 @@ class OutputMemory:
 
     def __init__(self) -> None:
         self._outputs: OrderedDict[RequestId, _Output] = OrderedDict()  # least recently used first
-        self._opened: frozenset[RequestId] = frozenset()  # of the step that is not complete yet
+        # Requests of the step that is not complete yet
+        self._opened: frozenset[RequestId] = frozenset()
         self._failed: dict[RequestId, StepId] = {}  # by the failed step
 
     def __len__(self) -> int:

@@ -28,7 +28,7 @@ class TokenCounts:
         self._places = {token: place for place, token in enumerate(ids.tolist())}
         self._ids = ids
         self._counts = counts.astype(np.int64)
-        self._has_zeros = False  # of ids that were removed
+        self._has_zeros = False  # whether ids were removed and left zeros
         self.extremes: tuple[int, ...] = (int(ids[0]), int(ids[-1])) if len(ids) else ()
 
     def __len__(self) -> int:

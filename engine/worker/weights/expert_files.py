@@ -30,7 +30,7 @@ GRANITE = {  # ends of names, and what they are elsewhere
 class ExpertPart(NamedTuple):
     """One tensor of one expert: `size` outputs of a fused linear, `first`, `first + step`, …"""
 
-    stem: str  # of the fused tensors
+    stem: str  # the common part of the fused tensors' names
     expert: int
     first: int
     step: int

@@ -26,9 +26,9 @@ from engine.worker.weights.packed_file import (
     warn_not_cached,
 )
 
-VERSION = 2  # of the file format
+VERSION = 2  # the version of the file format
 SUFFIX = ".packed"
-FREE_BYTES = 1 << 30  # that stay free on the disk
+FREE_BYTES = 1 << 30  # so much of the disk stays free
 _NAME_DIGITS = 24
 
 

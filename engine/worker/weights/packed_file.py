@@ -44,9 +44,9 @@ MAGIC = b"podwaypk"
 FOOTER = struct.Struct("<8sQQQ32s")  # magic; header at, header bytes, file bytes; SHA-256
 SYNC_THREAD = "podway-packed-cache"
 READ_THREAD = "podway-read-ahead"
-READ_BYTES = 64 << 20  # that are read ahead at a time
+READ_BYTES = 64 << 20  # bytes that are read ahead at a time
 MADV_POPULATE_READ = 22  # linux/mman.h
-SLAB_BYTES = 64 << 20  # of anonymous memory
+SLAB_BYTES = 64 << 20  # the size of a mapping of anonymous memory
 PRIVATE = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
 PAGE = mmap.ALLOCATIONGRANULARITY
 
@@ -83,7 +83,7 @@ class PackedFile:
     This class is neither: it finds nothing, keeps nothing, and its memory is anonymous.
     """
 
-    num_bytes = 0  # of the file
+    num_bytes = 0  # the size of the file
     slab_bytes = SLAB_BYTES  # at least so many are requested from `grow`; 0: a tensor's own
 
     @property

@@ -17,7 +17,7 @@ from engine.worker_settings import WEIGHT_BYTES, WorkerReport
 # Products of bfloat16 numbers that AMX computes for one of attention, by the dtype of the cache.
 SPLIT_PRODUCTS = {"float16": 3, "bfloat16": 2}
 LOGIT_BYTES = 4
-MAX_KV_BYTES = 4  # of a key or value element
+MAX_KV_BYTES = 4  # bytes of a key or value element
 
 
 class Limit(NamedTuple):
@@ -58,8 +58,8 @@ class WeightSizes:
     """
 
     num_layers: int
-    kv_elements: int  # of the matrices that make k and v, in one layer
-    other_elements: int  # of the other matrices of a layer that one token uses
+    kv_elements: int  # elements of the matrices that make k and v, in one layer
+    other_elements: int  # elements of the other matrices of a layer that one token uses
     head_elements: int
     attention_width: int  # heads × head size
     kv_width: int  # KV heads × head size
@@ -67,7 +67,7 @@ class WeightSizes:
     window: int | None
     num_experts: int = 0
     top_k: int = 0
-    expert_elements: int = 0  # of one expert
+    expert_elements: int = 0  # elements of one expert
 
     @classmethod
     def of(cls, config: Mapping[str, object]) -> "WeightSizes":

@@ -33,7 +33,7 @@ from engine.worker_settings import WorkerReport
 
 GREEDY = SampleSpec(SamplingParams(temperature=0.0))
 MIN_STEPS, MAX_STEPS = 3, 2000  # timed steps
-FIRST_TOKENS = 128  # of the prompt that is computed and copied
+FIRST_TOKENS = 128  # tokens of the prompt that is computed and copied
 
 
 class Timing(NamedTuple):

@@ -18,7 +18,7 @@ ROLES = ("user", "assistant", "system")
 TYPES = ("text", "image", "document", "tool_use", "tool_result", "thinking", "redacted_thinking")
 TEXT_TYPES = ("text", "document")
 RESULT_TYPES = (*TEXT_TYPES, "image")  # in a tool's result
-MARK = "prompt_cache_breakpoint"  # of a part of a chat message
+MARK = "prompt_cache_breakpoint"  # the key of a chat message's part
 Json = dict[str, Any]
 
 

@@ -47,7 +47,7 @@ class MessagesRenderer:
         self._counts_writes = counts_writes
         self._has_begun = False
         self._num_blocks = 0
-        self._kind = ""  # of the open block, "" if none is open
+        self._kind = ""  # the kind of the open block, "" if none is open
         self._delta_head = b""
         self._end = ChoiceEnd("stop")
 

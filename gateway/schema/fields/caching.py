@@ -11,7 +11,7 @@ MODES = ("implicit", "explicit")
 # Seconds. 5m and 1h are Anthropic's, 24h is `prompt_cache_retention`'s.
 TTLS = {"5m": 300.0, "30m": 1800.0, "1h": 3600.0, "12h": 43200.0, "24h": 86400.0}
 RETENTIONS = ("in_memory", "in-memory", "24h")
-ANTHROPIC_TTLS = ("5m", "1h")  # of `cache_control`, the default first
+ANTHROPIC_TTLS = ("5m", "1h")  # values of `cache_control`, the default first
 BREAKPOINT = {"mode": "explicit"}
 MAX_BREAKPOINTS = 4  # the latest ones of a prompt
 

@@ -13,7 +13,7 @@ from gateway.schema.fields.scheduling import INT64, SchedulingRequest
 MAX_CHOICES = 128
 MAX_STOP_TOKENS = 128
 MAX_BIASES = 1024
-IDS_AT_ONCE = 65_536  # that are compared in 2 ms
+IDS_AT_ONCE = 65_536  # ids compared in one piece of 2 ms
 
 RANGES: dict[str, tuple[float, float]] = {
     "temperature": (0, 2),

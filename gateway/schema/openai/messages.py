@@ -11,7 +11,7 @@ from gateway.schema.decoding import check_allowed, invalid, missing, quote
 from gateway.schema.fields.caching import check_breakpoint
 from gateway.schema.images import NO_FILES, ImageUrl, RequestedImage, template_content
 
-MAX_TOOL_CALLS = 1_024  # of one message
+MAX_TOOL_CALLS = 1_024  # calls in one message
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _ROLES_WITH_IMAGES = ("user", "tool")
 _TEXT_TYPES = ("text", "refusal")

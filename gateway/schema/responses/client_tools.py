@@ -22,7 +22,7 @@ class ClientTool(NamedTuple):
     description: str
     parameters: Mapping[str, Any]
     field: str
-    prefix: str  # of the ids of its calls
+    prefix: str  # begins the ids of its calls
 
 
 CLIENT_TOOLS = {

@@ -65,10 +65,10 @@ class ContentItem(msgspec.Struct, forbid_unknown_fields=True):
     file_url: Any = None
     filename: Any = None
     detail: str | None = None
-    stdout: str | None = None  # of a shell, with `stderr` and `outcome`
+    stdout: str | None = None  # a shell's output, with `stderr` and `outcome`
     stderr: str | None = None
     outcome: Any = None
-    data: Any = None  # of a part of JSON, which only decisions have
+    data: Any = None  # a part of JSON, which only decisions have
     prompt_cache_breakpoint: Any = None
 
     def as_stored(self, path: str, text_type: str, *, may_be_image: bool) -> Item:

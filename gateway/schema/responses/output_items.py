@@ -53,8 +53,8 @@ class OutputItems:
         self._formatter = formatter
         self._tools = tools
         self._is_open = False  # the last item
-        self._texts: list[str] = []  # of the open item
-        self._tokens: list[OutputToken] = []  # of the open item
+        self._texts: list[str] = []  # the texts of the open item
+        self._tokens: list[OutputToken] = []  # the tokens of the open item
         self._pending: list[OutputToken] = []  # not yet in any event
         self._delta_head = b""  # constant bytes before a delta's number, for the open item
 

@@ -49,7 +49,7 @@ class ResponsesRenderer:
         self.events = NumberedEvents()
         self.output = OutputItems(self.events, new_id, formatter, tools)
         self.status = "in_progress"
-        self.diagnosis: CacheDiagnosis | None = None  # of the prompt, compared with another one
+        self.diagnosis: CacheDiagnosis | None = None  # the prompt compared with another one
         self._head = head
         self._now = now
         self._has_begun = self._is_created = False

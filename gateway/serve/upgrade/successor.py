@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from gateway.store.store import Store
 
 logger = logging.getLogger(__name__)
-TAKE_SECONDS = 10.0  # in which a successor that is ready accepts connections
+TAKE_SECONDS = 10.0  # a successor that is ready accepts connections within this time
 PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 IN_MEMORY = (
     "its store has files, batches or responses, and is in memory: they would be lost. Serve with "
@@ -119,7 +119,7 @@ class Upgrades:
     predecessor: "Predecessor | None" = None
     handed_over: asyncio.Event = field(default_factory=asyncio.Event)
     successor: Successor | None = None  # once it has taken over
-    secret: str = field(default_factory=lambda: secrets.token_hex(16))  # of forwarded requests
+    secret: str = field(default_factory=lambda: secrets.token_hex(16))  # marks forwarded requests
     private: socket.socket | None = None  # on which these are accepted, once it has taken over
     _is_upgrading: bool = False
 

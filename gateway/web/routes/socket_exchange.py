@@ -29,11 +29,11 @@ class SocketExchange:
     def __init__(
         self, text: bytes, stream_id: str | None, socket: "TextSocket", ended: asyncio.Event
     ) -> None:
-        self.status = 0  # of the response
+        self.status = 0  # the response's status
         self._text = memoryview(text)
         self._socket = socket
         self._ended = ended  # set when the connection has ended
-        self._suffix = b"}"  # of each event
+        self._suffix = b"}"  # ends each event
         if stream_id is not None:
             self._suffix = b',"stream_id":%b}' % orjson.dumps(stream_id)
         self._error = b""

@@ -30,13 +30,13 @@ from engine.worker.cpu.kernels.linears.amx_tiles import (
 from engine.worker.cpu.kernels.linears.tile_formats import AMX_ROWS
 from engine.worker.cpu.kernels.vectors import FLOATS, INT32S, LANES, pointer, prefetch
 
-NUM_PARTS = (2, 2, 1, 0)  # of a number, by dtype
+NUM_PARTS = (2, 2, 1, 0)  # parts in which a number is multiplied, by dtype
 HIGH, LOW = 0, 1
-FACTORS = ((HIGH, HIGH), (LOW, HIGH), (HIGH, LOW))  # of x and of a panel
+FACTORS = ((HIGH, HIGH), (LOW, HIGH), (HIGH, LOW))  # parts of x and of a panel that are multiplied
 BLOCK = 2 * LANES  # items of what is summed
 X_BLOCK = BLOCK * BYTES  # bytes in a row of x, as many as those of its floats
-QUARTERS = 4  # of a panel, each as wide as a tile register
-WIDTH = QUARTERS * LANES  # of a panel
+QUARTERS = 4  # quarters of a panel, each as wide as a tile register
+WIDTH = QUARTERS * LANES  # the width of a panel
 LINE = WIDTH * BYTES  # bytes of a pair of each key or dimension
 PART = LANES * LINE + 64  # bytes of the high or low parts of a block in a panel
 

@@ -25,15 +25,15 @@ from engine.worker.ports import (
     ThreadPool,
 )
 
-ROWS = 24  # of a task: tokens x query heads of one KV head
-AMX_TILES = 4  # of a task
+ROWS = 24  # rows per task: tokens x query heads of one KV head
+AMX_TILES = 4  # tiles per task
 CHUNKS_PER_THREAD = 4  # enough for all threads to end at about the same time
 FEW_DECODES = 8
-MIN_SPANS = 4  # of a context that is divided among threads
+MIN_SPANS = 4  # a context is divided among threads from so many on
 TASK, INT64 = np.dtype(paged.Task), np.dtype(np.int64)
 PLAN_KEY = Struct("7q")
 
-Tasks = NDArray[np.void]  # of dtype TASK
+Tasks = NDArray[np.void]  # arrays of dtype TASK
 
 
 class Addresses(NamedTuple):

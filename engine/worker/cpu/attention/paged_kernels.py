@@ -45,7 +45,7 @@ class Task(ctypes.Structure):
 
     first: int  # row of the first token
     tokens: int
-    position: int  # of the first token
+    position: int  # the first token's position
     image_end: int  # position behind the image that all tokens belong to; else 0
     table: int  # where the request's block ids begin in the tables
     low: int  # a multiple of SPAN
@@ -67,7 +67,7 @@ class AttentionOperands(ctypes.Structure):
     soft_cap: float  # 0: none
     tasks: int  # array of `Task`
     tables: int  # block ids of all requests, int64
-    scratch: int  # of thread 0
+    scratch: int  # thread 0's scratch memory
     scratch_stride: int  # floats, between threads
     max_rows: int
     partials: int  # float32 [spans, kv_heads, partial_floats]

@@ -38,7 +38,7 @@ class RopeWriteOperands(ctypes.Structure):
     pages: int  # `LayerPages`
     qkv: int
     stride: int  # floats
-    half: int  # of the rotated dimensions of a head; 0: no RoPE
+    half: int  # half of a head's rotated dimensions; 0: no RoPE
     cos: int  # [rows, half]
     sin: int
     rows_per_chunk: int

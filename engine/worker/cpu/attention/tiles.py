@@ -15,7 +15,7 @@ from engine.worker.cpu.intrinsics import FLOAT, INT64, int64
 from engine.worker.cpu.kernels.dtypes import FLOAT32, INT8, ITEM_BYTES, load
 from engine.worker.cpu.kernels.vectors import FLOATS, LANES, broadcast, fma, pointer, prefetch
 
-KEYS = 16  # of a score tile
+KEYS = 16  # keys in a score tile
 # Two tiles at once have sums enough to hide the latency of additions even with one row, and read a
 # query once for 32 keys.
 HAS_TWO_TILES = LANES == 16

@@ -77,7 +77,7 @@ class Keys(NamedTuple):
 
     address: int
     scales: int
-    ahead: int  # of the keys to prefetch
+    ahead: int  # how far ahead keys are prefetched
 
 
 @njit(inline="always")

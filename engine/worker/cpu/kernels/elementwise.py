@@ -13,7 +13,7 @@ from engine.worker.cpu.build import fast_leaf, leaf
 from engine.worker.cpu.intrinsics import float32s, power_of_two
 from engine.worker.cpu.operands import make_reader, operands
 
-BYTES = 4  # of a float
+BYTES = 4  # bytes of a float
 
 SILU, GELU_TANH, RELU, GELU, RELU_SQUARED = 0, 1, 2, 3, 4
 

@@ -19,7 +19,7 @@ from engine.worker.cpu.operands import make_reader, operands
 
 WORD = 8  # bytes of an operand
 LINEAR_WORDS = ctypes.sizeof(LinearOperands) // WORD
-SCRATCH_BYTES = -(-ctypes.sizeof(LinearOperands) // 64) * 64  # of a thread
+SCRATCH_BYTES = -(-ctypes.sizeof(LinearOperands) // 64) * 64  # a thread's scratch memory
 _PLACES = {field[0]: place for place, field in enumerate(LinearOperands._fields_)}
 X, X_STRIDE, X_SCALE = _PLACES["x"], _PLACES["x_stride"], _PLACES["x_scale"]
 Y, Y_STRIDE = _PLACES["y"], _PLACES["y_stride"]
@@ -259,7 +259,7 @@ class ExpertLinearOperands(ctypes.Structure):
     scratch: int  # SCRATCH_BYTES for each thread
     plan: int
     max_in_use: int
-    column_chunks: int  # of each expert
+    column_chunks: int  # chunks of columns of each expert
     columns: int
     x: int
     x_stride: int  # bytes; 0 if all pairs have the same row

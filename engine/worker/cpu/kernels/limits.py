@@ -28,7 +28,7 @@ from engine.worker.cpu.kernels.vectors import INT32S, LANES, LINE, pointer, pref
 from engine.worker.cpu.operands import make_reader, operands
 
 VECTOR_BYTES = 4 * LANES
-VECTORS_PER_TURN = 4  # of each stream
+VECTORS_PER_TURN = 4  # vectors read from each stream in turn
 CHAINS = 16 if LANES == 16 else 12  # independent sums, which hide the latency of an instruction
 
 

@@ -25,7 +25,7 @@ class QuantizeOperands(ctypes.Structure):
     """`values * scales` are the weights x, of int4 in groups of `GROUP` inputs."""
 
     x: int  # float32 [rows, width], contiguous
-    width: int  # of int4 a multiple of GROUP
+    width: int  # for int4 a multiple of GROUP
     values: int  # int8 [rows, width], or two of int4 in a byte
     scales: int  # float32 [rows], or float16 [rows, groups]
     rows: int

@@ -18,7 +18,7 @@ from engine.worker.cpu.kernels.delta_tiles import PANEL
 from engine.worker.cpu.kernels.elementwise import BYTES, exp_float
 from engine.worker.cpu.operands import make_reader, operands
 
-CHANNELS = 512  # that one chunk of the convolution computes
+CHANNELS = 512  # channels that one chunk of the convolution computes
 ITEM = 8  # bytes of an int64
 
 

@@ -83,8 +83,8 @@ class SampleOperands(ctypes.Structure):
     vocab: int
     params: int  # array of `SampleParams`
     ids: int  # int64 [samples], the result
-    scratch: int  # of thread 0: histogram buckets, then the weights of a row
-    scratch_bytes: int  # of each thread
+    scratch: int  # thread 0's: histogram buckets, then the weights of a row
+    scratch_bytes: int  # each thread's
 
 
 @operands

@@ -9,7 +9,7 @@ from numba.extending import intrinsic
 from engine.worker.cpu.features import has
 from engine.worker.cpu.intrinsics import FLOAT, INT32, int64
 
-LANES = 16 if has("avx512f") else 8  # of 32 bits
+LANES = 16 if has("avx512f") else 8  # lanes of 32 bits
 LINE = 64  # bytes of a cache line
 PREFETCHED_AT_ONCE = 16 * LINE
 

@@ -10,7 +10,7 @@ from engine.worker.cpu.linears.grouped import grouped_linears
 from engine.worker.cpu.linears.packed import CpuLinears
 from engine.worker.weights.formats import LAYOUTS
 
-FORMATS = ("float32", "bfloat16", "int8", "int4")  # that any weights may be converted to
+FORMATS = ("float32", "bfloat16", "int8", "int4")  # any weights may be converted to these
 
 
 def linears_of(*formats: str, activation_bits: str = "auto") -> dict[str, CpuLinears]:

@@ -23,7 +23,7 @@ from engine.worker.ports import Weight
 from engine.worker.weights.formats.grouped import GroupedWeight, GroupLayout, Groups, stack_rows
 from engine.worker.weights.formats.int4 import GROUP, SYMMETRIC, quantize
 
-ELEMENTS_AT_ONCE = 1 << 20  # that are packed together
+ELEMENTS_AT_ONCE = 1 << 20  # so many are packed together
 INPUTS = {  # by width: the name in reports, the steps that are multiplied, the kernel
     8: ("8-bit activations, VNNI", INT8_STEPS, grouped_linear.quantize_groups_to_8_bits),
     14: ("14-bit activations", INT16_STEPS, grouped_linear.quantize_groups_to_14_bits),

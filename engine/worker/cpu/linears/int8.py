@@ -27,7 +27,7 @@ class Int8Linears:
     name: str
     inputs: InputFormat
     group: int  # inputs in 32 bits
-    packed_dtype: torch.dtype  # that holds a group of weights
+    packed_dtype: torch.dtype  # the dtype that holds a group of weights
     zero: int  # the quantized input that stands for 0
     kernel: Callable[..., None]
 

@@ -14,7 +14,7 @@ from engine.worker.cpu.kernels.linears.tile_formats import HAS_AMX
 from engine.worker.cpu.pages import WeightPages
 from engine.worker.ports import LowRankUp, ThreadPool, Weight
 
-COLUMNS_FOR_FEW_ROWS = 128  # of a chunk, at most: weights are read once
+COLUMNS_FOR_FEW_ROWS = 128  # a chunk's columns at most: weights are read once
 COLUMNS_FOR_MANY_ROWS = 96  # a piece of them stays in cache
 # Every chunk reads all inputs, and those of a prompt do not stay in the L2 cache. On an Intel Xeon
 # with 2 MiB of it 512 rows of int8 and bfloat16 took 0.87 to 1.02 times as long as with 96 columns.

@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from engine.worker.model.torch_operators import ACTIVATIONS
 
 FP8 = torch.float8_e4m3fn
-LARGEST = {torch.int8: 127.0, FP8: 448.0}  # of each 8-bit dtype; larger values are clamped
+# The largest value of each 8-bit dtype; larger ones are clamped
+LARGEST = {torch.int8: 127.0, FP8: 448.0}
 
 
 class QuantizedRows(NamedTuple):

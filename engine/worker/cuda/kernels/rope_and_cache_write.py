@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.worker.cuda.kernels.fp8 import to_fp8
 from engine.worker.cuda.kernels.reference import FP8, CacheRows
 
-BLOCK_ELEMENTS = 1024  # of q, k or v per program
+BLOCK_ELEMENTS = 1024  # elements of q, k or v per program
 
 
 @triton.jit

@@ -17,8 +17,8 @@ from torch import Tensor
 from engine.worker.cuda.kernels.fp8 import to_fp8
 from engine.worker.cuda.kernels.reference import LARGEST, QuantizedRows, RowNorm
 
-MAX_WIDTH = 32768  # of a row that is kept in registers
-MAX_GATED_WIDTH = 16384  # of the product; its two factors are kept as well
+MAX_WIDTH = 32768  # a row up to this width is kept in registers
+MAX_GATED_WIDTH = 16384  # a product up to this width is; its two factors are kept as well
 SILU, GELU, GELU_TANH = 1, 2, 3
 GATES = {
     "silu": SILU,

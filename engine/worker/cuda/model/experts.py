@@ -14,8 +14,8 @@ from engine.worker.cuda.model.linears import stacked
 from engine.worker.model.experts import route
 from engine.worker.ports import ExpertWeights, Linear, Routing, loaded, name_of
 
-GROUPED_CAPABILITY = (9, 0)  # of torch's grouped products that do not wait for the host
-ALIGNMENT = 8  # of the sizes of grouped products
+GROUPED_CAPABILITY = (9, 0)  # torch's grouped products do not wait for the host from here on
+ALIGNMENT = 8  # grouped products need sizes that are multiples of it
 
 
 def why_not_grouped(

@@ -19,7 +19,7 @@ from engine.worker.cuda.model.linears import stacked
 from engine.worker.model.experts import route
 from engine.worker.ports import ExpertWeights, Routing, loaded, name_of
 
-ALIGNMENT = 8  # of the sizes of products, in elements of 16 bits
+ALIGNMENT = 8  # sizes of products, in elements of 16 bits, must be multiples of it
 ARCHITECTURES = {(8, 9): "89", (9, 0): "90", (10, 0): "100", (10, 3): "103", (12, 0): "120"}
 # FlashInfer's `ActivationType` by Hugging Face's names.
 ACTIVATIONS = {"silu": "Swiglu", "swish": "Swiglu"}

@@ -12,7 +12,7 @@ FP8 = torch.float8_e4m3fn
 FP8_MOST = 448.0
 FP8_BY_ROW = (9, 0)  # the first with one scale per row
 INT8_ROWS = 17  # torch._int_mm takes no fewer rows
-INT8_ALIGNMENT = 8  # of both dimensions of a weight
+INT8_ALIGNMENT = 8  # both dimensions of a weight must be multiples of it
 FP8_ALIGNMENT = 16
 
 

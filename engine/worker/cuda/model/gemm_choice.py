@@ -24,7 +24,8 @@ logger = logging.getLogger(__name__)
 TORCH, CUBLASLT = "torch", "cublaslt"
 ROWS = (16, 64)  # a product uses the choice for the next of these; larger ones are torch's
 MIN_GAIN = 0.02  # a tiling replaces torch if it takes less time by this share
-MAX_WEIGHTS = 8  # of one shape that a measurement alternates between, so that none stays in cache
+# A measurement alternates between so many of one shape, so that none stays in cache
+MAX_WEIGHTS = 8
 REPEATS = 24
 
 TILINGS = (
@@ -37,11 +38,11 @@ TILINGS = (
     Tiling(16, 64, 128, 1, 4, 4),
     Tiling(16, 64, 128, 4, 4, 4),
 )
-FIXED = Tiling(64, 128, 64, 1, 4, 4)  # of every product in batch-invariant mode
+FIXED = Tiling(64, 128, 64, 1, 4, 4)  # the tiling of every product in batch-invariant mode
 KNOWN = {str(tiling): tiling for tiling in TILINGS}
 
 Product = Callable[[Tensor, Tensor, Tiling | str], object]  # x, weight; TORCH, CUBLASLT or tiling
-Seconds = Callable[[Callable[[], object]], float]  # of work on the device, measured
+Seconds = Callable[[Callable[[], object]], float]  # measures work on the device
 
 
 class Shape(NamedTuple):

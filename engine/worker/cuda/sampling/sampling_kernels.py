@@ -21,7 +21,7 @@ from engine.worker.sampling.logits_processors import Put
 
 RUN = 512  # ids per partial sum, as in `engine.worker.sampling.filters`
 MAX_SORTED = 1024  # a larger k is found by bisection
-FLOAT_BITS = 31  # of a non-negative float32
+FLOAT_BITS = 31  # bits of a non-negative float32
 ONE = 0x3F800000  # the bits of 1.0, the largest weight of each row
 
 # logits, temperatures, min-ps, top-ks or None, top-ps or None, points -> ids; one launch

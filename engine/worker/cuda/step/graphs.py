@@ -50,7 +50,7 @@ class GraphSizes(NamedTuple):
     """The rows of the graphs to capture, ascending."""
 
     decodes: tuple[int, ...]
-    mixed: tuple[int, ...]  # of steps with pieces of prompts
+    mixed: tuple[int, ...]  # the sizes of steps with pieces of prompts
 
     @property
     def largest(self) -> int:

@@ -36,7 +36,7 @@ from engine.worker.model.kv.read_ahead import ReadAheadBuffer
 
 logger = logging.getLogger(__name__)
 
-VERSION = 1  # of the files
+VERSION = 1  # the version of the files' format
 FOLDER_DIGITS = 24
 HEADERS = "headers"  # the file that the server which uses a folder locks
 UNUSED_DAYS = 30

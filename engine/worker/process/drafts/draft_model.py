@@ -161,7 +161,7 @@ class LoadedDraft:
     attention: StageAttention
     kv: StageKV
     num_parameters: int
-    num_bytes: int  # of its weights, about
+    num_bytes: int  # about the size of its weights
     max_model_len: int
     max_vocab: int
 

@@ -42,7 +42,7 @@ from engine.worker.weights.checkpoint import mtp_shard
 from engine.worker_settings import WorkerSettings
 
 METHOD = 'the method "mtp" of --speculative-config'
-MAX_ROWS = 1024  # of a request that are kept
+MAX_ROWS = 1024  # rows that are kept for a request
 
 
 @dataclass(slots=True)
@@ -198,7 +198,7 @@ class LoadedMtp:
     attention: StageAttention
     kv: StageKV
     step_limits: StepLimits
-    num_parameters: int  # of what a proposal computes: the layer and the head
+    num_parameters: int  # parameters in what a proposal computes: the layer and the head
     num_bytes: int = 0  # they are counted with the model
 
     def open(self, num_blocks: int) -> MtpHead:

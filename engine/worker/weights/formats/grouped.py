@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-ELEMENTS_AT_ONCE = 1 << 22  # that are dequantized together
+ELEMENTS_AT_ONCE = 1 << 22  # so many are dequantized together
 
 
 class GroupLayout(NamedTuple):
@@ -30,7 +30,7 @@ class GroupLayout(NamedTuple):
 
     name: str
     group: int  # inputs
-    bits: int  # of a step as it is stored: 4, 5, 6 or 8
+    bits: int  # stored bits per step: 4, 5, 6 or 8
     middle: int
     groups: int = 1
     has_minimums: bool = False

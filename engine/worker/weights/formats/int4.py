@@ -15,7 +15,7 @@ from engine.worker.weights.formats.grouped import GroupedWeight, GroupLayout, Gr
 
 GROUP = 32  # inputs with one scale
 MIDDLE = 8  # the nibble that stands for 0
-ELEMENTS_AT_ONCE = 1 << 16  # that are quantized together, in cache
+ELEMENTS_AT_ONCE = 1 << 16  # so many are quantized together, in cache
 SCALES, ZEROS = "_scales", "_zeros"  # names in `GroupedWeight.tensors`
 # Of these fractions of a group's largest weight, the one with the least squared error is its range.
 FRACTIONS = (1.1, 1.05, 1.0, 0.975, 0.95, 0.925, 0.9, 0.875, 0.85, 0.8)

@@ -16,10 +16,10 @@ from engine.worker.weights.formats.grouped import GroupedWeight, GroupLayout, Gr
 
 GROUP = 32
 MIDDLE = 12
-DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12)  # of the numbers without a sign, by code
+DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12)  # twice each number without its sign, by code
 CODES = (*(MIDDLE + each for each in DOUBLED), *(MIDDLE - each for each in DOUBLED))
 MXFP4 = GroupLayout("mxfp4", GROUP, 4, MIDDLE, codes=CODES)
-BIAS = 127 + 1  # of exponents of the halved scales
+BIAS = 127 + 1  # the bias of the halved scales' exponents
 SMALLEST, LARGEST = -24, 15  # exponents that float16 has
 EXPONENTS = "_exponents"  # name in `GroupedWeight.tensors`
 

@@ -23,7 +23,7 @@ from engine.worker.cpu.kernels.linears.tile_formats import AMX_GROUPS, HAS_AMX
 from engine.worker.cpu.kernels.vectors import BYTE_POINTER, LANES, LINE, call, prefetch
 
 TILE_ROWS = 16  # at most, of a tile register, with 64 bytes each
-GROUP_BYTES = 4 * WIDTH  # of weights in a panel
+GROUP_BYTES = 4 * WIDTH  # a group of weights in a panel
 # Tile registers: sums of each tile of x and half of a panel, tiles of x, halves of the weights.
 SUMS, X, WEIGHTS = ((0, 1), (2, 3)), (4, 5), (6, 7)
 # LDTILECFG reads a palette, the bytes of a row of each tile (int16), the rows of each (int8).

@@ -6,7 +6,7 @@ from llvmlite import ir
 from engine.worker.cpu.features import has
 from engine.worker.cpu.kernels.vectors import INT32S, LANES, call
 
-BYTES = 4 * LANES  # of a vector
+BYTES = 4 * LANES  # bytes of a vector
 TABLE = 16  # entries
 BYTE = ir.IntType(8)
 INT8S = ir.VectorType(BYTE, BYTES)

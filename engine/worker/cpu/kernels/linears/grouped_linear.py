@@ -38,9 +38,9 @@ from engine.worker.cpu.kernels.linears.packed_tiles import WIDTH
 from engine.worker.cpu.kernels.linears.tile_outputs import add_group_sums
 from engine.worker.weights.formats.grouped import GroupLayout
 
-DEPTH = 1024  # of k
+DEPTH = 1024  # so many products along k are added up at once
 ACTIVATION_BITS = {INT8_STEPS: 8, INT16_STEPS: 14}
-TILE = BLOCK = BLOCK_BYTES = X_BLOCK_BYTES = None  # of the format that a kernel is made for
+TILE = BLOCK = BLOCK_BYTES = X_BLOCK_BYTES = None  # set for the format that a kernel is made for
 
 
 @njit(inline="always")

@@ -47,8 +47,8 @@ from engine.worker.cpu.kernels.vectors import (
 from engine.worker.weights.formats.grouped import GroupLayout
 
 WORD = 32  # bits of a lane
-INPUTS_AT_ONCE = 32  # of a group that are multiplied without a loop
-SUM_BYTES = 4  # of the sum of a group of x
+INPUTS_AT_ONCE = 32  # inputs of a group that are multiplied without a loop
+SUM_BYTES = 4  # the sum of a group of x
 MAX_ROWS = 6 if LANES == 16 else 4
 
 
@@ -56,7 +56,7 @@ class Plane(NamedTuple):
     """Some bits of each step of a group."""
 
     bits: int
-    shift: int  # of these bits in the step
+    shift: int  # the position of these bits in the step
     at: int  # bytes after the start of the group's steps
 
     @property

@@ -26,7 +26,7 @@ from engine.worker.cpu.kernels.linears.tile_outputs import add_int8_sums
 MAX_14_BITS = (1 << 14) - 1
 MAX_8_BITS = 127
 ZERO_UINT8 = 128  # what stands for 0: VNNI takes unsigned inputs
-DEPTH = 1024  # of k: 127 * (2^14 - 1) * 1024 is just below 2^31
+DEPTH = 1024  # k is added up in so many: 127 * (2^14 - 1) * 1024 is just below 2^31
 # Up to so many rows VNNI mostly reads weights faster than AMX, by up to 15 % on an Intel Xeon.
 VECTOR_ROWS = 4
 

@@ -31,7 +31,7 @@ from engine.worker.cpu.operands import make_reader, operands
 
 # Rows of x that are multiplied by weights while these are in cache: some tiles of every kind.
 ROWS_AT_ONCE = 96 if HAS_AMX else 48
-FLOAT_DEPTH = 512  # of k, added up in registers
+FLOAT_DEPTH = 512  # so many products along k are added up in registers
 BFLOAT16_DEPTH = 1024  # the same bytes
 # How far ahead of its loads a single tile prefetches. A whole piece ahead (64 KiB of float32) was
 # out of the L1 cache again before it was used: 26 to 27 instead of 29 to 35 GB/s for one row of
@@ -53,7 +53,7 @@ class LinearOperands(ctypes.Structure):
     bias: int
     inputs: int  # padded to a multiple of what the format requires
     outputs: int
-    columns: int  # of a chunk, whole panels
+    columns: int  # a chunk's columns, whole panels
     x: int
     x_stride: int  # bytes
     x_scale: int  # float32 [rows], of quantized inputs; else 0
@@ -61,7 +61,7 @@ class LinearOperands(ctypes.Structure):
     y_stride: int  # floats
     rows: int
     adds: int
-    threads: int  # that share the chunks
+    threads: int  # threads that share the chunks
 
 
 _linear_operands = make_reader(LinearOperands)
@@ -123,7 +123,7 @@ def multiply(operands, chunk, tile, finish, max_rows, depth, group, group_bytes,
     # Few rows: read the weights in the order of their addresses. Many: keep a piece in cache.
     block = WIDTH if a.rows <= ROWS_AT_ONCE else a.columns
     next_chunk = a.weight + (first + a.columns) // WIDTH * panel_bytes
-    tiles = (a.rows + max_rows - 1) // max_rows  # of a panel
+    tiles = (a.rows + max_rows - 1) // max_rows  # the number of tiles in a panel
     for start in range(first, last, block):
         for k in range(0, a.inputs, depth):
             groups = min(depth, a.inputs - k) // group

@@ -21,10 +21,10 @@ from engine.worker.cpu.kernels.linears import tile_formats
 from engine.worker.cpu.kernels.linears.tile_formats import AMX_ROWS, MAX_ROWS
 from engine.worker.cpu.kernels.vectors import INT32S, LANES, LINE, broadcast, pointer, prefetch
 
-VECTORS = 2  # of sums, for each row of x
+VECTORS = 2  # vectors of sums for each row of x
 WIDTH = VECTORS * LANES  # output channels of a panel
-SUMS_BYTES = 4 * WIDTH * max(MAX_ROWS, AMX_ROWS)  # of a tile
-CONFIG_BYTES = 64  # of the configuration of AMX
+SUMS_BYTES = 4 * WIDTH * max(MAX_ROWS, AMX_ROWS)  # the sums of a tile
+CONFIG_BYTES = 64  # the configuration of AMX
 INT8 = ir.IntType(8)
 
 IS_X86 = llvmlite.binding.get_process_triple().startswith("x86_64")

@@ -13,11 +13,11 @@ from engine.worker.cpu.features import has, has_amx
 from engine.worker.cpu.kernels.vectors import FLOATS, INT32S, LANES, call, fma
 
 PAIR, QUAD = 2, 4  # neighbours in k that one 32-bit lane holds
-MAX_ROWS = 6 if LANES == 8 else 8  # of a tile: its sums stay in registers
+MAX_ROWS = 6 if LANES == 8 else 8  # rows of a tile whose sums stay in registers
 UNROLL = 4  # groups of k
 HAS_AMX = has_amx()
-AMX_ROWS = 32  # of a tile
-AMX_GROUPS = 16  # of k in one instruction
+AMX_ROWS = 32  # rows of a tile
+AMX_GROUPS = 16  # groups of k in one instruction
 PADDING = AMX_GROUPS if HAS_AMX else UNROLL  # k is padded to a multiple of so many groups
 
 INT16S = ir.VectorType(ir.IntType(16), 2 * LANES)
@@ -43,7 +43,7 @@ class TileFormat(NamedTuple):
     """How x and w are multiplied: `group` neighbours in k at a time, 32 bits of x."""
 
     group: int
-    lane_bytes: int  # of weights, for each group and output channel
+    lane_bytes: int  # bytes of weights for each group and output channel
     max_unroll: int  # groups in an iteration of the loop
     add: object  # `(builder, sums, weights, x) -> sums`; sums and x are int32 vectors
     weights: ir.VectorType

@@ -15,7 +15,7 @@ from engine.worker.cpu.intrinsics import FLOAT, int64
 from engine.worker.cpu.kernels.linears.packed_tiles import VECTORS, WIDTH
 from engine.worker.cpu.kernels.vectors import FLOATS, INT32S, LANES, broadcast, pointer
 
-BYTES = 4  # of a sum or an output
+BYTES = 4  # bytes of a sum or an output
 
 
 class OutputOperands(NamedTuple):
