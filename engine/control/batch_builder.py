@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
 
 PENDING = (LAST_TOKEN,)
-# Defaults of the fields behind `prompt_logprobs`
-REST = tuple(StepEntry._field_defaults.values())[1:]
+REST = tuple(StepEntry._field_defaults.values())[1:]  # the defaults behind `prompt_logprobs`
 
 
 class BatchBuilder:

@@ -63,8 +63,7 @@ PIECE_TIMES = 2.0
 MIN_PIECE = 16  # tokens of a prompt's piece; less is not worth a row of the step
 MIN_FIRST_PIECE = 4  # tokens of the first prompt's piece without a goal, which it gets in any case
 MIN_SHARE = 0.1  # the first prompt of an iteration gets this share of the goal in any case
-# Each prompt counts as this share of a decode, if that is more than the factor allows
-PROMPT_SHARE = 0.25
+PROMPT_SHARE = 0.25  # each prompt counts as this share of a decode, if the factor allows less
 PATIENCE = 0.5  # seconds, after which a prompt's age makes the factor grow
 MAX_GROWTH = 2.0  # multiplies the factor at most, if no seat decodes
 MIN_BATCH_SECONDS = 1.5  # lone decodes: a goal below that time keeps no request waiting

@@ -21,7 +21,8 @@ from engine.simulated.executor import VECTOR
 from engine.simulated.figures import SLO, Figures, summarise
 from engine.simulated.play import Outcome, PlayResult, RequestLost, outcome_of
 from engine.simulated.record import Recorder
-from engine.simulated.replay import IterationRow, RecordedOutputs, decode_row
+from engine.simulated.recording_rows import IterationRow
+from engine.simulated.replay import RecordedOutputs, decode_row
 from engine.step import Fault, StepResult
 
 if TYPE_CHECKING:

@@ -32,8 +32,7 @@ SHARE = 0.003
 FIRST_STEPS, MAX_STEPS = 4.0, 16.0  # lone decodes whose seconds are there at first, and at most
 ASK_SECONDS = 5e-5  # the event loop's time to guess for one request, until it is measured
 DRAFT_SECONDS = 1e-5  # the event loop's time per draft, until it is measured
-# Drafts per iteration; as many tell as much of the seconds per draft as of the rest
-USUAL_DRAFTS = 8.0
+USUAL_DRAFTS = 8.0  # drafts per iteration that tell as much of their seconds as of the rest
 WARM_UPS = 2  # iterations of a size whose kernel calls may be new: what they lose is not counted
 
 

@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from engine.speculation.acceptance import AcceptanceRates
     from engine.step import RequestId, StepEntry, StepResult
 
-# Share of the workers' time, to plan and to probe, while proposals do not pay
-PLAN_SHARE = SHARE / 2
+PLAN_SHARE = SHARE / 2  # workers' time to plan and to probe, while proposals do not pay
 # Swept in results/constants
 MIN_PIECE = 32  # tokens of a prompt; as many missing tokens are computed with the proposals
 EXPECTED_TOKENS = 128  # at most, that a request goes on for: half of those it may
