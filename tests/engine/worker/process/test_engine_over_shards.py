@@ -166,7 +166,7 @@ async def test_drafts_change_no_answer(
         "FIRST_STEPS": 1e9,
         "MAX_STEPS": 1e9,
         "DRAFT_SECONDS": 0,
-        "WEIGHT": 0,
+        "NEWS_SHARE": 0,
     }.items():
         monkeypatch.setattr(f"engine.speculation.budget.{name}", value)
     alone = Driver(load_worker(make_checkpoint(tmp_path, variant)))
