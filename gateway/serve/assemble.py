@@ -54,7 +54,7 @@ from gateway.serve.server import Server, Signals, bind, unless_stopped
 from gateway.serve.upgrade.inherited import Inherited
 from gateway.serve.upgrade.predecessor import Predecessor
 from gateway.serve.upgrade.successor import Upgrades
-from gateway.serve.upgrade.waiter import block_signals
+from gateway.serve.upgrade.waiter import block_signals, remember_signals
 from gateway.service import Pace, Service, unix_now
 from gateway.settings.server import IN_MEMORY
 from gateway.settings.settings import Settings
@@ -138,9 +138,11 @@ async def _serve(
                 await server.serve(listener, signals, lambda: announce(port, models))
                 if has_successor := upgrades.handed_over.is_set():
                     block_signals()
-        if signals.is_interrupt:
-            raise KeyboardInterrupt
-        return has_successor
+    if has_successor:
+        remember_signals()
+    if signals.is_interrupt:
+        raise KeyboardInterrupt
+    return has_successor
 
 
 def socket_of(settings: Settings, inherited: Inherited | None) -> socket.socket:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 FORWARDED = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2}
 AWAITED = {*FORWARDED, signal.SIGCHLD}
+_taken: list[int] = []  # signals that another thread took after `remember_signals`
 
 
 def block_signals() -> None:
@@ -20,11 +21,17 @@ def block_signals() -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, AWAITED)
 
 
+def remember_signals() -> None:
+    """Let no signal end this process: one that is blocked here can reach another thread."""
+    for number in FORWARDED:
+        signal.signal(number, lambda number, _: _taken.append(number))
+
+
 def become_waiter() -> None:
     """Replace this process by the program; does not return."""
     block_signals()
     sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, "-I", "-S", __file__])
+    os.execv(sys.executable, [sys.executable, "-I", "-S", __file__, *map(str, _taken)])
 
 
 def children(parent: int) -> list[int]:
@@ -38,9 +45,12 @@ def children(parent: int) -> list[int]:
     return own
 
 
-def wait_for_children() -> int:
-    """Wait until no child is left; the exit code of the one that ended last."""
+def wait_for_children(taken: list[int]) -> int:
+    """Pass on the signals that were taken, then others, until no child is left; the exit code of
+    the one that ended last."""
     code = 0
+    for number in taken:
+        _pass_on(number)
     while True:
         try:
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
@@ -49,10 +59,14 @@ def wait_for_children() -> int:
             return code if code >= 0 else 128 - code
         number = signal.sigwait(AWAITED)
         if number in FORWARDED:
-            for child in children(os.getpid()):
-                with suppress(ProcessLookupError):
-                    os.kill(child, number)
+            _pass_on(number)
+
+
+def _pass_on(number: int) -> None:
+    for child in children(os.getpid()):
+        with suppress(ProcessLookupError):
+            os.kill(child, number)
 
 
 if __name__ == "__main__":
-    sys.exit(wait_for_children())
+    sys.exit(wait_for_children([int(number) for number in sys.argv[1:]]))

@@ -9,6 +9,7 @@ import pytest
 from engine.policy import POLICIES
 from examples.benchmarks.cluster import shared_store
 from examples.benchmarks.mtp import acceptance
+from examples.benchmarks.peers import images as images_beside_others
 from examples.benchmarks.peers import parameters
 from examples.benchmarks.server import decisions, disk_tier, images, lora_server, upgrades
 from examples.benchmarks.virtual_time import learned_cost, least_piece, mixed_graphs, step_cost
@@ -16,6 +17,7 @@ from tests.examples.benchmarks.published import RESULTS, read
 
 Page = Callable[[Mapping[str, Any]], str]
 PAGES: dict[str, Page] = {
+    "images/peers": images_beside_others.page,
     "lora/server": lora_server.page,
     "speculation/mtp": acceptance.page,
     "disk_tier/shared_store": shared_store.page,
