@@ -30,6 +30,19 @@ VERSION = 4
 RETRY_SECONDS = 10.0  # between two writes that are tried while the disk is full
 SHARED_WAIT_MS = 10_000  # a transaction waits so long for one of the other server
 MIN_FREE_BYTES = 16 << 20  # with less free space on the disk, nothing new is accepted
+_RECORDS = """
+CREATE TABLE {0} (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT,
+    id TEXT NOT NULL UNIQUE,
+    tenant TEXT NOT NULL,
+    num_bytes INTEGER NOT NULL,
+    expires_at INTEGER NOT NULL,
+    used_at INTEGER NOT NULL,
+    record BLOB NOT NULL
+);
+CREATE INDEX {0}_by_tenant ON {0} (tenant, used_at);
+"""
+_CONVERSATIONS = _RECORDS.format("conversation")
 _OUT_OF_SPACE = frozenset({sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR})
 _TABLES = """
 CREATE TABLE file (
@@ -66,18 +79,8 @@ CREATE TABLE batch_line (
     PRIMARY KEY (batch_id, number)
 );
 CREATE UNIQUE INDEX batch_line_by_custom_id ON batch_line (batch_id, custom_id);
-CREATE TABLE response (
-    seq INTEGER PRIMARY KEY AUTOINCREMENT,
-    id TEXT NOT NULL UNIQUE,
-    tenant TEXT NOT NULL,
-    num_bytes INTEGER NOT NULL,
-    expires_at INTEGER NOT NULL,
-    used_at INTEGER NOT NULL,
-    record BLOB NOT NULL
-);
-CREATE INDEX response_by_tenant ON response (tenant, used_at);
 CREATE INDEX file_by_tenant ON file (tenant);
-"""
+""" + _RECORDS.format("response")
 _STREAMS = """
 CREATE TABLE stream (
     seq INTEGER PRIMARY KEY AUTOINCREMENT,
@@ -87,18 +90,6 @@ CREATE TABLE stream (
     record BLOB NOT NULL,
     events BLOB
 );
-"""
-_CONVERSATIONS = """
-CREATE TABLE conversation (
-    seq INTEGER PRIMARY KEY AUTOINCREMENT,
-    id TEXT NOT NULL UNIQUE,
-    tenant TEXT NOT NULL,
-    num_bytes INTEGER NOT NULL,
-    expires_at INTEGER NOT NULL,
-    used_at INTEGER NOT NULL,
-    record BLOB NOT NULL
-);
-CREATE INDEX conversation_by_tenant ON conversation (tenant, used_at);
 """
 _MIGRATIONS = {
     1: """
@@ -266,9 +257,8 @@ def _prepare(connection: sqlite3.Connection, version: int) -> None:
     """Create or update the tables, and clean up. A database of this version stays readable if the
     disk is full."""
     if version == 0:
-        connection.executescript(
-            f"BEGIN;{_TABLES}{_STREAMS}{_CONVERSATIONS}PRAGMA user_version = {VERSION};COMMIT;"
-        )
+        tables = _TABLES + _STREAMS + _CONVERSATIONS
+        connection.executescript(f"BEGIN;{tables}PRAGMA user_version = {VERSION};COMMIT;")
     for old in range(version or VERSION, VERSION):
         connection.executescript(f"BEGIN;{_MIGRATIONS[old]}PRAGMA user_version = {old + 1};COMMIT;")
     try:
