@@ -3,10 +3,13 @@
 import asyncio
 from typing import TYPE_CHECKING
 
+from engine.request import Abort
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from engine.control.scheduler import IterationScheduler
+    from engine.errors import EngineError
     from engine.iteration import Delivery
     from engine.ports import Clock
     from engine.request import Request, RequestSpec
@@ -61,6 +64,19 @@ class LiveStreams:
         ended = [i for i, each in self._reporting.items() if i not in live or each.request.output]
         for request_id in ended:
             del self._reporting[request_id]
+
+    def end(
+        self,
+        requests: "Sequence[Request]",
+        scheduler: "IterationScheduler",
+        error: "EngineError",
+        now: float,
+    ) -> None:
+        """End live requests of this scheduler with an error, which their readers get."""
+        for request in requests:
+            request.error = error
+            scheduler.cancel(request, Abort.EXPLICIT, now)
+        self.wake(requests)
 
     def wake(self, ended: "Iterable[Request]") -> None:
         """Wake the readers of requests that have ended."""

@@ -23,7 +23,7 @@ from engine.errors import EngineError, RequestCancelled, StepFailed, Unavailable
 from engine.image_sender import ImageSender
 from engine.in_flight import Flight, InFlight
 from engine.live_streams import DeadlineTimer, LiveStreams
-from engine.request import Abort, Request, RequestSpec
+from engine.request import ENDS_AT_ONCE, Abort, Request, RequestSpec
 from engine.stream import TokenStream, Wakeup
 
 if TYPE_CHECKING:
@@ -127,10 +127,9 @@ class Engine:
         """Raise `ContextTooLong` if so many tokens exceed the context or the KV cache."""
         self.scheduler.arrivals.check_fits(prompt_len, max_tokens)
 
-    def check_group(self, num_requests: int, num_tokens: int) -> None:
-        """Raise `InvalidRequest` if the queue can never hold so many requests, with so many prompt
-        tokens in all, at once."""
-        self.scheduler.arrivals.check_group(num_requests, num_tokens)
+    def check_group(self, num_requests: int, num_tokens: int, client: str) -> None:
+        """Raise as `Arrivals.check_group`."""
+        self.scheduler.arrivals.check_group(num_requests, num_tokens, client)
 
     def stream(self, spec: RequestSpec, *, reports_progress: bool = False) -> TokenStream:
         """The output of a new request, which is added when the stream's `with` is entered."""
@@ -176,15 +175,14 @@ class Engine:
 
     def cancel(self, label: str, tenant: str | None) -> int:
         """End the live requests with this label and tenant (None: of every tenant); their readers
-        get `RequestCancelled`. Returns their number."""
+        get `RequestCancelled`. Returns their number; `ENDS_AT_ONCE` end now, the others later."""
         named = self._streams.requests(
             lambda spec: spec.label == label and tenant in (None, spec.tenant)
         )
-        now = self._clock()
-        for request in named:
-            request.error = RequestCancelled(f"The request {label} was cancelled.")
-            self.scheduler.cancel(request, Abort.EXPLICIT, now)
-        self._streams.wake(named)
+        error = RequestCancelled(f"The request {label} was cancelled.")
+        self._streams.end(named[:ENDS_AT_ONCE], self.scheduler, error, self._clock())
+        if len(named) > ENDS_AT_ONCE:
+            asyncio.get_running_loop().call_soon(self.cancel, label, tenant)
         self._wakeup.set()
         return len(named)
 
@@ -194,10 +192,7 @@ class Engine:
         named = self._streams.requests(
             lambda spec: spec.lora is not None and spec.lora.lora_id == lora_id
         )
-        for request in named:
-            request.error = error
-            self.scheduler.cancel(request, Abort.EXPLICIT, self._clock())
-        self._streams.wake(named)
+        self._streams.end(named, self.scheduler, error, self._clock())
 
     async def run(self) -> None:
         """Run iterations until cancelled."""

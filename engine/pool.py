@@ -110,15 +110,19 @@ class RequestPool:
                 self._deadlines, (request.arrived_at + request.spec.deadline, request.request_id)
             )
 
+    def has_others(self, client: str) -> bool:
+        """Whether requests of other clients are live, beside those in the background."""
+        return len(self.clients) > (client in self.clients)
+
     @property
     def next_deadline(self) -> float | None:
         """When `overdue` will next report a request, or earlier; None if no deadline is left."""
         return self._deadlines[0][0] if self._deadlines else None
 
-    def overdue(self, now: float) -> list[Request]:
-        """Live requests whose deadline has passed since the last call."""
+    def overdue(self, now: float, most: int) -> list[Request]:
+        """Live requests whose deadline has passed, at most so many; each is named once."""
         overdue: list[Request] = []
-        while self._deadlines and self._deadlines[0][0] <= now:
+        while self._deadlines and self._deadlines[0][0] <= now and len(overdue) < most:
             request = self._live.get(heappop(self._deadlines)[1])
             if request is not None:
                 overdue.append(request)

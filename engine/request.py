@@ -57,6 +57,10 @@ class Abort(Enum):
     DEADLINE = "deadline"
 
 
+# Requests that are ended without a pause: each takes 40 to 80 µs of the event loop
+ENDS_AT_ONCE = 32
+
+
 class Caching(NamedTuple):
     """What the prefix cache has of a request: blocks and states of its first `until` tokens are
     left to others (None: all), and `known_hashes` are the digests of its leading blocks as far as

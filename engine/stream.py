@@ -7,10 +7,10 @@ request at once and frees its KV, unless it has finished by then.
 import asyncio
 from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 
-from engine.request import Abort, FinishReason, Request, RequestSpec
+from engine.request import ENDS_AT_ONCE, Abort, FinishReason, Request, RequestSpec
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
     from types import TracebackType
 
     from engine.step import TokenLogprobs
@@ -65,13 +65,16 @@ class TokenStream:
         self._has_update = False
         self._reader: asyncio.Future[None] | None = None  # while the reader waits
 
-    def __enter__(self) -> Self:
+    def open(self) -> Self:
         """Add the request to the queue.
 
         Raises `InvalidRequest`, `Overloaded` or `Unavailable`.
         """
         self.request = self.owner.open_stream(self)
         return self
+
+    def __enter__(self) -> Self:
+        return self.open()
 
     def __exit__(
         self,
@@ -129,6 +132,16 @@ class TokenStream:
         self._has_update = True
         if self._reader is not None and not self._reader.done():
             self._reader.set_result(None)
+
+
+def close_streams(streams: "Iterable[TokenStream]", reason: Abort) -> None:
+    """End the requests of these streams that are still live: `ENDS_AT_ONCE` now, the others in the
+    next turns of the event loop, which thousands of ends would hold for 100 ms."""
+    live = [stream for stream in streams if not stream.request.state.is_terminal]
+    for stream in live[:ENDS_AT_ONCE]:
+        stream.close(reason)
+    if later := live[ENDS_AT_ONCE:]:
+        asyncio.get_running_loop().call_soon(close_streams, later, reason)
 
 
 class Wakeup:

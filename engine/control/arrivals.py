@@ -78,7 +78,7 @@ class Arrivals:
         assert (spec.max_tokens == 0) == spec.is_pooling, "max_tokens is 0 only without output"
         self.check_fits(len(spec.prompt), spec.max_tokens)
         self._images.check(spec)
-        self._check_queue(spec)
+        self._check_room(1, spec.own_len, spec.client)
         request = Request(RequestId(self.queue.next_request_id), spec, arrived_at=now)
         request.block_hashes = [*block_hashes] or self.known_hashes(spec)
         has_deadline = spec.ttft_deadline is not None or spec.deadline is not None
@@ -106,21 +106,28 @@ class Arrivals:
         if prompt_len + max(0, max_tokens - 1) > longest:
             raise ContextTooLong(prompt_len, max_tokens, longest, "KV cache size")
 
-    def check_group(self, num_requests: int, num_tokens: int) -> None:
+    def check_group(self, num_requests: int, num_tokens: int, client: str) -> None:
         """Raise `InvalidRequest` if the queue can never hold so many requests, with so many prompt
-        tokens in all, at once."""
+        tokens in all, at once; and `Overloaded` if it has no room for them now: to build them and
+        add some would be in vain."""
         bound, tokens = self._settings.max_queue_requests, self._settings.max_queue_tokens
         if num_requests > bound or (num_requests > 1 and num_tokens > tokens):
             raise InvalidRequest(
                 f"The request has {num_requests} choices with {num_tokens} prompt tokens in "
                 f"all; the queue holds at most {bound} requests and {tokens} tokens."
             )
+        pools = self.queue.pools
+        seats = self._settings.max_batch_size * len(pools)
+        num_waiting = num_requests - (seats - sum([pool.num_admitted for pool in pools]))
+        if num_waiting > 0:
+            self._check_room(num_waiting, num_tokens * num_waiting // num_requests, client)
 
-    def _check_queue(self, spec: RequestSpec) -> None:
-        """Raise `Overloaded` if the queue is full. It has as much room again for clients that have
-        less than their share of it, so that no client keeps the others out."""
-        if self._has_room(spec) or (
-            self._has_room(spec, 2) and self.queue.has_share_left(spec.client)
+    def _check_room(self, num_requests: int, num_tokens: int, client: str) -> None:
+        """Raise `Overloaded` if the queue has no room for so many requests. It has as much room
+        again for clients that have less than their share of it, so that no client keeps the others
+        out."""
+        if self._has_room(num_requests, num_tokens) or (
+            self._has_room(num_requests, num_tokens, 2) and self.queue.has_share_left(client)
         ):
             return
         waiting, tokens = self.queue.num_waiting, self.queue.waiting_tokens
@@ -129,10 +136,10 @@ class Arrivals:
             retry_after=self._cost.seconds_for(tokens) / len(self.queue.pools),
         )
 
-    def _has_room(self, spec: RequestSpec, factor: int = 1) -> bool:
-        """Whether so many times the queue's limits have room for the request."""
-        waiting, tokens = self.queue.num_waiting, self.queue.waiting_tokens + spec.own_len
+    def _has_room(self, num_requests: int, num_tokens: int, factor: int = 1) -> bool:
+        """Whether so many times the queue's limits have room for these requests."""
+        waiting, tokens = self.queue.num_waiting, self.queue.waiting_tokens + num_tokens
         settings = self._settings
-        return waiting < factor * settings.max_queue_requests and (
+        return waiting + num_requests <= factor * settings.max_queue_requests and (
             not waiting or tokens <= factor * settings.max_queue_tokens
         )

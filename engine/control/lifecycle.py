@@ -10,7 +10,7 @@ one with `max_crashes` crashes in a row fails.
 from typing import TYPE_CHECKING
 
 from engine.errors import DeadlineExceeded, EngineError, WorkerLost
-from engine.request import Abort, Move, Request, State
+from engine.request import ENDS_AT_ONCE, Abort, Move, Request, State
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -108,8 +108,8 @@ class Lifecycle:
         self.leave(request, now)
 
     def expire(self, now: float) -> list[Request]:
-        """End the requests whose deadline has passed, and return them."""
-        overdue = [r for r in self._pool.overdue(now) if r.state is not LEAVING]
+        """End requests whose deadline has passed, at most `ENDS_AT_ONCE`, and return them."""
+        overdue = [r for r in self._pool.overdue(now, ENDS_AT_ONCE) if r.state is not LEAVING]
         for request in overdue:
             request.error = DeadlineExceeded(
                 f"The request's deadline of {request.spec.deadline:g} s passed after "

@@ -264,6 +264,6 @@ class IterationScheduler:
         self.lifecycle.cancel(request, reason, now)
 
     def expire(self, now: float) -> list[Request]:
-        """End the requests whose deadline has passed; those in flight end at their commit. Returns
-        them."""
+        """End requests whose deadline has passed, at most `ENDS_AT_ONCE`; those in flight end at
+        their commit. Returns them."""
         return self.lifecycle.expire(now)

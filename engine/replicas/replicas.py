@@ -97,9 +97,9 @@ class Replicas:
         """Raise `ContextTooLong` if so many tokens exceed the context or a replica's KV cache."""
         self.engines[0].check_fits(prompt_len, max_tokens)
 
-    def check_group(self, num_requests: int, num_tokens: int) -> None:
-        """Raise `InvalidRequest` if the queue can never hold these requests at once."""
-        self.engines[0].check_group(num_requests, num_tokens)
+    def check_group(self, num_requests: int, num_tokens: int, client: str) -> None:
+        """Raise as `Arrivals.check_group`."""
+        self.engines[0].check_group(num_requests, num_tokens, client)
 
     def stream(self, spec: RequestSpec, *, reports_progress: bool = False) -> TokenStream:
         """The output of a new request, which is placed when the stream's `with` is entered."""

@@ -22,7 +22,8 @@ Connections that are set up are metered likewise, with a share of their own, and
 cancellations, which wait for their own client's only.
 
 A part is measured whenever the request's task runs. A request is no longer measured once the engine
-has it. After its body has arrived it waits only if it needs a thread: `gateway.generation.threads`.
+has it. After its body has arrived it waits only if it needs a thread
+(`gateway.generation.threads`), or if it adds many requests to the engine beside those of others.
 """
 
 import asyncio
@@ -146,7 +147,7 @@ class Intake:
                 except BaseException as error:
                     resume = partial(running.throw, error)
                 else:
-                    if record is not None and record.num_running:
+                    if record is not None and record.num_running and not record.is_starting:
                         break
                     resume = partial(next, running)
         except StopIteration:

@@ -277,7 +277,3 @@ class ChoiceStream:
         return PromptProgress(
             request.prompt_len, request.num_cached, processed, stream.prefill_seconds
         )
-
-    def close(self, reason: Abort) -> None:
-        """End the engine request early."""
-        self._tokens.close(reason)

@@ -4,19 +4,19 @@ GenerationPlan ──start──▶ engine streams ──▶ ChoiceStream × cho
 """
 
 import asyncio
-from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Self, TypeVar
 
 from engine.errors import EngineError, InvalidRequest
 from engine.request import Abort, RequestSpec
+from engine.stream import close_streams
 from gateway.generation.choice_stream import MANY_TOKENS, ChoiceOptions, ChoiceStream
 from gateway.generation.image_prompt import ImagePrompt
 from gateway.generation.plan import GenerationPlan, request_specs, truncated
 from gateway.generation.prompt import tokenize_text
 from gateway.generation.text import SpecialTokenDecoder
+from gateway.generation.threads import thread_meter
 from gateway.schema.rendering import (
     FinishedChoice,
     OutputToken,
@@ -29,46 +29,85 @@ from gateway.schema.rendering import (
 if TYPE_CHECKING:
     from engine.request import Request
     from engine.stream import TokenStream
+    from gateway.access.callers import Caller
     from gateway.generation.prompt import TokenizedPrompts
     from gateway.ports import Piece
     from gateway.service import Service
 
 S = TypeVar("S")
 T = TypeVar("T")
-TASKS_AT_ONCE = 256  # tasks that are created without a pause
-SPECS_AT_ONCE = 64  # requests that are built or added without a pause
+CHOICES_AT_ONCE = 128  # choices, or tasks for them, that are created without a pause
+SPECS_AT_ONCE = 16  # requests that are built or added without a pause
 Sink = Callable[[bytes], Awaitable[None]]  # takes one or several events
 _MANY_CHOICES = 256  # the same, rendered in 2 ms
 DEADLINE_FIELDS = ("ttft_deadline", "deadline")  # fields of `RequestSpec`; request bodies add `_ms`
 
 
-class StreamGroup(ABC):
+class StreamGroup:
     """The engine streams of one response. Leaving its `with` block closes all of them."""
 
-    def __init__(self) -> None:
-        self.opened = ExitStack()
+    def __init__(self, service: "Service") -> None:
+        self._service = service
+        self._streams: dict[TokenStream, None] = {}
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None and issubclass(kind, EngineError):
-            self.close(Abort.EXPLICIT)  # one request failed or was rejected: end the others
-        self.opened.close()
+        """If one request failed or was rejected, end the others."""
+        has_failed = kind is not None and issubclass(kind, EngineError)
+        self.close(Abort.EXPLICIT if has_failed else Abort.CLIENT_GONE)
 
-    @abstractmethod
+    def open(self, spec: RequestSpec, *, reports_progress: bool = False) -> "TokenStream":
+        """Add a request to the engine; errors name the field as the request body spells it."""
+        service = self._service
+        if spec.lora is not None:  # it may have been unloaded since the request was planned
+            service.loras.check(spec.lora, service.model.names)
+        try:
+            stream = service.engine.stream(spec, reports_progress=reports_progress).open()
+        except InvalidRequest as error:
+            if error.param not in DEADLINE_FIELDS:
+                raise
+            param = f"{error.param}_ms"
+            raise InvalidRequest(f"'{param}' cannot be met: {error}", param) from error
+        self._streams[stream] = None
+        return stream
+
+    async def open_all(
+        self, specs: "Sequence[RequestSpec]", caller: "Caller", *, reports_progress: bool = False
+    ) -> "list[TokenStream]":
+        """Add requests to the engine."""
+        record = caller.record
+        streams: list[TokenStream] = []
+        if record is not None:
+            record.is_starting = True
+        for index, spec in enumerate(specs):
+            if index and index % SPECS_AT_ONCE == 0:
+                await self.pause(caller)
+            streams.append(self.open(spec, reports_progress=reports_progress))
+        if record is not None:
+            record.is_starting = False
+        return streams
+
+    async def pause(self, caller: "Caller") -> None:
+        """Let others run, after `SPECS_AT_ONCE` requests were built or added. Beside requests of
+        other clients, these get the client's share of the event loop's time (`Intake`)."""
+        pools = self._service.engine.scheduler.arrivals.queue.pools
+        has_others = any(pool.has_others(caller.client) for pool in pools)
+        await (thread_meter.get().pause() if has_others else asyncio.sleep(0))
+
     def close(self, reason: Abort) -> None:
-        """End the requests that still run."""
+        """End the requests that still run (`close_streams`)."""
+        close_streams(self._streams, reason)
 
 
 class ChoiceGroup(StreamGroup):
     """The choices of one response."""
 
     def __init__(self, plan: GenerationPlan, service: "Service") -> None:
-        super().__init__()
+        super().__init__(service)
         self.choices: list[ChoiceStream] = []
         self._plan = plan
-        self._service = service
         self._num_prompt_tokens = 0
 
     async def start(self) -> None:
@@ -99,13 +138,13 @@ class ChoiceGroup(StreamGroup):
             breakpoints = tokenized.marks.breakpoints
             specs += request_specs(plan, prompt, service, prediction, breakpoints)
             if len(specs) % SPECS_AT_ONCE < plan.num_candidates:
-                await asyncio.sleep(0)
+                await self.pause(caller)
         if plan.turn is not None:
             specs = [plan.turn.with_known_hashes(spec, tokenized, block_size) for spec in specs]
-        for index, spec in enumerate(specs):
-            if index and index % SPECS_AT_ONCE == 0:
+        streams = await self.open_all(specs, caller, reports_progress=plan.report.progress)
+        for index, stream in enumerate(streams):
+            if index and index % CHOICES_AT_ONCE == 0:
                 await asyncio.sleep(0)
-            stream = enter_stream(self.opened, spec, service, reports_progress=plan.report.progress)
             self.choices.append(ChoiceStream(index, stream, self._options(tokenized)))
         if plan.turn is not None:
             plan.turn.begin(tokenized, self.choices[0], block_size)
@@ -114,7 +153,9 @@ class ChoiceGroup(StreamGroup):
         """Reject with a 400 what even an empty queue could not take, instead of a 503."""
         each = self._plan.num_candidates
         try:
-            self._service.engine.check_group(num_prompts * each, self._num_prompt_tokens * each)
+            self._service.engine.check_group(
+                num_prompts * each, self._num_prompt_tokens * each, self._plan.caller.client
+            )
         except InvalidRequest as error:
             plan = self._plan
             param = "n" if plan.num_choices > 1 else plan.prompt_field
@@ -155,10 +196,6 @@ class ChoiceGroup(StreamGroup):
         partial_one = next((each for each in progress if each.is_partial), None)
         return self._plan.renderer.ping if partial_one is None else partial_one.as_comment()
 
-    def close(self, reason: Abort) -> None:
-        for choice in self.choices:
-            choice.close(reason)
-
     @property
     def usage(self) -> Usage:
         """Each prompt once (with its first choice's cache hits), and all choices' output so far."""
@@ -195,23 +232,6 @@ def num_written(request: "Request", service: "Service") -> int:
     return max(0, last // size * size - known)
 
 
-def enter_stream(
-    streams: ExitStack, spec: RequestSpec, service: "Service", *, reports_progress: bool = False
-) -> "TokenStream":
-    """Add a request to the engine, whose stream closes with `streams`; errors name the field as
-    the request body spells it."""
-    if spec.lora is not None:  # it may have been unloaded since the request was planned
-        service.loras.check(spec.lora, service.model.names)
-    try:
-        stream = service.engine.stream(spec, reports_progress=reports_progress)
-        return streams.enter_context(stream)
-    except InvalidRequest as error:
-        if error.param not in DEADLINE_FIELDS:
-            raise
-        param = f"{error.param}_ms"
-        raise InvalidRequest(f"'{param}' cannot be met: {error}", param) from error
-
-
 async def in_parallel(items: Sequence[S], run: Callable[[S], Awaitable[T]]) -> list[T]:
     """The results of `run` for all items, which run concurrently, in the items' order.
 
@@ -224,7 +244,7 @@ async def in_parallel(items: Sequence[S], run: Callable[[S], Awaitable[T]]) -> l
             running = []
             for index, item in enumerate(items):
                 running.append(tasks.create_task(_await(run, item)))
-                if index % TASKS_AT_ONCE == TASKS_AT_ONCE - 1:
+                if index % CHOICES_AT_ONCE == CHOICES_AT_ONCE - 1:
                     await asyncio.sleep(0)
     except ExceptionGroup as failed:
         raise failed.exceptions[0] from failed

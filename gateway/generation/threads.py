@@ -31,7 +31,7 @@ class WorkCancelled(Exception):
 
 
 class ThreadMeter(Protocol):
-    """Meters the work that one request does in threads."""
+    """Meters the work that one request does in threads, and in many pieces on the loop."""
 
     @property
     def cpu_clock(self) -> "Clock":
@@ -46,6 +46,10 @@ class ThreadMeter(Protocol):
         """The work has taken so long, perhaps in one piece, and the turn has ended."""
         ...
 
+    async def pause(self) -> None:
+        """Let others run between two pieces, and wait until the client's debt is repaid."""
+        ...
+
 
 class _Unmetered:
     """Requests that came through no intake, such as the lines of a batch, are not metered."""
@@ -57,6 +61,9 @@ class _Unmetered:
 
     def end(self, seconds: float, *, in_one_piece: bool) -> None:
         pass
+
+    async def pause(self) -> None:
+        await asyncio.sleep(0)
 
 
 _UNMETERED = _Unmetered()

@@ -52,6 +52,7 @@ class RequestRecord:
     output_tokens: int = 0
     first_token_at: float | None = None
     num_running: int = 0  # engine requests that have not ended
+    is_starting: bool = False  # more engine requests will be added
     is_over: bool = False  # the response has ended
     is_probe: bool = False
     trace_id: str = ""  # from the header traceparent (W3C Trace Context)

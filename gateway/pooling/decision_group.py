@@ -9,13 +9,12 @@ as far as seats and tokens are free. Tokens are counted once, whoever computes t
 
 import asyncio
 import struct
-from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from engine.errors import RowFailed
 from engine.pooling import PoolSpec
 from engine.request import Abort, Caching, RequestSpec
-from gateway.generation.choices import StreamGroup, enter_stream, in_parallel, num_written
+from gateway.generation.choices import StreamGroup, in_parallel, num_written
 from gateway.generation.plan import caller_fields, check_fits
 from gateway.pooling.decisions import DecisionPlan, TokenizedQuestion, tokenize_decision
 from gateway.pooling.labels import Node, answer_of
@@ -24,7 +23,7 @@ from gateway.schema.decisions.question import Answer
 from gateway.schema.rendering import Usage
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from engine.request import Request
     from engine.stream import TokenStream
@@ -40,10 +39,8 @@ class DecisionGroup(StreamGroup):
     """The questions of one response."""
 
     def __init__(self, plan: DecisionPlan, service: "Service") -> None:
-        super().__init__()
+        super().__init__(service)
         self._plan = plan
-        self._service = service
-        self._streams: set[TokenStream] = set()
         self._shared: Prompt = ()
         self._questions: Sequence[TokenizedQuestion] = ()
         self._seats = asyncio.Semaphore()  # free places in the engine
@@ -66,16 +63,12 @@ class DecisionGroup(StreamGroup):
             max(1, min(BATCHES * seats, MAX_WAITING_IDS // longest)),
         )
         spec = self._spec(self._shared, PoolSpec())
-        self._first = self.opened.enter_context(self._entered(spec))
+        self._first = self.open(spec)
 
     async def answers(self) -> "list[Answer | None]":
         """The answers in the questions' order, None for one whose logits are not finite."""
         await self._finish(self._first)
         return await in_parallel(self._questions, self._answer)
-
-    def close(self, reason: Abort) -> None:
-        for stream in self._streams:
-            stream.close(reason)
 
     async def _answer(self, question: TokenizedQuestion) -> Answer | None:
         """The answer to a question: its root first, behind which the other nodes start."""
@@ -101,8 +94,12 @@ class DecisionGroup(StreamGroup):
             prompt = (*behind.spec.prompt, *tail)
             pooling = PoolSpec(token_ids=node.children)
             spec = self._spec(prompt, pooling, behind, goes_on=goes_on)
-            with self._entered(spec) as stream:
+            stream = self.open(spec)
+            try:
                 return await self._finish(stream)
+            finally:
+                stream.close(Abort.CLIENT_GONE)
+                del self._streams[stream]
 
     def _spec(
         self,
@@ -124,17 +121,6 @@ class DecisionGroup(StreamGroup):
             behind=behind,
             **caller_fields(plan.scheduling, plan.caller),
         )
-
-    @contextmanager
-    def _entered(self, spec: RequestSpec) -> "Iterator[TokenStream]":
-        """A request in the engine, which ends at the latest when the context does."""
-        with ExitStack() as stack:
-            stream = enter_stream(stack, spec, self._service)
-            self._streams.add(stream)
-            try:
-                yield stream
-            finally:
-                self._streams.discard(stream)
 
     async def _finish(self, stream: "TokenStream") -> "Request":
         """The ended request of a stream, whose tokens are counted."""

@@ -10,7 +10,6 @@ from gateway.generation.choices import (
     SPECS_AT_ONCE,
     ChoiceGroup,
     StreamGroup,
-    enter_stream,
     generate_body,
     in_parallel,
 )
@@ -35,10 +34,8 @@ class PoolingGroup(StreamGroup):
     """The inputs of one response."""
 
     def __init__(self, plan: PoolingPlan, service: "Service") -> None:
-        super().__init__()
+        super().__init__(service)
         self._plan = plan
-        self._service = service
-        self._streams: list[TokenStream] = []
 
     async def start(self) -> None:
         """Tokenize the inputs and add all requests to the engine, or none.
@@ -54,26 +51,22 @@ class PoolingGroup(StreamGroup):
             if len(specs) % SPECS_AT_ONCE == 0:
                 await asyncio.sleep(0)
         try:
-            service.engine.check_group(len(specs), sum(len(spec.prompt) for spec in specs))
+            service.engine.check_group(
+                len(specs), sum(len(spec.prompt) for spec in specs), plan.caller.client
+            )
         except InvalidRequest as error:
             field = plan.input_field
             raise InvalidRequest(f"'{field}' is too large: {error}", field) from error
-        for index, spec in enumerate(specs):
-            if index and index % SPECS_AT_ONCE == 0:
-                await asyncio.sleep(0)
-            self._streams.append(enter_stream(self.opened, spec, service))
+        await self.open_all(specs, plan.caller)
 
     async def pooled(self) -> PooledInputs:
         """Wait for all vectors; the first error ends the other requests."""
-        await in_parallel(self._streams, _finish)
-        requests = [stream.request for stream in self._streams]
+        streams = [*self._streams]
+        await in_parallel(streams, _finish)
+        requests = [stream.request for stream in streams]
         return PooledInputs(
             [request.vector for request in requests], sum(r.prompt_len for r in requests)
         )
-
-    def close(self, reason: Abort) -> None:
-        for stream in self._streams:
-            stream.close(reason)
 
 
 async def _finish(stream: "TokenStream") -> None:

@@ -168,6 +168,9 @@ class ThreadWork:
         charge(seconds, self.client)
         self.turns.give_back(self.client)
 
+    async def pause(self) -> None:
+        await self.intake.next_turn(self.client)
+
 
 class AccessControl:
     """Checks the API key and its limits, and lets a retry supersede the earlier attempt."""

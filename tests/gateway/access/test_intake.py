@@ -170,6 +170,22 @@ async def test_time_is_charged_until_the_engine_has_the_request() -> None:
     assert loop.intake._debts.of("a") == pytest.approx(0.006)
 
 
+async def test_time_is_charged_until_the_engine_has_all_requests_of_a_response() -> None:
+    loop, record = Loop(), RequestRecord("r", 0.0, num_running=1, is_starting=True)
+    loop.intake.share = loop.intake.busy_share = 0.0
+
+    async def work() -> None:
+        loop.now += 0.002
+        await asyncio.sleep(0)
+        record.is_starting = False
+        loop.now += 0.004
+        await asyncio.sleep(0)
+        loop.now += 1000.0
+
+    await loop.intake.metered(work(), record, "a")
+    assert loop.intake._debts.of("a") == pytest.approx(0.006)
+
+
 async def test_what_exceeds_5_ms_in_one_piece_is_charged_several_fold() -> None:
     loop = Loop()
 

@@ -9,7 +9,7 @@ import asyncio
 import gc
 import time
 from asyncio import events
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -51,9 +51,10 @@ MAX_LARGE_SECONDS = 0.06  # of bodies of 16 MB: 11 to 24 ms for freeing them and
 ATTEMPTS = 4
 SIZES = (1 << 10, 7 << 10, 64 << 10, 900 << 10)  # bytes
 LARGE = 16 << 20
-FILES, SOCKET = "/v1/files", "a WebSocket"
+FILES, SOCKET, LEFT = "/v1/files", "a WebSocket", "a client that leaves"
 MESSAGE = 4 << 20  # bytes
 MANY = 250_000  # items, fewer than the commas that a body may have
+MANY_PROMPTS = 2_000
 SHAPES: dict[str, tuple[type[msgspec.Struct], dict[str, Any]]] = {
     CHAT: (ChatRequest, {"model": MODEL, "messages": USER, "max_tokens": 1}),
     TEXT: (CompletionRequest, {"model": MODEL, "prompt": "ab", "max_tokens": 1}),
@@ -266,6 +267,8 @@ async def longest_callback(rig: Rig, timer: LoopTimer, path: str, body: bytes) -
         timer.longest = 0.0
         if path == SOCKET:
             await send_message(rig, body)
+        elif path == LEFT:
+            await leave(rig, body)
         else:
             async with rig.client.post(path, body, headers) as exchange:
                 reply = await exchange.read()
@@ -295,6 +298,21 @@ async def run_batch(rig: Rig, file_id: str) -> None:
     async with rig.client.post("/v1/batches", fields) as exchange:
         batch = await exchange.json()
     await ended(rig, batch["id"], every=0.01)
+
+
+async def leave(rig: Rig, body: bytes) -> None:
+    """Disconnect when nearly all requests of the body have been added."""
+    pool = rig.engine.scheduler.pool
+    async with rig.client.post(TEXT, body) as exchange:
+        await until(lambda: len(pool) > MANY_PROMPTS - 100)
+        exchange.disconnect()
+        await exchange.ended()
+    await until(lambda: not pool)
+
+
+async def until(is_true: Callable[[], bool]) -> None:
+    while not is_true():  # noqa: ASYNC110 # nothing tells
+        await asyncio.sleep(0)
 
 
 def check(
@@ -360,6 +378,13 @@ def test_no_body_of_16_mb_holds_the_loop(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_no_message_of_a_websocket_holds_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     check([(SOCKET, text) for text in messages()], monkeypatch)
+
+
+def test_no_client_that_leaves_many_requests_holds_the_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    body = SHAPES[TEXT][1] | {"prompt": ["a"] * MANY_PROMPTS, "max_tokens": 100}
+    check([(LEFT, orjson.dumps(body))], monkeypatch)
 
 
 def test_no_file_of_a_batch_holds_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
