@@ -16,6 +16,7 @@ import sqlite3
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -116,6 +117,11 @@ class StoreExecutor(Protocol):
         ...
 
 
+# In the context of a request: is told the seconds of each piece of the store's work for it, which
+# may hold the interpreter's lock for most of them
+store_meter: ContextVar[Callable[[float], object] | None] = ContextVar("store_meter", default=None)
+
+
 class StoreThread:
     """The `StoreExecutor` of a server: one thread."""
 
@@ -123,7 +129,20 @@ class StoreThread:
         self._thread = ThreadPoolExecutor(1, "store", lower_thread_priority)
 
     async def __call__(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        charge, seconds = store_meter.get(), list[float]()
+
+        def timed() -> T:
+            began = time.thread_time()
+            try:
+                return work()
+            finally:
+                seconds.append(time.thread_time() - began)
+
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._thread, timed)
+        finally:
+            if charge is not None:
+                charge(sum(seconds))
 
     def close(self) -> None:
         self._thread.shutdown()

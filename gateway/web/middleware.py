@@ -24,6 +24,7 @@ from gateway.generation.reply import error_response
 from gateway.generation.threads import thread_meter
 from gateway.observe.request_log import RequestRecord, trace_id_of
 from gateway.schema.unknown_fields import HEADER, UnknownFields
+from gateway.store.database import store_meter
 from gateway.web.route import Access
 
 if TYPE_CHECKING:
@@ -97,6 +98,7 @@ class IdentifyCaller:
 
         intake, client = self._intake_of(scope, record), scope["podway.caller"].network
         thread_meter.set(ThreadWork(intake, self._turns, client))
+        store_meter.set(partial(intake.charge_piece, client=client))
         if "podway.upgrade" in scope:
             scope["podway.app"] = self  # serves each message of the WebSocket as a request
             scope["podway.turn_of_loop"] = partial(intake.next_turn, client)

@@ -113,6 +113,26 @@ async def unread(attacker: Attacker) -> None:
         await attacker.repeat(one, 40)
 
 
+def stored(num_items: int, num_bytes: int, clients: int, *, adds: bool) -> Attack:
+    """A conversation of so many items, each of so many bytes, which is read or added to."""
+
+    async def attack(attacker: Attacker) -> None:
+        item = {"type": "message", "role": "user", "content": "a" * num_bytes}
+        made = await attacker.post("/v1/conversations", {"items": [item] * min(20, num_items)})
+        path = f"/v1/conversations/{made['id']}"
+        for _ in range(20, num_items, 20):
+            await attacker.post(f"{path}/items", {"items": [item] * 20})
+        one = json.dumps({"items": [item | {"content": "a"}]}).encode()
+        await attacker.repeat(
+            lambda _: (
+                attacker.send("POST", f"{path}/items", one) if adds else attacker.send("GET", path)
+            ),
+            clients,
+        )
+
+    return attack
+
+
 def schema(number: int) -> dict[str, Any]:
     values = [f"{number}{value}xxxxxxxx" for value in range(4000)]
     named = {"name": "x", "schema": {"enum": values}}
@@ -171,6 +191,9 @@ ATTACKS: Mapping[str, Attack] = {
     ),
     "top_logprobs = 20": repeated(CHAT, chat(max_tokens=3000, ignore_eos=True, **LOGPROBS), 8),
     "128 long outputs": repeated(CHAT, chat(max_tokens=30_000, ignore_eos=True), 128),
+    "a conversation of 14 MB": stored(20, 700_000, 4, adds=False),
+    "an item for a conversation of 14 MB": stored(20, 700_000, 4, adds=True),
+    "a conversation of 400 items": stored(400, 1, 4, adds=False),
     "unread streams": unread,
     "abandoned streams": abandoned,
     "40 readers of /admin/live": live_readers,

@@ -11,7 +11,7 @@ import pytest
 
 from engine.errors import StartupError
 from gateway.errors import StoreFailed
-from gateway.store.database import Database
+from gateway.store.database import Database, StoreThread, store_meter
 from gateway.store.store import open_default, open_named
 from gateway.store.usage import StoreLimits
 
@@ -142,3 +142,16 @@ async def test_work_that_raises_is_rolled_back() -> None:
     count = "SELECT count(*) FROM file_piece"
     assert await database.read(lambda db: db.execute(count).fetchone()) == (0,)
     database.close()
+
+
+async def test_what_the_store_does_for_a_request_is_charged_to_it() -> None:
+    thread, charged = StoreThread(), list[float]()
+    await thread(lambda: sum(range(10_000)))
+    assert not charged, "no request's"
+    store_meter.set(charged.append)
+    assert await thread(lambda: sum(range(100_000))) == 4_999_950_000
+    with pytest.raises(ZeroDivisionError):
+        await thread(lambda: sum(range(100_000)) // 0)
+    thread.close()
+    assert len(charged) == 2
+    assert min(charged) > 0.0

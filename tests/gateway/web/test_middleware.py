@@ -1,13 +1,18 @@
 """Middleware: which routes need an API key, and which origins may use CORS."""
 
 import asyncio
+from collections.abc import Callable
+from typing import TypeVar
 
 import pytest
 
-from gateway.access.intake import ABANDONED_SECONDS, Intake
+from gateway.access.intake import ABANDONED_SECONDS, LONG_PIECE_FACTOR, PIECE_SECONDS, Intake
+from gateway.store.database import store_meter
 from gateway.web.middleware import EXPOSED, IdentifyCaller
 from tests.gateway.rig import CHAT, STEP, Rig, Setting, chat, play, played
+from tests.gateway.scripted_model import Inline
 
+T = TypeVar("T")
 PAGE = "https://page.example"
 PREFLIGHT = {
     "origin": PAGE,
@@ -155,3 +160,20 @@ async def test_the_work_for_a_client_that_leaves_is_its_debt(rig: Rig, stream: b
         exchange.disconnect()
         await exchange.ended()
     assert intake._debts.of("127.0.0.1") == pytest.approx(ABANDONED_SECONDS)
+
+
+class ChargesTenMs(Inline):
+    """A store each of whose pieces of work takes 10 ms of the interpreter's time."""
+
+    async def __call__(self, work: Callable[[], T]) -> T:
+        if (charge := store_meter.get()) is not None:
+            charge(0.01)
+        return await super().__call__(work)
+
+
+@played(Setting(store_executor=ChargesTenMs))
+async def test_what_the_store_does_for_a_client_is_its_debt(rig: Rig) -> None:
+    async with rig.client.get("/v1/conversations/conv_x") as exchange:
+        assert await exchange.start() == 404
+    owed = PIECE_SECONDS + LONG_PIECE_FACTOR * (0.01 - PIECE_SECONDS)
+    assert intake_of(rig)._debts.of("127.0.0.1") == pytest.approx(owed)
