@@ -109,7 +109,8 @@ async def _serve(
     predecessor = None
     if inherited is not None:
         settings = beside_former(settings)
-        predecessor = await Predecessor.join(inherited)
+        files = filter(None, (settings.observe.record, settings.launch.trace))
+        predecessor = await Predecessor.join(inherited, files)
     listening = socket_of(settings, inherited)
     with Signals() as signals, closing(listening) as listener:
         if credentials.has_files:

@@ -211,6 +211,16 @@ def successor(server: Server) -> int:
     return new
 
 
+async def test_a_new_server_that_cannot_load_leaves_no_files(tmp_path: Path) -> None:
+    kept = ("--record", "run.jsonl", "--trace", "run.json")
+    with start_server(tmp_path, *FLAGS, *kept) as server:
+        await asyncio.to_thread(read_url, server)
+        code, output = await upgrade(server, "--", "--port", "0", *kept, "--kv-memory", "1")
+        assert code == 1
+        assert "--kv-memory 1 bytes is less than one block" in output
+        assert {name for name in os.listdir(tmp_path) if "run" in name} == {"run.json", "run.jsonl"}
+
+
 async def test_a_new_server_that_does_not_get_ready_changes_nothing(tmp_path: Path) -> None:
     with start_server(tmp_path, *FLAGS) as server:
         url = await asyncio.to_thread(read_url, server)

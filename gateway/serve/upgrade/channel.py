@@ -2,7 +2,7 @@
 
 former server                    successor
   hello (store, secret) ───────────▶        it loads
-         ◀─────────── ready, or failed
+         ◀─────────── files, then ready or failed
   take: it accepts no more ────────▶        it accepts
          ◀─────────── taken
   released: its batch lines ended ─▶        it runs batches

@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 
 from gateway.serve.upgrade.channel import Channel
@@ -23,14 +23,17 @@ class Predecessor:
         self._channel = channel
 
     @classmethod
-    async def join(cls, inherited: Inherited) -> "Predecessor | None":
-        """The former server; None if it has ended meanwhile."""
+    async def join(cls, inherited: Inherited, files: Iterable[Path]) -> "Predecessor | None":
+        """The former server, which removes these files if this one does not take over; None if it
+        has ended meanwhile."""
         channel = await Channel.over(inherited.channel.dup())
         hello = await channel.receive()
         if hello is None:
             return None
         predecessor = cls(inherited, channel, hello["store"], hello["pid"])
         predecessor.secret = hello["secret"]
+        if "removes_files" in hello:  # earlier versions do not
+            channel.send(files=[str(file) for file in files])
         return predecessor
 
     @property

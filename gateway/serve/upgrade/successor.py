@@ -73,6 +73,7 @@ class Successor:
 
     process: subprocess.Popen[bytes]
     channel: Channel
+    files: Sequence[str] = ()  # its recording and its trace, of no use if it does not take over
 
     @classmethod
     async def start(cls, command: Sequence[str], listener: socket.socket) -> "Successor":
@@ -91,6 +92,9 @@ class Successor:
         try:
             async with asyncio.timeout(seconds):
                 message = await self.channel.receive()
+                if message is not None and "files" in message:
+                    self.files = message["files"]
+                    message = await self.channel.receive()
         except TimeoutError:
             raise StartupError(f"it was not {kind} within {seconds:g} s") from None
         if message is None:
@@ -103,10 +107,12 @@ class Successor:
         return f"it ended with exit code {code}" if code >= 0 else f"it was killed by {-code}"
 
     def kill(self) -> None:
-        """End it; its workers end with it."""
+        """End it and remove its files; its workers end with it."""
         self.channel.close()
         self.process.kill()
         self.process.wait()
+        for file in self.files:
+            Path(file).unlink(missing_ok=True)
 
 
 @dataclass(slots=True, eq=False)
@@ -164,7 +170,8 @@ class Upgrades:
             raise StartupError(IN_MEMORY)
         path = self.store.database.path
         store = None if path is None else str(path)
-        successor.channel.send(hello=True, store=store, secret=self.secret, pid=os.getpid())
+        known = {"store": store, "secret": self.secret, "pid": os.getpid()}
+        successor.channel.send(hello=True, removes_files=True, **known)
         await successor.expect("ready", self.seconds)
         acceptor.pause()
         private = private_listener(os.getpid())  # the successor may use it at once

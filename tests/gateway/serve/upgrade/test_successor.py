@@ -2,6 +2,8 @@
 
 import os
 import socket
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 from unittest.mock import MagicMock, patch
@@ -34,13 +36,16 @@ class FakeSuccessor:
                 raise StartupError("it has ended")
 
 
-async def handed_over(successor: FakeSuccessor) -> tuple[Upgrades, list[str]]:
+def no_store() -> Any:
     async def is_lost_at_end() -> bool:
         return False
 
-    store: Any = SimpleNamespace(is_lost_at_end=is_lost_at_end, database=SimpleNamespace(path=None))
+    return SimpleNamespace(is_lost_at_end=is_lost_at_end, database=SimpleNamespace(path=None))
+
+
+async def handed_over(successor: FakeSuccessor) -> tuple[Upgrades, list[str]]:
     accepts: list[str] = []
-    upgrades = Upgrades(store, 1.0, lambda: None)
+    upgrades = Upgrades(no_store(), 1.0, lambda: None)
     acceptor: Any = SimpleNamespace(
         pause=lambda: accepts.append("pause"), resume=lambda: accepts.append("resume")
     )
@@ -70,6 +75,31 @@ async def test_a_handover_that_fails_can_be_tried_again() -> None:
     assert upgrades.private is not None
     for each in (upgrades.private, *successor.asked):
         each.close()
+
+
+ENDING = """
+import asyncio, pathlib, sys
+from gateway.serve.upgrade.inherited import Inherited
+from gateway.serve.upgrade.predecessor import Predecessor
+
+record = pathlib.Path(sys.argv[1])
+predecessor = asyncio.run(Predecessor.join(Inherited.from_environment(), [record]))
+record.write_text("{}")
+"""
+
+
+async def test_the_recording_of_a_successor_that_ends_before_it_is_ready_is_removed(
+    tmp_path: Path,
+) -> None:
+    record = tmp_path / "run.1.jsonl"
+    with socket.socket() as listener:
+        successor = await Successor.start([sys.executable, "-c", ENDING, str(record)], listener)
+        upgrades = Upgrades(no_store(), 60.0, lambda: None)
+        with pytest.raises(StartupError, match="ended with exit code 0"):
+            await upgrades._hand_over(successor, MagicMock())
+        assert record.exists()
+        successor.kill()
+    assert not record.exists()
 
 
 def test_two_servers_do_not_publish_the_events_of_two_caches_as_one() -> None:
