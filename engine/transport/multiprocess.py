@@ -157,13 +157,15 @@ class MultiprocessExecutor:
             await self._group.end("a LoRA adapter cannot be loaded")
             raise StartupError(failed[0].error)
         # The KV ledger is built for this many blocks, so restarted workers must have as many.
-        # Their LoRA adapters must have the same bytes.
+        # Their LoRA adapters must have the same bytes. By then a successor of the server may have
+        # locked the disk tier.
         slots = report.num_blocks // max(1, len(report.windows)) * report.block_size
         self._worker = replace(
             self._worker,
             kv=replace(
                 self._worker.kv, kv_slots=slots, kv_memory=None, num_states=report.num_states
             ),
+            tiers=replace(self._worker.tiers, disk_kv_shared=True),
             loras=tuple(
                 spec._replace(digest=lora.digest)
                 for spec, lora in zip(self._worker.loras, report.loras, strict=True)

@@ -124,6 +124,54 @@ async def test_a_chat_finds_its_prefix_on_the_disk_after_an_upgrade(tmp_path: Pa
         assert json.loads((tmp_path / name).read_text())
 
 
+async def test_the_old_servers_worker_may_die_beside_a_new_one_with_the_same_disk_tier(
+    tmp_path: Path,
+) -> None:
+    kept = ("--disk-kv", "kv", "--kv-slots", "4096")
+    body = {**STORY, "stream": False, "max_tokens": 100}
+    headers = {"idempotency-key": "one"}
+    with start_server(tmp_path, *FLAGS, *kept) as server:
+        url = await asyncio.to_thread(read_url, server)
+        (worker,) = psutil.Process(server.pid).children()
+        first = await asyncio.to_thread(chat, url, PROMPT)
+        await asyncio.to_thread(until_saved, url)
+        async with aiohttp.ClientSession() as old, aiohttp.ClientSession() as new:
+            expected = await completion(old, url)
+            async with old.post(f"{url}/v1/completions", json=body) as reply:
+                whole = (await reply.json())["choices"]
+            worker.suspend()
+            running = [asyncio.create_task(completion(old, url)) for _ in range(4)]
+            earlier = asyncio.create_task(
+                old.post(f"{url}/v1/completions", json=body, headers=headers)
+            )
+            await until_live(old, url, 5)
+            assert await upgrade(server) == (0, taken(server))
+            worker.kill()  # the new server's worker gets its lock of the files
+            async with new.post(f"{url}/v1/completions", json=body, headers=headers) as retried:
+                assert (await retried.json())["choices"] == whole
+            assert (await earlier).status == 409
+            again = await asyncio.to_thread(chat, url, PROMPT)
+            assert cached(again) > 0.9 * first["usage"]["prompt_tokens"]
+            assert text(again) == text(first)
+            assert await asyncio.gather(*running) == [expected] * 4
+        server.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(server.wait, 60) == 0
+    with start_server(tmp_path, *FLAGS, *kept) as server:  # nobody keeps it from the files
+        url = await asyncio.to_thread(read_url, server)
+        again = await asyncio.to_thread(chat, url, PROMPT)
+        assert cached(again) > 0.9 * first["usage"]["prompt_tokens"]
+        assert text(again) == text(first)
+
+
+async def until_live(session: aiohttp.ClientSession, url: str, count: int) -> None:
+    """Wait until so many requests are live."""
+    live = -1
+    while live != count:
+        async with session.get(f"{url}/v1/loads") as response:
+            (load,) = (await response.json())["loads"]
+        live = load["num_running_reqs"] + load["num_waiting_reqs"]
+
+
 async def test_both_servers_use_the_store_and_a_batch_goes_on_in_the_new_one(
     tmp_path: Path,
 ) -> None:
