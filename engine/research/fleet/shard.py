@@ -7,7 +7,7 @@ event in an epoch are touched in it: a heap has the next event of each.
 
 from array import array
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from math import floor, inf, log
 from typing import TYPE_CHECKING, NamedTuple
@@ -49,6 +49,31 @@ class LoadReport(NamedTuple):
     usage: float = 0.0  # share of the KV slots that live requests hold
 
 
+class Begun(NamedTuple):
+    """A request whose replica has ended; `number` is its number in the trace. Times in seconds."""
+
+    number: int
+    arrived_at: float
+    produced: int  # output tokens
+    first_token_at: float | None
+    last_token_at: float | None
+
+    def rest(self, arrival: "Arrival", now: float) -> "Arrival":
+        """What is left of it at `now`: its tokens are computed again."""
+        lengths = arrival.prompt_len + self.produced, arrival.output_len - self.produced
+        return replace(arrival, at=now, prompt_len=lengths[0], output_len=lengths[1])
+
+
+class Routed(NamedTuple):
+    """A request of the trace for a replica; one that goes on there has begun elsewhere, and arrives
+    `at` a time of its own."""
+
+    number: int
+    replica: int
+    begun: Begun | None = None
+    at: float = 0.0
+
+
 @dataclass(slots=True)
 class ShardResult:
     """What the replicas of a shard did. One item per finished request: its number in the trace,
@@ -59,6 +84,7 @@ class ShardResult:
     jct: "array[float]" = field(default_factory=lambda: array("d"))
     cached: "array[int]" = field(default_factory=lambda: array("q"))
     lost: list[int] = field(default_factory=list)  # numbers of rejected requests
+    pauses: list[float] = field(default_factory=list)  # seconds between tokens of two replicas
     gaps: "Counter[int]" = field(default_factory=Counter)  # by the exponent of `GAP_RATIO`
     busy: dict[int, float] = field(default_factory=dict)  # seconds, by replica
     finished: dict[int, int] = field(default_factory=dict)  # requests, by replica
@@ -89,12 +115,13 @@ class _Member:
         self.outputs = RecordedOutputs() if is_recorded else None
         self._result = result
         self._trace: dict[int, int] = {}  # numbers in the trace, by request
+        self._begun: dict[int, Begun] = {}  # requests that go on here, by those numbers
         self.num_ended = 0
         self.replica: Replica = build_replica(setup, self.recorder, self.outputs, self._ended)
         self._model = setup.cost
         self._delay = QueueDelay(self.replica.scheduler.cost, setup.settings.max_batch_size)
 
-    def add(self, number: int, arrival: "Arrival") -> None:
+    def add(self, number: int, arrival: "Arrival", begun: Begun | None) -> None:
         """A request of the trace arrives; it may be rejected."""
         self.replica.advance(arrival.at)
         try:
@@ -103,6 +130,8 @@ class _Member:
             self._result.lost.append(number)
             return
         self._trace[request.request_id] = number
+        if begun is not None:
+            self._begun[number] = begun
         if self.outputs is not None and isinstance(arrival, RecordedRequest):
             self.outputs.accepted(request, arrival)
 
@@ -111,12 +140,34 @@ class _Member:
         self.num_ended += 1
         assert request.first_token_at is not None, "a finished request has a first token"
         assert request.last_token_at is not None, "a finished request has a last token"
-        result.numbers.append(self._trace.pop(request.request_id))
-        result.ttft.append(request.first_token_at - request.arrived_at)
-        result.jct.append(request.last_token_at - request.arrived_at)
+        number = self._trace.pop(request.request_id)
+        begun = self._since(number, request)
+        assert begun.first_token_at is not None, "it has one since then"
+        result.numbers.append(number)
+        result.ttft.append(begun.first_token_at - begun.arrived_at)
+        result.jct.append(request.last_token_at - begun.arrived_at)
+        if (earlier := self._begun.pop(number, None)) and earlier.last_token_at is not None:
+            result.pauses.append(request.first_token_at - earlier.last_token_at)
+            self.recorder.add_gap(result.pauses[-1], 1)
         result.cached.append(request.num_cached)
         self.recorder.forget(request)
         self._delay.ended(request, self.replica.now)
+
+    def _since(self, number: int, request: "Request") -> Begun:
+        """What the request has had, also on earlier replicas."""
+        first, last, produced = request.first_token_at, request.last_token_at, len(request.output)
+        if (begun := self._begun.get(number)) is None:
+            return Begun(number, request.arrived_at, produced, first, last)
+        return begun._replace(
+            produced=begun.produced + produced,
+            first_token_at=first if begun.first_token_at is None else begun.first_token_at,
+            last_token_at=begun.last_token_at if last is None else last,
+        )
+
+    def live(self) -> list[Begun]:
+        """The requests that have not ended."""
+        pool = self.replica.scheduler.pool
+        return [self._since(self._trace[request.request_id], request) for request in pool]
 
     def report(self, *, forecasts: bool) -> LoadReport:
         pool = self.replica.scheduler.pool
@@ -133,7 +184,7 @@ class _Member:
             pool.waiting_tokens,
             delay,
             rate if pool.num_admitted else 0.0,
-            scheduler.kv_counts.device.held / shape.num_blocks,
+            scheduler.ledger.num_held / shape.num_blocks,
         )
 
 
@@ -158,21 +209,22 @@ class Shard:
         self._next_at: dict[int, float] = {}
         self._result = ShardResult()
 
-    def advance(self, until: float, routed: "Sequence[tuple[int, int]]") -> list[LoadReport]:
-        """Advance all replicas to the end of an epoch. `routed` has the number in the trace and
-        the replica of each request that arrives in it. Returns the reports that changed."""
+    def advance(self, until: float, routed: "Sequence[Routed]") -> list[LoadReport]:
+        """Advance all replicas to the end of an epoch, in which the `routed` requests arrive.
+        Returns the reports that changed."""
         touched: set[int] = set()
-        for number, replica in routed:
+        for number, replica, begun, at in routed:
             member = self._members.get(replica)
             if member is None:
                 member = self._members[replica] = self._new(replica)
-            member.add(number, self._arrivals[number])
+            arrival = self._arrivals[number]
+            member.add(number, arrival if begun is None else begun.rest(arrival, at), begun)
             touched.add(replica)
         for replica in sorted(touched):
             self._advance(replica, until)
         while self._events and self._events[0][0] < until:
             at, replica = heappop(self._events)
-            if self._next_at[replica] == at:
+            if self._next_at.get(replica) == at:
                 self._advance(replica, until)
                 touched.add(replica)
         members = (self._members[replica] for replica in sorted(touched))
@@ -189,12 +241,26 @@ class Shard:
         if at < inf:
             heappush(self._events, (at, number))
 
+    def end(self, replicas: "Sequence[int]") -> list[Begun]:
+        """These replicas end, and begin anew with their next request. Returns the requests that
+        they had."""
+        live: list[Begun] = []
+        for number in replicas:
+            if (member := self._members.pop(number, None)) is not None:
+                del self._next_at[number]
+                self._count(member)
+                live += member.live()
+        return live
+
     def result(self) -> ShardResult:
-        """What the replicas did so far."""
-        for number, member in self._members.items():
-            recorder = member.recorder
-            self._result.busy[number] = recorder.busy_seconds
-            self._result.finished[number] = member.num_ended
-            self._result.num_iterations += recorder.num_iterations
-            self._result.num_preempted += recorder.num_recomputed
+        """What the replicas did. It is called once."""
+        for member in self._members.values():
+            self._count(member)
         return self._result
+
+    def _count(self, member: _Member) -> None:
+        result, recorder, number = self._result, member.recorder, member.number
+        result.busy[number] = result.busy.get(number, 0.0) + recorder.busy_seconds
+        result.finished[number] = result.finished.get(number, 0) + member.num_ended
+        result.num_iterations += recorder.num_iterations
+        result.num_preempted += recorder.num_recomputed

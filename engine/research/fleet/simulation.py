@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 from engine.errors import InvalidRequest
 from engine.research.fleet.autoscaler import Autoscaler, Scale
 from engine.research.fleet.figures import FleetFigures, FleetMoment, summarise_fleet
+from engine.research.fleet.outages import OutagePlan, Outages
 from engine.research.fleet.router import Loads, block_size_of
 from engine.research.fleet.routers import FORECASTING, ROUTERS
-from engine.research.fleet.shard import LoadReport, Shard
+from engine.research.fleet.shard import Begun, LoadReport, Routed, Shard
 from engine.research.leaping.run import may_leap
 from engine.simulated.run import prepared
 from engine.simulated.trace import SHARED_BLOCK
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 
 GC_THRESHOLDS = 100_000, 50, 50  # for each process; a tenth of their time was garbage collection
 NUM_MOMENTS = 500  # samples of the fleet over time
-Routed = list[tuple[int, int]]  # number in the trace, and replica
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +54,7 @@ class FleetSetup:
     processes: int = 1
     seed: int = 0
     costs: "tuple[CostModel, ...]" = ()
+    outages: OutagePlan | None = None
 
     def __post_init__(self) -> None:
         if self.router not in ROUTERS:
@@ -61,6 +62,8 @@ class FleetSetup:
             raise InvalidRequest(f"router must be one of {known}, not {self.router!r}", "router")
         if self.replicas < 1:
             raise InvalidRequest(f"replicas must be at least 1, not {self.replicas}", "replicas")
+        if self.outages is not None and self.autoscale is not None:
+            raise InvalidRequest("outages are for a fleet of fixed size", "outages")
 
     @property
     def most(self) -> int:
@@ -73,7 +76,9 @@ class FleetSetup:
 
 
 class _Shards(Protocol):
-    def advance(self, until: float, routed: Routed) -> list[LoadReport]: ...
+    def advance(self, until: float, routed: list[Routed]) -> list[LoadReport]: ...
+
+    def end(self, replicas: "Sequence[int]") -> list[Begun]: ...
 
     def results(self) -> "list[ShardResult]": ...
 
@@ -84,8 +89,11 @@ class _InProcess:
     def __init__(self, shard: Shard) -> None:
         self._shard = shard
 
-    def advance(self, until: float, routed: Routed) -> list[LoadReport]:
+    def advance(self, until: float, routed: list[Routed]) -> list[LoadReport]:
         return self._shard.advance(until, routed)
+
+    def end(self, replicas: "Sequence[int]") -> list[Begun]:
+        return self._shard.end(replicas)
 
     def results(self) -> "list[ShardResult]":
         return [self._shard.result()]
@@ -120,14 +128,19 @@ class _InProcesses:
         for process in self._processes:
             process.join()
 
-    def advance(self, until: float, routed: Routed) -> list[LoadReport]:
+    def advance(self, until: float, routed: list[Routed]) -> list[LoadReport]:
         count = len(self._pipes)
-        parts: list[Routed] = [[] for _ in range(count)]
-        for number, replica in routed:
-            parts[replica % count].append((number, replica))
+        parts: list[list[tuple[object, ...]]] = [[] for _ in range(count)]
+        for each in routed:
+            parts[each.replica % count].append(tuple(each))
         for pipe, part in zip(self._pipes, parts, strict=True):
             pipe.send((until, part))
         return [LoadReport(*row) for pipe in self._pipes for row in pipe.recv()]
+
+    def end(self, replicas: "Sequence[int]") -> list[Begun]:
+        for pipe in self._pipes:
+            pipe.send((None, replicas))  # a shard has some of them
+        return [each for pipe in self._pipes for each in pipe.recv()]
 
     def results(self) -> "list[ShardResult]":
         for pipe in self._pipes:
@@ -142,19 +155,24 @@ def _serve(pipe: "Connection", shard: Shard) -> None:
     gc.set_threshold(*GC_THRESHOLDS)
     try:
         while (request := pipe.recv()) is not None:
-            pipe.send([tuple(report) for report in shard.advance(*request)])
+            until, given = request
+            if until is None:
+                pipe.send(shard.end(given))
+            else:
+                pipe.send([tuple(report) for report in shard.advance(until, given)])
         pipe.send(shard.result())
     except EOFError:
         return
 
 
 class FleetRun(NamedTuple):
-    """What happened in a run: the results of each shard, samples of the fleet over time, and
-    replica-seconds."""
+    """What happened in a run: the results of each shard, samples of the fleet over time,
+    replica-seconds, and the outages."""
 
     results: "list[ShardResult]"
     moments: list[FleetMoment]
     seconds: "_Seconds"
+    outages: Outages | None
 
 
 def simulate_fleet(fleet: FleetSetup, arrivals: "Sequence[Arrival]") -> FleetFigures:
@@ -192,7 +210,8 @@ def run_fleet(fleet: FleetSetup, arrivals: "Sequence[Arrival]") -> FleetRun:
             shards = stack.enter_context(_InProcesses(shard, fleet.processes))
         coordinator = _Coordinator(fleet, arrivals, shards)
         coordinator.run()
-        return FleetRun(shards.results(), coordinator.moments, coordinator.seconds)
+        coordinated = coordinator.moments, coordinator.seconds, coordinator.outages
+        return FleetRun(shards.results(), *coordinated)
 
 
 class _Seconds(NamedTuple):
@@ -218,6 +237,8 @@ class _Coordinator:
         if fleet.autoscale is not None:
             self._scale = Scale(fleet.autoscale.least, 0)
         self._loads.activate(range(self._scale.active))
+        plan = fleet.outages
+        self.outages = None if plan is None else Outages(plan, self._loads)
         self.moments: list[FleetMoment] = []
         self.seconds = _Seconds(0.0, 0.0)
 
@@ -233,16 +254,16 @@ class _Coordinator:
                 self._sample(until)
         self._shards.advance(inf, [])
 
-    def _epochs(self) -> "Iterator[tuple[float, Routed]]":
+    def _epochs(self) -> "Iterator[tuple[float, list[Routed]]]":
         """The end of each epoch and its requests; each is routed when the last one has ended."""
         arrivals, epoch, at = self._arrivals, self._fleet.epoch, 0
         number = 0
         while at < len(arrivals):
             until = (number + 1) * epoch
             self._rescale(number * epoch)
-            routed: Routed = []
+            routed = self._moved(number * epoch)
             while at < len(arrivals) and arrivals[at].at < until:
-                routed.append((at, self._router.route(arrivals[at])))
+                routed.append(Routed(at, self._router.route(arrivals[at])))
                 at += 1
             self.seconds = _Seconds(
                 self.seconds.active + epoch * self._scale.active,
@@ -250,6 +271,18 @@ class _Coordinator:
             )
             yield until, routed
             number += 1
+
+    def _moved(self, now: float) -> list[Routed]:
+        """The requests of replicas that have died, which go on elsewhere."""
+        if self.outages is None or not (ended := self.outages.update(now)):
+            return []
+        begun = sorted(self._shards.end(ended))
+        self.outages.num_moved += len(begun)
+        route, arrivals = self._router.route, self._arrivals
+        return [
+            Routed(each.number, route(each.rest(arrivals[each.number], now)), each, now)
+            for each in begun
+        ]
 
     def _rescale(self, now: float) -> None:
         if self._autoscaler is None:
@@ -266,7 +299,7 @@ class _Coordinator:
         self.moments.append(
             FleetMoment(
                 now,
-                self._scale.active,
+                len(loads.active),
                 self._scale.starting,
                 int(loads.live.sum()),
                 int(loads.waiting_tokens.sum()),

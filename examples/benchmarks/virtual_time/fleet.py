@@ -6,10 +6,11 @@ shifted by up to a minute and share no prefixes. Every figure is a function of t
 machine and its load change none but the speed. Writes fleet.json, plots and README.md.
 
     python -m examples.benchmarks.virtual_time.fleet --traces DIR
-        [--replicas 100] [--seconds 3600] [--only azure mooncake plan largest] [--out DIR]
+        [--replicas 100] [--seconds 3600] [--only azure mooncake plan largest outages] [--out DIR]
 
 DIR has azure_2023_conv.csv.gz and mooncake_conversation.jsonl.gz. `largest` is 1,000 replicas and
-an hour of each trace behind one router (`--largest` selects the traces); each takes about five
+an hour of each trace behind one router (`--largest` selects the traces); `outages` are `--replicas`
+behind the server's placement while machines die and an upgrade rolls through. Each takes about five
 minutes on two idle cores. Run again, it compares its figures with those of fleet.json, bit for bit.
 """
 
@@ -20,8 +21,9 @@ import os
 import resource
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from math import isfinite
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -29,11 +31,13 @@ from typing import Any
 from engine.control.settings import SchedulerSettings
 from engine.policy import build
 from engine.research.fleet.figures import FleetFigures
+from engine.research.fleet.outages import OutagePlan
 from engine.research.fleet.plan import Goals, Plan, fewest_replicas, replicas_for_work
 from engine.research.fleet.routers import ROUTERS
-from engine.research.fleet.simulation import FleetSetup, simulate_fleet
+from engine.research.fleet.simulation import FleetSetup, figures_of, run_fleet, simulate_fleet
 from engine.research.hardware.catalogue import DEVICES, SHAPES
 from engine.research.hardware.deployment import Deployment
+from engine.simulated.figures import Distribution
 from engine.simulated.run import Setup
 from engine.simulated.trace import Arrival, between, read_trace, superposed
 from examples.benchmarks.virtual_time.azure_hour import processor
@@ -45,6 +49,11 @@ OUT = Path(__file__).parents[1] / "results" / "fleet"
 UNBOUNDED = 10**9
 LARGEST = 1000  # replicas
 LARGEST_ROUTERS = {"azure": "least-tokens", "mooncake": "prefix"}
+OUTAGE_SHARE = 0.045  # of the trace's rate, for each replica under `outages`: there is room
+MACHINE = 10  # replicas
+AT_ONCE = 0.2  # share of the machines that are upgraded at the same time
+NUM_DEATHS = 10
+UPGRADE_AT = 0.1  # share of the trace after which the upgrade begins
 PLANNED_COPIES, PLANNED_SECONDS = 2, 600.0  # of the load for which GPUs are counted
 
 
@@ -117,6 +126,12 @@ def cpu_seconds() -> float:
 def compared(case: Case, args: argparse.Namespace, *, has_plot: bool = True) -> dict[str, Any]:
     """The case's routers under one load."""
     arrivals = load_of(case, args.traces, args.replicas, args.seconds)
+    rows = compare_routers(case, arrivals, args, has_plot=has_plot)
+    return facts_of(case, arrivals, args) | {"rows": rows}
+
+
+def facts_of(case: Case, arrivals: Sequence[Arrival], args: argparse.Namespace) -> dict[str, Any]:
+    """What was played, and on what."""
     return {
         "title": case.title,
         "processor": processor(),
@@ -124,7 +139,6 @@ def compared(case: Case, args: argparse.Namespace, *, has_plot: bool = True) -> 
         "replicas": args.replicas,
         "seconds": args.seconds,
         "requests": len(arrivals),
-        "rows": compare_routers(case, arrivals, args, has_plot=has_plot),
     }
 
 
@@ -169,6 +183,42 @@ def largest(case: Case, args: argparse.Namespace, before: dict[str, Any]) -> dic
     fields = {"processes": found["processes"], "processor": found["processor"]}
     again = fields | {key: new[key] for key in ("digest", "speed", "load_average")}
     return earlier | {"repeated": [*earlier["repeated"], again]}
+
+
+def disturbed(case: Case, args: argparse.Namespace) -> dict[str, Any]:
+    """The largest fleet while machines die and an upgrade rolls through them."""
+    arrivals = load_of(case, args.traces, args.replicas, args.seconds)
+    machines, random = args.replicas // MACHINE, Random(0)
+    plan = OutagePlan(
+        MACHINE,
+        {random.uniform(0.0, args.seconds): random.randrange(machines) for _ in range(NUM_DEATHS)},
+        UPGRADE_AT * args.seconds,
+        max(1, round(AT_ONCE * machines)),
+    )
+    fleet = FleetSetup(
+        case.setup(), args.replicas, "forecast", processes=args.processes, outages=plan
+    )
+    started, began = time.perf_counter(), cpu_seconds()
+    run = run_fleet(fleet, arrivals)
+    figures, pauses = (
+        figures_of(fleet, arrivals, run),
+        [p for one in run.results for p in one.pauses],
+    )
+    speed = {"wall": time.perf_counter() - started, "cpu": cpu_seconds() - began}
+    assert run.outages is not None, "there is a plan"
+    found = {"router": fleet.router, "digest": digest(figures), "speed": speed}
+    found |= {"load_average": os.getloadavg()[0], **row(figures)}
+    return facts_of(case, arrivals, args) | {
+        "machines": machines,
+        "deaths": NUM_DEATHS,
+        "upgrade_at": plan.upgrade_at,
+        "at_once": plan.at_once,
+        "moved": run.outages.num_moved,
+        "upgraded_at": run.outages.upgraded_at if isfinite(run.outages.upgraded_at) else None,
+        "least_active": min(moment.active for moment in figures.moments),
+        "pauses": asdict(spread) if (spread := Distribution.of(sorted(pauses))) else None,
+        "rows": [found],
+    }
 
 
 def row(figures: FleetFigures) -> dict[str, Any]:
@@ -218,7 +268,7 @@ def main() -> None:
     parser.add_argument("--replicas", type=int, default=100)
     parser.add_argument("--seconds", type=float, default=3600.0, help="of each trace")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
-    parts = ("azure", "mooncake", "plan", "largest")
+    parts = ("azure", "mooncake", "plan", "largest", "outages")
     parser.add_argument("--only", nargs="+", choices=parts, default=parts, metavar="PART")
     names = tuple(LARGEST_ROUTERS)
     parser.add_argument("--largest", nargs="+", choices=names, default=names, metavar="TRACE")
@@ -232,6 +282,8 @@ def main() -> None:
             found[case.name] = compared(case, args)
         if "plan" in args.only:
             found[f"{case.name}_plan"] = {"title": case.title} | count_gpus(case, args)
+    if "outages" in args.only:
+        found["outages"] = disturbed(replace(AZURE, share=OUTAGE_SHARE), args)
     if "largest" in args.only:
         args.replicas = LARGEST
         for case in (AZURE, MOONCAKE):

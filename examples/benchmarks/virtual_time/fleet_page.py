@@ -16,6 +16,8 @@ def report(found: Found, check: Found | None = None, scaled: Found | None = None
             parts.append(routers(name, found[name]))
         if f"{name}_plan" in found:
             parts.append(plan(name, found[f"{name}_plan"]))
+    if "outages" in found:
+        parts.append(outages(found["outages"]))
     if scaled is not None:
         parts.append(autoscaled(scaled))
     if check is not None:
@@ -60,6 +62,30 @@ def largest(part: Found) -> str:
             f"({used['wall']:,.0f} s): the same digest of all figures, {again['digest']}."
         )
     return text + "\n"
+
+
+def outages(part: Found) -> str:
+    """A paragraph on a fleet whose machines die and are upgraded."""
+    (row,), pauses = part["rows"], part["pauses"]
+    ttft, jct = row["spreads"]["ttft"], row["spreads"]["jct"]
+    ended = part["upgraded_at"]
+    upgrade = "had not ended then" if ended is None else f"ended at {ended:,.0f} s"
+    text = (
+        f"{part['title']}: {part['replicas']:,} replicas on {part['machines']:,} machines, "
+        f"{part['requests']:,} requests of {part['seconds']:,.0f} s behind *forecast*, whose "
+        f"placement is that of `--replicas`. {part['deaths']} machines die, each for a minute; "
+        "their requests go on elsewhere after the next load report, with the tokens that they "
+        f"have. From {part['upgrade_at']:,.0f} s on the machines are upgraded, {part['at_once']} "
+        "at a time: they get no new requests, finish those they have, load for a minute and begin "
+        f"with empty caches.\n\n{row['num_finished']:,} requests ended, and "
+        f"{row['num_arrived'] - row['num_finished']} were lost. {part['moved']:,} went on "
+        f"elsewhere, after a pause of {pauses['p50']:.2f} s (p50), {pauses['p99']:.2f} s (p99), at "
+        f"most {pauses['highest']:.2f} s. The upgrade {upgrade}; at least "
+        f"{part['least_active']:,} replicas took requests at any time. TTFT {ttft['p50']:.3g} s "
+        f"(p50) and {ttft['p99']:.3g} s (p99), JCT {jct['p50']:.3g} s and {jct['p99']:.3g} s. "
+        f"{speed(part, row)}"
+    )
+    return f"## Deaths and a rolling upgrade\n\n{text}\n"
 
 
 def beside_servers(check: Found) -> str:

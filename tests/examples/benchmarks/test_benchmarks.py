@@ -274,6 +274,18 @@ def test_routers_are_compared_on_a_simulated_fleet(tmp_path: Path) -> None:
     assert (tmp_path / "azure.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_fleet_loses_nothing_while_machines_die_and_are_upgraded(tmp_path: Path) -> None:
+    traces = traces_in(tmp_path)
+    size = ("--replicas", "100", "--seconds", "60", "--only", "outages", "--processes", "2")
+    run_here("benchmarks.virtual_time.fleet", "--traces", traces, *size, "--out", tmp_path)
+    found = json.loads((tmp_path / "fleet.json").read_text())["outages"]
+    (row,) = found["rows"]
+    assert row["num_finished"] == row["num_arrived"] == found["requests"] > 50
+    assert found["moved"] >= found["pauses"]["count"] > 0
+    page = (tmp_path / "README.md").read_text()
+    assert f"and 0 were lost. {found['moved']} went on elsewhere" in page
+
+
 def test_the_largest_fleet_is_compared_with_its_earlier_run(tmp_path: Path) -> None:
     traces = traces_in(tmp_path)
     size = ("--seconds", "2", "--only", "largest", "--largest", "azure")

@@ -12,8 +12,9 @@ from engine.control.settings import SchedulerSettings
 from engine.errors import InvalidRequest
 from engine.policy import build
 from engine.research.fleet.autoscaler import AutoscaleSettings
+from engine.research.fleet.outages import OutagePlan
 from engine.research.fleet.routers import ROUTERS
-from engine.research.fleet.simulation import FleetSetup, simulate_fleet
+from engine.research.fleet.simulation import FleetSetup, figures_of, run_fleet, simulate_fleet
 from engine.research.hardware.catalogue import DEVICES, SHAPES
 from engine.research.hardware.deployment import Deployment
 from engine.simulated.run import Setup, simulate
@@ -120,3 +121,22 @@ def test_what_a_fleet_cannot_simulate_is_rejected() -> None:
         simulate_fleet(FleetSetup(replace(setup(), num_states=4), 2), [Arrival(0.0, 100, 5)])
     with pytest.raises(InvalidRequest, match="one stage"):
         simulate_fleet(FleetSetup(replace(setup(), stages=2), 2), [Arrival(0.0, 100, 5)])
+
+
+def test_no_request_is_lost_while_machines_die_and_an_upgrade_rolls_through() -> None:
+    arrivals = poisson(8.0, 400, orca_lengths, Random(6))
+    plan = OutagePlan(2, {5.0: 3, 12.0: 0}, upgrade_at=8.0, at_once=1, load_seconds=2.0)
+    fleet = FleetSetup(setup(), 8, "forecast", outages=plan)
+    runs = [run_fleet(replace(fleet, processes=count), arrivals) for count in (1, 3)]
+    texts = {json.dumps(figures_of(fleet, arrivals, run).as_json()) for run in runs}
+    assert len(texts) == 1
+    (run, _), undisturbed = runs, simulate_fleet(replace(fleet, outages=None), arrivals)
+    figures = figures_of(fleet, arrivals, run)
+    assert figures.num_finished == 400
+    assert figures.output_tokens == undisturbed.output_tokens
+    assert run.outages is not None
+    assert run.outages.num_moved > 0
+    assert run.outages.upgraded_at < arrivals[-1].at
+    assert 0 < sum(len(each.pauses) for each in run.results) <= run.outages.num_moved
+    assert (figures.at("jct", "mean") or 0.0) > (undisturbed.at("jct", "mean") or 0.0)
+    assert min(moment.active for moment in run.moments) in (4, 6)
