@@ -126,6 +126,10 @@ class Loads:
                 )
             await self._unload(victim)
 
+    def has_room(self, group: Group) -> bool:
+        """Whether the group fits beside those in memory."""
+        return self._missing(group) <= 0
+
     def _missing(self, group: Group) -> float:
         own = 0 if group.is_in_memory else group.num_bytes
         return self.num_bytes + own - self._memory

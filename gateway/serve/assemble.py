@@ -109,8 +109,8 @@ async def _serve(
     predecessor = None
     if inherited is not None:
         settings = beside_former(settings)
-        files = filter(None, (settings.observe.record, settings.launch.trace))
-        predecessor = await Predecessor.join(inherited, files)
+        files = (settings.observe.record, settings.launch.trace)
+        predecessor = await Predecessor.join(inherited, filter(None, files))
     listening = socket_of(settings, inherited)
     with Signals() as signals, closing(listening) as listener:
         if credentials.has_files:
@@ -125,11 +125,17 @@ async def _serve(
                 launcher.discard()
             models = build_models(settings, stack, launcher, progress)
             has_successor = False
-            if await unless_stopped(load_at_start(models.groups), signals):
+            if await unless_stopped(load_at_start(models.groups, predecessor), signals):
                 port = listener.getsockname()[1]
                 service = build_service(settings, models, credentials, store)
                 check = partial(check_memory, models)
-                upgrades = Upgrades(store, settings.http.upgrade_seconds, check, predecessor)
+                upgrades = Upgrades(
+                    store,
+                    settings.http.upgrade_seconds,
+                    check,
+                    predecessor,
+                    lambda: [each.model.name for each in models.groups.loaded],
+                )
                 server = build_server(settings, service, credentials)
                 if predecessor is not None:
                     forwarding = importlib.import_module("gateway.serve.upgrade.forwarding")
@@ -271,11 +277,16 @@ def check_names(groups: Groups) -> None:
         raise StartupError(f"{count} models have the name {name!r}")
 
 
-async def load_at_start(groups: Groups) -> bool:
-    """Load the pinned models, or the only one. Raises `StartupError`."""
+async def load_at_start(groups: Groups, predecessor: Predecessor | None = None) -> bool:
+    """Load the pinned models, or the only one; raises `StartupError`. Then load what the former
+    server had loaded, as far as there is room."""
     for group in groups:
         if group.terms.pinned or len(groups) == 1:
             await groups.loads.load(group)
+    also = () if predecessor is None else predecessor.models
+    for group in groups:
+        if group.name in also and groups.loads.has_room(group):
+            await groups.loads.begin(group)
     return True
 
 

@@ -172,6 +172,35 @@ async def until_live(session: aiohttp.ClientSession, url: str, count: int) -> No
         live = load["num_running_reqs"] + load["num_waiting_reqs"]
 
 
+MODELS = """\
+[models.builtin]
+model = "builtin"
+pinned = true
+[models.used]
+model = "builtin"
+[models.unused]
+model = "builtin"
+"""
+
+
+async def test_a_new_server_loads_the_models_that_were_loaded(tmp_path: Path) -> None:
+    file = tmp_path / "models.toml"
+    file.write_text(MODELS)
+    kept = ("--config", str(file), "--threads", "1", "--kv-slots", "4096")
+    with start_server(tmp_path, *FLAGS, *kept) as server:
+        url = await asyncio.to_thread(read_url, server)
+        body = {"model": "used", "prompt": "Once", "max_tokens": 1}
+        completions = f"{url}/v1/completions"
+        async with aiohttp.ClientSession() as old, old.post(completions, json=body) as reply:
+            assert reply.status == 200
+        assert await upgrade(server) == (0, taken(server))
+        async with aiohttp.ClientSession() as new, new.get(f"{url}/v1/models") as reply:
+            status = {each["id"]: each["status"]["value"] for each in (await reply.json())["data"]}
+        assert status == {"builtin": "loaded", "used": "loaded", "unused": "unloaded"}
+        server.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(server.wait, 60) == 0
+
+
 async def test_both_servers_use_the_store_and_a_batch_goes_on_in_the_new_one(
     tmp_path: Path,
 ) -> None:

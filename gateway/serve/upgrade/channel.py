@@ -1,7 +1,7 @@
 """Channel: messages between a server and its successor, JSON objects of one line each.
 
 former server                    successor
-  hello (store, secret) ───────────▶        it loads
+  hello (store, secret, models) ───▶        it loads
          ◀─────────── files, then ready or failed
   take: it accepts no more ────────▶        it accepts
          ◀─────────── taken

@@ -17,6 +17,7 @@ class Predecessor:
         self.store = None if store is None else Path(store)
         self.pid = pid
         self.secret = ""
+        self.models: tuple[str, ...] = ()  # those that it had loaded
         self.released = asyncio.Event()  # it computes nothing of a batch any more
         self.ended = asyncio.Event()
         self.restored = asyncio.Event()  # its held streams can be read here
@@ -32,6 +33,7 @@ class Predecessor:
             return None
         predecessor = cls(inherited, channel, hello["store"], hello["pid"])
         predecessor.secret = hello["secret"]
+        predecessor.models = tuple(hello.get("models", ()))
         if "removes_files" in hello:  # earlier versions do not
             channel.send(files=[str(file) for file in files])
         return predecessor

@@ -123,6 +123,7 @@ class Upgrades:
     seconds: float  # until the successor is ready
     check: Callable[[], object]  # raises `StartupError` if two servers do not fit
     predecessor: "Predecessor | None" = None
+    loaded: Callable[[], Sequence[str]] = tuple  # the models that are loaded
     handed_over: asyncio.Event = field(default_factory=asyncio.Event)
     successor: Successor | None = None  # once it has taken over
     secret: str = field(default_factory=lambda: secrets.token_hex(16))  # marks forwarded requests
@@ -171,6 +172,7 @@ class Upgrades:
         path = self.store.database.path
         store = None if path is None else str(path)
         known = {"store": store, "secret": self.secret, "pid": os.getpid()}
+        known["models"] = list(self.loaded())
         successor.channel.send(hello=True, removes_files=True, **known)
         await successor.expect("ready", self.seconds)
         acceptor.pause()
