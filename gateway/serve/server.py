@@ -31,6 +31,7 @@ from gateway.serve.acceptor import Acceptor, defer_silent
 from gateway.serve.connection import ConnectionBounds
 from gateway.serve.places import Places
 from gateway.serve.process import return_large_blocks, tune_collector
+from gateway.serve.upgrade import systemd
 from gateway.serve.upgrade.control import serve_control
 from gateway.serve.uvicorn_server import UvicornServer
 from gateway.serve.websocket import UpgradableConnection
@@ -203,7 +204,7 @@ class Server:
             for task in (upgrading, restoring, batching):
                 task.cancel()  # unfinished lines run after the next start
             await asyncio.wait((upgrading, batching, restoring))
-            await self._drain(signals)
+            await asyncio.gather(self._drain(signals), self._outlast_former())
             await self.service.store.held.close()
             accepting.cancel()
             server.exit()
@@ -330,6 +331,14 @@ class Server:
             busy_share=CONNECTIONS_SHARE,
         )
         return Acceptor(lambda place: make(place=place), places, intake, self.tls)
+
+    async def _outlast_former(self) -> None:
+        """Let the former server drain, too: systemd kills what is left when this one has ended."""
+        former = self.predecessor
+        if former is not None and not former.has_ended and systemd.is_notified():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(former.pid, signal.SIGTERM)
+            await former.follow()
 
     async def _drain(self, signals: Signals) -> None:
         if not signals.abort.is_set():

@@ -252,18 +252,29 @@ async def test_systemd_is_told_which_process_is_the_main_one(
         systemd.settimeout(60)
         systemd.bind(f"\0{name}")
         monkeypatch.setenv("NOTIFY_SOCKET", f"@{name}")
-        with start_server(tmp_path, *FLAGS) as server:
+        with start_server(tmp_path, *FLAGS, "--drain-seconds", "300") as server:
             url = await asyncio.to_thread(read_url, server)
             assert systemd.recv(100) == b"READY=1"
-            code, output = await upgrade(server)
-            assert code == 0
-            new = int(output.split()[2])
-            with killed_at_the_end(new):
-                told = {systemd.recv(100), systemd.recv(100)}
-                assert told == {b"READY=1", f"MAINPID={new}".encode()}
-                assert await asyncio.to_thread(server.wait, 60) == 0  # it waits for no other
-                async with aiohttp.ClientSession() as session, session.get(f"{url}/ready") as reply:
-                    assert reply.status == 200
+            (worker,) = psutil.Process(server.pid).children()
+            async with aiohttp.ClientSession() as session:
+                expected = await completion(session, url)
+                worker.suspend()
+                running = asyncio.create_task(completion(session, url))
+                await until_live(session, url, 1)
+                code, output = await upgrade(server)
+                assert code == 0
+                new = int(output.split()[2])
+                with killed_at_the_end(new):
+                    told = {systemd.recv(100), systemd.recv(100)}
+                    assert told == {b"READY=1", f"MAINPID={new}".encode()}
+                    async with aiohttp.ClientSession() as other, other.get(f"{url}/ready") as reply:
+                        assert reply.status == 200
+                    os.kill(new, signal.SIGTERM)  # systemd kills what is left when it has ended
+                    while server.log.read_text().count("draining: ") < 2:
+                        assert psutil.Process(new).status() != psutil.STATUS_ZOMBIE
+                    worker.resume()
+                    assert await running == expected
+                    assert await asyncio.to_thread(server.wait, 60) == 0  # it waits for no other
 
 
 @contextmanager

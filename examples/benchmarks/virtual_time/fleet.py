@@ -200,13 +200,11 @@ def disturbed(case: Case, args: argparse.Namespace) -> dict[str, Any]:
     )
     started, began = time.perf_counter(), cpu_seconds()
     run = run_fleet(fleet, arrivals)
-    figures, pauses = (
-        figures_of(fleet, arrivals, run),
-        [p for one in run.results for p in one.pauses],
-    )
+    figures = figures_of(fleet, arrivals, run)
+    pauses = [seconds for one in run.results for seconds in one.pauses]
     speed = {"wall": time.perf_counter() - started, "cpu": cpu_seconds() - began}
     assert run.outages is not None, "there is a plan"
-    found = {"router": fleet.router, "digest": digest(figures), "speed": speed}
+    found: dict[str, Any] = {"router": fleet.router, "digest": digest(figures), "speed": speed}
     found |= {"load_average": os.getloadavg()[0], **row(figures)}
     return facts_of(case, arrivals, args) | {
         "machines": machines,

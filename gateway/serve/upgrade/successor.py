@@ -171,9 +171,9 @@ class Upgrades:
             raise StartupError(IN_MEMORY)
         path = self.store.database.path
         store = None if path is None else str(path)
+        models = list(self.loaded())
         known = {"store": store, "secret": self.secret, "pid": os.getpid()}
-        known["models"] = list(self.loaded())
-        successor.channel.send(hello=True, removes_files=True, **known)
+        successor.channel.send(hello=True, removes_files=True, models=models, **known)
         await successor.expect("ready", self.seconds)
         acceptor.pause()
         private = private_listener(os.getpid())  # the successor may use it at once
