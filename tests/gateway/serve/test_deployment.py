@@ -99,6 +99,8 @@ def test_the_compose_files_fit_the_dockerfile() -> None:
             assert source in main["volumes"]
             assert f"{target}" in DOCKERFILE
         assert set(secrets["services"][name]["secrets"]) == set(secrets["secrets"])
+    page = (ROOT / "gateway" / "OPERATIONS.md").read_text()
+    assert set(re.findall(r"docker compose exec (\S+) podway", page)) == {"gateway"}
     names = {option.env for option in options()}
     used = re.findall(r"PODWAY_[A-Z_]+", (ROOT / "compose.yaml").read_text() + DOCKERFILE)
     used += re.findall(r"^ +(PODWAY_[A-Z_]+):", (ROOT / "compose.secrets.yaml").read_text(), re.M)
