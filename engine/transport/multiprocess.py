@@ -156,15 +156,13 @@ class MultiprocessExecutor:
         if failed := [lora for lora in report.loras if lora.error]:
             await self._group.end("a LoRA adapter cannot be loaded")
             raise StartupError(failed[0].error)
-        # The KV ledger is built for this many blocks, so restarted workers must have as many.
-        # Their LoRA adapters must have the same bytes. By then a successor of the server may have
-        # locked the disk tier.
+        # Restarted workers must have as many blocks, as the KV ledger is built for them, and LoRA
+        # adapters of the same bytes. A successor of the server may have locked the disk tier then.
         slots = report.num_blocks // max(1, len(report.windows)) * report.block_size
+        kv = replace(self._worker.kv, kv_slots=slots, kv_memory=None, num_states=report.num_states)
         self._worker = replace(
             self._worker,
-            kv=replace(
-                self._worker.kv, kv_slots=slots, kv_memory=None, num_states=report.num_states
-            ),
+            kv=kv,
             tiers=replace(self._worker.tiers, disk_kv_shared=True),
             loras=tuple(
                 spec._replace(digest=lora.digest)
