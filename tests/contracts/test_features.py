@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -53,6 +54,7 @@ from tests.worker_settings import changed
 BUILTIN = Path(adapters.__file__).parent / "builtin"
 README = Path(__file__).parents[2] / "engine" / "README.md"
 SEEDED = SamplingParams(temperature=0.9, top_p=0.9, seed=5)
+LIMITS: Mapping[str, Any] = {"max_batch_size": 4, "max_batch_tokens": 64}  # few graphs to capture
 SPECS = [
     RequestSpec((5, 7, 11), 14, GREEDY),
     RequestSpec(tuple(range(3, 20)), 12, SEEDED),
@@ -73,9 +75,9 @@ class Bench:
     def load(self, model: Path, **changes: object) -> RunsSteps:
         """A worker; on the stand-in its steps run within the rules of a step."""
         if self.device == "cuda":
-            self.made.append(on_stand_ins(model, **changes))
+            self.made.append(on_stand_ins(model, **LIMITS, **changes))
             return self.made[-1]
-        return Worker.load(changed(settings_for(model), **changes), lambda *_: None)
+        return load_worker(model, **LIMITS, **changes)
 
     def load_lora(self, worker: RunsSteps, spec: LoraSpec) -> None:
         loaded = worker.worker if isinstance(worker, OnStandIns) else worker
@@ -91,14 +93,14 @@ class Bench:
 
     @contextmanager
     def _gpus(self, model: Path, stages: int, ranks: int) -> Iterator[Fleet]:
-        changes = {"dtype": "float32", "lookahead": 1}
+        changes = {**LIMITS, "dtype": "float32", "lookahead": 1}
         with gpus(model, stages, ranks, changes, has_graphs=True) as (workers, _):
             yield workers
 
 
 def texts(worker: RunsSteps, drafter: Drafter | None = None, **ways: object) -> list[list[int]]:
     """The tokens of all requests, which are served at once."""
-    outcomes = play(worker, SPECS, drafter=drafter, max_batch_size=4, **ways)  # type: ignore[arg-type]
+    outcomes = play(worker, SPECS, drafter=drafter, **LIMITS, **ways)  # type: ignore[arg-type]
     assert all(outcome.error is None for outcome in outcomes)
     return [outcome.tokens for outcome in outcomes]
 
@@ -292,7 +294,7 @@ def reads_images(bench: Bench) -> None:
         prompt = Prompt.of([5, 6, 92], picture(variant, 4, 6), [93, 7, 8])
         specs = [RequestSpec(prompt.tokens, 12, GREEDY, media=prompt.media), *SPECS[:2]]
         expected = [outcome.tokens for outcome in play(load_worker(model), specs)]
-        outcomes = play(bench.load(model, lookahead=1), specs, lookahead=1, max_batch_size=4)
+        outcomes = play(bench.load(model, lookahead=1), specs, lookahead=1, **LIMITS)
         assert [outcome.error for outcome in outcomes] == [None] * 3
         assert [outcome.tokens for outcome in outcomes] == expected
 
