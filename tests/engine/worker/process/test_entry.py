@@ -1,6 +1,5 @@
 """The entry point of a worker, over a socket pair; in this process where that is enough."""
 
-import gc
 import os
 import signal
 import socket
@@ -66,7 +65,6 @@ def line() -> Iterator[Line]:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         yield Line(ours, theirs)
-    gc.unfreeze()  # a worker freezes what it has loaded
 
 
 def test_a_worker_sends_progress_then_its_report_then_results_in_order(line: Line) -> None:

@@ -327,7 +327,6 @@ def check(
         async with rig.client.post(CHAT, SHAPES[CHAT][1]) as exchange:  # imports and caches
             await exchange.read()
         gc.collect()
-        gc.freeze()
         gc.disable()
         try:
             for path, body in bodies:
@@ -336,7 +335,6 @@ def check(
                     slow.append(f"{path} {seconds * 1e3:.1f} ms, {len(body)} B: {body[:150]!r}")
         finally:
             gc.enable()
-            gc.unfreeze()
 
     setting = Setting(
         step=0.0001,
