@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.wire.openai_shapes import chunk_complaints, whole_complaints
 
 Json = dict[str, Any]
+PAUSE = 0.02  # seconds between two polls
 
 
 def with_stream(body: Json, *, stream: bool) -> Json:
@@ -34,12 +35,18 @@ async def metrics(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
     return samples
 
 
+async def pause() -> None:
+    """Wait between two polls, which take CPU seconds of both ends."""
+    await asyncio.sleep(PAUSE)
+
+
 async def until_idle(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
     """Poll until no request runs or waits; returns the metrics of that moment."""
     while True:
         counts = await metrics(session, url)
         if not counts["podway_requests_running"] and not counts["podway_requests_waiting"]:
             return counts
+        await pause()
 
 
 async def stream(

@@ -9,6 +9,7 @@ from typing import Any
 import openai
 
 from tests.conftest import read_url, start_server
+from tests.serving.client import PAUSE
 
 NUM_LINES = 40
 
@@ -68,6 +69,7 @@ def until(client: openai.OpenAI, batch_id: str, count: int) -> int:
         counts = client.batches.retrieve(batch_id).request_counts
         if counts is not None and counts.completed >= count:
             return counts.completed
+        time.sleep(PAUSE)
     raise AssertionError("too slow")
 
 
@@ -77,4 +79,5 @@ def until_completed(client: openai.OpenAI, batch_id: str) -> Any:
         batch = client.batches.retrieve(batch_id)
         if batch.status == "completed":
             return batch
+        time.sleep(PAUSE)
     raise AssertionError("too slow")

@@ -13,7 +13,7 @@ import pytest
 
 from tests.conftest import Server, read_url, start_server
 from tests.models.builtin_loras import builtin_lora
-from tests.serving.client import Json, streamed_text
+from tests.serving.client import Json, pause, streamed_text
 
 NAMES = ("builtin", "one", "two")
 BUILTIN = str(files("adapters").joinpath("builtin"))
@@ -45,6 +45,7 @@ async def kill_worker(session: aiohttp.ClientSession, url: str, server: Server) 
         while status != wanted:
             async with session.get(f"{url}/ready") as response:
                 status = response.status
+            await pause()
 
 
 @pytest.mark.parametrize("method", ["none", "ngram", "draft_model"])

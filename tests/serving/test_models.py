@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from tests.conftest import Server, read_url, start_server
-from tests.serving.client import Json, streamed_text, whole
+from tests.serving.client import Json, pause, streamed_text, whole
 
 TABLES = """
 memory = "1GiB"
@@ -57,12 +57,12 @@ async def test_a_chat_model_and_an_embedder_share_a_server(server: Server) -> No
 
         again = asyncio.create_task(streamed_text(session, url, {**BODY, "ignore_eos": True}))
         while not await is_busy(session, url):
-            pass
+            await pause()
         async with session.post(f"{url}/models/unload", json={"model": "chat"}) as response:
             assert response.status == 200
         assert await again == text  # whole, although its model was being unloaded
         while (await statuses(session, url))["chat"] != "unloaded":
-            pass
+            await pause()
         assert len(process.children()) == 1
         assert await embed(session, url, embedding) == vectors
         loaded_again = await whole(session, url, "/v1/completions", {**BODY, "max_tokens": 4})

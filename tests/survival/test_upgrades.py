@@ -19,6 +19,7 @@ import pytest
 from tests.conftest import Server, read_url, start_server
 from tests.gateway.forms import ENDED, chat_lines
 from tests.gateway.rig import CHAT
+from tests.serving.client import pause
 from tests.serving.prefixes.test_disk_tier import STORY as PROMPT
 from tests.serving.prefixes.test_disk_tier import cached, chat, text, until_saved
 
@@ -219,6 +220,7 @@ async def test_both_servers_use_the_store_and_a_batch_goes_on_in_the_new_one(
             async with new.get(f"{url}/v1/responses/{response['id']}") as found:
                 assert (await found.json())["output"] == response["output"]
             while batch["status"] not in ENDED:
+                await pause()
                 async with new.get(f"{url}/v1/batches/{batch['id']}") as reply:
                     batch = await reply.json()
             assert batch["request_counts"] == {"total": 6, "completed": 6, "failed": 0}
@@ -239,6 +241,7 @@ async def begun_batch(session: aiohttp.ClientSession, url: str) -> Any:
     async with session.post(f"{url}/v1/batches", json=body) as created:
         batch = await created.json()
     while batch["status"] != "in_progress":
+        await pause()
         async with session.get(f"{url}/v1/batches/{batch['id']}") as reply:
             batch = await reply.json()
     return batch

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -25,7 +26,7 @@ from engine.transport.multiprocess import MultiprocessExecutor, MultiprocessSett
 from engine.transport.trace import TraceFile
 from engine.worker_settings import Kernels, KVSettings, WorkerSettings
 
-Json = dict[str, object]
+Json = dict[str, Any]
 CONFIG: Json = {
     "architectures": ["LlamaForCausalLM"],
     "hidden_size": 512,
@@ -80,7 +81,7 @@ def write_checkpoint(directory: Path) -> Path:
         "mlp.up_proj": (inner, hidden),
         "mlp.down_proj": (hidden, inner),
     }
-    for layer in range(16):
+    for layer in range(CONFIG["num_hidden_layers"]):
         at = f"model.layers.{layer}"
         tensors |= {f"{at}.{name}.weight": noise(*shape) for name, shape in shapes.items()}
         for norm in ("input_layernorm", "post_attention_layernorm"):

@@ -9,6 +9,7 @@ import pytest
 
 from adapters.models.random_checkpoint import random_checkpoint
 from adapters.tokenizers import load_token_table
+from examples.benchmarks.pipeline import measured
 from examples.benchmarks.speculation import engines, servers
 from examples.benchmarks.speculation.texts import TEXTS
 from tests.examples.running import ROOT, run_here, run_module
@@ -98,7 +99,7 @@ def test_the_acceptance_of_a_trained_mtp_layer_is_measured(tmp_path: Path) -> No
 
 
 def test_lora_adapters_are_measured_in_a_whole_server(tmp_path: Path) -> None:
-    load = ("--streams", "5", "--output-tokens", "4", "--rounds", "1", "--shape", "M110")
+    load = ("--streams", "5", "--output-tokens", "4", "--rounds", "1", "--shape", "TINY")
     shown = run_module("benchmarks.server.lora_server", *load, "--out", tmp_path)
     assert shown.strip() == (tmp_path / "server.md").read_text().strip()
     kinds = json.loads((tmp_path / "server.json").read_text())["kinds"]
@@ -147,7 +148,7 @@ def test_attention_is_timed_with_every_kv_dtype() -> None:
 
 
 def test_orcas_headline_is_written_as_table_plot_and_figures(tmp_path: Path) -> None:
-    run_here("benchmarks.virtual_time.orca", "--out", tmp_path, "--requests", "20")
+    run_here("benchmarks.virtual_time.orca", "--out", tmp_path, "--requests", "6")
     assert {path.name for path in tmp_path.iterdir()} == {"README.md", "orca.json", "orca.png"}
 
 
@@ -245,9 +246,12 @@ def test_an_itl_goal_is_compared_with_fixed_budgets(tmp_path: Path) -> None:
     assert (tmp_path / "itl_goal.png").exists()
 
 
-def test_a_pipeline_is_measured_and_simulated(tmp_path: Path) -> None:
+def test_a_pipeline_is_measured_and_simulated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(measured.CONFIG, "num_hidden_layers", 2)
     flags = ("--requests", "2", "--repeats", "1", "--queue", "1", "--out", tmp_path)
-    shown = run_module("benchmarks.pipeline", *flags)
+    shown = run_here("benchmarks.pipeline.__main__", *flags)
     assert "| **2 stages, two batches of 8 in flight** |" in shown
     assert "| pipelined iterations (Orca) |" in shown
     assert {path.name for path in tmp_path.iterdir()} >= {"README.md", "pipeline.json"}

@@ -8,6 +8,7 @@ import aiohttp
 from tests.serving.client import (
     Json,
     metrics,
+    pause,
     raw_post,
     stream,
     streamed_text,
@@ -41,7 +42,7 @@ async def test_a_hundred_clients_disconnect_at_random_times(server_url: str) -> 
         expected = num_answers(before) + 100
         async with asyncio.timeout(60):  # a request is counted after it has left the engine
             while num_answers(after := await until_idle(session, server_url)) < expected:
-                pass
+                await pause()
         assert num_answers(after) == expected
         cancelled = "podway_requests_total/outcome=cancelled"
         in_the_engine = after[cancelled] - before.get(cancelled, 0)
