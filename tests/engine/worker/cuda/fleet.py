@@ -12,10 +12,8 @@ from engine.worker.cuda.device import CudaDevice
 from engine.worker.cuda.kernels.library import NO_KERNELS, TritonKernels
 from engine.worker.process.worker import Worker
 from tests.engine.worker.cuda.launching import StandInDevice
-from tests.engine.worker.cuda.standing import StandingGpu, StandingTransport
-from tests.engine.worker.process.driving import settings_for
+from tests.engine.worker.cuda.standing import StandingGpu, StandingTransport, gpu_settings
 from tests.engine.worker.process.fleet import Fleet, placements
-from tests.worker_settings import changed
 
 FLOAT32: Mapping[str, object] = {"dtype": "float32"}  # so that sums can be compared
 
@@ -48,8 +46,7 @@ def gpus(
         places = placements(stages, ranks, rendezvous, listener.fileno())
 
         def load(index: int) -> Worker:
-            plain = settings_for(model, kv_dtype="auto")
-            settings = changed(plain, placement=places[index], **changes)
+            settings = gpu_settings(model, placement=places[index], **changes)
             own = kernels[index] if kernels else NO_KERNELS
             device = CudaDevice(settings, devices[index], triton=own)
             if has_graphs:

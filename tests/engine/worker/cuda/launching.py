@@ -26,8 +26,7 @@ from engine.worker.ports import (
 )
 from engine.worker.process.worker import Worker
 from engine.worker_settings import WorkerReport, WorkerSettings
-from tests.engine.worker.cuda.standing import StandingGpu
-from tests.engine.worker.process.driving import settings_for
+from tests.engine.worker.cuda.standing import StandingGpu, gpu_settings
 from tests.worker_settings import changed
 
 
@@ -122,7 +121,7 @@ class OnStandIns:
 
 def on_stand_ins(model: object, **changes: object) -> OnStandIns:
     """A worker loaded from a checkpoint; `changes` are fields of its settings."""
-    settings = changed(settings_for(model, kv_dtype="auto"), **changes)
+    settings = gpu_settings(model, **changes)
     device = StandInDevice(settings)
     progress: list[tuple[str, int, int]] = []
     worker = Worker.load(settings, lambda *news: progress.append(news), device)

@@ -13,9 +13,18 @@ from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroupGloo, Store, Work
 
 from engine.worker.model.kv.data_plane import HIDDEN_TAG, Group
+from engine.worker_settings import WorkerSettings
 from tests.engine.worker.cuda.standin import StandInStreams
+from tests.engine.worker.process.driving import settings_for
+from tests.worker_settings import changed
 
 CPU = torch.device("cpu")
+
+
+def gpu_settings(model: object, **values: object) -> WorkerSettings:
+    """Settings with a small largest step: each load on a stand-in runs it."""
+    settings = changed(settings_for(model, kv_dtype="auto"), max_batch_size=4, max_batch_tokens=64)
+    return changed(settings, **values)
 
 
 class StandingFence:

@@ -1,6 +1,5 @@
 """A GPU's worker whose tensors are on the CPU or on the meta device."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +22,10 @@ from engine.worker.sampling.sampler import Sampler
 from engine.worker.weights.checkpoint import Checkpoint
 from engine.worker.weights.packed_cache import PackedCache
 from engine.worker_settings import WorkerSettings
-from tests.engine.worker.cuda.standing import StandingGpu
-from tests.engine.worker.process.driving import GREEDY, Driver, load_worker, settings_for
+from tests.engine.worker.cuda.standing import StandingGpu, gpu_settings
+from tests.engine.worker.process.driving import GREEDY, Driver, load_worker
 from tests.models.checkpoints import make_checkpoint
-from tests.worker_settings import changed, worker_settings
+from tests.worker_settings import worker_settings
 
 MIB = 1 << 20
 SHAPE = ModelShape(3, 4, 2, 8, 32, 48, 1, 97, 256)
@@ -54,7 +53,7 @@ def on_gpu(settings: WorkerSettings, gpu: StandingGpu) -> Worker:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_family_has_the_logits_of_a_cpu(tmp_path: Path, variant: str) -> None:
     make_checkpoint(tmp_path, variant)
-    settings = changed(settings_for(tmp_path, kv_dtype="auto"), dtype="float32")
+    settings = gpu_settings(tmp_path, dtype="float32")
     on_cpu = Driver(load_worker(tmp_path), seed=1)
     stand_in = Driver(on_gpu(settings, StandingGpu(total_bytes=1 << 31)), seed=1)
     for piece in [(0, range(1, 20)), (1, (5,)), (0, (7,))]:
@@ -68,7 +67,7 @@ def test_the_whole_worker_computes_in_the_dtype_of_the_device(
 ) -> None:
     make_checkpoint(tmp_path, family)
     worker = on_gpu(
-        changed(settings_for(tmp_path, kv_dtype="auto"), dtype=dtype),
+        gpu_settings(tmp_path, dtype=dtype),
         StandingGpu(total_bytes=1 << 31),
     )
     report = worker.report
@@ -87,7 +86,7 @@ def test_a_checkpoint_larger_than_the_gpu_is_rejected_before_it_is_read(tmp_path
     make_checkpoint(tmp_path)
     progress: list[str] = []
     gpu = StandingGpu(total_bytes=100 * MIB, used=90 * MIB - 1000)
-    settings = settings_for(tmp_path, kv_dtype="auto")
+    settings = gpu_settings(tmp_path)
     with pytest.raises(StartupError) as failed:
         Worker.load(settings, lambda label, *_: progress.append(label), CudaDevice(settings, gpu))
     assert "on cpu (Standing GPU) 1000 bytes are left of --gpu-memory-utilization 0.9" in str(
@@ -126,7 +125,7 @@ def test_a_model_that_leaves_no_room_for_kv_is_refused_with_the_numbers() -> Non
 
 def test_the_cache_has_a_block_more_than_it_says_and_the_host_is_pinned(tmp_path: Path) -> None:
     gpu = StandingGpu()
-    device = CudaDevice(settings_for(tmp_path, kv_dtype="auto"), gpu)
+    device = CudaDevice(gpu_settings(tmp_path), gpu)
     cache = device.memory.kv(SHAPE, 5)
     assert (cache.num_blocks, cache.num_spare) == (5, 1)
     for tensor in (*cache.keys, *cache.values):
@@ -153,7 +152,7 @@ def test_the_cache_has_a_block_more_than_it_says_and_the_host_is_pinned(tmp_path
 def test_settings_that_no_gpu_serves_are_refused(
     settings: dict[str, str], says: str, tmp_path: Path
 ) -> None:
-    asked = changed(settings_for(tmp_path, kv_dtype="auto"), **settings)
+    asked = gpu_settings(tmp_path, **settings)
     with pytest.raises(StartupError, match=says):
         CudaDevice(asked, StandingGpu())
 
@@ -178,7 +177,7 @@ def test_the_whole_worker_computes_with_8_bit_weights(
     tmp_path: Path, weights: str, allowed: float
 ) -> None:
     make_checkpoint(tmp_path, "llama")
-    settings = changed(settings_for(tmp_path, kv_dtype="auto"), weights=weights)
+    settings = gpu_settings(tmp_path, weights=weights)
     worker = on_gpu(settings, StandingGpu(total_bytes=1 << 31))
     assert (worker.report.dtype, worker.report.weights) == ("bfloat16", weights)
     exact, rounded = (Driver(each, seed=1) for each in (load_worker(tmp_path), worker))
@@ -207,7 +206,7 @@ def test_a_step_that_does_not_fit_is_refused_with_what_to_lower(tmp_path: Path) 
     def too_large() -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    device = CudaDevice(settings_for(tmp_path, kv_dtype="auto"), StandingGpu())
+    device = CudaDevice(gpu_settings(tmp_path), StandingGpu())
     with pytest.raises(StartupError, match=r"the largest step does not fit on cpu .*--max-batch-"):
         device.kv_capacity(too_large)
 
@@ -224,9 +223,7 @@ def test_the_largest_step_is_rehearsed_with_all_its_tokens(
 
     monkeypatch.setattr(Stage, "read", watched)
     make_checkpoint(tmp_path, "llama")
-    settings = replace(
-        settings_for(tmp_path, kv_dtype="auto"), max_batch_size=5, max_batch_tokens=60
-    )
+    settings = gpu_settings(tmp_path, max_batch_size=5, max_batch_tokens=60)
     on_gpu(settings, StandingGpu(total_bytes=1 << 31))
     assert seen[:2] == [(60, 5), (60, 5)]  # once to compile, once to measure; then the warm-up
 
@@ -235,7 +232,7 @@ def test_all_that_a_step_computes_with_lies_on_the_device(tmp_path: Path) -> Non
     """The meta device has no values: tensors of the CPU do not mix with it, and none is read."""
     make_checkpoint(tmp_path, "qwen3")
     nowhere = StandingGpu(place=torch.device("meta"))
-    settings = settings_for(tmp_path, kv_dtype="auto")
+    settings = gpu_settings(tmp_path)
     device = CudaDevice(settings, nowhere)
     checkpoint = Checkpoint.open(str(tmp_path))
     shape = checkpoint.family.shape

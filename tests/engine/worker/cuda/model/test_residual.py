@@ -16,10 +16,9 @@ from engine.worker.cuda.model.kernels import FlashInferKernels
 from engine.worker.cuda.model.residual import Pending, ResidualKernels, Summand
 from engine.worker.process.worker import Worker
 from tests.engine.worker.cuda.fleet import gpus
-from tests.engine.worker.cuda.standing import StandingGpu
-from tests.engine.worker.process.driving import Driver, load_worker, settings_for
+from tests.engine.worker.cuda.standing import StandingGpu, gpu_settings
+from tests.engine.worker.process.driving import Driver, load_worker
 from tests.models.checkpoints import make_checkpoint
-from tests.worker_settings import changed
 
 PIECES = ((0, range(1, 20)), (1, (5,)), (0, (7,)))
 # Sums of each family's three layers: in a norm behind, or in a post norm that no norm follows.
@@ -54,9 +53,7 @@ class CountedRows:
 
 def load(model: Path, rows: CountedRows | None, weights: str = "auto") -> Worker:
     """A worker on a stand-in for a GPU, with these kernels or without any."""
-    settings = changed(
-        settings_for(model, kv_dtype="auto"), dtype="float16", attention="auto", weights=weights
-    )
+    settings = gpu_settings(model, dtype="float16", attention="auto", weights=weights)
     kernels = TritonKernels(
         rows=cast(Any, rows), quantization=cast(Any, rows) if weights == "int8" else None
     )
