@@ -139,7 +139,8 @@ class Server(subprocess.Popen[str]):
 
     def __init__(self, directory: Path, flags: tuple[str, ...]) -> None:
         command = [sys.executable, "-m", "gateway", "serve", "--port", "0"]
-        command += ["--cache-dir", str(directory / "cache"), "--thread-wait", "sleep", *flags]
+        cache = directory.parent / "cache"  # that of all tests: costs are measured once
+        command += ["--cache-dir", str(cache), "--thread-wait", "sleep", *flags]
         environ = {key: value for key, value in os.environ.items() if "PODWAY_" not in key}
         environ["XDG_STATE_HOME"] = str(directory / "state")
         self.log = directory / "stderr.log"

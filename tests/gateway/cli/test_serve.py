@@ -161,7 +161,7 @@ def test_costs_measured_at_one_start_are_used_at_the_next(tmp_path: Path) -> Non
 
 def cost_line(directory: Path) -> str:
     """The line about costs with which a server starts that ends at once."""
-    with start_server(directory) as server:
+    with start_server(directory, "--cache-dir", str(directory / "cache")) as server:
         read_url(server)
         assert server.stdout is not None
         line = next(line for line in server.stdout if line.startswith("  cost"))
