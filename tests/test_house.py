@@ -52,12 +52,15 @@ def lines_by_room() -> dict[str, int]:
     return lines
 
 
-def definitions() -> Iterator[tuple[str, Any]]:
+@cache
+def definitions() -> list[tuple[str, Any]]:
     """All classes and functions of the product, with their places."""
-    for path in sources(*PRODUCT):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                yield f"{path.relative_to(ROOT)}:{node.lineno} {node.name}", node
+    return [
+        (f"{path.relative_to(ROOT)}:{node.lineno} {node.name}", node)
+        for path in sources(*PRODUCT)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
 
 
 def test_every_file_is_in_a_room() -> None:

@@ -3,7 +3,7 @@
 from tests.fuzz.engine.images import play
 from tests.fuzz.playing import play_all
 
-CASES = 120
+CASES = 60
 EVENTS = (
     "accepted",
     "dropped images",

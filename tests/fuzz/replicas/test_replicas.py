@@ -3,7 +3,7 @@
 from tests.fuzz.playing import play_all
 from tests.fuzz.replicas.case import play
 
-NUM_CASES = 100
+NUM_CASES = 60
 
 
 def test_replicas_lose_nothing_under_deaths_moves_and_cancels() -> None:
