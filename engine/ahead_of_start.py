@@ -47,7 +47,7 @@ class AheadOfStart:
     def _begin_lookup(self, request: "Request", lookup: "StoreLookup") -> None:
         names = self._search.to_look_up(request)
         if names:
-            request.awaits_lookup = True
+            request.found.awaits_lookup = True
             task = asyncio.get_running_loop().create_task(self._look_up(request, names, lookup))
             self._lookups.add(task)
             task.add_done_callback(self._lookups.discard)
@@ -60,7 +60,7 @@ class AheadOfStart:
             stored = await lookup.find([name for _, name in names])
             self._search.learn(names, stored)
         finally:
-            request.awaits_lookup = False
+            request.found.awaits_lookup = False
             self._on_found()
 
     def leave(self, request: "Request") -> None:

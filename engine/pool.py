@@ -106,9 +106,8 @@ class RequestPool:
             self.clients[request.spec.client] += 1
         if request.spec.deadline is not None:
             self._num_deadlines += 1
-            heappush(
-                self._deadlines, (request.arrived_at + request.spec.deadline, request.request_id)
-            )
+            due = request.times.arrived_at + request.spec.deadline
+            heappush(self._deadlines, (due, request.request_id))
 
     def has_others(self, client: str) -> bool:
         """Whether requests of other clients are live, beside those in the background."""

@@ -8,28 +8,22 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
+from engine.found_prefix import FoundPrefix as FoundPrefix
 from engine.media import Span
+from engine.samples import Samples as Samples
+from engine.setbacks import Setbacks
 from engine.states import TERMINAL as TERMINAL
 from engine.states import TRANSITIONS as TRANSITIONS
 from engine.states import Move as Move
 from engine.states import State as State
+from engine.times import Times as Times
 
 if TYPE_CHECKING:
     from engine.errors import EngineError
     from engine.lora import LoraAdapter
     from engine.media import Media
     from engine.pooling import PoolSpec
-    from engine.step import (
-        Grammar,
-        RequestId,
-        SampleSpec,
-        SamplingParams,
-        StepId,
-        TokenLogprobs,
-    )
-
-
-LATE_INTERVAL = 16  # tokens; see `Request.may_be_late`
+    from engine.step import Grammar, RequestId, SamplingParams, TokenLogprobs
 
 
 class Phase(Enum):
@@ -166,6 +160,11 @@ class RequestSpec:
         return self.pooling is not None
 
     @property
+    def max_slots(self) -> int:
+        """Most slots it can need: the last output token's KV is never computed."""
+        return len(self.prompt) + max(0, self.max_tokens - 1)
+
+    @property
     def shared_len(self) -> int:
         """Prompt tokens of the request `behind` which it goes on."""
         return 0 if self.behind is None else self.behind.prompt_len
@@ -178,51 +177,32 @@ class RequestSpec:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """The progress of a request. Times are seconds of the engine's clock; None until known."""
+    """The progress of a request. Apart from it stand its `times`, what the prefix cache had of it
+    when it was last `found`, how its `samples` are taken, and what made it wait (`setbacks`)."""
 
     request_id: "RequestId"
     spec: RequestSpec
-    arrived_at: float
+    times: Times
     state: State = State.WAITING
     output: list[int] = field(default_factory=list)
     prompt_logprobs: "list[TokenLogprobs]" = field(default_factory=list)  # if requested
-    constant_sample: "SampleSpec | None" = None  # if the same for all its tokens
-    sampled_at: "StepId | None" = None  # the last step that sampled it with its present KV
-    # How to sample a token that is not late, if the worker has
-    continuing_sample: "SampleSpec | None" = None
-    # its output; the same for all of them, except before `min_tokens`: then it stays None
+    vector: bytes = b""  # the result of a pooling request, float32; empty until it has finished
+    finish: FinishReason | None = None
+    abort: Abort | None = None
+    error: "EngineError | None" = None
     num_computed: int = 0  # tokens whose KV is on the device, or in its host copy
     num_planned: int = 0  # num_computed + tokens that iterations in flight compute
     num_pending: int = 0  # output tokens that iterations in flight sample
     num_drafted: int = 0  # leading tokens whose KV of the draft model is on the device
     num_in_flight: int = 0  # iterations in flight that compute it or swap its KV
     num_cached: int = 0  # prompt tokens found in the prefix cache at first admission
-    block_hashes: list[bytes] = field(default_factory=list)  # as far as needed: engine.kv.prefix
-    awaits_lookup: bool = False  # until a shared store has answered what it has of the prompt
-    num_matched: int = 0  # leading blocks that were on the device
-    num_evictions_seen: int = 0  # when `num_matched` was last checked: engine.kv.prefix_index
-    num_drops_seen: int = 0  # in the tiers below, likewise
-    num_reusable: int = 0  # leading blocks behind which it can start: engine.kv.prefix_search
-    reusable_hashes: list[bytes] = field(default_factory=list)  # the last used of `block_hashes`
-    reusable_at: tuple[int, int] | None = None  # the state for which `num_reusable` was found
-    num_preemptions: int = 0  # times that its KV was dropped, to be recomputed
-    num_swaps: int = 0  # times that its KV was swapped out
-    produced_at_start: int = 0  # `produced` when it last got its KV
-    num_step_overs: int = 0  # later requests admitted before it since it last got its KV
-    num_crashes: int = 0  # worker crashes while it was in flight, since its last token
+    num_crashes: int = 0  # worker crashes while in flight since its last token; with one, a suspect
     num_accepted_prediction: int = 0  # drafts taken from its prediction that were right
     num_rejected_prediction: int = 0
-    vector: bytes = b""  # the result of a pooling request, float32; empty until it has finished
-    has_slow_masks: bool = False  # a mask of its grammar, which was compiled, was late
-    finish: FinishReason | None = None
-    abort: Abort | None = None
-    error: "EngineError | None" = None
-    images_wanted_at: float | None = None  # when it began to wait for its images to be encoded
-    admitted_at: float | None = None
-    first_token_at: float | None = None
-    last_token_at: float | None = None
-    ended_at: float | None = None
-    cancelled_at_commit: int | None = None  # iterations committed when it was cancelled
+    block_hashes: list[bytes] = field(default_factory=list)  # as far as needed: engine.kv.prefix
+    found: FoundPrefix = field(default_factory=FoundPrefix)
+    samples: Samples = field(default_factory=Samples)
+    setbacks: Setbacks = field(default_factory=Setbacks)
 
     def move(self, move: Move) -> State:
         """Make a move of `TRANSITIONS` and return the new state. AssertionError for any other."""
@@ -278,24 +258,15 @@ class Request:
         if self.unplanned < 1 or self.num_in_flight != 1 or self.state is not State.RUNNING:
             return False
         num_known = self.produced + self.num_pending
-        if self.num_pending and self.may_be_late(num_known - 1):
+        has_mask = self.num_pending and self.spec.grammar is not None
+        if has_mask and self.samples.may_be_late(num_known - 1):
             return False
         return num_known < self.spec.max_tokens
-
-    @property
-    def max_slots(self) -> int:
-        """Most slots it can need: the last output token's KV is never computed."""
-        return len(self.spec.prompt) + max(0, self.spec.max_tokens - 1)
 
     @property
     def phase(self) -> Phase:
         is_decode = self.output and self.num_computed == self.num_tokens - 1
         return Phase.DECODE if is_decode else Phase.PREFILL
-
-    @property
-    def is_suspect(self) -> bool:
-        """Whether it was in flight when a worker died and has produced no token since."""
-        return self.num_crashes > 0
 
     @property
     def final_move(self) -> Move:
@@ -307,17 +278,6 @@ class Request:
         assert self.error is not None, f"request {self.request_id} has no reason to end"
         return Move.FAIL
 
-    def may_be_late(self, index: int) -> bool:
-        """Whether output token `index` may be late because of the grammar, so that no iteration
-        can be planned ahead of it.
-
-        The first token after it got its KV may be, since the worker may have to compile the
-        grammar; every `LATE_INTERVAL`-th, to find out whether masks are slow; and all if one was.
-        """
-        if self.spec.grammar is None:
-            return False
-        return self.has_slow_masks or (index - self.produced_at_start) % LATE_INTERVAL == 0
-
     def append(self, token: int) -> None:
         """Add a token to the output, which may end with it."""
         spec, output = self.spec, self.output
@@ -327,22 +287,12 @@ class Request:
         elif len(output) == spec.max_tokens:
             self.finish = FinishReason.LENGTH
 
-    def was_late(self) -> None:
-        """The worker did not have its mask in time, so it got no token from an iteration."""
-        if self.produced > self.produced_at_start:  # otherwise the grammar was being compiled
-            self.has_slow_masks = True
-
     def reset_to(self, num_computed: int) -> None:
         """The request is in no iteration, and the KV of its first `num_computed` tokens is kept."""
         self.num_computed = self.num_planned = num_computed
         self.num_drafted = min(self.num_drafted, num_computed)
         self.num_pending = self.num_in_flight = 0
-        self.sampled_at = None  # the worker may not have its output any more
-
-    def forget_cache(self) -> None:
-        """The request, which waits, is looked for in the cache of another scheduler."""
-        self.num_matched = self.num_evictions_seen = self.num_drops_seen = self.num_reusable = 0
-        self.reusable_hashes, self.reusable_at = [], None
+        self.samples.sampled_at = None  # the worker may not have its output any more
 
     @property
     def outcome(self) -> str:

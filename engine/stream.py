@@ -123,7 +123,7 @@ class TokenStream:
 
     def progressed(self, now: float) -> None:
         """A part of the prompt has been computed."""
-        admitted_at = self.request.admitted_at
+        admitted_at = self.request.times.admitted_at
         self.prefill_seconds = 0.0 if admitted_at is None else now - admitted_at
         self.wake()
 

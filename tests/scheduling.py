@@ -12,7 +12,7 @@ from engine.kv_shape import KVShape
 from engine.policy import Policy, PolicySettings, build
 from engine.policy.background import BackgroundLast
 from engine.ports import Cost
-from engine.request import Request, RequestSpec
+from engine.request import Request, RequestSpec, Times
 from engine.research.policies.gittins import GittinsIndex
 from engine.research.policies.lengths import LearnedLengths, bin_of
 from engine.step import RequestId, SamplingParams, Step, StepResult
@@ -82,7 +82,7 @@ def a_spec(prompt_len: int, max_tokens: int, **fields: object) -> RequestSpec:
 
 def a_request(number: int, prompt_len: int, max_tokens: int, **fields: object) -> Request:
     """A request for tests of a policy alone."""
-    return Request(RequestId(number), a_spec(prompt_len, max_tokens, **fields), arrived_at=0.0)
+    return Request(RequestId(number), a_spec(prompt_len, max_tokens, **fields), Times(0.0))
 
 
 def a_scheduler(
@@ -145,13 +145,13 @@ def play(
 def check_preemption(scheduler: IterationScheduler, victim: Request) -> None:
     """Call from `Observer.preempted`: a protected request is preempted by an earlier one only."""
     bound = scheduler.settings.max_preemptions
-    if victim.num_preemptions > bound and not victim.spec.is_background:
+    if victim.setbacks.num_preemptions > bound and not victim.spec.is_background:
         assert any(
-            other.num_preemptions >= bound and other.request_id < victim.request_id
+            other.setbacks.num_preemptions >= bound and other.request_id < victim.request_id
             for other in scheduler.pool
-        ), f"request {victim.request_id} lost its KV {victim.num_preemptions} times"
+        ), f"request {victim.request_id} lost its KV {victim.setbacks.num_preemptions} times"
 
 
 def ends(requests: Sequence[Request]) -> list[float | None]:
     """The time of each request's last token."""
-    return [request.last_token_at for request in requests]
+    return [request.times.last_token_at for request in requests]

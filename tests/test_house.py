@@ -18,8 +18,7 @@ from tests.house_table import ALL, AREAS, figures, numbers
 
 ROOT = Path(__file__).parents[1]
 PRODUCT = ("adapters", "engine", "gateway")
-BUDGETS = tomllib.loads((ROOT / "tests/house.toml").read_text())
-ROOMS: dict[str, int] = BUDGETS["lines"]
+ROOMS: dict[str, int] = tomllib.loads((ROOT / "tests/house.toml").read_text())["lines"]
 SLACK = 0.05  # the share of its budget that a room may leave unused
 MAX_METHODS = 20
 MAX_FIELDS = 25
@@ -102,7 +101,7 @@ def test_no_class_has_more_methods_or_fields_than_one_can_hold() -> None:
         fields = sum(isinstance(each, ast.AnnAssign) for each in node.body)
         if methods > MAX_METHODS or fields > MAX_FIELDS:
             large.append(f"{place.partition(':')[0]}: {node.name}")
-    assert sorted(large) == BUDGETS["classes"]["larger"]
+    assert large == []
 
 
 def test_a_docstring_is_understood_without_its_signature() -> None:

@@ -134,12 +134,12 @@ class AdmissionControl:
         """Give a request its KV, for which there is room (`missing`). If it is
         swapped, the move is awaited by the step being planned, or runs beside it."""
         self._kv.start(request, self._slots_to_start(request), now, is_awaited=is_awaited)
-        request.num_step_overs = 0
-        request.produced_at_start = request.produced
+        request.setbacks.num_step_overs = 0
+        request.samples.produced_at_start = request.produced
         if request.state is SWAPPING_IN:  # ahead of need, so it may be preempted at once
-            request.produced_at_start -= self._settings.min_run
-        if request.admitted_at is None:
-            request.admitted_at = now
+            request.samples.produced_at_start -= self._settings.min_run
+        if request.times.admitted_at is None:
+            request.times.admitted_at = now
             request.num_cached = request.num_computed
 
     def missing(self, request: Request) -> Shortage:
@@ -163,12 +163,12 @@ class AdmissionControl:
         reserving admission, never."""
         if not self._grows:
             return True
-        return request.num_preemptions >= self._settings.max_preemptions
+        return request.setbacks.num_preemptions >= self._settings.max_preemptions
 
     def has_run(self, request: Request) -> bool:
         """Whether it has produced `min_run` tokens since it started, so that a waiting request may
         preempt it."""
-        return request.produced >= request.produced_at_start + self._settings.min_run
+        return request.produced >= request.samples.produced_at_start + self._settings.min_run
 
     def _make_room_to_start(self, request: Request, short: Shortage, now: float) -> bool:
         """Preempt less urgent requests until this one fits, for which pages lack; none if all
@@ -202,7 +202,7 @@ class AdmissionControl:
         return fits
 
     def _slots_to_start(self, request: Request) -> int:
-        return request.num_tokens if self._grows else request.max_slots
+        return request.num_tokens if self._grows else request.spec.max_slots
 
     def _ready_requests(self, now: float) -> "Iterator[Request]":
         """Ready requests, the least urgent first, with their keys in `_keys`."""
@@ -267,7 +267,7 @@ class AdmissionControl:
             return
         self._kv.release(victim)
         victim.reset_to(0)
-        victim.num_preemptions += 1
+        victim.setbacks.num_preemptions += 1
         self._pool.move(victim, Move.PREEMPT)
         self._observer.preempted(victim, now)
 

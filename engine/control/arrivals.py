@@ -4,7 +4,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from engine.errors import ContextTooLong, InvalidRequest, Overloaded
-from engine.request import Request, RequestSpec, State
+from engine.request import Request, RequestSpec, State, Times
 from engine.step import RequestId
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class Arrivals:
         self.check_fits(len(spec.prompt), spec.max_tokens)
         self._images.check(spec)
         self._check_room(1, spec.own_len, spec.client)
-        request = Request(RequestId(self.queue.next_request_id), spec, arrived_at=now)
+        request = Request(RequestId(self.queue.next_request_id), spec, Times(now))
         request.block_hashes = [*block_hashes] or self.known_hashes(spec)
         has_deadline = spec.ttft_deadline is not None or spec.deadline is not None
         num_tokens = self._kv.search.num_to_compute(request) if has_deadline else len(spec.prompt)

@@ -64,9 +64,10 @@ class BatchBuilder:
         """The tokens in the batch."""
         return self._max_tokens - self.tokens_left
 
-    def excludes_suspect(self, suspect: "Request") -> bool:
-        """Whether a suspect has to wait for another suspect."""
-        return self.has_suspect or suspect.num_crashes > self.least_crashes
+    def excludes(self, request: "Request") -> bool:
+        """Whether a request is a suspect that has to wait for another suspect."""
+        crashes = request.num_crashes
+        return crashes > 0 and (self.has_suspect or crashes > self.least_crashes)
 
     def add(self, request: "Request", num_tokens: int, kv: "KVCache", *, is_last: bool) -> None:
         """Add the next `num_tokens` tokens of a request whose slots are reserved. If they are the
@@ -81,7 +82,7 @@ class BatchBuilder:
         else:
             rows, tokens = self.prefills, request.tokens(start, stop)
         samples = is_last and spec.pooling is None
-        sample = request.constant_sample or self._sample_spec(request) if samples else None
+        sample = request.samples.constant or self._sample_spec(request) if samples else None
         targets = None if spec.prompt_logprobs is None else _targets(request, start, stop)
         given = (request_id, start, tokens, kv.table(request_id), sample, targets)
         entry = tuple.__new__(StepEntry, given + REST)  # in half the time of StepEntry(*given)
@@ -147,21 +148,21 @@ class BatchBuilder:
         What a penalty or a grammar reads is sent with the first token after the request got its
         KV. Later the worker has it, unless it has forgotten a request that long did not run.
         """
-        spec, sampled_at = request.spec, request.sampled_at
+        spec, samples, sampled_at = request.spec, request.samples, request.samples.sampled_at
         is_kept = sampled_at is not None and self.step_id - sampled_at <= OUTPUT_KEPT_STEPS
-        if request.continuing_sample is not None and is_kept and not self._may_be_late(request):
-            request.sampled_at = self.step_id
-            return request.continuing_sample
+        if samples.continuing is not None and is_kept and not self._may_be_late(request):
+            samples.sampled_at = self.step_id
+            return samples.continuing
         sampling = spec.sampling
         reads_output = sampling.reads_output or spec.grammar is not None
         if not spec.min_tokens and not reads_output:
-            request.constant_sample = SampleSpec(sampling, logprobs=spec.logprobs)
-            return request.constant_sample
+            samples.constant = SampleSpec(sampling, logprobs=spec.logprobs)
+            return samples.constant
         is_early = request.produced + request.num_pending < spec.min_tokens
         banned = tuple(sorted(spec.end_ids if is_early else spec.avoided_ids))
         if not reads_output:
             return SampleSpec(sampling, banned, logprobs=spec.logprobs)
-        request.sampled_at = self.step_id
+        samples.sampled_at = self.step_id
         end_ids = tuple(sorted(spec.end_ids)) if spec.grammar is not None else ()
         may_be_late = self._may_be_late(request)
         if is_kept:
@@ -174,7 +175,7 @@ class BatchBuilder:
                 continues=True,
             )
             if not spec.min_tokens and not may_be_late:
-                request.continuing_sample = sample
+                samples.continuing = sample
             return sample
         return SampleSpec(
             sampling,
@@ -189,10 +190,9 @@ class BatchBuilder:
 
     def _may_be_late(self, request: "Request") -> bool:
         """Whether the worker may report the request's next token as late."""
-        if request.spec.grammar is None:
+        if not self.looks_ahead or request.spec.grammar is None:
             return not self.looks_ahead
-        index = request.produced + request.num_pending
-        return not self.looks_ahead or request.may_be_late(index)
+        return request.samples.may_be_late(request.produced + request.num_pending)
 
 
 def _text_ids(spec: "RequestSpec") -> tuple[int, ...]:

@@ -162,12 +162,12 @@ class BatchPlanner:
             if self._admission.may_preempt_to_start:
                 batch.ahead.clear()  # when they return, they may be preempted for it
         bound = self._settings.max_step_overs
-        must_stop = any(other.num_step_overs >= bound for other in batch.not_admitted)
+        must_stop = any(other.setbacks.num_step_overs >= bound for other in batch.not_admitted)
         return not must_stop and len(batch.not_admitted) < self._settings.scan_limit
 
     def _waits(self, batch: "BatchBuilder", request: Request) -> bool:
         """Whether a request without KV waits for something else than seats, tokens or KV."""
-        return request.awaits_lookup or (request.is_suspect and batch.excludes_suspect(request))
+        return request.found.awaits_lookup or batch.excludes(request)
 
     def _is_held(self, batch: "BatchBuilder", request: Request) -> bool:
         """Whether a request of which it is known what is cached should not start yet: another one
@@ -193,4 +193,4 @@ class BatchPlanner:
         """A request got its KV: it has overtaken those that did not fit."""
         self.time.started(request)
         for other in batch.not_admitted:
-            other.num_step_overs += 1
+            other.setbacks.num_step_overs += 1

@@ -31,7 +31,7 @@ class SeatBound:
 
     def tokens(self, batch: "BatchBuilder", request: Request, num_tokens: int) -> int:
         """How many of the next `num_tokens` tokens of a started request fit; 0 if none."""
-        if request.num_crashes and batch.excludes_suspect(request):
+        if batch.excludes(request):
             return 0
         if num_tokens > 1 and self._chunks_prompts:
             num_tokens = min(num_tokens, self.room(batch, request))
@@ -99,7 +99,7 @@ class TimeBound:
         of a crash are not slowed down."""
         if num_tokens and request.unplanned > 1 and self._settings.chunks_prompts:
             in_time = num_tokens
-            if not request.is_suspect:
+            if not request.num_crashes:
                 in_time = self._in_step_seconds(batch, request, num_tokens)
                 if in_time and self._step_time.bounds_pieces:
                     in_time = self._step_time.piece(batch, request, in_time)

@@ -145,8 +145,8 @@ class Images:
         if self._cache.is_encoded(image):
             return True
         self._wanted.setdefault(image.number, image)
-        if request.images_wanted_at is None:
-            request.images_wanted_at = self._now
+        if request.times.images_wanted_at is None:
+            request.times.images_wanted_at = self._now
         return False
 
     def entry_media(self, request: "Request", start: int, stop: int) -> EntryMedia | None:

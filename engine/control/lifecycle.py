@@ -35,12 +35,11 @@ class Lifecycle:
         self._observer = observer
         self._max_crashes = max_crashes
         self._suspects: set[Request] = set()
+        self._cancelled: dict[Request, int] = {}  # until they end; `num_committed` at that time
 
     @property
     def has_suspect_in_flight(self) -> bool:
         """Whether another suspect has to wait, so that a crash can be attributed to this one."""
-        if not self._suspects:
-            return False
         return any(suspect.num_in_flight for suspect in self._suspects)
 
     @property
@@ -63,7 +62,7 @@ class Lifecycle:
 
     def adopt(self, request: Request) -> None:
         """A waiting request has come from another scheduler, where it may have become a suspect."""
-        if request.is_suspect:
+        if request.num_crashes:
             self._suspects.add(request)
 
     def leave(self, request: Request, now: float) -> None:
@@ -103,7 +102,7 @@ class Lifecycle:
         if request.state.is_terminal or request.state is LEAVING:
             return
         request.abort = reason
-        request.cancelled_at_commit = self.num_committed
+        self._cancelled[request] = self.num_committed
         self._observer.cancelled(request, now)
         self.leave(request, now)
 
@@ -150,7 +149,7 @@ class Lifecycle:
         self._pool.move(request, request.final_move)
         self._pool.policy.leave(request, now)
         self._suspects.discard(request)
-        request.ended_at = now
-        if request.cancelled_at_commit is not None:
-            self._observer.freed(request, self.num_committed - request.cancelled_at_commit)
+        request.times.ended_at = now
+        if (cancelled_at := self._cancelled.pop(request, None)) is not None:
+            self._observer.freed(request, self.num_committed - cancelled_at)
         self._observer.ended(request, now)

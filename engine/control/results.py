@@ -127,9 +127,10 @@ class StepResults:
         request.num_pending -= 1
         if request.num_crashes:
             self._lifecycle.clear(request)
-        request.last_token_at = self._now
-        if request.first_token_at is None:
-            request.first_token_at = self._now
+        times = request.times
+        times.last_token_at = self._now
+        if times.first_token_at is None:
+            times.first_token_at = self._now
         request.append(token)
 
     def _settle(self, request: Request, start: int, num_tokens: int) -> None:
@@ -177,7 +178,7 @@ class StepResults:
         if entry.num_drafts:
             self._proposals.returned(request, entry.num_drafts, 0)
         self._advance(request, entry.start, num_tokens, None)
-        request.was_late()
+        request.samples.was_late(request.produced)
         if self._kv.rewinds:
             request.reset_to(request.num_computed - 1)
         self._settle(request, entry.start, num_tokens)

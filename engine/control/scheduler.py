@@ -25,7 +25,7 @@ from engine.iteration import Delivery, Iteration
 from engine.kv.cache import KVCache
 from engine.kv.counts import KVCounts
 from engine.pool import RequestPool
-from engine.request import Abort, Request, RequestSpec, State
+from engine.request import Abort, FoundPrefix, Request, RequestSpec, State
 from engine.step import Step, StepId
 
 if TYPE_CHECKING:
@@ -130,8 +130,8 @@ class IterationScheduler:
         if self.drafter is not None:
             self.drafter.ended(request, now)
         self._observer.withdrawn(request, now)
-        request.forget_cache()
-        request.num_step_overs = 0
+        request.found = FoundPrefix()
+        request.setbacks.num_step_overs = 0
         to.pool.add(request)
         to.pool.policy.arrive(request, now)
         to.lifecycle.adopt(request)

@@ -184,10 +184,10 @@ class StepTime:
         its image was encoded does not count, nor its wait among several prompts of a client."""
         model, length = self._cost.model, len(request.spec.prompt)
         alone = model.tokens(length) + model.attention(length, 0)
-        since, clients = request.arrived_at, self._pool.clients
+        since, clients = request.times.arrived_at, self._pool.clients
         is_queued = len(clients) > 1 and clients[request.spec.client] > 1
-        if (request.spec.media or is_queued) and request.admitted_at is not None:
-            since = request.admitted_at
+        if (request.spec.media or is_queued) and request.times.admitted_at is not None:
+            since = request.times.admitted_at
         growth = (self._now - since) / (PATIENCE + 2.0 * alone)
         return max(1.0, min(MAX_GROWTH, growth))
 

@@ -259,7 +259,7 @@ class KVCache:
         )
         if pairs is None:
             return False
-        request.num_swaps += 1
+        request.setbacks.num_swaps += 1
         self._pool.move(request, Move.SWAP_OUT)
         self._moves.wait_for(request)
         move = self._moves.swap(Direction.OUT, pairs, is_awaited=is_awaited)
@@ -329,7 +329,7 @@ def _retain(ledger: "KVLedger", request: Request, num_shared: int) -> None:
     """Retain what another request needs to go on behind the blocks that this one shares."""
     ledger.retains = True
     hashes, spec, states = request.block_hashes[:num_shared], request.spec, ledger.states
-    until = request.arrived_at + spec.retention
+    until = request.times.arrived_at + spec.retention
     ledger.blocks.retain(ledger.groups.names(hashes), until, spec.tenant)
     behind = hashes[: states.longest(hashes, len(hashes))]
     ledger.snapshots.retain(states.names(behind), until, spec.tenant)

@@ -57,29 +57,29 @@ class PrefixSearch:
         because hashing takes time."""
         if not self._is_on:
             return True
-        hashes = request.block_hashes
+        hashes, found = request.block_hashes, request.found
         num_full = request.num_tokens // self._block_size
         if not self._has_chain:  # any block may be missing: only the last window counts
             known = self._first_missing(request, len(hashes), num_full, lambda block_hash: True)
-            request.num_matched = len(self._reusable(request, num_full))
+            found.num_matched = len(self._reusable(request, num_full))
             return known == num_full
-        matched = request.num_matched
-        if request.num_evictions_seen != self._index.num_evictions:
-            matched = self._index.num_matched(hashes, matched, request.num_evictions_seen)
-            request.num_evictions_seen = self._index.num_evictions
-        if self._has_holes and request.num_drops_seen != self._lower.num_drops:
-            matched, request.num_drops_seen = 0, self._lower.num_drops
+        matched = found.num_matched
+        if found.num_evictions_seen != self._index.num_evictions:
+            matched = self._index.num_matched(hashes, matched, found.num_evictions_seen)
+            found.num_evictions_seen = self._index.num_evictions
+        if self._has_holes and found.num_drops_seen != self._lower.num_drops:
+            matched, found.num_drops_seen = 0, self._lower.num_drops
         matched = self._first_missing(request, matched, num_full, self._cached.__contains__)
-        request.num_matched = found = matched
-        if self._lower and not self._has_holes and found < len(hashes):
-            found = self._first_missing(request, found, num_full, self._lower.has)
-        return found == num_full or found < len(hashes)
+        found.num_matched = known = matched
+        if self._lower and not self._has_holes and known < len(hashes):
+            known = self._first_missing(request, known, num_full, self._lower.has)
+        return known == num_full or known < len(hashes)
 
     def num_to_compute(self, request: "Request") -> int:
         """Known tokens of a request without KV whose KV is not in the cache, as far as it was
         looked for."""
         self.find(request)
-        return request.num_tokens - request.num_matched * self._block_size
+        return request.num_tokens - request.found.num_matched * self._block_size
 
     def most_reusable(self, request: "Request") -> int:
         """How many of the known tokens may come from the cache: a request that is not swapped
@@ -161,18 +161,17 @@ class PrefixSearch:
     def _reusable(self, request: "Request", most: int) -> "Sequence[bytes]":
         """The hashes of the longest prefix that was found, of at most `most` blocks, behind which
         the request can start."""
-        hashes = request.block_hashes
-        found = request.num_matched if self._has_chain else len(hashes)
-        count = min(found, most)
+        hashes, found = request.block_hashes, request.found
+        count = min(found.num_matched if self._has_chain else len(hashes), most)
         if count and not self._ledger.keeps_all:
             key = (count, sum([pages.version for pages in self._ledger.pages.values()]))
-            if request.reusable_at != key:
-                request.num_reusable = self._num_reusable(hashes, count)
-                request.reusable_at = key
-            count = request.num_reusable
-        if len(request.reusable_hashes) != count:  # copied once: it may wait for many plans
-            request.reusable_hashes = hashes[:count]
-        return request.reusable_hashes
+            if found.reusable_at != key:
+                found.num_reusable = self._num_reusable(hashes, count)
+                found.reusable_at = key
+            count = found.num_reusable
+        if len(found.reusable_hashes) != count:  # copied once: it may wait for many plans
+            found.reusable_hashes = hashes[:count]
+        return found.reusable_hashes
 
     def _num_reusable(self, hashes: "Sequence[bytes]", most: int) -> int:
         """The largest number of hashes, at most `most`, behind which every layer group has the
@@ -212,7 +211,7 @@ class PrefixSearch:
         half of this request's uncached tokens in common, and at least `MIN_COMMON`: then it is
         better to wait for their KV than to compute it twice. Choices of one response, which have
         the same prompt object, wait for a single block: together they compute it many times."""
-        place, size = request.num_matched, self._block_size
+        place, size = request.found.num_matched, self._block_size
         if not self._prefills or place >= len(request.block_hashes):
             return False
         other = self._prefills.get(request.block_hashes[place])

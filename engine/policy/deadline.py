@@ -113,18 +113,16 @@ class EarliestFeasibleFirst(PolicyBase):
 
     def _due(self, request: "Request", has_started: bool) -> float | None:
         """The earliest time that the request has to meet; None if it has no deadline."""
-        spec = request.spec
+        spec, began = request.spec, request.times.arrived_at
         limits = [spec.deadline, None if has_started else spec.ttft_deadline]
-        return min(
-            (request.arrived_at + limit for limit in limits if limit is not None), default=None
-        )
+        return min((began + limit for limit in limits if limit is not None), default=None)
 
     def _can_be_in_time(self, request: "Request", now: float) -> bool:
         """False only for a request that has a deadline and can no longer meet it."""
         if request not in self._in_time:
             return True
         spec = request.spec
-        age = now - request.arrived_at + self._forecast.first_token(request)
+        age = now - request.times.arrived_at + self._forecast.first_token(request)
         if spec.ttft_deadline is not None and not request.output and age > spec.ttft_deadline:
             return False
         if spec.deadline is None:
@@ -142,7 +140,7 @@ class EarliestFeasibleFirst(PolicyBase):
 
     def _insert(self, request: "Request", due: float | None, is_in_time: bool) -> None:
         if due is None:
-            due = request.arrived_at + self._starvation_seconds
+            due = request.times.arrived_at + self._starvation_seconds
         key = self._keys[request] = _DeadlineKey(due, request.request_id, request)
         insort(self._queue, key)
         if is_in_time:

@@ -51,8 +51,8 @@ class GoodputFirst(PolicyBase):
         self._timely.validate(spec, num_tokens, now)
 
     def arrive(self, request: "Request", now: float) -> None:
-        latest = request.arrived_at + self._goal
-        first_at = request.first_token_at
+        latest = request.times.arrived_at + self._goal
+        first_at = request.times.first_token_at
         if (now if first_at is None else first_at) > latest:
             self._move_behind(request, now)
             return

@@ -4,7 +4,7 @@ from bisect import bisect_left
 from math import inf
 from typing import TYPE_CHECKING
 
-from engine.request import Request, State
+from engine.request import FoundPrefix, Request, State
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -73,7 +73,7 @@ class Replica:
     def prefill(self, request: Request) -> float:
         """Seconds of the request's tokens that it will not find in the cache, as far as it was
         searched."""
-        request.forget_cache()
+        request.found = FoundPrefix()
         known = self.scheduler.kv.search.num_known(request)
         start = min(max(known, self._num_expected(request)), request.num_tokens - 1)
         cost = self.scheduler.cost.model
@@ -88,16 +88,17 @@ class Replica:
 
     def may_start(self, request: Request) -> bool:
         """Whether there are blocks for a request of another replica, without any from the cache."""
-        return not self.scheduler.kv.missing(request, request.max_slots, ()).is_any
+        return not self.scheduler.kv.missing(request, request.spec.max_slots, ()).is_any
 
     def movable(self, now: float) -> "Iterator[Request]":
         """The waiting requests that may move, in their order."""
         is_lost = self.engine.rejection() is not None
         most = MAX_CRASHES if self.engine.failure is None else inf
         for request in self.pool.policy.order(now):
-            if request.state is not WAITING or request.awaits_lookup or request.num_in_flight:
+            if request.state is not WAITING or request.found.awaits_lookup or request.num_in_flight:
                 continue
-            if request.admitted_at is None or (is_lost and request.num_crashes <= most):
+            has_started = request.times.admitted_at is not None
+            if not has_started or (is_lost and request.num_crashes <= most):
                 yield request
 
 

@@ -18,7 +18,7 @@ from engine.errors import Unavailable
 from engine.kv.prefix import extend_hashes
 from engine.replicas.moves import Moves
 from engine.replicas.placement import Load, least_growth
-from engine.request import Abort, Request, RequestSpec
+from engine.request import Abort, Request, RequestSpec, Times
 from engine.step import RequestId
 from engine.stream import TokenStream
 
@@ -122,7 +122,7 @@ class Replicas:
     def _probe(self, spec: RequestSpec) -> Request:
         """A request that is looked for in the caches, and is never in a pool."""
         scheduler = self.scheduler
-        probe = Request(RequestId(-1), spec, 0.0)
+        probe = Request(RequestId(-1), spec, Times(0.0))
         probe.block_hashes = scheduler.arrivals.known_hashes(spec)
         if scheduler.settings.reuses_prefixes:
             size = scheduler.kv.block_size

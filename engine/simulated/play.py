@@ -192,16 +192,17 @@ class _FinishStream(TokenStream):
 
 def outcome_of(arrival: "Arrival", request: Request) -> Outcome:
     """The outcome of a finished request."""
-    pooled_at = request.ended_at if request.spec.is_pooling else None
-    first_at, last_at = request.first_token_at or pooled_at, request.last_token_at or pooled_at
+    times = request.times
+    pooled_at = times.ended_at if request.spec.is_pooling else None
+    first_at, last_at = times.first_token_at or pooled_at, times.last_token_at or pooled_at
     assert first_at is not None, "a finished request has a first token or a vector"
     assert last_at is not None, "a finished request has a last token or a vector"
-    assert request.admitted_at is not None, "a finished request was admitted"
+    assert times.admitted_at is not None, "a finished request was admitted"
     return Outcome(
         arrival=arrival,
-        ttft=first_at - request.arrived_at,
-        jct=last_at - request.arrived_at,
-        num_preemptions=request.num_preemptions,
+        ttft=first_at - times.arrived_at,
+        jct=last_at - times.arrived_at,
+        num_preemptions=request.setbacks.num_preemptions,
         num_cached=request.num_cached,
-        admitted_at=request.admitted_at,
+        admitted_at=times.admitted_at,
     )

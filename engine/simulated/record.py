@@ -55,7 +55,7 @@ class Recorder(Observer):
         self.busy_seconds += seconds
         last = self._last_token_at
         for request in iteration.requests:
-            if request.last_token_at == now:
+            if request.times.last_token_at == now:
                 before = last.get(request.request_id)
                 last[request.request_id] = now
                 if before is not None:

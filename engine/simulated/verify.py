@@ -144,7 +144,7 @@ class RecordingVerifier:
     def _figures(self, slo: SLO) -> Figures:
         finished: list[Outcome] = []
         lost: list[RequestLost] = []
-        start = self._requests[0].arrived_at
+        start = self._requests[0].times.arrived_at
         for request in self._requests:
             arrival = self._recording.arrivals[request.request_id]
             if request.outcome == "finished" and (request.produced or request.spec.is_pooling):

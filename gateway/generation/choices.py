@@ -186,7 +186,7 @@ class ChoiceGroup(StreamGroup):
     @property
     def has_started(self) -> bool:
         """Whether the engine has begun to compute any of it."""
-        return any(choice.request.admitted_at is not None for choice in self.choices)
+        return any(choice.request.times.admitted_at is not None for choice in self.choices)
 
     @property
     def ping(self) -> bytes:
@@ -224,7 +224,7 @@ def num_written(request: "Request", service: "Service") -> int:
     """Prompt tokens that a request adds to the prefix cache, in full blocks; 0 before it has
     started."""
     scheduler = service.engine.scheduler
-    if not scheduler.settings.reuses_prefixes or request.admitted_at is None:
+    if not scheduler.settings.reuses_prefixes or request.times.admitted_at is None:
         return 0
     size, until = scheduler.kv.block_size, request.spec.caching.until
     known = max(request.num_cached, request.spec.shared_len // size * size)

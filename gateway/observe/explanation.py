@@ -131,9 +131,9 @@ def _delayed(phase: str, timeline: "Timeline", seconds: float) -> str:
     return _DELAYS[phase].format(
         seconds=seconds,
         images=_number(len(request.spec.media), "image"),
-        preemptions=_number(request.num_preemptions, "time"),
+        preemptions=_number(request.setbacks.num_preemptions, "time"),
         pauses=_number(pauses, "time"),
-        swaps=_number(request.num_swaps, "time"),
+        swaps=_number(request.setbacks.num_swaps, "time"),
         restarts=_number(timeline.num_restarts, "time"),
     )
 

@@ -147,12 +147,12 @@ def _row(request: "Request", engine: "Engine", now: float) -> dict[str, Any]:
         "id": request.request_id,
         "label": request.spec.label,
         "state": _state(request),
-        "age": now - request.arrived_at,
+        "age": now - request.times.arrived_at,
         "prompt": request.prompt_len,
         "output": request.produced,
         "computed": request.num_computed,
         "cached": request.num_cached,
-        "preemptions": request.num_preemptions,
+        "preemptions": request.setbacks.num_preemptions,
         "level": None if levels is None or request.spec.is_background else levels.level(request),
         "waits_for": waits_for(request, engine),
     }
@@ -188,7 +188,7 @@ def waits_for(request: "Request", engine: "Engine") -> str:
         return "worker restart"
     if request.state is State.RUNNING:
         return ""
-    if request.is_suspect:
+    if request.num_crashes:
         return "a step of its own: it ran when a worker died"
     if request.state is State.READY:
         return "the next step"

@@ -98,10 +98,10 @@ class RequestMetrics(Observer):
             self.aborts[request.abort] += 1
         if request.outcome == "finished":
             self.finishes[request.finish.value if request.finish else "stop"] += 1
-            self.request_seconds.add(now - request.arrived_at)
+            self.request_seconds.add(now - request.times.arrived_at)
             self._count_phases(request, now)
-        if request.admitted_at is not None:
-            self.queue_seconds.add(request.admitted_at - request.arrived_at)
+        if request.times.admitted_at is not None:
+            self.queue_seconds.add(request.times.admitted_at - request.times.arrived_at)
         self._count_choice(request)
 
     def _count_choice(self, request: "Request") -> None:
@@ -117,7 +117,7 @@ class RequestMetrics(Observer):
         """A finished request's tokens, and its time before and after the first token. Without
         output all of its time since its admission is prefill."""
         self.prompt_tokens.add(request.prompt_len)
-        first, admitted = request.first_token_at, request.admitted_at
+        first, admitted = request.times.first_token_at, request.times.admitted_at
         if request.spec.is_pooling:
             first = now
         else:
@@ -178,7 +178,7 @@ class StepMetrics(Observer):
     def planned(self, iteration: "Iteration", now: float) -> None:
         """Remember the previous token's time of each request that will get a token."""
         self._last_tokens[iteration.step.step_id] = [
-            request.last_token_at
+            request.times.last_token_at
             for request, entry in zip(iteration.requests, iteration.step.entries, strict=True)
             if entry.sample is not None
         ]
@@ -218,8 +218,8 @@ class StepMetrics(Observer):
     def _count_first_tokens(self, iteration: "Iteration", now: float) -> None:
         metrics = self._metrics
         for request in iteration.requests:
-            if request.produced == 1 and request.first_token_at == now:
-                metrics.time_to_first_token.add(now - request.arrived_at)
+            if request.produced == 1 and request.times.first_token_at == now:
+                metrics.time_to_first_token.add(now - request.times.arrived_at)
                 metrics.count_prompt(request)
 
     def worker_lost(self, now: float) -> None:

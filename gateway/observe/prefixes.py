@@ -110,7 +110,7 @@ class PrefixHistory:
         """What is known of a request; None if it was never computed."""
         size, spec = self._block_size, request.spec
         hashes = request.block_hashes[: request.prompt_len // size] if size else []
-        if not hashes or request.admitted_at is None or spec.behind is not None:
+        if not hashes or request.times.admitted_at is None or spec.behind is not None:
             return None
         seen = self._seen
         unknown = (place for place, name in enumerate(hashes) if name not in seen)

@@ -88,9 +88,9 @@ def lacks(request: "Request", scheduler: "IterationScheduler", num_requests: int
     """
     kv = scheduler.kv
     grows = scheduler.settings.admission is Admission.GROW
-    slots = request.num_tokens if grows else request.max_slots
+    slots = request.num_tokens if grows else request.spec.max_slots
     headroom = scheduler.pool.num_admitted * len(kv.groups) if grows else 0
-    found = request.block_hashes[: request.num_matched]
+    found = request.block_hashes[: request.found.num_matched]
     if kv.missing(request, slots, found).blocks + headroom > 0:
         return Cause.KV
     if num_requests >= scheduler.settings.max_batch_size:

@@ -115,7 +115,7 @@ class RequestLog(Observer):
         record.prompt_tokens += request.spec.own_len
         record.cached_tokens += request.own_cached
         record.output_tokens += request.produced
-        first = request.first_token_at
+        first = request.times.first_token_at
         if first is not None:
             record.first_token_at = min(first, record.first_token_at or first)
         finish, abort = request.finish, request.abort

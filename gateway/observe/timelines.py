@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from engine.events import Observer
-from engine.request import CACHED, State
+from engine.request import CACHED, FoundPrefix, Samples, State
 from engine.step import Direction
 from gateway.observe.prefixes import PrefixHistory, PrefixReport
 from gateway.observe.queueing import Cause, Pressure, QueueWatch
@@ -110,7 +110,7 @@ class Timeline:
 
     def note_pause(self, now: float) -> None:
         """The request was not in the iteration before: it was paused if that was long ago."""
-        last = self.request.last_token_at
+        last = self.request.times.last_token_at
         if last is None or now - last < PAUSE or self.is_interrupted:
             return
         since = self.interruptions[-1].ended if self.interruptions else None
@@ -120,22 +120,22 @@ class Timeline:
 
     def spans(self, now: float) -> list[Span]:
         """Its phases in order. A live request's last phase ends now."""
-        request, began = self.request, self.request.arrived_at
-        end = now if request.ended_at is None else request.ended_at
-        admitted = end if request.admitted_at is None else request.admitted_at
-        first = end if request.first_token_at is None else request.first_token_at
-        wanted = request.images_wanted_at
+        times, began = self.request.times, self.request.times.arrived_at
+        end = now if times.ended_at is None else times.ended_at
+        admitted = end if times.admitted_at is None else times.admitted_at
+        first = end if times.first_token_at is None else times.first_token_at
+        wanted = times.images_wanted_at
         encoding = admitted if wanted is None else min(wanted, admitted)
         found = [Span("queued", 0.0, encoding - began)]
         found.append(Span("encoding", encoding - began, admitted - encoding))
         found += self._phase("prefill", admitted, first, sum(size for _, size in self.pieces))
-        if request.first_token_at is not None:
-            found += self._phase("decode", first, end, request.produced)
+        if times.first_token_at is not None:
+            found += self._phase("decode", first, end, self.request.produced)
         return _joined(span for span in found if span.seconds > 0 or span.phase == "queued")
 
     def _phase(self, name: str, start: float, end: float, tokens: int) -> list[Span]:
         """A phase, cut where the request was interrupted."""
-        began, found, at = self.request.arrived_at, [], start
+        began, found, at = self.request.times.arrived_at, [], start
         for each in self.interruptions:
             if not start <= each.began < end:
                 continue
@@ -262,7 +262,7 @@ class Timelines(Observer):
 
     def planned(self, iteration: "Iteration", now: float) -> None:
         for entry, request in zip(iteration.step.entries, iteration.requests, strict=True):
-            if request.first_token_at is None or not entry.is_decode:
+            if request.times.first_token_at is None or not entry.is_decode:
                 timeline = self._live[request.request_id]
                 timeline.settle(now)
                 timeline.pieces.append((now, len(entry.tokens)))
@@ -340,8 +340,8 @@ def _without_tokens(request: "Request") -> "Request":
     prompt, output = range(request.prompt_len), range(request.produced)
     kept.spec = replace(request.spec, prompt=prompt, grammar=None, behind=None, caching=CACHED)  # type: ignore[arg-type] # has len
     kept.output = output  # type: ignore[assignment] # has len
-    kept.block_hashes, kept.reusable_hashes, kept.prompt_logprobs = [], [], []
-    kept.constant_sample = kept.continuing_sample = None
+    kept.block_hashes, kept.prompt_logprobs = [], []
+    kept.found, kept.samples = FoundPrefix(), Samples()
     return kept
 
 

@@ -91,10 +91,11 @@ class Traces:
 
     def _export(self, timeline: "Timeline", traceparent: str) -> None:
         request, at = timeline.request, self._unix_nanoseconds
-        ended = request.arrived_at if request.ended_at is None else request.ended_at
+        times = request.times
+        ended = times.arrived_at if times.ended_at is None else times.ended_at
         found = attributes(timeline, self._model)
         children = [
-            (span.phase, at(request.arrived_at + span.start), span.seconds)
+            (span.phase, at(times.arrived_at + span.start), span.seconds)
             for span in timeline.spans(ended)
             if span.seconds > 0
         ]
@@ -102,8 +103,8 @@ class Traces:
         waits = self._waits.pop(label, ())
         children += [("reader", at(wait.began), wait.seconds) for wait in waits]
         name = f"text_completion {self._model}"
-        times = at(request.arrived_at), at(ended)
-        context = self._exporter.span(name, times, found, children, traceparent)
+        ends = at(times.arrived_at), at(ended)
+        context = self._exporter.span(name, ends, found, children, traceparent)
         _remember(self._contexts, label, context)
         self._exporter.measure(timeline, {"gen_ai.request.model": self._model})
 
@@ -128,8 +129,8 @@ def _remember(found: OrderedDict[str, Value], label: str, value: Value) -> None:
 def attributes(timeline: "Timeline", model: str) -> dict[str, Any]:
     """The attributes of a request's span. Latencies are in seconds."""
     request = timeline.request
-    spec = request.spec
-    phases = phase_seconds(timeline, request.ended_at or request.arrived_at)
+    spec, times = request.spec, request.times
+    phases = phase_seconds(timeline, times.ended_at or times.arrived_at)
     found: dict[str, Any] = {
         "gen_ai.operation.name": "embeddings" if spec.is_pooling else "text_completion",
         "gen_ai.provider.name": "podway",
@@ -148,14 +149,13 @@ def attributes(timeline: "Timeline", model: str) -> dict[str, Any]:
         "gen_ai.latency.time_in_model_prefill": phases.get("prefill", 0.0),
         "gen_ai.latency.time_in_model_decode": phases.get("decode", 0.0),
         "podway.outcome": request.outcome,
-        "podway.preemptions": request.num_preemptions,
-        "podway.swaps": request.num_swaps,
+        "podway.preemptions": request.setbacks.num_preemptions,
+        "podway.swaps": request.setbacks.num_swaps,
     }
-    if request.first_token_at is not None:
-        ttft = request.first_token_at - request.arrived_at
-        found["gen_ai.latency.time_to_first_token"] = ttft
-    if request.ended_at is not None:
-        found["gen_ai.latency.e2e"] = request.ended_at - request.arrived_at
+    if times.ttft is not None:
+        found["gen_ai.latency.time_to_first_token"] = times.ttft
+    if times.total is not None:
+        found["gen_ai.latency.e2e"] = times.total
     return found
 
 
@@ -246,18 +246,17 @@ class _Exporter:
 
     def measure(self, timeline: "Timeline", about: dict[str, str]) -> None:
         """Record a request in the metrics."""
-        request = timeline.request
-        if request.ended_at is None:
+        request, times = timeline.request, timeline.request.times
+        if times.total is None:
             return
-        self._seconds["request.duration"].record(request.ended_at - request.arrived_at, about)
+        self._seconds["request.duration"].record(times.total, about)
         for kind, count in (("input", request.prompt_len), ("output", request.produced)):
             self._tokens.record(count, about | {"gen_ai.token.type": kind})
-        if request.first_token_at is None or request.last_token_at is None:
+        if times.first_token_at is None or times.last_token_at is None:
             return
-        ttft = request.first_token_at - request.arrived_at
-        self._seconds["time_to_first_token"].record(ttft, about)
+        self._seconds["time_to_first_token"].record(times.first_token_at - times.arrived_at, about)
         if request.produced > 1:
-            each = (request.last_token_at - request.first_token_at) / (request.produced - 1)
+            each = (times.last_token_at - times.first_token_at) / (request.produced - 1)
             self._seconds["time_per_output_token"].record(each, about)
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ from engine.control.admission import Admission, SwapMode
 from engine.policy import POLICIES, RESEARCH, Policy, PolicySettings
 from engine.policy.mlfq import SkipJoinMLFQ
 from engine.policy.waiting import MAX_AT_ONCE
-from engine.request import Abort, Request, RequestSpec, State
+from engine.request import Abort, Request, RequestSpec, State, Times
 from engine.step import RequestId
 from tests.scheduling import (
     HAND_COST,
@@ -67,7 +67,7 @@ def test_the_order_has_each_live_request_exactly_once(policy: Policy) -> None:
     now = 0.0
     for number in range(300):
         now += random.random()
-        request = Request(RequestId(number), any_spec(random), arrived_at=now)
+        request = Request(RequestId(number), any_spec(random), Times(now))
         live[number] = request
         policy.arrive(request, now)
         for other in random.sample(list(live.values()), min(len(live), 4)):
@@ -101,7 +101,7 @@ def test_the_order_has_each_live_request_exactly_once(policy: Policy) -> None:
 def test_the_order_is_the_same_when_computed_again_at_the_same_time(policy: Policy) -> None:
     random = Random(2)
     for number in range(40):
-        policy.arrive(Request(RequestId(number), any_spec(random), arrived_at=0.0), 0.0)
+        policy.arrive(Request(RequestId(number), any_spec(random), Times(0.0)), 0.0)
     for now in (0.0, 10.0, STARVATION_SECONDS, 3 * STARVATION_SECONDS):
         outer = policy.order(now)
         first = [next(outer), next(outer)]
@@ -122,7 +122,9 @@ def test_every_request_is_served_in_full_and_the_schedule_is_deterministic(
         requests = play(scheduler, arrivals)
         assert all(request.state is State.FINISHED for request in requests)
         assert all(request.produced == request.spec.max_tokens for request in requests)
-        return [(request.last_token_at, request.num_preemptions) for request in requests]
+        return [
+            (request.times.last_token_at, request.setbacks.num_preemptions) for request in requests
+        ]
 
     assert run() == run()
 
@@ -141,7 +143,7 @@ def test_no_request_starves_under_endless_favoured_arrivals(policy: Policy, swap
             scheduler.add(favoured, now)
             arrived += 1
         now = run_iteration(scheduler, now)
-        waited = now - (disfavoured.last_token_at or disfavoured.arrived_at)
+        waited = now - (disfavoured.times.last_token_at or disfavoured.times.arrived_at)
         assert waited <= 2 * STARVATION_SECONDS + 10.0
     assert disfavoured.state is State.FINISHED
 

@@ -227,5 +227,5 @@ def test_who_was_swapped_out_and_in_goes_on_with_its_own_text(
         now += 0.01
         scheduler.commit(iteration, pair.worker.run(iteration.step), now)
         ledger.check()
-    assert sum(request.num_swaps for request in requests) > 0
+    assert sum(request.setbacks.num_swaps for request in requests) > 0
     assert all(pair.shortfall(one.spec.prompt, one.output) <= 1 for one in requests)

@@ -94,7 +94,7 @@ def test_batching_chunks_preemption_and_a_lost_worker_change_no_output(
         one.tokens for one in play(worker, specs, max_batch_tokens=7, max_batch_size=7)
     ] == alone
     outcomes = play(worker, specs, num_blocks=25, max_batch_tokens=16, max_batch_size=7)
-    assert sum(one.request.num_preemptions for one in outcomes if one.request) > 0
+    assert sum(one.request.setbacks.num_preemptions for one in outcomes if one.request) > 0
     assert [one.tokens for one in outcomes] == alone
     assert [one.tokens for one in play(worker, specs, dies_in=(4, 9, 20))] == alone
     ahead = play(worker, specs, num_blocks=25, dies_in=(6, 15), lookahead=1, max_batch_size=7)

@@ -111,7 +111,7 @@ def test_preemption_repeats_no_log_probability(pair: Pair) -> None:
     specs = [spec_for(20, seed, HOT, max_tokens=24) for seed in range(4)]
     outcomes = play(pair.worker, specs, num_blocks=20, max_batch_tokens=8, max_batch_size=4)
     requests = [one.request for one in outcomes if one.request is not None]
-    assert sum(request.num_preemptions for request in requests) > 0
+    assert sum(request.setbacks.num_preemptions for request in requests) > 0
     for spec, one in zip(specs, outcomes, strict=True):
         assert_logprobs(pair, spec, one)
 

@@ -138,16 +138,17 @@ class _Member:
     def _ended(self, request: "Request") -> None:
         result = self._result
         self.num_ended += 1
-        assert request.first_token_at is not None, "a finished request has a first token"
-        assert request.last_token_at is not None, "a finished request has a last token"
+        times = request.times
+        assert times.first_token_at is not None, "a finished request has a first token"
+        assert times.last_token_at is not None, "a finished request has a last token"
         number = self._trace.pop(request.request_id)
         begun = self._since(number, request)
         assert begun.first_token_at is not None, "it has one since then"
         result.numbers.append(number)
         result.ttft.append(begun.first_token_at - begun.arrived_at)
-        result.jct.append(request.last_token_at - begun.arrived_at)
+        result.jct.append(times.last_token_at - begun.arrived_at)
         if (earlier := self._begun.pop(number, None)) and earlier.last_token_at is not None:
-            result.pauses.append(request.first_token_at - earlier.last_token_at)
+            result.pauses.append(times.first_token_at - earlier.last_token_at)
             self.recorder.add_gap(result.pauses[-1], 1)
         result.cached.append(request.num_cached)
         self.recorder.forget(request)
@@ -155,9 +156,10 @@ class _Member:
 
     def _since(self, number: int, request: "Request") -> Begun:
         """What the request has had, also on earlier replicas."""
-        first, last, produced = request.first_token_at, request.last_token_at, len(request.output)
+        times, produced = request.times, len(request.output)
+        first, last = times.first_token_at, times.last_token_at
         if (begun := self._begun.get(number)) is None:
-            return Begun(number, request.arrived_at, produced, first, last)
+            return Begun(number, times.arrived_at, produced, first, last)
         return begun._replace(
             produced=begun.produced + produced,
             first_token_at=first if begun.first_token_at is None else begun.first_token_at,

@@ -112,7 +112,7 @@ class DecodeLeap:
         self.ends: list[float] = []
         self.seconds: list[float] = []  # the seconds of each step
         self._compute(now, self._num_with_blocks(min(MAX_STEPS, *self._num_left)))
-        self._last_tokens = [request.last_token_at or now for request in self.batch]
+        self._last_tokens = [request.times.last_token_at or now for request in self.batch]
         if self.ends and not leaps.is_fcfs:
             self._plan()
 
@@ -186,7 +186,7 @@ class DecodeLeap:
             yield count
             return
         size, done = scheduler.ledger.block_size, 0
-        depths = {request.num_matched for request in self._tried()}
+        depths = {request.found.num_matched for request in self._tried()}
         stops = {
             step
             for request in self.batch
@@ -217,7 +217,7 @@ class DecodeLeap:
             request.output += leaps.tokens(request, count)
             request.num_computed += count
             request.num_planned = request.num_computed
-            request.last_token_at = now
+            request.times.last_token_at = now
         is_found = self._update_blocks(starts, count)
         for seconds in self.seconds[first:last]:
             leaps.cost.observe_tokens(len(self.batch), seconds)
@@ -279,7 +279,7 @@ class DecodeLeap:
         """Whether a waiting request that a plan tries can share this block next."""
         if not self._scheduler.pool.count(WAITING):
             return False
-        return any(block_hash in r.block_hashes[r.num_matched :][:1] for r in self._tried())
+        return any(block_hash in r.block_hashes[r.found.num_matched :][:1] for r in self._tried())
 
     def _end(self, request: "Request") -> None:
         """The request has its last token."""
@@ -307,7 +307,7 @@ class DecodeLeap:
             seconds, now = self.seconds[number], self.ends[number]
             self.committed_at = now
             for request in self.batch:
-                recorder.add_gap(now - (request.last_token_at or now), 1)
+                recorder.add_gap(now - (request.times.last_token_at or now), 1)
                 if self._run(request, seconds):
                     ended.append(request)
             recorder.produced(self.batch, now)
@@ -327,7 +327,7 @@ class DecodeLeap:
         request.num_computed = request.num_planned = start + 1
         self._scheduler.policy.ran(request, 1, seconds, self.committed_at)
         request.output += self._leaps.tokens(request, 1)
-        request.last_token_at = self.committed_at
+        request.times.last_token_at = self.committed_at
         self._scheduler.kv.publish(request, start)
         if is_last:
             self._end(request)

@@ -162,7 +162,8 @@ class FcfsShadow:
             assert request is not None, "an ended request is not watched"
             here += job.left
             lag = self._round - job.started - (len(request.output) - job.produced)
-            if lag > 0 and not job.is_first and lag * pace > slack * (now - request.arrived_at):
+            age = now - request.times.arrived_at
+            if lag > 0 and not job.is_first and lag * pace > slack * age:
                 found.append(request)
         unfinished: list[Request] = []
         for job in self._prefills:
@@ -172,7 +173,7 @@ class FcfsShadow:
             here += job.left
             if not job.is_first:
                 unfinished.append(job.request)
-            if here > there + slack * (now - job.request.arrived_at):
+            if here > there + slack * (now - job.request.times.arrived_at):
                 found += unfinished
                 unfinished.clear()
         return found

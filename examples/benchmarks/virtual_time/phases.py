@@ -32,7 +32,7 @@ from engine.policy import build
 from engine.replicas.delay import QueueDelay
 from engine.replicas.replica import Replica
 from engine.replicas.replicas import Replicas
-from engine.request import Caching, Request, RequestSpec
+from engine.request import Caching, Request, RequestSpec, Times
 from engine.research.hardware.catalogue import DEVICES, SHAPES
 from engine.research.hardware.deployment import Deployment
 from engine.simulated.executor import SimulatedExecutor
@@ -176,7 +176,7 @@ class Play:
 
     def _moved(self, spec: RequestSpec, number: int) -> RequestSpec:
         """The request behind its first token, whose full blocks the decoding replica may load."""
-        probe = Request(RequestId(-1), spec, 0.0)
+        probe = Request(RequestId(-1), spec, Times(0.0))
         extend_hashes(probe, BLOCK_SIZE, len(spec.prompt) // BLOCK_SIZE)
         names = [(PageKind.BLOCK, name) for name in probe.block_hashes]
         self._decoders[number].scheduler.kv.search.learn(names, set(probe.block_hashes))

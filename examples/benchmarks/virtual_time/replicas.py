@@ -167,12 +167,12 @@ async def play(
 
 
 def figures_of(num_replicas: int, way: Way, requests: Sequence[Request], moved: int) -> Figures:
-    ttfts = sorted(time_of(each.first_token_at) - each.arrived_at for each in requests)
-    jcts = [time_of(each.ended_at) - each.arrived_at for each in requests]
+    ttfts = sorted(time_of(each.times.ttft) for each in requests)
+    jcts = [time_of(each.times.total) for each in requests]
     prompts = sum(each.prompt_len for each in requests)
     outputs = sum(each.produced for each in requests)
-    seconds = max(time_of(each.ended_at) for each in requests)
-    began = min(each.arrived_at for each in requests)
+    seconds = max(time_of(each.times.ended_at) for each in requests)
+    began = min(each.times.arrived_at for each in requests)
     return Figures(
         replicas=num_replicas,
         way=way.name,

@@ -49,9 +49,9 @@ class _Ends(Observer):
 
     def ended(self, request: Request, now: float) -> None:
         kind = "large" if request.spec.tenant == "large" else "small"
-        assert request.first_token_at is not None, "every request is served to its end"
-        self.ttft[kind].append(request.first_token_at - request.arrived_at)
-        self.jct[kind].append(now - request.arrived_at)
+        assert request.times.ttft is not None, "every request is served to its end"
+        self.ttft[kind].append(request.times.ttft)
+        self.jct[kind].append(now - request.times.arrived_at)
 
 
 def with_tenants(load: float, seed: int, count: int) -> list[RecordedRequest]:

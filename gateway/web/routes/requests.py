@@ -50,7 +50,7 @@ async def timeline(http: "HttpRequest") -> dict[str, Any]:
     given, now = http.path_params["request_id"], service.clock()
     serving, request_id = _found(given, service.groups.loaded, caller.tenant)
     timelines = serving.timelines.find(request_id, caller.tenant)
-    arrived = min(each.request.arrived_at for each in timelines)
+    arrived = min(each.request.times.arrived_at for each in timelines)
     waits = serving.timelines.reader_waits.of(request_id)
     choices = [
         {

@@ -162,7 +162,9 @@ def test_preempted_requests_are_computed_again_or_swapped(served: Served) -> Non
         )
         assert tokens(outcomes) == served.expected[:2] * 2
         requests = [outcome.request for outcome in outcomes if outcome.request]
-        num_preempted += sum(each.num_preemptions + each.num_swaps for each in requests)
+        num_preempted += sum(
+            each.setbacks.num_preemptions + each.setbacks.num_swaps for each in requests
+        )
     assert num_preempted
 
 

@@ -83,8 +83,8 @@ def test_preempted_requests_are_computed_again_or_swapped_and_continue_as_they_w
         )
         assert tokens(outcomes) == served.expected
         requests = [outcome.request for outcome in outcomes if outcome.request]
-        num_preemptions = sum(each.num_preemptions for each in requests)
-        num_swaps = sum(each.num_swaps for each in requests)
+        num_preemptions = sum(each.setbacks.num_preemptions for each in requests)
+        num_swaps = sum(each.setbacks.num_swaps for each in requests)
         assert (num_preemptions > 0, num_swaps > 0) == (
             swap is SwapMode.OFF,
             swap is not SwapMode.OFF,

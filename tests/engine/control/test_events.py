@@ -49,7 +49,7 @@ def play(observer: Observer) -> None:
     scheduler.plan(next(now))
     scheduler.commit(first, StepResult(first.step.step_id, (1, 1), 0.5), next(now))
     scheduler.switch(FirstComeFirstServed(), next(now))
-    while not requests[1].num_preemptions:
+    while not requests[1].setbacks.num_preemptions:
         iteration = scheduler.plan(next(now))
         assert iteration is not None
         tokens = (1,) * len(iteration.requests)

@@ -8,6 +8,7 @@ import pytest
 from engine.control.scheduler import IterationScheduler
 from engine.control.settings import SchedulerSettings
 from engine.errors import StepFailed
+from engine.events import Observer
 from engine.iteration import Iteration
 from engine.kv.ledger import KVLedger
 from engine.kv_shape import KVShape
@@ -126,15 +127,29 @@ def test_a_surplus_token_is_dropped_and_its_slot_returns_with_its_iteration() ->
     assert scheduler.ledger.num_held == 0
 
 
+class Freed(Observer):
+    """Notes how many iterations returned between a cancel and the request's end."""
+
+    def __init__(self) -> None:
+        self.after: list[int] = []
+
+    def freed(self, request: Request, iterations: int) -> None:
+        self.after.append(iterations)
+
+
 def test_a_cancel_frees_when_the_second_iteration_returns() -> None:
-    scheduler, request, oldest, second = two_in_flight(a_spec(3, 9))
+    settings, freed = SchedulerSettings(max_model_len=500), Freed()
+    ledger = KVLedger(KVShape(100, 1))
+    scheduler = IterationScheduler(settings, ledger, FirstComeFirstServed(), freed)
+    request = scheduler.add(a_spec(3, 9), 0.0)
+    oldest = first(scheduler)
+    second = ahead(scheduler, oldest)
     scheduler.cancel(request, Abort.CLIENT_GONE, 0.0)
     assert commit(scheduler, oldest) == []
     assert (request.state, scheduler.ledger.num_held) == (State.LEAVING, 4)
     assert commit(scheduler, second) == []
     assert (request.state, scheduler.ledger.num_held) == (State.CANCELLED, 0)
-    assert request.cancelled_at_commit == 0
-    assert scheduler.num_committed == 2
+    assert freed.after == [2]
 
 
 def test_an_expired_request_frees_when_the_second_iteration_returns() -> None:
@@ -234,7 +249,7 @@ def test_no_request_is_planned_ahead_while_another_lacks_slots() -> None:
     assert scheduler.plan(0.0, second) is None
     commit(scheduler, second)
     assert first(scheduler).requests == (old,)
-    assert (young.state, young.num_preemptions) == (State.WAITING, 1)
+    assert (young.state, young.setbacks.num_preemptions) == (State.WAITING, 1)
 
 
 def test_with_preemption_requests_in_flight_return_so_that_a_waiting_one_can_start() -> None:

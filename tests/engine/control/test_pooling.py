@@ -46,7 +46,7 @@ def test_a_prompt_is_computed_in_chunks_and_pooled_with_the_last_one() -> None:
     (delivery,) = scheduler.commit(last, result, 2.0)
     assert (delivery.request, delivery.token) == (request, None)
     assert (request.state, request.finish) == (State.FINISHED, FinishReason.STOP)
-    assert (request.vector, request.output, request.first_token_at) == (b"1234", [], None)
+    assert (request.vector, request.output, request.times.first_token_at) == (b"1234", [], None)
     scheduler.ledger.check()
     assert scheduler.ledger.num_held == 0
 
@@ -58,9 +58,9 @@ def test_pooling_requests_and_generations_share_iterations(admission: Admission)
     generated, *pooled = play(scheduler, arrivals)
     assert len(generated.output) == 4
     assert all(request.vector == b"vector" for request in pooled)
-    assert pooled[0].ended_at is not None
-    assert generated.ended_at is not None
-    assert pooled[0].ended_at < generated.ended_at
+    assert pooled[0].times.ended_at is not None
+    assert generated.times.ended_at is not None
+    assert pooled[0].times.ended_at < generated.times.ended_at
     assert scheduler.ledger.num_held == 0
 
 

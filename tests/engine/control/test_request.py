@@ -11,13 +11,14 @@ from engine.request import (
     Request,
     RequestSpec,
     State,
+    Times,
 )
 from engine.step import RequestId, SamplingParams
 
 
 def make(prompt_len: int = 3, max_tokens: int = 4) -> Request:
     spec = RequestSpec(tuple(range(prompt_len)), max_tokens, SamplingParams())
-    return Request(RequestId(7), spec, arrived_at=0.0)
+    return Request(RequestId(7), spec, Times(0.0))
 
 
 def test_an_illegal_move_raises_and_changes_nothing() -> None:
@@ -67,7 +68,7 @@ def test_tokens_run_from_the_prompt_into_the_output(start: int, stop: int) -> No
 
 
 def test_the_last_output_token_needs_no_slot() -> None:
-    assert make(prompt_len=3, max_tokens=4).max_slots == 6
+    assert make(prompt_len=3, max_tokens=4).spec.max_slots == 6
 
 
 def test_a_stop_string_counts_as_finished() -> None:

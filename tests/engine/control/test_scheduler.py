@@ -221,7 +221,7 @@ def test_growing_admission_preempts_the_youngest_when_short() -> None:
     assert run_iteration(scheduler) == [
         (0, 1)
     ]  # the fifth slot of the older is taken from the younger
-    assert (young.state, young.num_preemptions, young.produced) == (State.WAITING, 1, 2)
+    assert (young.state, young.setbacks.num_preemptions, young.produced) == (State.WAITING, 1, 2)
     while old.state is not State.FINISHED:
         run_iteration(scheduler)
     assert run_iteration(scheduler) == [(1, 4)]  # prompt and output, at one go
@@ -243,10 +243,10 @@ def test_a_protected_request_is_preempted_by_an_earlier_protected_one_only() -> 
     early, late = scheduler.add(spec(2, 10), 0.0), scheduler.add(spec(2, 10), 0.0)
     while early.state is not State.FINISHED:
         run_iteration(scheduler)
-    assert (early.num_preemptions, late.num_preemptions) == (0, 1)
+    assert (early.setbacks.num_preemptions, late.setbacks.num_preemptions) == (0, 1)
     while scheduler.pool:
         run_iteration(scheduler)
-    assert late.num_preemptions == 1
+    assert late.setbacks.num_preemptions == 1
 
 
 def test_a_protected_request_grows_at_the_expense_of_more_urgent_ones() -> None:
@@ -260,12 +260,12 @@ def test_a_protected_request_grows_at_the_expense_of_more_urgent_ones() -> None:
     first = scheduler.add(a_spec(8, 2, priority=0), 0.0)
     while first.state is not State.FINISHED:
         run_iteration_by_hand(scheduler, 0.0)
-    assert patient.num_preemptions == 1
+    assert patient.setbacks.num_preemptions == 1
     run_iteration_by_hand(scheduler, 0.0)
     urgent = scheduler.add(a_spec(4, 9, priority=0), 0.0)
     while patient.state is not State.FINISHED:
         run_iteration_by_hand(scheduler, 0.0)
-    assert (patient.num_preemptions, urgent.num_preemptions) == (1, 1)
+    assert (patient.setbacks.num_preemptions, urgent.setbacks.num_preemptions) == (1, 1)
 
 
 def steps_until(scheduler: IterationScheduler, done: Callable[[], bool]) -> int:
@@ -282,7 +282,7 @@ def test_a_large_request_is_stepped_over_a_bounded_number_of_times() -> None:
     large = scheduler.add(spec(8, 3), 0.0)
     small = [scheduler.add(spec(1, 1), 0.0) for _ in range(9)]
     steps_until(scheduler, lambda: old.state is State.FINISHED)
-    assert large.num_step_overs == 3
+    assert large.setbacks.num_step_overs == 3
     assert [request.state is State.WAITING for request in small] == [False] * 3 + [True] * 6
     steps_until(scheduler, lambda: not scheduler.pool)
 
@@ -315,7 +315,7 @@ def test_after_a_lost_device_requests_wait_with_the_tokens_they_have() -> None:
     assert scheduler.ledger.num_held == 0
     assert run_iteration(scheduler) == [(0, 3)]
     assert request.output == [5, 5]
-    assert not request.is_suspect
+    assert not request.num_crashes
 
 
 def test_suspects_run_apart_and_the_one_that_crashes_workers_fails() -> None:
@@ -326,7 +326,7 @@ def test_suspects_run_apart_and_the_one_that_crashes_workers_fails() -> None:
     while scheduler.pool:
         iteration = scheduler.plan(0.0)
         assert iteration is not None
-        assert sum(request.is_suspect for request in iteration.requests) <= 1
+        assert sum(request.num_crashes > 0 for request in iteration.requests) <= 1
         if poison in iteration.requests:
             crashes += 1
             scheduler.lose_device([iteration], 0.0)

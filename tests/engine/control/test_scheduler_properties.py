@@ -198,7 +198,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.now += seconds
         for request in self.scheduler.expire(self.now):
             assert request.spec.deadline is not None
-            assert self.now >= request.arrived_at + request.spec.deadline
+            assert self.now >= request.times.arrived_at + request.spec.deadline
 
     @rule()
     def plan(self) -> None:
@@ -215,14 +215,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert iteration.step.num_tokens <= bounds.max_batch_tokens
         check_moves(iteration.step, self.in_flight, self.scheduler.ledger.block_size)
         in_flight = [request for other in self.in_flight for request in other.requests]
-        suspects = [r for r in (*in_flight, *iteration.requests) if r.is_suspect]
+        suspects = [r for r in (*in_flight, *iteration.requests) if r.num_crashes]
         assert len(suspects) <= 1
         for entry, request in zip(iteration.step.entries, iteration.requests, strict=True):
             assert request.state is State.RUNNING
             assert request.num_in_flight == in_flight.count(request) + 1
             assert request.num_in_flight <= 1 + self.looks_ahead
             assert entry.start + len(entry.tokens) == request.num_planned
-            assert request.num_planned <= request.max_slots
+            assert request.num_planned <= request.spec.max_slots
 
     def run(self, iteration: Iteration) -> None:
         """Do what the workers do: all blocks that the step names must still be held."""

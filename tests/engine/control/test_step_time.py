@@ -231,7 +231,7 @@ def test_the_factor_grows_with_the_age_of_the_oldest_prompt(age: float, factor: 
     now = decoding(scheduler, 19)
     prompt = scheduler.add(a_spec(490, 2), now)
     patience = PATIENCE + 2 * HAND_COST.tokens(490)
-    later = prompt.arrived_at + age * patience
+    later = prompt.times.arrived_at + age * patience
     for _ in range(2):
         iteration = planned(scheduler, later)
         assert HAND_COST.step(iteration.step) == 10.0 * factor

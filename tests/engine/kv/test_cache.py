@@ -84,7 +84,11 @@ def test_the_last_request_is_swapped_out_when_blocks_are_short_and_in_when_it_fi
     assert scheduler.ledger.blocks.host.num_free == 8
     while scheduler.pool:
         commit(scheduler, planned(scheduler))
-    assert (young.num_swaps, young.num_preemptions, old.num_swaps) == (1, 0, 0)
+    assert (young.setbacks.num_swaps, young.setbacks.num_preemptions, old.setbacks.num_swaps) == (
+        1,
+        0,
+        0,
+    )
 
 
 def test_if_the_host_tier_is_full_the_victim_is_recomputed() -> None:
@@ -93,7 +97,7 @@ def test_if_the_host_tier_is_full_the_victim_is_recomputed() -> None:
     young = scheduler.add(a_spec(2, 6), 0.0)
     while scheduler.pool:
         run_iteration(scheduler, 0.0)
-    assert (young.num_swaps, young.num_preemptions) == (0, 1)
+    assert (young.setbacks.num_swaps, young.setbacks.num_preemptions) == (0, 1)
 
 
 def test_published_blocks_stay_cached_on_the_device_and_are_not_swapped_in() -> None:

@@ -15,7 +15,7 @@ from engine.kv.prefix import Part, extend_hashes, hash_blocks
 from engine.kv_shape import KVShape
 from engine.media import EncoderReport, Media, Span
 from engine.policy.fcfs import FirstComeFirstServed
-from engine.request import Request, RequestSpec
+from engine.request import Request, RequestSpec, Times
 from engine.step import HASH_BYTES, RequestId
 from tests.scheduling import GREEDY
 
@@ -34,7 +34,7 @@ def names(
 ) -> list[bytes]:
     """The hashes of the prompt's full blocks."""
     spec = RequestSpec(prompt, 1, GREEDY, salt=salt, media=tuple(map(image, spans)))
-    request = Request(RequestId(0), spec, arrived_at=0.0)
+    request = Request(RequestId(0), spec, Times(0.0))
     extend_hashes(request, block, len(prompt) // block)
     assert request.block_hashes == hash_blocks(salt, prompt, block, spans=spans)
     return request.block_hashes

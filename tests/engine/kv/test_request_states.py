@@ -12,7 +12,7 @@ from engine.kv.pages import Pages
 from engine.kv.request_states import SNAPSHOT_TOKENS, RequestStates, RowsOfDrafts
 from engine.kv_shape import KVShape
 from engine.policy.fcfs import FirstComeFirstServed
-from engine.request import Caching, Request, RequestSpec, State
+from engine.request import Caching, Request, RequestSpec, State, Times
 from engine.step import (
     NO_STATE,
     Direction,
@@ -187,7 +187,7 @@ def test_as_many_chats_go_on_as_there_are_states_for_their_last_turns() -> None:
 def test_snapshots_of_a_long_prompt_take_a_quarter_of_the_slots() -> None:
     ledger = slots(16)
     for prompt_len, first in ((4 * SNAPSHOT_TOKENS, 1), (4 * SNAPSHOT_TOKENS + 1, 2)):
-        request = Request(A, spec(range(prompt_len), 1), 0.0)
+        request = Request(A, spec(range(prompt_len), 1), Times(0.0))
         ends = ledger.snapshot_ends(request, 0, prompt_len, SIZE)
         assert ends[0] == first * SNAPSHOT_TOKENS
         assert len(ends) <= 4

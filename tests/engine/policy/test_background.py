@@ -35,9 +35,9 @@ def test_foreground_requests_are_ordered_first(policy: Policy) -> None:
     ahead = [scheduler.add(a_spec(8, 3, priority=100), 0.0) for _ in range(3)]
     assert next(reversed(list(policy.order(0.0)))) is behind
     play(scheduler, [])
-    assert behind.first_token_at is not None
-    assert all(request.ended_at is not None for request in ahead)
-    assert max(request.ended_at or 0.0 for request in ahead) < behind.first_token_at
+    assert behind.times.first_token_at is not None
+    assert all(request.times.ended_at is not None for request in ahead)
+    assert max(request.times.ended_at or 0.0 for request in ahead) < behind.times.first_token_at
 
 
 def test_a_foreground_request_takes_a_background_seat_in_the_next_iteration(policy: Policy) -> None:
@@ -71,12 +71,12 @@ def test_background_requests_are_preempted_first(policy: Policy, admission: Admi
     ahead = scheduler.add(a_spec(8, 20), 10.0)
     run_iteration(scheduler, 10.0)
     assert ahead.state is State.READY
-    assert behind.num_preemptions == (1 if admission is Admission.RESERVE else 0)
+    assert behind.setbacks.num_preemptions == (1 if admission is Admission.RESERVE else 0)
     play(scheduler, [])
-    assert behind.num_preemptions == 1
-    assert ahead.num_preemptions == 0
+    assert behind.setbacks.num_preemptions == 1
+    assert ahead.setbacks.num_preemptions == 0
     assert (behind.produced, ahead.produced) == (15, 20)
-    assert (ahead.ended_at or 0.0) < (behind.ended_at or 0.0)
+    assert (ahead.times.ended_at or 0.0) < (behind.times.ended_at or 0.0)
 
 
 def test_a_background_request_can_be_preempted_any_number_of_times(policy: Policy) -> None:
@@ -90,7 +90,7 @@ def test_a_background_request_can_be_preempted_any_number_of_times(policy: Polic
         produced = behind.produced
         while behind.produced == produced:
             now = run_iteration(scheduler, now)
-    assert behind.num_preemptions == 4
+    assert behind.setbacks.num_preemptions == 4
 
 
 def test_background_requests_do_not_count_towards_the_queue_limit(policy: Policy) -> None:

@@ -25,7 +25,7 @@ def numbers(policy: EarliestFeasibleFirst, now: float) -> list[int]:
 
 def arrive(policy: EarliestFeasibleFirst, *requests: Request) -> None:
     for request in requests:
-        policy.arrive(request, request.arrived_at)
+        policy.arrive(request, request.times.arrived_at)
 
 
 def test_the_request_due_first_is_ordered_first() -> None:

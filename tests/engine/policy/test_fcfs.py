@@ -160,7 +160,7 @@ def test_prompts_of_equal_length_start_one_after_another_whatever_clients_they_a
         now = 0.0
         while any(each.state is not State.FINISHED for each in requests):
             now = run_iteration(scheduler, now)
-        return [request.first_token_at for request in requests]
+        return [request.times.first_token_at for request in requests]
 
     assert first_tokens("abcdefgh") == first_tokens("aaaaaaaa")
 

@@ -3,7 +3,7 @@
 from engine.policy import PolicySettings, build, name_of
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.policy.goodput import GoodputFirst
-from engine.request import Request, RequestSpec
+from engine.request import Request, RequestSpec, Times
 from engine.step import RequestId, StepResult
 from tests.scheduling import GREEDY, HAND_COST, a_scheduler, a_spec, build_learned, lengths_of, play
 
@@ -15,7 +15,7 @@ def a_policy(goal: float = 10.0, starvation_seconds: float | None = None) -> Goo
 
 def arrived(policy: GoodputFirst, number: int, at: float, prompt_len: int = 1) -> Request:
     spec = RequestSpec((1,) * prompt_len, 9, GREEDY)
-    request = Request(RequestId(number), spec, arrived_at=at)
+    request = Request(RequestId(number), spec, Times(at))
     policy.arrive(request, at)
     return request
 
@@ -56,7 +56,7 @@ def test_under_overload_more_requests_meet_the_goal_than_under_fcfs() -> None:
     def num_in_time(goal: float) -> int:
         policy = build("fcfs", HAND_COST, PolicySettings(ttft_goal=goal))
         requests = play(a_scheduler(policy), arrivals)
-        return sum((r.first_token_at or 0.0) - r.arrived_at <= 8.0 for r in requests)
+        return sum((r.times.first_token_at or 0.0) - r.times.arrived_at <= 8.0 for r in requests)
 
     assert num_in_time(8.0) > 2 * num_in_time(1e9)
 

@@ -84,7 +84,7 @@ def test_short_outputs_overtake_a_long_one_that_arrived_first() -> None:
     arrivals = [(0.0, a_spec(1, 10)), (2.5, a_spec(1, 2))]
     long, short = play(a_scheduler(SkipJoinMLFQ(HAND_COST)), arrivals)
     assert ends([long, short]) == [12.0, 5.0]
-    assert long.num_preemptions == 0  # it kept its KV while the other ran
+    assert long.setbacks.num_preemptions == 0  # it kept its KV while the other ran
     assert ends(play(a_scheduler(FirstComeFirstServed()), arrivals)) == [10.0, 12.0]
 
 
@@ -112,7 +112,7 @@ def test_a_starving_request_runs_at_the_limit_under_endless_arrivals() -> None:
     scheduler = a_scheduler(SkipJoinMLFQ(HAND_COST, PolicySettings(starvation_seconds=10.0)))
     (starved,) = (r for r in play(scheduler, arrivals) if r.prompt_len == 7)
     # Promoted at 10, behind the one that arrived at that moment; then four seconds of prompt.
-    assert starved.last_token_at == 15.0
+    assert starved.times.last_token_at == 15.0
 
 
 def test_a_request_in_flight_does_not_starve() -> None:
@@ -150,7 +150,7 @@ def test_a_new_request_preempts_a_demoted_one_if_the_host_tier_can_keep_its_kv(
     assert (short.state, long.state) == (short_state, long_state)
     while scheduler.pool:
         now = run_iteration(scheduler, now)
-    assert (long.num_preemptions, short.num_preemptions) == (0, 0)
+    assert (long.setbacks.num_preemptions, short.setbacks.num_preemptions) == (0, 0)
 
 
 def test_a_request_is_charged_its_own_cost_and_not_the_shared_iteration() -> None:

@@ -35,4 +35,4 @@ def test_a_starving_request_is_promoted_before_all_classes_until_it_ends() -> No
     arrivals = sorted([*flood, (0.0, a_spec(1, 3, priority=9))], key=lambda arrival: arrival[0])
     scheduler = a_scheduler(LowestPriorityFirst(settings=PolicySettings(starvation_seconds=10.0)))
     (starved,) = (r for r in play(scheduler, arrivals) if r.spec.priority)
-    assert (starved.first_token_at, starved.last_token_at) == (11.0, 13.0)
+    assert (starved.times.first_token_at, starved.times.last_token_at) == (11.0, 13.0)

@@ -5,7 +5,7 @@ import pytest
 from engine.cost.live import LiveCost
 from engine.cost.model import CostModel
 from engine.iteration import Iteration
-from engine.request import Request, RequestSpec
+from engine.request import Request, RequestSpec, Times
 from engine.speculation.budget import FIRST_STEPS, MAX_STEPS, SHARE, WARM_UPS, SpeculationBudget
 from engine.speculation.drafter import Drafter
 from engine.speculation.proposers import Proposal
@@ -16,7 +16,9 @@ CHEAP = CostModel.linear(per_step=STEP, per_token=0.0, per_slot=0.0)
 
 
 def a_step(number: int, num_drafts: int = 0) -> Iteration:
-    request = Request(RequestId(0), RequestSpec((1,), 999, SamplingParams()), 0.0, output=[7])
+    request = Request(
+        RequestId(0), RequestSpec((1,), 999, SamplingParams()), Times(0.0), output=[7]
+    )
     tokens, sample = (7,) * (1 + num_drafts), SampleSpec(SamplingParams())
     entry = StepEntry(request.request_id, 1, tokens, b"", sample, num_drafts=num_drafts)
     return Iteration(Step(StepId(number), (entry,)), (request,))

@@ -7,7 +7,7 @@ import pytest
 from engine.cost.live import LiveCost
 from engine.cost.model import CostModel
 from engine.iteration import Iteration
-from engine.request import Request, RequestSpec, State
+from engine.request import Request, RequestSpec, State, Times
 from engine.speculation.budget import DRAFT_SECONDS
 from engine.speculation.draft_model import (
     FIRST_PROBES,
@@ -33,7 +33,7 @@ DEAR_ROWS = CostModel.linear(per_step=0.0, per_token=1.0, per_slot=0.0)
 
 def a_request(prompt_len: int = 8, produced: int = 1, number: int = 0) -> Request:
     spec = RequestSpec(tuple(range(prompt_len)), 500, SamplingParams())
-    request = Request(RequestId(number), spec, 0.0, output=[7] * produced)
+    request = Request(RequestId(number), spec, Times(0.0), output=[7] * produced)
     request.state = State.RUNNING
     request.num_computed = request.num_tokens - 1
     return request
@@ -144,7 +144,7 @@ def test_a_long_prompt_is_computed_in_pieces_if_drafts_will_pay() -> None:
     assert request.num_drafted == 64
     assert drafter.proposals([a_decode(request)], 64)[0].start == 64
     nearly_done = Request(
-        RequestId(1), RequestSpec(tuple(range(3000)), 6, SamplingParams()), 0.0, output=[7]
+        RequestId(1), RequestSpec(tuple(range(3000)), 6, SamplingParams()), Times(0.0), output=[7]
     )
     assert drafter.proposals([a_decode(nearly_done)], 5000) == {}
 

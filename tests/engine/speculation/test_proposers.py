@@ -7,7 +7,7 @@ from engine.cost.live import LiveCost
 from engine.cost.model import CostModel
 from engine.iteration import Iteration
 from engine.media import Media
-from engine.request import Request, RequestSpec
+from engine.request import Request, RequestSpec, Times
 from engine.speculation.acceptance import UNKNOWN, AcceptanceRates, bucket_of
 from engine.speculation.budget import ASK_SECONDS, FIRST_STEPS, SHARE
 from engine.speculation.drafter import Drafter
@@ -35,7 +35,7 @@ def a_request(
     prompt: tuple[int, ...], output: tuple[int, ...] = (), number: int = 0, **fields: object
 ) -> Request:
     spec = RequestSpec(prompt, 1000, SamplingParams(), **fields)  # type: ignore[arg-type]
-    return Request(RequestId(number), spec, 0.0, output=list(output))
+    return Request(RequestId(number), spec, Times(0.0), output=list(output))
 
 
 def test_an_index_finds_the_longest_suffix_and_the_latest_of_equally_long_ones() -> None:
@@ -299,10 +299,15 @@ def test_wrong_guesses_end_the_drafts_and_right_ones_bring_them_back() -> None:
 
 def test_no_draft_is_behind_the_last_token_or_an_end_token_or_the_least_length() -> None:
     sampling = SamplingParams()
-    last = Request(RequestId(0), RequestSpec((1,), 3, sampling), 0.0, output=[7])
-    ends = Request(RequestId(1), RequestSpec((1,), 9, sampling, frozenset({7})), 0.0, output=[7])
+    last = Request(RequestId(0), RequestSpec((1,), 3, sampling), Times(0.0), output=[7])
+    ends = Request(
+        RequestId(1), RequestSpec((1,), 9, sampling, frozenset({7})), Times(0.0), output=[7]
+    )
     least = Request(
-        RequestId(2), RequestSpec((1,), 9, sampling, frozenset({3}), min_tokens=4), 0.0, output=[7]
+        RequestId(2),
+        RequestSpec((1,), 9, sampling, frozenset({3}), min_tokens=4),
+        Times(0.0),
+        output=[7],
     )
     found = a_drafter(CHEAP_ROWS).choose(decodes(last, ends, least), 100)
     assert found == {0: (7,), 2: (7, 7)}

@@ -231,7 +231,7 @@ class Case:
             raise Wrong(f"the policy orders {len(ordered)} of {len(live)} requests")
 
         entries = [entry for each in (step, *in_flight) for entry in each.entries]
-        suspects = {e.request_id for e in entries if self._watch.requests[e.request_id].is_suspect}
+        suspects = {e.request_id for e in entries if self._watch.requests[e.request_id].num_crashes}
         if len(suspects) > 1:
             raise Wrong(f"requests {suspects}, of which one may kill workers, are in flight")
 

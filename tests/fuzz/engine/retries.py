@@ -153,7 +153,7 @@ class RetryClients(Clients):
                 self._counts["left in flight" if request.num_in_flight else "left"] += 1
         self._check(request, received)
         self.results[request.request_id] = tuple(received.tokens), received.finish
-        if request.admitted_at is not None and request.num_cached < least:
+        if request.times.admitted_at is not None and request.num_cached < least:
             raise Wrong(
                 f"a retry of {request.prompt_len} tokens found {request.num_cached} in the cache, "
                 f"not {least}"

@@ -246,8 +246,8 @@ class Case:
         for outcome, alone, leave in zip(outcomes, expected, self.leaves, strict=True):
             request = outcome.request
             assert request is not None
-            self.counts["preempted"] += request.num_preemptions
-            self.counts["swapped"] += request.num_swaps
+            self.counts["preempted"] += request.setbacks.num_preemptions
+            self.counts["swapped"] += request.setbacks.num_swaps
             self.counts["cached tokens"] += request.num_cached
             if outcome.error is not None:  # two deaths are too few to give up a request
                 raise outcome.error

@@ -66,7 +66,7 @@ def test_lines_wait_until_their_key_has_tokens(tmp_path: Path) -> None:
         assert counts == {"b": 40, "a": 40}
         lines = [request for request in rig.ended if request.spec.tenant == "a"]
         tokens = sum(request.prompt_len + request.produced for request in lines)
-        last = max(request.arrived_at for request in lines) - lines[0].arrived_at
+        last = max(request.times.arrived_at for request in lines) - lines[0].times.arrived_at
         assert last > (tokens - 60 - 8 * 20) / 1.0, "one token per second"
 
     path = tmp_path / "keys.toml"

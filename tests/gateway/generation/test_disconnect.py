@@ -60,7 +60,7 @@ def test_a_request_whose_client_disconnects_in_the_queue_never_runs(stream: bool
             assert body["choices"][0]["message"]["content"] == LONG[:20]
 
     rig = play(scene, Setting(texts=(LONG,), num_blocks=30, admission=Admission.RESERVE))
-    assert rig.ended[0].admitted_at is None
+    assert rig.ended[0].times.admitted_at is None
 
 
 @STREAMED_OR_NOT

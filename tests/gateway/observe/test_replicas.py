@@ -116,9 +116,9 @@ async def scene() -> None:
         restarted += timeline.num_restarts
         blocked, _ = timeline.waited(rig.clock())
         seconds = sum(timeline.blocked.values())
-        admitted = timeline.request.admitted_at
+        admitted = timeline.request.times.admitted_at
         assert admitted is not None
-        assert abs(seconds - (admitted - timeline.request.arrived_at)) < 1e-6, (n, blocked)
+        assert abs(seconds - (admitted - timeline.request.times.arrived_at)) < 1e-6, (n, blocked)
         assert explain([timeline], "a" * n, rig.timelines, rig.clock())
     assert restarted >= 2
     assert rig.replicas.moves.num_moved > 0

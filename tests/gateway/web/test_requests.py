@@ -63,7 +63,7 @@ def test_a_queued_request_is_cancelled_before_it_runs() -> None:
             assert await first.start() == 200
 
     rig = play(scene, Setting(texts=(LONG,), max_batch_size=1))
-    assert rig.ended[0].admitted_at is None
+    assert rig.ended[0].times.admitted_at is None
 
 
 @pytest.mark.parametrize("path", ["/v1/requests/nobody/cancel", "/v1/requests/req_1/cancel"])

@@ -69,6 +69,6 @@ def test_a_preempted_request_finds_its_own_blocks_again() -> None:
     computed = 0
     while scheduler.pool:
         computed += sum(tokens for _, tokens in run_iteration(scheduler))
-    assert young.num_preemptions == 1
-    recomputed = computed - old.max_slots - young.max_slots
-    assert 0 < recomputed < young.max_slots // 2
+    assert young.setbacks.num_preemptions == 1
+    recomputed = computed - old.spec.max_slots - young.spec.max_slots
+    assert 0 < recomputed < young.spec.max_slots // 2

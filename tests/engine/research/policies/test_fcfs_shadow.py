@@ -73,7 +73,9 @@ def test_no_completion_time_is_much_longer_than_under_fcfs(seed: int) -> None:
         settings = PolicySettings(seats=2, min_outputs=10, fcfs_slack=SLACK)
         policy = build_learned(name, settings, lengths)
         requests = play(a_scheduler(policy, max_batch_size=2), arrivals)
-        return [(request.last_token_at or 0.0) - request.arrived_at for request in requests]
+        return [
+            (request.times.last_token_at or 0.0) - request.times.arrived_at for request in requests
+        ]
 
     own, fcfs = jcts("gittins"), jcts("fcfs")
     assert sum(own) < sum(fcfs)

@@ -260,6 +260,8 @@ def test_a_skewed_load_is_served_in_full_with_a_lower_mean_than_fcfs() -> None:
         scheduler = a_scheduler(build_learned(name, settings, [1] * 90 + [40] * 10))
         requests = play(scheduler, arrivals)
         assert all(request.state is State.FINISHED for request in requests)
-        return sum((r.last_token_at or 0.0) - r.arrived_at for r in requests) / len(requests)
+        return sum((r.times.last_token_at or 0.0) - r.times.arrived_at for r in requests) / len(
+            requests
+        )
 
     assert mean_jct("gittins") < mean_jct("fcfs")

@@ -20,7 +20,7 @@ def test_a_starvation_limit_can_be_set() -> None:
 
     def end(settings: PolicySettings) -> float | None:
         requests = play(a_scheduler(ShortestRemainingFirst(HAND_COST, settings)), arrivals)
-        return max(requests, key=lambda request: request.produced).last_token_at
+        return max(requests, key=lambda request: request.produced).times.last_token_at
 
     assert end(PolicySettings()) == 33.0
     assert end(PolicySettings(starvation_seconds=10.0)) == 13.0

@@ -183,6 +183,6 @@ def test_swapped_requests_produce_the_same_text(runner: Worker | Fleet, swap: Sw
     ]
     calm = serve(runner, SwapMode.OFF, runner.report.num_blocks, asks)
     short = serve(runner, swap, 12, asks)
-    assert sum(request.num_swaps for request in short) > 0
-    assert [request.num_preemptions for request in short] == [0] * len(asks)
+    assert sum(request.setbacks.num_swaps for request in short) > 0
+    assert [request.setbacks.num_preemptions for request in short] == [0] * len(asks)
     assert [request.output for request in short] == [request.output for request in calm]
