@@ -8,10 +8,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
-from engine.found_prefix import FoundPrefix as FoundPrefix
 from engine.media import Span
 from engine.samples import Samples as Samples
-from engine.setbacks import Setbacks
 from engine.states import TERMINAL as TERMINAL
 from engine.states import TRANSITIONS as TRANSITIONS
 from engine.states import Move as Move
@@ -24,13 +22,6 @@ if TYPE_CHECKING:
     from engine.media import Media
     from engine.pooling import PoolSpec
     from engine.step import Grammar, RequestId, SamplingParams, TokenLogprobs
-
-
-class Phase(Enum):
-    """What the next iteration computes for a request."""
-
-    PREFILL = "prefill"
-    DECODE = "decode"
 
 
 class FinishReason(Enum):
@@ -175,6 +166,28 @@ class RequestSpec:
         return len(self.prompt) - self.shared_len
 
 
+@dataclass(slots=True)
+class FoundPrefix:
+    """How much of a request's KV was in the cache when `engine.kv.prefix_search` last looked."""
+
+    num_matched: int = 0  # leading blocks that were on the device
+    num_evictions_seen: int = 0  # when `num_matched` was last checked: engine.kv.prefix_index
+    num_drops_seen: int = 0  # in the tiers below, likewise
+    num_reusable: int = 0  # leading blocks behind which it can start
+    reusable_hashes: list[bytes] = field(default_factory=list)  # the last used of its digests
+    reusable_at: tuple[int, int] | None = None  # the state for which `num_reusable` was found
+    awaits_lookup: bool = False  # until a shared store has answered what it has of the prompt
+
+
+@dataclass(slots=True)
+class Setbacks:
+    """How often a request had to wait for others, or to be computed again."""
+
+    num_preemptions: int = 0  # times that its KV was dropped, to be recomputed
+    num_swaps: int = 0  # times that its KV was swapped out
+    num_step_overs: int = 0  # later requests admitted before it since it last got its KV
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """The progress of a request. Apart from it stand its `times`, what the prefix cache had of it
@@ -258,15 +271,14 @@ class Request:
         if self.unplanned < 1 or self.num_in_flight != 1 or self.state is not State.RUNNING:
             return False
         num_known = self.produced + self.num_pending
-        has_mask = self.num_pending and self.spec.grammar is not None
-        if has_mask and self.samples.may_be_late(num_known - 1):
-            return False
-        return num_known < self.spec.max_tokens
+        has_mask = self.num_pending > 0 and self.spec.grammar is not None
+        may_be_late = has_mask and self.samples.may_be_late(num_known - 1)
+        return not may_be_late and num_known < self.spec.max_tokens
 
     @property
-    def phase(self) -> Phase:
-        is_decode = self.output and self.num_computed == self.num_tokens - 1
-        return Phase.DECODE if is_decode else Phase.PREFILL
+    def is_decoding(self) -> bool:
+        """Whether no KV but that of its last output token is to be computed."""
+        return bool(self.output) and self.num_computed == self.num_tokens - 1
 
     @property
     def final_move(self) -> Move:
@@ -303,9 +315,8 @@ class Request:
     @property
     def wants_prompt_logprobs(self) -> bool:
         """Whether requested log-probabilities of its prompt are still to be computed."""
-        if self.spec.prompt_logprobs is None:
-            return False
-        return len(self.prompt_logprobs) < len(self.spec.prompt) - 1
+        wants = self.spec.prompt_logprobs is not None
+        return wants and len(self.prompt_logprobs) < len(self.spec.prompt) - 1
 
     def tokens(self, start: int, stop: int) -> tuple[int, ...]:
         """Known token ids at positions `[start, stop)`."""

@@ -23,11 +23,9 @@ class Samples:
 
     def may_be_late(self, index: int) -> bool:
         """Whether output token `index` of a request with a grammar may be late because of it, so
-        that no iteration can be planned ahead of it.
-
-        The first token after it got its KV may be, since the worker may have to compile the
-        grammar; every `LATE_INTERVAL`-th, to find out whether masks are slow; and all if one was.
-        """
+        that no iteration can be planned ahead of it. The first token after it got its KV may be,
+        since the worker may have to compile the grammar; every `LATE_INTERVAL`-th, to find out
+        whether masks are slow; and all if one was."""
         return self.has_slow_masks or (index - self.produced_at_start) % LATE_INTERVAL == 0
 
     def was_late(self, index: int) -> None:

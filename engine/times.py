@@ -18,8 +18,3 @@ class Times:
     def ttft(self) -> float | None:
         """Seconds from its arrival to its first token."""
         return None if self.first_token_at is None else self.first_token_at - self.arrived_at
-
-    @property
-    def total(self) -> float | None:
-        """Seconds from its arrival to its end."""
-        return None if self.ended_at is None else self.ended_at - self.arrived_at

@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 
 
 class BackgroundTime:
-    """The seconds that background requests may still add to the batch being filled. They are known
-    from the first background request on, when all other requests are in the batch."""
+    """The seconds that background requests may still add to the batch being filled
+    (`BatchBuilder.background_seconds`). They are known from the first background request on, when
+    all other requests are in the batch."""
 
     def __init__(
         self,
@@ -37,29 +38,24 @@ class BackgroundTime:
         self._pool = pool
         self._cost = cost
         self._step_time = step_time
-        self._seconds: float | None = None
-
-    def begin_batch(self) -> None:
-        """An empty batch will be filled."""
-        self._seconds = None
 
     def tokens(self, batch: "BatchBuilder", request: "Request", num_tokens: int) -> int:
         """How many of a background request's next `num_tokens` tokens there is time for."""
-        if self._seconds is None:
-            self._seconds = self._all_seconds(batch)
-        if self._seconds == inf or num_tokens < 1:
+        if batch.background_seconds is None:
+            batch.background_seconds = self._all_seconds(batch)
+        if batch.background_seconds == inf or num_tokens < 1:
             return num_tokens
         model, beside = self._cost.model, batch.num_tokens
-        seconds = model.tokens(beside) + self._seconds
+        seconds = model.tokens(beside) + batch.background_seconds
         in_time = model.tokens_within(seconds, num_tokens, request.num_planned, beside)
         fewest = min(num_tokens, MIN_PIECE) if self._chunks_prompts else num_tokens
         return in_time if in_time >= fewest else 0
 
     def spend(self, batch: "BatchBuilder", request: "Request", num_tokens: int) -> None:
         """So many of its tokens will be added to the batch."""
-        if self._seconds is not None and self._seconds < inf:
-            model = self._cost.model
-            self._seconds -= model.added(num_tokens, request.num_planned, batch.num_tokens)
+        if batch.background_seconds is not None and batch.background_seconds < inf:
+            added = self._cost.model.added(num_tokens, request.num_planned, batch.num_tokens)
+            batch.background_seconds -= added
 
     def _all_seconds(self, batch: "BatchBuilder") -> float:
         """The seconds for all background requests beside those in the batch."""

@@ -47,6 +47,8 @@ class BatchBuilder:
         self.has_suspect = False
         self.least_crashes = 0  # a suspect with more crashes is not taken
         self.is_deferred = False  # a request waits until more of its prefix is hashed
+        self.is_cut = False  # a prompt's chunk was shortened for lack of time
+        self.background_seconds: float | None = None  # see `BackgroundTime`
         self.looks_ahead = True  # so tokens that may be late are few
         self.decodes: list[tuple[Request, StepEntry]] = []  # `Proposals` changes them
         self.prefills: list[tuple[Request, StepEntry]] = []

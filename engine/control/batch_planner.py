@@ -54,13 +54,13 @@ class BatchPlanner:
         self.time.begin_plan(now)
         self._fill(batch, now)
         while batch.is_empty and (batch.is_deferred or batch.num_held):
-            batch.is_deferred, batch.num_held = False, 0
+            batch.is_deferred = batch.is_cut = False
+            batch.num_held, batch.background_seconds = 0, None
             self._kv.search.begin_plan(now)
             self._fill(batch, now)
 
     def _fill(self, batch: "BatchBuilder", now: float) -> None:
         """Take requests in the policy's order; when no more may be admitted, only started ones."""
-        self.time.begin_batch()
         order = self._pool.policy.order(now)
         admits = not (self._takes_whole_batch and self._pool.num_admitted)
         request: Request | None = None

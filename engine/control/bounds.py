@@ -75,7 +75,6 @@ class TimeBound:
         self._seats = seats
         self._step_time = StepTime(settings, pool, cost)
         self._background = BackgroundTime(settings, pool, cost, self._step_time)
-        self._is_cut = False  # a prompt's chunk in the batch was shortened for lack of time
 
     def watch(self, request: Request) -> None:
         """A request arrives; it may have a goal of its own."""
@@ -84,11 +83,6 @@ class TimeBound:
     def begin_plan(self, now: float) -> None:
         """Forget what was computed for the last plan."""
         self._step_time.begin_plan(now)
-
-    def begin_batch(self) -> None:
-        """An empty batch will be filled."""
-        self._is_cut = False
-        self._background.begin_batch()
 
     def goal(self, batch: "BatchBuilder") -> float:
         """The lowest ITL goal of the decodes in the batch; infinite if there is none."""
@@ -103,7 +97,7 @@ class TimeBound:
                 in_time = self._in_step_seconds(batch, request, num_tokens)
                 if in_time and self._step_time.bounds_pieces:
                     in_time = self._step_time.piece(batch, request, in_time)
-            self._is_cut = self._is_cut or in_time < num_tokens
+            batch.is_cut = batch.is_cut or in_time < num_tokens
             num_tokens = in_time
         if num_tokens and request.spec.is_background:
             return self._background.tokens(batch, request, num_tokens)
@@ -138,7 +132,7 @@ class TimeBound:
 
     def _is_used_up(self, batch: "BatchBuilder") -> bool:
         """Whether the batch has no time left for another prompt."""
-        return self._is_cut and batch.has_prefills
+        return batch.is_cut and batch.has_prefills
 
     def _in_step_seconds(self, batch: "BatchBuilder", request: Request, num_tokens: int) -> int:
         """How many of a prompt's tokens fit into `max_step_seconds`: at least `MIN_PIECE` for the

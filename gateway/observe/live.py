@@ -14,7 +14,7 @@ import orjson
 
 from engine.events import Observer
 from engine.policy import POLICIES, levels_of, name_of
-from engine.request import Phase, State
+from engine.request import State
 from gateway.observe.queueing import lacks
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ def _shown(engine: "Engine") -> "list[Request]":
 
 def _state(request: "Request") -> str:
     if request.state in RUNNING:
-        return "prefill" if request.phase is Phase.PREFILL else "decode"
+        return "decode" if request.is_decoding else "prefill"
     return request.state.value
 
 

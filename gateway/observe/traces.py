@@ -154,8 +154,8 @@ def attributes(timeline: "Timeline", model: str) -> dict[str, Any]:
     }
     if times.ttft is not None:
         found["gen_ai.latency.time_to_first_token"] = times.ttft
-    if times.total is not None:
-        found["gen_ai.latency.e2e"] = times.total
+    if times.ended_at is not None:
+        found["gen_ai.latency.e2e"] = times.ended_at - times.arrived_at
     return found
 
 
@@ -247,9 +247,9 @@ class _Exporter:
     def measure(self, timeline: "Timeline", about: dict[str, str]) -> None:
         """Record a request in the metrics."""
         request, times = timeline.request, timeline.request.times
-        if times.total is None:
+        if times.ended_at is None:
             return
-        self._seconds["request.duration"].record(times.total, about)
+        self._seconds["request.duration"].record(times.ended_at - times.arrived_at, about)
         for kind, count in (("input", request.prompt_len), ("output", request.produced)):
             self._tokens.record(count, about | {"gen_ai.token.type": kind})
         if times.first_token_at is None or times.last_token_at is None:

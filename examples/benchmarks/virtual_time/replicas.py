@@ -168,7 +168,7 @@ async def play(
 
 def figures_of(num_replicas: int, way: Way, requests: Sequence[Request], moved: int) -> Figures:
     ttfts = sorted(time_of(each.times.ttft) for each in requests)
-    jcts = [time_of(each.times.total) for each in requests]
+    jcts = [time_of(each.times.ended_at) - each.times.arrived_at for each in requests]
     prompts = sum(each.prompt_len for each in requests)
     outputs = sum(each.produced for each in requests)
     seconds = max(time_of(each.times.ended_at) for each in requests)

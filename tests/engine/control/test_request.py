@@ -7,7 +7,6 @@ from engine.request import (
     Abort,
     FinishReason,
     Move,
-    Phase,
     Request,
     RequestSpec,
     State,
@@ -45,19 +44,19 @@ def test_every_live_state_can_reach_a_terminal_state() -> None:
 
 def test_a_prompt_is_prefilled_and_its_output_decoded() -> None:
     request = make()
-    assert (request.phase, request.remaining) == (Phase.PREFILL, 3)
+    assert (request.is_decoding, request.remaining) == (False, 3)
     request.num_computed = 2
-    assert (request.phase, request.remaining) == (Phase.PREFILL, 1)
+    assert (request.is_decoding, request.remaining) == (False, 1)
     request.num_computed = 3
     request.output.append(9)
-    assert (request.phase, request.remaining) == (Phase.DECODE, 1)
+    assert (request.is_decoding, request.remaining) == (True, 1)
 
 
 def test_after_a_preemption_prompt_and_output_are_prefilled_again() -> None:
     request = make()
     request.output += [9, 8]
     request.num_computed = 0
-    assert (request.phase, request.remaining) == (Phase.PREFILL, 5)
+    assert (request.is_decoding, request.remaining) == (False, 5)
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 2), (1, 3), (2, 5), (3, 5), (4, 5), (0, 5)])
