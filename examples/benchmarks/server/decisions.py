@@ -1,13 +1,15 @@
 """Seconds of decisions: 1, 8, 64 and 400 questions about an input of about 2,000 tokens.
 
 Each round asks about a new input (cold), and then the same again (warm). Questions are predicates,
-choices of 4 and scores of 5 levels in turn, in one request in System One's form. `--url` measures a
-server that runs and has no decisions, in turn with Podway: there each question is a completion of
-one token with its ten most likely ones, all sent at once with the input before the question.
-Podway's rows also have iterations and computed tokens, from its /metrics.
+choices of 4 and scores of 5 levels in turn, in one request in System One's form. `--servers` starts
+others, from a TOML file, that have no decisions: there each question is a completion of one token
+with its ten most likely ones, all sent at once with the input before the question. Podway's rows
+also have iterations and computed tokens, from its /metrics. A first round warms up, and is not
+counted; with `--once` there is neither that nor the warm half. Rows of other runs stay in DIR.
 
     python -m examples.benchmarks.server.decisions CHECKPOINT [--flags "--weights int8"]
-        [--url NAME=URL …] [--questions 1,8,64,400] [--words 1600] [--rounds 3] [--out DIR]
+        [--servers FILE [--only NAME …]] [--questions 1,8,64,400] [--once] [--words 1600]
+        [--rounds 3] [--out DIR]
 """
 
 import argparse
@@ -15,6 +17,7 @@ import asyncio
 import json
 import random
 import time
+import tomllib
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -23,6 +26,7 @@ from typing import Any
 
 import aiohttp
 
+from examples.benchmarks.peers.servers import read_servers, running
 from examples.benchmarks.server.served import gauges, serving
 from examples.benchmarks.virtual_time.written import write_results
 
@@ -95,15 +99,22 @@ async def seconds_of(session: aiohttp.ClientSession, url: str, body: dict[str, A
 
 
 async def one_round(
-    session: aiohttp.ClientSession, url: str, body: dict[str, Any], *, is_podway: bool
+    session: aiohttp.ClientSession,
+    url: str,
+    body: dict[str, Any],
+    *,
+    is_podway: bool,
+    is_once: bool,
 ) -> dict[str, float]:
-    """Seconds of a new input and of the same again; of Podway also what the first one took."""
+    """Seconds of a new input, and of the same again unless `is_once`; of Podway also what the first
+    one took."""
     seconds = seconds_of if is_podway else seconds_of_completions
     before = await gauges(session, url) if is_podway else {}
     cold = await seconds(session, url, body)
     after = await gauges(session, url) if is_podway else {}
     counted = {name: after[key] - before[key] for name, key in COUNTERS.items() if is_podway}
-    return {"cold": cold, "warm": await seconds(session, url, body), **counted}
+    again = {} if is_once else {"warm": await seconds(session, url, body)}
+    return {"cold": cold, **again, **counted}
 
 
 async def measure(urls: dict[str, str], options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -112,7 +123,7 @@ async def measure(urls: dict[str, str], options: argparse.Namespace) -> list[dic
     timeout = aiohttp.ClientTimeout(total=None)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
-        for number in range(options.rounds + 1):  # the first one warms up
+        for number in range(options.once, options.rounds + 1):  # number 0 warms up
             for count in options.questions:
                 body = {
                     "state": text_of(options.words, 1000 * count + number),
@@ -121,7 +132,9 @@ async def measure(urls: dict[str, str], options: argparse.Namespace) -> list[dic
                 for name, url in urls.items():
                     is_podway = name == "Podway"
                     named = body | {"model": options.model}
-                    found = await one_round(session, url, named, is_podway=is_podway)
+                    found = await one_round(
+                        session, url, named, is_podway=is_podway, is_once=options.once
+                    )
                     if number:
                         rounds.setdefault((name, count), []).append(found)
     return [
@@ -140,8 +153,9 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     for row in sorted(rows, key=lambda row: (row["questions"], row["server"])):
         each = 1000 * row["cold"] / row["questions"]
         counted = [f"{row[name]:.0f}" if name in row else "" for name in COUNTERS]
+        again = f"{row['warm']:.3f}" if "warm" in row else ""
         lines.append(
-            f"| {row['server']} | {row['questions']} | {row['cold']:.3f} | {row['warm']:.3f} | "
+            f"| {row['server']} | {row['questions']} | {row['cold']:.3f} | {again} | "
             f"{each:.1f} | {' | '.join(counted)} |"
         )
     return "\n".join(lines)
@@ -158,8 +172,10 @@ about 2,000 tokens are answered, medians over {about["rounds"]} round(s) in turn
 ([JSON](decisions.json)). {about["about"]}.
 
 *Again*: the same questions once more, with the prefix caches warm.
-Podway gets all questions in one request to `/v1/systemone`. The other server has no such endpoint:
-there each question is a completion of one token with its ten most likely ones, all sent at once.
+Rows without it were asked once, with no round before.
+Podway gets all questions in one request to `/v1/systemone`. The other servers have no such
+endpoint: there each question is a completion of one token with its ten most likely ones, all sent
+at once.
 
 {table(rows)}
 
@@ -168,12 +184,24 @@ questions behind it together.
 """
 
 
+def others(directory: Path, rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows that the directory has and that are not measured anew."""
+    path, fresh = (
+        directory / f"{directory.name}.json",
+        {(row["server"], row["questions"]) for row in rows},
+    )
+    kept = json.loads(path.read_text())[1:] if path.exists() else []
+    return [row for row in kept if (row["server"], row["questions"]) not in fresh]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("checkpoint")
     parser.add_argument("--model", default="m", help="the name of the model on all servers")
     parser.add_argument("--flags", default="", help="of podway serve")
-    parser.add_argument("--url", action="append", default=[], metavar="NAME=URL")
+    parser.add_argument("--servers", type=Path, help="a TOML file of others, which are started")
+    parser.add_argument("--only", nargs="+", help="the names of those that are")
+    parser.add_argument("--once", action="store_true", help="no round before, and not again")
     parser.add_argument("--questions", default="1,8,64,400")
     parser.add_argument("--words", type=int, default=1600)
     parser.add_argument("--rounds", type=int, default=3)
@@ -184,12 +212,16 @@ def main() -> None:
     with ExitStack() as stack:
         flags = [options.checkpoint, "--served-model-name", options.model, *options.flags.split()]
         _, url = stack.enter_context(serving(flags))
-        peers = dict(each.split("=", 1) for each in options.url)
-        rows = asyncio.run(measure({"Podway": url, **peers}, options))
+        urls = {"Podway": url}
+        tables = tomllib.loads(options.servers.read_text()) if options.servers else {"server": []}
+        for server in read_servers(tables):
+            if not options.only or server.name in options.only:
+                urls[server.name] = stack.enter_context(running(server)).url
+        rows = asyncio.run(measure(urls, options))
     print(table(rows))
     if options.out:
         about = {"about": options.about, "rounds": options.rounds}
-        write_results(options.out, [about, *rows], page)
+        write_results(options.out, [about, *others(options.out, rows), *rows], page)
 
 
 if __name__ == "__main__":

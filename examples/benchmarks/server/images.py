@@ -47,7 +47,7 @@ Figures = dict[str, Any]
 
 
 class Reply(NamedTuple):
-    """Seconds to a reply of one token, the prompt's tokens, and how many of them were cached."""
+    """Seconds to a reply of one token, the prompt's tokens (0: not told), and the cached ones."""
 
     seconds: float
     prompt: int
@@ -85,9 +85,9 @@ class Chats:
         async with self._session.post(f"{self._url}/v1/chat/completions", json=body) as response:
             text = await response.json()
             assert response.status == 200, text
-        usage = text["usage"]
+        usage = text.get("usage", {})
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
-        return Reply(time.perf_counter() - began, usage["prompt_tokens"], cached)
+        return Reply(time.perf_counter() - began, usage.get("prompt_tokens", 0), cached)
 
 
 async def alone(session: aiohttp.ClientSession, url: str, chats: Chats, image: str) -> Figures:

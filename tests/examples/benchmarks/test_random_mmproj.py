@@ -1,5 +1,6 @@
 """Random models that read images are two files that belong together, with the shape's sizes."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from adapters.models.checks.checkpoint import check_checkpoint
 from adapters.models.named_shapes.vision import IMAGES, VISION_SHAPES
 from engine.worker.ports import Shard
 from engine.worker.weights.checkpoint import Checkpoint
-from examples.benchmarks.peers import random_gguf, random_mmproj
+from examples.benchmarks.peers import random_checkpoint, random_gguf, random_mmproj
 
 
 def shrunk(name: str) -> dict[str, Any]:
@@ -45,3 +46,18 @@ def test_both_files_of_a_shape_belong_together(
     added = read_tokenizer(GgufFile(text))["added_tokens"]
     found = {each["content"]: each["id"] for each in added}
     assert shapes["small"][IMAGES]["tokens"].items() <= found.items()
+
+
+def test_a_checkpoint_of_a_shape_has_the_vocabulary_of_its_gguf_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes = {"small": shrunk("SmolVLM2-256M")}
+    for module in (random_checkpoint, random_gguf, random_mmproj):
+        monkeypatch.setattr(module, "VISION_SHAPES", shapes)
+    random_checkpoint.write("small", tmp_path, tmp_path / "small")
+    read = read_tokenizer(GgufFile(tmp_path / "small-q8_0.gguf"))
+    assert json.loads((tmp_path / "small" / "tokenizer.json").read_text()) == read
+    checkpoint = Checkpoint.open(str(tmp_path / "small"))
+    weights = checkpoint.open_weights(torch.float32, lambda *_: None)
+    checkpoint.survey(weights, Shard.whole(checkpoint.family.shape))
+    assert checkpoint.encoder is not None
