@@ -131,7 +131,7 @@ class Service:
         body, lines, images = await request.json(), [], []
         for message in body["messages"]:
             content = message["content"]
-            parts = [{"text": content}] if isinstance(content, str) else content
+            parts: list[Json] = [{"text": content}] if isinstance(content, str) else content
             images += [
                 picture_of(each["image_url"]["url"]) for each in parts if "image_url" in each
             ]
