@@ -31,6 +31,14 @@ from tests.conftest import Server, read_url, start_server
 
 PROMPTS = 8  # different requests; each has one text
 TOKENS = 48
+MODELS = ("builtin", "second")  # requests name each in turn; with `--models 2` they are two models
+TABLES = """\
+[models.builtin]
+model = "builtin"
+pinned = true
+[models.second]
+model = "builtin"
+"""
 BATCH_LINES = 40
 ENDS = ("response.completed", "response.incomplete")
 REMARKS = """\
@@ -40,7 +48,7 @@ REMARKS = """\
 - WebSockets lost a response in each upgrade before these runs: a connection whose next message was
   being read was closed as one at rest.
 
-Not measured: several replicas or models, a GPU, containers and systemd.
+Not measured: a GPU, containers and systemd.
 """
 ABOUT = """\
 # Servers that are replaced again and again under load
@@ -50,7 +58,8 @@ stream of 48 tokens after the other, or one response after the other over a WebS
 of 40 lines after the other; every text is compared with that of an undisturbed server. A gap is the
 longest time between two events of a stream, or before the first ([JSON](upgrades.json)). Two
 servers share the cores during an upgrade: the new one loads while the former one serves, and then
-the former one finishes.
+the former one finishes. Of two models, both are loaded before the new server takes over, since the
+former one has them; the streams use both.
 
 | upgrades | | complete | lost | different | gap p50 / p99 / most, s | undisturbed |
 |---|---|---|---|---|---|---|
@@ -79,8 +88,8 @@ class Load:
 def body_of(number: int) -> dict[str, object]:
     """A request whose text is fixed by its seed."""
     return {
-        "model": "builtin", "prompt": f"Story {number}:", "max_tokens": TOKENS, "seed": number,
-        "temperature": 0.9, "ignore_eos": True, "stream": True,
+        "model": MODELS[number % len(MODELS)], "prompt": f"Story {number}:", "max_tokens": TOKENS,
+        "seed": number, "temperature": 0.9, "ignore_eos": True, "stream": True,
     }  # fmt: skip
 
 
@@ -162,7 +171,7 @@ async def batch(session: aiohttp.ClientSession, url: str) -> list[str]:
     """The texts of a batch of `BATCH_LINES` completions, in their order."""
     lines = [
         {"custom_id": str(number), "method": "POST", "url": "/v1/completions",
-         "body": {**body_of(number % PROMPTS), "stream": False}}
+         "body": {**body_of(number % PROMPTS), "model": MODELS[0], "stream": False}}
         for number in range(BATCH_LINES)
     ]  # fmt: skip
     form = aiohttp.FormData({"purpose": "batch"})
@@ -276,6 +285,10 @@ def page(runs: Sequence[Mapping[str, Any]]) -> str:
     lines = []
     for run in runs:
         what = f"{run['streams']} streams{' with TLS' if run['tls'] else ''}"
+        if run.get("replicas", 1) > 1:
+            what += f", {run['replicas']} replicas"
+        if run.get("models", 1) > 1:
+            what += f", {run['models']} models"
         for suffix, name in (("", what), (", WebSockets", "WebSockets"), (", batches", "batches")):
             if (after := run.get(f"upgraded{suffix}")) is not None:
                 before = run[f"undisturbed{suffix}"]
@@ -296,6 +309,24 @@ def _gaps(summary: Mapping[str, Any]) -> str:
     return f"{summary['gap_p50']} / {summary['gap_p99']} / {summary['gap_max']}"
 
 
+def flags_of(args: argparse.Namespace, directory: Path) -> list[str]:
+    """The flags of the server, whose files are in the directory."""
+    flags = ["--cost-model", "none", "--threads", "1", "--kv-slots", "32768"]
+    if args.models > 1:
+        (directory / "models.toml").write_text(TABLES)
+        flags += ["--config", str(directory / "models.toml")]
+    else:
+        flags += [f"--served-model-name={name}" for name in MODELS]
+    if args.replicas > 1:
+        flags += ["--replicas", str(args.replicas)]
+    if args.batches:
+        flags += ["--store", str(directory / "store.sqlite")]
+    if args.tls:
+        certificate, key = make_certificate(directory, "upgrades")
+        flags += ["--tls-cert", str(certificate), "--tls-key", str(key)]
+    return flags
+
+
 def main() -> None:
     """Run, print and write the result."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -305,23 +336,20 @@ def main() -> None:
     parser.add_argument("--tls", action="store_true")
     parser.add_argument("--sockets", type=int, default=0, help="clients with a WebSocket")
     parser.add_argument("--batches", action="store_true", help="compute batches beside the streams")
+    parser.add_argument("--replicas", type=int, default=1)
+    parser.add_argument("--models", type=int, choices=(1, len(MODELS)), default=1)
     parser.add_argument("--note", default="", help="the machine, and what else ran on it")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         directory = Path(folder)
-        flags = ["--cost-model", "none", "--threads", "1", "--kv-slots", "32768"]
-        if args.batches:
-            flags += ["--store", str(directory / "store.sqlite")]
-        if args.tls:
-            certificate, key = make_certificate(directory, "upgrades")
-            flags += ["--tls-cert", str(certificate), "--tls-key", str(key)]
-        with start_server(directory, *flags) as server:
+        with start_server(directory, *flags_of(args, directory)) as server:
             url = read_url(server)
             result = asyncio.run(measure(args, server, url))
             server.terminate()
             result["exit_code"] = server.wait(60)
     result |= {"streams": args.streams, "sockets": args.sockets, "batches": args.batches}
+    result |= {"replicas": args.replicas, "models": args.models}
     result |= {"tls": args.tls, "tokens": TOKENS, "note": args.note}
     sys.stdout.write(json.dumps(result, indent=1) + "\n")
     if args.out is not None:
