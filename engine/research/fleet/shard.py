@@ -243,13 +243,14 @@ class Shard:
         if at < inf:
             heappush(self._events, (at, number))
 
-    def end(self, replicas: "Sequence[int]") -> list[Begun]:
+    def end(self, replicas: "Sequence[int]", now: float) -> list[Begun]:
         """These replicas end, and begin anew with their next request. Returns the requests that
         they had."""
         live: list[Begun] = []
         for number in replicas:
             if (member := self._members.pop(number, None)) is not None:
                 del self._next_at[number]
+                member.replica.advance(now)  # through the steps of a leap
                 self._count(member)
                 live += member.live()
         return live

@@ -78,7 +78,7 @@ class FleetSetup:
 class _Shards(Protocol):
     def advance(self, until: float, routed: list[Routed]) -> list[LoadReport]: ...
 
-    def end(self, replicas: "Sequence[int]") -> list[Begun]: ...
+    def end(self, replicas: "Sequence[int]", now: float) -> list[Begun]: ...
 
     def results(self) -> "list[ShardResult]": ...
 
@@ -92,8 +92,8 @@ class _InProcess:
     def advance(self, until: float, routed: list[Routed]) -> list[LoadReport]:
         return self._shard.advance(until, routed)
 
-    def end(self, replicas: "Sequence[int]") -> list[Begun]:
-        return self._shard.end(replicas)
+    def end(self, replicas: "Sequence[int]", now: float) -> list[Begun]:
+        return self._shard.end(replicas, now)
 
     def results(self) -> "list[ShardResult]":
         return [self._shard.result()]
@@ -137,9 +137,9 @@ class _InProcesses:
             pipe.send((until, part))
         return [LoadReport(*row) for pipe in self._pipes for row in pipe.recv()]
 
-    def end(self, replicas: "Sequence[int]") -> list[Begun]:
+    def end(self, replicas: "Sequence[int]", now: float) -> list[Begun]:
         for pipe in self._pipes:
-            pipe.send((None, replicas))  # a shard has some of them
+            pipe.send((replicas, now))  # a shard has some of them
         return [each for pipe in self._pipes for each in pipe.recv()]
 
     def results(self) -> "list[ShardResult]":
@@ -155,11 +155,10 @@ def _serve(pipe: "Connection", shard: Shard) -> None:
     gc.set_threshold(*GC_THRESHOLDS)
     try:
         while (request := pipe.recv()) is not None:
-            until, given = request
-            if until is None:
-                pipe.send(shard.end(given))
+            if isinstance(request[0], float):
+                pipe.send([tuple(report) for report in shard.advance(*request)])
             else:
-                pipe.send([tuple(report) for report in shard.advance(until, given)])
+                pipe.send(shard.end(*request))
         pipe.send(shard.result())
     except EOFError:
         return
@@ -276,7 +275,7 @@ class _Coordinator:
         """The requests of replicas that have died, which go on elsewhere."""
         if self.outages is None or not (ended := self.outages.update(now)):
             return []
-        begun = sorted(self._shards.end(ended))
+        begun = sorted(self._shards.end(ended, now))
         self.outages.num_moved += len(begun)
         route, arrivals = self._router.route, self._arrivals
         return [

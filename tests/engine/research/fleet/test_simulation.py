@@ -140,3 +140,12 @@ def test_no_request_is_lost_while_machines_die_and_an_upgrade_rolls_through() ->
     assert 0 < sum(len(each.pauses) for each in run.results) <= run.outages.num_moved
     assert (figures.at("jct", "mean") or 0.0) > (undisturbed.at("jct", "mean") or 0.0)
     assert min(moment.active for moment in run.moments) in (4, 6)
+
+
+def test_a_request_goes_on_with_the_tokens_that_it_had_when_its_machine_died() -> None:
+    plan = OutagePlan(1, {5.0: 0})
+    arrivals = [Arrival(0.0, 100, 200), Arrival(20.0, 100, 5)]
+    run = run_fleet(FleetSetup(setup(), 2, "least-tokens", outages=plan), arrivals)
+    ((pause,),) = [each.pauses for each in run.results]
+    assert pause < 0.5
+    assert figures_of(FleetSetup(setup(), 2), arrivals, run).num_finished == 2
