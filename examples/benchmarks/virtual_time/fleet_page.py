@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 Found = Mapping[str, Any]
+HOUR = 3600.0
 
 
 def report(found: Found, check: Found | None = None, scaled: Found | None = None) -> str:
@@ -85,6 +86,9 @@ def outages(part: Found) -> str:
         f"(p50) and {ttft['p99']:.3g} s (p99), JCT {jct['p50']:.3g} s and {jct['p99']:.3g} s. "
         f"{speed(part, row)}"
     )
+    if part["seconds"] < HOUR:
+        minutes = row["speed"]["cpu"] * HOUR / part["seconds"] / 60
+        text += f" The whole hour was not played: at this speed it takes {minutes:.0f} CPU minutes."
     return f"## Deaths and a rolling upgrade\n\n{text}\n"
 
 
