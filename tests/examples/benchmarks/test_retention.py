@@ -2,6 +2,9 @@
 
 import json
 
+import pytest
+
+from examples.benchmarks.virtual_time import retention
 from examples.benchmarks.virtual_time.retention import OUT, page, run
 
 
@@ -10,7 +13,10 @@ def test_the_page_shows_the_figures_of_its_runs() -> None:
     assert (OUT / "README.md").read_text() == page(rows)
 
 
-def test_what_is_retained_for_an_agent_is_there_after_its_wait() -> None:
+def test_what_is_retained_for_an_agent_is_there_after_its_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(retention, "RATE", 2.0)
     without, with_time = run(2, 0.0), run(2, 3600.0)
     assert without["second turn cached"] == 0.0
     assert with_time["second turn cached"] > 0.9
