@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import IO
 
@@ -104,6 +105,7 @@ def is_in_tier(item: pytest.Item) -> bool:
     return any(mark.name in TIERS.values() for mark in item.iter_markers())
 
 
+@cache
 def tier_of(path: Path) -> str | None:
     """The marker of the tests in a file."""
     markers = (marker for tier, marker in TIERS.items() if path.is_relative_to(TESTS / tier))

@@ -16,7 +16,8 @@ from engine.worker.weights.formats.grouped import GroupedWeight, GroupLayout, Gr
 
 MOST = {8: MAX_8_BITS, 14: MAX_14_BITS}
 FASTEST = 8 if HAS_VNNI else 14
-# Together these have every part of a layout, in both widths; the others have that of this CPU.
+# Together these have every part of a layout, and with "q5_1", whose steps have a plane of one bit,
+# in both widths; the others are compiled in that of this CPU.
 SOME = {"q4_k", "q6_k", "uint4_128", "q8_0", "mxfp4"}
 CASES = [
     pytest.param(
@@ -27,7 +28,7 @@ CASES = [
     )
     for name in LAYOUTS
     for bits in MOST
-    if name in {*SOME, "int4"} or bits == FASTEST
+    if name in {*SOME, "int4", "q5_1"} or bits == FASTEST
 ]
 
 
