@@ -31,6 +31,8 @@ def write(shape: str, folder: Path, directory: Path) -> None:
         random_gguf.write(shape, "q8_0", text)
     config: dict[str, Any] = dict({**SHAPES, **VISION_SHAPES}[shape])
     config.pop(IMAGES, None)
+    if "scale_factor" in config:
+        documents["processor_config.json"] = {"image_seq_len": tokens_of_a_tile(config)}
     model_class = getattr(transformers, config["architectures"][0])
     torch.manual_seed(0)
     model_class(model_class.config_class(**config)).save_pretrained(directory)
@@ -39,6 +41,13 @@ def write(shape: str, folder: Path, directory: Path) -> None:
     documents["tokenizer_config.json"]["tokenizer_class"] = "PreTrainedTokenizerFast"
     for name, document in documents.items():
         (directory / name).write_text(json.dumps(document))
+
+
+def tokens_of_a_tile(config: dict[str, Any]) -> int:
+    """SmolVLM's, for its processor."""
+    vision = config["vision_config"]
+    side = vision["image_size"] // vision["patch_size"] // config["scale_factor"]
+    return int(side * side)
 
 
 def main() -> None:
