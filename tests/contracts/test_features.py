@@ -72,7 +72,7 @@ class Bench:
     patch: pytest.MonkeyPatch
     made: list[OnStandIns] = field(default_factory=list)
 
-    def load(self, model: Path, **changes: object) -> RunsSteps:
+    def load(self, model: Path, **changes: Any) -> RunsSteps:
         """A worker; on the stand-in its steps run within the rules of a step."""
         if self.device == "cuda":
             self.made.append(on_stand_ins(model, **LIMITS, **changes))
