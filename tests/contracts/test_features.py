@@ -77,7 +77,7 @@ class Bench:
         if self.device == "cuda":
             self.made.append(on_stand_ins(model, **LIMITS, **changes))
             return self.made[-1]
-        return load_worker(model, **LIMITS, **changes)
+        return Worker.load(changed(settings_for(model), **LIMITS, **changes), lambda *_: None)
 
     def load_lora(self, worker: RunsSteps, spec: LoraSpec) -> None:
         loaded = worker.worker if isinstance(worker, OnStandIns) else worker
