@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from engine.control.image_cache import CachedImage, ImageCache
 from engine.control.rope_positions import RopePositions
+from engine.cost.errors import PredictionErrors
 from engine.cost.live import NEWS_SHARE
 from engine.errors import InvalidRequest
 from engine.media import EncoderWork, EntryMedia, ImageRows
@@ -46,6 +47,7 @@ class Images:
         self._num_dropped = 0  # before this plan
         self._now = 0.0
         self._seconds_per_flop = 0.0  # 0: not measured
+        self._errors = PredictionErrors()  # of the seconds of an iteration's slices
         self.num_encoded = 0  # images, since the start
 
     @property
@@ -181,8 +183,8 @@ class Images:
             image.is_sent = True
 
     def plan(self, seconds: float) -> tuple[EncoderWork, ...]:
-        """The slices that the next iteration computes in about so many seconds: at least one, if
-        an image is wanted whose pixels were sent."""
+        """The slices that nine of ten iterations compute in so many seconds: at least one, if an
+        image is wanted whose pixels were sent."""
         ready = [each for each in self._wanted.values() if each.is_sent]
         if not ready or self._encoder is None or self._cache is None:
             return ()
@@ -190,7 +192,7 @@ class Images:
         image = (begun or ready)[0]
         self._cache.make_room(image)
         each = self._seconds_per_flop * self._encoder.flops(image.num_patches)
-        count = int(min(seconds, FREE_SECONDS) / each) if each else 1
+        count = int(min(seconds / self._errors.margin, FREE_SECONDS) / each) if each else 1
         slices = self._cache.plan(image, max(1, count))
         return (EncoderWork(image.number, slices.start, slices.stop),)
 
@@ -212,6 +214,8 @@ class Images:
             flops = (work.stop - work.start) * self._encoder.flops(image.num_patches)
             rate = result.encoder_seconds / flops
             share = NEWS_SHARE if self._seconds_per_flop else 1.0
+            if self._seconds_per_flop:
+                self._errors.observe(rate / self._seconds_per_flop)
             self._seconds_per_flop += share * (rate - self._seconds_per_flop)
 
     def failed(self, numbers: "Iterable[int]") -> "Iterable[Request]":
