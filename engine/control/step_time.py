@@ -239,8 +239,13 @@ class StepTime:
 
     def _besides_tokens(self, decodes: _Decodes, batch: "BatchBuilder") -> float:
         """Seconds of the decodes and of the pieces in the batch that do not depend on the number
-        of tokens beside them: attention, sampling and the loop; with the next piece's sampling."""
+        of tokens beside them: attention, logits, sampling and the loop; with the next piece's
+        sampling."""
         model = self._cost.model
-        pieces = sum(model.attention(len(e.tokens), e.start) for _, e in batch.prefills)
+        pieces = 0.0
+        for _, entry in batch.prefills:
+            pieces += model.attention(len(entry.tokens), entry.start)
+            if entry.prompt_logprobs is not None:
+                pieces += model.per_draw * len(entry.prompt_logprobs.ids)
         count = decodes.num_rows + len(batch.prefills) + 1
         return self._seconds(count, decodes.slots) - model.tokens(count) + pieces

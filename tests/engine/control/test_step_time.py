@@ -16,7 +16,7 @@ from engine.control.step_time import (
     PIECE_TIMES,
 )
 from engine.cost.live import LiveCost
-from engine.cost.model import CostModel
+from engine.cost.model import CostModel, StepCounts
 from engine.iteration import Iteration
 from engine.kv.ledger import KVLedger
 from engine.kv_shape import KVShape
@@ -68,25 +68,22 @@ def test_a_prompt_gets_the_tokens_that_the_decodes_leave_until_the_goal(
     assert HAND_COST.step(iteration.step) == 100.0
 
 
-def test_a_prompt_whose_log_probabilities_are_wanted_is_priced_with_the_logits_of_each_token() -> (
-    None
-):
+@pytest.mark.parametrize(("wanted", "pieces"), [(None, [59, 136]), (5, [60, 38])])
+def test_prompts_whose_log_probabilities_are_wanted_are_priced_with_the_logits_of_each_token(
+    wanted: int | None, pieces: list[int]
+) -> None:
     settings = SchedulerSettings(
         max_model_len=500, max_batch_size=SEATS, max_batch_tokens=512, itl_goal=100.0
     )
     cost = LiveCost(replace(HAND_COST, per_draw=0.5))
-    pieces = []
-    for wanted in (None, 5):
-        ledger = KVLedger(KVShape(10_000, 1, 0))
-        scheduler = IterationScheduler(settings, ledger, FirstComeFirstServed(), cost=cost)
-        now = 0.0
-        scheduler.add(a_spec(1, 60), now)
-        while not scheduler.pool.num_admitted:
-            now = commit_iteration(scheduler, planned(scheduler, now), now)
-        scheduler.add(a_spec(400, 2, prompt_logprobs=wanted), now)
-        pieces.append(sizes(planned(scheduler, now))[-1])
-    without, with_logprobs = pieces
-    assert with_logprobs == pytest.approx(without / 2, rel=0.1)
+    ledger = KVLedger(KVShape(10_000, 1, 0))
+    scheduler = IterationScheduler(settings, ledger, FirstComeFirstServed(), cost=cost)
+    now = decoding(scheduler, 1)
+    for prompt_len in (60, 400, 400):
+        scheduler.add(a_spec(prompt_len, 2, prompt_logprobs=wanted), now)
+    iteration = planned(scheduler, now)
+    assert sizes(iteration) == [1, *pieces]
+    assert sum(cost.model.parts(StepCounts.of(iteration.step))) <= 100.0
 
 
 def test_beside_decodes_that_take_the_whole_goal_a_prompt_gets_a_tenth_of_it() -> None:
