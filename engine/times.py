@@ -9,6 +9,7 @@ class Times:
 
     arrived_at: float
     images_wanted_at: float | None = None  # when it began to wait for its images to be encoded
+    lacked_image_at: float | None = None  # when it last waited for one
     admitted_at: float | None = None
     first_token_at: float | None = None
     last_token_at: float | None = None

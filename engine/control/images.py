@@ -149,6 +149,7 @@ class Images:
         self._wanted.setdefault(image.number, image)
         if request.times.images_wanted_at is None:
             request.times.images_wanted_at = self._now
+        request.times.lacked_image_at = self._now
         return False
 
     def entry_media(self, request: "Request", start: int, stop: int) -> EntryMedia | None:

@@ -181,13 +181,13 @@ class StepTime:
 
     def _growth(self, request: "Request") -> float:
         """What the age of a prompt multiplies the factor by, before it is scaled. The time in which
-        its image was encoded does not count, nor its wait among several prompts of a client."""
+        its images were encoded does not count, nor its wait among several prompts of a client."""
         model, length = self._cost.model, len(request.spec.prompt)
         alone = model.tokens(length) + model.attention(length, 0)
-        since, clients = request.times.arrived_at, self._pool.clients
-        is_queued = len(clients) > 1 and clients[request.spec.client] > 1
-        if (request.spec.media or is_queued) and request.times.admitted_at is not None:
-            since = request.times.admitted_at
+        times, clients = request.times, self._pool.clients
+        since = times.arrived_at if times.lacked_image_at is None else times.lacked_image_at
+        if times.admitted_at is not None and len(clients) > 1 and clients[request.spec.client] > 1:
+            since = max(since, times.admitted_at)
         growth = (self._now - since) / (PATIENCE + 2.0 * alone)
         return max(1.0, min(MAX_GROWTH, growth))
 
