@@ -24,8 +24,7 @@ class Reached:
         """A no-op."""
 
     def seconds_since(self, earlier: StreamEvent) -> float:
-        """Seconds until now: what the host does for the step behind this event is part of it."""
-        return time.monotonic() - cast(Reached, earlier).at
+        return self.at - cast(Reached, earlier).at
 
 
 @dataclass(frozen=True, slots=True)

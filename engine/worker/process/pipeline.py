@@ -325,7 +325,9 @@ class StepPipeline:
         if output.tokens:
             output = accept_drafts(step, output)
         self._return.send(step, last_tokens(step, output))
-        own = launched.ended.seconds_since(launched.began)
+        # What the host does behind the event is part of a step of the host
+        ended = launched.ended if self.is_async else self._transfers.mark()
+        own = ended.seconds_since(launched.began)
         idle = 0.0 if launched.before is None else launched.began.seconds_since(launched.before)
         proposals, proposal_seconds = self._propose(launched, output)
         seconds, now = own + proposal_seconds, time.monotonic()

@@ -3,7 +3,9 @@ output."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -38,10 +40,11 @@ BEFORE = [5, 6, 7, 8, 9, 10, 92]
 
 @dataclass
 class Watched:
-    """A worker, and the steps that it ran."""
+    """A worker, the steps that it ran, and their results."""
 
     worker: Worker
     steps: list[Step] = field(default_factory=list)
+    results: list[StepResult] = field(default_factory=list)
 
     @property
     def report(self) -> WorkerReport:
@@ -61,7 +64,8 @@ class Watched:
 
     def run(self, step: Step) -> StepResult:
         self.steps.append(step)
-        return self.worker.run(step)
+        self.results.append(self.worker.run(step))
+        return self.results[-1]
 
 
 @dataclass(frozen=True)
@@ -125,6 +129,21 @@ def test_two_images_share_no_kv_and_the_same_image_is_encoded_and_computed_once(
     assert second.num_cached < len(BEFORE)
     assert third.num_cached > len(BEFORE)
     assert watched.num_slices == 2 * served.num_slices
+
+
+def test_the_seconds_of_slices_are_not_those_of_the_tokens_beside_them(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a clock that advances by a second whenever it is read, which it is before and after."""
+    clock = SimpleNamespace(monotonic=map(float, count()).__next__)
+    monkeypatch.setattr("engine.worker.cpu.transfers.time", clock)
+    watched = Watched(served.worker)
+    both = [served.specs[3], served.specs[0]]
+    play(watched, both, max_batch_size=2, max_batch_tokens=served.least(8))
+    beside = [each for each in watched.results if each.encoder_seconds and each.tokens]
+    assert beside
+    assert {each.encoder_seconds for each in beside} == {1.0}
+    assert min(each.seconds for each in beside) > 2.0
 
 
 def test_with_lookahead_nothing_changes(served: Served) -> None:
