@@ -12,6 +12,7 @@ Pixels are sent to the workers once, before the first slice, and again if a work
 everything is computed anew from the pixels, which the request holds.
 """
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from engine.control.image_cache import CachedImage, ImageCache
@@ -34,6 +35,20 @@ if TYPE_CHECKING:
 FREE_SECONDS = 0.1
 
 
+@dataclass(slots=True)
+class EncoderRate:
+    """What an operation of the encoder takes, by the latest slices."""
+
+    seconds_per_flop: float = 0.0  # 0: not measured
+    num_measured: int = 0  # iterations
+
+    def observe(self, latest: float) -> None:
+        """The mean of the first iterations; the latest ones count more than those long ago."""
+        self.num_measured += 1
+        share = max(NEWS_SHARE, 1.0 / self.num_measured)
+        self.seconds_per_flop += share * (latest - self.seconds_per_flop)
+
+
 class Images:
     """The images of all requests to a model with an encoder; to others, they are refused."""
 
@@ -46,7 +61,7 @@ class Images:
         self._live: dict[Request, RopePositions | None] = {}  # requests with images
         self._num_dropped = 0  # before this plan
         self._now = 0.0
-        self._seconds_per_flop = 0.0  # 0: not measured
+        self._rates = [EncoderRate(), EncoderRate()]  # of embedding patches, of the layers
         self._errors = PredictionErrors()  # of the seconds of an iteration's slices
         self.num_encoded = 0  # images, since the start
 
@@ -192,8 +207,12 @@ class Images:
         begun = [each for each in ready if each.num_planned]
         image = (begun or ready)[0]
         self._cache.make_room(image)
-        each = self._seconds_per_flop * self._encoder.flops(image.num_patches)
+        tiles = self._encoder.num_tiles(image.num_patches)
+        is_embedded = image.num_planned >= tiles
+        each = self._rates[is_embedded].seconds_per_flop * self._encoder.flops(image.num_patches)
         count = int(min(seconds / self._errors.margin, FREE_SECONDS) / each) if each else 1
+        if not is_embedded:
+            count = min(count, tiles - image.num_planned)
         slices = self._cache.plan(image, max(1, count))
         return (EncoderWork(image.number, slices.start, slices.stop),)
 
@@ -213,11 +232,11 @@ class Images:
                 continue
             self.num_encoded += work.stop == self._encoder.num_slices(image.num_patches)
             flops = (work.stop - work.start) * self._encoder.flops(image.num_patches)
-            rate = result.encoder_seconds / flops
-            share = NEWS_SHARE if self._seconds_per_flop else 1.0
-            if self._seconds_per_flop:
-                self._errors.observe(rate / self._seconds_per_flop)
-            self._seconds_per_flop += share * (rate - self._seconds_per_flop)
+            latest = result.encoder_seconds / flops
+            rate = self._rates[work.start >= self._encoder.num_tiles(image.num_patches)]
+            if rate.num_measured:
+                self._errors.observe(latest / rate.seconds_per_flop)
+            rate.observe(latest)
 
     def failed(self, numbers: "Iterable[int]") -> "Iterable[Request]":
         """Images could not be encoded: forgets them, and returns the requests that have them."""

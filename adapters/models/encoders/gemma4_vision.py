@@ -205,6 +205,11 @@ class Gemma4Vision(VisionTransformer):
         linear = weights.weight(TensorSlice(projection, (shape.out_width, shape.width)))
         self._projection = operators.linear([linear], None)
 
+    @property
+    def smallest(self) -> tuple[tuple[int, ...], tuple[int, int, int]]:
+        pool = self._shape.pool
+        return (pool**2, 3 * self._shape.patch**2), (1, pool, pool)
+
     def begin(self, pixels: Tensor, grid: tuple[int, int, int]) -> EncoderState:
         """With the angles of each patch's column and row."""
         frames, height, width = grid

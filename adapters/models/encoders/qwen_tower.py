@@ -3,6 +3,7 @@ rows and columns, in which blocks of 2 × 2 patches, which follow one another, b
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -130,6 +131,11 @@ class QwenTower(VisionTransformer):
         self._patches = parts.patches
         self._mergers = parts.mergers
         self._inverse = operators.constant(inverse_frequencies(shape.head_dim // 2, THETA))
+
+    @property
+    def smallest(self) -> tuple[tuple[int, ...], tuple[int, int, int]]:
+        shape = self._shape
+        return (shape.block, prod(shape.kernel[1:])), (1, shape.merge, shape.merge)
 
     def begin(self, pixels: Tensor, grid: tuple[int, int, int]) -> EncoderState:
         """With the angles of each patch's row and column."""

@@ -146,6 +146,11 @@ class Siglip(VisionTransformer):
         self._tokens = tokens
         self._places = operators.constant(tokens.places(shape.side))
 
+    @property
+    def smallest(self) -> tuple[tuple[int, ...], tuple[int, int, int]]:
+        side, pixels = self._shape.side, self._shape.side * self._shape.patch
+        return (1, self._shape.channels, pixels, pixels), (1, side, side)
+
     def begin(self, pixels: Tensor, grid: tuple[int, int, int]) -> EncoderState:
         """The pixels `[1, channels, height, width]` are put in the order of patches."""
         shape = self._shape

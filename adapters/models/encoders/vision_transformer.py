@@ -149,6 +149,10 @@ class VisionTransformer(ABC):
         self._layers = layers
         self._num_heads = num_heads
 
+    @property
+    @abstractmethod
+    def smallest(self) -> tuple[tuple[int, ...], tuple[int, int, int]]: ...
+
     @abstractmethod
     def begin(self, pixels: Tensor, grid: tuple[int, int, int]) -> EncoderState: ...
 

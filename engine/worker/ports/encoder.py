@@ -40,6 +40,11 @@ class Encoding(NamedTuple):
 class ImageEncoder(Protocol):
     """The encoder of a model. Its results depend on one image only."""
 
+    @property
+    def smallest(self) -> tuple[tuple[int, ...], tuple[int, int, int]]:
+        """The shape of the pixels of the smallest image, and its grid."""
+        ...
+
     def begin(self, pixels: Tensor, grid: tuple[int, int, int]) -> EncoderState:
         """The state before the first slice."""
         ...

@@ -51,6 +51,18 @@ class WorkerImages:
         self._reports_failures = reports_failures
         self._images: dict[int, _Image] = {}
 
+    def warm_up(self) -> None:
+        """Compute slices of an image, whose kernels are compiled and in memory then: the first
+        image of a request would keep all streams waiting for that."""
+        if self._encoder is None:
+            return
+        assert self._report is not None, "it takes images"
+        shape, grid = self._encoder.smallest
+        state = self._encoder.begin(self._like.new_zeros(shape), grid)
+        for layer in (0, 1, self._report.num_layers):
+            self._encoder.run_slice(state, layer * self._report.num_tiles(len(state.hidden)))
+        self._encoder.end(state)
+
     def put(self, piece: ImagePixels) -> None:
         """A piece of an image's pixels has arrived; may be called in another thread than `run`."""
         if self._encoder is None:

@@ -108,10 +108,14 @@ class Worker:
         return self.pipeline.logits(step)
 
     def warm_up(self) -> None:
-        """Run a prompt whose buffers and code are in memory then, before the first request; not
-        beside other workers or on a GPU. `WorkerLost` if the device can compute nothing right."""
+        """Run a prompt, and slices of an image, whose buffers and code are in memory then, before
+        the first request; a prompt not beside other workers, and neither on a GPU. `WorkerLost` if
+        the device can compute nothing right."""
         self.parts.device.check()
-        if self.parts.plane is None and not self.pipeline.is_async:
+        if self.pipeline.is_async:
+            return
+        self.pipeline.warm_up_encoder()
+        if self.parts.plane is None:
             self._run_first_steps(WARM_UP_TOKENS)
 
     def _run_first_steps(self, num_tokens: int) -> list[Fault]:
