@@ -27,6 +27,10 @@ from adapters.images.processor import ImageProcessor, Piece
 from adapters.isolation.children import RECEIVE_BYTES, Children, Limits, Outcome, connect
 from gateway.ports import UnreadableImage
 
+# Beside a worker's threads a child makes iterations twice as long, whatever its niceness, since each
+# thread waits for the others. Where no core is ever idle, an image takes so much longer.
+IDLE_SECONDS = 1.0
+
 
 class Job(NamedTuple):
     """An image to decode; `number` identifies it in the result."""
@@ -81,6 +85,7 @@ class Decoder:
             return Result(job.number, str(error))
         canonical = hashlib.sha256(self.identity + b"%d %d " % image.size)
         canonical.update(image.tobytes())
+        os.lseek(target, 0, os.SEEK_SET)  # a child that was killed may have written
         with open(target, "wb", closefd=False) as file:
             for piece in pieces:
                 if not isinstance(piece, str):
@@ -145,7 +150,8 @@ def main() -> None:
     descriptor, directory, seconds, num_bytes = sys.argv[1:]
     connection = connect(descriptor)
     decoder = Decoder.open(Path(directory))
-    DecodeProcess(connection, decoder, Limits(float(seconds), int(num_bytes))).run()
+    limits = Limits(float(seconds), int(num_bytes), IDLE_SECONDS)
+    DecodeProcess(connection, decoder, limits).run()
 
 
 if __name__ == "__main__":

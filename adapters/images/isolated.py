@@ -15,7 +15,7 @@ from subprocess import Popen
 import msgspec
 import numpy as np
 
-from adapters.images.decode_process import Job, Result, TileResult
+from adapters.images.decode_process import IDLE_SECONDS, Job, Result, TileResult
 from adapters.images.loading import load_processor
 from adapters.isolation import process as isolation
 from adapters.isolation.children import RECEIVE_BYTES
@@ -56,7 +56,7 @@ class IsolatedDecoder:
         self.placeholder = processor.placeholder
         self.soft_token = processor.soft_token
         self.reserved = processor.reserved
-        self._result_seconds = seconds + answer_seconds
+        self._result_seconds = IDLE_SECONDS + seconds + answer_seconds
         self._arguments = [str(directory), str(seconds), str(num_bytes)]
         self._process: Popen[bytes] | None = None
         self._connection: socket.socket | None = None

@@ -24,10 +24,15 @@ OUT_OF_MEMORY = 3  # exit status
 
 
 class Limits(NamedTuple):
-    """What one job may use; the memory is in addition to that of the process."""
+    """What one job may use; the memory is in addition to that of the process.
+
+    For the first `idle_seconds` a child runs only on cores that would be idle. If it has not ended
+    by then, it is killed, and another one begins anew beside all other processes.
+    """
 
     seconds: float
     num_bytes: int
+    idle_seconds: float = 0.0
 
 
 class Outcome(NamedTuple):
@@ -51,11 +56,20 @@ class Outcome(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _Child:
+class _Job:
     number: int
+    work: Callable[[], bytes]
+    seconds: float
+    files: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Child:
+    job: _Job
     pid: int
     pipe: int  # the end from which its output is read
     deadline: float
+    is_idle: bool  # runs on idle cores only
     received: bytearray = field(default_factory=bytearray)
 
 
@@ -86,7 +100,11 @@ class Children:
                         answer(outcome)
                 for child in [c for c in self._running.values() if c.deadline <= _now()]:
                     os.kill(child.pid, signal.SIGKILL)
-                    answer(self._ended(child, is_late=True))
+                    outcome = self._ended(child, is_late=True)
+                    if child.is_idle:
+                        self._start(child.job, is_idle=False)
+                    else:
+                        answer(_finished(child.job, outcome))
         finally:
             for child in self._running.values():
                 os.kill(child.pid, signal.SIGKILL)
@@ -99,15 +117,18 @@ class Children:
         files: Sequence[int] = (),
     ) -> None:
         """Run `work`, whose result is the output, in a child that may take `seconds` instead of
-        those of the limits. The `files` are its own then."""
+        those of the limits. The `files` are its own then; `work` may run twice."""
+        job = _Job(number, work, self.limits.seconds if seconds is None else seconds, files)
+        self._start(job, is_idle=self.limits.idle_seconds > 0.0)
+
+    def _start(self, job: _Job, *, is_idle: bool) -> None:
         read_end, write_end = os.pipe()
         pid = os.fork()
         if not pid:
-            _run_child(work, write_end, self.limits)
-        for file in (write_end, *files):
-            os.close(file)
-        deadline = _now() + (self.limits.seconds if seconds is None else seconds)
-        self._running[read_end] = _Child(number, pid, read_end, deadline)
+            _run_child(job.work, write_end, self.limits, is_idle=is_idle)
+        os.close(write_end)
+        deadline = _now() + (self.limits.idle_seconds if is_idle else job.seconds)
+        self._running[read_end] = _Child(job, pid, read_end, deadline, is_idle)
         self._selector.register(read_end, selectors.EVENT_READ)
 
     def _read(self, child: _Child) -> Outcome | None:
@@ -115,14 +136,14 @@ class Children:
         if piece := os.read(child.pipe, RECEIVE_BYTES):
             child.received.extend(piece)
             return None
-        return self._ended(child, is_late=False)
+        return _finished(child.job, self._ended(child, is_late=False))
 
     def _ended(self, child: _Child, *, is_late: bool) -> Outcome:
         _, status = os.waitpid(child.pid, 0)
         del self._running[child.pipe]
         self._selector.unregister(child.pipe)
         os.close(child.pipe)
-        return Outcome(child.number, bytes(child.received), status, is_late)
+        return Outcome(child.job.number, bytes(child.received), status, is_late)
 
     def _seconds_left(self) -> float | None:
         """Until the next deadline; None if no child runs."""
@@ -130,12 +151,22 @@ class Children:
         return max(0.0, min(deadlines) - _now()) if deadlines else None
 
 
-def _run_child(work: Callable[[], bytes], pipe: int, limits: Limits) -> None:
+def _finished(job: _Job, outcome: Outcome) -> Outcome:
+    """The outcome of a job, whose files are closed."""
+    for file in job.files:
+        os.close(file)
+    return outcome
+
+
+def _run_child(work: Callable[[], bytes], pipe: int, limits: Limits, *, is_idle: bool) -> None:
     """Write the output and exit; a child that exceeds its limits exits without one."""
     status = 1
     with contextlib.suppress(BaseException):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())  # native code prints aborts
-        os.nice(NICENESS)
+        if is_idle:
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        else:
+            os.nice(NICENESS)
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_CPU, (ceil(limits.seconds) + 1,) * 2)
         resource.setrlimit(resource.RLIMIT_AS, (_address_space() + limits.num_bytes,) * 2)
