@@ -27,9 +27,9 @@ from adapters.images.processor import ImageProcessor, Piece
 from adapters.isolation.children import RECEIVE_BYTES, Children, Limits, Outcome, connect
 from gateway.ports import UnreadableImage
 
-# Beside a worker's threads a child makes iterations twice as long, whatever its niceness, since each
+# Beside a worker's threads a child makes iterations twice as long, whatever its niceness: each
 # thread waits for the others. Where no core is ever idle, an image takes so much longer.
-IDLE_SECONDS = 1.0
+IDLE_SECONDS = 3.0
 
 
 class Job(NamedTuple):
