@@ -8,12 +8,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from engine.control.admission import SwapMode
 from engine.errors import RowFailed
 from engine.media import EncoderWork, ImagePixels
 from engine.request import RequestSpec
 from engine.step import SamplingParams, Step, StepResult
+from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.process.images import WorkerImages
 from engine.worker.process.worker import Worker
 from engine.worker_settings import WorkerReport
@@ -144,6 +146,31 @@ def test_the_seconds_of_slices_are_not_those_of_the_tokens_beside_them(
     assert beside
     assert {each.encoder_seconds for each in beside} == {1.0}
     assert min(each.seconds for each in beside) > 2.0
+
+
+def test_the_first_image_needs_no_kernel_that_is_not_loaded_yet(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the first start of a version each would be compiled while all streams wait."""
+    used, run = set[int](), NativeThreadPool.run
+
+    def watched(pool: NativeThreadPool, kernel: int, operands: int, chunks: int) -> None:
+        used.add(kernel)
+        run(pool, kernel, operands, chunks)
+
+    monkeypatch.setattr(NativeThreadPool, "run", watched)
+    with monkeypatch.context() as patch:
+        patch.setattr(Worker, "_run_first_steps", lambda *_: None)
+        served.worker.warm_up()
+    warm = used.copy()
+    images = served.worker.parts.images
+    for piece in served.specs[0].media[0].pieces(1000):
+        images.put(piece)
+    used.clear()
+    with torch.inference_mode(), served.worker.parts.device.pool.awake():
+        assert images.encoding(1000) is not None
+    assert used <= warm
+    assert used
 
 
 def test_with_lookahead_nothing_changes(served: Served) -> None:
