@@ -1,4 +1,4 @@
-"""Stored conversations: an object and its items in a record, kept and bounded as responses are."""
+"""Stored conversations: objects with items, kept and bounded as responses are."""
 
 import sqlite3
 from collections.abc import Callable
@@ -8,9 +8,9 @@ import msgspec
 
 from engine.errors import InvalidRequest
 from gateway.errors import ConversationNotFound
-from gateway.store.responses import ResponseRecord, Responses
+from gateway.store.responses import Found, Item, Key, Responses, T
 
-Edit = Callable[[ResponseRecord], ResponseRecord]
+Distinct = Callable[[list[Item], set[str]], list[Item]]
 MAX_ITEMS, MAX_BYTES = 10_000, 16 << 20  # bounds of a conversation that is to be continued
 
 
@@ -20,48 +20,91 @@ class Conversations(Responses):
     _table = "conversation"
     _not_found = ConversationNotFound
 
-    async def items(self, conversation_id: str, tenant: str, now: int) -> list[dict[str, Any]]:
-        """The items that a response continues. Raises `ConversationNotFound`, and
-        `InvalidRequest` if they are too many or too large."""
+    async def items(self, key: Key) -> list[Item]:
+        """The items that a response continues. Raises `InvalidRequest` if they are too many or too
+        large."""
 
-        def read(db: sqlite3.Connection) -> list[dict[str, Any]]:
-            record = self._find(db, conversation_id, tenant, now)
-            query = "SELECT num_bytes FROM conversation WHERE id = ?"
-            _check_room(record, db.execute(query, (conversation_id,)).fetchone()[0])
-            return record.items
+        def read(db: sqlite3.Connection) -> list[Item]:
+            seq = self._find(db, key)
+            _check_room(db, seq)
+            return self._items(db, seq)
 
         return await self._database.read(read)
 
-    async def change(
-        self, conversation_id: str, tenant: str, now: int, edit: Edit, *, has_ended: bool = False
-    ) -> ResponseRecord:
-        """Store what `edit` makes of the record, in one transaction. What is added by a response
-        that `has_ended` may exceed the limits. Raises `ConversationNotFound`, `InvalidRequest` if
-        it becomes too large, and what `edit` raises."""
+    async def item(self, key: Key, item_id: str) -> bytes:
+        """An item in JSON. Raises `InvalidRequest` if there is none with this id."""
+        return await self._read(key, lambda db, seq: _item(db, seq, item_id)[1])
 
-        def write(db: sqlite3.Connection) -> ResponseRecord:
-            record = edit(self._find(db, conversation_id, tenant, now))
-            data = msgspec.json.encode(record)
+    async def update(self, key: Key, fields: dict[str, Any]) -> dict[str, Any]:
+        """The object with these fields, which replace its own."""
+
+        def edit(db: sqlite3.Connection, seq: int) -> dict[str, Any]:
+            changed = self._object(db, seq) | fields
+            query = "UPDATE conversation SET num_bytes = num_bytes + length(?1) - length(record),"
+            db.execute(f"{query} record = ?1 WHERE seq = ?2", (msgspec.json.encode(changed), seq))
+            return changed
+
+        return await self._change(key, edit)
+
+    async def add(
+        self, key: Key, items: list[Item], distinct: Distinct, *, has_ended: bool = False
+    ) -> list[Item]:
+        """Store what `distinct` makes of the items, given the ids among theirs that are there
+        already, and return it. What is added by a response that `has_ended` may exceed the limits.
+        Raises `InvalidRequest` if the conversation becomes too large."""
+
+        def edit(db: sqlite3.Connection, seq: int) -> list[Item]:
+            query = "SELECT 1 FROM conversation_item WHERE owner = ? AND id = ?"
+            ids = {item["id"] for item in items}
+            added = distinct(items, {i for i in ids if db.execute(query, (seq, i)).fetchone()})
+            self._add(db, seq, added)
             if not has_ended:
-                _check_room(record, len(data))
-            db.execute(
-                "UPDATE conversation SET record = ?, num_bytes = ?, expires_at = ?, used_at = ?"
-                " WHERE id = ?",
-                (
-                    *(data, len(data), now + self._limits.seconds),
-                    *(self._next_use(db), conversation_id),
-                ),
-            )
-            self._trim(db, tenant, now)
-            return record
+                _check_room(db, seq)
+            return added
+
+        return await self._change(key, edit)
+
+    async def remove(self, key: Key, item_id: str) -> dict[str, Any]:
+        """Delete an item; the object. Raises `InvalidRequest` if there is none with this id."""
+
+        def edit(db: sqlite3.Connection, seq: int) -> dict[str, Any]:
+            item_seq, record = _item(db, seq, item_id)
+            db.execute("DELETE FROM conversation_item WHERE seq = ?", (item_seq,))
+            self._grow(db, seq, -1, -len(record))
+            return self._object(db, seq)
+
+        return await self._change(key, edit)
+
+    async def _change(self, key: Key, edit: Found[T]) -> T:
+        """What `edit` returns, in one transaction, after which the conversation is the one that was
+        used last."""
+
+        def write(db: sqlite3.Connection) -> T:
+            seq = self._find(db, key)
+            result = edit(db, seq)
+            query = "UPDATE conversation SET expires_at = ?, used_at = ? WHERE seq = ?"
+            db.execute(query, (key.now + self._limits.seconds, self._next_use(db), seq))
+            self._trim(db, key)
+            return result
 
         return await self._database.write(write)
 
 
-def _check_room(record: ResponseRecord, num_bytes: int) -> None:
-    if len(record.items) > MAX_ITEMS or num_bytes > MAX_BYTES:
+def _item(db: sqlite3.Connection, seq: int, item_id: str) -> tuple[int, bytes]:
+    """The `seq` of an item of a conversation, and the item in JSON."""
+    query = "SELECT seq, record FROM conversation_item WHERE owner = ? AND id = ?"
+    row: tuple[int, bytes] | None = db.execute(query, (seq, item_id)).fetchone()
+    if row is None:
+        raise InvalidRequest(f"The conversation has no item {item_id[:128]!r}.", "item_id")
+    return row
+
+
+def _check_room(db: sqlite3.Connection, seq: int) -> None:
+    query = "SELECT num_items, num_bytes FROM conversation WHERE seq = ?"
+    num_items, num_bytes = db.execute(query, (seq,)).fetchone()
+    if num_items > MAX_ITEMS or num_bytes > MAX_BYTES:
         raise InvalidRequest(
-            f"The conversation would have {len(record.items)} items in {num_bytes} bytes; at most "
+            f"The conversation would have {num_items} items in {num_bytes} bytes; at most "
             f"{MAX_ITEMS} items in {MAX_BYTES} bytes can be continued.",
             "conversation",
         )

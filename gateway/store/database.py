@@ -27,7 +27,7 @@ T = TypeVar("T")
 Work = Callable[[sqlite3.Connection], T]
 logger = logging.getLogger(__name__)
 
-VERSION = 4
+VERSION = 5
 RETRY_SECONDS = 10.0  # between two writes that are tried while the disk is full
 SHARED_WAIT_MS = 10_000  # a transaction waits so long for one of the other server
 MIN_FREE_BYTES = 16 << 20  # with less free space on the disk, nothing new is accepted
@@ -92,6 +92,28 @@ CREATE TABLE stream (
     events BLOB
 );
 """
+_ITEMS = """
+ALTER TABLE {0} ADD COLUMN num_items INTEGER NOT NULL DEFAULT 0;
+CREATE TABLE {0}_item (
+    seq INTEGER PRIMARY KEY,
+    owner INTEGER NOT NULL,
+    id TEXT NOT NULL,
+    record BLOB NOT NULL
+);
+CREATE INDEX {0}_item_by_owner ON {0}_item (owner);
+CREATE INDEX {0}_item_by_id ON {0}_item (owner, id);
+CREATE TRIGGER {0}_deleted AFTER DELETE ON {0} BEGIN
+    DELETE FROM {0}_item WHERE owner = old.seq;
+END;
+DELETE FROM {0} WHERE NOT json_valid(CAST(record AS TEXT)); -- SQLite reads 1,000 levels
+INSERT INTO {0}_item (owner, id, record)
+    SELECT seq, json_extract(value, '$.id'), CAST(value AS BLOB)
+    FROM {0}, json_each(CAST(record AS TEXT), '$.items');
+UPDATE {0} SET
+    num_items = json_array_length(CAST(record AS TEXT), '$.items'),
+    record = CAST(json_extract(CAST(record AS TEXT), '$.response') AS BLOB);
+"""
+_ALL_ITEMS = _ITEMS.format("response") + _ITEMS.format("conversation")
 _MIGRATIONS = {
     1: """
 ALTER TABLE batch ADD COLUMN num_bytes INTEGER NOT NULL DEFAULT 0;
@@ -101,6 +123,7 @@ CREATE INDEX file_by_tenant ON file (tenant);
 """,
     2: _STREAMS,
     3: _CONVERSATIONS,
+    4: _ALL_ITEMS,  # until then an object and its items were one record
 }  # to the next version, by version
 
 # Pieces of uploads that a former process did not finish.
@@ -276,7 +299,7 @@ def _prepare(connection: sqlite3.Connection, version: int) -> None:
     """Create or update the tables, and clean up. A database of this version stays readable if the
     disk is full."""
     if version == 0:
-        tables = _TABLES + _STREAMS + _CONVERSATIONS
+        tables = _TABLES + _STREAMS + _CONVERSATIONS + _ALL_ITEMS
         connection.executescript(f"BEGIN;{tables}PRAGMA user_version = {VERSION};COMMIT;")
     for old in range(version or VERSION, VERSION):
         connection.executescript(f"BEGIN;{_MIGRATIONS[old]}PRAGMA user_version = {old + 1};COMMIT;")

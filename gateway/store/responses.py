@@ -1,25 +1,34 @@
 """Stored responses with their input items, bounded per tenant: its least recently used are deleted
-first."""
+first. Each item is a row, so that one is read or added without the others."""
 
 import sqlite3
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
+from engine.errors import InvalidRequest
 from gateway.errors import ResponseNotFound, StoreOutOfSpace
-from gateway.store.database import Database, Work
+from gateway.store.database import Database
 
+T = TypeVar("T")
 Item = dict[str, Any]
+Found = Callable[[sqlite3.Connection, int], T]  # what is done with the row of this `seq`
 
 
-class ResponseRecord(msgspec.Struct, frozen=True):
-    """A response object, and the input items of the model: this input and all turns before it."""
+class Key(NamedTuple):
+    """A response or a conversation of a tenant, `now` in Unix seconds."""
 
     id: str
     tenant: str
+    now: int
+
+
+class WholeResponse(NamedTuple):
+    """A response object, and the input items of the model: this input and all turns before it."""
+
     response: dict[str, Any]
     items: list[Item]
 
@@ -39,7 +48,8 @@ class ResponseLimits:
 
 
 class Responses:
-    """The responses of all tenants. Every lookup is limited to one tenant."""
+    """The responses of all tenants. Every lookup is limited to one tenant, and raises
+    `ResponseNotFound` if it has no such response, or that has expired."""
 
     _table = "response"
     _not_found: type[ResponseNotFound] = ResponseNotFound
@@ -48,78 +58,123 @@ class Responses:
         self._database = database
         self._limits = limits
 
-    async def put(self, record: ResponseRecord, now: int) -> None:
+    async def put(self, key: Key, response: dict[str, Any], items: Iterable[Item]) -> None:
         """Store it, then delete the least recently used ones until the limits hold. One that is
         larger than the limit by itself is deleted, too."""
-        data = msgspec.json.encode(record)
 
         def write(db: sqlite3.Connection) -> None:
+            data, expires_at = msgspec.json.encode(response), key.now + self._limits.seconds
             db.execute(
                 f"INSERT INTO {self._table} (id, tenant, num_bytes, expires_at, used_at, record)"
                 " VALUES (?, ?, ?, ?, ?, ?)",
-                (
-                    *(record.id, record.tenant, len(data)),
-                    *(now + self._limits.seconds, self._next_use(db), data),
-                ),
+                (key.id, key.tenant, len(data), expires_at, self._next_use(db), data),
             )
-            self._trim(db, record.tenant, now)
+            self._add(db, self._find(db, key), items)
+            self._trim(db, key)
 
         await self._database.write(write)
 
-    async def find(self, response_id: str, tenant: str, now: int) -> ResponseRecord:
-        """Raises `ResponseNotFound` if this tenant has no such response, or it has expired."""
-        find = partial(self._find, response_id=response_id, tenant=tenant, now=now)
-        if self._database.is_writable:
-            with suppress(StoreOutOfSpace):
-                return await self._database.write(partial(self._use, find=find))
-        return await self._database.read(find)
+    async def find(self, key: Key) -> dict[str, Any]:
+        """The object without its items."""
+        return await self._read(key, self._object)
+
+    async def whole(self, key: Key) -> WholeResponse:
+        """The object with all items."""
+        return await self._read(
+            key, lambda db, seq: WholeResponse(self._object(db, seq), self._items(db, seq))
+        )
+
+    async def page(
+        self, key: Key, after: str | None, limit: int, *, ascending: bool
+    ) -> list[tuple[str, bytes]]:
+        """The ids of at most `limit` items, oldest or newest first, starting after the item
+        `after`, and these items in JSON. Raises `InvalidRequest` if there is no such item."""
+        order, beyond, first = ("ASC", ">", 0) if ascending else ("DESC", "<", 1 << 62)
+        rows = f"FROM {self._table}_item WHERE owner = ?"
+
+        def read(db: sqlite3.Connection, seq: int) -> list[tuple[str, bytes]]:
+            place = (first,)
+            if after is not None:
+                query = f"SELECT seq {rows} AND id = ? ORDER BY seq {order}"
+                place = db.execute(query, (seq, after)).fetchone()
+                if place is None:
+                    raise InvalidRequest(f"Invalid 'after': no item {after[:100]!r}.", "after")
+            query = f"SELECT id, record {rows} AND seq {beyond} ? ORDER BY seq {order} LIMIT ?"
+            return db.execute(query, (seq, *place, limit)).fetchall()
+
+        return await self._read(key, read)
 
     async def check_room(self) -> None:
         """Raises `StoreOutOfSpace` if no response can be stored now."""
         await self._database.check_writable()
 
-    async def delete(self, response_id: str, tenant: str, now: int) -> None:
-        """Raises `ResponseNotFound`."""
+    async def delete(self, key: Key) -> None:
+        """Delete it with its items."""
 
         def remove(db: sqlite3.Connection) -> None:
-            self._find(db, response_id, tenant, now)
-            db.execute(f"DELETE FROM {self._table} WHERE id = ?", (response_id,))
+            db.execute(f"DELETE FROM {self._table} WHERE seq = ?", (self._find(db, key),))
 
         await self._database.write(remove)
 
-    def _find(
-        self, db: sqlite3.Connection, response_id: str, tenant: str, now: int
-    ) -> ResponseRecord:
-        query = f"SELECT record FROM {self._table} WHERE id = ? AND tenant = ? AND expires_at > ?"
-        row = db.execute(query, (response_id, tenant, now)).fetchone()
-        if row is None:
-            raise self._not_found(response_id)
-        return _DECODER.decode(row[0])
+    async def _read(self, key: Key, read: Found[T]) -> T:
+        """What `read` reads of a response, which is now the most recently used."""
 
-    def _use(self, db: sqlite3.Connection, find: Work[ResponseRecord]) -> ResponseRecord:
-        """What `find` finds, which is now the most recently used."""
-        record = find(db)
-        query = f"UPDATE {self._table} SET used_at = ? WHERE id = ?"
-        db.execute(query, (self._next_use(db), record.id))
-        return record
+        def use(db: sqlite3.Connection) -> T:
+            seq = self._find(db, key)
+            query = f"UPDATE {self._table} SET used_at = ? WHERE seq = ?"
+            db.execute(query, (self._next_use(db), seq))
+            return read(db, seq)
+
+        if self._database.is_writable:
+            with suppress(StoreOutOfSpace):
+                return await self._database.write(use)
+        return await self._database.read(lambda db: read(db, self._find(db, key)))
+
+    def _find(self, db: sqlite3.Connection, key: Key) -> int:
+        query = f"SELECT seq FROM {self._table} WHERE id = ? AND tenant = ? AND expires_at > ?"
+        row = db.execute(query, key).fetchone()
+        if row is None:
+            raise self._not_found(key.id)
+        return int(row[0])
+
+    def _object(self, db: sqlite3.Connection, seq: int) -> dict[str, Any]:
+        query = f"SELECT record FROM {self._table} WHERE seq = ?"
+        found: dict[str, Any] = msgspec.json.decode(db.execute(query, (seq,)).fetchone()[0])
+        return found
+
+    def _items(self, db: sqlite3.Connection, seq: int) -> list[Item]:
+        """All items. The interpreter's lock is free while SQLite reads each."""
+        query = f"SELECT record FROM {self._table}_item WHERE owner = ? ORDER BY seq"
+        return [msgspec.json.decode(record) for (record,) in db.execute(query, (seq,))]
+
+    def _add(self, db: sqlite3.Connection, seq: int, items: Iterable[Item]) -> None:
+        rows = [(seq, item["id"], msgspec.json.encode(item)) for item in items]
+        query = f"INSERT INTO {self._table}_item (owner, id, record) VALUES (?, ?, ?)"
+        db.executemany(query, rows)
+        self._grow(db, seq, len(rows), sum(len(record) for _, _, record in rows))
+
+    def _grow(self, db: sqlite3.Connection, seq: int, num_items: int, num_bytes: int) -> None:
+        db.execute(
+            f"UPDATE {self._table} SET num_items = num_items + ?, num_bytes = num_bytes + ?"
+            " WHERE seq = ?",
+            (num_items, num_bytes, seq),
+        )
 
     def _next_use(self, db: sqlite3.Connection) -> int:
         """A counter of uses; seconds would not order two uses within one second."""
         query = f"SELECT coalesce(max(used_at), 0) FROM {self._table}"
         return int(db.execute(query).fetchone()[0]) + 1
 
-    def _trim(self, db: sqlite3.Connection, tenant: str, now: int) -> None:
+    def _trim(self, db: sqlite3.Connection, key: Key) -> None:
         """Delete expired responses, and this tenant's least recently used ones above its limits."""
         table, limits = self._table, self._limits
-        db.execute(f"DELETE FROM {table} WHERE expires_at <= ?", (now,))
+        db.execute(f"DELETE FROM {table} WHERE expires_at <= ?", (key.now,))
         count, size = db.execute(
-            f"SELECT count(*), coalesce(sum(num_bytes), 0) FROM {table} WHERE tenant = ?", (tenant,)
+            f"SELECT count(*), coalesce(sum(num_bytes), 0) FROM {table} WHERE tenant = ?",
+            (key.tenant,),
         ).fetchone()
         oldest = f"SELECT seq, num_bytes FROM {table} WHERE tenant = ? ORDER BY used_at LIMIT 1"
         while count > limits.count or size > limits.num_bytes:
-            seq, num_bytes = db.execute(oldest, (tenant,)).fetchone()
+            seq, num_bytes = db.execute(oldest, (key.tenant,)).fetchone()
             db.execute(f"DELETE FROM {table} WHERE seq = ?", (seq,))
             count, size = count - 1, size - num_bytes
-
-
-_DECODER = msgspec.json.Decoder(ResponseRecord)

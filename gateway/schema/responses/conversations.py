@@ -7,7 +7,7 @@ import msgspec
 
 from gateway.schema.decoding import check_unicode, decode, invalid
 from gateway.schema.openai.batches import check_metadata
-from gateway.schema.responses.items import InputItem, Item, joined, stored_items
+from gateway.schema.responses.items import InputItem, Item, distinct, stored_items
 
 MAX_ADDED = 20  # items at a time, as in OpenAI's API
 
@@ -59,7 +59,7 @@ def decode_items(body: bytes, new_id: Callable[[str], str]) -> list[Item]:
 def _added(items: Sequence[InputItem], new_id: Callable[[str], str]) -> list[Item]:
     if len(items) > MAX_ADDED:
         raise invalid("items", f"expected at most {MAX_ADDED} items.")
-    return joined([], stored_items(items, new_id, "items"), new_id)
+    return distinct(stored_items(items, new_id, "items"), set(), new_id)
 
 
 def conversation_json(

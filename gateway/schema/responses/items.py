@@ -242,10 +242,9 @@ def stored_items(
     return [item.as_stored(f"{field}[{i}]", new_id) for i, item in enumerate(items)]
 
 
-def joined(before: list[Item], items: list[Item], new_id: Callable[[str], str]) -> list[Item]:
-    """The items of a conversation with more behind them; one whose id is there already gets a new
-    one."""
-    known, result = {item["id"] for item in before}, list(before)
+def distinct(items: list[Item], known: set[str], new_id: Callable[[str], str]) -> list[Item]:
+    """The items; one whose id is `known`, or that of an item before it, gets a new one."""
+    known, result = set(known), list[Item]()
     for item in items:
         is_new = item["id"] not in known
         result.append(item if is_new else {**item, "id": new_id(_PREFIXES[item["type"]])})

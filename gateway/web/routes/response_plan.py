@@ -7,7 +7,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import orjson
-from msgspec import structs
 
 from engine.errors import InvalidRequest
 from gateway.access.callers import read_body
@@ -21,7 +20,7 @@ from gateway.generation.turn import Turn
 from gateway.schema.field_names import renamed_fields
 from gateway.schema.openai.event_envelope import token_formatter
 from gateway.schema.responses.diagnosis import CacheDiagnosis, NotCompared
-from gateway.schema.responses.items import Item, check_outputs, joined, stored_items
+from gateway.schema.responses.items import Item, check_outputs, distinct, stored_items
 from gateway.schema.responses.renderer import PrefillRenderer, ResponsesRenderer
 from gateway.schema.responses.request import (
     NAMES,
@@ -34,7 +33,7 @@ from gateway.schema.responses.request import (
 from gateway.schema.responses.tools import ToolSet, read_tools
 from gateway.schema.responses.window import Window
 from gateway.service import caller_of, service_of
-from gateway.store.responses import ResponseRecord
+from gateway.store.responses import Key
 from gateway.store.running import RunningResponse
 from gateway.web.routes.response_truncation import is_long_conversation, tokenize_truncated
 
@@ -107,17 +106,16 @@ async def _compared(
     renderer = plan.renderer
     assert isinstance(renderer, ResponsesRenderer), "made by _planned"
     try:
-        record = await service.store.responses.find(
-            earlier_id, plan.caller.tenant, service.unix_now()
-        )
+        key = Key(earlier_id, plan.caller.tenant, service.unix_now())
+        earlier, before = await service.store.responses.whole(key)
     except ResponseNotFound:
         renderer.diagnosis = NotCompared()
         return plan
-    earlier, head = record.response, renderer.snapshot()
+    head = renderer.snapshot()
 
     def compare() -> CacheDiagnosis:
-        before = messages_of(earlier["instructions"], record.items)
-        return CacheDiagnosis.of(earlier, head, before, messages_of(instructions, items))
+        messages = messages_of(earlier["instructions"], before)
+        return CacheDiagnosis.of(earlier, head, messages, messages_of(instructions, items))
 
     diagnosis = await in_thread_if(is_long_conversation(items, b""), compare)
 
@@ -239,20 +237,19 @@ async def _earlier_items(
     """The items of the conversation up to and including the response that the request continues."""
     if (conversation := request.conversation_id) is not None:
         service.running.check_unlocked(conversation, caller.tenant)
-        now = service.unix_now()
-        return await service.store.conversations.items(conversation, caller.tenant, now)
+        key = Key(conversation, caller.tenant, service.unix_now())
+        return await service.store.conversations.items(key)
     response_id = request.previous_response_id
     if response_id is None:
         return []
     turn = _turn_of(caller)
     if turn is not None and (held := turn.continues(response_id)) is not None:
         return held
-    responses = service.store.responses
     try:
-        record = await responses.find(response_id, caller.tenant, service.unix_now())
+        key = Key(response_id, caller.tenant, service.unix_now())
+        return (await service.store.responses.whole(key)).turns
     except ResponseNotFound as error:
         raise PreviousResponseNotFound(response_id) from error
-    return record.turns
 
 
 async def _hold(
@@ -276,19 +273,14 @@ async def _append(
     service: "Service",
 ) -> None:
     """Add the input and the output of a response to its conversation, unless that was deleted."""
-    added = [*items, *renderer.output.items]
-
-    def edit(record: ResponseRecord) -> ResponseRecord:
-        return structs.replace(record, items=joined(record.items, added, service.new_id))
-
+    key = Key(conversation, caller.tenant, service.unix_now())
+    added, renamed = [*items, *renderer.output.items], partial(distinct, new_id=service.new_id)
     with suppress(ConversationNotFound):
-        await service.store.conversations.change(
-            conversation, caller.tenant, service.unix_now(), edit, has_ended=True
-        )
+        await service.store.conversations.add(key, added, renamed, has_ended=True)
 
 
 async def _store(
     renderer: ResponsesRenderer, items: list[Item], caller: "Caller", service: "Service"
 ) -> None:
-    record = ResponseRecord(renderer.response_id, caller.tenant, renderer.snapshot(), items)
-    await service.store.responses.put(record, service.unix_now())
+    key = Key(renderer.response_id, caller.tenant, service.unix_now())
+    await service.store.responses.put(key, renderer.snapshot(), items)

@@ -1,15 +1,16 @@
 """`/v1/responses`: the stored ones, those in progress and their events."""
 
-from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
+
+import orjson
 
 from engine.errors import InvalidRequest
 from gateway.errors import ResponseNotFound, StreamNotFound
 from gateway.generation.held_streams import event_number, held_stream
 from gateway.schema.paging import list_json, read_page
 from gateway.service import caller_of, service_of
-from gateway.store.responses import ResponseRecord
+from gateway.store.responses import Key, Responses
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
@@ -43,8 +44,7 @@ async def retrieve_response(http: "HttpRequest") -> "ASGIApp | Json":
         if group is not None and running is not None:
             is_queued = running.snapshot()["status"] == "queued"
             return running.snapshot("in_progress" if is_queued and group.has_started else None)
-    record = await _find(http)
-    return record.response
+    return await _find(http)
 
 
 async def _events(http: "HttpRequest") -> "ASGIApp":
@@ -67,13 +67,13 @@ async def _events(http: "HttpRequest") -> "ASGIApp":
 async def delete_response(http: "HttpRequest") -> Json:
     """Delete a stored response; raises `ResponseNotFound`."""
     service, caller = service_of(http), caller_of(http)
-    response_id = http.path_params["response_id"]
-    if await _end_background(response_id, caller, service):
+    key = _key(http)
+    if await _end_background(key.id, caller, service):
         with suppress(ResponseNotFound):  # it was rejected
-            await service.store.responses.delete(response_id, caller.tenant, service.unix_now())
+            await service.store.responses.delete(key)
     else:
-        await service.store.responses.delete(response_id, caller.tenant, service.unix_now())
-    return {"id": response_id, "object": "response", "deleted": True}
+        await service.store.responses.delete(key)
+    return {"id": key.id, "object": "response", "deleted": True}
 
 
 async def _end_background(response_id: str, caller: "Caller", service: "Service") -> bool:
@@ -96,31 +96,32 @@ async def cancel_response(http: "HttpRequest") -> Json:
     response_id = http.path_params["response_id"]
     running = service.running.find(response_id, caller.tenant)
     if running is None or not service.groups.cancel(running.request_id, caller.tenant):
-        record = await _find(http)
-        status = record.response["status"]
-        if status == "cancelled" and record.response["background"]:
-            return record.response  # cancelling again has no effect
+        response = await _find(http)
+        status = response["status"]
+        if status == "cancelled" and response["background"]:
+            return response  # cancelling again has no effect
         raise InvalidRequest(f"This response cannot be cancelled: it is {status}.", "response_id")
     return running.snapshot("cancelled")
 
 
 async def list_input_items(http: "HttpRequest") -> Json:
     """A page of the items of the prompt, newest first by default."""
-    return await page_of(http, _find)
+    return await page_of(http, service_of(http).store.responses, _key(http))
 
 
-async def page_of(
-    http: "HttpRequest", find: Callable[["HttpRequest"], Awaitable[ResponseRecord]]
-) -> Json:
-    """The page that the query asks for of the items that are found, newest first by default."""
+async def page_of(http: "HttpRequest", stored: Responses, key: Key) -> Json:
+    """The page that the query asks for of the items of that object, newest first by default."""
     page = read_page(http.query_params, default=DEFAULT_LISTED, most=MAX_LISTED)
-    items = (await find(http)).items
-    items = items if page.is_ascending else items[::-1]
-    items = page.following(items, "item", lambda item: item["id"])
-    return list_json(items[: page.limit], has_more=len(items) > page.limit)
+    items = await stored.page(key, page.after, page.limit + 1, ascending=page.is_ascending)
+    shown = items[: page.limit]
+    listed = list_json([{"id": item_id} for item_id, _ in shown], has_more=len(items) > page.limit)
+    return listed | {"data": [orjson.Fragment(item) for _, item in shown]}
 
 
-async def _find(http: "HttpRequest") -> ResponseRecord:
-    service, caller = service_of(http), caller_of(http)
-    response_id = http.path_params["response_id"]
-    return await service.store.responses.find(response_id, caller.tenant, service.unix_now())
+async def _find(http: "HttpRequest") -> Json:
+    return await service_of(http).store.responses.find(_key(http))
+
+
+def _key(http: "HttpRequest") -> Key:
+    service, found = service_of(http), http.path_params["response_id"]
+    return Key(found, caller_of(http).tenant, service.unix_now())

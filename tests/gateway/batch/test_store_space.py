@@ -1,16 +1,18 @@
 """A full disk: reads go on, writes are rejected before any work, and a restart opens the store."""
 
 import asyncio
+import json
 import sqlite3
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from gateway.errors import StoreOutOfSpace
+from gateway.errors import ResponseNotFound, StoreOutOfSpace
 from gateway.store import database
 from gateway.store.database import Database
-from gateway.store.responses import ResponseLimits
+from gateway.store.responses import Key, ResponseLimits
+from gateway.store.store import open_store
 from gateway.store.usage import StoreLimits
 from tests.gateway.forms import a_form, batch_of, chat_lines, ended, started, upload, uploaded
 from tests.gateway.rig import MODEL, Rig, Setting, play, played
@@ -154,6 +156,43 @@ def test_a_store_of_the_former_version_is_migrated(tmp_path: Path) -> None:
         await ended(rig, await started(rig, chat_lines(2)))
 
     play(scene, Setting(store=path))
+
+
+async def test_the_records_of_the_former_version_are_split_into_items(tmp_path: Path) -> None:
+    path, many = (
+        tmp_path / "store.sqlite",
+        [{"id": f"msg_{i}", "text": f"é\n{i}"} for i in range(1500)],
+    )
+    items = [*many, {"id": "large", "text": "x" * 5_000_000}]
+    whole = {"object": {"metadata": {}}, "output": [{"id": "msg_o"}]}
+    with sqlite3.connect(path) as connection:
+        tables = database._TABLES + database._STREAMS + database._CONVERSATIONS
+        connection.executescript(tables + "PRAGMA user_version = 4;")
+        record = {"id": "x", "tenant": "t", "response": whole, "items": items}
+        data = json.dumps(record, ensure_ascii=False).encode()
+        for table in ("response", "conversation"):
+            for row in (("x", len(data), data), ("unreadable", 1, b"[" * 5000)):
+                query = f"INSERT INTO {table} VALUES (NULL, ?, 't', ?, 100, 1, ?)"
+                connection.execute(query, row)
+    connection.close()
+    store, key = open_store(path, StoreLimits()), Key("x", "t", 50)
+    for stored in (store.responses, store.conversations):
+        assert await stored.find(key) == whole
+        page = await stored.page(key, "msg_1498", 9, ascending=True)
+        assert [(item_id, json.loads(item)) for item_id, item in page] == [
+            ("msg_1499", many[-1]),
+            ("large", items[-1]),
+        ]
+        assert await stored.whole(key) == (whole, items)
+        with pytest.raises(ResponseNotFound):
+            await stored.find(key._replace(id="unreadable"))
+    await store.conversations.remove(key, "large")
+    assert await store.conversations.items(key) == many
+    sums = "SELECT num_items, num_bytes FROM conversation"
+    count, size = await store.database.read(lambda db: db.execute(sums).fetchone())
+    assert count == 1500
+    assert 30 * 1500 < size < 60 * 1500
+    store.close()
 
 
 def keyed(name: str) -> dict[str, str]:
