@@ -57,6 +57,8 @@ async def plan_response(body: bytes, caller: "Caller", service: "Service") -> Ge
     """
     turn = _turn_of(caller)
     request, tools, items = await read_body_with(partial(_read, body, caller, service), body)
+    conversation = request.conversation_id
+    continued = service.running.continued(conversation, caller.tenant)
     before = await _earlier_items(request, caller, service)
     check_outputs(before, items)
     window = None if turn is None else turn.window(items, service.model)
@@ -73,9 +75,8 @@ async def plan_response(body: bytes, caller: "Caller", service: "Service") -> Ge
     options = request.prompt_cache_options
     if options is not None and (earlier := options.comparison_response_id) is not None:
         plan = await _compared(plan, earlier, request.instructions, items, service)
-    conversation = request.conversation_id
     running = RunningResponse(
-        *(renderer.response_id, caller.request_id, caller.tenant, renderer.snapshot, conversation)
+        *(renderer.response_id, caller.request_id, caller.tenant, renderer.snapshot, continued)
     )
     plan = replace(plan, listed=partial(service.running.register, running))
     if request.is_stored:
@@ -222,6 +223,7 @@ async def count_input_tokens(http: "HttpRequest") -> Json:
     service, caller = service_of(http), caller_of(http)
     body = await read_body(http, service.limits)
     request, tools, items = await read_body_with(partial(_read, body, caller, service), body)
+    service.running.continued(request.conversation_id, caller.tenant)
     items = await _earlier_items(request, caller, service) + items
     is_long = is_long_conversation(items, body)
     chat = await in_thread_if(is_long, partial(request.as_chat, items, tools))
@@ -236,7 +238,6 @@ async def _earlier_items(
 ) -> list[Item]:
     """The items of the conversation up to and including the response that the request continues."""
     if (conversation := request.conversation_id) is not None:
-        service.running.check_unlocked(conversation, caller.tenant)
         key = Key(conversation, caller.tenant, service.unix_now())
         return await service.store.conversations.items(key)
     response_id = request.previous_response_id

@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from gateway.store import conversations as stored
-from gateway.store.responses import ResponseLimits
+from gateway.store.responses import Item, Key, ResponseLimits
 from tests.gateway.responses.test_conversations import (
     answered,
     client_of,
@@ -185,3 +185,36 @@ def test_changed_items_are_the_same_after_a_restart(tmp_path: Path) -> None:
 
     with_client(before, setting)
     with_client(after, setting)
+
+
+def test_of_two_responses_that_read_a_conversation_at_once_one_is_refused_though_the_other_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def scene(rig: Rig) -> None:
+        conversations, has_read, go_on = (
+            rig.service.store.conversations,
+            asyncio.Event(),
+            asyncio.Event(),
+        )
+        read = conversations.items
+
+        async def read_and_wait(key: Key) -> list[Item]:
+            found = await read(key)
+            if not has_read.is_set():
+                has_read.set()
+                await go_on.wait()
+            return found
+
+        monkeypatch.setattr(type(conversations), "items", lambda _, key: read_and_wait(key))
+        async with client_of(rig) as client:
+            made = await client.conversations.create()
+            first = asyncio.create_task(answered(client, made.id, "first"))
+            await has_read.wait()
+            await answered(client, made.id, "second")
+            go_on.set()
+            with pytest.raises(openai.ConflictError):
+                await first
+            await answered(client, made.id, "third")
+            assert (await texts(client, made.id))[::2] == ["second", "third"]
+
+    play(scene, Setting(texts=("a", "b", "c")))
