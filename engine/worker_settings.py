@@ -219,7 +219,7 @@ class Tiers:
         "memory",
         "read what a waiting request will load from the disk tier into host memory while it waits",
     )
-    disk_kv_shared: bool = False  # with the server that this one succeeds, until that has ended
+    disk_kv_shared: bool = False  # with the server before or after this one, until one has ended
     kv_store: str = advanced(
         "",
         "memory",

@@ -128,7 +128,7 @@ async def _serve(
             if await unless_stopped(load_at_start(models.groups, predecessor), signals):
                 port = listener.getsockname()[1]
                 service = build_service(settings, models, credentials, store)
-                check = partial(check_memory, models)
+                check = partial(allow_second, models)
                 upgrades = Upgrades(
                     store,
                     settings.http.upgrade_seconds,
@@ -187,9 +187,10 @@ def _own(path: Path | None) -> Path | None:
     return None if path is None else path.with_stem(f"{path.stem}.{os.getpid()}")
 
 
-def check_memory(models: "Models") -> None:
-    """Raise `StartupError` unless the weights of the loaded models fit a second time. Their KV
-    caches are sized by what is available then."""
+def allow_second(models: "Models") -> None:
+    """Let a second server run beside this one, which shares its disk tiers from now on. Raises
+    `StartupError` unless the weights of the loaded models fit a second time. Their KV caches are
+    sized by what is available then."""
     needed = PROCESS_BYTES
     for opener, group in zip(models.openers, models.groups, strict=True):
         if group.is_in_memory and not opener.settings.kernels.device.startswith("cuda"):
@@ -200,6 +201,8 @@ def check_memory(models: "Models") -> None:
             f"a second server needs {needed >> 20:,} MiB beside this one, and {available >> 20:,} "
             "MiB are available"
         )
+    for opener in models.openers:
+        opener.share_disk()
 
 
 def build_store(settings: Settings, model: str, shared: Path | None = None) -> Store:

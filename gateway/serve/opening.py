@@ -91,6 +91,11 @@ class ModelOpener:
         if shared.traces is not None:
             self._timelines.report_to(shared.traces)
 
+    def share_disk(self) -> None:
+        """Let later loads use the disk tier while the server that succeeds this one has it."""
+        tiers = replace(self.settings.tiers, disk_kv_shared=True)
+        self.settings = replace(self.settings, tiers=tiers)
+
     @asynccontextmanager
     async def open(self) -> AsyncIterator[Serving]:
         """Load the model; its workers end with the block. Raises `StartupError`."""

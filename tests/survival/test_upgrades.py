@@ -202,6 +202,32 @@ async def test_a_new_server_loads_the_models_that_were_loaded(tmp_path: Path) ->
         assert await asyncio.to_thread(server.wait, 60) == 0
 
 
+async def test_the_old_server_loads_a_model_whose_disk_tier_the_new_one_has(tmp_path: Path) -> None:
+    file = tmp_path / "models.toml"
+    file.write_text(MODELS + 'disk_kv = "kv"\n')
+    kept = ("--config", str(file), "--threads", "1", "--kv-slots", "4096", "--body-seconds", "600")
+    asked = {"model": "unused", "prompt": "Once", "max_tokens": 8, "temperature": 0}
+    body = json.dumps(asked)
+    with start_server(tmp_path, *FLAGS, *kept) as server:
+        url = await asyncio.to_thread(read_url, server)
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}"
+        writer.write(f"{head}\r\n\r\n{body[:-1]}".encode())
+        async with aiohttp.ClientSession() as session, session.get(f"{url}/ready") as ready:
+            assert ready.status == 200  # the request is in the old server
+        assert await upgrade(server) == (0, taken(server))
+        completions = f"{url}/v1/completions"
+        async with aiohttp.ClientSession() as new, new.post(completions, json=asked) as reply:
+            expected = (await reply.json())["choices"]
+        writer.write(body[-1:].encode())
+        assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
+        answer = await reader.read()
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["choices"] == expected
+        writer.close()
+        server.send_signal(signal.SIGTERM)
+        assert await asyncio.to_thread(server.wait, 60) == 0
+
+
 async def test_both_servers_use_the_store_and_a_batch_goes_on_in_the_new_one(
     tmp_path: Path,
 ) -> None:

@@ -58,7 +58,7 @@ class DiskFiles:
         self, folder: Path, num_slots: int, block_bytes: int, *, is_shared: bool = False
     ) -> None:
         """Open or create the files, which are sparse and have this size from now on: a smaller one
-        keeps the first slots. `is_shared`: the server that this one succeeds may have them open.
+        keeps the first slots. `is_shared`: the server before or after this one may have them open.
         Raises `StartupError`."""
         self.num_slots = num_slots
         self.block_bytes = block_bytes
