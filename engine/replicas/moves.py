@@ -1,18 +1,26 @@
 """Moves: waiting requests go to a replica that could start them now, if that is better for all."""
 
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from engine.replicas.placement import growth
 from engine.request import Request, State
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from engine.replicas.replica import Replica
 
 MAX_CANDIDATES = 8  # waiting requests of a replica, of which one moves
 WAITING = State.WAITING
+
+
+class Waiting(NamedTuple):
+    """A request that may move. `growth`: of the sum of all completion times, if it does not."""
+
+    growth: float
+    request: Request
+    giver: "Replica"
 
 
 class Moves:
@@ -22,18 +30,23 @@ class Moves:
         self._replicas = replicas
         self.num_moved = 0
 
-    def balance(self, now: float) -> None:
-        """Empty the queues of replicas that cannot be restarted, and give each replica with a free
-        seat the request that gains most by it."""
+    def balance(self, planned: "Replica", now: float) -> None:
+        """A replica has planned, or has lost its workers. If requests wait there, each replica with
+        a free seat gets the one that gains most by it, and all move if it cannot be restarted; if
+        none waits, it gets one itself. Other pairs of replicas are as they were."""
+        if planned.engine.failure is not None:
+            self._empty(planned, now)
         givers = [each for each in self._replicas if each.pool.count(WAITING)]
-        if not givers:
-            return
-        for giver in givers:
-            if giver.engine.failure is not None:
-                self._empty(giver, now)
-        for taker in self._replicas:
+        takers: Sequence[Replica] = (planned,)
+        if planned in givers:
+            takers, givers = self._replicas, [planned]
+        waiting: list[Waiting] | None = None
+        for taker in takers if givers else ():
             if taker.has_seat:
-                self._take(taker, givers, now)
+                if waiting is None:
+                    waiting = [each for giver in givers for each in self._waiting(giver, now)]
+                if self._take(taker, waiting, now):
+                    waiting = None
 
     def _empty(self, giver: "Replica", now: float) -> None:
         takers = [each for each in self._replicas if each.engine.failure is None]
@@ -41,26 +54,25 @@ class Moves:
             taker = min(takers, key=lambda each: (each.delay(now), len(each.pool)))
             self._move(request, giver, taker)
 
-    def _take(self, taker: "Replica", givers: "Sequence[Replica]", now: float) -> None:
-        """Move the request to a replica that gains most by it, if there is one."""
-        best: tuple[float, Request, Replica] | None = None
-        for giver in givers:
-            candidates = islice(giver.movable(now), MAX_CANDIDATES)
-            for place, request in enumerate(list(candidates)):
-                gain = self._gain(request, place, giver, taker, now)
-                if gain > 0.0 and (best is None or gain > best[0]) and taker.may_start(request):
-                    best = gain, request, giver
-        if best is not None:
-            self._move(best[1], best[2], taker)
+    def _waiting(self, giver: "Replica", now: float) -> "Iterator[Waiting]":
+        """Requests that may move. Each waits behind those that stand before it."""
+        for place, request in enumerate(list(islice(giver.movable(now), MAX_CANDIDATES))):
+            before = giver.delay(now) * place / giver.pool.count(WAITING)
+            wait, others = giver.restart_seconds + before, len(giver.pool) - 1
+            yield Waiting(growth(wait, giver.prefill(request), others), request, giver)
 
-    def _gain(
-        self, request: Request, place: int, giver: "Replica", taker: "Replica", now: float
-    ) -> float:
-        """How much less the sum of all completion times grows at the taker than at the giver, where
-        the request waits behind `place` others."""
-        there = growth(taker.delay(now), taker.prefill(request), len(taker.pool))
-        wait = giver.restart_seconds + giver.delay(now) * place / giver.pool.count(WAITING)
-        return growth(wait, giver.prefill(request), len(giver.pool) - 1) - there
+    def _take(self, taker: "Replica", waiting: "Iterable[Waiting]", now: float) -> bool:
+        """Move the request to a replica that gains most by it. Returns whether there is one."""
+        delay, most, best = taker.delay(now), 0.0, None
+        for each in waiting:
+            if each.growth - delay > most:
+                there = growth(delay, taker.prefill(each.request), len(taker.pool))
+                if (gain := each.growth - there) > most and taker.may_start(each.request):
+                    most, best = gain, each
+        if best is None:
+            return False
+        self._move(best.request, best.giver, taker)
+        return True
 
     def _move(self, request: Request, giver: "Replica", taker: "Replica") -> None:
         self.num_moved += 1

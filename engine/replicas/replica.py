@@ -72,9 +72,10 @@ class Replica:
 
     def prefill(self, request: Request) -> float:
         """Seconds of the request's tokens that it will not find in the cache, as far as it was
-        searched."""
-        request.found = FoundPrefix()
+        searched. What its own replica has found of it stays noted."""
+        found, request.found = request.found, FoundPrefix()
         known = self.scheduler.kv.search.num_known(request)
+        request.found = found
         start = min(max(known, self._num_expected(request)), request.num_tokens - 1)
         cost = self.scheduler.cost.model
         return cost.compute(request.num_tokens - start, start) - cost.tokens(0)

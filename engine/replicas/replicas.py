@@ -11,6 +11,7 @@ requests wait, and move as others do, to be recomputed from their tokens.
 """
 
 import asyncio
+from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 from engine.control.arrivals import Queue
@@ -50,9 +51,9 @@ class Replicas:
         self.moves = Moves(self._replicas)
         self.failed = asyncio.Event()  # set once no replica can be restarted
         queue = Queue()
-        for engine in self.engines:
-            engine.scheduler.arrivals.join(queue)
-            engine.on_planned = self._balance
+        for replica in self._replicas:
+            replica.scheduler.arrivals.join(queue)
+            replica.engine.on_planned = partial(self._balance, replica)
 
     def __repr__(self) -> str:
         return f"Replicas({', '.join(map(repr, self.engines))})"
@@ -153,7 +154,7 @@ class Replicas:
         """Reject new requests, wait at most so long for the live ones, and end the rest."""
         await asyncio.gather(*(engine.drain(seconds) for engine in self.engines))
 
-    def _balance(self) -> None:
+    def _balance(self, planned: "Replica") -> None:
         """A replica has planned, or has lost its workers. While the server drains no request moves,
         since a replica whose requests have ended ends."""
         if self.is_draining:
@@ -161,7 +162,7 @@ class Replicas:
         if all(engine.failure is not None for engine in self.engines):
             self.failed.set()
         else:
-            self.moves.balance(self._clock())
+            self.moves.balance(planned, self._clock())
 
 
 ServingEngine: TypeAlias = "Engine | Replicas"  # what serves a model

@@ -5,10 +5,10 @@ model predicts. The requests are sessions of the Mooncake trace, superposed so t
 gets the same load; copies share no prefixes. Every figure is a function of the trace, so the
 machine and its load change none. In the second part a replica dies while all compute, in the third
 groups of requests with a common prompt arrive almost at once. Writes replicas.json and README.md;
-a part that is not played again keeps its figures.
+a part that is not played again keeps its figures, and so does a number of replicas.
 
     python -m examples.benchmarks.virtual_time.replicas [--part placement death bursts]
-        [--replicas 2 4 8 16] [--out DIR]
+        [--replicas 2 4 8 16 32 64] [--out DIR]
 """
 
 import argparse
@@ -269,7 +269,7 @@ def main() -> None:
     """Play the ways with each number of replicas."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--part", nargs="+", default=["placement", "death", "bursts"])
-    parser.add_argument("--replicas", type=int, nargs="+", default=[2, 4, 8, 16])
+    parser.add_argument("--replicas", type=int, nargs="+", default=[2, 4, 8, 16, 32, 64])
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
     ways = {"placement": (MOVING, STAYING, ROUND_ROBIN, RANDOM), "death": (MOVING, STAYING)}
@@ -280,7 +280,7 @@ def main() -> None:
     file: Path = args.out / "replicas.json"
     parts: dict[str, Rows] = json.loads(file.read_text()) if file.exists() else {}
     for part in args.part:
-        rows: list[Mapping[str, Any]] = []
+        rows = [row for row in parts.get(part, ()) if row["replicas"] not in numbers[part]]
         for num_replicas in numbers[part]:
             make = bursts_of if part == "bursts" else load_of
             arrivals = make(num_replicas, SECONDS)
@@ -288,7 +288,7 @@ def main() -> None:
                 run = play(num_replicas, way, arrivals, has_death=part == "death")
                 rows.append(asdict(run_virtual(run)))
                 sys.stdout.write(f"{rows[-1]}\n")
-        parts[part] = rows
+        parts[part] = sorted(rows, key=lambda row: row["replicas"])
     args.out.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(parts, indent=1) + "\n")
     (args.out / "README.md").write_text(page(parts))

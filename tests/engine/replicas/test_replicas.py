@@ -20,7 +20,7 @@ from engine.replicas.delay import QueueDelay
 from engine.replicas.placement import Load, least_growth
 from engine.replicas.replica import MIN_FIRST, Replica
 from engine.replicas.replicas import Replicas
-from engine.request import Caching, RequestSpec
+from engine.request import Caching, Request, RequestSpec
 from engine.simulated.virtual_loop import run_virtual
 from engine.step import SamplingParams
 from tests.fuzz.groups.case import MortalExecutor, Tally, expected_tokens
@@ -164,6 +164,37 @@ def test_a_waiting_request_moves_to_a_replica_that_has_become_idle() -> None:
         assert rig.replicas.moves.num_moved > 0
 
     play(scene)
+
+
+def test_a_plan_searches_the_caches_for_its_own_replica_and_not_for_all_pairs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    searched: list[Request] = []
+    prefill = Replica.prefill
+
+    def counted(replica: Replica, request: Request) -> float:
+        searched.append(request)
+        return prefill(replica, request)
+
+    async def scene(rig: Rig) -> None:
+        most: list[int] = []
+        for engine in rig.replicas.engines:
+
+            def balanced(balance: Callable[[], object] = engine.on_planned) -> None:
+                before = len(searched)
+                balance()
+                most.append(len(searched) - before)
+
+            engine.on_planned = balanced
+        work = [asyncio.create_task(generate(rig, a_prompt(250, 300 * n), 50)) for n in range(9)]
+        await asyncio.sleep(0.1)
+        assert sorted(rig.sizes) == [1, 1, 1, 2, 2, 2]  # there is no KV for the second ones
+        most.clear()
+        await asyncio.gather(*work)
+        assert 3 < max(most) <= 6
+
+    monkeypatch.setattr(Replica, "prefill", counted)
+    play(scene, 6, restarts=(True,) * 6)
 
 
 def test_the_requests_of_a_dead_replica_go_on_at_another_one_with_the_same_tokens() -> None:
