@@ -8,7 +8,7 @@ groups of requests with a common prompt arrive almost at once. Writes replicas.j
 a part that is not played again keeps its figures, and so does a number of replicas.
 
     python -m examples.benchmarks.virtual_time.replicas [--part placement death bursts]
-        [--replicas 2 4 8 16 32 64] [--out DIR]
+        [--replicas 2 4 8 16] [--out DIR]
 """
 
 import argparse
@@ -269,7 +269,7 @@ def main() -> None:
     """Play the ways with each number of replicas."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--part", nargs="+", default=["placement", "death", "bursts"])
-    parser.add_argument("--replicas", type=int, nargs="+", default=[2, 4, 8, 16, 32, 64])
+    parser.add_argument("--replicas", type=int, nargs="+", default=[2, 4, 8, 16])
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
     ways = {"placement": (MOVING, STAYING, ROUND_ROBIN, RANDOM), "death": (MOVING, STAYING)}
