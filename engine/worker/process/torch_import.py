@@ -6,19 +6,39 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 META_REGISTRATIONS = "torch._meta_registrations"
 SCIPY = "scipy"
-UNUSED = (  # modules of torch that no model uses, nor any other module of torch
+# Modules that no model uses, nor any other module of torch while it is imported; in the order in
+# which torch imports them, without which some cannot be imported.
+UNUSED = (
+    "torch.utils.data",
+    "torchgen",
+    "torchgen.model",
     "torch.distributions",
-    "torch.masked",
+    "torch.nested",
+    "torch.optim",
+    "torch.profiler",
     "torch.nn.intrinsic",
     "torch.nn.qat",
     "torch.nn.quantizable",
     "torch.nn.quantized",
-    "torch.optim",
     "torch.quantization",
+    "torch.masked",
+    "torch.export",
+    "torch.fx.experimental.sym_node",
+    "torch._higher_order_ops",
+    "torch.func",
+    "torch.compiler",
+    "torch._native",
 )
+# Functions that torch itself names again; each imports its module when it is called.
+FUNCTIONS = {
+    ("torch._higher_order_ops", "cond"),
+    ("torch._higher_order_ops", "while_loop"),
+    ("torch.func", "vmap"),
+}
 NVIDIA = Path("/dev/nvidiactl")  # exists where a process may use an NVIDIA GPU
 
 
@@ -43,23 +63,45 @@ def skip_scipy() -> None:
 
 
 def import_unused_later() -> None:
-    """Import torch's `UNUSED` modules when an attribute of them is first read, which a worker does
-    not do. They take a sixth of the import."""
+    """After `skip_meta_registrations`: import torch's `UNUSED` modules when an attribute of one is
+    read, or another module of torch is imported later, which a worker does not do. They take a
+    third of the import."""
     if not NVIDIA.exists():
         sys.meta_path.insert(0, _LaterFinder())
 
 
 class _LaterModule(ModuleType):
-    """A module of a package whose code runs when an attribute is missing for the first time."""
+    """A module whose code runs when an attribute is missing for the first time."""
 
     def __getattr__(self, name: str) -> object:
         if name.startswith("__"):  # the import system looks for them
             raise AttributeError(name)
-        self.__class__ = ModuleType  # type: ignore[assignment]  # as it is without this class
-        loader = self.__loader__
-        assert isinstance(loader, _LaterLoader), "a finder made it"
-        loader.loader.exec_module(self)
-        return getattr(self, name)
+        if (self.__name__, name) in FUNCTIONS:
+            return lambda *args, **kwargs: _read(self, name)(*args, **kwargs)
+        return _read(self, name)
+
+
+def _read(module: ModuleType, name: str) -> Any:
+    """An attribute of a module, after its code has run."""
+    if any(isinstance(finder, _LaterFinder) for finder in sys.meta_path):
+        _run_unused()
+    _run(module)
+    return getattr(module, name)
+
+
+def _run_unused() -> None:
+    """Run the code of all modules that are left out, in torch's order."""
+    sys.meta_path[:] = [each for each in sys.meta_path if not isinstance(each, _LaterFinder)]
+    for name in UNUSED:
+        _run(sys.modules.get(name))
+
+
+def _run(module: ModuleType | None) -> None:
+    """Run the code of a module, unless it has run."""
+    if isinstance(module, _LaterModule):
+        module.__class__ = ModuleType  # type: ignore[assignment]  # as it is without this class
+        assert isinstance(module.__loader__, _LaterLoader), "a finder made it"
+        module.__loader__.loader.exec_module(module)
 
 
 class _LaterLoader(Loader):
@@ -82,8 +124,15 @@ class _LaterFinder(MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if fullname not in UNUSED:
+            if fullname.startswith("torch.") and not _is_importing("torch"):
+                _run_unused()  # what another module of torch expects
             return None
         spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
             spec.loader = _LaterLoader(spec.loader)
         return spec
+
+
+def _is_importing(name: str) -> bool:
+    """Whether a module's code has begun to run and has not ended."""
+    return bool(getattr(sys.modules[name].__spec__, "_initializing", False))

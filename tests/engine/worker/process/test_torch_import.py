@@ -61,24 +61,49 @@ import sys
 from pathlib import Path
 from engine.worker.process import torch_import
 torch_import.NVIDIA = Path({nvidia!r})
+torch_import.skip_meta_registrations()
 torch_import.import_unused_later()
 import torch
 unused = [name for name in torch_import.UNUSED if "Later" in type(sys.modules[name]).__name__]
 assert unused == list(torch_import.UNUSED), unused
 from torch.distributions import Normal
-weight = torch.nn.Parameter(torch.ones(2))
-torch.optim.SGD([weight], lr=0.1)
+assert issubclass(torch.optim.SGD, torch.optim.Optimizer)
+from torch.export.graph_signature import InputKind  # a module that is imported later
+assert type(torch.export) is type(sys)
+assert not hasattr(torch.func, "any")
 for name in torch_import.UNUSED:
     hasattr(sys.modules[name], "any")
     assert type(sys.modules[name]) is type(sys), name
-print(Normal(0.0, 1.0).mean, type(torch.optim).__name__)
+doubled = torch.vmap(lambda row: row + row)(torch.ones(2, 1)).tolist()
+print(Normal(0.0, 1.0).mean, type(torch.optim).__name__, InputKind.PARAMETER.name, doubled)
 """
 
 
 def test_unused_modules_of_torch_are_imported_when_they_are_used(tmp_path: Path) -> None:
     program = LATER.format(nvidia=str(tmp_path / "none"))
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert ran.stdout == "tensor(0.) module\n", ran.stderr
+    assert ran.stdout == "tensor(0.) module PARAMETER [[2.0], [2.0]]\n", ran.stderr
+
+
+WORKER = """
+import sys
+from pathlib import Path
+from engine.worker.process import torch_import
+torch_import.NVIDIA = Path({nvidia!r})
+torch_import.skip_meta_registrations()
+torch_import.import_unused_later()
+from engine.worker.cpu.placeholders import COMPILER, stand_in
+stand_in(*COMPILER)
+import engine.worker.process.worker, engine.worker.cpu.device, adapters.models.dense.llama
+ran = [name for name in torch_import.UNUSED if type(sys.modules[name]) is type(sys)]
+print(ran, sys.modules.keys() & {{"torch.testing._internal", "torch._export", "sympy"}})
+"""
+
+
+def test_a_worker_runs_none_of_the_unused_modules(tmp_path: Path) -> None:
+    program = WORKER.format(nvidia=str(tmp_path / "none"))
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ran.stdout == "[] set()\n", ran.stderr
 
 
 WATCHES = """
