@@ -15,6 +15,7 @@ import gc
 import importlib
 import logging
 import os
+import select
 import signal
 import socket
 import sys
@@ -75,6 +76,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("engine.worker")  # the module itself runs as __main__
 
 RECEIVE_BYTES = 1 << 18
+IDLE_SECONDS = 0.5  # after the start, until the worker warms up: a first request would wait for it
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 PR_SET_NAME = 15
 PR_SET_TIMERSLACK = 29
@@ -100,6 +102,10 @@ class Parent:
                 raise EOFError
             self._payloads.extend(self._frames.feed(self._room[:num_bytes]))
         return read_to_worker(self._payloads.popleft())
+
+    def is_sending(self, seconds: float) -> bool:
+        """Whether a message comes, or the parent hangs up, within so many seconds."""
+        return bool(self._payloads or select.select([self._connection], (), (), seconds)[0])
 
     def send(self, data: bytearray) -> None:
         """Send one frame. Raises `ConnectionError` when the parent has closed the connection."""
@@ -195,7 +201,9 @@ def serve(
     drop_library_pages()  # while the server gets ready
     trim_heap()
     keep_heap()
-    worker.warm_up()
+    worker.check()
+    if not parent.is_sending(IDLE_SECONDS):
+        worker.warm_up()
     received: Received = SimpleQueue()
     placement = settings.placement
     answers = ResultSender(

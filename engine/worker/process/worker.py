@@ -30,6 +30,7 @@ from engine.worker.process.pipeline import StepPipeline
 from engine.worker_settings import WorkerReport, WorkerSettings
 
 WARM_UP_TOKENS = 64
+GREEDY = SamplingParams(temperature=0.0)
 
 
 class Worker:
@@ -43,8 +44,10 @@ class Worker:
     def load(
         cls, settings: WorkerSettings, progress: Progress, device: Device | None = None
     ) -> "Worker":
-        """Build a worker and run two warm-up steps; raises `StartupError`."""
+        """Build a worker, and run two warm-up steps and slices of an image; raises
+        `StartupError`."""
         worker = cls(build_worker(settings, progress, device))
+        worker.pipeline.warm_up_encoder()
         if faults := worker._run_first_steps(worker.parts.limits.block_size):
             raise StartupError(f"{settings.model} cannot be served: {faults[0].message}")
         return worker
@@ -107,28 +110,26 @@ class Worker:
         """
         return self.pipeline.logits(step)
 
-    def warm_up(self) -> None:
-        """Run a prompt, and slices of an image, whose buffers and code are in memory then, before
-        the first request; a prompt not beside other workers, and neither on a GPU. `WorkerLost` if
-        the device can compute nothing right."""
+    def check(self) -> None:
+        """Raise `WorkerLost` if the device can compute nothing right."""
         self.parts.device.check()
-        if self.pipeline.is_async:
-            return
-        self.pipeline.warm_up_encoder()
-        if self.parts.plane is None:
+
+    def warm_up(self) -> None:
+        """Run a prompt whose buffers and code are in memory then, before the first request; not
+        beside other workers or on a GPU."""
+        if self.parts.plane is None and not self.pipeline.is_async:
             self._run_first_steps(WARM_UP_TOKENS)
 
     def _run_first_steps(self, num_tokens: int) -> list[Fault]:
         """Run a prompt chunk of at most `num_tokens` and a decode in block 0, which no request owns
-        yet. A model that pools runs a prompt only."""
+        yet. A model that pools runs a prompt only. Sampling is greedy: the kernel that draws
+        tokens may still be compiled."""
         faults: list[Fault] = []
         limits = self.parts.limits
         size = max(2, min(num_tokens, limits.max_positions))
         blocks = bytes(4 * -(-size // limits.block_size))
         for step_id, start, count in ((-2, 0, size - 1), (-1, size - 1, 1)):
-            entry = StepEntry(
-                RequestId(0), start, (0,) * count, blocks, SampleSpec(SamplingParams())
-            )
+            entry = StepEntry(RequestId(0), start, (0,) * count, blocks, SampleSpec(GREEDY))
             if self.parts.drafter is not None and count > 1:
                 entry = entry._replace(proposal=ProposalSpec(1, 0))
             if limits.pooling is not None:

@@ -159,11 +159,8 @@ def test_the_first_image_needs_no_kernel_that_is_not_loaded_yet(
         run(pool, kernel, operands, chunks)
 
     monkeypatch.setattr(NativeThreadPool, "run", watched)
-    with monkeypatch.context() as patch:
-        patch.setattr(Worker, "_run_first_steps", lambda *_: None)
-        served.worker.warm_up()
-    warm = used.copy()
-    images = served.worker.parts.images
+    served.worker.pipeline.warm_up_encoder()
+    warm, images = used.copy(), served.worker.parts.images
     for piece in served.specs[0].media[0].pieces(1000):
         images.put(piece)
     used.clear()

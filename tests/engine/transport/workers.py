@@ -75,6 +75,9 @@ class UnconnectedWorker:
     def unload_lora(self, lora_id: int) -> None:
         self.loras = tuple(each for each in self.loras if each != lora_id)
 
+    def check(self) -> None:
+        """No weights to compare."""
+
     def warm_up(self) -> None:
         """No memory to touch."""
 

@@ -104,14 +104,31 @@ def test_a_worker_gives_the_code_of_libraries_back_once_it_has_loaded(
     assert sent_before == [LOADING]
 
 
-def test_a_worker_warms_up_once_it_has_sent_its_report(
+def test_a_worker_warms_up_once_it_has_sent_its_report_and_nothing_comes(
     line: Line, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent_before: list[list[FromWorker]] = []
-    monkeypatch.setattr(EchoWorker, "warm_up", lambda _: sent_before.append(line.received()))
-    line.send(LOAD, RunStep(a_step(1, 10)), Goodbye())
+
+    def warm_up(_: EchoWorker) -> None:
+        sent_before.append(line.received())
+        line.send(Goodbye())
+
+    monkeypatch.setattr(EchoWorker, "warm_up", warm_up)
+    monkeypatch.setattr(entry, "IDLE_SECONDS", 0.0)
+    line.send(LOAD)
     assert line.serve() == 0
     assert sent_before == [LOADING]
+
+
+def test_a_step_that_waits_is_run_without_a_warm_up(
+    line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[str] = []
+    for name in ("check", "warm_up"):
+        monkeypatch.setattr(EchoWorker, name, lambda _, name=name: called.append(name))
+    line.send(LOAD, RunStep(a_step(1, 10)), Goodbye())
+    assert line.serve() == 0
+    assert called == ["check"]
 
 
 @pytest.mark.parametrize("before", [[], [LOAD], [LOAD, RunStep(a_step(1, 10))]])

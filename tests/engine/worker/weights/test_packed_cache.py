@@ -181,12 +181,12 @@ def test_no_step_is_answered_from_damaged_weights_which_are_packed_again(
     settings = changed(settings_for(checkpoint, "cpu"), packed_cache=str(cache))
     worker = Worker.load(settings, lambda *_: None)
     with pytest.raises(WorkerLost, match=r"are damaged at byte [\d,]+ or behind it"):
-        worker.warm_up()
+        worker.check()
     assert not path.exists()
     for _ in ("packed", "mapped"):
         worker = Worker.load(settings, lambda *_: None)
         until_published()
-        worker.warm_up()
+        worker.check()
         assert torch.equal(Driver(worker).logits((0, TOKENS))[0], expected)
 
 
