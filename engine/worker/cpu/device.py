@@ -104,12 +104,10 @@ class CpuDevice:
         usual = self._native_operators().usual_kernels
         conversion = conversion_kernels(self.formats.linear)
         dtype = dtype_code(self.formats.kv_dtype)
-        attention = (
-            paged_kernels.attend_kernel(dtype),
-            paged_kernels.merge_partials,
-            rope_and_cache_write.BY_DTYPE[dtype],
-        )
-        request((*conversion, *attention, *usual, sampling.sample))
+        attend = paged_kernels.attend_kernel(dtype)
+        attention = attend, paged_kernels.merge_partials, rope_and_cache_write.BY_DTYPE[dtype]
+        longest = attend, sampling.sample  # half of the work: begun last, one core would be idle
+        request((*longest, *conversion, *usual, *attention[1:]))
         compile_all((*usual, *conversion), progress)
         compiler = ThreadPoolExecutor(1, "compile")
         self._compiling = compiler.submit(compile_all, attention)

@@ -71,10 +71,14 @@ def test_only_kernels_of_a_dense_model_are_compiled_first_and_those_of_attention
         if sample not in functions:  # which is compiled at some time after those of attention
             compiled.append(set(functions))
 
+    requested: list[Callable[..., None]] = []
     monkeypatch.setattr(cpu, "compile_all", compile_all)
+    monkeypatch.setattr(cpu, "request", requested.extend)
     device = cpu.CpuDevice(changed(SETTINGS, threads=1, weights="int8"))
     device.prepare(lambda what, done, total: None)
     (first,) = compiled
+    assert requested.index(sample) == 1, "the two kernels that take longest are begun first"
+    assert first < set(requested)
     assert quantize_int8 in first
     assert first.isdisjoint({*delta_rule.KERNELS, *experts.KERNELS})
     is_packed.set()
