@@ -6,7 +6,6 @@ does not is terminated, then killed. The child also exits when this process dies
 `engine.worker.process.entry`).
 """
 
-import asyncio
 import contextlib
 import os
 import signal
@@ -85,6 +84,8 @@ class WorkerProcess:
 
         Idempotent.
         """
+        import asyncio  # not before the first worker is started: that takes as long as all else
+
         with contextlib.suppress(OSError):  # either end may be closed already
             self.connection.shutdown(socket.SHUT_RDWR)  # also wakes a pending read
         exited = asyncio.ensure_future(asyncio.to_thread(self._process.wait))

@@ -36,6 +36,15 @@ def test_help_imports_no_large_module() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
+def test_a_worker_is_started_before_the_modules_of_the_server_are_imported() -> None:
+    code = (
+        "import sys\nfrom gateway import __main__\nfrom gateway.serve import start\n"
+        "loaded = {'asyncio', 'pydantic', 'uvicorn', 'numpy'} & sys.modules.keys()\n"
+        "assert not loaded, loaded\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
 def test_version_is_that_of_the_distribution() -> None:
     command = [sys.executable, "-m", "gateway", "--version"]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
