@@ -15,6 +15,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, cast
 
+from anyio.lowlevel import checkpoint
 from platformdirs import user_cache_path
 
 from engine.cost.profiler import ProbeLimits
@@ -31,7 +32,12 @@ from gateway.schema.fields.sampling import SamplingDefaults
 from gateway.serve.cores import count_replicas
 from gateway.serve.cost.calibration import Calibration, calibrate, cost_facts, cost_file
 from gateway.serve.lookahead import choose_lookahead, max_lookahead
-from gateway.serve.model_checks import check_model, model_directory, projector_file
+from gateway.serve.model_checks import (
+    check_model,
+    is_local,
+    model_directory,
+    projector_file,
+)
 from gateway.serve.replicas import like_first, settings_of_replicas
 from gateway.settings.generation_config import sampling_defaults
 from gateway.settings.model import BUILTIN_MODEL
@@ -101,10 +107,12 @@ async def load_model(
 ) -> AsyncIterator[LoadedModel]:
     """Start the workers and read the tokenizer at the same time; the workers end with the block.
 
-    `local` starts workers on this machine. Raises `StartupError`.
+    `local` starts workers on this machine; it is given by the command, which has checked a model
+    that is here. Raises `StartupError`.
     """
     directory = await asyncio.to_thread(model_directory, settings.model.source)
-    await asyncio.to_thread(check_model, settings, directory)
+    if local is None or not is_local(settings.model.source):
+        await asyncio.to_thread(check_model, settings, directory)
     config = await asyncio.to_thread(_adapter("generation_config"), directory)
     defaults = sampling_defaults(config, settings.model.override_generation_config)
     count = await asyncio.to_thread(count_replicas, settings)
@@ -117,6 +125,7 @@ async def load_model(
         async with asyncio.TaskGroup() as group:
             starting = group.create_task(executor.start(progress))
             reading = group.create_task(asyncio.to_thread(_text_adapters, settings, directory))
+            await checkpoint()  # imports anyio's backend, which the first request would do
         report, texts = starting.result(), reading.result()
         if report.pooling is not None:
             await asyncio.to_thread(importlib.import_module, "numpy")  # for `gateway.pooling`

@@ -11,11 +11,13 @@ from adapters.gguf.checks import KINDS
 from adapters.gguf.floats import FLOATS
 from adapters.gguf.tensors import OTHERS
 from engine.errors import StartupError
+from engine.transport.process import LocalLauncher
 from engine.worker.cpu.formats import DTYPES
 from engine.worker.cpu.linears import FORMATS as CPU_FORMATS
 from engine.worker.model.kv.kv_tensors import CPU_KV_DTYPES
 from examples.benchmarks.server.refusals import BUILTIN, REFUSALS, Refusal
 from gateway.serve import command, model_checks
+from gateway.serve import load as loading
 from gateway.settings import device_checks
 from gateway.settings.settings import load
 
@@ -81,3 +83,20 @@ def test_the_built_in_model_passes() -> None:
     settings = load({"model": str(BUILTIN), "max_model_len": "32768"})
     device_checks.check_device(settings)
     model_checks.check_local_model(settings)
+
+
+@pytest.mark.parametrize(("local", "times"), [(LocalLauncher("a:Worker"), 0), (None, 1)])
+async def test_a_model_that_the_command_has_checked_is_not_read_again_for_checks(
+    local: LocalLauncher | None, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked: list[Path] = []
+
+    def next_step(role: str) -> None:
+        raise StartupError(f"{role} is not read here")
+
+    monkeypatch.setattr(loading, "check_model", lambda _, directory: checked.append(directory))
+    monkeypatch.setattr(loading, "_adapter", next_step)
+    with pytest.raises(StartupError, match="is not read here"):
+        async with loading.load_model(load({}), lambda *_: None, local):
+            pass
+    assert len(checked) == times
