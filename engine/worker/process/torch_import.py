@@ -27,7 +27,6 @@ UNUSED = (
     "torch.quantization",
     "torch.masked",
     "torch.export",
-    "torch.fx.experimental.sym_node",
     "torch._higher_order_ops",
     "torch.func",
     "torch.compiler",

@@ -95,6 +95,10 @@ torch_import.import_unused_later()
 from engine.worker.cpu.placeholders import COMPILER, stand_in
 stand_in(*COMPILER)
 import engine.worker.process.worker, engine.worker.cpu.device, adapters.models.dense.llama
+import torch
+with torch.inference_mode():  # torch's C++ reads attributes of modules, too
+    x = torch.empty(()).expand([2, 3]).contiguous().view(3, 2)[:, 0].to(torch.float16)
+    torch.cat([x, x]).split([2, 4])
 ran = [name for name in torch_import.UNUSED if type(sys.modules[name]) is type(sys)]
 print(ran, sys.modules.keys() & {{"torch.testing._internal", "torch._export", "sympy"}})
 """
