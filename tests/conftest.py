@@ -21,6 +21,7 @@ from tests.cpu_report import CpuReport
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 
+from engine.worker.weights.packed_cache import source_digest
 from engine.worker.weights.source import Weights
 
 settings.register_profile("podway", deadline=None)  # no test asserts a time
@@ -113,11 +114,14 @@ def tier_of(path: Path) -> str | None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _keep_pages_of_checkpoints() -> Iterator[None]:
-    """Reading the mappings of a process with so many libraries took half of the load of a worker.
-    Workers in processes of their own drop the pages, and so does `test_mappings.py`."""
+def _quick_loads() -> Iterator[None]:
+    """Reading the mappings of a process with so many libraries took half of the load of a worker,
+    reading the sources for their digest a tenth: it is done once. Workers in processes of their
+    own do both, and so do `test_mappings.py` and `test_packed_cache.py`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Weights, "drop_pages", lambda _: None)
+        for module in ("cpu.linears.packed_store", "weights.checkpoint"):
+            patch.setattr(f"engine.worker.{module}.source_digest", cache(source_digest))
         yield
 
 
@@ -132,7 +136,8 @@ def server_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 def start_server(directory: Path, *flags: str) -> "Server":
     """`python -m gateway serve` on a free port; stderr goes to a file. Its compute threads sleep
-    between kernels, since other tests need the cores; nothing else is set."""
+    between kernels, since other tests need the cores, and costs of steps are not measured unless
+    the flags say so; nothing else is set."""
     return Server(directory, flags)
 
 
@@ -142,7 +147,8 @@ class Server(subprocess.Popen[str]):
     def __init__(self, directory: Path, flags: tuple[str, ...]) -> None:
         command = [sys.executable, "-m", "gateway", "serve", "--port", "0"]
         cache = directory.parent / "cache"  # that of all tests: costs are measured once
-        command += ["--cache-dir", str(cache), "--thread-wait", "sleep", *flags]
+        command += ["--cache-dir", str(cache), "--thread-wait", "sleep", "--cost-model", "none"]
+        command += flags
         environ = {key: value for key, value in os.environ.items() if "PODWAY_" not in key}
         environ["XDG_STATE_HOME"] = str(directory / "state")
         self.log = directory / "stderr.log"

@@ -100,6 +100,7 @@ def test_logits_of_a_ragged_mix_are_those_of_one_worker(alone: Worker, together:
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("variant", IN_FOUR, indirect=True)
 def test_generations_are_those_of_one_worker(alone: Worker, together: Fleet) -> None:
     one, many = Driver(alone, seed=1), Driver(together, seed=2)
     sampled = SamplingParams(temperature=0.8, top_p=0.9, seed=3)
