@@ -86,7 +86,6 @@ FOUND = {
     "avx512_vnni": {
         "FASTEST": "linear_8_bits vpdpbusd %zmm",
         "WITH_14_BITS": "linear_14_bits vpdpwssd %zmm",
-        "BFLOAT16": "linear_bfloat16 vfmadd %zmm",
     },
     "avx512_bf16": {"BFLOAT16": "linear_bfloat16 vdpbf16ps %zmm"},
     "amx": {"FASTEST": "linear_8_bits tdpbusd %zmm", "BFLOAT16": "linear_bfloat16 tdpbf16ps %zmm"},
