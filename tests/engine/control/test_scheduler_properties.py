@@ -299,7 +299,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = settings(
-    max_examples=int(os.environ.get("PODWAY_EXAMPLES", "200")),
+    max_examples=int(os.environ.get("PODWAY_EXAMPLES", "100")),
     stateful_step_count=50,
     deadline=None,
 )

@@ -115,68 +115,16 @@ def test_a_port_in_use_is_rejected_in_a_line_of_the_log(tmp_path: Path) -> None:
     assert failed.stdout == ""
 
 
-async def test_ctrl_c_ends_the_server_with_130_and_its_whole_log_may_be_json(
+async def test_keys_are_reloaded_on_sighup_and_ctrl_c_ends_the_server_with_130(
     tmp_path: Path,
 ) -> None:
-    with start_server(tmp_path, "--log-format", "json") as server:
-        ready = f"{read_url(server)}/ready"
-        async with aiohttp.ClientSession() as session, session.get(ready) as response:
-            assert response.status == 200
-        server.send_signal(signal.SIGINT)
-        assert server.wait(60) == 130
-        lines = [json.loads(line) for line in server.log.read_text().splitlines()]
-        assert not any("exception" in line for line in lines)
-        assert any("weights: " in line.get("message", "") for line in lines), "progress"
-
-
-async def test_sigterm_lets_a_running_answer_finish_and_ends_with_0(tmp_path: Path) -> None:
-    with start_server(tmp_path) as server:
-        url = read_url(server)
-        ask = {"model": "builtin", "prompt": "a", "max_tokens": 60, "stream": True}
-        async with (
-            aiohttp.ClientSession() as session,
-            session.post(f"{url}/v1/completions", json=ask | {"ignore_eos": True}) as answer,
-        ):
-            first = await answer.content.readline()
-            server.send_signal(signal.SIGTERM)
-            rest = await answer.content.read()
-        assert first == b"id: 0\n"
-        assert rest.strip().endswith(b"data: [DONE]")
-        assert server.wait(60) == 0
-
-
-def test_costs_measured_at_one_start_are_used_at_the_next(tmp_path: Path) -> None:
-    """They are kept once two rounds agree, which may take some starts beside other work."""
-    files = tmp_path / "cache" / "costs"
-    measured = ""
-    for _ in range(6):
-        measured = cost_line(tmp_path)
-        assert "measured in" in measured
-        if any(files.glob("*")):
-            break
-    else:
-        pytest.skip(f"other work runs on this machine: {measured}")
-    assert str(files) in cost_line(tmp_path)
-
-
-def cost_line(directory: Path) -> str:
-    """The line about costs with which a server starts that ends at once."""
-    with start_server(directory, "--cache-dir", str(directory / "cache")) as server:
-        read_url(server)
-        assert server.stdout is not None
-        line = next(line for line in server.stdout if line.startswith("  cost"))
-        server.send_signal(signal.SIGTERM)
-        assert server.wait(60) == 0
-    return line
-
-
-async def test_keys_and_certificate_are_reloaded_on_sighup(tmp_path: Path) -> None:
+    """Its whole log may be JSON."""
     certificate, key = make_certificate(tmp_path, "one")
     keys = tmp_path / "keys.toml"
     keys.write_text('[old]\nkey = "k1"')
     trust = ssl.create_default_context(cafile=certificate)
     flags = ("--tls-cert", str(certificate), "--tls-key", str(key), "--api-key-file", str(keys))
-    with start_server(tmp_path, *flags) as server:
+    with start_server(tmp_path, *flags, "--log-format", "json") as server:
         url = read_url(server)
         assert url.startswith("https://")
 
@@ -198,14 +146,22 @@ async def test_keys_and_certificate_are_reloaded_on_sighup(tmp_path: Path) -> No
             while says not in server.log.read_text():  # noqa: ASYNC110 # of another process
                 await asyncio.sleep(0.02)
             assert (await status("k1"), await status("k2")) == (401, 200)
-        server.send_signal(signal.SIGTERM)
-        assert server.wait(30) == 0
+        server.send_signal(signal.SIGINT)
+        assert server.wait(60) == 130
+        lines = [json.loads(line) for line in server.log.read_text().splitlines()]
+        assert not any("exception" in line for line in lines)
+        assert any("weights: " in line.get("message", "") for line in lines), "progress"
 
 
 async def test_a_recording_of_a_server_is_reproduced_event_by_event(tmp_path: Path) -> None:
+    """Also of an answer that was running when the server was told to end."""
     path = tmp_path / "record.jsonl"
-    with start_server(tmp_path, "--record", str(path), "--max-batch-size", "2") as server:
+    flags = ("--record", str(path), "--max-batch-size", "2", "--cost-model", "auto")
+    with start_server(tmp_path, *flags) as server:
         url = read_url(server)
+        assert server.stdout is not None
+        cost = next(line for line in server.stdout if line.startswith("  cost"))
+        assert "measured in" in cost or str(tmp_path.parent / "cache" / "costs") in cost
         async with aiohttp.ClientSession() as session:
 
             async def ask(prompt: str, max_tokens: int) -> None:
@@ -223,13 +179,19 @@ async def test_a_recording_of_a_server_is_reproduced_event_by_event(tmp_path: Pa
             async with session.post(f"{url}/admin/policy", json={"policy": "mlfq"}) as switched:
                 assert switched.status == 200
             await asyncio.gather(*(ask(prompt, 5 + index) for index in range(5)))
-        server.send_signal(signal.SIGTERM)
+            last = {"model": "builtin", "prompt": "a", "max_tokens": 60, "ignore_eos": True}
+            async with session.post(
+                f"{url}/v1/completions", json=last | {"stream": True}
+            ) as answer:
+                assert await answer.content.readline() == b"id: 0\n"
+                server.send_signal(signal.SIGTERM)
+                assert (await answer.content.read()).strip().endswith(b"data: [DONE]")
         assert server.wait(60) == 0
     recording = read_recording(path)
     followed = RecordingVerifier(recording).verify(SLO())
     assert followed.difference is None
     assert followed.figures is not None
-    assert followed.figures.num_arrived == 11
+    assert followed.figures.num_arrived == 12
     assert followed.figures.cached_tokens > 0
     assert {row.switched for row in recording.rows} == {None, "mlfq"}
     assert "harbour" not in path.read_text()

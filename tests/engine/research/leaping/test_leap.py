@@ -53,15 +53,14 @@ def test_every_policy_is_compared() -> None:
 @pytest.mark.parametrize("policy", ORDERS)
 @pytest.mark.parametrize("num_slots", [60_000, 9_000])
 def test_leaps_change_no_figure_under_any_policy(policy: str, num_slots: int) -> None:
-    arrivals = sped_up(read_trace(AZURE)[:70], 0.4)
+    arrivals = sped_up(read_trace(AZURE)[:40], 0.4)
     leaping = setup(policy, num_slots)
     assert outcome(leaping, arrivals) == outcome_of_single_steps(leaping, arrivals)
 
 
 @pytest.mark.parametrize("admission", ["reserve", "request"])
-@pytest.mark.parametrize("seed", [1, 2])
-def test_leaps_change_no_figure_under_other_admission(admission: str, seed: int) -> None:
-    arrivals = poisson(6.0, 80, orca_lengths, Random(seed))
+def test_leaps_change_no_figure_under_other_admission(admission: str) -> None:
+    arrivals = poisson(6.0, 60, orca_lengths, Random(1))
     leaping = setup("fcfs", 4_000, admission)
     assert outcome(leaping, arrivals) == outcome_of_single_steps(leaping, arrivals)
 
