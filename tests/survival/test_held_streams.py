@@ -8,11 +8,10 @@ from typing import Any
 
 import aiohttp
 import psutil
-import pytest
 
 from tests.conftest import Server, read_url, start_server
 
-FLAGS = ("--cost-model", "none", "--store", "held.sqlite")
+FLAGS = ("--store", "held.sqlite")
 NAMED = {"x-conversation-id": "talk"}
 LENGTH, BEFORE_WORKER, BEFORE_SERVER = 400, 40, 120  # events
 SAMPLED = {"ignore_eos": True, "temperature": 0.9, "stream": True}
@@ -41,36 +40,42 @@ async def read(session: aiohttp.ClientSession, url: str, **headers: str) -> byte
         return await response.read()
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "headers"),
-    [("/v1/chat/completions", CHAT, NAMED), ("/v1/responses", RESPONSE, {})],
+ASKED: tuple[tuple[str, dict[str, Any], dict[str, str]], ...] = (
+    ("/v1/chat/completions", CHAT, NAMED),
+    ("/v1/responses", RESPONSE, {}),
 )
+
+
 async def test_the_events_are_the_same_after_the_worker_and_the_server_were_killed(
-    path: str, body: dict[str, Any], headers: dict[str, str], tmp_path: Path
+    tmp_path: Path,
 ) -> None:
-    asked = {"model": "builtin", **SAMPLED, **body}
     async with aiohttp.ClientSession() as session:
         with start_server(tmp_path, *FLAGS) as server:
             url = await asyncio.to_thread(read_url, server)
-            async with session.post(f"{url}{path}", json=asked, headers=headers) as response:
-                assert response.status == 200
-                seen = await events(response, BEFORE_WORKER)
-                kill_worker(server)
-                seen += await events(response, BEFORE_SERVER)
-                server.kill()
-        place = "/v1/stream/talk"
-        if path == "/v1/responses":
-            response_id = seen.split(b'"id":"')[1].split(b'"')[0].decode()
-            place = f"/v1/responses/{response_id}?stream=true"
+            streams = [
+                await session.post(
+                    f"{url}{path}", json={"model": "builtin", **SAMPLED, **body}, headers=headers
+                )
+                for path, body, headers in ASKED
+            ]
+            before = [await events(each, BEFORE_WORKER) for each in streams]
+            kill_worker(server)
+            chat, response = [
+                seen + await events(each, BEFORE_SERVER)
+                for seen, each in zip(before, streams, strict=True)
+            ]
+            server.kill()
+        last = BEFORE_WORKER + BEFORE_SERVER - 1
         with start_server(tmp_path, *FLAGS) as server:
             url = await asyncio.to_thread(read_url, server)
-            whole = await read(session, f"{url}{place}")
-            assert whole.startswith(seen)
-            last = BEFORE_WORKER + BEFORE_SERVER - 1
-            if path == "/v1/responses":
-                assert seen + await read(session, f"{url}{place}&starting_after={last}") == whole
-                assert b'"status":"incomplete"' in whole[-3000:]
-            else:
-                rest = await read(session, f"{url}{place}", **{"last-event-id": str(last)})
-                assert seen + rest == whole
-                assert whole.endswith(b"data: [DONE]\n\n")
+            place = f"{url}/v1/stream/talk"
+            whole = await read(session, place)
+            assert whole.startswith(chat)
+            assert chat + await read(session, place, **{"last-event-id": str(last)}) == whole
+            assert whole.endswith(b"data: [DONE]\n\n")
+            response_id = response.split(b'"id":"')[1].split(b'"')[0].decode()
+            place = f"{url}/v1/responses/{response_id}?stream=true"
+            whole = await read(session, place)
+            assert whole.startswith(response)
+            assert response + await read(session, f"{place}&starting_after={last}") == whole
+            assert b'"status":"incomplete"' in whole[-3000:]

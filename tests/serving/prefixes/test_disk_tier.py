@@ -11,7 +11,7 @@ import pytest
 from tests.conftest import Server, read_url, start_server
 
 STORY = "Once upon a time there was a fox. It lived in a forest and asked: what is 2 + 3? " * 8
-FLAGS = ("--threads", "1", "--store", "memory", "--kv-slots", "4096", "--cost-model", "none")
+FLAGS = ("--threads", "1", "--store", "memory", "--kv-slots", "4096")
 
 
 def started(directory: Path, *flags: str) -> Server:
@@ -75,7 +75,7 @@ def test_the_next_message_of_a_chat_finds_its_prefix_after_a_restart(
         assert cached(chat(url, "Something else. " * 40)) == 0
 
 
-def test_a_file_that_was_changed_is_not_used(tmp_path: Path) -> None:
+def test_copies_that_were_changed_or_are_of_another_kv_dtype_are_not_used(tmp_path: Path) -> None:
     with started(tmp_path) as server:
         expected = text(chat(read_url(server), STORY))
         server.send_signal(signal.SIGTERM)
@@ -88,14 +88,9 @@ def test_a_file_that_was_changed_is_not_used(tmp_path: Path) -> None:
     with started(tmp_path) as server:
         again = chat(read_url(server), STORY)
         assert text(again) == expected
-
-
-def test_another_kv_dtype_does_not_use_the_same_copies(tmp_path: Path) -> None:
-    with started(tmp_path, "--kv-cache-dtype", "float32") as server:
-        chat(read_url(server), STORY)
         server.send_signal(signal.SIGTERM)
         server.wait(60)
-    with started(tmp_path) as server:
+    with started(tmp_path, "--kv-cache-dtype", "float32") as server:
         assert cached(chat(read_url(server), STORY)) == 0
     assert "the KV of other models, KV dtypes or versions is not used" in server.log.read_text()
 
