@@ -26,6 +26,15 @@ VARIANTS = (
     *("seed_oss", "ernie4_5_moe", "hunyuan_moe", "nemotron", "arcee", "minicpm3", "minicpm"),
     "starcoder2_full",  # with windows only, 4 requests never need more KV
 )
+# Of each kind of KV, state and position one: what the engine does with them is the same.
+KINDS = pytest.mark.parametrize(
+    "served",
+    [
+        *("llama", "gpt2", "mistral", "phi3_long", "gemma3", "gemma4", "gpt_oss", "mixtral"),
+        *("qwen3_5", "granite_hybrid_groups", "falcon_h1", "lfm2", "deepseek_v3", "minicpm3"),
+    ],
+    indirect=True,
+)
 COUNT, NEW_TOKENS, SHARED = 4, 20, 16
 
 
@@ -68,6 +77,7 @@ def test_a_shared_prefix_is_computed_once(served: Served) -> None:
     assert cached == [0, SHARED, SHARED, SHARED]
 
 
+@KINDS
 def test_preempted_requests_are_computed_again_or_swapped_and_continue_as_they_were(
     served: Served,
 ) -> None:
@@ -91,6 +101,7 @@ def test_preempted_requests_are_computed_again_or_swapped_and_continue_as_they_w
         )
 
 
+@KINDS
 def test_right_and_wrong_drafts_change_no_output(served: Served) -> None:
     drafter = a_drafter(served.expected)
     outcomes = play(

@@ -3,7 +3,7 @@
 from tests.fuzz.groups.case import play
 from tests.fuzz.playing import play_all
 
-NUM_CASES = 75
+NUM_CASES = 40
 
 
 def test_several_models_lose_nothing_under_deaths_unloads_and_cancels() -> None:

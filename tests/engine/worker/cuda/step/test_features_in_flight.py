@@ -69,11 +69,8 @@ async def read(engine: Engine, spec: RequestSpec) -> list[int]:
         (make_checkpoint, False, "scripted"),
         (lambda folder: make_checkpoint(folder, "qwen3_5"), False, ""),
         (lambda folder: make_checkpoint(folder, "qwen3_5"), False, "scripted"),
-        (lambda folder: make_checkpoint(folder, "lfm2"), False, ""),
         (lambda folder: make_checkpoint(folder, "lfm2"), False, "scripted"),
-        (lambda folder: make_checkpoint(folder, "granite_hybrid_moe"), False, ""),
         (lambda folder: make_checkpoint(folder, "granite_hybrid_groups"), False, "scripted"),
-        (lambda folder: make_checkpoint(folder, "falcon_h1"), False, "scripted"),
         (make_mtp_checkpoint, True, "mtp"),
     ],
 )
