@@ -115,7 +115,7 @@ FRAGMENTS = st.sampled_from(
 ) | st.text(alphabet="a<|>{} ", max_size=4)
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=200)
 @given(parts=st.lists(FRAGMENTS, max_size=14), size=st.integers(1, 9))
 @example([" to=functions.f", "<|message|>", "<|start|>"], 1)
 @example(["<|constrain|>", "assistant", "<|message|>"], 1)

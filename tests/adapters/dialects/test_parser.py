@@ -186,7 +186,7 @@ FRAGMENTS = st.sampled_from(
 )
 
 
-@settings(deadline=None, max_examples=600)
+@settings(deadline=None, max_examples=300)
 @given(
     name=st.sampled_from(sorted(DIALECTS)),
     parts=st.lists(FRAGMENTS, max_size=10),

@@ -54,7 +54,7 @@ def cut(data: bytes, places: list[int]) -> list[bytes]:
     return [data[a:b] for a, b in pairwise(borders)]
 
 
-@settings(deadline=None, max_examples=500)
+@settings(deadline=None, max_examples=250)
 @given(
     data=DATA,
     places=st.lists(st.integers(0, 200), max_size=30),

@@ -68,7 +68,7 @@ STOPS = st.lists(
 PLACES = st.lists(st.integers(0, 200), max_size=40)
 
 
-@settings(deadline=None, max_examples=600)
+@settings(deadline=None, max_examples=300)
 @given(data=DATA, stops=STOPS, places=PLACES, sizes=st.lists(st.integers(0, 5), max_size=10))
 @example(b"aab", ["aab", "ab"], [1, 2], [])
 @example(b"abcd", ["abcd", "bc"], [], [4])

@@ -62,11 +62,8 @@ def tokens(outcomes: list[RequestOutcome]) -> list[list[int]]:
     [
         ("qwen3_vl", 1, 2),
         ("smolvlm", 2, 1),
-        ("qwen3_5", 2, 1),
         ("qwen3_5", 1, 2),
         ("gemma3", 2, 1),
-        ("gemma3", 1, 2),
-        ("gemma4", 2, 1),
         ("gemma4", 1, 2),
         ("gemma4_whole", 2, 1),
     ],

@@ -34,7 +34,7 @@ def params(some: Sequence[SamplingParams], points: Sequence[float], vocab: int) 
     return SamplingTensors.of(draws_of(some, points), vocab, torch.from_numpy)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=75)
 @given(
     asked=st.lists(samplings, min_size=1, max_size=6),
     vocab=st.integers(1, 2000),
@@ -69,7 +69,7 @@ def _distance(weights: Floats, sampling: SamplingParams) -> float:
     return float(np.abs(sums / sums[-1] - sampling.top_p).min())
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=75)
 @given(
     points=st.lists(
         st.floats(0, 1, exclude_max=True) | st.just(1 - 2.0**-53), min_size=1, max_size=8
