@@ -17,6 +17,9 @@ unexport PYTHONDONTWRITEBYTECODE # the tests start hundreds of processes: none c
 SERVING := $(VENV)/.serving
 DEVELOPMENT := $(VENV)/.development
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
+# Without the plugins that only other tests use: each process would import them for two seconds.
+FEW_PLUGINS := PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 \
+	PYTEST_PLUGINS=xdist.plugin,pytest_asyncio.plugin,_hypothesis_pytestplugin
 
 .PHONY: serve test test-rest test-all dist lint fmt clients flashinfer
 
@@ -24,7 +27,7 @@ serve: $(SERVING)
 	@$(BIN)/podway serve $(ARGS) || test $$? -eq 130
 
 test: $(DEVELOPMENT)
-	$(PYTEST) --tiers none $(ARGS)
+	$(FEW_PLUGINS) $(PYTEST) --tiers none $(ARGS)
 
 test-rest: $(DEVELOPMENT)
 	$(PYTEST) --tiers only $(ARGS)
