@@ -65,8 +65,7 @@ def _expected(server_url: str) -> str:
 @pytest.fixture(name="speculating", scope="module")
 def _speculating(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Speculating]:
     config = '{"method": "ngram"}'
-    # A cost model that was measured beside other tests may see no gain in drafts
-    flags = ("--threads", "1", "--lookahead", "1", "--cost-model", "none")
+    flags = ("--threads", "1", "--lookahead", "1")
     folder = tmp_path_factory.mktemp("speculating")
     with start_server(folder, *flags, "--speculative-config", config) as server:
         yield Speculating(server, read_url(server))
