@@ -41,17 +41,17 @@ def chats(count: int, rate: float) -> list[Arrival]:
 
 @pytest.mark.parametrize("router", ROUTERS)
 def test_a_fleet_is_equal_bit_for_bit_on_any_number_of_processes(router: str) -> None:
-    arrivals = chats(120, rate=12.0)
+    arrivals = chats(60, rate=12.0)
     fleet = FleetSetup(setup(), 5, router)
     runs = [simulate_fleet(replace(fleet, processes=count), arrivals) for count in (1, 3)]
     texts = {json.dumps(run.as_json()) for run in runs}
     assert len(texts) == 1
-    assert runs[0].num_finished == 120
+    assert runs[0].num_finished == 60
 
 
 @pytest.mark.parametrize("policy", ["fcfs", "gittins"])
 def test_a_fleet_of_one_replica_equals_a_simulation(policy: str) -> None:
-    arrivals = sped_up(read_trace(AZURE)[:150], 0.3)
+    arrivals = sped_up(read_trace(AZURE)[:80], 0.3)
     alone = simulate(setup(policy), arrivals)
     fleet = simulate_fleet(FleetSetup(setup(policy), 1), arrivals)
     assert fleet.num_iterations == alone.num_iterations
@@ -64,7 +64,7 @@ def test_a_fleet_of_one_replica_equals_a_simulation(policy: str) -> None:
 
 
 def test_affinity_finds_more_prefixes_than_round_robin() -> None:
-    arrivals = chats(200, rate=4.0)
+    arrivals = chats(120, rate=4.0)
     shares = {
         router: simulate_fleet(FleetSetup(setup(), 4, router), arrivals).cached_share
         for router in ROUTERS
@@ -74,7 +74,7 @@ def test_affinity_finds_more_prefixes_than_round_robin() -> None:
 
 
 def test_replicas_are_used_evenly_by_every_router_without_shared_prefixes() -> None:
-    arrivals = poisson(8.0, 300, orca_lengths, Random(2))
+    arrivals = poisson(8.0, 160, orca_lengths, Random(2))
     for router in ROUTERS:
         figures = simulate_fleet(FleetSetup(setup(), 4, router), arrivals)
         assert figures.busy_p5 > 0.8 * figures.busy_p95, router
@@ -82,7 +82,7 @@ def test_replicas_are_used_evenly_by_every_router_without_shared_prefixes() -> N
 
 def test_an_autoscaled_fleet_grows_under_load_and_costs_less_than_the_largest() -> None:
     quiet = poisson(0.5, 60, orca_lengths, Random(3))
-    rush = poisson(40.0, 500, orca_lengths, Random(4))
+    rush = poisson(40.0, 300, orca_lengths, Random(4))
     arrivals = [*quiet, *(replace(one, at=one.at + quiet[-1].at) for one in rush)]
     scale = AutoscaleSettings(1, 12, target_tokens=500.0, start_seconds=5.0, interval=2.0)
     grown = simulate_fleet(FleetSetup(setup(), 1, "least-tokens", scale), arrivals)

@@ -117,7 +117,14 @@ def test_invalid_numbers_are_rejected(
     assert flag in capsys.readouterr().err
 
 
-IN_LITTLE_TIME = f"""#!{sys.executable}
+def use_python(folder: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    """Run a program of this text instead of modules."""
+    (folder / "python").write_text(f"#!{sys.executable}\n{text}")
+    (folder / "python").chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(folder / "python"))
+
+
+IN_LITTLE_TIME = """
 import sys
 
 from engine.worker import roofline
@@ -134,9 +141,7 @@ roofline.main()
 async def test_the_bytes_of_a_step_are_read_by_a_process_that_has_measured_the_limits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "python").write_text(IN_LITTLE_TIME)
-    (tmp_path / "python").chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    use_python(tmp_path, monkeypatch, IN_LITTLE_TIME)
     async with machine.Ruler("cpu", 1) as ruler:
         limits = await ruler.limits()
         assert limits["int8"] == limits["int4"]
@@ -144,8 +149,11 @@ async def test_the_bytes_of_a_step_are_read_by_a_process_that_has_measured_the_l
     assert 0 < short < long
 
 
-async def test_a_device_without_limits_is_rejected() -> None:
-    with pytest.raises(StartupError, match="the limits of nowhere could not be measured: "):
+async def test_a_device_without_limits_is_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_python(tmp_path, monkeypatch, "raise SystemExit('no such device')")
+    with pytest.raises(StartupError, match="limits of nowhere could not be measured: no such dev"):
         await machine.measure_limits("nowhere", 1)
 
 
