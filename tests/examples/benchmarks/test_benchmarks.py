@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from random import Random
 
@@ -9,6 +10,8 @@ import pytest
 
 from adapters.models.random_checkpoint import random_checkpoint
 from adapters.tokenizers import load_token_table
+from engine.research.hardware.deployment import Deployment
+from examples.benchmarks.pipeline import __main__ as pipeline
 from examples.benchmarks.pipeline import measured
 from examples.benchmarks.speculation import engines, servers
 from examples.benchmarks.speculation.texts import TEXTS
@@ -36,7 +39,7 @@ def test_a_streamed_token_is_compared_with_a_bare_write(tmp_path: Path) -> None:
 
 def test_decisions_are_measured_in_a_whole_server(tmp_path: Path) -> None:
     load = ("--questions", "1,4", "--words", "40", "--rounds", "1")
-    run_module("benchmarks.server.decisions", "builtin", *load, "--out", tmp_path / "decisions")
+    run_here("benchmarks.server.decisions", "builtin", *load, "--out", tmp_path / "decisions")
     _, one, four = json.loads((tmp_path / "decisions" / "decisions.json").read_text())
     assert (one["questions"], four["questions"]) == (1, 4)
     assert one["computed"] < four["computed"] < 4 * one["computed"]  # the input is computed once
@@ -69,7 +72,7 @@ def test_a_quantized_model_reads_the_texts_of_float32(
 def test_speculation_is_measured_off_and_on_and_changes_no_token(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     flags = ("--texts", "loops", "--clients", "2", "--rounds", "1", "--threads", "1")
-    run_module("benchmarks.speculation.engines", *flags, "--clock", "cpu", "--out", file)
+    run_here("benchmarks.speculation.engines", *flags, "--clock", "cpu", "--out", file)
     rows = json.loads(file.read_text())
     assert [row["method"] for row in rows] == ["off", "ngram", "suffix"]
     assert all(row["same_tokens"] and row["off"] > 0 for row in rows)
@@ -79,7 +82,7 @@ def test_speculation_is_measured_off_and_on_and_changes_no_token(tmp_path: Path)
 def test_speculation_is_measured_in_whole_servers_and_changes_no_text(tmp_path: Path) -> None:
     file = tmp_path / "servers.json"
     flags = ("--texts", "loops", "--clients", "2", "--rounds", "1", "--out", file)
-    shown = run_module("benchmarks.speculation.servers", *flags)
+    shown = run_here("benchmarks.speculation.servers", *flags)
     rows = json.loads(file.read_text())
     assert servers.table(rows) in shown
     assert [row["method"] for row in rows] == ["ngram", "off"]
@@ -88,9 +91,9 @@ def test_speculation_is_measured_in_whole_servers_and_changes_no_text(tmp_path: 
 
 def test_the_acceptance_of_a_trained_mtp_layer_is_measured(tmp_path: Path) -> None:
     model, file = tmp_path / "model", tmp_path / "mtp.json"
-    run_module("benchmarks.mtp.train", *("--out", model, "--steps", "2", "--batch-tokens", "512"))
+    run_here("benchmarks.mtp.train", *("--out", model, "--steps", "2", "--batch-tokens", "512"))
     load = ("--requests", "2", "--rounds", "1", "--drafts", "2")
-    shown = run_module("benchmarks.mtp.acceptance", model, *load, "--out", file)
+    shown = run_here("benchmarks.mtp.acceptance", model, *load, "--out", file)
     assert shown.strip() == file.with_suffix(".md").read_text().strip()
     found = json.loads(file.read_text())
     for row in found["acceptance"]:
@@ -98,9 +101,12 @@ def test_the_acceptance_of_a_trained_mtp_layer_is_measured(tmp_path: Path) -> No
     assert all(row["same_tokens"] for key in ("acceptance", "speed") for row in found[key])
 
 
-def test_lora_adapters_are_measured_in_a_whole_server(tmp_path: Path) -> None:
-    load = ("--streams", "5", "--output-tokens", "4", "--rounds", "1", "--shape", "TINY")
-    shown = run_module("benchmarks.server.lora_server", *load, "--out", tmp_path)
+def test_lora_adapters_are_measured_in_a_whole_server(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("examples.benchmarks.layers.lora.NUM_LORAS", 1)
+    load = ("--streams", "2", "--output-tokens", "4", "--rounds", "1", "--shape", "TINY")
+    shown = run_here("benchmarks.server.lora_server", *load, "--out", tmp_path)
     assert shown.strip() == (tmp_path / "server.md").read_text().strip()
     kinds = json.loads((tmp_path / "server.json").read_text())["kinds"]
     assert all(kinds[name]["tokens_per_second"] > 0 for name in ("plain", "base", "mixed"))
@@ -147,8 +153,11 @@ def test_attention_is_timed_with_every_kv_dtype() -> None:
     assert len(shown) == 2 + 2 * 2
 
 
-def test_orcas_headline_is_written_as_table_plot_and_figures(tmp_path: Path) -> None:
-    run_here("benchmarks.virtual_time.orca", "--out", tmp_path, "--requests", "6")
+def test_orcas_headline_is_written_as_table_plot_and_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Deployment, "num_slots", 1 << 12)  # fewer to make for each of 400 runs
+    run_here("benchmarks.virtual_time.orca", "--out", tmp_path, "--requests", "2")
     assert {path.name for path in tmp_path.iterdir()} == {"README.md", "orca.json", "orca.png"}
 
 
@@ -247,11 +256,15 @@ def test_an_itl_goal_is_compared_with_fixed_budgets(tmp_path: Path) -> None:
 
 
 def test_a_pipeline_is_measured_and_simulated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(measured.CONFIG, "num_hidden_layers", 2)
-    flags = ("--requests", "2", "--repeats", "1", "--queue", "1", "--out", tmp_path)
-    shown = run_here("benchmarks.pipeline.__main__", *flags)
+    monkeypatch.setattr(pipeline, "cores_free", lambda: 1.5)
+    monkeypatch.setattr(pipeline, "SETUPS", pipeline.SETUPS[::3])
+    flags = ["--requests", "2", "--repeats", "1", "--queue", "1", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["pipeline", *flags])
+    pipeline.main()
+    shown = capsys.readouterr().out
     assert "| **2 stages, two batches of 8 in flight** |" in shown
     assert "| pipelined iterations (Orca) |" in shown
     assert {path.name for path in tmp_path.iterdir()} >= {"README.md", "pipeline.json"}

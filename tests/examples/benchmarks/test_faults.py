@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 from examples.benchmarks.attacks import report
-from tests.examples.running import run_module
+from tests.examples.running import run_here, run_module
 
 
 def test_texts_are_unchanged_when_workers_are_killed() -> None:
@@ -53,8 +53,8 @@ def test_streams_are_measured_beside_an_attack(tmp_path: Path) -> None:
 
 
 def test_prompts_are_measured_with_and_without_a_bound(tmp_path: Path) -> None:
-    load = ("--rounds", "1", "--streams", "2", "--tokens", "3000", "--factors", "0", "2")
-    shown = run_module("benchmarks.server.prefill_slowdown", *load, "--out", tmp_path)
+    load = ("--rounds", "1", "--streams", "2", "--tokens", "1500", "--factors", "0", "2")
+    shown = run_here("benchmarks.server.prefill_slowdown", *load, "--out", tmp_path)
     assert "| 0 | " in shown
     assert "(1.00 x)" in shown
     found = json.loads((tmp_path / "prefill_slowdown.json").read_text())["factors"]
