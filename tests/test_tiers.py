@@ -21,7 +21,7 @@ def test_every_test_file_is_either_in_a_tier_or_in_none() -> None:
     assert left_out["all"] == set()
     assert left_out["none"] == {file for file in files if tier_of(file) is not None}
     marked = {file for file in files if MARKED.search(file.read_text())}
-    assert TESTS / "engine/worker/cpu/test_build.py" in marked
+    assert TESTS / "engine/worker/cpu/test_object_files.py" in marked
     assert left_out["only"] == set(files) - left_out["none"] - marked
     assert not is_left_out(TESTS, "only")
     assert not is_left_out(TESTS / "examples" / "conftest.py", "none")
