@@ -51,7 +51,15 @@ async def texts_of(session: aiohttp.ClientSession, url: str) -> list[str]:
 async def test_texts_of_a_hybrid_model_outlive_its_workers_with_drafts_planned_ahead(
     checkpoint: Path, tmp_path: Path
 ) -> None:
-    flags = (str(checkpoint), "--served-model-name", "builtin", "--threads", "1")
+    flags = (
+        str(checkpoint),
+        "--served-model-name",
+        "builtin",
+        "--threads",
+        "1",
+        "--cost-model",
+        "none",
+    )
     async with aiohttp.ClientSession() as session, asyncio.timeout(240):
         with start_server(tmp_path, *flags) as server:
             expected = await texts_of(session, read_url(server))

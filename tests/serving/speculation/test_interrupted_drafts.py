@@ -65,7 +65,8 @@ def _expected(server_url: str) -> str:
 @pytest.fixture(name="speculating", scope="module")
 def _speculating(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Speculating]:
     config = '{"method": "ngram"}'
-    flags = ("--threads", "1", "--lookahead", "1")
+    # A cost model that was measured beside other tests may see no gain in drafts
+    flags = ("--threads", "1", "--lookahead", "1", "--cost-model", "none")
     folder = tmp_path_factory.mktemp("speculating")
     with start_server(folder, *flags, "--speculative-config", config) as server:
         yield Speculating(server, read_url(server))
