@@ -135,8 +135,7 @@ def server_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 def start_server(directory: Path, *flags: str) -> "Server":
     """`python -m gateway serve` on a free port; stderr goes to a file. Its compute threads sleep
-    between kernels, since other tests need the cores, and costs of steps are not measured unless
-    the flags say so; nothing else is set."""
+    between kernels, since other tests need the cores; nothing else is set."""
     return Server(directory, flags)
 
 
@@ -146,8 +145,7 @@ class Server(subprocess.Popen[str]):
     def __init__(self, directory: Path, flags: tuple[str, ...]) -> None:
         command = [sys.executable, "-m", "gateway", "serve", "--port", "0"]
         cache = directory.parent / "cache"  # that of all tests: costs are measured once
-        command += ["--cache-dir", str(cache), "--thread-wait", "sleep", "--cost-model", "none"]
-        command += flags
+        command += ["--cache-dir", str(cache), "--thread-wait", "sleep", *flags]
         environ = {key: value for key, value in os.environ.items() if "PODWAY_" not in key}
         environ["XDG_STATE_HOME"] = str(directory / "state")
         self.log = directory / "stderr.log"
