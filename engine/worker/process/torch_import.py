@@ -1,5 +1,6 @@
 """What a worker leaves out when it imports torch and numba."""
 
+import re
 import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
@@ -38,6 +39,7 @@ FUNCTIONS = {
     ("torch._higher_order_ops", "while_loop"),
     ("torch.func", "vmap"),
 }
+TESTED = "2.13."  # the versions of torch whose modules were found to be unused
 NVIDIA = Path("/dev/nvidiactl")  # exists where a process may use an NVIDIA GPU
 
 
@@ -64,9 +66,19 @@ def skip_scipy() -> None:
 def import_unused_later() -> None:
     """After `skip_meta_registrations`: import torch's `UNUSED` modules when an attribute of one is
     read, or another module of torch is imported later, which a worker does not do. They take a
-    third of the import."""
-    if not NVIDIA.exists():
+    third of the import. Other versions than `TESTED` are imported as a whole."""
+    if not NVIDIA.exists() and _torch_version().startswith(TESTED):
         sys.meta_path.insert(0, _LaterFinder())
+
+
+def _torch_version() -> str:
+    """As torch will say it is; "" if it does not say so where it is expected."""
+    spec = PathFinder.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return ""
+    path = Path(spec.origin).with_name("version.py")
+    said = re.search(r"__version__ = '([^']+)'", path.read_text()) if path.exists() else None
+    return said[1] if said else ""
 
 
 class _LaterModule(ModuleType):

@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
 from engine.worker.process import torch_import
 
@@ -113,3 +114,13 @@ def test_a_worker_runs_none_of_the_unused_modules(tmp_path: Path) -> None:
     program = WORKER.format(nvidia=str(tmp_path / "none"))
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert ran.stdout == "[] set()\n", ran.stderr
+
+
+def test_of_another_version_of_torch_nothing_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_import, "NVIDIA", Path("/nowhere"))
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    before = len(sys.meta_path)
+    for tested, more in (("2.12.", 0), (".".join(torch.__version__.split(".")[:2]), 1)):
+        monkeypatch.setattr(torch_import, "TESTED", tested)
+        torch_import.import_unused_later()
+        assert len(sys.meta_path) == before + more
