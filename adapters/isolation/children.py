@@ -127,8 +127,8 @@ class Children:
         if not pid:
             _run_child(job.work, write_end, self.limits, is_idle=is_idle)
         os.close(write_end)
-        deadline = _now() + (self.limits.idle_seconds if is_idle else job.seconds)
-        self._running[read_end] = _Child(job, pid, read_end, deadline, is_idle)
+        seconds = min(job.seconds, self.limits.idle_seconds) if is_idle else job.seconds
+        self._running[read_end] = _Child(job, pid, read_end, _now() + seconds, is_idle)
         self._selector.register(read_end, selectors.EVENT_READ)
 
     def _read(self, child: _Child) -> Outcome | None:

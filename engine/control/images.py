@@ -61,8 +61,8 @@ class Images:
         self._live: dict[Request, RopePositions | None] = {}  # requests with images
         self._num_dropped = 0  # before this plan
         self._now = 0.0
-        self._rates = [EncoderRate(), EncoderRate()]  # of embedding patches, of the layers
-        self._errors = PredictionErrors()  # of the seconds of an iteration's slices
+        self._rates = [EncoderRate(), EncoderRate()]  # embedding patches, and layers
+        self._errors = PredictionErrors()  # seconds of an iteration's slices
         self.num_encoded = 0  # images, since the start
 
     @property
@@ -234,7 +234,7 @@ class Images:
             flops = (work.stop - work.start) * self._encoder.flops(image.num_patches)
             latest = result.encoder_seconds / flops
             rate = self._rates[work.start >= self._encoder.num_tiles(image.num_patches)]
-            if rate.num_measured:
+            if rate.seconds_per_flop:
                 self._errors.observe(latest / rate.seconds_per_flop)
             rate.observe(latest)
 

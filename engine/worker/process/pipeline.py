@@ -143,11 +143,6 @@ class StepPipeline:
             self._parts.device.check()
             raise
 
-    def warm_up_encoder(self) -> None:
-        """See `WorkerImages.warm_up`."""
-        with self._computing, torch.inference_mode(), self._parts.device.pool.awake():
-            self._parts.images.warm_up()
-
     def abandon(self, step: Step, line: str) -> None:
         """After `begin` raised: send the reason to the next stage, if it waits for the step."""
         if self._owes_step:

@@ -72,7 +72,7 @@ def import_unused_later() -> None:
 
 
 def _torch_version() -> str:
-    """As torch will say it is; "" if it does not say so where it is expected."""
+    """The version that torch will have; "" if no file says it where one is expected."""
     spec = PathFinder.find_spec("torch")
     if spec is None or spec.origin is None:
         return ""

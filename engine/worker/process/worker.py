@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from engine.errors import StartupError
@@ -47,7 +48,8 @@ class Worker:
         """Build a worker, and run two warm-up steps and slices of an image; raises
         `StartupError`."""
         worker = cls(build_worker(settings, progress, device))
-        worker.pipeline.warm_up_encoder()
+        with torch.inference_mode(), worker.parts.device.pool.awake():
+            worker.parts.images.warm_up()
         if faults := worker._run_first_steps(worker.parts.limits.block_size):
             raise StartupError(f"{settings.model} cannot be served: {faults[0].message}")
         return worker

@@ -18,7 +18,7 @@ from engine.step import SamplingParams, Step, StepResult
 from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.process.images import WorkerImages
 from engine.worker.process.worker import Worker
-from engine.worker_settings import WorkerReport
+from engine.worker_settings import WorkerReport, WorkerSettings
 from tests.engine.worker.process.driving import settings_for
 from tests.inline import RequestOutcome, play
 from tests.models.drafts import a_drafter
@@ -75,6 +75,7 @@ class Served:
     """A worker with host memory, and the output of each request alone."""
 
     variant: str
+    settings: WorkerSettings
     worker: Worker
     specs: tuple[RequestSpec, ...]
     expected: list[list[int]]
@@ -114,7 +115,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     assert alone[0] != alone[1], "the images decide"
     assert worker.report.encoder is not None
     num_slices = worker.report.encoder.num_slices(first.rows * first.columns)
-    return Served(variant, worker, tuple(specs), alone, first.num_tokens, num_slices)
+    return Served(variant, settings, worker, tuple(specs), alone, first.num_tokens, num_slices)
 
 
 def test_two_images_share_no_kv_and_the_same_image_is_encoded_and_computed_once(
@@ -159,12 +160,12 @@ def test_the_first_image_needs_no_kernel_that_is_not_loaded_yet(
         run(pool, kernel, operands, chunks)
 
     monkeypatch.setattr(NativeThreadPool, "run", watched)
-    served.worker.pipeline.warm_up_encoder()
-    warm, images = used.copy(), served.worker.parts.images
+    worker = Worker.load(served.settings, lambda *_: None)
+    warm, images = used.copy(), worker.parts.images
     for piece in served.specs[0].media[0].pieces(1000):
         images.put(piece)
     used.clear()
-    with torch.inference_mode(), served.worker.parts.device.pool.awake():
+    with torch.inference_mode(), worker.parts.device.pool.awake():
         assert images.encoding(1000) is not None
     assert used <= warm
     assert used
