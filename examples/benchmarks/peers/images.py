@@ -140,12 +140,13 @@ def row(model: str, server: str, found: Mapping[str, Rounds]) -> str:
 def page(found: Mapping[str, Any]) -> str:
     """The page of the results."""
     models = found["models"]
+    name = found.get("json", "peers.json")
     table = [row(model, server, each) for model, each in models.items() for server in each]
     return f"""# Images beside other servers
 
 `python -m examples.benchmarks.peers.images`: images of {SIDE} × {SIDE} pixels, random weights; for
 Podway and llama-server q8_0 decoders and encoders from the same files, {found["machine"]};
-{found["rounds"]} rounds, alternating; medians and in brackets ranges ([JSON](peers.json)); bold:
+{found["rounds"]} rounds, alternating; medians and in brackets ranges ([JSON]({name})); bold:
 the least of the servers. Processes that wanted to run in the minute before: {found["load_before"]}.
 Images arrive at {found["rate"]:g} per second for {found["seconds"]:g} s beside {STREAMS} streams.
 
@@ -177,7 +178,12 @@ def main() -> None:
     found: Figures = {
         name: getattr(options, name) for name in ("rounds", "rate", "seconds", "about")
     }
-    found |= {"machine": machine(), "load_before": LOAD_BEFORE, "models": {}}
+    found |= {
+        "json": options.json.name,
+        "machine": machine(),
+        "load_before": LOAD_BEFORE,
+        "models": {},
+    }
     numbers = count()
     for _ in range(options.rounds):
         for model in options.models:
