@@ -8,7 +8,7 @@ from urllib.parse import quote
 import pytest
 from playwright.sync_api import BrowserContext, Page, Route, expect
 
-from tests.page.test_page import MARKDOWN, SEED, ask, seed_chat
+from tests.page.test_page import MARKDOWN, SEED, ask, await_text, seed_chat
 
 
 def titles(page: Page) -> list[str]:
@@ -34,8 +34,7 @@ def test_an_answer_goes_on_after_the_page_was_reloaded(page: Page, page_url: str
     page.on("request", lambda each: posts.append(each.url) if each.method == "POST" else None)
     seed_chat(page, page_url, min_tokens=400, max_tokens=400)
     ask(page, "Tell me a story.")
-    body = page.locator(".message.assistant .body")
-    expect(body).not_to_be_empty()
+    await_text(page)
     page.reload()
     expect(page.locator("#send")).to_be_visible()
     expect(page.locator(".figures")).to_contain_text("400 tokens")
@@ -244,7 +243,7 @@ def test_a_conversation_that_is_deleted_while_it_is_answered_stays_away(
 ) -> None:
     seed_chat(page, page_url, min_tokens=1900, max_tokens=1950)
     ask(page, "Tell me a story.")
-    expect(page.locator(".message.assistant .body")).not_to_be_empty()
+    await_text(page)
     page.on("dialog", lambda dialog: dialog.accept())
     page.get_by_role("button", name="Delete").click()
     expect(page.locator(".welcome")).to_be_visible()

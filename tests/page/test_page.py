@@ -28,6 +28,11 @@ def ask(page: Page, text: str) -> None:
     page.locator("#send").click()
 
 
+def await_text(page: Page) -> None:
+    """Wait until an answer has begun; until then its body shows an ellipsis."""
+    expect(page.locator(".message.assistant .body > :not(.soft)").first).to_be_attached()
+
+
 def answers(page: Page) -> int:
     return page.locator(".message.assistant .figures", has_text="tokens/s").count()
 
@@ -133,7 +138,7 @@ def test_the_stop_button_frees_the_slots(page: Page, page_url: str) -> None:
     others = httpx.stream("POST", f"{page_url}/v1/completions", json=body | {"stream": True})
     with others:  # so that the answer takes long enough to be stopped on any machine
         ask(page, "Tell me a story.")
-        expect(page.locator(".message.assistant .body")).not_to_be_empty()
+        await_text(page)
         page.locator("#stop").click()
         expect(page.locator(".figures")).to_contain_text("stopped")
     page.get_by_role("link", name="Engine").click()
