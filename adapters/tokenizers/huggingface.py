@@ -1,5 +1,7 @@
 """Tokenizers that run in Hugging Face `tokenizers`, the reference for ids."""
 
+from pathlib import Path
+
 import tokenizers
 
 from adapters.tokenizers.decoding import DecodesTokens
@@ -34,8 +36,11 @@ class HuggingFaceTokenizer(DecodesTokens):
         return found.ids, types.index(1) if 1 in types else len(types)
 
 
-def open_tokenizer(definition: TokenizerDefinition) -> HuggingFaceTokenizer:
-    """Load the document in the library. Raises `StartupError` if the library rejects it."""
+def open_tokenizer(
+    definition: TokenizerDefinition, cache: Path | None = None
+) -> HuggingFaceTokenizer:
+    """Load the document in the library; nothing of it is kept in `cache`. Raises `StartupError` if
+    the library rejects it."""
     try:
         library = tokenizers.Tokenizer.from_buffer(definition.text)
     except Exception as error:  # the library raises nothing more precise

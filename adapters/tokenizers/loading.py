@@ -17,8 +17,9 @@ TOKENIZERS = {
 }
 
 
-def load_tokenizer(directory: Path) -> "Tokenizer":
-    """The tokenizer of the checkpoint in `directory`, read from its `tokenizer.json`.
+def load_tokenizer(directory: Path, cache: Path | None = None) -> "Tokenizer":
+    """The tokenizer of the checkpoint in `directory`, read from its `tokenizer.json`. What takes
+    long to find out about the file is kept in the folder `cache`.
 
     Raises `StartupError` if the file is missing, broken, or decodes in a way unknown here.
     """
@@ -27,7 +28,7 @@ def load_tokenizer(directory: Path) -> "Tokenizer":
     for name, target in TOKENIZERS.items():
         module, opener = target.split(":")
         try:
-            return cast("Tokenizer", getattr(import_module(module), opener)(definition))
+            return cast("Tokenizer", getattr(import_module(module), opener)(definition, cache))
         except NotRepresentable as error:
             reasons.append(f"{name}: {error}")
     raise StartupError(f"{definition.path} is not supported ({'; '.join(reasons)})")

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 import tiktoken
 
-from adapters.tokenizers.byte_level import merge_table
 from adapters.tokenizers.decoding import DecodesTokens
 from adapters.tokenizers.definition import (
     AddedToken,
@@ -21,12 +20,14 @@ from adapters.tokenizers.definition import (
     Section,
     TokenizerDefinition,
 )
+from adapters.tokenizers.kept_table import kept_merge_table
 from adapters.tokenizers.patterns import split_pattern
 from adapters.tokenizers.pieces import may_be_cut, pieces, places
 from adapters.tokenizers.pre_tokens import PreTokenEncoder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+    from pathlib import Path
 
 # tiktoken's regex engine backtracks over a run of whitespace; its stack ends near 10^6 characters.
 _WHITESPACE_RUN = 8_192
@@ -53,7 +54,7 @@ class SpecialTokenIds:
 class TiktokenTokenizer(DecodesTokens):
     """The `Tokenizer` port over a tiktoken `Encoding`; safe to call from several threads."""
 
-    def __init__(self, definition: TokenizerDefinition) -> None:
+    def __init__(self, definition: TokenizerDefinition, cache: "Path | None" = None) -> None:
         super().__init__(definition)
         pattern = split_pattern(definition.pre_tokenizer)
         self._special_ids_around = _special_ids_around(definition.post_processor)
@@ -61,7 +62,7 @@ class TiktokenTokenizer(DecodesTokens):
         _check_added_tokens(definition.added, self._normalizes_nfc)
         _check_model(definition.model)
         added = {token.content: token.id for token in definition.added}
-        table = merge_table(definition.model, definition.vocab, added)
+        table = kept_merge_table(definition, cache)
         self._ids = table.ids
         if table.ids is not None:
             first = len(table.ids)
@@ -143,11 +144,14 @@ class TiktokenTokenizer(DecodesTokens):
         )
 
 
-def open_tokenizer(definition: TokenizerDefinition) -> TiktokenTokenizer:
-    """A tiktoken tokenizer. Raises `NotRepresentable` if it cannot give exactly the file's ids."""
+def open_tokenizer(
+    definition: TokenizerDefinition, cache: "Path | None" = None
+) -> TiktokenTokenizer:
+    """A tiktoken tokenizer, whose ranks are kept in `cache`. Raises `NotRepresentable` if it cannot
+    give exactly the file's ids."""
     if definition.model.get("type") != "BPE":
         raise NotRepresentable(f"model {definition.model.get('type')}")
-    return TiktokenTokenizer(definition)
+    return TiktokenTokenizer(definition, cache)
 
 
 def _whitespace_encoding(ranks: "Mapping[bytes, int]") -> tiktoken.Encoding:

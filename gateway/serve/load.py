@@ -228,7 +228,7 @@ def _text_adapters(settings: Settings, directory: Path) -> TextAdapters:
     template = _adapter("template")(directory, settings.model.chat_template)
     source = "" if template is None else template.source
     return TextAdapters(
-        _adapter("tokenizer")(directory),
+        _adapter("tokenizer")(directory, _cache(settings) / "tokenizers"),
         template,
         _adapter("dialect")(source, settings.model.tool_dialect, settings.model.reasoning_dialect),
         _adapter("grammar")(TOKEN_TABLE, directory),

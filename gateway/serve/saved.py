@@ -5,25 +5,22 @@ it contains them and a checksum of its value. A file that is corrupt or has othe
 with a warning.
 """
 
-import fcntl
 import hashlib
 import json
 import logging
-import os
-import tempfile
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from platformdirs import user_cache_path
 
+from engine.files import replace_file
+
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _NAME_DIGITS = 24
-NEW_SUFFIX = ".new"  # ends the name of a file that is being written
 
 
 def model_facts(directory: Path) -> dict[str, object]:
@@ -73,31 +70,12 @@ class SavedFile:
     def save(self, value: object) -> None:
         """Replace the file atomically. A failure is logged, not raised."""
         content = {"facts": self.facts, self.name: value, "sha256": _digest(value)}
-        text = json.dumps(content, indent=1)
-        temporary: str | None = None
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            _remove_abandoned(self.path.parent)
-            handle, temporary = tempfile.mkstemp(dir=self.path.parent, suffix=NEW_SUFFIX)
-            with os.fdopen(handle, "w") as file:
-                fcntl.flock(handle, fcntl.LOCK_SH)  # while it has a writer
-                file.write(text)
-            os.replace(temporary, self.path)
+            replace_file(self.path, json.dumps(content, indent=1).encode())
         except OSError as error:
             logger.warning("cannot save the %s in %s: %s", self.name, self.path, error)
-            if temporary is not None:
-                with suppress(OSError):
-                    os.unlink(temporary)
 
 
 def _digest(value: object) -> str:
     """The SHA-256 of a value, whatever the order of its fields."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
-
-
-def _remove_abandoned(folder: Path) -> None:
-    """Remove temporary files whose writers have died."""
-    for path in folder.glob(f"*{NEW_SUFFIX}"):
-        with suppress(OSError), path.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # an error if there is a writer
-            path.unlink()

@@ -17,12 +17,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from engine.files import remove_abandoned
 from engine.worker.model.kv.kv_tensors import size_text
 from engine.worker.weights.packed_file import (
     MappedFile,
     NewFile,
     PackedFile,
-    remove_abandoned,
     warn_not_cached,
 )
 

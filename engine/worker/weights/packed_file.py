@@ -14,7 +14,6 @@ zlib's CRC-32 would take 0.8 s and BLAKE2b 2.6 s.
 """
 
 import ctypes
-import fcntl
 import hashlib
 import json
 import logging
@@ -22,7 +21,6 @@ import mmap
 import os
 import struct
 import sys
-import tempfile
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -35,11 +33,11 @@ import xxhash
 from torch import Tensor
 
 from engine.errors import WorkerLost
+from engine.files import new_file
 from engine.transport.process_memory import available_bytes
 
 logger = logging.getLogger(__name__)
 
-NEW_SUFFIX = ".new"
 MAGIC = b"podwaypk"
 FOOTER = struct.Struct("<8sQQQ32s")  # magic; header at, header bytes, file bytes; SHA-256
 SYNC_THREAD = "podway-packed-cache"
@@ -227,8 +225,7 @@ class NewFile(PackedFile):
     slab_bytes = 0
 
     def __init__(self, folder: Path, facts: object) -> None:
-        self._file, self._temporary = tempfile.mkstemp(dir=folder, suffix=NEW_SUFFIX)
-        fcntl.flock(self._file, fcntl.LOCK_SH)  # while it has a writer
+        self._file, self._temporary = new_file(folder)
         self._facts = facts
         self._entries: dict[str, _EntryHeader] = {}
         self._mappings: dict[int, tuple[int, mmap.mmap]] = {}  # by address: offset in the file
@@ -344,14 +341,6 @@ def _map_pages(start: int, run: range) -> None:
         begin = run.start // PAGE * PAGE
         size = ctypes.c_size_t(run.stop - begin)
         ctypes.CDLL(None).madvise(ctypes.c_void_p(start + begin), size, MADV_POPULATE_READ)
-
-
-def remove_abandoned(folder: Path) -> None:
-    """Remove temporary files whose writers have died."""
-    for path in folder.glob(f"*{NEW_SUFFIX}"):
-        with suppress(OSError), path.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # an error if there is a writer
-            path.unlink()
 
 
 def _read_entries(file: int, size: int, facts: object) -> dict[str, _EntryHeader]:

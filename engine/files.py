@@ -1,0 +1,40 @@
+"""Files that one process writes and others read only once they are complete."""
+
+import fcntl
+import os
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+NEW_SUFFIX = ".new"  # ends the name of a file that is being written
+
+
+def new_file(folder: Path) -> tuple[int, str]:
+    """The descriptor and the temporary name of a new file, which is locked while it has a writer.
+    Raises `OSError`."""
+    file, name = tempfile.mkstemp(dir=folder, suffix=NEW_SUFFIX)
+    fcntl.flock(file, fcntl.LOCK_SH)
+    return file, name
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Replace a file atomically, and make its folder if there is none. Raises `OSError`."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    remove_abandoned(path.parent)
+    descriptor, temporary = new_file(path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+        os.replace(temporary, path)
+    except OSError:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+def remove_abandoned(folder: Path) -> None:
+    """Remove temporary files whose writers have died."""
+    for path in folder.glob(f"*{NEW_SUFFIX}"):
+        with suppress(OSError), path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # an error if there is a writer
+            path.unlink()
