@@ -1,6 +1,7 @@
 """Files that one process writes and others read only once they are complete."""
 
 import fcntl
+import hashlib
 import os
 import tempfile
 from contextlib import suppress
@@ -38,3 +39,12 @@ def remove_abandoned(folder: Path) -> None:
         with suppress(OSError), path.open("rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # an error if there is a writer
             path.unlink()
+
+
+def source_digest(*folders: Path) -> str:
+    """A digest of all Python sources in these folders, by whose version a file is valid."""
+    hashed = hashlib.sha256()
+    for folder in folders:
+        for path in sorted(folder.rglob("*.py")):
+            hashed.update(path.read_bytes())
+    return hashed.hexdigest()[:12]

@@ -21,7 +21,7 @@ from tests.cpu_report import CpuReport
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 
-from engine.worker.weights.packed_cache import source_digest
+from engine.files import source_digest
 from engine.worker.weights.source import Weights
 
 settings.register_profile("podway", deadline=None)  # no test asserts a time

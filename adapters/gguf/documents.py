@@ -6,7 +6,7 @@ from pathlib import Path
 from adapters.gguf import projector
 from adapters.gguf.config import read_config
 from adapters.gguf.file import GgufFile
-from adapters.gguf.vocabulary import CONTROL, USER_DEFINED, read_tokenizer, special_token
+from adapters.gguf.vocabulary import CONTROL, USER_DEFINED, read_tokenizer, special_tokens
 
 SPECIAL = ("bos", "eos", "unknown", "padding")
 ENDS = ("eos", "eot", "eom")
@@ -28,21 +28,20 @@ def read_document(path: Path, name: str) -> dict[str, object]:
 
 
 def _generation(file: GgufFile) -> dict[str, object]:
-    tokens, types = file.texts("tokenizer.ggml.tokens"), file.numbers("tokenizer.ggml.token_type")
     named = (file.integer(f"tokenizer.ggml.{end}_token_id") for end in ENDS)
     ends = [place for place in named if place is not None]
-    ends += [
-        place
-        for place, (token, kind) in enumerate(zip(tokens, types, strict=False))
-        if kind in (CONTROL, USER_DEFINED) and token in ENDING_TEXTS and place not in ends
-    ]
+    kinds = enumerate(file.numbers("tokenizer.ggml.token_type"))
+    added = (place for place, kind in kinds if kind in (CONTROL, USER_DEFINED))
+    texts = file.texts_at("tokenizer.ggml.tokens", added)
+    ends += [place for place, text in texts.items() if text in ENDING_TEXTS and place not in ends]
     return {"eos_token_id": ends}
 
 
 def _tokenizer_config(file: GgufFile) -> dict[str, object]:
     names = {"unknown": "unk", "padding": "pad"}
+    texts = special_tokens(file, SPECIAL)
     config: dict[str, object] = {
-        f"{names.get(name, name)}_token": special_token(file, name) for name in SPECIAL
+        f"{names.get(name, name)}_token": texts.get(name) for name in SPECIAL
     }
     template = file.text(TEMPLATE)
     others = [key for key in file.keys if key.startswith(f"{TEMPLATE}.")]

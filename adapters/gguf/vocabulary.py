@@ -6,7 +6,7 @@ SentencePiece vocabulary has scores: every split of a piece into two other piece
 highest score first, as `transformers` converts such files. Gemma 4's has its merges instead.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from adapters.gguf.file import GgufFile
@@ -114,18 +114,18 @@ def check_vocabulary(file: GgufFile) -> None:
         raise file.error(f"tokenizer.ggml.pre {pre!r} is not supported; known: {known}")
 
 
-def special_token(file: GgufFile, name: str) -> str | None:
-    """The text of `bos`, `eos`, …, whose id is in the metadata; None if it is absent."""
-    place, tokens = file.integer(f"tokenizer.ggml.{name}_token_id"), None
-    if place is not None:
-        tokens = file.texts("tokenizer.ggml.tokens")
-    if place is None or tokens is None:
-        return None
-    if not 0 <= place < len(tokens):
-        raise file.error(
-            f"tokenizer.ggml.{name}_token_id={place} is outside the vocabulary of {len(tokens)}"
-        )
-    return tokens[place]
+def special_tokens(file: GgufFile, names: Iterable[str]) -> dict[str, str]:
+    """The texts of `bos`, `eos`, … of which the metadata has the ids. Raises `StartupError`."""
+    tokens = "tokenizer.ggml.tokens"
+    ids = {name: file.integer(f"tokenizer.ggml.{name}_token_id") for name in names}
+    texts = file.texts_at(tokens, (place for place in ids.values() if place is not None))
+    num_tokens = file.num_texts(tokens)
+    for name, place in ids.items():
+        if place is not None and place not in texts and num_tokens:
+            raise file.error(
+                f"tokenizer.ggml.{name}_token_id={place} is outside the vocabulary of {num_tokens}"
+            )
+    return {name: texts[place] for name, place in ids.items() if place in texts}
 
 
 def _added(place: int, token: str, *, is_special: bool) -> Section:
@@ -183,7 +183,7 @@ def _sentencepiece(file: GgufFile, vocabulary: Mapping[str, int], added: list[Se
     if file.text("tokenizer.ggml.model") == "llama":
         merges = _merges_by_score(file, vocabulary, {token["content"] for token in added})
     adds_space = file.flag("tokenizer.ggml.add_space_prefix") is not False
-    unknown = special_token(file, "unknown")
+    unknown = special_tokens(file, ["unknown"]).get("unknown")
     replacing = {"type": "Replace", "pattern": {"String": " "}, "content": MARK}
     prepending = [{"type": "Prepend", "prepend": MARK}] if adds_space else []
     stripping = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if adds_space else []
@@ -220,7 +220,7 @@ def _merges_by_score(
     file: GgufFile, vocabulary: Mapping[str, int], added: set[str]
 ) -> list[list[str]]:
     scores = file.numbers("tokenizer.ggml.scores")
-    if len(scores) != len(file.texts("tokenizer.ggml.tokens")):
+    if len(scores) != file.num_texts("tokenizer.ggml.tokens"):
         raise file.error("tokenizer.ggml.scores is not as long as tokenizer.ggml.tokens")
     found: list[tuple[float, int, str, str]] = []
     for piece, place in vocabulary.items():
@@ -260,10 +260,8 @@ def _post_processor(file: GgufFile, *, adds_bos: bool) -> Section | None:
     }
     pieces: list[Section] = [{"Sequence": {"id": "A", "type_id": 0}}]
     specials: Section = {}
-    for name, is_wanted in wanted.items():
-        token = special_token(file, name) if is_wanted else None
-        if token is None:
-            continue
+    names = [name for name, is_wanted in wanted.items() if is_wanted]
+    for name, token in special_tokens(file, names).items():
         place = file.integer(f"tokenizer.ggml.{name}_token_id")
         specials[token] = {"id": token, "ids": [place], "tokens": [token]}
         piece = {"SpecialToken": {"id": token, "type_id": 0}}

@@ -8,10 +8,9 @@ checks this for every token.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from itertools import pairwise
 
-from adapters.tokenizers.definition import NotRepresentable, Section
+from adapters.tokenizers.definition import MergeTable, NotRepresentable, Section
 
 _PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 
@@ -44,18 +43,6 @@ class TokenBytes:
         Face's decoder."""
         found = self.strict(token)
         return token.encode() if found is None else found
-
-
-@dataclass(frozen=True, slots=True)
-class MergeTable:
-    """The rank of each token's bytes, for tiktoken.
-
-    `ids[rank]` is the token id; `ids` is None if the ranks are the ids, which requires the ids to
-    be in merge order.
-    """
-
-    ranks: dict[bytes, int]
-    ids: list[int] | None
 
 
 def merge_table(model: Section, vocab: Mapping[str, int], added: Iterable[str]) -> MergeTable:

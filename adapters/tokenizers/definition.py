@@ -13,6 +13,8 @@ import orjson
 from adapters.gguf import is_gguf, read_document
 from engine.errors import StartupError
 
+DOCUMENT = "tokenizer.json"
+
 Section = Mapping[str, Any]
 
 
@@ -32,11 +34,23 @@ class AddedToken:
 
 
 @dataclass(frozen=True, slots=True)
+class MergeTable:
+    """The rank of each token's bytes, for tiktoken.
+
+    `ids[rank]` is the token id; `ids` is None if the ranks are the ids, which requires the ids to
+    be in merge order.
+    """
+
+    ranks: dict[bytes, int]
+    ids: list[int] | None
+
+
+@dataclass(frozen=True, slots=True)
 class TokenizerDefinition:
     """One `tokenizer.json`. Sections that are null in the file are None."""
 
     path: Path
-    text: bytes  # the whole document
+    text: bytes  # the whole document; b"" with `merges`
     model: Section
     vocab: Mapping[str, int]
     added: tuple[AddedToken, ...]
@@ -44,6 +58,7 @@ class TokenizerDefinition:
     pre_tokenizer: Section | None
     post_processor: Section | None
     decoder: Section | None
+    merges: MergeTable | None = None  # if it is known; `model` is without its merges then
 
     @property
     def special_tokens(self) -> dict[str, int]:
@@ -65,17 +80,22 @@ class TokenizerDefinition:
         return max(self.token_ids.values(), default=-1) + 1
 
 
+def file_of(directory: Path) -> Path:
+    """The file that a checkpoint's tokenizer is read from."""
+    return directory if is_gguf(directory) and directory.is_file() else directory / DOCUMENT
+
+
 def read_definition(directory: Path) -> TokenizerDefinition:
     """Read `tokenizer.json` in `directory`. Raises `StartupError` that names the file."""
-    path = directory / "tokenizer.json"
-    if is_gguf(directory) and directory.is_file():
-        data = read_document(directory, path.name)
+    path = file_of(directory)
+    if path == directory:
+        data = read_document(directory, DOCUMENT)
         return _definition(directory, orjson.dumps(data), data)
     try:
         text = path.read_bytes()
         data = orjson.loads(text)
     except FileNotFoundError as error:
-        raise StartupError(f"{directory} has no tokenizer.json") from error
+        raise StartupError(f"{directory} has no {DOCUMENT}") from error
     except (OSError, orjson.JSONDecodeError) as error:
         raise StartupError(f"{path} cannot be read: {error}") from error
     try:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from adapters.tokenizers.definition import NotRepresentable, read_definition
+from adapters.tokenizers.kept import read_kept
 from engine.errors import StartupError
 
 if TYPE_CHECKING:
@@ -18,12 +19,13 @@ TOKENIZERS = {
 
 
 def load_tokenizer(directory: Path, cache: Path | None = None) -> "Tokenizer":
-    """The tokenizer of the checkpoint in `directory`, read from its `tokenizer.json`. What takes
-    long to find out about the file is kept in the folder `cache`.
+    """The tokenizer of the checkpoint in `directory`, read from its `tokenizer.json`, or as an
+    earlier call has kept it in `cache`.
 
     Raises `StartupError` if the file is missing, broken, or decodes in a way unknown here.
     """
-    definition = read_definition(directory)
+    kept = None if cache is None else read_kept(directory, cache)
+    definition = kept or read_definition(directory)
     reasons: list[str] = []
     for name, target in TOKENIZERS.items():
         module, opener = target.split(":")

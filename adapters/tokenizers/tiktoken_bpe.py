@@ -13,14 +13,16 @@ from typing import TYPE_CHECKING
 
 import tiktoken
 
+from adapters.tokenizers.byte_level import merge_table
 from adapters.tokenizers.decoding import DecodesTokens
 from adapters.tokenizers.definition import (
     AddedToken,
+    MergeTable,
     NotRepresentable,
     Section,
     TokenizerDefinition,
 )
-from adapters.tokenizers.kept_table import kept_merge_table
+from adapters.tokenizers.kept import keep
 from adapters.tokenizers.patterns import split_pattern
 from adapters.tokenizers.pieces import may_be_cut, pieces, places
 from adapters.tokenizers.pre_tokens import PreTokenEncoder
@@ -62,7 +64,7 @@ class TiktokenTokenizer(DecodesTokens):
         _check_added_tokens(definition.added, self._normalizes_nfc)
         _check_model(definition.model)
         added = {token.content: token.id for token in definition.added}
-        table = kept_merge_table(definition, cache)
+        table = _merges(definition, cache)
         self._ids = table.ids
         if table.ids is not None:
             first = len(table.ids)
@@ -147,11 +149,22 @@ class TiktokenTokenizer(DecodesTokens):
 def open_tokenizer(
     definition: TokenizerDefinition, cache: "Path | None" = None
 ) -> TiktokenTokenizer:
-    """A tiktoken tokenizer, whose ranks are kept in `cache`. Raises `NotRepresentable` if it cannot
+    """A tiktoken tokenizer, which is kept in `cache`. Raises `NotRepresentable` if it cannot
     give exactly the file's ids."""
     if definition.model.get("type") != "BPE":
         raise NotRepresentable(f"model {definition.model.get('type')}")
     return TiktokenTokenizer(definition, cache)
+
+
+def _merges(definition: TokenizerDefinition, cache: "Path | None") -> MergeTable:
+    """The known merge table, or a new one, which is kept."""
+    if definition.merges is not None:
+        return definition.merges
+    added = [token.content for token in definition.added]
+    table = merge_table(definition.model, definition.vocab, added)
+    if cache is not None:
+        keep(definition, table, cache)
+    return table
 
 
 def _whitespace_encoding(ranks: "Mapping[bytes, int]") -> tiktoken.Encoding:

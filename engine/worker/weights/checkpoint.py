@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.errors import StartupError
+from engine.files import source_digest
 from engine.grammar import GrammarCompiler, TokenTable
 from engine.media import EncoderReport
 from engine.worker.model.torch_operators import TorchLinear, TorchOperators
@@ -46,7 +47,7 @@ from engine.worker.weights.formats.int8 import INT8
 from engine.worker.weights.formats.mxfp4 import MXFP4
 from engine.worker.weights.fp8_files import FP8, Block, Fp8Files
 from engine.worker.weights.int4_files import Int4Files
-from engine.worker.weights.packed_cache import PackedCache, source_digest
+from engine.worker.weights.packed_cache import PackedCache
 from engine.worker.weights.random import RandomWeights
 from engine.worker.weights.source import Weights
 

@@ -116,12 +116,3 @@ class PackedCache:
                 f"they need {size_text(num_bytes)}, and {size_text(free)} are free on the disk, of "
                 f"which {size_text(FREE_BYTES)} are left free"
             )
-
-
-def source_digest(*folders: Path) -> str:
-    """A digest of all Python sources in these folders, which decide how weights are packed."""
-    hashed = hashlib.sha256()
-    for folder in folders:
-        for path in sorted(folder.rglob("*.py")):
-            hashed.update(path.read_bytes())
-    return hashed.hexdigest()[:12]

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from engine.files import source_digest
 from engine.worker.cpu.kernels.linears.packed_tiles import WIDTH
 from engine.worker.cpu.kernels.vectors import INSTRUCTIONS
 from engine.worker.cpu.linears.floats import FLOAT32
@@ -25,7 +26,6 @@ from engine.worker.ports import (
     format_of,
     loaded,
 )
-from engine.worker.weights.packed_cache import source_digest
 from engine.worker.weights.packed_file import PackedEntry, PackedFile
 from engine.worker.weights.random import RandomWeights
 
