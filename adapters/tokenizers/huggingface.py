@@ -6,6 +6,7 @@ import tokenizers
 
 from adapters.tokenizers.decoding import DecodesTokens
 from adapters.tokenizers.definition import TokenizerDefinition
+from adapters.tokenizers.kept import keep
 from adapters.tokenizers.pre_tokens import SHORT_CHARS
 from engine.errors import StartupError
 
@@ -39,10 +40,12 @@ class HuggingFaceTokenizer(DecodesTokens):
 def open_tokenizer(
     definition: TokenizerDefinition, cache: Path | None = None
 ) -> HuggingFaceTokenizer:
-    """Load the document in the library; nothing of it is kept in `cache`. Raises `StartupError` if
-    the library rejects it."""
+    """Load the document, which is kept in `cache`, in the library. Raises `StartupError` if the
+    library rejects it."""
     try:
         library = tokenizers.Tokenizer.from_buffer(definition.text)
     except Exception as error:  # the library raises nothing more precise
         raise StartupError(f"{definition.path} cannot be loaded: {error}") from error
+    if cache is not None:
+        keep(definition, None, cache)
     return HuggingFaceTokenizer(library, definition)

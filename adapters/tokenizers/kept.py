@@ -1,8 +1,9 @@
-"""Tokenizers on disk in the form that tiktoken needs.
+"""Tokenizers on disk in the form that the libraries need.
 
-Reading a tokenizer.json of 150,000 tokens and proving that its merges can be ranks takes 2 s of
-CPU, and the JSON parser holds the interpreter's lock for 0.1 s. What came of it is read in a tenth
-of that, in pieces between which other threads run.
+Reading a tokenizer.json of 150,000 tokens and proving that its merges can be tiktoken's ranks takes
+2 s of CPU, and the JSON parser holds the interpreter's lock for 0.1 s; making one from the metadata
+of a GGUF file takes another second. What came of it is read in a tenth of that, in pieces between
+which other threads run.
 """
 
 import hashlib
@@ -37,12 +38,13 @@ class _Head(msgspec.Struct):
     num_tokens: int
     num_ranks: int
     has_ids: bool
-    definition: TokenizerDefinition  # without its text, vocabulary and merges
+    definition: TokenizerDefinition  # without its vocabulary and merges
 
 
 def read_kept(directory: Path, cache: Path) -> TokenizerDefinition | None:
-    """The kept tokenizer of this checkpoint with its merge table. None if there is none, or if it
-    is damaged, of another state of the file, or of another version of the code."""
+    """The kept tokenizer of this checkpoint, with its merge table if tiktoken represents it. None
+    if there is none, or if it is damaged, of another state of the file, or of another version of
+    the code."""
     source = file_of(directory)
     try:
         kept, facts = _path(source, cache).read_bytes(), _facts(source)
@@ -58,27 +60,30 @@ def read_kept(directory: Path, cache: Path) -> TokenizerDefinition | None:
     vocab = _joined(islice(pieces, _num_pieces(head.num_tokens)), str)
     ranks = _joined(islice(pieces, _num_pieces(head.num_ranks)), bytes)
     ids = [each for piece in pieces for each in msgspec.msgpack.decode(piece, type=list[int])]
-    merges = MergeTable(ranks, ids if head.has_ids else None)
+    merges = MergeTable(ranks, ids if head.has_ids else None) if ranks else None
     return replace(head.definition, vocab=vocab, merges=merges)
 
 
-def keep(definition: TokenizerDefinition, merges: MergeTable, cache: Path) -> None:
-    """Keep a large tokenizer for later starts. A failure is logged, not raised."""
+def keep(definition: TokenizerDefinition, merges: MergeTable | None, cache: Path) -> None:
+    """Keep a large tokenizer for later starts: with its merge table, else with its text. A failure
+    is logged, not raised."""
     if len(definition.vocab) < MIN_TOKENS:
         return
+    table = merges or MergeTable({}, None)
+    text = definition.text if merges is None else b""
     model = {k: v for k, v in definition.model.items() if k not in ("vocab", "merges")}
     try:
         head = _Head(
             facts=_facts(definition.path),
             num_tokens=len(definition.vocab),
-            num_ranks=len(merges.ranks),
-            has_ids=merges.ids is not None,
-            definition=replace(definition, text=b"", model=model, vocab={}),
+            num_ranks=len(table.ranks),
+            has_ids=table.ids is not None,
+            definition=replace(definition, text=text, model=model, vocab={}),
         )
         pieces = [msgspec.msgpack.encode(head, enc_hook=str)]
         pieces += (msgspec.msgpack.encode(dict(part)) for part in _parts(definition.vocab.items()))
-        pieces += (msgspec.msgpack.encode(dict(part)) for part in _parts(merges.ranks.items()))
-        pieces += (msgspec.msgpack.encode(part) for part in _parts(merges.ids or ()))
+        pieces += (msgspec.msgpack.encode(dict(part)) for part in _parts(table.ranks.items()))
+        pieces += (msgspec.msgpack.encode(part) for part in _parts(table.ids or ()))
         content = b"".join(_LENGTH.pack(len(piece)) + piece for piece in pieces)
         path = _path(definition.path, cache)
         replace_file(path, hashlib.sha256(content).digest() + content)

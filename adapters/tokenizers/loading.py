@@ -4,7 +4,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from adapters.tokenizers.definition import NotRepresentable, read_definition
+from adapters.tokenizers.definition import NotRepresentable, TokenizerDefinition, read_definition
 from adapters.tokenizers.kept import read_kept
 from engine.errors import StartupError
 
@@ -24,13 +24,19 @@ def load_tokenizer(directory: Path, cache: Path | None = None) -> "Tokenizer":
 
     Raises `StartupError` if the file is missing, broken, or decodes in a way unknown here.
     """
-    kept = None if cache is None else read_kept(directory, cache)
-    definition = kept or read_definition(directory)
+    if cache is not None and (kept := read_kept(directory, cache)) is not None:
+        return _opened("huggingface" if kept.merges is None else "tiktoken", kept, None)
+    definition = read_definition(directory)
     reasons: list[str] = []
-    for name, target in TOKENIZERS.items():
-        module, opener = target.split(":")
+    for name in TOKENIZERS:
         try:
-            return cast("Tokenizer", getattr(import_module(module), opener)(definition, cache))
+            return _opened(name, definition, cache)
         except NotRepresentable as error:
             reasons.append(f"{name}: {error}")
     raise StartupError(f"{definition.path} is not supported ({'; '.join(reasons)})")
+
+
+def _opened(name: str, definition: TokenizerDefinition, cache: Path | None) -> "Tokenizer":
+    """The tokenizer in a library, which keeps it if there is a cache. Raises `NotRepresentable`."""
+    module, opener = TOKENIZERS[name].split(":")
+    return cast("Tokenizer", getattr(import_module(module), opener)(definition, cache))
