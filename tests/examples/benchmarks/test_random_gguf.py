@@ -11,8 +11,10 @@ from adapters.gguf.config import read_config
 from adapters.gguf.file import GgufFile
 from adapters.gguf.vocabulary import read_tokenizer
 from adapters.models.named_shapes import SHAPES
+from adapters.tokenizers import load_tokenizer
 from examples.benchmarks.peers import random_gguf
 from examples.benchmarks.peers.random_blocks import DEVIATION, WRITERS, random_rows
+from examples.benchmarks.server import trained_vocabulary
 
 SMALL = {"num_hidden_layers": 8, "hidden_size": 256, "intermediate_size": 512, "vocab_size": 5000}
 EXPERTS = ("num_experts", "num_local_experts")
@@ -66,3 +68,20 @@ def test_some_layers_of_q4_k_m_have_more_bits() -> None:
     down = [kinds[f"blk.{layer}.ffn_down"] for layer in range(36)]
     assert down.count(Kind.Q6_K) == 18
     assert [layer for layer in range(8) if down[layer] is Kind.Q6_K] == [0, 1, 2, 3, 6]
+
+
+def test_a_trained_vocabulary_gives_the_same_ids_from_both_kinds_of_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(random_gguf, "SHAPES", {"small": {**SHAPES["Qwen3-4B"], **SMALL}})
+    random_gguf.write("small", "q8_0", tmp_path / "small.gguf")
+    corpus = Path(random_gguf.__file__).read_text()
+    tokenizer = trained_vocabulary.trained(iter([corpus]), 900)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    out = tmp_path / "trained.gguf"
+    trained_vocabulary.write_gguf(tmp_path / "small.gguf", tmp_path / "tokenizer.json", out)
+    ids = tokenizer.encode(corpus).ids
+    assert len(ids) < len(corpus) / 2, "it has merges"
+    for checkpoint in (tmp_path, out):
+        assert load_tokenizer(checkpoint).encode(corpus, add_special_tokens=False) == ids
+    assert read_config(GgufFile(out))["vocab_size"] == SMALL["vocab_size"]
