@@ -45,23 +45,20 @@ def read_kept(directory: Path, cache: Path) -> TokenizerDefinition | None:
     """The kept tokenizer of this checkpoint, with its merge table if tiktoken represents it. None
     if there is none, or if it is damaged, of another state of the file, or of another version of
     the code."""
-    source = file_of(directory)
-    try:
-        kept, facts = _path(source, cache).read_bytes(), _facts(source)
-    except OSError:
+    found = _open(directory, cache)
+    if found is None:
         return None
-    content = memoryview(kept)[_CHECKSUM_BYTES:]
-    if kept[:_CHECKSUM_BYTES] != hashlib.sha256(content).digest():
-        return None
-    pieces = _pieces(content)
-    head = msgspec.msgpack.decode(next(pieces), type=_Head, dec_hook=_path_from)
-    if head.facts != facts:
-        return None
+    head, pieces = found
     vocab = _joined(islice(pieces, _num_pieces(head.num_tokens)), str)
     ranks = _joined(islice(pieces, _num_pieces(head.num_ranks)), bytes)
     ids = [each for piece in pieces for each in msgspec.msgpack.decode(piece, type=list[int])]
     merges = MergeTable(ranks, ids if head.has_ids else None) if ranks else None
     return replace(head.definition, vocab=vocab, merges=merges)
+
+
+def is_kept(directory: Path, cache: Path) -> bool:
+    """Whether `read_kept` would find the tokenizer of this checkpoint."""
+    return _open(directory, cache) is not None
 
 
 def keep(definition: TokenizerDefinition, merges: MergeTable | None, cache: Path) -> None:
@@ -89,6 +86,21 @@ def keep(definition: TokenizerDefinition, merges: MergeTable | None, cache: Path
         replace_file(path, hashlib.sha256(content).digest() + content)
     except OSError as error:
         logger.warning("cannot keep the tokenizer of %s: %s", definition.path, error)
+
+
+def _open(directory: Path, cache: Path) -> tuple[_Head, Iterator[memoryview]] | None:
+    """The head and the other pieces of a file that can be trusted."""
+    source = file_of(directory)
+    try:
+        kept, facts = _path(source, cache).read_bytes(), _facts(source)
+    except OSError:
+        return None
+    content = memoryview(kept)[_CHECKSUM_BYTES:]
+    if kept[:_CHECKSUM_BYTES] != hashlib.sha256(content).digest():
+        return None
+    pieces = _pieces(content)
+    head = msgspec.msgpack.decode(next(pieces), type=_Head, dec_hook=_path_from)
+    return (head, pieces) if head.facts == facts else None
 
 
 def _path(source: Path, cache: Path) -> Path:

@@ -16,7 +16,6 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, cast
 
 from anyio.lowlevel import checkpoint
-from platformdirs import user_cache_path
 
 from engine.cost.profiler import ProbeLimits
 from engine.errors import StartupError
@@ -39,6 +38,7 @@ from gateway.serve.model_checks import (
     projector_file,
 )
 from gateway.serve.replicas import like_first, settings_of_replicas
+from gateway.serve.saved import cache_folder, tokenizers_folder
 from gateway.settings.generation_config import sampling_defaults
 from gateway.settings.model import BUILTIN_MODEL
 from gateway.settings.settings import Settings
@@ -228,7 +228,7 @@ def _text_adapters(settings: Settings, directory: Path) -> TextAdapters:
     template = _adapter("template")(directory, settings.model.chat_template)
     source = "" if template is None else template.source
     return TextAdapters(
-        _adapter("tokenizer")(directory, _cache(settings) / "tokenizers"),
+        _adapter("tokenizer")(directory, tokenizers_folder(settings.schedule.cache_dir)),
         template,
         _adapter("dialect")(source, settings.model.tool_dialect, settings.model.reasoning_dialect),
         _adapter("grammar")(TOKEN_TABLE, directory),
@@ -240,13 +240,9 @@ def _adapter(role: str) -> Callable[..., Any]:
     return function
 
 
-def _cache(settings: Settings) -> Path:
-    return Path(settings.schedule.cache_dir or user_cache_path("podway", appauthor=False))
-
-
 def kernels_of(settings: Settings) -> Kernels:
     """The settings of kernels with the directories of their caches."""
-    kernels, cache = settings.kernels, _cache(settings)
+    kernels, cache = settings.kernels, cache_folder(settings.schedule.cache_dir)
     packed = Path(kernels.packed_cache or cache / "packed").expanduser().absolute()
     return replace(
         kernels,

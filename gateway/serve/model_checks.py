@@ -10,6 +10,7 @@ from pkgutil import resolve_name
 from typing import cast
 
 from engine.errors import StartupError
+from gateway.serve.saved import tokenizers_folder
 from gateway.settings.model import BUILTIN_MODEL
 from gateway.settings.settings import Settings
 
@@ -34,7 +35,7 @@ def check_model(settings: Settings, directory: Path) -> None:
     mmproj = projector_file(settings, directory)
     headers = resolve_name(CHECKPOINT)(directory, settings.model.max_model_len, mmproj)
     if directory.is_dir():
-        resolve_name(TOKENIZER)(directory)
+        resolve_name(TOKENIZER)(directory, tokenizers_folder(settings.schedule.cache_dir))
     _check_loras(settings, headers)
     speculation = settings.model.speculative_config
     if speculation is not None and speculation.model and is_local(speculation.model):

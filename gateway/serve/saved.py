@@ -23,6 +23,16 @@ T = TypeVar("T")
 _NAME_DIGITS = 24
 
 
+def cache_folder(given: Path | None) -> Path:
+    """`--cache-dir`, or the user's cache."""
+    return Path(given or user_cache_path("podway", appauthor=False))
+
+
+def tokenizers_folder(given: Path | None) -> Path:
+    """Where tokenizers are kept."""
+    return cache_folder(given) / "tokenizers"
+
+
 def model_facts(directory: Path) -> dict[str, object]:
     """The facts that identify a checkpoint: its config and the sizes of its weight files, so that
     no large file is read."""
@@ -48,8 +58,9 @@ class SavedFile:
     def of(cls, facts: Mapping[str, object], name: str, directory: Path | None) -> "SavedFile":
         """The file for these facts, in the user's cache or in `directory`."""
         digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-        folder = directory or user_cache_path("podway", appauthor=False)
-        return cls(folder / f"{name}s" / f"{digest[:_NAME_DIGITS]}.json", facts, name)
+        return cls(
+            cache_folder(directory) / f"{name}s" / f"{digest[:_NAME_DIGITS]}.json", facts, name
+        )
 
     def load(self, parse: Callable[[Any], T]) -> T | None:
         """The saved value. None if there is no usable file; one that cannot be used is logged.

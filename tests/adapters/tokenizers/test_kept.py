@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from adapters.tokenizers import kept, load_tokenizer, tiktoken_bpe
+from adapters.tokenizers import checks, kept, load_tokenizer, tiktoken_bpe
 from adapters.tokenizers.byte_level import merge_table
 from tests.adapters.tokenizers import families
 from tests.adapters.tokenizers.test_byte_level import FAMILIES
@@ -52,6 +52,18 @@ def test_a_kept_tokenizer_gives_the_same_ids_and_texts(
         ]
     assert second.vocab_size == first.vocab_size
     assert second.special_tokens == first.special_tokens
+
+
+def test_a_kept_tokenizer_is_not_checked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = families.saved(families.qwen_2(), tmp_path)
+    load_tokenizer(directory, tmp_path / "cache")
+    monkeypatch.delattr(checks, "read_definition")
+    checks.check_tokenizer(directory, tmp_path / "cache")
+    os.utime(directory / "tokenizer.json", ns=(1, 1))
+    with pytest.raises(NameError):
+        checks.check_tokenizer(directory, tmp_path / "cache")
 
 
 def flip(path: Path) -> None:
