@@ -31,7 +31,7 @@ from examples.benchmarks.attacks.report import table_head
 from examples.benchmarks.cluster.routers import free_port
 from examples.benchmarks.peers.random_mmproj import write
 from examples.benchmarks.peers.servers import Server, Up, read_servers, running
-from examples.benchmarks.server.images import SIDE, STREAMS, Chats, beside, picture
+from examples.benchmarks.server.image_load import SIDE, STREAMS, Chats, beside, picture
 
 SLOTS, CONTEXT = 32, 65_536  # llama-server's: all streams and images at a time
 COLUMNS = (
@@ -155,7 +155,7 @@ Images arrive at {found["rate"]:g} per second for {found["seconds"]:g} s beside 
 
 A reply has one token, so its time is that to the first token. For a later turn llama-server encodes
 an image again if its tokens are among those that are computed for it; Podway keeps encodings, and
-encodes nothing ([figures](README.md)). Images that take longer than 1/rate wait for each other, and
+encodes nothing. Images that take longer than 1/rate wait for each other, and
 their clients leave at the end of a round. A delay of a stream that lasts until then counts as long
 as it was. Without a goal for the ITL Podway's default `--prefill-slowdown` holds.
 llama-server computes nothing else while it encodes. {found.get("about", "")}
