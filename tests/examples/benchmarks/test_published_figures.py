@@ -17,6 +17,7 @@ import torch
 from engine.worker.model.kv.kv_tensors import bytes_per_block
 from engine.worker.ports.shapes import ModelShape
 from examples.benchmarks.attacks import memory, report
+from examples.benchmarks.layers.encoder_batches import gain
 from examples.benchmarks.server import prefill_slowdown
 from tests.examples.benchmarks.published import RESULTS, plain, read
 from tests.examples.benchmarks.scheduling_claims import (
@@ -268,6 +269,12 @@ def chaos() -> list[str]:
     ]
 
 
+def encoders_in_batches() -> list[str]:
+    found = read("images/batches.json")
+    shares = [gain(times) for each in found.values() for times in each.values()]
+    return [f"would save {min(shares):.1%} to {max(shares):.1%} of the CPU time"]
+
+
 CLAIMS: list[tuple[Path, Callable[[], list[str]]]] = [
     (README, beside_others),
     (README, starts),
@@ -295,6 +302,7 @@ CLAIMS: list[tuple[Path, Callable[[], list[str]]]] = [
     (RESULTS / "attacks" / "README.md", fuzzed),
     (RESULTS / "survival" / "README.md", kills),
     (RESULTS / "chaos" / "README.md", chaos),
+    (PAGE, encoders_in_batches),
 ]
 
 

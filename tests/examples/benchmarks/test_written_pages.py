@@ -8,7 +8,6 @@ import pytest
 
 from engine.policy import POLICIES
 from examples.benchmarks.cluster import shared_store
-from examples.benchmarks.layers.encoder_batches import gain
 from examples.benchmarks.mtp import acceptance
 from examples.benchmarks.peers import images as images_beside_others
 from examples.benchmarks.peers import parameters
@@ -42,13 +41,6 @@ def test_the_page_about_upgrades_is_that_of_its_runs() -> None:
     runs = read("upgrades/upgrades.json")
     assert (RESULTS / "upgrades" / "README.md").read_text() == upgrades.page(runs)
     assert not any(run["upgraded"]["lost"] + run["upgraded"]["different"] for run in runs)
-
-
-def test_what_encoding_images_together_would_save_is_that_of_its_run() -> None:
-    found = read("images/batches.json")
-    shares = [gain(times) for each in found.values() for times in each.values()]
-    claim = f"save {min(shares):.1%} to {max(shares):.1%} of the CPU time"
-    assert claim in (RESULTS / "README.md").read_text()
 
 
 @pytest.mark.parametrize("part", [learned_cost, least_piece, mixed_graphs, decisions, parameters])
