@@ -6,7 +6,7 @@ A file with another structure is rejected with an error that names it.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -20,6 +20,20 @@ Section = Mapping[str, Any]
 
 class NotRepresentable(Exception):
     """A library cannot give exactly the ids that the file defines; the next one is tried."""
+
+
+class FileState(NamedTuple):
+    """What changes if a file is written or replaced."""
+
+    size: int
+    mtime_ns: int
+    inode: int
+
+    @classmethod
+    def of(cls, path: Path) -> "FileState":
+        """Raises `OSError`."""
+        stat = path.stat()
+        return cls(stat.st_size, stat.st_mtime_ns, stat.st_ino)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +72,7 @@ class TokenizerDefinition:
     pre_tokenizer: Section | None
     post_processor: Section | None
     decoder: Section | None
+    state: FileState
     merges: MergeTable | None = None  # if it is known; `model` is without its merges then
 
     @property
@@ -88,10 +103,11 @@ def file_of(directory: Path) -> Path:
 def read_definition(directory: Path) -> TokenizerDefinition:
     """Read `tokenizer.json` in `directory`. Raises `StartupError` that names the file."""
     path = file_of(directory)
-    if path == directory:
-        data = read_document(directory, DOCUMENT)
-        return _definition(directory, orjson.dumps(data), data)
     try:
+        state = FileState.of(path)  # before it is read, so that it is of no later state
+        if path == directory:
+            data = read_document(directory, DOCUMENT)
+            return _definition(path, state, orjson.dumps(data), data)
         text = path.read_bytes()
         data = orjson.loads(text)
     except FileNotFoundError as error:
@@ -99,12 +115,12 @@ def read_definition(directory: Path) -> TokenizerDefinition:
     except (OSError, orjson.JSONDecodeError) as error:
         raise StartupError(f"{path} cannot be read: {error}") from error
     try:
-        return _definition(path, text, data)
+        return _definition(path, state, text, data)
     except (KeyError, TypeError, AttributeError) as error:
         raise StartupError(f"{path} is not a tokenizer.json: {error!r}") from error
 
 
-def _definition(path: Path, text: bytes, data: Section) -> TokenizerDefinition:
+def _definition(path: Path, state: FileState, text: bytes, data: Section) -> TokenizerDefinition:
     model: Section = data["model"]
     vocab = model["vocab"]
     if isinstance(vocab, list):  # Unigram: [[piece, score], …], the id is the index
@@ -119,6 +135,7 @@ def _definition(path: Path, text: bytes, data: Section) -> TokenizerDefinition:
         pre_tokenizer=data.get("pre_tokenizer"),
         post_processor=data.get("post_processor"),
         decoder=data.get("decoder"),
+        state=state,
     )
 
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from adapters.tokenizers.definition import MergeTable, TokenizerDefinition, file_of
+from adapters.tokenizers.definition import FileState, MergeTable, TokenizerDefinition, file_of
 from engine.files import replace_file, source_digest
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ T = TypeVar("T")
 class _Head(msgspec.Struct):
     """The first piece: what the others belong to."""
 
-    facts: list[str | int]
+    code: str  # the digest of the code that made it
     num_tokens: int
     num_ranks: int
     has_ids: bool
@@ -71,7 +71,7 @@ def keep(definition: TokenizerDefinition, merges: MergeTable | None, cache: Path
     model = {k: v for k, v in definition.model.items() if k not in ("vocab", "merges")}
     try:
         head = _Head(
-            facts=_facts(definition.path),
+            code=_code(),
             num_tokens=len(definition.vocab),
             num_ranks=len(table.ranks),
             has_ids=table.ids is not None,
@@ -92,15 +92,16 @@ def _open(directory: Path, cache: Path) -> tuple[_Head, Iterator[memoryview]] | 
     """The head and the other pieces of a file that can be trusted."""
     source = file_of(directory)
     try:
-        kept, facts = _path(source, cache).read_bytes(), _facts(source)
+        kept, state = _path(source, cache).read_bytes(), FileState.of(source)
     except OSError:
         return None
     content = memoryview(kept)[_CHECKSUM_BYTES:]
     if kept[:_CHECKSUM_BYTES] != hashlib.sha256(content).digest():
         return None
     pieces = _pieces(content)
-    head = msgspec.msgpack.decode(next(pieces), type=_Head, dec_hook=_path_from)
-    return (head, pieces) if head.facts == facts else None
+    head = msgspec.msgpack.decode(next(pieces), type=_Head, dec_hook=_from_text)
+    is_valid = head.code == _code() and head.definition.state == state
+    return (head, pieces) if is_valid else None
 
 
 def _path(source: Path, cache: Path) -> Path:
@@ -108,14 +109,12 @@ def _path(source: Path, cache: Path) -> Path:
     return cache / f"{name}.tokenizer"
 
 
-def _facts(source: Path) -> list[str | int]:
-    """What identifies the state of a file, and the code that reads it. Raises `OSError`."""
-    here, stat = Path(__file__).parent, source.stat()
-    code = source_digest(here, here.parent / "gguf")
-    return [code, stat.st_size, stat.st_mtime_ns, stat.st_ino]
+def _code() -> str:
+    here = Path(__file__).parent
+    return source_digest(here, here.parent / "gguf")
 
 
-def _path_from(kind: type, value: Any) -> Any:
+def _from_text(kind: type, value: Any) -> Any:
     return kind(value)
 
 

@@ -103,6 +103,22 @@ def test_one_of_another_state_of_the_file_or_of_other_code_is_made_again(
     assert made == ["made", "made", "made"]
 
 
+def test_a_file_that_is_replaced_while_it_is_read_is_not_kept_for_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = families.saved(families.qwen_2(), tmp_path)
+
+    def replaced(*arguments: object) -> object:
+        families.saved(families.gpt_2(), tmp_path)
+        return merge_table(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(tiktoken_bpe, "merge_table", replaced)
+    old = load_tokenizer(directory, tmp_path / "cache")
+    monkeypatch.setattr(tiktoken_bpe, "merge_table", merge_table)
+    new = load_tokenizer(directory, tmp_path / "cache")
+    assert new.special_tokens != old.special_tokens
+
+
 def test_a_folder_that_cannot_be_written_only_warns(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
