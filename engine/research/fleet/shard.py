@@ -23,6 +23,7 @@ from engine.simulated.run import is_recorded
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from engine.control.scheduler import IterationScheduler
     from engine.request import Request
     from engine.research.leaping.replica import Replica
     from engine.simulated.run import Setup
@@ -172,22 +173,25 @@ class _Member:
         return [self._since(self._trace[request.request_id], request) for request in pool]
 
     def report(self, *, forecasts: bool) -> LoadReport:
-        pool = self.replica.scheduler.pool
-        tokens = pool.waiting_tokens + sum([request.num_tokens for request in pool.started])
-        delay = self._delay.seconds(pool, self._model, self.replica.now) if forecasts else 0.0
-        waiting = pool.count(State.WAITING)
-        scheduler = self.replica.scheduler
-        rate, shape = scheduler.cost.tokens_per_second, scheduler.kv.shape
-        return LoadReport(
-            self.number,
-            len(pool),
-            waiting,
-            tokens,
-            pool.waiting_tokens,
-            delay,
-            rate if pool.num_admitted else 0.0,
-            scheduler.ledger.num_held / shape.num_blocks,
-        )
+        scheduler, delay = self.replica.scheduler, 0.0
+        if forecasts:
+            delay = self._delay.seconds(scheduler.pool, self._model, self.replica.now)
+        return report_of(self.number, scheduler, delay)
+
+
+def report_of(number: int, scheduler: "IterationScheduler", delay: float = 0.0) -> LoadReport:
+    """The load of a replica that has this scheduler, and a forecast."""
+    pool = scheduler.pool
+    return LoadReport(
+        number,
+        len(pool),
+        pool.count(State.WAITING),
+        pool.waiting_tokens + sum([request.num_tokens for request in pool.started]),
+        pool.waiting_tokens,
+        delay,
+        scheduler.cost.tokens_per_second if pool.num_admitted else 0.0,
+        scheduler.ledger.num_held / scheduler.kv.shape.num_blocks,
+    )
 
 
 class Shard:

@@ -8,7 +8,7 @@ groups of requests with a common prompt arrive almost at once. Writes replicas.j
 a part that is not played again keeps its figures, and so does a number of replicas.
 
     python -m examples.benchmarks.virtual_time.replicas [--part placement death bursts]
-        [--replicas 2 4 8 16] [--out DIR]
+        [--replicas 2 4 8 16 32 64] [--out DIR]
 """
 
 import argparse
@@ -17,6 +17,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from random import Random
@@ -34,6 +35,9 @@ from engine.replicas.placement import least_growth
 from engine.replicas.replica import Replica
 from engine.replicas.replicas import Replicas
 from engine.request import Caching, Request, RequestSpec
+from engine.research.fleet.router import Loads, PrefixAffinity
+from engine.research.fleet.shard import report_of
+from engine.research.fleet.smg import SmgCacheAware
 from engine.research.hardware.catalogue import DEVICES, SHAPES
 from engine.research.hardware.deployment import Deployment
 from engine.simulated.executor import SimulatedExecutor
@@ -43,7 +47,9 @@ from engine.simulated.virtual_loop import run_virtual
 from tests.fuzz.groups.case import MortalExecutor, Tally
 
 if TYPE_CHECKING:
-    from engine.replicas.placement import Place
+    from engine.cost.model import CostModel
+    from engine.replicas.placement import Load, Place
+    from engine.research.fleet.router import Router
 
 TRACE = Path(__file__).parents[3] / "tests" / "data" / "mooncake_conversation_sessions.jsonl.gz"
 OUT = Path(__file__).parents[1] / "results" / "replicas"
@@ -71,7 +77,7 @@ class Way:
     """How requests are placed, and whether they move while they wait."""
 
     name: str
-    place: "Callable[[], Place]"
+    place: "Callable[[Sequence[Replica]], Place]"
     moves: bool
     has_own_keys: bool = False  # each request has a cache key of its own, so follows no other
 
@@ -92,20 +98,37 @@ class Figures:
     moved: int
 
 
-def round_robin() -> "Place":
+class Routed:
+    """A router of the fleet simulator before the replicas. It knows their loads at this moment,
+    except where it waits for its next poll. `arrival` is the request that is placed next."""
+
+    arrival: Arrival
+
+    def __init__(
+        self, make: "Callable[[Loads, CostModel, int], Router]", replicas: Sequence[Replica]
+    ) -> None:
+        self._replicas = replicas
+        self._loads = Loads(len(replicas))
+        self._loads.activate(range(len(replicas)))
+        self._router = make(self._loads, HARDWARE.cost(), HARDWARE.num_slots // SHARED_BLOCK)
+
+    def __call__(self, loads: "Sequence[Load]") -> int:
+        assert len(loads) == len(self._replicas), "all replicas accept requests"
+        for number, each in enumerate(self._replicas):
+            self._loads.report(report_of(number, each.scheduler))
+        return self._router.route(self.arrival)
+
+
+def round_robin(replicas: Sequence[Replica]) -> "Place":
     turns = count()
     return lambda loads: next(turns) % len(loads)
 
 
-def at_random() -> "Place":
-    random = Random(0)
-    return lambda loads: random.randrange(len(loads))
-
-
-MOVING = Way("forecast, moves", lambda: least_growth, moves=True)
-STAYING = Way("forecast", lambda: least_growth, moves=False)
+MOVING = Way("forecast, moves", lambda replicas: least_growth, moves=True)
+STAYING = Way("forecast", lambda replicas: least_growth, moves=False)
+PREFIX = Way("prefix-aware router", partial(Routed, PrefixAffinity), moves=False)
+SMG = Way("smg cache_aware", partial(Routed, SmgCacheAware), moves=False)
 ROUND_ROBIN = Way("round robin", round_robin, moves=False)
-RANDOM = Way("random", at_random, moves=False)
 FOLLOWING = replace(MOVING, name="forecast, moves, one key")
 ALONE = replace(MOVING, name="forecast, moves, own keys", has_own_keys=True)
 
@@ -132,10 +155,14 @@ def a_replica(dying: Dying | None) -> Replica:
     return Replica(Engine(scheduler, executor, asyncio.get_running_loop().time), delay)
 
 
-async def run_request(replicas: Replicas, arrival: Arrival, index: int, key: str) -> Request:
+async def run_request(
+    replicas: Replicas, place: "Place", arrival: Arrival, index: int, key: str
+) -> Request:
     """The request of an arrival, when it has ended."""
     await asyncio.sleep(arrival.at)
     spec: RequestSpec = replace(arrival.spec(index), caching=Caching(key=key))
+    if isinstance(place, Routed):
+        place.arrival = arrival
     with replicas.stream(spec) as stream:
         while (await stream.next()).finish is None:
             pass
@@ -150,7 +177,8 @@ async def play(
     loop = asyncio.get_running_loop()
     dying = Dying() if has_death else None
     members = [a_replica(None if index else dying) for index in range(num_replicas)]
-    replicas = Replicas(members, loop.time, way.place())
+    place = way.place(members)
+    replicas = Replicas(members, loop.time, place)
     if dying is not None:
         loop.call_at(DEATH_AT, dying.kill)
     if not way.moves:
@@ -158,7 +186,7 @@ async def play(
             engine.on_planned = lambda: None
     running = asyncio.create_task(replicas.run())
     work = [
-        run_request(replicas, arrival, index, str(index) if way.has_own_keys else "")
+        run_request(replicas, place, arrival, index, str(index) if way.has_own_keys else "")
         for index, arrival in enumerate(arrivals)
     ]
     requests = await asyncio.gather(*work)
@@ -269,10 +297,10 @@ def main() -> None:
     """Play the ways with each number of replicas."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--part", nargs="+", default=["placement", "death", "bursts"])
-    parser.add_argument("--replicas", type=int, nargs="+", default=[2, 4, 8, 16])
+    parser.add_argument("--replicas", type=int, nargs="+", default=[2, 4, 8, 16, 32, 64])
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
-    ways = {"placement": (MOVING, STAYING, ROUND_ROBIN, RANDOM), "death": (MOVING, STAYING)}
+    ways = {"placement": (MOVING, STAYING, PREFIX, SMG, ROUND_ROBIN), "death": (MOVING, STAYING)}
     ways["bursts"] = (FOLLOWING, ALONE)
     numbers = {
         "placement": args.replicas, "death": DEATH_REPLICAS, "bursts": BURST_REPLICAS

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from engine.policy import POLICIES
+from examples.benchmarks.cluster import replicas as real_replicas
 from examples.benchmarks.cluster import shared_store
 from examples.benchmarks.mtp import acceptance
 from examples.benchmarks.peers import images as images_beside_others
@@ -21,6 +22,7 @@ PAGES: dict[str, Page] = {
     "images/vllm": images_beside_others.page,
     "lora/server": lora_server.page,
     "speculation/mtp": acceptance.page,
+    "replicas/servers": real_replicas.page,
     "disk_tier/shared_store": shared_store.page,
     "disk_tier/read_ahead": disk_tier.read_ahead_page,
 }
