@@ -1,7 +1,8 @@
-"""One random case: the production groups, engines and schedulers over workers that die.
+"""One random case: the production groups, replicas and schedulers over workers that die.
 
 Checked all the time: the bytes in memory are within the bound, a model is closed only when none of
-its requests runs, and iterations of two models never overlap. A request ends with exactly its
+its requests runs, and iterations of two models never overlap, while those of one model's replicas
+do. A request ends with exactly its
 tokens, or with an error. In the end there is no lease, no request and no KV in use.
 """
 
@@ -15,17 +16,21 @@ from typing import Any, cast
 
 from engine.control.scheduler import IterationScheduler
 from engine.control.settings import SchedulerSettings
+from engine.cost.live import LiveCost
 from engine.cost.model import CostModel
 from engine.errors import EngineError, StartupError, Unavailable, WorkerLost
 from engine.kv.ledger import KVLedger
 from engine.kv_shape import KVShape
 from engine.loop import Engine
 from engine.policy import build
+from engine.replicas.delay import QueueDelay
+from engine.replicas.replica import Replica
+from engine.replicas.replicas import Replicas, ServingEngine
 from engine.request import RequestSpec
 from engine.simulated.executor import SimulatedExecutor, synthetic_token
 from engine.simulated.virtual_loop import run_virtual
 from engine.step import RequestId, SamplingParams, Step, StepEntry, StepResult
-from engine.turns import Turns
+from engine.turns import Turn, Turns
 from gateway.groups.group import Deployment, Group, OpenServing, Status
 from gateway.groups.groups import Groups
 from gateway.groups.serving import ServedModel, Serving
@@ -45,22 +50,27 @@ class Tally:
     cancelled: int = 0
     deaths: int = 0
     loads: int = 0
-    busy_until: float = 0.0  # the end of the latest iteration of any model
+    moved: int = 0  # requests, from a replica of a model to another one
+    busy: "dict[MortalExecutor, float]" = field(default_factory=dict)  # the ends of iterations
     running: Counter[str] = field(default_factory=Counter)  # open requests by model
     schedulers: list[IterationScheduler] = field(default_factory=list)
 
     @property
     def counts(self) -> Counter[str]:
-        """How many requests had which end, and how many deaths and loads there were."""
-        names = ("complete", "failed", "cancelled", "deaths", "loads")
+        """How many requests had which end, and how many deaths, loads and moves there were."""
+        names = ("complete", "failed", "cancelled", "deaths", "loads", "moved")
         return Counter({name: getattr(self, name) for name in names})
 
 
 class MortalExecutor(SimulatedExecutor):
-    """Its worker can be killed; it is restarted in a second, or not at all."""
+    """Its worker can be killed; it is restarted in a second, or not at all. Those of one `model`
+    compute at the same time."""
 
-    def __init__(self, cost: CostModel, tally: Tally, can_restart: Callable[[], bool]) -> None:
+    def __init__(
+        self, cost: CostModel, tally: Tally, can_restart: Callable[[], bool], model: str = ""
+    ) -> None:
         super().__init__(cost)
+        self.model = model
         self._tally = tally
         self._can_restart = can_restart
         self._is_alive = True
@@ -76,9 +86,11 @@ class MortalExecutor(SimulatedExecutor):
 
     def submit(self, step: Step) -> "asyncio.Future[StepResult]":
         loop = asyncio.get_running_loop()
-        assert loop.time() >= self._tally.busy_until - 1e-9, "iterations of two models overlap"
+        for other, until in self._tally.busy.items():
+            may_overlap = other.model == self.model and other is not self
+            assert may_overlap or loop.time() >= until - 1e-9, "iterations of two models overlap"
         result, at = self.run(step, loop.time())
-        self._tally.busy_until = at
+        self._tally.busy[self] = at
         future: asyncio.Future[StepResult] = loop.create_future()
         self._futures.append(future)
         loop.call_at(at, self._resolve, future, result)
@@ -93,8 +105,7 @@ class MortalExecutor(SimulatedExecutor):
         if self._is_alive:
             self._is_alive = False
             self._tally.deaths += 1
-            if self._futures:
-                self._tally.busy_until = asyncio.get_running_loop().time()
+            self._tally.busy.pop(self, None)
             for future in self._futures:
                 future.set_exception(WorkerLost("killed"))
             self._futures.clear()
@@ -113,7 +124,7 @@ class Case:
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
         self.tally = Tally()
-        self._executors: dict[str, MortalExecutor] = {}
+        self._executors: dict[str, list[MortalExecutor]] = {}
 
     def run(self) -> Tally:
         """Run the case. Raises `AssertionError` for anything that is wrong."""
@@ -155,7 +166,7 @@ class Case:
 
     def _opener(self, name: str, size: int) -> OpenServing:
         rng = self._random
-        share = rng.choice((0.5, 1.0, 4.0))
+        share, count = rng.choice((0.5, 1.0, 4.0)), rng.choice((1, 1, 2, 3))
         fails, dies_for_good = rng.random() < 0.1, rng.random() < 0.1
 
         @asynccontextmanager
@@ -163,25 +174,39 @@ class Case:
             await asyncio.sleep(rng.uniform(0.0, 4.0))
             if fails and rng.random() < 0.5:
                 raise StartupError("as scripted")
-            cost = CostModel.linear(per_step=rng.uniform(0.01, 0.3), per_token=0.0, per_slot=0.0)
-            executor = MortalExecutor(cost, self.tally, lambda: not dies_for_good)
-            scheduler = IterationScheduler(
-                SchedulerSettings(max_model_len=200, max_batch_size=4),
-                KVLedger(KVShape(40, 4)),
-                build("fcfs", cost),
-            )
-            clock, turn = asyncio.get_running_loop().time, self._turns.join(share)
-            engine = Engine(scheduler, executor, clock, turn=turn)
-            self._executors[name] = executor
-            self.tally.schedulers.append(scheduler)
+            turn = self._turns.join(share)
+            self._executors[name] = []
+            replicas = [
+                self._replica(name, turn if count == 1 else turn.part(), not dies_for_good)
+                for _ in range(count)
+            ]
+            engine: ServingEngine = replicas[0].engine
+            if count > 1:
+                engine = Replicas(replicas, asyncio.get_running_loop().time)
             self.tally.loads += 1
             nothing = cast("Any", None)
             model = ServedModel(name, 0, "", nothing, nothing, None)
             assert self._groups.loads.num_bytes <= self._memory, "more than the memory's bound"
             yield Serving(engine, model, nothing, nothing, num_bytes=size)
             assert not self.tally.running[name], "a model with a running request was closed"
+            self.tally.moved += engine.moves.num_moved if isinstance(engine, Replicas) else 0
 
         return open_serving
+
+    def _replica(self, name: str, turn: Turn, can_restart: bool) -> Replica:
+        cost = CostModel.linear(
+            per_step=self._random.uniform(0.01, 0.3), per_token=0.0, per_slot=0.0
+        )
+        executor = MortalExecutor(cost, self.tally, lambda: can_restart, name)
+        settings = SchedulerSettings(max_model_len=200, max_batch_size=4)
+        live = LiveCost(cost)
+        delay = QueueDelay(live, settings.max_batch_size)
+        ledger = KVLedger(KVShape(40, 4))
+        scheduler = IterationScheduler(settings, ledger, build("fcfs", cost), delay, live)
+        self._executors[name].append(executor)
+        self.tally.schedulers.append(scheduler)
+        clock = asyncio.get_running_loop().time
+        return Replica(Engine(scheduler, executor, clock, turn=turn), delay)
 
     async def _request(self) -> None:
         """A request of a random model, some of which are cancelled at a random moment."""
@@ -223,8 +248,9 @@ class Case:
         await asyncio.sleep(rng.uniform(0.0, 30.0))
         group = rng.choice(list(self._groups))
         action = rng.randrange(3)
-        if action == 0 and (executor := self._executors.get(group.name)) is not None:
-            executor.kill()
+        if action == 0:
+            if executors := self._executors.get(group.name):
+                rng.choice(executors).kill()
         elif action == 1:
             self._groups.begin_unload(group)
         else:

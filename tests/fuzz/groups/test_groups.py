@@ -1,4 +1,4 @@
-"""Cases with several models, deaths, cancels, unloads and failed loads."""
+"""Cases with several models and replicas, deaths, moves, cancels, unloads and failed loads."""
 
 from tests.fuzz.groups.case import play
 from tests.fuzz.playing import play_all
@@ -10,3 +10,4 @@ def test_several_models_lose_nothing_under_deaths_unloads_and_cancels() -> None:
     counts = play_all(play, range(NUM_CASES))
     for name in ("complete", "failed", "cancelled", "deaths", "loads"):
         assert counts[name] > 20, counts
+    assert counts["moved"] > 5, counts
