@@ -2,7 +2,7 @@
 first. Each item is a row, so that one is read or added without the others."""
 
 import sqlite3
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -16,6 +16,8 @@ from gateway.store.database import Database
 T = TypeVar("T")
 Item = dict[str, Any]
 Found = Callable[[sqlite3.Connection, int], T]  # what is done with the row of this `seq`
+ROWS = 100  # that one statement adds
+DECODED_BYTES = 1 << 16  # of records that are decoded as one: the interpreter's lock is held
 
 
 class Key(NamedTuple):
@@ -145,13 +147,21 @@ class Responses:
     def _items(self, db: sqlite3.Connection, seq: int) -> list[Item]:
         """All items. The interpreter's lock is free while SQLite reads each."""
         query = f"SELECT record FROM {self._table}_item WHERE owner = ? ORDER BY seq"
-        return [msgspec.json.decode(record) for (record,) in db.execute(query, (seq,))]
+        items: list[Item] = []
+        for piece in _arrays(record for (record,) in db.execute(query, (seq,))):
+            items += msgspec.json.decode(piece)
+        return items
 
     def _add(self, db: sqlite3.Connection, seq: int, items: Iterable[Item]) -> None:
-        rows = [(seq, item["id"], msgspec.json.encode(item)) for item in items]
-        query = f"INSERT INTO {self._table}_item (owner, id, record) VALUES (?, ?, ?)"
-        db.executemany(query, rows)
-        self._grow(db, seq, len(rows), sum(len(record) for _, _, record in rows))
+        """Store items after those that are there, `ROWS` at a time, which takes two thirds of the
+        time of one at a time."""
+        records = [(item["id"], msgspec.json.encode(item)) for item in items]
+        query = f"INSERT INTO {self._table}_item (owner, id, record) VALUES "
+        for first in range(0, len(records), ROWS):
+            rows = records[first : first + ROWS]
+            values = [value for row in rows for value in (seq, *row)]
+            db.execute(query + ", ".join(["(?, ?, ?)"] * len(rows)), values)
+        self._grow(db, seq, len(records), sum(len(record) for _, record in records))
 
     def _grow(self, db: sqlite3.Connection, seq: int, num_items: int, num_bytes: int) -> None:
         db.execute(
@@ -178,3 +188,16 @@ class Responses:
             seq, num_bytes = db.execute(oldest, (key.tenant,)).fetchone()
             db.execute(f"DELETE FROM {table} WHERE seq = ?", (seq,))
             count, size = count - 1, size - num_bytes
+
+
+def _arrays(records: Iterable[bytes]) -> Iterator[bytes]:
+    """Records in JSON as arrays of some `DECODED_BYTES`, or of one larger record."""
+    piece: list[bytes] = []
+    size = 0
+    for record in records:
+        piece.append(record)
+        size += len(record)
+        if size >= DECODED_BYTES:
+            yield b"[%b]" % b",".join(piece)
+            piece, size = [], 0
+    yield b"[%b]" % b",".join(piece)

@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from gateway.store import conversations as stored
-from gateway.store.responses import Item, Key, ResponseLimits
+from gateway.store.responses import DECODED_BYTES, ROWS, Item, Key, ResponseLimits
 from tests.gateway.responses.test_conversations import (
     answered,
     client_of,
@@ -17,7 +17,7 @@ from tests.gateway.responses.test_conversations import (
     user,
     with_client,
 )
-from tests.gateway.rig import MODEL, Rig, Setting, play
+from tests.gateway.rig import MODEL, Rig, Setting, play, played
 
 
 def messages(*names: str) -> list[Any]:
@@ -118,6 +118,19 @@ def test_pages_of_input_items_continue_behind_the_first_of_equal_ids() -> None:
             assert [item.content[0].text for item in page.data] == shown
 
     with_client(scene)
+
+
+@played()
+async def test_many_items_and_large_ones_are_read_as_they_were_added(rig: Rig) -> None:
+    texts = ["small", "x" * DECODED_BYTES, "ü"] * ROWS + ["last"]
+    items = [user(text, id=f"msg_{number}") for number, text in enumerate(texts)]
+    conversations, key = rig.service.store.conversations, Key("conv_1", "", 0)
+    await conversations.put(key, {"id": "conv_1"}, items[: ROWS + 1])
+    await conversations.add(key, items[ROWS + 1 :], lambda added, _: added, has_ended=True)
+    assert (await conversations.whole(key)).items == items
+    empty = key._replace(id="conv_2")
+    await conversations.put(empty, {"id": "conv_2"}, [])
+    assert (await conversations.whole(empty)).items == []
 
 
 def test_a_deleted_item_is_not_in_the_next_prompt() -> None:
