@@ -50,13 +50,15 @@ fmt: $(DEVELOPMENT)
 	$(BIN)/ruff check --fix
 
 # LiteLLM, LlamaIndex and gradio pin packages that ours do not fit: an environment of their own.
-# The agents of tests/clients/package.json are installed beside them, if there is npm.
+# The agents of tests/clients/package.json are installed beside them, if there is npm, and aider, which pins all that it needs.
 CLIENTS ?= .venv-clients
 clients: $(CLIENTS)/.installed
 
-$(CLIENTS)/.installed: tests/clients/requirements.txt tests/clients/package.json
+$(CLIENTS)/.installed: tests/clients/requirements.txt tests/clients/aider.txt tests/clients/package.json
 	$(PYTHON) -m venv $(CLIENTS)
 	$(CLIENTS)/bin/python -m pip install --disable-pip-version-check -r $<
+	$(PYTHON) -m venv $(CLIENTS)/aider
+	$(CLIENTS)/aider/bin/python -m pip install --disable-pip-version-check -r tests/clients/aider.txt
 	cp tests/clients/package.json $(CLIENTS)
 	if command -v npm > /dev/null; then npm install --prefix $(CLIENTS) --no-audit --no-fund; fi
 	touch $@

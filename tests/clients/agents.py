@@ -1,4 +1,4 @@
-"""Coding agents from npm: how each is run without a terminal and without a network."""
+"""Coding agents: how each is run without a terminal and without a network."""
 
 import json
 import os
@@ -29,18 +29,13 @@ class Agent:
     name: str
     flags: Callable[[str, str], list[str]]
     environment: Callable[[str, str], Mapping[str, str]]
-    tool: str  # that runs a command
-    arguments: Mapping[str, str]  # of the tool, for COMMAND
-
-    @property
-    def call(self) -> str:
-        """A call of its tool, as models of the Hermes dialect write it."""
-        call = {"name": self.tool, "arguments": self.arguments}
-        return f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
+    call: str  # what the model writes, so that the agent runs COMMAND or edits a file
+    programs: str = "node_modules/.bin"
+    repeated: float = 0.9  # of a prompt, at the start of the next one
 
     def run(self, server: str, model: str, directory: Path) -> str:
-        """Give it `PROMPT`; all that it prints, JSON lines. It must exit with 0."""
-        program = CLIENTS.resolve() / "node_modules" / ".bin" / self.name
+        """Give it `PROMPT`; all that it prints, JSON lines of most. It must exit with 0."""
+        program = CLIENTS.resolve() / self.programs / self.name
         if not program.exists():
             pytest.skip(f"{self.name} is not installed: make clients")
         home = directory / "home"
@@ -63,6 +58,12 @@ class Agent:
 def events(output: str) -> Iterator[Any]:
     """The JSON objects among the printed lines."""
     return (json.loads(line) for line in output.splitlines() if line.startswith("{"))
+
+
+def _call(tool: str, **arguments: str) -> str:
+    """A call of a tool, as models of the Hermes dialect write it."""
+    call = {"name": tool, "arguments": arguments}
+    return f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
 
 
 def _codex_flags(server: str, model: str, more: str = "") -> list[str]:
@@ -120,12 +121,31 @@ def _opencode_environment(server: str, model: str) -> dict[str, str]:
     }
 
 
+def _goose_environment(server: str, model: str) -> dict[str, str]:
+    provider = {"PROVIDER": "openai", "MODEL": model, "MODE": "auto", "TELEMETRY_OFF": "true"}
+    switches = {f"GOOSE_DISABLE_{name}": "true" for name in ("KEYRING", "SESSION_NAMING")}
+    variables = {f"GOOSE_{name}": value for name, value in provider.items()}
+    return {**variables, **switches, "OPENAI_HOST": server, "OPENAI_API_KEY": "any"}
+
+
+def _goose_flags(server: str, model: str) -> list[str]:
+    shown = ["--output-format", "stream-json"]
+    return ["run", "--no-session", "--with-builtin", "developer", *shown, "-t"]
+
+
+def _aider_flags(server: str, model: str) -> list[str]:
+    switches = ("git", "check-update", "show-release-notes", "show-model-warnings", "analytics")
+    fixed = [f"--no-{name}" for name in (*switches, "fancy-input", "pretty", "detect-urls")]
+    tested = ["--auto-test", "--test-cmd", "python3 script.py", "script.py"]
+    named = ["--model", f"openai/{model}", "--edit-format", "whole", "--yes-always"]
+    return [*fixed, *named, *tested, "--message"]
+
+
 CODEX = Agent(
     "codex",
     _codex_flags,
     lambda server, model: {"PODWAY_KEY": "any"},
-    "exec_command",
-    {"cmd": COMMAND},
+    _call("exec_command", cmd=COMMAND),
 )
 CODEX_WEBSOCKET = replace(
     CODEX, flags=lambda server, model: _codex_flags(server, model, ",supports_websockets=true")
@@ -134,20 +154,32 @@ CLAUDE_CODE = Agent(
     "claude",
     _claude_flags,
     _claude_environment,
-    "Bash",
-    {"command": COMMAND, "description": "Echo"},
+    _call("Bash", command=COMMAND, description="Echo"),
 )
 QWEN_CODE = Agent(
     "qwen",
     _qwen_flags,
     lambda server, model: {"QWEN_TELEMETRY_ENABLED": "false", **dict.fromkeys(PROXIES, "")},
-    "run_shell_command",
-    {"command": COMMAND, "description": "Echo", "is_background": "false"},
+    _call("run_shell_command", command=COMMAND, description="Echo", is_background="false"),
 )
 OPENCODE = Agent(
     "opencode",
     lambda server, model: ["run", "--format", "json", "--title", "Test"],
     _opencode_environment,
-    "bash",
-    {"command": COMMAND, "description": "Echo"},
+    _call("bash", command=COMMAND, description="Echo"),
+)
+GOOSE = Agent("goose", _goose_flags, _goose_environment, _call("shell", command=COMMAND))
+# It has no tools: it writes the file, runs it, and sends what that printed.
+SCRIPT = 'import sys\n\nsys.exit("-".join(["from", "the", "tool"]))\n'
+AIDER = Agent(
+    "aider",
+    _aider_flags,
+    lambda server, model: {
+        "OPENAI_API_BASE": f"{server}/v1",
+        "OPENAI_API_KEY": "any",
+        "LITELLM_LOCAL_MODEL_COST_MAP": "true",
+    },
+    f"script.py\n```\n{SCRIPT}```\n",
+    programs="aider/bin",
+    repeated=0.5,  # the files come before the conversation
 )
