@@ -158,6 +158,14 @@ class ConversationNotFound(ResponseNotFound):
         self.args = (f"Conversation with id {conversation_id[:128]!r} not found.",)
 
 
+class ItemNotFound(ResponseNotFound):
+    """The conversation has no item with this id."""
+
+    def __init__(self, item_id: str) -> None:
+        super().__init__(item_id, "item_id")
+        self.args = (f"The conversation has no item {item_id[:128]!r}.",)
+
+
 class ConversationLocked(InvalidRequest):
     """Another response to the same conversation is in progress."""
 
@@ -280,6 +288,7 @@ TABLE: dict[type[EngineError], HttpError] = {
     ResponseNotFound: HttpError(404, _INVALID, "response_not_found"),
     PreviousResponseNotFound: HttpError(400, _INVALID, "previous_response_not_found"),
     ConversationNotFound: HttpError(404, _INVALID, "conversation_not_found"),
+    ItemNotFound: HttpError(404, _INVALID, "item_not_found"),
     ConversationLocked: HttpError(409, _INVALID, "conversation_locked"),
     UpgradeRequired: HttpError(426, _INVALID, "upgrade_required"),
     BatchNotFound: HttpError(404, _INVALID, "batch_not_found"),

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from engine.errors import InvalidRequest
-from gateway.errors import ConversationNotFound
+from gateway.errors import ConversationNotFound, ItemNotFound
 from gateway.store.responses import Found, Item, Key, Responses, T
 
 Distinct = Callable[[list[Item], set[str]], list[Item]]
@@ -32,7 +32,7 @@ class Conversations(Responses):
         return await self._database.read(read)
 
     async def item(self, key: Key, item_id: str) -> bytes:
-        """An item in JSON. Raises `InvalidRequest` if there is none with this id."""
+        """An item in JSON. Raises `ItemNotFound`."""
         return await self._read(key, lambda db, seq: _item(db, seq, item_id)[1])
 
     async def update(self, key: Key, fields: dict[str, Any]) -> dict[str, Any]:
@@ -65,7 +65,7 @@ class Conversations(Responses):
         return await self._change(key, edit)
 
     async def remove(self, key: Key, item_id: str) -> dict[str, Any]:
-        """Delete an item; the object. Raises `InvalidRequest` if there is none with this id."""
+        """Delete an item; the object. Raises `ItemNotFound`."""
 
         def edit(db: sqlite3.Connection, seq: int) -> dict[str, Any]:
             item_seq, record = _item(db, seq, item_id)
@@ -95,7 +95,7 @@ def _item(db: sqlite3.Connection, seq: int, item_id: str) -> tuple[int, bytes]:
     query = "SELECT seq, record FROM conversation_item WHERE owner = ? AND id = ?"
     row: tuple[int, bytes] | None = db.execute(query, (seq, item_id)).fetchone()
     if row is None:
-        raise InvalidRequest(f"The conversation has no item {item_id[:128]!r}.", "item_id")
+        raise ItemNotFound(item_id)
     return row
 
 

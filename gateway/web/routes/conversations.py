@@ -68,12 +68,12 @@ async def list_items(http: "HttpRequest") -> Json:
 
 
 async def retrieve_item(http: "HttpRequest") -> bytes:
-    """One item; raises `InvalidRequest` if the conversation has none with this id."""
+    """One item; raises `ItemNotFound`."""
     return await _stored(http).item(_key(http), http.path_params["item_id"])
 
 
 async def delete_item(http: "HttpRequest") -> Json:
-    """Delete an item; the conversation is returned. Raises `InvalidRequest`."""
+    """Delete an item; the conversation is returned. Raises `ItemNotFound`."""
     return await _stored(http).remove(_key(http), http.path_params["item_id"])
 
 

@@ -83,7 +83,7 @@ def test_items_are_added_listed_read_and_deleted() -> None:
         assert await items.delete("msg_2", conversation_id=made.id) == made
         assert await texts(client, made.id) == ["0", "1", "3", "4"]
         for call in (items.retrieve, items.delete):
-            with pytest.raises(openai.BadRequestError, match="no item 'msg_2'"):
+            with pytest.raises(openai.NotFoundError, match="no item 'msg_2'"):
                 await call("msg_2", conversation_id=made.id)
         again = await items.create(made.id, items=[user("again", id="msg_0")])
         assert again.data[0].id != "msg_0"
