@@ -1,7 +1,9 @@
 """Results of other projects' conformance suites: their page, and how failures are counted."""
 
+from examples.benchmarks.server.conformance.go_testers import rows_of, suites_of
 from examples.benchmarks.server.conformance.page import (
     ALONE,
+    GO_TESTERS,
     OTHER,
     PASSED,
     counts_of,
@@ -33,7 +35,8 @@ def test_no_failure_is_without_a_reason() -> None:
     found = read("conformance/conformance.json")
     for run in ("as_they_are", "known_objects"):
         assert not any(row.get(OTHER) for row in found["openai_python"][run].values())
-    assert OTHER not in found["open_responses"]["results"].values()
+    for suite in ("open_responses", *GO_TESTERS):
+        assert OTHER not in found[suite]["results"].values()
 
 
 def test_failures_are_counted_by_file_and_reason() -> None:
@@ -49,3 +52,15 @@ def test_an_unknown_failure_of_open_responses_is_another_one() -> None:
         {"id": "a", "status": "passed"},
     ]
     assert results_of({"results": results}) == {"a": "passed", "b": OTHER}
+
+
+def test_failures_of_the_testers_in_go_have_reasons() -> None:
+    output = """running suite "models"
+  [PASS] models
+  [FAIL] uploads: POST "http://x/v1/uploads": 404 {"message":"No endpoint at /v1/uploads."}
+  [FAIL] (deprecated) assistants: what nobody knows
+"""
+    assert suites_of(output) == {"models": PASSED, "uploads": "not served", "assistants": OTHER}
+    rows = [("a", ""), ("b", "expected 42"), ("c", "status 500")]
+    named = [{"test_id": test, "error_message": message} for test, message in rows]
+    assert rows_of(named) == {"a": PASSED, "b": "words of the model", "c": OTHER}

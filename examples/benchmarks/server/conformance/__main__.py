@@ -18,34 +18,21 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from examples.benchmarks.server.conformance.page import counts_of, page, results_of
+from examples.benchmarks.server.conformance.page import (
+    GO_TESTERS,
+    counts_of,
+    page,
+    results_of,
+)
+from examples.benchmarks.server.conformance.servers import OUT, SERVED, commit_of
 from tests.conftest import read_url, start_server
 
-OUT = Path(__file__).parents[2] / "results" / "conformance"
 RESOURCES = (
     "chat", "test_completions.py", "test_embeddings.py", "test_models.py", "test_files.py",
     "test_batches.py", "test_responses.py", "responses", "beta/test_responses.py",
     "beta/responses", "test_conversations.py", "conversations", "test_moderations.py",
     "test_uploads.py", "uploads",
 )  # fmt: skip
-SERVED = """\
-[models.builtin]
-model = "builtin"
-served_model_name = [
-  "gpt-5.6-sol", "gpt-5.4", "gpt-5.1", "gpt-4o-mini", "gpt-3.5-turbo-instruct", "model",
-]
-pinned = true
-
-[models.minilm]
-model = "{embedder}"
-served_model_name = ["text-embedding-3-small"]
-pinned = true
-"""
-
-
-def commit_of(checkout: Path) -> str:
-    command = ["git", "-C", str(checkout), "rev-parse", "--short=10", "HEAD"]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def openai_python(
@@ -98,6 +85,8 @@ def main() -> None:
             }
             server.terminate()
             server.wait(60)
+    written = args.out / "conformance.json"
+    before = json.loads(written.read_text()) if written.exists() else {}
     found: dict[str, Any] = {
         "openai_python": {"version": version[1], "commit": commit_of(args.openai_python), **runs},
         "open_responses": {
@@ -105,9 +94,10 @@ def main() -> None:
             "commit": commit_of(args.open_responses),
             "results": theirs,
         },
+        **{name: before[name] for name in GO_TESTERS if name in before},
     }
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "conformance.json").write_text(json.dumps(found, indent=1) + "\n")
+    written.write_text(json.dumps(found, indent=1) + "\n")
     (args.out / "README.md").write_text(page(found))
 
 

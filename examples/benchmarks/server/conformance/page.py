@@ -22,14 +22,32 @@ REASONS = {  # of a failure: how its message is found
     "size of another model": ("'dimensions' is not supported by this model",),
     "client refuses base64": ("Data returned by API invalid",),
 }  # fmt: skip
+TESTER_REASONS = {  # the same of the testers in Go
+    "not served": (*REASONS["not served"], "'modalities' is not supported"),
+    "words of the model": (
+        "choice text is empty", "stream produced no text", "want response containing", "expected ",
+        "invalid structured json", "missing text", "missing content",
+        "unexpected custom tool input", "unexpected math expression result",
+    ),
+    "null or blank": ("missing refusal field", "missing string delta"),
+}  # fmt: skip
+GO_TESTERS = {
+    "beranekio": "github.com/beranekio/openai-compatibility-tester",
+    "avelrl": "github.com/avelrl/openai-compatible-tester",
+}
 COLUMNS = (PASSED, ALONE, *REASONS, OTHER, SKIPPED)
 _REQUESTS = ".//property[@name='requests']"
 
 
-def reason_of(message: str) -> str:
+def reason_of(message: str, reasons: Mapping[str, tuple[str, ...]] = REASONS) -> str:
     """Why a test failed."""
-    found = [reason for reason, marks in REASONS.items() if any(m in message for m in marks)]
+    found = [reason for reason, marks in reasons.items() if any(m in message for m in marks)]
     return found[0] if found else OTHER
+
+
+def tester_reason(message: str) -> str:
+    """Why a test of a tester in Go failed; without a message it has passed."""
+    return reason_of(message, TESTER_REASONS) if message else PASSED
 
 
 def counts_of(junit: str) -> dict[str, dict[str, int]]:
@@ -119,8 +137,38 @@ def page(found: Mapping[str, Any]) -> str:
         "",
         "Not served: compaction, and images by a model that reads text only.",
         "",
+        *_testers(found),
     ]
     return "\n".join(lines)
+
+
+def _testers(found: Mapping[str, Any]) -> Iterable[str]:
+    yield "## Two testers in Go"
+    yield ""
+    yield "`python -m examples.benchmarks.server.conformance.go_testers`: all suites of the first,"
+    yield "both configurations of the second, in its mode `strict`. The proxy of modules was not"
+    yield "reachable: modules are repositories and Debian's packages, some of near versions."
+    yield ""
+    yield "- *words of the model*: the tester wants an answer (`HELLO`, `42`) that a model of two"
+    yield "  million parameters does not give; what surrounds it has the right shape."
+    yield "- *null or blank*: the tester takes `logprobs.refusal: null`, or a delta of one space,"
+    yield "  for a field that is missing."
+    yield ""
+    yield "| tester | tests | result | which |"
+    yield "|---|---|---|---|"
+    for name, address in GO_TESTERS.items():
+        if name in found:
+            tester = f"{address} (`{found[name]['commit']}`)"
+            yield from _tester_rows(tester, found[name]["results"])
+    yield ""
+
+
+def _tester_rows(tester: str, results: Mapping[str, str]) -> Iterable[str]:
+    for result in (PASSED, *TESTER_REASONS, OTHER):
+        which = [test for test, got in results.items() if got == result]
+        if which:
+            share = f"{len(which)} of {len(results)}"
+            yield f"| {tester} | {share} | {result} | {', '.join(which)} |"
 
 
 def _legend() -> Iterable[str]:
