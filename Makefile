@@ -50,7 +50,8 @@ fmt: $(DEVELOPMENT)
 	$(BIN)/ruff check --fix
 
 # LiteLLM, LlamaIndex and gradio pin packages that ours do not fit: an environment of their own.
-# The agents of tests/clients/package.json are installed beside them, if there is npm, and aider, which pins all that it needs.
+# Beside them: aider, which pins all that it needs; two older versions of openai alone, for Python of the tests; and, if
+# there is npm, the agents of tests/clients/package.json.
 CLIENTS ?= .venv-clients
 clients: $(CLIENTS)/.installed
 
@@ -59,6 +60,8 @@ $(CLIENTS)/.installed: tests/clients/requirements.txt tests/clients/aider.txt te
 	$(CLIENTS)/bin/python -m pip install --disable-pip-version-check -r $<
 	$(PYTHON) -m venv $(CLIENTS)/aider
 	$(CLIENTS)/aider/bin/python -m pip install --disable-pip-version-check -r tests/clients/aider.txt
+	for major in 1 2; do $(CLIENTS)/bin/python -m pip install --disable-pip-version-check --no-deps \
+		--upgrade --target $(CLIENTS)/openai-$$major "openai==$$major.*" sniffio || exit 1; done
 	cp tests/clients/package.json $(CLIENTS)
 	if command -v npm > /dev/null; then npm install --prefix $(CLIENTS) --no-audit --no-fund; fi
 	touch $@

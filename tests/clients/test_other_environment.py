@@ -3,13 +3,15 @@
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 HERE = Path(__file__).parent
-PYTHON = Path(os.environ.get("CLIENTS", HERE.parents[1] / ".venv-clients")) / "bin" / "python"
+CLIENTS = Path(os.environ.get("CLIENTS", HERE.parents[1] / ".venv-clients"))
+PYTHON = CLIENTS / "bin" / "python"
 
 
 def printed_by(script: str, url: str) -> dict[str, Any]:
@@ -41,3 +43,17 @@ def test_llama_index_chats_and_completes(server_url: str) -> None:
     assert answers["text"]
     assert answers["text_stream"] == answers["text"]
     assert answers["tool"] == "get_weather"
+
+
+@pytest.mark.parametrize("major", [1, 2])
+def test_older_versions_of_openai_pass_the_tests_of_the_newest(major: int) -> None:
+    """Those of decisions aside, which they do not know."""
+    older = CLIENTS.resolve() / f"openai-{major}"
+    if not older.exists():
+        pytest.skip("the clients are not installed: make clients")
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider"]
+    command += ["-k", "not decisions", str(HERE / "test_openai_python.py")]
+    path = os.pathsep.join([str(older), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environ = {**os.environ, "PYTHONPATH": path}
+    ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=600)
+    assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-1000:]
