@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer
+from transformers.models import qwen3_5  # the slow import of its layers waits for their use
 
 from tests.models.checkpoints import make_checkpoint, make_model
 
@@ -25,7 +25,7 @@ def mtp_layer(seed: int = 7) -> tuple[Any, dict[str, Tensor]]:
     def noise(*size: int) -> Tensor:
         return 0.2 * torch.randn(size, generator=generator)
 
-    layer = Qwen3_5DecoderLayer(config, FULL_LAYER).eval()
+    layer = qwen3_5.modeling_qwen3_5.Qwen3_5DecoderLayer(config, FULL_LAYER).eval()
     with torch.no_grad():
         for parameter in layer.parameters():
             parameter.copy_(noise(*parameter.shape))

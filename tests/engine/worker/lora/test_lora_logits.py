@@ -85,8 +85,6 @@ def check_against_peft(worker: Any, variant: str, configs: list[dict[str, Any]])
     for i, model in enumerate(models, 1):
         expected = logits_of(model, prompts[i])
         torch.testing.assert_close(found[i], expected, rtol=2e-4, atol=2e-4)
-        merged = logits_of(model.merge_and_unload(), prompts[i])
-        torch.testing.assert_close(found[i], merged, rtol=2e-4, atol=2e-4)
 
 
 @pytest.mark.parametrize(("variant", "attention"), [("llama", "cpu"), ("qwen3", "reference")])

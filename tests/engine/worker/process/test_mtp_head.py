@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedding
+from transformers.models import qwen3_5
 
 from engine.errors import StartupError
 from engine.request import RequestSpec
@@ -36,7 +36,7 @@ class Reference:
     def __init__(self) -> None:
         self._model = make_model(VARIANT)
         self._layer, self._around = mtp_layer()
-        self._rope = Qwen3_5TextRotaryEmbedding(self._model.config)
+        self._rope = qwen3_5.modeling_qwen3_5.Qwen3_5TextRotaryEmbedding(self._model.config)
 
     def _norm(self, name: str, x: Tensor) -> Tensor:
         x = x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + self._model.config.rms_norm_eps)
