@@ -194,7 +194,9 @@ def is_quantized(bench: Bench, weights: str) -> None:
     settings = settings_for(model, "cpu", dtype="float32", weights=weights)
     device = None
     if bench.device == "cuda":
-        settings = settings_for(model, dtype="bfloat16", weights=weights, kv_dtype="auto")
+        settings = settings_for(
+            model, "reference", dtype="bfloat16", weights=weights, kv_dtype="auto"
+        )
         device = CudaDevice(settings, StandingGpu(total_bytes=1 << 31))
     worker = Worker.load(settings, lambda *_: None, device)
     step = Step(

@@ -23,7 +23,9 @@ CPU = torch.device("cpu")
 
 def gpu_settings(model: object, **values: object) -> WorkerSettings:
     """Settings with a small largest step: each load on a stand-in runs it."""
-    settings = changed(settings_for(model, kv_dtype="auto"), max_batch_size=4, max_batch_tokens=64)
+    settings = settings_for(
+        model, "reference", kv_dtype="auto", max_batch_size=4, max_batch_tokens=64
+    )
     return changed(settings, **values)
 
 

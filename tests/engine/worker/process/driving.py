@@ -48,7 +48,7 @@ class RunsSteps(Protocol):
 
 
 def settings_for(
-    model: object, attention: str = "reference", *, kv_dtype: str = "float32", **values: object
+    model: object, attention: str = "cpu", *, kv_dtype: str = "float32", **values: object
 ) -> WorkerSettings:
     """A small cache in float32, so that logits can be compared with those of transformers; one
     thread."""
@@ -56,7 +56,7 @@ def settings_for(
     return worker_settings(str(model), attention=attention, kv_cache_dtype=kv_dtype, **values)
 
 
-def load_worker(model: object, attention: str = "reference", **values: Any) -> Worker:
+def load_worker(model: object, attention: str = "cpu", **values: Any) -> Worker:
     """A worker over a checkpoint directory with these settings."""
     return Worker.load(settings_for(model, attention, **values), lambda *_: None)
 

@@ -94,7 +94,7 @@ def fleet(
     stages: int,
     ranks: int,
     *,
-    attention: str = "reference",
+    attention: str = "cpu",
     kv_slots: int = 512,
     lookahead: int = 0,
     host_kv_bytes: int = 0,
