@@ -190,7 +190,7 @@ def check(name: str, case: Case, pool: NativeThreadPool) -> None:
             assert torch.equal(now, old)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(case=cases)
 def test_attention_is_exact_for_ragged_batches(pool: NativeThreadPool, case: Case) -> None:
     for name in CONTRACTED:
@@ -219,7 +219,13 @@ def test_attention_is_exact_for_ragged_batches(pool: NativeThreadPool, case: Cas
 )
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [(name, dtype) for name in CONTRACTED for dtype in ROUNDING if holds(name, dtype)],
+    [
+        (name, dtype)
+        for name in CONTRACTED
+        for dtype in ROUNDING
+        # torch converts floats alike
+        if holds(name, dtype) and (name != "reference" or dtype in (torch.float32, torch.int8))
+    ],
 )
 def test_attention_is_exact_for_long_and_wide_batches(
     name: str, dtype: torch.dtype, pool: NativeThreadPool, case: Case

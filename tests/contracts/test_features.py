@@ -56,10 +56,10 @@ README = Path(__file__).parents[2] / "engine" / "README.md"
 SEEDED = SamplingParams(temperature=0.9, top_p=0.9, seed=5)
 LIMITS: Mapping[str, Any] = {"max_batch_size": 4, "max_batch_tokens": 64}  # few graphs to capture
 SPECS = [
-    RequestSpec((5, 7, 11), 14, GREEDY),
-    RequestSpec(tuple(range(3, 20)), 12, SEEDED),
-    RequestSpec((9, 4), 13, replace(SEEDED, presence_penalty=1.2)),
-    RequestSpec((8,) * 6, 10, replace(GREEDY, repetition_penalty=1.3)),
+    RequestSpec((5, 7, 11), 9, GREEDY),
+    RequestSpec(tuple(range(3, 20)), 8, SEEDED),
+    RequestSpec((9, 4), 9, replace(SEEDED, presence_penalty=1.2)),
+    RequestSpec((8,) * 6, 7, replace(GREEDY, repetition_penalty=1.3)),
 ]
 
 
@@ -294,7 +294,7 @@ def reads_images(bench: Bench) -> None:
     for variant in ("qwen3_vl", "gemma3"):
         model = make_vision_checkpoint(bench.folder / variant, variant)
         prompt = Prompt.of([5, 6, 92], picture(variant, 4, 6), [93, 7, 8])
-        specs = [RequestSpec(prompt.tokens, 12, GREEDY, media=prompt.media), *SPECS[:2]]
+        specs = [RequestSpec(prompt.tokens, 8, GREEDY, media=prompt.media), *SPECS[:2]]
         expected = [outcome.tokens for outcome in play(load_worker(model), specs)]
         outcomes = play(bench.load(model, lookahead=1), specs, lookahead=1, **LIMITS)
         assert [outcome.error for outcome in outcomes] == [None] * 3

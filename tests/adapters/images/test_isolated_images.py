@@ -83,7 +83,7 @@ async def test_an_image_whose_process_was_killed_is_decoded_by_another_one(
     os.kill(process.pid, signal.SIGSTOP)
     pending = asyncio.create_task(decoder.prepare(IMAGE, MANY))
     while not decoder._pending:  # noqa: ASYNC110 # nothing says when
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.01)
     os.kill(process.pid, signal.SIGKILL)
     assert (await pending).num_tokens == 4
     (other,) = psutil.Process().children()
@@ -98,7 +98,7 @@ async def test_an_image_whose_processes_are_all_killed_can_be_sent_again(
     killed = None
     for _ in range(ATTEMPTS):
         while not decoder._pending or decoder._process in (None, killed):  # noqa: ASYNC110
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.01)
         killed = decoder._process
         assert killed is not None
         os.kill(killed.pid, signal.SIGKILL)

@@ -143,11 +143,9 @@ def expected(model: Path) -> list[StreamOutcome]:
     ("lookahead", "num_blocks", "host_kv_memory", "cuda_graphs"),
     [
         (0, 128, 0, True),
-        (1, 128, 0, True),
         (1, 128, 0, False),
         (1, 20, 0, True),
         (1, 20, 1 << 16, True),
-        (0, 20, 1 << 16, False),
     ],
 )
 async def test_what_is_launched_ahead_says_what_the_cpu_says(
