@@ -61,7 +61,8 @@ def encoded(checkpoint: Checkpoint, image: Picture) -> Encoding:
 @pytest.mark.parametrize(
     ("variant", "form"),
     [(variant, "F32") for variant in KINDS]
-    + [(variant, form) for variant in ("smolvlm", "qwen3_vl") for form in [*FORMS][1:]],
+    + [("smolvlm", form) for form in [*FORMS][1:]]
+    + [("qwen3_vl", form) for form in [*FORMS][3:]],
 )
 def test_encodings_and_outputs_are_those_of_safetensors(
     tmp_path: Path, variant: str, form: str

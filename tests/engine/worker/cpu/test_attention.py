@@ -97,7 +97,8 @@ def test_outputs_are_those_of_float64(dtype: torch.dtype, window: int | None) ->
     attention, cache = opened(2, dtype, window)
     rows = rows_of(LENGTH, 1)
     (found,) = run(attention, (0, 0, rows.clone()))
-    q = rows[:, :HEADS].double()
+    some = torch.arange(0, LENGTH, 7)
+    q = rows[some, :HEADS].double()
     k, v = (
         tensors[0][TABLE[:100].astype(int)].double()[:, :, 0].reshape(-1, DIM)[:LENGTH]
         for tensors in (cache.keys, cache.values)
@@ -109,12 +110,14 @@ def test_outputs_are_those_of_float64(dtype: torch.dtype, window: int | None) ->
         )
         k, v = k * k_scales, v * v_scales
     scores = torch.einsum("qhd,kd->hqk", q, k) * DIM**-0.5
-    distance = torch.arange(LENGTH).unsqueeze(1) - torch.arange(LENGTH)
+    distance = some.unsqueeze(1) - torch.arange(LENGTH)
     is_seen = (distance >= 0) & (distance < (window or LENGTH))
     weights = scores.masked_fill(~is_seen, -torch.inf).softmax(dim=-1)
     expected = torch.einsum("hqk,kd->qhd", weights, v)
     by_amx = HAS_AMX and dtype in (torch.float16, torch.bfloat16)
-    torch.testing.assert_close(found.double(), expected, rtol=0, atol=2e-4 if by_amx else 1e-5)
+    torch.testing.assert_close(
+        found[some].double(), expected, rtol=0, atol=2e-4 if by_amx else 1e-5
+    )
 
 
 @pytest.mark.parametrize("dtype", CPU_KV_DTYPES.values())
