@@ -66,7 +66,7 @@ def avelrl(checkout: Path, go: str, url: str) -> dict[str, str]:
         for number, flags in enumerate(((), _EXTENDED)):
             out = Path(folder, str(number))
             out.mkdir()
-            command = [go, "run", ".", "--no-tui", "--models", models, "--mode", "strict"]
+            command = [go, "run", ".", "--no-tui", "--models", str(models), "--mode", "strict"]
             subprocess.run(
                 [*command, "--out-dir", f"{out}/", *flags],
                 cwd=checkout, env=environ, stdout=subprocess.DEVNULL,
