@@ -273,6 +273,10 @@ def page(parts: Mapping[str, Rows]) -> str:
         "`--replicas` ([JSON](replicas.json)).",
         "The longest prompts have 120,000 tokens and take most of the TTFT at the 99th percentile;",
         "with few replicas it depends on where those few land, and moves may cost mean JCT, too.",
+        "The routers are those of the [fleets](../fleet/README.md), before the same engines: the "
+        "*prefix-aware* one knows all loads at",
+        "every moment, *smg* has those of its last poll, up to 10 s ago. Two replicas beside two "
+        "servers behind smg, for real: [servers](servers.md).",
         "",
         *table(parts["placement"]),
         "",

@@ -9,7 +9,9 @@ from examples.benchmarks.virtual_time.replicas import (
     FOLLOWING,
     MOVING,
     OUT,
+    PREFIX,
     ROUND_ROBIN,
+    SMG,
     bursts_of,
     load_of,
     page,
@@ -28,6 +30,13 @@ def test_placement_by_prefix_and_forecast_caches_more_than_round_robin() -> None
     turns = run_virtual(play(2, ROUND_ROBIN, arrivals))
     assert ours.cached_share > turns.cached_share
     assert ours.jct_mean < turns.jct_mean
+
+
+def test_routers_before_the_replicas_cache_more_than_round_robin() -> None:
+    arrivals = load_of(2, 2 * DEATH_AT)
+    shares = [run_virtual(play(2, way, arrivals)) for way in (PREFIX, SMG, ROUND_ROBIN)]
+    prefix, smg, turns = (figures.cached_share for figures in shares)
+    assert min(prefix, smg) > turns
 
 
 def test_requests_of_one_key_compute_their_common_prompt_fewer_times() -> None:
