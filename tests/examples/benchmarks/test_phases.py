@@ -4,7 +4,7 @@ from itertools import pairwise
 
 from engine.simulated.trace import Arrival
 from engine.simulated.virtual_loop import run_virtual
-from examples.benchmarks.virtual_time.phases import HARDWARE, Outcome, Way, play
+from examples.benchmarks.virtual_time.phases import H100, Outcome, Way, play
 from examples.benchmarks.virtual_time.phases_page import rate_of
 
 ARRIVALS = [Arrival(0.1 * number, 1000, 20) for number in range(10)]
@@ -19,14 +19,14 @@ def test_both_ways_produce_all_tokens_and_only_equal_replicas_decode_beside_prom
     apart = run_virtual(play(2, Way(prefills=1), ARRIVALS))
     for outcomes in (equal, apart):
         assert [len(one.times) for one in outcomes] == [20] * 10
-    prompt = HARDWARE.cost().compute(1000, 0)
+    prompt = H100.model.compute(1000, 0)
     assert max(max(gaps_of(one)) for one in equal) > prompt
     assert max(max(gaps_of(one)) for one in apart) < prompt
 
 
 def test_a_prompt_is_loaded_and_not_computed_again_by_the_replica_that_decodes() -> None:
     (outcome,) = run_virtual(play(2, Way(prefills=1), [Arrival(0.0, 100_000, 3)]))
-    assert gaps_of(outcome)[0] < 0.1 * HARDWARE.cost().compute(100_000, 0)
+    assert gaps_of(outcome)[0] < 0.1 * H100.model.compute(100_000, 0)
 
 
 def test_a_rate_is_sustained_below_the_first_one_at_which_too_few_meet_the_goals() -> None:

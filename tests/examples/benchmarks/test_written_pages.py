@@ -12,7 +12,7 @@ from examples.benchmarks.cluster import shared_store
 from examples.benchmarks.mtp import acceptance
 from examples.benchmarks.peers import images as images_beside_others
 from examples.benchmarks.peers import parameters
-from examples.benchmarks.server import decisions, disk_tier, lora_server, upgrades
+from examples.benchmarks.server import decisions, disk_tier, lora_server, models, upgrades
 from examples.benchmarks.virtual_time import learned_cost, least_piece, mixed_graphs, step_cost
 from tests.examples.benchmarks.published import RESULTS, read
 
@@ -45,7 +45,9 @@ def test_the_page_about_upgrades_is_that_of_its_runs() -> None:
     assert not any(run["upgraded"]["lost"] + run["upgraded"]["different"] for run in runs)
 
 
-@pytest.mark.parametrize("part", [learned_cost, least_piece, mixed_graphs, decisions, parameters])
+@pytest.mark.parametrize(
+    "part", [learned_cost, least_piece, mixed_graphs, decisions, parameters, models]
+)
 def test_the_page_of_a_folder_is_that_of_its_run(part: ModuleType) -> None:
     name = part.__name__.rpartition(".")[2]
     found = read(f"{name}/{name}.json")
