@@ -8,7 +8,7 @@ rate is sustained if 90 % of them meet the goals. Every figure is a function of 
 phases.json and README.md; a trace and number of replicas that is not played again is kept.
 
     python -m examples.benchmarks.virtual_time.phases --trace NAME=FILE:RATE,RATE,...
-        [--replicas 2 4 8] [--seconds 60] [--out DIR]
+        [--replicas 2 4 8] [--seconds 60] [--cpu] [--out DIR]
 """
 
 import argparse
@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.control.scheduler import IterationScheduler
+from engine.cost.model import CostModel
 from engine.kv.ledger import KVLedger
 from engine.kv.prefix import extend_hashes
 from engine.kv_shape import KVShape
@@ -40,15 +41,45 @@ from engine.simulated.known_cost import KnownCost
 from engine.simulated.trace import Arrival, at_rate, read_trace
 from engine.simulated.virtual_loop import run_virtual
 from engine.step import PageKind, RequestId
-from examples.benchmarks.virtual_time.phases_page import GOALS, page, sustained
+from examples.benchmarks.virtual_time.phases_page import CPU, CPU_GOALS, GOALS, page, sustained
 from examples.benchmarks.virtual_time.replicas import BLOCK_SIZE, SETTINGS
 
 OUT = Path(__file__).parents[1] / "results" / "phases"
-HARDWARE = Deployment(DEVICES["h100"], SHAPES["llama-3.1-70b"], ranks=4)
+CPU_COST = OUT / "cpu_cost.json"
+CPU_COPY = 4.5e9  # bytes/s into shared memory and out of it, one thread of the CPU of `CPU_COST`
+CPU_SLOT_BYTES = 12 * 2 * 4 * 64 * 2  # KV of a token of M110 in float16
+CPU_SLOTS = 65_536  # of each replica
 CHUNK = 2048  # prompt tokens in an iteration
 SMALL_CHUNK = 512
 TTFT_BASE, TTFT_FACTOR = 1.0, 2.0  # seconds, and the factor of a prompt's time alone
 USABLE = 0.95  # of the KV slots of a replica that decodes, for requests on their way and there
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """What one replica has: the cost of its iterations, KV slots, and the seconds in which the KV
+    of a token moves to another replica. `goals` are for the gaps between tokens, in seconds."""
+
+    model: CostModel
+    num_slots: int
+    slot_seconds: float
+    goals: tuple[float, ...]
+
+    @classmethod
+    def h100(cls) -> "Hardware":
+        """Llama-3.1-70B on four H100, by a roofline; KV goes through host memory."""
+        whole = Deployment(DEVICES["h100"], SHAPES["llama-3.1-70b"], ranks=4)
+        return cls(whole.cost(), whole.num_slots, whole.slot_seconds, GOALS)
+
+    @classmethod
+    def cpu(cls) -> "Hardware":
+        """Random weights of M110 on one core, with the cost that a server of one thread measured;
+        KV is copied through shared memory."""
+        model = CostModel.parse(json.loads(CPU_COST.read_text())["cost"])
+        return cls(model, CPU_SLOTS, CPU_SLOT_BYTES / CPU_COPY, CPU_GOALS)
+
+
+H100 = Hardware.h100()
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +109,9 @@ class Outcome:
     arrival: Arrival
     times: list[float] = field(default_factory=list)
 
-    def meets(self, goal: float, *, in_all_gaps: bool) -> bool:
+    def meets(self, cost: CostModel, goal: float, *, in_all_gaps: bool) -> bool:
         """Whether the first token is in time, and all gaps, or their mean, are within the goal."""
-        alone = HARDWARE.cost().compute(self.arrival.prompt_len, 0)
+        alone = cost.compute(self.arrival.prompt_len, 0)
         if self.times[0] - self.arrival.at > TTFT_BASE + TTFT_FACTOR * alone:
             return False
         gaps = [later - time for time, later in pairwise(self.times)]
@@ -92,8 +123,8 @@ class Outcome:
 class Space:
     """Promises the slots of the replicas that decode, in the order of arrival."""
 
-    def __init__(self, count: int) -> None:
-        self._free = [int(USABLE * HARDWARE.num_slots)] * count
+    def __init__(self, count: int, num_slots: int) -> None:
+        self._free = [int(USABLE * num_slots)] * count
         self._waiting: deque[tuple[int, asyncio.Future[int]]] = deque()
 
     async def promise(self, num_slots: int) -> int:
@@ -117,32 +148,33 @@ class Space:
             future.set_result(number)
 
 
-def a_replica(way: Way) -> Replica:
+def a_replica(way: Way, hardware: Hardware) -> Replica:
     """An engine in virtual time, without requests, that may load blocks by name."""
-    model = HARDWARE.cost()
-    cost = KnownCost(model)
+    cost = KnownCost(hardware.model)
     settings = replace(SETTINGS, max_batch_tokens=way.chunk, itl_goal=way.itl_goal)
     delay = QueueDelay(cost, settings.max_batch_size)
-    names = HARDWARE.num_slots // BLOCK_SIZE if way.is_apart else 0
-    shape = KVShape(HARDWARE.num_slots // BLOCK_SIZE, BLOCK_SIZE, num_store_names=names)
+    num_blocks = hardware.num_slots // BLOCK_SIZE
+    names = num_blocks if way.is_apart else 0
+    shape = KVShape(num_blocks, BLOCK_SIZE, num_store_names=names)
     scheduler = IterationScheduler(settings, KVLedger(shape), build("fcfs", cost), delay, cost)
-    seconds = BLOCK_SIZE * HARDWARE.slot_seconds
-    executor = SimulatedExecutor(model, next_token=None, block_seconds=seconds)
+    seconds = BLOCK_SIZE * hardware.slot_seconds
+    executor = SimulatedExecutor(hardware.model, next_token=None, block_seconds=seconds)
     return Replica(Engine(scheduler, executor, asyncio.get_running_loop().time), delay)
 
 
 class Play:
     """One run of some arrivals."""
 
-    def __init__(self, count: int, way: Way) -> None:
+    def __init__(self, count: int, way: Way, hardware: Hardware) -> None:
         self._clock = asyncio.get_running_loop().time
-        members = [a_replica(way) for _ in range(count)]
+        self._slot_seconds = hardware.slot_seconds
+        members = [a_replica(way, hardware) for _ in range(count)]
         first = way.prefills or count
         self._replicas = Replicas(members[:first], self._clock)
         self._decoders = [each.engine for each in members[first:]]
         for each in members:
             each.scheduler.kv._has_lower = False  # nothing is saved by itself
-        self._space = Space(count - first)
+        self._space = Space(count - first, hardware.num_slots)
 
     async def run(self, arrivals: Sequence[Arrival]) -> list[Outcome]:
         running = [asyncio.create_task(self._replicas.run())]
@@ -169,7 +201,7 @@ class Play:
         if arrival.output_len > 1:
             # The copies of earlier chunks leave while the later ones are computed.
             last = min(arrival.prompt_len, CHUNK)
-            await asyncio.sleep(last * HARDWARE.slot_seconds)
+            await asyncio.sleep(last * self._slot_seconds)
             await self._read(self._decoders[number], self._moved(spec, number), outcome)
         self._space.give_back(number, num_slots)
         return outcome
@@ -196,37 +228,43 @@ class Play:
                 finish = chunk.finish
 
 
-async def play(count: int, way: Way, arrivals: Sequence[Arrival]) -> list[Outcome]:
+async def play(
+    count: int, way: Way, arrivals: Sequence[Arrival], hardware: Hardware = H100
+) -> list[Outcome]:
     """The outcomes of one run."""
-    return await Play(count, way).run(arrivals)
+    return await Play(count, way, hardware).run(arrivals)
 
 
-def ways_of(count: int) -> list[Way]:
-    """Equal replicas with different bounds of an iteration, and all splits up to a sixteenth."""
-    equal = [Way(), Way(chunk=SMALL_CHUNK), *[Way(itl_goal=goal) for goal in GOALS]]
+def ways_of(count: int, goals: Sequence[float] = GOALS) -> list[Way]:
+    """Equal replicas with different bounds of an iteration, and splits of at most five kinds."""
+    equal = [Way(), Way(chunk=SMALL_CHUNK), *[Way(itl_goal=goal) for goal in goals]]
     step = max(1, count // 8)
     fewest = max(1, count // 4)
     return equal + [Way(prefills) for prefills in range(fewest, count - fewest + 1, step)]
 
 
 def rows_of(
-    name: str, trace: Sequence[Arrival], rates: Sequence[float], count: int, seconds: float
-) -> Iterator[dict[str, Any]]:
+    name: str, trace: Sequence[Arrival], rates: Sequence[float], count: int, seconds: float,
+    hardware: Hardware,
+) -> Iterator[dict[str, Any]]:  # fmt: skip
     """The shares of requests that meet the goals, for each way and rate per replica. Rates above
     one at which few meet any are not played."""
-    for way in ways_of(count):
+    for way in ways_of(count, hardware.goals):
         for rate in rates:
             wanted = round(rate * count * seconds)
             arrivals = at_rate(trace[:wanted], rate * count)
-            outcomes = run_virtual(play(count, way, arrivals))
+            outcomes = run_virtual(play(count, way, arrivals, hardware))
             shares = {
                 f"{kind} {goal * 1e3:.0f}": round(
-                    sum(one.meets(goal, in_all_gaps=kind == "all") for one in outcomes)
+                    sum(
+                        one.meets(hardware.model, goal, in_all_gaps=kind == "all")
+                        for one in outcomes
+                    )
                     / len(outcomes),
                     4,
                 )
                 for kind in ("mean", "all")
-                for goal in GOALS
+                for goal in hardware.goals
             }
             row = {"trace": name, "replicas": count, "way": way.name(count), "rate": rate}
             yield row | {"is_apart": way.is_apart, "requests": len(outcomes), **shares}
@@ -240,18 +278,22 @@ def main() -> None:
     parser.add_argument("--trace", nargs="+", default=[])
     parser.add_argument("--replicas", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--cpu", action="store_true", help="replicas of one core, not of H100")
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     file: Path = args.out / "phases.json"
     rows: list[dict[str, Any]] = json.loads(file.read_text()) if file.exists() else []
+    hardware = Hardware.cpu() if args.cpu else H100
     for count in args.replicas:
         for text in args.trace:
             name, _, rest = text.partition("=")
+            name += CPU if args.cpu else ""
             path, _, rates = rest.rpartition(":")
             trace = read_trace(Path(path))
             new = []
-            for row in rows_of(name, trace, [*map(float, rates.split(","))], count, args.seconds):
+            rated = [*map(float, rates.split(","))]
+            for row in rows_of(name, trace, rated, count, args.seconds, hardware):
                 new.append(row)
                 sys.stdout.write(f"{row}\n")
                 sys.stdout.flush()

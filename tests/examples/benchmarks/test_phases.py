@@ -1,11 +1,12 @@
 """The comparison of prefill and decode apart with equal replicas."""
 
+import json
 from itertools import pairwise
 
 from engine.simulated.trace import Arrival
 from engine.simulated.virtual_loop import run_virtual
-from examples.benchmarks.virtual_time.phases import H100, Outcome, Way, play
-from examples.benchmarks.virtual_time.phases_page import rate_of
+from examples.benchmarks.virtual_time.phases import H100, OUT, Hardware, Outcome, Way, play
+from examples.benchmarks.virtual_time.phases_page import page, rate_of
 
 ARRIVALS = [Arrival(0.1 * number, 1000, 20) for number in range(10)]
 
@@ -27,6 +28,20 @@ def test_both_ways_produce_all_tokens_and_only_equal_replicas_decode_beside_prom
 def test_a_prompt_is_loaded_and_not_computed_again_by_the_replica_that_decodes() -> None:
     (outcome,) = run_virtual(play(2, Way(prefills=1), [Arrival(0.0, 100_000, 3)]))
     assert gaps_of(outcome)[0] < 0.1 * H100.model.compute(100_000, 0)
+
+
+def test_replicas_of_one_core_take_what_a_server_has_measured() -> None:
+    cpu = Hardware.cpu()
+    (outcome,) = run_virtual(play(2, Way(prefills=1), [Arrival(0.0, 1000, 3)], cpu))
+    first, *later = outcome.times
+    alone = cpu.model.compute(1000, 0)
+    assert alone <= first < 1.05 * alone
+    assert len(later) == 2
+
+
+def test_the_page_shows_the_figures_of_its_runs() -> None:
+    rows = json.loads((OUT / "phases.json").read_text())
+    assert (OUT / "README.md").read_text() == page(rows)
 
 
 def test_a_rate_is_sustained_below_the_first_one_at_which_too_few_meet_the_goals() -> None:
