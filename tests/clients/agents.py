@@ -60,10 +60,10 @@ def events(output: str) -> Iterator[Any]:
     return (json.loads(line) for line in output.splitlines() if line.startswith("{"))
 
 
-def _call(tool: str, **arguments: str) -> str:
+def call(tool: str, **arguments: str) -> str:
     """A call of a tool, as models of the Hermes dialect write it."""
-    call = {"name": tool, "arguments": arguments}
-    return f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
+    made = {"name": tool, "arguments": arguments}
+    return f"<tool_call>\n{json.dumps(made)}\n</tool_call>"
 
 
 def _codex_flags(server: str, model: str, more: str = "") -> list[str]:
@@ -80,9 +80,10 @@ def _codex_flags(server: str, model: str, more: str = "") -> list[str]:
     return ["exec", *fixed, "-m", model, *flags]
 
 
-def _claude_flags(server: str, model: str) -> list[str]:
+def claude_flags(server: str, model: str, tool: str = "Bash") -> list[str]:
+    """Flags of Claude Code, which may use one tool."""
     shown = ["--output-format", "stream-json", "--verbose"]
-    return [*shown, "--tools", "Bash", "--allowedTools=Bash", "--model", model, "-p"]
+    return [*shown, "--tools", tool, f"--allowedTools={tool}", "--model", model, "-p"]
 
 
 def _claude_environment(server: str, model: str) -> dict[str, str]:
@@ -145,30 +146,30 @@ CODEX = Agent(
     "codex",
     _codex_flags,
     lambda server, model: {"PODWAY_KEY": "any"},
-    _call("exec_command", cmd=COMMAND),
+    call("exec_command", cmd=COMMAND),
 )
 CODEX_WEBSOCKET = replace(
     CODEX, flags=lambda server, model: _codex_flags(server, model, ",supports_websockets=true")
 )
 CLAUDE_CODE = Agent(
     "claude",
-    _claude_flags,
+    claude_flags,
     _claude_environment,
-    _call("Bash", command=COMMAND, description="Echo"),
+    call("Bash", command=COMMAND, description="Echo"),
 )
 QWEN_CODE = Agent(
     "qwen",
     _qwen_flags,
     lambda server, model: {"QWEN_TELEMETRY_ENABLED": "false", **dict.fromkeys(PROXIES, "")},
-    _call("run_shell_command", command=COMMAND, description="Echo", is_background="false"),
+    call("run_shell_command", command=COMMAND, description="Echo", is_background="false"),
 )
 OPENCODE = Agent(
     "opencode",
     lambda server, model: ["run", "--format", "json", "--title", "Test"],
     _opencode_environment,
-    _call("bash", command=COMMAND, description="Echo"),
+    call("bash", command=COMMAND, description="Echo"),
 )
-GOOSE = Agent("goose", _goose_flags, _goose_environment, _call("shell", command=COMMAND))
+GOOSE = Agent("goose", _goose_flags, _goose_environment, call("shell", command=COMMAND))
 # It has no tools: it writes the file, runs it, and sends what that printed.
 SCRIPT = 'import sys\n\nsys.exit("-".join(["from", "the", "tool"]))\n'
 AIDER = Agent(

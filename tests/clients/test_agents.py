@@ -4,12 +4,17 @@ For the tool call the model is scripted: it calls the agent's tool, and then end
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from adapters.dialects.choosing import choose_dialect
+from tests.adapters.images.pictures import encoded, noise
 from tests.clients.agents import (
     AIDER,
     CLAUDE_CODE,
@@ -20,27 +25,31 @@ from tests.clients.agents import (
     QWEN_CODE,
     SCRIPT,
     Agent,
+    call,
+    claude_flags,
     events,
 )
+from tests.gateway.images.requests import seen
 from tests.gateway.rig import MODEL, Setting
+from tests.gateway.scripted_model import ScriptedDecoder
 from tests.gateway.serve.live import listening
 
 HERMES = choose_dialect("", "hermes", "think")
 ANSWER = "All done."
 RESULT = "from-the-tool"
+SETTING = Setting(
+    step=0.0005,
+    context=1 << 18,
+    num_blocks=1 << 19,
+    max_queue_tokens=1 << 20,
+    dialect=HERMES,
+)
 
 
 def run_with_a_tool(agent: Agent, directory: Path) -> list[Any]:
     """The agent's events; the last two requests that the server got are checked."""
     prepared = [""] if agent is CODEX_WEBSOCKET else []  # a prompt for which nothing is generated
-    setting = Setting(
-        texts=(*prepared, agent.call, ANSWER),
-        step=0.0005,
-        context=1 << 18,
-        num_blocks=1 << 19,
-        max_queue_tokens=1 << 20,
-        dialect=HERMES,
-    )
+    setting = replace(SETTING, texts=(*prepared, agent.call, ANSWER))
     with listening(setting, drain_seconds=1.0) as live:
         output = agent.run(live.url.removesuffix("/v1"), MODEL, directory)
     assert len(live.rig.ended) == 2 + len(prepared)
@@ -72,6 +81,23 @@ def test_claude_code_calls_a_tool_and_reads_its_output(tmp_path: Path) -> None:
     (tool,) = [event for event in found if event["type"] == "user"]
     assert tool["message"]["content"][0]["content"] == RESULT
     assert (found[-1]["subtype"], found[-1]["result"]) == ("success", ANSWER)
+
+
+def test_claude_code_shows_the_model_an_image_that_it_reads(tmp_path: Path) -> None:
+    picture = tmp_path / "picture.png"
+    picture.write_bytes(encoded(noise(64, 48)))
+    reading = replace(
+        CLAUDE_CODE,
+        flags=partial(claude_flags, tool="Read"),
+        call=call("Read", file_path=str(picture)),
+    )
+    setting = replace(SETTING, texts=(reading.call, ANSWER), decoder=ScriptedDecoder())
+    with listening(setting, drain_seconds=1.0) as live:
+        output = reading.run(live.url.removesuffix("/v1"), MODEL, tmp_path)
+    (sent, _) = seen(live.rig)[0]
+    with Image.open(BytesIO(sent)) as image:
+        assert image.size == (64, 48)
+    assert list(events(output))[-1]["result"] == ANSWER
 
 
 def test_opencode_calls_a_tool_and_reads_its_output(tmp_path: Path) -> None:
