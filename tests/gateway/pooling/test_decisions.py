@@ -5,6 +5,7 @@ several bytes are scored as continuations. An iteration takes `STEP` seconds.
 """
 
 import asyncio
+from dataclasses import replace
 from math import exp
 from typing import Any
 
@@ -12,8 +13,9 @@ import pytest
 from openai.types import Decision
 
 from engine.pooling import PoolingReport
+from engine.step import Fault, Step, StepResult
 from tests.gateway.rig import CONTEXT, MODEL, STEP, Rig, Setting, play, played
-from tests.gateway.scripted_model import END
+from tests.gateway.scripted_model import END, ScoringExecutor
 
 PATH, SYSTEM_ONE = "/v1/decisions", "/v1/systemone"
 LONG = Setting(context=4_000, num_blocks=100_000, max_batch_size=64)
@@ -233,6 +235,32 @@ def test_a_model_that_pools_decides_nothing() -> None:
     status, body, _ = decide(TRUE, setting=embeds)
     assert status == 400
     assert "does not generate text" in body["error"]["message"]
+
+
+def test_a_question_whose_logits_are_not_finite_is_refused_and_others_are_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    submit = ScoringExecutor.submit
+
+    def damaged(executor: ScoringExecutor, step: Step) -> "asyncio.Future[StepResult]":
+        """No row of the first question has a result."""
+        bad = tuple(
+            Fault(number, "its logits are not finite")
+            for number, entry in enumerate(step.entries)
+            if b"Is this" in bytes(entry.tokens)
+        )
+        future: asyncio.Future[StepResult] = asyncio.get_running_loop().create_future()
+        submit(executor, step).add_done_callback(
+            lambda done: future.set_result(replace(done.result(), faults=bad))
+        )
+        return future
+
+    monkeypatch.setattr(ScoringExecutor, "submit", damaged)
+    status, body, _ = decide(TRUE, PICK)
+    assert status == 200
+    refused, answered = body["answers"]
+    assert refused == {"type": "refusal", "name": None}
+    assert (answered["type"], answered["choice"]) == ("choice", "x")
 
 
 def test_questions_end_with_their_client() -> None:

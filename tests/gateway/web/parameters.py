@@ -227,7 +227,7 @@ def page() -> str:
         "# What becomes of each parameter",
         "",
         "Written by `python -m tests.gateway.web.parameters` and checked by a test. Each parameter",
-        "of the Python clients openai 3.54 and anthropic 2.12 was sent once, and the answer was",
+        "of the Python clients openai 3.57 and anthropic 2.14 was sent once, and the answer was",
         "compared with that to the same request without it. What is needed anyway (`model`,",
         "`messages`, `input`, `prompt`) is left out. The chat template of the test shows all",
         "variables that it gets: what is honoured there has the effect that a model's own template",
