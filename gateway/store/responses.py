@@ -16,8 +16,8 @@ from gateway.store.database import Database
 T = TypeVar("T")
 Item = dict[str, Any]
 Found = Callable[[sqlite3.Connection, int], T]  # what is done with the row of this `seq`
-ROWS = 100  # that one statement adds
-DECODED_BYTES = 1 << 16  # of records that are decoded as one: the interpreter's lock is held
+ROWS = 100  # items added by one statement
+DECODED_BYTES = 1 << 16  # records decoded as one, while the interpreter's lock is held
 
 
 class Key(NamedTuple):
