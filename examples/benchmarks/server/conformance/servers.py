@@ -8,7 +8,8 @@ SERVED = """\
 [models.builtin]
 model = "builtin"
 served_model_name = [
-  "gpt-5.6-sol", "gpt-5.4", "gpt-5.1", "gpt-4o-mini", "gpt-3.5-turbo-instruct", "model",
+  "gpt-6-astra", "gpt-5.6-sol", "gpt-5.4", "gpt-5.1", "gpt-4o-mini", "gpt-3.5-turbo-instruct",
+  "model",
 ]
 pinned = true
 
