@@ -6,6 +6,7 @@ import hashlib
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -53,6 +54,7 @@ class ByteTokenizer:
         return bytes([token_id]) if token_id < END else b"<end>"
 
 
+@cache
 def byte_grammars() -> GrammarCompiler:
     """A grammar compiler over bytes with the end token `END`."""
     tokens = [*(bytes([byte]) for byte in range(256)), b""]

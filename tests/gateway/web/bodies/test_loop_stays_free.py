@@ -10,6 +10,7 @@ import gc
 import time
 from asyncio import events
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -134,12 +135,18 @@ def inflated(kind: inspect.Type, size: int, depth: int = 0) -> Iterator[Any]:
         case inspect.DictType(value_type=value_type):
             for value in small(value_type, depth):
                 num_bytes = len(orjson.dumps(value)) + 10
-                yield {f"k{i}": value for i in range(min(MANY, size // num_bytes))}
+                yield dict.fromkeys(names("k", min(MANY, size // num_bytes)), value)
         case inspect.StructType(cls=cls) if depth < 3:
             yield from grown(cls, next(small(kind, depth)), size, depth + 1)
         case inspect.AnyType():
             yield many_of({}, size)
-            yield {f"k{i}": None for i in range(size // 14)}
+            yield dict.fromkeys(names("k", size // 14))
+
+
+@cache
+def names(word: str, count: int) -> list[str]:
+    """Names of fields."""
+    return [f"{word}{i}" for i in range(count)]
 
 
 def small(kind: inspect.Type, depth: int) -> Iterator[Any]:
@@ -181,7 +188,7 @@ def grown(cls: type, base: dict[str, Any], size: int, depth: int = 0) -> Iterato
     for field in shape.fields:
         for value in inflated(field.type, size, depth):
             yield {**base, field.encode_name: value}
-    yield {**base, **{f"unknown{i}": 1 for i in range(size // 16)}}
+    yield {**base, **dict.fromkeys(names("unknown", size // 16), 1)}
 
 
 def bodies(path: str, size: int) -> list[tuple[str, bytes]]:
