@@ -25,6 +25,7 @@ from examples.benchmarks.peers.random_mmproj import KINDS
 from gateway.serve import model_checks
 from gateway.settings.settings import load
 from tests.engine.worker.process.driving import load_worker
+from tests.gateway.serve.test_images import loaded, opened
 from tests.inline import play
 from tests.models.images import Picture, Prompt, picture
 from tests.models.mmproj_files import Mmproj
@@ -120,6 +121,16 @@ def test_images_are_prepared_as_the_file_says(tmp_path: Path, variant: str) -> N
         rows, columns = tile.grid[1:]
         assert tile.num_tokens == rows * columns // 4
         assert {round(float(each), 3) for each in np.unique(tile.pixels)} == {-2.0, -1.0, 1.0}
+
+
+async def test_images_for_a_gguf_model_are_prepared_as_its_encoders_file_says(
+    tmp_path: Path,
+) -> None:
+    text, mmproj = tmp_path / "model.gguf", tmp_path / "mmproj.gguf"
+    Mmproj("smolvlm").write(text, mmproj)
+    reader, _ = await opened(loaded(text, token="<image>", mmproj=mmproj))
+    assert reader is not None
+    assert reader.decoder.placeholder == "<image>"
 
 
 def test_the_encoder_beside_a_model_is_found_if_it_belongs_to_it(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -103,3 +104,13 @@ async def _start(peer: Peer) -> web.AppRunner:
     host, port = runner.addresses[0][:2]
     peer.url = f"http://{host}:{port}"
     return runner
+
+
+@pytest.fixture
+def quick_plots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plots are made, but not drawn, which takes matplotlib a second: `test_report` draws one."""
+
+    def write(_: object, path: Path, **__: object) -> None:
+        path.write_bytes(b"\x89PNG")
+
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", write)

@@ -11,6 +11,8 @@ from gateway.commands.bench import command as bench
 from gateway.commands.bench.report import read_report
 from tests.gateway.commands.conftest import Peer
 
+pytestmark = pytest.mark.usefixtures("quick_plots")
+
 
 def test_a_closed_loop_writes_json_and_a_plot(
     peer: Peer, tmp_path: Path, capsys: pytest.CaptureFixture[str]

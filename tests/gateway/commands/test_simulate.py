@@ -11,6 +11,7 @@ from gateway.commands.plan.command import main as plan
 from gateway.commands.simulate.command import main, parser
 from gateway.commands.simulate.setups import read_cost, setups
 
+pytestmark = pytest.mark.usefixtures("quick_plots")
 AZURE = Path(__file__).parents[2] / "data" / "azure_2023_conv_first_1000.csv.gz"
 GOLDEN = Path(__file__).parents[2] / "replays" / "fcfs_grow.jsonl"
 SMALL = ["-n", "20", "--device", "a100-40gb", "--model", "gpt3-13b"]

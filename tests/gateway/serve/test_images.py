@@ -15,7 +15,6 @@ from gateway.serve.images import Images, open_images
 from gateway.settings.model import ImageSettings
 from gateway.settings.settings import load
 from tests.adapters.images.pictures import checkpoint
-from tests.models.mmproj_files import Mmproj
 
 
 def loaded(
@@ -45,16 +44,6 @@ async def test_a_model_with_an_encoder_reads_images(tmp_path: Path) -> None:
     assert reader.decoder.placeholder == "<|image_pad|>"
     settings = ImageSettings(media_hosts=("images.example",), image_max_tokens=100)
     assert (await opened(loaded(tmp_path), settings)).reader is not None
-
-
-async def test_images_for_a_gguf_model_are_prepared_as_its_encoders_file_says(
-    tmp_path: Path,
-) -> None:
-    text, mmproj = tmp_path / "model.gguf", tmp_path / "mmproj.gguf"
-    Mmproj("smolvlm").write(text, mmproj)
-    reader, _ = await opened(loaded(text, token="<image>", mmproj=mmproj))
-    assert reader is not None
-    assert reader.decoder.placeholder == "<image>"
 
 
 async def test_others_say_why_they_do_not(
