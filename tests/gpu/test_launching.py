@@ -39,7 +39,7 @@ async def test_lookahead_leaving_and_preemption_change_no_text(
     tmp_path: Path, host_kv_bytes: int
 ) -> None:
     settings = changed(
-        settings_for(make_checkpoint(tmp_path)),
+        settings_for(make_checkpoint(tmp_path), "reference"),
         device="cuda",
         dtype="float32",
         host_kv_memory=host_kv_bytes,
