@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.worker.cpu.kernels.linears import grouped_linear
-from engine.worker.cpu.kernels.linears.grouped_tiles import (
+from engine.worker.cpu.kernels.linears.grouped_panels import (
     INT8_STEPS,
     INT16_STEPS,
     WORD,

@@ -75,7 +75,7 @@ def make_amx_tile(name, instruction):
                     builder.call(function, args)
         return context.get_dummy_value()
 
-    def tile(typing, w, x, x_stride, rows, groups, sums, ahead, ahead_step):
+    def tile(typing, w, x, x_stride, rows, groups, sums, ahead, ahead_step, tiles):
         return types.void(*[types.int64] * len(TileOperands._fields)), build
 
     return intrinsic(tile)

@@ -19,15 +19,14 @@ from engine.worker.cpu.kernels.linears.group_inputs import (
     quantize_group_to_int8,
     quantize_group_to_int16,
 )
-from engine.worker.cpu.kernels.linears.grouped_tiles import (
+from engine.worker.cpu.kernels.linears.grouped_panels import (
     INT8_STEPS,
     INT16_STEPS,
-    MAX_ROWS,
     SUM_BYTES,
     Panel,
     StepFormat,
-    make_grouped_tile,
 )
+from engine.worker.cpu.kernels.linears.grouped_tiles import DEPTH, make_grouped_tile, max_rows
 from engine.worker.cpu.kernels.linears.int8_linear import (
     MAX_8_BITS,
     MAX_14_BITS,
@@ -38,9 +37,10 @@ from engine.worker.cpu.kernels.linears.packed_tiles import WIDTH
 from engine.worker.cpu.kernels.linears.tile_outputs import add_group_sums
 from engine.worker.weights.formats.grouped import GroupLayout
 
-DEPTH = 1024  # so many products along k are added up at once
 ACTIVATION_BITS = {INT8_STEPS: 8, INT16_STEPS: 14}
-TILE = BLOCK = BLOCK_BYTES = X_BLOCK_BYTES = None  # set for the format that a kernel is made for
+TILE = MAX_ROWS = BLOCK = BLOCK_BYTES = X_BLOCK_BYTES = (
+    None  # set for the format that a kernel is made for
+)
 
 
 @njit(inline="always")
@@ -131,6 +131,7 @@ def linear_kernel(layout: GroupLayout, steps: StepFormat) -> Callable[..., None]
     name = f"linear_{layout.name}_{ACTIVATION_BITS[steps]}_bits"
     constants = {
         "TILE": make_grouped_tile(layout, steps),
+        "MAX_ROWS": max_rows(steps),
         "BLOCK": layout.block,
         "BLOCK_BYTES": Panel(layout).block_bytes,
         "X_BLOCK_BYTES": layout.groups * steps.x_group_bytes(layout.group),

@@ -94,12 +94,12 @@ def _finish(sums, scales, bias_at, y_at, y_stride, columns, rows, is_first, adds
 
 
 @njit(inline="always")
-def _amx_or_vectors(w, x, x_stride, rows, groups, sums, ahead, ahead_step):
+def _amx_or_vectors(w, x, x_stride, rows, groups, sums, ahead, ahead_step, tiles):
     """The same integers by either."""
     if rows <= VECTOR_ROWS:
-        uint8_tile(w, x, x_stride, rows, groups, sums, ahead, ahead_step)
+        uint8_tile(w, x, x_stride, rows, groups, sums, ahead, ahead_step, tiles)
     else:
-        amx_uint8_tile(w, x, x_stride, rows, groups, sums, ahead, ahead_step)
+        amx_uint8_tile(w, x, x_stride, rows, groups, sums, ahead, ahead_step, tiles)
 
 
 UINT8_TILE, UINT8_ROWS = (_amx_or_vectors, AMX_ROWS) if HAS_AMX else (uint8_tile, MAX_ROWS)

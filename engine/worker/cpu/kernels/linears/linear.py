@@ -152,7 +152,7 @@ def multiply(operands, chunk, tile, finish, max_rows, depth, group, group_bytes,
                         offset = k // depth * padded + n
                         _prefetch_outputs(a, n, m, count, offset)
                         x = a.x + m * a.x_stride + k // group * x_group_bytes
-                        tile(weights, x, a.x_stride, count, groups, sums, ahead, ahead_step)
+                        tile(weights, x, a.x_stride, count, groups, sums, ahead, ahead_step, tiles)
                         first_scale = a.offset + offset * BYTES
                         scales = first_scale, a.weight_scale + n * BYTES, a.x_scale + m * BYTES
                         y, bias = a.y + (m * a.y_stride + n) * BYTES, a.bias + n * BYTES

@@ -44,6 +44,7 @@ class TileOperands(NamedTuple):
     sums: ir.Value  # [rows, WIDTH] of 32 bits, the result
     ahead: ir.Value  # what to prefetch, `ahead_step` bytes further for each group
     ahead_step: ir.Value
+    tiles: ir.Value  # that read the same weights, for other rows
 
 
 def make_tile(name, max_rows, build_rows):
@@ -52,21 +53,35 @@ def make_tile(name, max_rows, build_rows):
     `build_rows(builder, tile, rows)` builds the code for one number of rows.
     """
 
+    def build(builder, tile):
+        call_tile(builder, name, range(1, max_rows + 1), build_rows, tile)
+
+    return make_intrinsic(build)
+
+
+def make_intrinsic(build_tile):
+    """An intrinsic that is called with the fields of `TileOperands`, built by
+    `build_tile(builder, tile)`."""
+
     def build(context, builder, signature, args):
-        for rows in range(1, max_rows + 1):
-            is_it = builder.icmp_signed("==", TileOperands(*args).rows, int64(rows))
-            with builder.if_then(is_it):
-                function = _function(builder.module, f"{name}_{rows}", rows, build_rows)
-                builder.call(function, args)
+        build_tile(builder, TileOperands(*args))
         return context.get_dummy_value()
 
-    def tile(typing, w, x, x_stride, rows, groups, sums, ahead, ahead_step):
+    def tile(typing, w, x, x_stride, rows, groups, sums, ahead, ahead_step, tiles):
         return types.void(*[types.int64] * len(TileOperands._fields)), build
 
     return intrinsic(tile)
 
 
-def _function(module, name, rows, build_rows):
+def call_tile(builder, name, numbers, build_rows, tile):
+    """Call the code for the tile's rows, which are one of `numbers`."""
+    for rows in numbers:
+        is_it = builder.icmp_signed("==", tile.rows, int64(rows))
+        with builder.if_then(is_it):
+            builder.call(add_function(builder.module, f"{name}_{rows}", rows, build_rows), tile)
+
+
+def add_function(module, name, rows, build_rows):
     """A tile for a number of rows. It is not inlined, because it needs all registers."""
     kind = ir.FunctionType(ir.VoidType(), [int64(0).type] * len(TileOperands._fields))
     function = ir.Function(module, kind, name)
@@ -126,15 +141,16 @@ def _add_group(builder, tile_format, w, lines, sums, group):
             builder.store(pinned(builder, added), one)
 
 
-def pinned(builder, vector):
-    """The same vector after an empty assembly instruction, across which LLVM reorders nothing.
+def pinned(builder, vector, *, in_order=False):
+    """The same vector after an empty assembly instruction, whose input LLVM does not look through.
 
-    Without it LLVM unrolls and reorders until it runs out of registers.
+    Without it LLVM unrolls and reorders until it runs out of registers. All that are `in_order`
+    stay so: their vectors are computed one after the other.
     """
     if not IS_X86:
         return vector
     kind = ir.FunctionType(vector.type, [vector.type])
-    return builder.asm(kind, "", "=v,0", [vector], side_effect=False)
+    return builder.asm(kind, "", "=v,0", [vector], side_effect=in_order)
 
 
 float32_tile = make_packed_tile(tile_formats.FLOAT32)
@@ -147,7 +163,8 @@ uint8_tile = make_packed_tile(tile_formats.UINT8_INPUTS)
 def tile_sums(typing):
     """The address of stack memory for the sums of a tile.
 
-    Behind them is what `amx_tiles` last configured the tile registers with: nothing yet.
+    Behind them is what a tile left for the next: the configuration of the tile registers by
+    `amx_tiles`, or where `grouped_tiles` unpacked weights. It is nothing yet.
     """
 
     def build(context, builder, signature, args):
