@@ -110,8 +110,11 @@ class Products(NamedTuple):
     per_iteration: int
 
 
-def _vector_products(add, in_lane):
-    """`CHAINS` sums, each with one product per iteration; `add` as in `TileFormat`."""
+def _vector_products(add, in_lane, *, is_one=True):
+    """`CHAINS` sums, each with one product per iteration; `add` as in `TileFormat`.
+
+    Unless it is one instruction, each sum has an x of its own: LLVM would multiply once for all.
+    """
 
     def build(builder, iterations):
         zero = ir.Constant(INT32S, [0] * LANES)
@@ -119,7 +122,9 @@ def _vector_products(add, in_lane):
         x, weights = pinned(builder, zero), pinned(builder, zero)
         with cgutils.for_range_slice(builder, int64(0), iterations, int64(1)):
             for one in sums:
-                builder.store(pinned(builder, add(builder, builder.load(one), weights, x)), one)
+                factor = x if is_one else pinned(builder, x, in_order=True)
+                total = add(builder, builder.load(one), weights, factor)
+                builder.store(pinned(builder, total), one)
         return _first_lane_of_xor(builder, sums)
 
     return Products(build, CHAINS * LANES * in_lane)
@@ -172,7 +177,7 @@ def _fastest():
     if tile_formats.HAS_VNNI:
         yield "int8", _vector_products(tile_formats.UINT8_INPUTS.add, 4)
     else:
-        yield "int8", _vector_products(tile_formats.add_int16_pairs, 2)
+        yield "int8", _vector_products(tile_formats.add_int16_pairs, 2, is_one=False)
 
 
 PEAKS = dict(_fastest())
