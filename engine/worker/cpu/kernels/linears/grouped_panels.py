@@ -220,13 +220,13 @@ class UnpackedGroups(NamedTuple):
         return plus(self.builder, w, group, self.group_bytes)
 
     def scale_and_minimum(self, place, v):
-        """As of `PackedGroups`."""
+        """A group's scale and minus its minimum as float vectors; None if it has no minimum."""
         numbers = range(v, self.first_step, VECTORS)
         found = [load_vector(self.builder, place, number, FLOATS) for number in numbers]
         return found[0], found[1] if len(found) > 1 else None
 
     def vectors(self, place, part):
-        """As of `PackedGroups`."""
+        """The unpacked weights of a part of a group, step by step."""
         count = self.inputs_at_once // self.steps.inputs
         first = plus(self.builder, place, part, count * VECTORS * VECTOR_BYTES)
         for number in range(count):

@@ -44,7 +44,7 @@ class TileOperands(NamedTuple):
     sums: ir.Value  # [rows, WIDTH] of 32 bits, the result
     ahead: ir.Value  # what to prefetch, `ahead_step` bytes further for each group
     ahead_step: ir.Value
-    tiles: ir.Value  # that read the same weights, for other rows
+    tiles: ir.Value  # the number of tiles of rows that read the same weights
 
 
 def make_tile(name, max_rows, build_rows):
