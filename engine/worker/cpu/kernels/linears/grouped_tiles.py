@@ -106,7 +106,8 @@ def _unpack(builder, panel, steps, name, tile):
     last = pointer(builder, plus(builder, tile.sums, SUMS_BYTES), tile.w.type)
 
     def build_unpack(builder, tile, rows):
-        packed, unpacked = (kind(builder, panel, steps) for kind in (PackedGroups, UnpackedGroups))
+        packed = PackedGroups(builder, panel, steps)
+        unpacked = UnpackedGroups(builder, panel, steps)
         with _each_group(builder, panel.layout, tile.groups) as numbers:
             unpacked.copy(
                 packed, packed.place(tile.w, *numbers), unpacked.place(tile.sums, *numbers)
