@@ -80,4 +80,5 @@ $(SERVING): pyproject.toml .ci/constraints.txt gateway/install.py
 $(DEVELOPMENT): $(SERVING)
 	@echo "The tools for development are installed into $(VENV)."
 	@TORCH_INDEX="$(TORCH_INDEX)" $(BIN)/python gateway/install.py dev
+	@$(BIN)/python -m engine.worker.cpu --in-process
 	@touch $@

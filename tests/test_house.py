@@ -126,3 +126,12 @@ def test_limits_are_named_min_and_max() -> None:
         for name in OTHER_WORDS.findall(path.read_text())
     }
     assert sorted(found) == []
+
+
+def test_processes_do_not_import_from_the_working_directory() -> None:
+    """`python -m` without `-P` puts the folder that a user is in before the installed packages."""
+    own = [
+        path for room in ("gateway", "engine", "adapters") for path in (ROOT / room).rglob("*.py")
+    ]
+    starts = [line for path in own for line in path.read_text().splitlines() if '"-m", ' in line]
+    assert [line for line in starts if '"-P", "-m"' not in line and '"pip"' not in line] == []

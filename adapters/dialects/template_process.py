@@ -52,7 +52,7 @@ class TemplateProcesses:
     async def _run(self, encoded: bytes) -> bytes:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
-            *("-m", _MODULE),
+            *("-P", "-m", _MODULE),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,

@@ -1,14 +1,17 @@
-"""Compile all kernels before a first start: `python -m engine.worker.cpu`."""
+"""Compile all kernels before a first start: `python -m engine.worker.cpu`.
+
+To object files, which workers load. With `--in-process`, or where there are none, to Numba's cache,
+which processes with Numba load, as those of tests are.
+"""
 
 import sys
+from collections.abc import Callable
+from importlib import import_module
+from typing import cast
 
-from engine.worker.cpu.attention import paged_kernels, rope_and_cache_write
-from engine.worker.cpu.build import compile_all
-from engine.worker.cpu.kernels.linears.tile_formats import HAS_AMX
-from engine.worker.cpu.linears import FORMATS, linears_of
-from engine.worker.cpu.linears.packed_store import PackedStore
-from engine.worker.cpu.operators import NativeOperators
-from engine.worker.cpu.thread_pool import NativeThreadPool
+from engine.worker.cpu import no_compiler
+
+Progress = Callable[[str, int, int], None]
 
 
 def show_progress(what: str, done: int, total: int) -> None:
@@ -20,12 +23,8 @@ def show_progress(what: str, done: int, total: int) -> None:
 
 
 if __name__ == "__main__":
-    attention = (
-        *paged_kernels.BY_DTYPE,
-        *(paged_kernels.BY_DTYPE_AND_AMX.values() if HAS_AMX else ()),
-        paged_kernels.merge_partials,
-        *rope_and_cache_write.BY_DTYPE,
-    )
-    formats = {name: linears_of(name)[name] for name in FORMATS}
-    operators = NativeOperators(NativeThreadPool(1), PackedStore(formats))
-    compile_all((*operators.kernels, *attention), show_progress)
+    if "--in-process" not in sys.argv:
+        no_compiler.settle(no_compiler.begin())
+    # Only now: importing kernels imports Numba, or what stands in for it
+    every = import_module("engine.worker.cpu.all_kernels").compile_every_kernel
+    cast("Callable[[Progress], None]", every)(show_progress)

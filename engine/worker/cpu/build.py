@@ -1,7 +1,7 @@
 """Compiles kernels once per machine: to functions, or to addresses for `call_kernel`.
 
-Numba caches machine code beside the source or, if that directory is not writable, in the user's
-cache directory; if neither is writable, every process compiles anew. `python -m engine.worker.cpu`
+Machine code is cached beside the source or, if that directory is not writable, in the user's cache
+directory; if neither is writable, every process compiles anew. `python -m engine.worker.cpu`
 compiles all kernels before a first start.
 """
 

@@ -86,7 +86,7 @@ class CompilerProcess:
         if self._process is None:
             self._is_ready = False
             self._process = subprocess.Popen(
-                [sys.executable, "-m", MODULE, str(self.files.directory)],
+                [sys.executable, "-P", "-m", MODULE, str(self.files.directory)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
             )

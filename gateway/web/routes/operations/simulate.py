@@ -54,7 +54,7 @@ async def _events(recording: bytes, policy: str) -> bytes:
         await asyncio.to_thread(source.write_bytes, recording)
         flags = ["--replay", str(source), "--policy", policy, "--events", str(target)]
         process = await asyncio.create_subprocess_exec(
-            *("nice", "-n", str(NICE), sys.executable, "-m", "gateway", "simulate", *flags),
+            *("nice", "-n", str(NICE), sys.executable, "-P", "-m", "gateway", "simulate", *flags),
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from numba import types
 
-from engine.worker.cpu import build
+from engine.worker.cpu import all_kernels, build
 from engine.worker.cpu.attention import paged_kernels, rope_and_cache_write
 from engine.worker.cpu.intrinsics import add_release, int64s
 from engine.worker.cpu.linears import FORMATS, linears_of
@@ -79,7 +79,7 @@ def test_all_kernels_can_be_compiled_before_a_first_start(
         progress("kernels", 0, 2)
         progress("kernels", 2, 2)
 
-    monkeypatch.setattr(build, "compile_all", compile_all)
+    monkeypatch.setattr(all_kernels, "compile_all", compile_all)
     runpy.run_module("engine.worker.cpu", run_name="__main__")
     assert capsys.readouterr().out == "\rCompiling kernels for this CPU: 2 of 2\n"
     for weights in FORMATS:
