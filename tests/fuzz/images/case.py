@@ -167,7 +167,9 @@ class Case:
         """A new prompt, or a later turn of a chat."""
         if self.specs and self.random.random() < 0.3:
             first = self.random.choice(self.specs)
-            return replace(first, prompt=(*first.prompt, *range(3, self.random.randint(4, 12))))
+            more = range(3, self.random.randint(4, 12))
+            room = self.served.worker.report.max_model_len - MOST_NEW - len(first.prompt)
+            return replace(first, prompt=(*first.prompt, *more[: max(0, room)]))
         parts: list[Picture | list[int]] = [[5, 6, 92][: self.random.randint(0, 3)] or [7]]
         for _ in range(self.random.choice([0, 1, 1, 2])):
             parts.append(self.random.choice(self.served.pictures))
