@@ -14,7 +14,7 @@ import logging
 import shutil
 import sqlite3
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from pathlib import Path
@@ -315,3 +315,16 @@ def _reason(error: Exception) -> str:
     if isinstance(error, sqlite3.OperationalError) and "locked" in str(error):
         return "another server has it open"
     return str(error.strerror if isinstance(error, OSError) else error)
+
+
+def in_pieces(records: Iterable[bytes], num_bytes: int) -> Iterator[list[bytes]]:
+    """The records in lists of at least `num_bytes`; the last has the rest, which may be empty."""
+    piece: list[bytes] = []
+    size = 0
+    for record in records:
+        piece.append(record)
+        size += len(record)
+        if size >= num_bytes:
+            yield piece
+            piece, size = [], 0
+    yield piece

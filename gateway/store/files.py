@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from engine.errors import InvalidRequest
 from gateway.errors import FileNotFound
-from gateway.store.database import Database
+from gateway.store.database import Database, in_pieces
 from gateway.store.usage import StoreLimits, check_bytes, check_file_count
 
 PIECE_BYTES = 256 << 10
@@ -136,18 +136,11 @@ def read_piece(db: sqlite3.Connection, file_id: str, number: int) -> bytes | Non
 def write_file(db: sqlite3.Connection, record: FileRecord, lines: Iterable[bytes]) -> int:
     """Store a file that the server made, without regard to limits. Returns its size in bytes;
     `record.num_bytes` is ignored."""
-    number = num_bytes = 0
-    pending: list[bytes] = []
-    size = 0
-    for line in lines:
-        pending.append(line)
-        size += len(line)
-        if size >= PIECE_BYTES:
-            _write(db, record.id, number, b"".join(pending))
-            number, num_bytes, size = number + 1, num_bytes + size, 0
-            pending.clear()
-    _write(db, record.id, number, b"".join(pending))
-    num_bytes += size
+    num_bytes = 0
+    for number, piece in enumerate(in_pieces(lines, PIECE_BYTES)):
+        content = b"".join(piece)
+        _write(db, record.id, number, content)
+        num_bytes += len(content)
     _add(db, replace(record, num_bytes=num_bytes), limits=None)
     return num_bytes
 

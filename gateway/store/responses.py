@@ -2,7 +2,7 @@
 first. Each item is a row, so that one is read or added without the others."""
 
 import sqlite3
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
@@ -11,7 +11,7 @@ import msgspec
 
 from engine.errors import InvalidRequest
 from gateway.errors import ResponseNotFound, StoreOutOfSpace
-from gateway.store.database import Database
+from gateway.store.database import Database, in_pieces
 
 T = TypeVar("T")
 Item = dict[str, Any]
@@ -148,8 +148,8 @@ class Responses:
         """All items. The interpreter's lock is free while SQLite reads each."""
         query = f"SELECT record FROM {self._table}_item WHERE owner = ? ORDER BY seq"
         items: list[Item] = []
-        for piece in _arrays(record for (record,) in db.execute(query, (seq,))):
-            items += msgspec.json.decode(piece)
+        for piece in in_pieces((record for (record,) in db.execute(query, (seq,))), DECODED_BYTES):
+            items += msgspec.json.decode(b"[%b]" % b",".join(piece))
         return items
 
     def _add(self, db: sqlite3.Connection, seq: int, items: Iterable[Item]) -> None:
@@ -188,16 +188,3 @@ class Responses:
             seq, num_bytes = db.execute(oldest, (key.tenant,)).fetchone()
             db.execute(f"DELETE FROM {table} WHERE seq = ?", (seq,))
             count, size = count - 1, size - num_bytes
-
-
-def _arrays(records: Iterable[bytes]) -> Iterator[bytes]:
-    """Records in JSON as arrays of some `DECODED_BYTES`, or of one larger record."""
-    piece: list[bytes] = []
-    size = 0
-    for record in records:
-        piece.append(record)
-        size += len(record)
-        if size >= DECODED_BYTES:
-            yield b"[%b]" % b",".join(piece)
-            piece, size = [], 0
-    yield b"[%b]" % b",".join(piece)

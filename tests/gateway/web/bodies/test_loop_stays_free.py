@@ -56,6 +56,7 @@ FILES, SOCKET, LEFT = "/v1/files", "a WebSocket", "a client that leaves"
 MESSAGE = 4 << 20  # bytes
 MANY = 250_000  # items, fewer than the commas that a body may have
 MANY_PROMPTS = 2_000
+QUESTION = {"type": "predicate", "instructions": "So."}
 SHAPES: dict[str, tuple[type[msgspec.Struct], dict[str, Any]]] = {
     CHAT: (ChatRequest, {"model": MODEL, "messages": USER, "max_tokens": 1}),
     TEXT: (CompletionRequest, {"model": MODEL, "prompt": "ab", "max_tokens": 1}),
@@ -67,11 +68,7 @@ SHAPES: dict[str, tuple[type[msgspec.Struct], dict[str, Any]]] = {
     "/infill": (InfillRequest, {"input_prefix": "a", "input_suffix": "b", "n_predict": 1}),
     "/v1/decisions": (
         DecisionRequest,
-        {
-            "model": MODEL,
-            "input": "hi",
-            "questions": [{"type": "predicate", "instructions": "So."}],
-        },
+        {"model": MODEL, "input": "hi", "questions": [QUESTION]},
     ),
     "/v1/batches": (
         BatchRequest,

@@ -38,9 +38,8 @@ from engine.worker.cpu.kernels.linears.tile_outputs import add_group_sums
 from engine.worker.weights.formats.grouped import GroupLayout
 
 ACTIVATION_BITS = {INT8_STEPS: 8, INT16_STEPS: 14}
-TILE = MAX_ROWS = BLOCK = BLOCK_BYTES = X_BLOCK_BYTES = (
-    None  # set for the format that a kernel is made for
-)
+# Set for the format that a kernel is made for
+TILE = MAX_ROWS = BLOCK = BLOCK_BYTES = X_BLOCK_BYTES = None
 
 
 @njit(inline="always")
