@@ -81,6 +81,18 @@ def test_conversations_are_listed_searched_renamed_exported_imported_and_deleted
     expect(page.locator(".welcome")).to_be_visible()
 
 
+# Whether the field of a label has the focus as soon as it is in the page: no key may be lost.
+NOTE_FOCUS = """label => {
+    window.hasFocus = [];
+    new MutationObserver((changes, observer) => {
+        const field = document.querySelector(`[aria-label="${label}"]`);
+        if (!field) return;
+        window.hasFocus.push(document.activeElement === field);
+        observer.disconnect();
+    }).observe(document.body, {childList: true, subtree: true});
+}"""
+
+
 def test_a_branch_is_a_conversation_of_its_own_and_texts_can_be_copied(
     context: BrowserContext, page: Page, page_url: str
 ) -> None:
@@ -96,10 +108,19 @@ def test_a_branch_is_a_conversation_of_its_own_and_texts_can_be_copied(
     page.get_by_role("button", name="Branch", exact=True).click()
     expect(page.locator(".entry a[aria-current]")).to_have_text("One (branch)")
     expect(page.locator(".message")).to_have_count(2)
+    page.evaluate(NOTE_FOCUS, "Edit message")
     page.locator("#message").press("ArrowUp")
     expect(page.get_by_label("Edit message")).to_have_value("One")
+    assert page.evaluate("hasFocus") == [True]
     page.keyboard.press("Escape")
     expect(page.locator(".message.user .body")).to_have_text("One")
+    page.evaluate(NOTE_FOCUS, "Title")
+    page.get_by_role("button", name="Rename").click()
+    expect(page.get_by_label("Title")).to_have_value("One (branch)")
+    assert page.evaluate("hasFocus") == [True]
+    page.keyboard.type("Files")
+    page.keyboard.press("Enter")
+    expect(page.locator(".entry a[aria-current]")).to_have_text("Files")
 
 
 def test_markdown_is_shown_whole_and_never_becomes_markup(page: Page, page_url: str) -> None:

@@ -1,6 +1,6 @@
 // The chat: one conversation of this browser, beside the list of all.
 
-import { html, useEffect, useErrorBoundary, useRef, useState } from "/page/vendor/htm-preact.js";
+import { html, useEffect, useErrorBoundary, useLayoutEffect, useRef, useState } from "/page/vendor/htm-preact.js";
 import { answer, isRunning, resume, stop, watchAnswers } from "/page/chat/answers.js";
 import { Composer } from "/page/chat/composer.js";
 import { add, branch, empty, fork } from "/page/chat/conversation.js";
@@ -55,7 +55,7 @@ function useConversation(name) {
 }
 
 function useShortcuts(actions) {
-  useEffect(() => {
+  useLayoutEffect(() => {
     const onKeyDown = (event) => {
       const isTyping = /^(input|textarea|select)$/i.test(event.target.tagName);
       const name = [(event.ctrlKey || event.metaKey) && "ctrl", event.shiftKey && "shift", event.key.toLowerCase()].filter(Boolean).join(" ");

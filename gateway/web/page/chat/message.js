@@ -1,6 +1,6 @@
 // A message: its text, reasoning, tool calls and attachments, and what can be done with it.
 
-import { html, useEffect, useRef, useState } from "/page/vendor/htm-preact.js";
+import { html, useLayoutEffect, useRef, useState } from "/page/vendor/htm-preact.js";
 import { CopyButton } from "/page/copy.js";
 import { Attachments } from "/page/chat/attachments.js";
 import { at } from "/page/chat/conversation.js";
@@ -22,7 +22,7 @@ function Branches({ node, conversation, onChange, disabled }) {
 function Editor({ node, onSave, onCancel }) {
   const [draft, setDraft] = useState(node.content);
   const field = useRef();
-  useEffect(() => field.current.focus(), []);
+  useLayoutEffect(() => field.current.focus(), []); // before the next key
   const onKeyDown = (event) => {
     if (event.key === "Escape") { event.stopPropagation(); onCancel(); }
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); onSave(draft); }

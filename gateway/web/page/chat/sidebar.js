@@ -1,6 +1,6 @@
 // The conversations of this browser: searched, renamed, deleted, exported and imported.
 
-import { html, useEffect, useRef, useState } from "/page/vendor/htm-preact.js";
+import { html, useEffect, useLayoutEffect, useRef, useState } from "/page/vendor/htm-preact.js";
 import { exportAll, importAll, list, load, remove, save, saveNow, search, watch } from "/page/chat/database.js";
 
 const SHORTCUTS = {
@@ -27,7 +27,7 @@ async function rename(id, title) {
 function TitleForm({ entry, onEnd }) {
   const [title, setTitle] = useState(entry.title);
   const field = useRef();
-  useEffect(() => field.current.select(), []);
+  useLayoutEffect(() => { field.current.focus(); field.current.select(); }, []);
   const submit = (event) => { event.preventDefault(); rename(entry.id, title).then(onEnd); };
   return html`<form onSubmit=${submit}>
     <input aria-label="Title" ref=${field} value=${title} onInput=${(event) => setTitle(event.target.value)}
