@@ -186,6 +186,11 @@ COLUMNS = {
 }
 
 
+def ratio(figure: float, plain: float) -> str:
+    """CPU time is counted in steps of 10 ms: a short run may have none."""
+    return f"{figure / plain:.2f} ×" if plain else "—"
+
+
 def page(found: Mapping[str, Any]) -> str:
     """The page of results; each ratio is that of a kind to the server without adapters."""
     kinds: Mapping[str, Mapping[str, float]] = found["kinds"]
@@ -210,7 +215,7 @@ def page(found: Mapping[str, Any]) -> str:
         "|---|---|---|---|---|",
     ]
     for kind, title in COLUMNS.items():
-        ratios = [f"{kinds[kind][field] / plain[field]:.2f} ×" for field in Figures._fields]
+        ratios = [ratio(kinds[kind][field], plain[field]) for field in Figures._fields]
         lines.append(f"| {title} | {' | '.join(ratios)} |")
     lines += [
         "",

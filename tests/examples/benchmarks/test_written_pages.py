@@ -54,6 +54,10 @@ def test_the_page_of_a_folder_is_that_of_its_run(part: ModuleType) -> None:
     assert (RESULTS / name / "README.md").read_text() == part.page(found)
 
 
+def test_a_run_too_short_for_the_clock_of_cpu_time_has_no_ratio() -> None:
+    assert (lora_server.ratio(3, 2), lora_server.ratio(10, 0)) == ("1.50 ×", "—")
+
+
 def test_drafts_changed_no_token() -> None:
     found = read("speculation/mtp.json")
     assert all(row["same_tokens"] for key in ("acceptance", "speed") for row in found[key])
