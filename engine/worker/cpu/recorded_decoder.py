@@ -7,7 +7,8 @@ step is replayed once, which spares it fresh memory for each output.
 
 For few decodes the logits and the most likely tokens are recorded too, so that memory is read
 without a pause from the first layer to the head. Of other steps the last layer is not recorded,
-because torch selects its rows. What torch computes is not in a recording, so steps of a decoder
+because torch selects its rows. Steps of recurrent layers are recorded if each row decodes: then
+each row is a run, of which there are as many as rows. What torch computes is not in a recording, so steps of a decoder
 with layers that run anything but kernels of the thread pool are not replayed.
 """
 
@@ -17,6 +18,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,7 +31,9 @@ from engine.worker.ports import (
     LoraSegment,
     RecordableAttention,
     RopeAngles,
+    StateRuns,
     StepContext,
+    StepStates,
 )
 
 logger = logging.getLogger(__name__)
@@ -79,6 +83,7 @@ class StepInputs(NamedTuple):
     hidden: Tensor  # also the output
     ropes: tuple[RopeAngles, ...]
     layer_inputs: Tensor | None
+    runs: StateRuns | None
 
     def fill(self, hidden: Tensor, context: StepContext) -> None:
         """Write a step's hidden states and RoPE angles to where the graph reads them."""
@@ -88,6 +93,9 @@ class StepInputs(NamedTuple):
         for own, rope in zip(self.ropes, context.ropes, strict=True):
             own.cos.copy_(rope.cos)
             own.sin.copy_(rope.sin)
+        if self.runs is not None and context.states is not None:
+            for own_part, part in zip(self.runs, context.states.runs, strict=True):
+                own_part[:] = part
 
 
 class Recording:
@@ -107,11 +115,12 @@ class Recording:
             return
         self.graph.resize(rows)
         self._plan = plan
-        (hidden, ropes, layer_inputs), read_out = self._recorded
+        (hidden, ropes, layer_inputs, runs), read_out = self._recorded
         self.inputs = StepInputs(
             hidden[:rows],
             tuple([RopeAngles(rope.cos[:rows], rope.sin[:rows]) for rope in ropes]),
             None if layer_inputs is None else layer_inputs[:rows],
+            None if runs is None else StateRuns(*(part[:rows] for part in runs)),
         )
         if read_out is not None:
             logits, (values, ids) = read_out
@@ -186,13 +195,17 @@ class RecordedDecoder:
     def layers(self, hidden: Tensor, context: StepContext) -> Tensor:
         self._computed = None
         attention, decoder = context.attention, self._decoder
-        is_other = context.states is not None or len(hidden) > MAX_ROWS or context.added
+        is_other = len(hidden) > MAX_ROWS or context.added
         if is_other or not isinstance(attention, RecordableAttention) or not self._is_recordable:
             return decoder.layers(hidden, context)
-        hidden, context = decoder.prepared(hidden, context)
         is_whole = (
             attention.has_decodes_only and context.rows is None and len(hidden) <= MAX_DECODES
         )
+        if context.states is not None and not (
+            is_whole and len(context.states.runs.runs) == len(hidden)
+        ):
+            return decoder.layers(hidden, context)
+        hidden, context = decoder.prepared(hidden, context)
         recording = self._recording(hidden, context, attention, is_whole=is_whole)
         if recording is None:
             return decoder.sent(decoder.run_blocks(hidden, context), context)
@@ -244,6 +257,7 @@ class RecordedDecoder:
         """A recording of so many rows like those of a step; None if torch computes in it."""
         blocks = self._decoder.blocks if is_whole else self._decoder.blocks[:-1]
         kind, watch = (is_whole, bool(context.loras)), TorchWatch()
+        states = context.states
         with (
             self._pool.recording(rows) as graph,
             nullcontext() if kind in self._watched else watch,
@@ -261,8 +275,17 @@ class RecordedDecoder:
                 None
                 if context.layer_inputs is None
                 else taken("layer inputs", context.layer_inputs),
+                None
+                if states is None
+                else StateRuns(*(np.zeros((rows, part.shape[1]), part.dtype) for part in states.runs)),
             )
-            own = replace(context, rows=None, ropes=inputs.ropes, layer_inputs=inputs.layer_inputs)
+            own = replace(
+                context,
+                rows=None,
+                ropes=inputs.ropes,
+                layer_inputs=inputs.layer_inputs,
+                states=None if states is None else StepStates(states.layers, inputs.runs),
+            )
             for block in blocks:
                 output = block(inputs.hidden, own)
                 assert output is inputs.hidden, "blocks update the hidden states in place"

@@ -46,20 +46,25 @@ class NativeScan:
             key_dim=shape.key_dim,
             value_dim=shape.value_dim,
         )
-        self._convolution = KernelCall(pool, recurrence.convolution, self._operands)
-        self._scan = KernelCall(pool, scan, self._operands)
+        blocks = -(-shape.channels // recurrence.CHANNELS)
+        panels = shape.num_value_heads * -(-shape.value_dim // PANEL)
+        self._pool = pool
+        self._convolution = KernelCall(
+            pool, recurrence.convolution, self._operands, fit=lambda _, runs: runs * blocks
+        )
+        self._scan = KernelCall(pool, scan, self._operands, fit=lambda _, runs: runs * panels)
 
     def __call__(self, y: Tensor, state: DeltaState, runs: StateRuns) -> Tensor:
-        shape, operands = self._shape, self._operands
-        rows, count = len(y), len(runs.runs)
-        mixed = torch.empty(rows, shape.channels)
-        out = torch.empty(rows, shape.num_value_heads * shape.value_dim)
+        shape, operands, empty = self._shape, self._operands, self._pool.empty
+        mixed = empty("convolved", (len(y), shape.channels))
+        out = empty("scanned", (len(y), shape.num_value_heads * shape.value_dim))
         operands.y, operands.y_stride = y.data_ptr(), y.stride(0)
         operands.mixed, operands.out = mixed.data_ptr(), out.data_ptr()
         operands.inputs, operands.matrices = state.inputs.data_ptr(), state.matrices.data_ptr()
         operands.runs, operands.writes = runs.runs.ctypes.data, runs.writes.ctypes.data
-        self._convolution(count * -(-shape.channels // recurrence.CHANNELS))
-        self._scan(count * shape.num_value_heads * -(-shape.value_dim // PANEL))
+        # A graph is of steps in which each row is a run
+        self._convolution.over_rows(len(runs.runs))
+        self._scan.over_rows(len(runs.runs))
         return out
 
 
