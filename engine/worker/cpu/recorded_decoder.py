@@ -7,8 +7,8 @@ step is replayed once, which spares it fresh memory for each output.
 
 For few decodes the logits and the most likely tokens are recorded too, so that memory is read
 without a pause from the first layer to the head. Of other steps the last layer is not recorded,
-because torch selects its rows. Steps of recurrent layers are recorded if each row decodes: then
-each row is a run, of which there are as many as rows. What torch computes is not in a recording, so steps of a decoder
+because torch selects its rows; with recurrent layers they are not recorded at all: the runs of such
+a step are other than its rows. What torch computes is not in a recording, so steps of a decoder
 with layers that run anything but kernels of the thread pool are not replayed.
 """
 
@@ -277,7 +277,9 @@ class RecordedDecoder:
                 else taken("layer inputs", context.layer_inputs),
                 None
                 if states is None
-                else StateRuns(*(np.zeros((rows, part.shape[1]), part.dtype) for part in states.runs)),
+                else StateRuns(
+                    *(np.zeros((rows, part.shape[1]), part.dtype) for part in states.runs)
+                ),
             )
             own = replace(
                 context,

@@ -1,6 +1,7 @@
 """`Recurrence` over native kernels."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -47,12 +48,18 @@ class NativeScan:
             value_dim=shape.value_dim,
         )
         blocks = -(-shape.channels // recurrence.CHANNELS)
-        panels = shape.num_value_heads * -(-shape.value_dim // PANEL)
+        panels = -(-shape.value_dim // PANEL)
+
+        def fit(operands: recurrence.ScanOperands, runs: int, each: int) -> int:
+            operands.panels_per_chunk = each
+            return runs * shape.num_value_heads * -(-panels // each)
+
         self._pool = pool
         self._convolution = KernelCall(
             pool, recurrence.convolution, self._operands, fit=lambda _, runs: runs * blocks
         )
-        self._scan = KernelCall(pool, scan, self._operands, fit=lambda _, runs: runs * panels)
+        self._scan = KernelCall(pool, scan, self._operands, fit=partial(fit, each=1))
+        self._decode = KernelCall(pool, scan, self._operands, fit=partial(fit, each=panels))
 
     def __call__(self, y: Tensor, state: DeltaState, runs: StateRuns) -> Tensor:
         shape, operands, empty = self._shape, self._operands, self._pool.empty
@@ -62,9 +69,9 @@ class NativeScan:
         operands.mixed, operands.out = mixed.data_ptr(), out.data_ptr()
         operands.inputs, operands.matrices = state.inputs.data_ptr(), state.matrices.data_ptr()
         operands.runs, operands.writes = runs.runs.ctypes.data, runs.writes.ctypes.data
-        # A graph is of steps in which each row is a run
-        self._convolution.over_rows(len(runs.runs))
-        self._scan.over_rows(len(runs.runs))
+        count = len(runs.runs)
+        self._convolution.over_rows(count)
+        (self._decode if count == len(y) else self._scan).over_rows(count)
         return out
 
 

@@ -12,12 +12,21 @@ import numpy as np
 
 from engine.worker.cpu.build import fast_leaf, leaf
 from engine.worker.cpu.intrinsics import float32s
-from engine.worker.cpu.kernels.delta_tiles import PANEL, predict, update
+from engine.worker.cpu.kernels.delta_tiles import (
+    DIRECT,
+    PANEL,
+    add_direct,
+    predict,
+    predict_direct,
+    update,
+)
 from engine.worker.cpu.kernels.elementwise import BYTES, exp_float
 from engine.worker.cpu.kernels.recurrence import (
+    columns_of,
+    direct_target,
     keep_panel,
     load_panel,
-    panel_of,
+    matrix_of,
     scan_operands,
     time_step,
 )
@@ -61,11 +70,9 @@ def _rate(a, row, head):
     return np.float32(1.0 / (1.0 + math.exp(-np.float64(float32s(place, 1)[0]))))
 
 
-def delta_rule(operands, chunk, thread):
-    """All tokens of one run for some columns of one head."""
-    a = scan_operands(operands)
+@leaf
+def _panel(a, first, last, source, head, column, width, thread):
     keys, values = a.key_dim, a.value_dim
-    first, last, source, head, column, width = panel_of(a, chunk)
     panel = a.scratch + thread * a.scratch_stride * BYTES
     units = panel + keys * PANEL * BYTES
     lines = units + 4 * keys * BYTES
@@ -92,6 +99,39 @@ def delta_rule(operands, chunk, thread):
         for j in range(width):
             out[j] = output[j]
         keep_panel(a, panel, row, head, column, width)
+
+
+@leaf
+def _decode(a, row, source, target, head, units):
+    """The only token of a run, for one head."""
+    keys, values = a.key_dim, a.value_dim
+    lines = units + 2 * keys * BYTES
+    predicted, correction = float32s(lines, DIRECT), float32s(lines + DIRECT * BYTES, DIRECT)
+    _units(a, row, head, units)
+    decay, rate = _decay(a, row, head), _rate(a, row, head)
+    known, new = matrix_of(a, source, head), matrix_of(a, target, head)
+    own = a.mixed + (row * a.channels + 2 * a.key_heads * keys + head * values) * BYTES
+    out = a.out + (row * a.heads + head) * values * BYTES
+    for column in range(0, values, DIRECT):
+        at, stride, k = column * BYTES, values * BYTES, units + keys * BYTES
+        predict_direct(known + at, stride, k, keys, lines)
+        v = float32s(own + at, DIRECT)
+        for j in range(DIRECT):
+            correction[j] = (v[j] - decay * predicted[j]) * rate
+        change = lines + DIRECT * BYTES
+        add_direct(known + at, new + at, stride, units, k, change, out + at, decay, keys)
+
+
+def delta_rule(operands, chunk, thread):
+    """All tokens of one run for some columns of one head."""
+    a = scan_operands(operands)
+    first, last, source, head, start, stop = columns_of(a, chunk)
+    target = direct_target(a, first, last, source)
+    if target >= 0:
+        _decode(a, first, source, target, head, a.scratch + thread * a.scratch_stride * BYTES)
+        return
+    for column in range(start, stop, PANEL):
+        _panel(a, first, last, source, head, column, min(PANEL, stop - column), thread)
 
 
 @fast_leaf

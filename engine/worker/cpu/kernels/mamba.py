@@ -9,23 +9,22 @@ import math
 
 import numpy as np
 
+from engine.worker.cpu.build import leaf
 from engine.worker.cpu.intrinsics import float32s
 from engine.worker.cpu.kernels.delta_tiles import PANEL, add_token
 from engine.worker.cpu.kernels.elementwise import BYTES, exp_float
 from engine.worker.cpu.kernels.recurrence import (
+    columns_of,
     keep_panel,
     load_panel,
-    panel_of,
     scan_operands,
     time_step,
 )
 
 
-def mamba_scan(operands, chunk, thread):
-    """All tokens of one run for some columns of one head."""
-    a = scan_operands(operands)
+@leaf
+def _panel(a, first, last, source, head, column, width, thread):
     keys, values = a.key_dim, a.value_dim
-    first, last, source, head, column, width = panel_of(a, chunk)
     panel = a.scratch + thread * a.scratch_stride * BYTES
     lines = panel + keys * (PANEL + 4) * BYTES
     change = float32s(lines + PANEL * BYTES, PANEL)
@@ -50,6 +49,14 @@ def mamba_scan(operands, chunk, thread):
             gate = z[j] / (np.float32(1) + exp_float(-z[j]))
             out[j] = (output[j] + skip * x[j]) * gate
         keep_panel(a, panel, row, head, column, width)
+
+
+def mamba_scan(operands, chunk, thread):
+    """All tokens of one run for some columns of one head."""
+    a = scan_operands(operands)
+    first, last, source, head, start, stop = columns_of(a, chunk)
+    for column in range(start, stop, PANEL):
+        _panel(a, first, last, source, head, column, min(PANEL, stop - column), thread)
 
 
 KERNELS = (mamba_scan,)

@@ -14,8 +14,9 @@ from numba import njit
 
 from engine.worker.cpu.build import leaf
 from engine.worker.cpu.intrinsics import float32s, fma_one, int64s
-from engine.worker.cpu.kernels.delta_tiles import PANEL
+from engine.worker.cpu.kernels.delta_tiles import DIRECT, LINE_BYTES, PANEL, copy_panel
 from engine.worker.cpu.kernels.elementwise import BYTES, exp_float
+from engine.worker.cpu.kernels.vectors import PREFETCHED_AT_ONCE, prefetch_lines
 from engine.worker.cpu.operands import make_reader, operands
 
 CHANNELS = 512  # channels that one chunk of the convolution computes
@@ -54,6 +55,7 @@ class ScanOperands(ctypes.Structure):
     value_dim: int
     rows: int
     rows_per_chunk: int
+    panels_per_chunk: int  # of a head's matrix
 
 
 scan_operands = make_reader(ScanOperands)
@@ -128,22 +130,36 @@ def time_step(a, row, head, place):
 
 
 @njit(inline="always")
-def panel_of(a, chunk):
-    """The first row, the last one and the source of a chunk's run; the head, the first column and
-    the width of its panel."""
-    panels = (a.value_dim + PANEL - 1) // PANEL
-    run = int64s(a.runs + chunk // (panels * a.heads) * 3 * ITEM, 3)
-    column = chunk % panels * PANEL
-    width = min(PANEL, a.value_dim - column)
-    return run[0], run[1], run[2], chunk // panels % a.heads, column, width
+def matrix_of(a, slot, head):
+    """The address of a head's matrix."""
+    return a.matrices + (slot * a.heads + head) * a.key_dim * a.value_dim * BYTES
+
+
+@njit(inline="always")
+def columns_of(a, chunk):
+    """The first row, the last one and the source of a chunk's run; the head, and its first column
+    and the one behind its last. Several panels are prefetched first, in the order in which they lie
+    in memory: a panel alone is a part of each line."""
+    columns = a.panels_per_chunk * PANEL
+    shares = (a.value_dim + columns - 1) // columns
+    run = int64s(a.runs + chunk // (shares * a.heads) * 3 * ITEM, 3)
+    head, start = chunk // shares % a.heads, chunk % shares * columns
+    if a.panels_per_chunk > 1 and run[2] >= 0:
+        size = a.key_dim * a.value_dim * BYTES
+        for place in range(0, size, PREFETCHED_AT_ONCE):
+            prefetch_lines(matrix_of(a, run[2], head) + place)
+    return run[0], run[1], run[2], head, start, min(a.value_dim, start + columns)
 
 
 @leaf
 def load_panel(a, panel, source, head, column, width):
     """A panel of a head's matrix in a slot, padded with zeros on the right."""
-    base = a.matrices + ((source * a.heads + head) * a.key_dim * a.value_dim + column) * BYTES
+    base = matrix_of(a, source, head) + column * BYTES
+    if source >= 0 and width == PANEL:
+        copy_panel(base, a.value_dim * BYTES, panel, LINE_BYTES, a.key_dim)
+        return
     for i in range(a.key_dim):
-        line = float32s(panel + i * PANEL * BYTES, PANEL)
+        line = float32s(panel + i * LINE_BYTES, PANEL)
         known = float32s(base + i * a.value_dim * BYTES, width if source >= 0 else 0)
         for j in range(len(known)):
             line[j] = known[j]
@@ -154,9 +170,12 @@ def load_panel(a, panel, source, head, column, width):
 @leaf
 def _keep_panel(a, panel, slot, head, column, width):
     """Write a panel of a head's matrix to a slot."""
-    base = a.matrices + ((slot * a.heads + head) * a.key_dim * a.value_dim + column) * BYTES
+    base = matrix_of(a, slot, head) + column * BYTES
+    if width == PANEL:
+        copy_panel(panel, LINE_BYTES, base, a.value_dim * BYTES, a.key_dim)
+        return
     for i in range(a.key_dim):
-        line = float32s(panel + i * PANEL * BYTES, width)
+        line = float32s(panel + i * LINE_BYTES, width)
         kept = float32s(base + i * a.value_dim * BYTES, width)
         for j in range(width):
             kept[j] = line[j]
@@ -170,6 +189,15 @@ def keep_panel(a, panel, row, head, column, width):
         _keep_panel(a, panel, slots[1], head, column, width)
     if slots[0] >= 0:
         _keep_panel(a, panel, slots[0], head, column, width)
+
+
+@njit(inline="always")
+def direct_target(a, first, last, source):
+    """The slot to which a chunk of a whole head writes the state behind its only token, reading the
+    one before where it lies; else -1."""
+    slots = int64s(a.writes + first * 2 * ITEM, 2)
+    is_whole = a.panels_per_chunk * PANEL >= a.value_dim and a.value_dim % DIRECT == 0
+    return slots[0] if is_whole and last == first + 1 and source >= 0 and slots[1] < 0 else -1
 
 
 KERNELS = (convolution,)
