@@ -71,12 +71,16 @@ class NativeScan:
         operands.runs, operands.writes = runs.runs.ctypes.data, runs.writes.ctypes.data
         count = len(runs.runs)
         self._convolution.over_rows(count)
+        self._prepare(len(y))
         (self._decode if count == len(y) else self._scan).over_rows(count)
         return out
 
+    def _prepare(self, rows: int) -> None:
+        """Change what the convolution wrote of so many rows before the scan reads it."""
+
 
 class NativeDeltaNet(NativeScan):
-    """The delta rule, and a kernel of the gated norm."""
+    """The delta rule, a kernel of what it reads, and one of the gated norm."""
 
     def __init__(self, pool: ThreadPool, weights: DeltaWeights) -> None:
         tensors = {
@@ -86,12 +90,18 @@ class NativeDeltaNet(NativeScan):
             "norm": weights.norm,
         }
         super().__init__(pool, weights.shape, delta_rule.delta_rule, tensors, weights.eps)
+        self._inputs = KernelCall(pool, delta_rule.delta_inputs, self._operands)
         self._norm = KernelCall(pool, delta_rule.delta_norm, self._operands)
 
     def __call__(self, y: Tensor, state: DeltaState, runs: StateRuns) -> Tensor:
         out = super().__call__(y, state, runs)
         self._norm.over_rows(len(y))
         return out
+
+    def _prepare(self, rows: int) -> None:
+        rates = self._pool.empty("rates", (rows, 2 * self._shape.num_value_heads))
+        self._operands.rates, self._rates = rates.data_ptr(), rates
+        self._inputs.over_rows(rows)
 
 
 class NativeMambaScan(NativeScan):

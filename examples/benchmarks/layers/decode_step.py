@@ -28,7 +28,7 @@ from numba import cfunc
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.step import RequestId, SampleSpec, SamplingParams, Step, StepEntry, StepId
+from engine.step import RequestId, SampleSpec, SamplingParams, Step, StateSlots, StepEntry, StepId
 from engine.worker.cpu.build import KERNEL
 from engine.worker.cpu.kernels.limits import ReadOperands, make_read_kernel
 from engine.worker.process.worker import Worker
@@ -120,6 +120,7 @@ class StepReplays:
 
     def __init__(self, worker: Worker, rows: int) -> None:
         self._worker, self._rows = worker, rows
+        self._has_states = worker.report.num_states > 0
         self._next = self._learn(0)
         self._kept: list[ReadOperands] = []  # tables hold addresses
         self._total = torch.zeros(1, dtype=torch.int64)
@@ -168,6 +169,7 @@ class StepReplays:
                 (7,),
                 array("i", range(i * each, (i + 1) * each)).tobytes(),
                 GREEDY,
+                state=StateSlots(i, i) if self._has_states else None,
             )
             for i in range(self._rows)
         )

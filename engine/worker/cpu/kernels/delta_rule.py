@@ -9,6 +9,7 @@ for all tokens of the run.
 import math
 
 import numpy as np
+from numba import njit
 
 from engine.worker.cpu.build import fast_leaf, leaf
 from engine.worker.cpu.intrinsics import float32s
@@ -35,25 +36,14 @@ UNIT_EPS = 1e-6  # as in the model: squares of q and k that are not larger are n
 
 
 @fast_leaf
-def _unit(x, factor, y):
-    """`y = factor * x / |x|`."""
+def _unit(x, factor):
+    """`x = factor * x / |x|`."""
     total = np.float32(UNIT_EPS)
     for value in x:
         total += value * value
     scale = factor / np.sqrt(total)
     for i in range(len(x)):
-        y[i] = x[i] * scale
-
-
-@leaf
-def _units(a, row, head, address):
-    """q and k of one head of a row, of unit length, q times `key_dim ** -0.5`."""
-    key_head = head // (a.heads // a.key_heads)
-    q = a.mixed + (row * a.channels + key_head * a.key_dim) * BYTES
-    k = q + a.key_heads * a.key_dim * BYTES
-    factor = np.float32(1) / np.sqrt(np.float32(a.key_dim))
-    _unit(float32s(q, a.key_dim), factor, float32s(address, a.key_dim))
-    _unit(float32s(k, a.key_dim), np.float32(1), float32s(address + a.key_dim * BYTES, a.key_dim))
+        x[i] *= scale
 
 
 @leaf
@@ -70,31 +60,49 @@ def _rate(a, row, head):
     return np.float32(1.0 / (1.0 + math.exp(-np.float64(float32s(place, 1)[0]))))
 
 
+def delta_inputs(operands, chunk, thread):
+    """For a run of rows: q and k of unit length, q times `key_dim ** -0.5`, in place; decays and
+    rates of the heads."""
+    a = scan_operands(operands)
+    factor = np.float32(1) / np.sqrt(np.float32(a.key_dim))
+    for row in range(chunk * a.rows_per_chunk, min(a.rows, (chunk + 1) * a.rows_per_chunk)):
+        for part in range(2 * a.key_heads):
+            x = float32s(a.mixed + (row * a.channels + part * a.key_dim) * BYTES, a.key_dim)
+            _unit(x, factor if part < a.key_heads else np.float32(1))
+        rates = float32s(a.rates + row * a.heads * 2 * BYTES, 2 * a.heads)
+        for head in range(a.heads):
+            rates[2 * head] = _decay(a, row, head)
+            rates[2 * head + 1] = _rate(a, row, head)
+
+
+@njit(inline="always")
+def _inputs(a, row, head):
+    """Addresses of q, k and v of a head; its decay and its rate."""
+    mixed, keys = a.mixed + row * a.channels * BYTES, a.key_heads * a.key_dim * BYTES
+    q = mixed + head // (a.heads // a.key_heads) * a.key_dim * BYTES
+    rates = float32s(a.rates + (row * a.heads + head) * 2 * BYTES, 2)
+    return q, q + keys, mixed + 2 * keys + head * a.value_dim * BYTES, rates[0], rates[1]
+
+
 @leaf
-def _panel(a, first, last, source, head, column, width, thread):
+def _panel(a, first, last, source, head, column, width, panel):
+    """All tokens of a run for a panel of one head."""
     keys, values = a.key_dim, a.value_dim
-    panel = a.scratch + thread * a.scratch_stride * BYTES
-    units = panel + keys * PANEL * BYTES
-    lines = units + 4 * keys * BYTES
+    lines = panel + keys * PANEL * BYTES
     predicted, correction = float32s(lines, PANEL), float32s(lines + PANEL * BYTES, PANEL)
     output = float32s(lines + 2 * PANEL * BYTES, PANEL)
     load_panel(a, panel, source, head, column, width)
-    _units(a, first, head, units)
-    predict(panel, units + keys * BYTES, keys, lines)
-    v_start = 2 * a.key_heads * keys + head * values + column
+    q, k, at, decay, rate = _inputs(a, first, head)
+    predict(panel, k, keys, lines)
     for row in range(first, last):
-        own = units + (row - first) % 2 * 2 * keys * BYTES
-        following = own
-        if row + 1 < last:
-            following = units + (row + 1 - first) % 2 * 2 * keys * BYTES
-            _units(a, row + 1, head, following)
-        decay, rate = _decay(a, row, head), _rate(a, row, head)
-        v = float32s(a.mixed + (row * a.channels + v_start) * BYTES, width)
+        v = float32s(at + column * BYTES, width)
         for j in range(width):
             correction[j] = (v[j] - decay * predicted[j]) * rate
         for j in range(width, PANEL):
             correction[j] = np.float32(0)
-        update(panel, own, own + keys * BYTES, following + keys * BYTES, decay, keys, lines)
+        following = _inputs(a, min(row + 1, last - 1), head)
+        update(panel, q, k, following[1], decay, keys, lines)
+        q, k, at, decay, rate = following
         out = float32s(a.out + ((row * a.heads + head) * values + column) * BYTES, width)
         for j in range(width):
             out[j] = output[j]
@@ -102,24 +110,19 @@ def _panel(a, first, last, source, head, column, width, thread):
 
 
 @leaf
-def _decode(a, row, source, target, head, units):
+def _decode(a, row, source, target, head, lines):
     """The only token of a run, for one head."""
-    keys, values = a.key_dim, a.value_dim
-    lines = units + 2 * keys * BYTES
     predicted, correction = float32s(lines, DIRECT), float32s(lines + DIRECT * BYTES, DIRECT)
-    _units(a, row, head, units)
-    decay, rate = _decay(a, row, head), _rate(a, row, head)
+    q, k, own, decay, rate = _inputs(a, row, head)
     known, new = matrix_of(a, source, head), matrix_of(a, target, head)
-    own = a.mixed + (row * a.channels + 2 * a.key_heads * keys + head * values) * BYTES
-    out = a.out + (row * a.heads + head) * values * BYTES
-    for column in range(0, values, DIRECT):
-        at, stride, k = column * BYTES, values * BYTES, units + keys * BYTES
-        predict_direct(known + at, stride, k, keys, lines)
+    out = a.out + (row * a.heads + head) * a.value_dim * BYTES
+    stride, change = a.value_dim * BYTES, lines + DIRECT * BYTES
+    for at in range(0, stride, DIRECT * BYTES):
+        predict_direct(known + at, stride, k, a.key_dim, lines)
         v = float32s(own + at, DIRECT)
         for j in range(DIRECT):
             correction[j] = (v[j] - decay * predicted[j]) * rate
-        change = lines + DIRECT * BYTES
-        add_direct(known + at, new + at, stride, units, k, change, out + at, decay, keys)
+        add_direct(known + at, new + at, stride, q, k, change, out + at, decay, a.key_dim)
 
 
 def delta_rule(operands, chunk, thread):
@@ -127,11 +130,12 @@ def delta_rule(operands, chunk, thread):
     a = scan_operands(operands)
     first, last, source, head, start, stop = columns_of(a, chunk)
     target = direct_target(a, first, last, source)
+    scratch = a.scratch + thread * a.scratch_stride * BYTES
     if target >= 0:
-        _decode(a, first, source, target, head, a.scratch + thread * a.scratch_stride * BYTES)
+        _decode(a, first, source, target, head, scratch)
         return
     for column in range(start, stop, PANEL):
-        _panel(a, first, last, source, head, column, min(PANEL, stop - column), thread)
+        _panel(a, first, last, source, head, column, min(PANEL, stop - column), scratch)
 
 
 @fast_leaf
@@ -158,4 +162,4 @@ def delta_norm(operands, chunk, thread):
             _gated_norm(out, float32s(a.y + place * BYTES, values), weight, eps)
 
 
-KERNELS = (delta_rule, delta_norm)
+KERNELS = (delta_inputs, delta_rule, delta_norm)

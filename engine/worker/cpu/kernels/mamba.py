@@ -23,10 +23,10 @@ from engine.worker.cpu.kernels.recurrence import (
 
 
 @leaf
-def _panel(a, first, last, source, head, column, width, thread):
+def _panel(a, first, last, source, head, column, width, panel):
+    """All tokens of a run for a panel of one head."""
     keys, values = a.key_dim, a.value_dim
-    panel = a.scratch + thread * a.scratch_stride * BYTES
-    lines = panel + keys * (PANEL + 4) * BYTES
+    lines = panel + keys * PANEL * BYTES
     change = float32s(lines + PANEL * BYTES, PANEL)
     output = float32s(lines + 2 * PANEL * BYTES, PANEL)
     load_panel(a, panel, source, head, column, width)
@@ -55,8 +55,9 @@ def mamba_scan(operands, chunk, thread):
     """All tokens of one run for some columns of one head."""
     a = scan_operands(operands)
     first, last, source, head, start, stop = columns_of(a, chunk)
+    scratch = a.scratch + thread * a.scratch_stride * BYTES
     for column in range(start, stop, PANEL):
-        _panel(a, first, last, source, head, column, min(PANEL, stop - column), thread)
+        _panel(a, first, last, source, head, column, min(PANEL, stop - column), scratch)
 
 
 KERNELS = (mamba_scan,)

@@ -34,6 +34,7 @@ class ScanOperands(ctypes.Structure):
     y_stride: int
     mixed: int  # [rows, channels], the convolution's outputs
     out: int  # [rows, heads, value_dim]
+    rates: int  # [rows, heads, 2]: the decay and the rate of a DeltaNet
     conv: int  # [kernel, channels]
     conv_bias: int  # [channels]; 0 if there is none
     decay_rate: int  # [heads]
@@ -62,8 +63,8 @@ scan_operands = make_reader(ScanOperands)
 
 
 def scratch_floats(key_dim: int) -> int:
-    """Floats of scratch per thread: a panel, q and k of two rows, and three lines of the panel."""
-    return key_dim * PANEL + 4 * key_dim + 3 * PANEL
+    """Floats of scratch per thread: a panel and three lines of it, or two lines of `DIRECT`."""
+    return max(key_dim * PANEL + 3 * PANEL, 2 * DIRECT)
 
 
 @leaf

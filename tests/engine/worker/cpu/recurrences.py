@@ -9,7 +9,7 @@ from engine.step import StateSlots
 from engine.worker.model.kv.recurrent_states import state_runs
 from engine.worker.ports import DeltaShape, DeltaState, DeltaWeights, MambaWeights, Operators
 
-SLOTS = 9
+SLOTS = 10
 
 Step = Sequence[tuple[int, StateSlots]]  # rows and slots of each entry
 

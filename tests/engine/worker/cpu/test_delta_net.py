@@ -1,6 +1,7 @@
 """Kernels of Gated DeltaNet: the recurrence as defined."""
 
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 import torch
@@ -39,19 +40,28 @@ SHAPES = [
 ]
 
 
+DECODES = [
+    (1, StateSlots(0, 0)),
+    (1, StateSlots(1, NO_STATE, (Snapshot(1, 5),))),
+    (1, StateSlots(7, 3)),
+    (1, StateSlots(8, 4, (Snapshot(1, 9),))),
+]
+MIXED = [
+    *DECODES[:2],
+    (1, StateSlots(6, 2)),  # with the next entry: the rows of a decode with a draft
+    (1, StateSlots(2, 6)),
+    (70, StateSlots(3, 4, (Snapshot(2, 7), Snapshot(70, 8)))),
+]
+
+
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("entries", [DECODES, MIXED], ids=["decodes", "mixed"])
 def test_a_step_computes_the_recurrence_as_it_is_defined(
-    operators: NativeOperators, shape: DeltaShape
+    operators: NativeOperators, shape: DeltaShape, entries: list[tuple[int, StateSlots]]
 ) -> None:
-    entries = [
-        (1, StateSlots(0, 0)),
-        (1, StateSlots(1, NO_STATE, (Snapshot(1, 5),))),
-        (1, StateSlots(6, 2)),  # with the next entry: the rows of a decode with a draft
-        (1, StateSlots(2, 6)),
-        (70, StateSlots(3, 4, (Snapshot(2, 7), Snapshot(70, 8)))),
-    ]
     weights = weights_of(shape)
-    y = inputs_of(weights, 74)
+    indptr = [0, *accumulate(count for count, _ in entries)]
+    y = inputs_of(weights, indptr[-1])
     found, state = run(operators, weights, y, entries)
     doubles = replace(
         weights,
@@ -59,7 +69,7 @@ def test_a_step_computes_the_recurrence_as_it_is_defined(
         norm=weights.norm.double(),
     )
     expected_state = DeltaState(*(part.double() for part in states_of(shape)))
-    runs = state_runs([slots for _, slots in entries], [0, 1, 2, 3, 4, 74])
+    runs = state_runs([slots for _, slots in entries], indptr)
     expected = TorchDeltaNet(doubles)(y.double(), expected_state, runs)
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
     for part, wanted in zip(state, expected_state, strict=True):

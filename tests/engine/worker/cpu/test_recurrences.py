@@ -21,7 +21,7 @@ Weights = DeltaWeights | MambaWeights
 ALL = [("native", each) for each in DELTA + MAMBA] + [("torch", each) for each in MAMBA]
 of_each_kind = pytest.mark.parametrize(
     ("operators", "weights"),
-    [("native", DELTA[1]), ("native", MAMBA[1]), ("torch", MAMBA[1])],
+    [("native", DELTA[1]), ("native", DELTA[2]), ("native", MAMBA[1]), ("torch", MAMBA[1])],
     indirect=["operators"],
 )
 
