@@ -8,54 +8,99 @@ run.
 import math
 
 import numpy as np
+from numba import njit
 
 from engine.worker.cpu.build import leaf
 from engine.worker.cpu.intrinsics import float32s
-from engine.worker.cpu.kernels.delta_tiles import PANEL, add_token
+from engine.worker.cpu.kernels.delta_tiles import DIRECT, PANEL, add_direct, add_token
 from engine.worker.cpu.kernels.elementwise import BYTES, exp_float
 from engine.worker.cpu.kernels.recurrence import (
     columns_of,
+    direct_target,
     keep_panel,
     load_panel,
+    matrix_of,
     scan_operands,
     time_step,
 )
 
 
 @leaf
+def _change(a, row, head, column, width, change):
+    """What a token adds to columns of a head's state, for each key; returns the state's decay."""
+    step = time_step(a, row, head, a.channels + a.heads * a.value_dim)
+    x = _values(a, row, head, column, width)
+    for j in range(width):
+        change[j] = np.float32(step) * x[j]
+    return np.float32(math.exp(np.float64(float32s(a.decay_rate, a.heads)[head]) * step))
+
+
+@leaf
+def _values(a, row, head, column, width):
+    """x of a token, for columns of a head."""
+    place = row * a.channels + 2 * a.key_heads * a.key_dim + head * a.value_dim + column
+    return float32s(a.mixed + place * BYTES, width)
+
+
+@leaf
+def _write(a, row, head, column, width, output):
+    """The outputs of columns of a head, with `output` of its state."""
+    place = head * a.value_dim + column
+    x, skip = _values(a, row, head, column, width), float32s(a.skip, a.heads)[head]
+    z = float32s(a.y + (row * a.y_stride + a.channels + place) * BYTES, width)
+    out = float32s(a.out + (row * a.heads * a.value_dim + place) * BYTES, width)
+    for j in range(width):
+        gate = z[j] / (np.float32(1) + exp_float(-z[j]))
+        out[j] = (output[j] + skip * x[j]) * gate
+
+
+@njit(inline="always")
+def _keys(a, row, head):
+    """The addresses of C and B of a head."""
+    c = a.mixed + (row * a.channels + head // (a.heads // a.key_heads) * a.key_dim) * BYTES
+    return c, c + a.key_heads * a.key_dim * BYTES
+
+
+@leaf
 def _panel(a, first, last, source, head, column, width, panel):
     """All tokens of a run for a panel of one head."""
-    keys, values = a.key_dim, a.value_dim
-    lines = panel + keys * PANEL * BYTES
+    lines = panel + a.key_dim * PANEL * BYTES
     change = float32s(lines + PANEL * BYTES, PANEL)
     output = float32s(lines + 2 * PANEL * BYTES, PANEL)
     load_panel(a, panel, source, head, column, width)
-    place = head * values + column
-    rate, skip = float32s(a.decay_rate, a.heads)[head], float32s(a.skip, a.heads)[head]
+    for j in range(width, PANEL):
+        change[j] = np.float32(0)
     for row in range(first, last):
-        inputs = a.mixed + row * a.channels * BYTES
-        c = inputs + head // (a.heads // a.key_heads) * keys * BYTES
-        x = float32s(inputs + (2 * a.key_heads * keys + place) * BYTES, width)
-        step = time_step(a, row, head, a.channels + a.heads * values)
-        for j in range(width):
-            change[j] = np.float32(step) * x[j]
-        for j in range(width, PANEL):
-            change[j] = np.float32(0)
-        decay = np.float32(math.exp(np.float64(rate) * step))
-        add_token(panel, c, c + a.key_heads * keys * BYTES, decay, keys, lines)
-        z = float32s(a.y + (row * a.y_stride + a.channels + place) * BYTES, width)
-        out = float32s(a.out + (row * a.heads * values + place) * BYTES, width)
-        for j in range(width):
-            gate = z[j] / (np.float32(1) + exp_float(-z[j]))
-            out[j] = (output[j] + skip * x[j]) * gate
+        decay = _change(a, row, head, column, width, change)
+        c, b = _keys(a, row, head)
+        add_token(panel, c, b, decay, a.key_dim, lines)
+        _write(a, row, head, column, width, output)
         keep_panel(a, panel, row, head, column, width)
+
+
+@leaf
+def _decode(a, row, source, target, head, lines):
+    """The only token of a run, for one head."""
+    known, new = matrix_of(a, source, head), matrix_of(a, target, head)
+    change, output = float32s(lines, DIRECT), float32s(lines + DIRECT * BYTES, DIRECT)
+    stride = a.value_dim * BYTES
+    c, b = _keys(a, row, head)
+    for column in range(0, a.value_dim, DIRECT):
+        decay = _change(a, row, head, column, DIRECT, change)
+        at, read = column * BYTES, lines + DIRECT * BYTES
+        add_direct(known + at, new + at, stride, c, b, lines, read, decay, a.key_dim)
+        _write(a, row, head, column, DIRECT, output)
 
 
 def mamba_scan(operands, chunk, thread):
     """All tokens of one run for some columns of one head."""
     a = scan_operands(operands)
     first, last, source, head, start, stop = columns_of(a, chunk)
+    target = direct_target(a, first, last, source)
     scratch = a.scratch + thread * a.scratch_stride * BYTES
+    if target >= 0:
+        _decode(a, first, source, target, head, scratch)
+        return
     for column in range(start, stop, PANEL):
         _panel(a, first, last, source, head, column, min(PANEL, stop - column), scratch)
 
