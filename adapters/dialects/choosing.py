@@ -5,8 +5,9 @@ from functools import partial
 from typing import TypeVar
 
 from adapters.dialects.calls import python_call
-from adapters.dialects.calls.bare_call import BareCallMarks, bare_call_pattern, make_bare_reader
-from adapters.dialects.calls.python_call import python_call_pattern, read_python_calls
+from adapters.dialects.calls.bare_call import BareCallMarks, make_bare_reader
+from adapters.dialects.calls.bare_grammar import bare_structure
+from adapters.dialects.calls.python_call import python_structure, read_python_calls
 from adapters.dialects.calls.tool_calls import (
     GRANITE_CALLS,
     HERMES_CLOSE,
@@ -22,7 +23,7 @@ from adapters.dialects.calls.tool_calls import (
     read_marked_array,
     read_mistral,
 )
-from adapters.dialects.calls.xml_call import read_xml_calls, xml_call_pattern
+from adapters.dialects.calls.xml_call import read_xml_calls, xml_structure
 from adapters.dialects.dialect import ModelDialect, ToolStyle, short_id
 from adapters.dialects.harmony import CALL_STYLE, CHANNEL, REASONING, HarmonyDialect
 from adapters.dialects.message_tools import reads_tools_of_messages
@@ -41,7 +42,7 @@ def _bare_style(marks: BareCallMarks) -> ToolStyle:
         make_bare_reader(marks),
         mark=marks.open,
         special_tokens=tuple(marks),
-        call_pattern=partial(bare_call_pattern, marks),
+        structure=partial(bare_structure, marks),
     )
 
 
@@ -90,13 +91,13 @@ TOOL_STYLES: Mapping[str, ToolStyle] = {
         read_xml_calls,
         mark=HERMES_OPEN,
         special_tokens=(HERMES_OPEN, HERMES_CLOSE),
-        call_pattern=xml_call_pattern,
+        structure=xml_structure,
     ),
     "olmo3": ToolStyle(
         read_python_calls,
         mark=python_call.OPEN,
         special_tokens=(python_call.OPEN, python_call.CLOSE),
-        call_pattern=python_call_pattern,
+        structure=python_structure,
     ),
 }
 REASONING_MARKS: Mapping[str, ReasoningMarkers] = {

@@ -1,15 +1,15 @@
 """A model's dialect, behind the `Dialect` port: how it writes reasoning and tool calls."""
 
 import json
-import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from adapters.dialects.calls.schemas import Schema, moved
 from adapters.dialects.calls.tool_calls import ParseOutput
 from adapters.dialects.parser import MessageParser, ReasoningMarkers
 from adapters.dialects.reader import TextReader
-from engine.errors import InvalidRequest
 from engine.step import Grammar, GrammarKind
 from gateway.ports import StreamParser, ToolCallGrammar, ToolChoice
 
@@ -35,9 +35,8 @@ class ToolStyle:
 
     A call begins with `mark` and `head`, in which `%s` is the name, and ends with `tail`. Without
     a mark, a call is a JSON object with its arguments under `key`. `special_tokens` are the marks
-    which are control tokens in some vocabularies. With `call_pattern`, arguments are not JSON, so
-    only the names of calls can be constrained: it makes a regular expression of one call from one
-    that matches the names.
+    which are control tokens in some vocabularies. With `structure`, arguments are not JSON: it
+    makes the tagged structure of a call (`adapters.grammar.tags`) from a tool's name and schema.
     """
 
     read: ParseOutput
@@ -47,7 +46,7 @@ class ToolStyle:
     key: str = "arguments"
     special_tokens: tuple[str, ...] = ()
     new_id: Callable[[Bits], str] = long_id
-    call_pattern: Callable[[str], str] | None = None
+    structure: Callable[[str, Schema | None], dict[str, Any]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +101,6 @@ class ModelDialect:
         """
         style = self.tools
         assert style is not None, "the model can call tools"
-        if style.call_pattern is not None:
-            return _by_name(style.call_pattern, calls)
         if style.mark:
             return _tagged(style, calls)
         if not calls.must_call and calls.answer is None:
@@ -113,7 +110,7 @@ class ModelDialect:
             for place, (name, parameters) in enumerate(calls.tools.items())
         ]
         if not calls.must_call:
-            choices.append(_moved(calls.answer, f"#/anyOf/{len(choices)}"))
+            choices.append(moved(calls.answer, f"#/anyOf/{len(choices)}"))
         return _json(GrammarKind.JSON_SCHEMA, {"anyOf": choices})
 
     def _is_open(self, prompt: str) -> bool:
@@ -123,12 +120,9 @@ class ModelDialect:
 
 
 def _tagged(style: ToolStyle, calls: ToolCallGrammar) -> Grammar:
+    written = style.structure or partial(_json_structure, style)
     structures = [
-        {
-            "begin": style.mark + style.head % name,
-            "schema": _parameters(parameters),
-            "end": style.tail,
-        }
+        written(name, None if parameters is None else parameters or _NO_PARAMETERS)
         for name, parameters in calls.tools.items()
     ]
     tags = {
@@ -143,23 +137,9 @@ def _tagged(style: ToolStyle, calls: ToolCallGrammar) -> Grammar:
     return _json(GrammarKind.TAGS, tags)
 
 
-def _by_name(call_pattern: Callable[[str], str], calls: ToolCallGrammar) -> Grammar | None:
-    """Calls of the offered tools with any arguments; None if free text is allowed.
-
-    Raises `InvalidRequest` if JSON is requested besides, which is another kind of grammar.
-    """
-    if not calls.must_call:
-        if calls.answer is not None:
-            raise InvalidRequest(
-                "This model's tool calls are not JSON, so tools cannot be combined with a "
-                "'response_format'.",
-                "response_format",
-            )
-        return None
-    names = "|".join(map(re.escape, calls.tools))
-    call = call_pattern(names)
-    most = "" if calls.max_calls is None else str(calls.max_calls)
-    return Grammar(GrammarKind.REGEX, rf"(?:{call}){{1,{most}}}")
+def _json_structure(style: ToolStyle, name: str, parameters: Schema | None) -> dict[str, Any]:
+    inside = {"schema": _ANY_OBJECT if parameters is None else parameters}
+    return {"begin": style.mark + style.head % name, "inside": inside, "end": style.tail}
 
 
 def _json(kind: GrammarKind, value: Any) -> Grammar:
@@ -175,24 +155,10 @@ def _parameters(parameters: Mapping[str, Any] | None) -> Mapping[str, Any]:
 
 def _call(name: str, parameters: Mapping[str, Any] | None, key: str, place: str) -> dict[str, Any]:
     """The schema of one call; `place` is its JSON pointer, to which `$ref`s are relocated."""
-    inside = _moved(_parameters(parameters), f"{place}/properties/{key}")
+    inside = moved(_parameters(parameters), f"{place}/properties/{key}")
     return {
         "type": "object",
         "properties": {"name": {"const": name}, key: inside},
         "required": ["name", key],
         "additionalProperties": False,
     }
-
-
-def _moved(schema: Any, place: str) -> Any:
-    """The schema with its local `$ref`s relocated to the JSON pointer `place`."""
-    if isinstance(schema, Mapping):
-        return {
-            name: place + value[1:]
-            if name == "$ref" and isinstance(value, str) and value.startswith("#")
-            else _moved(value, place)
-            for name, value in schema.items()
-        }
-    if isinstance(schema, Sequence) and not isinstance(schema, str):
-        return [_moved(item, place) for item in schema]
-    return schema

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 
-from adapters.grammar.tags import JSON_BLANKS, read_tags, tags_to_lark
+from adapters.grammar.parts import JSON_BLANKS
+from adapters.grammar.tags import read_tags, tags_to_lark
 from engine.grammar import GrammarError, Mask, TokenTable
 from engine.step import Grammar, GrammarKind
 

@@ -4,11 +4,12 @@ The text of `GrammarKind.TAGS` is JSON:
 
     {"triggers": ["<tool_call>"],
      "structures": [{"begin": "<tool_call>{\"name\": \"f\", \"arguments\": ",
-                     "schema": {…}, "end": "}</tool_call>"}, …],
+                     "inside": {"schema": {…}}, "end": "}</tool_call>"}, …],
      "at_least": 0, "at_most": null, "has_text": true}
 
 Every `begin` starts with a trigger. Text is free until a trigger is generated; then one of the
-trigger's structures must follow. Instead of `schema` (JSON) a structure may have `regex`.
+trigger's structures must follow. `inside` is a part (`adapters.grammar.parts`), which may refer to
+the structure's `rules`.
 `at_least` and `at_most` limit the number of structures. If `has_text` is false, no text may come
 before, between or after them, and `answer` may be a schema: the output may then be JSON that
 matches it instead of the structures. Names of special tokens in `triggers`, `begin` and `end`
@@ -16,25 +17,24 @@ stand for those tokens.
 """
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from adapters.grammar.parts import LarkParts, count, json_part
+
 _FIELDS = {"triggers", "structures", "at_least", "at_most", "has_text", "answer"}
-# Whitespace between JSON tokens: enough to indent, too little to fill an output.
-JSON_BLANKS = r"\x20|\n[\x20\t]{0,32}"
 MAX_STRUCTURES = 128
-MAX_TIMES = 128
 
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """One tagged part: its beginning, its content (Lark) and its end."""
+    """One tagged part: its beginning, its content and its end, and the rules of its content."""
 
     begin: str
-    inside: str
+    inside: Any
     end: str
+    rules: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +60,10 @@ def read_tags(text: str) -> Tags:
     tags = Tags(
         triggers=_triggers(data.get("triggers")),
         structures=_structures(data.get("structures")),
-        at_least=_count(data.get("at_least", 0), "at_least"),
-        at_most=None if data.get("at_most") is None else _count(data["at_most"], "at_most"),
+        at_least=count(data.get("at_least", 0), "at_least"),
+        at_most=None if data.get("at_most") is None else count(data["at_most"], "at_most"),
         has_text=bool(data.get("has_text", True)),
-        answer=_json(data["answer"]) if "answer" in data else "",
+        answer=json_part(data["answer"]) if "answer" in data else "",
     )
     if tags.answer and tags.has_text:
         raise ValueError("answer requires has_text to be false")
@@ -92,31 +92,12 @@ def _structures(found: Any) -> tuple[Structure, ...]:
 
 
 def _structure(found: Any) -> Structure:
-    if not isinstance(found, dict) or found.keys() - {"begin", "schema", "regex", "end"}:
-        raise ValueError("a structure must have begin, schema or regex, and end")
-    begin, end = found.get("begin"), found.get("end", "")
-    if not isinstance(begin, str) or not isinstance(end, str):
-        raise ValueError("begin and end must be strings")
-    if ("schema" in found) == ("regex" in found):
-        raise ValueError("a structure must have either schema or regex")
-    if "schema" in found:
-        return Structure(begin, _json(found["schema"]), end)
-    if not isinstance(found["regex"], str):
-        raise ValueError("regex must be a string")
-    return Structure(begin, _regex(found["regex"]), end)
-
-
-def _json(schema: Any) -> str:
-    """Lark for JSON that matches the schema."""
-    if isinstance(schema, dict):
-        schema = {"x-guidance": {"whitespace_pattern": JSON_BLANKS}, **schema}
-    return f"%json {json.dumps(schema)}"
-
-
-def _count(found: Any, name: str) -> int:
-    if not isinstance(found, int) or not 0 <= found <= MAX_TIMES:
-        raise ValueError(f"{name} must be an integer from 0 to {MAX_TIMES}")
-    return found
+    if not isinstance(found, dict) or found.keys() - {"begin", "inside", "end", "rules"}:
+        raise ValueError("a structure must have begin, inside and end, and may have rules")
+    begin, end, rules = found.get("begin"), found.get("end", ""), found.get("rules", {})
+    if not isinstance(begin, str) or not isinstance(end, str) or not isinstance(rules, dict):
+        raise ValueError("begin and end must be strings, and rules an object")
+    return Structure(begin, found.get("inside"), end, rules)
 
 
 def tags_to_lark(tags: Tags, special: Mapping[str, int]) -> str:
@@ -136,13 +117,13 @@ def tags_to_lark(tags: Tags, special: Mapping[str, int]) -> str:
             rules.append(f"trigger_{number}: {json.dumps(trigger)}")
     for number, structure in enumerate(tags.structures):
         trigger = next(t for t in tags.triggers if structure.begin.startswith(t))
-        parts = (
-            f"trigger_{tags.triggers.index(trigger)}",
-            _literal(structure.begin.removeprefix(trigger), special),
-            structure.inside,
-            _literal(structure.end, special),
+        parts = LarkParts(special, f"part_{number}")
+        whole = parts.written(
+            [structure.begin.removeprefix(trigger), structure.inside, structure.end]
         )
-        rules.append(f"structure_{number}: {' '.join(part for part in parts if part)}")
+        parts.add_rules(structure.rules)
+        rules.append(f"structure_{number}: trigger_{tags.triggers.index(trigger)} {whole}")
+        rules += parts.lines
     options = " | ".join(f"structure_{number}" for number in range(len(tags.structures)))
     most = "" if tags.at_most is None else str(tags.at_most)
     start = f"({options}){{{tags.at_least},{most}}}"
@@ -153,21 +134,3 @@ def tags_to_lark(tags: Tags, special: Mapping[str, int]) -> str:
         start += " TEXT"
         rules.append("TEXT: /(.|\\n)*/")
     return "\n".join(["%llguidance {}", f"start: {start}", *rules])
-
-
-def _literal(text: str, special: Mapping[str, int]) -> str:
-    """`text` in Lark: string literals, and special tokens by id."""
-    if not text:
-        return ""
-    if not special:
-        return json.dumps(text)
-    longest_first = sorted(map(re.escape, special), key=len, reverse=True)
-    parts = [part for part in re.split(f"({'|'.join(longest_first)})", text) if part]
-    return " ".join(
-        f"<[{special[part]}]>" if part in special else json.dumps(part) for part in parts
-    )
-
-
-def _regex(pattern: str) -> str:
-    """The pattern as a Lark regular expression, with slashes escaped."""
-    return "/" + re.sub(r"(\\.)|/", lambda found: found[1] or r"\/", pattern, flags=re.S) + "/"

@@ -4,10 +4,10 @@ FunctionGemma (Gemma 3) and Gemma 4 write them. A call is emitted when it is com
 as JSON.
 """
 
-import json
 import re
 from typing import Any, NamedTuple
 
+from adapters.dialects.calls.schemas import DECODER
 from adapters.dialects.calls.tool_calls import NotACall, ParseOutput, whole_reader
 
 _HEAD = re.compile(r"\s*call:\s*([\w.\-]{1,64})\s*(?=\{)")
@@ -30,12 +30,6 @@ def make_bare_reader(marks: BareCallMarks) -> ParseOutput:
     return whole_reader(
         marks.open, marks.close, lambda body, _: [parse_bare_call(body, marks.quote)]
     )
-
-
-def bare_call_pattern(marks: BareCallMarks, names: str) -> str:
-    """A regular expression for a call of a tool that matches `names`, with any arguments."""
-    inner = rf"(?:[^<]|{re.escape(marks.quote)})*"
-    return rf"{re.escape(marks.open)}call:(?:{names})\{{{inner}\}}{re.escape(marks.close)}"
 
 
 def parse_bare_call(text: str, quote: str) -> tuple[str, dict[str, Any]]:
@@ -116,7 +110,7 @@ class _Values:
         if word.lower() in _WORDS:
             return _WORDS[word.lower()]
         try:
-            return json.loads(word)
+            return DECODER.decode(word)
         except ValueError:
             return word
 

@@ -12,6 +12,15 @@ import json
 import re
 from typing import Any, NamedTuple
 
+from adapters.dialects.calls.schemas import (
+    DECODER,
+    Schema,
+    SchemaReader,
+    others_of,
+    parameters_of,
+    separated,
+    unwritable,
+)
 from adapters.dialects.calls.tool_calls import NotACall, whole_reader
 
 OPEN, CLOSE = "<function_calls>", "</function_calls>"
@@ -20,7 +29,6 @@ _KEY = re.compile(r"([A-Za-z_]\w*)\s*=\s*")
 _NEXT = re.compile(r"\s*,\s*")
 _END = re.compile(r"\s*\)\s*")
 _LITERAL = re.compile(r"'(?:[^'\\\n]|\\.)*'|True|False|None")
-_DECODER = json.JSONDecoder()
 
 
 class PythonCall(NamedTuple):
@@ -64,14 +72,32 @@ def _value(text: str, at: int) -> tuple[Any, int]:
     try:
         if literal is not None:
             return ast.literal_eval(literal[0]), literal.end()
-        return _DECODER.raw_decode(text, at)
+        return DECODER.raw_decode(text, at)
     except (ValueError, SyntaxError, RecursionError):
         raise NotACall from None
 
 
-def python_call_pattern(names: str) -> str:
-    """A regular expression for a call of a tool that matches `names`, with any arguments."""
-    return rf"{OPEN}(?:{names})\([^<]*\){CLOSE}"
+def python_structure(name: str, schema: Schema | None) -> dict[str, Any]:
+    """The tagged structure of a call whose arguments match the schema, with values in JSON; None
+    allows any."""
+    reader = SchemaReader(schema)
+    rules: dict[str, Any] = {}
+    entries: list[tuple[Any, bool]] = []
+    for each in parameters_of(reader.root):
+        if _KEY.fullmatch(f"{each.name}="):
+            value = {"schema": reader.rooted(each.schema), "without": [CLOSE]}
+            entries.append(([f"{each.name}=", value], each.is_required))
+        elif each.is_required:
+            raise unwritable(f"The parameter name {json.dumps(each.name)}")
+    others = others_of(reader.root)
+    if others is not False and not entries:
+        value = {"schema": reader.rooted(others), "without": [CLOSE]}
+        rules["other"] = [{"regex": "[A-Za-z_][A-Za-z0-9_]{0,63}"}, "=", value]
+        more = {"many": [", ", {"rule": "other"}]}
+        inside: Any = {"maybe": [{"rule": "other"}, more]}
+    else:
+        inside = separated(entries, ", ", rules, "arg")
+    return {"begin": f"{OPEN}{name}(", "inside": inside, "end": f"){CLOSE}", "rules": rules}
 
 
 read_python_calls = whole_reader(OPEN, CLOSE, lambda body, _: parse_python_calls(body))

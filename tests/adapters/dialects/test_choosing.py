@@ -8,7 +8,7 @@ import pytest
 
 from adapters.dialects.choosing import REASONING_MARKS, TOOL_STYLES, choose_dialect
 from adapters.dialects.loading import load_chat_template
-from engine.errors import InvalidRequest, StartupError
+from engine.errors import StartupError
 from engine.grammar import GrammarError
 from engine.step import Grammar
 from gateway.ports import ToolCallGrammar
@@ -173,28 +173,3 @@ def test_arguments_cannot_be_filled_with_whitespace(style: str) -> None:
 @pytest.mark.parametrize("style", ["llama3", "harmony"])
 def test_calls_without_a_mark_in_text_cannot_be_constrained_within_it(style: str) -> None:
     assert choose_dialect("", style).call_grammar(ToolCallGrammar({"f": TREE})) is None
-
-
-@pytest.mark.parametrize(
-    ("style", "call"),
-    [
-        ("gemma", "<start_function_call>call:%s{a:<escape>x} {<escape>,n:[1]}<end_function_call>"),
-        ("gemma4", '<|tool_call>call:%s{a:<|"|>x} {<|"|>,n:[1]}<tool_call|>'),
-        (
-            "qwen-xml",
-            "<tool_call>\n<function=%s>\n<parameter=a>\n<b>x</b>\n</parameter>\n</function>\n"
-            "</tool_call>",
-        ),
-        ("olmo3", '<function_calls>%s(a="x", n=[1])</function_calls>'),
-    ],
-)
-def test_calls_that_are_not_json_are_constrained_by_name_only(style: str, call: str) -> None:
-    calls = ToolCallGrammar({"f": TREE, "g": TREE}, must_call=True, max_calls=1)
-    grammar = grammar_of(style, calls)
-    assert allows(grammar, call % "f")
-    for text in ("", "Hello", call % "h", call % "f" * 2, "a" + call % "f"):
-        assert not allows(grammar, text)
-    free = ToolCallGrammar({"f": TREE}, must_call=False)
-    assert choose_dialect("", style).call_grammar(free) is None
-    with pytest.raises(InvalidRequest, match="cannot be combined with a 'response_format'"):
-        choose_dialect("", style).call_grammar(free._replace(answer={"type": "object"}))

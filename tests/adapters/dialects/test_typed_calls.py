@@ -6,7 +6,7 @@ import pytest
 
 from adapters.dialects.calls.python_call import parse_python_calls
 from adapters.dialects.calls.tool_calls import NotACall
-from adapters.dialects.calls.xml_call import parse_parameters, typed_value
+from adapters.dialects.calls.xml_call import parse_parameters
 from adapters.dialects.jinja_template import JinjaTemplate
 from tests.adapters.dialects.test_round_trip import GRANITE_3, called
 
@@ -23,10 +23,19 @@ from tests.adapters.dialects.test_round_trip import GRANITE_3, called
         ("[1", {"type": "array"}, "[1"),
         ('{"a": 1}', {"$ref": "#/$defs/x"}, {"a": 1}),
         ('"quoted"', {"type": ["string", "null"]}, '"quoted"'),
+        ("5", {"enum": ["5", "6"]}, "5"),
+        ("5", {"enum": [5, 6]}, 5),
+        ("1e999", {"type": "number"}, 1.7976931348623157e308),
+        ("NaN", {"type": "number"}, "NaN"),
+        ("5", {"anyOf": "?", "type": 3, "required": 4}, 5),
     ],
 )
 def test_the_schema_of_a_parameter_decides_its_type(text: str, schema: Any, value: Any) -> None:
-    found = typed_value(text, schema)
+    tool = {
+        "properties": {"p": {} if schema is None else schema},
+        "$defs": {"x": {"type": "object"}},
+    }
+    found = parse_parameters(f"<parameter=p>\n{text}\n</parameter>", tool)["p"]
     assert (found, type(found)) == (value, type(value))
 
 

@@ -22,9 +22,13 @@ CALL = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": 
 TAGS: dict[str, Any] = {
     "triggers": ["<tool_call>", "<|im_end|>"],
     "structures": [
-        {"begin": '<tool_call>{"name": "f", "arguments": ', "schema": CALL, "end": "}</tool_call>"},
-        {"begin": '<tool_call>{"name": "g"', "regex": "/?", "end": "}</tool_call>"},
-        {"begin": "<|im_end|>!", "regex": "[0-9]+", "end": "<|endoftext|>"},
+        {
+            "begin": '<tool_call>{"name": "f", "arguments": ',
+            "inside": {"schema": CALL},
+            "end": "}</tool_call>",
+        },
+        {"begin": '<tool_call>{"name": "g"', "inside": {"regex": "/?"}, "end": "}</tool_call>"},
+        {"begin": "<|im_end|>!", "inside": {"regex": "[0-9]+"}, "end": "<|endoftext|>"},
     ],
 }
 F = '<tool_call>{"name": "f", "arguments": {"x": 3}}</tool_call>'
@@ -124,10 +128,10 @@ def test_special_token_names_in_tags_match_those_tokens(
         ('{"triggers": ["<a", "<ab"], "structures": [{}]}', "prefix of another trigger"),
         ('{"triggers": ["<a"], "structures": []}', "1 to 128"),
         (
-            '{"triggers": ["<a"], "structures": [{"begin": "<b", "regex": "x"}]}',
+            '{"triggers": ["<a"], "structures": [{"begin": "<b", "inside": "x"}]}',
             "does not start with a trigger",
         ),
-        ('{"triggers": ["<a"], "structures": [{"begin": "<a"}]}', "either schema or regex"),
+        ('{"triggers": ["<a"], "structures": [{"begin": "<a"}]}', "unknown part null"),
         (json.dumps(TAGS | {"at_least": 3, "at_most": 2}), "at_most must be"),
         (json.dumps(TAGS | {"at_most": 200}), "from 0 to 128"),
     ],
