@@ -1,6 +1,7 @@
 """Coding agents, offline: a tool call and its result, and a plain answer.
 
 For the tool call the model is scripted: it calls the agent's tool, and then ends the conversation.
+With the built-in model a proxy asks for the call (`tests.clients.forcing`), which a grammar forces.
 """
 
 from collections.abc import Iterator
@@ -29,6 +30,7 @@ from tests.clients.agents import (
     claude_flags,
     events,
 )
+from tests.clients.forcing import forcing
 from tests.gateway.images.requests import seen
 from tests.gateway.rig import MODEL, Setting
 from tests.gateway.scripted_model import ScriptedDecoder
@@ -147,3 +149,16 @@ def texts(output: str) -> Iterator[str]:
 )
 def test_the_builtin_model_answers(agent: Agent, server_url: str, tmp_path: Path) -> None:
     assert any(texts(agent.run(server_url, "builtin", tmp_path)))
+
+
+@pytest.mark.parametrize(
+    "agent", [CODEX, CLAUDE_CODE, OPENCODE, QWEN_CODE, GOOSE], ids=lambda agent: agent.name
+)
+def test_the_builtin_model_calls_a_tool_that_its_grammar_forces(
+    agent: Agent, server_url: str, tmp_path: Path
+) -> None:
+    with forcing(server_url, agent.call) as forced:
+        output = agent.run(forced.url, "builtin", tmp_path)
+    assert forced.num_forced == 1
+    assert any(RESULT in body.replace(f"echo {RESULT}", "") for body in forced.results)
+    assert any(texts(output))
