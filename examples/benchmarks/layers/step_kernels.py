@@ -120,6 +120,14 @@ class KnownSteps:
         self.worker, self.sizes = worker, sizes
         self._number = 0
 
+    def plain(self, work: Work) -> float:
+        """Elapsed seconds of the second of two equal steps, known while the first one runs."""
+        first, plain = self._learn(work), self._learn(work)
+        self.worker.run(first)
+        began = time.perf_counter()
+        self.worker.run(plain)
+        return time.perf_counter() - began
+
     def turn(self, work: Work) -> "Turn":
         """Four equal steps, each known while the one before runs: one that does not count, then
         plain, timed, and timed with memory in cache."""
