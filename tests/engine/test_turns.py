@@ -5,6 +5,8 @@ from collections.abc import Awaitable, Callable
 from itertools import pairwise
 from typing import NamedTuple
 
+import pytest
+
 from engine.control.scheduler import IterationScheduler
 from engine.control.settings import SchedulerSettings
 from engine.cost.model import CostModel
@@ -30,8 +32,10 @@ class Span(NamedTuple):
 class NotedExecutor(SimulatedExecutor):
     """Notes when its iterations were computed."""
 
-    def __init__(self, group: int, seconds: float, spans: list[Span]) -> None:
-        super().__init__(CostModel.linear(per_step=seconds, per_token=0.0, per_slot=0.0))
+    def __init__(
+        self, group: int, seconds: float, spans: list[Span], token_seconds: float = 0.0
+    ) -> None:
+        super().__init__(CostModel.linear(per_step=seconds, per_token=token_seconds, per_slot=0.0))
         self._group = group
         self._spans = spans
 
@@ -46,10 +50,12 @@ class NotedExecutor(SimulatedExecutor):
 class Group(NamedTuple):
     seconds: float  # of an iteration
     share: float = 1.0
+    token_seconds: float = 0.0  # of each token in an iteration
 
 
 def an_engine(executor: NotedExecutor, turn: Turn) -> Engine:
-    settings, ledger = SchedulerSettings(max_model_len=1000), KVLedger(KVShape(1000, 1))
+    settings = SchedulerSettings(max_model_len=1000, max_batch_size=8, max_batch_tokens=64)
+    ledger = KVLedger(KVShape(10_000, 1))
     scheduler = IterationScheduler(settings, ledger, build("fcfs", HAND_COST))
     return Engine(scheduler, executor, asyncio.get_running_loop().time, turn=turn)
 
@@ -65,7 +71,10 @@ def play(scene: Scene, *groups: Group) -> list[Span]:
         clock = asyncio.get_running_loop().time
         turns = Turns(clock)
         engines = [
-            an_engine(NotedExecutor(index, group.seconds, spans), turns.join(group.share))
+            an_engine(
+                NotedExecutor(index, group.seconds, spans, group.token_seconds),
+                turns.join(group.share),
+            )
             for index, group in enumerate(groups)
         ]
         async with asyncio.TaskGroup() as tasks:
@@ -78,8 +87,8 @@ def play(scene: Scene, *groups: Group) -> list[Span]:
     return spans
 
 
-async def generate(engine: Engine, num_tokens: int) -> None:
-    with engine.stream(a_spec(4, num_tokens)) as stream:
+async def generate(engine: Engine, num_tokens: int, prompt_len: int = 4, client: str = "") -> None:
+    with engine.stream(a_spec(prompt_len, num_tokens, client=client)) as stream:
         while (await stream.next()).finish is None:
             pass
 
@@ -174,3 +183,48 @@ def test_replicas_of_a_model_compute_together_and_take_turns_with_another_model(
     assert together > 50, together
     first = [span.group == 2 for span in spans if span.end < 20.0]
     assert 0.2 < sum(first) / len(first) < 0.5, "each model has half of the time"
+
+
+async def flood(engine: Engine) -> None:
+    """One more request when the last one has ended, until it is cancelled."""
+    while True:
+        await generate(engine, 20, 150, "flood")
+
+
+def seconds_beside(flooded: list[int], own: int) -> float:
+    """How long a prompt of 150 tokens and 20 more take a caller in the model `own`, while another
+    one has 12 such requests all the time in each of the `flooded` models, which have 8 seats."""
+    took = 0.0
+
+    async def scene(engines: list[Engine]) -> None:
+        nonlocal took
+        floods = [asyncio.create_task(flood(engines[index])) for index in flooded * 12]
+        await asyncio.sleep(3.0)
+        began = asyncio.get_running_loop().time()
+        await generate(engines[own], 20, 150, "caller")
+        took = asyncio.get_running_loop().time() - began
+        for each in floods:
+            each.cancel()
+
+    play(scene, *TWO_MODELS)
+    return took
+
+
+TWO_MODELS = [Group(0.05, 1.0, 0.004), Group(0.01, 1.0, 0.0005)]
+LONGEST = 0.05 + 64 * 0.004  # seconds of an iteration
+
+
+@pytest.mark.parametrize("own", [0, 1])
+def test_a_flood_of_one_model_slows_a_caller_of_another_by_no_more_than_its_share(own: int) -> None:
+    alone = seconds_beside([], own)
+    beside = seconds_beside([1 - own], own)
+
+    assert 1.5 * alone < beside < 2 * alone + 2 * LONGEST, (alone, beside)
+
+
+@pytest.mark.parametrize("own", [0, 1])
+def test_a_flood_of_all_models_leaves_a_caller_its_share_of_its_models_time(own: int) -> None:
+    flooded = seconds_beside([own], own)
+    both = seconds_beside([0, 1], own)
+
+    assert both < 2 * flooded + 2 * LONGEST, (flooded, both)
