@@ -12,6 +12,7 @@ import logging
 import os
 import secrets
 import socket
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -97,6 +98,43 @@ class RayWorker:
             return f"died: {' '.join(str(error).split())[:200]}"
 
 
+class Membership:
+    """This process is on one cluster from its first launcher's start to the end of the last."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # models are loaded and closed in threads
+        self._address = ""
+        self._num_launchers = 0
+
+    def join(self, address: str) -> None:
+        """Raises `StartupError` if there is no cluster at `address`."""
+        with self._lock:
+            if self._num_launchers and address != self._address:
+                raise StartupError(
+                    f"--ray-address {address}: this server's other workers are on the Ray cluster "
+                    f"at {self._address}, and a server has one cluster"
+                )
+            if not self._num_launchers:
+                try:
+                    ray.init(address=address, logging_level=logging.WARNING)
+                except (ConnectionError, RuntimeError, ValueError) as error:
+                    raise StartupError(
+                        f"cannot join the Ray cluster at {address}: {error}"
+                    ) from error
+            self._address = address
+            self._num_launchers += 1
+
+    def leave(self) -> None:
+        """One launcher less."""
+        with self._lock:
+            self._num_launchers -= 1
+            if not self._num_launchers:
+                ray.shutdown()
+
+
+MEMBERSHIP = Membership()
+
+
 class RayLauncher:
     """A `Launcher` on the cluster at `address`; `cpus` and `gpus` are reserved for each worker.
 
@@ -108,10 +146,8 @@ class RayLauncher:
         self._worker = worker
         self._cpus = cpus
         self._gpus = gpus
-        try:
-            ray.init(address=address, logging_level=logging.WARNING)
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            raise StartupError(f"cannot join the Ray cluster at {address}: {error}") from error
+        self._has_left = False
+        MEMBERSHIP.join(address)
         self._address = ray.util.get_node_ip_address()
 
     async def launch(self, num_stages: int, num_ranks: int) -> list[RayWorker]:
@@ -128,8 +164,10 @@ class RayLauncher:
             raise
 
     async def close(self) -> None:
-        """Leave the cluster."""
-        await asyncio.to_thread(ray.shutdown)
+        """Leave the cluster, if no other launcher is on it. Idempotent."""
+        if not self._has_left:
+            self._has_left = True
+            await asyncio.to_thread(MEMBERSHIP.leave)
 
     def _await_placement(self, actors: Sequence[Any]) -> tuple[list[Place], int]:
         """Wait until every actor has a process. Returns their places and the first one's port."""

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from engine.errors import StartupError
 from engine.transport.launcher import placements
 
 ray = pytest.importorskip("ray", reason="ray is not installed")
@@ -25,12 +26,35 @@ async def test_each_worker_reserves_its_cpus_and_gpus(
         raise Reserved
 
     monkeypatch.setattr(ray, "init", lambda **_: None)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
     monkeypatch.setattr(ray, "remote", remote)
     launcher = cluster.RayLauncher("worker", "auto", 3, gpus)
     with pytest.raises(Reserved):
         await launcher.launch(2, 1)
+    await launcher.close()
     assert asked == [{"num_cpus": 3, "num_gpus": gpus, "scheduling_strategy": "SPREAD"}]
+
+
+async def test_all_launchers_of_a_process_are_on_one_cluster_until_the_last_is_closed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(ray, "init", lambda address, **_: calls.append(address))
+    monkeypatch.setattr(ray, "shutdown", lambda: calls.append("left"))
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    one, other = (cluster.RayLauncher("worker", "auto", 1) for _ in range(2))
+    with pytest.raises(
+        StartupError, match=r"--ray-address there: .* are on the Ray cluster at auto"
+    ):
+        cluster.RayLauncher("worker", "there", 1)
+    await one.close()
+    await one.close()
+    assert calls == ["auto"]
+    await other.close()
+    assert calls == ["auto", "left"]
+    await cluster.RayLauncher("worker", "there", 1).close()
+    assert calls == ["auto", "left", "there", "left"]
 
 
 def test_workers_on_cpus_share_their_node_and_workers_with_a_gpu_see_only_that_one() -> None:
