@@ -14,6 +14,7 @@ from engine.kv_shape import KVShape
 from engine.loop import Engine
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.policy.port import Policy
+from engine.replicas.replicas import ServingEngine
 from engine.request import FinishReason, Request, RequestSpec
 from engine.speculation.drafter import Drafter
 from engine.step import HASH_BYTES, PageKind, Step, StepResult, TokenLogprobs
@@ -146,7 +147,9 @@ async def _serve(
     return outcomes
 
 
-async def read_all(engine: Engine, spec: RequestSpec, most: int | None = None) -> RequestOutcome:
+async def read_all(
+    engine: ServingEngine, spec: RequestSpec, most: int | None = None
+) -> RequestOutcome:
     """Read a request's stream to its end, or until `most` tokens have come."""
     outcome = RequestOutcome()
     with engine.stream(spec) as stream:

@@ -29,8 +29,8 @@ class Core(NamedTuple):
 def count_replicas(settings: "Settings") -> int:
     """The number of replicas. Raises `StartupError` if there are not enough cores for them."""
     count = settings.launch.replicas
-    if count == 1:
-        return 1
+    if count == 1 or settings.launch.launcher != "local":
+        return count
     cores = cores_of_machine()
     if count > len(cores):
         raise StartupError(

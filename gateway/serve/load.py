@@ -116,9 +116,9 @@ async def load_model(
     config = await asyncio.to_thread(_adapter("generation_config"), directory)
     defaults = sampling_defaults(config, settings.model.override_generation_config)
     count = await asyncio.to_thread(count_replicas, settings)
-    workers = settings_of_replicas(
-        await asyncio.to_thread(_worker_settings, settings, directory), count
-    )
+    is_here = settings.launch.launcher == "local"
+    own = await asyncio.to_thread(_worker_settings, settings, directory)
+    workers = settings_of_replicas(own, count, is_local=is_here)
     stack = AsyncExitStack()
     try:
         executor = await _executor(settings, workers[0], stack, local)
@@ -131,7 +131,11 @@ async def load_model(
             await asyncio.to_thread(importlib.import_module, "numpy")  # for `gateway.pooling`
         stack.push_async_callback(texts.grammars.close)
         calibration = await _calibrate(settings, directory, executor, report)
-        others = [like_first(each, report) for each in workers[1:]]
+        size = settings.workers.num_stages * settings.workers.num_ranks
+        others = [
+            like_first(each, report, 1 + number * size, is_local=is_here)
+            for number, each in enumerate(workers[1:])
+        ]
         executors = [await _executor(settings, each, stack) for each in others]
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(each.start(_ignore)) for each in executors]

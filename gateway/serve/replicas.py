@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from engine.errors import StartupError
 from engine.loop import Engine
 from engine.lora import LoraReport, LoraSpec
 from engine.transport.multiprocess import MultiprocessExecutor
@@ -12,8 +11,11 @@ from engine.worker_settings import Tiers, WorkerReport, WorkerSettings
 from gateway.serve.cores import cores_of_machine, divide
 
 
-def settings_of_replicas(worker: WorkerSettings, count: int) -> list[WorkerSettings]:
-    """The settings of each replica's workers: its cores, and an equal part of the memory."""
+def settings_of_replicas(
+    worker: WorkerSettings, count: int, *, is_local: bool = True
+) -> list[WorkerSettings]:
+    """The settings of each replica's workers: its cores, if they are of this machine, and an equal
+    part of the memory."""
     if count == 1:
         return [worker]
     kv, tiers = worker.kv, worker.tiers
@@ -32,9 +34,10 @@ def settings_of_replicas(worker: WorkerSettings, count: int) -> list[WorkerSetti
         ),
         num_replicas=count,
     )
+    cores = divide(cores_of_machine(), count) if is_local else [()] * count
     return [
-        replace(part, cores=cores, tiers=_own_directory(part, number))
-        for number, cores in enumerate(divide(cores_of_machine(), count))
+        replace(part, cores=own, tiers=_own_directory(part, number))
+        for number, own in enumerate(cores)
     ]
 
 
@@ -45,13 +48,16 @@ def _own_directory(worker: WorkerSettings, number: int) -> Tiers:
     return replace(tiers, disk_kv=f"{tiers.disk_kv}/replica-{number}")
 
 
-def like_first(worker: WorkerSettings, first: WorkerReport) -> WorkerSettings:
-    """The settings of a further replica, whose KV cache has the size of the first one's."""
-    if first.device != "cpu":
-        raise StartupError(
-            f"--replicas is for CPUs, and the device is {first.device}: start one server for each "
-            "GPU, or use --tensor-ranks"
-        )
+def like_first(
+    worker: WorkerSettings, first: WorkerReport, before: int, *, is_local: bool = True
+) -> WorkerSettings:
+    """The settings of a further replica, whose KV cache has the size of the first one's. On the
+    GPUs of this machine it has the next ones behind those of `before` workers, which are the first
+    replica's last, of which the report is, and all others behind it."""
+    if is_local and first.device != "cpu":
+        last = int(first.device.partition(" ")[0].rpartition(":")[2])  # "cuda:0 (NVIDIA H100)"
+        device = f"cuda:{last + before}"
+        worker = replace(worker, kernels=replace(worker.kernels, device=device))
     if not first.windows:
         return worker
     slots = first.num_blocks * first.block_size

@@ -40,13 +40,13 @@ def check_settings(settings: Settings) -> None:
 
 
 def _check_replicas(settings: Settings) -> None:
-    """Several replicas are worker processes on the CPU, and some files are of one scheduler."""
+    """NUMA nodes are those of this machine, and some files are of one scheduler."""
     if settings.launch.replicas == 1:
         return
-    observe = settings.observe
+    observe, counts_nodes = settings.observe, settings.launch.replicas == 0
     for flag, is_given in (
-        ("--device cuda", settings.kernels.device.startswith("cuda")),
-        ("--launcher ray", settings.launch.launcher != "local"),
+        ("--device cuda", counts_nodes and settings.kernels.device.startswith("cuda")),
+        ("--launcher ray", counts_nodes and settings.launch.launcher != "local"),
         ("--record", observe.record is not None),
         ("--trace", settings.launch.trace is not None),
         ("--kv-events-config", observe.kv_events_config.is_published),

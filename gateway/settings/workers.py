@@ -62,8 +62,8 @@ class LaunchSettings:
     replicas: int = advanced(
         1,
         "workers",
-        "copies of the model on the CPU, each on its share of the cores with its share of the KV "
-        "cache, behind one queue; 0: one for each NUMA node",
+        "copies of the model behind one queue, each with its share of the KV cache: on its share "
+        "of the cores, on GPUs of its own, or on a Ray cluster; 0: one for each NUMA node",
         "N",
         ge=0,
         le=64,

@@ -3,6 +3,8 @@
 The README of `engine` has the same table; when they differ, the last test prints the right one.
 """
 
+import asyncio
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
@@ -13,10 +15,19 @@ import numpy as np
 import pytest
 
 import adapters
+from engine.control.scheduler import IterationScheduler
+from engine.control.settings import SchedulerSettings
 from engine.errors import StartupError
+from engine.kv.ledger import KVLedger
+from engine.kv_shape import KVShape
 from engine.kv_store import Bytes
+from engine.loop import Engine
 from engine.lora import LoraSpec
+from engine.policy.fcfs import FirstComeFirstServed
 from engine.pooling import PoolSpec
+from engine.replicas.delay import QueueDelay
+from engine.replicas.replica import Replica
+from engine.replicas.replicas import Replicas
 from engine.request import RequestSpec
 from engine.speculation.drafter import Drafter
 from engine.step import (
@@ -41,7 +52,7 @@ from tests.engine.worker.cuda.launching import OnStandIns, on_stand_ins
 from tests.engine.worker.cuda.standing import StandingGpu
 from tests.engine.worker.process.driving import GREEDY, Driver, load_worker, settings_for
 from tests.engine.worker.process.fleet import Fleet, fleet
-from tests.inline import RunsSteps, play
+from tests.inline import Mortal, RunsSteps, play, read_all
 from tests.models.checkpoints import make_checkpoint
 from tests.models.drafts import a_drafter, a_model_drafter, first_layers
 from tests.models.encoders import describe_pooling, make_encoder
@@ -49,6 +60,7 @@ from tests.models.images import Prompt, picture
 from tests.models.images import make_checkpoint as make_vision_checkpoint
 from tests.models.loras import make_lora
 from tests.models.mtp import make_mtp_checkpoint
+from tests.scheduling import HAND_COST
 from tests.worker_settings import changed
 
 BUILTIN = Path(adapters.__file__).parent / "builtin"
@@ -301,6 +313,34 @@ def reads_images(bench: Bench) -> None:
         assert [outcome.tokens for outcome in outcomes] == expected
 
 
+def has_replicas(bench: Bench) -> None:
+    """Two replicas with a worker each serve all requests; one worker dies and comes back."""
+    model = make_checkpoint(bench.folder)
+    expected = texts(load_worker(model))
+    workers = [bench.load(model) for _ in range(2)]
+    report, settings = workers[0].report, SchedulerSettings(max_model_len=64, **LIMITS)
+    executors = [Mortal(workers[0], (3,), 1), Mortal(workers[1], (), 1)]
+    members = []
+    for executor in executors:
+        ledger, delay = KVLedger(KVShape(report.num_blocks, report.block_size)), a_delay()
+        scheduler = IterationScheduler(settings, ledger, FirstComeFirstServed(), delay)
+        members.append(Replica(Engine(scheduler, executor, time.perf_counter), delay))
+    replicas = Replicas(members, time.perf_counter)
+
+    async def serve() -> list[list[int]]:
+        running = asyncio.create_task(replicas.run())
+        outcomes = await asyncio.gather(*(read_all(replicas, spec) for spec in SPECS))
+        running.cancel()
+        return [outcome.tokens for outcome in outcomes]
+
+    assert asyncio.run(serve()) == expected
+    assert all(len(executor.steps) > 3 for executor in executors)
+
+
+def a_delay() -> QueueDelay:
+    return QueueDelay(HAND_COST, LIMITS["max_batch_size"])
+
+
 FEATURES: Mapping[str, Callable[[Bench], None]] = {
     "lookahead": looks_ahead,
     "speculation: n-gram, suffix, predicted outputs": speculates,
@@ -317,6 +357,7 @@ FEATURES: Mapping[str, Callable[[Bench], None]] = {
     "shared store": keeps_in_a_store,
     "pipeline stages": lambda bench: is_sharded(bench, 2, 1),
     "tensor ranks": lambda bench: is_sharded(bench, 1, 2),
+    "replicas": has_replicas,
 }
 # What a device rejects, with the beginning of its error.
 REJECTED = {

@@ -83,21 +83,38 @@ def a_report(device: str = "cpu") -> WorkerReport:
 
 def test_further_replicas_have_as_many_kv_blocks_as_the_first() -> None:
     settings = WorkerSettings("model", kv=KVSettings(kv_memory=1000))
-    assert like_first(settings, a_report()).kv.num_blocks == 40
+    further = like_first(settings, a_report(), 1)
+    assert (further.kv.num_blocks, further.kernels.device) == (40, "auto")
 
 
-def test_replicas_on_a_gpu_are_refused() -> None:
-    with pytest.raises(StartupError, match="--replicas is for CPUs, and the device is cuda"):
-        like_first(WorkerSettings("model"), a_report("cuda:0"))
+def test_further_replicas_have_the_next_gpus_of_this_machine() -> None:
+    settings = WorkerSettings("model")
+    found = [like_first(settings, a_report("cuda:3 (H100)"), before) for before in (1, 2, 3)]
+    assert [each.kernels.device for each in found] == ["cuda:4", "cuda:5", "cuda:6"]
+    on_ray = like_first(settings, a_report("cuda:0 (H100)"), 1, is_local=False)
+    assert on_ray.kernels.device == "auto"
+
+
+@pytest.mark.usefixtures("machine")
+def test_replicas_on_a_cluster_are_not_bound_to_cores_of_this_machine() -> None:
+    assert count_replicas(load({"replicas": "9", "launcher": "ray"})) == 9
+    parts = settings_of_replicas(WorkerSettings("model"), 9, is_local=False)
+    assert [each.cores for each in parts] == [()] * 9
 
 
 @pytest.mark.parametrize(
-    ("flag", "value"),
-    [("device", "cuda"), ("launcher", "ray"), ("record", "record.jsonl"), ("trace", "trace.json")],
+    ("count", "flag", "value"),
+    [
+        ("0", "device", "cuda"),
+        ("0", "launcher", "ray"),
+        ("2", "record", "record.jsonl"),
+        ("2", "trace", "trace.json"),
+    ],
 )
-def test_what_is_not_possible_with_replicas_is_refused(flag: str, value: str) -> None:
-    with pytest.raises(StartupError, match=f"--replicas 2 cannot be used with --{flag}"):
-        check_settings(load({"replicas": "2", flag: value}))
+def test_what_is_not_possible_with_replicas_is_refused(count: str, flag: str, value: str) -> None:
+    with pytest.raises(StartupError, match=f"--replicas {count} cannot be used with --{flag}"):
+        check_settings(load({"replicas": count, flag: value}))
+    check_settings(load({"replicas": "2", "device": "cuda", "launcher": "ray"}))
 
 
 class Loader:
