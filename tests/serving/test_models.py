@@ -1,6 +1,7 @@
-"""A real server of a chat model and an embedder, which are loaded and unloaded."""
+"""A real server of a chat model, an embedder and a reranker, which are loaded and unloaded."""
 
 import asyncio
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -8,7 +9,9 @@ import aiohttp
 import psutil
 import pytest
 
+import adapters
 from tests.conftest import Server, read_url, start_server
+from tests.models.encoders import make_encoder
 from tests.serving.client import Json, pause, streamed_text, whole
 
 TABLES = """
@@ -23,6 +26,9 @@ disk_kv = "kv"
 [models.embedder]
 model = "builtin"
 task = "embed"
+
+[models.reranker]
+model = "reranker"
 """
 STORY = "Once upon a time there was a small dog who lived near the sea, and every morning it ran"
 BODY: Json = {"model": "chat", "prompt": STORY, "max_tokens": 200, "temperature": 0}
@@ -32,8 +38,18 @@ BODY: Json = {"model": "chat", "prompt": STORY, "max_tokens": 200, "temperature"
 def server(tmp_path: Path) -> Iterator[Server]:
     config = tmp_path / "models.toml"
     config.write_text(TABLES)
+    make_reranker(tmp_path / "reranker")
     with start_server(tmp_path, "--config", str(config)) as server:
         yield server
+
+
+def make_reranker(directory: Path) -> None:
+    """A random cross-encoder that reads the built-in model's tokens."""
+    sizes = {"vocab_size": 2048, "max_position_embeddings": 128, "num_labels": 1}
+    make_encoder("bert", "ForSequenceClassification", **sizes).save_pretrained(directory)
+    builtin = Path(adapters.__path__[0]) / "builtin"
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(builtin / name, directory)
 
 
 async def statuses(session: aiohttp.ClientSession, url: str) -> dict[str, str]:
@@ -42,18 +58,21 @@ async def statuses(session: aiohttp.ClientSession, url: str) -> dict[str, str]:
     return {model["id"]: model["status"]["value"] for model in models}
 
 
-async def test_a_chat_model_and_an_embedder_share_a_server(server: Server) -> None:
+async def test_a_chat_model_an_embedder_and_a_reranker_share_a_server(server: Server) -> None:
     url, process = read_url(server), psutil.Process(server.pid)
     async with aiohttp.ClientSession() as session:
         assert set((await statuses(session, url)).values()) == {"unloaded"}
         assert process.children() == []
         embedding = {"model": "embedder", "input": "a cat"}
-        text, vectors = await asyncio.gather(
+        text, vectors, order = await asyncio.gather(
             streamed_text(session, url, {**BODY, "ignore_eos": True}),
             embed(session, url, embedding),
+            rerank(session, url),
         )
         assert len(vectors) > 8
-        assert await statuses(session, url) == dict.fromkeys(("chat", "gpt", "embedder"), "loaded")
+        assert sorted(order) == [0, 1, 2]
+        names = ("chat", "gpt", "embedder", "reranker")
+        assert await statuses(session, url) == dict.fromkeys(names, "loaded")
 
         again = asyncio.create_task(streamed_text(session, url, {**BODY, "ignore_eos": True}))
         while not await is_busy(session, url):
@@ -63,8 +82,9 @@ async def test_a_chat_model_and_an_embedder_share_a_server(server: Server) -> No
         assert await again == text  # whole, although its model was being unloaded
         while (await statuses(session, url))["chat"] != "unloaded":
             await pause()
-        assert len(process.children()) == 1
+        assert len(process.children()) == 2
         assert await embed(session, url, embedding) == vectors
+        assert await rerank(session, url) == order
         loaded_again = await whole(session, url, "/v1/completions", {**BODY, "max_tokens": 4})
         assert loaded_again["usage"]["prompt_tokens_details"]["cached_tokens"] >= 16
 
@@ -75,6 +95,21 @@ async def embed(session: aiohttp.ClientSession, url: str, body: Json) -> list[fl
     assert response.status == 200, answer
     vector: list[float] = answer["data"][0]["embedding"]
     return vector
+
+
+async def rerank(session: aiohttp.ClientSession, url: str) -> list[int]:
+    """The documents in the reranker's order, which is that of the scores."""
+    texts = ["a dog by the sea", "a king", "three small boats that never came home"]
+    body: Json = {"model": "reranker", "query": "who lived near the sea?", "documents": texts}
+    async with session.post(f"{url}/v1/rerank", json=body) as response:
+        answer = await response.json()
+    assert response.status == 200, answer
+    pairs = {"model": "reranker", "text_1": body["query"], "text_2": texts}
+    async with session.post(f"{url}/v1/score", json=pairs) as response:
+        scores = [row["score"] for row in (await response.json())["data"]]
+    order: list[int] = [row["index"] for row in answer["results"]]
+    assert order == sorted(range(3), key=scores.__getitem__, reverse=True)
+    return order
 
 
 async def is_busy(session: aiohttp.ClientSession, url: str) -> bool:
