@@ -163,17 +163,24 @@ class Case:
             f"drafts {self.has_drafts}, dies in {sorted(self.dies_in)}"
         )
 
+    @property
+    def _longest_prompt(self) -> int:
+        """Tokens of a prompt beside which the context has room for any output."""
+        return self.served.worker.report.max_model_len - MOST_NEW
+
     def _draw_spec(self) -> RequestSpec:
         """A new prompt, or a later turn of a chat."""
         if self.specs and self.random.random() < 0.3:
             first = self.random.choice(self.specs)
             more = range(3, self.random.randint(4, 12))
-            room = self.served.worker.report.max_model_len - MOST_NEW - len(first.prompt)
+            room = self._longest_prompt - len(first.prompt)
             return replace(first, prompt=(*first.prompt, *more[: max(0, room)]))
         parts: list[Picture | list[int]] = [[5, 6, 92][: self.random.randint(0, 3)] or [7]]
         for _ in range(self.random.choice([0, 1, 1, 2])):
             parts.append(self.random.choice(self.served.pictures))
             parts.append([self.random.randint(1, 80) for _ in range(self.random.randint(1, 6))])
+        while len(Prompt.of(*parts).tokens) > self._longest_prompt:
+            del parts[-2:]  # an image, and what follows it
         prompt = Prompt.of(*parts)
         sampling = SamplingParams(
             temperature=self.random.choice([0.0, 0.7]), seed=self.random.randint(0, 9)
