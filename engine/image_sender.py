@@ -4,7 +4,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Awaitable, Callable
 
     from engine.control.images import Images
     from engine.media import ImagePixels, Media
@@ -16,7 +16,7 @@ class ImageSender:
     def __init__(
         self,
         images: "Images",
-        send: "Callable[[ImagePixels], object]",
+        send: "Callable[[ImagePixels], Awaitable[object]]",
         on_sent: "Callable[[], object]",
     ) -> None:
         self._images = images
@@ -34,7 +34,7 @@ class ImageSender:
     async def _run(self, number: int, media: "Media") -> None:
         try:
             for piece in media.pieces(number):
-                self._send(piece)
+                await self._send(piece)
                 await asyncio.sleep(0)
             self._images.sent(number)
         finally:

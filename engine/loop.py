@@ -27,7 +27,7 @@ from engine.request import ENDS_AT_ONCE, Abort, Request, RequestSpec
 from engine.stream import TokenStream, Wakeup
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from engine.control.scheduler import IterationScheduler
     from engine.media import ImagePixels
@@ -60,7 +60,7 @@ class Engine:
         read_ahead: "Callable[[ReadAhead], object] | None" = None,
         lookup: "StoreLookup | None" = None,
         turn: "Turn | None" = None,
-        send_pixels: "Callable[[ImagePixels], object] | None" = None,
+        send_pixels: "Callable[[ImagePixels], Awaitable[object]] | None" = None,
     ) -> None:
         """Keep at most `depth` iterations in flight, `executor.depth` if it is None; `lookahead` of
         them are for iterations planned ahead. `is_ready` turns False if no iteration returns for

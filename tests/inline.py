@@ -12,6 +12,7 @@ from engine.errors import EngineError, WorkerLost
 from engine.kv.ledger import KVLedger
 from engine.kv_shape import KVShape
 from engine.loop import Engine
+from engine.media import ImagePixels
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.policy.port import Policy
 from engine.replicas.replicas import ServingEngine
@@ -79,6 +80,10 @@ class Mortal:
             raise WorkerLost("as scripted")
         return self._worker.run(step)
 
+    async def send_pixels(self, piece: ImagePixels) -> None:
+        """Only the engine of a worker with an encoder sends them."""
+        self._worker.put_pixels(piece)  # type: ignore[attr-defined]
+
 
 def play(
     worker: RunsSteps,
@@ -128,7 +133,7 @@ def play(
         executor,
         time.perf_counter,
         lookahead=lookahead,
-        send_pixels=getattr(worker, "put_pixels", None),
+        send_pixels=executor.send_pixels if report.encoder else None,
     )
     outcomes = asyncio.run(_serve(engine, specs, client or read_all))
     scheduler.ledger.check()

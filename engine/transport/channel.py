@@ -141,13 +141,16 @@ class StepChannel:
         if self._ended is None:
             self._send_all(frame(ReadCopies(copies)))
 
-    def send_pixels(self, piece: ImagePixels) -> None:
-        """Send a piece of an image to the workers of the first stage, which encode it."""
+    async def send_pixels(self, piece: ImagePixels) -> None:
+        """Send a piece of an image to the workers of the first stage, which encode it. Waits until
+        their sockets have it, so that a step waits behind one piece at most."""
         if self._ended is None:
             data = frame(SendPixels(piece))
-            for placement, connection in self._connections.items():
-                if placement.stage == 0:
-                    connection.write(data)
+            first = [each for place, each in self._connections.items() if place.stage == 0]
+            for connection in first:
+                connection.write(data)
+            for connection in first:
+                await connection.sent()
 
     def _send_all(self, data: bytearray) -> None:
         for connection in self._connections.values():

@@ -45,6 +45,8 @@ class WorkerConnection:
         self._frames = FrameReader()
         self._room = memoryview(bytearray(RECEIVE_BYTES))
         self._backlog = bytearray()
+        self._sent = asyncio.Event()  # whether there is no backlog, or nobody reads it any more
+        self._sent.set()
         self._is_open = True
         self._loop.add_reader(connection.fileno(), self.read)
 
@@ -56,7 +58,12 @@ class WorkerConnection:
         sent = self._send(data)
         if sent < len(data):
             self._backlog = bytearray(memoryview(data)[sent:])
+            self._sent.clear()
             self._loop.add_writer(self._connection.fileno(), self._write_backlog)
+
+    async def sent(self) -> None:
+        """Wait until the socket has accepted all frames, or is not written any more."""
+        await self._sent.wait()
 
     def read(self) -> None:
         """Receive what has arrived and pass on each complete message."""
@@ -88,12 +95,14 @@ class WorkerConnection:
         """Stop reading and writing. Idempotent."""
         if self._is_open:
             self._is_open = False
+            self._sent.set()
             self._loop.remove_reader(self._connection.fileno())
             self._loop.remove_writer(self._connection.fileno())
 
     def _write_backlog(self) -> None:
         del self._backlog[: self._send(self._backlog)]
         if not self._backlog:
+            self._sent.set()
             self._loop.remove_writer(self._connection.fileno())
 
     def _send(self, data: bytes | bytearray) -> int:

@@ -210,10 +210,10 @@ class MultiprocessExecutor:
         if self._group.channel is not None:
             self._group.channel.read_ahead(copies)
 
-    def send_pixels(self, piece: ImagePixels) -> None:
+    async def send_pixels(self, piece: ImagePixels) -> None:
         """Send a piece of an image to the workers that encode it."""
         if self._group.channel is not None:
-            self._group.channel.send_pixels(piece)
+            await self._group.channel.send_pixels(piece)
 
     def _forget_lora(self, lora_id: int) -> None:
         left = tuple(spec for spec in self._worker.loras if spec.lora_id != lora_id)

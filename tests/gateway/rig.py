@@ -23,7 +23,7 @@ from engine.events import Observer, ObserverGroup
 from engine.kv.ledger import KVLedger
 from engine.kv_shape import KVShape
 from engine.loop import Engine
-from engine.media import EncoderReport
+from engine.media import EncoderReport, ImagePixels
 from engine.policy import PolicySettings, build
 from engine.pooling import PoolingReport
 from engine.request import Request
@@ -250,7 +250,7 @@ def build_rig(setting: Setting) -> Rig:
     )
     executor = ScoringExecutor(cost, next_token=ScriptedTexts(setting.texts))
     reads_images = setting.decoder is not None
-    send_pixels = (lambda piece: None) if reads_images else None
+    send_pixels = _send_pixels if reads_images else None
     engine = Engine(scheduler, executor, clock, send_pixels=send_pixels)
     images = None
     if setting.decoder is not None:
@@ -309,6 +309,10 @@ def build_rig(setting: Setting) -> Rig:
     runner = BatchRunner(service, ROUTES.batch_endpoints, setting.max_batch_size, setting.lines)
     app = build_app(service)
     return Rig(app, Client(app), service, metrics, ends.requests, runner, loader, executor)
+
+
+async def _send_pixels(piece: ImagePixels) -> None:
+    """The executor computes no images."""
 
 
 def chat(**fields: Any) -> dict[str, Any]:

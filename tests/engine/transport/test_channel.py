@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from engine.errors import StepFailed, WorkerLost
+from engine.media import ImagePixels
 from engine.step import RequestId, Step, StepEntry, StepId, StepResult
 from engine.transport.channel import StepChannel
 from engine.transport.wire import (
@@ -16,6 +17,7 @@ from engine.transport.wire import (
     FromWorker,
     Goodbye,
     RunStep,
+    SendPixels,
     StepFailure,
     StepRan,
     ToWorker,
@@ -112,6 +114,34 @@ async def test_a_step_larger_than_the_socket_buffer_is_sent_as_the_worker_reads(
     assert [(await answer).step_id for answer in answers] == [1, 2, 3]
     line.channel.submit(a_step(4, 10))
     assert await line.peer.receive() == [RunStep(a_step(4, 10))]
+
+
+async def test_a_step_waits_behind_one_piece_of_an_image_at_most(line: Line) -> None:
+    piece = ImagePixels(1, 0, bytes(4 << 20), (3, 1 << 20), (1, 1, 1))
+
+    async def send() -> None:
+        for _ in range(3):
+            await line.channel.send_pixels(piece)
+
+    sending = asyncio.create_task(send())
+    await asyncio.sleep(0)
+    line.channel.submit(a_step(1, 10))
+    received: list[ToWorker] = []
+    while len(received) < 4:
+        received += await line.peer.receive()
+    await sending
+    pixels = SendPixels(piece)
+    assert received == [pixels, RunStep(a_step(1, 10)), pixels, pixels]
+
+
+async def test_pixels_for_a_worker_that_is_lost_keep_nobody_waiting(line: Line) -> None:
+    piece = ImagePixels(1, 0, bytes(4 << 20), (1 << 20,), (1, 1, 1))
+    sending = asyncio.create_task(line.channel.send_pixels(piece))
+    await asyncio.sleep(0)
+    assert not sending.done()
+    line.peer.connection.close()
+    await sending
+    await line.channel.send_pixels(piece)
 
 
 async def test_a_result_that_arrives_in_two_pieces_resolves_one_future(line: Line) -> None:

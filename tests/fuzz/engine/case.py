@@ -132,7 +132,7 @@ class Case:
         rates = self.settings.rows
         return Device(reader, self._watch.texts, rates, self.random, self.counts)
 
-    def _put_pixels(self, piece: "ImagePixels") -> None:
+    async def _put_pixels(self, piece: "ImagePixels") -> None:
         """A piece of an image reaches the worker."""
         raise Wrong("pixels for a model without an encoder")
 

@@ -194,7 +194,7 @@ class ImageCase(Case):
         if encoded != cache.num_bytes:
             raise Wrong(f"{encoded} bytes are encoded, not {cache.num_bytes}")
 
-    def _put_pixels(self, piece: ImagePixels) -> None:
+    async def _put_pixels(self, piece: ImagePixels) -> None:
         self._images.put(piece)
 
     def _make_clients(self) -> "ImageClients":
