@@ -70,7 +70,7 @@ def replaced(
     return result
 
 
-PIECE = 1 << 18  # numbers in one message, which takes less than 1 ms
+PIECE = 1 << 16  # numbers in one message, which takes less than 1 ms
 
 
 class ImagePixels(NamedTuple):

@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from queue import SimpleQueue
@@ -236,22 +236,19 @@ def orders(
 
     A worker that `waits` for results or for other workers receives them in a thread, which prepares
     them and whose error is raised here. Any other one receives them between two steps, which takes
-    no wake-up of another thread, until a step was planned ahead: then the next one comes early.
+    no wake-up of another thread, until a step was planned ahead or pixels have come: then the next
+    messages come while a step is computed.
     """
     incoming = receive_steps(parent, worker)
-    if not waits:
-        for order in incoming:
-            yield order
-            if order.step.is_ahead:
-                break
-        else:
-            return
+    if not waits and (yield from _one_at_a_time(incoming)):
+        return
 
     def listen() -> None:
         try:
             for order in incoming:
-                worker.learn(order.step)
-                received.put(order)
+                if order is not None:
+                    worker.learn(order.step)
+                    received.put(order)
             received.put(None)
         except Exception as error:  # raised in the other thread
             received.put(error)
@@ -266,9 +263,21 @@ def orders(
         yield found
 
 
-def receive_steps(parent: Parent, worker: "Worker") -> Iterator[ReceivedStep]:
-    """Steps as they come, until a goodbye. LoRA adapters are loaded in a thread, so that neither
-    steps nor messages wait for files."""
+def _one_at_a_time(
+    incoming: Iterator[ReceivedStep | None],
+) -> Generator[ReceivedStep, None, bool]:
+    """Steps until one was planned ahead or pixels come; returns whether none follows."""
+    for order in incoming:
+        if order is not None:
+            yield order
+        if order is None or order.step.is_ahead:
+            return False
+    return True
+
+
+def receive_steps(parent: Parent, worker: "Worker") -> Iterator[ReceivedStep | None]:
+    """Steps as they come, until a goodbye; None for pixels. LoRA adapters are loaded in a thread:
+    neither steps nor messages wait for files."""
     lora_thread = LoraThread(parent, worker)
     while not isinstance(message := parent.receive(), Goodbye | LoadWorker):
         if isinstance(message, RunStep):
@@ -277,6 +286,7 @@ def receive_steps(parent: Parent, worker: "Worker") -> Iterator[ReceivedStep]:
             worker.read_ahead(message.copies)
         elif isinstance(message, SendPixels):
             worker.put_pixels(message.piece)
+            yield None
         else:
             lora_thread.put(message)
 

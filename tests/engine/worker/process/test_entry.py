@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from engine.errors import WorkerLost
+from engine.media import ImagePixels
 from engine.step import LAST_TOKEN, StepId, StepResult
 from engine.transport.wire import (
     FrameReader,
@@ -20,6 +21,7 @@ from engine.transport.wire import (
     LoadProgress,
     LoadWorker,
     RunStep,
+    SendPixels,
     StepFailure,
     StepRan,
     ToWorker,
@@ -92,6 +94,25 @@ def test_steps_are_received_beside_others_once_one_was_planned_ahead(
     assert prepared == [3, 4]
     tokens = [message.result.tokens for message in line.received()[len(LOADING) :]]  # type: ignore[union-attr]
     assert tokens == [(11,), (LAST_TOKEN + 1,), (31,), (41,)]
+
+
+def test_steps_are_received_beside_others_once_pixels_have_come(
+    line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared: list[StepId] = []  # in the thread that receives
+    pieces: list[ImagePixels] = []
+    monkeypatch.setattr(EchoWorker, "learn", lambda _, step: prepared.append(step.step_id))
+    monkeypatch.setattr(
+        EchoWorker, "put_pixels", lambda _, piece: pieces.append(piece), raising=False
+    )
+    pixels = [ImagePixels(1, 4 * at, bytes(4), (2,), (1, 1, 2)) for at in range(2)]
+    line.send(LOAD, RunStep(a_step(1, 10)), SendPixels(pixels[0]))
+    line.send(RunStep(a_step(2, 20)), SendPixels(pixels[1]), RunStep(a_step(3, 30)), Goodbye())
+    assert line.serve() == 0
+    assert prepared == [2, 3]
+    assert pieces == pixels
+    tokens = [message.result.tokens for message in line.received()[len(LOADING) :]]  # type: ignore[union-attr]
+    assert tokens == [(11,), (21,), (31,)]
 
 
 def test_a_worker_gives_the_code_of_libraries_back_once_it_has_loaded(
