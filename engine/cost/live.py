@@ -15,7 +15,9 @@ calibrated, such as other work on the machine or a calibration that was measured
 at other sizes too. So no estimate stays wrong because it keeps its size from being used.
 
 Iterations of decodes only are also followed apart from all others, by one factor on the calibrated
-model: the median of the last of them.
+model: the median of the last of them. Beside slices of an image encoder they take longer, since
+the slices take caches and memory from them: so these only lower it, or longer iterations would lead
+to longer ones.
 
 Factors cannot make something of a coefficient that is 0, nor tell what any piece of a prompt costs
 from what its tokens cost while all pieces have one length. So in place of `UNMEASURED`, which is
@@ -104,9 +106,12 @@ class LiveCost:
     def decodes(self, num_rows: int, num_slots: int) -> float:
         """Seconds of an iteration of `num_rows` decodes which read `num_slots` slots together, as
         the last iterations of decodes only took."""
+        return self._decode_median() * self._start.decodes(num_rows, num_slots)
+
+    def _decode_median(self) -> float:
         if self._decode_ratio is None:
             self._decode_ratio = median(self._decode_ratios)
-        return self._decode_ratio * self._start.decodes(num_rows, num_slots)
+        return self._decode_ratio
 
     def tokens_within(self, seconds: float, num_tokens: int, start: int, beside: int) -> int:
         """The tokens that fit, see `CostModel.tokens_within`."""
@@ -154,7 +159,7 @@ class LiveCost:
             if calibrated > 0.0:
                 self._slowdowns[right - 1].append(seconds / calibrated)
                 if num_tokens == len(step.entries):
-                    self._follow_decodes(seconds / calibrated)
+                    self._follow_decodes(seconds / calibrated, is_alone=not step.encodes)
                 self._learn(right, seconds / predicted, parts, predicted / calibrated)
 
     def _keep(self, counts: StepCounts, seconds: float) -> None:
@@ -166,7 +171,9 @@ class LiveCost:
             with suppress(ValueError):  # all of one size
                 self._begin(fit(samples, graphs=self.model.graphs))
 
-    def _follow_decodes(self, ratio: float) -> None:
+    def _follow_decodes(self, ratio: float, *, is_alone: bool) -> None:
+        if not is_alone:
+            ratio = min(ratio, self._decode_median())
         self._decode_ratios.append(ratio)
         self._decode_ratio = None
 

@@ -9,6 +9,7 @@ import pytest
 from engine.cost.errors import RECENT
 from engine.cost.live import LiveCost
 from engine.cost.model import UNMEASURED, CostModel
+from engine.media import EncoderWork
 from engine.step import RequestId, SampleSpec, SamplingParams, Step, StepEntry, StepId
 
 MODEL = CostModel(((1, 0.01), (64, 0.02), (512, 0.1), (2048, 0.4)), per_slot=0.0, per_pair=0.0)
@@ -204,3 +205,19 @@ def test_a_slow_period_refutes_no_calibration() -> None:
     for _ in range(10):
         cost.observe(step(500), 60.0)
     assert not cost.is_refuted
+
+
+def test_decodes_beside_slices_of_an_image_encoder_raise_no_expectation_of_decodes() -> None:
+    """Or iterations would become longer and longer: slices fill what they may take beside them."""
+    cost = LiveCost(MODEL)
+    alone = MODEL.decodes(1, 1)
+    beside = replace(step(1), encodes=(EncoderWork(1, 0, 1),))
+    for _ in range(RECENT):
+        cost.observe(beside, 1.5 * alone)
+    assert cost.decodes(1, 1) == alone
+    for _ in range(RECENT):
+        cost.observe(step(1), 1.5 * alone)
+    assert cost.decodes(1, 1) == pytest.approx(1.5 * alone)
+    for _ in range(RECENT):
+        cost.observe(beside, alone)
+    assert cost.decodes(1, 1) == pytest.approx(alone)
