@@ -51,7 +51,7 @@ class BatchPlanner:
         self._admission.begin_plan()
         self._kv.search.begin_plan(now)
         self._images.begin_plan(now)
-        self.time.begin_plan(now)
+        self.time.begin_plan(now, self._images.slice_seconds)
         self._fill(batch, now)
         while batch.is_empty and (batch.is_deferred or batch.num_held):
             batch.is_deferred = batch.is_cut = False

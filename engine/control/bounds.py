@@ -80,9 +80,10 @@ class TimeBound:
         """A request arrives; it may have a goal of its own."""
         self._step_time.watch(request)
 
-    def begin_plan(self, now: float) -> None:
-        """Forget what was computed for the last plan."""
-        self._step_time.begin_plan(now)
+    def begin_plan(self, now: float, slice_seconds: float) -> None:
+        """Forget what was computed for the last plan. Prompts leave `slice_seconds` for a slice of
+        the encoder."""
+        self._step_time.begin_plan(now, slice_seconds)
 
     def goal(self, batch: "BatchBuilder") -> float:
         """The lowest ITL goal of the decodes in the batch; infinite if there is none."""

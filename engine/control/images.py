@@ -63,6 +63,7 @@ class Images:
         self._now = 0.0
         self._rates = [EncoderRate(), EncoderRate()]  # embedding patches, and layers
         self._errors = PredictionErrors()  # seconds of an iteration's slices
+        self.slice_seconds = 0.0  # of a slice, if the last iteration had any: the next one will
         self.num_encoded = 0  # images, since the start
 
     @property
@@ -201,6 +202,7 @@ class Images:
     def plan(self, seconds: float) -> tuple[EncoderWork, ...]:
         """The slices that nine of ten iterations compute in so many seconds: at least one, if an
         image is wanted whose pixels were sent."""
+        self.slice_seconds = 0.0
         ready = [each for each in self._wanted.values() if each.is_sent]
         if not ready or self._encoder is None or self._cache is None:
             return ()
@@ -210,6 +212,7 @@ class Images:
         tiles = self._encoder.num_tiles(image.num_patches)
         is_embedded = image.num_planned >= tiles
         each = self._rates[is_embedded].seconds_per_flop * self._encoder.flops(image.num_patches)
+        self.slice_seconds = each * self._errors.margin
         count = int(min(seconds / self._errors.margin, FREE_SECONDS) / each) if each else 1
         if not is_embedded:
             count = min(count, tiles - image.num_planned)

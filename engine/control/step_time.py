@@ -95,7 +95,7 @@ class StepTime:
         self._seats = settings.max_batch_size
         self._pool = pool
         self._cost = cost
-        self._now = 0.0
+        self._now = self._slice_seconds = 0.0
         self._started: _Decodes | None = None  # all started requests, as if all were decodes
         self._prompts: _Prompts | None = None
         self.has_goals = self._goal < inf
@@ -106,8 +106,9 @@ class StepTime:
         if request.spec.itl_goal is not None:
             self.has_goals = self.bounds_pieces = True
 
-    def begin_plan(self, now: float) -> None:
-        """Forget what was computed for the last plan."""
+    def begin_plan(self, now: float, slice_seconds: float) -> None:
+        """Forget what was computed for the last plan. The encoder takes `slice_seconds`."""
+        self._slice_seconds = slice_seconds
         self._now, self._started, self._prompts = now, None, None
 
     def goal_of(self, request: "Request") -> float:
@@ -131,7 +132,7 @@ class StepTime:
             return num_tokens
         model, start = self._cost.model, request.num_planned
         beside = decodes.num_rows + sum(len(entry.tokens) for _, entry in batch.prefills)
-        taken = self._besides_tokens(decodes, batch)
+        taken = self._besides_tokens(decodes, batch) + self._slice_seconds
         draws = request.wants_prompt_logprobs
         in_time = model.tokens_within(goal - taken, num_tokens, start, beside, draws=draws)
         fewest = MIN_PIECE

@@ -151,6 +151,27 @@ def test_without_a_goal_neither_old_streams_nor_old_images_make_iterations_longe
     assert 1.5 * decodes < longest <= 2.0 * decodes + SLICE
 
 
+def test_a_prompt_leaves_time_for_the_slice_beside_it() -> None:
+    rig = Rig(max_prefill_slowdown=2.0)
+    for _ in range(8):
+        rig.add(length=4, max_tokens=390)
+    rig.step()
+    rig.slice_seconds = lambda _: 0.006
+    rig.add(image(2, patches=1000), length=300)
+    for _ in range(10):
+        rig.step()  # the price of a slice is measured
+    prompt = rig.add(length=300)
+    both = list[float]()
+    while not prompt.output:
+        began = rig.now
+        iteration = rig.step()
+        assert iteration is not None
+        if num_slices(iteration) and any(len(entry.tokens) > 1 for entry in iteration.step.entries):
+            both.append(rig.now - began)
+    assert len(both) > 20
+    assert max(both) <= 2.0 * COST.compute(8, 0) + 1e-9
+
+
 def test_without_decodes_an_iteration_encodes_for_a_tenth_of_a_second_at_most() -> None:
     rig = Rig()
     rig.add(image(2, patches=400))
