@@ -71,10 +71,16 @@ class MethodNotAllowed(InvalidRequest):
 
 
 class BodyTooLarge(InvalidRequest):
-    """The body is larger than `--max-body-bytes` or the file limit."""
+    """The body is larger than the limit that this flag sets."""
 
-    def __init__(self, limit: int) -> None:
-        super().__init__(f"The request body is larger than this server's limit of {limit} bytes.")
+    def __init__(self, limit: int, flag: str = "--max-body-bytes") -> None:
+        advice = "Send less"
+        if flag == "--max-body-bytes":
+            advice = "Make images smaller, or upload files to /v1/files and send their ids"
+        super().__init__(
+            f"The request body is larger than the {limit:,} bytes that {flag} allows; it was not "
+            f"read. {advice}."
+        )
 
 
 class TooManyValues(InvalidRequest):

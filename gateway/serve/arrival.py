@@ -13,7 +13,7 @@ HEAD_SECONDS = 30.0
 BODY_BYTES_PER_SECOND = 64 << 10  # a body that arrives at this rate gets more time
 GRACE_SECONDS = 5.0  # the route may reject a slow body so long before the connection does
 SLICE_BYTES = 2_048  # parsed at a time; it may contain 50 further requests
-MAX_LATE_BYTES = 256 << 10  # bytes of a body that may go on arriving after its response
+MAX_LATE_BYTES = 256 << 10  # bytes of a body that are parsed after its response
 PARSING_SECONDS = 0.002  # parsing the data of one read may take so long at once; more is metered
 PARSING_SHARE = 0.1  # share of the loop's time, for all connections whose data takes longer
 _INVALID = "invalid_request_error"
@@ -111,7 +111,7 @@ class Arrival:
         self._timer.set(HEAD_SECONDS, close)
         self._number = 0  # the request's number
         self.is_in_head = False
-        self._is_in_body = False
+        self.is_in_body = False
         self._fields_bytes = 0  # the complete request line, headers and trailers
         self._open_bytes = 0  # since a header, trailer or chunk began that is incomplete
         self._chunk = 0  # number of the chunk whose data is awaited, 0 while none is
@@ -137,7 +137,7 @@ class Arrival:
 
     def begin_body(self) -> None:
         """The head is complete."""
-        self.is_in_head, self._is_in_body = False, True
+        self.is_in_head, self.is_in_body = False, True
         self._body_began_at = asyncio.get_running_loop().time()
         self._timer.set(self._body_seconds + GRACE_SECONDS, self._body_is_late)
 
@@ -146,27 +146,27 @@ class Arrival:
         self._num_chunks += 1
         self._chunk = self._num_chunks
 
-    def add_body(self, num_bytes: int, *, is_late: bool) -> None:
-        """A part of the body, which is late if its response is complete."""
+    def add_body(self, num_bytes: int, *, is_late: bool) -> bool:
+        """A part of the body, which is late if its response is complete. Returns whether more is
+        late than a connection that goes on may read."""
         self._chunk = 0
         self._body_bytes += num_bytes
         self._late_bytes += num_bytes if is_late else 0
-        if self._late_bytes > MAX_LATE_BYTES:
-            self._close()
+        return self._late_bytes > MAX_LATE_BYTES
 
     def end(self) -> None:
         """The request is complete, or rejected."""
         self._timer.stop()
         self._chunk = 0
-        self.is_in_head = self._is_in_body = False
+        self.is_in_head = self.is_in_body = False
 
     def feed(self, data: bytes, parse: Callable[[bytes], None]) -> None:
         """Parse data, which calls the methods above, and reject a request whose framing is larger
         than its body, or a part of which is too large."""
         before, number, num_body_bytes = self._awaited, self._number, self._body_bytes
-        was_in_body = self._is_in_body
+        was_in_body = self.is_in_body
         parse(data)
-        if was_in_body and self._is_in_body and number == self._number:
+        if was_in_body and self.is_in_body and number == self._number:
             self._overhead_bytes += len(data) - (self._body_bytes - num_body_bytes)
             if self._overhead_bytes > MAX_HEAD_BYTES + self._body_bytes:
                 self._reject(Rejection(431, _TOO_SMALL_CHUNKS))

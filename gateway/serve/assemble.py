@@ -44,6 +44,7 @@ from gateway.serve.arrival import ParsingMeter
 from gateway.serve.connection import ConnectionBounds, Retirement
 from gateway.serve.cores import count_replicas
 from gateway.serve.credentials import Credentials, load_credentials
+from gateway.serve.linger import LingerRate
 from gateway.serve.load import OnProgress, lora_specs, served_name
 from gateway.serve.load_times import LoadTime
 from gateway.serve.memory import default_memory, parts_of, weight_bytes
@@ -357,6 +358,7 @@ def build_server(settings: Settings, service: Service, credentials: Credentials)
         settings.http.max_address_connections or share,
         frozenset(route.path.encode() for route in ROUTES.routes if route.is_probe),
         Retirement(),
+        LingerRate(),
     )
     limits = LineLimits(line_bytes=settings.http.max_body_bytes)
     batch_size = settings.scheduler.max_batch_size

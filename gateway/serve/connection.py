@@ -14,6 +14,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from gateway.observe.request_log import RequestLog, RequestRecord
 from gateway.serve.arrival import Arrival, ParsingMeter, Rejection, Timer, check_framing
+from gateway.serve.linger import Linger, LingerRate
 from gateway.serve.places import Place
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class ConnectionBounds(NamedTuple):
     max_per_network: int = 1 << 20
     probes: frozenset[bytes] = frozenset()
     retirement: Retirement = Retirement()  # its own if the server can be upgraded
+    linger_rate: LingerRate | None = None  # shared likewise
 
 
 class Connection(HttpToolsProtocol):
@@ -61,6 +63,7 @@ class Connection(HttpToolsProtocol):
         self._place = place
         self._bounds = bounds or ConnectionBounds()
         self._meter = self._bounds.meter or ParsingMeter()
+        self._linger_rate = self._bounds.linger_rate or LingerRate()
         self._began_at = log.clock()  # the current request
         self._stall = Timer()
         self._running: RequestResponseCycle | None = None  # the request whose response comes next
@@ -71,11 +74,13 @@ class Connection(HttpToolsProtocol):
         super().connection_made(transport)
         self._place.close = transport.abort
         self._arrival = Arrival(self._bounds.body_seconds, self._reject, transport.close)
+        self._linger = Linger(transport, self.flow, self._arrival, self._linger_rate)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._place.leave()
         self._arrival.end()
-        del self._arrival  # it refers to the connection
+        self._linger.stop()
+        del self._arrival, self._linger  # they refer to the connection
         self._stall.stop()
         self._rest.stop()
         self._unparsed = b""
@@ -88,6 +93,9 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        if self._linger.has_begun:
+            self._unset_keepalive_if_required()
+            self._unparsed = b""
         if not self.pipeline:
             self._place.rest()
         if self._unparsed:
@@ -98,6 +106,7 @@ class Connection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: "ASGI3Application") -> None:
         self._running = cycle
+        cycle.transport = self._linger.transport_of(cycle)  # type: ignore[assignment] # all it needs
         super()._start_asgi_task(cycle, app)
 
     def pause_writing(self) -> None:
@@ -109,6 +118,9 @@ class Connection(HttpToolsProtocol):
         super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
+        if self._linger.has_begun:
+            self._linger.discard(len(data))
+            return
         if self._unparsed and len(self._unparsed) + len(data) > MAX_UNPARSED_BYTES:
             self.transport.abort()
             return
@@ -122,7 +134,7 @@ class Connection(HttpToolsProtocol):
     def _parse(self) -> None:
         """Parse until too many requests wait or it has taken too long. The rest is parsed when a
         response is complete, or after a rest."""
-        if self.parser is None:  # it is a WebSocket now
+        if self.parser is None or self._linger.has_begun:  # it is a WebSocket now, or ends
             return
         self._unparsed, delay = self._meter.parse(
             self._unparsed, self._feed, lambda: len(self.pipeline) < MAX_PIPELINED, self._log.clock
@@ -137,7 +149,7 @@ class Connection(HttpToolsProtocol):
 
     def _feed(self, data: bytes) -> bool:
         self._arrival.feed(data, super().data_received)
-        return not self.transport.is_closing()
+        return not self.transport.is_closing() and not self._linger.has_begun
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -164,7 +176,8 @@ class Connection(HttpToolsProtocol):
 
     def on_body(self, body: bytes) -> None:
         is_late = self.cycle is not None and self.cycle.response_complete
-        self._arrival.add_body(len(body), is_late=is_late)
+        if self._arrival.add_body(len(body), is_late=is_late):
+            self._linger.begin()
         super().on_body(body)
 
     def on_message_complete(self) -> None:

@@ -69,5 +69,5 @@ async def _bounded(http: "HttpRequest", max_bytes: int) -> AsyncGenerator[bytes,
     async for piece in http.stream():
         size += len(piece)
         if size > max_bytes + _FORM_BYTES:
-            raise BodyTooLarge(max_bytes)
+            raise BodyTooLarge(max_bytes, "--max-file-bytes")
         yield piece

@@ -73,6 +73,7 @@ def connect(
     state: ServerState | None = None,
     app: Any = app,
     place: Place | None = None,
+    peer: RecordingTransport | None = None,
 ) -> tuple[Connection, RecordingTransport]:
     config = uvicorn.Config(app, log_config=None, lifespan="off", ws="none", http=Connection)
     config.load()
@@ -81,7 +82,7 @@ def connect(
     connection = Connection(
         config, state or ServerState(), {}, bounds=bounds, log=RequestLog(lambda: 0.0), place=place
     )
-    peer = RecordingTransport()
+    peer = peer or RecordingTransport()
     connection.connection_made(cast("asyncio.Transport", peer))
     return connection, peer
 

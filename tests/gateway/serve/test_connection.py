@@ -17,6 +17,7 @@ from gateway.serve.arrival import (
     SLICE_BYTES,
 )
 from gateway.serve.connection import ConnectionBounds
+from gateway.serve.linger import LINGER_SECONDS
 from gateway.serve.places import Places
 from tests.gateway.scenes import in_virtual_time
 from tests.gateway.serve.recording import (
@@ -211,11 +212,16 @@ def test_a_request_rejected_by_the_connection_is_one_line(
 
 
 @in_virtual_time
-async def test_a_body_that_goes_on_after_its_response_closes_the_connection() -> None:
+async def test_a_body_that_goes_on_after_its_response_ends_the_connection() -> None:
     connection, peer = connect()
     connection.data_received(b"POST /x HTTP/1.1\r\nhost: x\r\ncontent-length: 9999999\r\n\r\n")
     await asyncio.sleep(0.1)
-    assert not peer.is_closed
     connection.data_received(b"a" * (MAX_LATE_BYTES + SLICE_BYTES))
+    await asyncio.sleep(LINGER_SECONDS / 2)
+    connection.data_received(b"a" * 9_999_999 + GET)
+    await asyncio.sleep(LINGER_SECONDS / 2 - 0.1)
+    assert not peer.is_closed
+    await asyncio.sleep(0.2)
     assert peer.is_closed
+    assert peer.written.count(b"HTTP/1.1 ") == 1
     connection.connection_lost(None)

@@ -1,0 +1,124 @@
+"""Clients that send on behind the response to their request, whose body was not read."""
+
+import asyncio
+import json
+import socket
+from typing import Any
+
+import pytest
+
+from gateway.serve.connection import ConnectionBounds
+from gateway.serve.linger import BYTES_PER_SECOND, LINGER_SECONDS, MAX_LINGER_BYTES, LingerRate
+from gateway.serve.places import Places
+from tests.gateway.rig import Setting
+from tests.gateway.scenes import in_virtual_time
+from tests.gateway.serve.live import listening
+from tests.gateway.serve.recording import GET, RecordingTransport, connect
+
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 999999999\r\n\r\n"
+PIECE = bytes(256 << 10)
+MAX_BYTES = 100_000
+
+
+async def refuses(scope: Any, receive: Any, send: Any) -> None:
+    """Responds without reading the body."""
+    headers = [(b"connection", b"close"), (b"content-length", b"3")]
+    await send({"type": "http.response.start", "status": 413, "headers": headers})
+    await send({"type": "http.response.body", "body": b"no!"})
+
+
+@pytest.mark.parametrize("framing", ["content-length: {}", "transfer-encoding: chunked"])
+def test_a_client_that_sends_its_whole_body_before_it_reads_sees_the_response(framing: str) -> None:
+    size = 40 * MAX_BYTES
+    head = (
+        f"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\n{framing.format(size)}\r\n\r\n"
+    )
+    body = b"a" * size
+    if "chunked" in framing:
+        body = b"%x\r\n%b\r\n0\r\n\r\n" % (size, body)
+    with (
+        listening(Setting(max_body_bytes=MAX_BYTES)) as live,
+        live.connect() as client,
+    ):
+        client.sendall(head.encode() + body)
+        client.shutdown(socket.SHUT_WR)
+        response = b"".join(iter(lambda: client.recv(1 << 16), b""))
+    status, _, text = response.partition(b"\r\n\r\n")
+    assert status.startswith(b"HTTP/1.1 413 ")
+    assert b"connection: close" in status.lower()
+    message = json.loads(text)["error"]["message"]
+    assert "100,000 bytes that --max-body-bytes allows" in message
+    assert "/v1/files" in message
+
+
+@in_virtual_time
+async def test_what_is_thrown_away_is_bounded_for_a_connection() -> None:
+    connection, peer = connect(app=refuses)
+    connection.data_received(HEAD)
+    await asyncio.sleep(0)
+    for sent in range(0, MAX_LINGER_BYTES + len(PIECE), len(PIECE)):
+        assert not peer.is_closed, sent
+        connection.data_received(PIECE)
+    assert peer.is_closed
+    connection.connection_lost(None)
+
+
+@in_virtual_time
+async def test_connections_share_a_rate_at_which_bytes_are_thrown_away() -> None:
+    class Pausing(RecordingTransport):
+        is_reading = True
+
+        def pause_reading(self) -> None:
+            self.is_reading = False
+
+        def resume_reading(self) -> None:
+            self.is_reading = True
+
+    bounds = ConnectionBounds(linger_rate=LingerRate())
+    clients = [connect(bounds, app=refuses, peer=Pausing()) for _ in range(3)]
+    for connection, _ in clients:
+        connection.data_received(HEAD)
+    await asyncio.sleep(0)
+    num_bytes = 0
+    for _ in range(1000):
+        for connection, peer in clients:
+            if peer.is_reading:  # type: ignore[attr-defined]
+                connection.data_received(PIECE)
+                num_bytes += len(PIECE)
+        await asyncio.sleep(0.001)
+    assert num_bytes <= BYTES_PER_SECOND + len(clients) * len(PIECE)
+    assert num_bytes > BYTES_PER_SECOND / 2
+    for connection, _ in clients:
+        connection.connection_lost(None)
+
+
+@in_virtual_time
+async def test_a_client_that_neither_sends_nor_leaves_is_closed_after_a_while() -> None:
+    connection, peer = connect(app=refuses)
+    connection.data_received(HEAD)
+    await asyncio.sleep(LINGER_SECONDS - 1)
+    assert not peer.is_closed
+    await asyncio.sleep(2)
+    assert peer.is_closed
+    connection.connection_lost(None)
+
+
+@in_virtual_time
+async def test_a_connection_whose_request_was_whole_is_closed_at_once() -> None:
+    connection, peer = connect(app=refuses)
+    connection.data_received(GET)
+    await asyncio.sleep(0)
+    assert peer.is_closed
+    connection.connection_lost(None)
+
+
+@in_virtual_time
+async def test_a_new_connection_takes_the_place_of_one_that_only_sends_on() -> None:
+    places = Places(max_connections=1)
+    connection, peer = connect(app=refuses, place=places.enter("a"))
+    connection.data_received(HEAD)
+    await asyncio.sleep(0)
+    assert not peer.is_closed
+    assert places.enter("b") is not None
+    assert peer.is_closed
+    connection.connection_lost(None)
