@@ -7,7 +7,8 @@ For each attack `--rounds` times: `--streams` streams undisturbed, then the same
 attack runs. Beside them another client sends short requests, each on a new connection, whose time
 to the first token is measured. Where an ordinary load costs the model as much as the attack, that
 is measured in each round as well. The attacker is a process of its own at the lowest priority
-(`--nice`), since its CPU time is not the server's, and has an address of its own. Results are added
+(`--nice`), since its CPU time is not the server's, and has an address of its own. Attacks with
+images are on a model of random weights, since the built-in one reads none. Results are added
 to DIR/attacks.json, and the first table of DIR/README.md is replaced by them. All attacks take
 about seven minutes.
 """
@@ -34,6 +35,7 @@ import uvloop
 
 from examples.benchmarks.attacks.catalog import CASES
 from examples.benchmarks.attacks.honest import HonestStreams
+from examples.benchmarks.attacks.images import write_model
 from examples.benchmarks.attacks.report import (
     COLUMNS,
     Figures,
@@ -48,7 +50,6 @@ from examples.benchmarks.server.served import serving, until_idle
 SERVER_FLAGS = ("--store", "memory", "--cost-model", "measure")  # not one saved on a busy machine
 SETTLE_SECONDS = 0.5
 LOAD_BEFORE = round(os.getloadavg()[0], 2)  # processes that wanted to run, in the last minute
-REST_SECONDS = 0.5  # after an attack, until streams count as undisturbed
 
 
 def rss_mib(server: psutil.Process) -> float:
@@ -84,7 +85,7 @@ class AttackerProcess:
         await asyncio.sleep(SETTLE_SECONDS)
         figures = await window(streams, self.seconds)
         outcomes = json.loads(await self.process.stdout.readline())
-        await asyncio.sleep(REST_SECONDS)
+        await asyncio.sleep(CASES[name.removesuffix("/control")].rest_seconds)
         return figures, outcomes
 
 
@@ -169,19 +170,20 @@ def run(
     """Every attack; those that need the same flags share a server."""
     results: dict[str, dict[str, Any]] = {}
     print(table_head(COLUMNS))
-    for flags, group in groupby(sorted(names, key=_flags), key=_flags):
+    for (flags, needs_images), group in groupby(sorted(names, key=_server), key=_server):
         own = [flag.format(tls=scratch) for flag in flags] + [*SERVER_FLAGS]
         if any("{tls}" in flag for flag in flags):
             certificate(scratch)
-        with serving([arguments.model, *own]) as (server, url):
+        model = write_model(scratch) if needs_images else arguments.model
+        with serving([model, "--served-model-name", arguments.model, *own]) as (server, url):
             results |= uvloop.run(measure_all(server, url, list(group), arguments))
         if arguments.out is not None:
             keep(results, arguments.out / "attacks.json")
     return results
 
 
-def _flags(name: str) -> tuple[str, ...]:
-    return CASES[name].flags
+def _server(name: str) -> tuple[tuple[str, ...], bool]:
+    return CASES[name].flags, CASES[name].needs_images
 
 
 def keep(results: dict[str, dict[str, Any]], path: Path) -> None:

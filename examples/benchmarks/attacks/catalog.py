@@ -8,24 +8,28 @@ from typing import NamedTuple
 
 import aiohttp
 
-from examples.benchmarks.attacks import bodies, connections, sockets
+from examples.benchmarks.attacks import bodies, connections, images, sockets
 from examples.benchmarks.attacks.sending import Attack, Attacker, Json
 
 TRAILER_BYTES = 200 << 20
 SLOW_TEMPLATE = "{{ range(99999)|sum }}" * 2500
 LARK = 'start: s\ns: s s s | s s | "a" | "b" |'
 LARK_NESTED = 'start: (a+)+\na: (b | b b)*\nb: "x" | "y" | /[a-z]{0,40}/'
+REST_SECONDS = 0.5  # after an attack, until streams count as undisturbed
 LONG_IDS = 100_000  # tokens
 WORDS = "The quick brown fox jumps over the lazy dog and counts to twelve. "
 LONG_TEXT = WORDS * 60_000  # 4 MB
 
 
 class Case(NamedTuple):
-    """An attack; `control` is an ordinary load that costs the model as much, if there is one."""
+    """An attack; `control` is an ordinary load that costs the model as much, if there is one. It
+    may need a model that reads images, and time to rest."""
 
     attack: Attack
     flags: tuple[str, ...] = ()
     control: Attack | None = None
+    needs_images: bool = False
+    rest_seconds: float = REST_SECONDS
 
 
 def completion(attacker: Attacker, prompt: object, max_tokens: int, **fields: object) -> Json:
@@ -290,4 +294,8 @@ CASES: Mapping[str, Case] = {
     "chunks of one byte": Case(connections.SMALL_CHUNKS),
     **{name: Case(attack) for name, attack in bodies.ATTACKS.items()},
     **{name: Case(attack) for name, attack in sockets.ATTACKS.items()},
+    **{
+        n: Case(attack, images.FLAGS, None, True, images.REST_SECONDS.get(n, REST_SECONDS))
+        for n, attack in images.ATTACKS.items()
+    },
 }
