@@ -9,6 +9,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,6 +38,7 @@ FEATURES = {
 NUMBER = re.compile(r"^_?[A-Z][A-Z_0-9]*(?:, _?[A-Z_0-9]+)*(?:: \w+)? = -?\(?[\d.][^\n]*")
 SWEEPS = "examples/benchmarks/results/constants/constants.json"
 MAX_LINES, MAX_METHODS, MAX_FIELDS = 60, 20, 25
+Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 ALL, FILES, CLASSES = "lines of all source", "files", "classes"
 LARGE_CLASSES = f"classes of more than {MAX_METHODS} methods or {MAX_FIELDS} fields"
 LONG_FUNCTIONS = f"functions of more than {MAX_LINES} lines"
@@ -46,18 +48,39 @@ SWEPT = "of these with a sweep"
 FIXED = "of these fixed by a format, a unit or a contract"
 
 
-def sources(root: Path) -> Iterator[Path]:
-    """The product's Python files."""
-    for folder in PRODUCT:
+def sources(root: Path, folders: tuple[str, ...] = PRODUCT) -> Iterator[Path]:
+    """The Python files below the folders."""
+    for folder in folders:
         for path in sorted((root / folder).rglob("*.py")):
             if "node_modules" not in path.parts:
                 yield path
+
+
+@cache
+def definitions(path: Path) -> tuple[Definition, ...]:
+    """The classes and functions of a file."""
+    return tuple(_definitions_in(ast.parse(path.read_text())))
+
+
+def _definitions_in(node: ast.AST) -> Iterator[Definition]:
+    """Those of a node's statements; expressions, which have none, are not walked."""
+    for each in ast.iter_child_nodes(node):
+        if isinstance(each, Definition):
+            yield each
+        if isinstance(each, ast.stmt | ast.ExceptHandler | ast.match_case):
+            yield from _definitions_in(each)
 
 
 def area_of(name: str) -> str:
     """The area whose longest folder holds the file."""
     rooms = [(room, area) for area, rooms in AREAS.items() for room in rooms]
     return max((room, area) for room, area in rooms if name.startswith(f"{room}/"))[1]
+
+
+@cache
+def swept(root: Path) -> frozenset[str]:
+    """The numbers that the sweep varies."""
+    return frozenset(row["constant"] for row in json.loads((root / SWEEPS).read_text()))
 
 
 class Number(NamedTuple):
@@ -73,8 +96,7 @@ class Number(NamedTuple):
         pages = re.findall(r"results/(\w+)", self.why)
         if pages != ["constants"] * len(pages) or not pages:
             return bool(pages)
-        rows = json.loads((root / SWEEPS).read_text())
-        return {f"{self.module}.{name}" for name in self.names} <= {r["constant"] for r in rows}
+        return {f"{self.module}.{name}" for name in self.names} <= swept(root)
 
     @property
     def is_fixed(self) -> bool:
@@ -121,11 +143,11 @@ def figures(root: Path) -> dict[str, int]:
         for feature, pattern in FEATURES.items():
             found[f"files that name {feature}"] += bool(re.search(pattern, text))
         found[NUMBERS] += sum(bool(NUMBER.match(line)) for line in text.splitlines())
-        for node in ast.walk(ast.parse(text)):
+        for node in definitions(path):
             if isinstance(node, ast.ClassDef):
                 found[CLASSES] += 1
-                found[LARGE_CLASSES] += _is_large(node)
-            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                found[LARGE_CLASSES] += is_large(node)
+            else:
                 lines = (node.end_lineno or 0) - node.lineno + 1
                 found[LONG_FUNCTIONS] += lines > MAX_LINES
     for number in numbers(root):
@@ -135,7 +157,10 @@ def figures(root: Path) -> dict[str, int]:
     return found
 
 
-def _is_large(node: ast.ClassDef) -> bool:
+def is_large(node: Definition) -> bool:
+    """Whether a class has more methods or fields than one can hold."""
+    if not isinstance(node, ast.ClassDef):
+        return False
     methods = sum(isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef) for each in node.body)
     fields = sum(isinstance(each, ast.AnnAssign) for each in node.body)
     return methods > MAX_METHODS or fields > MAX_FIELDS

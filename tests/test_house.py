@@ -10,30 +10,28 @@ import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.house_table import ALL, AREAS, figures, numbers
+from tests.house_table import (
+    ALL,
+    AREAS,
+    PRODUCT,
+    Definition,
+    definitions,
+    figures,
+    is_large,
+    numbers,
+    sources,
+)
 
 ROOT = Path(__file__).parents[1]
-PRODUCT = ("adapters", "engine", "gateway")
 ROOMS: dict[str, int] = tomllib.loads((ROOT / "tests/house.toml").read_text())["lines"]
 SLACK = 0.05  # the share of its budget that a room may leave unused
-MAX_METHODS = 20
-MAX_FIELDS = 25
 MAX_FILE = 400
 FRAGMENT = re.compile(r"(As|Of|By|From|Which|Those|At) ")  # the begin of no sentence of its own
 MID_SENTENCE = re.compile(r"\S  # ((?:in|for|by|from|with) which|of|that|which|whose) ")
 OTHER_WORDS = re.compile(r"\b(?:LEAST|MOST)_[A-Z_]+")  # the field says MIN_ and MAX_
-
-
-def sources(*folders: str) -> Iterator[Path]:
-    """All Python files below the folders."""
-    for folder in folders:
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            if "node_modules" not in path.parts:
-                yield path
 
 
 def room_of(path: Path) -> str:
@@ -46,20 +44,16 @@ def room_of(path: Path) -> str:
 def lines_by_room() -> dict[str, int]:
     """The lines of each room, without those of rooms inside it."""
     lines = dict.fromkeys(["", *ROOMS], 0)
-    for path in sources(*PRODUCT, "tests", "examples"):
+    for path in sources(ROOT, (*PRODUCT, "tests", "examples")):
         lines[room_of(path)] += len(path.read_text().splitlines())
     return lines
 
 
-@cache
-def definitions() -> list[tuple[str, Any]]:
+def places() -> Iterator[tuple[str, Definition]]:
     """All classes and functions of the product, with their places."""
-    return [
-        (f"{path.relative_to(ROOT)}:{node.lineno} {node.name}", node)
-        for path in sources(*PRODUCT)
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-    ]
+    for path in sources(ROOT):
+        for node in definitions(path):
+            yield f"{path.relative_to(ROOT)}:{node.lineno} {node.name}", node
 
 
 def test_every_file_is_in_a_room() -> None:
@@ -86,33 +80,23 @@ def test_a_room_keeps_its_budget_of_lines(room: str) -> None:
 
 
 def test_no_file_is_longer_than_it_can_be_read_at_once() -> None:
-    lines = {path: len(path.read_text().splitlines()) for path in sources(*PRODUCT)}
+    lines = {path: len(path.read_text().splitlines()) for path in sources(ROOT)}
     assert [str(path) for path, count in lines.items() if count > MAX_FILE] == []
 
 
 def test_no_class_has_more_methods_or_fields_than_one_can_hold() -> None:
-    large = []
-    for place, node in definitions():
-        if not isinstance(node, ast.ClassDef):
-            continue
-        methods = sum(
-            isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef) for each in node.body
-        )
-        fields = sum(isinstance(each, ast.AnnAssign) for each in node.body)
-        if methods > MAX_METHODS or fields > MAX_FIELDS:
-            large.append(f"{place.partition(':')[0]}: {node.name}")
-    assert large == []
+    assert [place for place, node in places() if is_large(node)] == []
 
 
 def test_a_docstring_is_understood_without_its_signature() -> None:
-    docs = ((place, ast.get_docstring(node) or "") for place, node in definitions())
+    docs = ((place, ast.get_docstring(node) or "") for place, node in places())
     assert [place for place, text in docs if FRAGMENT.match(text)] == []
 
 
 def test_no_comment_goes_on_with_the_code_before_it() -> None:
     found = [
         f"{path.relative_to(ROOT)}: {line.strip()}"
-        for path in sources(*PRODUCT)
+        for path in sources(ROOT)
         for line in path.read_text().splitlines()
         if MID_SENTENCE.search(line)
     ]
@@ -122,7 +106,7 @@ def test_no_comment_goes_on_with_the_code_before_it() -> None:
 def test_limits_are_named_min_and_max() -> None:
     found = {
         f"{path.relative_to(ROOT)}: {name}"
-        for path in sources(*PRODUCT)
+        for path in sources(ROOT)
         for name in OTHER_WORDS.findall(path.read_text())
     }
     assert sorted(found) == []
@@ -130,8 +114,6 @@ def test_limits_are_named_min_and_max() -> None:
 
 def test_processes_do_not_import_from_the_working_directory() -> None:
     """`python -m` without `-P` puts the folder that a user is in before the installed packages."""
-    own = [
-        path for room in ("gateway", "engine", "adapters") for path in (ROOT / room).rglob("*.py")
-    ]
-    starts = [line for path in own for line in path.read_text().splitlines() if '"-m", ' in line]
+    lines = (line for path in sources(ROOT) for line in path.read_text().splitlines())
+    starts = [line for line in lines if '"-m", ' in line]
     assert [line for line in starts if '"-P", "-m"' not in line and '"pip"' not in line] == []
