@@ -13,7 +13,6 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH_INDEX ?=
 BIN := $(VENV)/bin
-unexport PYTHONDONTWRITEBYTECODE # the tests start hundreds of processes: none compiles what another has compiled
 SERVING := $(VENV)/.serving
 DEVELOPMENT := $(VENV)/.development
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal

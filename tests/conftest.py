@@ -19,11 +19,15 @@ from tests.cpu_report import CpuReport
 # Threads of torch that wait for each other spin: with two on two busy cores, attention over some
 # hundred tokens took five times the CPU seconds. OpenMP reads this once, before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# No process compiles what another has compiled: rewriting the assertions of all tests took each of
+# pytest's a third of its start, and the tests start hundreds.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 import torch
 
 from engine.files import source_digest
 from engine.worker.weights.source import Weights
 
+sys.dont_write_bytecode = False
 settings.register_profile("podway", deadline=None)  # no test asserts a time
 settings.load_profile("podway")
 if not torch.cuda.is_available():  # before any Triton kernel is imported
