@@ -3,8 +3,12 @@
 The weights are large enough that logits differ clearly between tokens, positions and heads.
 """
 
+import atexit
 import json
+import shutil
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -311,6 +315,10 @@ OTHER_CONFIG: dict[str, dict[str, Any]] = {
 }
 
 
+_WRITTEN = TemporaryDirectory()
+atexit.register(_WRITTEN.cleanup)
+
+
 def make_model(variant: str, seed: int = 0, **changes: Any) -> Any:
     """A transformers causal LM of a variant, every parameter random (norms and biases too)."""
     config_class, differences = VARIANTS[variant]
@@ -338,9 +346,20 @@ def make_checkpoint(directory: Path, variant: str = "llama", seed: int = 0, **ch
     `changes` are config fields on top of the variant's; `max_shard_size` (a keyword of
     `save_pretrained`) splits the weights over several files.
     """
+    if not changes:  # many tests have the same one
+        return shutil.copytree(
+            _unchanged(variant, seed), directory, copy_function=shutil.copy, dirs_exist_ok=True
+        )
     shard_size = changes.pop("max_shard_size", "1GB")
     make_model(variant, seed, **changes).save_pretrained(directory, max_shard_size=shard_size)
     if variant in OTHER_CONFIG:
         path = directory / "config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | OTHER_CONFIG[variant]))
     return directory
+
+
+@cache
+def _unchanged(variant: str, seed: int) -> Path:
+    """A variant's checkpoint, written once in a process."""
+    directory = Path(_WRITTEN.name) / f"{variant}-{seed}"
+    return make_checkpoint(directory, variant, seed, max_shard_size="1GB")

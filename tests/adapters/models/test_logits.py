@@ -83,18 +83,10 @@ def assert_close(found: Tensor, expected: Tensor, tolerance: float = TOLERANCE) 
     assert (found - expected).abs().max().item() < tolerance
 
 
-def test_whole_prefill_matches(pair: Pair) -> None:
-    tokens = text(61)
-    (expected,) = pair.expected(tokens)
-    for request, length in enumerate((1, 4, 5, 61)):
-        found = Driver(pair.worker).logits((request, tokens[:length]))
-        assert_close(found[0], expected[length - 1], pair.tolerance)
-
-
 def test_chunked_prefill_and_decode_match_at_every_split(pair: Pair) -> None:
-    tokens, driver = text(61), Driver(pair.worker)
+    tokens, driver = text(53), Driver(pair.worker)
     (expected,), done = pair.expected(tokens), 0
-    for size in (3, 1, 8, 13, 20, *[1] * 16):
+    for size in (3, 1, 8, 13, 20, *[1] * 8):
         found = driver.logits((0, tokens[done : done + size]))
         done += size
         assert_close(found[0], expected[done - 1], pair.tolerance)
