@@ -60,8 +60,9 @@ class SeatBound:
         return min(num_ready, batch.seats - 1)
 
 
-class TimeBound:
-    """How many tokens of a request the batch has time for, and whether a request may start."""
+class TimeBound(StepTime):
+    """How many tokens of a request the batch has time for, and whether a request may start: the ITL
+    goals with the two other limits."""
 
     def __init__(
         self,
@@ -70,24 +71,10 @@ class TimeBound:
         cost: "LiveCost",
         seats: SeatBound,
     ) -> None:
+        super().__init__(settings, pool, cost)
         self._settings = settings
-        self._cost = cost
-        self._seats = seats
-        self._step_time = StepTime(settings, pool, cost)
-        self._background = BackgroundTime(settings, pool, cost, self._step_time)
-
-    def watch(self, request: Request) -> None:
-        """A request arrives; it may have a goal of its own."""
-        self._step_time.watch(request)
-
-    def begin_plan(self, now: float, slice_seconds: float) -> None:
-        """Forget what was computed for the last plan. Prompts leave `slice_seconds` for a slice of
-        the encoder."""
-        self._step_time.begin_plan(now, slice_seconds)
-
-    def goal(self, batch: "BatchBuilder") -> float:
-        """The lowest ITL goal of the decodes in the batch; infinite if there is none."""
-        return self._step_time.goal(batch)
+        self._seat_bound = seats
+        self._background = BackgroundTime(settings, pool, cost, self)
 
     def tokens(self, batch: "BatchBuilder", request: Request, num_tokens: int) -> int:
         """How many of the next `num_tokens` tokens of a started request there is time for. Suspects
@@ -96,18 +83,13 @@ class TimeBound:
             in_time = num_tokens
             if not request.num_crashes:
                 in_time = self._in_step_seconds(batch, request, num_tokens)
-                if in_time and self._step_time.bounds_pieces:
-                    in_time = self._step_time.piece(batch, request, in_time)
+                if in_time and self.bounds_pieces:
+                    in_time = self.piece(batch, request, in_time)
             batch.is_cut = batch.is_cut or in_time < num_tokens
             num_tokens = in_time
         if num_tokens and request.spec.is_background:
             return self._background.tokens(batch, request, num_tokens)
         return num_tokens
-
-    def left(self, batch: "BatchBuilder") -> float:
-        """The seconds that the goals of a complete batch leave for other work; infinite without
-        any."""
-        return self._step_time.left(batch)
 
     def has_room(self, batch: "BatchBuilder", request: Request) -> bool:
         """Whether there is time for a request without KV."""
@@ -118,14 +100,6 @@ class TimeBound:
         if not request.spec.is_background:
             return True
         return self._background.tokens(batch, request, request.unplanned) > 0
-
-    def may_start(self, request: Request) -> bool:
-        """Whether the ITL goals would be met with this waiting request as one more decode."""
-        return not self._step_time.has_goals or self._step_time.may_start(request)
-
-    def started(self, request: Request) -> None:
-        """The request has started in this plan."""
-        self._step_time.started(request)
 
     def spend(self, batch: "BatchBuilder", request: Request, num_tokens: int) -> None:
         """So many tokens of a background request will be added to the batch."""
@@ -143,7 +117,7 @@ class TimeBound:
             return num_tokens
         if self._is_used_up(batch):
             return 0
-        beside = batch.num_tokens + self._seats.num_others(batch, request)
+        beside = batch.num_tokens + self._seat_bound.num_others(batch, request)
         if not beside:
             return num_tokens
         in_time = self._cost.tokens_within(bound, num_tokens, request.num_planned, beside)

@@ -194,7 +194,7 @@ class StepTime:
 
     def may_start(self, request: "Request") -> bool:
         """Whether the goals would be met with this request as one more decode."""
-        if request.spec.is_background:
+        if request.spec.is_background or not self.has_goals:
             return True
         started = self._all_started()
         goal = min(started.goal, self.goal_of(request))
