@@ -1,8 +1,7 @@
-"""Proposals: all that the scheduler does for speculation, in one object.
+"""Proposals: what a plan does for speculation.
 
 A plan asks which requests wait for their drafts instead of being planned ahead, and adds drafts to
-the decodes of its batch, from the tokens and KV blocks that are left over. A commit reports which
-drafts were accepted, and what the iteration took. Without a drafter nothing is done.
+the decodes of its batch, from the tokens and KV blocks that are left over.
 """
 
 from typing import TYPE_CHECKING
@@ -15,15 +14,14 @@ if TYPE_CHECKING:
     from engine.pool import RequestPool
     from engine.request import Request
     from engine.speculation.drafter import Drafter
-    from engine.step import StepResult
 
 
 class Proposals:
-    """Passes drafts between a drafter, which may be None, and the scheduler's iterations."""
+    """Passes drafts from a drafter to the iterations being planned."""
 
     def __init__(
         self,
-        drafter: "Drafter | None",
+        drafter: "Drafter",
         kv: "KVCache",
         pool: "RequestPool",
         settings: "SchedulerSettings",
@@ -37,7 +35,7 @@ class Proposals:
         """Remove from `ahead`, the requests that could be planned ahead of the `oldest` iteration,
         those that wait until their drafts are known."""
         drafter = self._drafter
-        if drafter is not None and drafter.is_active and ahead:
+        if drafter.is_active and ahead:
             for request in drafter.waiting(oldest, ahead):
                 del ahead[request]
 
@@ -45,7 +43,7 @@ class Proposals:
         """Give the decodes of a complete batch drafts, and let the draft model propose tokens
         behind them. One free block is left for each started request to grow into."""
         drafter = self._drafter
-        if drafter is None or not drafter.is_active:
+        if not drafter.is_active:
             return
         if not batch.has_prefills:
             self._add_drafts(batch, drafter)
@@ -63,21 +61,6 @@ class Proposals:
             if spec.num_tokens == 0 or spare.take(request, spec.num_tokens):
                 batch.add_proposal(index, spec, kv)
                 drafter.will_propose(request, spec)
-
-    def returned(self, request: "Request", num_drafts: int, num_accepted: int) -> None:
-        """The drafts of a request were verified."""
-        if self._drafter is not None:
-            self._drafter.returned(request, num_drafts, num_accepted)
-
-    def committed(self, iteration: "Iteration", result: "StepResult", now: float) -> None:
-        """The result was applied: keep what the draft model proposed, and learn what it took."""
-        if self._drafter is not None:
-            self._drafter.iteration_took(iteration, result, now)
-
-    def dropped(self, iteration: "Iteration") -> None:
-        """The iteration raised an error."""
-        if self._drafter is not None:
-            self._drafter.dropped(iteration)
 
 
 class _SpareBlocks:

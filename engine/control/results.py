@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from engine.control.lifecycle import Lifecycle
-    from engine.control.proposals import Proposals
     from engine.iteration import EntryResults
     from engine.kv.cache import KVCache
     from engine.pool import RequestPool
+    from engine.speculation.drafter import Drafter
     from engine.step import Fault, StepEntry, StepResult
 
     RowCommit = Callable[[Request, StepEntry], Iterable[Delivery]]
@@ -32,12 +32,12 @@ class StepResults:
     requests for which they are the last."""
 
     def __init__(
-        self, kv: "KVCache", pool: "RequestPool", lifecycle: "Lifecycle", proposals: "Proposals"
+        self, kv: "KVCache", pool: "RequestPool", lifecycle: "Lifecycle", drafter: "Drafter | None"
     ) -> None:
         self._kv = kv
         self._pool = pool
         self._lifecycle = lifecycle
-        self._proposals = proposals
+        self._drafter = drafter
         self._block_size = kv.block_size
         self._keeps_all = kv.keeps_all
         # Of the iteration being committed:
@@ -151,7 +151,7 @@ class StepResults:
         assert not request.num_in_flight, "no iteration is planned behind drafts"
         first, *accepted = tokens
         request.num_planned = entry.start + len(tokens)
-        self._proposals.returned(request, entry.num_drafts, len(accepted))
+        self._verified(request, entry, len(accepted))
         self._advance(request, entry.start, len(tokens), first.token)
         deliveries = [Delivery(request, *first)]
         for sampled in accepted:
@@ -160,6 +160,11 @@ class StepResults:
                 deliveries.append(Delivery(request, *sampled))
         self._settle(request, entry.start, len(tokens))
         return deliveries
+
+    def _verified(self, request: Request, entry: "StepEntry", num_accepted: int) -> None:
+        """So many of an entry's drafts were accepted."""
+        if self._drafter is not None:
+            self._drafter.returned(request, entry.num_drafts, num_accepted)
 
     def _commit_vector(
         self, vector: bytes, request: Request, entry: "StepEntry"
@@ -176,7 +181,7 @@ class StepResults:
         has gone past that token: such a request waits, to start behind its newest snapshot."""
         num_tokens = len(entry.tokens) - entry.num_drafts
         if entry.num_drafts:
-            self._proposals.returned(request, entry.num_drafts, 0)
+            self._verified(request, entry, 0)
         self._advance(request, entry.start, num_tokens, None)
         request.samples.was_late(request.produced)
         if self._kv.rewinds:

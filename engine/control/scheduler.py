@@ -66,9 +66,11 @@ class IterationScheduler:
         swap = settings.swap if ledger.shape.num_host_blocks else SwapMode.OFF
         terms = AdmissionSettings(settings.admission, settings.max_preemptions, swap)
         self.admission = AdmissionControl(terms, self.kv, self.pool, observer)
-        self._swap_planner = SwapPlanner(
-            terms, self.kv, self.pool, self.admission, settings.max_batch_size
-        )
+        self._swap_planner: SwapPlanner | None = None
+        if terms.swaps and swap is SwapMode.PROACTIVE:
+            self._swap_planner = SwapPlanner(
+                self.kv, self.pool, self.admission, settings.max_batch_size
+            )
         self._planner = BatchPlanner(
             settings,
             self.pool,
@@ -80,8 +82,10 @@ class IterationScheduler:
         ends = observer if drafter is None else ObserverGroup(observer, drafter)
         self.lifecycle = Lifecycle(self.kv, self.pool, ends, settings.max_crashes)
         self.arrivals = Arrivals(settings, self.kv, self.pool, self.cost, self.images)
-        self._proposals = Proposals(drafter, self.kv, self.pool, settings)
-        self._results = StepResults(self.kv, self.pool, self.lifecycle, self._proposals)
+        self._proposals: Proposals | None = None
+        if drafter is not None:
+            self._proposals = Proposals(drafter, self.kv, self.pool, settings)
+        self._results = StepResults(self.kv, self.pool, self.lifecycle, drafter)
         self.looks_ahead = True  # whether `plan` may be called with an iteration in flight
         self._next_step_id = 0
 
@@ -115,10 +119,15 @@ class IterationScheduler:
         `ContextTooLong`, `Overloaded`, or, if it cannot meet its deadline, `DeadlineUnmeetable` or
         `InvalidRequest`; then nothing is changed."""
         request = self.arrivals.accept(spec, now, block_hashes)
-        self._swap_planner.arrive(request)
-        self._planner.time.watch(request)
+        self._expect(request)
         self._observer.arrived(request, now)
         return request
+
+    def _expect(self, request: Request) -> None:
+        """A request will have to be planned."""
+        if self._swap_planner is not None:
+            self._swap_planner.arrive(request)
+        self._planner.time.watch(request)
 
     def hand_over(self, request: Request, to: "IterationScheduler", now: float) -> None:
         """Let another scheduler of the same model and queue go on with a waiting request."""
@@ -137,8 +146,7 @@ class IterationScheduler:
         to.lifecycle.adopt(request)
         if request.spec.media:
             to.images.arrive(request)
-        to._swap_planner.arrive(request)
-        to._planner.time.watch(request)
+        to._expect(request)
         to._observer.adopted(request, now)
 
     def may_start_in_time(self, request: Request) -> bool:
@@ -168,8 +176,10 @@ class IterationScheduler:
         batch = self._new_batch(ahead)
         self._planner.plan(batch, now)
         if not batch.is_empty:
-            self._swap_planner.order_moves(now)
-            self._proposals.add_to(batch)
+            if self._swap_planner is not None:
+                self._swap_planner.order_moves(now)
+            if self._proposals is not None:
+                self._proposals.add_to(batch)
         if not batch.is_empty or not self.pool.count(State.RUNNING):
             batch.encodes = self.images.plan(self._planner.time.left(batch))
         swaps = self.kv.collect_moves(0 if batch.is_empty else SAVES_PER_STEP)
@@ -190,7 +200,8 @@ class IterationScheduler:
         loading = {load.request for load in oldest.loads}
         may_go = (r for r in oldest.requests if r.may_go_ahead and r not in loading)
         ahead = dict.fromkeys(may_go)
-        self._proposals.hold_back(oldest, ahead)
+        if self._proposals is not None:
+            self._proposals.hold_back(oldest, ahead)
         return ahead
 
     def _new_batch(self, ahead: dict[Request, None]) -> BatchBuilder:
@@ -226,7 +237,8 @@ class IterationScheduler:
             self.lifecycle.fail(request, RowFailed("An image could not be encoded."), now)
         deliveries = self._results.apply(iteration, result, now)
         deliveries += [Delivery(request, None) for request in failed]
-        self._proposals.committed(iteration, result, now)
+        if self.drafter is not None:
+            self.drafter.iteration_took(iteration, result, now)
         self.images.committed(iteration, result)
         if iteration.requests:
             others = result.proposal_seconds + result.encoder_seconds
@@ -237,7 +249,8 @@ class IterationScheduler:
     def fail(self, iteration: Iteration, error: "EngineError", now: float) -> list[Request]:
         """An iteration raised an error: its requests fail. Returns them."""
         self._observer.failed(iteration, now)
-        self._proposals.dropped(iteration)
+        if self.drafter is not None:
+            self.drafter.dropped(iteration)
         self.lifecycle.num_committed += 1
         for leaving in self.kv.finish(iteration, None).leaving:
             self.lifecycle.iteration_returned(leaving, now)

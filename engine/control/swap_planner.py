@@ -13,12 +13,11 @@ scheduled time is not earlier.
 
 from typing import TYPE_CHECKING
 
-from engine.control.admission import SwapMode
 from engine.policy.port import Preemption
 from engine.request import Request, State
 
 if TYPE_CHECKING:
-    from engine.control.admission import AdmissionControl, AdmissionSettings
+    from engine.control.admission import AdmissionControl
     from engine.kv.cache import KVCache
     from engine.pool import RequestPool
 
@@ -34,23 +33,17 @@ class SwapPlanner:
 
     def __init__(
         self,
-        settings: "AdmissionSettings",
         kv: "KVCache",
         pool: "RequestPool",
         admission: "AdmissionControl",
         seats: int,
     ) -> None:
-        self._is_on = settings.swaps and settings.swap is SwapMode.PROACTIVE
         self._kv = kv
         self._pool = pool
         self._admission = admission
         self._seats = seats
         self._arrived = 0  # blocks of prompts that arrived since the last plan
         self._burst = 0.0  # most blocks that arrived between two plans, decaying
-
-    @property
-    def _is_active(self) -> bool:
-        return self._is_on and self._pool.policy.preemption is not Preemption.NEVER
 
     def arrive(self, request: Request) -> None:
         """Count the blocks of a new prompt."""
@@ -59,7 +52,7 @@ class SwapPlanner:
 
     def order_moves(self, now: float) -> None:
         """Order moves that are not awaited, to be part of the iteration being planned."""
-        if not self._is_active:
+        if self._pool.policy.preemption is Preemption.NEVER:
             return
         spare = self._spare()
         if self._num_short(spare) <= 0 and not self._pool.count(SWAPPED):

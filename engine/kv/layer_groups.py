@@ -4,6 +4,8 @@ All groups take their blocks from one pool, since a block has the same number of
 holds the KV of `block_size` tokens in as many layers. So no memory is set aside for a group.
 """
 
+from array import array
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from engine.kv.prefix import name_in_group
@@ -11,7 +13,22 @@ from engine.kv.prefix import name_in_group
 if TYPE_CHECKING:
     from collections.abc import Container, Iterator, Sequence
 
-    from engine.kv.tables import Table
+
+@dataclass(slots=True)
+class Table:
+    """The blocks of a request in one layer group, oldest first.
+
+    The first `first` blocks of the request are not in it any more. `num_published` counts them too.
+    """
+
+    first: int = 0
+    num_published: int = 0
+    blocks: "array[int]" = field(default_factory=lambda: array("i"))
+
+    @property
+    def stop(self) -> int:
+        """The number of the block behind the table."""
+        return self.first + len(self.blocks)
 
 
 class LayerGroup(NamedTuple):

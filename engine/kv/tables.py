@@ -1,7 +1,7 @@
 """The block tables of one request, and which blocks of them a copy on the host has."""
 
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from engine.step import BlockTable
@@ -9,31 +9,15 @@ from engine.step import BlockTable
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from engine.kv.layer_groups import Table
     from engine.step import Page, PageKind
-
-
-@dataclass(slots=True)
-class Table:
-    """The blocks of a request in one layer group, oldest first.
-
-    The first `first` blocks of the request are not in it any more. `num_published` counts them too.
-    """
-
-    first: int = 0
-    num_published: int = 0
-    blocks: "array[int]" = field(default_factory=lambda: array("i"))
-
-    @property
-    def stop(self) -> int:
-        """The number of the block behind the table."""
-        return self.first + len(self.blocks)
 
 
 @dataclass(slots=True)
 class Holding:
     """What one request holds: a table for each layer group. They cover `num_slots` slots."""
 
-    tables: tuple[Table, ...]
+    tables: "tuple[Table, ...]"
     num_slots: int = 0
 
     def blocks(self) -> "Iterator[int]":

@@ -3,7 +3,7 @@
 from tests.fuzz.engine.images import play
 from tests.fuzz.playing import play_all
 
-CASES = 30
+CASES = 20
 EVENTS = (
     "accepted",
     "dropped images",

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[3]
-NUM_CASES = 12
+NUM_CASES = 6
 PROCESSES = (("0", 0), ("7", 1009))  # PYTHONHASHSEED, and objects allocated
 
 

@@ -3,7 +3,7 @@
 from tests.fuzz.engine.retries import play
 from tests.fuzz.playing import play_all
 
-CASES = 30
+CASES = 18
 EVENTS = (
     "kills",
     "left",
