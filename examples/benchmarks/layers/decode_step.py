@@ -28,7 +28,7 @@ from numba import cfunc
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.step import RequestId, SampleSpec, SamplingParams, Step, StateSlots, StepEntry, StepId
+from engine.step import RequestId, SampleSpec, SamplingParams, StateSlots, Step, StepEntry, StepId
 from engine.worker.cpu.build import KERNEL
 from engine.worker.cpu.kernels.limits import ReadOperands, make_read_kernel
 from engine.worker.process.worker import Worker
