@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.step import NO_STATE
 from engine.worker.cpu.kernel_graph import KernelGraph
 from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.cpu.torch_watch import TorchWatch
@@ -254,7 +255,8 @@ class RecordedDecoder:
     def _record(
         self, rows: int, hidden: Tensor, context: StepContext, plan: bytes, *, is_whole: bool
     ) -> Recording | None:
-        """A recording of so many rows like those of a step; None if torch computes in it."""
+        """A recording of so many rows like those of a step; None if torch computes in it, which
+        writes no states meanwhile."""
         blocks = self._decoder.blocks if is_whole else self._decoder.blocks[:-1]
         kind, watch = (is_whole, bool(context.loras)), TorchWatch()
         states = context.states
@@ -277,9 +279,7 @@ class RecordedDecoder:
                 else taken("layer inputs", context.layer_inputs),
                 None
                 if states is None
-                else StateRuns(
-                    *(np.zeros((rows, part.shape[1]), part.dtype) for part in states.runs)
-                ),
+                else StateRuns(*(np.full((rows, part.shape[1]), NO_STATE) for part in states.runs)),
             )
             own = replace(
                 context,

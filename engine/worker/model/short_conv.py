@@ -48,7 +48,7 @@ def convolved(
     device, before = products.device, len(taps) - 1
     sources = torch.from_numpy(runs.runs[:, 2]).to(device)
     known = state.index_select(0, sources.clamp(min=0))
-    known *= (sources != NO_STATE).view(-1, 1, 1)
+    known.masked_fill_((sources == NO_STATE).view(-1, 1, 1), 0.0)  # whatever is in slot 0
     pool = torch.cat((known.flatten(0, 1), products))  # states of the runs, then all rows
     index = torch.from_numpy(windows(runs.runs, len(products), before)).to(device)
     mixed = pool.index_select(0, index[:, 0]) * taps[0]

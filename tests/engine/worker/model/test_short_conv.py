@@ -55,3 +55,9 @@ def test_a_prompt_in_pieces_beside_others_has_the_same_bits(seed: int) -> None:
         at, source = at + count, slot
     assert torch.equal(torch.cat(found), expected)
     assert torch.equal(state[source], whole[1])
+
+
+def test_a_request_without_a_state_reads_none_of_another_one() -> None:
+    taps, (bias,), rows = (torch.randn(n, CHANNELS) for n in (3, 1, 4))
+    state = torch.full((SLOTS, 2, CHANNELS), torch.nan)  # as of a request that ended with an error
+    assert run(taps, bias, rows, state, (0, 4, NO_STATE, 1)).isfinite().all()
