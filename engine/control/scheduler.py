@@ -119,15 +119,9 @@ class IterationScheduler:
         `ContextTooLong`, `Overloaded`, or, if it cannot meet its deadline, `DeadlineUnmeetable` or
         `InvalidRequest`; then nothing is changed."""
         request = self.arrivals.accept(spec, now, block_hashes)
-        self._expect(request)
+        _expect(self, request)
         self._observer.arrived(request, now)
         return request
-
-    def _expect(self, request: Request) -> None:
-        """A request will have to be planned."""
-        if self._swap_planner is not None:
-            self._swap_planner.arrive(request)
-        self._planner.time.watch(request)
 
     def hand_over(self, request: Request, to: "IterationScheduler", now: float) -> None:
         """Let another scheduler of the same model and queue go on with a waiting request."""
@@ -146,7 +140,7 @@ class IterationScheduler:
         to.lifecycle.adopt(request)
         if request.spec.media:
             to.images.arrive(request)
-        to._expect(request)
+        _expect(to, request)
         to._observer.adopted(request, now)
 
     def may_start_in_time(self, request: Request) -> bool:
@@ -280,3 +274,10 @@ class IterationScheduler:
         """End requests whose deadline has passed, at most `ENDS_AT_ONCE`; those in flight end at
         their commit. Returns them."""
         return self.lifecycle.expire(now)
+
+
+def _expect(scheduler: IterationScheduler, request: Request) -> None:
+    """A request will have to be planned."""
+    if scheduler._swap_planner is not None:
+        scheduler._swap_planner.arrive(request)
+    scheduler._planner.time.watch(request)

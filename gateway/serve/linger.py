@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 LINGER_SECONDS = 10.0
-MAX_LINGER_BYTES = 128 << 20  # of one connection
-BYTES_PER_SECOND = 64 << 20  # of all connections together: some 3 % of the loop's time
+MAX_LINGER_BYTES = 128 << 20  # a connection
+BYTES_PER_SECOND = 64 << 20  # all connections together: some 3 % of the loop's time
 
 
 class LingerRate:

@@ -39,7 +39,6 @@ class NativeScan:
             **{name: each.data_ptr() for name, each in self._tensors.items()},
             eps=eps,
             scratch=self._scratch.data_ptr(),
-            scratch_stride=floats,
             channels=shape.channels,
             kernel=shape.kernel,
             key_heads=shape.num_key_heads,
@@ -63,7 +62,7 @@ class NativeScan:
 
     def __call__(self, y: Tensor, state: DeltaState, runs: StateRuns) -> Tensor:
         shape, operands, empty = self._shape, self._operands, self._pool.empty
-        mixed = empty("convolved", (len(y), shape.channels))
+        mixed = empty("convolved", (len(y), shape.channels + 2 * shape.num_value_heads))
         out = empty("scanned", (len(y), shape.num_value_heads * shape.value_dim))
         operands.y, operands.y_stride = y.data_ptr(), y.stride(0)
         operands.mixed, operands.out = mixed.data_ptr(), out.data_ptr()
@@ -99,8 +98,6 @@ class NativeDeltaNet(NativeScan):
         return out
 
     def _prepare(self, rows: int) -> None:
-        rates = self._pool.empty("rates", (rows, 2 * self._shape.num_value_heads))
-        self._operands.rates, self._rates = rates.data_ptr(), rates
         self._inputs.over_rows(rows)
 
 

@@ -28,7 +28,9 @@ from engine.worker.cpu.kernels.recurrence import (
     keep_panel,
     load_panel,
     matrix_of,
+    mixed_row,
     scan_operands,
+    scratch_of,
     time_step,
 )
 
@@ -67,9 +69,9 @@ def delta_inputs(operands, chunk, thread):
     factor = np.float32(1) / np.sqrt(np.float32(a.key_dim))
     for row in range(chunk * a.rows_per_chunk, min(a.rows, (chunk + 1) * a.rows_per_chunk)):
         for part in range(2 * a.key_heads):
-            x = float32s(a.mixed + (row * a.channels + part * a.key_dim) * BYTES, a.key_dim)
+            x = float32s(mixed_row(a, row) + part * a.key_dim * BYTES, a.key_dim)
             _unit(x, factor if part < a.key_heads else np.float32(1))
-        rates = float32s(a.rates + row * a.heads * 2 * BYTES, 2 * a.heads)
+        rates = float32s(mixed_row(a, row) + a.channels * BYTES, 2 * a.heads)
         for head in range(a.heads):
             rates[2 * head] = _decay(a, row, head)
             rates[2 * head + 1] = _rate(a, row, head)
@@ -78,9 +80,9 @@ def delta_inputs(operands, chunk, thread):
 @njit(inline="always")
 def _inputs(a, row, head):
     """Addresses of q, k and v of a head; its decay and its rate."""
-    mixed, keys = a.mixed + row * a.channels * BYTES, a.key_heads * a.key_dim * BYTES
+    mixed, keys = mixed_row(a, row), a.key_heads * a.key_dim * BYTES
     q = mixed + head // (a.heads // a.key_heads) * a.key_dim * BYTES
-    rates = float32s(a.rates + (row * a.heads + head) * 2 * BYTES, 2)
+    rates = float32s(mixed + (a.channels + 2 * head) * BYTES, 2)
     return q, q + keys, mixed + 2 * keys + head * a.value_dim * BYTES, rates[0], rates[1]
 
 
@@ -130,7 +132,7 @@ def delta_rule(operands, chunk, thread):
     a = scan_operands(operands)
     first, last, source, head, start, stop = columns_of(a, chunk)
     target = direct_target(a, first, last, source)
-    scratch = a.scratch + thread * a.scratch_stride * BYTES
+    scratch = scratch_of(a, thread)
     if target >= 0:
         _decode(a, first, source, target, head, scratch)
         return

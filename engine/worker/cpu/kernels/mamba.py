@@ -20,7 +20,9 @@ from engine.worker.cpu.kernels.recurrence import (
     keep_panel,
     load_panel,
     matrix_of,
+    mixed_row,
     scan_operands,
+    scratch_of,
     time_step,
 )
 
@@ -38,8 +40,8 @@ def _change(a, row, head, column, width, change):
 @leaf
 def _values(a, row, head, column, width):
     """x of a token, for columns of a head."""
-    place = row * a.channels + 2 * a.key_heads * a.key_dim + head * a.value_dim + column
-    return float32s(a.mixed + place * BYTES, width)
+    place = 2 * a.key_heads * a.key_dim + head * a.value_dim + column
+    return float32s(mixed_row(a, row) + place * BYTES, width)
 
 
 @leaf
@@ -57,7 +59,7 @@ def _write(a, row, head, column, width, output):
 @njit(inline="always")
 def _keys(a, row, head):
     """The addresses of C and B of a head."""
-    c = a.mixed + (row * a.channels + head // (a.heads // a.key_heads) * a.key_dim) * BYTES
+    c = mixed_row(a, row) + head // (a.heads // a.key_heads) * a.key_dim * BYTES
     return c, c + a.key_heads * a.key_dim * BYTES
 
 
@@ -97,7 +99,7 @@ def mamba_scan(operands, chunk, thread):
     a = scan_operands(operands)
     first, last, source, head, start, stop = columns_of(a, chunk)
     target = direct_target(a, first, last, source)
-    scratch = a.scratch + thread * a.scratch_stride * BYTES
+    scratch = scratch_of(a, thread)
     if target >= 0:
         _decode(a, first, source, target, head, scratch)
         return

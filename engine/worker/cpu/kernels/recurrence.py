@@ -27,14 +27,13 @@ ITEM = 8  # bytes of an int64
 class ScanOperands(ctypes.Structure):
     """Addresses of float32 tensors. `y` are the inputs: in each row q, k and v (`channels`), the
     gate, and one or two numbers of each head. `runs` has int64 (first row, last row, source slot)
-    of each run, and `writes` two slots per row, or -1. `scratch` has `scratch_stride` floats for
-    each thread."""
+    of each run, and `writes` two slots per row, or -1. `scratch` has `scratch_floats` for each
+    thread. A DeltaNet's decays and rates are behind the channels of `mixed`."""
 
     y: int
     y_stride: int
-    mixed: int  # [rows, channels], the convolution's outputs
+    mixed: int  # [rows, channels + 2 * heads], the convolution's outputs
     out: int  # [rows, heads, value_dim]
-    rates: int  # [rows, heads, 2]: the decay and the rate of a DeltaNet
     conv: int  # [kernel, channels]
     conv_bias: int  # [channels]; 0 if there is none
     decay_rate: int  # [heads]
@@ -47,7 +46,6 @@ class ScanOperands(ctypes.Structure):
     runs: int
     writes: int
     scratch: int
-    scratch_stride: int
     channels: int
     kernel: int
     key_heads: int
@@ -56,7 +54,7 @@ class ScanOperands(ctypes.Structure):
     value_dim: int
     rows: int
     rows_per_chunk: int
-    panels_per_chunk: int  # of a head's matrix
+    panels_per_chunk: int
 
 
 scan_operands = make_reader(ScanOperands)
@@ -65,6 +63,21 @@ scan_operands = make_reader(ScanOperands)
 def scratch_floats(key_dim: int) -> int:
     """Floats of scratch per thread: a panel and three lines of it, or two lines of `DIRECT`."""
     return max(key_dim * PANEL + 3 * PANEL, 2 * DIRECT)
+
+
+_scratch_floats = leaf(scratch_floats)
+
+
+@njit(inline="always")
+def scratch_of(a, thread):
+    """The address of a thread's scratch."""
+    return a.scratch + thread * _scratch_floats(a.key_dim) * BYTES
+
+
+@njit(inline="always")
+def mixed_row(a, row):
+    """The address of a row of `mixed`."""
+    return a.mixed + row * (a.channels + 2 * a.heads) * BYTES
 
 
 @leaf
@@ -81,7 +94,7 @@ def _input(a, first, source, row, channel, count):
 @leaf
 def _convolve(a, first, source, row, channel, count):
     """The causal convolution of some channels of one row, then SiLU."""
-    mixed = float32s(a.mixed + (row * a.channels + channel) * BYTES, count)
+    mixed = float32s(mixed_row(a, row) + channel * BYTES, count)
     bias = float32s(a.conv_bias + channel * BYTES, count if a.conv_bias != 0 else 0)
     for j in range(count):
         mixed[j] = bias[j] if len(bias) > 0 else np.float32(0)
