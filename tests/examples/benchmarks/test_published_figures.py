@@ -104,6 +104,20 @@ def beside_peers_on_avx2() -> list[str]:
     ]
 
 
+def with_recurrent_layers() -> list[str]:
+    today = [peers("hybrid_avx2", "Podway q8_0, today", f"C={streams}") for streams in (1, 8, 32)]
+    claims = []
+    for other in ("Podway q8_0, before", "llama-server q8_0"):
+        rates = [peers("hybrid_avx2", other, f"C={streams}") for streams in (1, 8, 32)]
+        one, two, three = (f"{own / rate:.1f}" for own, rate in zip(today, rates, strict=True))
+        claims.append(f"{one}, {two} and {three} times")
+    before, beside = claims
+    return [
+        f"today {before} the tokens/s of 1, 8 and 32 streams before",
+        f"and {beside} llama-server's",
+    ]
+
+
 def starts() -> list[str]:
     found: dict[str, dict[str, list[float]]] = {}
     for one in read("start/figures.json")["rounds"]:
@@ -283,6 +297,7 @@ CLAIMS: list[tuple[Path, Callable[[], list[str]]]] = [
     (README, streamed_token),
     (PAGE, iteration_level_table),
     (PAGE, beside_peers_on_avx2),
+    (PAGE, with_recurrent_layers),
     (PAGE, orca),
     (PAGE, fastserve),
     (PAGE, policies),
