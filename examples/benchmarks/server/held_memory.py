@@ -4,7 +4,8 @@
 
 The built-in model is served. Each connection sends a message of 40 words with `store: false`, gets
 8 tokens, and stays open, so that the server keeps its conversation: token ids, items and text. The
-table has the private memory of the server's own process as they are added, and after they left.
+table has the private memory of the server's own process as they are added. It is measured again
+after all have left, with as many others, and after these have left.
 """
 
 import argparse
@@ -17,14 +18,12 @@ from typing import Any
 import aiohttp
 import psutil
 
-from examples.benchmarks.server.agent_turns import FLAGS, OUTPUT_TOKENS, WORDS
+from examples.benchmarks.server.agent_turns import FLAGS, MARK, OUT, OUTPUT_TOKENS, WORDS
 from examples.benchmarks.server.served import serving
 
-OUT = Path(__file__).parents[1] / "results" / "agent_turns"
 NUM_WORDS = 40
 STEPS = 10
 AT_ONCE = 4
-MARK = "\n## Conversations that are held\n"
 
 
 def private_mib(process: psutil.Process) -> float:
@@ -60,6 +59,12 @@ async def measure(num_connections: int) -> dict[str, Any]:
                     ws = await session.ws_connect(f"{url}/v1/responses")
                     return ws, await hold(ws, number)
 
+            async def leave() -> float:
+                await asyncio.gather(*(ws.close() for ws, _ in connections))
+                connections.clear()
+                await asyncio.sleep(2.0)
+                return private_mib(process)
+
             connections = [await one(0)]  # what the first one loads counts for none
             sizes = {0: private_mib(process)}
             share = num_connections // STEPS
@@ -67,10 +72,14 @@ async def measure(num_connections: int) -> dict[str, Any]:
                 numbers = range(1 + step * share, 1 + (step + 1) * share)
                 connections += await asyncio.gather(*map(one, numbers))
                 sizes[len(connections) - 1] = private_mib(process)
-            tokens = sum(tokens for _, tokens in connections) // len(connections)
-            await asyncio.gather(*(ws.close() for ws, _ in connections))
-            await asyncio.sleep(2.0)
-        return {"tokens": tokens, "mib": sizes, "mib_after": private_mib(process)}
+            found = {
+                "tokens": sum(tokens for _, tokens in connections) // len(connections),
+                "mib": sizes,
+                "mib_after": await leave(),
+            }
+            others = range(num_connections + 1, 2 * num_connections + 1)
+            connections += await asyncio.gather(*map(one, others))
+            return found | {"mib_again": private_mib(process), "mib_after_again": await leave()}
 
 
 def section(found: dict[str, Any]) -> str:
@@ -84,8 +93,12 @@ def section(found: dict[str, Any]) -> str:
         "`python -m examples.benchmarks.server.held_memory`: private memory of the server's "
         "process while connections\nstay open, each with a conversation of "
         f"{found['tokens']:,} tokens that is not stored\n([JSON](held_memory.json)): "
-        f"{each:.0f} KiB for each. After all have left it has {found['mib_after']} MiB. The KV "
-        "of the\nconversations is the worker's, and bounded.\n\n"
+        f"{each:.0f} KiB for each. After all have left it has {found['mib_after']} MiB, with "
+        f"{most:,} others\n{found['mib_again']}, and after these have left "
+        f"{found['mib_after_again']}: memory is used again. What stays are the timelines of "
+        "the\nlast 1,000 requests and the index of the KV cache's blocks, both bounded, and pages "
+        "of Python's allocator\nthat are partly used. The KV of the conversations is the worker's, "
+        "and bounded.\n\n"
         f"| held conversations | MiB |\n|---|---|\n{rows}"
     )
 

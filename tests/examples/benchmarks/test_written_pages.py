@@ -12,7 +12,15 @@ from examples.benchmarks.cluster import shared_store
 from examples.benchmarks.mtp import acceptance
 from examples.benchmarks.peers import images as images_beside_others
 from examples.benchmarks.peers import parameters
-from examples.benchmarks.server import decisions, disk_tier, lora_server, models, upgrades
+from examples.benchmarks.server import (
+    agent_turns,
+    decisions,
+    disk_tier,
+    held_memory,
+    lora_server,
+    models,
+    upgrades,
+)
 from examples.benchmarks.virtual_time import learned_cost, least_piece, mixed_graphs, step_cost
 from tests.examples.benchmarks.published import RESULTS, read
 
@@ -43,6 +51,12 @@ def test_the_page_about_upgrades_is_that_of_its_runs() -> None:
     runs = read("upgrades/upgrades.json")
     assert (RESULTS / "upgrades" / "README.md").read_text() == upgrades.page(runs)
     assert not any(run["upgraded"]["lost"] + run["upgraded"]["different"] for run in runs)
+
+
+def test_the_page_about_agents_turns_is_that_of_its_runs() -> None:
+    turns, held = read("agent_turns/agent_turns.json"), read("agent_turns/held_memory.json")
+    page = (RESULTS / "agent_turns" / "README.md").read_text()
+    assert page == agent_turns.head(turns) + held_memory.section(held)
 
 
 @pytest.mark.parametrize(
