@@ -17,6 +17,7 @@ from examples.benchmarks.server import (
     decisions,
     disk_tier,
     held_memory,
+    kill_server,
     lora_server,
     models,
     upgrades,
@@ -57,6 +58,13 @@ def test_the_page_about_agents_turns_is_that_of_its_runs() -> None:
     turns, held = read("agent_turns/agent_turns.json"), read("agent_turns/held_memory.json")
     page = (RESULTS / "agent_turns" / "README.md").read_text()
     assert page == agent_turns.head(turns) + held_memory.section(held)
+
+
+def test_the_page_about_retries_is_that_of_its_runs() -> None:
+    paths = (RESULTS / "retries").glob("*.json")
+    runs = {path.stem: read(f"retries/{path.name}") for path in paths}
+    assert (RESULTS / "retries" / "README.md").read_text() == kill_server.page(runs)
+    assert runs["retries"]["failed"] == 0
 
 
 @pytest.mark.parametrize(
