@@ -193,19 +193,21 @@ class Prompt:
 
     tokens: tuple[int, ...]
     media: tuple[Media, ...]
+    pictures: tuple[Picture, ...]
 
     @classmethod
     def of(cls, *parts: Picture | list[int]) -> "Prompt":
         """Text and images one after the other."""
         tokens: list[int] = []
         media: list[Media] = []
+        pictures = tuple(part for part in parts if isinstance(part, Picture))
         for part in parts:
             if isinstance(part, Picture):
                 media.append(part.media(len(tokens)))
                 tokens += [IMAGE_ID] * part.num_tokens
             else:
                 tokens += part
-        return cls(tuple(tokens), tuple(media))
+        return cls(tuple(tokens), tuple(media), pictures)
 
     def expected(self, model: Any, output: tuple[int, ...] = ()) -> Tensor:
         """transformers' logits at every position, also of an `output` behind the prompt."""

@@ -18,8 +18,6 @@ from adapters.models.checks.checkpoint import check_checkpoint
 from engine.errors import StartupError
 from engine.request import RequestSpec
 from engine.step import SamplingParams
-from engine.worker.model.torch_operators import TorchOperators
-from engine.worker.ports import Encoding
 from engine.worker.weights.checkpoint import Checkpoint
 from examples.benchmarks.peers.random_mmproj import KINDS
 from gateway.serve import model_checks
@@ -27,7 +25,8 @@ from gateway.settings.settings import load
 from tests.engine.worker.process.driving import load_worker
 from tests.gateway.serve.test_images import loaded, opened
 from tests.inline import play
-from tests.models.images import Picture, Prompt, picture
+from tests.models.image_equality import encoded
+from tests.models.images import Prompt, picture
 from tests.models.mmproj_files import Mmproj
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -45,18 +44,6 @@ FORMS: dict[str, dict[str, Any]] = {
     "q, k, v": {"splits_qkv": True},
     "swapped": {"is_swapped": True},
 }
-
-
-def encoded(checkpoint: Checkpoint, image: Picture) -> Encoding:
-    """The encoding of an image by the checkpoint's encoder."""
-    weights = checkpoint.open_weights(torch.float32, lambda *_: None)
-    encoder, media = checkpoint.build_encoder(weights, TorchOperators()), image.media(0)
-    assert encoder is not None
-    assert checkpoint.encoder is not None
-    state = encoder.begin(torch.from_numpy(media.pixels), media.grid)
-    for number in range(checkpoint.encoder.num_slices(media.num_patches)):
-        encoder.run_slice(state, number)
-    return encoder.end(state)
 
 
 @pytest.mark.parametrize(

@@ -1,46 +1,20 @@
 """Models with image encoders give transformers' logits, however image and prompt are split."""
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from engine.request import RequestSpec
-from engine.step import SamplingParams
-from engine.worker.process.worker import Worker
+from engine.worker.weights.checkpoint import Checkpoint
 from tests.engine.worker.process.driving import load_worker
 from tests.inline import play
-from tests.models.images import IMAGE_ID, VARIANTS, Prompt, make_checkpoint, make_model, picture
+from tests.models.image_equality import GREEDY, MAX_TOKENS, Family, prompts
+from tests.models.images import VARIANTS, make_checkpoint, make_model
 
-NO_IMAGES = ((IMAGE_ID, -100.0), (IMAGE_ID + 1, -100.0))  # transformers reads them as images
 ON_REFERENCE = ("gemma3", "qwen3_5")  # also computed by the reference attention
-WHOLE = 37  # tokens of the largest image beside two decodes
-GREEDY = SamplingParams(temperature=0.0, logit_bias=NO_IMAGES)
-
-
-def prompts(variant: str) -> list[Prompt]:
-    """Text around one image and several."""
-    some, other = picture(variant, 4, 6), picture(variant, 6, 4, seed=1)
-    return [
-        Prompt.of([5, 6, 92], some, [93, 7, 8]),
-        Prompt.of(other, [9], some, [10, 11, 12]),
-        Prompt.of([1, 2, 3, 4, 5, 6, 7], picture(variant, 2, 2, seed=2), [8]),
-        Prompt.of([16, 17], picture(variant, 10, 14, seed=3), [18, 19]),  # in several tiles
-        Prompt.of([12, 13, 14, 15]),
-    ]
-
-
-@dataclass(frozen=True)
-class Pair:
-    """The same weights in transformers and in a worker."""
-
-    model: Any
-    worker: Worker
-    prompts: list[Prompt]
 
 
 @pytest.fixture(scope="module", params=VARIANTS)
@@ -50,33 +24,31 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 @pytest.fixture(scope="module", params=["reference", "cpu"])
-def pair(request: pytest.FixtureRequest, checkpoint: Any) -> Pair:
+def family(request: pytest.FixtureRequest, checkpoint: Any) -> Family:
     variant, model, directory = checkpoint
     if request.param == "reference" and variant not in ON_REFERENCE:
         pytest.skip("its attention is one of the others'")
     worker = load_worker(directory, attention=str(request.param))
-    return Pair(model, worker, prompts(variant))
+    return Family(model, Checkpoint.open(str(directory)), worker)
 
 
-@pytest.mark.parametrize("max_tokens", [3, 64])
-def test_outputs_and_log_probabilities_are_transformers(pair: Pair, max_tokens: int) -> None:
-    specs = [
-        RequestSpec(each.tokens, 12, GREEDY, media=each.media, logprobs=0) for each in pair.prompts
-    ]
-    assert pair.worker.report.encoder is not None
-    if pair.worker.report.encoder.is_whole:
-        max_tokens = max(max_tokens, WHOLE)
-    outcomes = play(pair.worker, specs, max_batch_size=3, max_batch_tokens=max_tokens)
-    for prompt, outcome in zip(pair.prompts, outcomes, strict=True):
-        assert outcome.error is None
-        output = tuple(outcome.tokens)
-        logits = prompt.expected(pair.model, output[:-1])[len(prompt.tokens) - 1 :]
-        scores = torch.log_softmax(logits, -1)
-        logits[:, IMAGE_ID : IMAGE_ID + 2] -= 100.0
-        assert output == tuple(logits.argmax(-1).tolist())
-        expected = scores.gather(1, torch.tensor(output)[:, None])[:, 0]
-        found = torch.tensor([each.logprob for each in outcome.logprobs])
-        assert (found - expected).abs().max().item() < 5e-4
+@pytest.mark.parametrize("max_tokens", MAX_TOKENS)
+def test_outputs_and_log_probabilities_are_transformers(
+    family: Family, checkpoint: Any, max_tokens: int
+) -> None:
+    family.compare_outputs(prompts(checkpoint[0]), max_tokens)
+    assert family.scores.largest < 5e-4
+
+
+def test_encodings_and_positions_are_transformers(checkpoint: Any) -> None:
+    variant, model, directory = checkpoint
+    family = Family(model, Checkpoint.open(str(directory)))
+    for prompt in prompts(variant)[:4]:
+        family.compare_encodings(prompt)
+    assert family.outputs.largest < 5e-5
+    assert family.positions.largest == 0
+    assert family.outputs.count
+    assert family.positions.count or "qwen" not in variant
 
 
 @pytest.mark.parametrize("root", ["vision_tower.vision_model.", "model.vision_tower."])
