@@ -63,7 +63,7 @@ class Images:
         self._now = 0.0
         self._rates = [EncoderRate(), EncoderRate()]  # embedding patches, and layers
         self._errors = PredictionErrors()  # seconds of an iteration's slices
-        self.slice_seconds = 0.0  # a slice takes them; 0 if the last iteration had none
+        self.slice_seconds = 0.0  # one slice, if the last iteration had any: the next one will
         self.num_encoded = 0  # images, since the start
 
     @property

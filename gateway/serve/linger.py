@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 LINGER_SECONDS = 10.0
-MAX_LINGER_BYTES = 128 << 20  # a connection
+MAX_LINGER_BYTES = 128 << 20  # one connection may send so much more
 BYTES_PER_SECOND = 64 << 20  # all connections together: some 3 % of the loop's time
 
 
