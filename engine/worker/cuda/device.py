@@ -355,6 +355,7 @@ def gpu_index(device: str, placement: Placement, count: int) -> int:
         named = f" starting at {device}" if first else ""
         raise StartupError(
             f"this machine's {placement.num_local_workers} workers need one GPU each{named}, but "
-            f"only {count} GPUs are visible"
+            f"only {count} GPUs are visible; there are --replicas × --pipeline-stages × "
+            "--tensor-ranks workers"
         )
     return first + placement.local_index

@@ -202,6 +202,8 @@ def test_each_worker_of_a_machine_takes_a_gpu_of_its_own() -> None:
         gpu_index("cuda", places[0], 1)
     with pytest.raises(StartupError, match=r"need one GPU each.* but only 2 "):
         gpu_index("cuda:1", places[0], 2)
+    with pytest.raises(StartupError, match=r"1 workers .* starting at cuda:1, .* --replicas"):
+        gpu_index("cuda:1", Placement(), 1)
 
 
 @pytest.mark.parametrize(
