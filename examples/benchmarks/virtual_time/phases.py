@@ -5,10 +5,11 @@ take what a roofline predicts. Apart, P replicas compute prompts and their first
 load a prompt's blocks by their names, as from a tier below, and go on. A prompt is computed once
 one of the D has space for all of its tokens. Both are offered the same requests at several rates; a
 rate is sustained if 90 % of them meet the goals. Every figure is a function of the trace. Writes
-phases.json and README.md; a trace and number of replicas that is not played again is kept.
+phases.json and README.md; what is not played again is kept.
 
     python -m examples.benchmarks.virtual_time.phases --trace NAME=FILE:RATE,RATE,...
-        [--replicas 2 4 8] [--seconds 60] [--cpu] [--out DIR]
+        [--replicas 2 4 8] [--seconds 60] [--ways "chunks of 512" "6 prefill"] [--poisson] [--cpu]
+        [--out DIR]
 """
 
 import argparse
@@ -21,6 +22,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import inf
 from pathlib import Path
+from random import Random
 from typing import Any
 
 from engine.control.scheduler import IterationScheduler
@@ -41,7 +43,15 @@ from engine.simulated.known_cost import KnownCost
 from engine.simulated.trace import Arrival, at_rate, read_trace
 from engine.simulated.virtual_loop import run_virtual
 from engine.step import PageKind, RequestId
-from examples.benchmarks.virtual_time.phases_page import CPU, CPU_GOALS, GOALS, page, sustained
+from examples.benchmarks.virtual_time.phases_page import (
+    CPU,
+    CPU_GOALS,
+    GOALS,
+    POISSON,
+    SHARE,
+    page,
+    sustained,
+)
 from examples.benchmarks.virtual_time.replicas import BLOCK_SIZE, SETTINGS
 
 OUT = Path(__file__).parents[1] / "results" / "phases"
@@ -236,23 +246,37 @@ async def play(
 
 
 def ways_of(count: int, goals: Sequence[float] = GOALS) -> list[Way]:
-    """Equal replicas with different bounds of an iteration, and splits of at most five kinds."""
+    """Equal replicas with different bounds of an iteration, and splits of at most seven kinds: a
+    quarter of the replicas for prompts to all but a sixteenth."""
     equal = [Way(), Way(chunk=SMALL_CHUNK), *[Way(itl_goal=goal) for goal in goals]]
-    step = max(1, count // 8)
-    fewest = max(1, count // 4)
-    return equal + [Way(prefills) for prefills in range(fewest, count - fewest + 1, step)]
+    most = count - max(1, count // 16)
+    splits = {*range(max(1, count // 4), most, max(1, count // 8)), most}
+    return equal + [Way(prefills) for prefills in sorted(splits)]
+
+
+def offered(trace: Sequence[Arrival], rate: float, *, is_poisson: bool) -> list[Arrival]:
+    """The requests at `rate` requests/s in the trace's pattern, or with exponential gaps, which are
+    the same at each rate but for their scale."""
+    if not is_poisson:
+        return at_rate(trace, rate)
+    random, at = Random(0), 0.0
+    return [replace(one, at=(at := at + random.expovariate(rate))) for one in trace]
 
 
 def rows_of(
     name: str, trace: Sequence[Arrival], rates: Sequence[float], count: int, seconds: float,
-    hardware: Hardware,
+    hardware: Hardware, ways: Sequence[str] = (),
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
-    """The shares of requests that meet the goals, for each way and rate per replica. Rates above
-    one at which few meet any are not played."""
+    """The shares of requests that meet the goals, for each way and rate per replica; with `ways`
+    only for those whose names begin with one of them. Rates above
+    one at which too few meet each goal are not played."""
     for way in ways_of(count, hardware.goals):
+        if ways and not way.name(count).startswith(tuple(ways)):
+            continue
         for rate in rates:
             wanted = round(rate * count * seconds)
-            arrivals = at_rate(trace[:wanted], rate * count)
+            poisson = POISSON in name
+            arrivals = offered(trace[:wanted], rate * count, is_poisson=poisson)
             outcomes = run_virtual(play(count, way, arrivals, hardware))
             shares = {
                 f"{kind} {goal * 1e3:.0f}": round(
@@ -268,7 +292,7 @@ def rows_of(
             }
             row = {"trace": name, "replicas": count, "way": way.name(count), "rate": rate}
             yield row | {"is_apart": way.is_apart, "requests": len(outcomes), **shares}
-            if max(shares.values()) < 0.6:
+            if max(shares.values()) < SHARE:
                 break
 
 
@@ -278,6 +302,10 @@ def main() -> None:
     parser.add_argument("--trace", nargs="+", default=[])
     parser.add_argument("--replicas", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument(
+        "--poisson", action="store_true", help="requests without the trace's bursts"
+    )
+    parser.add_argument("--ways", nargs="+", default=[], help="beginnings of their names")
     parser.add_argument("--cpu", action="store_true", help="replicas of one core, not of H100")
     parser.add_argument("--out", type=Path, default=OUT)
     args = parser.parse_args()
@@ -288,16 +316,22 @@ def main() -> None:
     for count in args.replicas:
         for text in args.trace:
             name, _, rest = text.partition("=")
-            name += CPU if args.cpu else ""
+            name += (POISSON if args.poisson else "") + (CPU if args.cpu else "")
             path, _, rates = rest.rpartition(":")
             trace = read_trace(Path(path))
             new = []
             rated = [*map(float, rates.split(","))]
-            for row in rows_of(name, trace, rated, count, args.seconds, hardware):
+            for row in rows_of(name, trace, rated, count, args.seconds, hardware, args.ways):
                 new.append(row)
                 sys.stdout.write(f"{row}\n")
                 sys.stdout.flush()
-            rows = [r for r in rows if (r["trace"], r["replicas"]) != (name, count)] + new
+            again = {row["way"] for row in new}
+            kept = [
+                r
+                for r in rows
+                if (r["trace"], r["replicas"]) != (name, count) or r["way"] not in again
+            ]
+            rows = kept + new
             file.write_text(json.dumps(rows, indent=0) + "\n")
     (args.out / "README.md").write_text(page(rows))
     sys.stdout.write(f"{len(sustained(rows))} rows\n")

@@ -5,7 +5,17 @@ from itertools import pairwise
 
 from engine.simulated.trace import Arrival
 from engine.simulated.virtual_loop import run_virtual
-from examples.benchmarks.virtual_time.phases import H100, OUT, Hardware, Outcome, Way, play
+from examples.benchmarks.virtual_time.phases import (
+    H100,
+    OUT,
+    Hardware,
+    Outcome,
+    Way,
+    offered,
+    play,
+    rows_of,
+    ways_of,
+)
 from examples.benchmarks.virtual_time.phases_page import page, rate_of
 
 ARRIVALS = [Arrival(0.1 * number, 1000, 20) for number in range(10)]
@@ -37,6 +47,23 @@ def test_replicas_of_one_core_take_what_a_server_has_measured() -> None:
     alone = cpu.model.compute(1000, 0)
     assert alone <= first < 1.05 * alone
     assert len(later) == 2
+
+
+def test_poisson_arrivals_are_the_same_requests_without_their_bursts() -> None:
+    bursts = [Arrival(float(number // 10), 100 + number, 2) for number in range(500)]
+    found = offered(bursts, 5.0, is_poisson=True)
+    assert [one.prompt_len for one in found] == [one.prompt_len for one in bursts]
+    gaps = [later.at - one.at for one, later in pairwise(found)]
+    assert min(gaps) > 0.0
+    assert 0.18 < sum(gaps) / len(gaps) < 0.22
+    faster = offered(bursts, 10.0, is_poisson=True)
+    assert [round(one.at / 2, 9) for one in found] == [round(one.at, 9) for one in faster]
+
+
+def test_only_the_ways_that_are_named_are_played_again() -> None:
+    rows = rows_of("code", ARRIVALS, [1.0], 2, 5.0, H100, ["1 prefill", "chunks of 512"])
+    assert [row["way"] for row in rows] == ["chunks of 512", "1 prefill, 1 decode"]
+    assert [way.prefills for way in ways_of(16)][4:] == [4, 6, 8, 10, 12, 14, 15]
 
 
 def test_the_page_shows_the_figures_of_its_runs() -> None:
