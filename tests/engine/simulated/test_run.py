@@ -46,12 +46,12 @@ def test_two_simulations_of_a_real_trace_are_equal_bit_for_bit() -> None:
 
 def test_windows_and_states_are_simulated_with_their_own_sizes() -> None:
     deployed = Deployment(DEVICES["l4"], SHAPES["qwen2.5-0.5b"])
-    arrivals = sped_up(read_trace(AZURE)[:60], 6.0)
+    arrivals = sped_up(read_trace(AZURE)[:30], 6.0)
     plain = setup(deployed.cost(), 8_192)
     windowed = replace(plain, windows=(128, 128), settings=SchedulerSettings(16384, 64, 256))
     hybrid = replace(plain, num_states=6)
     figures = [simulate(each, arrivals) for each in (plain, windowed, hybrid)]
-    assert all(one.num_finished == 60 for one in figures)
+    assert all(one.num_finished == 30 for one in figures)
     held = [max(moment.held_slots for moment in one.moments) for one in figures]
     assert held[1] < held[0]  # of two groups together
     admitted = [max(moment.admitted for moment in one.moments) for one in figures]
@@ -60,7 +60,7 @@ def test_windows_and_states_are_simulated_with_their_own_sizes() -> None:
 
 def test_swapping_takes_time_and_its_traffic_is_counted() -> None:
     deployed = Deployment(DEVICES["l4"], SHAPES["qwen2.5-0.5b"])
-    arrivals = sped_up(read_trace(AZURE)[:80], 6.0)
+    arrivals = sped_up(read_trace(AZURE)[:40], 6.0)
     short = replace(
         setup(deployed.cost(), 8_192, size=8),
         policy=partial(build, "mlfq"),
@@ -68,7 +68,7 @@ def test_swapping_takes_time_and_its_traffic_is_counted() -> None:
         slot_seconds=deployed.slot_seconds,
     )
     swapped = simulate(short, arrivals)
-    assert swapped.num_finished == 80
+    assert swapped.num_finished == 40
     assert swapped.num_preempted == swapped.num_swapped > swapped.num_ahead > 0
     assert swapped.swapped_slots > 0
     assert max(moment.host_slots for moment in swapped.moments) > 0

@@ -179,11 +179,14 @@ def many_of(value: Any, size: int) -> list[Any]:
 
 
 def grown(cls: type, base: dict[str, Any], size: int, depth: int = 0) -> Iterator[dict[str, Any]]:
-    """The object `base` with each field of its struct inflated, and with unknown fields."""
+    """The object `base` with each field of its struct inflated, and with unknown fields. Fields of
+    a struct from which chats inherit, too, are sent in chats only."""
     shape = inspect.type_info(cls)
     assert isinstance(shape, inspect.StructType)
+    shared = next(each for each in cls.__mro__ if issubclass(ChatRequest, each))
+    known = () if cls is ChatRequest else getattr(shared, "__struct_fields__", ())
     for field in shape.fields:
-        for value in inflated(field.type, size, depth):
+        for value in inflated(field.type, size, depth) if field.name not in known else ():
             yield {**base, field.encode_name: value}
     yield {**base, **dict.fromkeys(names("unknown", size // 16), 1)}
 

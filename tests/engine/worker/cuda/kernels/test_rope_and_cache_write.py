@@ -114,7 +114,7 @@ def test_q_can_go_to_a_contiguous_tensor_and_stays_as_it_was(has_rope: bool) -> 
     torch.testing.assert_close(case.cache.keys, plain.cache.keys, rtol=1e-3, atol=1e-3)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(deadline=None, max_examples=10)
 @given(
     slots=st.lists(st.integers(0, 63), min_size=1, max_size=9, unique=True),
     heads=st.integers(1, 3),

@@ -59,7 +59,7 @@ def is_decided(logits: Floats, one: SamplingParams, point: float) -> bool:
     return bool(np.abs(cumulative / cumulative[-1] - point).min() > 1e-6)
 
 
-@settings(deadline=None, max_examples=12)
+@settings(deadline=None, max_examples=6)
 @given(
     asked=st.lists(samplings, min_size=1, max_size=2),
     vocab=st.integers(1, 3000),
@@ -87,9 +87,9 @@ def test_a_rows_id_does_not_depend_on_the_other_rows() -> None:
         SamplingParams(top_p=0.9),
         SamplingParams(top_k=5),
         SamplingParams(temperature=0.3),
-        SamplingParams(top_k=1500, min_p=0.01),
+        SamplingParams(top_k=900, min_p=0.01),
     ]
-    logits, points = logits_of(3, 4, 2100, ties=True), [0.1, 0.5, 0.9, 0.999]
+    logits, points = logits_of(3, 4, 1100, ties=True), [0.1, 0.5, 0.9, 0.999]
     together = sample(logits, asked, points)
     for row in (0, 3):
         one = slice(row, row + 1)
@@ -111,10 +111,10 @@ def test_the_sampler_of_a_gpu_samples_the_same_ids_with_the_kernel_and_without()
 
 
 def test_rows_that_are_not_finite_yield_an_id_and_change_no_other_row() -> None:
-    logits = logits_of(4, 5, 600, ties=False)
+    logits = logits_of(4, 5, 200, ties=False)
     asked = [SamplingParams(top_p=0.9, top_k=7, min_p=0.01)] * 5
     finite = logits[::4].copy()
     logits[1:4] = np.array([[np.nan], [np.inf], [-np.inf]])
     found = sample(logits, asked, [0.3] * 5)
     assert found[::4] == sample(finite, asked[:2], [0.3] * 2)
-    assert all(0 <= each < 600 for each in found)
+    assert all(0 <= each < 200 for each in found)

@@ -96,17 +96,6 @@ def test_the_same_point_is_the_same_id(
             assert token == filters.pick(weights[row], point)
 
 
-def test_draws_have_the_frequencies_of_the_filtered_distribution() -> None:
-    count, asked = 4000, SamplingParams(temperature=0.8, top_k=20, top_p=0.9)
-    logits = rows_of(1, 1, 700, ties=False)
-    points = ((np.arange(count) + 0.5) / count).tolist()
-    some = torch.from_numpy(logits).expand(count, -1)
-    ids = sampling_kernels.sample(some, params([asked] * count, points, 700)).numpy()
-    exact = filters.probabilities(logits[0], asked).astype(np.float64)
-    found = np.bincount(ids, minlength=700) / count
-    np.testing.assert_allclose(found, exact / exact.sum(), atol=2 / count)
-
-
 def test_batch_mates_do_not_change_a_rows_token() -> None:
     asked = [
         SamplingParams(top_p=0.9),

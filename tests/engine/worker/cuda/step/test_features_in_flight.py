@@ -67,9 +67,7 @@ async def read(engine: Engine, spec: RequestSpec) -> list[int]:
     ("make", "has_mtp", "drafts"),
     [
         (make_checkpoint, False, "scripted"),
-        (lambda folder: make_checkpoint(folder, "qwen3_5"), False, ""),
         (lambda folder: make_checkpoint(folder, "qwen3_5"), False, "scripted"),
-        (lambda folder: make_checkpoint(folder, "lfm2"), False, "scripted"),
         (lambda folder: make_checkpoint(folder, "granite_hybrid_groups"), False, "scripted"),
         (make_mtp_checkpoint, True, "mtp"),
     ],
