@@ -82,8 +82,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def is_left_out(path: Path, tiers: str) -> bool:
-    """Whether `--tiers` leaves a file out; folders and helpers it never does."""
-    if tiers == "all" or path.is_dir() or not path.name.startswith("test_"):
+    """Whether `--tiers` leaves out a file, or a folder with its conftest; helpers it never does."""
+    if path.is_dir():
+        return tiers == "none" and tier_of(path) is not None
+    if tiers == "all" or not path.name.startswith("test_"):
         return False
     if tier_of(path) is None and MARKED.search(path.read_text()):
         return False  # single tests of it are in a tier

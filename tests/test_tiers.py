@@ -24,4 +24,5 @@ def test_every_test_file_is_either_in_a_tier_or_in_none() -> None:
     assert TESTS / "engine/worker/cpu/test_object_files.py" in marked
     assert left_out["only"] == set(files) - left_out["none"] - marked
     assert not is_left_out(TESTS, "only")
+    assert is_left_out(TESTS / "examples", "none")
     assert not is_left_out(TESTS / "examples" / "conftest.py", "none")
