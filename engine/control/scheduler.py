@@ -119,7 +119,9 @@ class IterationScheduler:
         `ContextTooLong`, `Overloaded`, or, if it cannot meet its deadline, `DeadlineUnmeetable` or
         `InvalidRequest`; then nothing is changed."""
         request = self.arrivals.accept(spec, now, block_hashes)
-        _expect(self, request)
+        if self._swap_planner is not None:
+            self._swap_planner.arrive(request)
+        self._planner.time.watch(request)
         self._observer.arrived(request, now)
         return request
 
@@ -140,7 +142,9 @@ class IterationScheduler:
         to.lifecycle.adopt(request)
         if request.spec.media:
             to.images.arrive(request)
-        _expect(to, request)
+        if to._swap_planner is not None:
+            to._swap_planner.arrive(request)
+        to._planner.time.watch(request)
         to._observer.adopted(request, now)
 
     def may_start_in_time(self, request: Request) -> bool:
@@ -274,10 +278,3 @@ class IterationScheduler:
         """End requests whose deadline has passed, at most `ENDS_AT_ONCE`; those in flight end at
         their commit. Returns them."""
         return self.lifecycle.expire(now)
-
-
-def _expect(scheduler: IterationScheduler, request: Request) -> None:
-    """A request will have to be planned."""
-    if scheduler._swap_planner is not None:
-        scheduler._swap_planner.arrive(request)
-    scheduler._planner.time.watch(request)
