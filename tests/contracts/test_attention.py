@@ -200,37 +200,36 @@ def test_attention_is_exact_for_ragged_batches(pool: NativeThreadPool, case: Cas
         check(name, fitting, pool)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case(((0, 1),), rotated=16),
-        Case(((0, 1), (3, 1), (4, 1), (64, 1), (0, 8), (5, 9)), rotated=16),
-        Case(((0, 300), (290, 33), (1000, 1)), block_size=16, head_dim=64, group=7, rotated=64),
-        Case(((0, 300), (290, 33), (1000, 1)), block_size=16, head_dim=64, window=50),
-        Case(((1023, 1),) * 9, kv_heads=1, head_dim=128, group=1, block_size=16),
-        Case(((600, 200),), kv_heads=1, head_dim=80, group=3, block_size=16),
-        Case(((700, 1), (5, 1)), kv_heads=1, head_dim=40, group=5, block_size=24, window=300),
-        Case(((3000, 1), (0, 1)), kv_heads=1, head_dim=64, group=7, block_size=16),
-        Case(((700, 9), (0, 90)), kv_heads=1, head_dim=128, group=8, block_size=24, window=300),
-        Case(((500, 40), (90, 1)), head_dim=64, group=6, soft_cap=20.0, has_sinks=True),
-        Case(((0, 300), (1000, 1)), head_dim=64, block_size=16, rotated=48, soft_cap=50.0),
-        Case(((0, 300), (1000, 1)), head_dim=64, block_size=16, window=300, soft_cap=0.7),
-    ],
+LONG = (
+    Case(((0, 1),), rotated=16),
+    Case(((0, 1), (3, 1), (4, 1), (64, 1), (0, 8), (5, 9)), rotated=16),
+    Case(((0, 300), (290, 33), (1000, 1)), block_size=16, head_dim=64, group=7, rotated=64),
+    Case(((0, 300), (290, 33), (1000, 1)), block_size=16, head_dim=64, window=50),
+    Case(((1023, 1),) * 9, kv_heads=1, head_dim=128, group=1, block_size=16),
+    Case(((600, 200),), kv_heads=1, head_dim=80, group=3, block_size=16),
+    Case(((700, 1), (5, 1)), kv_heads=1, head_dim=40, group=5, block_size=24, window=300),
+    Case(((3000, 1), (0, 1)), kv_heads=1, head_dim=64, group=7, block_size=16),
+    Case(((700, 9), (0, 90)), kv_heads=1, head_dim=128, group=8, block_size=24, window=300),
+    Case(((500, 40), (90, 1)), head_dim=64, group=6, soft_cap=20.0, has_sinks=True),
+    Case(((0, 300), (1000, 1)), head_dim=64, block_size=16, rotated=48, soft_cap=50.0),
+    Case(((0, 300), (1000, 1)), head_dim=64, block_size=16, window=300, soft_cap=0.7),
 )
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        (name, dtype)
-        for name in CONTRACTED
-        for dtype in ROUNDING
-        # torch converts floats alike
-        if holds(name, dtype) and (name != "reference" or dtype in (torch.float32, torch.int8))
-    ],
-)
+ROUNDED = [
+    (name, dtype)
+    for name in CONTRACTED
+    for dtype in ROUNDING
+    # torch converts floats alike
+    if holds(name, dtype) and (name != "reference" or dtype in (torch.float32, torch.int8))
+]
+
+
+@pytest.mark.parametrize(("name", "dtype"), ROUNDED)
 def test_attention_is_exact_for_long_and_wide_batches(
-    name: str, dtype: torch.dtype, pool: NativeThreadPool, case: Case
+    name: str, dtype: torch.dtype, pool: NativeThreadPool
 ) -> None:
-    check(name, replace(case, dtype=dtype, has_sinks=case.has_sinks and has_sinks(name)), pool)
+    """On the CPU, of whose four types two compute each shape."""
+    for case in LONG[ROUNDED.index((name, dtype)) % 2 :: 2] if name == "cpu" else LONG:
+        check(name, replace(case, dtype=dtype, has_sinks=case.has_sinks and has_sinks(name)), pool)
 
 
 @pytest.mark.parametrize("window", [None, 70])

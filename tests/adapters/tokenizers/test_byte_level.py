@@ -86,15 +86,15 @@ def test_every_family_runs_in_tiktoken(pair: Pair) -> None:
     assert isinstance(pair[0], TiktokenTokenizer)
 
 
-@pytest.mark.parametrize("text", families.PIECES)
-def test_ids_equal_hugging_faces(pair: Pair, text: str) -> None:
-    same(pair, text)
+def test_ids_equal_hugging_faces(pair: Pair) -> None:
+    for text in families.PIECES:
+        same(pair, text)
 
 
 @EACH_EXPRESSION
 def test_ids_equal_hugging_faces_for_all_kinds_of_characters(pair: Pair) -> None:
     codes = [code for code in range(0x110000) if not 0xD800 <= code < 0xE000]
-    step = 13 * 1024  # in order, so that adjacent ones are of one kind; every seventh suffices
+    step = 6 * 1024  # in order, so that adjacent ones are of one kind; every seventh suffices
     for start in range(0, len(codes), step * 7):
         same(pair, " ".join(map(chr, codes[start : start + step])), [False])
     same(pair, "a".join(map(chr, codes[:0x3000])), [False])
@@ -177,7 +177,7 @@ def test_a_lone_surrogate_is_an_error(pair: Pair) -> None:
 
 
 def test_two_threads_can_encode_at_once(pair: Pair) -> None:
-    text = "".join(families.PIECES) * 50
+    text = "".join(families.PIECES) * 10
     expected = pair[1].encode(text, add_special_tokens=False).ids
     results: list[list[int]] = []
 
@@ -205,7 +205,7 @@ MERGES = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(merges=MERGES, looks_up=st.booleans(), words=st.lists(st.text(CHARS, max_size=12)))
 def test_any_list_of_merges_gives_hugging_faces_ids_or_is_rejected(
     bytes_only: tokenizers.Tokenizer,

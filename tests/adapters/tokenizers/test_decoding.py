@@ -68,12 +68,12 @@ def fed(tokenizer: Tokenizer, ids: list[int]) -> bytes:
     return b"".join(decoder.feed(token_id) for token_id in ids)
 
 
-@pytest.mark.parametrize("text", families.PIECES)
-def test_an_encoded_text_decodes_as_in_hugging_face(pair: Pair, text: str) -> None:
+def test_an_encoded_text_decodes_as_in_hugging_face(pair: Pair) -> None:
     ours, theirs = pair
-    ids = ours.encode(text, add_special_tokens=True)
-    assert ids == theirs.encode(text).ids
-    assert fed(ours, ids).decode() == theirs.decode(ids, skip_special_tokens=True)
+    for text in families.PIECES:
+        ids = ours.encode(text, add_special_tokens=True)
+        assert ids == theirs.encode(text).ids
+        assert fed(ours, ids).decode() == theirs.decode(ids, skip_special_tokens=True)
 
 
 @settings(deadline=None, max_examples=150)
@@ -137,16 +137,17 @@ def test_the_error_for_an_unknown_decoder_names_it(tmp_path: Path, decoder: obje
         load_tokenizer(tmp_path)
 
 
-@pytest.mark.parametrize("text", families.PIECES)
-def test_token_bytes_are_those_within_a_text(pair: Pair, text: str) -> None:
+def test_token_bytes_are_those_within_a_text(pair: Pair) -> None:
     tokenizer, _ = pair
-    before, after = (tokenizer.encode(part, add_special_tokens=False) for part in ("x", "x" + text))
-    if after[: len(before)] != before:
-        return  # they merged
-    ids = after[len(before) :]
-    inside = fed(tokenizer, after)[len(fed(tokenizer, before)) :]
-    shown = [i for i in ids if i not in tokenizer.special_ids]
-    assert b"".join(map(tokenizer.token_bytes, shown)) == inside
+    before = tokenizer.encode("x", add_special_tokens=False)
+    for text in families.PIECES:
+        after = tokenizer.encode("x" + text, add_special_tokens=False)
+        if after[: len(before)] != before:
+            continue  # they merged
+        ids = after[len(before) :]
+        inside = fed(tokenizer, after)[len(fed(tokenizer, before)) :]
+        shown = [i for i in ids if i not in tokenizer.special_ids]
+        assert b"".join(map(tokenizer.token_bytes, shown)) == inside, text
 
 
 def test_a_control_token_has_its_name_and_an_unknown_id_has_no_bytes(pair: Pair) -> None:

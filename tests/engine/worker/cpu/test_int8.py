@@ -47,7 +47,7 @@ def expected_linear(x: Tensor, weight: Tensor, bias: Tensor, start: Tensor, most
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), SIZES)
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 17, 32, 64, 65, 200])
+@pytest.mark.parametrize("rows", [1, 3, 4, 17, 64, 65, 200])
 def test_integers_are_added_exactly(
     operators: NativeOperators, linears: Int8Linears, rows: int, inputs: int, outputs: int
 ) -> None:
