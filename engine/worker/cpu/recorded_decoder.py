@@ -7,8 +7,8 @@ step is replayed once, which spares it fresh memory for each output.
 
 For few decodes the logits and the most likely tokens are recorded too, so that memory is read
 without a pause from the first layer to the head. Of other steps the last layer is not recorded,
-because torch selects its rows; with recurrent layers they are not recorded at all: the runs of such
-a step are other than its rows. What torch computes is not in a recording, so steps of a decoder
+because torch selects its rows; with recurrent layers they are not recorded at all: they have few
+runs of many rows. What torch computes is not in a recording, so steps of a decoder
 with layers that run anything but kernels of the thread pool are not replayed.
 """
 
@@ -39,6 +39,7 @@ from engine.worker.ports import (
 
 logger = logging.getLogger(__name__)
 
+NO_RUN = (0, 0, NO_STATE)  # without rows: a graph has as many runs as rows
 MAX_ROWS = 512
 MAX_DECODES = 64  # up to so many decodes' logits are recorded: their memory stays allocated
 MIN_TABLE_POSITIONS = 256
@@ -95,8 +96,9 @@ class StepInputs(NamedTuple):
             own.cos.copy_(rope.cos)
             own.sin.copy_(rope.sin)
         if self.runs is not None and context.states is not None:
-            for own_part, part in zip(self.runs, context.states.runs, strict=True):
-                own_part[:] = part
+            runs, writes = context.states.runs
+            self.runs.writes[:] = writes
+            self.runs.runs[: len(runs)], self.runs.runs[len(runs) :] = runs, NO_RUN
 
 
 class Recording:
@@ -202,9 +204,7 @@ class RecordedDecoder:
         is_whole = (
             attention.has_decodes_only and context.rows is None and len(hidden) <= MAX_DECODES
         )
-        if context.states is not None and not (
-            is_whole and len(context.states.runs.runs) == len(hidden)
-        ):
+        if context.states is not None and not is_whole:
             return decoder.layers(hidden, context)
         hidden, context = decoder.prepared(hidden, context)
         recording = self._recording(hidden, context, attention, is_whole=is_whole)

@@ -38,6 +38,7 @@ def bodies() -> list[Json]:
             "prompt": f"{number} and {number + 1}, " * (3 + 7 * number),
             "max_tokens": 300,
             "temperature": 0,
+            "logit_bias": {"300": 50, "301": 50, "302": 50},  # so that there is something to guess
             "ignore_eos": True,
         }
         for number in range(5)

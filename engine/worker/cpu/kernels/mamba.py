@@ -98,6 +98,8 @@ def mamba_scan(operands, chunk, thread):
     """All tokens of one run for some columns of one head."""
     a = scan_operands(operands)
     first, last, source, head, start, stop = columns_of(a, chunk)
+    if first == last:
+        return
     target = direct_target(a, first, last, source)
     scratch = scratch_of(a, thread)
     if target >= 0:
