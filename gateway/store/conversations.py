@@ -46,23 +46,30 @@ class Conversations(Responses):
 
         return await self._change(key, edit)
 
-    async def add(
-        self, key: Key, items: list[Item], distinct: Distinct, *, has_ended: bool = False
-    ) -> list[Item]:
+    async def add(self, key: Key, items: list[Item], distinct: Distinct) -> list[Item]:
         """Store what `distinct` makes of the items, given the ids among theirs that are there
-        already, and return it. What is added by a response that `has_ended` may exceed the limits.
-        Raises `InvalidRequest` if the conversation becomes too large."""
+        already, and return it. Raises `InvalidRequest` if the conversation becomes too large."""
 
         def edit(db: sqlite3.Connection, seq: int) -> list[Item]:
-            query = "SELECT 1 FROM conversation_item WHERE owner = ? AND id = ?"
-            ids = {item["id"] for item in items}
-            added = distinct(items, {i for i in ids if db.execute(query, (seq, i)).fetchone()})
+            added = distinct(items, _known_ids(db, seq, items))
             self._add(db, seq, added)
-            if not has_ended:
-                _check_room(db, seq)
+            _check_room(db, seq)
             return added
 
         return await self._change(key, edit)
+
+    async def add_turn(
+        self, key: Key, items: list[Item], output: list[Item], distinct: Distinct
+    ) -> None:
+        """Store the input and the output of a response that has ended, whatever the limits; unless
+        they are there, from a server that was killed before it had noted its stream's end."""
+
+        def edit(db: sqlite3.Connection, seq: int) -> None:
+            if not _known_ids(db, seq, output):
+                turn = [*items, *output]
+                self._add(db, seq, distinct(turn, _known_ids(db, seq, turn)))
+
+        await self._change(key, edit)
 
     async def remove(self, key: Key, item_id: str) -> dict[str, Any]:
         """Delete an item; the object. Raises `ItemNotFound`."""
@@ -97,6 +104,13 @@ def _item(db: sqlite3.Connection, seq: int, item_id: str) -> tuple[int, bytes]:
     if row is None:
         raise ItemNotFound(item_id)
     return row
+
+
+def _known_ids(db: sqlite3.Connection, seq: int, items: list[Item]) -> set[str]:
+    """The ids of these items that a conversation has."""
+    query = "SELECT 1 FROM conversation_item WHERE owner = ? AND id = ?"
+    ids = {item["id"] for item in items}
+    return {each for each in ids if db.execute(query, (seq, each)).fetchone()}
 
 
 def _check_room(db: sqlite3.Connection, seq: int) -> None:

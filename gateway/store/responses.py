@@ -61,11 +61,14 @@ class Responses:
         self._limits = limits
 
     async def put(self, key: Key, response: dict[str, Any], items: Iterable[Item]) -> None:
-        """Store it, then delete the least recently used ones until the limits hold. One that is
-        larger than the limit by itself is deleted, too."""
+        """Store it in place of the one that has its id, which a server stored that was killed
+        before it had noted its stream's end. Then delete the least recently used ones until the
+        limits hold; one that is larger than the limit by itself is deleted, too."""
 
         def write(db: sqlite3.Connection) -> None:
             data, expires_at = msgspec.json.encode(response), key.now + self._limits.seconds
+            query = f"DELETE FROM {self._table} WHERE id = ? AND tenant = ?"
+            db.execute(query, (key.id, key.tenant))
             db.execute(
                 f"INSERT INTO {self._table} (id, tenant, num_bytes, expires_at, used_at, record)"
                 " VALUES (?, ?, ?, ?, ?, ?)",

@@ -319,6 +319,7 @@ def main() -> None:
             server.kill()
     load = os.getloadavg()[0] / (os.cpu_count() or 1)
     found = asdict(counts) | {"num_streams": given.streams, "load": load}
+    given.out.mkdir(parents=True, exist_ok=True)
     path = given.out / "server_kills.json"
     path.write_text(json.dumps(found, indent=1) + "\n")
     retries = json.loads((given.out / "retries.json").read_text())

@@ -275,9 +275,9 @@ async def _append(
 ) -> None:
     """Add the input and the output of a response to its conversation, unless that was deleted."""
     key = Key(conversation, caller.tenant, service.unix_now())
-    added, renamed = [*items, *renderer.output.items], partial(distinct, new_id=service.new_id)
+    output, renamed = renderer.output.items, partial(distinct, new_id=service.new_id)
     with suppress(ConversationNotFound):
-        await service.store.conversations.add(key, added, renamed, has_ended=True)
+        await service.store.conversations.add_turn(key, items, output, renamed)
 
 
 async def _store(

@@ -118,6 +118,39 @@ def test_a_stream_runs_again_with_the_same_events_after_the_server_was_killed(
     play(restored, setting(tmp_path / "two", seed=9))
 
 
+@pytest.mark.parametrize("in_conversation", [False, True])
+def test_a_response_that_was_stored_before_the_kill_is_stored_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, in_conversation: bool
+) -> None:
+    """The server is killed between storing the response and noting that its stream has ended."""
+    known: dict[str, Any] = {}
+    body: dict[str, Any] = {"input": "hi", "background": True}
+
+    async def killed(rig: Rig) -> None:
+        if in_conversation:
+            async with rig.client.post("/v1/conversations", {}) as exchange:
+                body["conversation"] = json.loads(await exchange.read())["id"]
+
+        async def never(*args: object) -> None:
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(rig.service.store.journal, "end", never)
+        known["place"], known["seen"] = await begin(rig, "/v1/responses", body, LENGTH)
+
+    async def restored(rig: Rig) -> None:
+        whole = await read(rig, known["place"])
+        assert b"response.completed" in whole
+        assert whole.startswith(known["seen"])
+        response = json.loads(await read(rig, known["place"].partition("?")[0]))
+        assert response["status"] == "completed"
+        if in_conversation:
+            items = await read(rig, f"/v1/conversations/{body['conversation']}/items")
+            assert len(json.loads(items)["data"]) == 1 + len(response["output"])
+
+    play_until_killed(killed, setting(tmp_path / "store"))
+    play(restored, setting(tmp_path / "store", seed=9))
+
+
 def test_a_stream_is_restored_after_any_number_of_kills(tmp_path: Path) -> None:
     known: dict[str, Any] = {}
 

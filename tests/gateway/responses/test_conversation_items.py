@@ -126,7 +126,7 @@ async def test_many_items_and_large_ones_are_read_as_they_were_added(rig: Rig) -
     items = [user(text, id=f"msg_{number}") for number, text in enumerate(texts)]
     conversations, key = rig.service.store.conversations, Key("conv_1", "", 0)
     await conversations.put(key, {"id": "conv_1"}, items[: ROWS + 1])
-    await conversations.add(key, items[ROWS + 1 :], lambda added, _: added, has_ended=True)
+    await conversations.add_turn(key, items[ROWS + 1 :], [], lambda added, _: added)
     assert (await conversations.whole(key)).items == items
     empty = key._replace(id="conv_2")
     await conversations.put(empty, {"id": "conv_2"}, [])
