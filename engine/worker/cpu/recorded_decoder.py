@@ -259,7 +259,10 @@ class RecordedDecoder:
         writes no states meanwhile."""
         blocks = self._decoder.blocks if is_whole else self._decoder.blocks[:-1]
         kind, watch = (is_whole, bool(context.loras)), TorchWatch()
-        states = context.states
+        states, runs = context.states, None
+        if states is not None:
+            runs = StateRuns(*(np.full((rows, part.shape[1]), NO_STATE) for part in states.runs))
+            states = StepStates(states.layers, runs)
         with (
             self._pool.recording(rows) as graph,
             nullcontext() if kind in self._watched else watch,
@@ -277,16 +280,14 @@ class RecordedDecoder:
                 None
                 if context.layer_inputs is None
                 else taken("layer inputs", context.layer_inputs),
-                None
-                if states is None
-                else StateRuns(*(np.full((rows, part.shape[1]), NO_STATE) for part in states.runs)),
+                runs,
             )
             own = replace(
                 context,
                 rows=None,
                 ropes=inputs.ropes,
                 layer_inputs=inputs.layer_inputs,
-                states=None if states is None else StepStates(states.layers, inputs.runs),
+                states=states,
             )
             for block in blocks:
                 output = block(inputs.hidden, own)

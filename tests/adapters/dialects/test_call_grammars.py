@@ -103,7 +103,8 @@ def parsed(style: str, text: str, tools: dict[str, Any]) -> list[tuple[str, Any]
 def test_a_forced_call_of_a_random_model_matches_the_schema(style: str) -> None:
     rng = random.Random(style)
     grammar = grammar_of(style, ToolCallGrammar({"f": TOOL, "none": {}}, True, 1))
-    seen, wanted = set(), {"f", "none", *TOOL["properties"]}
+    seen: set[str] = set()
+    wanted = {"f", "none", *TOOL["properties"]}
     while seen != wanted:  # at most 35 calls with this seed
         ((name, arguments),) = parsed(style, random_output(grammar, rng), {"f": TOOL, "none": None})
         jsonschema.validate(arguments, TOOL if name == "f" else {"maxProperties": 0})

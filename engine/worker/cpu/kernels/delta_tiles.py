@@ -102,7 +102,8 @@ def predict_direct(typing, state, stride, k, keys, line):
     """The same of `DIRECT` columns of lines that are `stride` bytes apart."""
 
     def build(context, builder, signature, args):
-        _predict(builder, *args, DIRECT_PARTS)
+        state, stride, k, keys, line = args
+        _predict(builder, state, stride, k, keys, line, DIRECT_PARTS)
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 5), build
