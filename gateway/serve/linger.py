@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 LINGER_SECONDS = 10.0
 MAX_LINGER_BYTES = 128 << 20  # one connection may send so much more
-BYTES_PER_SECOND = 64 << 20  # all connections together: some 3 % of the loop's time
+BYTES_PER_SECOND = 64 << 20  # all connections together
 
 
 class LingerRate:

@@ -1,8 +1,7 @@
 """No body holds the event loop for more than 5 ms in one piece.
 
 The CPU time of every callback of the loop is measured in the loop's own thread, so that other load
-of the machine does not count. A body that seems to take longer is sent again: its fastest run
-counts.
+does not count. A body that seems to take longer is sent again: its fastest run counts.
 """
 
 import asyncio
