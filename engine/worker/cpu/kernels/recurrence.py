@@ -16,7 +16,6 @@ from engine.worker.cpu.build import leaf
 from engine.worker.cpu.intrinsics import float32s, fma_one, int64s
 from engine.worker.cpu.kernels.delta_tiles import DIRECT, LINE_BYTES, PANEL, copy_panel
 from engine.worker.cpu.kernels.elementwise import BYTES, exp_float
-from engine.worker.cpu.kernels.vectors import PREFETCHED_AT_ONCE, prefetch_lines
 from engine.worker.cpu.operands import make_reader, operands
 
 CHANNELS = 512  # channels that one chunk of the convolution computes
@@ -152,16 +151,11 @@ def matrix_of(a, slot, head):
 @njit(inline="always")
 def columns_of(a, chunk):
     """The first row, the last one and the source of a chunk's run; the head, and its first column
-    and the one behind its last. Several panels are prefetched first, in the order in which they lie
-    in memory: a panel alone is a part of each line."""
+    and the one behind its last."""
     columns = a.panels_per_chunk * PANEL
     shares = (a.value_dim + columns - 1) // columns
     run = int64s(a.runs + chunk // (shares * a.heads) * 3 * ITEM, 3)
     head, start = chunk // shares % a.heads, chunk % shares * columns
-    if a.panels_per_chunk > 1 and run[2] >= 0:
-        size = a.key_dim * a.value_dim * BYTES
-        for place in range(0, size, PREFETCHED_AT_ONCE):
-            prefetch_lines(matrix_of(a, run[2], head) + place)
     return run[0], run[1], run[2], head, start, min(a.value_dim, start + columns)
 
 
