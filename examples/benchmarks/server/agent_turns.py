@@ -27,6 +27,7 @@ import aiohttp
 import psutil
 
 from examples.benchmarks.server.served import serving
+from examples.benchmarks.server.start_time import cpu_name
 
 FLAGS = ("builtin", "--max-model-len", "32768", "--kv-memory", "512MiB")
 OUT = Path(__file__).parents[1] / "results" / "agent_turns"
@@ -180,7 +181,12 @@ async def main(flags: argparse.Namespace) -> dict[str, Any]:
             for field in fields(Turn)
         }
         for name, each in turns.items()
-    } | {"rounds": flags.rounds, "turns": flags.turns, "load": round(os.getloadavg()[0], 1)}
+    } | {
+        "rounds": flags.rounds,
+        "turns": flags.turns,
+        "machine": f"{os.cpu_count()} cores of {cpu_name()}",
+        "load": round(os.getloadavg()[0], 1),
+    }
 
 
 def head(found: dict[str, Any]) -> str:
@@ -196,9 +202,9 @@ def head(found: dict[str, Any]) -> str:
 
 `python -m examples.benchmarks.server.agent_turns --rounds {found["rounds"]}`: the built-in model;
 {found["turns"]} turns of about 1,000 tokens, each answered with 8. Medians of the last five turns
-of each round ([JSON](agent_turns.json)): seconds until the first text, and CPU milliseconds. Two
-cores of an AMD EPYC (Zen 4), at a load of {found["load"]:.1f}: above 2 the seconds say more of
-that load than of the transport.
+of each round ([JSON](agent_turns.json)): seconds until the first text, and CPU milliseconds.
+{found["machine"]}, at a load of {found["load"]:.1f}: above 2 the seconds say more of that load than
+of the transport.
 
 | transport | prompt tokens | bytes sent | first text, s | event loop | other threads | worker |
 |---|---|---|---|---|---|---|
