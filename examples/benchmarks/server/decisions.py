@@ -36,6 +36,7 @@ WORDS = (
     "train", "music", "answer", "kitchen", "river", "metal", "cloud", "color",
 )  # fmt: skip
 COUNTERS = {"iterations": "podway_iterations_total", "computed": "podway_iteration_tokens_sum"}
+AGAIN = "computed_again"  # tokens
 
 
 def text_of(words: int, seed: int) -> str:
@@ -114,8 +115,14 @@ async def one_round(
     cold = await seconds(session, url, body)
     after = await gauges(session, url) if is_podway else {}
     counted = {name: after[key] - before[key] for name, key in COUNTERS.items() if is_podway}
-    again = {} if is_once else {"warm": await seconds(session, url, body)}
-    return {"cold": cold, **again, **counted}
+    if is_once:
+        return {"cold": cold, **counted}
+    warm = await seconds(session, url, body)
+    if is_podway:
+        counted[AGAIN] = (await gauges(session, url))[COUNTERS["computed"]] - after[
+            COUNTERS["computed"]
+        ]
+    return {"cold": cold, "warm": warm, **counted}
 
 
 async def measure(urls: dict[str, str], options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -148,12 +155,13 @@ async def measure(urls: dict[str, str], options: argparse.Namespace) -> list[dic
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """The rows as a page has them."""
     lines = [
-        "| server | questions | new input (s) | again (s) | ms per question | steps | tokens |",
-        "|---|--:|--:|--:|--:|--:|--:|",
+        "| server | questions | new input (s) | again (s) | ms per question | steps | tokens "
+        "| tokens again |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for row in sorted(rows, key=lambda row: (row["questions"], row["server"])):
         each = 1000 * row["cold"] / row["questions"]
-        counted = [f"{row[name]:.0f}" if name in row else "" for name in COUNTERS]
+        counted = [f"{row[name]:.0f}" if name in row else "" for name in (*COUNTERS, AGAIN)]
         again = f"{row['warm']:.3f}" if "warm" in row else ""
         lines.append(
             f"| {row['server']} | {row['questions']} | {row['cold']:.3f} | {again} | "
@@ -181,7 +189,10 @@ at once.
 {table(rows)}
 
 Steps and tokens are Podway's iterations and the tokens they computed: the input once, and the
-questions behind it together.
+questions behind it together. Asked again, it computes of each question what is behind its last
+whole block of 16 tokens (*tokens again*, where they were counted); llama-server computes one token
+of each, since a slot keeps all its tokens. That is why llama-server leads with one and with eight
+questions asked again, as long as it has a slot for each.
 """
 
 
