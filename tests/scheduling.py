@@ -9,56 +9,13 @@ from engine.cost.model import CostModel
 from engine.iteration import Iteration
 from engine.kv.ledger import KVLedger
 from engine.kv_shape import KVShape
-from engine.policy import Policy, PolicySettings, build
-from engine.policy.background import BackgroundLast
-from engine.ports import Cost
+from engine.policy import Policy
 from engine.request import Request, RequestSpec, Times
-from engine.research.policies.gittins import GittinsIndex
-from engine.research.policies.lengths import LearnedLengths, bin_of
 from engine.step import RequestId, SamplingParams, Step, StepResult
 
 # An iteration of n tokens takes 0.5 + n / 2 seconds: one decode alone takes a second.
 HAND_COST = CostModel.linear(per_step=0.5, per_token=0.5, per_slot=0.0)
 GREEDY = SamplingParams(temperature=0.0)
-
-
-def learned_lengths(
-    lengths: Sequence[int] = (1, 2, 2, 12) * 25, stratum: int = 0
-) -> LearnedLengths:
-    """What a policy has learned from outputs of these lengths that ended by themselves."""
-    learned = LearnedLengths()
-    learn(learned, lengths, stratum)
-    return learned
-
-
-def learn(
-    learned: LearnedLengths, lengths: Sequence[int] = (1, 2, 2, 12) * 25, stratum: int = 0
-) -> None:
-    """Outputs of these lengths have ended by themselves."""
-    for length in lengths:
-        for number in range(bin_of(length)):
-            learned.passed(stratum, number)
-        learned.ended(stratum, bin_of(length))
-
-
-def lengths_of(policy: Policy) -> LearnedLengths | None:
-    """What a policy has learned about output lengths; None if it learns nothing."""
-    base = policy.base if isinstance(policy, BackgroundLast) else policy
-    return base.lengths if isinstance(base, GittinsIndex) else None
-
-
-def build_learned(
-    name: str,
-    settings: PolicySettings | None = None,
-    lengths: Sequence[int] = (1, 2, 2, 12) * 25,
-    cost: Cost | None = None,
-) -> Policy:
-    """A policy which knows outputs of these lengths, if it learns them."""
-    policy = build(name, cost or HAND_COST, settings, serves=False)
-    learned = lengths_of(policy)
-    if learned is not None:
-        learn(learned, lengths)
-    return policy
 
 
 class CountingCost:

@@ -76,7 +76,6 @@ _FIRST = {
         "ratio",
         "num_levels",
         "skips",
-        "min_outputs",
         "input_weight",
         "output_weight",
     ),

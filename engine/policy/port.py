@@ -82,15 +82,6 @@ class Policy(Protocol):
 
 
 @runtime_checkable
-class LearnsLengths(Protocol):
-    """A policy that learns how long outputs are, from those that have ended."""
-
-    def learn_with(self, other: Policy) -> None:
-        """Share what is learned with another instance of the policy."""
-        ...
-
-
-@runtime_checkable
 class MultiLevel(Protocol):
     """A policy that keeps requests in several queues; level 0 is the most urgent one."""
 

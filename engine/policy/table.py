@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, cast
 from engine.policy.background import BackgroundLast
 from engine.policy.fair import VirtualTokenCounter
 from engine.policy.goodput import GoodputFirst
-from engine.policy.port import LearnsLengths, MultiLevel
+from engine.policy.port import MultiLevel
 from engine.policy.settings import PolicySettings
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ POLICIES: dict[str, str] = {
     "deadline": "engine.policy.deadline:EarliestFeasibleFirst",
 }
 RESEARCH: dict[str, str] = {
-    "gittins": "engine.research.policies.gittins:GittinsIndex",
     "srpt": "engine.research.policies.srpt:ShortestRemainingFirst",
 }
 
@@ -47,7 +46,7 @@ def build(
         raise ValueError(f"policy must be one of {', '.join(known)}, not {name!r}{reason}")
     settings = settings or PolicySettings()
     first = _make(known[name], cost, settings)
-    policy, another = first, partial(_another, known[name], cost, settings, first)
+    policy, another = first, partial(_make, known[name], cost, settings)
     if settings.ttft_goal > 0.0:
         policy = GoodputFirst(first, another(), cost, settings)
         another = partial(_within_goal, another, cost, settings)
@@ -59,14 +58,6 @@ def build(
 def _make(target: str, cost: "Cost", settings: PolicySettings) -> "Policy":
     module, _, kind = target.partition(":")
     return cast("Policy", getattr(import_module(module), kind)(cost, settings))
-
-
-def _another(target: str, cost: "Cost", settings: PolicySettings, first: "Policy") -> "Policy":
-    """Another instance of a policy, which learns together with the first one."""
-    policy = _make(target, cost, settings)
-    if isinstance(policy, LearnsLengths):
-        policy.learn_with(first)
-    return policy
 
 
 def _within_goal(
@@ -86,12 +77,6 @@ def name_of(policy: "Policy") -> str:
 def settings_of(policy: "Policy") -> PolicySettings:
     """The settings with which `build` made the policy; the defaults if it did not."""
     return policy.settings if isinstance(policy, BackgroundLast) else PolicySettings()
-
-
-def learns_lengths(policy: "Policy") -> bool:
-    """Whether a policy learns how long outputs are."""
-    base = policy.base if isinstance(policy, BackgroundLast) else policy
-    return isinstance(base, LearnsLengths)
 
 
 def levels_of(policy: "Policy") -> MultiLevel | None:

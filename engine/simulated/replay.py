@@ -22,11 +22,9 @@ from engine.kv_shape import KVShape
 from engine.pooling import PoolSpec
 from engine.request import Abort, Caching, FinishReason, Request, RequestSpec
 from engine.simulated.recording_rows import ArrivalRow, IterationRow
-from engine.simulated.trace import GREEDY, SHARED_BLOCK, Arrival
+from engine.simulated.trace import GREEDY, Arrival
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from engine.step import StepEntry
 
 END = (1 << 31) - 1  # the stop token of synthetic outputs
@@ -73,34 +71,6 @@ class RecordedRequest(Arrival):
         """The same with `max_tokens` set to the output's length, for an oracle policy."""
         assert self.params is not None, "a recorded arrival has params"
         return replace(self, params=replace(self.params, max_tokens=self.output_len))
-
-
-def with_unknown_lengths(
-    arrivals: "Sequence[Arrival]", max_model_len: int
-) -> "list[RecordedRequest]":
-    """The same requests with one `max_tokens` for all, as far as the context allows; the outputs
-    end by themselves. A policy that uses `max_tokens` does not know their lengths then."""
-    longest = max((arrival.output_len for arrival in arrivals), default=1)
-    found = []
-    for number, arrival in enumerate(arrivals):
-        if isinstance(arrival, RecordedRequest):
-            found.append(arrival)
-            continue
-        max_tokens = max(arrival.output_len, min(longest, max_model_len - arrival.prompt_len))
-        found.append(
-            RecordedRequest(
-                at=arrival.at,
-                prompt_len=arrival.prompt_len,
-                output_len=arrival.output_len,
-                patience=arrival.patience,
-                params=RequestSpec((), max_tokens, GREEDY, end_ids=frozenset({END})),
-                names=arrival.blocks,
-                block_size=SHARED_BLOCK,
-                number=number,
-                ends_after=arrival.output_len,
-            )
-        )
-    return found
 
 
 class RecordedOutputs:

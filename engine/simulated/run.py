@@ -8,7 +8,6 @@ from engine.control.scheduler import IterationScheduler
 from engine.events import ObserverGroup
 from engine.kv.ledger import KVLedger
 from engine.kv_shape import KVShape
-from engine.policy import learns_lengths
 from engine.simulated.executor import SimulatedExecutor
 from engine.simulated.figures import SLO, Figures, summarise
 from engine.simulated.known_cost import KnownCost
@@ -17,7 +16,6 @@ from engine.simulated.record import Recorder
 from engine.simulated.replay import (
     RecordedOutputs,
     RecordedRequest,
-    with_unknown_lengths,
 )
 
 if TYPE_CHECKING:
@@ -86,10 +84,7 @@ def recorder_of(arrivals: "Sequence[Arrival]") -> Recorder:
 
 
 def prepared(setup: Setup, arrivals: "Sequence[Arrival]") -> "Sequence[Arrival]":
-    """The arrivals with the lengths that the policy may know: none in advance if it learns them,
-    all of them if it is an oracle."""
-    if learns_lengths(setup.policy(KnownCost(setup.cost))):
-        arrivals = with_unknown_lengths(arrivals, setup.settings.max_model_len)
+    """The arrivals, of which an oracle knows all lengths."""
     if setup.is_oracle:
         arrivals = [
             one.with_known_length() if isinstance(one, RecordedRequest) else one for one in arrivals

@@ -9,7 +9,7 @@ from typing import cast
 import pytest
 
 from engine.control.admission import Admission, SwapMode
-from engine.policy import POLICIES, RESEARCH, Policy, PolicySettings
+from engine.policy import POLICIES, RESEARCH, Policy, PolicySettings, build
 from engine.policy.mlfq import SkipJoinMLFQ
 from engine.policy.waiting import MAX_AT_ONCE
 from engine.request import Abort, Request, RequestSpec, State, Times
@@ -19,7 +19,6 @@ from tests.scheduling import (
     a_request,
     a_scheduler,
     a_spec,
-    build_learned,
     commit_iteration,
     play,
     run_iteration,
@@ -29,9 +28,8 @@ STARVATION_SECONDS = 20.0
 DEFAULT = PolicySettings()
 OVER = {  # a goal and fair shares over a policy
     "mlfq, goal": ("mlfq", replace(DEFAULT, ttft_goal=6.0)),
-    "gittins, goal": ("gittins", replace(DEFAULT, ttft_goal=6.0)),
-    "gittins, fair": ("gittins", replace(DEFAULT, fair_keys=True)),
-    "gittins, goal, fair": ("gittins", replace(DEFAULT, ttft_goal=6.0, fair_keys=True)),
+    "mlfq, fair": ("mlfq", replace(DEFAULT, fair_keys=True)),
+    "mlfq, goal, fair": ("mlfq", replace(DEFAULT, ttft_goal=6.0, fair_keys=True)),
 }
 NAMES = [*POLICIES, *RESEARCH, *OVER]
 
@@ -39,7 +37,7 @@ NAMES = [*POLICIES, *RESEARCH, *OVER]
 def make(name: str, starvation_seconds: float | None = STARVATION_SECONDS) -> Policy:
     name, settings = OVER.get(name, (name, DEFAULT))
     settings = replace(settings, starvation_seconds=starvation_seconds)
-    return build_learned(name, settings)
+    return build(name, HAND_COST, settings, serves=False)
 
 
 @pytest.fixture(params=NAMES)

@@ -29,7 +29,7 @@ NUM_REQUESTS = 14
 BLOCK_SIZE = 4
 NUM_BLOCKS = 18
 COST = CostModel.linear(per_step=0.5, per_token=0.125, per_slot=0.0)  # exact in binary
-POLICY = PolicySettings(starvation_seconds=9.0, seats=4, base_quantum=0.75, min_outputs=2)
+POLICY = PolicySettings(starvation_seconds=9.0, seats=4, base_quantum=0.75)
 
 
 def header(policy: str, admission: Admission) -> RecordingHeader:
@@ -132,10 +132,8 @@ def headers() -> dict[str, RecordingHeader]:
     grow = header("mlfq", Admission.GROW)
     fcfs = header("fcfs", Admission.GROW)
     found["fcfs_goal"] = replace(fcfs, scheduler=replace(fcfs.scheduler, itl_goal=0.75))
-    found["gittins_host"] = with_host(header("gittins", Admission.GROW))
-    goal, fair = replace(POLICY, ttft_goal=4.0), replace(POLICY, fair_keys=True)
-    found["gittins_goal"] = replace(header("gittins", Admission.GROW), policies=goal)
-    found["gittins_fair"] = replace(header("gittins", Admission.GROW), policies=fair)
+    found["mlfq_goal"] = replace(grow, policies=replace(POLICY, ttft_goal=4.0))
+    found["mlfq_fair"] = replace(grow, policies=replace(POLICY, fair_keys=True))
     found["mlfq_host"] = with_host(grow)
     found["mlfq_ahead"] = replace(grow, lookahead=1)
     found["mlfq_stages"] = replace(with_host(grow), depth=2, lookahead=1)

@@ -24,10 +24,8 @@ import numpy
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from engine.control.event_recorder import RecordingHeader
 from engine.simulated.figures import SLO
 from engine.simulated.play import Outcome
-from engine.simulated.trace import at_rate
 from examples.benchmarks.real_engine import loads
 from examples.benchmarks.real_engine.machine import (
     LARGE,
@@ -66,49 +64,21 @@ async def mlfq(
 
 
 async def three(on: Machine, count: int) -> tuple[Table, Results]:
-    """JCT of three policies on three traces, which do not say how long outputs are."""
-    machines = [on, *[await on.twin() if on.is_counted else on for _ in range(2)]]
+    """JCT of two policies on three traces, which do not say how long outputs are."""
+    machines = [on, await on.twin() if on.is_counted else on]
     rows: Table = [["trace", "policy", *_MLFQ[2:]]]
     results: Results = {}
     for trace, calls_of in THREE.items():
         most = await capacity(on, calls_of(count, 1.0))
         arrivals = loads.with_unknown_lengths(calls_of(count, 1.3 * most))
         slo = SLO(norm=15 * on.cost.compute(1, 64))
-        names = ("fcfs", "mlfq", "gittins")
+        names = ("fcfs", "mlfq")
         runs = await _beside(machines, names, arrivals, slo)
         for policy, run in zip(names, runs, strict=True):
             jct = [one.jct for one in run.played.outcomes]
             rows.append([trace, policy, *_jct_cells(run, jct)])
             results[f"{trace} {policy}"] = {"jct": sorted(jct), "rate": 1.3 * most} | _summary(run)
     return rows, results
-
-
-def _learning(header: RecordingHeader) -> RecordingHeader:
-    """Under gittins FCFS bounds the tail, without a starvation limit, and few outputs are enough to
-    learn from."""
-    if header.policy != "gittins":
-        return header
-    settings = replace(header.policies, starvation_seconds=None, min_outputs=20)
-    return replace(header, policies=settings)
-
-
-async def tail(on: Machine, count: int) -> tuple[Table, Results]:
-    """gittins beside fcfs, on the loads on which gittins' tail could be the longer one, and fcfs
-    beside fcfs; with the CPU clock they take turns at each step."""
-    results: Results = {}
-    machines = [on, await on.twin() if on.is_counted else on]
-    loads_of = [("mooncake", number, loads.mooncake(count, 1.0)) for number in range(1, 4)]
-    loads_of += [("skewed", seed, loads.skewed(count, 1.0, seed)) for seed in range(1, 6)]
-    for trace, number, calls in loads_of:
-        rate = 1.3 * await capacity(on, calls)
-        moved = [replace(c, at=m.at) for c, m in zip(calls, at_rate(calls, rate), strict=True)]
-        arrivals = loads.with_unknown_lengths(moved)
-        for policy in ("fcfs", "gittins"):
-            runs = await _beside(machines, ("fcfs", policy), arrivals)
-            jcts = [sorted(one.jct for one in run.played.outcomes) for run in runs]
-            pair = [{"jct": jct} | _summary(run) for jct, run in zip(jcts, runs, strict=True)]
-            results[f"{trace} {number} {policy}"] = pair
-    return tail_rows(results), results
 
 
 async def _beside(
@@ -118,29 +88,11 @@ async def _beside(
     slo: SLO = NO_SLO,
 ) -> list[Run]:
     """The same arrivals under each policy: in turns with the CPU clock, else one after another."""
-    headers = [_learning(on.header(name)) for on, name in zip(machines, policies, strict=True)]
+    headers = [on.header(name) for on, name in zip(machines, policies, strict=True)]
     if machines[0].is_counted:
         return await measure_in_turns(machines, headers, arrivals, slo)
     both = zip(machines, headers, strict=True)
     return [await measure(on, header, arrivals, slo) for on, header in both]
-
-
-def tail_rows(results: Results) -> Table:
-    """The table of `tail`: JCT of both runs, and what the second one gains."""
-    columns = ["fcfs mean s", "p99", "mean s", "p99", "mean ×", "p99 ×", "done/s ×"]
-    rows: Table = [["trace", "run", "beside fcfs", *columns]]
-    for name in [name for name in results if name.endswith((" gittins", " fcfs"))]:
-        pair = results[name]
-        means, tails = ([of(one["jct"]) for one in pair] for of in (mean, _p99))
-        speed = pair[1]["throughput"] / pair[0]["throughput"]
-        seconds = [f"{value:.2f}" for both in zip(means, tails, strict=True) for value in both]
-        gains = means[0] / means[1], tails[0] / tails[1], speed
-        rows.append([*name.split(), *seconds, *(f"{gain:.3f}" for gain in gains)])
-    return rows
-
-
-def _p99(samples: Sequence[float]) -> float:
-    return percentiles(samples, 99)[0]
 
 
 THREE = {"skewed": loads.skewed, "conversations": loads.azure, "mooncake": loads.mooncake}
@@ -259,24 +211,12 @@ EXPERIMENTS: dict[str, tuple[str, str, Experiment, int]] = {
         200,
     ),
     "three": (
-        "fcfs, mlfq and gittins on three traces",
+        "fcfs and mlfq on three traces",
         "Lengths by Zipf's law, the Azure conversation trace (divided by 8) and sessions of "
         "the Mooncake conversation trace (divided by 32), at 130 % of fcfs's capacity. No policy "
-        "knows the length of an output before it ends. With the CPU clock the three take turns, "
+        "knows the length of an output before it ends. With the CPU clock they take turns, "
         "one step each. Good: at most 15 times a single decode step per token.",
         three,
-        400,
-    ),
-    "tail": (
-        "gittins against fcfs, several runs",
-        "Three runs of the same Mooncake sessions, and five seeds of skewed lengths, at 130 % of "
-        "the capacity that the start's cost model predicts for fcfs. Both runs of a row have the "
-        "same arrivals and take turns, one step each, so that what slows the machine slows both. "
-        "× is the latency of the first run over that of the second, or the second's "
-        "requests/s over those of the first: above 1 is better than fcfs. The rows of fcfs beside "
-        "fcfs show what × is by chance. Near saturation JCT differs by several times as much as "
-        "requests/s.",
-        tail,
         400,
     ),
     "fair": (

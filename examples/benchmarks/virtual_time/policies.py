@@ -8,7 +8,7 @@ name only writes these. The production traces are in the folder TRACES (azure_20
 azure_2023_code.csv.gz, mooncake_conversation.jsonl.gz); without it only the distributions are run.
 
     python -m examples.benchmarks.virtual_time.policies [--traces TRACES] [--seeds 5]
-        [--cases conv code mooncake skewed alike prefixes] [--systems gittins] [--requests 1000]
+        [--cases conv code mooncake skewed alike prefixes] [--systems mlfq] [--requests 1000]
         [--out DIR]
 """
 
@@ -28,13 +28,14 @@ from engine.policy import Policy, PolicySettings, build
 from engine.policy.background import BackgroundLast
 from engine.policy.port import Preemption
 from engine.ports import Cost
+from engine.request import RequestSpec
 from engine.research.hardware.catalogue import DEVICES, SHAPES
 from engine.research.hardware.deployment import Deployment
 from engine.research.leaping.run import simulate
 from engine.research.policies import ORACLES
-from engine.simulated.replay import with_unknown_lengths
+from engine.simulated.replay import END, SHARED_BLOCK, RecordedRequest
 from engine.simulated.run import Setup
-from engine.simulated.trace import Arrival, at_rate, poisson, read_trace, skewed_lengths
+from engine.simulated.trace import GREEDY, Arrival, at_rate, poisson, read_trace, skewed_lengths
 from examples.benchmarks.virtual_time.policy_tables import (
     BASE,
     GOAL,
@@ -81,13 +82,10 @@ class System:
 FCFS = System(BASE, "fcfs")
 MLFQ = System("mlfq", "mlfq", starvation=30.0)
 MLFQ_3 = System("mlfq, 3 s", "mlfq", starvation=3.0)  # FastServe's released code
-GITTINS = System("gittins", "gittins")
-SYSTEMS = (FCFS, MLFQ, MLFQ_3, GITTINS, System("srpt (oracle)", "srpt"))
+SYSTEMS = (FCFS, MLFQ, MLFQ_3, System("srpt (oracle)", "srpt"))
 WITH_GOAL = (
     FCFS,
     replace(FCFS, name="fcfs, TTFT goal", ttft_goal=GOAL.ttft or 0.0),
-    GITTINS,
-    replace(GITTINS, name="gittins, TTFT goal", ttft_goal=GOAL.ttft or 0.0),
 )
 SPLIT = (
     System("fcfs, KV reserved (Orca)", "fcfs", admission=Admission.RESERVE),
@@ -109,7 +107,6 @@ class Case:
     model: str = "llama-3.1-8b"
     seats: int = 64
     systems: tuple[System, ...] = SYSTEMS
-    whole: bool = False  # every request of the trace, once, whatever the seeds
     of_capacity: bool = False  # loads are shares of what FCFS finishes of the same requests if all
     # are there at the start
 
@@ -126,13 +123,6 @@ CASES = {
     "mooncake": Case("Mooncake ÷ 8", (4, 6), "mooncake_conversation.jsonl.gz"),
     "skewed": Case("skewed lengths", (8, 12, 20), model="gpt3-13b", seats=16),
     "alike": Case("outputs alike", (9, 11), model="gpt3-13b", seats=16),
-    "hour": Case(
-        "Azure conversations, whole hour",
-        (5.53,),  # requests/s of the trace
-        "azure_2023_conv.csv.gz",
-        systems=(FCFS, GITTINS),
-        whole=True,
-    ),
     "goal": Case("goal, skewed lengths", (12, 20), model="gpt3-13b", seats=16, systems=WITH_GOAL),
     "goal-conv": Case(
         "goal, Azure conversations", (6, 8), "azure_2023_conv.csv.gz", systems=WITH_GOAL
@@ -171,13 +161,37 @@ def arrivals_of(
         return at_rate(poisson(1.0, count, lengths, random), load)
     assert traces is not None, "the case needs --traces"
     whole = read(traces / case.trace)
-    if case.whole:
-        return at_rate(whole, load)
     start = random.randrange(max(1, len(whole) - count))
     part = whole[start : start + count]
     if case.of_capacity:
         load *= run(case, load, FCFS, seed, at_rate(part, AT_ONCE))["throughput"]
     return at_rate(part, load)
+
+
+def with_unknown_lengths(arrivals: Sequence[Arrival], max_model_len: int) -> list[RecordedRequest]:
+    """The same requests with one `max_tokens` for all, as far as the context allows; the outputs
+    end by themselves. A policy that uses `max_tokens` does not know their lengths then."""
+    longest = max((arrival.output_len for arrival in arrivals), default=1)
+    found = []
+    for number, arrival in enumerate(arrivals):
+        if isinstance(arrival, RecordedRequest):
+            found.append(arrival)
+            continue
+        max_tokens = max(arrival.output_len, min(longest, max_model_len - arrival.prompt_len))
+        found.append(
+            RecordedRequest(
+                at=arrival.at,
+                prompt_len=arrival.prompt_len,
+                output_len=arrival.output_len,
+                patience=arrival.patience,
+                params=RequestSpec((), max_tokens, GREEDY, end_ids=frozenset({END})),
+                names=arrival.blocks,
+                block_size=SHARED_BLOCK,
+                number=number,
+                ends_after=arrival.output_len,
+            )
+        )
+    return found
 
 
 def setup_of(case: Case, system: System) -> Setup:
@@ -257,7 +271,7 @@ def main() -> None:
         chosen = [one for one in case.systems if args.systems is None or one.name in args.systems]
         names = {one.name for one in chosen}
         runs = [one for one in runs if one["case"] != case.name or one["system"] not in names]
-        for seed in range(1, 2 if case.whole else args.seeds + 1):
+        for seed in range(1, args.seeds + 1):
             for load in case.loads:
                 arrivals = arrivals_of(case, load, seed, args.requests, args.traces)
                 runs += [run(case, load, system, seed, arrivals) for system in chosen]

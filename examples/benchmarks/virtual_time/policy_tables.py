@@ -11,16 +11,13 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter
 
-from engine.policy import PolicySettings
 from engine.policy.mlfq import STARVATION_SECONDS
 from engine.simulated.figures import SLO
 
 BASE = "fcfs"  # the policy that the others are compared with
 GOAL = SLO(ttft=5.0, tpot=0.1)
 STUDENT = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 10: 2.262, 20: 2.093}  # 95 %, by samples
-SAME = 0.005  # relative difference
 MAX_PLAN = 2.0  # milliseconds, the goal
-MAX_LOST = 0.98  # of FCFS's latency over the policy's: the least that a default may have
 
 
 class Run(TypedDict):
@@ -134,55 +131,12 @@ def sizes(runs: Sequence[Run]) -> str:
     return "\n".join(lines)
 
 
-def against_fcfs(runs: Sequence[Run], system: str) -> str:
-    """A policy's mean and p99 at each load over all its seeds, and at which loads one of them is
-    more than 2 % above that of FCFS."""
-    lines = [
-        "| load | requests/s | seeds | mean against FCFS | least of a seed | p99 against FCFS "
-        "| least of a seed |",
-        "|---" * 7 + "|",
-    ]
-    lost = []
-    for case, load, name, own, base in groups(runs):
-        if name != system:
-            continue
-        found = [ratios(own, base, latency) for latency in ("mean", "p99")]
-        cells = [f"{exact(each)} | {min(each):.3f} ×" for each in found]
-        lines.append(f"| {case} | {load:g} | {len(own)} | " + " | ".join(cells) + " |")
-        if min(map(fmean, found)) < MAX_LOST:
-            lost.append(f"{case} at {load:g} requests/s")
-    sentence = f"`{system}` does at " + (", ".join(lost) or "none of these loads") + "."
-    return sentence + "\n\n" + "\n".join(lines)
-
-
 def overall(runs: Sequence[Run], system: str) -> float:
     """The geometric mean over all loads of a policy's "mean against FCFS"."""
     found = [
         fmean(ratios(own, base, "mean")) for *_, name, own, base in groups(runs) if name == system
     ]
     return geometric_mean(found)
-
-
-def gittins_on_traces(runs: Sequence[Run]) -> str:
-    """At how many loads of production traces its mean and p99 are within half a percent of
-    FCFS's, and the others."""
-    others, count = [], 0
-    for case, load, system, own, base in groups(runs):
-        if system != "gittins" or not case.startswith(("Azure", "Mooncake")):
-            continue
-        count += 1
-        found = [fmean(ratios(own, base, latency)) for latency in ("mean", "p99")]
-        if any(abs(one - 1.0) > SAME for one in found):
-            others.append(f"{case} at {load:g} ({found[0]:.3f} × and {found[1]:.3f} ×)")
-    rest = f"; not at {', '.join(others)}" if others else ""
-    same = f"{count - len(others)} of {count} loads"
-    return f"its mean and p99 differ by less than half a percent at {same}{rest}."
-
-
-def exact(samples: Sequence[float]) -> str:
-    """A mean ratio in thousandths, with its interval."""
-    mean, half = interval(samples)
-    return f"{mean:.3f} ± {half:.3f} ×" if len(samples) > 1 else f"{mean:.3f} ×"
 
 
 def draw(path: Path, runs: Sequence[Run]) -> None:
@@ -254,10 +208,6 @@ Azure conversations at 8/s and Mooncake at 6/s the mean is ten times FCFS's. Ove
 table the geometric mean of "mean against FCFS" is {overall(main, "mlfq"):.2f} × with
 {STARVATION_SECONDS:g} s and {overall(main, "mlfq, 3 s"):.2f} × with 3 s.
 
-`gittins` equals FCFS on the production traces:
-{gittins_on_traces(main)}
-It gains on skewed lengths only.
-
 Loads of "of capacity" are shares of the rate at which FCFS finishes the same requests if all are
 there at the start. Bursts of the trace fill the queue below that rate already.
 
@@ -268,17 +218,6 @@ Goodput: requests/s with a TTFT of at most {GOAL.ttft:g} s and a TPOT of at most
 ![completion times against FCFS](policies.png)
 
 {table(in_common(main))}""",
-        f"""## The tail of `gittins`
-
-On production traces it is FCFS: {gittins_on_traces(main)}
-
-A request goes first once its tokens are, or would be, later than under FCFS, of which a shadow
-schedule runs beside the real one, by more than {PolicySettings().fcfs_slack:.1%} of its age
-(`--fcfs-slack`). What the index has to give are that slack, and the seats of requests that ended
-sooner than under FCFS: a larger slack gives a lower mean and a longer tail.
-
-A default may not lose more than 2 % against FCFS, in mean or p99, at any load.
-{against_fcfs(main, "gittins")}""",
     ]
     if goal:
         parts.append(f"""## With a TTFT goal
@@ -292,9 +231,8 @@ run before those that cannot. Under overload goodput is higher, and late request
 
 Skewed lengths; of {tenants[0]["requests"]:,} requests a large tenant sends three quarters, and each
 of four small ones a sixteenth. Seconds. Each is a client, so that
-fcfs by itself shares seats and the tokens of prompts between them; under gittins, which has one
-queue for all, the small ones wait as long as the large one. With `--fair-keys` each tenant gets an
-equal share of all tokens, and the policy orders the requests of each.
+fcfs by itself shares seats and the tokens of prompts between them. With `--fair-keys` each tenant
+gets an equal share of all tokens, and the policy orders the requests of each.
 `python -m examples.benchmarks.virtual_time.tenants`
 
 {tenant_table(tenants)}""")

@@ -8,7 +8,7 @@ one iteration each, and the policies five times. Writes step_cost.json and step_
 the processor.
 
     python -m examples.benchmarks.virtual_time.step_cost [--plans 300] [--output 4000]
-        [--policies fcfs gittins …] [--cpu CPU] [--out examples/benchmarks/results/policies]
+        [--policies fcfs mlfq …] [--cpu CPU] [--out examples/benchmarks/results/policies]
 """
 
 import argparse

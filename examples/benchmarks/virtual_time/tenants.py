@@ -17,14 +17,14 @@ from statistics import fmean, quantiles
 from engine.events import Observer
 from engine.request import Request
 from engine.research.leaping.run import simulate
-from engine.simulated.replay import RecordedRequest, with_unknown_lengths
+from engine.simulated.replay import RecordedRequest
 from examples.benchmarks.virtual_time.policies import (
     CASES,
     FCFS,
-    GITTINS,
     System,
     arrivals_of,
     setup_of,
+    with_unknown_lengths,
     write,
 )
 from examples.benchmarks.virtual_time.policy_tables import TenantRun, report_on, tenant_table
@@ -35,8 +35,6 @@ SHARE = 0.75  # of all requests, of the large tenant
 SYSTEMS = (
     FCFS,
     replace(FCFS, name="fcfs, --fair-keys", fair_keys=True),
-    GITTINS,
-    replace(GITTINS, name="gittins, --fair-keys", fair_keys=True),
 )
 
 

@@ -3,7 +3,7 @@ each policy, admission and swap mode. A recording has its own settings; flags ov
 
 import argparse
 import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -18,7 +18,6 @@ from engine.ports import Cost
 from engine.research.hardware.catalogue import DEVICES, SHAPES, parse_spec
 from engine.research.hardware.deployment import Deployment, DeviceSpec, ModelSpec
 from engine.research.policies import ORACLES
-from engine.research.policies.settings import ResearchSettings
 from engine.simulated.replay import Recording
 from engine.simulated.run import Setup
 from gateway.options import add_flags, options_of, with_flags, with_values
@@ -71,7 +70,6 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     bounds = options_of("", _DESCRIBED)
     add_flags(group, [option for option in bounds if option.name not in _REPEATED])
     add_flags(group, options_of("", PolicySettings()))
-    add_flags(group, options_of("", ResearchSettings()))
 
 
 def setups(args: argparse.Namespace, recording: Recording | None) -> list[Setup]:
@@ -82,8 +80,6 @@ def setups(args: argparse.Namespace, recording: Recording | None) -> list[Setup]
     modes = args.admission or [base.settings.admission.value]
     swaps = args.swap or [base.settings.swap.value]
     policies = with_flags(recorded.policies if recorded else PolicySettings(), args)
-    research = ResearchSettings(policies.min_outputs, policies.fcfs_slack)
-    policies = replace(policies, **asdict(with_flags(research, args)))
     return [
         replace(
             base,

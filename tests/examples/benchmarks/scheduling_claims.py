@@ -4,7 +4,6 @@ from statistics import fmean
 from typing import Any
 
 from examples.benchmarks.real_engine import accuracy_page
-from examples.benchmarks.real_engine import policies as real_policies
 from examples.benchmarks.virtual_time import fleet_page
 from examples.benchmarks.virtual_time.policy_tables import groups, ratios
 from tests.examples.benchmarks.published import RESULTS, brief, plain, read
@@ -101,28 +100,6 @@ def policies() -> list[str]:
     ]
 
 
-def gittins_on_the_real_engine() -> list[str]:
-    tail = read("real_engine/figures.json")["tail"]
-    rows = real_policies.tail_rows(tail)[1:]
-
-    def gains(trace: str, column: int, policy: str = "gittins") -> list[float]:
-        return [float(row[column]) for row in rows if row[0] == trace and row[2] == policy]
-
-    def span(found: list[float]) -> str:
-        return f"{min(found):.2f} to {max(found):.2f} ×"
-
-    p99, speed = 8, 9
-    mean = span(gains("skewed", 7))
-    chance = gains("skewed", p99, "fcfs") + gains("mooncake", p99, "fcfs")
-    fewer = 100 * (1.0 - fmean(gains("skewed", speed)))
-    return [
-        f"the p99 of `gittins` is {span(gains('mooncake', p99))} on Mooncake's sessions",
-        f"and {span(gains('skewed', p99))} on skewed lengths, the mean {mean}",
-        f"(p99 {span(chance)} for FCFS beside FCFS)",
-        f"ends {fewer:.1f} % fewer requests per second",
-    ]
-
-
 def policies_in_virtual_time() -> list[str]:
     found: dict[tuple[str, str, str], list[float]] = {}
     for case, _, system, own, base in groups(read("policies/policies.json")):
@@ -136,10 +113,7 @@ def policies_in_virtual_time() -> list[str]:
         each = {title: found[case, system, latency] for case, title in titles.items()}
         return ", ".join(f"{min(v):.2f} to {max(v):.2f} × on {name}" for name, v in each.items())
 
-    return [
-        f"`{system}`: mean {spans(system, 'mean')}; p99 {spans(system, 'p99')}."
-        for system in ("gittins", "mlfq")
-    ]
+    return [f"`mlfq`: mean {spans('mlfq', 'mean')}; p99 {spans('mlfq', 'p99')}."]
 
 
 def itl_goal() -> list[str]:

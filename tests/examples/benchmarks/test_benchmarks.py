@@ -177,7 +177,7 @@ def test_policies_are_compared_over_seeds_as_table_plot_and_figures(tmp_path: Pa
         "policies.json",
         "policies.png",
     }
-    assert "| outputs alike | 9 | gittins |" in shown
+    assert "| outputs alike | 9 | mlfq |" in shown
     assert "| split, skewed | 12 | mlfq, recompute |" in shown
 
 
@@ -186,7 +186,7 @@ def test_a_large_tenant_is_played_beside_small_ones_under_each_policy(tmp_path: 
     shown = run_here("benchmarks.virtual_time.tenants", *flags)
     assert [path.name for path in tmp_path.iterdir()] == ["tenants.json"]
     for load in (8, 12):
-        for policy in ("fcfs", "fcfs, --fair-keys", "gittins", "gittins, --fair-keys"):
+        for policy in ("fcfs", "fcfs, --fair-keys"):
             assert f"| {load} | {policy} |" in shown
 
 
@@ -229,7 +229,7 @@ def test_policies_are_compared_on_the_real_engine(tmp_path: Path) -> None:
     shown = run_here("benchmarks.real_engine.policies", *flags)
     files = {"README.md", "figures.json", "jct_mlfq.png", "jct_skewed.png"}
     assert {path.name for path in out.iterdir()} == files
-    for policy in ("fcfs", "mlfq", "gittins", "fair", "deadline", "no reuse"):
+    for policy in ("fcfs", "mlfq", "fair", "deadline", "no reuse"):
         assert f"| {policy} |" in shown
 
 

@@ -214,8 +214,6 @@ def draw_policy(random: Random, max_batch_size: int) -> tuple[str, PolicySetting
         base_quantum=choose([None, 0.02]),
         num_levels=choose([1, 4, 16]),
         skips=random.random() < 0.8,
-        min_outputs=choose([1, 5, 50]),
-        fcfs_slack=choose([0.0, 0.005, 0.2]),
         ttft_goal=choose([0.0, 0.0, 0.2]),
         fair_keys=random.random() < 0.25,
     )

@@ -155,7 +155,7 @@ def test_a_setting_that_is_out_of_range_is_rejected_as_the_server_does(
 def test_settings_of_policies_are_flags() -> None:
     flags = ["--starvation-seconds", "3", "--base-quantum", "0.5", "--quantum-ratio", "4"]
     flags += ["--num-levels", "5", "--no-skip-join", "--input-weight", "2", "--output-weight", "7"]
-    flags += ["--min-outputs", "9", "--fcfs-slack", "0.25", "--fair-keys", "--ttft-goal", "2s"]
+    flags += ["--fair-keys", "--ttft-goal", "2s"]
     (setup,) = setups(parser().parse_args([*flags, "--max-batch-size", "8"]), None)
     assert isinstance(setup.policy, partial)
     assert setup.policy.args[1] == PolicySettings(
@@ -165,8 +165,6 @@ def test_settings_of_policies_are_flags() -> None:
         ratio=4.0,
         num_levels=5,
         skips=False,
-        min_outputs=9,
-        fcfs_slack=0.25,
         input_weight=2.0,
         output_weight=7.0,
         fair_keys=True,

@@ -49,7 +49,7 @@ def test_a_fleet_is_equal_bit_for_bit_on_any_number_of_processes(router: str) ->
     assert runs[0].num_finished == 60
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "gittins"])
+@pytest.mark.parametrize("policy", ["fcfs", "mlfq"])
 def test_a_fleet_of_one_replica_equals_a_simulation(policy: str) -> None:
     arrivals = sped_up(read_trace(AZURE)[:80], 0.3)
     alone = simulate(setup(policy), arrivals)

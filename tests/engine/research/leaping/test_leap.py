@@ -12,7 +12,7 @@ from engine.control.admission import Admission
 from engine.control.scheduler import IterationScheduler
 from engine.control.settings import SchedulerSettings
 from engine.cost.model import CostModel
-from engine.policy import POLICIES, RESEARCH, PolicySettings, build
+from engine.policy import POLICIES, RESEARCH, build
 from engine.research.hardware.catalogue import DEVICES, SHAPES
 from engine.research.hardware.deployment import Deployment
 from engine.research.leaping.run import simulate
@@ -22,16 +22,15 @@ from engine.simulated.trace import Arrival, orca_lengths, poisson, read_trace, s
 
 AZURE = Path(__file__).parents[3] / "data" / "azure_2023_conv_first_1000.csv.gz"
 L4 = Deployment(DEVICES["l4"], SHAPES["llama-3.1-8b"])
-ORDERS = ("fcfs", "fair", "priority", "mlfq", "srpt", "deadline", "gittins")
+ORDERS = ("fcfs", "fair", "priority", "mlfq", "srpt", "deadline")
 
 
 def setup(policy: str, num_slots: int, admission: str = "grow") -> Setup:
     settings = SchedulerSettings(16384, 24, 2048, admission=Admission(admission))
-    policies = PolicySettings(min_outputs=20)
     return Setup(
         "run",
         settings,
-        partial(build, policy, settings=policies, serves=False),
+        partial(build, policy, serves=False),
         L4.cost(),
         num_slots,
         is_oracle=policy == "srpt",
