@@ -1,1 +1,1 @@
-"""A fleet in virtual time: many replicas of the scheduler behind a router, with autoscaling."""
+"""A fleet in virtual time: many replicas of the scheduler behind a router."""

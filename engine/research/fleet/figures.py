@@ -25,7 +25,6 @@ class FleetMoment(NamedTuple):
 
     at: float
     active: int  # replicas that take requests
-    starting: int
     live: int  # requests
     waiting_tokens: int
     most_live: int  # requests of the replica that has most
@@ -46,7 +45,7 @@ class FleetFigures:
     output_tokens: int
     num_iterations: int
     num_preempted: int
-    replica_hours: float  # from the decision to start a replica until it takes no requests
+    replica_hours: float  # while requests arrive
     peak_replicas: int
     busy_mean: float  # share of the time, over the replicas
     busy_p5: float
@@ -88,7 +87,7 @@ def summarise_fleet(
     arrivals: "Sequence[Arrival]",
     results: "Sequence[ShardResult]",
     moments: "list[FleetMoment]",
-    seconds: "tuple[float, float]",
+    seconds: float,
     slo: "SLO",
 ) -> FleetFigures:
     """The metrics of all shards together, which do not depend on how replicas were divided."""
@@ -105,7 +104,7 @@ def summarise_fleet(
     first = arrivals[0].at if arrivals else 0.0
     ended = float((at + jct).max()) - first if len(numbers) else 0.0
     span = arrivals[-1].at - first if arrivals else 0.0
-    peak = max((moment.active + moment.starting for moment in moments), default=0)
+    peak = max((moment.active for moment in moments), default=0)
     busy = [shard.busy[number] / ended for shard in results for number in shard.busy]
     busy += [0.0] * (peak - len(busy))
     shares = numpy.percentile(busy, (5, 95)) if busy else (0.0, 0.0)
@@ -125,7 +124,7 @@ def summarise_fleet(
         output_tokens=int(lengths.sum()),
         num_iterations=sum(one.num_iterations for one in results),
         num_preempted=sum(one.num_preempted for one in results),
-        replica_hours=sum(seconds) / 3600.0,
+        replica_hours=seconds / 3600.0,
         peak_replicas=peak,
         busy_mean=float(numpy.sort(busy).mean()) if busy else 0.0,
         busy_p5=float(shares[0]),

@@ -15,7 +15,6 @@ from math import inf
 from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 
 from engine.errors import InvalidRequest
-from engine.research.fleet.autoscaler import Autoscaler, Scale
 from engine.research.fleet.figures import FleetFigures, FleetMoment, summarise_fleet
 from engine.research.fleet.outages import OutagePlan, Outages
 from engine.research.fleet.router import Loads, block_size_of
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from engine.cost.model import CostModel
-    from engine.research.fleet.autoscaler import AutoscaleSettings
     from engine.research.fleet.shard import ShardResult
     from engine.simulated.run import Setup
     from engine.simulated.trace import Arrival
@@ -42,14 +40,13 @@ NUM_MOMENTS = 500  # samples of the fleet over time
 
 @dataclass(frozen=True, slots=True)
 class FleetSetup:
-    """Replicas with equal setups behind a router. With `autoscale` the number of replicas varies
-    within its bounds. `epoch`: seconds between two load reports. `seed`: of routers that choose at
-    random. `costs`: the cost models of the replicas, in turn; the setup's if there are none."""
+    """Replicas with equal setups behind a router. `epoch`: seconds between two load reports.
+    `seed`: of routers that choose at random. `costs`: the cost models of the replicas, in turn; the
+    setup's if there are none."""
 
     setup: "Setup"
     replicas: int
     router: str = "round-robin"
-    autoscale: "AutoscaleSettings | None" = None
     epoch: float = 0.1
     processes: int = 1
     seed: int = 0
@@ -62,13 +59,6 @@ class FleetSetup:
             raise InvalidRequest(f"router must be one of {known}, not {self.router!r}", "router")
         if self.replicas < 1:
             raise InvalidRequest(f"replicas must be at least 1, not {self.replicas}", "replicas")
-        if self.outages is not None and self.autoscale is not None:
-            raise InvalidRequest("outages are for a fleet of fixed size", "outages")
-
-    @property
-    def most(self) -> int:
-        """The largest number of replicas."""
-        return self.replicas if self.autoscale is None else self.autoscale.most
 
     @property
     def label(self) -> str:
@@ -170,7 +160,7 @@ class FleetRun(NamedTuple):
 
     results: "list[ShardResult]"
     moments: list[FleetMoment]
-    seconds: "_Seconds"
+    seconds: float
     outages: Outages | None
 
 
@@ -213,13 +203,6 @@ def run_fleet(fleet: FleetSetup, arrivals: "Sequence[Arrival]") -> FleetRun:
         return FleetRun(shards.results(), *coordinated)
 
 
-class _Seconds(NamedTuple):
-    """Replica-seconds of a run."""
-
-    active: float
-    starting: float
-
-
 class _Coordinator:
     """Routes the requests of each epoch, and passes on the reports."""
 
@@ -227,19 +210,15 @@ class _Coordinator:
         self._fleet = fleet
         self._arrivals = arrivals
         self._shards = shards
-        self._loads = Loads(fleet.most, fleet.seed)
+        self._loads = Loads(fleet.replicas, fleet.seed)
         size = block_size_of(arrivals[0]) if arrivals else SHARED_BLOCK
         cache_blocks = max(1, fleet.setup.num_slots // size)
         self._router = ROUTERS[fleet.router](self._loads, fleet.setup.cost, cache_blocks)
-        self._autoscaler = None if fleet.autoscale is None else Autoscaler(fleet.autoscale)
-        self._scale = Scale(fleet.replicas, 0)
-        if fleet.autoscale is not None:
-            self._scale = Scale(fleet.autoscale.least, 0)
-        self._loads.activate(range(self._scale.active))
+        self._loads.activate(range(fleet.replicas))
         plan = fleet.outages
         self.outages = None if plan is None else Outages(plan, self._loads)
         self.moments: list[FleetMoment] = []
-        self.seconds = _Seconds(0.0, 0.0)
+        self.seconds = 0.0
 
     def run(self) -> None:
         """Route all arrivals, then let every replica finish."""
@@ -259,15 +238,11 @@ class _Coordinator:
         number = 0
         while at < len(arrivals):
             until = (number + 1) * epoch
-            self._rescale(number * epoch)
             routed = self._moved(number * epoch)
             while at < len(arrivals) and arrivals[at].at < until:
                 routed.append(Routed(at, self._router.route(arrivals[at])))
                 at += 1
-            self.seconds = _Seconds(
-                self.seconds.active + epoch * self._scale.active,
-                self.seconds.starting + epoch * self._scale.starting,
-            )
+            self.seconds += epoch * self._fleet.replicas
             yield until, routed
             number += 1
 
@@ -283,23 +258,12 @@ class _Coordinator:
             for each in begun
         ]
 
-    def _rescale(self, now: float) -> None:
-        if self._autoscaler is None:
-            return
-        before = self._scale
-        loads = self._loads
-        waiting, usage = float(loads.waiting_tokens.sum()), float(loads.usage[loads.active].mean())
-        self._scale = self._autoscaler.update(now, waiting, usage)
-        if self._scale.active != before.active:
-            self._loads.activate(range(self._scale.active))
-
     def _sample(self, now: float) -> None:
         loads = self._loads
         self.moments.append(
             FleetMoment(
                 now,
                 len(loads.active),
-                self._scale.starting,
                 int(loads.live.sum()),
                 int(loads.waiting_tokens.sum()),
                 int(loads.live.max()),

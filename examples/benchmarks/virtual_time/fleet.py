@@ -288,9 +288,9 @@ def main() -> None:
             if case.name in args.largest:
                 found[f"largest_{case.name}"] = largest(case, args, found)
     path.write_text(json.dumps(found, indent=1) + "\n")
-    others = [args.out / f"{name}.json" for name in ("fleet_check", "autoscaling")]
-    read = [json.loads(other.read_text()) if other.exists() else None for other in others]
-    (args.out / "README.md").write_text(report(found, *read))
+    check = args.out / "fleet_check.json"
+    read = json.loads(check.read_text()) if check.exists() else None
+    (args.out / "README.md").write_text(report(found, read))
 
 
 if __name__ == "__main__":

@@ -7,9 +7,8 @@ Found = Mapping[str, Any]
 HOUR = 3600.0
 
 
-def report(found: Found, check: Found | None = None, scaled: Found | None = None) -> str:
-    """The page, with the parts that were run; `check` has the figures of `fleet_check`, `scaled`
-    those of `autoscaling`."""
+def report(found: Found, check: Found | None = None) -> str:
+    """The page, with the parts that were run; `check` has the figures of `fleet_check`."""
     parts = [_HEAD]
     parts += [largest(found[name]) for name in found if name.startswith("largest_")]
     for name in ("azure", "mooncake"):
@@ -19,34 +18,9 @@ def report(found: Found, check: Found | None = None, scaled: Found | None = None
             parts.append(plan(name, found[f"{name}_plan"]))
     if "outages" in found:
         parts.append(outages(found["outages"]))
-    if scaled is not None:
-        parts.append(autoscaled(scaled))
     if check is not None:
         parts.append(beside_servers(check))
     return "\n".join(parts)
-
-
-def autoscaled(found: Found) -> str:
-    """A table of the autoscaled fleet and of fleets of fixed size."""
-    lines = [
-        "## Autoscaling",
-        "",
-        "![replicas and TTFT over time, and GPU hours](autoscaling.png)",
-        "",
-        "`python -m examples.benchmarks.virtual_time.autoscaling --traces DIR`: the Azure hour,",
-        f"superposed {found['copies']} times: {found['requests']:,} requests behind least-tokens.",
-        "The number of replicas grows, by at most half at a time, when more than 2,000 tokens wait",
-        "per replica or more than 60 % of the KV slots are in use; it shrinks by a twentieth when",
-        "nothing has waited for two minutes and the rest is enough. A new replica takes requests",
-        "after a minute; GPU hours count from the decision to start it.",
-        "",
-        f"| fleet | GPU hours | TTFT within {found['goal']:g} s | TTFT p50 s | p95 s | p99 s |",
-        "|---|---|---|---|---|---|",
-    ]
-    for row in found["rows"]:
-        ttft = " | ".join(f"{row['ttft'][point]:.3g}" for point in ("p50", "p95", "p99"))
-        lines.append(f"| {row['fleet']} | {row['gpu_hours']:.1f} | {row['good']:.1%} | {ttft} |")
-    return "\n".join([*lines, ""])
 
 
 def largest(part: Found) -> str:

@@ -2,7 +2,7 @@
 
 The hardware is described by flags. Each policy runs at each load; the results are a table, JSON and
 a plot. With --capacity, the command searches for the highest load that keeps the SLO instead. With
---replicas or --autoscale, the load goes to a fleet behind each router.
+--replicas, the load goes to a fleet behind each router.
 """
 
 import argparse
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
         if (args.rate or args.capacity) and not mean_rate(arrivals):
             raise InvalidRequest("--rate and --capacity need requests at different times", "rate")
         all_setups = setups(args, recording)
-        if args.replicas or args.autoscale:
+        if args.replicas:
             return run_fleets(args, fleets(args, all_setups), arrivals)
         if args.capacity:
             runs, capacities = _search(args, all_setups, arrivals)

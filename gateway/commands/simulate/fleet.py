@@ -1,4 +1,4 @@
-"""`podway simulate --replicas N`: a fleet of replicas behind a router, with autoscaling."""
+"""`podway simulate --replicas N`: a fleet of replicas behind a router."""
 
 import argparse
 import json
@@ -9,7 +9,6 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from engine.errors import InvalidRequest
-from engine.research.fleet.autoscaler import AutoscaleSettings
 from engine.research.fleet.figures import FleetFigures
 from engine.research.fleet.routers import ROUTERS
 from engine.research.fleet.simulation import FleetSetup, simulate_fleet
@@ -17,20 +16,12 @@ from engine.simulated.run import Setup
 from engine.simulated.trace import Arrival, at_rate
 from gateway.settings.flags import above_zero, positive
 
-_SCALE = AutoscaleSettings(1, 1)
-
 
 def add_fleet(parser: argparse.ArgumentParser) -> None:
     """Add the flags of a fleet."""
     add = parser.add_argument_group("fleet").add_argument
     add("--replicas", type=positive, metavar="N", help="servers with this hardware behind a router")
     add_router(parser)
-    bounds = "vary the number of replicas between MIN and MAX by waiting tokens and KV use"
-    add("--autoscale", type=positive, nargs=2, metavar=("MIN", "MAX"), help=bounds)
-    target = "waiting tokens per replica above which the fleet grows"
-    add("--target-tokens", type=above_zero, default=_SCALE.target_tokens, metavar="N", help=target)
-    delay = "seconds until a new replica takes requests"
-    add("--start-delay", type=above_zero, default=_SCALE.start_seconds, metavar="S", help=delay)
 
 
 def add_router(parser: argparse.ArgumentParser) -> None:
@@ -53,16 +44,9 @@ def fleets(args: argparse.Namespace, setups: Sequence[Setup]) -> list[FleetSetup
     """A fleet for each router and setup. Raises `InvalidRequest`."""
     if args.capacity or args.replay or args.events:
         raise InvalidRequest("--capacity, --replay and --events are for a single replica")
-    if args.replicas and args.autoscale:
-        raise InvalidRequest("--replicas and --autoscale exclude each other")
-    autoscale = None
-    if args.autoscale:
-        least, most = args.autoscale
-        autoscale = AutoscaleSettings(least, most, args.target_tokens, args.start_delay)
-    replicas = args.replicas or args.autoscale[0]
     interval, processes = args.report_interval, processes_of(args)
     return [
-        FleetSetup(setup, replicas, router, autoscale, interval, processes)
+        FleetSetup(setup, args.replicas, router, interval, processes)
         for setup in setups
         for router in args.router
     ]

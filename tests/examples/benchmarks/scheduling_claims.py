@@ -135,7 +135,7 @@ def itl_goal() -> list[str]:
 
 def fleet() -> list[str]:
     """The whole page, as the command writes it."""
-    found = [read(f"fleet/{name}.json") for name in ("fleet", "fleet_check", "autoscaling")]
+    found = [read(f"fleet/{name}.json") for name in ("fleet", "fleet_check")]
     return [plain(fleet_page.report(*found))]
 
 

@@ -318,13 +318,3 @@ def test_the_largest_fleet_is_compared_with_its_earlier_run(tmp_path: Path) -> N
     (tmp_path / "fleet.json").write_text(json.dumps(changed))
     with pytest.raises(SystemExit, match="but 0 in an earlier run"):
         run_here("benchmarks.virtual_time.fleet", "--traces", traces, *more)
-
-
-def test_an_autoscaled_hour_is_compared_with_fleets_of_fixed_size(tmp_path: Path) -> None:
-    size = ("--copies", "1", "--processes", "1", "--out", tmp_path)
-    run_here("benchmarks.virtual_time.autoscaling", "--traces", traces_in(tmp_path), *size)
-    found = json.loads((tmp_path / "autoscaling.json").read_text())
-    scaled, same_cost, largest = found["rows"]
-    assert scaled["gpu_hours"] < largest["gpu_hours"]
-    assert len(scaled["minutes"]["ttft_p95"]) == len(same_cost["minutes"]["ttft_p95"])
-    assert (tmp_path / "autoscaling.png").read_bytes().startswith(b"\x89PNG")

@@ -187,7 +187,7 @@ def test_a_fleet_runs_behind_each_router(tmp_path: Path) -> None:
 
 def test_copies_of_a_trace_are_a_larger_load(tmp_path: Path) -> None:
     (one,) = simulated(tmp_path, *FLEET, "--replicas", "4")["runs"]
-    (three,) = simulated(tmp_path, *FLEET, "--autoscale", "2", "4", "--copies", "3")["runs"]
+    (three,) = simulated(tmp_path, *FLEET, "--replicas", "4", "--copies", "3")["runs"]
     assert three["num_arrived"] == 3 * int(str(one["num_arrived"]))
 
 
@@ -196,13 +196,9 @@ def test_a_single_replica_has_flags_that_a_fleet_has_not(
 ) -> None:
     assert main([*FLEET, "--replicas", "2", "--replay", str(GOLDEN)]) == 1
     assert main([*FLEET, "--replicas", "2", "--capacity", "--slo", "ttft=1"]) == 1
-    assert main([*FLEET, "--replicas", "2", "--autoscale", "1", "2"]) == 1
-    assert main([*FLEET, "--autoscale", "3", "2"]) == 1
     errors = capsys.readouterr().err.splitlines()
     assert "--replay and --trace cannot be combined" in errors[0]
     assert "are for a single replica" in errors[1]
-    assert "--replicas and --autoscale exclude each other" in errors[2]
-    assert "1 <= least <= most replicas, not 3 and 2" in errors[3]
 
 
 def test_a_plan_names_the_fewest_gpus_that_meet_the_goals(

@@ -11,7 +11,6 @@ import pytest
 from engine.control.settings import SchedulerSettings
 from engine.errors import InvalidRequest
 from engine.policy import build
-from engine.research.fleet.autoscaler import AutoscaleSettings
 from engine.research.fleet.outages import OutagePlan
 from engine.research.fleet.routers import ROUTERS
 from engine.research.fleet.simulation import FleetSetup, figures_of, run_fleet, simulate_fleet
@@ -78,20 +77,6 @@ def test_replicas_are_used_evenly_by_every_router_without_shared_prefixes() -> N
     for router in ROUTERS:
         figures = simulate_fleet(FleetSetup(setup(), 4, router), arrivals)
         assert figures.busy_p5 > 0.8 * figures.busy_p95, router
-
-
-def test_an_autoscaled_fleet_grows_under_load_and_costs_less_than_the_largest() -> None:
-    quiet = poisson(0.5, 60, orca_lengths, Random(3))
-    rush = poisson(40.0, 300, orca_lengths, Random(4))
-    arrivals = [*quiet, *(replace(one, at=one.at + quiet[-1].at) for one in rush)]
-    scale = AutoscaleSettings(1, 12, target_tokens=500.0, start_seconds=5.0, interval=2.0)
-    grown = simulate_fleet(FleetSetup(setup(), 1, "least-tokens", scale), arrivals)
-    small = simulate_fleet(FleetSetup(setup(), 1, "least-tokens"), arrivals)
-    large = simulate_fleet(FleetSetup(setup(), 12, "least-tokens"), arrivals)
-    assert {moment.active for moment in grown.moments} > {1}
-    assert 1 < grown.peak_replicas <= 12
-    assert small.replica_hours < grown.replica_hours < large.replica_hours
-    assert (grown.at("jct", "p99") or 0.0) < (small.at("jct", "p99") or 0.0)
 
 
 def test_requests_that_no_replica_accepts_are_counted_as_not_finished() -> None:
