@@ -9,19 +9,17 @@ from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
 from engine.media import Span
-from engine.samples import Samples as Samples
 from engine.states import TERMINAL as TERMINAL
 from engine.states import TRANSITIONS as TRANSITIONS
 from engine.states import Move as Move
 from engine.states import State as State
-from engine.times import Times as Times
 
 if TYPE_CHECKING:
     from engine.errors import EngineError
     from engine.lora import LoraAdapter
     from engine.media import Media
     from engine.pooling import PoolSpec
-    from engine.step import Grammar, RequestId, SamplingParams, TokenLogprobs
+    from engine.step import Grammar, RequestId, SampleSpec, SamplingParams, StepId, TokenLogprobs
 
 
 class FinishReason(Enum):
@@ -42,6 +40,7 @@ class Abort(Enum):
     DEADLINE = "deadline"
 
 
+LATE_INTERVAL = 16  # tokens; see `Samples.may_be_late`
 # Requests that are ended without a pause: each takes 40 to 80 µs of the event loop
 ENDS_AT_ONCE = 32
 
@@ -186,6 +185,49 @@ class Setbacks:
     num_preemptions: int = 0  # times that its KV was dropped, to be recomputed
     num_swaps: int = 0  # times that its KV was swapped out
     num_step_overs: int = 0  # later requests admitted before it since it last got its KV
+
+
+@dataclass(slots=True)
+class Samples:
+    """How the tokens of a request are sampled, as far as its worker has been told."""
+
+    constant: "SampleSpec | None" = None  # if the same for all its tokens
+    # How to sample a token that is not late, if the worker has its output; the same for all of
+    # them, except before `min_tokens`: then it stays None
+    continuing: "SampleSpec | None" = None
+    sampled_at: "StepId | None" = None  # the last step that sampled it with its present KV
+    produced_at_start: int = 0  # output tokens when it last got its KV
+    has_slow_masks: bool = False  # a mask of its grammar, which was compiled, was late
+
+    def may_be_late(self, index: int) -> bool:
+        """Whether output token `index` of a request with a grammar may be late because of it, so
+        that no iteration can be planned ahead of it. The first token after it got its KV may be,
+        since the worker may have to compile the grammar; every `LATE_INTERVAL`-th, to find out
+        whether masks are slow; and all if one was."""
+        return self.has_slow_masks or (index - self.produced_at_start) % LATE_INTERVAL == 0
+
+    def was_late(self, index: int) -> None:
+        """The worker did not have the mask of output token `index` in time, so it got no token."""
+        if index > self.produced_at_start:  # otherwise the grammar was being compiled
+            self.has_slow_masks = True
+
+
+@dataclass(slots=True)
+class Times:
+    """Seconds of the engine's clock; None until known, or if it never happens."""
+
+    arrived_at: float
+    images_wanted_at: float | None = None  # when it began to wait for its images to be encoded
+    lacked_image_at: float | None = None  # when it last waited for one
+    admitted_at: float | None = None
+    first_token_at: float | None = None
+    last_token_at: float | None = None
+    ended_at: float | None = None
+
+    @property
+    def ttft(self) -> float | None:
+        """Seconds from its arrival to its first token."""
+        return None if self.first_token_at is None else self.first_token_at - self.arrived_at
 
 
 @dataclass(slots=True, eq=False)

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 
 from engine.control.image_cache import CachedImage, ImageCache
 from engine.control.rope_positions import RopePositions
-from engine.cost.errors import PredictionErrors
-from engine.cost.live import NEWS_SHARE
+from engine.cost.live import NEWS_SHARE, PredictionErrors
 from engine.errors import InvalidRequest
 from engine.media import EncoderWork, EntryMedia, ImageRows
 

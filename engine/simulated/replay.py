@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from engine.control.event_recorder import VERSION, RecordingHeader
-from engine.cost.errors import ErrorSummary
 from engine.cost.fit import Sample, fit
+from engine.cost.live import ErrorSummary
 from engine.cost.model import CostModel
 from engine.errors import InvalidRequest
 from engine.kv_shape import KVShape

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from gateway.generation.paced_tokenizer import token_ends
-from gateway.schema.fields.caching import MAX_BREAKPOINTS
+from gateway.schema.fields.scheduling import MAX_BREAKPOINTS
 
 if TYPE_CHECKING:
     from engine.media import Media

@@ -18,9 +18,8 @@ from gateway.generation.image_input import ImageOrigin, check_images
 from gateway.generation.image_prompt import ImagePrompt, cut_before
 from gateway.generation.tool_grammar import tool_constraint, without_calls
 from gateway.schema.decoding import invalid
-from gateway.schema.fields.caching import PromptCacheOptions
 from gateway.schema.fields.output import OutputConstraint
-from gateway.schema.fields.scheduling import SchedulingParams
+from gateway.schema.fields.scheduling import PromptCacheOptions, SchedulingParams
 from gateway.schema.rendering import ReportOptions, ResponseRenderer
 
 if TYPE_CHECKING:

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 from engine.errors import InvalidRequest, Unavailable
 from gateway.access.seats import Seats
 from gateway.errors import FileNotFound, PromptTooLong
-from gateway.images.data_url import image_of_data_url
 from gateway.ports import EncodedImage, UnreadableImage
+from gateway.schema.decoding import quote
+from gateway.schema.images import NO_FILES
 
 if TYPE_CHECKING:
     from gateway.access.callers import Caller
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
     from gateway.schema.images import RequestedImage
     from gateway.store.files import Files
 
+TYPES = ("image/png", "image/jpeg", "image/webp", "image/gif")
+# Sent by clients that know no better
+_ALSO = ("image/jpg", "image/apng", "application/octet-stream")
+MAX_HEADER = 256  # characters of a data URL before the comma
 SEATS = 2
 FULL = "Too many images are being decoded. Please try again later."
 WAIT_SECONDS = 30.0  # for a seat
@@ -187,3 +192,18 @@ def _retrieve(task: "asyncio.Task[PreparedImage]") -> None:
     """See the error of a task that may have no reader any more, so that it is not logged."""
     if not task.cancelled():
         task.exception()
+
+
+def image_of_data_url(url: str) -> EncodedImage:
+    """The base64 text of a data URL, which is not decoded here. Raises `UnreadableImage`."""
+    comma = url.find(",", 0, MAX_HEADER)
+    if comma < 0:
+        raise UnreadableImage("is not a data URL such as data:image/png;base64,…")
+    media_type, *parameters = [part.strip().lower() for part in url[5:comma].split(";")]
+    if media_type == "application/pdf":
+        raise UnreadableImage(f"is a PDF. {NO_FILES.removesuffix('.')}")
+    if media_type not in TYPES + _ALSO:
+        raise UnreadableImage(f"is of the type {quote(media_type)}; allowed are {', '.join(TYPES)}")
+    if "base64" not in parameters:
+        raise UnreadableImage("is a data URL that is not base64")
+    return EncodedImage(url[comma + 1 :], is_base64=True)

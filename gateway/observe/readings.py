@@ -17,7 +17,7 @@ from engine.request import State
 
 if TYPE_CHECKING:
     from engine.control.scheduler import IterationScheduler
-    from engine.cost.errors import ErrorSummary
+    from engine.cost.live import ErrorSummary
     from engine.kv.counts import KVCounts
     from engine.pool import RequestPool
     from gateway.observe.loras import LoraUsage

@@ -1,5 +1,6 @@
 """Settings of what is served: the model, its texts, LoRA adapters, and drafts of its tokens."""
 
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,10 +8,29 @@ from pathlib import Path
 from engine.setting import advanced, setting
 from engine.speculation.settings import SpeculationSettings
 from gateway.settings.generation_config import check_override
-from gateway.settings.speculative_config import speculation_settings
 
 BUILTIN_MODEL = "builtin"
 HOST = re.compile(r"([a-z0-9]([a-z0-9-]*[a-z0-9])?\.)*[a-z]([a-z0-9-]*[a-z0-9])?", re.IGNORECASE)
+
+
+def speculation_settings(value: object) -> SpeculationSettings | None:
+    """What `--speculative-config` describes, as JSON text or a table of a settings file with the
+    keys of vLLM's flag; "" for none.
+
+    Raises `ValueError` with the rest of a line that begins with the flag.
+    """
+    if value == "":
+        return None
+    try:
+        given = json.loads(value) if isinstance(value, str) else value
+    except json.JSONDecodeError as error:
+        raise ValueError(f"must be a JSON object: {error}") from None
+    if not isinstance(given, dict):
+        raise ValueError('must be a JSON object such as {"method": "ngram"}')
+    try:
+        return SpeculationSettings.parse(given)
+    except ValueError as error:
+        raise ValueError(f": {error}") from None
 
 
 def _check_names(names: tuple[str, ...]) -> None:

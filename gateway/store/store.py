@@ -9,8 +9,7 @@ from pathlib import Path
 
 from engine.errors import StartupError
 from gateway.errors import StoreFailed
-from gateway.store.batch_queue import BatchQueue
-from gateway.store.batches import Batches
+from gateway.store.batches import Batches, BatchQueue
 from gateway.store.conversations import Conversations
 from gateway.store.database import Database, StoreExecutor
 from gateway.store.event_ring import RingLimits

@@ -18,7 +18,7 @@ from gateway.access.intake import Intake
 from gateway.access.key_file import Key
 from gateway.access.keys import is_basic
 from gateway.access.networks import network_of
-from gateway.access.turns import ClientTurns
+from gateway.access.seats import ClientTurns
 from gateway.errors import Forbidden, InvalidApiKey, Superseded, http_error
 from gateway.generation.reply import error_response
 from gateway.generation.threads import thread_meter

@@ -3,15 +3,17 @@
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from math import prod
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
-from engine.errors import WorkerLost
-from engine.worker.cuda.pinned_memory import pinned
+from engine.errors import StartupError, WorkerLost
 from engine.worker.streams import Graph, StreamEvent
 
+EXACT_BYTES = 64 << 20  # allocations of host memory from this size on are registered
+GIB = 1 << 30
 T = TypeVar("T")
 
 
@@ -100,3 +102,26 @@ class CudaStreams:
             torch.cuda.synchronize(self.device)
         except RuntimeError as error:
             raise WorkerLost(f"the GPU failed: {error}") from error
+
+
+def pinned(sizes: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Uninitialised page-locked host memory. A large tensor must live as long as the process.
+
+    torch's own allocator rounds every allocation up to a power of two, so that a host tier of 40
+    GiB would lock 64 GiB. So large ones are ordinary memory that is registered with CUDA; copies
+    from and to it are asynchronous, as with torch's own page-locked memory.
+
+    Raises `StartupError` if the system does not lock that much memory.
+    """
+    num_bytes = prod(sizes) * dtype.itemsize
+    if num_bytes < EXACT_BYTES:
+        return torch.empty(tuple(sizes), dtype=dtype, pin_memory=True)
+    tensor = torch.empty(tuple(sizes), dtype=dtype)
+    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call] # the stubs lack it
+    status = int(cudart.cudaHostRegister(tensor.data_ptr(), num_bytes, 0))
+    if status:
+        raise StartupError(
+            f"{num_bytes / GIB:.1f} GiB of host memory cannot be page-locked (CUDA error {status});"
+            " lower --host-kv-memory or raise the limit of locked memory (ulimit -l)"
+        )
+    return tensor

@@ -24,7 +24,7 @@ from typing import Any
 
 import aiohttp
 
-from engine.cost.errors import quantile
+from engine.cost.live import quantile
 from examples.benchmarks.cluster.routers import MODEL, free_port, routed
 from examples.benchmarks.peers.servers import Server, answer, running
 

@@ -123,7 +123,7 @@ REMOVED = (
     "control.swap_planner.MAX_WAITS",
     "control.swap_planner.CLEARLY",
     "policy.mlfq.FAR",
-    "cost.errors.REFRESH",
+    "cost.live.REFRESH",
     "cost.live.UNUSED",
     "cost.profiler.LONG",
 )
@@ -146,9 +146,9 @@ SWEPT = (
     ),
     Swept("policy.waiting", "MAX_AT_ONCE", (1, 16), ("deadlines",), also=("policy.deadline",)),
     Swept("policy.forecast", "MAX_SAMPLED", (4, 16, 1024), ("deadlines",)),
-    Swept("cost.errors", "RECENT", (64, 4096), LEARNING, also=("cost.live",)),
-    Swept("cost.errors", "MAX_MARGIN", (1.0, 1.2, 3.0), LEARNING),
-    Swept("cost.errors", "QUANTILE", (0.5, 0.75, 0.99), LEARNING),
+    Swept("cost.live", "RECENT", (64, 4096), LEARNING),
+    Swept("cost.live", "MAX_MARGIN", (1.0, 1.2, 3.0), LEARNING),
+    Swept("cost.live", "QUANTILE", (0.5, 0.75, 0.99), LEARNING),
     Swept(
         "cost.live",
         "NEWS_SHARE",

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.control.scheduler import IterationScheduler
 from engine.control.settings import SchedulerSettings
-from engine.cost.errors import quantile
+from engine.cost.live import quantile
 from engine.kv.ledger import KVLedger
 from engine.kv_shape import KVShape
 from engine.loop import Engine

@@ -4,8 +4,8 @@ import msgspec
 
 from engine.errors import InvalidRequest
 from gateway.schema.decoding import check_allowed, invalid, reject_unless
-from gateway.schema.fields.caching import RETENTIONS, PromptCacheOptions
 from gateway.schema.fields.output import OutputRequest
+from gateway.schema.fields.scheduling import RETENTIONS, PromptCacheOptions
 from gateway.schema.openai.event_envelope import UsageOptions
 from gateway.schema.rendering import ReportOptions
 

@@ -7,8 +7,7 @@ from typing import NamedTuple, cast
 from engine.errors import InvalidRequest
 from engine.step import SamplingParams
 from gateway.schema.decoding import check_minimum, check_range, invalid, quote
-from gateway.schema.fields.caching import PromptCacheOptions
-from gateway.schema.fields.scheduling import INT64, SchedulingRequest
+from gateway.schema.fields.scheduling import INT64, PromptCacheOptions, SchedulingRequest
 
 MAX_CHOICES = 128
 MAX_STOP_TOKENS = 128

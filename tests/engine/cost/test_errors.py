@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.cost.errors import MAX_MARGIN, RECENT, ErrorSummary, PredictionErrors
+from engine.cost.live import MAX_MARGIN, RECENT, ErrorSummary, PredictionErrors
 
 
 def test_without_steps_there_is_no_summary_and_no_margin() -> None:

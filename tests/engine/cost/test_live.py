@@ -6,8 +6,7 @@ from random import Random
 
 import pytest
 
-from engine.cost.errors import RECENT
-from engine.cost.live import LiveCost
+from engine.cost.live import RECENT, LiveCost
 from engine.cost.model import UNMEASURED, CostModel
 from engine.media import EncoderWork
 from engine.step import RequestId, SampleSpec, SamplingParams, Step, StepEntry, StepId

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from gateway.access.debts import MAX_DEBTORS, Debts
+from gateway.access.intake import MAX_DEBTORS, Debts
 
 MAX = 1.0
 

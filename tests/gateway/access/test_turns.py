@@ -2,7 +2,7 @@
 
 import asyncio
 
-from gateway.access.turns import ClientTurns
+from gateway.access.seats import ClientTurns
 
 
 async def cycles() -> None:

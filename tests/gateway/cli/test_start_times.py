@@ -1,6 +1,6 @@
 """A slow start is explained in one line."""
 
-from gateway.serve.start_times import StartTimes
+from gateway.serve.announced import StartTimes
 
 
 def summary_of(*reports: tuple[float, str, int], end: float) -> str | None:

@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from gateway.access.intake import LONG_PIECE_FACTOR, PIECE_SECONDS, Intake
-from gateway.access.turns import ClientTurns
+from gateway.access.seats import ClientTurns
 from gateway.generation.threads import (
     MAX_BYTES_ON_LOOP,
     check_cancelled,

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from engine.errors import StartupError
-from engine.worker.cuda import pinned_memory
-from engine.worker.cuda.pinned_memory import pinned
+from engine.worker.cuda import streams
+from engine.worker.cuda.streams import pinned
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
     cudart = SimpleNamespace(cudaHostRegister=register)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
-    monkeypatch.setattr(pinned_memory, "EXACT_BYTES", 1000)
+    monkeypatch.setattr(streams, "EXACT_BYTES", 1000)
     return calls
 
 
