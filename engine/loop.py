@@ -18,12 +18,12 @@ import contextlib
 import logging
 from typing import TYPE_CHECKING
 
-from engine.ahead_of_start import AheadOfStart
 from engine.errors import EngineError, RequestCancelled, StepFailed, Unavailable, WorkerLost
 from engine.image_sender import ImageSender
 from engine.in_flight import Flight, InFlight
 from engine.live_streams import DeadlineTimer, LiveStreams
 from engine.request import ENDS_AT_ONCE, Abort, Request, RequestSpec
+from engine.store_lookups import StoreLookups
 from engine.stream import TokenStream, Wakeup
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from engine.media import ImagePixels
     from engine.policy.port import Policy
     from engine.ports import Clock, StepExecutor, StoreLookup
-    from engine.step import ReadAhead
     from engine.turns import Turn
 
 logger = logging.getLogger(__name__)
@@ -57,17 +56,15 @@ class Engine:
         ready_seconds: float = 30.0,
         lookahead: int = 0,
         depth: int | None = None,
-        read_ahead: "Callable[[ReadAhead], object] | None" = None,
         lookup: "StoreLookup | None" = None,
         turn: "Turn | None" = None,
         send_pixels: "Callable[[ImagePixels], Awaitable[object]] | None" = None,
     ) -> None:
         """Keep at most `depth` iterations in flight, `executor.depth` if it is None; `lookahead` of
         them are for iterations planned ahead. `is_ready` turns False if no iteration returns for
-        `ready_seconds`. `read_ahead` is called with what workers should read from the disk for a
-        request that has to wait, and again when it has ended. Before a request starts, `lookup`
-        finds what a shared store has of its prompt. With a `turn`, engines of other models
-        compute on the same cores, too. `send_pixels` sends a piece of an image to the workers."""
+        `ready_seconds`. Before a request starts, `lookup` finds what a shared store has of its
+        prompt. With a `turn`, engines of other models compute on the same cores, too. `send_pixels`
+        sends a piece of an image to the workers."""
         self.scheduler = scheduler
         scheduler.looks_ahead = lookahead > 0
         self._executor = executor
@@ -80,7 +77,7 @@ class Engine:
         self._wakeup = Wakeup()
         depth = executor.depth if depth is None else depth
         self._in_flight = InFlight(executor, depth, lookahead, self._wakeup.set)
-        self._ahead = AheadOfStart(scheduler.kv.search, read_ahead, lookup, self._wakeup.set)
+        self._lookups = lookup and StoreLookups(scheduler.kv.search, lookup, self._wakeup.set)
         self._sender = send_pixels and ImageSender(scheduler.images, send_pixels, self._wakeup.set)
         self._idle = asyncio.Event()
         self._idle.set()
@@ -149,7 +146,6 @@ class Engine:
         """Let another engine of the model go on with a waiting request."""
         stream = self._streams.remove(request)
         assert stream is not None, "its request is live"
-        self._ahead.leave(request)
         now = self._clock()
         self.scheduler.hand_over(request, to.scheduler, now)
         to._serve(stream, request, now)  # an engine, too
@@ -163,12 +159,12 @@ class Engine:
         self._streams.add(stream, request)
         if stream.spec.deadline is not None:
             self._deadlines.set()
-        self._ahead.arrive(request, must_wait=bool(self._in_flight))
+        if self._lookups is not None:
+            self._lookups.begin(request)
         self._wakeup.set()
 
     def close_stream(self, stream: TokenStream, reason: Abort) -> None:
         """End the stream's request if it is still live."""
-        self._ahead.leave(stream.request)
         if self._streams.remove(stream.request) is not None:
             self.scheduler.cancel(stream.request, reason, self._clock())
             self._wakeup.set()

@@ -229,23 +229,6 @@ class Page(NamedTuple):
     number: int
 
 
-class StoredPage(NamedTuple):
-    """A page in a slot of a tier below the device, and the hash of its content."""
-
-    kind: PageKind
-    slot: int
-    name: bytes
-
-
-class ReadAhead(NamedTuple):
-    """Copies in the disk tier that a waiting request will load. A worker reads them into host
-    memory meanwhile. With no copies the request needs none any more, and what was read for it is
-    dropped."""
-
-    request_id: RequestId
-    copies: tuple[StoredPage, ...] = ()
-
-
 class BlockMove(NamedTuple):
     """A copy of pages of a kind between device and a tier below: `device[i]` to or from `host[i]`.
 

@@ -214,11 +214,6 @@ class Tiers:
     disk_kv_memory: int = setting(
         10 << 30, "memory", "size of the disk tier of one model", "SIZE", unit="bytes", ge=1
     )
-    disk_kv_read_ahead: bool = advanced(
-        True,
-        "memory",
-        "read what a waiting request will load from the disk tier into host memory while it waits",
-    )
     disk_kv_shared: bool = False  # with the server before or after this one, until one has ended
     kv_store: str = advanced(
         "",

@@ -72,10 +72,6 @@ class LowerTier:
         yield from self._saved.values()
         yield from self._written.values()
 
-    def find(self, name: bytes) -> int | None:
-        """The slot of a copy; None if there is none."""
-        return None if name in self._unreadable else self._saved.get(name)
-
     def has_or_writes(self, name: bytes) -> bool:
         """Whether there is a copy, or will be when the steps in flight return."""
         return name in self._saved or name in self._written

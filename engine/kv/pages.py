@@ -17,7 +17,7 @@ from engine.kv.host_tier import HostTier
 from engine.kv.lower_tiers import LowerTier, LowerTiers
 from engine.kv.page_pool import PagePool
 from engine.kv.prefix import NAMES_PER_PLAN
-from engine.step import PageKind, Tier
+from engine.step import PageKind
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -56,11 +56,6 @@ class Pages:
     def version(self) -> int:
         """Changes whenever the published pages and their copies change."""
         return self.index.version + self.lower.version
-
-    def only_on_disk(self, name: bytes) -> int | None:
-        """The slot of a copy on the disk; None if there is none, or if it is faster elsewhere."""
-        is_faster = name in self.index or name in self.lower.get(Tier.HOST, ())
-        return None if is_faster else self.disk.find(name)
 
     def retain(self, names: "Sequence[bytes]", until: float, tenant: str) -> None:
         """Evict these pages after all others until a time, in every tier, from one of the next

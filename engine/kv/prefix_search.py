@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from engine.kv.prefix import NAMES_PER_PLAN, extend_hashes, name_in_group
 from engine.request import State
-from engine.step import PageKind, ReadAhead, StoredPage, Tier
+from engine.step import PageKind, Tier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -129,23 +129,6 @@ class PrefixSearch:
             lower = self._ledger.pages[kind].lower
             if name in stored and Tier.STORE in lower:
                 lower[Tier.STORE].learn((name,))
-
-    def read_ahead(self, request: "Request") -> "ReadAhead | None":
-        """The copies on the disk that a waiting request would load if it started now; None if there
-        are none. They may be replaced before the request loads them."""
-        ledger, prefix = self._ledger, self.prefix(request)
-        blocks: Sequence[bytes] = ledger.groups.names(prefix)
-        if ledger.keeps_all:
-            stop = self.most_reusable(request) // self._block_size
-            blocks = request.block_hashes[len(prefix) : stop]
-        names = {PageKind.BLOCK: blocks, PageKind.SNAPSHOT: self._states.names(prefix)}
-        copies = [
-            StoredPage(kind, slot, name)
-            for kind, all_of in names.items()
-            for name in all_of
-            if (slot := ledger.pages[kind].only_on_disk(name)) is not None
-        ]
-        return ReadAhead(request.request_id, tuple(copies)) if copies else None
 
     def listen(self, listener: "PrefixListener") -> None:
         """Report to `listener` which pages are cached, and their copies below."""

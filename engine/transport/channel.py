@@ -17,14 +17,13 @@ from typing import NamedTuple
 from engine.errors import StepFailed, WorkerLost
 from engine.lora import LoraReport, LoraSpec, common_report
 from engine.media import ImagePixels
-from engine.step import ReadAhead, Step, StepId, StepResult
+from engine.step import Step, StepId, StepResult
 from engine.transport.connection import ConnectionLost, WorkerConnection
 from engine.transport.trace import TraceFile
 from engine.transport.wire import (
     FromWorker,
     LoadLora,
     LoraLoaded,
-    ReadCopies,
     RunStep,
     SendPixels,
     StepFailure,
@@ -135,11 +134,6 @@ class StepChannel:
         """Let all workers free an adapter, which no step in flight uses."""
         if self._ended is None:
             self._send_all(frame(UnloadLora(lora_id)))
-
-    def read_ahead(self, copies: ReadAhead) -> None:
-        """Let all workers read copies in the disk tier for a waiting request."""
-        if self._ended is None:
-            self._send_all(frame(ReadCopies(copies)))
 
     async def send_pixels(self, piece: ImagePixels) -> None:
         """Send a piece of an image to the workers of the first stage, which encode it. Waits until

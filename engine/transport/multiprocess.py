@@ -23,7 +23,7 @@ from engine.lora import LoraReport, LoraSpec
 from engine.media import ImagePixels
 from engine.pooling import PoolSpec
 from engine.setting import advanced, setting
-from engine.step import ReadAhead, RequestId, SampleSpec, SamplingParams, Step, StepEntry, StepId
+from engine.step import RequestId, SampleSpec, SamplingParams, Step, StepEntry, StepId
 from engine.transport.channel import ResultFuture
 from engine.transport.launcher import Launcher
 from engine.transport.process import LocalLauncher
@@ -204,11 +204,6 @@ class MultiprocessExecutor:
         self._forget_lora(lora_id)
         if self._group.channel is not None:
             self._group.channel.unload_lora(lora_id)
-
-    def read_ahead(self, copies: ReadAhead) -> None:
-        """Let the workers read copies in the disk tier for a waiting request, beside steps."""
-        if self._group.channel is not None:
-            self._group.channel.read_ahead(copies)
 
     async def send_pixels(self, piece: ImagePixels) -> None:
         """Send a piece of an image to the workers that encode it."""

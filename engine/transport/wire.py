@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from engine.lora import LoraReport, LoraSpec
 from engine.media import ImagePixels
-from engine.step import ReadAhead, Step, StepId, StepResult, StepTimes
+from engine.step import Step, StepId, StepResult, StepTimes
 from engine.worker_settings import WorkerReport, WorkerSettings
 
 MAX_FRAME_BYTES = 64 << 20  # a step of 256 requests with 128k tokens of context is about 8 MiB
@@ -45,12 +45,6 @@ class UnloadLora(Struct, frozen=True, tag="unload_lora", array_like=True):
     """Free a LoRA adapter, which no later step uses."""
 
     lora_id: int
-
-
-class ReadCopies(Struct, frozen=True, tag="read_ahead", array_like=True):
-    """Read copies in the disk tier ahead of the step that loads them, beside other steps."""
-
-    copies: ReadAhead
 
 
 class SendPixels(Struct, frozen=True, tag="pixels", array_like=True):
@@ -114,9 +108,7 @@ class TraceEvents(Struct, frozen=True, tag="traced", array_like=True):
     times: StepTimes
 
 
-ToWorker: TypeAlias = (
-    LoadWorker | RunStep | LoadLora | UnloadLora | ReadCopies | SendPixels | Goodbye
-)
+ToWorker: TypeAlias = LoadWorker | RunStep | LoadLora | UnloadLora | SendPixels | Goodbye
 FromWorker: TypeAlias = (
     LoadProgress | WorkerLoaded | LoadFailed | StepRan | StepFailure | LoraLoaded | TraceEvents
 )

@@ -183,16 +183,12 @@ class ModelOpener:
         self, loaded: LoadedModel, scheduler: IterationScheduler, stack: AsyncExitStack
     ) -> Engine:
         settings, turn = self.settings, self._turn
-        read_ahead = None
-        if settings.tiers.disk_kv and settings.tiers.disk_kv_read_ahead:
-            read_ahead = loaded.executor.read_ahead
         return Engine(
             scheduler,
             loaded.executor,
             time.perf_counter,
             lookahead=loaded.lookahead,
             depth=settings.workers.num_stages + loaded.lookahead,
-            read_ahead=read_ahead,
             lookup=_kv_lookup(settings, loaded, self.metrics, stack),
             send_pixels=None if loaded.report.encoder is None else loaded.executor.send_pixels,
             turn=turn.part() if turn is not None and settings.launch.replicas != 1 else turn,

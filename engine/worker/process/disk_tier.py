@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from engine.errors import StartupError
-from engine.step import PageKind, ReadAhead
+from engine.step import PageKind
 from engine.worker.model.kv.disk_pool import DiskFiles, folder_of, has_folders, remove_unused
 from engine.worker.model.kv.kv_tensors import size_text
 from engine.worker.process.stage_kv import StageKV
@@ -46,12 +46,6 @@ class DiskTier:
         files[PageKind.BLOCK] = opened(folder, memory, kv.block_bytes, "block")
         remove_unused(directory, folder, datetime.now(UTC).timestamp())
         return cls(files)
-
-    def read_ahead(self, copies: ReadAhead) -> None:
-        """Begin to read the copies; does not wait."""
-        for kind, files in self.files.items():
-            slots = [(copy.slot, copy.name) for copy in copies.copies if copy.kind is kind]
-            files.read_ahead(copies.request_id, slots)
 
     def hashes(self, kind: PageKind) -> bytes:
         """The content hashes of all slots of this kind, in their order; zeros for unused slots."""

@@ -41,7 +41,6 @@ from engine.transport.wire import (
     LoadProgress,
     LoadWorker,
     LoraLoaded,
-    ReadCopies,
     RunStep,
     SendPixels,
     ToWorker,
@@ -282,8 +281,6 @@ def receive_steps(parent: Parent, worker: "Worker") -> Iterator[ReceivedStep | N
     while not isinstance(message := parent.receive(), Goodbye | LoadWorker):
         if isinstance(message, RunStep):
             yield ReceivedStep(message.step, time.monotonic())
-        elif isinstance(message, ReadCopies):
-            worker.read_ahead(message.copies)
         elif isinstance(message, SendPixels):
             worker.put_pixels(message.piece)
             yield None

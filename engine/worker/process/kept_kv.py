@@ -6,7 +6,7 @@ from hashlib import file_digest, sha256
 from pathlib import Path
 
 from engine.kv_store import SharedStore, open_store
-from engine.step import HASH_VERSION, PageKind, ReadAhead, Tier
+from engine.step import HASH_VERSION, PageKind, Tier
 from engine.worker.device import Device
 from engine.worker.model.kv.recurrent_states import RecurrentStates
 from engine.worker.model.kv.tiered_pool import StoredTensors, TieredPool
@@ -61,11 +61,6 @@ class KeptKV:
             if self.store is not None:
                 stored[Tier.STORE, kind] = StoredTensors(of_kind, num_rows, self.store, transfers)
         return TieredPool(host, stored) if stored else host
-
-    def read_ahead(self, copies: ReadAhead) -> None:
-        """Begin to read copies on the disk; does not wait."""
-        if self.disk is not None:
-            self.disk.read_ahead(copies)
 
     def wait(self) -> None:
         """Wait until all queued copies are written."""

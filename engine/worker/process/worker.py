@@ -12,7 +12,6 @@ from engine.pooling import PoolSpec
 from engine.step import (
     Fault,
     ProposalSpec,
-    ReadAhead,
     RequestId,
     SampleSpec,
     SamplingParams,
@@ -77,10 +76,6 @@ class Worker:
         """Free a LoRA adapter that no step will use any more."""
         self.parts.device.enter_thread()
         self.parts.loras.unload(lora_id)
-
-    def read_ahead(self, copies: ReadAhead) -> None:
-        """Begin to read copies in the disk tier that a waiting request will load."""
-        self.parts.kept.read_ahead(copies)
 
     def put_pixels(self, piece: ImagePixels) -> None:
         """Keep a piece of an image's pixels until a step encodes it."""

@@ -1,13 +1,8 @@
 """TTFT of a chat's next message before and after a restart, with and without a disk tier.
 
-    python -m examples.benchmarks.server.disk_tier [MODEL] [--out FILE] [--read-ahead]
+    python -m examples.benchmarks.server.disk_tier [MODEL] [--out FILE]
 
-With `--read-ahead` a page of Markdown is written beside the JSON file.
-
-The chat has a system prompt of `WORDS` words; every server gets a warm-up request first. With
-`--read-ahead` the next messages of chats with `CHAT_TOKENS` tokens arrive while another request's
-prompt of `--other-tokens` tokens is computed, on servers with and without read-ahead in turns; the
-files are not in the page cache.
+The chat has a system prompt of `WORDS` words; every server gets a warm-up request first.
 """
 
 import argparse
@@ -18,8 +13,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from random import Random
@@ -29,11 +22,8 @@ from typing import Any, NamedTuple
 import httpx
 
 from examples.benchmarks.cluster.routers import free_port
-from examples.benchmarks.server.start_time import cpu_name
 
 WORDS, ROUNDS = 1200, 3
-CHATS, CHAT_TOKENS = 6, 3000  # of a server, with --read-ahead
-LEAD_SECONDS = 0.05  # from the other request to the chat's next message
 
 
 class Reply(NamedTuple):
@@ -112,109 +102,16 @@ def one_round(model: str, number: int, folder: Path) -> dict[str, Any]:
     }
 
 
-def evict_from_page_cache(folder: Path) -> None:
-    """Drop the tier's files from the page cache, so that reads go to the disk."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
 def ids_of(name: str, count: int) -> list[int]:
     """Token ids that every vocabulary has."""
     return Random(name).choices(range(300, 2000), k=count)
-
-
-def while_busy(server: Server, number: int, other: list[int]) -> Reply:
-    """Chat `number`'s next message beside another request's prompt."""
-    with ThreadPoolExecutor(1) as threads:
-        busy = threads.submit(server.complete, other, 1)
-        time.sleep(LEAD_SECONDS)
-        found = server.complete(ids_of(f"chat{number}", CHAT_TOKENS) + ids_of("next", 8), 2)
-        busy.result()
-    return found
-
-
-def read_ahead(model: str, other_tokens: int, folder: Path) -> dict[str, Any]:
-    """The same chats after restarts with and without read-ahead, in turns."""
-    tier = ("--disk-kv", str(folder))
-    server = Server(model, *tier)
-    for number in range(CHATS):
-        server.complete(ids_of(f"chat{number}", CHAT_TOKENS), 2)
-    server.end()
-    stored = sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
-    found: dict[str, list[float]] = {"with": [], "without": []}
-    cached: dict[str, list[int]] = {"with": [], "without": []}
-    for turn in range(4):
-        name = ("with", "without")[turn % 2]
-        evict_from_page_cache(folder)
-        flag = "--disk-kv-read-ahead" if name == "with" else "--no-disk-kv-read-ahead"
-        server = Server(model, *tier, flag)
-        for number in range(CHATS):
-            reply = while_busy(server, number, ids_of(f"other{turn}x{number}", other_tokens))
-            found[name].append(reply.ttft)
-            cached[name].append(reply.cached_tokens)
-        server.end()
-    medians = {name: median(values) for name, values in found.items()}
-    return {
-        "model": model,
-        "chat_tokens": CHAT_TOKENS,
-        "other_tokens": other_tokens,
-        "chat_mib": stored / CHATS / 2**20,
-        "medians": medians,
-        "ttft": found,
-        "cached": cached,
-    }
-
-
-def read_ahead_page(found: Mapping[str, Any]) -> str:
-    """The page of results with read-ahead."""
-    rows = [
-        f"| {name} read-ahead | {1e3 * min(found['ttft'][name]):.0f} ms | "
-        f"{1e3 * found['medians'][name]:.0f} ms | {1e3 * max(found['ttft'][name]):.0f} ms |"
-        for name in ("without", "with")
-    ]
-    cached = [count for counts in found["cached"].values() for count in counts]
-    span = " to ".join(f"{count:,}" for count in sorted({min(cached), max(cached)}))
-    return "\n".join(
-        [
-            "# Reading ahead what a waiting request will load",
-            "",
-            f"`python -m examples.benchmarks.server.disk_tier {found['model']} --read-ahead "
-            f"--other-tokens {found['other_tokens']}`:",
-            f"time to the first token of a chat's next message, of which {span} "
-            f"of {found['chat_tokens']:,} tokens came from the disk tier",
-            f"({found['chat_mib']:.0f} MiB per chat, not in the page cache), and which arrived "
-            f"while a prompt of {found['other_tokens']:,} tokens was computed.",
-            f"{len(found['ttft']['with'])} messages each, on servers in turns; {found['cpu']}, "
-            f"load average {found['load']:.1f} ([JSON](read_ahead.json)).",
-            "",
-            "| | least | median | most |",
-            "|---|---|---|---|",
-            *rows,
-            "",
-            f"The medians' ratio is {found['medians']['with'] / found['medians']['without']:.2f}.",
-            "",
-        ]
-    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("model", nargs="?", default="random:Qwen2.5-0.5B")
     parser.add_argument("--out", type=Path, default=Path("disk_tier.json"))
-    parser.add_argument("--read-ahead", action="store_true")
-    parser.add_argument("--other-tokens", type=int, default=512)
     arguments = parser.parse_args()
-    if arguments.read_ahead:
-        with tempfile.TemporaryDirectory() as folder:
-            ahead = read_ahead(arguments.model, arguments.other_tokens, Path(folder))
-        ahead |= {"cpu": cpu_name(), "load": os.getloadavg()[0]}
-        arguments.out.write_text(json.dumps(ahead, indent=1) + "\n")
-        arguments.out.with_suffix(".md").write_text(read_ahead_page(ahead))
-        print(read_ahead_page(ahead))
-        return
     with tempfile.TemporaryDirectory() as folder:
         rounds = [one_round(arguments.model, n, Path(folder)) for n in range(ROUNDS)]
     medians = {key: median(one[key] for one in rounds) for key in rounds[0] if key != "cached"}

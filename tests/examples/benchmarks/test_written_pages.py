@@ -15,7 +15,6 @@ from examples.benchmarks.peers import parameters
 from examples.benchmarks.server import (
     agent_turns,
     decisions,
-    disk_tier,
     held_memory,
     kill_server,
     lora_server,
@@ -33,7 +32,6 @@ PAGES: dict[str, Page] = {
     "speculation/mtp": acceptance.page,
     "replicas/servers": real_replicas.page,
     "disk_tier/shared_store": shared_store.page,
-    "disk_tier/read_ahead": disk_tier.read_ahead_page,
 }
 
 

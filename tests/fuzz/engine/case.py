@@ -164,7 +164,6 @@ class Case:
             loop.time,
             lookahead=settings.lookahead,
             depth=settings.num_stages + settings.lookahead,
-            read_ahead=(lambda copies: None) if settings.tiers.disk else None,
             lookup=_Store(self._memory, self.random) if settings.tiers.store else None,
             send_pixels=self._put_pixels,
         )

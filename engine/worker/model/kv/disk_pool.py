@@ -9,7 +9,6 @@ After an upgrade two servers use the same slots, until the former one has ended.
 overwritten by the other server's, or be a mixture of both: the same check finds that.
 
 Writes are made by a thread. A read of a slot whose write is still queued takes the queued bytes.
-Copies that a waiting request will load are read ahead, into a bounded buffer in host memory.
 """
 
 import fcntl
@@ -19,7 +18,7 @@ import re
 import shutil
 import threading
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -31,8 +30,7 @@ import numpy as np
 
 from engine.errors import StartupError
 from engine.kv_store import Bytes
-from engine.step import HASH_BYTES, RequestId
-from engine.worker.model.kv.read_ahead import ReadAheadBuffer
+from engine.step import HASH_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +41,6 @@ UNUSED_DAYS = 30
 HEADER = np.dtype([("hash", f"V{HASH_BYTES}"), ("checksum", "<u4"), ("is_used", "<u4")])
 READERS = 4  # threads
 MAX_QUEUED_BYTES = 256 << 20  # waiting for the disk; copies beyond that are not written
-MAX_AHEAD_BYTES = 256 << 20  # read for waiting requests
 
 
 def folder_of(directory: Path, facts: str) -> Path:
@@ -81,16 +78,6 @@ class DiskFiles:
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="disk-kv-read")
         self._thread = threading.Thread(target=self._run, name="disk-kv-write", daemon=True)
         self._thread.start()
-        self.ahead = ReadAheadBuffer(self._read_file, MAX_AHEAD_BYTES // block_bytes)
-
-    def read_ahead(self, request_id: RequestId, copies: Iterable[tuple[int, bytes]]) -> None:
-        """Begin to read slots with these hashes for a waiting request; none: drop what was read for
-        it. Does not wait."""
-        copies = tuple(copies)
-        if copies:
-            self.ahead.begin(request_id, copies)
-        else:
-            self.ahead.drop(request_id)
 
     def hashes(self) -> bytes:
         """The content hashes of all slots, in their order; zeros for unused slots."""
@@ -121,7 +108,6 @@ class DiskFiles:
         self._queue.put(None)
         self._thread.join()
         self._readers.shutdown()
-        self.ahead.close()
         os.close(self._blocks)
         os.close(self._headers)
 
@@ -130,10 +116,6 @@ class DiskFiles:
             queued = self._queued.get(slot)
         if queued is not None:
             return queued[1] if queued[0] == block_hash else None
-        ahead = self.ahead.take(block_hash)
-        return self._read_file(slot, block_hash) if ahead is None else ahead
-
-    def _read_file(self, slot: int, block_hash: bytes) -> Bytes | None:
         try:
             raw = os.pread(self._headers, HEADER.itemsize, slot * HEADER.itemsize)
             content = os.pread(self._blocks, self.block_bytes, slot * self.block_bytes)
