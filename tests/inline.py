@@ -19,8 +19,8 @@ from engine.replicas.replicas import ServingEngine
 from engine.request import FinishReason, Request, RequestSpec
 from engine.speculation.drafter import Drafter
 from engine.step import HASH_BYTES, PageKind, Step, StepResult, TokenLogprobs
-from engine.transport.inline import InlineExecutor, ResultFuture
 from engine.worker_settings import WorkerReport
+from tests.inline_executor import InlineExecutor, ResultFuture
 
 
 @dataclass

@@ -11,11 +11,11 @@ import pytest
 from engine.errors import StepFailed, Unavailable, WorkerLost
 from engine.ports import StepExecutor, StepFuture
 from engine.step import Step, StepId, StepResult
-from engine.transport.inline import InlineExecutor
 from engine.transport.multiprocess import MultiprocessExecutor, MultiprocessSettings
 from engine.worker_settings import WorkerSettings
 from tests.engine.transport.workers import REPORT, Command, EchoWorker
 from tests.fakes import ScriptedExecutor, a_step
+from tests.inline_executor import InlineExecutor
 
 DEPTH = 3
 MAX_RESTARTS = 1

@@ -29,9 +29,9 @@ from engine.policy import build
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.request import RequestSpec
 from engine.step import SamplingParams
-from engine.transport.inline import InlineExecutor
 from engine.worker.process.worker import Worker
 from tests.engine.worker.process.driving import GREEDY, Driver, settings_for
+from tests.inline_executor import InlineExecutor
 from tests.models.checkpoints import VARIANTS, make_model
 from tests.worker_settings import changed
 

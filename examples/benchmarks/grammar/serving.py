@@ -19,9 +19,9 @@ from engine.kv_shape import KVShape
 from engine.loop import Engine
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.request import FinishReason, RequestSpec
-from engine.transport.inline import InlineExecutor
 from engine.worker.process.worker import Worker
 from engine.worker_settings import KVSettings, WorkerSettings
+from tests.inline_executor import InlineExecutor
 
 BUILTIN = Path(adapters.__file__).parent / "builtin"
 

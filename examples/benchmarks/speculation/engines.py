@@ -61,7 +61,6 @@ from engine.speculation.acceptance import DraftCounts
 from engine.speculation.drafter import Drafter
 from engine.speculation.settings import SpeculationSettings
 from engine.step import Step, StepResult
-from engine.transport.inline import InlineExecutor, StepRunner
 from engine.worker.process.worker import Worker
 from engine.worker_settings import Kernels, KVSettings, WorkerReport, WorkerSettings
 from examples.benchmarks.speculation.draft_checkpoints import write_checkpoints
@@ -78,6 +77,7 @@ from examples.benchmarks.speculation.texts import (
     specs_of,
 )
 from examples.benchmarks.speculation.time_slices import SlicedExecutor, TimeSlices
+from tests.inline_executor import InlineExecutor, StepRunner
 
 CALIBRATION_SECONDS = 3.0
 MAX_CLIENTS = 64

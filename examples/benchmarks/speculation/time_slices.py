@@ -11,7 +11,7 @@ from random import Random
 
 from engine.ports import Clock
 from engine.step import Step
-from engine.transport.inline import InlineExecutor, ResultFuture, StepRunner
+from tests.inline_executor import InlineExecutor, ResultFuture, StepRunner
 
 SECONDS = 0.005  # of a turn
 

@@ -26,11 +26,11 @@ from engine.step import (
     StepEntry,
     StepId,
 )
-from engine.transport.inline import InlineExecutor
 from engine.worker.model.layout import LayoutLimits, build_layout
 from engine.worker.process.worker import Worker
 from engine.worker.sampling.last_tokens import FAILED_TOKEN, KnownTokens, LastTokens
 from tests.engine.worker.process.driving import GREEDY, load_worker
+from tests.inline_executor import InlineExecutor
 from tests.models.checkpoints import make_checkpoint
 
 VOCAB = 97

@@ -1,4 +1,4 @@
-"""Runs steps in this process, one per callback of the event loop: for tests and offline use.
+"""Runs steps in this process, one per callback of the event loop.
 
 The event loop is blocked while a step runs, so a server must not use this executor.
 """

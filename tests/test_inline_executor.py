@@ -3,9 +3,9 @@
 import pytest
 
 from engine.errors import StepFailed, WorkerLost
-from engine.transport.inline import InlineExecutor
 from tests.engine.transport.workers import REPORT, Command, EchoWorker
 from tests.fakes import a_step
+from tests.inline_executor import InlineExecutor
 
 
 async def test_the_error_of_a_step_is_kept_as_the_cause() -> None:
