@@ -77,7 +77,9 @@ class Engine:
         self._wakeup = Wakeup()
         depth = executor.depth if depth is None else depth
         self._in_flight = InFlight(executor, depth, lookahead, self._wakeup.set)
-        self._lookups = lookup and StoreLookups(scheduler.kv.search, lookup, self._wakeup.set)
+        self._lookups: StoreLookups | None = None
+        if lookup is not None:
+            self._lookups = StoreLookups(scheduler.kv.search, lookup, self._wakeup.set)
         self._sender = send_pixels and ImageSender(scheduler.images, send_pixels, self._wakeup.set)
         self._idle = asyncio.Event()
         self._idle.set()

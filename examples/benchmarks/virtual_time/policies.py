@@ -33,9 +33,17 @@ from engine.research.hardware.catalogue import DEVICES, SHAPES
 from engine.research.hardware.deployment import Deployment
 from engine.research.leaping.run import simulate
 from engine.research.policies import ORACLES
-from engine.simulated.replay import END, SHARED_BLOCK, RecordedRequest
+from engine.simulated.replay import END, RecordedRequest
 from engine.simulated.run import Setup
-from engine.simulated.trace import GREEDY, Arrival, at_rate, poisson, read_trace, skewed_lengths
+from engine.simulated.trace import (
+    GREEDY,
+    SHARED_BLOCK,
+    Arrival,
+    at_rate,
+    poisson,
+    read_trace,
+    skewed_lengths,
+)
 from examples.benchmarks.virtual_time.policy_tables import (
     BASE,
     GOAL,
