@@ -15,14 +15,11 @@ from engine.worker.cpu.intrinsics import float32s
 from engine.worker.cpu.kernels.delta_tiles import DIRECT, PANEL, add_direct, add_token
 from engine.worker.cpu.kernels.elementwise import BYTES, exp_float
 from engine.worker.cpu.kernels.recurrence import (
-    columns_of,
-    direct_target,
     keep_panel,
     load_panel,
     matrix_of,
     mixed_row,
-    scan_operands,
-    scratch_of,
+    scan,
     time_step,
 )
 
@@ -96,17 +93,7 @@ def _decode(a, row, source, target, head, lines):
 
 def mamba_scan(operands, chunk, thread):
     """All tokens of one run for some columns of one head."""
-    a = scan_operands(operands)
-    first, last, source, head, start, stop = columns_of(a, chunk)
-    if first == last:
-        return
-    target = direct_target(a, first, last, source)
-    scratch = scratch_of(a, thread)
-    if target >= 0:
-        _decode(a, first, source, target, head, scratch)
-        return
-    for column in range(start, stop, PANEL):
-        _panel(a, first, last, source, head, column, min(PANEL, stop - column), scratch)
+    scan(operands, chunk, thread, _decode, _panel)
 
 
 KERNELS = (mamba_scan,)

@@ -68,12 +68,6 @@ _scratch_floats = leaf(scratch_floats)
 
 
 @njit(inline="always")
-def scratch_of(a, thread):
-    """The address of a thread's scratch."""
-    return a.scratch + thread * _scratch_floats(a.key_dim) * BYTES
-
-
-@njit(inline="always")
 def mixed_row(a, row):
     """The address of a row of `mixed`."""
     return a.mixed + row * (a.channels + 2 * a.heads) * BYTES
@@ -149,7 +143,7 @@ def matrix_of(a, slot, head):
 
 
 @njit(inline="always")
-def columns_of(a, chunk):
+def _columns_of(a, chunk):
     """The first row, the last one and the source of a chunk's run; the head, and its first column
     and the one behind its last."""
     columns = a.panels_per_chunk * PANEL
@@ -200,12 +194,29 @@ def keep_panel(a, panel, row, head, column, width):
 
 
 @njit(inline="always")
-def direct_target(a, first, last, source):
+def _direct_target(a, first, last, source):
     """The slot to which a chunk of a whole head writes the state behind its only token, reading the
     one before where it lies; else -1."""
     slots = int64s(a.writes + first * 2 * ITEM, 2)
     is_whole = a.panels_per_chunk * PANEL >= a.value_dim and a.value_dim % DIRECT == 0
     return slots[0] if is_whole and last == first + 1 and source >= 0 and slots[1] < 0 else -1
+
+
+@leaf
+def scan(operands, chunk, thread, decode, panel):
+    """All tokens of one run for some columns of one head: a panel after the other, or `decode` of
+    the only token."""
+    a = scan_operands(operands)
+    first, last, source, head, start, stop = _columns_of(a, chunk)
+    if first == last:
+        return
+    target = _direct_target(a, first, last, source)
+    scratch = a.scratch + thread * _scratch_floats(a.key_dim) * BYTES
+    if target >= 0:
+        decode(a, first, source, target, head, scratch)
+        return
+    for column in range(start, stop, PANEL):
+        panel(a, first, last, source, head, column, min(PANEL, stop - column), scratch)
 
 
 KERNELS = (convolution,)
