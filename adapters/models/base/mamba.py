@@ -14,7 +14,8 @@ from adapters.models.base.fields import Fields
 from adapters.models.base.projections import Fused, Projections
 from engine.errors import StartupError
 from engine.worker.model.layers import HeadNorm, SplitWidthNorm
-from engine.worker.model.mamba import GroupNorm, Mamba
+from engine.worker.model.mamba import GroupNorm
+from engine.worker.model.recurrent_mixer import RecurrentMixer
 from engine.worker.ports import MambaShape, MambaWeights, RankPart, TensorSlice
 
 NO_LIMITS = (0.0, float("inf"))
@@ -53,7 +54,7 @@ class MambaFields(NamedTuple):
             eps,
         )
 
-    def layer(self, projections: Projections, at: str, number: int) -> Mamba:
+    def layer(self, projections: Projections, at: str, number: int) -> RecurrentMixer:
         """The layer whose tensors are named `at`, the recurrent one of this `number`."""
         return _Layer(self, projections, at).build(number)
 
@@ -75,7 +76,7 @@ class _Layer:
         self._keys = groups.times(shape.key_dim)
         self._values = self._heads.times(shape.value_dim)
 
-    def build(self, number: int) -> Mamba:
+    def build(self, number: int) -> RecurrentMixer:
         projections, at, values = self._projections, self._at, self._values
         has_bias = self._fields.has_bias
         parts = (values, values, self._keys, self._keys, self._heads)
@@ -86,10 +87,10 @@ class _Layer:
             widths = torch.tensor([len(parts[each].run) for each in order])
             numbers = torch.tensor([multipliers[each] for each in order])
             scales = numbers.repeat_interleave(widths).to(weights.conv)
-        return Mamba(
+        return RecurrentMixer(
             layer=number,
             inputs=projections.from_hidden(stored, has_bias=has_bias),
-            scan=projections.operators.recurrence(weights),
+            recurrence=projections.operators.recurrence(weights),
             norm=self._norm() if self._fields.has_norm else None,
             out=projections.to_hidden(f"{at}.out_proj", values, has_bias=has_bias),
             scales=scales,

@@ -13,8 +13,8 @@ from adapters.models.base.traits import FULL, FamilyTraits, LinearNames, NormNam
 from adapters.models.mixtures.experts import DenseFirst
 from engine.errors import StartupError
 from engine.worker.model.layers import Mixer
-from engine.worker.model.short_conv import ShortConv
-from engine.worker.ports import ConvShape, ModelShape, Routing, TensorSlice
+from engine.worker.model.recurrent_mixer import RecurrentMixer
+from engine.worker.ports import ConvShape, ConvWeights, ModelShape, Routing, TensorSlice
 
 CONV = "conv"
 
@@ -61,15 +61,15 @@ class Lfm2(RotaryFamily):
             return super()._attention(projections, at, layer)
         width, has_bias, at = shard.even(whole.channels), self._has_bias, f"{at}.conv"
         sizes = (whole.channels, 1, whole.kernel)
-        taps = weights.tensor(TensorSlice(f"{at}.conv.weight", sizes, rows=width.run))
-        bias = None
+        conv = weights.tensor(TensorSlice(f"{at}.conv.weight", sizes, rows=width.run))[:, 0].float()
+        bias = torch.zeros_like(conv[:, 0])
         if has_bias:
             bias = weights.tensor(TensorSlice(f"{at}.conv.bias", sizes[:1], rows=width.run)).float()
-        return ShortConv(
+        own = ConvWeights(whole.of_rank(shard.num_ranks), conv, bias)
+        return RecurrentMixer(
             layer=shard.number_of(layer),
             inputs=projections.from_hidden(Fused(f"{at}.in_proj", (width,) * 3), has_bias=has_bias),
-            taps=taps[:, 0].float().t().contiguous(),
-            bias=bias,
+            recurrence=projections.operators.recurrence(own),
             out=projections.to_hidden(f"{at}.out_proj", width, has_bias=has_bias),
         )
 

@@ -12,9 +12,9 @@ from adapters.models.base.traits import FULL, FamilyTraits
 from adapters.models.dense.qwen3 import Qwen3
 from adapters.models.encoders.families import ReadsQwenImages
 from engine.errors import StartupError
-from engine.worker.model.delta_net import GatedDeltaNet
 from engine.worker.model.layers import AttentionBlock, Decoder, GatedAttentionBlock, Mixer
 from engine.worker.model.mtp import MtpLayer
+from engine.worker.model.recurrent_mixer import RecurrentMixer
 from engine.worker.ports import (
     AttentionOptions,
     DeltaShape,
@@ -144,7 +144,7 @@ class Qwen35(Qwen3):
 
     def _delta_net(
         self, projections: Projections, at: str, whole: DeltaShape, number: int
-    ) -> GatedDeltaNet:
+    ) -> RecurrentMixer:
         shard, weights = projections.shard, projections.weights
         keys = shard.even(whole.num_key_heads).times(whole.key_dim)
         heads = shard.even(whole.num_value_heads)
@@ -164,10 +164,10 @@ class Qwen35(Qwen3):
             norm=vector("norm.weight", RankPart.whole(whole.value_dim)),
             eps=self._settings.eps,
         )
-        return GatedDeltaNet(
+        return RecurrentMixer(
             layer=number,
             inputs=projections.operators.linear(self._delta_inputs(projections, at, whole), None),
-            net=projections.operators.recurrence(net),
+            recurrence=projections.operators.recurrence(net),
             out=projections.to_hidden(f"{at}.out_proj", values, has_bias=False),
         )
 

@@ -25,19 +25,18 @@ from engine.worker.cpu.linears.floats import FLOAT32
 from engine.worker.cpu.linears.packed import MixedLinear, NativeLowRank, PackedLinear
 from engine.worker.cpu.linears.packed_store import PackedStore
 from engine.worker.cpu.recorded_decoder import RecordedDecoder
-from engine.worker.cpu.recurrent import NativeDeltaNet, NativeMambaScan, NativeScan
+from engine.worker.cpu.recurrent import NativeConvolution, native_recurrence
 from engine.worker.cpu.sampling import NativeSampling
 from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.model.layers import Decoder
 from engine.worker.model.torch_operators import TorchOperators
 from engine.worker.ports import (
     Activation,
-    DeltaWeights,
     ExpertWeights,
     Linear,
     LinearWeight,
     LowRankUp,
-    MambaWeights,
+    RecurrentWeights,
     Routing,
     StageModel,
     ThreadPool,
@@ -287,7 +286,5 @@ class NativeOperators:
             self._pool.wake()
         return mixed
 
-    def recurrence(self, weights: DeltaWeights | MambaWeights) -> NativeScan:
-        if isinstance(weights, MambaWeights):
-            return NativeMambaScan(self._pool, weights)
-        return NativeDeltaNet(self._pool, weights)
+    def recurrence(self, weights: RecurrentWeights) -> NativeConvolution:
+        return native_recurrence(self._pool, weights)

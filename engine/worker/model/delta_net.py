@@ -17,36 +17,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.step import NO_STATE
-from engine.worker.ports import (
-    DeltaState,
-    DeltaWeights,
-    Linear,
-    Recurrence,
-    StateRuns,
-    StepContext,
-)
+from engine.worker.ports import DeltaWeights, StateRuns
 
 UNIT_EPS = 1e-6
-
-
-@dataclass(frozen=True, slots=True)
-class GatedDeltaNet:
-    """The recurrent layer, up to the linear `out`, which the caller applies.
-
-    `inputs` is one linear of q, k, v, the gate, b and a. `layer` counts the recurrent layers of the
-    stage.
-    """
-
-    layer: int
-    inputs: Linear
-    net: Recurrence
-    out: Linear
-
-    def __call__(self, x: Tensor, context: StepContext) -> Tensor:
-        """`[tokens, value_heads * value_dim]` of this rank."""
-        states = context.states
-        assert states is not None, "a model with recurrent layers has states"
-        return self.net(self.inputs(x), DeltaState(*states.layers[self.layer]), states.runs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +28,7 @@ class TorchDeltaNet:
 
     weights: DeltaWeights
 
-    def __call__(self, y: Tensor, state: DeltaState, runs: StateRuns) -> Tensor:
+    def __call__(self, y: Tensor, state: tuple[Tensor, ...], runs: StateRuns) -> Tensor:
         weights, shape, dtype = self.weights, self.weights.shape, y.dtype
         y = y.float()
         heads, width = shape.num_value_heads, shape.num_value_heads * shape.value_dim
@@ -78,7 +51,7 @@ class TorchDeltaNet:
                 mixed[row] = torch.einsum("hk,hkv->hv", q, matrices)
                 for slot in writes[row]:
                     if slot != NO_STATE:
-                        state.inputs[slot], state.matrices[slot] = inputs, matrices
+                        state[0][slot], state[1][slot] = inputs, matrices
         scale = torch.rsqrt(mixed.square().mean(dim=2, keepdim=True) + weights.eps)
         mixed = mixed.mul_(scale).mul_(weights.norm).view(len(y), width)
         return mixed.mul_(F.silu(gate)).to(dtype)

@@ -16,17 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.step import NO_STATE
-from engine.worker.model.layers import HeadNorm
 from engine.worker.model.short_conv import convolved
-from engine.worker.ports import (
-    DeltaState,
-    Linear,
-    MambaWeights,
-    Norm,
-    Recurrence,
-    StateRuns,
-    StepContext,
-)
+from engine.worker.ports import MambaWeights, Norm, StateRuns
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,48 +35,21 @@ class GroupNorm:
 
 
 @dataclass(frozen=True, slots=True)
-class Mamba:
-    """The recurrent layer, up to the linear `out`, which the caller applies.
-
-    `inputs` is one linear of C, B, x, the gate and the time steps, which are multiplied by `scales`
-    (Falcon-H1). `layer` counts the recurrent layers of the stage.
-    """
-
-    layer: int
-    inputs: Linear
-    scan: Recurrence
-    norm: HeadNorm | None
-    out: Linear
-    scales: Tensor | None = None
-
-    def __call__(self, x: Tensor, context: StepContext) -> Tensor:
-        """`[tokens, value_heads * value_dim]` of this rank."""
-        states = context.states
-        assert states is not None, "a model with recurrent layers has states"
-        y = self.inputs(x)
-        if self.scales is not None:
-            y.mul_(self.scales)
-        mixed = self.scan(y, DeltaState(*states.layers[self.layer]), states.runs)
-        if self.norm is not None:
-            self.norm.apply_(mixed[:, None])
-        return mixed
-
-
-@dataclass(frozen=True, slots=True)
 class TorchMambaScan:
     """The `Recurrence` in plain torch, in float32. It returns the dtype of its inputs."""
 
     weights: MambaWeights
 
-    def __call__(self, y: Tensor, state: DeltaState, runs: StateRuns) -> Tensor:
+    def __call__(self, y: Tensor, state: tuple[Tensor, ...], runs: StateRuns) -> Tensor:
         weights, shape, dtype = self.weights, self.weights.shape, y.dtype
+        known_inputs, known_matrices = state
         y = y.float()
         heads, width = shape.num_value_heads, shape.num_value_heads * shape.value_dim
         inputs, gate, steps = torch.split(y, [shape.channels, width, heads], dim=1)
-        inputs = convolved(inputs, weights.conv.t(), weights.conv_bias, state.inputs, runs)
+        inputs = convolved(inputs, weights, known_inputs, runs)
         mixed, writes = y.new_empty(len(y), heads, shape.value_dim), runs.writes.tolist()
         for first, last, source in runs.runs.tolist():
-            known = state.matrices[source]
+            known = known_matrices[source]
             matrices = known.clone() if source != NO_STATE else torch.zeros_like(known)
             for row in range(first, last):
                 c, b, x = self._heads(F.silu(inputs[row]))
@@ -96,7 +60,7 @@ class TorchMambaScan:
                 mixed[row] = read * F.silu(gate[row]).view_as(read)
                 for slot in writes[row]:
                     if slot != NO_STATE:
-                        state.matrices[slot] = matrices
+                        known_matrices[slot] = matrices
         return mixed.view(len(y), width).to(dtype)
 
     def _heads(self, inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:

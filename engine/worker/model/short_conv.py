@@ -1,8 +1,8 @@
-"""The short convolution of LFM2 (Liquid AI), its recurrent layer, in plain torch on every device.
+"""The short convolution of LFM2 (Liquid AI), its recurrent layer.
 
-Of the three parts B, C and x of the linear `inputs`, a causal convolution of each channel reads the
-products B x of a token and of the `kernel - 1` before it, and its result is multiplied by C. The
-state is these products, in float32.
+Of the three parts B, C and x of a linear, a causal convolution of each channel reads the products
+B x of a token and of the `kernel - 1` before it, and its result is multiplied by C. The state is
+these products, in float32.
 
 All rows of a step are computed at once, with the same operations in the same order for each of
 them, so that the bits do not depend on where a prompt is cut or on what else is in the step.
@@ -15,36 +15,26 @@ import torch
 from torch import Tensor
 
 from engine.step import NO_STATE
-from engine.worker.ports import Linear, StateRuns, StepContext
+from engine.worker.ports import ConvWeights, MambaWeights, StateRuns
 from engine.worker.ports.layout import Int64s
 
 
 @dataclass(frozen=True, slots=True)
-class ShortConv:
-    """The layer up to the linear `out`, which the caller applies. `layer` counts the recurrent
-    layers of the stage; `taps` is `[kernel, channels]`, the newest token's last."""
+class TorchShortConv:
+    """The `Recurrence` in plain torch, in float32. It returns the dtype of its inputs."""
 
-    layer: int
-    inputs: Linear
-    taps: Tensor
-    bias: Tensor | None
-    out: Linear
+    weights: ConvWeights
 
-    def __call__(self, x: Tensor, context: StepContext) -> Tensor:
-        """`[tokens, channels]` of this rank."""
-        states = context.states
-        assert states is not None, "a model with recurrent layers has states"
-        y = self.inputs(x)
-        b, c, own = y.float().chunk(3, dim=1)
-        (state,) = states.layers[self.layer]
-        mixed = convolved(b * own, self.taps, self.bias, state, states.runs)
-        return mixed.mul_(c).to(y.dtype)
+    def __call__(self, y: Tensor, state: tuple[Tensor, ...], runs: StateRuns) -> Tensor:
+        b, c, x = y.float().chunk(3, dim=1)
+        return convolved(b * x, self.weights, *state, runs).mul_(c).to(y.dtype)
 
 
 def convolved(
-    products: Tensor, taps: Tensor, bias: Tensor | None, state: Tensor, runs: StateRuns
+    products: Tensor, weights: ConvWeights | MambaWeights, state: Tensor, runs: StateRuns
 ) -> Tensor:
     """`[rows, channels]`; writes the states behind the rows."""
+    taps = weights.conv.t()
     device, before = products.device, len(taps) - 1
     sources = torch.from_numpy(runs.runs[:, 2]).to(device)
     known = state.index_select(0, sources.clamp(min=0))
@@ -58,7 +48,7 @@ def convolved(
     written = index[torch.from_numpy(rows).to(device), 1:]
     at = torch.from_numpy(runs.writes[rows, slots]).to(device)
     state.index_copy_(0, at, pool[written])
-    return mixed if bias is None else mixed.add_(bias)
+    return mixed.add_(weights.conv_bias)
 
 
 def windows(runs: Int64s, num_rows: int, before: int) -> Int64s:

@@ -11,10 +11,11 @@ from torch.nn import functional as F
 from engine.worker.model.delta_net import TorchDeltaNet
 from engine.worker.model.experts import TorchExperts
 from engine.worker.model.mamba import TorchMambaScan
+from engine.worker.model.short_conv import TorchShortConv
 from engine.worker.ports import (
     Activation,
     Argmax,
-    DeltaWeights,
+    ConvWeights,
     Draw,
     Experts,
     ExpertWeights,
@@ -24,6 +25,7 @@ from engine.worker.ports import (
     MambaWeights,
     Norm,
     Recurrence,
+    RecurrentWeights,
     Routing,
     SamplingOperators,
     dequantize,
@@ -205,7 +207,9 @@ class TorchOperators:
         q, k, v = (each.transpose(0, 1)[None] for each in (q, k, v))
         return F.scaled_dot_product_attention(q, k, v)[0].transpose(0, 1)
 
-    def recurrence(self, weights: DeltaWeights | MambaWeights) -> Recurrence:
+    def recurrence(self, weights: RecurrentWeights) -> Recurrence:
+        if isinstance(weights, ConvWeights):
+            return TorchShortConv(weights)
         if isinstance(weights, MambaWeights):
             return TorchMambaScan(weights)
         return TorchDeltaNet(weights)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from engine.step import SamplingParams
 from engine.worker.ports.experts import Experts, ExpertWeights, Routing
-from engine.worker.ports.recurrent import DeltaWeights, MambaWeights, Recurrence
+from engine.worker.ports.recurrent import Recurrence, RecurrentWeights
 from engine.worker.ports.weights import LinearWeight
 
 Activation = Callable[[Tensor], Tensor]
@@ -174,7 +174,7 @@ class Operators(Protocol):
         other tokens there are in q."""
         ...
 
-    def recurrence(self, weights: DeltaWeights | MambaWeights) -> Recurrence:
+    def recurrence(self, weights: RecurrentWeights) -> Recurrence:
         """The part of a recurrent layer between its linears."""
         ...
 

@@ -110,13 +110,6 @@ class MambaShape(DeltaShape):
         )
 
 
-class DeltaState(NamedTuple):
-    """The states of a Gated DeltaNet or a Mamba, for all state slots."""
-
-    inputs: Tensor  # the convolution's inputs, [slots, kernel - 1, channels]
-    matrices: Tensor  # [slots, value_heads, key_dim, value_dim]
-
-
 class StateRuns(NamedTuple):
     """The runs of a step, each of consecutive rows of one request.
 
@@ -134,6 +127,15 @@ class StepStates(NamedTuple):
 
     layers: tuple[tuple[Tensor, ...], ...]  # `[slots, *sizes]` each (`state_sizes`)
     runs: StateRuns
+
+
+@dataclass(frozen=True, slots=True)
+class ConvWeights:
+    """The weights of a short convolution between its linears, float32 and of one rank."""
+
+    shape: ConvShape
+    conv: Tensor  # [channels, kernel], the newest token's last
+    conv_bias: Tensor  # [channels]
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,13 +162,21 @@ class MambaWeights:
     skip: Tensor  # [value_heads]: D
 
 
+RecurrentWeights = ConvWeights | DeltaWeights | MambaWeights
+
+
 class Recurrence(Protocol):
     """What a recurrent layer computes between its linears: of a Gated DeltaNet convolution, delta
-    rule and gated norm, of a Mamba convolution, recurrence and gate."""
+    rule and gated norm, of a Mamba convolution, recurrence and gate, of LFM2 a convolution and the
+    gates around it."""
 
-    def __call__(self, y: Tensor, state: DeltaState, runs: StateRuns) -> Tensor:
+    def __call__(self, y: Tensor, state: tuple[Tensor, ...], runs: StateRuns) -> Tensor:
         """`[rows, value_heads * value_dim]` from the inputs of each row: q, k and v (`channels`),
         the gate (value_heads * value_dim), and b and a (value_heads each); of a Mamba C, B and x,
-        the gate, and the time steps. The result of a row has the same bits whatever the other rows
-        and the number of rows of its run are, if the device computes linears in this way."""
+        the gate, and the time steps. Of a short convolution `[rows, channels]` from B, C and x
+        (`channels` each). It may change `y`.
+
+        `state` has the tensors of `RecurrentShape.state_sizes` for all slots. The result of a row
+        has the same bits whatever the other rows and the number of rows of its run are, if the
+        device computes linears in this way."""
         ...

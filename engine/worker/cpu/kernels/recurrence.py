@@ -25,9 +25,10 @@ ITEM = 8  # bytes of an int64
 @operands
 class ScanOperands(ctypes.Structure):
     """Addresses of float32 tensors. `y` are the inputs: in each row q, k and v (`channels`), the
-    gate, and one or two numbers of each head. `runs` has int64 (first row, last row, source slot)
-    of each run, and `writes` two slots per row, or -1. `scratch` has `scratch_floats` for each
-    thread. A DeltaNet's decays and rates are behind the channels of `mixed`."""
+    gate, and one or two numbers of each head; of a convolution alone, which has no heads, B, C and
+    x (`channels` each). `runs` has int64 (first row, last row, source slot) of each run, and
+    `writes` two slots per row, or -1. `scratch` has `scratch_floats` for each thread. A DeltaNet's
+    decays and rates are behind the channels of `mixed`."""
 
     y: int
     y_stride: int
@@ -84,9 +85,21 @@ def _input(a, first, source, row, channel, count):
     return float32s(a.inputs + (place * a.channels + channel) * BYTES, count)
 
 
+@njit(inline="always")
+def _part(a, row, number, channel, count):
+    """Some channels of B, C or x of a row."""
+    return float32s(a.y + (row * a.y_stride + number * a.channels + channel) * BYTES, count)
+
+
+@leaf
+def _multiply(x, by):
+    for j in range(len(x)):
+        x[j] *= by[j]
+
+
 @leaf
 def _convolve(a, first, source, row, channel, count):
-    """The causal convolution of some channels of one row, then SiLU."""
+    """The causal convolution of some channels of one row."""
     mixed = float32s(mixed_row(a, row) + channel * BYTES, count)
     bias = float32s(a.conv_bias + channel * BYTES, count if a.conv_bias != 0 else 0)
     for j in range(count):
@@ -96,8 +109,13 @@ def _convolve(a, first, source, row, channel, count):
         weight = float32s(a.conv + (tap * a.channels + channel) * BYTES, count)
         for j in range(len(x)):
             mixed[j] = fma_one(x[j], weight[j], mixed[j])
-    for j in range(count):
-        mixed[j] = mixed[j] / (np.float32(1) + exp_float(-mixed[j]))
+    return mixed
+
+
+@leaf
+def _silu(x):
+    for j in range(len(x)):
+        x[j] = x[j] / (np.float32(1) + exp_float(-x[j]))
 
 
 @leaf
@@ -112,7 +130,7 @@ def _keep_inputs(a, first, source, row, slot, channel, count):
 
 
 def convolution(operands, chunk, thread):
-    """Some channels of one run."""
+    """Some channels of one run, then SiLU; alone it is between two gates."""
     a = scan_operands(operands)
     blocks = (a.channels + CHANNELS - 1) // CHANNELS
     run = int64s(a.runs + chunk // blocks * 3 * ITEM, 3)
@@ -120,7 +138,13 @@ def convolution(operands, chunk, thread):
     channel = chunk % blocks * CHANNELS
     count = min(CHANNELS, a.channels - channel)
     for row in range(first, last):
-        _convolve(a, first, source, row, channel, count)
+        if a.heads == 0:
+            _multiply(_part(a, row, 0, channel, count), _part(a, row, 2, channel, count))
+        mixed = _convolve(a, first, source, row, channel, count)
+        if a.heads == 0:
+            _multiply(mixed, _part(a, row, 1, channel, count))
+        else:
+            _silu(mixed)
         slots = int64s(a.writes + row * 2 * ITEM, 2)
         if slots[1] >= 0:
             _keep_inputs(a, first, source, row, slots[1], channel, count)

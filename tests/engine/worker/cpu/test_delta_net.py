@@ -11,7 +11,7 @@ from engine.worker.cpu.operators import NativeOperators
 from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.model.delta_net import TorchDeltaNet
 from engine.worker.model.kv.recurrent_states import state_runs
-from engine.worker.ports import DeltaShape, DeltaState, DeltaWeights
+from engine.worker.ports import DeltaShape, DeltaWeights
 from tests.engine.worker.cpu.recurrences import inputs_of, noise, run, states_of
 
 
@@ -68,7 +68,7 @@ def test_a_step_computes_the_recurrence_as_it_is_defined(
         **{name: getattr(weights, name).double() for name in ("conv", "decay_rate", "decay_bias")},
         norm=weights.norm.double(),
     )
-    expected_state = DeltaState(*(part.double() for part in states_of(shape)))
+    expected_state = tuple(part.double() for part in states_of(shape))
     runs = state_runs([slots for _, slots in entries], indptr)
     expected = TorchDeltaNet(doubles)(y.double(), expected_state, runs)
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)

@@ -67,19 +67,19 @@ def by_definition(shape: MambaShape, y: Tensor, inputs: Tensor, state: Tensor) -
 def test_a_step_computes_the_recurrence_as_it_is_defined(
     operators: Operators, shape: MambaShape
 ) -> None:
-    weights, before = weights_of(shape), states_of(shape)
+    weights, (inputs, matrices) = weights_of(shape), states_of(shape)
     y, entries = inputs_of(weights, 30), [(1, StateSlots(0, 0)), (29, StateSlots(1, NO_STATE))]
-    found, state = run(operators, weights, y, entries)
-    continued, started = before.matrices[0].double(), torch.zeros_like(before.matrices[1]).double()
+    found, (new_inputs, new) = run(operators, weights, y, entries)
+    continued, started = matrices[0].double(), torch.zeros_like(matrices[1]).double()
     expected = torch.cat(
         (
-            by_definition(shape, y[:1], before.inputs[0], continued),
-            by_definition(shape, y[1:], torch.zeros_like(before.inputs[1]), started),
+            by_definition(shape, y[:1], inputs[0], continued),
+            by_definition(shape, y[1:], torch.zeros_like(inputs[1]), started),
         )
     )
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(state.matrices[0].double(), continued, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(state.matrices[1].double(), started, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(new[0].double(), continued, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(new[1].double(), started, rtol=1e-4, atol=1e-4)
     last = y[-(shape.kernel - 1) :, : shape.channels]
-    assert torch.equal(state.inputs[1], last)
-    assert torch.equal(state.matrices[2:], before.matrices[2:])
+    assert torch.equal(new_inputs[1], last)
+    assert torch.equal(new[2:], matrices[2:])

@@ -7,21 +7,24 @@ from engine.step import NO_STATE, StateSlots
 from engine.worker.cpu.operators import NativeOperators
 from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.model.torch_operators import TorchOperators
-from engine.worker.ports import DeltaWeights, MambaWeights, Operators
-from tests.engine.worker.cpu import test_delta_net, test_mamba
-from tests.engine.worker.cpu.recurrences import inputs_of, run
+from engine.worker.ports import Operators, RecurrentWeights
+from tests.engine.worker.cpu import test_delta_net, test_mamba, test_short_conv
+from tests.engine.worker.cpu.recurrences import inputs_of, run, states_of
 
 FIRST, LATER = StateSlots(0, NO_STATE), StateSlots(0, 0)
 DELTA = [test_delta_net.weights_of(shape) for shape in test_delta_net.SHAPES]
 MAMBA = [test_mamba.weights_of(shape) for shape in test_mamba.SHAPES]
-
-Weights = DeltaWeights | MambaWeights
+CONV = [test_short_conv.weights_of(shape) for shape in test_short_conv.SHAPES]
 
 # TorchDeltaNet has other bits where torch computes several rows at once.
-ALL = [("native", each) for each in DELTA + MAMBA] + [("torch", each) for each in MAMBA]
+ALL = [("native", each) for each in [*DELTA, *MAMBA, *CONV]]
+ALL += [("torch", each) for each in [*MAMBA, *CONV]]
 of_each_kind = pytest.mark.parametrize(
     ("operators", "weights"),
-    [("native", DELTA[1]), ("native", DELTA[2]), ("native", MAMBA[1]), ("torch", MAMBA[1])],
+    [
+        *(("native", each) for each in (DELTA[1], DELTA[2], MAMBA[1], CONV[1])),
+        *(("torch", each) for each in (MAMBA[1], CONV[1])),
+    ],
     indirect=["operators"],
 )
 
@@ -34,7 +37,7 @@ def operators(request: pytest.FixtureRequest) -> Operators:
 
 @pytest.mark.parametrize(("operators", "weights"), ALL, indirect=["operators"])
 def test_bits_do_not_depend_on_how_tokens_are_cut_into_steps(
-    operators: Operators, weights: Weights
+    operators: Operators, weights: RecurrentWeights
 ) -> None:
     y = inputs_of(weights, 67)
     whole, state = run(operators, weights, y, [(67, FIRST)])
@@ -42,25 +45,26 @@ def test_bits_do_not_depend_on_how_tokens_are_cut_into_steps(
         steps = [[(count, LATER if at else FIRST)] for at, count in enumerate(cut)]
         found, own = run(operators, weights, y, *steps)
         assert torch.equal(found, whole)
-        assert torch.equal(own.matrices[0], state.matrices[0])
-        assert torch.equal(own.inputs[0], state.inputs[0])
+        for part, wanted in zip(own, state, strict=True):
+            assert torch.equal(part[0], wanted[0])
 
 
 @of_each_kind
 def test_bits_do_not_depend_on_the_other_requests_of_a_step(
-    operators: Operators, weights: Weights
+    operators: Operators, weights: RecurrentWeights
 ) -> None:
     y, own = inputs_of(weights, 12), StateSlots(3, 1)
     alone, state = run(operators, weights, y[7:], [(5, own)])
     beside = [(1, StateSlots(0, 0)), (6, StateSlots(2, NO_STATE)), (5, own)]
     found, among = run(operators, weights, y, beside)
     assert torch.equal(found[7:], alone)
-    assert torch.equal(among.matrices[3], state.matrices[3])
+    for part, wanted in zip(among, state, strict=True):
+        assert torch.equal(part[3], wanted[3])
 
 
 @of_each_kind
 def test_the_rows_of_drafts_leave_the_state_after_each_of_them(
-    operators: Operators, weights: Weights
+    operators: Operators, weights: RecurrentWeights
 ) -> None:
     """A verify step of three drafts: slot i has the state of decoding i + 1 tokens."""
     y = inputs_of(weights, 4)
@@ -70,5 +74,15 @@ def test_the_rows_of_drafts_leave_the_state_after_each_of_them(
         expected, own = run(operators, weights, y[:count], *[[(1, LATER)]] * count)
         assert torch.equal(found[:count], expected)
         slot = rows[count - 1].slot
-        assert torch.equal(state.matrices[slot], own.matrices[0])
-        assert torch.equal(state.inputs[slot], own.inputs[0])
+        for part, wanted in zip(state, own, strict=True):
+            assert torch.equal(part[slot], wanted[0])
+
+
+@of_each_kind
+def test_a_request_without_a_state_reads_none_of_another_one(
+    operators: Operators, weights: RecurrentWeights
+) -> None:
+    broken = tuple(part.fill_(torch.nan) for part in states_of(weights.shape))  # by an error
+    found, state = run(operators, weights, inputs_of(weights, 4), [(4, FIRST)], state=broken)
+    assert found.isfinite().all()
+    assert all(part[0].isfinite().all() for part in state)
