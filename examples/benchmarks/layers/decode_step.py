@@ -28,12 +28,22 @@ from numba import cfunc
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.step import RequestId, SampleSpec, SamplingParams, StateSlots, Step, StepEntry, StepId
+from engine.step import (
+    NO_STATE,
+    RequestId,
+    SampleSpec,
+    SamplingParams,
+    StateSlots,
+    Step,
+    StepEntry,
+    StepId,
+)
 from engine.worker.cpu.build import KERNEL
 from engine.worker.cpu.kernels.limits import ReadOperands, make_read_kernel
 from engine.worker.process.worker import Worker
 from engine.worker_settings import Kernels, KVSettings, WorkerSettings
 from examples.benchmarks.server.start_time import cpu_name
+from gateway.commands.offline_bench.roofline import Work
 
 FORMATS = ("float32", "bfloat16", "int8", "int4")
 CONTEXT = 160  # tokens of each request
@@ -115,12 +125,31 @@ def load(model: str, weights: str, rows: int) -> Worker:
     return Worker.load(settings, lambda what, done, total: None)
 
 
+def learned(worker: Worker, number: int, work: Work) -> Step:
+    """A step that the worker prepares now and runs later, as in a server with lookahead."""
+    each = -(-work.context // worker.report.block_size)
+    start = work.context - work.num_tokens
+    entries = tuple(
+        StepEntry(
+            RequestId(at),
+            start,
+            tuple(range(7, 7 + work.num_tokens)),
+            array("i", range(at * each, (at + 1) * each)).tobytes(),
+            GREEDY,
+            state=StateSlots(at, at if start else NO_STATE) if worker.report.num_states else None,
+        )
+        for at in range(work.num_requests)
+    )
+    step = Step(StepId(number), entries)
+    worker.learn(step)
+    return step
+
+
 class StepReplays:
     """Runs parts of one worker's decode step; each method returns elapsed seconds."""
 
     def __init__(self, worker: Worker, rows: int) -> None:
         self._worker, self._rows = worker, rows
-        self._has_states = worker.report.num_states > 0
         self._next = self._learn(0)
         self._kept: list[ReadOperands] = []  # tables hold addresses
         self._total = torch.zeros(1, dtype=torch.int64)
@@ -159,23 +188,7 @@ class StepReplays:
         return seconds
 
     def _learn(self, number: int) -> Step:
-        """A step that the worker prepares now and runs later, as in a server with lookahead."""
-        size = self._worker.report.block_size
-        each = -(-CONTEXT // size)
-        entries = tuple(
-            StepEntry(
-                RequestId(i),
-                CONTEXT - 1,
-                (7,),
-                array("i", range(i * each, (i + 1) * each)).tobytes(),
-                GREEDY,
-                state=StateSlots(i, i) if self._has_states else None,
-            )
-            for i in range(self._rows)
-        )
-        step = Step(StepId(number), entries)
-        self._worker.learn(step)
-        return step
+        return learned(self._worker, number, Work(self._rows, 1, CONTEXT))
 
     def head(self) -> float:
         """The final norm and the head, called one by one: few rows replay them with the layers."""

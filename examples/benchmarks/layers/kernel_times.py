@@ -18,12 +18,13 @@ from numpy.typing import NDArray
 
 from engine.worker.cpu.attention.paged_kernels import AttentionOperands
 from engine.worker.cpu.attention.rope_and_cache_write import RopeWriteOperands
-from engine.worker.cpu.build import KERNEL
+from engine.worker.cpu.build import KERNEL, _kernels
 from engine.worker.cpu.intrinsics import call_kernel, int64s
 from engine.worker.cpu.kernel_graph import KernelGraph
 from engine.worker.cpu.kernels.elementwise import ActivationOperands, NormOperands
 from engine.worker.cpu.kernels.joined import JoinedOperands
 from engine.worker.cpu.kernels.linears.linear import InputOperands, LinearOperands
+from engine.worker.cpu.kernels.recurrence import ScanOperands
 from engine.worker.cpu.kernels.sampling import ArgmaxOperands
 from engine.worker.cpu.operands import make_reader, operands
 from engine.worker.cpu.thread_pool import NativeThreadPool
@@ -82,6 +83,7 @@ class Call(NamedTuple):
     busy: float
     elements: int  # of a linear's weights
     rows: int  # that a linear multiplies them by
+    states: int  # numbers of a recurrent layer's state
 
 
 class KernelTimer:
@@ -113,7 +115,7 @@ class KernelTimer:
         timed = TimedOperands(kernel, address, self._before, times.ctypes.data)
         began = time.monotonic_ns()
         self._plain_run(self._timed.address, ctypes.addressof(timed), chunks)
-        self._keep([address], known, times, began)
+        self._keep([(kernel, address)], known, times, began)
 
     def _replay(self, graph: KernelGraph) -> None:
         joined = [each for each in graph._outputs if isinstance(each, ctypes.Structure)]
@@ -122,9 +124,8 @@ class KernelTimer:
             for each in [*joined, *(call.operands for call in graph._calls)]
         }
         table = graph.table().copy()
-        addresses = [int(each) for each in table[:, 1]]
-        kernels = [int(each) for each in table[:, 0]]
-        pairs = [*zip(kernels, addresses, strict=True)]
+        calls = [(int(kernel), int(address)) for kernel, address, *_ in table]
+        pairs = [*calls]
         for both in (each for each in known.values() if isinstance(each, JoinedOperands)):
             pairs += (both.first, both.first_operands), (both.second, both.second_operands)
         self._kinds |= {kernel: type(known[at]) for kernel, at in pairs}
@@ -132,7 +133,7 @@ class KernelTimer:
         timed = (TimedOperands * len(table))(
             *(
                 TimedOperands(kernel, address, self._before, here.ctypes.data)
-                for kernel, address, here in zip(kernels, addresses, times, strict=True)
+                for (kernel, address), here in zip(calls, times, strict=True)
             )
         )
         table[:, 0] = self._timed.address
@@ -140,26 +141,33 @@ class KernelTimer:
         self._pool._first_weights = graph.first_weights
         began = time.monotonic_ns()
         self._pool._replay(self._pool._control, int(table.ctypes.data), len(table))
-        self._keep(addresses, known, times, began)
+        self._keep(calls, known, times, began)
 
     def _keep(
-        self, addresses: list[int], known: dict[int, Any], times: NDArray[np.int64], began: int
+        self,
+        calls: list[tuple[int, int]],
+        known: dict[int, Any],
+        times: NDArray[np.int64],
+        began: int,
     ) -> None:
-        for address, here in zip(addresses, times, strict=True):
+        """Note calls of a kernel and its operands, both addresses."""
+        for (kernel, address), here in zip(calls, times, strict=True):
             ended, busy = int(here[:, 1].max()), float(here[:, 0].mean())
             if ended == 0:  # without chunks
                 continue
             nanoseconds, began = ended - began, ended
             found = known.get(address)
-            elements, rows = 0, 0
+            elements = rows = states = 0
             if isinstance(found, LinearOperands):
                 elements, rows = found.inputs * found.outputs, found.rows
-            name = name_of(address, known)
-            self._calls.append(Call(name, nanoseconds * 1e-9, busy * 1e-9, elements, rows))
+            elif isinstance(found, ScanOperands):
+                states = found.heads * found.key_dim * found.value_dim
+            name, own = name_of(kernel, address, known), (nanoseconds * 1e-9, busy * 1e-9)
+            self._calls.append(Call(name, *own, elements, rows, states))
 
 
-def name_of(address: int, known: dict[int, Any]) -> str:
-    """What a call computes, by its operands."""
+def name_of(kernel: int, address: int, known: dict[int, Any]) -> str:
+    """What a call computes, by its operands or, as with recurrent layers, by its kernel."""
     found = known.get(address)
     if isinstance(found, LinearOperands):
         return f"linear {found.inputs} → {found.outputs}"
@@ -168,6 +176,7 @@ def name_of(address: int, known: dict[int, Any]) -> str:
     if isinstance(found, AttentionOperands):
         return "attention" if found.tables else "merge of attention"
     if isinstance(found, JoinedOperands):
-        both = name_of(found.first_operands, known), name_of(found.second_operands, known)
-        return ", ".join(both)
-    return NAMES.get(type(found), "other kernels")
+        first = name_of(found.first, found.first_operands, known)
+        return f"{first}, {name_of(found.second, found.second_operands, known)}"
+    names = {made.address: function.__name__ for function, made in _kernels.items()}
+    return NAMES.get(type(found)) or names[kernel].replace("_", " ")

@@ -13,15 +13,16 @@ import argparse
 import json
 import os
 import time
-from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from engine.step import RequestId, SampleSpec, SamplingParams, Step, StepEntry, StepId
+from engine.step import Step
 from engine.worker.cpu.limits import PlainReads, measure_peaks
 from engine.worker.process.worker import Worker
 from engine.worker_settings import WEIGHT_BYTES, Kernels, KVSettings, WorkerSettings
+from examples.benchmarks.layers.decode_step import CONTEXT, learned
 from examples.benchmarks.layers.kernel_times import Call, KernelTimer
 from examples.benchmarks.server.start_time import cpu_name
 from gateway.commands.offline_bench.command import open_shape
@@ -33,7 +34,8 @@ from gateway.commands.offline_bench.roofline import (
 )
 
 FORMATS = ("float32", "bfloat16", "int8", "int4")
-CONTEXT = 160  # tokens of a request that decodes
+# Operations of a scan for each number of a state and token: its decay, the change, the output.
+SCANS = {"delta rule": 7, "mamba scan": 5}
 STEPS = {  # by name: requests, tokens of each, context of each
     **{
         f"{rows} {'row' if rows == 1 else 'rows'}": Work(rows, 1, CONTEXT)
@@ -41,7 +43,6 @@ STEPS = {  # by name: requests, tokens of each, context of each
     },
     **{f"prefill {tokens}": Work(1, tokens, tokens) for tokens in (128, 512)},
 }
-GREEDY = SampleSpec(SamplingParams(temperature=0.0))
 MIN_REPEATS = 3
 PYTHON = "Python, interference"  # what the fastest of each call leave of the fastest step
 LARGEST = 4  # losses that the page names
@@ -145,22 +146,8 @@ class KnownSteps:
         return Turn(seconds, calls, cached)
 
     def _learn(self, work: Work) -> Step:
-        each = -(-work.context // self.worker.report.block_size)
         self._number += 1
-        start = work.context - work.num_tokens
-        entries = tuple(
-            StepEntry(
-                RequestId(request),
-                start,
-                tuple(range(7, 7 + work.num_tokens)),
-                array("i", range(request * each, (request + 1) * each)).tobytes(),
-                GREEDY,
-            )
-            for request in range(work.num_requests)
-        )
-        step = Step(StepId(self._number), entries)
-        self.worker.learn(step)
-        return step
+        return learned(self.worker, self._number, work)
 
 
 def measure(steps: KnownSteps, work: Work, reads: PlainReads, seconds: float) -> dict[str, Any]:
@@ -173,23 +160,28 @@ def measure(steps: KnownSteps, work: Work, reads: PlainReads, seconds: float) ->
         read.append(reads.seconds(num_bytes))
         turns.append(steps.turn(work))
     token_bytes = steps.worker.report.bytes_per_block / steps.worker.report.block_size
+    calls = [call.name for call in turns[0].calls]
+    sizes = replace(steps.sizes, num_layers=calls.count("attention"))  # not of recurrent ones
     attended = {
         "bytes": int(work.num_requests * work.context * token_bytes),
-        "operations": steps.sizes.attention(work),
+        "operations": sizes.attention(work),
         "kv_dtype": steps.worker.report.kv_dtype,
     }
     return {
         "repeats": len(turns),
         "milliseconds": _milliseconds(min(turn.seconds for turn in turns)),
         "read_rate": num_bytes / min(read),
-        "kernels": list(kernels(turns, attended)),
+        "kernels": list(kernels(turns, work, attended)),
     }
 
 
-def kernels(turns: Sequence[Turn], attended: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def kernels(
+    turns: Sequence[Turn], work: Work, attended: Mapping[str, Any]
+) -> Iterator[dict[str, Any]]:
     """Calls of the same name together: milliseconds, the sum of each call's fastest.
 
-    `chunks` is the time in chunks, `cached_chunks` that with their memory in cache.
+    `chunks` is the time in chunks, `cached_chunks` that with their memory in cache. A scan reads
+    and writes each request's state once.
     """
     calls = turns[0].calls
     whole = _fastest([call.seconds for call in turn.calls] for turn in turns)
@@ -197,6 +189,8 @@ def kernels(turns: Sequence[Turn], attended: Mapping[str, Any]) -> Iterator[dict
     cached = _fastest([call.busy for call in turn.cached] for turn in turns)
     for name in dict.fromkeys(call.name for call in calls):
         own = [number for number, call in enumerate(calls) if call.name == name]
+        states = work.num_requests * sum(calls[number].states for number in own)
+        scanned = {"bytes": 8 * states, "operations": SCANS.get(name, 0) * work.num_tokens * states}
         yield {
             "name": name,
             "calls": len(own),
@@ -206,6 +200,7 @@ def kernels(turns: Sequence[Turn], attended: Mapping[str, Any]) -> Iterator[dict
             "elements": sum(calls[number].elements for number in own),
             "operations": sum(2 * calls[number].elements * calls[number].rows for number in own),
             **({"attended": attended} if name == "attention" else {}),
+            **({"attended": scanned} if name in SCANS else {}),
         }
 
 

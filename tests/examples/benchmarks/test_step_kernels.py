@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from adapters.models.checkpoint import read_config
 from engine.worker.cpu.limits import PlainReads
 from examples.benchmarks.layers import decode_step, step_kernels
@@ -23,7 +25,6 @@ def test_kernels_of_decodes_and_prompts_are_timed(tmp_path: Path) -> None:
         found = step_kernels.measure(steps, work, reads, 0.0)
         assert found["repeats"] == step_kernels.MIN_REPEATS
         kernels = {each["name"]: each for each in found["kernels"]}
-        assert "other kernels" not in kernels
         assert kernels["attention"]["calls"] == layers
         assert kernels["attention"]["attended"]["operations"] == sizes.attention(work)
         head = kernels[f"linear {hidden} → {config['vocab_size']}"]
@@ -32,6 +33,24 @@ def test_kernels_of_decodes_and_prompts_are_timed(tmp_path: Path) -> None:
         assert sum(each["elements"] for each in found["kernels"]) == sizes.read_elements
         assert all(0 <= each["chunks"] <= each["milliseconds"] for each in found["kernels"])
         assert all(each["cached_chunks"] >= 0 for each in found["kernels"])
+
+
+@pytest.mark.parametrize(
+    ("variant", "scan", "states"),
+    [("qwen3_5", "delta rule", 4 * 2 * 8 * 8), ("granite_hybrid", "mamba scan", 3 * 8 * 16 * 8)],
+)
+def test_kernels_of_recurrent_layers_are_timed(
+    tmp_path: Path, variant: str, scan: str, states: int
+) -> None:
+    directory = make_checkpoint(tmp_path, variant, max_position_embeddings=256)
+    sizes = WeightSizes.of(read_config(directory))
+    steps = step_kernels.KnownSteps(decode_step.load(str(directory), "int8", 2), sizes)
+    for work in (Work(2, 1, 160), Work(1, 40, 40)):
+        found = step_kernels.measure(steps, work, PlainReads(1), 0.0)
+        kernels = {each["name"]: each for each in found["kernels"]}
+        assert kernels[scan]["calls"] == kernels["convolution"]["calls"] > 0
+        assert kernels[scan]["attended"]["bytes"] == 2 * 4 * work.num_requests * states
+        assert kernels["attention"]["attended"]["operations"] < sizes.attention(work)
 
 
 def test_what_a_step_loses_is_split() -> None:
