@@ -145,10 +145,14 @@ class Option:
     def _typed(self, value: object) -> Any:
         """The value with the type, within the bounds. Raises `_Refused`."""
         declared = self.declared
+        if (isinstance(value, bool) and not self.is_switch) or "\0" in str(value):
+            raise _Refused  # pydantic takes true for 1; no file's name has a NUL
         try:
             parsed = self._adapter.validate_python(self._plain(value))
         except ValueError:
             raise _Refused from None
+        if self.has_several and "" in parsed:
+            raise ValueError("has an empty value; several are separated by commas")
         if (
             (declared.choices and parsed not in declared.choices)
             or (declared.ge is not None and parsed < declared.ge)
@@ -212,7 +216,7 @@ def with_flags(defaults: S, args: argparse.Namespace) -> S:
 
 def split(value: object) -> object:
     """The values of a setting that has several: texts separated by commas, or a list of those."""
-    if isinstance(value, list | tuple) and all(isinstance(text, str) for text in value):
+    if isinstance(value, list | tuple) and value and all(isinstance(text, str) for text in value):
         value = ",".join(value)  # from a repeated flag, or a file
     return tuple(part.strip() for part in value.split(",")) if isinstance(value, str) else value
 

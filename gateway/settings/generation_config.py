@@ -16,9 +16,8 @@ def check_override(value: object) -> str:
 
     Raises `ValueError` with the rest of a line that begins with the flag.
     """
-    text = value if isinstance(value, str) else json.dumps(value)
     try:
-        given = json.loads(text)
+        given = json.loads(value) if isinstance(value, str) else value
     except json.JSONDecodeError as error:
         raise ValueError(f"must be a JSON object: {error}") from None
     if not isinstance(given, dict):
@@ -29,7 +28,7 @@ def check_override(value: object) -> str:
         _defaults(given)
     except StartupError as error:
         raise ValueError(f": {error}") from None
-    return text
+    return json.dumps(given)
 
 
 def sampling_defaults(config: Mapping[str, object], override: str) -> SamplingDefaults:

@@ -33,8 +33,13 @@ def speculation_settings(value: object) -> SpeculationSettings | None:
         raise ValueError(f": {error}") from None
 
 
+def _check_source(source: str) -> None:
+    if not source.strip():
+        raise ValueError("is empty; it must be builtin, a directory, a GGUF file or a hub id")
+
+
 def _check_names(names: tuple[str, ...]) -> None:
-    if not all(names) or len(set(names)) < len(names):
+    if len(set(names)) < len(names):
         raise ValueError("must be different names, separated by commas")
 
 
@@ -57,6 +62,7 @@ class ModelSettings:
         "Podway), or random:SHAPE for benchmarks",
         "MODEL",
         name="model",
+        check=_check_source,
     )
     served_model_name: tuple[str, ...] = setting(
         (),

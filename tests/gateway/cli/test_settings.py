@@ -144,6 +144,9 @@ def test_memory_sizes_have_units(text: str, size: int) -> None:
         ("prefix_cache", "maybe", "--prefix-cache must be one of true, false, not 'maybe'"),
         ("drain_seconds", "nan", "--drain-seconds must be a number, at least 0, not 'nan'"),
         ("kv_memory", "2 cows", "--kv-memory must be a size such as 512MiB or 2GiB, not '2 cows'"),
+        ("api_key", "a,", "--api-key has an empty value; several are separated by commas"),
+        ("record", "a\0b", "--record must be text, not 'a\\x00b'"),
+        ("model", " ", "MODEL is empty; it must be builtin, a directory, a GGUF file or a hub id"),
     ],
 )
 def test_an_invalid_value_names_the_flag_and_the_allowed_values(
@@ -160,6 +163,12 @@ def test_an_invalid_value_names_the_variable_or_file_that_it_is_from(
         "--block-size must be a whole number from 1 to 4096, not 'big' (from podway.toml, line 2)"
     )
     assert startup_error() == line
+    (bare / "podway.toml").write_text("override_generation_config = 2026-01-01")
+    assert startup_error().startswith("--override-generation-config must be a JSON object")
+    (bare / "podway.toml").write_text("port = true")
+    assert startup_error() == (
+        "--port must be a whole number from 0 to 65535, not True (from podway.toml, line 1)"
+    )
     monkeypatch.setenv("PODWAY_PORT", "tcp://10.0.0.1:80")
     assert startup_error(block_size="16").endswith("not 'tcp://10.0.0.1:80' (from PODWAY_PORT)")
 
@@ -186,6 +195,12 @@ def test_a_repeated_flag_adds_values(option: Option) -> None:
 def test_api_keys_of_a_repeated_flag_are_all_valid() -> None:
     values = vars(parser().parse_args(["--api-key", "a", "--api-key", "b, ops=c"]))
     assert load({"api_key": values["api_key"]}).access.api_key == ("a", "b", "ops=c")
+
+
+def test_an_empty_list_in_a_file_is_no_value(bare: Path) -> None:
+    (bare / "podway.toml").write_text("api_key = []\ncors_origin = []")
+    settings = load({})
+    assert (settings.access.api_key, settings.http.cors_origin) == ((), ())
 
 
 def test_a_switch_overrides_the_environment(
