@@ -109,23 +109,27 @@ def _domain(name: str, *, isolates: bool) -> str:
 def read_key_file(path: Path, defaults: KeyDefaults) -> list[Key]:
     """The keys of the file. Raises `StartupError`."""
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
-        found = msgspec.convert(tables, dict[str, _Table])
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise StartupError(f"cannot read the key file {path}: {reason}") from None
+    return keys_of(text, path, defaults)
+
+
+def keys_of(text: str, path: Path, defaults: KeyDefaults) -> list[Key]:
+    """The keys of a key file's text. Raises `StartupError`, which names the file and the table."""
+    try:
+        tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise StartupError(f"the key file {path} is not TOML: {error}") from None
+    return [_from_table(path, name, table, defaults) for name, table in tables.items()]
+
+
+def _from_table(path: Path, name: str, values: object, defaults: KeyDefaults) -> Key:
+    try:
+        table = msgspec.convert(values, _Table)
     except msgspec.ValidationError as error:
-        raise StartupError(f"the key file {path}: {error}") from None
-    if not found:
-        raise StartupError(
-            f"the key file {path} has no keys; without keys the server would be open"
-        )
-    return [_from_table(path, name, table, defaults) for name, table in found.items()]
-
-
-def _from_table(path: Path, name: str, table: _Table, defaults: KeyDefaults) -> Key:
+        raise StartupError(f"the key file {path}: [{name}] {error}") from None
     hashes = _as_list(table.key_sha256)
     if wrong := next((each for each in hashes if not _SHA256.fullmatch(each)), None):
         raise StartupError(
@@ -134,6 +138,11 @@ def _from_table(path: Path, name: str, table: _Table, defaults: KeyDefaults) -> 
     texts = _as_list(table.key)
     if not name or not (texts or hashes) or not all(texts):
         raise StartupError(f"the key file {path}: [{name}] needs a key that is not empty")
+    if any(text != text.strip() for text in texts):
+        raise StartupError(
+            f"the key file {path}: [{name}] key must not begin or end with white space, which "
+            "headers cannot have"
+        )
     digests = (*map(digest_of, texts), *map(bytes.fromhex, hashes))
 
     def limit(own: int | None, general: int) -> int:

@@ -93,7 +93,12 @@ class Keys:
         keys = [key_from_text(text, defaults) for text in self._given]
         keys += [key_from_text(text, defaults, is_admin=True) for text in self._admins]
         if self._file is not None:
-            keys += read_key_file(self._file, defaults)
+            in_file = read_key_file(self._file, defaults)
+            if not in_file:
+                raise StartupError(
+                    f"the key file {self._file} has no keys; without keys the server would be open"
+                )
+            keys += in_file
         _check_distinct(keys)
         return tuple(keys)
 

@@ -9,7 +9,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from engine.errors import StartupError
-from gateway.access.keys import Keys
+from gateway.access.key_file import KeyDefaults, keys_of, read_key_file
 from gateway.settings.flags import Parser, above_zero, natural
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -55,6 +55,7 @@ def main(argv: list[str]) -> int:
     key = f"sk-podway-{secrets.token_urlsafe(_KEY_BYTES)}"
     limits = {name: getattr(args, name) for name in FIELDS}
     text = entry(args.name, key, limits)
+    keys_of(text, args.file or Path("-"), KeyDefaults())  # the server's bounds of the limits
     if args.file is None:
         sys.stdout.write(text)
         sys.stderr.write(f"the key of {args.name}, shown only now: {key}\n")
@@ -78,7 +79,7 @@ def append(path: Path, name: str, text: str) -> None:
     Raises `StartupError` if the file is not a valid key file, has the name, or cannot be written.
     """
     if path.exists():
-        if name in Keys(file=path).names:
+        if name in [key.name for key in read_key_file(path, KeyDefaults())]:
             raise StartupError(f"the key file {path} already has a key named {name!r}")
         text = "\n" + text
     try:

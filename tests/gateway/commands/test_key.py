@@ -45,6 +45,7 @@ def test_without_a_file_the_entry_is_printed_and_the_key_beside_it(
 
 def test_a_name_that_exists_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "keys.toml"
+    file.touch()
     new_key(capsys, "alice", "--file", str(file))
     before = file.read_text()
     with pytest.raises(StartupError, match="already has a key named 'alice'"):
@@ -57,6 +58,7 @@ def test_a_name_that_exists_is_rejected(tmp_path: Path, capsys: pytest.CaptureFi
     [
         (["new", "a b"], "NAME must be 1 to 64 letters"),
         (["new", "a", "--file", "none/keys.toml"], "cannot write the key file none/keys.toml"),
+        (["new", "a", "--weight", "5000"], r"<= 1000.*\.weight"),
     ],
 )
 def test_an_entry_that_cannot_be_written_is_an_error(argv: list[str], says: str) -> None:
