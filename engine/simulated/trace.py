@@ -7,9 +7,11 @@ when a request arrives. Two prompts share the leading blocks with equal names an
 import csv
 import gzip
 import json
+import zlib
 from bisect import bisect_left
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from math import inf
 from typing import TYPE_CHECKING
 
 from engine.errors import InvalidRequest
@@ -160,7 +162,7 @@ def read_trace(path: "Path") -> list[Arrival]:
     read = read_mooncake if ".jsonl" in path.suffixes else read_csv
     try:
         arrivals = sorted(read(path), key=lambda arrival: arrival.at)
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, UnicodeDecodeError, csv.Error, zlib.error) as error:
         raise BadTrace(f"cannot read the trace {path}: {error}") from error
     if not arrivals:
         raise BadTrace(f"the trace {path} has no rows")
@@ -197,12 +199,12 @@ def read_mooncake(path: "Path") -> "Iterator[Arrival]":
                     output_len=int(row["output_length"]),
                     blocks=tuple(map(int, row.get("hash_ids", ()))),
                 )
-            except (ValueError, LookupError, TypeError, AttributeError) as error:
+            except (ValueError, ArithmeticError, LookupError, TypeError, AttributeError) as error:
                 raise BadTrace(f"{path}, line {number}: {error!r}") from error
             yield _arrival(path, number, arrival)
 
 
 def _arrival(path: "Path", number: int, arrival: Arrival) -> Arrival:
-    if arrival.prompt_len < 1 or arrival.output_len < 1 or arrival.at < 0.0:
+    if arrival.prompt_len < 1 or arrival.output_len < 1 or not 0.0 <= arrival.at < inf:
         raise BadTrace(f"{path}, line {number}: lengths must be at least 1 and times at least 0")
     return arrival

@@ -48,14 +48,22 @@ def test_a_trace_is_sorted_by_time(tmp_path: Path) -> None:
         ("a.csv", "0,5,0\n", "line 1: lengths must be at least 1"),
         ("a.csv", "", "no rows"),
         ("a.jsonl", '{"timestamp": 1, "input_length": 3}\n', "line 1: KeyError"),
+        ("a.csv", "0,5,5\nnan,5,5\n", "line 2: lengths must be at least 1 and times"),
+        ("a.csv", b"0,5,5\n\xff", "cannot read the trace"),
+        ("a.csv.gz", b"\x1f\x8b\x08" + bytes(9) + b"\xff" * 9, "cannot read the trace"),
         ("a.jsonl", "[]\n", "line 1"),
+        (
+            "a.jsonl",
+            '{"timestamp": 1, "input_length": 1e999, "output_length": 1}',
+            "line 1: OverflowError",
+        ),
     ],
 )
 def test_the_error_for_an_invalid_trace_names_file_and_line(
-    tmp_path: Path, name: str, text: str, says: str
+    tmp_path: Path, name: str, text: str | bytes, says: str
 ) -> None:
     path = tmp_path / name
-    path.write_text(text)
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(BadTrace, match=says):
         read_trace(path)
 
