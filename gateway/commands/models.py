@@ -1,9 +1,13 @@
-"""`podway models`: the models on this machine that `podway serve` can load without a download."""
+"""`podway models`: the models on this machine that `podway serve` can load without a download.
+
+Folders and files that cannot be read, and links that lead nowhere, are left out.
+"""
 
 import importlib
 import json
 import sys
 from collections.abc import Iterable, Iterator
+from os.path import exists, isdir  # False for what may not be looked at, where Path's raise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -74,14 +78,22 @@ def hub_models() -> Iterator[LocalModel]:
 
 def models_in(directory: Path) -> Iterator[LocalModel]:
     """The checkpoint in a directory, or those in the directories below it, and GGUF files."""
-    folders = [directory, *sorted(each for each in directory.iterdir() if each.is_dir())]
+    folders = [directory, *sorted(each for each in _entries(directory) if isdir(each))]
     for folder in folders:
-        yield from _models(str(folder), list(folder.iterdir()), folder)
+        yield from _models(str(folder), _entries(folder), folder)
+
+
+def _entries(folder: Path) -> list[Path]:
+    """What is in a folder; nothing if it cannot be read, as `lost+found` of a volume."""
+    try:
+        return list(folder.iterdir())
+    except OSError:
+        return []
 
 
 def _models(name: str, files: Iterable[Path], folder: Path) -> Iterator[LocalModel]:
     """The checkpoint of a folder with a config.json, and each of its GGUF files."""
-    weights = [each for each in files if each.suffix in WEIGHT_FILES]
+    weights = [each for each in files if each.suffix in WEIGHT_FILES and exists(each)]
     checkpoint = [each for each in weights if each.suffix == ".safetensors"]
     if checkpoint and (folder / "config.json").is_file():
         architecture = _architecture(folder / "config.json")

@@ -1,6 +1,7 @@
 """`podway models`: what is on this machine."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,25 @@ def test_the_table_has_the_builtin_model_too(
     shown = capsys.readouterr().out
     assert "builtin" in shown
     assert "not supported" in shown
+
+
+def test_what_cannot_be_read_is_left_out(
+    machine: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (machine / "bad" / "model.safetensors").unlink()
+    (machine / "bad" / "model.safetensors").symlink_to(machine / "removed")
+    (machine / "lost+found").mkdir()
+    iterdir = Path.iterdir
+
+    def denied(folder: Path) -> Iterator[Path]:
+        if folder.name == "lost+found":
+            raise PermissionError
+        return iterdir(folder)
+
+    monkeypatch.setattr(Path, "iterdir", denied)
+    assert models.main(["--json", str(machine)]) == 0
+    names = [Path(json.loads(line)["name"]).name for line in capsys.readouterr().out.splitlines()]
+    assert sorted(names) == ["good", "tiny.gguf"]
 
 
 def test_a_directory_that_does_not_exist_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
