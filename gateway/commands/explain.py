@@ -58,9 +58,11 @@ async def fetch(url: str, request_id: str, api_key: str | None) -> dict[str, Any
             answered(session, url, path) as response,
         ):
             timeline: dict[str, Any] = orjson.loads(await response.read())
-            return timeline
-    except orjson.JSONDecodeError as error:
-        raise ServerError(f"{url} did not answer with JSON; is it a Podway server?") from error
+            if "explanation" in timeline and "choices" in timeline:
+                return timeline
+    except (orjson.JSONDecodeError, TypeError):
+        pass  # not JSON, or a number
+    raise ServerError(f"{url} did not answer with a timeline; is it a Podway server?")
 
 
 def show(timeline: dict[str, Any], console: Console) -> None:

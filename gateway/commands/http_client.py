@@ -51,8 +51,11 @@ def base_url(url: str) -> str:
 def open_session(
     api_key: str | None, *, timeout: float | None = None, reuse_connections: bool = True
 ) -> aiohttp.ClientSession:
-    """A session without a limit on connections; `timeout` is for a whole request, in seconds."""
-    key = api_key or os.environ.get("OPENAI_API_KEY")
+    """A session without a limit on connections; `timeout` is for a whole request, in seconds.
+    Raises `ServerError` for a key that no header can have."""
+    key = (api_key or os.environ.get("OPENAI_API_KEY", "")).strip()
+    if not key.isprintable():
+        raise ServerError("the API key has a control character, such as the end of a line")
     return aiohttp.ClientSession(
         headers={"Authorization": f"Bearer {key}"} if key else None,
         connector=aiohttp.TCPConnector(limit=0, force_close=not reuse_connections),

@@ -61,7 +61,9 @@ def main(argv: list[str]) -> int:
 async def _watch(url: str, api_key: str | None, console: Console, *, is_once: bool) -> None:
     async with aclosing(states(url, api_key)) as all_states:
         if is_once or not console.is_terminal:
-            state = await anext(all_states)
+            state = await anext(all_states, None)
+            if state is None:
+                raise ServerError(f"{url} sent no state; is it a Podway server?")
             console.print(render(state, len(state["requests"])))
             return
         with Live(console=console, screen=True, auto_refresh=False) as live:

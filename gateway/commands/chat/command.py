@@ -115,24 +115,21 @@ def main(argv: list[str]) -> int:
     url = base_url(args.url)
     flags = {name: getattr(args, name) for name in ("temperature", "max_tokens", "seed")}
     params = {name: value for name, value in flags.items() if value is not None}
-    if args.tools is not None:
-        try:
+    try:
+        if args.tools is not None:
             params["tools"] = _read_tools(args.tools)
-        except ServerError as error:
-            _print_error(str(error))
-            return 1
-    with asyncio.Runner() as runner:
-        session = runner.run(_opened(args.api_key))
-        try:
-            params["model"] = args.model or runner.run(first_model(session, url))
-            server = ChatServer(url, session, params)
-            talk = Conversation(system=args.system)
-            return converse(runner, server, talk, is_tty=sys.stdin.isatty())
-        except ServerError as error:
-            _print_error(str(error))
-            return 1
-        finally:
-            runner.run(session.close())
+        with asyncio.Runner() as runner:
+            session = runner.run(_opened(args.api_key))
+            try:
+                params["model"] = args.model or runner.run(first_model(session, url))
+                server = ChatServer(url, session, params)
+                talk = Conversation(system=args.system)
+                return converse(runner, server, talk, is_tty=sys.stdin.isatty())
+            finally:
+                runner.run(session.close())
+    except ServerError as error:
+        _print_error(str(error))
+        return 1
 
 
 def _read_tools(path: str) -> list[Any]:

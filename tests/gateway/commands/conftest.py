@@ -34,6 +34,9 @@ class Peer:
     async def models(self, http: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [{"id": "peer", "object": "model"}]})
 
+    async def other(self, http: web.Request) -> web.Response:
+        return web.json_response({"hello": "world"})
+
     async def chat(self, http: web.Request) -> web.StreamResponse:
         return await self._answer(http, lambda word: {"delta": {"content": word}})
 
@@ -95,6 +98,7 @@ def peer() -> Iterator[Peer]:
 async def _start(peer: Peer) -> web.AppRunner:
     app = web.Application()
     app.router.add_get("/v1/models", peer.models)
+    app.router.add_get("/other/{path:.*}", peer.other)  # as of a server of something else
     app.router.add_post("/v1/chat/completions", peer.chat)
     app.router.add_post("/v1/completions", peer.completions)
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1)

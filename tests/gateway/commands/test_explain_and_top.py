@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from gateway.commands import explain, top
+from tests.gateway.commands.conftest import Peer
 from tests.gateway.commands.terminal import at_terminal, read_until
 
 STATE = {
@@ -125,3 +126,14 @@ def test_an_unreachable_server_is_one_line(
     assert callable(command)
     assert command(["http://127.0.0.1:9"]) == 1
     assert "cannot reach http://127.0.0.1:9: Connection refused\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [top.main, lambda argv: explain.main(["x", *argv])])
+def test_a_server_of_something_else_is_one_line(
+    command: object, peer: Peer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert callable(command)
+    assert command([f"{peer.url}/other"]) == 1
+    error = capsys.readouterr().err
+    assert error.endswith("; is it a Podway server?\n")
+    assert error.count("\n") == 1

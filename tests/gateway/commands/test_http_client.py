@@ -62,6 +62,14 @@ def test_an_http_error_is_one_line_whatever_the_body() -> None:
     assert error_text("plain") == "plain"
 
 
+async def test_white_space_around_an_api_key_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-1\n")  # as from a file
+    async with open_session(None) as session:
+        assert session.headers["authorization"] == "Bearer sk-1"
+    with pytest.raises(ServerError, match="control character"):
+        open_session("sk-1\nsk-2")
+
+
 async def test_a_self_signed_certificate_is_explained_and_can_be_trusted(
     tmp_path: Path,
 ) -> None:
