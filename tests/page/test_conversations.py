@@ -252,6 +252,31 @@ def test_an_answer_whose_network_was_lost_is_read_again(page: Page, page_url: st
     assert names[1] == f"{page_url}/v1/stream/{quote(names[0], safe='')}"
 
 
+def test_an_answer_of_a_server_that_ends_goes_on_in_the_next_one(
+    context: BrowserContext, page_url: str
+) -> None:
+    page = context.new_page()  # the console names each 503
+    delta = {"choices": [{"index": 0, "delta": {"content": "Hello."}, "finish_reason": "stop"}]}
+    ends = {"error": {"code": "unavailable", "message": "The server is shutting down."}}
+    answers = [(503, ends)] * 8 + [(200, delta)]  # it loads its model
+
+    def respond(route: Route) -> None:
+        status, event = (200, ends) if route.request.method == "POST" else answers.pop(0)
+        route.fulfill(
+            status=status, content_type="text/event-stream", body=f"data: {json.dumps(event)}\n\n"
+        )
+
+    page.clock.install()
+    page.route("**/v1/chat/completions", respond)
+    page.route("**/v1/stream/*", respond)
+    page.route("**/timeline", lambda route: route.fulfill(json={"choices": []}))
+    page.goto(f"{page_url}/")
+    ask(page, "Hello!")
+    for _ in range(2 * len(answers)):
+        page.clock.run_for(1000)
+    expect(page.locator(".message.assistant .body")).to_have_text("Hello.")
+
+
 def test_a_text_that_is_nested_too_deeply_is_shown_as_it_is(page: Page, page_url: str) -> None:
     page.goto(f"{page_url}/")
     deep = ">" * 20_000 + " end"

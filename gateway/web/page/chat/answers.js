@@ -1,12 +1,13 @@
 // Answers as they are generated. The server holds each under a name of its own, so that this page can be
 // reloaded, or lose its network, while it is read.
 
-import { call, events, json } from "/page/api.js";
+import { ApiError, call, events, json } from "/page/api.js";
 import { contentOf } from "/page/chat/attachments.js";
 import { add, branch, newId } from "/page/chat/conversation.js";
 import { save, saveNow } from "/page/chat/database.js";
 
-const MAX_RETRIES = 5;
+const MAX_RETRIES = 120; // of what had begun: a server that is started again loads its model first
+const MAX_UNSENT = 5; // of what the server may not have received
 const RETRY_MS = 1000;
 const SHOW_MS = 100; // between two times that a growing answer is shown
 const STOP_MS = 50;
@@ -85,7 +86,7 @@ async function read(conversation, node, response, began) {
   Object.assign(node, { content: "", reasoning: "", calls: [], ttft: null, rate: null });
   let first = null;
   for await (const event of events(response)) {
-    if (event.error) throw new Error(event.error.message);
+    if (event.error) throw new ApiError(event.error.code, event.error.message);
     const choice = event.choices?.[0];
     if (choice) {
       readDelta(node, choice.delta);
@@ -113,15 +114,16 @@ async function rateOf(node) {
 }
 
 const streamPath = (node) => `/v1/stream/${encodeURIComponent(node.stream)}`;
-const isLostNetwork = (error) => error instanceof TypeError;
+// A server that ends says "unavailable" (503); the one after it goes on with the answer.
+const isLost = (error) => error instanceof TypeError || error.status === "unavailable" || error.status === 503;
 
 // Reads the held stream of an answer. The times of its events are not known.
-async function readAgain(conversation, node, signal) {
+async function readAgain(conversation, node, signal, retries = MAX_RETRIES) {
   for (let retry = 1; ; retry += 1) {
     try {
       return await read(conversation, node, await call(streamPath(node), { signal }), null);
     } catch (error) {
-      if (!isLostNetwork(error) || retry > MAX_RETRIES) throw error;
+      if (!isLost(error) || retry > retries) throw error;
       await pause(RETRY_MS);
     }
   }
@@ -130,12 +132,14 @@ async function readAgain(conversation, node, signal) {
 async function generate(conversation, node, body, signal) {
   const began = performance.now();
   const headers = { "x-conversation-id": node.stream, "x-request-id": node.request };
+  let retries = MAX_UNSENT;
   try {
     const response = await call("/v1/chat/completions", { method: "POST", body, signal, headers });
+    retries = MAX_RETRIES;
     await read(conversation, node, response, began);
   } catch (error) {
-    if (!isLostNetwork(error)) throw error;
-    await readAgain(conversation, node, signal).catch((again) => { throw again.status === 404 ? error : again; });
+    if (!isLost(error)) throw error;
+    await readAgain(conversation, node, signal, retries).catch((again) => { throw again.status === 404 ? error : again; });
   }
 }
 
