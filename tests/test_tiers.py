@@ -1,5 +1,3 @@
-"""The table of tiers names folders and files that exist, so that none loses its marker."""
-
 import pytest
 
 from tests.conftest import MARKED, TESTS, TIERS, TIERS_RUN, is_left_out, tier_of

@@ -1,5 +1,3 @@
-"""Anthropic's official client against a real server: whole, streamed, with a tool."""
-
 from collections.abc import Iterator
 
 import anthropic

@@ -1,5 +1,3 @@
-"""A server of real embedding weights, all-MiniLM-L6-v2: clients, and sentence-transformers."""
-
 import json
 import subprocess
 from collections.abc import Iterator

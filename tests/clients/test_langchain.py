@@ -1,5 +1,3 @@
-"""LangChain's OpenAI chat model against a real server."""
-
 import pytest
 from langchain_core.messages import AIMessageChunk
 from langchain_openai import ChatOpenAI

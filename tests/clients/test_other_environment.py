@@ -1,5 +1,3 @@
-"""Clients that need another version of openai, in the environment of `make clients`."""
-
 import json
 import os
 import subprocess

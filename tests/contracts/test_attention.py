@@ -1,5 +1,3 @@
-"""What every attention backend must do: exact attention over ragged mixes on a paged cache."""
-
 from dataclasses import dataclass, replace
 
 import numpy as np

@@ -1,5 +1,3 @@
-"""The built-in model is trained and evaluated by the commands that its card names."""
-
 from pathlib import Path
 
 from adapters.dialects import load_chat_template

@@ -1,5 +1,3 @@
-"""Every numbered script runs and prints what it promises."""
-
 import re
 import shutil
 import subprocess

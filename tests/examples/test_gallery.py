@@ -1,5 +1,3 @@
-"""Each task of the gallery runs and prints what it promises."""
-
 import json
 import re
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""The Kubernetes manifests: valid by the schemas, and consistent with each other and the server."""
-
 from pathlib import Path
 from typing import Any
 

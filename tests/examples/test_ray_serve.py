@@ -1,5 +1,3 @@
-"""Podway on Ray Serve: two replicas on this machine, streams, prefix affinity, cancel, deaths."""
-
 import asyncio
 import json
 import warnings

@@ -1,5 +1,3 @@
-"""Requests of OpenAI's description: no 5xx, errors that name their field, OpenAI's shapes."""
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,5 +1,3 @@
-"""What is said of an adapter for another base model than the served one."""
-
 import json
 from pathlib import Path
 

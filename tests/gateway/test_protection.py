@@ -1,5 +1,3 @@
-"""The page of protections names tests that exist."""
-
 import re
 from pathlib import Path
 

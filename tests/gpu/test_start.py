@@ -1,5 +1,3 @@
-"""What `podway serve` prints on a machine with a GPU."""
-
 import subprocess
 import sys
 

@@ -1,5 +1,3 @@
-"""The compiled Triton kernels on a GPU against plain torch."""
-
 import pytest
 import torch
 from torch import Tensor

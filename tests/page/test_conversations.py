@@ -1,5 +1,3 @@
-"""Conversations of the page in Chromium: stored, resumed, branched, exported; their messages."""
-
 import json
 from pathlib import Path
 from typing import Any

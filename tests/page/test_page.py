@@ -1,5 +1,3 @@
-"""The web page in Chromium: chat, stop, branches, keys, the engine view, timelines, replays."""
-
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

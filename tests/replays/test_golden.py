@@ -1,5 +1,3 @@
-"""The golden schedules are reproduced line by line, simulated and followed event by event."""
-
 from dataclasses import replace
 from pathlib import Path
 

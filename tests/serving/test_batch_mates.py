@@ -1,5 +1,3 @@
-"""The text of a request does not depend on other requests in its batch: greedy, and with a seed."""
-
 import asyncio
 
 import aiohttp

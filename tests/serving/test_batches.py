@@ -1,5 +1,3 @@
-"""A real server is killed during a batch; the next one answers the remaining lines, each once."""
-
 import json
 import signal
 import time

@@ -1,5 +1,3 @@
-"""A model that reads images, served to the official clients."""
-
 import base64
 import json
 from collections.abc import Iterator

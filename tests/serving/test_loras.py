@@ -1,5 +1,3 @@
-"""LoRA adapters under a real server: mixed with the base model, reloaded, and after a crash."""
-
 import asyncio
 import json
 import os

@@ -1,5 +1,3 @@
-"""A real server of a chat model, an embedder and a reranker, which are loaded and unloaded."""
-
 import asyncio
 import shutil
 from collections.abc import Iterator

@@ -1,5 +1,3 @@
-"""A server with random weights of a named shape needs no checkpoint on disk."""
-
 import json
 import signal
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""A real server with two replicas of a model, one of which dies while both compute."""
-
 import asyncio
 import os
 import signal

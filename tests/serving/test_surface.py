@@ -1,5 +1,3 @@
-"""Tools, formats and log-probabilities of a real server."""
-
 import asyncio
 import json
 from typing import Any

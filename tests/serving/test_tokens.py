@@ -1,5 +1,3 @@
-"""The built-in model's tokenizer and template, through the token endpoints."""
-
 import aiohttp
 
 from tests.serving.client import Json

@@ -1,5 +1,3 @@
-"""Calls in tags, forced on the built-in model by their grammar: three APIs with their clients."""
-
 import json
 from collections.abc import Iterator
 from typing import Any

@@ -1,5 +1,3 @@
-"""A wheel, as `make dist` builds it, serves from an empty folder of another environment."""
-
 import json
 import shutil
 import signal

@@ -1,5 +1,3 @@
-"""The examples of the HTTP API reference work when copied, except for the port."""
-
 import json
 import re
 import subprocess

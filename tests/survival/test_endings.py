@@ -1,5 +1,3 @@
-"""After a server with two workers ends in any way, no process, socket or shared memory is left."""
-
 import asyncio
 import os
 import signal

@@ -1,5 +1,3 @@
-"""Held streams go on with the same events after `kill -9` of the worker and of the server."""
-
 import asyncio
 import os
 import signal

@@ -1,5 +1,3 @@
-"""Worker processes die at every moment; streams continue with the same tokens."""
-
 import asyncio
 import os
 import signal

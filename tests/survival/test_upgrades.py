@@ -1,5 +1,3 @@
-"""`podway upgrade` replaces a server while it streams: nothing is lost, and no text differs."""
-
 import asyncio
 import json
 import os

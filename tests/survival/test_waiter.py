@@ -1,5 +1,3 @@
-"""The process that stays for the successor of a server that others know."""
-
 import subprocess
 import sys
 

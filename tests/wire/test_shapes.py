@@ -1,5 +1,3 @@
-"""The judge of our answers finds what is wrong, and nothing in OpenAI's own examples."""
-
 from copy import deepcopy
 from typing import Any
 

@@ -1,5 +1,3 @@
-"""FlashInfer's attention around the kernels: plans, slots, captured steps, 8-bit caches."""
-
 import pytest
 import torch
 from torch import Tensor

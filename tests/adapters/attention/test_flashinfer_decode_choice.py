@@ -1,5 +1,3 @@
-"""FA2 or XQA computes captured decodes: the faster one at the start, or the one that is named."""
-
 import json
 import logging
 from pathlib import Path

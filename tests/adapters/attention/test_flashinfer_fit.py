@@ -1,5 +1,3 @@
-"""Where FlashInfer cannot be used, the error is one line with the reason and an alternative."""
-
 import importlib.util
 
 import pytest

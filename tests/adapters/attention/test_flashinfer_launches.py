@@ -1,5 +1,3 @@
-"""How many launches FlashInfer's attention takes, and how its plans are divided."""
-
 import pytest
 import torch
 

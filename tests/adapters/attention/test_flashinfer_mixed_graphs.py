@@ -1,5 +1,3 @@
-"""Steps with pieces of prompts, planned and run as CUDA graphs of a fixed number of rows."""
-
 from dataclasses import replace
 
 import pytest

@@ -1,5 +1,3 @@
-"""The tables passed to FlashInfer name the slots of the page tables, read token by token."""
-
 from collections.abc import Mapping
 
 import numpy as np

@@ -1,5 +1,3 @@
-"""KV in 8-bit floats: the same bytes and the same answers from every backend that keeps it."""
-
 import pytest
 import torch
 

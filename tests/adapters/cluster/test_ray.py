@@ -1,5 +1,3 @@
-"""The resources that Ray reserves for each worker, and where the workers are."""
-
 from typing import Any
 
 import pytest

@@ -1,5 +1,3 @@
-"""Calls whose arguments are not JSON match their tools' schemas, whatever the model would write."""
-
 import json
 import random
 from typing import Any

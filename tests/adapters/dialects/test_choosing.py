@@ -1,5 +1,3 @@
-"""The dialect is chosen by the chat template or by name; constrained calls have a grammar."""
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,3 @@
-"""Harmony: channels become reasoning, content and calls, however the text is split."""
-
 import json
 import random
 from typing import Any

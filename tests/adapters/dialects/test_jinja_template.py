@@ -1,5 +1,3 @@
-"""Templates render as in transformers, report their own errors, and always end."""
-
 from datetime import UTC, datetime
 from typing import Any
 

@@ -1,5 +1,3 @@
-"""The files of a checkpoint from which chat templates are loaded."""
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,3 @@
-"""Templates that read tools from a system message get tools, calls and results as messages."""
-
 import json
 from typing import Any
 

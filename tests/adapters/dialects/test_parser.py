@@ -1,5 +1,3 @@
-"""However an output is split, its pieces join to the same message."""
-
 import random
 from collections.abc import Sequence
 from itertools import pairwise

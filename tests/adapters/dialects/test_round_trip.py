@@ -1,5 +1,3 @@
-"""A dialect parses the messages that its chat template writes: they round-trip."""
-
 import json
 import random
 from pathlib import Path

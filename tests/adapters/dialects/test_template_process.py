@@ -1,5 +1,3 @@
-"""Templates that come with a request: rendered in a process of their own, within limits."""
-
 import asyncio
 from typing import Any
 

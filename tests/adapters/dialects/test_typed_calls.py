@@ -1,5 +1,3 @@
-"""Calls whose arguments are not JSON: tags around text, and Python calls."""
-
 from typing import Any
 
 import pytest

@@ -1,5 +1,3 @@
-"""Quantized blocks, read as the engine computes with them, have the numbers of the gguf package."""
-
 import numpy as np
 import pytest
 import torch

@@ -1,5 +1,3 @@
-"""A GGUF file gives the logits of the model that was written to it, for every tensor type."""
-
 from pathlib import Path
 from typing import Any
 

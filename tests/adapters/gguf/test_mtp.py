@@ -1,5 +1,3 @@
-"""The layer for multi-token prediction of a GGUF file proposes what that of the original does."""
-
 from pathlib import Path
 
 from adapters.gguf.names import MTP, NAMES

@@ -1,5 +1,3 @@
-"""The error for an unsupported GGUF file names the key or tensor."""
-
 from pathlib import Path
 from typing import Any
 

@@ -1,5 +1,3 @@
-"""The vocabulary of a GGUF file gives the ids, texts and chat template of the original."""
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,3 @@
-"""Grammars are compiled in children that are limited in time and memory."""
-
 import asyncio
 import contextlib
 import os

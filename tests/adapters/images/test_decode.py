@@ -1,5 +1,3 @@
-"""Images of all kinds become upright RGB images; bad ones are refused with a text of our own."""
-
 import base64
 from typing import Any
 

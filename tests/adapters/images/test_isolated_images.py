@@ -1,5 +1,3 @@
-"""Images are decoded in children that are limited in time and memory."""
-
 import asyncio
 import base64
 import os

@@ -1,5 +1,3 @@
-"""Children that run on idle cores first."""
-
 import os
 import socket
 import time

@@ -1,5 +1,3 @@
-"""Encoders give transformers' hidden states for ragged batches, however they are pooled."""
-
 from pathlib import Path
 from typing import Any
 

@@ -1,5 +1,3 @@
-"""The page of families says what tests cover, no more and no less."""
-
 import re
 from pathlib import Path
 

@@ -1,5 +1,3 @@
-"""Checkpoints of FP8 weights: the numbers of the file in float32, nearly so in other formats."""
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,3 @@
-"""Checkpoints with all experts of a layer in one tensor give the logits of separate tensors."""
-
 from pathlib import Path
 
 import pytest

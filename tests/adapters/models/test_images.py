@@ -1,5 +1,3 @@
-"""Models with image encoders give transformers' logits, however image and prompt are split."""
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,3 @@
-"""Families in the whole engine: what it reuses, swaps and guesses changes no output."""
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property

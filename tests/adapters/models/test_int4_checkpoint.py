@@ -1,5 +1,3 @@
-"""Checkpoints of packed int4 weights: compressed-tensors' `pack-quantized`, GPTQ and AWQ."""
-
 # mypy: disable-error-code="no-untyped-call"
 import json
 from pathlib import Path

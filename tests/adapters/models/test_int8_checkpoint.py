@@ -1,5 +1,3 @@
-"""Checkpoints of int8 weights as `compressed-tensors` stores them, and unsupported schemes."""
-
 import json
 from pathlib import Path
 from typing import Any

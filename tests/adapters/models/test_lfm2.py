@@ -1,5 +1,3 @@
-"""LFM2's config: the widths of its MLP, and which layers have attention."""
-
 from typing import Any
 
 import pytest

@@ -1,5 +1,3 @@
-"""Every family gives transformers' logits, however the tokens are split into steps."""
-
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random

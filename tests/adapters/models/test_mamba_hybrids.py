@@ -1,5 +1,3 @@
-"""Granite 4 and its relatives: which layers have attention, the sizes of Mamba, what is refused."""
-
 from pathlib import Path
 from typing import Any
 

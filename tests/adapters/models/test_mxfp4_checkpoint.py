@@ -1,5 +1,3 @@
-"""gpt-oss checkpoints whose experts are MXFP4: the same numbers as transformers reads."""
-
 import json
 import re
 from pathlib import Path

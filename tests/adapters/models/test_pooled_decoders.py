@@ -1,5 +1,3 @@
-"""Decoders with last-token pooling give transformers' hidden states, normalized."""
-
 from pathlib import Path
 from typing import Any
 

@@ -1,5 +1,3 @@
-"""Qwen 3.5: checkpoints with a vision tower, and what is rejected for recurrent layers."""
-
 from pathlib import Path
 
 import pytest

@@ -1,5 +1,3 @@
-"""`random:SHAPE` as a checkpoint directory: sizes, vocabulary, errors."""
-
 import json
 import threading
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Models that score pairs give transformers' logits behind the activation of the score."""
-
 import json
 from pathlib import Path
 from typing import Any

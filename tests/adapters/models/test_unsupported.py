@@ -1,5 +1,3 @@
-"""The error for an unsupported checkpoint names the field or tensor."""
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Byte-level BPE in tiktoken gives Hugging Face's ids, or raises `NotRepresentable`."""
-
 import json
 import random
 import threading

@@ -1,5 +1,3 @@
-"""The joined bytes of a decoder equal Hugging Face's decoding of the whole output."""
-
 import json
 from pathlib import Path
 

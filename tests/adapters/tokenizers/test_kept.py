@@ -1,5 +1,3 @@
-"""Tokenizers on disk: read instead of made, and made again when the file cannot be trusted."""
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Which library loads a tokenizer.json, and the errors for files that none can load."""
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,3 @@
-"""Texts that tiktoken cannot split are encoded by pre-tokens, without a second vocabulary."""
-
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path

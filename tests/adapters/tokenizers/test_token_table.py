@@ -1,5 +1,3 @@
-"""The token table has the bytes that a decoder emits within an output."""
-
 from pathlib import Path
 
 import pytest

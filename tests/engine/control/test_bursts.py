@@ -1,5 +1,3 @@
-"""Requests that arrive together at an idle engine."""
-
 import asyncio
 
 import pytest

@@ -1,5 +1,3 @@
-"""Which events observers get, and that each observer of a group gets them all."""
-
 from itertools import count
 
 from engine.control.scheduler import IterationScheduler

@@ -1,5 +1,3 @@
-"""Deadlines that pass: in every state the request ends once and its blocks are freed."""
-
 import asyncio
 
 import pytest

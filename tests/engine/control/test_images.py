@@ -1,5 +1,3 @@
-"""Encoding images beside the tokens of others: how much of it an iteration computes, and when."""
-
 from collections.abc import Callable
 from dataclasses import replace
 from math import inf

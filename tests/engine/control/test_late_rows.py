@@ -1,5 +1,3 @@
-"""Rows with a fault and late rows: a result without a token for one request of a batch."""
-
 from engine.control.scheduler import IterationScheduler
 from engine.control.settings import SchedulerSettings
 from engine.errors import NoAllowedToken, RowFailed

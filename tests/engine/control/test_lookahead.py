@@ -1,5 +1,3 @@
-"""Iterations planned before their input tokens are known (lookahead)."""
-
 import asyncio
 from itertools import pairwise
 

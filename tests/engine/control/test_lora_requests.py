@@ -1,5 +1,3 @@
-"""Requests with LoRA adapters: neighbours in steps, and prefixes shared by equal bytes only."""
-
 from engine.control.scheduler import IterationScheduler
 from engine.control.settings import SchedulerSettings
 from engine.kv.ledger import KVLedger

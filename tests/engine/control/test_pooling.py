@@ -1,5 +1,3 @@
-"""Pooling requests in the scheduler: prompts that end in a vector, beside requests with output."""
-
 from itertools import chain
 
 import pytest

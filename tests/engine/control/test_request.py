@@ -1,5 +1,3 @@
-"""The states of a request: only legal moves, and consistent derived properties."""
-
 import pytest
 
 from engine.request import (

@@ -1,5 +1,3 @@
-"""The scheduler, one iteration at a time: which requests run next, and what a result changes."""
-
 from collections.abc import Callable
 from math import inf
 

@@ -1,5 +1,3 @@
-"""Steps bounded by an ITL goal: prompts get the time that decodes leave, and never none of it."""
-
 from dataclasses import replace
 from math import inf
 from random import Random

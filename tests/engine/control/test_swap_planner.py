@@ -1,5 +1,3 @@
-"""Proactive swapping: out ahead of need, in ahead of use, and only with a benefit."""
-
 import pytest
 
 from engine.control.admission import SwapMode

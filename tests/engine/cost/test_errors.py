@@ -1,5 +1,3 @@
-"""The cost model's own error: what is reported, and the margin by which steps are planned."""
-
 import pytest
 
 from engine.cost.live import MAX_MARGIN, RECENT, ErrorSummary, PredictionErrors

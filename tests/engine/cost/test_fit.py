@@ -1,5 +1,3 @@
-"""A cost model recovered from steps: exactly without noise, on average with noise."""
-
 from dataclasses import replace
 from random import Random
 

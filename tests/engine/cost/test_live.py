@@ -1,5 +1,3 @@
-"""How the live cost model adapts: to the machine, but not to single slow iterations."""
-
 from dataclasses import replace
 from itertools import pairwise
 from random import Random

@@ -1,5 +1,3 @@
-"""The cost model as JSON and as a bound on chunks, and how a live one adapts."""
-
 from dataclasses import asdict, replace
 
 import pytest

@@ -1,5 +1,3 @@
-"""Swapping: which KV moves when, and that every end in every state frees both tiers."""
-
 from array import array
 from collections.abc import Callable
 

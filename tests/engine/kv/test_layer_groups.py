@@ -1,5 +1,3 @@
-"""Layers that keep a window of their KV: what is given back, what is reused, what fits."""
-
 from array import array
 from sys import maxsize
 

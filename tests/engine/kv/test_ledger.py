@@ -1,5 +1,3 @@
-"""The KV ledger: blocks are never lost or allocated twice, and allocations are complete."""
-
 from array import array
 
 import pytest

@@ -1,5 +1,3 @@
-"""Copies in a tier below the device that turn out to be unreadable."""
-
 from engine.kv.lower_tiers import LowerTier
 
 NAME = b"a" * 16

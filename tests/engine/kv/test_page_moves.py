@@ -1,5 +1,3 @@
-"""The order of a step's moves."""
-
 from array import array
 
 from engine.kv.ledger import KVLedger

@@ -1,5 +1,3 @@
-"""Block hashes: equal only for equal content after equal content under an equal salt."""
-
 from array import array
 from hashlib import blake2b
 

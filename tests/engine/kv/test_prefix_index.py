@@ -1,5 +1,3 @@
-"""The prefix index: how many leading blocks are published, after any publications and evictions."""
-
 from random import Random
 
 import pytest

@@ -1,5 +1,3 @@
-"""Recurrent states: which snapshots are written, what a request starts behind, what is freed."""
-
 from random import Random
 
 import pytest

@@ -1,5 +1,3 @@
-"""Retained pages: evicted after all others until their time is over, within a bound per tenant."""
-
 from engine.control.scheduler import IterationScheduler
 from engine.control.settings import SchedulerSettings
 from engine.cost.model import UNMEASURED

@@ -1,5 +1,3 @@
-"""Cached blocks that are saved in the tiers below the device, and requests that load them."""
-
 from random import Random
 
 import pytest

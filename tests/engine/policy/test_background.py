@@ -1,5 +1,3 @@
-"""Background requests use what the others leave, under every policy and admission mode."""
-
 from dataclasses import replace
 
 import pytest

@@ -1,5 +1,3 @@
-"""Deadlines: earliest first, late ones last, unmeetable ones rejected, with exact forecasts."""
-
 import pytest
 
 from engine.errors import DeadlineUnmeetable, InvalidRequest

@@ -1,5 +1,3 @@
-"""The virtual token counter: charges, lifts, weights, and the bound of its paper."""
-
 import pytest
 
 from engine.policy import PolicySettings, build

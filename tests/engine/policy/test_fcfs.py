@@ -1,5 +1,3 @@
-"""First come, first served: the order of arrival for one client, fair queueing between several."""
-
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from random import Random

@@ -1,5 +1,3 @@
-"""A TTFT goal over a policy: late requests are moved behind those that can still meet it."""
-
 from engine.policy import PolicySettings, build, name_of
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.policy.goodput import GoodputFirst

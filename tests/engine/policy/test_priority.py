@@ -1,5 +1,3 @@
-"""Priorities: lower first, then arrival; starving requests are promoted until they end."""
-
 from engine.policy import PolicySettings
 from engine.policy.priority import LowestPriorityFirst
 from engine.request import State

@@ -1,5 +1,3 @@
-"""What KV moves between device and host cost a simulated step."""
-
 import asyncio
 from dataclasses import replace
 

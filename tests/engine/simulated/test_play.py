@@ -1,5 +1,3 @@
-"""Virtual time: the clock jumps, deadlocks are detected, and schedules are deterministic."""
-
 import asyncio
 from pathlib import Path
 from random import Random

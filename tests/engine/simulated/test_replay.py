@@ -1,5 +1,3 @@
-"""Recordings: read back or rejected, verified, fitted, and replayed on another machine."""
-
 import asyncio
 import gzip
 import json

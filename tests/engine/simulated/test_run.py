@@ -1,5 +1,3 @@
-"""Whole runs: deterministic, with pipelining, swapping, rejected requests and capacity search."""
-
 import json
 from dataclasses import replace
 from functools import partial

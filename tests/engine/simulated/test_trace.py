@@ -1,5 +1,3 @@
-"""Traces: which files are read, what the errors name, and which prompt tokens are shared."""
-
 import gzip
 from itertools import pairwise
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Virtual time: work for a thread is done at once, and its errors reach who awaits it."""
-
 import asyncio
 
 import pytest

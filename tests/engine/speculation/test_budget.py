@@ -1,5 +1,3 @@
-"""The seconds that speculation may lose, and what they are counted from."""
-
 import pytest
 
 from engine.cost.live import LiveCost

@@ -1,5 +1,3 @@
-"""When the draft model proposes tokens, how many, and what it computes before."""
-
 from math import inf
 
 import pytest

@@ -1,5 +1,3 @@
-"""Drafts are chosen if they raise the tokens per second beyond those of the measured decodes."""
-
 from engine.cost.live import LiveCost
 from engine.cost.model import CostModel
 from engine.speculation.budget import SpeculationBudget

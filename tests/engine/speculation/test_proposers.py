@@ -1,5 +1,3 @@
-"""What each proposer guesses, and which drafts are chosen."""
-
 import numpy as np
 import pytest
 

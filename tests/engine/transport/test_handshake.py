@@ -1,5 +1,3 @@
-"""Both ends of a connection prove that they know the secret, or the handshake fails."""
-
 import asyncio
 import socket
 from collections.abc import Iterator

@@ -1,5 +1,3 @@
-"""LoRA adapters in worker processes: loaded beside steps, by all workers, and again by new ones."""
-
 import asyncio
 import os
 import signal

@@ -1,5 +1,3 @@
-"""A real worker process dies, hangs and sends invalid data at every moment; nothing leaks."""
-
 import asyncio
 import logging
 import os

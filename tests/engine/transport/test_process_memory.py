@@ -1,5 +1,3 @@
-"""Code of libraries and freed heap leave the memory of a process; buffers of steps stay."""
-
 import subprocess
 import sys
 from pathlib import Path

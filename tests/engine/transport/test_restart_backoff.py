@@ -1,5 +1,3 @@
-"""Pauses between restarts, and when a crash loop ends."""
-
 import pytest
 
 from engine.errors import Unavailable

@@ -1,5 +1,3 @@
-"""Lost workers are restarted, with pauses, until they die too often without completing a step."""
-
 import asyncio
 import os
 import signal

@@ -1,5 +1,3 @@
-"""A trace file is valid JSON and contains every step of the server and of every worker."""
-
 import json
 from pathlib import Path
 

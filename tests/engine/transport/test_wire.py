@@ -1,5 +1,3 @@
-"""Messages survive encoding and any split of the stream; invalid bytes raise `WireError`."""
-
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st

@@ -1,5 +1,3 @@
-"""The machine's limits are measured in little time on small sizes, and printed as JSON."""
-
 # mypy: disable-error-code="no-untyped-call"
 import json
 

@@ -1,5 +1,3 @@
-"""Every benchmark runs, on a load of seconds, and writes its table and figures."""
-
 import json
 import shutil
 import sys

@@ -1,5 +1,3 @@
-"""The table of other projects' clients: its rows, and its page."""
-
 import json
 import sys
 

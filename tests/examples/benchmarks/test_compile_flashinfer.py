@@ -1,5 +1,3 @@
-"""FlashInfer's modules that the GPU check builds compile for Hopper, where their tools are."""
-
 import importlib.util
 from pathlib import Path
 

@@ -1,5 +1,3 @@
-"""Results of other projects' conformance suites: their page, and how failures are counted."""
-
 from examples.benchmarks.server.conformance.go_testers import rows_of, suites_of
 from examples.benchmarks.server.conformance.page import (
     ALONE,

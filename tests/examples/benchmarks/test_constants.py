@@ -1,5 +1,3 @@
-"""The sweep of the control plane's constants: its page, its rows, and that a value matters."""
-
 import json
 from dataclasses import replace
 

@@ -1,5 +1,3 @@
-"""The parts of a decode step: each replays what a worker recorded."""
-
 from pathlib import Path
 
 import numpy as np

@@ -1,5 +1,3 @@
-"""The page of embeddings states what the JSON says."""
-
 import pytest
 
 from tests.examples.benchmarks.published import RESULTS, read

@@ -1,5 +1,3 @@
-"""The speed of experts is measured, and its page states what the JSON says."""
-
 import json
 from pathlib import Path
 

@@ -1,5 +1,3 @@
-"""The benchmarks of faults and of long runs, on a load of seconds."""
-
 import json
 from pathlib import Path
 

@@ -1,5 +1,3 @@
-"""What the comparison of larger models starts, and what it says that it leaves out."""
-
 from pathlib import Path
 from typing import Any
 

@@ -1,5 +1,3 @@
-"""What a token of a lone stream takes: parts from a server's trace, and the page about them."""
-
 import argparse
 
 import pytest

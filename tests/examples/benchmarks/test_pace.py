@@ -1,5 +1,3 @@
-"""The pace of a machine: measured steps beside the predicted ones of their size."""
-
 import json
 from itertools import cycle
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Medians of ratios, their intervals, and engines that run by turns on a worker with a clock."""
-
 import asyncio
 from random import Random
 

@@ -1,5 +1,3 @@
-"""The page about images beside another server marks the lesser of each pair of medians."""
-
 from typing import Any
 
 from examples.benchmarks.peers.images import page

@@ -1,5 +1,3 @@
-"""The comparison of servers, with our own as the only one."""
-
 import json
 import socket
 import sys

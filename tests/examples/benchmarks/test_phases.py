@@ -1,5 +1,3 @@
-"""The comparison of prefill and decode apart with equal replicas."""
-
 import json
 from itertools import pairwise
 

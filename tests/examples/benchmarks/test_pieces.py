@@ -1,5 +1,3 @@
-"""The sweeps of pieces of prompts: where any piece has a price, and where graphs take it away."""
-
 from random import Random
 
 import pytest

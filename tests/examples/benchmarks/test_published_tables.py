@@ -1,5 +1,3 @@
-"""Pages whose tables are written from the JSON of their runs: each row is on its page."""
-
 import tomllib
 from pathlib import Path
 from statistics import median

@@ -1,5 +1,3 @@
-"""GGUF files with random weights are what this and other servers read."""
-
 from pathlib import Path
 
 import gguf

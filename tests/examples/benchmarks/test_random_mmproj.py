@@ -1,5 +1,3 @@
-"""Random models that read images are two files that belong together, with the shape's sizes."""
-
 import json
 from pathlib import Path
 from typing import Any

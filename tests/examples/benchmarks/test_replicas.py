@@ -1,5 +1,3 @@
-"""The benchmark of replicas: its page is that of its figures, and its ways differ as it says."""
-
 import json
 
 from engine.simulated.virtual_loop import run_virtual

@@ -1,5 +1,3 @@
-"""The benchmark of retention times: its page is that of its figures, and a time is worth it."""
-
 import json
 
 import pytest

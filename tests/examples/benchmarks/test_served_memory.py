@@ -1,5 +1,3 @@
-"""The page of served models' memory: its parts, and what is said about it elsewhere."""
-
 import pytest
 
 from examples.benchmarks.server.served_memory import MOMENTS, RESERVED_BYTES, kind_of, page

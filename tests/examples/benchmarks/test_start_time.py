@@ -1,5 +1,3 @@
-"""The page of starts: what was measured in which column, and memory beside weights and KV."""
-
 from examples.benchmarks.server.start_time import COLUMNS, page
 from tests.examples.benchmarks.published import RESULTS, read
 

@@ -1,5 +1,3 @@
-"""The kernels of steps are timed where they run, and named with what each loses."""
-
 from pathlib import Path
 from typing import Any
 

@@ -1,5 +1,3 @@
-"""Steps with different numbers of threads are measured in turn."""
-
 import json
 from pathlib import Path
 

@@ -1,5 +1,3 @@
-"""Runs that take turns, so that both share the slow phases of the machine."""
-
 from threading import Thread
 
 from examples.benchmarks.real_engine.counted import Turns

@@ -1,5 +1,3 @@
-"""Pages of results that a command has written whole are what it writes of their JSON file."""
-
 from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any

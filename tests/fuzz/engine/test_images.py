@@ -1,5 +1,3 @@
-"""Prompts with images are computed with their own images, under random loads and faults."""
-
 from tests.fuzz.engine.images import play
 from tests.fuzz.playing import play_all
 

@@ -1,5 +1,3 @@
-"""Nothing is decided by a hash or an address, which differ from process to process."""
-
 import os
 import subprocess
 import sys

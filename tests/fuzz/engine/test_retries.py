@@ -1,5 +1,3 @@
-"""A prompt that is given up goes on where it stopped when it is sent again."""
-
 from tests.fuzz.engine.retries import play
 from tests.fuzz.playing import play_all
 

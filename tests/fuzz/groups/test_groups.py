@@ -1,5 +1,3 @@
-"""Cases with several models and replicas, deaths, moves, cancels, unloads and failed loads."""
-
 from tests.fuzz.groups.case import play
 from tests.fuzz.playing import play_all
 

@@ -1,5 +1,3 @@
-"""Cases with several replicas of a model, deaths, cancels, deadlines and policy switches."""
-
 from tests.fuzz.playing import play_all
 from tests.fuzz.replicas.case import play
 

@@ -1,5 +1,3 @@
-"""The limits on request bodies, apart from those that need a connection."""
-
 from collections.abc import AsyncIterator, Sequence
 from typing import cast
 

@@ -1,5 +1,3 @@
-"""Debts: clients that owe repay at equal rates."""
-
 import random
 
 import pytest

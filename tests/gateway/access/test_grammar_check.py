@@ -1,5 +1,3 @@
-"""A grammar is checked within limits and once; the error names the field."""
-
 import asyncio
 import json
 

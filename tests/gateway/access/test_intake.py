@@ -1,5 +1,3 @@
-"""Intake: requests that do not generate yet get a bounded share of the loop's time."""
-
 import asyncio
 from collections.abc import Awaitable, MutableMapping
 from itertools import pairwise

@@ -1,5 +1,3 @@
-"""API keys: settings and key file, authentication, invalid files."""
-
 import hashlib
 import logging
 from math import inf

@@ -1,5 +1,3 @@
-"""Networks: the addresses of one client."""
-
 from gateway.access.networks import network_of
 
 

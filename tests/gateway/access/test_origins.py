@@ -1,5 +1,3 @@
-"""Web pages and remote clients of a server without API keys, and the admin role."""
-
 from base64 import b64encode
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Cached prefixes of one API key are not visible to another one."""
-
 import asyncio
 from pathlib import Path
 

@@ -1,5 +1,3 @@
-"""What a key may use in a minute and at once: the counters alone, then through HTTP."""
-
 import asyncio
 from pathlib import Path
 

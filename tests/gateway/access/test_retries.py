@@ -1,5 +1,3 @@
-"""A request that is sent again with its idempotency key, while its first attempt runs."""
-
 import asyncio
 from typing import Any
 

@@ -1,5 +1,3 @@
-"""ClientTurns: each client does one thing at a time."""
-
 import asyncio
 
 from gateway.access.seats import ClientTurns

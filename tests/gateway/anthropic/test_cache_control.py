@@ -1,5 +1,3 @@
-"""`cache_control` of `POST /v1/messages`."""
-
 import pytest
 
 from tests.gateway.answers import answer_to

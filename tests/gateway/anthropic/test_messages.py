@@ -1,5 +1,3 @@
-"""Anthropic's Messages API: blocks, events and errors."""
-
 import asyncio
 from typing import Any
 

@@ -1,5 +1,3 @@
-"""Batches over keys and restarts: whose they are, and that each line is answered once."""
-
 import asyncio
 from dataclasses import replace
 from functools import partial

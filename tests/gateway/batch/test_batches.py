@@ -1,5 +1,3 @@
-"""Batches: every line is answered once, behind the others, as its route would have answered it."""
-
 import asyncio
 from typing import Any
 

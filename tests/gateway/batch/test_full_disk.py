@@ -1,5 +1,3 @@
-"""A file system that is really full: the store is read, rejects writes, and opens again."""
-
 import asyncio
 import subprocess
 import sys

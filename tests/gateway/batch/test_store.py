@@ -1,5 +1,3 @@
-"""The store: one owner, one thread, all or nothing."""
-
 import asyncio
 import sqlite3
 import subprocess

@@ -1,5 +1,3 @@
-"""A full disk: reads go on, writes are rejected before any work, and a restart opens the store."""
-
 import asyncio
 import json
 import sqlite3

@@ -1,5 +1,3 @@
-"""The console script reports a foreign package that hides one of ours."""
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Which build of PyTorch `make serve` downloads, and what it says before."""
-
 import platform
 import tomllib
 

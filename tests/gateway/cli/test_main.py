@@ -1,5 +1,3 @@
-"""The command line: commands, exit codes, and the modules that it imports."""
-
 import re
 import subprocess
 import sys

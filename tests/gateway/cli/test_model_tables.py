@@ -1,5 +1,3 @@
-"""Several models: tables of a settings file, and names on the command line."""
-
 from pathlib import Path
 
 import pytest

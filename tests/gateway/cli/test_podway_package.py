@@ -1,5 +1,3 @@
-"""The package `podway`: its names, and that a wheel has it beside the other packages."""
-
 import subprocess
 import sys
 import tomllib

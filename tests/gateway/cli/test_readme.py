@@ -1,5 +1,3 @@
-"""The commands in the README work when copied, except for the port."""
-
 import json
 import re
 import shlex

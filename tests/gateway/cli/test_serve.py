@@ -1,5 +1,3 @@
-"""`podway serve` as a process: start, errors at the start, and exit."""
-
 import asyncio
 import gc
 import json

@@ -1,5 +1,3 @@
-"""The settings object: the sources of values, and the errors for invalid ones."""
-
 import json
 from dataclasses import FrozenInstanceError
 from math import inf

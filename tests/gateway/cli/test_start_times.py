@@ -1,5 +1,3 @@
-"""A slow start is explained in one line."""
-
 from gateway.serve.announced import StartTimes
 
 

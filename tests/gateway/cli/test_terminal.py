@@ -1,5 +1,3 @@
-"""Banner, curl line and loading bars."""
-
 import io
 import json
 import logging

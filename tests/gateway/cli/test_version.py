@@ -1,5 +1,3 @@
-"""The version, installed and from a checkout that was never installed."""
-
 from importlib import metadata
 from pathlib import Path
 

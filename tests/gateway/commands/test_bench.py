@@ -1,5 +1,3 @@
-"""`podway bench` from its flags to its result files, against a small server."""
-
 import signal
 import subprocess
 import sys

@@ -1,5 +1,3 @@
-"""`podway completion`: what bash completes with the script, and the text of the others."""
-
 import re
 import subprocess
 

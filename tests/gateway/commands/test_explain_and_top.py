@@ -1,5 +1,3 @@
-"""`podway explain` and `podway top` against a real server and its API keys."""
-
 import io
 import json
 import signal

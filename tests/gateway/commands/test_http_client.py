@@ -1,5 +1,3 @@
-"""Decoding of server-sent events, addresses, and errors in one line."""
-
 import asyncio
 import os
 import ssl

@@ -1,5 +1,3 @@
-"""`podway key new`: the key that it prints opens a server with the file that it writes."""
-
 import tomllib
 from hashlib import sha256
 from pathlib import Path

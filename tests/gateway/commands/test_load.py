@@ -1,5 +1,3 @@
-"""What the load generator records of each request, and how many it keeps in flight."""
-
 import pytest
 
 from gateway.commands.bench.load import RequestResult, Target, closed_loop, open_loop, send

@@ -1,5 +1,3 @@
-"""`podway help`: its topics, a topic's text and an unknown topic."""
-
 import pytest
 
 from engine.errors import StartupError

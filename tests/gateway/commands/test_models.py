@@ -1,5 +1,3 @@
-"""`podway models`: what is on this machine."""
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

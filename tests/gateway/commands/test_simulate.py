@@ -1,5 +1,3 @@
-"""`podway simulate`: results for its flags, the files that it writes, and errors in one line."""
-
 import json
 from functools import partial
 from pathlib import Path

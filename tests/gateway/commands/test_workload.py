@@ -1,5 +1,3 @@
-"""Lengths, arrivals and traces."""
-
 import gzip
 import statistics
 from itertools import pairwise

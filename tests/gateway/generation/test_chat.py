@@ -1,5 +1,3 @@
-"""Chat completions, streamed and whole."""
-
 from engine.request import Abort
 from gateway.schema.fields.sampling import SamplingDefaults
 from tests.gateway.answers import answer_to

@@ -1,5 +1,3 @@
-"""A choice's message does not depend on chunks; its events assemble to the whole response."""
-
 import random
 from itertools import pairwise
 from typing import Any

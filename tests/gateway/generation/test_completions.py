@@ -1,5 +1,3 @@
-"""Text completions: four forms of a prompt, several choices of each."""
-
 import asyncio
 import threading
 from typing import Any

@@ -1,5 +1,3 @@
-"""A client that disconnects at any moment frees its KV slots at once; other requests go on."""
-
 import asyncio
 from typing import Any
 

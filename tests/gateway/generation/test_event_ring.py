@@ -1,5 +1,3 @@
-"""Rings keep to their limits, count what they hold, and give every reader the same bytes."""
-
 import asyncio
 
 import pytest

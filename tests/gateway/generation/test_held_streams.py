@@ -1,5 +1,3 @@
-"""Streams that clients can read again: by conversation, from an event or from a byte on."""
-
 import asyncio
 from typing import Any
 

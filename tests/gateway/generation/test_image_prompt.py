@@ -1,5 +1,3 @@
-"""Prompts with images have the ids of the whole text as transformers expands it."""
-
 import json
 from hashlib import sha256
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Fill-in-the-middle: `suffix` of completions, and llama.cpp's `/infill`."""
-
 import re
 from typing import Any
 

@@ -1,5 +1,3 @@
-"""A client hears from the server while no text comes: pings, progress of the prompt, spaces."""
-
 import asyncio
 import json
 from typing import Any

@@ -1,5 +1,3 @@
-"""The ids of a conversation's last prompt and output stay where the next prompt has their text."""
-
 from array import array
 from pathlib import Path
 from typing import Any

@@ -1,5 +1,3 @@
-"""Per-token reports: log-probabilities in both shapes, echo, token ids, best_of."""
-
 from typing import Any
 
 import pytest

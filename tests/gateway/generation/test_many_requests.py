@@ -1,5 +1,3 @@
-"""A response with many engine requests: it adds and ends them a few at a time."""
-
 import asyncio
 from itertools import pairwise
 from typing import Any

@@ -1,5 +1,3 @@
-"""Fields that limit output or prompt: bad_words, allowed_token_ids, truncation, stop strings."""
-
 import asyncio
 from typing import Any
 

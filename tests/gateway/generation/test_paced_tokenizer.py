@@ -1,5 +1,3 @@
-"""Threads that tokenize rest while requests are computed, and stop once a text is too long."""
-
 import asyncio
 import threading
 from collections.abc import Iterator

@@ -1,5 +1,3 @@
-"""Prompts are tokenized: short ones on the event loop, long ones in a thread."""
-
 import threading
 from collections.abc import Mapping
 from types import MappingProxyType

@@ -1,5 +1,3 @@
-"""Held streams survive the death of a worker, and of the server where the store is a file."""
-
 import asyncio
 import json
 from collections.abc import Awaitable, Callable

@@ -1,5 +1,3 @@
-"""Scheduling fields: how they reach the engine, and their effect for the client."""
-
 import asyncio
 from typing import Any
 

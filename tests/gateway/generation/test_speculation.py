@@ -1,5 +1,3 @@
-"""Responses with speculation are those without it; predictions are counted in the usage."""
-
 import asyncio
 from dataclasses import replace
 from typing import Any

@@ -1,5 +1,3 @@
-"""The text of an output does not depend on how it is split into tokens and calls."""
-
 from itertools import accumulate, islice, pairwise
 
 import pytest

@@ -1,5 +1,3 @@
-"""Work in threads is metered: one at a time for each client, and charged when it ends."""
-
 import asyncio
 import gc
 import itertools

@@ -1,5 +1,3 @@
-"""Where no tool may be called, the token with which calls begin is not sampled."""
-
 from types import SimpleNamespace
 from typing import Any, cast
 

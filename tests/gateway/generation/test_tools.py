@@ -1,5 +1,3 @@
-"""Tools, formats and reasoning over HTTP: what the model gets, and what the client gets."""
-
 import json
 from typing import Any
 

@@ -1,5 +1,3 @@
-"""Several models in one server: loads, unloads and what requests see of them."""
-
 import asyncio
 from typing import Any, cast
 

@@ -1,5 +1,3 @@
-"""Streams of several models run again after their server was killed, each by its own model."""
-
 import asyncio
 import logging
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Images are fetched from named hosts, at the addresses that were checked, within bounds."""
-
 import asyncio
 import socket
 import ssl

@@ -1,5 +1,3 @@
-"""Bad images are refused by the name of their field."""
-
 import asyncio
 
 import pytest

@@ -1,5 +1,3 @@
-"""Images in all three APIs become the same prompt."""
-
 import base64
 
 from engine.media import Span

@@ -1,5 +1,3 @@
-"""The loop's watch: how late it is, and how much streams merge."""
-
 import asyncio
 
 import pytest

@@ -1,5 +1,3 @@
-"""KV events: what the prefix cache reports, vLLM's wire format, replay, and a full queue."""
-
 import json
 from collections import Counter
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Snapshots of the scheduler for the web page."""
-
 from types import SimpleNamespace
 from typing import Any
 

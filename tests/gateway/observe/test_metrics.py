@@ -1,5 +1,3 @@
-"""What the observer counts."""
-
 import asyncio
 import shutil
 import subprocess

@@ -1,5 +1,3 @@
-"""The thread that writes a recording: in order, to the end, and never at the server's cost."""
-
 import io
 import json
 import logging

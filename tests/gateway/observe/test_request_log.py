@@ -1,5 +1,3 @@
-"""One line per request that ended or was rejected, and the counts by route and by key."""
-
 import asyncio
 import json
 import logging

@@ -1,5 +1,3 @@
-"""Timelines of requests that are slow for a known reason: the sentence names that reason."""
-
 import asyncio
 import itertools
 from typing import Any

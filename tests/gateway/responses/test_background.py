@@ -1,5 +1,3 @@
-"""Responses in the background: begun, polled, read from any event on, cancelled."""
-
 import asyncio
 from typing import Any
 

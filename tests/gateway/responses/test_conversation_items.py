@@ -1,5 +1,3 @@
-"""Items of conversations and of stored responses are rows: what is done to one reads no other."""
-
 import asyncio
 import sqlite3
 from pathlib import Path

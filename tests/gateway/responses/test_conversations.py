@@ -1,5 +1,3 @@
-"""`/v1/conversations`, by OpenAI's own client: items, responses that continue them, and limits."""
-
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""A turn of a WebSocket hashes only the blocks that the response before it has not hashed."""
-
 from typing import Any
 from unittest.mock import patch
 

@@ -1,5 +1,3 @@
-"""Errors of the Responses API name the field of its request."""
-
 from typing import Any
 
 import pytest

@@ -1,5 +1,3 @@
-"""`GET /v1/responses`: responses over a WebSocket, continued in the connection and steered."""
-
 import asyncio
 from collections.abc import Callable
 from typing import Any

@@ -1,5 +1,3 @@
-"""Tools of the Responses API beyond functions: namespaces, custom tools, and tools of a server."""
-
 import json
 from typing import Any
 

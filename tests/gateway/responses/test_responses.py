@@ -1,5 +1,3 @@
-"""The Responses API: items, events, continued conversations and stored responses."""
-
 import asyncio
 from typing import Any
 

@@ -1,5 +1,3 @@
-"""Steering a response over a WebSocket."""
-
 import asyncio
 from typing import Any
 

@@ -1,5 +1,3 @@
-"""Stored responses: per API key, limited in number, size and time."""
-
 import asyncio
 from collections.abc import Sequence
 from typing import Any

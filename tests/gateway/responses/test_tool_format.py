@@ -1,5 +1,3 @@
-"""Formats of custom tools: Lark grammars and regular expressions that constrain the input."""
-
 import json
 import re
 from typing import Any

@@ -1,5 +1,3 @@
-"""Each API dialect renders the same error in its own body, headers and last event."""
-
 import json
 
 import pytest

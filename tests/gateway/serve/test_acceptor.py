@@ -1,5 +1,3 @@
-"""Connections are set up when their client's turn comes, and handshakes are charged to it."""
-
 import asyncio
 import socket
 import ssl

@@ -1,5 +1,3 @@
-"""Calibration: measured once, saved, and used for the same model and machine only."""
-
 import asyncio
 import json
 import logging

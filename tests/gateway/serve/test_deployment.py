@@ -1,5 +1,3 @@
-"""The container files and the operations page: what they name exists."""
-
 import json
 import os
 import re

@@ -1,5 +1,3 @@
-"""However an output is cut into pieces, its events add up to the unstreamed response."""
-
 from collections.abc import Callable
 from functools import partial
 from itertools import count

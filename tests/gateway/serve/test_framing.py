@@ -1,5 +1,3 @@
-"""How a body is framed: trailers, chunks and lengths that are too large, ambiguous or wrong."""
-
 import asyncio
 
 import pytest

@@ -1,5 +1,3 @@
-"""Defaults of sampling parameters: generation_config.json and the flag that overrides it."""
-
 from pathlib import Path
 from typing import Any
 

@@ -1,5 +1,3 @@
-"""Which servers read images, and what the others say."""
-
 from contextlib import AsyncExitStack
 from importlib.util import find_spec
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Lookups in a shared store are bounded, never on the event loop, and counted."""
-
 import asyncio
 import threading
 from collections.abc import Iterator, Sequence

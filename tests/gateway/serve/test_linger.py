@@ -1,5 +1,3 @@
-"""Clients that send on behind the response to their request, whose body was not read."""
-
 import asyncio
 import json
 import socket

@@ -1,5 +1,3 @@
-"""How long the last load of a model took."""
-
 from dataclasses import replace
 from pathlib import Path
 

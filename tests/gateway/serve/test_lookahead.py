@@ -1,5 +1,3 @@
-"""The default of `--lookahead` by device, step duration and cores."""
-
 from dataclasses import replace
 
 import pytest

@@ -1,5 +1,3 @@
-"""The memory of the server's process."""
-
 import subprocess
 import sys
 

@@ -1,5 +1,3 @@
-"""What cannot be served is refused in one line before a worker has started, without torch."""
-
 import subprocess
 import sys
 from pathlib import Path

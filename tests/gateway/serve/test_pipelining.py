@@ -1,5 +1,3 @@
-"""Requests that are sent before the response to an earlier one."""
-
 import asyncio
 import gc
 import weakref

@@ -1,5 +1,3 @@
-"""Places of connections: bounds in total and per client, and which connection is closed."""
-
 from gateway.serve.places import PROBE_PLACES, Place, Places
 
 

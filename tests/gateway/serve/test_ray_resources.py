@@ -1,5 +1,3 @@
-"""What `--launcher ray` reserves for each worker, by `--device`."""
-
 import pytest
 
 from gateway.serve import load as loading

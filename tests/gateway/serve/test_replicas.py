@@ -1,5 +1,3 @@
-"""How the machine is divided among the replicas of a model, and what they refuse."""
-
 import asyncio
 from collections.abc import Callable
 from types import SimpleNamespace

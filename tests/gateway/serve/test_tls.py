@@ -1,5 +1,3 @@
-"""TLS: the official client over it, and certificates that are wrong or renewed."""
-
 import logging
 import shutil
 import socket

@@ -1,5 +1,3 @@
-"""The policy is switched while serving: no request is dropped, and `/metrics` follows."""
-
 import asyncio
 from itertools import chain, repeat
 from typing import Any

@@ -1,5 +1,3 @@
-"""Errors as the client sees them: HTTP statuses, JSON bodies, named fields."""
-
 import asyncio
 
 import pytest

@@ -1,5 +1,3 @@
-"""Files: uploaded as forms, visible to their API key only, downloaded byte for byte."""
-
 import asyncio
 from pathlib import Path
 from typing import Any

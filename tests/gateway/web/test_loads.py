@@ -1,5 +1,3 @@
-"""`/v1/loads` and vLLM's cache configuration, which routers read."""
-
 import asyncio
 
 from tests.gateway.rig import CHAT, MODEL, STEP, Rig, Setting, chat, played

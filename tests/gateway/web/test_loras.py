@@ -1,5 +1,3 @@
-"""LoRA adapters over HTTP: load, use by name in every API, replace, unload, loss."""
-
 import asyncio
 from collections.abc import Mapping
 from typing import Any, NamedTuple

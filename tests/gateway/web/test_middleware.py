@@ -1,5 +1,3 @@
-"""Middleware: which routes need an API key, and which origins may use CORS."""
-
 import asyncio
 from collections.abc import Callable
 from typing import TypeVar

@@ -1,5 +1,3 @@
-"""Models, health, readiness and metrics."""
-
 from tests.gateway.rig import CHAT, MODEL, Rig, Setting, chat, played
 
 

@@ -1,5 +1,3 @@
-"""The server's OpenAPI document: complete, valid, and readable by tools."""
-
 from html.parser import HTMLParser
 from typing import Any
 

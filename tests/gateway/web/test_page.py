@@ -1,5 +1,3 @@
-"""The web page's files and headers, and the events of /admin/live and /admin/simulate."""
-
 import asyncio
 import gzip
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""The files of the web page: their size, unmodified libraries, no file of another server."""
-
 import json
 import re
 from pathlib import Path

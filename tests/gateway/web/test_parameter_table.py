@@ -1,5 +1,3 @@
-"""The table of parameters in gateway/README.md matches the schemas and the server."""
-
 import re
 from pathlib import Path
 from typing import Any, NamedTuple

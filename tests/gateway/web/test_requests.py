@@ -1,5 +1,3 @@
-"""Requests are cancelled by their x-request-id, by their own tenant only."""
-
 import asyncio
 
 import pytest

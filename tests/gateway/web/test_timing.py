@@ -1,5 +1,3 @@
-"""Timing headers of a response, on request."""
-
 from tests.gateway.answers import answer_to
 from tests.gateway.rig import CHAT, STEP, Rig, Setting, chat, played
 

@@ -1,5 +1,3 @@
-"""Tokenize, detokenize, and the rendered prompt of a chat."""
-
 import asyncio
 from typing import Any
 

@@ -1,5 +1,3 @@
-"""A failure of one request of a batch ends that request, with a clear error, and no other."""
-
 import pytest
 from safetensors.torch import load_file, save_file
 

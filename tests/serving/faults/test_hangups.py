@@ -1,5 +1,3 @@
-"""Clients that disconnect: slots are free one iteration later; other streams do not change."""
-
 import asyncio
 from random import Random
 

@@ -1,5 +1,3 @@
-"""A real server of four workers gives the texts of one worker, also after a worker is killed."""
-
 import asyncio
 import json
 import os

@@ -1,5 +1,3 @@
-"""A client of a real server that does not read: the explanation of its request names it."""
-
 import json
 import socket
 import time

@@ -1,5 +1,3 @@
-"""A real server whose workers are killed: it reports unavailable, and then serves again."""
-
 import asyncio
 import os
 import signal

@@ -1,5 +1,3 @@
-"""A disk tier under a real server: after a restart the next message of a chat finds its prefix."""
-
 import signal
 import time
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""A second turn on a real server reuses the first turn's KV, without another text."""
-
 from pathlib import Path
 
 import aiohttp

@@ -1,5 +1,3 @@
-"""Lookahead changes no text, and slots are freed at most one iteration later."""
-
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path

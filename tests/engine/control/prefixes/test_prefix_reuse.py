@@ -1,5 +1,3 @@
-"""Requests that find the KV of their prefix in the cache, and compute only the rest."""
-
 from engine.control.scheduler import IterationScheduler
 from engine.control.settings import SchedulerSettings
 from engine.kv.ledger import KVLedger

@@ -1,5 +1,3 @@
-"""Shared prefixes in the scheduler: one request computes them, the others wait and adopt them."""
-
 from dataclasses import replace
 
 import pytest

@@ -1,5 +1,3 @@
-"""A request waits until a shared store has answered which of its blocks it has, and loads them."""
-
 import asyncio
 from collections.abc import Callable, Container, Coroutine, Sequence
 

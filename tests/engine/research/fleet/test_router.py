@@ -1,5 +1,3 @@
-"""Routers: the replica of each request, from reports and from what was routed since."""
-
 from engine.cost.model import CostModel
 from engine.research.fleet.router import (
     OVERLOADED,

@@ -1,5 +1,3 @@
-"""smg's cache_aware policy: choices by reports up to 10 s old and by what was sent since."""
-
 from dataclasses import replace
 
 from engine.cost.model import CostModel

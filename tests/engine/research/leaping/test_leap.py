@@ -1,5 +1,3 @@
-"""Leaps over many iterations of the same decodes: every figure equals that of single steps."""
-
 import json
 from dataclasses import replace
 from functools import partial

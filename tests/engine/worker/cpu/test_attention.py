@@ -1,5 +1,3 @@
-"""Attention on the CPU: a token's bits depend on no other token of the step and no thread count."""
-
 import numpy as np
 import pytest
 import torch

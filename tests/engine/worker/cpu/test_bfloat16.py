@@ -1,5 +1,3 @@
-"""Linear layers in bfloat16, by the CPU's dot product or in plain vectors, and models of them."""
-
 from pathlib import Path
 
 import pytest

@@ -1,5 +1,3 @@
-"""Kernels of Gated DeltaNet: the recurrence as defined."""
-
 from dataclasses import replace
 from itertools import accumulate
 

@@ -1,5 +1,3 @@
-"""Mixtures of experts on the CPU compute what a dense linear of each expert computes."""
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,5 +1,3 @@
-"""AMX is used only if the CPU has it and Linux lends its tiles; loops use whole vectors."""
-
 import os
 import platform
 import sys

@@ -1,5 +1,3 @@
-"""Linear layers over weights in groups: every layout, for both widths of inputs."""
-
 import pytest
 import torch
 from torch import Tensor

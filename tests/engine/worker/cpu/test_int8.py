@@ -1,5 +1,3 @@
-"""Linear layers with int8 weights: exact integer sums, and a row's bits depend on no other row."""
-
 import numpy as np
 import pytest
 import torch

@@ -1,5 +1,3 @@
-"""A replayed graph computes what its calls compute, from the inputs then at their addresses."""
-
 import pytest
 import torch
 from torch import Tensor

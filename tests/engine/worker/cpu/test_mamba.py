@@ -1,5 +1,3 @@
-"""Mamba 2: kernels and torch compute the recurrence as it is defined."""
-
 import pytest
 import torch
 from torch import Tensor

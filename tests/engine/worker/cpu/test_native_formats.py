@@ -1,5 +1,3 @@
-"""Quantizing by kernels gives the numbers of the formats that are written in torch."""
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,5 +1,3 @@
-"""Kernels run from object files with the bits that Numba's own code gives, and without Numba."""
-
 import logging
 import os
 import subprocess

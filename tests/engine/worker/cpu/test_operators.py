@@ -1,5 +1,3 @@
-"""Native operators compute what torch computes, and a row's bits depend on no other row."""
-
 from itertools import pairwise
 
 import pytest

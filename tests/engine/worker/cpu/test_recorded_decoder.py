@@ -1,5 +1,3 @@
-"""Replayed steps give the same bits as those that are computed call by call."""
-
 from pathlib import Path
 from random import Random
 

@@ -1,5 +1,3 @@
-"""Recurrent layers compute the same bits however steps are cut and whatever is beside a request."""
-
 import pytest
 import torch
 

@@ -1,5 +1,3 @@
-"""Every chunk of a job runs once, on any thread; kernels compile without a cache directory."""
-
 import runpy
 from collections.abc import Sequence
 

@@ -1,5 +1,3 @@
-"""The variables that FlashInfer's builds read, over toolkits and wheels laid out in a folder."""
-
 import os
 from pathlib import Path
 from types import ModuleType

@@ -1,5 +1,3 @@
-"""A kernel that made the GPU fault, or twice ended its process, is left out by later starts."""
-
 from pathlib import Path
 
 import pytest

@@ -1,5 +1,3 @@
-"""Logits with LoRA adapters equal PEFT's, alone and beside other adapters and the base model."""
-
 from functools import partial
 from pathlib import Path
 from random import Random

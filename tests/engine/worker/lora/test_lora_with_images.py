@@ -1,5 +1,3 @@
-"""LoRA adapters of models with image encoders change the decoder; those of encoders are refused."""
-
 from pathlib import Path
 from typing import Any
 

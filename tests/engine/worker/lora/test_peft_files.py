@@ -1,5 +1,3 @@
-"""Adapter files that cannot be served are rejected with the field or the tensor that is wrong."""
-
 import json
 from pathlib import Path
 from typing import Any

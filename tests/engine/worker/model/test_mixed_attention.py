@@ -1,5 +1,3 @@
-"""A stage whose layers have different windows, sinks and soft caps computes each as its own."""
-
 from dataclasses import replace
 from functools import partial
 

@@ -1,5 +1,3 @@
-"""A model cut into stages: each holds its share, and together they are the whole."""
-
 from collections.abc import Mapping
 from importlib import import_module
 from itertools import pairwise

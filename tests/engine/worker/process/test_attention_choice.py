@@ -1,5 +1,3 @@
-"""The attention of layers in which the tokens of an image attend to each other."""
-
 from types import SimpleNamespace
 from typing import cast
 

@@ -1,5 +1,3 @@
-"""Which device a worker gets, and the error if it is not available."""
-
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, cast

@@ -1,5 +1,3 @@
-"""Draft models that cannot propose tokens for a model are rejected at the start."""
-
 import json
 from dataclasses import replace
 from pathlib import Path

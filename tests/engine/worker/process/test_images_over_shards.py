@@ -1,5 +1,3 @@
-"""Requests with images over stages and ranks: outputs are those of one worker."""
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -1,5 +1,3 @@
-"""Steps are prepared by the thread that receives them or in one of their own, taken in order."""
-
 import threading
 
 import pytest

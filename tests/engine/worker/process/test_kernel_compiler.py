@@ -1,5 +1,3 @@
-"""The process that compiles kernels for others."""
-
 import os
 import subprocess
 import sys

@@ -1,5 +1,3 @@
-"""The layer for multi-token prediction: what it proposes, and which models are rejected."""
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

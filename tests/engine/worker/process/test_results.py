@@ -1,5 +1,3 @@
-"""Results of late steps are sent in order by a thread of their own, while others are launched."""
-
 import threading
 from dataclasses import dataclass, field
 

@@ -1,5 +1,3 @@
-"""A worker's import of torch: quicker, and complete enough for a model on a CPU."""
-
 import subprocess
 import sys
 from importlib.util import find_spec

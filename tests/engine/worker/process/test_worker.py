@@ -1,5 +1,3 @@
-"""A worker from load to tokens: its report, failures, and rows that do not depend on the batch."""
-
 import struct
 from pathlib import Path
 from random import Random

@@ -1,5 +1,3 @@
-"""Matchers and masks: cached, made again when missing, not waited for by other rows of a batch."""
-
 import threading
 import time
 from collections.abc import Sequence

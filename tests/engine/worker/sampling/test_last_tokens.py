@@ -1,5 +1,3 @@
-"""A worker that continues from its own tokens samples the same as when it is sent each of them."""
-
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,5 +1,3 @@
-"""Log-probabilities of the model's own logits, for the requests that ask for them."""
-
 import numpy as np
 import pytest
 import torch

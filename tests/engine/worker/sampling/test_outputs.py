@@ -1,5 +1,3 @@
-"""Outputs that penalties and grammars read are remembered by the worker, not sent in each step."""
-
 from collections import Counter
 from random import Random
 

@@ -1,5 +1,3 @@
-"""Each processor against its formula, the specs against the exact distribution."""
-
 from dataclasses import replace
 from random import Random
 

@@ -1,5 +1,3 @@
-"""int8 weights: their quantization error, their slices, and linears that use them."""
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,5 +1,3 @@
-"""What a worker has read of its checkpoint's file leaves its memory, and nothing else does."""
-
 import mmap
 import os
 from collections.abc import Sequence

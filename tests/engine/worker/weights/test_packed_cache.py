@@ -1,5 +1,3 @@
-"""Later starts map packed weights, and only those of the same checkpoint in the same layout."""
-
 import faulthandler
 import logging
 import os

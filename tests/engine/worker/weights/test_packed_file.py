@@ -1,5 +1,3 @@
-"""A file of packed weights: entries, checksums, dead writers, and the bound on all files."""
-
 import os
 from pathlib import Path
 

@@ -1,5 +1,3 @@
-"""Random weights: the same however they are cut, finite, and served like any others."""
-
 import gc
 from pathlib import Path
 

@@ -1,5 +1,3 @@
-"""Rows of an embedding are rows of the matrix in the worker's dtype, however it is stored."""
-
 import pytest
 import torch
 

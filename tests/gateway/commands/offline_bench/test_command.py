@@ -1,5 +1,3 @@
-"""`podway bench --offline` from its flags to its table, on the smallest shape."""
-
 import json
 import sys
 from collections.abc import Mapping

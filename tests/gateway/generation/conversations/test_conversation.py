@@ -1,5 +1,3 @@
-"""Chat requests are rendered to prompts; the dialect chooses the parser of the output."""
-
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -1,5 +1,3 @@
-"""Whatever the server has generated is accepted in the history of the next request."""
-
 from typing import Any
 
 import pytest

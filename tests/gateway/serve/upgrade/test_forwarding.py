@@ -1,5 +1,3 @@
-"""The new server asks the former one about what only that knows."""
-
 import asyncio
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable

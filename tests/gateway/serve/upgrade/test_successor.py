@@ -1,5 +1,3 @@
-"""The handover to a successor, which has no process here."""
-
 import os
 import socket
 import sys

@@ -1,5 +1,3 @@
-"""With any combination of fields, a stream assembles to the whole response."""
-
 import random
 from typing import Any
 

@@ -1,5 +1,3 @@
-"""A malformed body never causes a 5xx, and the next request is served."""
-
 import asyncio
 
 import orjson

@@ -1,5 +1,3 @@
-"""Every parameter is supported, or rejected with a 400 that names it."""
-
 from typing import Any
 
 import pytest

@@ -1,5 +1,3 @@
-"""Unknown fields: ignored inside messages and where clients are known to send them, or rejected."""
-
 from typing import Any
 
 import pytest

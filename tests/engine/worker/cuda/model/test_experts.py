@@ -1,5 +1,3 @@
-"""Mixtures of experts on a GPU: both ways compute what plain torch computes."""
-
 import pytest
 import torch
 from torch import Tensor

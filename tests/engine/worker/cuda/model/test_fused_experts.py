@@ -1,5 +1,3 @@
-"""FlashInfer's fused experts behind a module in its place: what they are called with, and when."""
-
 import sys
 from dataclasses import replace
 from enum import IntEnum

@@ -1,5 +1,3 @@
-"""The kernel of each matrix product is measured once, kept in a file, and then used."""
-
 import json
 from collections.abc import Callable
 from pathlib import Path

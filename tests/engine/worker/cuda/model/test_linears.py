@@ -1,5 +1,3 @@
-"""Linears of all formats, with torch's own products on the CPU, against plain ones."""
-
 from collections.abc import Callable, Sequence
 
 import pytest

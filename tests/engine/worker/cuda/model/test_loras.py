@@ -1,5 +1,3 @@
-"""LoRA adapters on a GPU: steps with their rows run without a graph, with the tokens of a CPU."""
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

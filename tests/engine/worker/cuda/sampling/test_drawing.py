@@ -1,5 +1,3 @@
-"""Sampler of many rows at once against the plain filters, row by row."""
-
 from collections.abc import Sequence
 from dataclasses import replace
 

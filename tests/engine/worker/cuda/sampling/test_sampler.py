@@ -1,5 +1,3 @@
-"""The device's sampler against the CPU's: the same tokens, faults and log-probabilities."""
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,5 +1,3 @@
-"""Stages and ranks replay CUDA graphs of decode steps, and ranks launch steps ahead."""
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

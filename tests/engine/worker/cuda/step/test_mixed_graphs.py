@@ -1,5 +1,3 @@
-"""Steps with pieces of prompts replay CUDA graphs, and compute what they compute without."""
-
 import logging
 from collections.abc import Callable
 from pathlib import Path

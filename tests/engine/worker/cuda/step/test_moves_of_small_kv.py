@@ -1,5 +1,3 @@
-"""Blocks of 8-bit floats, which few kernels of torch move, go to the host and come back."""
-
 from array import array
 
 import pytest

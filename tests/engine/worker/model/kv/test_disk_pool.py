@@ -1,5 +1,3 @@
-"""The disk tier's files: copies survive a restart; torn, foreign and failed ones are not read."""
-
 import os
 import threading
 from array import array

@@ -1,5 +1,3 @@
-"""Blocks copied between the tiers: exactly these, both ways, and nothing out of range."""
-
 import struct
 from collections.abc import Iterator
 

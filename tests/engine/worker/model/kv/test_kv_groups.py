@@ -1,5 +1,3 @@
-"""How layers are divided into groups that share block tables and KV tensors."""
-
 from dataclasses import replace
 from itertools import pairwise
 

@@ -1,5 +1,3 @@
-"""How many KV blocks a worker allocates; more than fit are rejected."""
-
 import mmap
 import re
 import resource

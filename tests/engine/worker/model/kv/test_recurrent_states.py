@@ -1,5 +1,3 @@
-"""The runs of a step over recurrent states, and the bytes of a state."""
-
 from engine.step import NO_STATE, Snapshot, StateSlots
 from engine.worker.model.kv.recurrent_states import RecurrentStates, bytes_per_state, state_runs
 from engine.worker.ports import DeltaShape
