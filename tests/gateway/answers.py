@@ -27,9 +27,8 @@ def answer_to(
     answers: list[Answer] = []
 
     async def scene(rig: Rig) -> None:
-        async with rig.client.post(path, body, headers) as exchange:
-            found = await exchange.json()
-        answers.append(Answer(exchange.status, exchange.headers, found, rig))
+        exchange = await rig.client.post(path, body, headers)
+        answers.append(Answer(exchange.status, exchange.headers, exchange.json, rig))
 
     play(scene, setting)
     return answers[0]

@@ -6,7 +6,8 @@ against OpenAI's own schema (`tests.wire.response_check`).
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Generator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 import orjson
@@ -17,8 +18,28 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message
 
 
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A whole response."""
+
+    status: int
+    headers: dict[str, str]
+    content: bytes
+
+    @property
+    def json(self) -> Any:
+        return orjson.loads(self.content)
+
+    @property
+    def events(self) -> list[Any]:
+        """As `Exchange.events` yields them."""
+        *frames, rest = self.content.split(b"\n\n")
+        assert rest == b"", "the stream ends with a whole event"
+        return [parsed(data) for frame in frames if (data := data_of(frame))]
+
+
 class Exchange:
-    """One request and its response. Use with `async with`: leaving the block disconnects."""
+    """One request and its response. `await` takes it whole; leaving `async with` disconnects."""
 
     def __init__(self, app: "ASGIApp", scope: dict[str, Any], body: list[bytes]) -> None:
         self.status: int = 0  # from `start` on
@@ -40,6 +61,14 @@ class Exchange:
         pieces = [self._requests.get_nowait() for _ in range(self._requests.qsize())]
         for piece in pieces[:-num_pieces]:
             self._requests.put_nowait(piece)
+
+    def __await__(self) -> Generator[Any, None, Reply]:
+        return self._whole().__await__()
+
+    async def _whole(self) -> Reply:
+        async with self:
+            content = await self.read()
+        return Reply(self.status, self.headers, content)
 
     async def __aenter__(self) -> Self:
         self._task = asyncio.create_task(self._run())

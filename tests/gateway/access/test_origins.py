@@ -23,8 +23,7 @@ async def status_of(
     client: str = "127.0.0.1",
 ) -> int:
     body = {POLICY: b'{"policy": "mlfq"}'}.get(path, b"{}")
-    async with rig.client.send(method, path, [body], headers, client) as exchange:
-        return await exchange.start()
+    return (await rig.client.send(method, path, [body], headers, client)).status
 
 
 @pytest.mark.parametrize(

@@ -28,15 +28,12 @@ async def test_a_batch_is_visible_to_its_own_key_only(rig: Rig) -> None:
     batch_id = await started(rig, chat_lines(1), key("a"))
     for method, path in [("GET", ""), ("POST", "/cancel")]:
         path = f"/v1/batches/{batch_id}{path}"
-        async with rig.client.send(method, path, headers=key("b")) as exchange:
-            error = (await exchange.json())["error"]
-        assert (exchange.status, error["code"]) == (404, "batch_not_found")
-    async with rig.client.get("/v1/batches", key("b")) as exchange:
-        assert (await exchange.json())["data"] == []
+        exchange = await rig.client.send(method, path, headers=key("b"))
+        assert (exchange.status, exchange.json["error"]["code"]) == (404, "batch_not_found")
+    assert (await rig.client.get("/v1/batches", key("b"))).json["data"] == []
     file_id = await uploaded(rig, chat_lines(1), key("a"))
     body = {"input_file_id": file_id, "endpoint": CHAT, "completion_window": "24h"}
-    async with rig.client.post("/v1/batches", body, key("b")) as exchange:
-        assert await exchange.start() == 400
+    assert (await rig.client.post("/v1/batches", body, key("b"))).status == 400
     await asyncio.sleep(10 * STEP)
 
 
@@ -44,8 +41,7 @@ async def test_a_batch_is_visible_to_its_own_key_only(rig: Rig) -> None:
 async def test_lines_do_not_count_against_the_other_requests_of_their_key(rig: Rig) -> None:
     batch_id = await started(rig, chat_lines(3), key("a"))
     await asyncio.sleep(20)
-    async with rig.client.get(f"/v1/batches/{batch_id}", key("a")) as exchange:
-        assert (await exchange.json())["status"] == "completed"
+    assert (await rig.client.get(f"/v1/batches/{batch_id}", key("a"))).json["status"] == "completed"
     async with rig.client.post(CHAT, chat(), key("a")) as exchange:
         assert await exchange.start() == 200
     assert exchange.headers["x-ratelimit-remaining-tokens"] == "40"
@@ -76,8 +72,7 @@ def test_a_line_can_be_cancelled_by_its_request_id() -> None:
     async def scene(rig: Rig) -> None:
         batch_id = await started(rig, chat_lines(2))
         await asyncio.sleep(3 * STEP)
-        async with rig.client.post(f"/v1/requests/{batch_id}_2/cancel", b"") as exchange:
-            assert await exchange.start() == 200
+        assert (await rig.client.post(f"/v1/requests/{batch_id}_2/cancel", b"")).status == 200
         batch = await ended(rig, batch_id)
         (error,) = await lines_of(rig, batch["error_file_id"])
         assert error["custom_id"] == "line-1"

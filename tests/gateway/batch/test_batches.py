@@ -105,8 +105,7 @@ async def test_a_lines_answer_equals_the_routes_response_byte_for_byte(rig: Rig)
     batch_id = await started(rig, chat_lines(1, seed=1))
     batch = await ended(rig, batch_id)
     (line,) = await lines_of(rig, batch["output_file_id"])
-    async with rig.client.post(CHAT, chat(seed=1)) as exchange:
-        reply = await exchange.json()
+    reply = (await rig.client.post(CHAT, chat(seed=1))).json
     fresh = {"id", "created", "usage"}  # the second has its prompt from the cache
     answer = line["response"]["body"]
     assert {k: answer[k] for k in answer.keys() - fresh} == {
@@ -120,8 +119,7 @@ async def test_an_interactive_request_runs_before_all_lines(rig: Rig) -> None:
     batch_id = await started(rig, chat_lines(20))
     await asyncio.sleep(3.5 * STEP)
     before = rig.service.clock()
-    async with rig.client.post(CHAT, chat(max_tokens=40)) as exchange:
-        await exchange.json()
+    await rig.client.post(CHAT, chat(max_tokens=40))
     assert rig.service.clock() - before <= 41 * STEP
     assert (await batch_of(rig, batch_id))["request_counts"]["completed"] == 0
     assert (await ended(rig, batch_id))["request_counts"]["completed"] == 20
@@ -181,8 +179,7 @@ async def test_a_cancelled_batch_keeps_what_is_answered(rig: Rig, after: float) 
         assert len(await lines_of(rig, batch["output_file_id"])) == done
     else:
         assert "output_file_id" not in batch
-    async with rig.client.post(f"/v1/batches/{batch_id}/cancel", b"") as exchange:
-        assert await exchange.json() == batch
+    assert (await rig.client.post(f"/v1/batches/{batch_id}/cancel", b"")).json == batch
     await asyncio.sleep(STEP)
     assert not rig.engine.scheduler.pool
 
@@ -325,15 +322,13 @@ async def test_an_output_file_cannot_be_an_input_file(rig: Rig) -> None:
 async def test_output_files_are_kept_as_long_as_the_batch_says(rig: Rig) -> None:
     expiry = {"anchor": "created_at", "seconds": 7200}
     batch = await ended(rig, await started(rig, chat_lines(1), output_expires_after=expiry))
-    async with rig.client.get(f"/v1/files/{batch['output_file_id']}") as exchange:
-        file = await exchange.json()
+    file = (await rig.client.get(f"/v1/files/{batch['output_file_id']}")).json
     assert file["expires_at"] - file["created_at"] == 7200
 
 
 def test_batches_are_listed_in_pages_the_newest_first() -> None:
     async def listed(rig: Rig, query: str) -> Any:
-        async with rig.client.get(f"/v1/batches{query}") as exchange:
-            return await exchange.json()
+        return (await rig.client.get(f"/v1/batches{query}")).json
 
     async def scene(rig: Rig) -> None:
         ids = [await started(rig, chat_lines(1)) for _ in range(5)]

@@ -41,15 +41,12 @@ def fill(disk: Path) -> Path:
 
 async def statuses(rig: Rig, file_id: str) -> tuple[int, int, int, str]:
     """Of an upload, of a response to be stored and of a file's content; the store's state."""
-    async with upload(rig.client, a_form(b"x" * (1 << 19))) as exchange:
-        uploaded = await exchange.start()
-    async with rig.client.post("/v1/responses", {"model": MODEL, "input": "hi"}) as exchange:
-        generated = await exchange.start()
+    uploaded = (await upload(rig.client, a_form(b"x" * (1 << 19)))).status
+    generated = (await rig.client.post("/v1/responses", {"model": MODEL, "input": "hi"})).status
     async with rig.client.get(f"/v1/files/{file_id}/content") as exchange:
         assert (await exchange.read() == CONTENT) == (exchange.status == 200)
         read = exchange.status
-    async with rig.client.get("/ready") as exchange:
-        return uploaded, generated, read, (await exchange.json())["store"]
+    return uploaded, generated, read, (await rig.client.get("/ready")).json["store"]
 
 
 def test_a_full_file_system_stops_writes_only(

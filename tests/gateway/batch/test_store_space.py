@@ -28,24 +28,20 @@ async def set_full(rig: Rig, *, full: bool) -> None:
 
 
 async def status_of(rig: Rig, path: str, body: object) -> tuple[int, Any]:
-    async with rig.client.post(path, body) as exchange:
-        reply = await exchange.json()
-    return exchange.status, reply
+    exchange = await rig.client.post(path, body)
+    return exchange.status, exchange.json
 
 
 async def upload_status(rig: Rig, num_bytes: int) -> int:
-    async with upload(rig.client, a_form(b"x" * num_bytes)) as exchange:
-        return await exchange.start()
+    return (await upload(rig.client, a_form(b"x" * num_bytes))).status
 
 
 async def writable(rig: Rig) -> tuple[str, bool]:
     """What /ready and /metrics report."""
-    async with rig.client.get("/ready") as exchange:
-        ready = await exchange.json()
-        assert exchange.status == 200
-    async with rig.client.get("/metrics") as exchange:
-        metrics = (await exchange.read()).decode()
-    return ready["store"], "podway_store_writable 1.0\n" in metrics
+    exchange = await rig.client.get("/ready")
+    assert exchange.status == 200
+    metrics = (await rig.client.get("/metrics")).content.decode()
+    return exchange.json["store"], "podway_store_writable 1.0\n" in metrics
 
 
 def test_on_a_full_disk_reads_go_on_and_writes_are_rejected_before_the_work(tmp_path: Path) -> None:
@@ -71,8 +67,7 @@ def test_on_a_full_disk_reads_go_on_and_writes_are_rejected_before_the_work(tmp_
             "/v1/files",
             f"/v1/responses/{response['id']}",
         ):
-            async with rig.client.get(path) as exchange:
-                assert await exchange.start() == 200
+            assert (await rig.client.get(path)).status == 200
         await set_full(rig, full=False)
         await asyncio.sleep(database.RETRY_SECONDS + 1)
         assert (await status_of(rig, "/v1/responses", stored))[0] == 200
@@ -201,9 +196,8 @@ def test_the_limits_on_files_and_bytes_are_per_key() -> None:
     limits = StoreLimits(tenant_files=2, tenant_bytes=1000, total_bytes=1700)
 
     async def status(rig: Rig, key: str, num_bytes: int) -> tuple[int, str]:
-        async with upload(rig.client, a_form(b"x" * num_bytes), keyed(key)) as exchange:
-            reply = await exchange.json()
-        return exchange.status, reply.get("error", {}).get("code", "")
+        exchange = await upload(rig.client, a_form(b"x" * num_bytes), keyed(key))
+        return exchange.status, exchange.json.get("error", {}).get("code", "")
 
     async def scene(rig: Rig) -> None:
         full, out_of_space = (413, "storage_full"), (FULL, "insufficient_storage")
@@ -233,16 +227,15 @@ def test_batches_count_against_the_bytes_of_their_key() -> None:
 def test_responses_of_one_key_never_evict_those_of_another() -> None:
     async def respond(rig: Rig, key: str) -> str:
         body = {"model": MODEL, "input": "hi"}
-        async with rig.client.post("/v1/responses", body, keyed(key)) as exchange:
-            return str((await exchange.json())["id"])
+        return str((await rig.client.post("/v1/responses", body, keyed(key))).json["id"])
 
     async def scene(rig: Rig) -> None:
         kept = await respond(rig, "a")
         others = [await respond(rig, "b") for _ in range(4)]
         found = []
         for key, response_id in (("a", kept), *(("b", each) for each in others)):
-            async with rig.client.get(f"/v1/responses/{response_id}", keyed(key)) as exchange:
-                found.append(await exchange.start())
+            exchange = await rig.client.get(f"/v1/responses/{response_id}", keyed(key))
+            found.append(exchange.status)
         assert found == [200, 404, 404, 200, 200]
 
     play(scene, Setting(keys=("a", "b"), responses=ResponseLimits(count=2)))
@@ -250,6 +243,5 @@ def test_responses_of_one_key_never_evict_those_of_another() -> None:
 
 @played()
 async def test_an_empty_file_is_rejected(rig: Rig) -> None:
-    async with upload(rig.client, a_form(b"")) as exchange:
-        error = (await exchange.json())["error"]
-    assert (exchange.status, error["param"]) == (400, "file")
+    exchange = await upload(rig.client, a_form(b""))
+    assert (exchange.status, exchange.json["error"]["param"]) == (400, "file")

@@ -46,8 +46,7 @@ async def leave_after(rig: Rig, seconds: float, headers: dict[str, str] = NAMED)
 
 
 async def read(rig: Rig, path: str, headers: dict[str, str] | None = None) -> bytes:
-    async with rig.client.get(path, headers) as exchange:
-        return await exchange.read()
+    return (await rig.client.get(path, headers)).content
 
 
 async def error_of(rig: Rig, path: str, headers: dict[str, str] | None = None) -> tuple[int, Any]:
@@ -70,8 +69,7 @@ async def test_the_events_of_every_stream_are_numbered(
     rig: Rig, path: str, body: dict[str, Any], headers: dict[str, str]
 ) -> None:
     asked = {"model": MODEL, "stream": True, **body}
-    async with rig.client.post(path, asked, headers) as exchange:
-        stream = await exchange.read()
+    stream = (await rig.client.post(path, asked, headers)).content
     assert numbers_of(stream) == list(range(stream.count(b"data: ")))
 
 
@@ -96,8 +94,7 @@ def test_a_post_with_the_last_event_goes_on_after_it() -> None:
     async def scene(rig: Rig) -> None:
         seen = await leave_after(rig, 6.5 * STEP)
         headers = NAMED | {"last-event-id": str(numbers_of(seen)[-1])}
-        async with rig.client.post(CHAT, chat(stream=True), headers) as exchange:
-            rest = await exchange.read()
+        rest = (await rig.client.post(CHAT, chat(stream=True), headers)).content
         assert await read(rig, "/v1/stream/talk-1") == seen + rest
 
     assert len(play(scene, LONG).ended) == 1
@@ -130,15 +127,11 @@ async def test_a_held_stream_belongs_to_its_key(rig: Rig) -> None:
     await leave_after(rig, 4.5 * STEP, NAMED | key("a"))
     for other in (key("b"), key("c")):
         assert (await error_of(rig, "/v1/stream/talk-1", other))[0] == 404
-        async with rig.client.get("/v1/streams", other) as exchange:
-            assert (await exchange.json())["data"] == []
-        async with rig.client.send("DELETE", "/v1/stream/talk-1", headers=other) as exchange:
-            assert await exchange.start() == 404
+        assert (await rig.client.get("/v1/streams", other)).json["data"] == []
+        assert (await rig.client.send("DELETE", "/v1/stream/talk-1", headers=other)).status == 404
     own = NAMED | key("b")
-    async with rig.client.post(CHAT, chat(stream=True), own) as exchange:
-        await exchange.read()
-    async with rig.client.get("/v1/streams", key("a")) as exchange:
-        (found,) = (await exchange.json())["data"]
+    await rig.client.post(CHAT, chat(stream=True), own)
+    (found,) = (await rig.client.get("/v1/streams", key("a"))).json["data"]
     assert (found["id"], found["status"]) == ("talk-1", "completed")
 
 
@@ -146,8 +139,7 @@ async def test_a_held_stream_belongs_to_its_key(rig: Rig) -> None:
 async def test_deleting_a_stream_ends_it_and_its_readers(rig: Rig) -> None:
     async with rig.client.post(CHAT, chat(stream=True), NAMED) as exchange:
         await asyncio.sleep(3.5 * STEP)
-        async with rig.client.send("DELETE", "/v1/stream/talk-1") as deletion:
-            assert (await deletion.json())["deleted"] is True
+        assert (await rig.client.send("DELETE", "/v1/stream/talk-1")).json["deleted"] is True
         *_, last = [event async for event in exchange.events()]
         assert last["error"]["code"] == "request_cancelled"
     await asyncio.sleep(STEP)
@@ -159,8 +151,7 @@ async def test_deleting_a_stream_ends_it_and_its_readers(rig: Rig) -> None:
 def test_a_new_request_of_a_conversation_ends_the_one_before() -> None:
     async def scene(rig: Rig) -> None:
         await leave_after(rig, 3.5 * STEP)
-        async with rig.client.post(CHAT, chat(stream=True), NAMED) as exchange:
-            again = [event async for event in exchange.events()]
+        again = (await rig.client.post(CHAT, chat(stream=True), NAMED)).events
         assert text_of(again) == "Second."
         events = numbers_of(await read(rig, "/v1/stream/talk-1"))
         assert len(events) == len("Second.") + 3
@@ -175,8 +166,7 @@ async def test_evicted_events_are_an_error_that_names_the_oldest(rig: Rig) -> No
     await asyncio.sleep(len(STORY) * STEP)
     status, error = await error_of(rig, "/v1/stream/talk-1", {"last-event-id": "0"})
     assert (status, error["code"]) == (410, "events_evicted")
-    async with rig.client.get("/v1/streams") as exchange:
-        (stream,) = (await exchange.json())["data"]
+    (stream,) = (await rig.client.get("/v1/streams")).json["data"]
     oldest = stream["oldest_event"]
     assert f"the id {oldest}," in error["message"]
     rest = await read(rig, "/v1/stream/talk-1", {"last-event-id": str(oldest - 1)})
@@ -199,13 +189,11 @@ async def test_the_rings_of_a_key_never_exceed_its_limit_and_ended_streams_leave
 async def test_nothing_is_kept_of_streams_whose_events_were_evicted(rig: Rig) -> None:
     for number in range(20):
         await leave_after(rig, 100 * STEP, {"x-conversation-id": f"talk-{number}"})
-        async with rig.client.get("/v1/streams") as exchange:
-            found = (await exchange.json())["data"]
+        found = (await rig.client.get("/v1/streams")).json["data"]
         assert 1 <= len(found) <= 5
         assert found[-1]["id"] == f"talk-{number}"
     assert (await error_of(rig, "/v1/stream/talk-0"))[0] == 404
-    async with rig.client.get("/v1/streams?conversation_id=talk-19") as exchange:
-        assert len((await exchange.json())["data"]) == 1
+    assert len((await rig.client.get("/v1/streams?conversation_id=talk-19")).json["data"]) == 1
 
 
 @played(Setting(rings=RingLimits(seconds=60)))
@@ -266,11 +254,9 @@ async def test_a_place_after_the_end_of_a_stream_is_its_end(rig: Rig) -> None:
 @played(Setting(texts=(STORY,), allowance=Allowance(max_concurrent=1)))
 async def test_a_stream_without_a_reader_counts_as_running(rig: Rig) -> None:
     await leave_after(rig, 3.5 * STEP)
-    async with rig.client.post(CHAT, chat()) as exchange:
-        assert await exchange.start() == 429
+    assert (await rig.client.post(CHAT, chat())).status == 429
     await asyncio.sleep(len(STORY) * STEP)
-    async with rig.client.post(CHAT, chat()) as exchange:
-        assert await exchange.start() == 200
+    assert (await rig.client.post(CHAT, chat())).status == 200
 
 
 @played(Setting(texts=("Hi",), step=5.0, pace=Pace(hold=1, ping=2, stall=60)))

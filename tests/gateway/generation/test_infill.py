@@ -26,9 +26,8 @@ INFILL = {"input_prefix": "a(", "input_suffix": ")b", "n_predict": 4}
 
 
 async def posted(rig: Rig, path: str, body: dict[str, Any]) -> tuple[int, Any]:
-    async with rig.client.post(path, body) as exchange:
-        reply = await exchange.json()
-    return exchange.status, reply
+    exchange = await rig.client.post(path, body)
+    return exchange.status, exchange.json
 
 
 @played(CODER)
@@ -82,8 +81,7 @@ async def test_infill_has_llama_cpps_shape(rig: Rig) -> None:
 @played(CODER)
 async def test_an_infill_streams_its_text_and_then_its_counts(rig: Rig) -> None:
     body = INFILL | {"stream": True, "n_predict": -1, "cache_prompt": True, "samplers": []}
-    async with rig.client.post("/infill", body) as exchange:
-        events = [event async for event in exchange.events()]
+    events = (await rig.client.post("/infill", body)).events
     assert "".join(event["content"] for event in events) == "Hello!"
     assert [event["stop"] for event in events] == [False] * (len(events) - 1) + [True]
     assert events[-1]["stop_type"] == "eos"

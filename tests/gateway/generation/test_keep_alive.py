@@ -79,16 +79,14 @@ async def test_progress_is_an_event_for_each_part_of_the_prompt(rig: Rig, path: 
     fields = {"stream": True, "return_progress": True}
     long = chat(messages=[{"role": "user", "content": "x" * 90}], **fields)
     body = long if path == CHAT else text(prompt="x" * 96, **fields)
-    async with rig.client.post(path, body) as exchange:
-        events = [event async for event in exchange.events()]
+    events = (await rig.client.post(path, body)).events
     total = len(rig.ended[0].spec.prompt)
     progress = [event["prompt_progress"] for event in events[:-1] if "prompt_progress" in event]
     assert [each["processed"] for each in progress] == [20, 40, 60, 80]
     assert [each["time_ms"] for each in progress] == [250, 500, 750, 1000]
     assert {(each["total"], each["cache"]) for each in progress} == {(total, 0)}
     assert "prompt_progress" not in events[len(progress)]
-    async with rig.client.post(path, body | {"return_progress": False}) as exchange:
-        plain = [event async for event in exchange.events()]
+    plain = (await rig.client.post(path, body | {"return_progress": False})).events
     assert len(plain) == len(events) - len(progress)
 
 
@@ -108,11 +106,9 @@ async def test_spaces_come_before_a_body_that_is_late(rig: Rig) -> None:
 async def test_an_error_after_spaces_is_a_body_of_a_200_and_one_before_has_its_status(
     rig: Rig,
 ) -> None:
-    async with rig.client.post(CHAT, chat(deadline_ms=3000)) as exchange:
-        error = await exchange.json()
-    assert (exchange.status, error["error"]["code"]) == (200, "deadline_exceeded")
-    async with rig.client.post(CHAT, chat(messages=[])) as exchange:
-        assert await exchange.start() == 400
+    exchange = await rig.client.post(CHAT, chat(deadline_ms=3000))
+    assert (exchange.status, exchange.json["error"]["code"]) == (200, "deadline_exceeded")
+    assert (await rig.client.post(CHAT, chat(messages=[]))).status == 400
 
 
 def test_a_client_that_leaves_between_spaces_ends_the_request() -> None:

@@ -15,8 +15,7 @@ async def reply_to(rig: Rig, path: str, body: dict[str, Any]) -> Any:
 
 
 async def chunks_of(rig: Rig, path: str, body: dict[str, Any]) -> list[Any]:
-    async with rig.client.post(path, {**body, "stream": True}) as exchange:
-        *chunks, done = [event async for event in exchange.events()]
+    *chunks, done = (await rig.client.post(path, {**body, "stream": True})).events
     assert done == "DONE"
     return chunks
 

@@ -7,7 +7,7 @@ import pytest
 from engine.request import ENDS_AT_ONCE, Abort, State
 from gateway.generation.choices import SPECS_AT_ONCE
 from gateway.web.middleware import ThreadWork
-from tests.gateway.rig import CHAT, STEP, TEXT, Rig, Setting, chat, play, text
+from tests.gateway.rig import CHAT, STEP, TEXT, Rig, Setting, chat, play, played, text
 
 LONG = "a long story " * 10
 MANY = 4 * ENDS_AT_ONCE
@@ -66,20 +66,18 @@ def test_many_requests_whose_deadline_passes_end_a_few_at_a_time() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_a_full_queue_has_no_room_for_is_not_built(stream: bool) -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(TEXT, many(), key("a")):
-            await asyncio.sleep(0.5 * STEP)
-            before = rig.engine.scheduler.arrivals.queue.next_request_id
-            async with rig.client.post(TEXT, many(stream=stream), key("a")) as second:
-                assert (await second.json())["error"]["code"] == "overloaded"
-                assert second.status == 503
-            assert rig.engine.scheduler.arrivals.queue.next_request_id == before
-            async with rig.client.post(CHAT, chat(max_tokens=1), key("b")) as other:
-                await asyncio.sleep(0)
-                assert await other.start() == 200, "a client with less than its share"
-
-    play(scene, QUEUE)
+@played(QUEUE)
+async def test_what_a_full_queue_has_no_room_for_is_not_built(rig: Rig, stream: bool) -> None:
+    async with rig.client.post(TEXT, many(), key("a")):
+        await asyncio.sleep(0.5 * STEP)
+        before = rig.engine.scheduler.arrivals.queue.next_request_id
+        async with rig.client.post(TEXT, many(stream=stream), key("a")) as second:
+            assert (await second.json())["error"]["code"] == "overloaded"
+            assert second.status == 503
+        assert rig.engine.scheduler.arrivals.queue.next_request_id == before
+        async with rig.client.post(CHAT, chat(max_tokens=1), key("b")) as other:
+            await asyncio.sleep(0)
+            assert await other.start() == 200, "a client with less than its share"
 
 
 @pytest.mark.parametrize("has_others", [False, True])

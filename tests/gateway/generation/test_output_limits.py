@@ -48,8 +48,7 @@ def test_an_output_of_allowed_tokens_ends_only_with_an_allowed_end_token(
     token_ids: list[int], never_ends: bool
 ) -> None:
     async def scene(rig: Rig) -> None:
-        async with rig.client.post(CHAT, chat(allowed_token_ids=token_ids)) as exchange:
-            await exchange.read()
+        exchange = await rig.client.post(CHAT, chat(allowed_token_ids=token_ids))
         assert exchange.status == 200
 
     (request,) = play(scene).ended
@@ -78,9 +77,8 @@ async def test_the_error_names_the_field(
     rig: Rig, path: str, fields: dict[str, Any], param: str
 ) -> None:
     body = chat(**fields) if path == CHAT else text(**fields)
-    async with rig.client.post(path, body) as exchange:
-        error = (await exchange.json())["error"]
-    assert (exchange.status, error["param"]) == (400, param)
+    exchange = await rig.client.post(path, body)
+    assert (exchange.status, exchange.json["error"]["param"]) == (400, param)
 
 
 def test_sixteen_stop_strings_are_allowed() -> None:
@@ -95,8 +93,7 @@ def test_sixteen_stop_strings_are_allowed() -> None:
 def test_a_prompt_is_truncated_to_its_last_tokens(keep: int | None, expected: str) -> None:
     async def scene(rig: Rig) -> None:
         body = text(prompt=["abcxyz"] * 2, truncate_prompt_tokens=keep, n=2)
-        async with rig.client.post(TEXT, body) as exchange:
-            usage = (await exchange.json())["usage"]
+        usage = (await rig.client.post(TEXT, body)).json["usage"]
         assert usage["prompt_tokens"] == 2 * len(expected)
 
     for request in play(scene).ended:

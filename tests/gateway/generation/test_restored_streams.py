@@ -187,18 +187,15 @@ def test_a_stream_that_had_ended_is_read_again_and_not_computed_again(
 def test_what_was_deleted_or_cancelled_does_not_run_again(tmp_path: Path) -> None:
     async def first(rig: Rig) -> None:
         await begin(rig, CHAT, {"messages": USER}, 5.5 * STEP)
-        async with rig.client.send("DELETE", "/v1/stream/talk") as exchange:
-            assert await exchange.start() == 200
+        assert (await rig.client.send("DELETE", "/v1/stream/talk")).status == 200
         body = {"input": "hi", "background": True}
         place, _ = await begin(rig, "/v1/responses", body, 5.5 * STEP)
-        async with rig.client.post(f"{place.partition('?')[0]}/cancel", {}) as exchange:
-            assert await exchange.start() == 200
+        assert (await rig.client.post(f"{place.partition('?')[0]}/cancel", {})).status == 200
         await asyncio.sleep(STEP)
 
     async def restored(rig: Rig) -> None:
         await asyncio.sleep(10 * STEP)
-        async with rig.client.get("/v1/stream/talk") as exchange:
-            assert await exchange.start() == 404
+        assert (await rig.client.get("/v1/stream/talk")).status == 404
 
     play_until_killed(first, setting(tmp_path / "store"))
     assert play(restored, setting(tmp_path / "store")).ended == []
@@ -211,8 +208,7 @@ def test_a_record_that_cannot_run_again_is_dropped_and_the_server_starts(
         await begin(rig, CHAT, {"messages": USER}, 5.5 * STEP)
 
     async def restored(rig: Rig) -> None:
-        async with rig.client.get("/v1/stream/talk", {"x-api-key": "another"}) as exchange:
-            assert await exchange.start() == 404
+        assert (await rig.client.get("/v1/stream/talk", {"x-api-key": "another"})).status == 404
         assert await rig.service.store.journal.running() == []
 
     play_until_killed(first, setting(tmp_path / "store", keys=()))
@@ -267,10 +263,8 @@ def test_a_restored_stream_belongs_to_its_key_and_waits_for_room(tmp_path: Path)
         for response_id, key in places.items():
             path = f"/v1/responses/{response_id}"
             other = {"a": "b", "b": "a"}[key]
-            async with rig.client.get(path, {"x-api-key": other}) as exchange:
-                assert await exchange.start() == 404
-            async with rig.client.get(path, {"x-api-key": key}) as exchange:
-                assert (await exchange.json())["status"] == "completed"
+            assert (await rig.client.get(path, {"x-api-key": other})).status == 404
+            assert (await rig.client.get(path, {"x-api-key": key})).json["status"] == "completed"
 
     play_until_killed(first, of)
     play(restored, replace(of, max_queue_requests=1, max_batch_size=1))
@@ -280,10 +274,9 @@ def test_nothing_is_journalled_where_the_store_is_in_memory_or_the_stream_is_not
     tmp_path: Path,
 ) -> None:
     async def scene(rig: Rig) -> None:
-        async with rig.client.post(
+        await rig.client.post(
             CHAT, {"model": MODEL, "messages": USER, "stream": True}, {"idempotency-key": "x"}
-        ) as exchange:
-            await exchange.read()
+        )
         assert await rig.service.store.journal.ended(rig.service.unix_now()) == []
 
     play(scene, setting(tmp_path / "store"))
@@ -293,12 +286,11 @@ def test_the_journal_forgets_old_streams_and_keeps_to_its_limit(tmp_path: Path) 
     async def scene(rig: Rig) -> None:
         journal, names = rig.service.store.journal, ("one", "two", "three")
         for name in names:
-            async with rig.client.post(
+            await rig.client.post(
                 CHAT,
                 {"model": MODEL, "messages": USER, "stream": True},
                 {"x-conversation-id": name},
-            ) as exchange:
-                await exchange.read()
+            )
         kept = [ended.record.names for ended in await journal.ended(rig.service.unix_now())]
         assert kept == [["three"]]
         await asyncio.sleep(61)

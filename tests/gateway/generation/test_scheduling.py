@@ -34,10 +34,8 @@ def test_service_tiers_are_priorities_and_are_echoed(
     fields: dict[str, Any], priority: int, tier: str
 ) -> None:
     async def scene(rig: Rig) -> None:
-        async with rig.client.post(CHAT, chat(**fields)) as exchange:
-            assert (await exchange.json())["service_tier"] == tier
-        async with rig.client.post(CHAT, chat(stream=True, **fields)) as exchange:
-            *chunks, _ = [event async for event in exchange.events()]
+        assert (await rig.client.post(CHAT, chat(**fields))).json["service_tier"] == tier
+        *chunks, _ = (await rig.client.post(CHAT, chat(stream=True, **fields))).events
         assert {chunk["service_tier"] for chunk in chunks} == {tier}
 
     assert {request.spec.priority for request in play(scene).ended} == {priority}
@@ -46,8 +44,7 @@ def test_service_tiers_are_priorities_and_are_echoed(
 def test_the_priority_policy_orders_requests_by_tier() -> None:
     async def scene(rig: Rig) -> None:
         async def ask(tier: str) -> None:
-            async with rig.client.post(CHAT, chat(service_tier=tier)) as exchange:
-                await exchange.json()
+            await rig.client.post(CHAT, chat(service_tier=tier))
 
         await asyncio.gather(*map(ask, ("flex", "default", "priority")))
 
@@ -59,9 +56,8 @@ def test_the_priority_policy_orders_requests_by_tier() -> None:
 @pytest.mark.parametrize(("path", "body"), [(CHAT, chat()), (TEXT, text())])
 def test_every_policy_accepts_every_field(policy: str, path: str, body: dict[str, Any]) -> None:
     async def scene(rig: Rig) -> None:
-        async with rig.client.post(path, body | EVERYTHING) as exchange:
-            reply = await exchange.json()
-        assert exchange.status == 200, reply
+        exchange = await rig.client.post(path, body | EVERYTHING)
+        assert exchange.status == 200, exchange.json
 
     (request,) = play(scene, Setting(policy=policy)).ended
     ask = request.spec
@@ -72,8 +68,7 @@ def test_the_tenant_name_does_not_reveal_the_api_key() -> None:
     async def scene(rig: Rig) -> None:
         for key in ("secret-1", "secret-2", "secret-1"):
             bearer = {"authorization": f"Bearer {key}"}
-            async with rig.client.post(CHAT, chat(), bearer) as exchange:
-                await exchange.json()
+            await rig.client.post(CHAT, chat(), bearer)
 
     ended = play(scene, Setting(keys=("secret-1", "secret-2"))).ended
     first, second, third = (request.spec.tenant for request in ended)
@@ -85,8 +80,7 @@ def test_the_tenant_name_does_not_reveal_the_api_key() -> None:
 def test_without_keys_all_requests_have_one_tenant() -> None:
     async def scene(rig: Rig) -> None:
         bearer = {"authorization": "Bearer anything"}
-        async with rig.client.post(CHAT, chat(), bearer) as exchange:
-            await exchange.json()
+        await rig.client.post(CHAT, chat(), bearer)
 
     assert [request.spec.tenant for request in play(scene).ended] == [""]
 
@@ -123,8 +117,7 @@ async def test_a_deadline_during_a_stream_is_its_last_event(rig: Rig) -> None:
     assert "".join(said) == "He"
     assert last["error"]["code"] == "deadline_exceeded"
     await asyncio.sleep(STEP)  # its last iteration returns
-    async with rig.client.get("/metrics") as exchange:
-        lines = (await exchange.read()).decode().splitlines()
+    lines = (await rig.client.get("/metrics")).content.decode().splitlines()
     assert 'podway_requests_total{outcome="expired"} 1.0' in lines
     assert 'podway_aborts_total{reason="deadline"} 1.0' in lines
 

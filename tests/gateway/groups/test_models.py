@@ -9,6 +9,7 @@ from tests.gateway.forms import a_line, ended, lines_of, started
 from tests.gateway.groups.rig import Fleet, Model, play, played
 from tests.gateway.rig import CHAT, MODEL, STEP, TEXT, Rig, chat
 from tests.gateway.rig import play as play_one
+from tests.gateway.scenes import plays
 from tests.wire.asgi import Exchange
 
 TWO_FIT = ServerTerms(memory=2)
@@ -16,9 +17,8 @@ LONG = "The quick brown fox jumps over the lazy dog."
 
 
 async def ask(fleet: Fleet, model: str) -> tuple[int, Any]:
-    async with fleet.client.post(CHAT, chat(model=model)) as exchange:
-        body = await exchange.json()
-    return exchange.status, body
+    exchange = await fleet.client.post(CHAT, chat(model=model))
+    return exchange.status, exchange.json
 
 
 async def stream(fleet: Fleet, model: str, num_tokens: int) -> str:
@@ -109,9 +109,8 @@ def test_the_memory_bound_holds_at_every_moment() -> None:
 
 @played(Model("a"), Model("slow", load_seconds=100.0), terms=ServerTerms(max_load_wait=60))
 async def test_a_load_that_would_take_too_long_is_a_503_with_the_forecast(fleet: Fleet) -> None:
-    async with fleet.client.post(CHAT, chat(model="slow")) as exchange:
-        body = await exchange.json()
-    assert (exchange.status, body["error"]["code"]) == (503, "unavailable")
+    exchange = await fleet.client.post(CHAT, chat(model="slow"))
+    assert (exchange.status, exchange.json["error"]["code"]) == (503, "unavailable")
     assert exchange.headers["retry-after"] == "100"
     await asyncio.sleep(float(exchange.headers["retry-after"]))
     assert (await ask(fleet, "slow"))[0] == 200
@@ -122,8 +121,7 @@ def test_a_failed_load_is_only_that_models() -> None:
         (bad, error), (good, _) = await asyncio.gather(ask(fleet, "bad"), ask(fleet, "good"))
         assert (bad, good) == (503, 200)
         assert "the disk is on fire" in error["error"]["message"]
-        async with fleet.client.get("/v1/models/bad") as exchange:
-            status = (await exchange.json())["status"]
+        status = (await fleet.client.get("/v1/models/bad")).json["status"]
         assert status == {"value": "failed", "error": "the disk is on fire"}
         assert (await ask(fleet, "bad"))[0] == 503  # without another try
         await asyncio.sleep(RETRY_SECONDS)
@@ -190,8 +188,7 @@ def test_tokens_are_those_of_the_named_model(path: str) -> None:
             if path == "/tokenize"
             else {"model": "b", "tokens": [97]}
         )
-        async with fleet.client.post(path, fields) as exchange:
-            await exchange.json()
+        exchange = await fleet.client.post(path, fields)
         assert exchange.status == 200
 
     assert play(scene, Model("a"), Model("b")).loads == ["b"]
@@ -249,8 +246,7 @@ def test_a_forecast_counts_the_loads_that_come_first() -> None:
     async def scene(fleet: Fleet) -> None:
         others = [asyncio.create_task(ask(fleet, name)) for name in "ab"]
         await asyncio.sleep(1.0)
-        async with fleet.client.post(CHAT, chat(model="c")) as exchange:
-            await exchange.read()
+        exchange = await fleet.client.post(CHAT, chat(model="c"))
         assert exchange.status == 503
         assert exchange.headers["retry-after"] == str(20 + 20 + 20 - 1)
         await asyncio.sleep(59.0)
@@ -276,15 +272,13 @@ async def test_lines_of_a_batch_load_their_models(fleet: Fleet) -> None:
 @played(Model("a"), Model("b"))
 async def test_a_response_in_the_background_keeps_its_model_loaded(fleet: Fleet) -> None:
     body = {"model": "a", "input": "hi", "background": True}
-    async with fleet.client.post("/v1/responses", body) as exchange:
-        response = await exchange.json()
+    response = (await fleet.client.post("/v1/responses", body)).json
     await asyncio.sleep(2 * STEP)
     fleet.groups.begin_unload(fleet.group("a"))
     await asyncio.sleep(STEP)
     assert fleet.group("a").status is Status.UNLOADING
     await asyncio.sleep(20 * STEP)
-    async with fleet.client.get(f"/v1/responses/{response['id']}") as exchange:
-        assert (await exchange.json())["status"] == "completed"
+    assert (await fleet.client.get(f"/v1/responses/{response['id']}")).json["status"] == "completed"
     assert fleet.group("a").status is Status.UNLOADED
 
 
@@ -295,20 +289,17 @@ async def test_a_model_without_autoload_waits_for_an_operator(fleet: Fleet) -> N
     assert "/models/load" in body["error"]["message"]
 
 
-def test_the_only_model_is_not_unloaded_by_name() -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post("/models/unload", {"model": MODEL}) as exchange:
-            assert (await exchange.json())["error"]["code"] == "unsupported_model"
-
-    play_one(scene)
+@plays(play_one)
+async def test_the_only_model_is_not_unloaded_by_name(rig: Rig) -> None:
+    async with rig.client.post("/models/unload", {"model": MODEL}) as exchange:
+        assert (await exchange.json())["error"]["code"] == "unsupported_model"
 
 
 @played(Model("a"), Model("b"))
 async def test_metrics_have_the_models_name(fleet: Fleet) -> None:
     await ask(fleet, "a")
     await ask(fleet, "b")
-    async with fleet.client.get("/metrics") as exchange:
-        lines = (await exchange.read()).decode().splitlines()
+    lines = (await fleet.client.get("/metrics")).content.decode().splitlines()
     for name in "ab":
         assert f'podway_output_tokens_total{{model_name="{name}"}} 7.0' in lines
     assert any(line.startswith("podway_http_requests_total{method=") for line in lines)

@@ -26,8 +26,7 @@ def test_a_body_or_an_image_that_is_too_large_is_refused_as_such() -> None:
         assert error["code"] == "request_too_large"
         error = await error_of(rig, CHAT, ask(image(b"x" * 1100)))
         assert error["message"].endswith("has more than 0 MiB.")
-        async with upload(rig.client, a_form(b"x" * 1100, {"purpose": "vision"})) as exchange:
-            file = await exchange.json()
+        file = (await upload(rig.client, a_form(b"x" * 1100, {"purpose": "vision"}))).json
         part = {"type": "image_url", "image_url": {"file_id": file["id"]}}
         assert (await error_of(rig, CHAT, ask(part)))["param"] == "messages[0].content[0].image_url"
         assert not seen(rig)
@@ -39,8 +38,7 @@ def test_a_body_or_an_image_that_is_too_large_is_refused_as_such() -> None:
 def test_uploaded_files_are_images_for_their_owner_only() -> None:
     async def scene(rig: Rig) -> None:
         keys = {"authorization": "Bearer one"}, {"authorization": "Bearer two"}
-        async with upload(rig.client, a_form(RED, {"purpose": "vision"}), keys[0]) as exchange:
-            file = await exchange.json()
+        file = (await upload(rig.client, a_form(RED, {"purpose": "vision"}), keys[0])).json
         part = {"type": "image_url", "image_url": {"file_id": file["id"]}}
         item = {"type": "input_image", "file_id": file["id"]}
         bodies = [
@@ -72,73 +70,65 @@ BAD_URLS = {
 
 
 @pytest.mark.parametrize("url", BAD_URLS)
-def test_a_bad_image_is_refused_by_the_name_of_its_field(url: str) -> None:
-    async def scene(rig: Rig) -> None:
-        part = {"type": "image_url", "image_url": {"url": url}}
-        error = await error_of(rig, CHAT, ask(text("a"), image(RED), part))
-        field = "messages[0].content[2].image_url"
-        assert error["param"] == field
-        assert error["message"].startswith(f"The image in '{field}' {BAD_URLS[url]}")
-        item = {"type": "input_image", "image_url": url}
-        body = {"model": MODEL, "input": [{"role": "user", "content": [item]}]}
-        error = await error_of(rig, RESPONSES, body)
-        assert error["param"] == "input[0].content[0]"
-        if url.startswith("data:image/png;base64,"):
-            return
-        block = {"type": "image", "source": {"type": "url", "url": url}}
-        turns = [{"role": "user", "content": [block]}]
-        error = await error_of(rig, MESSAGES, {"model": MODEL, "max_tokens": 9, "messages": turns})
-        assert "'messages[0].content[0].source'" in error["message"]
-
-    play(scene, Setting(decoder=ScriptedDecoder()))
+@played(Setting(decoder=ScriptedDecoder()))
+async def test_a_bad_image_is_refused_by_the_name_of_its_field(rig: Rig, url: str) -> None:
+    part = {"type": "image_url", "image_url": {"url": url}}
+    error = await error_of(rig, CHAT, ask(text("a"), image(RED), part))
+    field = "messages[0].content[2].image_url"
+    assert error["param"] == field
+    assert error["message"].startswith(f"The image in '{field}' {BAD_URLS[url]}")
+    item = {"type": "input_image", "image_url": url}
+    body = {"model": MODEL, "input": [{"role": "user", "content": [item]}]}
+    error = await error_of(rig, RESPONSES, body)
+    assert error["param"] == "input[0].content[0]"
+    if url.startswith("data:image/png;base64,"):
+        return
+    block = {"type": "image", "source": {"type": "url", "url": url}}
+    turns = [{"role": "user", "content": [block]}]
+    error = await error_of(rig, MESSAGES, {"model": MODEL, "max_tokens": 9, "messages": turns})
+    assert "'messages[0].content[0].source'" in error["message"]
 
 
-def test_an_image_that_cannot_be_decoded_now_may_be_sent_again() -> None:
-    async def scene(rig: Rig) -> None:
-        error = await error_of(rig, CHAT, ask(image(LOST)), status=503)
-        assert error["message"].startswith(
-            "The image in 'messages[0].content[0].image_url' cannot be read now: "
-        )
-
-    play(scene, Setting(decoder=ScriptedDecoder()))
+@played(Setting(decoder=ScriptedDecoder()))
+async def test_an_image_that_cannot_be_decoded_now_may_be_sent_again(rig: Rig) -> None:
+    error = await error_of(rig, CHAT, ask(image(LOST)), status=503)
+    assert error["message"].startswith(
+        "The image in 'messages[0].content[0].image_url' cannot be read now: "
+    )
 
 
-def test_images_are_counted_before_any_is_decoded() -> None:
-    async def scene(rig: Rig) -> None:
-        error = await error_of(rig, CHAT, ask(*[image(RED)] * 100))
-        assert error["message"] == "A request may have at most 64 images, but got 100."
-        assert error["param"] == "messages[0].content[64].image_url"
-        assert not seen(rig)
-
-    play(scene, Setting(decoder=ScriptedDecoder()))
+@played(Setting(decoder=ScriptedDecoder()))
+async def test_images_are_counted_before_any_is_decoded(rig: Rig) -> None:
+    error = await error_of(rig, CHAT, ask(*[image(RED)] * 100))
+    assert error["message"] == "A request may have at most 64 images, but got 100."
+    assert error["param"] == "messages[0].content[64].image_url"
+    assert not seen(rig)
 
 
-def test_images_with_more_tokens_than_the_context_are_refused_as_they_are_counted() -> None:
-    async def scene(rig: Rig) -> None:
-        parts = [image(bytes([number])) for number in range(60)]
-        error = await error_of(rig, CHAT, ask(*parts))
-        assert error["code"] == "context_length_exceeded"
-        assert len(seen(rig)) == 11
+@played(Setting(decoder=ScriptedDecoder(), context=30))
+async def test_images_with_more_tokens_than_the_context_are_refused_as_they_are_counted(
+    rig: Rig,
+) -> None:
+    parts = [image(bytes([number])) for number in range(60)]
+    error = await error_of(rig, CHAT, ask(*parts))
+    assert error["code"] == "context_length_exceeded"
+    assert len(seen(rig)) == 11
 
-    play(scene, Setting(decoder=ScriptedDecoder(), context=30))
 
-
-def test_only_users_and_tools_send_images_and_files_are_refused_by_name() -> None:
-    async def scene(rig: Rig) -> None:
-        for role in ("system", "assistant", "developer"):
-            error = await error_of(rig, CHAT, ask(image(RED), role=role))
-            assert "Only text input is supported" in error["message"]
-        file = {"type": "file", "file": {"file_data": "data:application/pdf;base64,"}}
-        error = await error_of(rig, CHAT, ask(file))
-        assert "Files such as PDFs are not read" in error["message"]
-        item = {"type": "input_file", "file_id": "file-1"}
-        body = {"model": MODEL, "input": [{"role": "user", "content": [item]}]}
-        assert "PDFs are not read" in (await error_of(rig, RESPONSES, body))["message"]
-        for source in ({}, {"url": "x", "file_id": "y"}):
-            error = await error_of(rig, CHAT, ask({"type": "image_url", "image_url": source}))
-            assert "expected either a 'url' or a 'file_id'" in error["message"]
-
-    play(scene, Setting(decoder=ScriptedDecoder()))
+@played(Setting(decoder=ScriptedDecoder()))
+async def test_only_users_and_tools_send_images_and_files_are_refused_by_name(rig: Rig) -> None:
+    for role in ("system", "assistant", "developer"):
+        error = await error_of(rig, CHAT, ask(image(RED), role=role))
+        assert "Only text input is supported" in error["message"]
+    file = {"type": "file", "file": {"file_data": "data:application/pdf;base64,"}}
+    error = await error_of(rig, CHAT, ask(file))
+    assert "Files such as PDFs are not read" in error["message"]
+    item = {"type": "input_file", "file_id": "file-1"}
+    body = {"model": MODEL, "input": [{"role": "user", "content": [item]}]}
+    assert "PDFs are not read" in (await error_of(rig, RESPONSES, body))["message"]
+    for source in ({}, {"url": "x", "file_id": "y"}):
+        error = await error_of(rig, CHAT, ask({"type": "image_url", "image_url": source}))
+        assert "expected either a 'url' or a 'file_id'" in error["message"]
 
 
 @played()
@@ -156,13 +146,11 @@ async def test_a_model_that_reads_text_only_says_so(rig: Rig) -> None:
         assert error["message"].startswith("'messages[0].content[0].source' is an image")
 
 
-def test_a_template_without_images_is_named_instead_of_dropping_them() -> None:
-    async def scene(rig: Rig) -> None:
-        body = {**ask(image(RED)), "chat_template": "{% for m in messages %}x{% endfor %}"}
-        error = await error_of(rig, CHAT, body)
-        assert "template writes 0 of the 1 images" in error["message"]
-
-    play(scene, Setting(step=0.001, decoder=ScriptedDecoder()), run=asyncio.run)
+@played(Setting(step=0.001, decoder=ScriptedDecoder()), run=asyncio.run)
+async def test_a_template_without_images_is_named_instead_of_dropping_them(rig: Rig) -> None:
+    body = {**ask(image(RED)), "chat_template": "{% for m in messages %}x{% endfor %}"}
+    error = await error_of(rig, CHAT, body)
+    assert "template writes 0 of the 1 images" in error["message"]
 
 
 def test_another_prefix_domain_does_not_find_what_was_decoded() -> None:

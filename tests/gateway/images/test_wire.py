@@ -138,8 +138,7 @@ def test_a_response_that_continues_another_one_has_its_images() -> None:
         first = await answer_of(rig, RESPONSES, body)
         again = {"model": MODEL, "input": "more", "previous_response_id": first["id"]}
         await answer_of(rig, RESPONSES, again)
-        async with rig.client.get(f"{RESPONSES}/{first['id']}/input_items") as exchange:
-            items = (await exchange.json())["data"]
+        items = (await rig.client.get(f"{RESPONSES}/{first['id']}/input_items")).json["data"]
         assert items[0]["content"][0] == {**item, "file_id": None, "detail": "auto"}
 
     rig = play(scene, Setting(decoder=ScriptedDecoder()))

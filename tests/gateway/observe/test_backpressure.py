@@ -90,8 +90,7 @@ def test_streams_of_a_busy_loop_carry_several_tokens_an_event() -> None:
 
     async def scene(rig: Rig) -> None:
         rig.service.watch.gap = 1.0
-        async with rig.client.post(CHAT, chat(stream=True)) as exchange:
-            events = [event async for event in exchange.events()]
+        events = (await rig.client.post(CHAT, chat(stream=True))).events
         pieces = [e["choices"][0]["delta"].get("content", "") for e in events[:-1]]
         assert "".join(pieces) == text
         assert max(map(len, pieces)) == 4

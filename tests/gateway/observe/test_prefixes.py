@@ -31,11 +31,9 @@ class Explained:
         self._number += 1
         headers = self._headers | {"x-request-id": f"r{self._number}"}
         body = chat(messages=list(messages), **fields)
-        async with self._rig.client.post(CHAT, body, headers) as exchange:
-            await exchange.json()
+        await self._rig.client.post(CHAT, body, headers)
         path = f"/v1/requests/r{self._number}/timeline"
-        async with self._rig.client.get(path, self._headers) as exchange:
-            timeline = await exchange.json()
+        timeline = (await self._rig.client.get(path, self._headers)).json
         return timeline["choices"][0]["prefix"], timeline["explanation"]
 
 

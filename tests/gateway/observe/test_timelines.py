@@ -11,16 +11,14 @@ from tests.gateway.rig import STEP, TEXT, Rig, Setting, play, played, text
 
 async def timeline(rig: Rig, request_id: str, **headers: str) -> Any:
     """The status and body of a request's timeline."""
-    async with rig.client.get(f"/v1/requests/{request_id}/timeline", headers) as exchange:
-        body = await exchange.json()
-    return exchange.status, body
+    exchange = await rig.client.get(f"/v1/requests/{request_id}/timeline", headers)
+    return exchange.status, exchange.json
 
 
 async def complete(rig: Rig, request_id: str, prompt: str, max_tokens: int, **fields: Any) -> None:
     """A whole text completion under this request id."""
     body = text(prompt=prompt, max_tokens=max_tokens, ignore_eos=True, **fields)
-    async with rig.client.post(TEXT, body, {"x-request-id": request_id}) as exchange:
-        await exchange.json()
+    exchange = await rig.client.post(TEXT, body, {"x-request-id": request_id})
     assert exchange.status == 200
 
 

@@ -82,8 +82,7 @@ def traced(collector: Collector, **headers: str) -> None:
         object.__setattr__(rig.service, "traces", exporter)
         rig.service.timelines.report_to(exporter)
         body = text(prompt="abcd", max_tokens=3, ignore_eos=True)
-        async with rig.client.post(TEXT, body, {"x-request-id": "one", **headers}) as exchange:
-            await exchange.json()
+        await rig.client.post(TEXT, body, {"x-request-id": "one", **headers})
         exporter.close()
 
     play(scene, Setting())
@@ -122,8 +121,7 @@ def test_times_in_which_the_client_did_not_read_are_children(
         wait = Wait(began=0.5, seconds=2.0)
         if not is_late:
             rig.service.timelines.reader_waits.add("slow", wait)
-        async with rig.client.post(TEXT, text(), {"x-request-id": "slow"}) as exchange:
-            await exchange.json()
+        await rig.client.post(TEXT, text(), {"x-request-id": "slow"})
         if is_late:  # the response went on after the engine's last token
             rig.service.timelines.reader_waits.add("slow", wait)
         exporter.close()
@@ -147,8 +145,7 @@ def test_a_slow_collector_costs_traces_and_nothing_else(
         rig.service.timelines.report_to(exporter)
         collector.gate.clear()
         for _ in range(10):
-            async with rig.client.post(TEXT, text(prompt="a", max_tokens=1)) as exchange:
-                await exchange.json()
+            exchange = await rig.client.post(TEXT, text(prompt="a", max_tokens=1))
             assert exchange.status == 200
         assert metrics.num_dropped_traces >= 7  # 2 wait, at most 1 is being exported
         collector.gate.set()

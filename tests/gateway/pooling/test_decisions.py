@@ -14,6 +14,7 @@ from openai.types import Decision
 
 from engine.pooling import PoolingReport
 from engine.step import Fault, Step, StepResult
+from tests.gateway.answers import answer_to
 from tests.gateway.rig import CONTEXT, MODEL, STEP, Rig, Setting, play, played
 from tests.gateway.scripted_model import END, ScoringExecutor
 
@@ -36,18 +37,10 @@ USER = {"role": "user", "content": "hi"}
 
 def asked(path: str = PATH, setting: Setting = LONG, **fields: Any) -> tuple[int, Any, Rig]:
     """Status, JSON and rig of one request; `model` is the rig's."""
-    found: list[tuple[int, Any]] = []
-
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(path, {"model": MODEL, **fields}) as exchange:
-            body = await exchange.json()
-            found.append((exchange.status, body))
-
-    rig = play(scene, setting)
-    status, body = found[0]
-    if (path, status) == (PATH, 200):
-        Decision.model_validate(body)  # as the official client reads it
-    return status, body, rig
+    found = answer_to(path, {"model": MODEL, **fields}, setting)
+    if (path, found.status) == (PATH, 200):
+        Decision.model_validate(found.json)  # as the official client reads it
+    return found.status, found.json, found.rig
 
 
 def decide(*questions: Any, given: Any = "hi", setting: Setting = LONG) -> tuple[int, Any, Rig]:
@@ -116,8 +109,7 @@ async def test_all_questions_share_the_input_and_an_iteration(rig: Rig) -> None:
     given = "word " * 300
     questions = [{**PICK, "instructions": f"{n:02}?"} for n in range(60)]
     fields = {"model": MODEL, "input": given, "questions": questions}
-    async with rig.client.post(PATH, fields) as exchange:
-        body = await exchange.json()
+    body = (await rig.client.post(PATH, fields)).json
     usage = body["usage"]
     shared, tail = len(f"user:{given}\n\n"), len(rig.ended[-1].spec.prompt)
     assert usage["input_tokens"] == shared + 60 * (tail - shared)
@@ -130,8 +122,7 @@ async def test_all_questions_share_the_input_and_an_iteration(rig: Rig) -> None:
     most = rig.engine.scheduler.settings.max_batch_tokens
     num_iterations = -(-shared // most) + -(-60 * (tail - shared) // most)
     assert rig.metrics.num_iterations <= num_iterations
-    async with rig.client.post(PATH, fields) as exchange:
-        again = await exchange.json()
+    again = (await rig.client.post(PATH, fields)).json
     assert again["answers"] == body["answers"]
     details = again["usage"]["input_tokens_details"]  # a token of each request is computed again
     assert details["cached_tokens"] == usage["input_tokens"] - 61

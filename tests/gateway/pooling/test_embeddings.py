@@ -12,7 +12,7 @@ import pytest
 
 from engine.pooling import PoolingReport
 from tests.gateway.answers import answer_to
-from tests.gateway.rig import CHAT, CONTEXT, MODEL, STEP, Rig, Setting, chat, play, played
+from tests.gateway.rig import CHAT, CONTEXT, MODEL, STEP, Rig, Setting, chat, played
 
 PATH = "/v1/embeddings"
 EMBEDS = Setting(pooling=PoolingReport("embed", "last", 4, dimensions=()))
@@ -24,15 +24,8 @@ AB = [2.0, 97.0, 98.0, 98.0]
 
 def answer(setting: Setting = EMBEDS, **fields: Any) -> Any:
     """Status and JSON of one embedding request; `model` is the rig's."""
-    found: list[tuple[int, Any]] = []
-
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(PATH, {"model": MODEL, **fields}) as exchange:
-            body = await exchange.json()
-            found.append((exchange.status, body))
-
-    play(scene, setting)
-    return found[0]
+    found = answer_to(PATH, {"model": MODEL, **fields}, setting)
+    return found.status, found.json
 
 
 @pytest.mark.parametrize(
@@ -131,8 +124,7 @@ async def test_a_model_for_embeddings_rejects_chat_and_names_its_endpoints(rig: 
         error = (await exchange.json())["error"]
     assert (exchange.status, error["code"]) == (400, "unsupported_model")
     assert "/v1/embeddings" in error["message"]
-    async with rig.client.get("/v1/models") as exchange:
-        assert (await exchange.json())["data"][0]["task"] == "embed"
+    assert (await rig.client.get("/v1/models")).json["data"][0]["task"] == "embed"
 
 
 @played(EMBEDS)
@@ -140,8 +132,7 @@ async def test_all_inputs_of_a_request_share_an_iteration_and_are_logged_and_cou
     rig: Rig,
 ) -> None:
     began = rig.service.clock()
-    async with rig.client.post(PATH, {"model": MODEL, "input": ["ab"] * 8}) as exchange:
-        await exchange.json()
+    exchange = await rig.client.post(PATH, {"model": MODEL, "input": ["ab"] * 8})
     assert rig.service.clock() - began == STEP
     (count,) = rig.service.request_log.requests.items()
     assert count == ((PATH, "POST", 200), 1)
@@ -149,8 +140,7 @@ async def test_all_inputs_of_a_request_share_an_iteration_and_are_logged_and_cou
     assert rig.metrics.num_output_tokens == 0
     assert rig.metrics.requests.outcomes["finished"] == 8
     request_id = exchange.headers["x-request-id"]
-    async with rig.client.get(f"/v1/requests/{request_id}/timeline") as exchange:
-        choices = (await exchange.json())["choices"]
+    choices = (await rig.client.get(f"/v1/requests/{request_id}/timeline")).json["choices"]
     phases = [span["phase"] for span in choices[0]["spans"]]
     assert (len(choices), phases) == (8, ["queued", "prefill"])
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from engine.pooling import PoolingReport
+from tests.gateway.answers import answer_to
 from tests.gateway.rig import MODEL, Rig, Setting, play
 
 PAIRS = Setting(pooling=PoolingReport("score", "cls", 1))
@@ -19,15 +20,8 @@ RERANK = ("/rerank", "/v1/rerank", "/v2/rerank")
 
 def answer(path: str, setting: Setting = PAIRS, **fields: Any) -> Any:
     """Status and JSON of one request; `model` is the rig's."""
-    found: list[tuple[int, Any]] = []
-
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(path, {"model": MODEL, **fields}) as exchange:
-            body = await exchange.json()
-            found.append((exchange.status, body))
-
-    play(scene, setting)
-    return found[0]
+    found = answer_to(path, {"model": MODEL, **fields}, setting)
+    return found.status, found.json
 
 
 @pytest.mark.parametrize("path", ["/score", "/v1/score"])
@@ -74,8 +68,7 @@ def test_a_pair_is_inserted_into_the_models_template_and_truncated_within_the_do
 
     async def scene(rig: Rig) -> None:
         fields = {"query": "q", "documents": ["xyz"], "truncate_prompt_tokens": 5}
-        async with rig.client.post("/rerank", {"model": MODEL, **fields}) as exchange:
-            await exchange.json()
+        await rig.client.post("/rerank", {"model": MODEL, **fields})
         prompts.append(bytes(rig.ended[0].spec.prompt))
 
     play(scene, TEMPLATE)

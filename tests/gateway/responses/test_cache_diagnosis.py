@@ -18,8 +18,7 @@ def item(role: str, text: str) -> dict[str, Any]:
 
 
 async def respond(rig: Rig, given: Any, **fields: Any) -> Any:
-    async with rig.client.post(PATH, {"model": MODEL, "input": given, **fields}) as exchange:
-        return await exchange.json()
+    return (await rig.client.post(PATH, {"model": MODEL, "input": given, **fields})).json
 
 
 def diagnosed(

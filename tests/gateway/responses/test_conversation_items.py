@@ -16,6 +16,7 @@ from tests.gateway.responses.test_conversations import (
     with_client,
 )
 from tests.gateway.rig import MODEL, Rig, Setting, play, played
+from tests.gateway.scenes import plays
 
 
 def messages(*names: str) -> list[Any]:
@@ -82,40 +83,38 @@ def test_a_stored_response_and_a_page_of_its_items_are_read_without_the_others()
         ({"order": "asc", "after": "msg_e"}, "", False),
     ],
 )
-def test_pages_of_items_follow_the_order_in_which_they_were_added(
-    query: Any, shown: str, has_more: bool
+@plays(with_client)
+async def test_pages_of_items_follow_the_order_in_which_they_were_added(
+    client: openai.AsyncOpenAI, query: Any, shown: str, has_more: bool
 ) -> None:
-    async def scene(client: openai.AsyncOpenAI) -> None:
-        items = client.conversations.items
-        made = await client.conversations.create(items=messages("a", "b", "c"))
-        await client.conversations.create(items=messages("a", "x"))
-        await items.create(made.id, items=messages("d"))
-        await items.delete("msg_b", conversation_id=made.id)
-        await items.create(made.id, items=messages("e"))
-        page = await items.list(made.id, **query)
-        assert [item.id for item in page.data] == [f"msg_{name}" for name in shown]
-        assert page.has_more == has_more
-        for gone in ("msg_b", "msg_x"):
-            with pytest.raises(openai.BadRequestError, match=f"no item '{gone}'"):
-                await items.list(made.id, after=gone)
-
-    with_client(scene)
+    items = client.conversations.items
+    made = await client.conversations.create(items=messages("a", "b", "c"))
+    await client.conversations.create(items=messages("a", "x"))
+    await items.create(made.id, items=messages("d"))
+    await items.delete("msg_b", conversation_id=made.id)
+    await items.create(made.id, items=messages("e"))
+    page = await items.list(made.id, **query)
+    assert [item.id for item in page.data] == [f"msg_{name}" for name in shown]
+    assert page.has_more == has_more
+    for gone in ("msg_b", "msg_x"):
+        with pytest.raises(openai.BadRequestError, match=f"no item '{gone}'"):
+            await items.list(made.id, after=gone)
 
 
-def test_pages_of_input_items_continue_behind_the_first_of_equal_ids() -> None:
-    async def scene(client: openai.AsyncOpenAI) -> None:
-        made = await client.responses.create(
-            model=MODEL, input=[user("1", id="x"), user("2", id="y"), user("3", id="x")]
+@plays(with_client)
+async def test_pages_of_input_items_continue_behind_the_first_of_equal_ids(
+    client: openai.AsyncOpenAI,
+) -> None:
+    made = await client.responses.create(
+        model=MODEL, input=[user("1", id="x"), user("2", id="y"), user("3", id="x")]
+    )
+    for order, shown in (("asc", ["2", "3"]), ("desc", ["2", "1"])):
+        page: Any = await client.responses.input_items.list(
+            made.id,
+            after="x",
+            order=order,  # type: ignore[arg-type] # it is one of the two
         )
-        for order, shown in (("asc", ["2", "3"]), ("desc", ["2", "1"])):
-            page: Any = await client.responses.input_items.list(
-                made.id,
-                after="x",
-                order=order,  # type: ignore[arg-type] # it is one of the two
-            )
-            assert [item.content[0].text for item in page.data] == shown
-
-    with_client(scene)
+        assert [item.content[0].text for item in page.data] == shown
 
 
 @played()
@@ -160,25 +159,23 @@ def test_deleted_items_make_room_for_others(monkeypatch: pytest.MonkeyPatch) -> 
     with_client(scene)
 
 
-def test_the_items_of_what_is_deleted_are_deleted() -> None:
-    async def scene(rig: Rig) -> None:
-        async with client_of(rig) as client:
-            for _ in range(3):
-                await client.conversations.create(items=messages("a", "b"))
-            assert await num_rows(rig, "conversation") == 4, "the oldest has been evicted"
-            made = await client.conversations.create(items=messages("c"))
-            await client.conversations.delete(made.id)
-            assert await num_rows(rig, "conversation") == 2
-            for _ in range(3):
-                response = await client.responses.create(model=MODEL, input="x")
-            assert await num_rows(rig, "response") == 2
-            await client.responses.delete(response.id)
-            assert await num_rows(rig, "response") == 1
-            await asyncio.sleep(60)
-            await client.conversations.create()
-            assert await num_rows(rig, "conversation") == 0, "those that expired are gone"
-
-    play(scene, Setting(responses=ResponseLimits(count=2, seconds=60)))
+@played(Setting(responses=ResponseLimits(count=2, seconds=60)))
+async def test_the_items_of_what_is_deleted_are_deleted(rig: Rig) -> None:
+    async with client_of(rig) as client:
+        for _ in range(3):
+            await client.conversations.create(items=messages("a", "b"))
+        assert await num_rows(rig, "conversation") == 4, "the oldest has been evicted"
+        made = await client.conversations.create(items=messages("c"))
+        await client.conversations.delete(made.id)
+        assert await num_rows(rig, "conversation") == 2
+        for _ in range(3):
+            response = await client.responses.create(model=MODEL, input="x")
+        assert await num_rows(rig, "response") == 2
+        await client.responses.delete(response.id)
+        assert await num_rows(rig, "response") == 1
+        await asyncio.sleep(60)
+        await client.conversations.create()
+        assert await num_rows(rig, "conversation") == 0, "those that expired are gone"
 
 
 def test_changed_items_are_the_same_after_a_restart(tmp_path: Path) -> None:
@@ -198,34 +195,32 @@ def test_changed_items_are_the_same_after_a_restart(tmp_path: Path) -> None:
     with_client(after, setting)
 
 
-def test_of_two_responses_that_read_a_conversation_at_once_one_is_refused_though_the_other_ended(
-    monkeypatch: pytest.MonkeyPatch,
+@played(Setting(texts=("a", "b", "c")))
+async def test_of_two_responses_that_read_a_conversation_at_once_one_is_refused_if_the_other_ended(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scene(rig: Rig) -> None:
-        conversations, has_read, go_on = (
-            rig.service.store.conversations,
-            asyncio.Event(),
-            asyncio.Event(),
-        )
-        read = conversations.items
+    conversations, has_read, go_on = (
+        rig.service.store.conversations,
+        asyncio.Event(),
+        asyncio.Event(),
+    )
+    read = conversations.items
 
-        async def read_and_wait(key: Key) -> list[Item]:
-            found = await read(key)
-            if not has_read.is_set():
-                has_read.set()
-                await go_on.wait()
-            return found
+    async def read_and_wait(key: Key) -> list[Item]:
+        found = await read(key)
+        if not has_read.is_set():
+            has_read.set()
+            await go_on.wait()
+        return found
 
-        monkeypatch.setattr(type(conversations), "items", lambda _, key: read_and_wait(key))
-        async with client_of(rig) as client:
-            made = await client.conversations.create()
-            first = asyncio.create_task(answered(client, made.id, "first"))
-            await has_read.wait()
-            await answered(client, made.id, "second")
-            go_on.set()
-            with pytest.raises(openai.ConflictError):
-                await first
-            await answered(client, made.id, "third")
-            assert (await texts(client, made.id))[::2] == ["second", "third"]
-
-    play(scene, Setting(texts=("a", "b", "c")))
+    monkeypatch.setattr(type(conversations), "items", lambda _, key: read_and_wait(key))
+    async with client_of(rig) as client:
+        made = await client.conversations.create()
+        first = asyncio.create_task(answered(client, made.id, "first"))
+        await has_read.wait()
+        await answered(client, made.id, "second")
+        go_on.set()
+        with pytest.raises(openai.ConflictError):
+            await first
+        await answered(client, made.id, "third")
+        assert (await texts(client, made.id))[::2] == ["second", "third"]

@@ -1,5 +1,6 @@
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ from openai.types.responses import Response
 
 from gateway.store import conversations as stored
 from gateway.store.responses import ResponseLimits
-from tests.gateway.rig import MODEL, STEP, Rig, Setting, play
+from tests.gateway.rig import MODEL, STEP, Rig, Setting, play, played
+from tests.gateway.scenes import plays
 
 Scene = Callable[[openai.AsyncOpenAI], Awaitable[None]]
 PATH = "/v1/conversations"
@@ -49,151 +51,143 @@ async def answered(client: openai.AsyncOpenAI, conversation: Any, text: str, **m
     )
 
 
-def test_a_conversation_is_created_read_changed_and_deleted() -> None:
-    async def scene(client: openai.AsyncOpenAI) -> None:
-        made = await client.conversations.create(metadata={"a": "b"}, items=[user("one")])
-        assert (made.object, made.metadata) == ("conversation", {"a": "b"})
-        assert made.id.startswith("conv_")
-        assert await client.conversations.retrieve(made.id) == made
-        changed = await client.conversations.update(made.id, metadata={"c": "d"})
-        assert changed == made.model_copy(update={"metadata": {"c": "d"}})
-        assert await texts(client, made.id) == ["one"]
-        gone = await client.conversations.delete(made.id)
-        assert (gone.id, gone.deleted, gone.object) == (made.id, True, "conversation.deleted")
-        with pytest.raises(openai.NotFoundError, match="not found") as failed:
-            await client.conversations.retrieve(made.id)
-        assert failed.value.code == "conversation_not_found"
+@plays(with_client)
+async def test_a_conversation_is_created_read_changed_and_deleted(
+    client: openai.AsyncOpenAI,
+) -> None:
+    made = await client.conversations.create(metadata={"a": "b"}, items=[user("one")])
+    assert (made.object, made.metadata) == ("conversation", {"a": "b"})
+    assert made.id.startswith("conv_")
+    assert await client.conversations.retrieve(made.id) == made
+    changed = await client.conversations.update(made.id, metadata={"c": "d"})
+    assert changed == made.model_copy(update={"metadata": {"c": "d"}})
+    assert await texts(client, made.id) == ["one"]
+    gone = await client.conversations.delete(made.id)
+    assert (gone.id, gone.deleted, gone.object) == (made.id, True, "conversation.deleted")
+    with pytest.raises(openai.NotFoundError, match="not found") as failed:
+        await client.conversations.retrieve(made.id)
+    assert failed.value.code == "conversation_not_found"
 
-    with_client(scene)
 
-
-def test_items_are_added_listed_read_and_deleted() -> None:
-    async def scene(client: openai.AsyncOpenAI) -> None:
-        made = await client.conversations.create()
-        items = client.conversations.items
-        added = await items.create(made.id, items=[user(f"{i}", id=f"msg_{i}") for i in range(5)])
-        assert [item.id for item in added.data] == [f"msg_{i}" for i in range(5)]
-        newest = await items.list(made.id, limit=2)
-        assert ([item.id for item in newest.data], newest.has_more) == (["msg_4", "msg_3"], True)
-        after = await items.list(made.id, order="asc", after="msg_3")
-        assert [item.id for item in after.data] == ["msg_4"]
-        assert await items.retrieve("msg_2", conversation_id=made.id) == added.data[2]
-        assert await items.delete("msg_2", conversation_id=made.id) == made
-        assert await texts(client, made.id) == ["0", "1", "3", "4"]
-        for call in (items.retrieve, items.delete):
-            with pytest.raises(openai.NotFoundError, match="no item 'msg_2'"):
-                await call("msg_2", conversation_id=made.id)
-        again = await items.create(made.id, items=[user("again", id="msg_0")])
-        assert again.data[0].id != "msg_0"
-
-    with_client(scene)
+@plays(with_client)
+async def test_items_are_added_listed_read_and_deleted(client: openai.AsyncOpenAI) -> None:
+    made = await client.conversations.create()
+    items = client.conversations.items
+    added = await items.create(made.id, items=[user(f"{i}", id=f"msg_{i}") for i in range(5)])
+    assert [item.id for item in added.data] == [f"msg_{i}" for i in range(5)]
+    newest = await items.list(made.id, limit=2)
+    assert ([item.id for item in newest.data], newest.has_more) == (["msg_4", "msg_3"], True)
+    after = await items.list(made.id, order="asc", after="msg_3")
+    assert [item.id for item in after.data] == ["msg_4"]
+    assert await items.retrieve("msg_2", conversation_id=made.id) == added.data[2]
+    assert await items.delete("msg_2", conversation_id=made.id) == made
+    assert await texts(client, made.id) == ["0", "1", "3", "4"]
+    for call in (items.retrieve, items.delete):
+        with pytest.raises(openai.NotFoundError, match="no item 'msg_2'"):
+            await call("msg_2", conversation_id=made.id)
+    again = await items.create(made.id, items=[user("again", id="msg_0")])
+    assert again.data[0].id != "msg_0"
 
 
 @pytest.mark.parametrize("as_object", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_response_continues_its_conversation_and_is_added_to_it(
-    as_object: bool, stream: bool
+@plays(partial(with_client, setting=Setting(texts=("one", "two"))))
+async def test_a_response_continues_its_conversation_and_is_added_to_it(
+    client: openai.AsyncOpenAI, as_object: bool, stream: bool
 ) -> None:
-    async def scene(client: openai.AsyncOpenAI) -> None:
-        made = await client.conversations.create(items=[user("before")])
-        conversation: Any = {"id": made.id} if as_object else made.id
-        if stream:
-            events = await answered(client, conversation, "first", stream=True, store=False)
-            (first,) = [e.response async for e in events if e.type == "response.completed"]
-        else:
-            first = await answered(client, conversation, "first", store=False)
-        assert first.conversation is not None
-        assert first.conversation.id == made.id
-        second: Response = await answered(client, conversation, "second")
-        assert await texts(client, made.id) == ["before", "first", "one", "second", "two"]
-        assert first.usage is not None
-        assert second.usage is not None
-        assert second.usage.input_tokens > first.usage.input_tokens
-        seen = await client.responses.input_items.list(second.id, order="asc")
-        assert len(seen.data) == 4  # all that the model has read
-        counted = await client.responses.input_tokens.count(
-            model=MODEL, input="third", conversation=conversation
-        )
-        assert counted.input_tokens > second.usage.input_tokens
-
-    with_client(scene, Setting(texts=("one", "two")))
+    made = await client.conversations.create(items=[user("before")])
+    conversation: Any = {"id": made.id} if as_object else made.id
+    if stream:
+        events = await answered(client, conversation, "first", stream=True, store=False)
+        (first,) = [e.response async for e in events if e.type == "response.completed"]
+    else:
+        first = await answered(client, conversation, "first", store=False)
+    assert first.conversation is not None
+    assert first.conversation.id == made.id
+    second: Response = await answered(client, conversation, "second")
+    assert await texts(client, made.id) == ["before", "first", "one", "second", "two"]
+    assert first.usage is not None
+    assert second.usage is not None
+    assert second.usage.input_tokens > first.usage.input_tokens
+    seen = await client.responses.input_items.list(second.id, order="asc")
+    assert len(seen.data) == 4  # all that the model has read
+    counted = await client.responses.input_tokens.count(
+        model=MODEL, input="third", conversation=conversation
+    )
+    assert counted.input_tokens > second.usage.input_tokens
 
 
-def test_of_two_responses_at_once_one_is_refused_and_the_next_is_not() -> None:
-    async def scene(client: openai.AsyncOpenAI) -> None:
-        made = await client.conversations.create()
-        first = asyncio.create_task(answered(client, made.id, "first"))
-        await asyncio.sleep(2 * STEP)
-        with pytest.raises(openai.ConflictError) as failed:
-            await answered(client, made.id, "second")
-        assert failed.value.code == "conversation_locked"
-        await answered(client, (await client.conversations.create()).id, "another one")
-        await first
-        await answered(client, made.id, "third")
-        asked = (await texts(client, made.id))[::2]
-        assert asked == ["first", "third"]
-
-    with_client(scene, Setting(texts=("abcdefg", "a", "b")))
-
-
-def test_what_fails_is_not_added() -> None:
-    async def scene(client: openai.AsyncOpenAI) -> None:
-        made = await client.conversations.create()
-        bodies: list[dict[str, Any]] = [
-            {"input": "a" * 5000},
-            {"previous_response_id": "resp_1"},
-            {"tools": [{}]},
-        ]
-        for body in bodies:
-            fields: Any = {"model": MODEL, "input": "x", "conversation": made.id, **body}
-            with pytest.raises(openai.BadRequestError):
-                await client.responses.create(**fields)
-        with pytest.raises(openai.NotFoundError):
-            await answered(client, "conv_none", "x")
-        assert await texts(client, made.id) == []
-
-    with_client(scene)
+@plays(partial(with_client, setting=Setting(texts=("abcdefg", "a", "b"))))
+async def test_of_two_responses_at_once_one_is_refused_and_the_next_is_not(
+    client: openai.AsyncOpenAI,
+) -> None:
+    made = await client.conversations.create()
+    first = asyncio.create_task(answered(client, made.id, "first"))
+    await asyncio.sleep(2 * STEP)
+    with pytest.raises(openai.ConflictError) as failed:
+        await answered(client, made.id, "second")
+    assert failed.value.code == "conversation_locked"
+    await answered(client, (await client.conversations.create()).id, "another one")
+    await first
+    await answered(client, made.id, "third")
+    asked = (await texts(client, made.id))[::2]
+    assert asked == ["first", "third"]
 
 
-def test_a_conversation_may_be_deleted_while_a_response_is_generated() -> None:
-    async def scene(client: openai.AsyncOpenAI) -> None:
-        made = await client.conversations.create()
-        answer = asyncio.create_task(answered(client, made.id, "first"))
-        await asyncio.sleep(2 * STEP)
-        await client.conversations.delete(made.id)
-        assert (await answer).output_text == "abcdefg"
-
-    with_client(scene, Setting(texts=("abcdefg",)))
-
-
-def test_another_key_has_no_such_conversation() -> None:
-    async def scene(rig: Rig) -> None:
-        async with client_of(rig, "a") as mine, client_of(rig, "b") as others:
-            made = await mine.conversations.create(items=[user("x")])
-            items = others.conversations.items
-            for call in (
-                others.conversations.retrieve(made.id),
-                others.conversations.delete(made.id),
-                items.create(made.id, items=[user("y")]),
-                answered(others, made.id, "y"),
-            ):
-                with pytest.raises(openai.NotFoundError):
-                    await call
-            assert await texts(mine, made.id) == ["x"]
-
-    play(scene, Setting(keys=("a", "b")))
+@plays(with_client)
+async def test_what_fails_is_not_added(client: openai.AsyncOpenAI) -> None:
+    made = await client.conversations.create()
+    bodies: list[dict[str, Any]] = [
+        {"input": "a" * 5000},
+        {"previous_response_id": "resp_1"},
+        {"tools": [{}]},
+    ]
+    for body in bodies:
+        fields: Any = {"model": MODEL, "input": "x", "conversation": made.id, **body}
+        with pytest.raises(openai.BadRequestError):
+            await client.responses.create(**fields)
+    with pytest.raises(openai.NotFoundError):
+        await answered(client, "conv_none", "x")
+    assert await texts(client, made.id) == []
 
 
-def test_the_least_recently_changed_conversations_are_deleted_first() -> None:
-    async def scene(client: openai.AsyncOpenAI) -> None:
-        made = [await client.conversations.create() for _ in range(2)]
-        await client.conversations.update(made[0].id, metadata={})
-        made.append(await client.conversations.create())
-        assert await client.conversations.retrieve(made[0].id) == made[0]
-        with pytest.raises(openai.NotFoundError):
-            await client.conversations.retrieve(made[1].id)
+@plays(partial(with_client, setting=Setting(texts=("abcdefg",))))
+async def test_a_conversation_may_be_deleted_while_a_response_is_generated(
+    client: openai.AsyncOpenAI,
+) -> None:
+    made = await client.conversations.create()
+    answer = asyncio.create_task(answered(client, made.id, "first"))
+    await asyncio.sleep(2 * STEP)
+    await client.conversations.delete(made.id)
+    assert (await answer).output_text == "abcdefg"
 
-    with_client(scene, Setting(responses=ResponseLimits(count=2)))
+
+@played(Setting(keys=("a", "b")))
+async def test_another_key_has_no_such_conversation(rig: Rig) -> None:
+    async with client_of(rig, "a") as mine, client_of(rig, "b") as others:
+        made = await mine.conversations.create(items=[user("x")])
+        items = others.conversations.items
+        for call in (
+            others.conversations.retrieve(made.id),
+            others.conversations.delete(made.id),
+            items.create(made.id, items=[user("y")]),
+            answered(others, made.id, "y"),
+        ):
+            with pytest.raises(openai.NotFoundError):
+                await call
+        assert await texts(mine, made.id) == ["x"]
+
+
+@plays(partial(with_client, setting=Setting(responses=ResponseLimits(count=2))))
+async def test_the_least_recently_changed_conversations_are_deleted_first(
+    client: openai.AsyncOpenAI,
+) -> None:
+    made = [await client.conversations.create() for _ in range(2)]
+    await client.conversations.update(made[0].id, metadata={})
+    made.append(await client.conversations.create())
+    assert await client.conversations.retrieve(made[0].id) == made[0]
+    with pytest.raises(openai.NotFoundError):
+        await client.conversations.retrieve(made[1].id)
 
 
 def test_a_full_conversation_takes_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,23 +231,17 @@ def test_conversations_are_there_after_a_restart(tmp_path: Path) -> None:
         ("/{}/items", {"items": [{"role": "user"}]}, "items[0].content"),
     ],
 )
-def test_invalid_bodies_name_the_field(path: str, body: Any, param: str) -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(PATH, {}) as exchange:
-            made = await exchange.json()
-        async with rig.client.post(PATH + path.format(made["id"]), body) as exchange:
-            assert await exchange.start() == 400
-            assert (await exchange.json())["error"]["param"].startswith(param)
-
-    play(scene)
+@played()
+async def test_invalid_bodies_name_the_field(rig: Rig, path: str, body: Any, param: str) -> None:
+    made = (await rig.client.post(PATH, {})).json
+    async with rig.client.post(PATH + path.format(made["id"]), body) as exchange:
+        assert await exchange.start() == 400
+        assert (await exchange.json())["error"]["param"].startswith(param)
 
 
-def test_a_response_of_a_conversation_has_openais_shape() -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(PATH, {}) as exchange:
-            made = await exchange.json()
-        body = {"model": MODEL, "input": "x", "conversation": made["id"]}
-        async with rig.client.post("/v1/responses", body) as exchange:
-            assert (await exchange.json())["conversation"] == {"id": made["id"]}
-
-    play(scene)
+@played()
+async def test_a_response_of_a_conversation_has_openais_shape(rig: Rig) -> None:
+    made = (await rig.client.post(PATH, {})).json
+    body = {"model": MODEL, "input": "x", "conversation": made["id"]}
+    async with rig.client.post("/v1/responses", body) as exchange:
+        assert (await exchange.json())["conversation"] == {"id": made["id"]}

@@ -4,7 +4,7 @@ import pytest
 
 from tests.gateway.answers import answer_to
 from tests.gateway.responses.test_responses import HERMES, PATH, ask
-from tests.gateway.rig import MODEL, Rig, Setting, play
+from tests.gateway.rig import MODEL, Rig, Setting, played
 
 
 @pytest.mark.parametrize(
@@ -54,10 +54,7 @@ def test_the_error_names_the_invalid_field(fields: dict[str, Any], param: str) -
     assert error["param"] == param, error
 
 
-def test_an_unpaired_surrogate_is_rejected() -> None:
-    async def scene(rig: Rig) -> None:
-        body = b'{"model":"%b","input":"x","user":"\\ud800"}' % MODEL.encode()
-        async with rig.client.post(PATH, body) as exchange:
-            assert await exchange.start() == 400
-
-    play(scene)
+@played()
+async def test_an_unpaired_surrogate_is_rejected(rig: Rig) -> None:
+    body = b'{"model":"%b","input":"x","user":"\\ud800"}' % MODEL.encode()
+    assert (await rig.client.post(PATH, body)).status == 400

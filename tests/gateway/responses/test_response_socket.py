@@ -28,8 +28,7 @@ async def test_a_message_gets_the_events_of_a_streamed_response(rig: Rig) -> Non
         events = [await client.event()]
         while events[-1]["type"] != "response.completed":
             events.append(await client.event())
-    async with rig.client.post(PATH, {"model": MODEL, "input": "hi", "stream": True}) as http:
-        streamed = [event async for event in http.events()]
+    streamed = (await rig.client.post(PATH, {"model": MODEL, "input": "hi", "stream": True})).events
     kinds = [event["type"] for event in events]
     assert kinds == [event["type"] for event in streamed]
     assert [event["sequence_number"] for event in events] == list(range(len(events)))

@@ -43,15 +43,13 @@ def setting(*texts: str) -> Setting:
 
 
 async def posted(rig: Rig, path: str = PATH, **fields: Any) -> tuple[int, Any, dict[str, str]]:
-    async with rig.client.post(path, {"model": MODEL, "input": "hi", **fields}) as exchange:
-        body = await exchange.json()
-    return exchange.status, body, exchange.headers
+    exchange = await rig.client.post(path, {"model": MODEL, "input": "hi", **fields})
+    return exchange.status, exchange.json, exchange.headers
 
 
 async def events_of(rig: Rig, **fields: Any) -> list[Any]:
     body = {"model": MODEL, "input": "hi", "stream": True, **fields}
-    async with rig.client.post(PATH, body) as exchange:
-        return [event async for event in exchange.events()]
+    return (await rig.client.post(PATH, body)).events
 
 
 def test_codex_is_served_and_tools_of_a_server_are_ignored() -> None:

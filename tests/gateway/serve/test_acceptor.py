@@ -15,6 +15,7 @@ from gateway.serve.places import Place, Places
 from gateway.serve.server import bind
 from gateway.serve.tls import Certificate
 from tests.certificates import make_certificate
+from tests.gateway.scenes import plays
 
 ATTACKER, HONEST = "127.0.0.2", "127.0.0.1"
 Scene = Callable[["Server"], Awaitable[None]]
@@ -89,34 +90,34 @@ def play(scene: Scene, tls: ssl.SSLContext | None = None, places: Places | None 
     uvloop.run(main())
 
 
-def test_connections_of_a_client_that_took_much_time_wait_and_those_of_others_do_not() -> None:
-    async def scene(server: Server) -> None:
-        server.intake.charge(1.0, ATTACKER)
-        server.now = 1.0  # the debt of all clients together is repaid
-        late, _ = await server.connect(ATTACKER)
-        reader, _ = await server.connect()
-        assert await reader.read(1) == b"!"
-        assert server.made == [HONEST]
-        server.now = 100.0
-        assert await late.read(1) == b"!"
+@plays(play)
+async def test_connections_of_a_client_that_took_much_time_wait_and_those_of_others_do_not(
+    server: Server,
+) -> None:
+    server.intake.charge(1.0, ATTACKER)
+    server.now = 1.0  # the debt of all clients together is repaid
+    late, _ = await server.connect(ATTACKER)
+    reader, _ = await server.connect()
+    assert await reader.read(1) == b"!"
+    assert server.made == [HONEST]
+    server.now = 100.0
+    assert await late.read(1) == b"!"
 
-    play(scene)
 
-
-def test_a_client_that_connects_and_closes_costs_no_protocol_and_keeps_no_place() -> None:
-    async def scene(server: Server) -> None:
-        server.intake.charge(1.0, ATTACKER)
-        server.now = 1.0
-        for _ in range(20):
-            _, gone = await server.connect(ATTACKER)
-            gone.transport.abort()
-        server.now = 100.0
-        reader, _ = await server.connect(ATTACKER)
-        assert await reader.read(1) == b"!"
-        assert server.made == [ATTACKER]
-        assert server.places.num_open == 1
-
-    play(scene)
+@plays(play)
+async def test_a_client_that_connects_and_closes_costs_no_protocol_and_keeps_no_place(
+    server: Server,
+) -> None:
+    server.intake.charge(1.0, ATTACKER)
+    server.now = 1.0
+    for _ in range(20):
+        _, gone = await server.connect(ATTACKER)
+        gone.transport.abort()
+    server.now = 100.0
+    reader, _ = await server.connect(ATTACKER)
+    assert await reader.read(1) == b"!"
+    assert server.made == [ATTACKER]
+    assert server.places.num_open == 1
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_DEFER_ACCEPT"), reason="only Linux defers")

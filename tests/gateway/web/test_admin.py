@@ -36,8 +36,7 @@ async def ask(rig: Rig, payload: object = None, headers: dict[str, str] | None =
 
 async def info(rig: Rig) -> list[str]:
     """The policies that `/metrics` names."""
-    async with rig.client.get("/metrics") as exchange:
-        lines = (await exchange.read()).decode().splitlines()
+    lines = (await rig.client.get("/metrics")).content.decode().splitlines()
     return [line for line in lines if line.startswith("podway_policy_info{")]
 
 
@@ -137,8 +136,7 @@ def test_switching_through_all_policies_changes_no_text_of_32_streams(num_blocks
         async def listen(index: int) -> str:
             fields = {"priority": index % 3, "deadline_ms": 10_000_000, "cache_salt": str(index)}
             body = text(prompt=f"{index:02}" * 4, stream=True, max_tokens=80, **fields)
-            async with rig.client.post(TEXT, body) as exchange:
-                *chunks, done = [event async for event in exchange.events()]
+            *chunks, done = (await rig.client.post(TEXT, body)).events
             assert done == "DONE"
             return "".join(chunk["choices"][0]["text"] for chunk in chunks)
 

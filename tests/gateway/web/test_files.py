@@ -18,15 +18,13 @@ def key(name: str) -> dict[str, str]:
 
 
 async def listed(rig: Rig, query: str = "", headers: dict[str, str] | None = None) -> Any:
-    async with rig.client.get(f"/v1/files{query}", headers) as exchange:
-        return await exchange.json()
+    return (await rig.client.get(f"/v1/files{query}", headers)).json
 
 
 @played()
 async def test_an_uploaded_file_is_downloaded_in_pieces(rig: Rig) -> None:
     content = bytes(range(256)) * (9 * PIECE_BYTES // 1024)
-    async with upload(rig.client, a_form(content, name="mine.jsonl")) as exchange:
-        result = await exchange.json()
+    result = (await upload(rig.client, a_form(content, name="mine.jsonl"))).json
     assert result | {"id": ""} == {
         "id": "",
         "object": "file",
@@ -36,8 +34,7 @@ async def test_an_uploaded_file_is_downloaded_in_pieces(rig: Rig) -> None:
         "purpose": "batch",
         "status": "processed",
     }
-    async with rig.client.get(f"/v1/files/{result['id']}") as exchange:
-        assert await exchange.json() == result
+    assert (await rig.client.get(f"/v1/files/{result['id']}")).json == result
     async with rig.client.get(f"/v1/files/{result['id']}/content") as exchange:
         pieces = [piece async for piece in exchange.chunks()]
     assert len(pieces) == 3
@@ -84,13 +81,11 @@ async def test_the_error_names_an_invalid_query_parameter(rig: Rig, query: str, 
 @played()
 async def test_a_deleted_file_is_gone(rig: Rig) -> None:
     file_id = await uploaded(rig, b"x" * 10)
-    async with rig.client.send("DELETE", f"/v1/files/{file_id}") as exchange:
-        result = await exchange.json()
-        assert result == {"id": file_id, "object": "file", "deleted": True}
+    exchange = await rig.client.send("DELETE", f"/v1/files/{file_id}")
+    assert exchange.json == {"id": file_id, "object": "file", "deleted": True}
     for method, path in [("GET", ""), ("GET", "/content"), ("DELETE", "")]:
-        async with rig.client.send(method, f"/v1/files/{file_id}{path}") as exchange:
-            error = (await exchange.json())["error"]
-        assert (exchange.status, error["code"]) == (404, "file_not_found")
+        exchange = await rig.client.send(method, f"/v1/files/{file_id}{path}")
+        assert (exchange.status, exchange.json["error"]["code"]) == (404, "file_not_found")
 
 
 @played()
@@ -100,8 +95,7 @@ async def test_an_expired_file_is_gone(rig: Rig) -> None:
         "expires_after[anchor]": "created_at",
         "expires_after[seconds]": "3600",
     }
-    async with upload(rig.client, a_form(b"x", fields)) as exchange:
-        result = await exchange.json()
+    result = (await upload(rig.client, a_form(b"x", fields))).json
     assert result["expires_at"] == EPOCH + 3600
     await asyncio.sleep(3599)
     assert len((await listed(rig))["data"]) == 1
@@ -114,8 +108,7 @@ async def test_another_key_cannot_access_it(rig: Rig) -> None:
     file_id = await uploaded(rig, b"x", key("a"))
     for method, path in [("GET", ""), ("GET", "/content"), ("DELETE", "")]:
         path = f"/v1/files/{file_id}{path}"
-        async with rig.client.send(method, path, headers=key("b")) as exchange:
-            assert await exchange.start() == 404
+        assert (await rig.client.send(method, path, headers=key("b"))).status == 404
     assert (await listed(rig, headers=key("b")))["data"] == []
     assert len((await listed(rig, headers=key("a")))["data"]) == 1
 
@@ -157,9 +150,8 @@ async def test_another_key_cannot_access_it(rig: Rig) -> None:
 async def test_the_error_names_an_invalid_form_field(
     rig: Rig, fields: dict[str, str], param: str
 ) -> None:
-    async with upload(rig.client, a_form(b"x", fields)) as exchange:
-        error = (await exchange.json())["error"]
-    assert (exchange.status, error["param"]) == (400, param)
+    exchange = await upload(rig.client, a_form(b"x", fields))
+    assert (exchange.status, exchange.json["error"]["param"]) == (400, param)
     assert (await listed(rig))["data"] == []
 
 
@@ -186,8 +178,7 @@ def test_a_body_that_is_not_a_form_with_a_file_is_rejected(
 @played()
 async def test_two_files_in_one_form_are_rejected(rig: Rig) -> None:
     form = a_form(b"x").replace(f"--{BOUNDARY}--\r\n".encode(), b"") + a_form(b"y", {})
-    async with upload(rig.client, form) as exchange:
-        assert await exchange.start() == 400
+    assert (await upload(rig.client, form)).status == 400
 
 
 @played(Setting(files=SMALL))
@@ -207,8 +198,7 @@ async def test_the_total_size_of_a_tenants_files_is_limited(rig: Rig) -> None:
     async with upload(rig.client, a_form(b"x" * 2 * PIECE_BYTES)) as exchange:
         error = (await exchange.json())["error"]
     assert (exchange.status, error["code"], error["param"]) == (413, "storage_full", "file")
-    async with rig.client.send("DELETE", f"/v1/files/{first}") as exchange:
-        await exchange.read()
+    await rig.client.send("DELETE", f"/v1/files/{first}")
     await uploaded(rig, b"x" * 2 * PIECE_BYTES)
 
 
@@ -247,8 +237,7 @@ def test_files_survive_a_restart(tmp_path: Path) -> None:
         ids.append(await uploaded(rig, b"to be kept"))
 
     async def second(rig: Rig) -> None:
-        async with rig.client.get(f"/v1/files/{ids[0]}/content") as exchange:
-            assert await exchange.read() == b"to be kept"
+        assert (await rig.client.get(f"/v1/files/{ids[0]}/content")).content == b"to be kept"
 
     play(first, setting)
     play(second, setting)

@@ -14,8 +14,7 @@ CORE = {
 async def test_loads_are_those_of_the_scheduler(rig: Rig) -> None:
     async with rig.client.post(CHAT, chat(stream=True, n=3)) as one:
         await asyncio.sleep(3.5 * STEP)
-        async with rig.client.get("/v1/loads?include=core,disagg,queues,memory") as exchange:
-            body = await exchange.json()
+        body = (await rig.client.get("/v1/loads?include=core,disagg,queues,memory")).json
         await one.read()
     (load,) = body["loads"]
     assert load.keys() >= CORE
@@ -28,7 +27,6 @@ async def test_loads_are_those_of_the_scheduler(rig: Rig) -> None:
 
 @played()
 async def test_the_cache_configuration_is_a_metric(rig: Rig) -> None:
-    async with rig.client.get("/metrics") as exchange:
-        page = (await exchange.read()).decode()
+    page = (await rig.client.get("/metrics")).content.decode()
     labels = f'block_size="1",model_name="{MODEL}",num_gpu_blocks="1000"'
     assert f"vllm:cache_config_info{{{labels}}} 1.0" in page

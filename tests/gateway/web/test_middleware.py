@@ -32,16 +32,13 @@ PREFLIGHT = {
 )
 @played(Setting(keys=("k",)))
 async def test_every_route_except_probes_needs_a_key(rig: Rig, method: str, path: str) -> None:
-    async with rig.client.send(method, path) as exchange:
-        error = (await exchange.json())["error"]
+    exchange = await rig.client.send(method, path)
     assert exchange.status == 401
-    assert error["code"] == "invalid_api_key"
+    assert exchange.json["error"]["code"] == "invalid_api_key"
     assert exchange.headers["www-authenticate"] == "Bearer"
-    async with rig.client.send(method, path, headers={"x-api-key": "k"}) as exchange:
-        assert await exchange.start() != 401
+    assert (await rig.client.send(method, path, headers={"x-api-key": "k"})).status != 401
     for probe in ("/health", "/ready"):
-        async with rig.client.get(probe) as exchange:
-            assert await exchange.start() == 200
+        assert (await rig.client.get(probe)).status == 200
 
 
 @pytest.mark.parametrize("origins", [(PAGE,), ("*",)])
@@ -49,15 +46,14 @@ def test_an_allowed_origin_may_preflight_and_read_responses(
     origins: tuple[str, ...],
 ) -> None:
     async def scene(rig: Rig) -> None:
-        async with rig.client.send("OPTIONS", CHAT, headers=PREFLIGHT) as exchange:
-            assert await exchange.start() == 200
+        exchange = await rig.client.send("OPTIONS", CHAT, headers=PREFLIGHT)
+        assert exchange.status == 200
         allowed = exchange.headers["access-control-allow-origin"]
         assert allowed in (PAGE, "*")
         assert "authorization" in exchange.headers["access-control-allow-headers"]
         headers = {"origin": PAGE, "x-api-key": "k"}
         for stream in (True, False):
-            async with rig.client.post(CHAT, chat(stream=stream), headers) as exchange:
-                await exchange.read()
+            exchange = await rig.client.post(CHAT, chat(stream=stream), headers)
             assert exchange.headers["access-control-allow-origin"] == allowed
             assert exchange.headers["access-control-expose-headers"] == ", ".join(EXPOSED)
 
@@ -74,18 +70,16 @@ async def test_an_allowed_origin_may_read_error_responses(rig: Rig) -> None:
 @played(Setting(cors_origins=(PAGE,)))
 async def test_other_origins_get_no_cors_headers(rig: Rig) -> None:
     other = {"origin": "https://other.example"}
-    async with rig.client.send("OPTIONS", CHAT, headers=PREFLIGHT | other) as exchange:
-        assert await exchange.start() == 400
+    exchange = await rig.client.send("OPTIONS", CHAT, headers=PREFLIGHT | other)
+    assert exchange.status == 400
     assert "access-control-allow-origin" not in exchange.headers
-    async with rig.client.post(CHAT, chat(), other) as exchange:
-        await exchange.json()
+    exchange = await rig.client.post(CHAT, chat(), other)
     assert "access-control-allow-origin" not in exchange.headers
 
 
 @played()
 async def test_without_cors_there_are_no_cors_headers(rig: Rig) -> None:
-    async with rig.client.post(CHAT, chat(), {"origin": PAGE}) as exchange:
-        await exchange.json()
+    exchange = await rig.client.post(CHAT, chat(), {"origin": PAGE})
     assert not any(name.startswith("access-control") for name in exchange.headers)
 
 
@@ -108,8 +102,7 @@ async def test_probes_and_cancellations_do_not_wait_while_the_intake_is_in_debt(
             ("POST", "/v1/requests/none/cancel"),
         ):
             owing.charge(60.0, "127.0.0.1")
-            async with rig.client.send(method, path) as exchange:
-                assert await exchange.start() in (200, 404)
+            assert (await rig.client.send(method, path)).status in (200, 404)
         assert rig.service.clock() == before
         await stream.read()
 
@@ -121,12 +114,10 @@ async def test_a_probe_waits_only_for_probes_of_its_own_client(rig: Rig) -> None
         await stream.start()
         before = rig.service.clock()
         rig.app._urgent_intake.charge(60.0, "10.0.0.1")
-        async with rig.client.get("/health") as exchange:
-            assert await exchange.start() == 200
+        assert (await rig.client.get("/health")).status == 200
         assert rig.service.clock() == before
         rig.app._urgent_intake.charge(0.01, "127.0.0.1")
-        async with rig.client.get("/health") as exchange:
-            assert await exchange.start() == 200
+        assert (await rig.client.get("/health")).status == 200
         assert rig.service.clock() > before
 
 
@@ -149,8 +140,7 @@ async def test_requests_that_wait_get_a_503_when_the_server_drains(rig: Rig) -> 
 @played()
 async def test_the_work_for_a_client_that_leaves_is_its_debt(rig: Rig, stream: bool) -> None:
     """Virtual time stands still while the loop works, so there are no other debts."""
-    async with rig.client.post(CHAT, chat(stream=stream)) as exchange:
-        await exchange.read()
+    await rig.client.post(CHAT, chat(stream=stream))
     intake = intake_of(rig)
     assert len(intake._debts) == 0
     async with rig.client.post(CHAT, chat(stream=stream, max_tokens=9)) as exchange:
@@ -171,7 +161,6 @@ class ChargesTenMs(Inline):
 
 @played(Setting(store_executor=ChargesTenMs))
 async def test_what_the_store_does_for_a_client_is_its_debt(rig: Rig) -> None:
-    async with rig.client.get("/v1/conversations/conv_x") as exchange:
-        assert await exchange.start() == 404
+    assert (await rig.client.get("/v1/conversations/conv_x")).status == 404
     owed = PIECE_SECONDS + LONG_PIECE_FACTOR * (0.01 - PIECE_SECONDS)
     assert intake_of(rig)._debts.of("127.0.0.1") == pytest.approx(owed)

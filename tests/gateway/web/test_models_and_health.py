@@ -3,10 +3,8 @@ from tests.gateway.rig import CHAT, MODEL, Rig, Setting, chat, played
 
 @played()
 async def test_the_model_is_listed_and_found_by_an_id_with_a_slash(rig: Rig) -> None:
-    async with rig.client.get("/v1/models") as exchange:
-        listed = await exchange.json()
-    async with rig.client.get(f"/v1/models/{MODEL}") as exchange:
-        found = await exchange.json()
+    listed = (await rig.client.get("/v1/models")).json
+    found = (await rig.client.get(f"/v1/models/{MODEL}")).json
     assert listed == {"object": "list", "data": [found]}
     assert (found["id"], found["object"]) == (MODEL, "model")
     assert found["created"] == 1_700_000_000
@@ -15,18 +13,15 @@ async def test_the_model_is_listed_and_found_by_an_id_with_a_slash(rig: Rig) -> 
 @played()
 async def test_a_live_server_is_healthy_and_ready(rig: Rig) -> None:
     for path in ("/health", "/ready"):
-        async with rig.client.get(path) as exchange:
-            assert await exchange.start() == 200
+        assert (await rig.client.get(path)).status == 200
 
 
 @played()
 async def test_metrics_have_our_names_and_vllms(rig: Rig) -> None:
-    async with rig.client.post(CHAT, chat()) as exchange:
-        await exchange.json()
-    async with rig.client.get("/metrics") as exchange:
-        page = (await exchange.read()).decode()
+    await rig.client.post(CHAT, chat())
+    exchange = await rig.client.get("/metrics")
     assert exchange.headers["content-type"].startswith("text/plain")
-    lines = page.splitlines()
+    lines = exchange.content.decode().splitlines()
     assert 'podway_requests_total{outcome="finished"} 1.0' in lines
     assert "podway_orphan_blocks 0.0" in lines
     assert "podway_iterations_total 7.0" in lines
@@ -48,14 +43,10 @@ async def test_metrics_have_our_names_and_vllms(rig: Rig) -> None:
 @played(Setting(aliases=("gpt-4o", "org/other")))
 async def test_a_model_with_several_names_is_listed_and_served_under_each(rig: Rig) -> None:
     names = [MODEL, "gpt-4o", "org/other"]
-    async with rig.client.get("/v1/models") as exchange:
-        assert [each["id"] for each in (await exchange.json())["data"]] == names
+    assert [each["id"] for each in (await rig.client.get("/v1/models")).json["data"]] == names
     for name in names:
-        async with rig.client.get(f"/v1/models/{name}") as exchange:
-            assert (await exchange.json())["id"] == name
-        async with rig.client.post(CHAT, chat(model=name)) as exchange:
-            assert (await exchange.json())["model"] == name
-    async with rig.client.post(CHAT, chat(model="gpt-5")) as exchange:
-        message = (await exchange.json())["error"]["message"]
+        assert (await rig.client.get(f"/v1/models/{name}")).json["id"] == name
+        assert (await rig.client.post(CHAT, chat(model=name))).json["model"] == name
+    exchange = await rig.client.post(CHAT, chat(model="gpt-5"))
     assert exchange.status == 404
-    assert all(repr(name) in message for name in names)
+    assert all(repr(name) in exchange.json["error"]["message"] for name in names)

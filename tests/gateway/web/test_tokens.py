@@ -11,8 +11,7 @@ RENDER = f"{CHAT}/render"
 
 
 async def posted(rig: Rig, path: str, body: object) -> Any:
-    async with rig.client.post(path, body) as exchange:
-        return await exchange.json()
+    return (await rig.client.post(path, body)).json
 
 
 @played()

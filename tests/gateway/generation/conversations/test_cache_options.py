@@ -9,7 +9,8 @@ import pytest
 
 from gateway.generation.marks import marks_of
 from gateway.schema.openai.messages import ContentPart, Message
-from tests.gateway.rig import CHAT, MODEL, TEXT, USER, Rig, Setting, chat, play, played, text
+from tests.gateway.answers import answer_to
+from tests.gateway.rig import CHAT, MODEL, TEXT, USER, Rig, Setting, chat, played, text
 from tests.gateway.scripted_model import ByteTokenizer
 
 MESSAGES, RESPONSES = "/v1/messages", "/v1/responses"
@@ -26,15 +27,8 @@ ENDS = (len("system:Bé".encode()), len("system:Bé\nuser:ab".encode()))
 
 def sent(path: str, body: dict[str, Any], setting: Setting | None = None) -> tuple[int, Any, Rig]:
     """Status, JSON and rig of one request."""
-    found: list[tuple[int, Any]] = []
-
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(path, body) as exchange:
-            reply = await exchange.json()
-            found.append((exchange.status, reply))
-
-    rig = play(scene, setting)
-    return (*found[0], rig)
+    found = answer_to(path, body, setting)
+    return found.status, found.json, found.rig
 
 
 def test_messages_are_found_in_what_a_template_made_of_them() -> None:
@@ -107,13 +101,11 @@ def test_a_truncated_prompt_has_the_breakpoints_that_are_left() -> None:
 async def test_explicit_caching_keeps_nothing_behind_the_last_breakpoint(rig: Rig) -> None:
     explicit = chat(messages=PARTS, prompt_cache_options=EXPLICIT)
     for known in (0, ENDS[-1]):
-        async with rig.client.post(CHAT, explicit) as exchange:
-            details = (await exchange.json())["usage"]["prompt_tokens_details"]
+        details = (await rig.client.post(CHAT, explicit)).json["usage"]["prompt_tokens_details"]
         assert details == {"cached_tokens": known, "cache_write_tokens": ENDS[-1] - known}
     unmarked = text(prompt="nothing is kept of this", prompt_cache_options=EXPLICIT)
     for _ in range(2):
-        async with rig.client.post(TEXT, unmarked) as exchange:
-            details = (await exchange.json())["usage"]["prompt_tokens_details"]
+        details = (await rig.client.post(TEXT, unmarked)).json["usage"]["prompt_tokens_details"]
         assert details == {"cached_tokens": 0, "cache_write_tokens": 0}
 
 
@@ -139,8 +131,7 @@ async def test_prewarming_computes_the_prompt_in_the_background_and_no_output(
     assert '"finish_reason":"stop"' in body
     (request,) = rig.ended
     assert (request.spec.is_background, request.produced) == (True, 0)
-    async with rig.client.post(CHAT, chat()) as exchange:
-        reply = await exchange.json()
+    reply = (await rig.client.post(CHAT, chat())).json
     assert reply["choices"][0]["message"]["content"] == "Hello!"
     assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == 7
 

@@ -73,8 +73,7 @@ async def test_only_requests_with_the_same_salt_share_prefixes(rig: Rig) -> None
 async def test_hits_and_misses_are_counted_in_tokens(rig: Rig) -> None:
     for _ in range(3):
         await usage(rig, CHAT, chat())
-    async with rig.client.get("/metrics") as exchange:
-        lines = (await exchange.read()).decode().splitlines()
+    lines = (await rig.client.get("/metrics")).content.decode().splitlines()
     assert 'podway_prefix_tokens_total{result="hit"} 14.0' in lines
     assert 'podway_prefix_tokens_total{result="miss"} 10.0' in lines
     assert f'vllm:prefix_cache_hits_total{{model_name="{MODEL}"}} 14.0' in lines

@@ -2,9 +2,10 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import aiohttp
 import pytest
@@ -28,6 +29,7 @@ from gateway.serve.upgrade.forwarding import (
 from gateway.web.table import ROUTES
 from tests.gateway.access.test_retries import check_superseded, content_of
 from tests.gateway.rig import CHAT, MODEL, USER, Rig, Setting, build_rig, chat, play
+from tests.gateway.scenes import plays
 from tests.wire.asgi import Client, Exchange
 
 if TYPE_CHECKING:
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
 RETRY = {"idempotency-key": "x"}
 KEY = {"authorization": "Bearer a"}
 STORY = "A story that is long enough."
-LONG = {"texts": ("A story. " * 20,), "step": 0.05}  # nine seconds, unless it is ended
+LONG: dict[str, Any] = {"texts": ("A story. " * 20,), "step": 0.05}  # nine seconds
 Scene = Callable[["Two"], Awaitable[None]]
 
 
@@ -93,23 +95,21 @@ async def begin(client: Client, name: str) -> bytes:
 
 
 @pytest.mark.parametrize("name", ["talk", "a/b", "a#b", "a+b=@c:d", "talk/cancel"])
-def test_a_stream_of_the_former_server_is_read_and_deleted_through_the_new_one(name: str) -> None:
-    async def scene(two: Two) -> None:
-        whole = await begin(two.former.client, name)
-        async with two.client.get(f"/v1/stream/{name}") as exchange:
-            assert await exchange.start() == 200
-            assert exchange.headers["content-type"] == "text/event-stream; charset=utf-8"
-            assert await exchange.read() == whole
-        headers = {"x-conversation-id": name, "last-event-id": "1"}
-        async with two.client.post(CHAT, {"model": MODEL, "messages": USER}, headers) as exchange:
-            assert whole.endswith(await exchange.read())
-        async with two.client.send("DELETE", f"/v1/stream/{name}") as exchange:
-            assert (await exchange.json())["deleted"]
-        assert not two.former.service.store.held.named("default")
-        async with two.client.get(f"/v1/stream/{name}") as exchange:
-            assert await exchange.start() == 404
-
-    play_two(scene)
+@plays(play_two)
+async def test_a_stream_of_the_former_server_is_read_and_deleted_through_the_new_one(
+    two: Two, name: str
+) -> None:
+    whole = await begin(two.former.client, name)
+    async with two.client.get(f"/v1/stream/{name}") as exchange:
+        assert await exchange.start() == 200
+        assert exchange.headers["content-type"] == "text/event-stream; charset=utf-8"
+        assert await exchange.read() == whole
+    headers = {"x-conversation-id": name, "last-event-id": "1"}
+    async with two.client.post(CHAT, {"model": MODEL, "messages": USER}, headers) as exchange:
+        assert whole.endswith(await exchange.read())
+    assert (await two.client.send("DELETE", f"/v1/stream/{name}")).json["deleted"]
+    assert not two.former.service.store.held.named("default")
+    assert (await two.client.get(f"/v1/stream/{name}")).status == 404
 
 
 async def listed(client: Client, query: str = "") -> dict[str, int]:
@@ -119,57 +119,50 @@ async def listed(client: Client, query: str = "") -> dict[str, int]:
 
 
 @pytest.mark.parametrize(("host", "status"), [(None, 200), ("localhost", 200), ("podway", 403)])
-def test_the_former_server_checks_the_host_that_the_client_names(
-    host: str | None, status: int
+@plays(play_two)
+async def test_the_former_server_checks_the_host_that_the_client_names(
+    two: Two, host: str | None, status: int
 ) -> None:
-    async def scene(two: Two) -> None:
-        await begin(two.former.client, "talk")
-        headers = {} if host is None else {"host": host}
-        async with two.client.get("/v1/stream/talk", headers) as exchange:
-            assert await exchange.start() == status
-
-    play_two(scene)
+    await begin(two.former.client, "talk")
+    headers = {} if host is None else {"host": host}
+    assert (await two.client.get("/v1/stream/talk", headers)).status == status
 
 
-def test_the_streams_of_both_servers_are_listed() -> None:
-    async def scene(two: Two) -> None:
-        for client, names in ((two.former.client, ("old", "both")), (two.client, ("both", "new"))):
-            for name in names:
-                await begin(client, name)
-        sizes = await listed(two.client)
-        assert list(sizes) == ["old", "both", "new"]
-        assert sizes["both"] == sizes["new"] < sizes["old"]
-        assert list(await listed(two.client, "?conversation_id=old")) == ["old"]
-        async with two.client.send("HEAD", "/v1/streams") as exchange:
-            assert await exchange.start() == 200
-        assert await listed(two.client, "?conversation_id=none") == {}
-
-    play_two(scene)
+@plays(play_two)
+async def test_the_streams_of_both_servers_are_listed(two: Two) -> None:
+    for client, names in ((two.former.client, ("old", "both")), (two.client, ("both", "new"))):
+        for name in names:
+            await begin(client, name)
+    sizes = await listed(two.client)
+    assert list(sizes) == ["old", "both", "new"]
+    assert sizes["both"] == sizes["new"] < sizes["old"]
+    assert list(await listed(two.client, "?conversation_id=old")) == ["old"]
+    assert (await two.client.send("HEAD", "/v1/streams")).status == 200
+    assert await listed(two.client, "?conversation_id=none") == {}
 
 
-def test_streams_are_not_listed_without_those_of_a_former_server_that_refuses_to() -> None:
-    async def scene(two: Two) -> None:
-        for headers, status in (({}, 200), (KEY, 200), (KEY, 503)):
-            async with two.client.get("/v1/streams", headers) as exchange:
-                assert await exchange.start() == status
+@plays(partial(play_two, keys=("a",), allowance=Allowance(requests_per_minute=1)))
+async def test_streams_are_not_listed_without_those_of_a_former_server_that_refuses_to(
+    two: Two,
+) -> None:
+    for headers, status in (({}, 200), (KEY, 200), (KEY, 503)):
+        assert (await two.client.get("/v1/streams", headers)).status == status
 
-    play_two(scene, keys=("a",), allowance=Allowance(requests_per_minute=1))
 
-
-def test_a_conversation_that_goes_on_in_the_new_server_ends_its_stream_in_the_former_one() -> None:
-    async def scene(two: Two) -> None:
-        talk = {"x-conversation-id": "a/b"}
-        async with two.former.client.post(CHAT, chat(stream=True), talk) as old:
-            assert await old.start() == 200
-            async with two.client.post(CHAT, chat(stream=True, n=0), talk) as exchange:
-                assert await exchange.start() == 400
-            assert list(await listed(two.former.client)) == ["a/b"]
-            await begin(two.client, "a/b")
-            *_, last = [event async for event in old.events()]
-            assert last["error"]["code"] == "request_cancelled"
-        assert await listed(two.former.client) == {}
-
-    play_two(scene, **LONG)
+@plays(partial(play_two, **LONG))
+async def test_a_conversation_that_goes_on_in_the_new_server_ends_its_stream_in_the_former_one(
+    two: Two,
+) -> None:
+    talk = {"x-conversation-id": "a/b"}
+    async with two.former.client.post(CHAT, chat(stream=True), talk) as old:
+        assert await old.start() == 200
+        async with two.client.post(CHAT, chat(stream=True, n=0), talk) as exchange:
+            assert await exchange.start() == 400
+        assert list(await listed(two.former.client)) == ["a/b"]
+        await begin(two.client, "a/b")
+        *_, last = [event async for event in old.events()]
+        assert last["error"]["code"] == "request_cancelled"
+    assert await listed(two.former.client) == {}
 
 
 async def until(is_true: Callable[[], bool]) -> None:
@@ -191,44 +184,43 @@ async def retried(two: Two, *, stream: bool) -> AsyncIterator[tuple[Exchange, Ex
                 yield later, running
 
 
-ONE_PLACE = {"texts": ("Other. " * 20, STORY), "step": 0.05, "max_batch_size": 1}
+ONE_PLACE: dict[str, Any] = {"texts": ("Other. " * 20, STORY), "step": 0.05, "max_batch_size": 1}
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_retry_takes_over_what_is_in_flight_in_the_former_server(stream: bool) -> None:
-    async def scene(two: Two) -> None:
-        async with retried(two, stream=stream) as (later, running):
-            running.disconnect()
-            if stream:
-                answer = "".join([content_of(event) async for event in later.events()])
-            else:
-                answer = (await later.json())["choices"][0]["message"]["content"]
-            assert later.status == 200
-            assert answer == STORY
-        assert [request.abort for request in two.former.ended] == [Abort.CLIENT_GONE, None]
-        assert not two.own.ended
-
-    play_two(scene, **ONE_PLACE)
-
-
-def test_the_last_client_that_leaves_ends_what_it_took_over_in_the_former_server() -> None:
-    async def scene(two: Two) -> None:
-        async with retried(two, stream=False) as (later, _):
-            later.disconnect()
-            await later.ended()
-            await until(lambda: len(two.former.engine.scheduler.pool) == 1)
-
-    play_two(scene, **ONE_PLACE)
+@plays(partial(play_two, **ONE_PLACE))
+async def test_a_retry_takes_over_what_is_in_flight_in_the_former_server(
+    two: Two, stream: bool
+) -> None:
+    async with retried(two, stream=stream) as (later, running):
+        running.disconnect()
+        if stream:
+            answer = "".join([content_of(event) async for event in later.events()])
+        else:
+            answer = (await later.json())["choices"][0]["message"]["content"]
+        assert later.status == 200
+        assert answer == STORY
+    assert [request.abort for request in two.former.ended] == [Abort.CLIENT_GONE, None]
+    assert not two.own.ended
 
 
-def test_a_request_whose_idempotency_key_is_not_in_flight_runs_in_the_new_server() -> None:
-    async def scene(two: Two) -> None:
-        async with two.former.client.post(CHAT, chat(), RETRY) as exchange:
-            await exchange.json()
-        async with two.client.post(CHAT, chat(), RETRY) as exchange:
-            assert (await exchange.json())["choices"][0]["message"]["content"] == "New."
+@plays(partial(play_two, **ONE_PLACE))
+async def test_the_last_client_that_leaves_ends_what_it_took_over_in_the_former_server(
+    two: Two,
+) -> None:
+    async with retried(two, stream=False) as (later, _):
+        later.disconnect()
+        await later.ended()
+        await until(lambda: len(two.former.engine.scheduler.pool) == 1)
 
-    play_two(scene)
+
+@plays(play_two)
+async def test_a_request_whose_idempotency_key_is_not_in_flight_runs_in_the_new_server(
+    two: Two,
+) -> None:
+    await two.former.client.post(CHAT, chat(), RETRY)
+    async with two.client.post(CHAT, chat(), RETRY) as exchange:
+        assert (await exchange.json())["choices"][0]["message"]["content"] == "New."
 
 
 def test_a_former_server_that_hangs_keeps_no_new_request_waiting(
@@ -244,45 +236,36 @@ def test_a_former_server_that_hangs_keeps_no_new_request_waiting(
     play(scene, Setting(step=0.0), run=uvloop.run)
 
 
-def test_what_the_new_server_has_is_answered_there() -> None:
-    async def scene(two: Two) -> None:
-        await begin(two.former.client, "talk")
-        whole = await begin(two.client, "talk")
-        async with two.client.get("/v1/stream/talk") as exchange:
-            assert await exchange.read() == whole
-        async with two.client.get("/v1/models") as exchange:
-            assert await exchange.start() == 200
-
-    play_two(scene)
+@plays(play_two)
+async def test_what_the_new_server_has_is_answered_there(two: Two) -> None:
+    await begin(two.former.client, "talk")
+    whole = await begin(two.client, "talk")
+    assert (await two.client.get("/v1/stream/talk")).content == whole
+    assert (await two.client.get("/v1/models")).status == 200
 
 
-def test_a_request_of_the_former_server_is_cancelled_and_explained_through_the_new_one() -> None:
-    async def scene(two: Two) -> None:
-        body = {"model": MODEL, "messages": USER, "stream": True}
-        async with two.former.client.post(CHAT, body, {"x-request-id": "one"}) as exchange:
-            assert await exchange.start() == 200
-            async with two.client.get("/v1/requests/one/timeline") as asked:
-                assert await asked.start() == 200
-            async with two.client.post("/v1/requests/one/cancel", {}) as asked:
-                assert await asked.start() == 200
-            await exchange.read()
-        await until(lambda: bool(two.former.ended))  # after its last iteration
-        assert [request.state for request in two.former.ended] == [State.CANCELLED]
-        async with two.client.post("/v1/requests/none/cancel", {}) as asked:
-            assert await asked.start() == 404
-
-    play_two(scene, **LONG)
+@plays(partial(play_two, **LONG))
+async def test_a_request_of_the_former_server_is_cancelled_and_explained_through_the_new_one(
+    two: Two,
+) -> None:
+    body = {"model": MODEL, "messages": USER, "stream": True}
+    async with two.former.client.post(CHAT, body, {"x-request-id": "one"}) as exchange:
+        assert await exchange.start() == 200
+        assert (await two.client.get("/v1/requests/one/timeline")).status == 200
+        assert (await two.client.post("/v1/requests/one/cancel", {})).status == 200
+        await exchange.read()
+    await until(lambda: bool(two.former.ended))  # after its last iteration
+    assert [request.state for request in two.former.ended] == [State.CANCELLED]
+    assert (await two.client.post("/v1/requests/none/cancel", {})).status == 404
 
 
-def test_a_body_beyond_the_limit_is_not_collected_for_the_former_server() -> None:
-    async def scene(two: Two) -> None:
-        pieces = [b" " * (1 << 19)] * 6
-        exchange = two.client.send("POST", "/v1/requests/one/cancel", pieces)
-        exchange.hold_back(2)
-        async with exchange:
-            assert await exchange.start() == 404  # though two pieces never come
-
-    play_two(scene, max_body_bytes=1 << 20)
+@plays(partial(play_two, max_body_bytes=1 << 20))
+async def test_a_body_beyond_the_limit_is_not_collected_for_the_former_server(two: Two) -> None:
+    pieces = [b" " * (1 << 19)] * 6
+    exchange = two.client.send("POST", "/v1/requests/one/cancel", pieces)
+    exchange.hold_back(2)
+    async with exchange:
+        assert await exchange.start() == 404  # though two pieces never come
 
 
 def test_a_request_waits_for_the_journal_once_the_former_server_has_ended(tmp_path: Path) -> None:
@@ -302,17 +285,15 @@ def test_a_request_waits_for_the_journal_once_the_former_server_has_ended(tmp_pa
     play(scene, Setting(store=tmp_path / "store"), run=asyncio.run)
 
 
-def test_only_the_successor_may_use_the_private_socket() -> None:
-    async def scene(two: Two) -> None:
-        connector = PrivateConnector(private_socket(os.getpid()))
-        async with aiohttp.ClientSession(connector=connector) as session:
-            for secret, status in (("", 403), ("another", 403), ("secret", 200)):
-                headers = {
-                    SECRET.decode(): secret,
-                    CLIENT.decode(): "127.0.0.1",
-                    "host": "localhost",
-                }
-                async with session.get("http://podway/v1/models", headers=headers) as response:
-                    assert response.status == status
-
-    play_two(scene)
+@plays(play_two)
+async def test_only_the_successor_may_use_the_private_socket(two: Two) -> None:
+    connector = PrivateConnector(private_socket(os.getpid()))
+    async with aiohttp.ClientSession(connector=connector) as session:
+        for secret, status in (("", 403), ("another", 403), ("secret", 200)):
+            headers = {
+                SECRET.decode(): secret,
+                CLIENT.decode(): "127.0.0.1",
+                "host": "localhost",
+            }
+            async with session.get("http://podway/v1/models", headers=headers) as response:
+                assert response.status == status

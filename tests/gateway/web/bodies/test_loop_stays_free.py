@@ -301,8 +301,7 @@ def most_seconds(body: bytes) -> float:
 async def run_batch(rig: Rig, file_id: str) -> None:
     """Run the lines of an uploaded file."""
     fields = SHAPES["/v1/batches"][1] | {"input_file_id": file_id}
-    async with rig.client.post("/v1/batches", fields) as exchange:
-        batch = await exchange.json()
+    batch = (await rig.client.post("/v1/batches", fields)).json
     await ended(rig, batch["id"], every=0.01)
 
 
