@@ -58,6 +58,15 @@ def a_scheduler(
     )
 
 
+def planned(
+    scheduler: IterationScheduler, now: float = 0.0, oldest: Iteration | None = None
+) -> Iteration:
+    """The next iteration, which there is."""
+    iteration = scheduler.plan(now, oldest)
+    assert iteration is not None
+    return iteration
+
+
 def run_iteration(scheduler: IterationScheduler, now: float) -> float:
     """Run one iteration. Returns the time when it returned, or `now` if none was planned."""
     scheduler.expire(now)

@@ -20,6 +20,7 @@ from tests.scheduling import (
     a_scheduler,
     a_spec,
     commit_iteration,
+    planned,
     play,
     run_iteration,
 )
@@ -154,8 +155,7 @@ def test_switching_policies_loses_no_request(before: str, after: str) -> None:
     now = 0.0
     for _ in range(6):
         now = run_iteration(scheduler, now)
-    in_flight = scheduler.plan(now)
-    assert in_flight is not None
+    in_flight = planned(scheduler, now)
     gone = in_flight.requests[0]
     scheduler.cancel(gone, Abort.CLIENT_GONE, now)
     live = set(scheduler.pool)

@@ -33,6 +33,7 @@ from engine.worker.process.worker import Worker
 from tests.engine.worker.process.driving import GREEDY, Driver, settings_for
 from tests.inline_executor import InlineExecutor
 from tests.models.checkpoints import VARIANTS, make_model
+from tests.scheduling import planned
 from tests.worker_settings import changed
 
 WIDE = {
@@ -222,8 +223,7 @@ def test_who_was_swapped_out_and_in_goes_on_with_its_own_text(
     requests = [scheduler.add(ask, 0.0) for ask in asks]
     now = 0.0
     while scheduler.pool:
-        iteration = scheduler.plan(now)
-        assert iteration is not None
+        iteration = planned(scheduler, now)
         now += 0.01
         scheduler.commit(iteration, pair.worker.run(iteration.step), now)
         ledger.check()

@@ -9,7 +9,7 @@ from engine.kv_shape import KVShape
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.request import Abort, Request
 from engine.step import StepResult
-from tests.scheduling import a_spec
+from tests.scheduling import a_spec, planned
 
 
 class Notes:
@@ -42,18 +42,15 @@ def play(observer: Observer) -> None:
     requests = [scheduler.add(a_spec(4, 8), next(now)) for _ in range(4)]
     scheduler.hand_over(requests[3], scheduler, next(now))
     scheduler.cancel(requests[3], Abort.CLIENT_GONE, next(now))
-    first = scheduler.plan(next(now))
-    assert first is not None
+    first = planned(scheduler, next(now))
     scheduler.plan(next(now))
     scheduler.commit(first, StepResult(first.step.step_id, (1, 1), 0.5), next(now))
     scheduler.switch(FirstComeFirstServed(), next(now))
     while not requests[1].setbacks.num_preemptions:
-        iteration = scheduler.plan(next(now))
-        assert iteration is not None
+        iteration = planned(scheduler, next(now))
         tokens = (1,) * len(iteration.requests)
         scheduler.commit(iteration, StepResult(iteration.step.step_id, tokens, 0.5), next(now))
-    failing = scheduler.plan(next(now))
-    assert failing is not None
+    failing = planned(scheduler, next(now))
     scheduler.fail(failing, StepFailed("boom"), next(now))
     scheduler.lose_device([], next(now))
     scheduler.fail_all(Unavailable("closed"), next(now))
@@ -68,8 +65,7 @@ def swap(observer: Observer) -> None:
     for _ in range(2):
         scheduler.add(a_spec(4, 8), 0.0)
     while scheduler.pool:
-        iteration = scheduler.plan(0.0)
-        assert iteration is not None
+        iteration = planned(scheduler)
         tokens = (1,) * len(iteration.requests)
         scheduler.commit(iteration, StepResult(iteration.step.step_id, tokens, 0.5), 0.0)
 

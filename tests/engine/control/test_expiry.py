@@ -13,7 +13,14 @@ from engine.policy.mlfq import SkipJoinMLFQ
 from engine.request import Abort, FinishReason, State
 from engine.simulated.executor import SimulatedExecutor
 from engine.simulated.virtual_loop import run_virtual
-from tests.scheduling import HAND_COST, a_scheduler, a_spec, commit_iteration, run_iteration
+from tests.scheduling import (
+    HAND_COST,
+    a_scheduler,
+    a_spec,
+    commit_iteration,
+    planned,
+    run_iteration,
+)
 
 
 def test_a_waiting_request_expires_at_once() -> None:
@@ -38,8 +45,7 @@ def test_a_request_between_iterations_expires_at_once() -> None:
 def test_a_request_in_flight_expires_when_its_iteration_returns() -> None:
     scheduler = a_scheduler(FirstComeFirstServed())
     request = scheduler.add(a_spec(2, 9, deadline=1.0), 0.0)
-    iteration = scheduler.plan(0.0)
-    assert iteration is not None
+    iteration = planned(scheduler)
     assert scheduler.expire(1.0) == [request]
     assert (request.state, scheduler.ledger.num_held) == (State.LEAVING, 2)
     commit_iteration(scheduler, iteration, 0.0)
@@ -51,8 +57,7 @@ def test_a_request_in_flight_expires_when_its_iteration_returns() -> None:
 def test_a_request_in_flight_expires_even_if_its_iteration_does_not_return(ending: str) -> None:
     scheduler = a_scheduler(FirstComeFirstServed())
     request = scheduler.add(a_spec(2, 9, deadline=1.0), 0.0)
-    iteration = scheduler.plan(0.0)
-    assert iteration is not None
+    iteration = planned(scheduler)
     scheduler.expire(1.0)
     if ending == "failed":
         scheduler.fail(iteration, StepFailed("boom"), 1.5)
@@ -65,8 +70,7 @@ def test_a_request_in_flight_expires_even_if_its_iteration_does_not_return(endin
 def test_a_request_cancelled_in_flight_before_its_deadline_does_not_expire() -> None:
     scheduler = a_scheduler(FirstComeFirstServed())
     request = scheduler.add(a_spec(2, 9, deadline=1.0), 0.0)
-    iteration = scheduler.plan(0.0)
-    assert iteration is not None
+    iteration = planned(scheduler)
     scheduler.cancel(request, Abort.CLIENT_GONE, 0.5)
     assert scheduler.expire(1.0) == []
     commit_iteration(scheduler, iteration, 0.0)

@@ -8,7 +8,7 @@ from engine.policy.fcfs import FirstComeFirstServed
 from engine.request import Request, RequestSpec, State
 from engine.step import Fault, Grammar, GrammarKind, SamplingParams, StepResult, TokenLogprobs
 from tests.models.drafts import a_drafter
-from tests.scheduling import a_scheduler, run_iteration
+from tests.scheduling import a_scheduler, planned, run_iteration
 
 GREEDY = SamplingParams(temperature=0.0)
 DIGITS = Grammar(GrammarKind.REGEX, "[0-9]+")
@@ -20,12 +20,6 @@ def a_pair(**fields: object) -> IterationScheduler:
     scheduler.add(RequestSpec((1, 2, 3), 2, GREEDY, **fields), 0.0)  # type: ignore[arg-type]
     scheduler.add(RequestSpec((1, 2, 3), 2, GREEDY), 0.0)
     return scheduler
-
-
-def planned(scheduler: IterationScheduler) -> Iteration:
-    iteration = scheduler.plan(0.0)
-    assert iteration is not None
-    return iteration
 
 
 def commit(scheduler: IterationScheduler, iteration: Iteration, **fields: object) -> list[object]:

@@ -18,7 +18,7 @@ from engine.simulated.executor import SimulatedExecutor
 from engine.simulated.virtual_loop import run_virtual
 from engine.step import LAST_TOKEN, SamplingParams, StepResult
 from tests.models.drafts import a_drafter
-from tests.scheduling import GREEDY, HAND_COST, a_scheduler, a_spec
+from tests.scheduling import GREEDY, HAND_COST, a_scheduler, a_spec, planned
 
 END = 9
 
@@ -33,16 +33,8 @@ def commit(scheduler: IterationScheduler, iteration: Iteration, token: int = 5) 
     return list(found)
 
 
-def first(scheduler: IterationScheduler) -> Iteration:
-    iteration = scheduler.plan(0.0)
-    assert iteration is not None
-    return iteration
-
-
 def ahead(scheduler: IterationScheduler, oldest: Iteration) -> Iteration:
-    iteration = scheduler.plan(0.0, oldest)
-    assert iteration is not None
-    return iteration
+    return planned(scheduler, 0.0, oldest)
 
 
 def two_in_flight(
@@ -51,7 +43,7 @@ def two_in_flight(
     """A request with an iteration in flight, and a second one planned ahead."""
     scheduler = a_scheduler(FirstComeFirstServed(), **bounds)  # type: ignore[arg-type]
     request = scheduler.add(spec, 0.0)
-    oldest = first(scheduler)
+    oldest = planned(scheduler)
     return scheduler, request, oldest, ahead(scheduler, oldest)
 
 
@@ -63,8 +55,8 @@ def test_nothing_is_planned_ahead_of_drafts() -> None:
         drafter=a_drafter([[5] * 20], error_rate=0.0),
     )
     scheduler.add(a_spec(3, 20), 0.0)
-    commit(scheduler, first(scheduler))
-    oldest = first(scheduler)
+    commit(scheduler, planned(scheduler))
+    oldest = planned(scheduler)
     assert oldest.step.has_drafts
     assert scheduler.plan(0.0, oldest) is None
 
@@ -82,13 +74,13 @@ def test_the_next_iteration_continues_from_the_last_token_on_the_worker() -> Non
     assert commit(scheduler, second, 8) == [0]
     assert commit(scheduler, third, 6) == [0]
     assert (request.state, request.output) == (State.READY, [7, 8, 6])
-    assert first(scheduler).step.entries[0].tokens == (6,)
+    assert planned(scheduler).step.entries[0].tokens == (6,)
 
 
 def test_a_long_prompt_is_planned_ahead_in_chunks_with_known_tokens() -> None:
     scheduler = a_scheduler(FirstComeFirstServed())
     scheduler.add(RequestSpec(tuple(range(100, 120)), 2, GREEDY), 0.0)
-    pieces = [first(scheduler)]
+    pieces = [planned(scheduler)]
     for _ in range(3):
         pieces.append(ahead(scheduler, pieces[-1]))
         commit(scheduler, pieces[-2])
@@ -140,7 +132,7 @@ def test_a_cancel_frees_when_the_second_iteration_returns() -> None:
     ledger = KVLedger(KVShape(100, 1))
     scheduler = IterationScheduler(settings, ledger, FirstComeFirstServed(), freed)
     request = scheduler.add(a_spec(3, 9), 0.0)
-    oldest = first(scheduler)
+    oldest = planned(scheduler)
     second = ahead(scheduler, oldest)
     scheduler.cancel(request, Abort.CLIENT_GONE, 0.0)
     assert commit(scheduler, oldest) == []
@@ -179,7 +171,7 @@ def test_a_failed_iteration_also_fails_the_one_planned_ahead_of_it() -> None:
 def test_another_request_of_the_second_iteration_survives_the_failure_of_the_first() -> None:
     scheduler = a_scheduler(FirstComeFirstServed(), max_batch_size=2)
     scheduler.add(a_spec(3, 9), 0.0)
-    oldest = first(scheduler)
+    oldest = planned(scheduler)
     mate = scheduler.add(a_spec(3, 9), 0.0)
     second = ahead(scheduler, oldest)
     scheduler.fail(oldest, StepFailed("boom"), 0.0)
@@ -190,7 +182,7 @@ def test_another_request_of_the_second_iteration_survives_the_failure_of_the_fir
 def test_a_lost_device_counts_one_crash_per_request_and_ends_finished_ones() -> None:
     scheduler = a_scheduler(FirstComeFirstServed(), max_batch_size=2)
     done = scheduler.add(a_spec(3, 9, end_ids=frozenset({END})), 0.0)
-    oldest = first(scheduler)
+    oldest = planned(scheduler)
     other = scheduler.add(a_spec(3, 9), 0.0)
     second = ahead(scheduler, oldest)
     commit(scheduler, oldest, END)
@@ -205,18 +197,18 @@ def test_a_lost_device_counts_one_crash_per_request_and_ends_finished_ones() -> 
 def test_suspects_run_apart_with_two_iterations_in_flight() -> None:
     scheduler = a_scheduler(FirstComeFirstServed(), max_batch_size=2)
     suspects = [scheduler.add(a_spec(3, 9), 0.0) for _ in range(2)]
-    scheduler.lose_device([first(scheduler)], 0.0)
-    oldest = first(scheduler)
+    scheduler.lose_device([planned(scheduler)], 0.0)
+    oldest = planned(scheduler)
     assert oldest.requests == (suspects[0],)
     assert scheduler.plan(0.0, oldest) is None
     commit(scheduler, oldest)
-    assert first(scheduler).requests == tuple(suspects)
+    assert planned(scheduler).requests == tuple(suspects)
 
 
 def test_end_tokens_are_banned_as_long_as_the_pending_token_does_not_suffice() -> None:
     scheduler = a_scheduler(FirstComeFirstServed())
     scheduler.add(a_spec(3, 9, end_ids=frozenset({END}), min_tokens=2), 0.0)
-    flights = [first(scheduler)]
+    flights = [planned(scheduler)]
     for _ in range(2):
         flights.append(ahead(scheduler, flights[-1]))
         commit(scheduler, flights[-2])
@@ -240,24 +232,24 @@ def test_only_the_first_step_carries_the_output_that_penalties_read() -> None:
 def test_no_request_is_planned_ahead_while_another_lacks_slots() -> None:
     scheduler = a_scheduler(FirstComeFirstServed(), num_slots=7, max_batch_size=2)
     old, young = scheduler.add(a_spec(3, 5), 0.0), scheduler.add(a_spec(2, 6), 0.0)
-    oldest = first(scheduler)
+    oldest = planned(scheduler)
     second = ahead(scheduler, oldest)
     assert second.requests == (old, young)  # four slots and three: all there are
     commit(scheduler, oldest)
     assert scheduler.plan(0.0, second) is None
     commit(scheduler, second)
-    assert first(scheduler).requests == (old,)
+    assert planned(scheduler).requests == (old,)
     assert (young.state, young.setbacks.num_preemptions) == (State.WAITING, 1)
 
 
 def test_with_preemption_requests_in_flight_return_so_that_a_waiting_one_can_start() -> None:
     scheduler = a_scheduler(build("priority", HAND_COST), num_slots=10, max_batch_size=4)
     long = scheduler.add(a_spec(8, 3, priority=1), 0.0)
-    oldest = first(scheduler)
+    oldest = planned(scheduler)
     short = scheduler.add(a_spec(2, 2), 0.0)
     assert scheduler.plan(0.0, oldest) is None
     commit(scheduler, oldest)
-    assert first(scheduler).requests == (short,)
+    assert planned(scheduler).requests == (short,)
     assert (long.state, long.produced) == (State.WAITING, 1)
 
 

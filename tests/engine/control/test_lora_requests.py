@@ -6,7 +6,7 @@ from engine.kv_shape import KVShape
 from engine.lora import LoraAdapter
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.step import StepResult
-from tests.scheduling import a_spec, run_iteration
+from tests.scheduling import a_spec, planned, run_iteration
 
 ONE, TWO = LoraAdapter(1, "one", "aa" * 32), LoraAdapter(2, "two", "bb" * 32)
 
@@ -22,8 +22,7 @@ def add(scheduler: IterationScheduler, lora: LoraAdapter | None, prompt_len: int
 
 def plan(scheduler: IterationScheduler) -> list[tuple[int, int]]:
     """Plan and commit an iteration; adapter and number of tokens of each entry."""
-    iteration = scheduler.plan(0.0)
-    assert iteration is not None
+    iteration = planned(scheduler)
     entries = iteration.step.entries
     for entry, request in zip(entries, iteration.requests, strict=True):
         lora = request.spec.lora

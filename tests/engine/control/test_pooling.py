@@ -20,6 +20,7 @@ from tests.scheduling import (
     a_scheduler,
     a_spec,
     commit_iteration,
+    planned,
     play,
     run_iteration,
 )
@@ -33,12 +34,10 @@ def a_pooling_spec(prompt_len: int, **fields: object) -> RequestSpec:
 def test_a_prompt_is_computed_in_chunks_and_pooled_with_the_last_one() -> None:
     scheduler = a_scheduler(FirstComeFirstServed())
     request = scheduler.add(a_pooling_spec(10), 0.0)
-    first = scheduler.plan(0.0)
-    assert first is not None
+    first = planned(scheduler)
     assert [(len(e.tokens), e.sample, e.pooling) for e in first.step.entries] == [(8, None, None)]
     assert scheduler.commit(first, StepResult(first.step.step_id, (), 1.0), 1.0) == []
-    last = scheduler.plan(1.0)
-    assert last is not None
+    last = planned(scheduler, 1.0)
     assert [(len(e.tokens), e.pooling) for e in last.step.entries] == [(2, PoolSpec())]
     result = StepResult(last.step.step_id, (), 1.0, vectors=(b"1234",))
     (delivery,) = scheduler.commit(last, result, 2.0)
@@ -65,8 +64,7 @@ def test_pooling_requests_and_generations_share_iterations(admission: Admission)
 def test_a_fault_fails_the_request_without_a_vector() -> None:
     scheduler = a_scheduler(FirstComeFirstServed(), max_batch_size=2)
     requests = [scheduler.add(a_pooling_spec(3), 0.0) for _ in range(2)]
-    iteration = scheduler.plan(0.0)
-    assert iteration is not None
+    iteration = planned(scheduler)
     result = StepResult(
         iteration.step.step_id, (), 1.0, faults=(Fault(0, "NaN"),), vectors=(b"nan!", b"good")
     )
@@ -79,8 +77,7 @@ def test_a_fault_fails_the_request_without_a_vector() -> None:
 def test_the_vector_of_a_request_cancelled_in_flight_is_dropped() -> None:
     scheduler = a_scheduler(FirstComeFirstServed())
     request = scheduler.add(a_pooling_spec(3), 0.0)
-    iteration = scheduler.plan(0.0)
-    assert iteration is not None
+    iteration = planned(scheduler)
     scheduler.cancel(request, Abort.CLIENT_GONE, 0.5)
     result = StepResult(iteration.step.step_id, (), 1.0, vectors=(b"1234",))
     assert scheduler.commit(iteration, result, 1.0) == []
@@ -91,8 +88,7 @@ def test_the_vector_of_a_request_cancelled_in_flight_is_dropped() -> None:
 def test_a_lost_worker_computes_the_prompt_again() -> None:
     scheduler = a_scheduler(FirstComeFirstServed())
     request = scheduler.add(a_pooling_spec(3), 0.0)
-    iteration = scheduler.plan(0.0)
-    assert iteration is not None
+    iteration = planned(scheduler)
     scheduler.lose_device([iteration], 1.0)
     assert request.state is State.WAITING
     run_iteration(scheduler, 1.0)
@@ -102,8 +98,7 @@ def test_a_lost_worker_computes_the_prompt_again() -> None:
 def test_no_iteration_is_planned_ahead_of_a_vector() -> None:
     scheduler = a_scheduler(FirstComeFirstServed())
     scheduler.add(a_pooling_spec(3), 0.0)
-    iteration = scheduler.plan(0.0)
-    assert iteration is not None
+    iteration = planned(scheduler)
     assert scheduler.plan(0.0, iteration) is None
 
 
@@ -131,8 +126,7 @@ def test_whole_prompts_share_an_iteration_as_far_as_they_fit_and_hold_no_blocks(
         scheduler.add(a_pooling_spec(length), 0.0)
     lengths = []
     while scheduler.pool:
-        iteration = scheduler.plan(0.0)
-        assert iteration is not None
+        iteration = planned(scheduler)
         assert scheduler.ledger.num_held == 0
         assert all(entry.pooling is not None for entry in iteration.step.entries)
         lengths.append([len(entry.tokens) for entry in iteration.step.entries])
@@ -145,8 +139,7 @@ def test_whole_prompts_share_an_iteration_as_far_as_they_fit_and_hold_no_blocks(
 def test_a_whole_prompt_of_a_lost_worker_is_computed_again() -> None:
     scheduler = an_encoders_scheduler()
     requests = [scheduler.add(a_pooling_spec(4), 0.0) for _ in range(2)]
-    iteration = scheduler.plan(0.0)
-    assert iteration is not None
+    iteration = planned(scheduler)
     scheduler.lose_device([iteration], 1.0)
     for _ in range(2):  # suspects run one at a time
         run_iteration(scheduler, 1.0)
@@ -157,8 +150,7 @@ def test_whole_background_prompts_wait_for_time() -> None:
     scheduler = an_encoders_scheduler(max_background_slowdown=1.1)
     background = scheduler.add(a_pooling_spec(4, is_background=True), 0.0)
     scheduler.add(a_pooling_spec(3), 0.0)
-    first = scheduler.plan(0.0)
-    assert first is not None
+    first = planned(scheduler)
     assert background not in first.requests
     commit_iteration(scheduler, first, 0.0)
     run_iteration(scheduler, 1.0)

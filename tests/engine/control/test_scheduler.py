@@ -14,7 +14,7 @@ from engine.policy import build
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.request import Abort, FinishReason, Request, RequestSpec, State
 from engine.step import SamplingParams, StepResult
-from tests.scheduling import HAND_COST, a_scheduler, a_spec
+from tests.scheduling import HAND_COST, a_scheduler, a_spec, planned
 from tests.scheduling import run_iteration as run_iteration_by_hand
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -49,8 +49,7 @@ def commit_iteration(
 
 def run_iteration(scheduler: IterationScheduler, token: int = 5) -> list[tuple[int, int]]:
     """One iteration: (request, tokens computed) for each entry."""
-    iteration = scheduler.plan(0.0)
-    assert iteration is not None
+    iteration = planned(scheduler)
     commit_iteration(scheduler, iteration, token)
     return [(entry.request_id, len(entry.tokens)) for entry in iteration.step.entries]
 
@@ -101,13 +100,11 @@ def test_an_end_token_finishes_and_frees_at_once() -> None:
 def test_end_tokens_are_banned_before_min_tokens() -> None:
     scheduler = make()
     scheduler.add(RequestSpec((1,), 9, GREEDY, frozenset({8, 5}), min_tokens=1), 0.0)
-    first = scheduler.plan(0.0)
-    assert first is not None
+    first = planned(scheduler)
     assert first.step.entries[0].sample is not None
     assert first.step.entries[0].sample.banned == (5, 8)
     commit_iteration(scheduler, first, token=7)
-    second = scheduler.plan(0.0)
-    assert second is not None
+    second = planned(scheduler)
     assert second.step.entries[0].sample is not None
     assert second.step.entries[0].sample.banned == ()
 
@@ -117,8 +114,7 @@ def test_the_first_step_carries_the_tokens_that_penalties_read_and_later_ones_do
     scheduler.add(RequestSpec((1, 2), 9, SamplingParams(repetition_penalty=1.5)), 0.0)
     found = []
     for _ in range(2):
-        iteration = scheduler.plan(0.0)
-        assert iteration is not None
+        iteration = planned(scheduler)
         sample = iteration.step.entries[0].sample
         assert sample is not None
         found.append((sample.prompt, sample.output, sample.continues))
@@ -178,8 +174,7 @@ def test_cancelling_between_iterations_frees_blocks_at_once() -> None:
 def test_cancelling_in_flight_frees_blocks_at_the_commit_and_delivers_no_token() -> None:
     scheduler = make()
     request = scheduler.add(spec(2, 9), 0.0)
-    iteration = scheduler.plan(0.0)
-    assert iteration is not None
+    iteration = planned(scheduler)
     scheduler.cancel(request, Abort.CLIENT_GONE, 1.0)
     scheduler.cancel(request, Abort.EXPLICIT, 1.0)
     assert (request.state, request.abort) == (State.LEAVING, Abort.CLIENT_GONE)
@@ -193,8 +188,7 @@ def test_cancelling_in_flight_frees_blocks_at_the_commit_and_delivers_no_token()
 def test_a_failed_iteration_fails_its_batch_and_no_other_request() -> None:
     scheduler = make(max_batch_size=1)
     lost, kept = scheduler.add(spec(2, 2), 0.0), scheduler.add(spec(2, 2), 0.0)
-    iteration = scheduler.plan(0.0)
-    assert iteration is not None
+    iteration = planned(scheduler)
     assert scheduler.fail(iteration, StepFailed("boom"), 0.0) == [lost]
     assert (lost.state, str(lost.error)) == (State.FAILED, "boom")
     run_iteration(scheduler)
@@ -306,8 +300,7 @@ def test_after_a_lost_device_requests_wait_with_the_tokens_they_have() -> None:
     scheduler = make()
     request = scheduler.add(spec(2, 9), 0.0)
     run_iteration(scheduler)
-    iteration = scheduler.plan(0.0)
-    assert iteration is not None
+    iteration = planned(scheduler)
     assert scheduler.lose_device([iteration], 0.0) == []
     assert (request.state, request.num_computed, request.output) == (State.WAITING, 0, [5])
     assert scheduler.ledger.num_held == 0
@@ -322,8 +315,7 @@ def test_suspects_run_apart_and_the_one_that_crashes_workers_fails() -> None:
     others = [scheduler.add(spec(1, 3), 0.0) for _ in range(3)]
     crashes = 0
     while scheduler.pool:
-        iteration = scheduler.plan(0.0)
-        assert iteration is not None
+        iteration = planned(scheduler)
         assert sum(request.num_crashes > 0 for request in iteration.requests) <= 1
         if poison in iteration.requests:
             crashes += 1
@@ -340,8 +332,7 @@ def test_a_suspect_with_more_crashes_runs_after_those_with_fewer() -> None:
     early, late = scheduler.add(spec(1, 3), 0.0), scheduler.add(spec(1, 3), 0.0)
     blamed = []
     for _ in range(5):
-        iteration = scheduler.plan(0.0)
-        assert iteration is not None
+        iteration = planned(scheduler)
         blamed.append(iteration.requests)
         scheduler.lose_device([iteration], 0.0)
     assert blamed == [(early, late), (early,), (late,), (early,), (late,)]
@@ -359,8 +350,7 @@ def test_a_prompts_chunk_is_bounded_by_max_step_seconds_beside_decodes(
     now = run_iteration_by_hand(scheduler, 0.0)
     for _ in range(2):
         scheduler.add(a_spec(200, 2), now)
-    iteration = scheduler.plan(now)
-    assert iteration is not None
+    iteration = planned(scheduler, now)
     assert [len(entry.tokens) for entry in iteration.step.entries] == [1, piece]
 
 
@@ -369,8 +359,7 @@ def test_a_prompt_without_decodes_beside_it_runs_in_large_chunks() -> None:
         FirstComeFirstServed(), max_batch_size=4, max_batch_tokens=64, max_step_seconds=1.0
     )
     scheduler.add(a_spec(200, 2), 0.0)
-    iteration = scheduler.plan(0.0)
-    assert iteration is not None
+    iteration = planned(scheduler)
     assert iteration.step.num_tokens == 64
 
 

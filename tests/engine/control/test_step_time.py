@@ -21,7 +21,7 @@ from engine.kv_shape import KVShape
 from engine.policy import build
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.step import StepResult
-from tests.scheduling import HAND_COST, a_scheduler, a_spec, commit_iteration, play
+from tests.scheduling import HAND_COST, a_scheduler, a_spec, commit_iteration, planned, play
 
 SEATS = 64
 
@@ -41,12 +41,6 @@ def decoding(scheduler: IterationScheduler, count: int, **fields: object) -> flo
     while scheduler.pool.num_admitted < count:
         now = commit_iteration(scheduler, planned(scheduler, now), now)
     return now
-
-
-def planned(scheduler: IterationScheduler, now: float) -> Iteration:
-    iteration = scheduler.plan(now)
-    assert iteration is not None
-    return iteration
 
 
 def sizes(iteration: Iteration) -> list[int]:
@@ -109,7 +103,7 @@ def test_a_second_prompt_gets_only_the_time_that_is_left() -> None:
 def test_without_decodes_prompts_use_whole_iterations() -> None:
     scheduler = make(10.0)
     scheduler.add(a_spec(400, 2), 0.0)
-    iteration = planned(scheduler, 0.0)
+    iteration = planned(scheduler)
     assert sizes(iteration) == [400]
     assert iteration.itl_goal == inf
 
@@ -266,11 +260,11 @@ def test_far_behind_its_start_a_prompt_makes_iterations_longer_by_the_same_facto
     for _ in range(20):
         scheduler.add(a_spec(1, 1000), 0.0)
     while scheduler.pool.num_admitted < 20:
-        returned(scheduler, planned(scheduler, 0.0), 20.0)
+        returned(scheduler, planned(scheduler), 20.0)
     prompt = scheduler.add(a_spec(2000, 2), 0.0)
     pieces: list[int] = []
     while prompt.remaining > 100 or not pieces:
-        iteration = planned(scheduler, 0.0)
+        iteration = planned(scheduler)
         pieces.append(sizes(iteration)[-1])
         assert cost.step(iteration.step) <= 3 * 20.0
         returned(scheduler, iteration, cost.step(iteration.step))
@@ -287,10 +281,10 @@ def test_a_piece_whose_price_exceeds_the_bound_takes_at_least_as_long_for_its_to
         settings, KVLedger(KVShape(10_000, 1)), FirstComeFirstServed(), cost=LiveCost(cost)
     )
     scheduler.add(a_spec(1, 500), 0.0)
-    decode = planned(scheduler, 0.0)
+    decode = planned(scheduler)
     returned(scheduler, decode, cost.step(decode.step))
     scheduler.add(a_spec(500, 2), 0.0)
-    added = cost.step(planned(scheduler, 0.0).step) - 5.0
+    added = cost.step(planned(scheduler).step) - 5.0
     share = MIN_SHARE * 2.0 * 5.0
     assert 0.9 * (PIECE_TIMES * 7.0 + share) < added <= PIECE_TIMES * 7.0 + share
 
@@ -304,10 +298,10 @@ def test_a_piece_fills_the_graph_that_its_iteration_is_padded_to() -> None:
         settings, KVLedger(KVShape(10_000, 1)), FirstComeFirstServed(), cost=LiveCost(cost)
     )
     scheduler.add(a_spec(1, 500), 0.0)
-    decode = planned(scheduler, 0.0)
+    decode = planned(scheduler)
     returned(scheduler, decode, cost.step(decode.step))
     scheduler.add(a_spec(500, 2), 0.0)
-    assert sizes(planned(scheduler, 0.0)) == [1, 63], "the bound is exceeded by any piece"
+    assert sizes(planned(scheduler)) == [1, 63], "the bound is exceeded by any piece"
 
 
 def test_the_factor_is_relative_to_iterations_of_decodes_that_were_measured() -> None:

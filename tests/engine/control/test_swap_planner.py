@@ -9,7 +9,7 @@ from engine.kv_shape import KVShape
 from engine.policy import PolicySettings, build
 from engine.request import State
 from engine.step import Direction, StepResult
-from tests.scheduling import HAND_COST, a_spec
+from tests.scheduling import HAND_COST, a_spec, planned
 
 
 def make(policy: str = "mlfq", num_blocks: int = 50, **bounds: object) -> IterationScheduler:
@@ -27,8 +27,7 @@ def make(policy: str = "mlfq", num_blocks: int = 50, **bounds: object) -> Iterat
 
 
 def run_iteration(scheduler: IterationScheduler, now: float = 0.0) -> Iteration:
-    iteration = scheduler.plan(now)
-    assert iteration is not None
+    iteration = planned(scheduler, now)
     samples = sum(entry.sample is not None for entry in iteration.step.entries)
     seconds = HAND_COST.step(iteration.step)
     scheduler.commit(iteration, StepResult(iteration.step.step_id, (5,) * samples, seconds), now)

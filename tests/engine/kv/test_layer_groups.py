@@ -13,7 +13,7 @@ from engine.kv_shape import KVShape
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.request import Caching, Request, RequestSpec
 from engine.step import RequestId, StepEntry, StepResult
-from tests.scheduling import GREEDY
+from tests.scheduling import GREEDY, planned
 
 A = RequestId(1)
 CHUNK = 8  # tokens per iteration
@@ -31,8 +31,7 @@ def spec(prompt: range | tuple[int, ...], max_tokens: int) -> RequestSpec:
 
 
 def run_iteration(scheduler: IterationScheduler) -> tuple[StepEntry, ...]:
-    iteration = scheduler.plan(0.0)
-    assert iteration is not None
+    iteration = planned(scheduler)
     entries = iteration.step.entries
     samples = sum(entry.sample is not None for entry in entries)
     scheduler.commit(iteration, StepResult(iteration.step.step_id, (5,) * samples, 0.01), 0.0)

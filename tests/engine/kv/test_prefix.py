@@ -15,7 +15,7 @@ from engine.media import EncoderReport, Media, Span
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.request import Request, RequestSpec, Times
 from engine.step import HASH_BYTES, RequestId
-from tests.scheduling import GREEDY
+from tests.scheduling import GREEDY, planned
 
 BLOCK = 2
 IMAGE, OTHER = b"i" * 32, b"o" * 32
@@ -114,6 +114,5 @@ def test_a_request_waits_for_a_prefix_that_is_being_computed_only_if_its_images_
     for digest in digests:
         spec = RequestSpec(prompt, 4, GREEDY, media=(image(Span(20, 30, digest)),))
         scheduler.add(spec, 0.0)
-    iteration = scheduler.plan(0.0)
-    assert iteration is not None
+    iteration = planned(scheduler)
     assert len(iteration.requests) == (1 if is_same else 2)

@@ -21,7 +21,7 @@ from engine.step import (
     StepEntry,
     StepResult,
 )
-from tests.scheduling import GREEDY
+from tests.scheduling import GREEDY, planned
 
 A, B, C = RequestId(1), RequestId(2), RequestId(3)
 SIZE = 4
@@ -55,8 +55,7 @@ def run_iteration(
 
 
 def run_step(scheduler: IterationScheduler, late: tuple[int, ...] = ()) -> Step:
-    iteration = scheduler.plan(0.0)
-    assert iteration is not None
+    iteration = planned(scheduler)
     samples = sum(entry.sample is not None for entry in iteration.step.entries)
     result = StepResult(iteration.step.step_id, (5,) * samples, 0.01, late=late)
     scheduler.commit(iteration, result, 0.0)
@@ -316,8 +315,7 @@ def test_a_request_that_fails_leaves_no_state_behind() -> None:
     scheduler = make()
     request = scheduler.add(spec(range(50), 4), 0.0)
     run_iteration(scheduler)
-    iteration = scheduler.plan(0.0)
-    assert iteration is not None
+    iteration = planned(scheduler)
     scheduler.lose_device([iteration], 0.0)
     assert request.state is State.WAITING
     assert states(scheduler).pool.num_cached == 0

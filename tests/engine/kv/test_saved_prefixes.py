@@ -14,7 +14,7 @@ from engine.kv_shape import KVShape
 from engine.policy import build
 from engine.request import Abort, Request, RequestSpec, State
 from engine.step import BlockMove, Direction, Page, RequestId, StepResult, Tier
-from tests.scheduling import GREEDY, HAND_COST
+from tests.scheduling import GREEDY, HAND_COST, planned
 
 BLOCK = 4
 
@@ -122,8 +122,7 @@ def test_a_request_whose_entry_does_not_fit_beside_its_load_waits_for_it(trouble
     rig.unreadable = unreadable
     first = rig.scheduler.add(RequestSpec(prompt(300, 5), 1, GREEDY), 0.0)
     request = rig.scheduler.add(RequestSpec(prompt(100, 17), 1, GREEDY), 0.0)
-    iteration = rig.scheduler.plan(0.0)
-    assert iteration is not None
+    iteration = planned(rig.scheduler, 0.0)
     assert (iteration.requests, iteration.swapping) == ((first,), (request,))
     assert len(iteration.loads) == 4
     assert rig.scheduler.plan(0.0) is None  # its blocks are not there yet
@@ -181,8 +180,7 @@ def test_a_request_cancelled_while_its_copies_are_read_frees_everything() -> Non
     rig.serve(prompt(100, 17))
     rig.serve(prompt(200, 17))
     request = rig.scheduler.add(RequestSpec(prompt(100, 17), 5, GREEDY), 0.0)
-    iteration = rig.scheduler.plan(0.0)
-    assert iteration is not None
+    iteration = planned(rig.scheduler, 0.0)
     assert iteration.loads
     rig.scheduler.cancel(request, Abort.EXPLICIT, 0.0)
     rig.scheduler.commit(iteration, StepResult(iteration.step.step_id, (7,), 0.1), 0.0)

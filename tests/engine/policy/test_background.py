@@ -6,7 +6,15 @@ from engine.control.admission import Admission
 from engine.control.scheduler import IterationScheduler
 from engine.policy import POLICIES, Policy, build, name_of
 from engine.request import Request, State
-from tests.scheduling import HAND_COST, a_scheduler, a_spec, commit_iteration, play, run_iteration
+from tests.scheduling import (
+    HAND_COST,
+    a_scheduler,
+    a_spec,
+    commit_iteration,
+    planned,
+    play,
+    run_iteration,
+)
 
 JOINING = [Admission.GROW, Admission.RESERVE]
 
@@ -55,8 +63,7 @@ def test_running_background_requests_take_no_tokens_from_a_prompt(policy: Policy
     scheduler = a_scheduler(policy, max_batch_size=8)
     started(scheduler, *[(1, 50)] * 8, background=True)
     ahead = scheduler.add(a_spec(8, 5), 10.0)
-    iteration = scheduler.plan(10.0)
-    assert iteration is not None
+    iteration = planned(scheduler, 10.0)
     assert iteration.requests == (ahead,)
     assert iteration.step.num_tokens == 8
     commit_iteration(scheduler, iteration, 10.0)
@@ -119,8 +126,7 @@ def check_slowdown(
     """Check that each iteration takes at most 1.5 times what it takes without background rows."""
     now = 10.0
     for _ in range(num_iterations):
-        iteration = scheduler.plan(now)
-        assert iteration is not None
+        iteration = planned(scheduler, now)
         rows = zip(iteration.requests, iteration.step.entries, strict=True)
         own = [entry for request, entry in rows if not request.spec.is_background]
         assert len(own) == len(others), "no other request waits"

@@ -5,7 +5,7 @@ from random import Random
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.policy.settings import PolicySettings
 from engine.request import Request, State
-from tests.scheduling import a_request, a_scheduler, a_spec, run_iteration
+from tests.scheduling import a_request, a_scheduler, a_spec, planned, run_iteration
 
 
 def served(policy: FirstComeFirstServed) -> str:
@@ -219,8 +219,7 @@ def test_a_prompt_that_is_put_behind_others_starts_if_none_of_them_can_go_on() -
     scheduler.add(a_spec(100, 2, client="first"), 0.0)
     assert scheduler.plan(0.0) is not None
     other = scheduler.add(a_spec(200, 2, client="other"), 0.0)
-    iteration = scheduler.plan(0.0)
-    assert iteration is not None
+    iteration = planned(scheduler)
     assert iteration.requests == (other,)
 
 

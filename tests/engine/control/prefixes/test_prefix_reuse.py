@@ -5,7 +5,7 @@ from engine.kv_shape import KVShape
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.request import RequestSpec, State
 from engine.step import StepResult
-from tests.scheduling import GREEDY
+from tests.scheduling import GREEDY, planned
 
 
 def make(num_blocks: int = 100, block_size: int = 2) -> IterationScheduler:
@@ -21,8 +21,7 @@ def spec(prompt_len: int, max_tokens: int) -> RequestSpec:
 
 def run_iteration(scheduler: IterationScheduler) -> list[tuple[int, int]]:
     """One iteration: (request, tokens computed) for each entry."""
-    iteration = scheduler.plan(0.0)
-    assert iteration is not None
+    iteration = planned(scheduler)
     entries = iteration.step.entries
     samples = sum(entry.sample is not None for entry in entries)
     scheduler.commit(iteration, StepResult(iteration.step.step_id, (5,) * samples, 0.01), 0.0)

@@ -29,7 +29,7 @@ from engine.worker.sampling.token_counts import (
     output_counts,
     whole_counts,
 )
-from tests.scheduling import a_scheduler, a_spec
+from tests.scheduling import a_scheduler, a_spec, planned
 
 PENALISED = SamplingParams(temperature=0.0, repetition_penalty=1.2)
 SCHEMA = Grammar(GrammarKind.JSON_SCHEMA, '{"type": "object"}')
@@ -102,8 +102,7 @@ def test_an_output_is_forgotten_after_the_steps_that_the_scheduler_counts_on() -
 
 def decode(scheduler: IterationScheduler) -> Step:
     """Run one iteration in which every request samples token 5."""
-    iteration = scheduler.plan(0.0)
-    assert iteration is not None
+    iteration = planned(scheduler)
     samples = sum(entry.sample is not None for entry in iteration.step.entries)
     result = StepResult(iteration.step.step_id, (5,) * samples, 0.1)
     scheduler.commit(iteration, result, 0.0)

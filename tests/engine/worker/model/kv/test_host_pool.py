@@ -22,6 +22,7 @@ from engine.worker.process.worker import Worker
 from tests.engine.worker.process.driving import GREEDY, settings_for
 from tests.engine.worker.process.fleet import Fleet, fleet
 from tests.models.checkpoints import make_checkpoint
+from tests.scheduling import planned
 from tests.worker_settings import changed, worker_settings
 
 SHAPE = ModelShape(
@@ -161,8 +162,7 @@ def serve(
     requests = [scheduler.add(ask, 0.0) for ask in asks]
     now = 0.0
     while scheduler.pool:
-        iteration = scheduler.plan(now)
-        assert iteration is not None
+        iteration = planned(scheduler, now)
         now += 0.01
         scheduler.commit(iteration, runner.run(iteration.step), now)
         ledger.check()
