@@ -7,11 +7,14 @@ from engine.step import NO_STATE, StateSlots
 from engine.worker.cpu.operators import NativeOperators
 from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.model.torch_operators import TorchOperators
-from engine.worker.ports import ConvShape, ConvWeights
+from engine.worker.ports import ConvShape, ConvWeights, Operators
 from tests.engine.worker.cpu.recurrences import inputs_of, noise, run, states_of
 
 SHAPES = [ConvShape(10, 2), ConvShape(600, 3), ConvShape(16, 4), ConvShape(8, 1)]
-OPERATORS = {"native": NativeOperators(NativeThreadPool(2)), "torch": TorchOperators()}
+OPERATORS: dict[str, Operators] = {
+    "native": NativeOperators(NativeThreadPool(2)),
+    "torch": TorchOperators(),
+}
 
 
 def weights_of(shape: ConvShape) -> ConvWeights:
