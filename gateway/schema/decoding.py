@@ -197,6 +197,8 @@ def quote(value: object) -> str:
     """A caller's value as an error message repeats it, cut after 100 characters."""
     if isinstance(value, int) and value.bit_length() > 256:
         return "an integer of more than 256 bits"
+    if isinstance(value, bool):
+        return "true" if value else "false"
     if isinstance(value, list | dict):
         return "an array" if isinstance(value, list) else "an object"
     text = repr(value)

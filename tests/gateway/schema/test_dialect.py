@@ -3,6 +3,7 @@ import json
 import pytest
 
 from engine.errors import InvalidRequest
+from gateway.schema.decoding import quote
 from gateway.web.table import ROUTES
 
 ERROR = InvalidRequest("Invalid 'n'.", "n")
@@ -51,3 +52,8 @@ def test_messages_have_anthropics_bodies_events_and_request_id(path: str) -> Non
     assert dialect.request_id_header == "request-id"
     assert json.loads(dialect.error_body(ERROR, "req_1")) == ANTHROPIC_BODY
     assert data_of(dialect.error_event(ERROR, "req_1")) == ANTHROPIC_BODY
+
+
+@pytest.mark.parametrize(("value", "said"), [(True, "true"), (False, "false"), (3, "3")])
+def test_errors_repeat_a_value_in_jsons_words(value: object, said: str) -> None:
+    assert quote(value) == said
