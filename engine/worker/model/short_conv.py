@@ -27,7 +27,8 @@ class TorchShortConv:
 
     def __call__(self, y: Tensor, state: tuple[Tensor, ...], runs: StateRuns) -> Tensor:
         b, c, x = y.float().chunk(3, dim=1)
-        return convolved(b * x, self.weights, state[0], runs).mul_(c).to(y.dtype)
+        (known,) = state
+        return convolved(b * x, self.weights, known, runs).mul_(c).to(y.dtype)
 
 
 def convolved(
