@@ -33,8 +33,7 @@ def inputs_of(weights: RecurrentWeights, rows: int) -> Tensor:
     if isinstance(weights, ConvWeights):
         width = 3 * weights.shape.channels
     else:
-        numbers = 1 if isinstance(weights, MambaWeights) else 2
-        shape = weights.shape
+        numbers, shape = 1 if isinstance(weights, MambaWeights) else 2, weights.shape
         width = shape.channels + shape.num_value_heads * (shape.value_dim + numbers)
     return noise(rows, width + 16, seed=6)[:, :width]
 

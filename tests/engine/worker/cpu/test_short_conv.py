@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from engine.step import NO_STATE, StateSlots
 from engine.worker.cpu.operators import NativeOperators
@@ -25,19 +26,14 @@ def weights_of(shape: ConvShape) -> ConvWeights:
 @pytest.mark.parametrize("operators", OPERATORS)
 def test_a_step_computes_the_convolution_as_it_is_defined(operators: str, shape: ConvShape) -> None:
     weights, (before,) = weights_of(shape), states_of(shape)
-    y, kept = inputs_of(weights, 9), shape.kernel - 1
+    y = inputs_of(weights, 9)
     entries = [(4, StateSlots(2, 0)), (5, StateSlots(1, NO_STATE))]
     found, (after,) = run(OPERATORS[operators], weights, y, entries)
-    b, c, x = y.chunk(3, dim=1)
-    for known, rows, slot in (
-        (before[0], slice(0, 4), 2),
-        (torch.zeros_like(before[0]), slice(4, 9), 1),
-    ):
+    (b, c, x), zeros = y.chunk(3, dim=1), torch.zeros_like(before[0])
+    for known, rows, slot in ((before[0], slice(0, 4), 2), (zeros, slice(4, 9), 1)):
         inputs = torch.cat((known, (b * x)[rows]))
-        taps = weights.conv[:, None]
-        mixed = torch.nn.functional.conv1d(
-            inputs.t(), taps, weights.conv_bias, groups=shape.channels
-        )
+        taps, bias = weights.conv[:, None], weights.conv_bias
+        mixed = F.conv1d(inputs.t(), taps, bias, groups=shape.channels)
         torch.testing.assert_close(found[rows], mixed.t() * c[rows])
-        assert torch.equal(after[slot], inputs[len(inputs) - kept :])
+        assert torch.equal(after[slot], inputs[len(inputs) - shape.kernel + 1 :])
     assert torch.equal(after[3:], before[3:])
