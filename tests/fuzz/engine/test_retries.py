@@ -1,7 +1,7 @@
 from tests.fuzz.engine.retries import play
 from tests.fuzz.playing import play_all
 
-CASES = 18
+CASES = 20
 EVENTS = (
     "kills",
     "left",
