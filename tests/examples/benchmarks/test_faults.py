@@ -31,7 +31,7 @@ def test_lookahead_is_measured_off_and_on(tmp_path: Path) -> None:
 
 def test_streams_are_measured_beside_an_attack(tmp_path: Path) -> None:
     names = ("equal prompts, retried", "rejected requests", "100 images")
-    load = ("--rounds", "1", "--seconds", "0.3", "--streams", "2", "--only", *names)
+    load = ("--rounds", "1", "--seconds", "1", "--streams", "2", "--only", *names)
     head = report.table_head(report.COLUMNS)
     (tmp_path / "README.md").write_text(f"# Attacks\n\n{head}\n| b |\n\n| another |\n")
     run_module("benchmarks.attacks", *load, "--out", tmp_path)
