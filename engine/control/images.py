@@ -8,11 +8,12 @@ encoded. Where the tokens of an image attend to each other, a chunk of the promp
 image or behind it, even if the image takes longer than the iteration's bound. Prefixes in the
 cache need no encoding: what is encoded is only what will be computed.
 
-Pixels are sent to the workers once, before the first slice, and again if a worker has died: then
-everything is computed anew from the pixels, which the request holds.
+Pixels are sent to the workers once, before the first slice and not long before, and again if a
+worker has died: then everything is computed anew from the pixels, which the request holds.
 """
 
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from engine.control.image_cache import CachedImage, ImageCache
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 # fixed: how long a cancel may take, and so the slices of an iteration that nothing bounds
 FREE_SECONDS = 0.1
+NUM_SENT = 2  # fixed: while one is encoded, the next one arrives; workers hold no more pixels
 
 
 @dataclass(slots=True)
@@ -184,9 +186,9 @@ class Images:
         return EntryMedia(tuple(rows), 0, positions.between(start, stop))
 
     def next_to_send(self) -> "tuple[int, Media] | None":
-        """The number and pixels of the first wanted image that the workers do not have; None if
-        they have all. The caller sends them, and calls `sent`."""
-        for image in self._wanted.values():
+        """The number and pixels of an image that the workers do not have and encode next, or after
+        that; None if there is none. The caller sends them, and calls `sent`."""
+        for image in islice(self._wanted.values(), NUM_SENT):
             if not image.is_begun and image.users:
                 image.is_begun = True
                 return image.number, next(iter(image.users.values()))

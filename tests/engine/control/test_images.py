@@ -286,3 +286,12 @@ def test_images_are_refused_by_a_model_without_an_encoder_and_if_they_never_fit(
     with pytest.raises(InvalidRequest, match="--encoder-memory allows 500"):
         Rig(encoder_memory=500).add(image(2))
     assert Rig(encoder_memory=1000, itl_goal=inf).add(image(2))
+
+
+def test_pixels_of_the_image_that_is_encoded_and_of_the_next_one_are_sent() -> None:
+    rig = Rig()
+    for number in range(4):
+        rig.add(image(2, number))
+    rig.scheduler.plan(0.0)
+    images = rig.scheduler.images
+    assert [images.next_to_send() is None for _ in range(3)] == [False, False, True]
