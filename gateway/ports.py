@@ -10,9 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
+    from engine.media import Pixels
     from engine.step import Grammar
 
 Message = Mapping[str, Any]
@@ -156,7 +154,7 @@ class ImageTile(NamedTuple):
 
     num_tokens: int
     digest: bytes
-    pixels: "NDArray[np.float32]"
+    pixels: "Pixels"
     grid: tuple[int, int, int]
 
 
@@ -177,7 +175,7 @@ class PreparedImage(NamedTuple):
     @property
     def num_bytes(self) -> int:
         """Bytes of its pixels."""
-        return sum(tile.pixels.nbytes for tile in self.tiles)
+        return sum(tile.pixels.levels.nbytes for tile in self.tiles)
 
 
 class UnreadableImage(Exception):

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
 from adapters.images.decode import bytes_of_base64, decoded
 from adapters.images.loading import load_processor, read_settings
@@ -89,7 +90,7 @@ class Decoder:
         with open(target, "wb", closefd=False) as file:
             for piece in pieces:
                 if not isinstance(piece, str):
-                    file.write(piece.pixels.data)
+                    file.write(np.ascontiguousarray(piece.levels).data)
         return Result(job.number, None, pieces=tuple(_results(pieces, canonical.digest())))
 
 
@@ -100,9 +101,9 @@ def _results(pieces: Sequence[Piece], image: bytes) -> list[str | TileResult]:
         if isinstance(piece, str):
             results.append(piece)
             continue
-        what = f"{place} {piece.pixels.shape} {piece.grid} {piece.num_tokens}".encode()
+        what = f"{place} {piece.levels.shape} {piece.grid} {piece.num_tokens}".encode()
         digest = hashlib.sha256(image + what).digest()
-        results.append(TileResult(piece.pixels.shape, piece.grid, piece.num_tokens, digest))
+        results.append(TileResult(piece.levels.shape, piece.grid, piece.num_tokens, digest))
     return results
 
 

@@ -6,10 +6,10 @@ from PIL.Image import Resampling
 
 from adapters.images.processor import (
     HALVES,
-    Normalization,
     Piece,
     Settings,
     TileMaker,
+    normalized,
     resampling,
     section,
     whole,
@@ -35,8 +35,8 @@ class Gemma3Processor:
             patch=whole(section(settings.model, "vision_config"), "patch_size", 14),
             num_tokens=whole(settings.processor, "image_seq_length", num_tokens),
             filter=resampling(config, Resampling.BILINEAR),
-            normalization=Normalization.of(config, HALVES, HALVES),
         )
+        self.values = normalized(config, HALVES, HALVES)
 
     def process(self, image: "Image", max_tokens: int) -> list[Piece]:
         """See `ImageProcessor`; every image has the same number of tokens."""

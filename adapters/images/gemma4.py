@@ -7,10 +7,10 @@ import numpy as np
 from PIL.Image import Resampling
 
 from adapters.images.processor import (
-    Normalization,
     Piece,
     Settings,
     Tile,
+    normalized,
     resampling,
     resized,
     whole,
@@ -37,7 +37,7 @@ class Gemma4Processor:
         self._pool = whole(config, "pooling_kernel_size", 3)
         self._max_tokens = whole(config, "max_soft_tokens", 280)
         self._filter = resampling(config, Resampling.BICUBIC)
-        self._normalization = Normalization.of(config, (0.0,) * 3, (1.0,) * 3)
+        self.values = normalized(config, (0.0,) * 3, (1.0,) * 3)
 
     def process(self, image: "Image", max_tokens: int) -> list[Piece]:
         """See `ImageProcessor`."""
@@ -45,10 +45,10 @@ class Gemma4Processor:
         height, width = fitting(
             image.height, image.width, side, max(1, min(self._max_tokens, max_tokens))
         )
-        planes = self._normalization.planes(np.asarray(resized(image, height, width, self._filter)))
+        levels = np.asarray(resized(image, height, width, self._filter))
         rows, columns = height // patch, width // patch
-        blocks = planes.reshape(3, rows, patch, columns, patch).transpose(1, 3, 2, 4, 0)
-        patches = np.ascontiguousarray(blocks).reshape(rows * columns, -1)
+        blocks = levels.reshape(rows, patch, columns, patch, 3).transpose(0, 2, 4, 1, 3)
+        patches = blocks.reshape(rows * columns, 3, patch**2)
         tile = Tile(patches, (1, rows, columns), height * width // side**2)
         return [BEGIN, tile, END]
 

@@ -20,6 +20,7 @@ from adapters.images.loading import load_processor
 from adapters.isolation import process as isolation
 from adapters.isolation.children import RECEIVE_BYTES
 from engine.errors import Unavailable
+from engine.media import Pixels
 from gateway.ports import EncodedImage, ImageTile, PreparedImage, UnreadableImage
 
 logger = logging.getLogger(__name__)
@@ -31,7 +32,6 @@ ATTEMPTS = 2  # at an image whose process was lost
 LOST = "The process that decodes images was lost; please try again."
 # A text becomes bytes in pieces of this size, since this holds the interpreter
 COPIED_BYTES = 1 << 20
-FLOAT_BYTES = 4
 
 
 class _Lost(Exception):
@@ -56,6 +56,7 @@ class IsolatedDecoder:
         self.placeholder = processor.placeholder
         self.soft_token = processor.soft_token
         self.reserved = processor.reserved
+        self._values = processor.values
         self._result_seconds = IDLE_SECONDS + seconds + answer_seconds
         self._arguments = [str(directory), str(seconds), str(num_bytes)]
         self._process: Popen[bytes] | None = None
@@ -71,7 +72,7 @@ class IsolatedDecoder:
             for _ in range(ATTEMPTS):
                 with contextlib.suppress(_Lost), _memory("pixels") as target:
                     result = await self._result(image.is_base64, max_tokens, (source, target))
-                    return _prepared(result, target)
+                    return self._prepared(result, target)
         raise Unavailable(LOST)
 
     async def _result(self, is_base64: bool, max_tokens: int, files: tuple[int, int]) -> Result:
@@ -99,6 +100,22 @@ class IsolatedDecoder:
         if result.error is not None:
             raise UnreadableImage(result.error)
         return result
+
+    def _prepared(self, result: Result, file: int) -> PreparedImage:
+        """The pieces; the pixels stay in the memory of the file."""
+        shapes = [piece.shape for piece in result.pieces if isinstance(piece, TileResult)]
+        levels = np.frombuffer(mmap.mmap(file, sum(map(math.prod, shapes))), np.uint8)
+        pieces: list[str | ImageTile] = []
+        start = 0
+        for piece in result.pieces:
+            if isinstance(piece, str):
+                pieces.append(piece)
+                continue
+            end = start + math.prod(piece.shape)
+            pixels = Pixels(levels[start:end].reshape(piece.shape), self._values)
+            pieces.append(ImageTile(piece.num_tokens, piece.digest, pixels, piece.grid))
+            start = end
+        return PreparedImage(tuple(pieces))
 
     def _start(self) -> socket.socket:
         """Start the process; it reads jobs once it has imported its libraries."""
@@ -170,20 +187,3 @@ def _pieces(data: bytes | str) -> Iterator[bytes]:
         return
     for start in range(0, len(data), COPIED_BYTES):
         yield data[start : start + COPIED_BYTES].encode("ascii", errors="replace")
-
-
-def _prepared(result: Result, file: int) -> PreparedImage:
-    """The pieces; the pixels stay in the memory of the file."""
-    shapes = [piece.shape for piece in result.pieces if isinstance(piece, TileResult)]
-    floats = np.frombuffer(mmap.mmap(file, FLOAT_BYTES * sum(map(math.prod, shapes))), np.float32)
-    pieces: list[str | ImageTile] = []
-    start = 0
-    for piece in result.pieces:
-        if isinstance(piece, str):
-            pieces.append(piece)
-            continue
-        end = start + math.prod(piece.shape)
-        pixels = floats[start:end].reshape(piece.shape)
-        pieces.append(ImageTile(piece.num_tokens, piece.digest, pixels, piece.grid))
-        start = end
-    return PreparedImage(tuple(pieces))

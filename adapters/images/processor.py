@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 Config = Mapping[str, object]
-Pixels = NDArray[np.uint8]  # [height, width, channels]
+Levels = NDArray[np.uint8]
 
 
 class Settings(NamedTuple):
@@ -26,7 +26,7 @@ class Settings(NamedTuple):
 class Tile(NamedTuple):
     """An image, or a part of it, that the encoder reads at once."""
 
-    pixels: NDArray[np.float32]  # as in `engine.media.Media`
+    levels: Levels  # as in `engine.media.Pixels`
     grid: tuple[int, int, int]
     num_tokens: int
 
@@ -48,6 +48,11 @@ class ImageProcessor(Protocol):
     def soft_token(self) -> str: ...
 
     @property
+    def values(self) -> NDArray[np.float32]:
+        """What the levels stand for, as in `engine.media.Pixels`."""
+        ...
+
+    @property
     def reserved(self) -> Sequence[str]:
         """The tokens around images, which the text of a message must not become."""
         ...
@@ -58,32 +63,22 @@ class ImageProcessor(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Normalization:
-    """Pixels to floats: `(pixel · scale - mean) / deviation`, per channel."""
-
-    table: NDArray[np.float32]  # [channels, 256]
-
-    @classmethod
-    def of(
-        cls, config: Config, mean: Sequence[float], deviation: Sequence[float]
-    ) -> "Normalization":
-        """The settings of a checkpoint; `mean` and `deviation` are the family's defaults."""
-        values = np.arange(256, dtype=np.uint8)
-        factor = number(config, "rescale_factor", 1 / 255)
-        floats = (values.astype(np.float64) * factor).astype(np.float32)
-        if config.get("do_rescale") is False:
-            floats = values.astype(np.float32)
-        table = np.stack([floats] * 3)
-        if config.get("do_normalize") is not False:
-            means = np.array(config.get("image_mean") or mean, dtype=np.float32)
-            deviations = np.array(config.get("image_std") or deviation, dtype=np.float32)
-            table = (table - means[:, None]) / deviations[:, None]
-        return cls(table)
-
-    def planes(self, pixels: Pixels) -> NDArray[np.float32]:
-        """The channels [3, height, width] of an image."""
-        return np.stack([self.table[channel][pixels[..., channel]] for channel in range(3)])
+def normalized(
+    config: Config, mean: Sequence[float], deviation: Sequence[float]
+) -> NDArray[np.float32]:
+    """The values `(level · scale - mean) / deviation` of all levels, `[channels, 256]`, by the
+    settings of a checkpoint; `mean` and `deviation` are the family's defaults."""
+    levels = np.arange(256, dtype=np.uint8)
+    factor = number(config, "rescale_factor", 1 / 255)
+    floats = (levels.astype(np.float64) * factor).astype(np.float32)
+    if config.get("do_rescale") is False:
+        floats = levels.astype(np.float32)
+    values = np.stack([floats] * 3)
+    if config.get("do_normalize") is not False:
+        means = np.array(config.get("image_mean") or mean, dtype=np.float32)
+        deviations = np.array(config.get("image_std") or deviation, dtype=np.float32)
+        values = (values - means[:, None]) / deviations[:, None]
+    return values
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +90,12 @@ class TileMaker:
     patch: int
     num_tokens: int
     filter: Resampling
-    normalization: Normalization
 
     def __call__(self, image: "Image") -> Tile:
         """The whole image in this size."""
-        pixels = np.asarray(resized(image, self.height, self.width, self.filter))
+        levels = np.asarray(resized(image, self.height, self.width, self.filter))
         grid = (1, self.height // self.patch, self.width // self.patch)
-        return Tile(self.normalization.planes(pixels)[None], grid, self.num_tokens)
+        return Tile(levels.transpose(2, 0, 1)[None], grid, self.num_tokens)
 
 
 def resized(image: "Image", height: int, width: int, resample: Resampling) -> "Image":

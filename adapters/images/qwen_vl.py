@@ -4,14 +4,13 @@ import math
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 from PIL.Image import Resampling
 
 from adapters.images.processor import (
-    Normalization,
     Piece,
     Settings,
     Tile,
+    normalized,
     number,
     resampling,
     resized,
@@ -23,7 +22,7 @@ from gateway.ports import UnreadableImage
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-    from adapters.images.processor import Config, Pixels
+    from adapters.images.processor import Config, Levels
 
 MAX_RATIO = 200  # the longer side divided by the shorter one
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -41,14 +40,13 @@ class QwenVLProcessor:
         config = settings.image
         size = section(config, "size")
         self._patch = whole(config, "patch_size", 14)
-        self._frames = whole(config, "temporal_patch_size", 2)
         self._merge = whole(config, "merge_size", 2)
         smallest = number(size, "shortest_edge", number(size, "min_pixels", MIN_PIXELS))
         largest = number(size, "longest_edge", number(size, "max_pixels", MAX_PIXELS))
         self._min_pixels = int(number(config, "min_pixels", smallest))
         self._max_pixels = int(number(config, "max_pixels", largest))
         self._filter = resampling(config, Resampling.BICUBIC)
-        self._normalization = Normalization.of(config, CLIP_MEAN, CLIP_DEVIATION)
+        self.values = normalized(config, CLIP_MEAN, CLIP_DEVIATION)
 
     def process(self, image: "Image", max_tokens: int) -> list[Piece]:
         """See `ImageProcessor`."""
@@ -56,21 +54,17 @@ class QwenVLProcessor:
         max_pixels = min(self._max_pixels, max_tokens * factor * factor)
         min_pixels = min(self._min_pixels, max_pixels)
         height, width = smart_size(image.height, image.width, factor, min_pixels, max_pixels)
-        pixels = np.asarray(resized(image, height, width, self._filter))
+        levels = np.asarray(resized(image, height, width, self._filter))
         rows, columns = height // self._patch, width // self._patch
         num_tokens = rows * columns // self._merge**2
-        return [Tile(self._patches(pixels, rows, columns), (1, rows, columns), num_tokens)]
+        return [Tile(self._patches(levels, rows, columns), (1, rows, columns), num_tokens)]
 
-    def _patches(self, pixels: "Pixels", rows: int, columns: int) -> NDArray[np.float32]:
-        """The patches [rows · columns, channels · frames · patch²]: an image is equal frames."""
-        merge, patch, frames = self._merge, self._patch, self._frames
+    def _patches(self, levels: "Levels", rows: int, columns: int) -> "Levels":
+        """The patches `[rows · columns, channels, patch²]`."""
+        merge, patch = self._merge, self._patch
         shape = (rows // merge, merge, patch, columns // merge, merge, patch, 3)
-        blocks = pixels.reshape(shape).transpose(0, 3, 1, 4, 6, 2, 5)
-        patches = np.empty((*blocks.shape[:5], frames, patch, patch), dtype=np.float32)
-        for channel in range(3):
-            floats = self._normalization.table[channel][blocks[:, :, :, :, channel]]
-            patches[:, :, :, :, channel] = floats[:, :, :, :, None]
-        return patches.reshape(rows * columns, -1)
+        blocks = levels.reshape(shape).transpose(0, 3, 1, 4, 6, 2, 5)
+        return blocks.reshape(rows * columns, 3, patch**2)
 
 
 def smart_size(

@@ -7,10 +7,10 @@ from PIL.Image import Resampling
 
 from adapters.images.processor import (
     HALVES,
-    Normalization,
     Piece,
     Settings,
     TileMaker,
+    normalized,
     resampling,
     resized,
     section,
@@ -51,8 +51,8 @@ class SmolVLMProcessor:
                 settings.processor, "image_seq_len", (self._side // patch) ** 2 // shuffled
             ),
             filter=resampling(config, Resampling.LANCZOS),
-            normalization=Normalization.of(config, HALVES, HALVES),
         )
+        self.values = normalized(config, HALVES, HALVES)
 
     def process(self, image: "Image", max_tokens: int) -> list[Piece]:
         """See `ImageProcessor`."""

@@ -56,8 +56,8 @@ class ImageLimits:
     max_images: int = 64
     max_tokens: int = 4096  # tokens of one image
     max_bytes: int = 32 << 20  # the size of one file
-    max_pixel_bytes: int = 512 << 20  # floats that the encoder reads, for one request
-    kept_bytes: int = 256 << 20
+    max_pixel_bytes: int = 128 << 20  # for one request
+    kept_bytes: int = 64 << 20
 
 
 class Sender(NamedTuple):

@@ -10,8 +10,6 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-import numpy as np
-
 from adapters.dialects.jinja_template import JinjaTemplate, compile_request_template
 from adapters.grammar import open_compiler
 from adapters.grammar.compile_process import first_error
@@ -20,6 +18,7 @@ from engine.grammar import GrammarCompiler, TokenTable
 from engine.simulated.executor import SimulatedExecutor
 from engine.step import Grammar, Step, StepEntry, StepResult, TokenLogprobs
 from gateway.ports import EncodedImage, ImageTile, PreparedImage, UnreadableImage
+from tests.blank import blank
 
 T = TypeVar("T")
 END = 256
@@ -136,8 +135,7 @@ class ScriptedDecoder:
             raise UnreadableImage("is truncated or damaged")
         if data == LOST:
             raise Unavailable("it was lost; please try again.")
-        pixels = np.zeros((4, 4), dtype=np.float32)
-        tile = ImageTile(3, hashlib.sha256(data).digest(), pixels, (1, 2, 2))
+        tile = ImageTile(3, hashlib.sha256(data).digest(), blank(4, 1, 16), (1, 2, 2))
         return PreparedImage(("[", *[tile] * self._num_tiles, "]"))
 
     async def close(self) -> None:

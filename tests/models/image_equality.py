@@ -18,7 +18,7 @@ from engine.control.rope_positions import RopePositions
 from engine.request import RequestSpec
 from engine.step import SamplingParams
 from engine.worker.model.torch_operators import TorchOperators
-from engine.worker.ports import Encoding
+from engine.worker.ports import EncoderPixels, Encoding
 from engine.worker.process.worker import Worker
 from engine.worker.weights.checkpoint import Checkpoint
 from examples.benchmarks.attacks.report import table_head
@@ -167,7 +167,8 @@ def encoded(checkpoint: Checkpoint, image: Picture) -> Encoding:
     encoder, media = checkpoint.build_encoder(weights, TorchOperators()), image.media(0)
     assert encoder is not None
     assert checkpoint.encoder is not None
-    state = encoder.begin(torch.from_numpy(media.pixels), media.grid)
+    pixels = EncoderPixels(*map(torch.from_numpy, media.pixels))
+    state = encoder.begin(pixels, media.grid)
     for number in range(checkpoint.encoder.num_slices(media.num_patches)):
         encoder.run_slice(state, number)
     return encoder.end(state)

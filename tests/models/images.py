@@ -10,7 +10,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from engine.media import Media
+from engine.media import Media, Pixels
 from tests.models.checkpoints import GEMMA4, SMALL
 from tests.models.recurrent_variants import QWEN3_5, SHARED_EXPERTS
 
@@ -150,6 +150,18 @@ def make_checkpoint(directory: Path, variant: str) -> Path:
     return directory
 
 
+def numbers(pixels: Pixels, family: str, frames: int = 2) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """Pixels as transformers' models of this `model_type` read them: squares, or patches, whose
+    channels are last in Gemma 4, and each as many `frames` in Qwen's."""
+    values = [pixels.values[channel][pixels.levels[:, channel]] for channel in range(3)]
+    if pixels.levels.ndim == 4:
+        return np.stack(values, 1)
+    if family == "gemma4":
+        return np.stack(values, -1).reshape(len(pixels.levels), -1)
+    repeated = np.stack(values, 1)[:, :, None].repeat(frames, 2)
+    return repeated.reshape(len(pixels.levels), -1)
+
+
 @dataclass(frozen=True)
 class Picture:
     """Random pixels of so many rows and columns of patches."""
@@ -158,14 +170,15 @@ class Picture:
     columns: int
     seed: int = 0
     is_square: bool = False  # not in the order of patches
-    num_values: int = 3 * 2 * 2 * 2  # of a patch
 
     @property
-    def pixels(self) -> np.ndarray[Any, np.dtype[np.float32]]:
-        size: tuple[int, ...] = (self.rows * self.columns, self.num_values)
+    def pixels(self) -> Pixels:
+        size: tuple[int, ...] = (self.rows * self.columns, 3, 2 * 2)
         if self.is_square:
             size = (1, 3, 2 * self.rows, 2 * self.columns)
-        return np.random.default_rng(self.seed).standard_normal(size).astype(np.float32)
+        random = np.random.default_rng(self.seed)
+        values = np.random.default_rng(7).standard_normal((3, 256)).astype(np.float32)
+        return Pixels(random.integers(0, 256, size, dtype=np.uint8), values)
 
     @property
     def num_tokens(self) -> int:
@@ -174,7 +187,7 @@ class Picture:
     def media(self, start: int) -> Media:
         """The image at a place of a prompt."""
         pixels = self.pixels
-        digest = sha256(pixels.tobytes()).digest()
+        digest = sha256(pixels.levels.tobytes()).digest()
         return Media(start, self.num_tokens, digest, pixels, (1, self.rows, self.columns))
 
 
@@ -182,8 +195,6 @@ def picture(variant: str, rows: int, columns: int, seed: int = 0) -> Picture:
     """A picture of such sizes, or of the one size that the variant reads."""
     if variant in SQUARES:
         return Picture(10, 10, seed, is_square=True)
-    if variant in UNIFORM:
-        return Picture(rows, columns, seed, num_values=3 * 2 * 2)
     return Picture(rows, columns, seed)
 
 
@@ -216,7 +227,8 @@ class Prompt:
         if self.media:
             if model.config.model_type == "gemma4":
                 return self._padded(model, ids)
-            pixels = np.concatenate([each.pixels for each in self.media])
+            family = model.config.model_type
+            pixels = np.concatenate([numbers(each.pixels, family) for each in self.media])
             given = {
                 "pixel_values": torch.from_numpy(pixels),
             }
@@ -236,12 +248,12 @@ class Prompt:
     def _padded(self, model: Any, ids: Tensor) -> Tensor:
         """The logits of a model that reads images of as many patches, with their places."""
         most = max(each.num_patches for each in self.media)
-        pixels = torch.zeros(len(self.media), most, self.media[0].pixels.shape[1])
+        pixels = torch.zeros(len(self.media), most, 3 * 2 * 2)
         places = torch.full((len(self.media), most, 2), -1)
         for number, each in enumerate(self.media):
             _, rows, columns = each.grid
             down, across = np.divmod(np.arange(rows * columns), columns)
-            pixels[number, : each.num_patches] = torch.from_numpy(each.pixels)
+            pixels[number, : each.num_patches] = torch.from_numpy(numbers(each.pixels, "gemma4"))
             places[number, : each.num_patches] = torch.from_numpy(np.stack((across, down), -1))
         with torch.no_grad():
             logits: Tensor = model(

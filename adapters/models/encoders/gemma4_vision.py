@@ -20,6 +20,7 @@ from engine.errors import StartupError
 from engine.media import EncoderReport
 from engine.worker.model.rope import inverse_frequencies
 from engine.worker.ports import (
+    EncoderPixels,
     EncoderState,
     Encoding,
     Linear,
@@ -208,9 +209,9 @@ class Gemma4Vision(VisionTransformer):
     @property
     def smallest(self) -> tuple[tuple[int, ...], tuple[int, int, int]]:
         pool = self._shape.pool
-        return (pool**2, 3 * self._shape.patch**2), (1, pool, pool)
+        return (pool**2, 3, self._shape.patch**2), (1, pool, pool)
 
-    def begin(self, pixels: Tensor, grid: tuple[int, int, int]) -> EncoderState:
+    def begin(self, pixels: EncoderPixels, grid: tuple[int, int, int]) -> EncoderState:
         """With the angles of each patch's column and row."""
         frames, height, width = grid
         if frames != 1 or height % self._shape.pool or width % self._shape.pool:
@@ -222,7 +223,8 @@ class Gemma4Vision(VisionTransformer):
         return state
 
     def embed(self, state: EncoderState, rows: slice) -> Tensor:
-        hidden = self._patches(2 * (state.pixels[rows] - 0.5))
+        numbers = state.pixels.numbers(rows).transpose(1, 2).flatten(1)
+        hidden = self._patches(2 * (numbers - 0.5))
         down, across = (each[rows].to(hidden.device) for each in places(*state.grid[1:]))
         return hidden + (self._positions[0][across] + self._positions[1][down]).to(hidden.dtype)
 

@@ -18,7 +18,13 @@ from adapters.models.encoders.qwen_tower import (
 from adapters.models.encoders.vision_transformer import VisionLayer, VisionReader
 from engine.errors import StartupError
 from engine.media import EncoderReport
-from engine.worker.ports import EncoderState, Operators, RopeAngles, WeightSource
+from engine.worker.ports import (
+    EncoderPixels,
+    EncoderState,
+    Operators,
+    RopeAngles,
+    WeightSource,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +76,14 @@ class Qwen25Vision(QwenTower):
         )
         super().__init__(operators, tower, parts)
 
-    def begin(self, pixels: Tensor, grid: tuple[int, int, int]) -> EncoderState:
+    def begin(self, pixels: EncoderPixels, grid: tuple[int, int, int]) -> EncoderState:
         """The patches of a window follow one another."""
         state, block, merge = super().begin(pixels, grid), self._shape.block, self._shape.merge
         order, sizes = _windows(grid[1] // merge, grid[2] // merge, self._side)
-        order = order.to(pixels.device)
+        order = order.to(pixels.levels.device)
         patches = (order[:, None] * block + torch.arange(block, device=order.device)).flatten()
         assert state.angles is not None, "it has RoPE"
-        state.pixels, state.order = state.pixels[patches], order
+        state.pixels, state.order = pixels._replace(levels=pixels.levels[patches]), order
         state.angles = RopeAngles(state.angles.cos[patches], state.angles.sin[patches])
         state.window_ends = (sizes * block).cumsum(0).tolist()
         return state

@@ -3,7 +3,6 @@ rows and columns, in which blocks of 2 × 2 patches, which follow one another, b
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -21,6 +20,7 @@ from engine.errors import StartupError
 from engine.media import EncoderReport
 from engine.worker.model.rope import inverse_frequencies
 from engine.worker.ports import (
+    EncoderPixels,
     EncoderState,
     Encoding,
     Linear,
@@ -135,9 +135,10 @@ class QwenTower(VisionTransformer):
     @property
     def smallest(self) -> tuple[tuple[int, ...], tuple[int, int, int]]:
         shape = self._shape
-        return (shape.block, prod(shape.kernel[1:])), (1, shape.merge, shape.merge)
+        size = (shape.block, shape.channels, shape.patch**2)
+        return size, (1, shape.merge, shape.merge)
 
-    def begin(self, pixels: Tensor, grid: tuple[int, int, int]) -> EncoderState:
+    def begin(self, pixels: EncoderPixels, grid: tuple[int, int, int]) -> EncoderState:
         """With the angles of each patch's row and column."""
         frames, height, width = grid
         merge = self._shape.merge
@@ -147,11 +148,12 @@ class QwenTower(VisionTransformer):
         state = self.state(pixels, grid, self._shape.width, turned)
         size = (height * width // self._shape.block, self._shape.out_width)
         for layer in self._mergers:
-            state.outputs[layer] = pixels.new_empty(size)
+            state.outputs[layer] = pixels.values.new_empty(size)
         return state
 
     def embed(self, state: EncoderState, rows: slice) -> Tensor:
-        return self._patches(state.pixels[rows])
+        frames = state.pixels.numbers(rows)[:, :, None].expand(-1, -1, self._shape.frames, -1)
+        return self._patches(frames.flatten(1))
 
     def finished(self, state: EncoderState, layer: int, rows: slice) -> None:
         is_last = layer == self._shape.num_layers - 1

@@ -17,6 +17,7 @@ from adapters.models.encoders.vision_transformer import (
 from engine.errors import StartupError
 from engine.media import EncoderReport
 from engine.worker.ports import (
+    EncoderPixels,
     EncoderState,
     Encoding,
     Linear,
@@ -151,20 +152,20 @@ class Siglip(VisionTransformer):
         side, pixels = self._shape.side, self._shape.side * self._shape.patch
         return (1, self._shape.channels, pixels, pixels), (1, side, side)
 
-    def begin(self, pixels: Tensor, grid: tuple[int, int, int]) -> EncoderState:
-        """The pixels `[1, channels, height, width]` are put in the order of patches."""
+    def begin(self, pixels: EncoderPixels, grid: tuple[int, int, int]) -> EncoderState:
+        """The levels `[1, channels, height, width]` are put in the order of patches."""
         shape = self._shape
         height, width = grid[1], grid[2]
         if grid != (1, shape.side, shape.side):
             raise ValueError(f"an image of {grid} patches")
-        patches = pixels[0].view(shape.channels, height, shape.patch, width, shape.patch)
-        patches = patches.permute(1, 3, 0, 2, 4).reshape(height * width, -1)
-        state = self.state(patches, grid, shape.width, None)
+        levels = pixels.levels[0].view(shape.channels, height, shape.patch, width, shape.patch)
+        levels = levels.permute(1, 3, 0, 2, 4).reshape(height * width, shape.channels, -1)
+        state = self.state(pixels._replace(levels=levels), grid, shape.width, None)
         state.outputs[LAST] = torch.empty_like(state.hidden)
         return state
 
     def embed(self, state: EncoderState, rows: slice) -> Tensor:
-        hidden = self._patches(state.pixels[rows])
+        hidden = self._patches(state.pixels.numbers(rows).flatten(1))
         return hidden + self._positions[self._places[rows]].to(hidden.dtype)
 
     def finished(self, state: EncoderState, layer: int, rows: slice) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from engine.media import EncoderReport
 from engine.worker.ports import (
+    EncoderPixels,
     EncoderState,
     Encoding,
     Linear,
@@ -154,7 +155,7 @@ class VisionTransformer(ABC):
     def smallest(self) -> tuple[tuple[int, ...], tuple[int, int, int]]: ...
 
     @abstractmethod
-    def begin(self, pixels: Tensor, grid: tuple[int, int, int]) -> EncoderState: ...
+    def begin(self, pixels: EncoderPixels, grid: tuple[int, int, int]) -> EncoderState: ...
 
     @abstractmethod
     def embed(self, state: EncoderState, rows: slice) -> Tensor:
@@ -170,12 +171,16 @@ class VisionTransformer(ABC):
         ...
 
     def state(
-        self, pixels: Tensor, grid: tuple[int, int, int], width: int, angles: RopeAngles | None
+        self,
+        pixels: EncoderPixels,
+        grid: tuple[int, int, int],
+        width: int,
+        angles: RopeAngles | None,
     ) -> EncoderState:
         """The state before the first slice."""
         count = grid[0] * grid[1] * grid[2]
-        qkv = pixels.new_empty((count, 3, self._num_heads, width // self._num_heads))
-        hidden = pixels.new_empty((count, width))
+        qkv = pixels.values.new_empty((count, 3, self._num_heads, width // self._num_heads))
+        hidden = pixels.values.new_empty((count, width))
         return EncoderState(pixels, grid, hidden, qkv, torch.empty_like(qkv), angles)
 
     def run_slice(self, state: EncoderState, number: int) -> None:

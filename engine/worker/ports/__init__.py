@@ -16,6 +16,7 @@ from engine.worker.ports.attention import (
 )
 from engine.worker.ports.encoder import (
     BuildsEncoder,
+    EncoderPixels,
     EncoderState,
     Encoding,
     ImageEncoder,
@@ -110,6 +111,7 @@ __all__ = [
     "DeltaWeights",
     "Draw",
     "EncodedRows",
+    "EncoderPixels",
     "EncoderState",
     "Encoding",
     "ExpertGroups",

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from engine.media import EncoderReport
@@ -11,11 +12,25 @@ from engine.worker.ports.operators import Operators
 from engine.worker.ports.weights import WeightSource
 
 
+class EncoderPixels(NamedTuple):
+    """The pixels of an image, as in `engine.media.Pixels`, on the encoder's device."""
+
+    levels: Tensor  # uint8, [patches, channels, patch size²] or [1, channels, height, width]
+    values: Tensor  # [channels, 256], in the dtype that the encoder computes with
+
+    def numbers(self, rows: slice) -> Tensor:
+        """What the bytes of some patches stand for, `[rows, channels, patch size²]`."""
+        levels = self.levels[rows]
+        channels = torch.arange(len(self.values), dtype=torch.int32, device=levels.device)
+        places = levels.int() + 256 * channels[:, None]
+        return self.values.flatten().index_select(0, places.flatten()).view(levels.shape)
+
+
 @dataclass(slots=True)
 class EncoderState:
     """An image between two slices of the encoder."""
 
-    pixels: Tensor
+    pixels: EncoderPixels  # in the order of patches
     grid: tuple[int, int, int]
     hidden: Tensor  # [patches, width]
     qkv: Tensor  # the layer being computed, [patches, 3, heads, dim]
@@ -42,10 +57,10 @@ class ImageEncoder(Protocol):
 
     @property
     def smallest(self) -> tuple[tuple[int, ...], tuple[int, int, int]]:
-        """The shape of the pixels of the smallest image, and its grid."""
+        """The shape of the levels of the smallest image's pixels, and its grid."""
         ...
 
-    def begin(self, pixels: Tensor, grid: tuple[int, int, int]) -> EncoderState:
+    def begin(self, pixels: EncoderPixels, grid: tuple[int, int, int]) -> EncoderState:
         """The state before the first slice."""
         ...
 

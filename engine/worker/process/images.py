@@ -7,14 +7,14 @@ stages the first one has no result, so there the step fails.)
 
 import logging
 from dataclasses import dataclass
+from math import prod
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from engine.media import EncoderReport, ImagePixels
 from engine.step import Step
-from engine.worker.ports import EncoderState, Encoding, ImageEncoder
+from engine.worker.ports import EncoderPixels, EncoderState, Encoding, ImageEncoder
 
 logger = logging.getLogger("engine.worker")
 
@@ -24,6 +24,7 @@ class _Image:
     """An image whose pixels arrive, are encoded, and then forgotten."""
 
     pixels: bytearray
+    values: bytes
     num_arrived: int
     shape: tuple[int, ...]
     grid: tuple[int, int, int]
@@ -58,7 +59,9 @@ class WorkerImages:
             return
         assert self._report is not None, "it takes images"
         shape, grid = self._encoder.smallest
-        state = self._encoder.begin(self._like.new_zeros(shape), grid)
+        levels = torch.zeros(shape, dtype=torch.uint8, device=self._like.device)
+        pixels = EncoderPixels(levels, self._like.new_zeros((shape[1], 256)))
+        state = self._encoder.begin(pixels, grid)
         for layer in (0, 1, self._report.num_layers):
             self._encoder.run_slice(state, layer * self._report.num_tiles(len(state.hidden)))
         self._encoder.end(state)
@@ -68,8 +71,8 @@ class WorkerImages:
         if self._encoder is None:
             return
         if not piece.offset:
-            size = 4 * int(np.prod(piece.shape))
-            self._images[piece.image] = _Image(bytearray(size), 0, piece.shape, piece.grid)
+            pixels = bytearray(prod(piece.shape))
+            self._images[piece.image] = _Image(pixels, piece.values, 0, piece.shape, piece.grid)
         image = self._images.get(piece.image)
         if image is None:  # its first pieces went to a worker that died
             return
@@ -115,8 +118,7 @@ class WorkerImages:
         if image.num_arrived != len(image.pixels):
             raise ValueError("the image has too few pixels")
         if image.state is None:
-            pixels = torch.frombuffer(image.pixels, dtype=torch.float32).view(image.shape)
-            image.state = self._encoder.begin(pixels.to(self._like), image.grid)
+            image.state = self._encoder.begin(self._pixels(image), image.grid)
         total = self._report.num_slices(len(image.state.hidden))
         for number in range(image.num_done, total if stop is None else stop):
             self._encoder.run_slice(image.state, number)
@@ -124,3 +126,8 @@ class WorkerImages:
         if image.num_done == total:
             image.encoding = self._encoder.end(image.state)
             image.state, image.pixels, image.num_arrived = None, bytearray(), 0
+
+    def _pixels(self, image: _Image) -> EncoderPixels:
+        levels = torch.frombuffer(image.pixels, dtype=torch.uint8).view(image.shape)
+        values = torch.frombuffer(bytearray(image.values), dtype=torch.float32).view(-1, 256)
+        return EncoderPixels(levels.to(self._like.device), values.to(self._like))

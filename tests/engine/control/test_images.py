@@ -2,7 +2,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from math import inf
 
-import numpy as np
 import pytest
 
 from engine.control.scheduler import IterationScheduler
@@ -19,6 +18,7 @@ from engine.request import Abort, Request, RequestSpec
 from engine.step import SampleSpec, SamplingParams, StepResult
 from gateway.observe.explanation import explain
 from gateway.observe.timelines import Timelines
+from tests.blank import blank
 
 GREEDY = SamplingParams(temperature=0.0)
 COST = CostModel.linear(per_step=0.01, per_token=0.001, per_slot=0.0)
@@ -70,9 +70,7 @@ class Rig:
 def image(start: int, number: int = 0, patches: int = 40) -> Media:
     """An image of ten tiles, unless it has other `patches`."""
     digest = number.to_bytes(32, "big")
-    return Media(
-        start, patches // 4, digest, np.zeros((patches, 2), np.float32), (1, 2, patches // 2)
-    )
+    return Media(start, patches // 4, digest, blank(patches, 1, 8), (1, 2, patches // 2))
 
 
 def num_slices(iteration: Iteration | None) -> int:

@@ -1,7 +1,6 @@
 from array import array
 from hashlib import blake2b
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,6 +14,7 @@ from engine.media import EncoderReport, Media, Span
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.request import Request, RequestSpec, Times
 from engine.step import HASH_BYTES, RequestId
+from tests.blank import blank
 from tests.scheduling import GREEDY, planned
 
 BLOCK = 2
@@ -24,7 +24,7 @@ ENCODER = EncoderReport(num_layers=1, row_bytes=1, row_flops=1, pair_flops=1, ti
 
 def image(span: Span) -> Media:
     """An image without patches, which counts as encoded."""
-    return Media(*span, np.zeros(0, np.float32), (1, 0, 0))
+    return Media(*span, blank(), (1, 0, 0))
 
 
 def names(

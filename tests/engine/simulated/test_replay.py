@@ -4,7 +4,6 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from engine.control.event_recorder import EventRecorder, RecordingHeader, Row, render
@@ -24,6 +23,7 @@ from engine.simulated.run import Setup, simulate
 from engine.simulated.trace import Arrival
 from engine.simulated.verify import RecordingVerifier
 from engine.step import SamplingParams, Step, StepResult
+from tests.blank import blank
 from tests.replays.playing import GOLDEN, lines, load, policy
 
 TRUE = CostModel(
@@ -216,7 +216,7 @@ def test_a_recording_of_requests_with_images_is_refused(tmp_path: Path) -> None:
     written = [header.line()]
     recorder = EventRecorder(lambda row: written.append(render(row, str)), header.kv.block_size)
     scheduler = header.build(LiveCost(header.cost), recorder, encoder=encoder)
-    image = Media(2, 3, b"one", np.zeros((12, 4), np.float32), (1, 3, 4))
+    image = Media(2, 3, b"one", blank(12, 1, 16), (1, 3, 4))
     for media in ((), (image,)):
         scheduler.add(RequestSpec((1,) * 8, 2, SamplingParams(), media=media), 0.5)
     assert [json.loads(line).get("images") for line in written[1:]] == [None, [[2, 3, "b'one'"]]]

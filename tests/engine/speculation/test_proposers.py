@@ -1,4 +1,3 @@
-import numpy as np
 import pytest
 
 from engine.cost.live import LiveCost
@@ -17,6 +16,7 @@ from engine.speculation.settings import SpeculationSettings
 from engine.speculation.suffix import SuffixProposer
 from engine.speculation.token_index import END, Match, TokenIndex
 from engine.step import RequestId, SampleSpec, SamplingParams, Step, StepEntry, StepId, StepResult
+from tests.blank import blank
 
 NGRAM = SpeculationSettings("ngram", 4, lookup_min=2, lookup_max=8)
 SUFFIX = SpeculationSettings("suffix", 4, lookup_min=2, lookup_max=8)
@@ -68,9 +68,7 @@ def test_ngram_proposes_what_followed_the_last_tokens_before() -> None:
 @pytest.mark.parametrize("proposer", [NgramProposer(NGRAM), SuffixProposer(SUFFIX)])
 def test_no_guess_has_or_matches_the_tokens_that_stand_for_images(proposer: Proposer) -> None:
     image = 90
-    media = tuple(
-        Media(start, 4, bytes(32), np.zeros((16, 2), np.float32), (1, 4, 4)) for start in (2, 12)
-    )
+    media = tuple(Media(start, 4, bytes(32), blank(16, 1, 8), (1, 4, 4)) for start in (2, 12))
     prompt = (5, 6, *[image] * 4, 7, 8, 9, 1, 5, 6, *[image] * 4, 7)
     request = a_request(prompt, media=media)
     assert proposer.propose(request, 4) == NO_PROPOSAL, "one token of text behind the image"

@@ -169,6 +169,7 @@ to_worker = st.one_of(
         data=st.binary(max_size=40),
         shape=st.tuples(counts, counts),
         grid=st.tuples(counts, counts, counts),
+        values=st.binary(max_size=40),
     ).map(SendPixels),
     st.just(Goodbye()),
 )

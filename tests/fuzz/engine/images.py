@@ -8,12 +8,13 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from engine.control import images
-from engine.media import EncoderReport, ImagePixels, Media
+from engine.media import EncoderReport, ImagePixels, Media, Pixels
 from tests.fuzz.engine.case import Case
 from tests.fuzz.engine.clients import Clients
 from tests.fuzz.engine.device import Device
@@ -38,7 +39,8 @@ MAX_TOKENS = max(rows * columns // 4 for rows, columns in PICTURES)
 def picture(number: int, start: int) -> Media:
     """Picture `number` at a place of a prompt; its pixels say which one it is."""
     rows, columns = PICTURES[number]
-    pixels = np.full((rows * columns, 2), number, dtype=np.float32)
+    levels = np.full((rows * columns, 1, 8), number, dtype=np.uint8)
+    pixels = Pixels(levels, np.zeros((1, 256), np.float32))
     digest = (number + 1).to_bytes(32, "little")
     return Media(start, rows * columns // 4, digest, pixels, (1, rows, columns))
 
@@ -63,12 +65,10 @@ class ImageDevice(Device):
 
     def put(self, piece: ImagePixels) -> None:
         """A piece of an image has arrived."""
-        numbers = np.frombuffer(piece.data, dtype="<f4")
         assert self.report is not None
         if not piece.offset:
-            size = 4 * piece.shape[0] * piece.shape[1]
             num_slices = self.report.num_slices(piece.shape[0])
-            self.images[piece.image] = _Image(int(numbers[0]), size, num_slices)
+            self.images[piece.image] = _Image(piece.data[0], prod(piece.shape), num_slices)
         if piece.image in self.images:
             self.images[piece.image].num_missing -= len(piece.data)
 
@@ -107,7 +107,7 @@ class ImageDevice(Device):
             first, last = max(media.start, entry.start), min(media.end, stop)
             if first < last:
                 self._check_end(entry, media.end, stop)
-                number = int(media.pixels[0, 0])
+                number = int(media.pixels.levels[0, 0, 0])
                 expected.append((number, first - entry.start, first - media.start, last - first))
         rows = () if entry.media is None else entry.media.rows
         found = []

@@ -3,7 +3,6 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import tokenizers
 from hypothesis import given
@@ -18,6 +17,7 @@ from engine.media import Media
 from gateway.errors import PromptTooLong
 from gateway.generation.image_prompt import ImagePrompt, Placeholders, cut_before, unmarked
 from gateway.ports import ImageTile, PreparedImage, Tokenizer
+from tests.blank import blank
 
 BUILTIN = Path(__file__).parents[3] / "adapters" / "builtin"
 FAMILIES = (QwenVLProcessor, Gemma3Processor, SmolVLMProcessor)
@@ -47,7 +47,7 @@ def _tokenizer(directory: Path) -> Tokenizer:
 
 def tile(seed: int, num_tokens: int) -> ImageTile:
     digest = sha256(bytes([seed])).digest()
-    return ImageTile(num_tokens, digest, np.zeros((1, 1), dtype=np.float32), (1, 1, 1))
+    return ImageTile(num_tokens, digest, blank(1, 1, 4), (1, 1, 1))
 
 
 # By family: what its template writes for an image, and the pieces that replace the placeholder.

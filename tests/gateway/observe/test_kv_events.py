@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 import zmq
 
@@ -33,6 +32,7 @@ from gateway.observe.kv_events import (
     topic_of,
 )
 from gateway.observe.metrics import Metrics
+from tests.blank import blank
 from tests.scheduling import GREEDY, HAND_COST, run_iteration
 
 BLOCK = 4
@@ -192,7 +192,7 @@ def test_blocks_of_a_lora_adapter_have_its_name_and_digest() -> None:
 
 def test_blocks_with_an_image_have_its_digest() -> None:
     rig = Rig(num_blocks=20)
-    image = Media(6, 4, bytes(range(32)), np.zeros(0, np.float32), (1, 0, 0))
+    image = Media(6, 4, bytes(range(32)), blank(), (1, 0, 0))
     rig.scheduler.add(RequestSpec(tuple(range(16)), 1, GREEDY, salt="mine", media=(image,)), 0.0)
     run_iteration(rig.scheduler, 0.0)
     rig.events.worker_lost(0.0)

@@ -105,7 +105,7 @@ def test_steps_are_received_beside_others_once_pixels_have_come(
     monkeypatch.setattr(
         EchoWorker, "put_pixels", lambda _, piece: pieces.append(piece), raising=False
     )
-    pixels = [ImagePixels(1, 4 * at, bytes(4), (2,), (1, 1, 2)) for at in range(2)]
+    pixels = [ImagePixels(1, 4 * at, bytes(4), (8,), (1, 1, 2)) for at in range(2)]
     line.send(LOAD, RunStep(a_step(1, 10)), SendPixels(pixels[0]))
     line.send(RunStep(a_step(2, 20)), SendPixels(pixels[1]), RunStep(a_step(3, 30)), Goodbye())
     assert line.serve() == 0
