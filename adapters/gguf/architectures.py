@@ -285,7 +285,7 @@ def _qwen2_moe(file: GgufFile, config: Config) -> None:
 
 def _qwen3_5(file: GgufFile, config: Config) -> None:
     """The layers for multi-token prediction are behind the others, and counted with them."""
-    config["norms_include_one"] = True
+    config["norms_include_one"] = config["linear_out_proj_is_tiled"] = True
     config["num_hidden_layers"] -= config.get("mtp_num_hidden_layers", 0)
     config["linear_value_head_dim"] //= config["linear_num_value_heads"]
     if "layer_types" in config:

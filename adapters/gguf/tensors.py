@@ -101,7 +101,7 @@ class GgufTensors:
         entry = self._entries[own]
         if entry.kind in FORMATS and self._computes_stored and len(index) == 2:
             columns = range(*index[1].indices(entry.shape[1]))
-            if _has_whole_blocks(entry, columns) and self._column_order(own) is None:
+            if _has_whole_blocks(entry, columns) and self._column_order(own, columns) is None:
                 return self._stored_weight(own, entry, index[0], columns)
         return self._read_floats(own, entry, index)
 
@@ -141,7 +141,8 @@ class GgufTensors:
                 found = (-found).log()
             case "ffn_gate_inp_shexp":
                 found = found.view(1, -1)
-        order = self._column_order(own)
+        read = range(*rest[0].indices(found.shape[1])) if rest else range(0)
+        order = self._column_order(own, read)
         return (found if order is None else found[:, order])[(slice(None), *rest)]
 
     def _in_order(
@@ -164,10 +165,14 @@ class GgufTensors:
             return None
         return self._value_heads.order(part)
 
-    def _column_order(self, own: str) -> Tensor | None:
+    def _column_order(self, own: str, columns: range) -> Tensor | None:
+        """The file's column of each column in Hugging Face's order. None if the order is equal, and
+        where all columns are read: these stay in the order of the file (`HeadTiles`), or a value
+        head would need a part of a block of 256."""
         if self._value_heads is None or part_of(own) != "ssm_out":
             return None
-        return self._value_heads.order("ssm_out")
+        order = self._value_heads.order("ssm_out")
+        return None if order is None or len(columns) == len(order) else order
 
     def drop_pages(self) -> None:
         drop(self._file)

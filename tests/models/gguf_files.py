@@ -99,7 +99,7 @@ class Gguf:
             elif name.endswith("shared_mlp.input_linear.weight"):
                 self._add_gate_up(writer, name, tensor.detach(), model.config)
             elif ".linear_attn." in name:
-                _add_delta_net(writer, _own_name(names, name), tensor.detach(), model.config)
+                self._add_delta_net(writer, _own_name(names, name), tensor.detach(), model.config)
             else:
                 own, factor = _own_name(names, name), _multiplier(name, model.config)
                 values = tensor.detach() * factor
@@ -140,6 +140,39 @@ class Gguf:
             case _:
                 return self._store(writer, own, values)
         return values
+
+    def _add_delta_net(
+        self, writer: gguf.GGUFWriter, own: str, values: Tensor, config: Any
+    ) -> None:
+        """A tensor of a Gated DeltaNet as the converter writes it: value heads in the order in
+        which key heads repeat. Only that of its outputs is quantized."""
+        keys, heads = config.linear_num_key_heads, config.linear_num_value_heads
+
+        def turned(each: Tensor, width: int, first: int, second: int) -> Tensor:
+            split = each.reshape(first, second, width, *each.shape[1:])
+            return split.transpose(0, 1).reshape(each.shape)
+
+        def tiled(each: Tensor, width: int) -> Tensor:
+            return turned(each, width, keys, heads // keys)
+
+        part, width = own.split(".")[2], config.linear_value_head_dim
+        before = 2 * keys * config.linear_key_head_dim
+        match part:
+            case "ssm_a":
+                values = tiled(-values.exp(), 1)
+            case "ssm_dt" | "ssm_alpha" | "ssm_beta":
+                values = tiled(values, 1)
+            case "attn_gate":
+                values = tiled(values, width)
+            case "ssm_out":
+                columns = tiled(values.t().contiguous(), width)
+                stored = self._store(writer, own, columns.t().contiguous())
+                values.copy_(turned(stored.t(), width, heads // keys, keys).t())
+                return
+            case "attn_qkv" | "ssm_conv1d":
+                values = values.reshape(len(values), -1)
+                values = torch.cat((values[:before], tiled(values[before:], width)))
+        writer.add_tensor(own, values.contiguous().numpy())
 
     def _add_gate_up(self, writer: gguf.GGUFWriter, name: str, values: Tensor, config: Any) -> None:
         """The halves of one tensor, as two."""
@@ -238,32 +271,6 @@ def _has_offset(architecture: str, name: str) -> bool:
     if architecture in ("qwen35", "qwen35moe"):
         return name.endswith("norm.weight") and ".linear_attn." not in name
     return architecture in ("gemma2", "gemma3") and name.endswith("norm.weight")
-
-
-def _add_delta_net(writer: gguf.GGUFWriter, own: str, values: Tensor, config: Any) -> None:
-    """A tensor of a Gated DeltaNet as the converter writes it, but unquantized: value heads in the
-    order in which key heads repeat."""
-    keys, heads = config.linear_num_key_heads, config.linear_num_value_heads
-
-    def tiled(each: Tensor, width: int) -> Tensor:
-        split = each.reshape(keys, heads // keys, width, *each.shape[1:])
-        return split.transpose(0, 1).reshape(each.shape)
-
-    part, width = own.split(".")[2], config.linear_value_head_dim
-    before = 2 * keys * config.linear_key_head_dim
-    match part:
-        case "ssm_a":
-            values = tiled(-values.exp(), 1)
-        case "ssm_dt" | "ssm_alpha" | "ssm_beta":
-            values = tiled(values, 1)
-        case "attn_gate":
-            values = tiled(values, width)
-        case "ssm_out":
-            values = tiled(values.t().contiguous(), width).t()
-        case "attn_qkv" | "ssm_conv1d":
-            values = values.reshape(len(values), -1)
-            values = torch.cat((values[:before], tiled(values[before:], width)))
-    writer.add_tensor(own, values.contiguous().numpy())
 
 
 def _is_conv(name: str) -> bool:

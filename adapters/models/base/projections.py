@@ -8,7 +8,15 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from engine.worker.model.layers import Embedding, RowParallelLinear
-from engine.worker.ports import Linear, Operators, RankPart, Shard, TensorSlice, WeightSource
+from engine.worker.ports import (
+    HeadTiles,
+    Linear,
+    Operators,
+    RankPart,
+    Shard,
+    TensorSlice,
+    WeightSource,
+)
 
 
 class Fused(NamedTuple):
@@ -68,11 +76,13 @@ class Projections:
         ]
         return self.operators.linear(weights, torch.cat(biases) if biases else None)
 
-    def to_hidden(self, name: str, inputs: RankPart, *, has_bias: bool) -> Linear:
+    def to_hidden(
+        self, name: str, inputs: RankPart, *, has_bias: bool, tiles: HeadTiles | None = None
+    ) -> Linear:
         """A linear back to the hidden states, summed over the ranks; rank 0 adds the bias."""
         hidden = self.shard.shape.hidden_size
         weight = self.weights.weight(
-            TensorSlice(f"{name}.weight", (hidden, inputs.size), columns=inputs.run)
+            TensorSlice(f"{name}.weight", (hidden, inputs.size), columns=inputs.run, tiles=tiles)
         )
         bias = self.weights.tensor(TensorSlice(f"{name}.bias", (hidden,))) if has_bias else None
         return self.summed(self.operators.linear([weight], bias if self.shard.rank == 0 else None))

@@ -60,6 +60,7 @@ class Qwen35(Qwen3):
             key_dim=fields.integer("linear_key_head_dim", 128),
             value_dim=fields.integer("linear_value_head_dim", 128),
             kernel=fields.integer("linear_conv_kernel_dim", 4),
+            tiles_outputs=fields.flag("linear_out_proj_is_tiled", False),  # in GGUF files
         )
         if recurrent.num_value_heads % recurrent.num_key_heads:
             raise StartupError(
@@ -156,8 +157,9 @@ class Qwen35(Qwen3):
 
         size = (whole.channels, 1, whole.kernel)
         convs = [weights.tensor(TensorSlice(f"{at}.conv1d.weight", size, run)) for run in runs]
+        own = whole.of_rank(shard.num_ranks)
         net = DeltaWeights(
-            shape=whole.of_rank(shard.num_ranks),
+            shape=own,
             conv=torch.cat(convs)[:, 0].float().contiguous(),
             decay_rate=-vector("A_log", heads).exp(),
             decay_bias=vector("dt_bias", heads),
@@ -168,7 +170,7 @@ class Qwen35(Qwen3):
             layer=number,
             inputs=projections.operators.linear(self._delta_inputs(projections, at, whole), None),
             recurrence=projections.operators.recurrence(net),
-            out=projections.to_hidden(f"{at}.out_proj", values, has_bias=False),
+            out=projections.to_hidden(f"{at}.out_proj", values, has_bias=False, tiles=own.tiles),
         )
 
 

@@ -63,6 +63,7 @@ class NativeScan(NativeConvolution):
         operands.scratch = self._scratch.data_ptr()
         operands.key_heads, operands.heads = shape.num_key_heads, shape.num_value_heads
         operands.key_dim, operands.value_dim = shape.key_dim, shape.value_dim
+        operands.tiles_outputs = shape.tiles_outputs
         panels = -(-shape.value_dim // PANEL)
 
         def fit(operands: recurrence.ScanOperands, runs: int, each: int) -> int:

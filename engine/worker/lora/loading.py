@@ -74,7 +74,8 @@ class Loras:
             pair = pairs.get(part.module)
             if pair is not None:
                 if part.module not in places:
-                    downs.append(pair.down[:, part.columns.start : part.columns.stop])
+                    down = pair.down[:, part.columns.start : part.columns.stop]
+                    downs.append(down if part.tiles is None else part.tiles.tiled(down))
                     places[part.module] = slice(num_ranks, num_ranks + len(pair.down))
                     num_ranks += len(pair.down)
                 rows = pair.up[part.rows.start : part.rows.stop]

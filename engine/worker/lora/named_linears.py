@@ -14,6 +14,7 @@ from engine.worker.ports import (
     Activation,
     Experts,
     ExpertWeights,
+    HeadTiles,
     Linear,
     LinearWeight,
     Operators,
@@ -35,6 +36,7 @@ class LinearPart(NamedTuple):
     sizes: tuple[int, int]  # the whole module's outputs and inputs
     rows: range
     columns: range
+    tiles: HeadTiles | None = None  # the order of the linear's inputs, if it is not the module's
 
 
 class NamedLinear(NamedTuple):
@@ -79,7 +81,8 @@ class NamedLinears:
 def _part(part: TensorSlice) -> LinearPart:
     outputs, inputs = part.shape
     rows, columns = part.ranges
-    return LinearPart(part.name.removesuffix(SUFFIX), (outputs, inputs), rows, columns)
+    module = part.name.removesuffix(SUFFIX)
+    return LinearPart(module, (outputs, inputs), rows, columns, part.tiles)
 
 
 class _NotedSource:

@@ -54,7 +54,8 @@ class TorchDeltaNet:
                         state[0][slot], state[1][slot] = inputs, matrices
         scale = torch.rsqrt(mixed.square().mean(dim=2, keepdim=True) + weights.eps)
         mixed = mixed.mul_(scale).mul_(weights.norm).view(len(y), width)
-        return mixed.mul_(F.silu(gate)).to(dtype)
+        mixed = mixed.mul_(F.silu(gate)).to(dtype)
+        return mixed if shape.tiles is None else shape.tiles.tiled(mixed)
 
     def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v of all value heads of a row, `[heads, dim]` each."""

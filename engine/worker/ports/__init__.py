@@ -75,6 +75,7 @@ from engine.worker.ports.shapes import (
 from engine.worker.ports.shard import AllReduce, RankPart, Shard
 from engine.worker.ports.weights import (
     DeferredWeight,
+    HeadTiles,
     LinearFormat,
     LinearWeight,
     Lookup,
@@ -118,6 +119,7 @@ __all__ = [
     "ExpertShape",
     "ExpertWeights",
     "Experts",
+    "HeadTiles",
     "ImageEncoder",
     "Int32s",
     "Int64s",

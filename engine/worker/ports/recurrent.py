@@ -7,6 +7,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from engine.worker.ports.layout import Int64s
+from engine.worker.ports.weights import HeadTiles
 
 
 class RecurrentShape(Protocol):
@@ -57,7 +58,8 @@ class DeltaShape:
     """A layer of the gated delta rule behind a short causal convolution (Gated DeltaNet).
 
     Its state is a matrix `[key_dim, value_dim]` for each value head, and the last
-    `kernel - 1` inputs of the convolution. Each key head serves equally many value heads.
+    `kernel - 1` inputs of the convolution. Each key head serves equally many value heads, which
+    follow one another; with `tiles_outputs` the outputs are in the order of `HeadTiles`.
     """
 
     num_key_heads: int
@@ -65,6 +67,14 @@ class DeltaShape:
     key_dim: int
     value_dim: int
     kernel: int
+    tiles_outputs: bool = False
+
+    @property
+    def tiles(self) -> HeadTiles | None:
+        """The order of the outputs' heads, if it is not that of the inputs."""
+        per_key = self.num_value_heads // self.num_key_heads
+        is_same = per_key == 1 or not self.tiles_outputs
+        return None if is_same else HeadTiles(self.num_key_heads, per_key)
 
     @property
     def channels(self) -> int:
@@ -81,10 +91,12 @@ class DeltaShape:
         return self.num_key_heads, "key heads"
 
     def of_rank(self, num_ranks: int) -> "DeltaShape":
+        """A rank of several has value heads that do not lie together in a tiled tensor."""
         return replace(
             self,
             num_key_heads=self.num_key_heads // num_ranks,
             num_value_heads=self.num_value_heads // num_ranks,
+            tiles_outputs=self.tiles_outputs and num_ranks == 1,
         )
 
 

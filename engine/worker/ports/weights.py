@@ -129,13 +129,27 @@ class PreferredFormat(NamedTuple):
     keeps_kv: bool = True
 
 
+class HeadTiles(NamedTuple):
+    """An order of value heads: the first one of each key head, then the second ones, and so on.
+    Else those of a key head lie together."""
+
+    num_keys: int
+    per_key: int
+
+    def tiled(self, x: Tensor) -> Tensor:
+        """Numbers of all value heads, along the last dimension, in this order."""
+        heads = x.reshape(*x.shape[:-1], self.num_keys, self.per_key, -1)
+        return heads.transpose(-3, -2).reshape(x.shape)
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
     """Some rows and columns of a tensor of the checkpoint.
 
     `shape` is that of the whole tensor; `rows` and `columns` select from its first and second
     dimension, None selects all. With `is_transposed` the file stores the transpose, while `shape`,
-    `rows` and `columns` describe the tensor that is returned.
+    `rows` and `columns` describe the tensor that is returned. `tiles` is the order in which the
+    file has the columns, where it is not that of LoRA adapters.
     """
 
     name: str
@@ -143,6 +157,7 @@ class TensorSlice:
     rows: range | None = None
     columns: range | None = None
     is_transposed: bool = False
+    tiles: HeadTiles | None = None
 
     @property
     def stored_shape(self) -> tuple[int, ...]:

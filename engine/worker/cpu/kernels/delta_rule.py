@@ -85,9 +85,17 @@ def _inputs(a, row, head):
 
 
 @leaf
+def _output(a, row, head):
+    """The address of the outputs of a head."""
+    per_key = a.heads // a.key_heads
+    place = head % per_key * a.key_heads + head // per_key if a.tiles_outputs else head
+    return a.out + (row * a.heads + place) * a.value_dim * BYTES
+
+
+@leaf
 def _panel(a, first, last, source, head, column, width, panel):
     """All tokens of a run for a panel of one head."""
-    keys, values = a.key_dim, a.value_dim
+    keys = a.key_dim
     lines = panel + keys * PANEL * BYTES
     predicted, correction = float32s(lines, PANEL), float32s(lines + PANEL * BYTES, PANEL)
     output = float32s(lines + 2 * PANEL * BYTES, PANEL)
@@ -103,7 +111,7 @@ def _panel(a, first, last, source, head, column, width, panel):
         following = _inputs(a, min(row + 1, last - 1), head)
         update(panel, q, k, following[1], decay, keys, lines)
         q, k, at, decay, rate = following
-        out = float32s(a.out + ((row * a.heads + head) * values + column) * BYTES, width)
+        out = float32s(_output(a, row, head) + column * BYTES, width)
         for j in range(width):
             out[j] = output[j]
         keep_panel(a, panel, row, head, column, width)
@@ -115,7 +123,7 @@ def _decode(a, row, source, target, head, lines):
     predicted, correction = float32s(lines, DIRECT), float32s(lines + DIRECT * BYTES, DIRECT)
     q, k, own, decay, rate = _inputs(a, row, head)
     known, new = matrix_of(a, source, head), matrix_of(a, target, head)
-    out = a.out + (row * a.heads + head) * a.value_dim * BYTES
+    out = _output(a, row, head)
     stride, change = a.value_dim * BYTES, lines + DIRECT * BYTES
     for at in range(0, stride, DIRECT * BYTES):
         predict_direct(known + at, stride, k, a.key_dim, lines)
@@ -149,7 +157,7 @@ def delta_norm(operands, chunk, thread):
     weight = float32s(a.norm, values)
     for row in range(chunk * a.rows_per_chunk, min(a.rows, (chunk + 1) * a.rows_per_chunk)):
         for head in range(a.heads):
-            out = float32s(a.out + (row * a.heads + head) * values * BYTES, values)
+            out = float32s(_output(a, row, head), values)
             place = row * a.y_stride + a.channels + head * values
             _gated_norm(out, float32s(a.y + place * BYTES, values), weight, eps)
 

@@ -34,6 +34,7 @@ class ScanOperands(ctypes.Structure):
     y_stride: int
     mixed: int  # [rows, channels + 2 * heads], the convolution's outputs
     out: int  # [rows, heads, value_dim]
+    tiles_outputs: int  # whether these heads are in the order of `HeadTiles`
     conv: int  # [kernel, channels]
     conv_bias: int  # [channels]; 0 if there is none
     decay_rate: int  # [heads]

@@ -35,6 +35,7 @@ SHAPES = [
     DeltaShape(2, 4, 8, 12, 3),
     DeltaShape(1, 2, 128, 128, 4),
     DeltaShape(2, 6, 16, 72, 2),
+    DeltaShape(2, 6, 16, 72, 2, tiles_outputs=True),
 ]
 
 

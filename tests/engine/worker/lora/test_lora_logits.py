@@ -16,6 +16,7 @@ from engine.worker.process.worker import Worker
 from tests.engine.worker.process.driving import GREEDY, Driver, load_worker
 from tests.engine.worker.process.fleet import fleet
 from tests.models.checkpoints import make_checkpoint
+from tests.models.gguf_files import Gguf
 from tests.models.loras import ALL, ATTENTION, adapted_model, logits_of, make_lora
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -112,6 +113,15 @@ def test_other_families_have_the_logits_of_peft(tmp_path: Path, variant: str) ->
         config = {"target_modules": ATTENTION}
     if variant in ("falcon_h1", "nemotron_h"):  # PEFT refuses `out_proj` beside Mamba
         config = {"target_modules": [*ALL, "in_proj"]}
+    load_lora(worker, 1, make_lora(tmp_path / "lora", variant, 1, **config))
+    check_against_peft(worker, variant, [config])
+
+
+def test_adapters_of_a_gguf_model_have_the_logits_of_peft(tmp_path: Path) -> None:
+    """Its value heads lie in another order than the columns of an adapter."""
+    variant, config = "qwen3_5_grouped", {"target_modules": "all-linear"}
+    Gguf(variant).write(tmp_path / "model.gguf")
+    worker = load_worker(tmp_path / "model.gguf", attention="cpu")
     load_lora(worker, 1, make_lora(tmp_path / "lora", variant, 1, **config))
     check_against_peft(worker, variant, [config])
 
