@@ -8,8 +8,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from adapters.gguf.blocks import FORMATS, stored_weight
 from adapters.gguf.file import GgufFile, TensorEntry
-from adapters.gguf.floats import drop, read_floats
+from adapters.gguf.floats import drop, read_floats, stored_rows
 from adapters.gguf.projector import VISION, projector_of
 from adapters.gguf.projector_names import (
     BIAS,
@@ -44,6 +45,14 @@ class _Source:
             return (*first[:2], len(self.entries), *first[2:])
         return (sum(each.shape[0] for each in self.entries), *first[1:])
 
+    @property
+    def format(self) -> str | None:
+        """The format in which the engine computes a linear with it as it is stored; else None."""
+        kinds = {each.kind for each in self.entries}
+        kind = self.entries[0].kind
+        is_stored = len(kinds) == 1 and kind in FORMATS and len(self.shape) == 2
+        return FORMATS[kind][0].name if is_stored else None
+
 
 class ProjectorTensors:
     """The encoder's tensors by their Hugging Face names."""
@@ -52,9 +61,23 @@ class ProjectorTensors:
         self.file = GgufFile(path)
         self.sources = dict(_sources(self.file, projector_of(self.file).names))
 
-    def read(self, name: str) -> Tensor:
-        """A whole tensor, in float32 if it is quantized."""
+    @property
+    def formats(self) -> Set[str]:
+        """Those of its quantized linears."""
+        return {each.format for each in self.sources.values() if each.format is not None}
+
+    def read(self, name: str, index: tuple[slice, ...]) -> Weight:
+        """Some rows and columns, in float32 if a matrix is quantized and they are not all."""
         source = self.sources[name]
+        sizes = tuple(
+            len(range(*each.indices(size))) for each, size in zip(index, source.shape, strict=False)
+        )
+        if source.format is None or sizes != source.shape:
+            return self._floats(source)[index]
+        rows = [stored_rows(self.file, each, range(each.shape[0])) for each in source.entries]
+        return stored_weight(torch.cat(rows), source.entries[0].kind, source.shape[1])
+
+    def _floats(self, source: _Source) -> Tensor:
         parts = [self._stored(entry) for entry in source.entries]
         if source.are_frames:
             return torch.stack(parts, dim=2)
@@ -81,8 +104,10 @@ class JoinedTensors:
 
     @property
     def preferred_format(self) -> PreferredFormat:
-        """That of the decoder."""
-        return self._text.preferred_format
+        """That of the decoder; if it is computed as it is stored, so is the encoder."""
+        preferred = self._text.preferred_format
+        stored = {*preferred.stored, *self._projector.formats}
+        return preferred._replace(stored=tuple(sorted(stored))) if preferred.stored else preferred
 
     def shape(self, name: str) -> tuple[int, ...]:
         source = self._projector.sources.get(name)
@@ -90,7 +115,7 @@ class JoinedTensors:
 
     def read(self, name: str, index: tuple[slice, ...]) -> Weight:
         if name in self._projector.sources:
-            return self._projector.read(name)[index]
+            return self._projector.read(name, index)
         return self._text.read(name, index)
 
     def drop_pages(self) -> None:

@@ -12,6 +12,7 @@ from gguf.constants import GGMLQuantizationType as Kind
 from PIL import Image
 
 from adapters.gguf import find_mmproj
+from adapters.gguf.blocks import FORMATS
 from adapters.images.loading import load_processor
 from adapters.images.processor import Tile
 from adapters.models.checks.checkpoint import check_checkpoint
@@ -76,21 +77,26 @@ def test_encodings_and_outputs_are_those_of_safetensors(
     assert np.ptp(np.array(scores), axis=0).max() < 1e-4
 
 
-@pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_0])
+@pytest.mark.parametrize(
+    ("kind", "encoder"), [(Kind.Q8_0, Kind.F16), (Kind.Q4_0, Kind.F16), (Kind.Q4_0, Kind.Q8_0)]
+)
 @pytest.mark.parametrize("variant", ["smolvlm", "qwen3_vl"])
-def test_a_quantized_decoder_reads_images_too(tmp_path: Path, variant: str, kind: Kind) -> None:
+def test_a_quantized_decoder_reads_images_too(
+    tmp_path: Path, variant: str, kind: Kind, encoder: Kind
+) -> None:
     text, mmproj = tmp_path / "model.gguf", tmp_path / "mmproj-model.gguf"
     kinds = {
         f"{part}.weight": kind for part in ("attn_q", "attn_k", "attn_v", "ffn_gate", "ffn_up")
     }
-    files = Mmproj(variant, kind=Kind.F16, text_kinds=kinds)
+    files = Mmproj(variant, kind=encoder, text_kinds=kinds)
     files.write(text, mmproj).save_pretrained(tmp_path / "whole")
     prompt = Prompt.of([5, 6, 92], picture(variant, 4, 6), [93, 7, 8])
     spec = RequestSpec(prompt.tokens, 4, GREEDY, media=prompt.media, logprobs=0)
     (alike,) = play(load_worker(tmp_path / "whole"), [spec], max_batch_tokens=128)
     worker = load_worker(text, attention="cpu", mmproj=str(mmproj))
     (outcome,) = play(worker, [spec], max_batch_tokens=128)
-    assert worker.report.weights.startswith("int4" if kind is Kind.Q4_0 else "q8_0")
+    formats = {FORMATS[each][0].name for each in (kind, encoder) if each in FORMATS}
+    assert {*worker.report.weights.partition(" ")[0].split("+")} == formats
     assert outcome.error is None
     assert outcome.tokens == alike.tokens
     assert abs(outcome.logprobs[0].logprob - alike.logprobs[0].logprob) < 0.05
