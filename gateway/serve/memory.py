@@ -24,8 +24,7 @@ from gateway.settings.settings import Settings
 WEIGHTS_SHARE = 0.75  # share of a model's part of the memory; the rest is for its KV cache
 DEFAULT_SHARE = 0.75  # share of the memory that is available at the start
 ITEM_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I8": 1, "U8": 1, "F8_E4M3": 1, "F8_E5M2": 1}
-CPU_INFO = Path("/proc/cpuinfo")
-BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16"}
+CPU_BYTES = ITEM_BYTES | {"F64": 4, "F16": 4, "F8_E4M3": 2, "F8_E5M2": 2}  # as CPUs compute
 LARGEST_HEADER = 100 << 20  # the header of a safetensors file
 
 
@@ -92,13 +91,8 @@ def weight_bytes(settings: Settings) -> int:
 
 
 def _own_bytes(stored: str, settings: Settings) -> float:
-    """Bytes of a number in memory with `--dtype auto`: a CPU computes with bfloat16 if it can, and
-    otherwise with float32."""
-    keeps = ITEM_BYTES[stored] == 1 or settings.kernels.device.startswith("cuda")
-    flags = set(CPU_INFO.read_text().split()) if CPU_INFO.exists() else set()
-    if keeps or (stored == "BF16" and BFLOAT16_FLAGS & flags):
-        return ITEM_BYTES[stored]
-    return WEIGHT_BYTES["float32"]
+    """Bytes of a number in memory with `--dtype auto`."""
+    return (ITEM_BYTES if settings.kernels.device.startswith("cuda") else CPU_BYTES)[stored]
 
 
 def _stored_dtype(path: Path) -> str | None:

@@ -4,7 +4,6 @@ import torch
 
 from engine.errors import StartupError
 from engine.worker.cpu.kernels.dtypes import has_half
-from engine.worker.cpu.kernels.linears.tile_formats import HAS_BFLOAT16
 from engine.worker.cpu.linears import FORMATS
 from engine.worker.device import choose_dtype
 from engine.worker.model.kv.kv_tensors import CPU_KV_DTYPES
@@ -21,16 +20,15 @@ def weight_formats(
     """The formats in which quantized weights stay as they are stored, and what all others are
     converted to. Raises `StartupError` if the settings name an unknown one.
 
-    "auto" keeps bfloat16 weights in bfloat16 if the CPU has instructions for it. Without kernels,
-    if `is_plain`, all weights are float32.
+    "auto" keeps bfloat16 weights in bfloat16. Without kernels, if `is_plain`, all weights are
+    float32.
     """
     weights, floats = kernels.weights, kernels.dtype
     if floats not in DTYPES:
         known = ", ".join(DTYPES[1:])
         raise StartupError(f"--dtype {floats!r} is not supported on cpu; known: {known}")
     if floats == "auto":
-        keeps_bfloat16 = HAS_BFLOAT16 and not is_plain and preferred.floats == "bfloat16"
-        floats = "bfloat16" if keeps_bfloat16 else "float32"
+        floats = "float32" if is_plain else preferred.floats or "float32"
     if weights not in ("auto", *FORMATS):
         known = ", ".join(("auto", *FORMATS))
         raise StartupError(f"--weights {weights!r} is not supported on cpu; known: {known}")

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from adapters.models.checks.checkpoint import check_checkpoint
 from engine.errors import StartupError
-from engine.worker.cpu.kernels.linears.tile_formats import HAS_BFLOAT16
 from tests.engine.worker.process.driving import Driver, load_worker
 from tests.models.checkpoints import make_checkpoint, make_model
 
@@ -83,8 +82,7 @@ def test_the_loss_of_other_formats_is_that_of_rounding(
 ) -> None:
     logits = expected(write(tmp_path, "blocks", "qwen3"))
     worker = load_worker(tmp_path, attention="cpu", weights=weights)
-    usual = "bfloat16" if HAS_BFLOAT16 else "float32"
-    assert worker.report.weights.startswith(usual if weights == "auto" else "int8")
+    assert worker.report.weights.startswith("bfloat16" if weights == "auto" else "int8")
     found = Driver(worker).logits((0, TOKENS))[0]
     assert float((found - logits).abs().max()) < allowed * float(logits.std())
 

@@ -173,7 +173,8 @@ def _fastest():
         yield "bfloat16", _amx_products("tdpbf16ps", 2)
         yield "int8", _amx_products("tdpbusd", 4)
         return
-    yield "bfloat16", _vector_products(tile_formats.BFLOAT16.add, 2)
+    widest = tile_formats.BFLOAT16 if tile_formats.HAS_BFLOAT16 else tile_formats.FLOAT32
+    yield "bfloat16", _vector_products(widest.add, widest.group)
     if tile_formats.HAS_VNNI:
         yield "int8", _vector_products(tile_formats.UINT8_INPUTS.add, 4)
     else:

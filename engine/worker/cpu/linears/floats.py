@@ -39,14 +39,15 @@ class Float32Linears:
 
 
 class BFloat16Linears:
-    """Linears whose weights and inputs are bfloat16; products are added in float32."""
+    """Linears whose weights are bfloat16; products are added in float32. Inputs are bfloat16 where
+    the CPU has instructions for that; else they stay float32."""
 
     description = "bfloat16" + (" (AMX)" if HAS_AMX else " (AVX-512 BF16)" if HAS_BFLOAT16 else "")
     kernels: tuple[Callable[..., None], ...] = (
-        linear.convert_to_bfloat16,
+        *((linear.convert_to_bfloat16,) if HAS_BFLOAT16 else ()),
         linear.linear_bfloat16,
     )
-    inputs: InputFormat | None = BFLOAT16_INPUTS
+    inputs = BFLOAT16_INPUTS if HAS_BFLOAT16 else None
 
     @property
     def kernel(self) -> Callable[..., None]:
@@ -55,6 +56,8 @@ class BFloat16Linears:
     def pack(self, weights: Sequence[Weight], pages: WeightPages) -> PackedWeights:
         whole = stack_floats(weights).to(torch.bfloat16)
         outputs, inputs = whole.shape
+        if not HAS_BFLOAT16:
+            return PackedWeights(pack(whole.view(torch.int16), pages), outputs, inputs)
         padded = -(-inputs // (PAIR * PADDING)) * PAIR * PADDING
         if padded != inputs:
             whole = torch.nn.functional.pad(whole, (0, padded - inputs))

@@ -24,7 +24,13 @@ from engine.worker.cpu.kernels.linears.packed_tiles import (
     float32_tile,
     tile_sums,
 )
-from engine.worker.cpu.kernels.linears.tile_formats import AMX_ROWS, HAS_AMX, MAX_ROWS, PAIR
+from engine.worker.cpu.kernels.linears.tile_formats import (
+    AMX_ROWS,
+    HAS_AMX,
+    HAS_BFLOAT16,
+    MAX_ROWS,
+)
+from engine.worker.cpu.kernels.linears.tile_formats import BFLOAT16 as BFLOAT16_FORMAT
 from engine.worker.cpu.kernels.linears.tile_outputs import add_float_sums
 from engine.worker.cpu.kernels.vectors import make_prefetch
 from engine.worker.cpu.operands import make_reader, operands
@@ -32,7 +38,7 @@ from engine.worker.cpu.operands import make_reader, operands
 # Rows of x that are multiplied by weights while these are in cache: some tiles of every kind.
 ROWS_AT_ONCE = 96 if HAS_AMX else 48
 FLOAT_DEPTH = 512  # so many products along k are added up in registers
-BFLOAT16_DEPTH = 1024  # the same bytes
+BFLOAT16_DEPTH = 1024 if HAS_BFLOAT16 else FLOAT_DEPTH  # the same bytes of x, or the same bits
 # How far ahead of its loads a single tile prefetches. A whole piece ahead (64 KiB of float32) was
 # out of the L1 cache again before it was used: 26 to 27 instead of 29 to 35 GB/s for one row of
 # float32 on a core of Zen 5, beside other computation; 512 to 2048 and 16384 bytes lie between.
@@ -41,6 +47,7 @@ PREFETCH_BYTES = 2048 if HAS_AMX else 4096
 BFLOAT16_TILE, BFLOAT16_ROWS = (
     (amx_bfloat16_tile, AMX_ROWS) if HAS_AMX else (bfloat16_tile, MAX_ROWS)
 )
+BFLOAT16_GROUP, BFLOAT16_GROUP_BYTES = BFLOAT16_FORMAT.group, BFLOAT16_FORMAT.lane_bytes * WIDTH
 
 
 @operands
@@ -182,9 +189,11 @@ def linear_float32(operands, chunk, thread):
 
 
 def linear_bfloat16(operands, chunk, thread):
-    """`LinearOperands` with bfloat16 x and weights, added in float32."""
-    tile, rows = BFLOAT16_TILE, BFLOAT16_ROWS
-    multiply(operands, chunk, tile, _finish_floats, rows, BFLOAT16_DEPTH, PAIR, 4 * WIDTH, 4)
+    """`LinearOperands` with bfloat16 weights, added in float32. x is bfloat16 too if the CPU has
+    instructions for that; else float32, and the result has the bits of float32 weights."""
+    tile, rows, depth = BFLOAT16_TILE, BFLOAT16_ROWS, BFLOAT16_DEPTH
+    group, group_bytes = BFLOAT16_GROUP, BFLOAT16_GROUP_BYTES
+    multiply(operands, chunk, tile, _finish_floats, rows, depth, group, group_bytes, 4)
     release_tiles()
 
 

@@ -21,6 +21,7 @@ AMX_GROUPS = 16  # groups of k in one instruction
 PADDING = AMX_GROUPS if HAS_AMX else UNROLL  # k is padded to a multiple of so many groups
 
 INT16S = ir.VectorType(ir.IntType(16), 2 * LANES)
+INT16_LANES = ir.VectorType(ir.IntType(16), LANES)
 INT8S = ir.VectorType(ir.IntType(8), 4 * LANES)
 NARROW_INT8S = ir.VectorType(ir.IntType(8), 2 * LANES)
 
@@ -94,19 +95,23 @@ def _add_float32(builder, sums, weights, x):
     return builder.bitcast(fma(builder, factor, other, total), INT32S)
 
 
-def _add_bfloat16(builder, sums, weights, x):
+def _add_bfloat16_pairs(builder, sums, weights, x):
     """bfloat16 x times bfloat16 weights, in pairs, added in float32."""
     total = builder.bitcast(sums, FLOATS)
-    if BFLOAT16_SUMS is not None:
-        return builder.bitcast(call(builder, BFLOAT16_SUMS, FLOATS, total, weights, x), INT32S)
-    shift, high = (ir.Constant(INT32S, [value] * LANES) for value in (16, -65536))
-    for part in (lambda pair: builder.shl(pair, shift), lambda pair: builder.and_(pair, high)):
-        factor, other = (builder.bitcast(part(pair), FLOATS) for pair in (weights, x))
-        total = fma(builder, factor, other, total)
-    return builder.bitcast(total, INT32S)
+    return builder.bitcast(call(builder, BFLOAT16_SUMS, FLOATS, total, weights, x), INT32S)
+
+
+def _add_widened(builder, sums, weights, x):
+    """float32 x times bfloat16 weights, whose bits are the upper half of a float32."""
+    half = ir.Constant(INT32S, [16] * LANES)
+    return _add_float32(builder, sums, builder.shl(builder.zext(weights, INT32S), half), x)
 
 
 FLOAT32 = TileFormat(1, 4, 1, _add_float32, INT32S)
-BFLOAT16 = TileFormat(PAIR, 4, UNROLL, _add_bfloat16, INT32S)
+BFLOAT16 = (
+    TileFormat(PAIR, 4, UNROLL, _add_bfloat16_pairs, INT32S)
+    if HAS_BFLOAT16
+    else TileFormat(1, 2, 1, _add_widened, INT16_LANES)
+)
 INT16_INPUTS = TileFormat(PAIR, 2, UNROLL, _add_pairs, NARROW_INT8S)
 UINT8_INPUTS = TileFormat(QUAD, 4, UNROLL, _add_quads, INT8S)
