@@ -24,7 +24,7 @@ from gateway.settings.settings import Settings
 WEIGHTS_SHARE = 0.75  # share of a model's part of the memory; the rest is for its KV cache
 DEFAULT_SHARE = 0.75  # share of the memory that is available at the start
 ITEM_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "F16": 2, "I8": 1, "U8": 1, "F8_E4M3": 1, "F8_E5M2": 1}
-CPU_BYTES = ITEM_BYTES | {"F64": 4, "F16": 4, "F8_E4M3": 2, "F8_E5M2": 2}  # as CPUs compute
+CPU_BYTES = ITEM_BYTES | {"F64": 4, "F8_E4M3": 2, "F8_E5M2": 2}  # as CPUs compute
 LARGEST_HEADER = 100 << 20  # the header of a safetensors file
 
 

@@ -8,7 +8,7 @@ from gateway.settings.settings import Settings
 DRIVER = "libcuda.so.1"
 # What a CPU computes in, by setting; a test holds the table to the device.
 ON_CPU = {
-    "dtype": ("auto", "float32", "bfloat16"),
+    "dtype": ("auto", "float32", "float16", "bfloat16"),
     "weights": ("auto", "float32", "int8", "int4"),
     "kv_cache_dtype": ("auto", "float32", "float16", "bfloat16", "int8"),
 }

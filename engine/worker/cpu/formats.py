@@ -10,7 +10,8 @@ from engine.worker.model.kv.kv_tensors import CPU_KV_DTYPES
 from engine.worker.ports import PreferredFormat
 from engine.worker_settings import Kernels
 
-DTYPES = ("auto", "float32", "bfloat16")
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+NO_HALF = "float16 needs a CPU with F16C"
 PLAIN_ATTENTION = "reference"  # with it, all operators are plain torch
 
 
@@ -20,7 +21,7 @@ def weight_formats(
     """The formats in which quantized weights stay as they are stored, and what all others are
     converted to. Raises `StartupError` if the settings name an unknown one.
 
-    "auto" keeps bfloat16 weights in bfloat16. Without kernels, if `is_plain`, all weights are
+    "auto" keeps weights of 16 bits as they are. Without kernels, if `is_plain`, all weights are
     float32.
     """
     weights, floats = kernels.weights, kernels.dtype
@@ -29,6 +30,9 @@ def weight_formats(
         raise StartupError(f"--dtype {floats!r} is not supported on cpu; known: {known}")
     if floats == "auto":
         floats = "float32" if is_plain else preferred.floats or "float32"
+        floats = "float32" if floats == "float16" and not has_half() else floats
+    if "float16" in (weights, floats) and not has_half():
+        raise StartupError(f"--dtype: {NO_HALF}")
     if weights not in ("auto", *FORMATS):
         known = ", ".join(("auto", *FORMATS))
         raise StartupError(f"--weights {weights!r} is not supported on cpu; known: {known}")
@@ -52,5 +56,5 @@ def kv_format(name: str, *, keeps_kv: bool = True) -> torch.dtype:
         return torch.float16 if keeps_kv and has_half() else torch.float32
     dtype = choose_dtype("--kv-cache-dtype", name, CPU_KV_DTYPES, "cpu")
     if dtype is torch.float16 and not has_half():
-        raise StartupError("--kv-cache-dtype 'float16' needs a CPU with F16C")
+        raise StartupError(f"--kv-cache-dtype: {NO_HALF}")
     return dtype

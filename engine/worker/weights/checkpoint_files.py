@@ -4,7 +4,7 @@ Files are memory-mapped: a tensor is a view of its file, and its pages are read 
 """
 
 # mypy: disable-error-code="no-untyped-call"
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from pathlib import Path
 from types import EllipsisType
 from typing import Protocol, cast
@@ -21,6 +21,7 @@ from engine.worker.weights.mappings import drop_pages
 
 SCALE = "_scale"  # suffix of the scales of an int8 tensor
 FLOATS = ("F64", "F32", "F16", "BF16")  # dtype names of safetensors
+HALVES = {"F16": "float16", "BF16": "bfloat16"}  # those of 16 bits
 
 
 class CheckpointFiles(Protocol):
@@ -77,8 +78,7 @@ class SafetensorsFiles:
 
     @property
     def preferred_format(self) -> PreferredFormat:
-        dtypes = {self.header(name).get_dtype() for name in self.names}
-        return PreferredFormat(floats="bfloat16" if dtypes == {"BF16"} else None)
+        return PreferredFormat(floats=self.floats_of(self.names))
 
     @property
     def files(self) -> Sequence[Path]:
@@ -96,6 +96,11 @@ class SafetensorsFiles:
     def header(self, name: str) -> SafetensorsHeader:
         """The header of an existing tensor."""
         return cast(SafetensorsHeader, self._files[self._shards[name]].get_slice(name))
+
+    def floats_of(self, names: Iterable[str]) -> str | None:
+        """The dtype of 16 bits that all these tensors have; None without one."""
+        dtypes = {self.header(name).get_dtype() for name in names}
+        return HALVES.get(*dtypes) if len(dtypes) == 1 else None
 
     def drop_pages(self) -> None:
         names = {path: name for name, path in self._shards.items()}

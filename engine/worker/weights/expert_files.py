@@ -58,9 +58,9 @@ class ExpertFiles(SafetensorsFiles):
     @property
     def preferred_format(self) -> PreferredFormat:
         """MXFP4 as stored where the device computes in it, else floats."""
-        dtypes = {self.header(name).get_dtype() for name in self._shards} - {"U8"}
-        floats = "bfloat16" if dtypes == {"BF16"} else None
-        return PreferredFormat(stored=(MXFP4.name,) if self._is_mxfp4 else (), floats=floats)
+        floats = [name for name in self._shards if self.header(name).get_dtype() != "U8"]
+        stored = (MXFP4.name,) if self._is_mxfp4 else ()
+        return PreferredFormat(stored=stored, floats=self.floats_of(floats))
 
     def shape(self, name: str) -> tuple[int, ...]:
         part = self._parts.get(name)

@@ -102,11 +102,10 @@ class Int4Files(SafetensorsFiles):
     def preferred_format(self) -> PreferredFormat:
         """The stored format on devices that compute in groups, else int8."""
         layouts = {self._matrix(name).layout for name in self._stems}
-        plain = {self.header(name).get_dtype() for name in self._names - self._stems.keys()}
         return PreferredFormat(
             "int8",
             stored=tuple(sorted(layout.name for layout in layouts)),
-            floats="bfloat16" if plain == {"BF16"} else None,
+            floats=self.floats_of(self._names - self._stems.keys()),
         )
 
     def shape(self, name: str) -> tuple[int, ...]:

@@ -182,4 +182,5 @@ def _fastest():
 
 
 PEAKS = dict(_fastest())
+PEAKS["float16"] = PEAKS["float32"]
 PEAKS["int4"] = PEAKS["int8"]  # the same instruction multiplies

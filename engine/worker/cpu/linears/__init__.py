@@ -5,12 +5,18 @@ from collections.abc import Callable, Sequence
 from engine.errors import StartupError
 from engine.worker.cpu.kernels.linears.tile_formats import HAS_VNNI
 from engine.worker.cpu.linears import int8
-from engine.worker.cpu.linears.floats import BFLOAT16, FLOAT32
+from engine.worker.cpu.linears.floats import BFLOAT16, FLOAT16, FLOAT32
 from engine.worker.cpu.linears.grouped import grouped_linears
 from engine.worker.cpu.linears.packed import CpuLinears
 from engine.worker.weights.formats import LAYOUTS
 
-FORMATS = ("float32", "bfloat16", "int8", "int4")  # any weights may be converted to these
+FORMATS = (
+    "float32",
+    "float16",
+    "bfloat16",
+    "int8",
+    "int4",
+)  # any weights may be converted to these
 
 
 def linears_of(*formats: str, activation_bits: str = "auto") -> dict[str, CpuLinears]:
@@ -34,6 +40,7 @@ def _linears(name: str, activation_bits: int) -> CpuLinears:
         return grouped_linears(LAYOUTS[name], activation_bits)
     known: dict[str, CpuLinears] = {
         "float32": FLOAT32,
+        "float16": FLOAT16,
         "bfloat16": BFLOAT16,
         "int8": int8.WITH_8_BITS if activation_bits == 8 else int8.WITH_14_BITS,
     }

@@ -1,4 +1,4 @@
-"""Linears with float weights: in float32, and in bfloat16 with sums in float32."""
+"""Linears with float weights: in float32, float16 and bfloat16, with sums in float32."""
 
 from collections.abc import Callable, Sequence
 
@@ -38,6 +38,21 @@ class Float32Linears:
         return PackedWeights(pack(whole, pages), outputs, inputs)
 
 
+class Float16Linears:
+    """Linears whose weights are float16, which the CPU widens in registers."""
+
+    description = "float16"
+    kernels: tuple[Callable[..., None], ...] = (linear.linear_float16,)
+    inputs: InputFormat | None = None
+
+    @property
+    def kernel(self) -> Callable[..., None]:
+        return linear.linear_float16
+
+    def pack(self, weights: Sequence[Weight], pages: WeightPages) -> PackedWeights:
+        return _pack_halves(stack_floats(weights).to(torch.float16), pages)
+
+
 class BFloat16Linears:
     """Linears whose weights are bfloat16; products are added in float32. Inputs are bfloat16 where
     the CPU has instructions for that; else they stay float32."""
@@ -55,9 +70,9 @@ class BFloat16Linears:
 
     def pack(self, weights: Sequence[Weight], pages: WeightPages) -> PackedWeights:
         whole = stack_floats(weights).to(torch.bfloat16)
-        outputs, inputs = whole.shape
         if not HAS_BFLOAT16:
-            return PackedWeights(pack(whole.view(torch.int16), pages), outputs, inputs)
+            return _pack_halves(whole, pages)
+        outputs, inputs = whole.shape
         padded = -(-inputs // (PAIR * PADDING)) * PAIR * PADDING
         if padded != inputs:
             whole = torch.nn.functional.pad(whole, (0, padded - inputs))
@@ -65,4 +80,9 @@ class BFloat16Linears:
         return PackedWeights(pack(pairs, pages), outputs, padded)
 
 
-FLOAT32, BFLOAT16 = Float32Linears(), BFloat16Linears()
+def _pack_halves(whole: Tensor, pages: WeightPages) -> PackedWeights:
+    """Weights of 16 bits, each on its own."""
+    return PackedWeights(pack(whole.view(torch.int16), pages), *whole.shape)
+
+
+FLOAT32, FLOAT16, BFLOAT16 = Float32Linears(), Float16Linears(), BFloat16Linears()

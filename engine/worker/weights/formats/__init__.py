@@ -18,6 +18,7 @@ from engine.worker.weights.formats.mxfp4 import MXFP4
 
 FORMATS: dict[str, LinearFormat] = {
     "float32": FloatFormat(torch.float32),
+    "float16": FloatFormat(torch.float16),
     "bfloat16": FloatFormat(torch.bfloat16),
     "int8": INT8,
     "int4": INT4,

@@ -6,8 +6,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from engine.worker.cpu.device import CpuDevice
+from engine.worker.cpu.kernels.dtypes import has_half
 from engine.worker.cpu.kernels.linears.tile_formats import HAS_BFLOAT16
-from engine.worker.cpu.linears.floats import BFLOAT16, FLOAT32
+from engine.worker.cpu.linears import linears_of
+from engine.worker.cpu.linears.floats import BFLOAT16
 from engine.worker.cpu.linears.packed_store import PackedStore
 from engine.worker.cpu.operators import NativeOperators
 from engine.worker.cpu.thread_pool import NativeThreadPool
@@ -54,19 +56,25 @@ def test_a_row_has_the_same_bits_beside_any_rows(
         assert torch.equal(linear(x[first : first + count]), together[first : first + count])
 
 
-@pytest.mark.skipif(HAS_BFLOAT16, reason="inputs are rounded where the CPU multiplies bfloat16")
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("float16", marks=pytest.mark.skipif(not has_half(), reason="needs F16C")),
+        pytest.param("bfloat16", marks=pytest.mark.skipif(HAS_BFLOAT16, reason="rounds inputs")),
+    ],
+)
 @pytest.mark.parametrize(("inputs", "outputs"), SIZES)
-def test_without_instructions_for_it_the_bits_are_those_of_float32_weights(
-    operators: NativeOperators, inputs: int, outputs: int
+def test_widened_weights_have_the_bits_of_float32_weights(
+    name: str, inputs: int, outputs: int
 ) -> None:
-    weight, bias, x = (
-        noise(outputs, inputs, seed=1).bfloat16(),
-        noise(outputs, seed=2),
-        noise(55, inputs),
+    weight = noise(outputs, inputs, seed=1).to(getattr(torch, name))
+    bias, x = noise(outputs, seed=2), noise(55, inputs)
+    pool, linears = NativeThreadPool(2), linears_of(name, "float32")
+    widened, whole = (
+        NativeOperators(pool, PackedStore({each: linears[each]})).linear([same], bias)(x)
+        for each, same in ((name, weight), ("float32", weight.float()))
     )
-    in_float32 = NativeOperators(NativeThreadPool(2), PackedStore({"float32": FLOAT32}))
-    expected = in_float32.linear([weight.float()], bias)(x)
-    assert torch.equal(operators.linear([weight], bias)(x), expected)
+    assert torch.equal(widened, whole)
 
 
 def test_nan_in_a_row_gives_nan_in_that_row_only(operators: NativeOperators) -> None:
@@ -108,12 +116,13 @@ def test_logits_are_nearer_to_float32_than_those_of_transformers_in_bfloat16(
     ("dtype", "stored", "expected"),
     [
         ("auto", "bfloat16", "bfloat16"),
+        ("auto", "float16", "float16" if has_half() else "float32"),
         ("auto", None, "float32"),
         ("float32", "bfloat16", "float32"),
         ("bfloat16", None, "bfloat16"),
     ],
 )
-def test_auto_keeps_stored_bfloat16(dtype: str, stored: str | None, expected: str) -> None:
+def test_auto_keeps_weights_of_16_bits(dtype: str, stored: str | None, expected: str) -> None:
     settings = worker_settings("", dtype=dtype, attention="cpu", threads=1)
     device = CpuDevice(settings, PreferredFormat(floats=stored))
     assert device.formats.linear is not None

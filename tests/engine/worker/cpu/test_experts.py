@@ -69,7 +69,7 @@ def dense(
     return (of_rows * weights[:, :, None]).sum(dim=1)
 
 
-@pytest.mark.parametrize("name", ["float32", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("name", ["float32", "float16", "bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("rows", [1, 2, 9, 130])
 def test_experts_give_the_weighted_sum_of_dense_linears(name: str, rows: int) -> None:
     operators, weights = operators_of(name), random_experts(name)
@@ -82,7 +82,7 @@ def test_experts_give_the_weighted_sum_of_dense_linears(name: str, rows: int) ->
     torch.testing.assert_close(added, start + expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["float32", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("name", ["float32", "float16", "bfloat16", "int8", "int4"])
 def test_a_row_has_the_same_bits_beside_any_rows(name: str) -> None:
     experts = make(operators_of(name), random_experts(name))
     x, logits = noise(150, HIDDEN), 3 * noise(150, NUM_EXPERTS, seed=1)

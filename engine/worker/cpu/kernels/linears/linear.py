@@ -1,4 +1,4 @@
-"""The linear layer: packed weights times rows of x, for every tile format; in float32 and bfloat16.
+"""The linear layer: packed weights times rows of x, for every tile format; in floats.
 
 A chunk is a run of panels. k is cut into the same pieces for any number of rows, and each row has
 its own sums, so a row's result has the same bits whatever rows are beside it.
@@ -21,6 +21,7 @@ from engine.worker.cpu.kernels.linears.amx_tiles import amx_bfloat16_tile, relea
 from engine.worker.cpu.kernels.linears.packed_tiles import (
     WIDTH,
     bfloat16_tile,
+    float16_tile,
     float32_tile,
     tile_sums,
 )
@@ -186,6 +187,11 @@ def _finish_floats(sums, scales, bias_at, y_at, y_stride, columns, rows, is_firs
 def linear_float32(operands, chunk, thread):
     """`LinearOperands` with float32 x and weights."""
     multiply(operands, chunk, float32_tile, _finish_floats, MAX_ROWS, FLOAT_DEPTH, 1, 4 * WIDTH, 4)
+
+
+def linear_float16(operands, chunk, thread):
+    """`LinearOperands` with float32 x and float16 weights; the bits of float32 weights."""
+    multiply(operands, chunk, float16_tile, _finish_floats, MAX_ROWS, FLOAT_DEPTH, 1, 2 * WIDTH, 4)
 
 
 def linear_bfloat16(operands, chunk, thread):

@@ -99,7 +99,8 @@ def make_packed_tile(tile_format):
     def build_rows(builder, tile, rows):
         _build_rows(builder, tile_format, tile, rows)
 
-    return make_tile(f"tile_{tile_format.group}_{tile_format.lane_bytes}", MAX_ROWS, build_rows)
+    weights = tile_format.weights.element
+    return make_tile(f"tile_{tile_format.group}_of_{weights}", MAX_ROWS, build_rows)
 
 
 def _build_rows(builder, tile_format, tile, rows):
@@ -154,6 +155,7 @@ def pinned(builder, vector, *, in_order=False):
 
 
 float32_tile = make_packed_tile(tile_formats.FLOAT32)
+float16_tile = make_packed_tile(tile_formats.FLOAT16)
 bfloat16_tile = make_packed_tile(tile_formats.BFLOAT16)
 int16_tile = make_packed_tile(tile_formats.INT16_INPUTS)
 uint8_tile = make_packed_tile(tile_formats.UINT8_INPUTS)

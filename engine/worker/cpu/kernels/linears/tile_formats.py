@@ -22,6 +22,7 @@ PADDING = AMX_GROUPS if HAS_AMX else UNROLL  # k is padded to a multiple of so m
 
 INT16S = ir.VectorType(ir.IntType(16), 2 * LANES)
 INT16_LANES = ir.VectorType(ir.IntType(16), LANES)
+HALVES = ir.VectorType(ir.HalfType(), LANES)
 INT8S = ir.VectorType(ir.IntType(8), 4 * LANES)
 NARROW_INT8S = ir.VectorType(ir.IntType(8), 2 * LANES)
 
@@ -107,7 +108,14 @@ def _add_widened(builder, sums, weights, x):
     return _add_float32(builder, sums, builder.shl(builder.zext(weights, INT32S), half), x)
 
 
+def _add_halves(builder, sums, weights, x):
+    """float32 x times float16 weights."""
+    wide = builder.fpext(weights, FLOATS)
+    return _add_float32(builder, sums, wide, x)
+
+
 FLOAT32 = TileFormat(1, 4, 1, _add_float32, INT32S)
+FLOAT16 = TileFormat(1, 2, 1, _add_halves, HALVES)
 BFLOAT16 = (
     TileFormat(PAIR, 4, UNROLL, _add_bfloat16_pairs, INT32S)
     if HAS_BFLOAT16
