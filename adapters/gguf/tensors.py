@@ -28,7 +28,7 @@ OTHERS = {Kind.Q2_K, Kind.Q3_K, Kind.IQ4_NL, Kind.IQ4_XS}  # dequantized when th
 EXPERTS_SUFFIX = "_exps"
 GATE_UP = "gate_up_exps"
 FLAT = ("ssm_a", "ssm_d", "ssm_norm")  # vectors, which Mamba has as matrices
-NAMES_OF_HALVES = {Kind.F16: "float16", Kind.BF16: "bfloat16"}
+HALVES = {Kind.F16: "float16", Kind.BF16: "bfloat16"}
 NO_LINEARS = (*FLAT, "ssm_conv1d", "conv")  # always floats, whatever the linears are
 
 
@@ -75,7 +75,7 @@ class GgufTensors:
         """
         kinds = self._matrix_kinds
         unquantized = kinds & FLOATS.keys()
-        floats = NAMES_OF_HALVES.get(*unquantized) if len(unquantized) == 1 else None
+        floats = HALVES.get(next(iter(unquantized))) if len(unquantized) == 1 else None
         if kinds <= FLOATS.keys():
             return PreferredFormat(floats=floats)
         stored = sorted(FORMATS[kind][0].name for kind in kinds & FORMATS.keys())

@@ -11,7 +11,7 @@ from engine.worker.ports import PreferredFormat
 from engine.worker_settings import Kernels
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
-NO_HALF = "float16 needs a CPU with F16C"
+NO_HALF = "'float16' needs a CPU with F16C"
 PLAIN_ATTENTION = "reference"  # with it, all operators are plain torch
 
 
@@ -32,7 +32,7 @@ def weight_formats(
         floats = "float32" if is_plain else preferred.floats or "float32"
         floats = "float32" if floats == "float16" and not has_half() else floats
     if "float16" in (weights, floats) and not has_half():
-        raise StartupError(f"--dtype: {NO_HALF}")
+        raise StartupError(f"--dtype {NO_HALF}")
     if weights not in ("auto", *FORMATS):
         known = ", ".join(("auto", *FORMATS))
         raise StartupError(f"--weights {weights!r} is not supported on cpu; known: {known}")
@@ -56,5 +56,5 @@ def kv_format(name: str, *, keeps_kv: bool = True) -> torch.dtype:
         return torch.float16 if keeps_kv and has_half() else torch.float32
     dtype = choose_dtype("--kv-cache-dtype", name, CPU_KV_DTYPES, "cpu")
     if dtype is torch.float16 and not has_half():
-        raise StartupError(f"--kv-cache-dtype: {NO_HALF}")
+        raise StartupError(f"--kv-cache-dtype {NO_HALF}")
     return dtype

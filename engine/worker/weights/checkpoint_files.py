@@ -100,7 +100,7 @@ class SafetensorsFiles:
     def floats_of(self, names: Iterable[str]) -> str | None:
         """The dtype of 16 bits that all these tensors have; None without one."""
         dtypes = {self.header(name).get_dtype() for name in names}
-        return HALVES.get(*dtypes) if len(dtypes) == 1 else None
+        return HALVES.get(next(iter(dtypes))) if len(dtypes) == 1 else None
 
     def drop_pages(self) -> None:
         names = {path: name for name, path in self._shards.items()}
