@@ -10,8 +10,8 @@ from torch import Tensor
 
 from adapters.gguf.blocks import FORMATS, stored_weight
 from adapters.gguf.file import GgufFile, TensorEntry
-from adapters.gguf.floats import drop, read_floats, stored_rows
-from adapters.gguf.projector import VISION, projector_of
+from adapters.gguf.floats import FLOATS, drop, read_floats, stored_rows
+from adapters.gguf.projector import POSITIONS, VISION, projector_of
 from adapters.gguf.projector_names import (
     BIAS,
     DEEPSTACK,
@@ -25,7 +25,7 @@ from adapters.gguf.projector_names import (
     WEIGHT,
     ProjectorNames,
 )
-from adapters.gguf.tensors import GgufTensors
+from adapters.gguf.tensors import GgufTensors, Kind, floats_of
 from engine.worker.ports import PreferredFormat, Weight
 
 
@@ -66,6 +66,12 @@ class ProjectorTensors:
         """Those of its quantized linears."""
         return {each.format for each in self.sources.values() if each.format is not None}
 
+    @property
+    def matrix_kinds(self) -> Set[Kind]:
+        """The types of all matrices of linears."""
+        tensors = self.file.tensors.items()
+        return {each.kind for name, each in tensors if len(each.shape) == 2 and name != POSITIONS}
+
     def read(self, name: str, index: tuple[slice, ...]) -> Weight:
         """Some rows and columns, in float32 if a matrix is quantized and they are not all."""
         source = self.sources[name]
@@ -104,10 +110,12 @@ class JoinedTensors:
 
     @property
     def preferred_format(self) -> PreferredFormat:
-        """That of the decoder; if it is computed as it is stored, so is the encoder."""
+        """That of the decoder; if it is computed as it is stored, so is the encoder. Floats have
+        the encoder's dtype where all matrices of the decoder are quantized."""
         preferred = self._text.preferred_format
-        stored = {*preferred.stored, *self._projector.formats}
-        return preferred._replace(stored=tuple(sorted(stored))) if preferred.stored else preferred
+        stored = {*preferred.stored, *self._projector.formats} if preferred.stored else ()
+        kinds = self._text.matrix_kinds & FLOATS.keys() or self._projector.matrix_kinds
+        return preferred._replace(stored=tuple(sorted(stored)), floats=floats_of(kinds))
 
     def shape(self, name: str) -> tuple[int, ...]:
         source = self._projector.sources.get(name)

@@ -43,7 +43,7 @@ class GgufTensors:
             name: _flat(entry) if part_of(name) in FLAT else entry
             for name, entry in split_experts(file.tensors).items()
         }
-        self._computes_stored = not self._names.transposed and not OTHERS & self._matrix_kinds
+        self._computes_stored = not self._names.transposed and not OTHERS & self.matrix_kinds
         self._value_heads = _value_heads(file, self._architecture)
         self._num_layers = _num_layers(file, self._architecture)
         self._stored = {
@@ -59,7 +59,8 @@ class GgufTensors:
         return (self._file.path,)
 
     @property
-    def _matrix_kinds(self) -> Set[Kind]:
+    def matrix_kinds(self) -> Set[Kind]:
+        """The types of all matrices of linears."""
         tensors = self._file.tensors.items()
         return {
             entry.kind
@@ -73,9 +74,8 @@ class GgufTensors:
 
         Models whose file has transposed matrices (GPT-2) are converted to int8 too.
         """
-        kinds = self._matrix_kinds
-        unquantized = kinds & FLOATS.keys()
-        floats = HALVES.get(next(iter(unquantized))) if len(unquantized) == 1 else None
+        kinds = self.matrix_kinds
+        floats = floats_of(kinds)
         if kinds <= FLOATS.keys():
             return PreferredFormat(floats=floats)
         stored = sorted(FORMATS[kind][0].name for kind in kinds & FORMATS.keys())
@@ -194,6 +194,12 @@ class GgufTensors:
             return read_floats(self._file, entry, range(1))[0, rows]
         first, last, _ = rows.indices(entry.shape[0])
         return read_floats(self._file, entry, range(first, last))
+
+
+def floats_of(kinds: Set[Kind]) -> str | None:
+    """The dtype of 16 bits of all matrices that are not quantized; None without one."""
+    unquantized = kinds & FLOATS.keys()
+    return HALVES.get(next(iter(unquantized))) if len(unquantized) == 1 else None
 
 
 def _value_heads(file: GgufFile, architecture: str) -> ValueHeads | None:

@@ -13,6 +13,8 @@ from PIL import Image
 
 from adapters.gguf import find_mmproj
 from adapters.gguf.blocks import FORMATS
+from adapters.gguf.projector_tensors import JoinedTensors, ProjectorTensors
+from adapters.gguf.tensors import GgufTensors
 from adapters.images.loading import load_processor
 from adapters.images.processor import Tile
 from adapters.models.checks.checkpoint import check_checkpoint
@@ -100,6 +102,30 @@ def test_a_quantized_decoder_reads_images_too(
     assert outcome.error is None
     assert outcome.tokens == alike.tokens
     assert abs(outcome.logprobs[0].logprob - alike.logprobs[0].logprob) < 0.05
+
+
+@pytest.mark.parametrize(
+    ("decoder", "encoder", "floats"),
+    [
+        (Kind.Q8_0, Kind.F16, "float16"),
+        (Kind.Q8_0, Kind.F32, None),
+        (Kind.F16, Kind.F32, "float16"),
+        (Kind.F32, Kind.F16, None),
+    ],
+)
+def test_floats_of_an_encoder_stay_as_they_are_beside_a_quantized_decoder(
+    tmp_path: Path,
+    decoder: Kind,
+    encoder: Kind,
+    floats: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    text, mmproj = tmp_path / "model.gguf", tmp_path / "mmproj.gguf"
+    Mmproj("smolvlm", kind=encoder).write(text, mmproj)
+    assert ProjectorTensors(mmproj).matrix_kinds == {encoder, Kind.F32}, "some rows are too short"
+    monkeypatch.setattr(ProjectorTensors, "matrix_kinds", property(lambda _: {encoder}))
+    monkeypatch.setattr(GgufTensors, "matrix_kinds", property(lambda _: {decoder}))
+    assert JoinedTensors(text, mmproj).preferred_format.floats == floats
 
 
 @pytest.mark.parametrize("variant", KINDS)
