@@ -25,6 +25,7 @@ from tests.examples.benchmarks.published import RESULTS, read
 Page = Callable[[Mapping[str, Any]], str]
 PAGES: dict[str, Page] = {
     "images/peers": images_beside_others.page,
+    "images/openvino": images_beside_others.page,
     "images/vllm": images_beside_others.page,
     "lora/server": lora_server.page,
     "speculation/mtp": acceptance.page,
