@@ -16,23 +16,23 @@ tokens are known. It is used only if all stages are busy, or if no other request
 import asyncio
 import contextlib
 import logging
-from typing import TYPE_CHECKING
+from collections import deque
+from typing import TYPE_CHECKING, NamedTuple
 
 from engine.errors import EngineError, RequestCancelled, StepFailed, Unavailable, WorkerLost
 from engine.image_sender import ImageSender
-from engine.in_flight import Flight, InFlight
-from engine.live_streams import DeadlineTimer, LiveStreams
 from engine.request import ENDS_AT_ONCE, Abort, Request, RequestSpec
 from engine.store_lookups import StoreLookups
-from engine.stream import TokenStream, Wakeup
+from engine.stream import DeadlineTimer, LiveStreams, TokenStream, Wakeup
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from engine.control.scheduler import IterationScheduler
+    from engine.iteration import Iteration
     from engine.media import ImagePixels
     from engine.policy.port import Policy
-    from engine.ports import Clock, StepExecutor, StoreLookup
+    from engine.ports import Clock, StepExecutor, StepFuture, StoreLookup
     from engine.turns import Turn
 
 logger = logging.getLogger(__name__)
@@ -43,6 +43,83 @@ MIN_RETRY_SECONDS = 1.0
 # gathered 1 to 3 in most of 16 bursts, 4 turns 5 to 8, 8 turns all in 14. An empty turn takes 2 µs.
 GATHER_TURNS = 8
 SAVE_SECONDS = 30.0  # for saving cached blocks before the server ends
+
+
+class Flight(NamedTuple):
+    """An iteration, and its result when it has returned."""
+
+    iteration: "Iteration"
+    future: "StepFuture"
+
+
+class InFlight:
+    """The iterations that the workers have, the oldest first: at most `depth`, of which
+    `lookahead` are planned before the tokens of the one before are known. `on_change` is called
+    when one returns or a worker is lost."""
+
+    def __init__(
+        self,
+        executor: "StepExecutor",
+        depth: int,
+        lookahead: int,
+        on_change: "Callable[[], object]",
+    ) -> None:
+        self._executor = executor
+        self._depth = depth
+        self._lookahead = lookahead
+        self._on_change = on_change
+        self._flights: deque[Flight] = deque()
+        executor.watch(on_change)
+
+    def __len__(self) -> int:
+        return len(self._flights)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another iteration may be submitted."""
+        return len(self._flights) < self._depth and self._executor.is_alive
+
+    @property
+    def has_died_idle(self) -> bool:
+        """Whether a worker was lost while no step was in flight, whose future would report it."""
+        return not self._flights and not self._executor.is_alive
+
+    @property
+    def has_returned(self) -> bool:
+        """Whether the oldest iteration has returned."""
+        return bool(self._flights) and self._flights[0].future.done()
+
+    def plan(self, scheduler: "IterationScheduler", now: float) -> "Iteration | None":
+        """The next iteration: of requests in no iteration, else planned ahead of the oldest."""
+        if not self._lookahead or not self._flights:
+            return scheduler.plan(now)
+        oldest = self._flights[0].iteration
+        if len(self._flights) >= self._depth - self._lookahead:
+            return scheduler.plan(now, oldest)
+        return scheduler.plan(now) or scheduler.plan(now, oldest)
+
+    def submit(self, iteration: "Iteration") -> None:
+        """Send an iteration to the workers."""
+        future = self._executor.submit(iteration.step)
+        future.add_done_callback(self._returned)
+        self._flights.append(Flight(iteration, future))
+
+    def pop(self) -> Flight:
+        """Take the oldest iteration out."""
+        return self._flights.popleft()
+
+    def put_back(self, flight: Flight) -> None:
+        """The oldest iteration was lost with all others."""
+        self._flights.appendleft(flight)
+
+    def lose(self) -> "list[Iteration]":
+        """No iteration will return."""
+        lost = [flight.iteration for flight in self._flights]
+        self._flights.clear()
+        return lost
+
+    def _returned(self, future: "StepFuture") -> None:
+        self._on_change()
 
 
 class Engine:

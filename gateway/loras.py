@@ -18,7 +18,7 @@ import orjson
 from engine.errors import InvalidRequest, RequestFailed, StartupError, Unavailable, WorkerLost
 from engine.lora import LoraAdapter, LoraReport, LoraSpec
 from gateway.errors import LoraNotFound, ModelNotFound
-from gateway.observe.loras import LoraUsage
+from gateway.observe.metrics import LoraUsage
 from gateway.schema.decoding import invalid
 
 if TYPE_CHECKING:

@@ -24,9 +24,8 @@ from gateway.access.origins import OriginPolicy
 from gateway.access.quotas import Quotas
 from gateway.access.retries import Retries
 from gateway.errors import ModelNotFound, UnsupportedByModel
-from gateway.groups.group import Group
+from gateway.groups.group import Group, ServedModel
 from gateway.groups.groups import Groups
-from gateway.groups.serving import ServedModel
 from gateway.images.reader import Sender
 from gateway.loras import LoraNames
 from gateway.observe.backpressure import LoopWatch

@@ -36,7 +36,7 @@ class KVLedger:
     still write to their blocks. Blocks before a layer group's window are given back meanwhile.
 
     A request that is swapped out by a move that is not awaited keeps its device blocks until the
-    step returns (`engine.kv.swapped`). Until then they are *moving*: not free yet, and not held.
+    step returns (`engine.kv.page_moves`). Until then they are *moving*: not free yet, and not held.
     """
 
     def __init__(self, shape: "KVShape") -> None:

@@ -1,17 +1,21 @@
-"""PolicyBase: what a policy does that rejects nothing and keeps no queue of started requests."""
+"""What policies share: the answers that most do not change, and background requests behind all."""
 
 from abc import ABC, abstractmethod
+from itertools import chain
+from math import inf
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
 
-    from engine.policy.port import SortKey
+    from engine.policy.port import Policy, Preemption, SortKey
+    from engine.policy.settings import PolicySettings
     from engine.request import Request, RequestSpec
 
 
 class PolicyBase(ABC):
-    """Derives the answers to rare questions from `sort_keys`. A policy under which thousands of
+    """A policy that rejects nothing and keeps no queue of started requests. It derives the
+    answers to rare questions from `sort_keys`. A policy under which thousands of
     requests may be started overrides `started_order`."""
 
     def validate(self, spec: "RequestSpec", num_tokens: int, now: float) -> None:
@@ -44,3 +48,87 @@ class PolicyBase(ABC):
         for position, index in enumerate(sorted(range(len(keys)), key=keys.__getitem__)):
             positions[index] = float(position)
         return positions
+
+
+class BackgroundLast:
+    """Any policy for foreground requests, and all background requests behind them.
+
+    A request with `RequestSpec.is_background` (a line of a batch) uses what is left of an
+    iteration. It is ordered behind every foreground request and is preempted first. The scheduler
+    bounds the time that it adds to an iteration (`max_background_slowdown`). Among themselves
+    background requests are served in order of arrival. Under steady foreground load they may
+    starve, which is what `is_background` means.
+
+    Wraps every policy made by `engine.policy.build`; `inner` orders the foreground requests. It
+    is `base`, the policy of the name, or is made of instances of it.
+    """
+
+    def __init__(
+        self, inner: "Policy", settings: "PolicySettings", base: "Policy | None" = None
+    ) -> None:
+        self.inner = inner
+        self.base = base or inner
+        self.settings = settings  # the settings that `inner` was made with
+        self._background: dict[Request, SortKey] = {}
+        self._num_arrived = 0
+
+    @property
+    def preemption(self) -> "Preemption":
+        return self.inner.preemption
+
+    def validate(self, spec: "RequestSpec", num_tokens: int, now: float) -> None:
+        """A background request is never rejected for its deadlines."""
+        if not spec.is_background:
+            self.inner.validate(spec, num_tokens, now)
+
+    def arrive(self, request: "Request", now: float) -> None:
+        if request.spec.is_background:
+            self._background[request] = (1, self._num_arrived)
+            self._num_arrived += 1
+        else:
+            self.inner.arrive(request, now)
+
+    def ran(self, request: "Request", num_tokens: int, seconds: float, now: float) -> None:
+        if not request.spec.is_background:
+            self.inner.ran(request, num_tokens, seconds, now)
+
+    def found(self, request: "Request", num_tokens: int) -> bool:
+        return request.spec.is_background or self.inner.found(request, num_tokens)
+
+    def start(self, request: "Request") -> None:
+        if not request.spec.is_background:
+            self.inner.start(request)
+
+    def leave(self, request: "Request", now: float) -> None:
+        if request.spec.is_background:
+            del self._background[request]
+        else:
+            self.inner.leave(request, now)
+
+    def order(self, now: float) -> "Iterator[Request]":
+        order = self.inner.order(now)
+        return chain(order, self._background) if self._background else order
+
+    def started_order(
+        self, started: "Collection[Request]", now: float, *, reverse: bool = False
+    ) -> "Iterator[Request]":
+        if not self._background:
+            return self.inner.started_order(started, now, reverse=reverse)
+        foreground = [request for request in started if not request.spec.is_background]
+        behind = [request for request in started if request.spec.is_background]
+        behind.sort(key=self._background.__getitem__, reverse=reverse)
+        order = self.inner.started_order(foreground, now, reverse=reverse)
+        return chain(behind, order) if reverse else chain(order, behind)
+
+    def sort_keys(self, requests: "Sequence[Request]", now: float) -> "list[SortKey]":
+        if not self._background:
+            return self.inner.sort_keys(requests, now)
+        foreground = [request for request in requests if not request.spec.is_background]
+        keys = iter(self.inner.sort_keys(foreground, now))
+        behind = self._background
+        return [behind[r] if r.spec.is_background else (0, *next(keys)) for r in requests]
+
+    def next_scheduled_times(self, requests: "Sequence[Request]", now: float) -> list[float]:
+        foreground = [request for request in requests if not request.spec.is_background]
+        times = iter(self.inner.next_scheduled_times(foreground, now))
+        return [inf if request.spec.is_background else next(times) for request in requests]

@@ -4,7 +4,7 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, cast
 
-from engine.policy.background import BackgroundLast
+from engine.policy.base import BackgroundLast
 from engine.policy.fair import VirtualTokenCounter
 from engine.policy.goodput import GoodputFirst
 from engine.policy.port import MultiLevel

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from gateway.generation.known_text import continued_ids, num_shared
-from gateway.generation.marks import PromptMarks, marks_of
+from gateway.generation.prompt import PromptMarks, marks_of
 
 if TYPE_CHECKING:
     from gateway.generation.known_text import KnownText

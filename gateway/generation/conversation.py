@@ -16,8 +16,14 @@ from gateway.generation.continuation import OtherBeginningError
 from gateway.generation.image_input import ImageOrigin, read_images
 from gateway.generation.image_prompt import Placeholders, unmarked
 from gateway.generation.known_text import continued_ids
-from gateway.generation.marks import PromptMarks, marks_of
-from gateway.generation.prompt import Prompt, TokenizedPrompts, fits_on_loop, token_ids
+from gateway.generation.prompt import (
+    Prompt,
+    PromptMarks,
+    TokenizedPrompts,
+    fits_on_loop,
+    marks_of,
+    token_ids,
+)
 from gateway.generation.threads import run_in_thread
 from gateway.ports import ToolChoice
 from gateway.schema.openai.messages import parsed_arguments
@@ -26,7 +32,7 @@ if TYPE_CHECKING:
     from engine.media import Media
     from gateway.generation.continuation import Continuation
     from gateway.generation.known_text import KnownText
-    from gateway.groups.serving import ServedModel
+    from gateway.groups.group import ServedModel
     from gateway.ports import ChatTemplate, Dialect, PreparedImage, StreamParser
     from gateway.schema.openai.chat import ChatRequest
     from gateway.schema.openai.tools import ToolPlan

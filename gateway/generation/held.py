@@ -13,7 +13,7 @@ import orjson
 
 if TYPE_CHECKING:
     from gateway.generation.known_text import KnownText
-    from gateway.generation.marks import PromptMarks
+    from gateway.generation.prompt import PromptMarks
 
 MAX_HELD = 8  # responses per connection: the one that is continued, and others to fork from
 MAX_BYTES = 256 << 20  # bytes that the server holds in all

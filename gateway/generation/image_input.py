@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from gateway.errors import UnsupportedByModel
 
 if TYPE_CHECKING:
-    from gateway.groups.serving import ServedModel
+    from gateway.groups.group import ServedModel
     from gateway.images.reader import Sender
     from gateway.ports import PreparedImage
     from gateway.schema.images import RequestedImage

@@ -18,8 +18,8 @@ from gateway.generation.image_input import ImageOrigin, check_images
 from gateway.generation.image_prompt import ImagePrompt, cut_before
 from gateway.generation.tool_grammar import tool_constraint, without_calls
 from gateway.schema.decoding import invalid
-from gateway.schema.fields.output import OutputConstraint
-from gateway.schema.fields.scheduling import PromptCacheOptions, SchedulingParams
+from gateway.schema.fields.generation import OutputConstraint
+from gateway.schema.fields.sampling import PromptCacheOptions, SchedulingParams
 from gateway.schema.rendering import ReportOptions, ResponseRenderer
 
 if TYPE_CHECKING:
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from gateway.schema.fields.generation import GenerationRequest
     from gateway.schema.openai.chat import ChatRequest
     from gateway.service import Service
-
 
 MAX_TOKENS_HEADER = "x-podway-max-tokens"  # the bound, if it is lower than the request's
 

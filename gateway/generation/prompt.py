@@ -1,9 +1,11 @@
-"""Prompts to token ids. Short prompts are tokenized on the event loop, long ones in a thread.
+"""Prompts to token ids, and where the messages and cache breakpoints of a conversation are in them.
 
-The threads are those of the loop's default executor, which the server bounds. Tokenizers release
-the GIL on long texts, so the loop keeps running meanwhile.
+Short prompts are tokenized on the event loop, long ones in a thread: one of the loop's default
+executor, which the server bounds. Tokenizers release the GIL on long texts, so the loop keeps
+running meanwhile.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
@@ -11,13 +13,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from engine.errors import InvalidRequest
 from gateway.errors import PromptTooLong
-from gateway.generation.marks import NO_MARKS, PromptMarks
-from gateway.generation.paced_tokenizer import encode_pieces
+from gateway.generation.paced_tokenizer import encode_pieces, token_ends
 from gateway.generation.threads import run_in_thread
+from gateway.schema.fields.sampling import MAX_BREAKPOINTS
 
 if TYPE_CHECKING:
     from engine.media import Media
     from gateway.ports import StreamParser, Tokenizer
+    from gateway.schema.openai.messages import Message
 
 Prompt = tuple[int, ...]
 
@@ -28,6 +31,87 @@ _CHARS_PER_PART = 128
 UNUSUAL_CHARS = 8  # per token: a text of so many may have no place to cut, like one of newlines
 SLICE_CHARS = 16_384
 IDS_PER_CUT = 32  # more than a cut through the longest token adds on both of its sides
+
+
+class PromptMarks(NamedTuple):
+    """Tokens of a prompt up to the end of each message, and up to each breakpoint."""
+
+    message_ends: Sequence[int]
+    breakpoints: Sequence[int]
+
+    @property
+    def last(self) -> int:
+        """The tokens up to the last of them."""
+        return max((*self.message_ends[-1:], *self.breakpoints[-1:]), default=0)
+
+    def followed_by(self, added: "PromptMarks", num_tokens: int) -> "PromptMarks":
+        """The marks of a longer prompt, of which others are those behind so many tokens."""
+        ends = [*self.message_ends, *(num_tokens + each for each in added.message_ends)]
+        latest = [*self.breakpoints, *(num_tokens + each for each in added.breakpoints)]
+        return PromptMarks(ends, latest[-MAX_BREAKPOINTS:])
+
+
+NO_MARKS = PromptMarks((), ())
+
+
+def marks_of(
+    messages: "Sequence[Message]",
+    text: str,
+    ids: Sequence[int],
+    tokenizer: "Tokenizer",
+    media: "Sequence[Media]" = (),
+    begin: int = 0,
+) -> PromptMarks:
+    """The marks of a prompt with these ids, which was rendered from the messages. The text is that
+    of all ids but those of `media`, which stand for images. The messages lie behind its first
+    `begin` characters.
+
+    A chat template may change a message, so its text is looked for in the prompt. What is not found
+    is passed over: a breakpoint only says where other requests will probably go on.
+    """
+    ends: list[int] = []
+    breakpoints: list[int] = []
+    at, num_bytes = begin, _num_bytes(text[:begin])
+    for message in messages:
+        for content, offsets in message.texts:
+            stripped = content.strip()
+            start = text.find(stripped, at) if stripped else -1
+            if start >= 0:
+                num_skipped = content.index(stripped)
+                for offset in offsets:
+                    inside = min(max(0, offset - num_skipped), len(stripped))
+                    breakpoints.append(num_bytes + _num_bytes(text[at : start + inside]))
+                num_bytes += _num_bytes(text[at : start + len(stripped)])
+                at = start + len(stripped)
+        ends.append(num_bytes)
+    of_tokens = token_ends(tokenizer, _without_images(ids, media))
+    latest = breakpoints[-MAX_BREAKPOINTS:]
+    return PromptMarks(
+        [_with_images(bisect_right(of_tokens, end), media) for end in ends],
+        [_with_images(bisect_right(of_tokens, each), media) for each in latest],
+    )
+
+
+def _without_images(ids: Sequence[int], media: "Sequence[Media]") -> Sequence[int]:
+    """The ids but those that stand for images."""
+    others: list[int] = []
+    starts = [0, *(each.end for each in media)]
+    for start, stop in zip(starts, [*(each.start for each in media), len(ids)], strict=True):
+        others += ids[start:stop]
+    return others if media else ids
+
+
+def _with_images(num_ids: int, media: "Sequence[Media]") -> int:
+    """How many leading tokens so many others are, with the images before the last of them."""
+    for each in media:
+        if each.start >= num_ids:
+            break
+        num_ids += each.num_tokens
+    return num_ids
+
+
+def _num_bytes(text: str) -> int:
+    return len(text.encode())
 
 
 class TokenizedPrompts(NamedTuple):

@@ -8,11 +8,11 @@ from engine.errors import InvalidRequest
 from engine.step import Grammar, GrammarKind
 from gateway.ports import ToolCallGrammar
 from gateway.schema.decoding import invalid
-from gateway.schema.fields.output import OutputConstraint
+from gateway.schema.fields.generation import OutputConstraint
 
 if TYPE_CHECKING:
     from engine.step import SamplingParams
-    from gateway.groups.serving import ServedModel
+    from gateway.groups.group import ServedModel
     from gateway.ports import Dialect
     from gateway.schema.openai.tools import ToolPlan
 

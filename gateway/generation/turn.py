@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from engine.request import RequestSpec
     from gateway.generation.choice_stream import ChoiceStream
     from gateway.generation.prompt import TokenizedPrompts
-    from gateway.groups.serving import ServedModel
+    from gateway.groups.group import ServedModel
     from gateway.ports import Tokenizer
     from gateway.schema.openai.chat import ChatRequest
     from gateway.schema.responses.renderer import ResponsesRenderer

@@ -14,7 +14,7 @@ from gateway.groups.running import Running
 from gateway.groups.terms import ServerTerms
 
 if TYPE_CHECKING:
-    from gateway.groups.serving import Serving
+    from gateway.groups.group import Serving
     from gateway.observe.readings import Readings
 
 

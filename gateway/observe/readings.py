@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from engine.cost.live import ErrorSummary
     from engine.kv.counts import KVCounts
     from engine.pool import RequestPool
-    from gateway.observe.loras import LoraUsage
-    from gateway.observe.metrics import Metrics
+    from gateway.observe.metrics import LoraUsage, Metrics
     from gateway.observe.request_log import RequestLog
     from gateway.store.database import Database
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from gateway.ports import Tokenizer
     from gateway.schema.decisions.openai import DecisionRequest
     from gateway.schema.decisions.systemone import SystemOneRequest
-    from gateway.schema.fields.scheduling import SchedulingParams
+    from gateway.schema.fields.sampling import SchedulingParams
     from gateway.schema.rendering import Usage
     from gateway.service import Service
 

@@ -11,7 +11,7 @@ from engine.pooling import PoolSpec
 from engine.request import RequestSpec
 from engine.step import SamplingParams
 from gateway.generation.plan import caller_fields, check_fits, check_ids
-from gateway.schema.fields.scheduling import SchedulingParams
+from gateway.schema.fields.sampling import SchedulingParams
 
 if TYPE_CHECKING:
     from engine.lora import LoraAdapter

@@ -206,6 +206,13 @@ def finished_choice(parts: Delta, end: ChoiceEnd) -> FinishedChoice:
     )
 
 
+class UsageOptions(NamedTuple):
+    """Token counts in a stream: in a last chunk of their own, and in every chunk."""
+
+    at_the_end: bool = False
+    continuous: bool = False
+
+
 class ReportOptions(NamedTuple):
     """What the response reports besides text.
 

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from engine.errors import StartupError
-from gateway.groups.serving import TEXT_ONLY
+from gateway.groups.group import TEXT_ONLY
 from gateway.images.reader import ImageLimits, ImageReader
 
 if TYPE_CHECKING:

@@ -30,12 +30,11 @@ from engine.worker_settings import WorkerReport
 from gateway.access.grammar_check import GrammarCheck
 from gateway.access.quotas import Quotas
 from gateway.generation.paced_tokenizer import PacedTokenizer
-from gateway.groups.serving import ServedModel, Serving
+from gateway.groups.group import ServedModel, Serving
 from gateway.loras import LoraRegistry
 from gateway.observe.kv_events import KVEvents, ZmqPublisher, topic_of
 from gateway.observe.live import LiveView
-from gateway.observe.loras import LoraUsage
-from gateway.observe.metrics import Metrics, StepMetrics
+from gateway.observe.metrics import LoraUsage, Metrics, StepMetrics
 from gateway.observe.readings import Readings
 from gateway.observe.recording import recording
 from gateway.observe.request_log import RequestLog

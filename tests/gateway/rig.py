@@ -39,16 +39,14 @@ from gateway.access.quotas import Quotas
 from gateway.batch.lines import LineLimits
 from gateway.batch.runner import BatchRunner
 from gateway.generation.restored_streams import restore_streams
-from gateway.groups.group import Group
+from gateway.groups.group import Group, ServedModel, Serving
 from gateway.groups.groups import Groups
-from gateway.groups.serving import ServedModel, Serving
 from gateway.images.reader import Fetcher, ImageLimits, ImageReader
 from gateway.loras import LoraRegistry
 from gateway.observe.backpressure import LoopWatch, ThreadTimes
 from gateway.observe.exposition import Exposition
 from gateway.observe.live import LiveView
-from gateway.observe.loras import LoraUsage
-from gateway.observe.metrics import Metrics, StepMetrics
+from gateway.observe.metrics import LoraUsage, Metrics, StepMetrics
 from gateway.observe.readings import Readings, ServerReadings
 from gateway.observe.request_log import RequestLog
 from gateway.observe.timelines import Timelines

@@ -5,7 +5,7 @@ import pytest
 
 from engine.lora import LoraReport, LoraSpec
 from gateway.loras import LoraRegistry
-from gateway.observe.loras import LoraUsage
+from gateway.observe.metrics import LoraUsage
 from tests.gateway.lora_loader import ScriptedLoader
 
 NAMES = ("meta-llama/Llama-3.1-8B", "chat")

@@ -15,7 +15,7 @@ from bisect import bisect_right
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from engine.policy.background import BackgroundLast
+from engine.policy.base import BackgroundLast
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.request import FinishReason, Move, State
 

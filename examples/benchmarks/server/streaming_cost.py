@@ -46,14 +46,12 @@ from gateway.access.callers import BodyLimits
 from gateway.access.grammar_check import GrammarCheck
 from gateway.access.keys import Keys
 from gateway.access.quotas import Quotas
-from gateway.groups.group import Group
+from gateway.groups.group import Group, ServedModel, Serving
 from gateway.groups.groups import Groups
-from gateway.groups.serving import ServedModel, Serving
 from gateway.observe.backpressure import LoopWatch
 from gateway.observe.exposition import Exposition
 from gateway.observe.live import LiveView
-from gateway.observe.loras import LoraUsage
-from gateway.observe.metrics import Metrics, StepMetrics
+from gateway.observe.metrics import LoraUsage, Metrics, StepMetrics
 from gateway.observe.readings import Readings, ServerReadings
 from gateway.observe.request_log import RequestLog
 from gateway.observe.timelines import Timelines

@@ -25,7 +25,7 @@ from engine.control.settings import SchedulerSettings
 from engine.events import Observer
 from engine.iteration import Iteration
 from engine.policy import Policy, PolicySettings, build
-from engine.policy.background import BackgroundLast
+from engine.policy.base import BackgroundLast
 from engine.policy.port import Preemption
 from engine.ports import Cost
 from engine.request import RequestSpec

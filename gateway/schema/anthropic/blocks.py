@@ -11,7 +11,7 @@ import orjson
 
 from engine.errors import InvalidRequest
 from gateway.schema.decoding import check_allowed, missing
-from gateway.schema.fields.scheduling import BREAKPOINT
+from gateway.schema.fields.sampling import BREAKPOINT
 from gateway.schema.images import NO_FILES, Part, image_part
 
 ROLES = ("user", "assistant", "system")

@@ -24,7 +24,7 @@ from gateway.schema.decoding import (
     reject_unless,
 )
 from gateway.schema.field_names import with_renamed_fields
-from gateway.schema.fields.scheduling import ANTHROPIC_TTLS, TTLS
+from gateway.schema.fields.sampling import ANTHROPIC_TTLS, TTLS
 from gateway.schema.openai.chat import ChatRequest, chat_of
 from gateway.schema.unknown_fields import UnknownFields
 

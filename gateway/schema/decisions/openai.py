@@ -20,7 +20,7 @@ from gateway.schema.decisions.question import (
     json_text,
 )
 from gateway.schema.decoding import check_allowed, decode, invalid, reject_unless
-from gateway.schema.fields.scheduling import PromptCacheOptions, SchedulingRequest
+from gateway.schema.fields.sampling import PromptCacheOptions, SchedulingRequest
 from gateway.schema.rendering import Usage
 from gateway.schema.responses.items import ContentItem, InputItem, as_messages, stored_items
 from gateway.schema.unknown_fields import UnknownFields

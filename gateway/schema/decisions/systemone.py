@@ -19,7 +19,7 @@ from gateway.schema.decisions.question import (
     json_text,
 )
 from gateway.schema.decoding import check_allowed, decode, invalid
-from gateway.schema.fields.scheduling import SchedulingRequest
+from gateway.schema.fields.sampling import SchedulingRequest
 from gateway.schema.rendering import Usage
 from gateway.schema.unknown_fields import UnknownFields
 

@@ -1,16 +1,214 @@
-"""`GenerationRequest`: the request fields that chat and text completions share."""
+"""`GenerationRequest`: the request fields that chat and text completions share.
+
+Constrained output is OpenAI's `response_format`, or vLLM's `structured_outputs` and `guided_*`.
+Each becomes an `OutputConstraint`; a request may use one of them.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 
 from engine.errors import InvalidRequest
-from gateway.schema.decoding import check_allowed, invalid, reject_unless
-from gateway.schema.fields.output import OutputRequest
-from gateway.schema.fields.scheduling import RETENTIONS, PromptCacheOptions
-from gateway.schema.openai.event_envelope import UsageOptions
-from gateway.schema.rendering import ReportOptions
+from engine.step import Grammar, GrammarKind
+from gateway.schema.decoding import check_allowed, invalid, missing, reject_unless
+from gateway.schema.fields.sampling import (
+    RETENTIONS,
+    PromptCacheOptions,
+    SamplingRequest,
+    Vocabulary,
+    check_token,
+)
+from gateway.schema.rendering import ReportOptions, UsageOptions
 
+MAX_CHOICES = 1024
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1_000
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARS = 100
+MAX_ALLOWED_TOKENS = 10_000
+_FORMATS = ("text", "json_object", "json_schema")
+
+
+class OutputConstraint(NamedTuple):
+    """A grammar that the output must match, and the request field it comes from."""
+
+    grammar: Grammar
+    param: str
+
+
+class JsonSchemaFormat(msgspec.Struct, forbid_unknown_fields=True):
+    """A named schema. The output is constrained to it whether `strict` is set or not."""
+
+    name: str
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True):
+    """`response_format`."""
+
+    type: str
+    json_schema: JsonSchemaFormat | None = None
+
+    def constraint(self) -> OutputConstraint | None:
+        """The grammar, or None for plain text.
+
+        Raises `InvalidRequest` for an unsupported type or a missing `json_schema`.
+        """
+        param = "response_format"
+        check_allowed(self.type, f"{param}.type", _FORMATS)
+        if self.type == "text":
+            return None
+        if self.type == "json_object":
+            return OutputConstraint(Grammar(GrammarKind.JSON_OBJECT), param)
+        if self.json_schema is None:
+            raise missing(f"{param}.json_schema")
+        if self.json_schema.schema is None:
+            return OutputConstraint(Grammar(GrammarKind.JSON_OBJECT), param)
+        return OutputConstraint(_schema(self.json_schema.schema), f"{param}.json_schema.schema")
+
+
+class StructuredOutputs(msgspec.Struct, forbid_unknown_fields=True):
+    """vLLM's `structured_outputs`: one of the first five fields."""
+
+    json: str | dict[str, Any] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_fallback: bool | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: bool | None = None
+    whitespace_pattern: str | None = None
+    structural_tag: Any = None
+
+
+class OutputRequest(SamplingRequest, kw_only=True, forbid_unknown_fields=True):
+    """The fields that constrain the output; `guided_*` are vLLM's older names."""
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_decoding_backend: str | None = None  # ignored: one library serves all grammars
+    guided_whitespace_pattern: str | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+
+    def check_output(self) -> None:
+        """Raise `InvalidRequest` for options that the grammar library does not have."""
+        _check_bad_words(self.bad_words or ())
+        reject_unless(self, "guided_whitespace_pattern")
+        if self.structured_outputs is not None:
+            for name in ("disable_any_whitespace", "disable_additional_properties"):
+                reject_unless(self.structured_outputs, name, False, prefix="structured_outputs.")
+            for name in ("whitespace_pattern", "structural_tag"):
+                reject_unless(self.structured_outputs, name, prefix="structured_outputs.")
+
+    def constraint(self) -> OutputConstraint | None:
+        """The request's grammar, if any. Raises `InvalidRequest` if it has more than one."""
+        constraints = list(self._constraints())
+        if len(constraints) > 1:
+            first, second = constraints[0].param, constraints[1].param
+            first = "response_format" if first.startswith("response_format.") else first
+            raise InvalidRequest(f"'{second}' cannot be combined with '{first}'.", second)
+        return constraints[0] if constraints else None
+
+    def _constraints(self) -> Iterator[OutputConstraint]:
+        if self.response_format is not None and (formatted := self.response_format.constraint()):
+            yield formatted
+        options = self.structured_outputs
+        if options is not None:
+            yield from _constraints_in(options, "structured_outputs.", "")
+            if options.json_object:
+                yield OutputConstraint(
+                    Grammar(GrammarKind.JSON_OBJECT), "structured_outputs.json_object"
+                )
+        yield from _constraints_in(self, "", "guided_")
+        if self.bad_words:
+            yield OutputConstraint(_without_words(self.bad_words), "bad_words")
+        if self.allowed_token_ids is not None:
+            yield OutputConstraint(_only_tokens(self.allowed_token_ids), "allowed_token_ids")
+
+    def check_allowed_token_ids(self, vocabulary: Vocabulary) -> None:
+        """Raise `InvalidRequest` for no ids, too many or unknown ones."""
+        token_ids = self.allowed_token_ids
+        if token_ids is None:
+            return
+        if not 0 < len(token_ids) <= MAX_ALLOWED_TOKENS:
+            raise invalid(
+                "allowed_token_ids",
+                f"expected 1 to {MAX_ALLOWED_TOKENS} ids, but got {len(token_ids)}.",
+            )
+        for i, token_id in enumerate(token_ids):
+            check_token(token_id, f"allowed_token_ids[{i}]", vocabulary)
+
+    def never_ends(self, vocabulary: Vocabulary) -> bool:
+        """Whether no end token may be generated, by `ignore_eos` or `allowed_token_ids`."""
+        allowed = self.allowed_token_ids
+        excludes_eos = allowed is not None and vocabulary.eos_token_ids.isdisjoint(allowed)
+        return bool(self.ignore_eos) or excludes_eos
+
+
+def _constraints_in(fields: Any, path: str, prefix: str) -> Iterator[OutputConstraint]:
+    """The constraints among the four fields that `structured_outputs` and `guided_*` share."""
+    schema = getattr(fields, prefix + "json")
+    if schema is not None:
+        yield OutputConstraint(_schema(schema), f"{path}{prefix}json")
+    regex = getattr(fields, prefix + "regex")
+    if regex is not None:
+        yield OutputConstraint(Grammar(GrammarKind.REGEX, regex), f"{path}{prefix}regex")
+    choice = getattr(fields, prefix + "choice")
+    if choice is not None:
+        yield OutputConstraint(_choice(choice, f"{path}{prefix}choice"), f"{path}{prefix}choice")
+    grammar = getattr(fields, prefix + "grammar")
+    if grammar is not None:
+        kind = GrammarKind.EBNF if "::=" in grammar else GrammarKind.LARK
+        yield OutputConstraint(Grammar(kind, grammar), f"{path}{prefix}grammar")
+
+
+def _check_bad_words(words: Sequence[str]) -> None:
+    if len(words) > MAX_BAD_WORDS:
+        raise invalid("bad_words", f"at most {MAX_BAD_WORDS}, but got {len(words)}.")
+    for i, word in enumerate(words):
+        if not 0 < len(word) <= MAX_BAD_WORD_CHARS:
+            raise invalid(
+                f"bad_words[{i}]",
+                f"expected 1 to {MAX_BAD_WORD_CHARS} characters, but got {len(word)}.",
+            )
+
+
+def _without_words(words: Sequence[str]) -> Grammar:
+    """Any text in which none of the words occurs, not even as part of a longer word."""
+    found = "|".join("".join(map(_escaped, word)) for word in words)
+    text = f"start: TEXT\nTEXT: /(?s:.*)/ & ~/(?s:.*)({found})(?s:.*)/"
+    return Grammar(GrammarKind.LARK, text)
+
+
+def _escaped(char: str) -> str:
+    """A character in a regular expression of a Lark grammar."""
+    return char if char.isalnum() or ord(char) > 127 else f"\\x{ord(char):02x}"
+
+
+def _only_tokens(token_ids: Sequence[int]) -> Grammar:
+    """Any sequence of these tokens."""
+    listed = ",".join(map(str, sorted(set(token_ids))))
+    return Grammar(GrammarKind.LARK, f"start: <[{listed}]>*")
+
+
+def _schema(schema: str | dict[str, Any]) -> Grammar:
+    text = schema if isinstance(schema, str) else msgspec.json.encode(schema).decode()
+    return Grammar(GrammarKind.JSON_SCHEMA, text)
+
+
+def _choice(choice: list[str], param: str) -> Grammar:
+    if not 0 < len(choice) <= MAX_CHOICES:
+        raise invalid(param, f"expected 1 to {MAX_CHOICES} strings, but got {len(choice)}.")
+    return Grammar(GrammarKind.CHOICE, msgspec.json.encode(choice).decode())
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):

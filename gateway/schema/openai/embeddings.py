@@ -1,8 +1,7 @@
 """`POST /v1/embeddings`: the request; an input has one of four forms."""
 
 from gateway.schema.decoding import check_allowed, check_minimum, invalid
-from gateway.schema.fields.sampling import Vocabulary, texts_or_ids
-from gateway.schema.fields.scheduling import SchedulingRequest
+from gateway.schema.fields.sampling import SchedulingRequest, Vocabulary, texts_or_ids
 
 MAX_INPUTS = 2048
 FORMATS = ("float", "base64")

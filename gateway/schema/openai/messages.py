@@ -8,7 +8,7 @@ import orjson
 
 from engine.errors import InvalidRequest
 from gateway.schema.decoding import check_allowed, invalid, missing, quote
-from gateway.schema.fields.scheduling import check_breakpoint
+from gateway.schema.fields.sampling import check_breakpoint
 from gateway.schema.images import NO_FILES, ImageUrl, RequestedImage, template_content
 
 MAX_TOOL_CALLS = 1_024  # calls in one message

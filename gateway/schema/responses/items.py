@@ -14,7 +14,7 @@ import orjson
 
 from engine.errors import InvalidRequest
 from gateway.schema.decoding import check_allowed, invalid, missing
-from gateway.schema.fields.scheduling import BREAKPOINT, check_breakpoint
+from gateway.schema.fields.sampling import BREAKPOINT, check_breakpoint
 from gateway.schema.images import NO_FILES, ImageUrl, Part, image_part
 from gateway.schema.responses.client_tools import (
     CALLS,

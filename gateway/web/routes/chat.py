@@ -7,8 +7,7 @@ from gateway.generation.conversation import render_prompt
 from gateway.generation.image_input import ImageOrigin
 from gateway.generation.plan import GenerationPlan, plan_chat
 from gateway.schema.openai.chat import decode_chat
-from gateway.schema.openai.chat_renderer import ChatRenderer
-from gateway.schema.openai.event_envelope import token_formatter
+from gateway.schema.openai.renderers import ChatRenderer, token_formatter
 from gateway.service import caller_of, service_of
 from gateway.web.decoded_body import decoded_body
 

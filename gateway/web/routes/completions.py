@@ -8,13 +8,12 @@ from gateway.generation.infill import Gap, infill_of
 from gateway.generation.plan import GenerationPlan, build_plan, check_fits, longest_prompt
 from gateway.generation.prompt import tokenize_prompts
 from gateway.schema.decoding import decode_checked
-from gateway.schema.openai.completion_renderer import CompletionRenderer
 from gateway.schema.openai.completions import (
     DEFAULT_MAX_TOKENS,
     CompletionRequest,
     size_of,
 )
-from gateway.schema.openai.event_envelope import token_formatter
+from gateway.schema.openai.renderers import CompletionRenderer, token_formatter
 from gateway.schema.rendering import ResponseRenderer
 
 if TYPE_CHECKING:

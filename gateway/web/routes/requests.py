@@ -15,7 +15,7 @@ from gateway.service import caller_of, service_of
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
 
-    from gateway.groups.serving import Serving
+    from gateway.groups.group import Serving
 
 MAX_NAMED = 4  # ids that an error lists
 

@@ -18,7 +18,7 @@ from gateway.generation.plan import Background, GenerationPlan, plan_chat
 from gateway.generation.threads import in_thread_if, read_body_with
 from gateway.generation.turn import Turn
 from gateway.schema.field_names import renamed_fields
-from gateway.schema.openai.event_envelope import token_formatter
+from gateway.schema.openai.renderers import token_formatter
 from gateway.schema.responses.diagnosis import CacheDiagnosis, NotCompared
 from gateway.schema.responses.items import Item, check_outputs, distinct, stored_items
 from gateway.schema.responses.renderer import PrefillRenderer, ResponsesRenderer

@@ -31,9 +31,8 @@ from engine.simulated.executor import SimulatedExecutor, synthetic_token
 from engine.simulated.virtual_loop import run_virtual
 from engine.step import RequestId, SamplingParams, Step, StepEntry, StepResult
 from engine.turns import Turn, Turns
-from gateway.groups.group import Deployment, Group, OpenServing, Status
+from gateway.groups.group import Deployment, Group, OpenServing, ServedModel, Serving, Status
 from gateway.groups.groups import Groups
-from gateway.groups.serving import ServedModel, Serving
 from gateway.groups.terms import ServerTerms, Terms
 
 GREEDY = SamplingParams(temperature=0.0)

@@ -11,11 +11,9 @@ from engine.request import Abort, FinishReason
 from engine.step import TokenLogprobs
 from engine.stream import TokenChunk
 from gateway.generation.choice_stream import ChoiceOptions, ChoiceStream
-from gateway.schema.openai.chat_renderer import ChatRenderer
-from gateway.schema.openai.completion_renderer import CompletionRenderer
-from gateway.schema.openai.event_envelope import UsageOptions
 from gateway.schema.openai.logprobs import LogprobsFormatter
-from gateway.schema.rendering import Delta, ResponseHeader, Usage, finished_choice
+from gateway.schema.openai.renderers import ChatRenderer, CompletionRenderer
+from gateway.schema.rendering import Delta, ResponseHeader, Usage, UsageOptions, finished_choice
 from tests.gateway.serve.assembling import assembled, payloads
 
 HEADER = ResponseHeader("chatcmpl-1", 1_700_000_000, "m", "fp")

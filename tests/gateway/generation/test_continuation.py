@@ -16,7 +16,7 @@ from engine.errors import InvalidRequest
 from gateway.generation.continuation import Continuation, OtherBeginningError, is_part
 from gateway.generation.conversation import _template_messages
 from gateway.generation.known_text import known_text
-from gateway.generation.marks import NO_MARKS, marks_of
+from gateway.generation.prompt import NO_MARKS, marks_of
 from gateway.schema.openai.chat import ChatRequest
 from gateway.schema.responses.request import decode_response
 from gateway.schema.responses.tools import read_tools

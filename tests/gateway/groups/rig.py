@@ -16,9 +16,8 @@ from engine.errors import StartupError
 from engine.simulated.virtual_loop import run_virtual
 from gateway.batch.runner import BatchRunner
 from gateway.generation.restored_streams import restore_streams
-from gateway.groups.group import Deployment, Group, OpenServing
+from gateway.groups.group import Deployment, Group, OpenServing, Serving
 from gateway.groups.groups import Groups
-from gateway.groups.serving import Serving
 from gateway.groups.terms import ServerTerms, Terms
 from gateway.observe.exposition import Exposition
 from gateway.observe.metrics import Metrics

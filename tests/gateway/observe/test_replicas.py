@@ -20,8 +20,7 @@ from engine.step import SamplingParams
 from gateway.observe.explanation import explain
 from gateway.observe.exposition import Exposition
 from gateway.observe.live import LiveView
-from gateway.observe.loras import LoraUsage
-from gateway.observe.metrics import Metrics, StepMetrics
+from gateway.observe.metrics import LoraUsage, Metrics, StepMetrics
 from gateway.observe.readings import Readings, ServerReadings
 from gateway.observe.request_log import RequestLog
 from gateway.observe.timelines import Timelines

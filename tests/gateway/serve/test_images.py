@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from engine.errors import StartupError
-from gateway.groups.serving import TEXT_ONLY
+from gateway.groups.group import TEXT_ONLY
 from gateway.serve import images as opening
 from gateway.serve.images import Images, open_images
 from gateway.settings.model import ImageSettings

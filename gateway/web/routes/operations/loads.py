@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
 
     from engine.loop import Engine
-    from gateway.groups.serving import Serving
+    from gateway.groups.group import Serving
 
 
 async def loads(http: "HttpRequest") -> dict[str, Any]:

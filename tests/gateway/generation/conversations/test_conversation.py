@@ -10,7 +10,7 @@ from adapters.dialects.jinja_template import compile_request_template
 from engine.errors import InvalidRequest
 from gateway.generation.conversation import render_prompt, tokenize_chat
 from gateway.generation.prompt import TokenizedPrompts
-from gateway.groups.serving import ServedModel
+from gateway.groups.group import ServedModel
 from gateway.ports import CallArguments, CallBegin, ChatTemplate, Dialect, Reasoning
 from gateway.schema.fields.sampling import Vocabulary
 from gateway.schema.openai.chat import ChatRequest, chat_of, decode_chat
