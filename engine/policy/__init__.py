@@ -2,22 +2,4 @@
 
 from engine.policy.port import Policy
 from engine.policy.settings import PolicySettings
-from engine.policy.table import (
-    POLICIES,
-    RESEARCH,
-    build,
-    levels_of,
-    name_of,
-    settings_of,
-)
-
-__all__ = [
-    "POLICIES",
-    "RESEARCH",
-    "Policy",
-    "PolicySettings",
-    "build",
-    "levels_of",
-    "name_of",
-    "settings_of",
-]
+from engine.policy.table import POLICIES, RESEARCH, build, levels_of, name_of, settings_of
