@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from engine.errors import EngineError
     from engine.iteration import Delivery
     from engine.ports import Clock
-    from engine.request import Request, RequestSpec
     from engine.step import RequestId, TokenLogprobs
 
 

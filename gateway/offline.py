@@ -28,7 +28,7 @@ from engine.errors import Unavailable
 from gateway.access.callers import Caller
 from gateway.pooling.group import body_of
 from gateway.serve.assemble import build_models, build_service, load_at_start
-from gateway.serve.credentials import load_credentials
+from gateway.serve.tls import load_credentials
 from gateway.service import Service
 from gateway.settings.checks import check_settings
 from gateway.settings.settings import Settings, load

@@ -9,16 +9,17 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
+import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
 from adapters.gguf.blocks import FORMATS, stored_weight
+from adapters.gguf.config import ROPE_TENSORS
 from adapters.gguf.file import GgufFile, TensorEntry
 from adapters.gguf.floats import FLOATS, drop, read_floats, stored_rows
 from adapters.gguf.names import NAMES, Names, part_of
-from adapters.gguf.orders import ValueHeads, interleaved_rows
-from adapters.gguf.rope import ROPE_TENSORS
 from engine.errors import StartupError
 from engine.worker.ports import PreferredFormat, Weight
 from engine.worker.weights.formats.grouped import GroupedWeight
@@ -30,6 +31,48 @@ GATE_UP = "gate_up_exps"
 FLAT = ("ssm_a", "ssm_d", "ssm_norm")  # vectors, which Mamba has as matrices
 HALVES = {Kind.F16: "float16", Kind.BF16: "bfloat16"}
 NO_LINEARS = (*FLAT, "ssm_conv1d", "conv")  # always floats, whatever the linears are
+
+
+def interleaved_rows(num_rows: int, num_heads: int) -> Tensor:
+    """The file's row of each row in Hugging Face's order; int64 `[num_rows]`. llama.cpp puts the
+    two halves of a head's RoPE pairs next to each other (Llama's q and k)."""
+    heads = torch.arange(num_rows).view(num_heads, -1, 2)
+    return heads.transpose(1, 2).flatten()
+
+
+class ValueHeads(NamedTuple):
+    """The heads of Gated DeltaNet layers, which llama.cpp puts into the order in which key heads
+    repeat (Qwen 3.5):
+
+        Hugging Face    value heads 0 1 of key head 0, 2 3 of key head 1
+        llama.cpp       0 of key head 0, 2 of key head 1, 1 of key head 0, 3 of key head 1
+    """
+
+    num_keys: int
+    num_values: int
+    key_dim: int
+    value_dim: int
+
+    def order(self, part: str) -> Tensor | None:
+        """The order of `interleaved_rows` for a tensor of a block; the columns of `ssm_out`.
+
+        None if the order is Hugging Face's.
+        """
+        if self.num_values == self.num_keys:
+            return None
+        if part in ("ssm_a", "ssm_dt", "ssm_alpha", "ssm_beta"):
+            return self._tiled(1)
+        if part in ("attn_gate", "ssm_out"):
+            return self._tiled(self.value_dim)
+        if part in ("attn_qkv", "ssm_conv1d"):
+            before = 2 * self.num_keys * self.key_dim
+            return torch.cat((torch.arange(before), before + self._tiled(self.value_dim)))
+        return None
+
+    def _tiled(self, width: int) -> Tensor:
+        """The rows of all value heads, `width` of each."""
+        rows = torch.arange(self.num_values * width).view(-1, self.num_keys, width)
+        return rows.transpose(0, 1).flatten()
 
 
 class GgufTensors:

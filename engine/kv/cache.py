@@ -3,11 +3,11 @@
 from sys import maxsize
 from typing import TYPE_CHECKING, NamedTuple
 
+from engine.kv.layer_groups import Missing
 from engine.kv.page_moves import PageMoves, SwappedPages
 from engine.kv.prefix import extend_hashes
 from engine.kv.prefix_search import PrefixSearch
 from engine.kv.request_states import RowsOfDrafts
-from engine.kv.tables import Missing
 from engine.request import Move, Request, State
 from engine.step import Direction, Page, PageKind
 

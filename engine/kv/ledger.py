@@ -11,17 +11,16 @@ being saved): free + held + cached + moving = all.
 from array import array
 from typing import TYPE_CHECKING, TypeAlias
 
-from engine.kv.layer_groups import LayerGroups, Table
+from engine.kv.layer_groups import Holding, LayerGroups, Missing, Table
 from engine.kv.pages import Pages
 from engine.kv.prefix import name_in_group
 from engine.kv.request_states import RequestStates
-from engine.kv.tables import Holding, Missing
 from engine.step import Page, PageKind
 
 if TYPE_CHECKING:
     from collections.abc import Container, Sequence
 
-    from engine.kv.tables import Copied
+    from engine.kv.layer_groups import Copied
     from engine.kv_shape import KVShape
     from engine.step import RequestId
 

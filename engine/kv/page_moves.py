@@ -14,17 +14,17 @@ from array import array
 from typing import TYPE_CHECKING
 
 from engine.iteration import NO_SWAPS, Load, Save, Swaps
-from engine.kv.tables import Copied, PagePairs
+from engine.kv.layer_groups import Copied, PagePairs
 from engine.step import BlockMove, Direction, Page, PageKind, Tier
 
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Sequence
 
     from engine.iteration import Iteration
+    from engine.kv.layer_groups import Missing
     from engine.kv.ledger import KVLedger
-    from engine.kv.tables import Missing, PagePairs
     from engine.request import Request
-    from engine.step import BlockMove, RequestId
+    from engine.step import RequestId
 
 
 class SwappedPages:

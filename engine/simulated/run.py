@@ -13,10 +13,7 @@ from engine.simulated.figures import SLO, Figures, summarise
 from engine.simulated.known_cost import KnownCost
 from engine.simulated.play import play_all
 from engine.simulated.record import Recorder
-from engine.simulated.replay import (
-    RecordedOutputs,
-    RecordedRequest,
-)
+from engine.simulated.replay import RecordedOutputs, RecordedRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -9,13 +9,7 @@ import orjson
 from rich.console import Console
 from rich.table import Column, Table
 
-from gateway.commands.http_client import (
-    DEFAULT_URL,
-    ServerError,
-    answered,
-    base_url,
-    open_session,
-)
+from gateway.commands.http_client import DEFAULT_URL, ServerError, answered, base_url, open_session
 from gateway.settings.flags import Parser
 
 NOT_FOUND = "HTTP 404: "  # the message says it in words

@@ -11,12 +11,7 @@ from engine.errors import InvalidRequest
 from engine.request import Abort
 from gateway.access.callers import header_of, valid_request_id
 from gateway.generation.choices import ChoiceGroup, generate_body
-from gateway.generation.held_stream import (
-    AcceptedResponse,
-    EndedStream,
-    HeldResponse,
-    HeldStream,
-)
+from gateway.generation.held_stream import AcceptedResponse, EndedStream, HeldResponse, HeldStream
 from gateway.generation.reply import Reply, SharedReply
 from gateway.generation.stream_journal import JournalEntry, Origin
 from gateway.schema.decoding import invalid

@@ -9,7 +9,7 @@ import orjson
 from engine.errors import InvalidRequest
 from gateway.pooling.plan import PooledInputs, PoolingPlan
 from gateway.schema.decoding import decode_checked
-from gateway.schema.openai.embeddings import EmbeddingRequest
+from gateway.schema.openai.pooling import EmbeddingRequest
 
 if TYPE_CHECKING:
     from engine.pooling import PoolingReport

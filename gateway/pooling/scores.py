@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import orjson
 
-from gateway.pooling.inputs import PairInput, PoolingInput, TemplatedInput
-from gateway.pooling.plan import PooledInputs, PoolingPlan
+from gateway.pooling.plan import PairInput, PooledInputs, PoolingInput, PoolingPlan, TemplatedInput
 from gateway.schema.decoding import decode_checked
-from gateway.schema.openai.scoring import RerankRequest, ScoreRequest, TextPair
+from gateway.schema.openai.pooling import RerankRequest, ScoreRequest, TextPair
 
 if TYPE_CHECKING:
     from engine.pooling import PoolingReport
     from gateway.access.callers import Caller
-    from gateway.schema.openai.embeddings import PoolingRequest
+    from gateway.schema.openai.pooling import PoolingRequest
     from gateway.service import Service
 
 

@@ -43,17 +43,17 @@ from gateway.observe.traces import Traces
 from gateway.serve.arrival import ParsingMeter
 from gateway.serve.connection import ConnectionBounds, Retirement
 from gateway.serve.cores import count_replicas
-from gateway.serve.credentials import Credentials, load_credentials
 from gateway.serve.linger import LingerRate
 from gateway.serve.load import OnProgress, lora_specs, served_name
-from gateway.serve.load_times import LoadTime
 from gateway.serve.memory import default_memory, parts_of, weight_bytes
 from gateway.serve.opening import ModelOpener, SharedObservers
 from gateway.serve.places import MIN_PER_NETWORK
 from gateway.serve.process import raise_file_limit
+from gateway.serve.saved import LoadTime
 from gateway.serve.server import Server, Signals, bind, unless_stopped
+from gateway.serve.tls import Credentials, load_credentials
+from gateway.serve.upgrade.channel import Predecessor
 from gateway.serve.upgrade.inherited import Inherited
-from gateway.serve.upgrade.predecessor import Predecessor
 from gateway.serve.upgrade.successor import Upgrades
 from gateway.serve.upgrade.waiter import block_signals, remember_signals
 from gateway.service import Pace, Service, unix_now

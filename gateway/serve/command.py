@@ -19,8 +19,7 @@ from gateway.serve.model_checks import check_local_model
 from gateway.serve.upgrade import systemd
 from gateway.serve.upgrade.inherited import Inherited
 from gateway.serve.upgrade.waiter import become_waiter
-from gateway.settings.checks import check_models, check_settings
-from gateway.settings.device_checks import check_device
+from gateway.settings.checks import check_device, check_models, check_settings
 from gateway.settings.flags import CommandLineError, Parser
 from gateway.settings.server import LOCAL_FILE
 from gateway.settings.settings import Settings, load, options

@@ -19,8 +19,8 @@ from gateway.serve.assemble import (
     build_store,
     load_at_start,
 )
-from gateway.serve.credentials import load_credentials
 from gateway.serve.load import OnProgress, served_name
+from gateway.serve.tls import load_credentials
 from gateway.settings.checks import check_settings
 
 if TYPE_CHECKING:

@@ -31,12 +31,7 @@ from gateway.schema.fields.sampling import SamplingDefaults
 from gateway.serve.cores import count_replicas
 from gateway.serve.cost.calibration import Calibration, calibrate, cost_facts, cost_file
 from gateway.serve.lookahead import choose_lookahead, max_lookahead
-from gateway.serve.model_checks import (
-    check_model,
-    is_local,
-    model_directory,
-    projector_file,
-)
+from gateway.serve.model_checks import check_model, is_local, model_directory, projector_file
 from gateway.serve.replicas import like_first, settings_of_replicas
 from gateway.serve.saved import cache_folder, tokenizers_folder
 from gateway.settings.generation_config import sampling_defaults

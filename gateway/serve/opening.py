@@ -19,8 +19,7 @@ from engine.events import Observer, ObserverGroup
 from engine.kv_shape import KVShape
 from engine.kv_store import MAX_NAMES
 from engine.loop import Engine
-from engine.replicas.delay import QueueDelay
-from engine.replicas.replica import Replica
+from engine.replicas.replica import QueueDelay, Replica
 from engine.replicas.replicas import Replicas, ServingEngine
 from engine.speculation.drafter import Drafter
 from engine.step import HASH_BYTES, PageKind

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
     from gateway.batch.runner import BatchRunner
     from gateway.generation.restored_streams import Later
-    from gateway.serve.upgrade.predecessor import Predecessor
+    from gateway.serve.upgrade.channel import Predecessor
     from gateway.serve.upgrade.successor import Upgrades
     from gateway.service import Service
 

@@ -1,12 +1,25 @@
-"""TLS: a certificate and its key from two files, and handshakes whose time is metered."""
+"""TLS: a certificate and its key from two files, and handshakes whose time is metered.
+
+`Credentials` are the certificate and the API keys, read at the start and again on SIGHUP.
+"""
 
 import logging
 import ssl
 from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from engine.errors import StartupError
 from gateway.access.intake import Intake
+from gateway.access.key_file import Allowance, KeyDefaults
+from gateway.access.keys import Keys
+
+if TYPE_CHECKING:
+    import ssl
+
+    from gateway.settings.settings import Settings
+
 
 logger = logging.getLogger(__name__)
 
@@ -70,3 +83,39 @@ def _context(certificate: Path, key: Path) -> ssl.SSLContext:
 def _reject_passphrase() -> str:
     """OpenSSL calls this for an encrypted key, which would otherwise prompt on the terminal."""
     raise StartupError("the TLS key has a passphrase: --tls-key must be a key without one")
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """Keys and certificate. `has_files`: at least one of them comes from a file."""
+
+    keys: Keys
+    certificate: Certificate | None
+    has_files: bool
+
+    @property
+    def tls(self) -> "ssl.SSLContext | None":
+        """The context of TLS connections; None for plain HTTP."""
+        return None if self.certificate is None else self.certificate.context
+
+    def reload(self) -> None:
+        """Read both again. Each logs whether that succeeded."""
+        self.keys.reload()
+        if self.certificate is not None:
+            self.certificate.reload()
+
+
+def load_credentials(settings: "Settings") -> Credentials:
+    """Read the key file and the certificate of the settings. Raises `StartupError`."""
+    access, http = settings.access, settings.http
+    allowance = Allowance(
+        access.requests_per_minute, access.tokens_per_minute, access.max_concurrent
+    )
+    defaults = KeyDefaults(allowance, isolates_prefixes=access.prefix_isolation == "key")
+    keys = Keys(access.api_key, access.api_key_file, defaults, access.admin_api_key)
+    certificate = None
+    if http.tls_cert is not None and http.tls_key is not None:
+        certificate = Certificate(http.tls_cert, http.tls_key)
+    return Credentials(
+        keys, certificate, access.api_key_file is not None or certificate is not None
+    )

@@ -20,18 +20,23 @@ from engine.transport.multiprocess import MultiprocessSettings
 from engine.worker_settings import Kernels, KVSettings, Tiers
 from gateway.groups.terms import ServerTerms, Terms
 from gateway.options import PREFIX, Option, options_of, with_values
-from gateway.settings.access import AccessSettings
 from gateway.settings.flags import did_you_mean
-from gateway.settings.model import ImageSettings, LoraSettings, ModelSettings
+from gateway.settings.model import (
+    ImageSettings,
+    LaunchSettings,
+    LoraSettings,
+    ModelSettings,
+    ScheduleSettings,
+)
 from gateway.settings.models import Given, chosen_models, tables_of
 from gateway.settings.server import (
     LOCAL_FILE,
+    AccessSettings,
     HttpSettings,
     ObserveSettings,
     ReplaySettings,
     StoreSettings,
 )
-from gateway.settings.workers import LaunchSettings, ScheduleSettings
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
 from inspect import isawaitable, iscoroutinefunction
-from typing import TYPE_CHECKING, Any, Union
+from typing import TYPE_CHECKING, Any, TypeVar, Union
 
 import msgspec
 import orjson
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from gateway.pooling.group import Plan
     from gateway.service import Service
 
+T = TypeVar("T")
 Json = dict[str, Any]
 Endpoint = Callable[[HttpRequest], Awaitable[Union["ASGIApp", Json, bytes]]]  # bytes of JSON
 Planner = Callable[[bytes, "Caller", "Service"], Union["Plan", Awaitable["Plan"]]]
@@ -45,6 +46,12 @@ EVENTS = "text/event-stream"
 TEXT = "text/plain"
 HTML = "text/html"
 BACKGROUND = b'"background"'  # a body with this may be that of a held stream
+
+
+async def decoded_body(http: HttpRequest, read: Callable[[bytes], T]) -> T:
+    """What `read` makes of the body, in a thread if the body is long. Raises `InvalidRequest`."""
+    body = await read_body(http, service_of(http).limits)
+    return await read_body_with(partial(read, body), body)
 
 
 class Access(Enum):

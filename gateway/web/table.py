@@ -10,9 +10,8 @@ from gateway.schema.decisions.systemone import SystemOneRequest
 from gateway.schema.openai.batches import BatchRequest
 from gateway.schema.openai.chat import ChatRequest
 from gateway.schema.openai.completions import CompletionRequest
-from gateway.schema.openai.embeddings import EmbeddingRequest
 from gateway.schema.openai.infill import InfillRequest
-from gateway.schema.openai.scoring import RerankRequest, ScoreRequest
+from gateway.schema.openai.pooling import EmbeddingRequest, RerankRequest, ScoreRequest
 from gateway.schema.openai.tokens import DetokenizeRequest, TokenizeRequest
 from gateway.schema.responses.conversations import (
     ConversationCreate,
@@ -28,7 +27,6 @@ from gateway.web.routes import (
     completions,
     conversations,
     files,
-    infill,
     messages,
     models,
     requests,
@@ -38,16 +36,7 @@ from gateway.web.routes import (
     streams,
     tokens,
 )
-from gateway.web.routes.operations import (
-    admin,
-    docs,
-    health,
-    loads,
-    loras,
-    model_events,
-    page,
-    simulate,
-)
+from gateway.web.routes.operations import admin, health, page
 
 OPEN, ADMIN = Access.OPEN, Access.ADMIN
 ANTHROPIC, RESPONSES = AnthropicDialect(), ResponsesDialect()
@@ -66,12 +55,12 @@ ROUTES = RouteTable((
             is_metered=True, is_batchable=path == "/v1/completions")
       for path in ("/v1/completions", "/completions")),
     Route("POST", "/infill", "text", "The text between two texts, as llama.cpp's server.",
-          plan=infill.plan_infill, body=InfillRequest, media_types=STREAM, is_metered=True),
+          plan=completions.plan_infill, body=InfillRequest, media_types=STREAM, is_metered=True),
     Route("GET", "/v1/models", "models", "The models of this server.", models.list_models),
     Route("GET", "/v1/models/{model:path}", "models", "One model.", models.retrieve_model),
     Route("GET", "/models", "models", "The models of this server.", models.list_models),
     Route("GET", "/models/sse", "models", "The statuses of the models, as they change.",
-          model_events.model_events, media_types=(EVENTS,)),
+          models.model_events, media_types=(EVENTS,)),
     Route("POST", "/models/load", "models", "Load a model.", models.load_model,
           models.ModelAction, access=ADMIN),
     Route("POST", "/models/unload", "models", "Unload a model.", models.unload_model,
@@ -181,13 +170,13 @@ ROUTES = RouteTable((
           media_types=(HTML, TEXT)),
     Route("GET", "/page/{name:path}", "operation", "A file of the web page.", page.file,
           access=OPEN, media_types=PAGE_FILES),
-    Route("POST", "/v1/load_lora_adapter", "operation", "Load a LoRA adapter.", loras.load_lora,
-          loras.LoadLoraRequest, access=ADMIN, is_of_model=True, media_types=(TEXT,)),
+    Route("POST", "/v1/load_lora_adapter", "operation", "Load a LoRA adapter.", admin.load_lora,
+          admin.LoadLoraRequest, access=ADMIN, is_of_model=True, media_types=(TEXT,)),
     Route("POST", "/v1/unload_lora_adapter", "operation", "Unload a LoRA adapter.",
-          loras.unload_lora, loras.UnloadLoraRequest, access=ADMIN, is_of_model=True,
+          admin.unload_lora, admin.UnloadLoraRequest, access=ADMIN, is_of_model=True,
           media_types=(TEXT,)),
     Route("POST", "/admin/simulate", "operation",
-          "A recording under another policy, in virtual time.", simulate.simulate, access=ADMIN,
+          "A recording under another policy, in virtual time.", admin.simulate, access=ADMIN,
           media_types=("application/jsonl",)),
     Route("GET", "/admin/live", "operation", "The engine's live state, ten events a second.",
           page.live, access=ADMIN, media_types=(EVENTS,)),
@@ -196,12 +185,12 @@ ROUTES = RouteTable((
     Route("POST", "/admin/policy", "operation", "Change the scheduling policy while serving.",
           admin.policy, admin.PolicyChoice, access=ADMIN, is_of_model=True),
     Route("GET", "/health", "operation", "Liveness.", health.health, access=OPEN, is_probe=True),
-    Route("GET", "/v1/loads", "operation", "Load, for routers, in SGLang's format.", loads.loads),
+    Route("GET", "/v1/loads", "operation", "Load, for routers, in SGLang's format.", health.loads),
     Route("GET", "/ready", "operation", "Readiness.", health.ready, access=OPEN, is_probe=True),
     Route("GET", "/metrics", "operation", "Metrics in the Prometheus text format.",
           health.metrics, is_probe=True, media_types=(TEXT,)),
-    Route("GET", "/openapi.json", "operation", "This document.", docs.openapi, asks_browser=True),
-    Route("GET", "/docs", "operation", "This document as a web page.", docs.docs,
+    Route("GET", "/openapi.json", "operation", "This document.", page.openapi, asks_browser=True),
+    Route("GET", "/docs", "operation", "This document as a web page.", page.docs,
           asks_browser=True, media_types=(HTML,)),
 ))
 # fmt: on

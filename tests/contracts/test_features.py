@@ -25,8 +25,7 @@ from engine.loop import Engine
 from engine.lora import LoraSpec
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.pooling import PoolSpec
-from engine.replicas.delay import QueueDelay
-from engine.replicas.replica import Replica
+from engine.replicas.replica import QueueDelay, Replica
 from engine.replicas.replicas import Replicas
 from engine.request import RequestSpec
 from engine.speculation.drafter import Drafter

@@ -13,12 +13,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from adapters.attention.flashinfer.modules import (
-    Build,
-    attention_modules,
-    build_side_by_side,
-    norm,
-)
+from adapters.attention.flashinfer.modules import Build, attention_modules, build_side_by_side, norm
 from adapters.attention.flashinfer.ports import (
     CapturedBuffers,
     CapturedWrapper,

@@ -15,7 +15,7 @@ from adapters.models.base.projections import Fused, Projections
 from engine.errors import StartupError
 from engine.worker.model.layers import HeadNorm, SplitWidthNorm
 from engine.worker.model.mamba import GroupNorm
-from engine.worker.model.recurrent_mixer import RecurrentMixer
+from engine.worker.model.mixers import RecurrentMixer
 from engine.worker.ports import MambaShape, MambaWeights, RankPart, TensorSlice
 
 NO_LIMITS = (0.0, float("inf"))

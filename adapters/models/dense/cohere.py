@@ -10,13 +10,7 @@ from adapters.models.base.paired_rows import PairedRows
 from adapters.models.base.projections import Projections
 from adapters.models.base.rope_fields import LayerRopes, read_rope
 from adapters.models.base.rotary import RotaryFamily
-from adapters.models.base.traits import (
-    SLIDING,
-    FamilyTraits,
-    every_nth_full,
-    layer_types,
-    windowed,
-)
+from adapters.models.base.traits import SLIDING, FamilyTraits, every_nth_full, layer_types, windowed
 from engine.worker.model.layers import Decoder, Layer, ParallelLayer
 from engine.worker.ports import (
     AttentionOptions,

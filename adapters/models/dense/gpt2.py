@@ -8,15 +8,7 @@ from adapters.models.base.equal_heads import SizeNames, equal_heads
 from adapters.models.base.fields import Fields
 from adapters.models.base.projections import Projections, embedding_and_head
 from engine.worker.model.layers import AttentionBlock, Decoder, DecoderLayer, Mlp
-from engine.worker.ports import (
-    Linear,
-    Norm,
-    Operators,
-    RankPart,
-    Shard,
-    TensorSlice,
-    WeightSource,
-)
+from engine.worker.ports import Linear, Norm, Operators, RankPart, Shard, TensorSlice, WeightSource
 
 NAMES = SizeNames("n_embd", "n_head", "n_inner", "n_layer", "n_positions")
 

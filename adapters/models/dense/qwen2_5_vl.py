@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from adapters.models.dense.qwen2 import Qwen2
+from adapters.models.dense.qwen import Qwen2
 from adapters.models.encoders.families import HasImageAxes, vision_fields
 from adapters.models.encoders.qwen2_5_vision import Qwen25Vision, WindowedShape
 from engine.worker.ports import Operators, WeightSource

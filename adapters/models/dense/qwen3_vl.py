@@ -1,7 +1,7 @@
 """Qwen3-VL: Qwen 3 with positions along three axes, behind Qwen's vision transformer, of which some
 layers' results are added behind the decoder's first layers (DeepStack)."""
 
-from adapters.models.dense.qwen3 import Qwen3
+from adapters.models.dense.qwen import Qwen3
 from adapters.models.encoders.families import ReadsQwenImages
 from engine.errors import StartupError
 from engine.worker.model.layers import Decoder

@@ -10,7 +10,7 @@ from adapters.models.base.traits import FamilyTraits, LinearNames, NormNames
 from adapters.models.dense.llama import Llama
 from engine.errors import StartupError
 from engine.worker.model.layers import FeedForward, Mixer, Mlp
-from engine.worker.model.parallel_mixers import ParallelMixers, ScaledGate
+from engine.worker.model.mixers import ParallelMixers, ScaledGate
 from engine.worker.ports import AttentionOptions, ModelShape
 
 NUM_PARTS = 5  # `in_proj` has rows for so many outputs

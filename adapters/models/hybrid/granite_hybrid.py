@@ -4,14 +4,13 @@ a layer is alone or beside a mixture of experts."""
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from adapters.models.base.expert_weights import ExpertNames
 from adapters.models.base.fields import Fields
 from adapters.models.base.projections import Fused, Projections
 from adapters.models.base.rope_fields import LayerRopes
 from adapters.models.base.traits import FULL, FamilyTraits, LinearNames
 from adapters.models.dense.granite import Granite
 from adapters.models.hybrid.mamba_hybrid import MambaHybrid
-from adapters.models.mixtures.experts import ExpertFamily
+from adapters.models.mixtures.experts import ExpertFamily, ExpertNames
 from engine.errors import StartupError
 from engine.worker.model.experts import SharedExpert
 from engine.worker.ports import ModelShape, Routing, TensorSlice

@@ -5,15 +5,14 @@ from dataclasses import replace
 
 import torch
 
-from adapters.models.base.expert_weights import ExpertNames
 from adapters.models.base.fields import Fields
 from adapters.models.base.projections import Fused, Projections
 from adapters.models.base.rotary import RotaryFamily
 from adapters.models.base.traits import FULL, FamilyTraits, LinearNames, NormNames
-from adapters.models.mixtures.experts import DenseFirst
+from adapters.models.mixtures.experts import DenseFirst, ExpertNames
 from engine.errors import StartupError
 from engine.worker.model.layers import Mixer
-from engine.worker.model.recurrent_mixer import RecurrentMixer
+from engine.worker.model.mixers import RecurrentMixer
 from engine.worker.ports import ConvShape, ConvWeights, ModelShape, Routing, TensorSlice
 
 CONV = "conv"

@@ -1,7 +1,8 @@
-"""Qwen 3.5 and 3.6, dense: three Gated DeltaNet layers to each layer of attention, whose output is
-gated and whose RoPE turns a quarter of each head."""
+"""Qwen 3.5 and 3.6: three Gated DeltaNet layers to each layer of attention, whose output is gated
+and whose RoPE turns a quarter of each head. The mixtures have an expert that all tokens use."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 
@@ -9,12 +10,13 @@ from adapters.models.base.fields import Fields
 from adapters.models.base.projections import Projections
 from adapters.models.base.rope_fields import LayerRopes, read_rope
 from adapters.models.base.traits import FULL, FamilyTraits
-from adapters.models.dense.qwen3 import Qwen3
+from adapters.models.dense.qwen import Qwen3
 from adapters.models.encoders.families import ReadsQwenImages
+from adapters.models.mixtures.qwen_moe import SharingQwen
 from engine.errors import StartupError
 from engine.worker.model.layers import AttentionBlock, Decoder, GatedAttentionBlock, Mixer
+from engine.worker.model.mixers import RecurrentMixer
 from engine.worker.model.mtp import MtpLayer
-from engine.worker.model.recurrent_mixer import RecurrentMixer
 from engine.worker.ports import (
     AttentionOptions,
     DeltaShape,
@@ -23,6 +25,7 @@ from engine.worker.ports import (
     ModelShape,
     Operators,
     RankPart,
+    Routing,
     Shard,
     StageModel,
     TensorSlice,
@@ -201,3 +204,58 @@ def _stacked(*parts: RankPart) -> list[range]:
         runs.append(range(start + part.run.start, start + part.run.stop))
         start += part.size
     return runs
+
+
+class Qwen35Moe(SharingQwen, Qwen35):
+    """The probabilities of the chosen experts are divided by their sum."""
+
+    def routing(self, fields: Fields) -> Routing:
+        return Routing(fields.integer("num_experts_per_tok", 8), renormalizes=True)
+
+
+class Qwen35MoeMultimodal(Qwen35Moe, Qwen35Multimodal):
+    """`Qwen3_5MoeForConditionalGeneration`: the text model and its image encoder."""
+
+
+class Qwen3Next(Qwen35Moe):
+    """`Qwen3NextForCausalLM`; layers with a dense MLP between the sparse ones are not supported.
+
+    The rows of two projections lie together by key head:
+
+        in_proj_qkvz    for each key head: q, k, v of its value heads, z of its value heads
+        in_proj_ba      for each key head: b of its value heads, a of its value heads
+    """
+
+    def routing(self, fields: Fields) -> Routing:
+        fields.reject_unless("decoder_sparse_step", 1)
+        fields.reject_unless("mlp_only_layers", [])
+        return Routing(
+            fields.integer("num_experts_per_tok", 10),
+            renormalizes=fields.flag("norm_topk_prob", True),
+        )
+
+    def _delta_inputs(
+        self, projections: Projections, at: str, whole: DeltaShape
+    ) -> list[LinearWeight]:
+        shard, per_key = projections.shard, whole.num_value_heads // whole.num_key_heads
+        heads, hidden = shard.even(whole.num_key_heads), shard.shape.hidden_size
+        values = per_key * whole.value_dim
+
+        def of_heads(name: str, *widths: int) -> list[LinearWeight]:
+            """The rows of this rank's heads: those of the first width of all heads first."""
+            ends = [sum(widths[:count]) for count in range(len(widths) + 1)]
+            shape = (whole.num_key_heads * ends[-1], hidden)
+            return [
+                projections.weights.weight(
+                    TensorSlice(
+                        f"{at}.in_proj_{name}.weight",
+                        shape,
+                        rows=range(head * ends[-1] + start, head * ends[-1] + stop),
+                    )
+                )
+                for start, stop in pairwise(ends)
+                for head in heads.run
+            ]
+
+        qkvz = of_heads("qkvz", whole.key_dim, whole.key_dim, values, values)
+        return [*qkvz, *of_heads("ba", per_key, per_key)]

@@ -4,11 +4,10 @@ all tokens. Its layers for multi-token prediction are not loaded."""
 from collections.abc import Mapping
 from dataclasses import replace
 
-from adapters.models.base.expert_weights import ExpertNames
 from adapters.models.base.fields import Fields
 from adapters.models.base.projections import Projections
 from adapters.models.dense.ernie4_5 import Ernie45
-from adapters.models.mixtures.experts import DenseFirst
+from adapters.models.mixtures.experts import DenseFirst, ExpertNames
 from engine.worker.ports import Routing, TensorSlice
 
 

@@ -6,9 +6,9 @@ from typing import Self
 
 from torch import Tensor
 
-from adapters.models.base.expert_weights import ExpertNames, expert_weights
 from adapters.models.base.fields import Fields
 from adapters.models.base.projections import Projections
+from adapters.models.mixtures.experts import ExpertNames, expert_weights
 from engine.errors import StartupError
 from engine.worker.model.experts import MlpBesideExperts
 from engine.worker.model.layers import DecoderLayer

@@ -5,11 +5,10 @@ from collections.abc import Mapping
 
 import torch
 
-from adapters.models.base.expert_weights import ExpertNames
 from adapters.models.base.fields import Fields
 from adapters.models.base.rope_fields import LayerRopes, read_rope
 from adapters.models.base.traits import FamilyTraits
-from adapters.models.mixtures.experts import DenseFirst
+from adapters.models.mixtures.experts import DenseFirst, ExpertNames
 from engine.errors import StartupError
 from engine.worker.ports import ExpertGroups, ModelShape, Routing
 

@@ -4,10 +4,9 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from adapters.models.base.expert_weights import ExpertNames
 from adapters.models.base.fields import Fields
 from adapters.models.base.traits import FULL, SLIDING, FamilyTraits, layer_types
-from adapters.models.mixtures.experts import ExpertFamily
+from adapters.models.mixtures.experts import ExpertFamily, ExpertNames
 from engine.worker.ports import AttentionOptions, ModelShape, Operators, Routing
 
 

@@ -1,9 +1,8 @@
 """Hunyuan with experts (A13B): each layer has some, and an MLP that computes all tokens."""
 
-from adapters.models.base.expert_weights import ExpertNames
 from adapters.models.base.fields import Fields
 from adapters.models.dense.hunyuan import HunyuanDense
-from adapters.models.mixtures.experts import ExpertFamily
+from adapters.models.mixtures.experts import ExpertFamily, ExpertNames
 from engine.errors import StartupError
 from engine.worker.ports import Routing
 

@@ -1,9 +1,8 @@
 """Mixtral: Mistral with a mixture of experts in every layer."""
 
-from adapters.models.base.expert_weights import ExpertNames
 from adapters.models.base.fields import Fields
 from adapters.models.dense.mistral import Mistral
-from adapters.models.mixtures.experts import ExpertFamily
+from adapters.models.mixtures.experts import ExpertFamily, ExpertNames
 from engine.worker.ports import Routing
 
 

@@ -2,8 +2,7 @@
 
 from collections.abc import Mapping
 
-from adapters.models.named_shapes.hybrid import qwen3_5
-from adapters.models.named_shapes.llama_like import Config, llama_like
+from adapters.models.named_shapes.text import Config, llama_like, qwen3_5
 
 # The field of a shape that is not of the model: the text that stands for an image in the chat
 # template, its special tokens with their ids, and the image processor's settings.

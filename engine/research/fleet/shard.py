@@ -13,7 +13,7 @@ from math import floor, inf, log
 from typing import TYPE_CHECKING, NamedTuple
 
 from engine.errors import EngineError
-from engine.replicas.delay import QueueDelay
+from engine.replicas.replica import QueueDelay
 from engine.request import State
 from engine.research.leaping.run import build_replica
 from engine.simulated.record import Recorder

@@ -4,8 +4,10 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from engine.errors import StartupError
 from engine.transport.process_memory import available_bytes
@@ -17,22 +19,25 @@ from engine.worker.cpu.kernels.dtypes import dtype_code
 from engine.worker.cpu.kernels.vectors import INSTRUCTIONS
 from engine.worker.cpu.linears import describe, linears_of
 from engine.worker.cpu.linears.packed_store import DeferredWeights, PackedStore, layout_of
-from engine.worker.cpu.memory import HostMemory
 from engine.worker.cpu.native_formats import conversion_kernels, native_format
 from engine.worker.cpu.operators import NativeOperators
 from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.cpu.transfers import HostTransfers
 from engine.worker.device import Formats, Progress, attentions_for
 from engine.worker.model.kv.data_plane import HostTransport
+from engine.worker.model.kv.host_pool import HostPool
+from engine.worker.model.kv.kv_tensors import allocate, untouched_zeros
 from engine.worker.model.layout import LayoutLimits
 from engine.worker.model.stage import Stage
 from engine.worker.model.torch_operators import TorchOperators
 from engine.worker.ports import (
     AttentionBackend,
     AttentionSpec,
+    BlockMover,
     KVCapacity,
     KVTensors,
     MakesAttention,
+    ModelShape,
     Operators,
     PreferredFormat,
     Shard,
@@ -47,6 +52,26 @@ from engine.worker_settings import WorkerSettings
 DEFAULT_ATTENTION = "cpu"
 DEFAULT_MAX_BYTES = 4 << 30
 DEFAULT_MEMORY_SHARE = 4  # a quarter of what is available
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """Allocates pages that take memory when they are written."""
+
+    block_size: int
+    kv_dtype: torch.dtype
+
+    def zeros(self, *sizes: int) -> Tensor:
+        return torch.zeros(sizes)
+
+    def states(self, sizes: tuple[int, ...]) -> Tensor:
+        return untouched_zeros(sizes, torch.float32)
+
+    def kv(self, shape: ModelShape, num_blocks: int) -> KVTensors:
+        return allocate(shape, shape.num_layers, num_blocks, self.block_size, self.kv_dtype)
+
+    def mover(self, cache: KVTensors, shape: ModelShape, num_host_blocks: int) -> BlockMover:
+        return HostPool(cache, self.kv(shape, num_host_blocks))
 
 
 def _num_cores() -> int:

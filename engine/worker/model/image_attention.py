@@ -7,11 +7,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from engine.worker.ports import (
-    AttentionBackend,
-    CapturableAttention,
-    RaggedLayout,
-)
+from engine.worker.ports import AttentionBackend, CapturableAttention, RaggedLayout
 
 
 def beside_images(usual: AttentionBackend, of_images: AttentionBackend) -> AttentionBackend:

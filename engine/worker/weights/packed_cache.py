@@ -19,12 +19,7 @@ from pathlib import Path
 
 from engine.files import remove_abandoned
 from engine.worker.model.kv.kv_tensors import size_text
-from engine.worker.weights.packed_file import (
-    MappedFile,
-    NewFile,
-    PackedFile,
-    warn_not_cached,
-)
+from engine.worker.weights.packed_file import MappedFile, NewFile, PackedFile, warn_not_cached
 
 VERSION = 2  # the version of the file format
 SUFFIX = ".packed"

@@ -25,8 +25,8 @@ from engine.research.leaping.run import simulate
 from engine.simulated.figures import SLO, Figures
 from engine.simulated.run import Setup
 from engine.simulated.trace import read_trace
-from gateway.commands.simulate.curves import draw_time
-from gateway.commands.simulate.tables import show
+from gateway.commands.plots import draw_time
+from gateway.commands.simulate.command import show
 
 SAMPLE = Path(__file__).parents[3] / "tests" / "data" / "azure_2023_conv_first_1000.csv.gz"
 UNBOUNDED = 10**9

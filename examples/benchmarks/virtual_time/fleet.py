@@ -42,8 +42,7 @@ from engine.simulated.run import Setup
 from engine.simulated.trace import Arrival, between, read_trace, superposed
 from examples.benchmarks.virtual_time.azure_hour import processor
 from examples.benchmarks.virtual_time.fleet_page import report
-from gateway.commands.plan.plot import draw_plans
-from gateway.commands.simulate.fleet_plots import draw_fleets
+from gateway.commands.plots import draw_fleets, draw_plans
 
 OUT = Path(__file__).parents[1] / "results" / "fleet"
 UNBOUNDED = 10**9

@@ -32,8 +32,7 @@ from engine.kv.prefix import extend_hashes
 from engine.kv_shape import KVShape
 from engine.loop import Engine
 from engine.policy import build
-from engine.replicas.delay import QueueDelay
-from engine.replicas.replica import Replica
+from engine.replicas.replica import QueueDelay, Replica
 from engine.replicas.replicas import Replicas
 from engine.request import Caching, Request, RequestSpec, Times
 from engine.research.hardware.catalogue import DEVICES, SHAPES

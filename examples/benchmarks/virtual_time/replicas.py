@@ -30,9 +30,8 @@ from engine.kv.ledger import KVLedger
 from engine.kv_shape import KVShape
 from engine.loop import Engine
 from engine.policy import build
-from engine.replicas.delay import QueueDelay
 from engine.replicas.placement import least_growth
-from engine.replicas.replica import Replica
+from engine.replicas.replica import QueueDelay, Replica
 from engine.replicas.replicas import Replicas
 from engine.request import Caching, Request, RequestSpec
 from engine.research.fleet.router import Loads, PrefixAffinity

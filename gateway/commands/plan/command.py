@@ -19,8 +19,13 @@ from engine.research.fleet.simulation import FleetSetup, simulate_fleet
 from engine.simulated.figures import SLO
 from engine.simulated.trace import Arrival
 from gateway.commands.simulate.fleet import add_router, processes_of, table_of
-from gateway.commands.simulate.setups import add_engine, add_hardware, setups
-from gateway.commands.simulate.workload import add_workload, arrivals_of
+from gateway.commands.simulate.setups import (
+    add_engine,
+    add_hardware,
+    add_workload,
+    arrivals_of,
+    setups,
+)
 from gateway.settings.flags import Parser, ShowDefaults, output_file, plot_file, positive
 
 
@@ -66,7 +71,7 @@ def main(argv: list[str]) -> int:
     if args.json:
         args.json.write_text(json.dumps(_as_json(plans, gpus)))
     if args.plot:  # matplotlib takes a second to import
-        from gateway.commands.plan.plot import draw_plans
+        from gateway.commands.plots import draw_plans
 
         draw_plans(plans, args.goal, gpus, args.plot)
     return 0

@@ -62,7 +62,7 @@ def run_fleets(
     if args.json:
         args.json.write_text(json.dumps({"runs": [run.as_json() for run in runs]}))
     if args.plot:  # matplotlib takes a second to import
-        from gateway.commands.simulate.fleet_plots import draw_fleets
+        from gateway.commands.plots import draw_fleets
 
         draw_fleets(runs, args.plot)
     return 0

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-    from gateway.serve.upgrade.predecessor import Predecessor
+    from gateway.serve.upgrade.channel import Predecessor
 
 SECRET, CLIENT = b"podway-upgrade", b"podway-client"
 ASKING = b"podway-asking"  # the secret of a question: whether an attempt at the request runs

@@ -26,7 +26,7 @@ from gateway.serve.upgrade.inherited import VARIABLE
 
 if TYPE_CHECKING:
     from gateway.serve.acceptor import Acceptor
-    from gateway.serve.upgrade.predecessor import Predecessor
+    from gateway.serve.upgrade.channel import Predecessor
     from gateway.store.store import Store
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from gateway.schema.openai.batches import WINDOWS, BatchRequest, batch_json
 from gateway.schema.paging import list_json, read_page
 from gateway.service import caller_of, service_of
 from gateway.store.batch_records import BatchRecord
-from gateway.web.decoded_body import decoded_body
+from gateway.web.route import decoded_body
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest

@@ -9,7 +9,7 @@ from gateway.generation.plan import GenerationPlan, plan_chat
 from gateway.schema.openai.chat import decode_chat
 from gateway.schema.openai.renderers import ChatRenderer, token_formatter
 from gateway.service import caller_of, service_of
-from gateway.web.decoded_body import decoded_body
+from gateway.web.route import decoded_body
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest

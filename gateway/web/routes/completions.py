@@ -1,24 +1,43 @@
-"""`POST /v1/completions`."""
+"""`POST /v1/completions`, and llama.cpp's `POST /infill`."""
 
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from gateway.generation.infill import Gap, infill_of
-from gateway.generation.plan import GenerationPlan, build_plan, check_fits, longest_prompt
-from gateway.generation.prompt import tokenize_prompts
-from gateway.schema.decoding import decode_checked
-from gateway.schema.openai.completions import (
-    DEFAULT_MAX_TOKENS,
-    CompletionRequest,
-    size_of,
+from gateway.generation.infill import Gap, OtherFile, infill_of
+from gateway.generation.plan import (
+    GenerationPlan,
+    LengthLimits,
+    build_plan,
+    check_fits,
+    longest_prompt,
 )
+from gateway.generation.prompt import tokenize_prompts
+from gateway.schema.decoding import decode, decode_checked
+from gateway.schema.openai.completions import DEFAULT_MAX_TOKENS, CompletionRequest, size_of
+from gateway.schema.openai.infill import InfillRenderer, InfillRequest
 from gateway.schema.openai.renderers import CompletionRenderer, token_formatter
 from gateway.schema.rendering import ResponseRenderer
 
 if TYPE_CHECKING:
     from gateway.access.callers import Caller
     from gateway.service import Service
+
+
+def plan_infill(body: bytes, caller: "Caller", service: "Service") -> GenerationPlan:
+    """The plan of a request body; raises `InvalidRequest` for what cannot be served."""
+    request = decode(InfillRequest, body, caller.unknown_fields)
+    completion = request.as_completion(service.model.name)
+    service.check_generates(completion.model)
+    renderer = InfillRenderer(completion.model)
+    plan = planned(completion, renderer, caller, service)
+    files = [OtherFile(each.filename, each.text) for each in request.input_extra]
+    gap = Gap(request.input_suffix, files, "input_suffix")
+    return replace(
+        filling(plan, completion, gap, service),
+        limits=LengthLimits(completion.max_tokens),
+        prompt_field="input_prefix",
+    )
 
 
 def plan_completion(body: bytes, caller: "Caller", service: "Service") -> GenerationPlan:

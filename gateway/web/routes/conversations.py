@@ -13,7 +13,7 @@ from gateway.schema.responses.conversations import (
 from gateway.schema.responses.items import distinct
 from gateway.service import caller_of, service_of
 from gateway.store.responses import Key
-from gateway.web.decoded_body import decoded_body
+from gateway.web.route import decoded_body
 from gateway.web.routes.responses import page_of
 
 if TYPE_CHECKING:

@@ -1,20 +1,57 @@
 """`GET /v1/models` and `GET /v1/models/{model}`; model ids may contain slashes. `/models`,
-`/models/load` and `/models/unload` are llama.cpp's."""
+`/models/load`, `/models/unload` and `/models/sse` are llama.cpp's."""
 
+import asyncio
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import orjson
+from starlette.responses import StreamingResponse
 
 from gateway.errors import UnsupportedByModel
+from gateway.generation.event_stream import EVENT_HEADERS
+from gateway.groups.groups import Change
 from gateway.schema.decoding import decode
+from gateway.schema.rendering import END, PING
 from gateway.service import service_of
-from gateway.web.decoded_body import decoded_body
+from gateway.web.route import decoded_body
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
     from starlette.requests import Request as HttpRequest
 
     from gateway.groups.group import Group
+    from gateway.service import Service
+
+
+async def model_events(http: "HttpRequest") -> StreamingResponse:
+    """Server-sent events until the client leaves or the server shuts down."""
+    return StreamingResponse(_events(service_of(http)), headers=EVENT_HEADERS)
+
+
+async def _events(service: "Service") -> "AsyncIterator[bytes]":
+    """`model_status` for each model, then `status_change` for each change; a ping if there is none
+    for a while."""
+    with service.groups.changes.watch() as changes:
+        for group in service.groups:
+            yield _event("model_status", Change(group.name, group.status))
+        while not service.groups.changes.is_ended:
+            try:
+                async with asyncio.timeout(service.pace.ping):
+                    change = await changes.get()
+            except TimeoutError:
+                yield PING
+                continue
+            if change is None:
+                return
+            yield _event("status_change", change)
+
+
+def _event(kind: str, change: Change) -> bytes:
+    fields = {"model": change.name, "event": kind, "data": {"status": change.status.value}}
+    return b"data: " + orjson.dumps(fields) + END
 
 
 class ModelAction(msgspec.Struct, forbid_unknown_fields=True):

@@ -15,7 +15,7 @@ from gateway.generation.threads import read_body_with, run_in_thread
 from gateway.schema.decoding import decode, decode_checked
 from gateway.schema.openai.tokens import DetokenizeRequest, TokenizeRequest
 from gateway.service import Service, caller_of, service_of
-from gateway.web.decoded_body import decoded_body
+from gateway.web.route import decoded_body
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

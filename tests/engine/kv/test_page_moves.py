@@ -1,8 +1,8 @@
 from array import array
 
+from engine.kv.layer_groups import PagePairs
 from engine.kv.ledger import KVLedger
 from engine.kv.page_moves import PageMoves
-from engine.kv.tables import PagePairs
 from engine.kv_shape import KVShape
 from engine.step import BlockMove, Direction, PageKind
 

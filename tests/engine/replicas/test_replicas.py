@@ -16,9 +16,8 @@ from engine.kv.ledger import KVLedger
 from engine.kv_shape import KVShape
 from engine.loop import Engine
 from engine.policy import build
-from engine.replicas.delay import QueueDelay
 from engine.replicas.placement import Load, least_growth
-from engine.replicas.replica import MIN_FIRST, Replica
+from engine.replicas.replica import MIN_FIRST, QueueDelay, Replica
 from engine.replicas.replicas import Replicas
 from engine.request import Caching, Request, RequestSpec
 from engine.simulated.virtual_loop import run_virtual

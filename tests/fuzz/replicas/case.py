@@ -27,8 +27,7 @@ from engine.kv.ledger import KVLedger
 from engine.kv_shape import KVShape
 from engine.loop import Engine
 from engine.policy import POLICIES, build
-from engine.replicas.delay import QueueDelay
-from engine.replicas.replica import Replica
+from engine.replicas.replica import QueueDelay, Replica
 from engine.replicas.replicas import Replicas
 from engine.request import RequestSpec
 from engine.simulated.virtual_loop import run_virtual

@@ -1,27 +1,135 @@
-"""`/admin/policy`: GET returns the scheduling policy and its settings, POST changes them while
-serving."""
+"""What admin keys may do. `/admin/policy`: GET returns the scheduling policy and its settings, POST
+changes them while serving. `/v1/load_lora_adapter`, `/v1/unload_lora_adapter`: vLLM's bodies.
 
+`POST /admin/simulate?policy=NAME` plays a recording under another policy, in virtual time. The body
+is a file that `podway serve --record` wrote. The answer is the events of the simulated run as JSON
+lines. The simulation runs in a process of its own with low priority, one at a time.
+"""
+
+import asyncio
 import logging
+import os
+import sys
+import tempfile
 from collections.abc import Mapping
 from functools import partial
 from math import inf
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
+from starlette.responses import PlainTextResponse, Response
 
-from engine.errors import InvalidRequest
+from engine.errors import InvalidRequest, Overloaded
 from engine.policy import POLICIES, PolicySettings, build, name_of, settings_of
+from gateway.access.callers import read_body
 from gateway.options import options_of, with_values
 from gateway.schema.decoding import check_allowed, decode
 from gateway.service import Service, service_of
-from gateway.web.decoded_body import decoded_body
+from gateway.web.route import decoded_body
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
 
+MAX_SECONDS = 60.0
+NICE = 10
 logger = logging.getLogger(__name__)
-
 OPTIONS = {option.name: option for option in options_of("policies", PolicySettings())}
+
+
+async def simulate(http: "HttpRequest") -> Response:
+    """The events of the simulated run.
+
+    Raises `InvalidRequest` for an unknown policy, for a body that is no recording and for a
+    recording that cannot be simulated within `MAX_SECONDS`, and `Overloaded` while another
+    simulation runs.
+    """
+    service = service_of(http)
+    policy = http.query_params.get("policy", "fcfs")
+    check_allowed(policy, "policy", tuple(POLICIES))
+    recording = await read_body(http, service.limits, media_type=None)
+    if not recording.startswith(b"{"):
+        message = "The body must be a recording, a file that `podway serve --record` wrote."
+        raise InvalidRequest(message, "recording")
+    slot: asyncio.Semaphore = http.app.state.simulations
+    if slot.locked():
+        raise Overloaded("Another simulation is running.", retry_after=MAX_SECONDS)
+    async with slot:
+        events = await _events(recording, policy)
+    return Response(events, media_type="application/jsonl")
+
+
+async def _events(recording: bytes, policy: str) -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        source, target = Path(folder, "recording.jsonl"), Path(folder, "events.jsonl")
+        await asyncio.to_thread(source.write_bytes, recording)
+        flags = ["--replay", str(source), "--policy", policy, "--events", str(target)]
+        process = await asyncio.create_subprocess_exec(
+            *("nice", "-n", str(NICE), sys.executable, "-P", "-m", "gateway", "simulate", *flags),
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))},
+        )
+        try:
+            async with asyncio.timeout(MAX_SECONDS):
+                _, errors = await process.communicate()
+        except TimeoutError:
+            raise InvalidRequest(
+                f"the recording takes longer than {MAX_SECONDS:.0f} s to simulate; "
+                "`podway simulate --replay` has no such limit",
+                "recording",
+            ) from None
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+        if process.returncode:
+            lines = errors.decode(errors="replace").strip().splitlines() or ["it failed"]
+            raise InvalidRequest(f"the recording cannot be simulated: {lines[-1]}", "recording")
+        return await asyncio.to_thread(target.read_bytes)
+
+
+class LoadLoraRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of a load: a directory of PEFT files on the workers' machines. With `load_inplace`
+    it replaces the adapter of this name."""
+
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False
+    base_model_name: str | None = None  # ignored, as in vLLM
+
+
+class UnloadLoraRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of an unload. `lora_int_id` is ignored: the name identifies the adapter."""
+
+    lora_name: str
+    lora_int_id: int | None = None
+
+
+async def load_lora(http: "HttpRequest") -> "Response":
+    """Load an adapter; its name is a model name when this returns. Raises `InvalidRequest`."""
+    service = service_of(http)
+    request = await decoded_body(http, partial(decode, LoadLoraRequest))
+    if not request.lora_path:
+        raise InvalidRequest("'lora_path' is empty.", "lora_path")
+    now = service.unix_now()
+    await service.loras.load(
+        request.lora_name, request.lora_path, now, replaces=request.load_inplace
+    )
+    return _success(f"LoRA adapter '{request.lora_name}' added successfully.")
+
+
+async def unload_lora(http: "HttpRequest") -> "Response":
+    """Unload an adapter: its name is unknown at once; this returns when its last request has ended
+    and its memory is free. Raises `LoraNotFound`."""
+    service = service_of(http)
+    request = await decoded_body(http, partial(decode, UnloadLoraRequest))
+    await service.loras.unload(request.lora_name)
+    return _success(f"LoRA adapter '{request.lora_name}' removed successfully.")
+
+
+def _success(message: str) -> "Response":
+    return PlainTextResponse(f"Success: {message}")
 
 
 class _Named(msgspec.Struct, forbid_unknown_fields=True):

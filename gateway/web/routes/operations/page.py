@@ -1,5 +1,5 @@
-"""`GET /`: the web page, and its files below `/page/`; `GET /admin/live`: the engine's live
-state."""
+"""`GET /`: the web page, and its files below `/page/`; `GET /admin/live`: the engine's live state;
+`GET /openapi.json` and `/docs`: the description of the API."""
 
 import asyncio
 import gzip
@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
 
     from gateway.service import Service
+    from gateway.web.openapi import Documents
 
+DOCS_POLICY = "default-src 'none'; style-src 'unsafe-inline'"  # no scripts, no external resources
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -54,6 +56,19 @@ TEXT = """Podway serves {model} over OpenAI's API.
 
 In a browser this address is a chat and a live view of the engine. API reference: {base}/docs
 """
+
+
+async def openapi(http: "HttpRequest") -> bytes:
+    """The OpenAPI document, made from the app's routes when the server started."""
+    documents: Documents = http.app.state.documents
+    return documents.json
+
+
+async def docs(http: "HttpRequest") -> Response:
+    """The OpenAPI document as a page."""
+    documents: Documents = http.app.state.documents
+    headers = {"content-security-policy": DOCS_POLICY}
+    return Response(documents.page, headers=headers, media_type="text/html")
 
 
 async def index(http: "HttpRequest") -> Response:

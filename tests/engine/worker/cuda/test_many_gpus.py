@@ -10,7 +10,7 @@ from torch import distributed
 from engine.errors import StartupError, WorkerLost
 from engine.lora import LoraSpec
 from engine.step import SampleSpec, Step, StepId
-from engine.worker.cuda.nccl import NcclTransport
+from engine.worker.cuda.gpu import NcclTransport
 from engine.worker.model.stage import Stage
 from engine.worker.process.entry import launch
 from tests.engine.worker.cuda.fleet import gpus

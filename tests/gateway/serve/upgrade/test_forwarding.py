@@ -33,7 +33,7 @@ from tests.gateway.scenes import plays
 from tests.wire.asgi import Client, Exchange
 
 if TYPE_CHECKING:
-    from gateway.serve.upgrade.predecessor import Predecessor
+    from gateway.serve.upgrade.channel import Predecessor
 
 RETRY = {"idempotency-key": "x"}
 KEY = {"authorization": "Bearer a"}

@@ -78,7 +78,7 @@ async def test_a_handover_that_fails_can_be_tried_again() -> None:
 ENDING = """
 import asyncio, pathlib, sys
 from gateway.serve.upgrade.inherited import Inherited
-from gateway.serve.upgrade.predecessor import Predecessor
+from gateway.serve.upgrade.channel import Predecessor
 
 record = pathlib.Path(sys.argv[1])
 predecessor = asyncio.run(Predecessor.join(Inherited.from_environment(), [record]))

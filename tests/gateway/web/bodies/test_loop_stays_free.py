@@ -26,9 +26,8 @@ from gateway.schema.decisions.systemone import SystemOneRequest
 from gateway.schema.openai.batches import BatchRequest
 from gateway.schema.openai.chat import ChatRequest
 from gateway.schema.openai.completions import CompletionRequest
-from gateway.schema.openai.embeddings import EmbeddingRequest
 from gateway.schema.openai.infill import InfillRequest
-from gateway.schema.openai.scoring import RerankRequest, ScoreRequest
+from gateway.schema.openai.pooling import EmbeddingRequest, RerankRequest, ScoreRequest
 from gateway.schema.openai.tokens import DetokenizeRequest, TokenizeRequest
 from gateway.schema.responses.conversations import (
     ConversationCreate,
@@ -38,8 +37,7 @@ from gateway.schema.responses.conversations import (
 from gateway.schema.responses.request import ResponseRequest
 from gateway.store.database import StoreThread
 from gateway.web.routes.models import ModelAction
-from gateway.web.routes.operations.admin import PolicyChoice
-from gateway.web.routes.operations.loras import LoadLoraRequest, UnloadLoraRequest
+from gateway.web.routes.operations.admin import LoadLoraRequest, PolicyChoice, UnloadLoraRequest
 from gateway.web.table import ROUTES
 from tests.gateway.forms import FORM, a_form, a_line, ended
 from tests.gateway.responses.sockets import connected

@@ -1,12 +1,30 @@
-"""OLMo 3: OLMo 2 with a sliding window in three of four layers."""
+"""OLMo 2: norms of what layers add instead of what they read; norms over all heads of q and k.
+OLMo 3: the same, with a sliding window in three of four layers."""
 
 from adapters.models.base.fields import Fields
 from adapters.models.base.rope_fields import LayerRopes, ropes_by_type
-from adapters.models.base.traits import every_nth_full, layer_types, windowed
-from adapters.models.dense.olmo2 import Olmo2
+from adapters.models.base.rotary import RotaryFamily
+from adapters.models.base.traits import (
+    ONLY_POST_NORMS,
+    FamilyTraits,
+    every_nth_full,
+    layer_types,
+    windowed,
+)
 from engine.worker.ports import AttentionOptions, ModelShape
 
 PERIOD = 4
+
+
+class Olmo2(RotaryFamily):
+    """All attention projections have biases or none has, as config.json says."""
+
+    def traits(self, fields: Fields) -> FamilyTraits:
+        fields.reject_unless("clip_qkv")
+        has_bias = fields.flag("attention_bias", False)
+        return FamilyTraits(
+            qkv_bias=has_bias, out_bias=has_bias, qk_norm="width", norms=ONLY_POST_NORMS
+        )
 
 
 class Olmo3(Olmo2):

@@ -1,4 +1,5 @@
-"""Qwen 2 and 2.5: Llama with biases on q, k and v."""
+"""Qwen 2 and 2.5: Llama with biases on q, k and v. Qwen 3: with an RMS norm on each head of q and k
+instead, and an explicit head size."""
 
 from adapters.models.base.fields import Fields
 from adapters.models.base.rotary import RotaryFamily
@@ -16,3 +17,14 @@ class Qwen2(RotaryFamily):
         fields.reject_unless("use_sliding_window", False)
         fields.reject_unless("layer_types", [FULL] * num_layers)
         return ()
+
+
+class Qwen3(Qwen2):
+    """All attention projections have biases or none has, as config.json says."""
+
+    def traits(self, fields: Fields) -> FamilyTraits:
+        has_bias = fields.flag("attention_bias", False)
+        return FamilyTraits(qkv_bias=has_bias, out_bias=has_bias, qk_norm="head")
+
+    def head_dim(self, fields: Fields, default: int) -> int:
+        return fields.integer("head_dim", 128)

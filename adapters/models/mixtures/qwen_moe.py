@@ -1,7 +1,7 @@
-"""Qwen 3 MoE: Qwen 3 with a mixture of experts in every layer."""
+"""Qwen 2 MoE (and 1.5) and Qwen 3 MoE: Qwen 2 and 3 with a mixture of experts in every layer."""
 
 from adapters.models.base.fields import Fields
-from adapters.models.dense.qwen3 import Qwen3
+from adapters.models.dense.qwen import Qwen2, Qwen3
 from adapters.models.mixtures.experts import ExpertFamily
 from engine.worker.ports import Routing
 
@@ -29,4 +29,8 @@ class SharingQwen(SparseQwen):
 
 
 class Qwen3Moe(SparseQwen, Qwen3):
+    """Layers with a dense MLP between the sparse ones are not supported."""
+
+
+class Qwen2Moe(SharingQwen, Qwen2):
     """Layers with a dense MLP between the sparse ones are not supported."""
