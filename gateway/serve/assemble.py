@@ -45,11 +45,11 @@ from gateway.serve.connection import ConnectionBounds, Retirement
 from gateway.serve.cores import count_replicas
 from gateway.serve.linger import LingerRate
 from gateway.serve.load import OnProgress, lora_specs, served_name
+from gateway.serve.load_times import LoadTime
 from gateway.serve.memory import default_memory, parts_of, weight_bytes
 from gateway.serve.opening import ModelOpener, SharedObservers
 from gateway.serve.places import MIN_PER_NETWORK
 from gateway.serve.process import raise_file_limit
-from gateway.serve.saved import LoadTime
 from gateway.serve.server import Server, Signals, bind, unless_stopped
 from gateway.serve.tls import Credentials, load_credentials
 from gateway.serve.upgrade.channel import Predecessor

@@ -8,7 +8,6 @@ with a warning.
 import hashlib
 import json
 import logging
-import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +16,9 @@ from typing import Any, TypeVar
 from platformdirs import user_cache_path
 
 from engine.files import replace_file
-from gateway.groups.group import UNMEASURED_LOAD_SECONDS
-from gateway.settings.settings import Settings
 
 logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 _NAME_DIGITS = 24
 
@@ -92,28 +90,3 @@ class SavedFile:
 def _digest(value: object) -> str:
     """The SHA-256 of a value, whatever the order of its fields."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
-
-
-class LoadTime:
-    """The seconds of a model's last load on this machine, for forecasts of the next."""
-
-    def __init__(self, settings: Settings) -> None:
-        workers = settings.workers.num_stages, settings.workers.num_ranks
-        facts: dict[str, object] = {
-            "model": settings.model.source,
-            "machine": platform.node(),
-            "weights": [settings.kernels.weights, settings.kernels.dtype],
-            "workers": list(workers),
-        }
-        directory: Path | None = settings.schedule.cache_dir
-        self._file = SavedFile.of(facts, "load_time", directory)
-
-    @property
-    def seconds(self) -> float:
-        """The seconds of the last load; a default before the first."""
-        saved = self._file.load(float)
-        return UNMEASURED_LOAD_SECONDS if saved is None else max(0.0, saved)
-
-    def save(self, seconds: float) -> None:
-        """Keep the seconds of a load."""
-        self._file.save(round(seconds, 2))

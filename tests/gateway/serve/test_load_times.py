@@ -2,7 +2,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from gateway.groups.group import UNMEASURED_LOAD_SECONDS
-from gateway.serve.saved import LoadTime
+from gateway.serve.load_times import LoadTime
 from gateway.settings.settings import load
 
 

@@ -16,7 +16,7 @@ from engine.worker.model.kv.kv_tensors import CPU_KV_DTYPES
 from examples.benchmarks.server.refusals import BUILTIN, REFUSALS, Refusal
 from gateway.serve import command, model_checks
 from gateway.serve import load as loading
-from gateway.settings import device_checks
+from gateway.settings import checks
 from gateway.settings.settings import load
 
 IMPORTED = """
@@ -32,7 +32,7 @@ print(sorted({"torch", "numpy", "gguf", "uvicorn", "transformers"} & sys.modules
 
 @pytest.fixture(autouse=True)
 def cpu_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_checks, "has_driver", lambda: False)
+    monkeypatch.setattr(checks, "has_driver", lambda: False)
 
 
 @pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: refusal.name)
@@ -63,14 +63,14 @@ def test_the_checks_import_neither_torch_nor_the_server(flags: list[str], tmp_pa
 
 
 def test_formats_that_are_refused_on_a_cpu_are_those_that_it_does_not_have() -> None:
-    assert device_checks.ON_CPU["dtype"] == DTYPES
-    assert {*device_checks.ON_CPU["weights"], "bfloat16"} == {"auto", *CPU_FORMATS}
-    assert device_checks.ON_CPU["kv_cache_dtype"] == ("auto", *CPU_KV_DTYPES)
+    assert checks.ON_CPU["dtype"] == DTYPES
+    assert {*checks.ON_CPU["weights"], "bfloat16"} == {"auto", *CPU_FORMATS}
+    assert checks.ON_CPU["kv_cache_dtype"] == ("auto", *CPU_KV_DTYPES)
 
 
 def test_a_gpu_that_has_no_driver_is_refused() -> None:
     with pytest.raises(StartupError, match=r"--device 'cuda' cannot be used: .*libcuda"):
-        device_checks.check_device(load({"device": "cuda"}))
+        checks.check_device(load({"device": "cuda"}))
 
 
 def test_types_of_tensors_in_gguf_files_are_those_that_are_read() -> None:
@@ -79,7 +79,7 @@ def test_types_of_tensors_in_gguf_files_are_those_that_are_read() -> None:
 
 def test_the_built_in_model_passes() -> None:
     settings = load({"model": str(BUILTIN), "max_model_len": "32768"})
-    device_checks.check_device(settings)
+    checks.check_device(settings)
     model_checks.check_local_model(settings)
 
 
