@@ -67,7 +67,6 @@ class AdmissionSettings:
     admission: Admission
     max_preemptions: int
     swap: SwapMode = SwapMode.OFF
-    min_run: int = 1  # tokens that a started request produces before a waiting one may preempt it
 
     @property
     def swaps(self) -> bool:
@@ -137,7 +136,7 @@ class AdmissionControl:
         request.setbacks.num_step_overs = 0
         request.samples.produced_at_start = request.produced
         if request.state is SWAPPING_IN:  # ahead of need, so it may be preempted at once
-            request.samples.produced_at_start -= self._settings.min_run
+            request.samples.produced_at_start -= 1
         if request.times.admitted_at is None:
             request.times.admitted_at = now
             request.num_cached = request.num_computed
@@ -166,9 +165,9 @@ class AdmissionControl:
         return request.setbacks.num_preemptions >= self._settings.max_preemptions
 
     def has_run(self, request: Request) -> bool:
-        """Whether it has produced `min_run` tokens since it started, so that a waiting request may
-        preempt it."""
-        return request.produced >= request.samples.produced_at_start + self._settings.min_run
+        """Whether it has produced a token since it started, so that a waiting request may preempt
+        it."""
+        return request.produced > request.samples.produced_at_start
 
     def _make_room_to_start(self, request: Request, short: Shortage, now: float) -> bool:
         """Preempt less urgent requests until this one fits, for which pages lack; none if all

@@ -39,10 +39,10 @@ class SimulatedExecutor:
 
     A step enters the pipeline when the first stage is free and leaves it after the last stage, so
     with `depth` steps in flight one result arrives every `cost / depth` seconds. Each stage has a
-    full-duplex link to the host, which transfers its share of a block in `block_seconds`, and that
-    of a recurrent state in `state_seconds`. A stage
-    makes the awaited moves before it computes, without waiting for the previous stage, and the
-    other moves while it computes; it is free when all of them have ended.
+    full-duplex link to the host, which transfers its share of a block in `block_seconds`, and
+    snapshots of recurrent states at once. A stage makes the awaited moves before it computes,
+    without waiting for the previous stage, and the other moves while it computes; it is free when
+    all of them have ended.
 
     The result arrives after the step plus the event loop's time (`CostModel.idle`). `next_token`
     gives the tokens; None makes every token 0, which is faster. Up to `lookahead` more steps may
@@ -56,11 +56,9 @@ class SimulatedExecutor:
         next_token: "Callable[[StepEntry], int] | None" = synthetic_token,
         lookahead: int = 0,
         block_seconds: float = 0.0,
-        state_seconds: float = 0.0,
     ) -> None:
         self._cost = cost
         self._block_seconds = block_seconds
-        self._state_seconds = state_seconds
         self._depth = depth
         self._next_token = next_token
         self._lookahead = lookahead
@@ -138,8 +136,7 @@ class SimulatedExecutor:
 
     def _seconds_of(self, moves: "Sequence[BlockMove]") -> float:
         blocks = _link_blocks([move for move in moves if move.kind is PageKind.BLOCK])
-        states = _link_blocks([move for move in moves if move.kind is PageKind.SNAPSHOT])
-        return self._block_seconds * blocks + self._state_seconds * states
+        return self._block_seconds * blocks
 
     async def restart(self) -> None:
         raise Unavailable("a simulated worker does not die")

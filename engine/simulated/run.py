@@ -55,7 +55,6 @@ class Setup:
     windows: "tuple[int | None, ...]" = (None,)
     num_states: int = 0
     num_host_states: int = 0
-    state_seconds: float = 0.0  # to move one state between device and host, on every stage
 
 
 def simulate(
@@ -118,6 +117,4 @@ def build_scheduler(
 def build_executor(setup: Setup, outputs: RecordedOutputs | None) -> SimulatedExecutor:
     """An executor that answers after the seconds that the setup's cost model predicts."""
     block_seconds = setup.slot_seconds * setup.block_size / len(setup.windows)
-    return SimulatedExecutor(
-        setup.cost, setup.stages, outputs, setup.lookahead, block_seconds, setup.state_seconds
-    )
+    return SimulatedExecutor(setup.cost, setup.stages, outputs, setup.lookahead, block_seconds)
