@@ -42,6 +42,7 @@ MIN_RETRY_SECONDS = 1.0
 # Requests sent at once are accepted, read and added in different turns: of 8 over HTTP, one turn
 # gathered 1 to 3 in most of 16 bursts, 4 turns 5 to 8, 8 turns all in 14. An empty turn takes 2 µs.
 GATHER_TURNS = 8
+READY_SECONDS = 30.0  # if no iteration returns for so long, the engine is not ready
 SAVE_SECONDS = 30.0  # for saving cached blocks before the server ends
 
 
@@ -130,7 +131,6 @@ class Engine:
         scheduler: "IterationScheduler",
         executor: "StepExecutor",
         clock: "Clock",
-        ready_seconds: float = 30.0,
         lookahead: int = 0,
         depth: int | None = None,
         lookup: "StoreLookup | None" = None,
@@ -138,16 +138,14 @@ class Engine:
         send_pixels: "Callable[[ImagePixels], Awaitable[object]] | None" = None,
     ) -> None:
         """Keep at most `depth` iterations in flight, `executor.depth` if it is None; `lookahead` of
-        them are for iterations planned ahead. `is_ready` turns False if no iteration returns for
-        `ready_seconds`. Before a request starts, `lookup` finds what a shared store has of its
-        prompt. With a `turn`, engines of other models compute on the same cores, too. `send_pixels`
-        sends a piece of an image to the workers."""
+        them are for iterations planned ahead. Before a request starts, `lookup` finds what a shared
+        store has of its prompt. With a `turn`, engines of other models compute on the same cores,
+        too. `send_pixels` sends a piece of an image to the workers."""
         self.scheduler = scheduler
         scheduler.looks_ahead = lookahead > 0
         self._executor = executor
         self._clock = clock
         self._turn = turn
-        self._ready_seconds = ready_seconds
         self.engines = (self,)  # its model's engines, here one (see `engine.replicas`)
         self._streams = LiveStreams()
         self._deadlines = DeadlineTimer(scheduler, clock, self._streams)
@@ -179,7 +177,7 @@ class Engine:
         """Whether a new request would be served: iterations return, or no request is live."""
         if self.rejection() is not None:
             return False
-        return self._idle.is_set() or self._clock() - self._returned_at < self._ready_seconds
+        return self._idle.is_set() or self._clock() - self._returned_at < READY_SECONDS
 
     @property
     def is_generating(self) -> bool:

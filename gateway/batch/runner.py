@@ -227,9 +227,9 @@ class _Run:
 
     async def _next_line(self) -> BatchLine | None:
         async with self._reading:
-            lines = await self._batches.unanswered(self._record.id, self._last_number, 1)
-            self._last_number = lines[0].number if lines else self._last_number
-        return lines[0] if lines else None
+            line = await self._batches.unanswered(self._record.id, self._last_number)
+            self._last_number = line.number if line else self._last_number
+        return line
 
     async def _store_answer(self, line: BatchLine) -> None:
         answer = await self._line_answer(line)

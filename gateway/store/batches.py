@@ -170,16 +170,16 @@ class Batches:
 
         return await self._database.write(write)
 
-    async def unanswered(self, batch_id: str, after: int, limit: int) -> list[BatchLine]:
-        """Lines with a number above `after` that have no answer, in order."""
+    async def unanswered(self, batch_id: str, after: int) -> BatchLine | None:
+        """The first line with a number above `after` that has no answer."""
 
-        def read(db: sqlite3.Connection) -> list[BatchLine]:
-            rows = db.execute(
+        def read(db: sqlite3.Connection) -> BatchLine | None:
+            row = db.execute(
                 "SELECT number, custom_id, body FROM batch_line"
-                " WHERE batch_id = ? AND number > ? AND answer IS NULL ORDER BY number LIMIT ?",
-                (batch_id, after, limit),
-            )
-            return [BatchLine(number, custom_id, bytes(body)) for number, custom_id, body in rows]
+                " WHERE batch_id = ? AND number > ? AND answer IS NULL ORDER BY number LIMIT 1",
+                (batch_id, after),
+            ).fetchone()
+            return None if row is None else BatchLine(*row)
 
         return await self._database.read(read)
 

@@ -5,7 +5,7 @@
 Blocks come in order: thinking, text, tool use. A block ends when the next one begins.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import orjson
@@ -116,7 +116,8 @@ class MessagesRenderer:
             case Reasoning(text):
                 return self._open_text("thinking") + self._delta(self._visible(text))
             case CallBegin(_, call_id, name):
-                return self._open(_tool_use(call_id, name, {}), "input_json_delta", "partial_json")
+                call = {"type": "tool_use", "id": call_id, "name": name, "input": {}}
+                return self._open(call, "input_json_delta", "partial_json")
             case CallArguments(_, text):
                 return self._delta(text)
 
@@ -179,10 +180,6 @@ def _extend(content: list[Json], kind: str, text: str) -> None:
         signed = {"signature": SIGNATURE} if kind == "thinking" else {}
         content.append({"type": kind, kind: "", **signed})
     content[-1][kind] += text
-
-
-def _tool_use(call_id: str, name: str, arguments: Mapping[str, Any]) -> Json:
-    return {"type": "tool_use", "id": call_id, "name": name, "input": arguments}
 
 
 def _stop(end: ChoiceEnd) -> Json:
