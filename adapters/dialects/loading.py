@@ -1,6 +1,7 @@
 """Loads the chat template of a checkpoint from the files in which Hugging Face stores it."""
 
 import logging
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import orjson
 
 from adapters.dialects.jinja_template import JinjaTemplate
 from adapters.gguf import is_gguf, read_document
-from engine.errors import StartupError
+from engine.errors import InvalidRequest, StartupError
 
 logger = logging.getLogger(__name__)
 
@@ -26,11 +27,12 @@ def load_chat_template(directory: Path, instead: Path | None = None) -> JinjaTem
     The first of these is used: the Jinja file `instead`; `chat_template.jinja` with
     `additional_chat_templates/*.jinja`; `chat_template` of `tokenizer_config.json`; for a GGUF file
     ChatML, as in llama.cpp.
-    Raises `StartupError` for a file that cannot be read or a template that does not compile.
+    Raises `StartupError` for a file that cannot be read or a template that does not compile. One
+    that fails for a short message is logged: completions need none.
     """
     config = _object(directory / "tokenizer_config.json")
-    sources = _read(_files(directory) if instead is None else {"default": instead})
-    sources = sources or _configured(config.get("chat_template"), directory)
+    files = _files(directory) if instead is None else {"default": instead}
+    sources = _read(files) or _configured(config.get("chat_template"), directory)
     if not sources and directory.is_file():
         logger.warning(
             "%s has no chat template: chats are formatted as ChatML; give the right one with "
@@ -41,7 +43,25 @@ def load_chat_template(directory: Path, instead: Path | None = None) -> JinjaTem
     if not sources:
         return None
     older = _object(directory / "special_tokens_map.json")
-    return JinjaTemplate(sources, _special_tokens(older) | _special_tokens(config))
+    template = JinjaTemplate(sources, _special_tokens(older) | _special_tokens(config))
+    config_file = directory if directory.is_file() else directory / "tokenizer_config.json"
+    _try(template, files.get("default", config_file))
+    return template
+
+
+def _try(template: JinjaTemplate, file: Path) -> None:
+    try:
+        template.render([{"role": "user", "content": "Hello!"}])
+    except InvalidRequest as error:
+        frames = traceback.extract_tb(error.__cause__.__traceback__ if error.__cause__ else None)
+        lines = [f", line {each.lineno}" for each in frames if each.filename == "<template>"]
+        logger.warning(
+            "%s: the chat template%s fails for a short message: %s Chats will be rejected with "
+            "this error, completions are served; give another template with --chat-template",
+            file,
+            "".join(lines[-1:]),
+            " ".join(str(error).split()).rstrip(".") + ".",
+        )
 
 
 def _object(path: Path) -> Mapping[str, Any]:

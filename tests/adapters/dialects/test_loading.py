@@ -101,3 +101,36 @@ def test_a_given_template_file_precedes_all_others(tmp_path: Path) -> None:
     assert found.render(HI) == "own <s>"
     with pytest.raises(StartupError, match=r"cannot be read: .*missing\.jinja"):
         load_chat_template(tmp_path, tmp_path / "missing.jinja")
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("{{ bos_token }}\n{{ date.year }}", ", line 2 fails for a short message: 'date' is undef"),
+        (
+            "{{ raise_exception('Say\\nmore.') }}",
+            ", line 1 fails for a short message: Say more. Chats",
+        ),
+        ("{{ messages[1].content.upper() }}", "has no element 1. Chats will be rejected"),
+        (
+            [{"name": "rag", "template": ""}],
+            "fails for a short message: The model has no default chat",
+        ),
+    ],
+)
+def test_a_template_that_fails_for_a_short_message_is_named_at_the_start(
+    tmp_path: Path, source: object, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    configured(tmp_path, chat_template=source)
+    assert load_chat_template(tmp_path) is not None
+    (warning,) = caplog.messages
+    assert warning.startswith(f"{tmp_path}/tokenizer_config.json: the chat template")
+    assert reason in warning
+
+
+def test_a_template_that_works_is_not_mentioned(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    configured(tmp_path, chat_template=templates.CHATML)
+    assert load_chat_template(tmp_path) is not None
+    assert caplog.messages == []
