@@ -79,6 +79,54 @@ def test_conversations_are_listed_searched_renamed_exported_imported_and_deleted
     expect(page.locator(".welcome")).to_be_visible()
 
 
+# The page hears what other tabs say only from `hear` on.
+DEAFEN = """const unheard = [];
+let isDeaf = true;
+window.hear = () => { isDeaf = false; unheard.forEach((each) => each()); };
+window.BroadcastChannel = class extends BroadcastChannel {
+    set onmessage(handler) {
+        super.onmessage = (event) => isDeaf ? unheard.push(() => handler(event)) : handler(event);
+    }
+};"""
+
+
+def test_what_two_tabs_change_in_one_chat_at_once_is_kept(
+    context: BrowserContext, page: Page, page_url: str
+) -> None:
+    page.goto(f"{page_url}/")
+    fields = {"settings": {"min_tokens": 100, "max_tokens": 100}}
+    page.evaluate(SEED, tree(message(1, "user", "One"), message(2, "assistant", "Two")) | fields)
+    expect(page.locator(".message")).to_have_count(2)
+    other = context.new_page()
+    other.add_init_script(DEAFEN)
+    other.goto(page.url)
+    expect(other.locator(".message")).to_have_count(2)
+    other.get_by_role("button", name="Settings").click()
+    ask(page, "From the first tab")
+    ask(other, "From the second tab")
+    other.get_by_label("System prompt").fill("Be brief.")
+    for tab, place in ((page, "first"), (other, "second")):
+        expect(tab.locator(".figures").last).to_contain_text("100 tokens")
+        expect(tab.locator(".message.user").last).to_contain_text(f"From the {place} tab")
+    other.evaluate("hear()")
+    for tab in (page, other):
+        expect(tab.locator(".branch")).to_contain_text("/ 2")
+    page.locator(".entry a[aria-current]").click()
+    page.get_by_role("button", name="Rename").click()
+    page.get_by_label("Title").fill("Both")
+    page.keyboard.press("Enter")
+    expect(other.locator(".entry a[aria-current]")).to_have_text("Both")
+    page.reload()
+    page.get_by_role("button", name="Settings").click()
+    expect(page.get_by_label("System prompt")).to_have_value("Be brief.")
+    shown = set()
+    for step in ("Previous", "Next"):
+        page.get_by_role("button", name=f"{step} branch").click()
+        shown.add(page.locator(".message.user .body").last.inner_text())
+        expect(page.locator(".figures").last).to_contain_text("100 tokens")
+    assert shown == {"From the first tab", "From the second tab"}
+
+
 # Whether the field of a label has the focus as soon as it is in the page: no key may be lost.
 NOTE_FOCUS = """label => {
     window.hasFocus = [];

@@ -3,7 +3,7 @@
 
 import { ApiError, call, events, json } from "/page/api.js";
 import { contentOf } from "/page/chat/attachments.js";
-import { add, branch, newId } from "/page/chat/conversation.js";
+import { add, branch, claim, newId } from "/page/chat/conversation.js";
 import { save, saveNow } from "/page/chat/database.js";
 
 const MAX_RETRIES = 120; // of what had begun: a server that is started again loads its model first
@@ -147,6 +147,7 @@ async function generate(conversation, node, body, signal) {
 async function follow(conversation, node, work) {
   const abort = new AbortController();
   running.set(conversation.id, { node, abort });
+  claim(node);
   changed(conversation);
   try {
     await saveNow().catch(() => {}); // so that a reload finds the name of its stream

@@ -4,7 +4,7 @@ import { html, useEffect, useErrorBoundary, useLayoutEffect, useRef, useState } 
 import { answer, isRunning, resume, stop, watchAnswers } from "/page/chat/answers.js";
 import { Composer } from "/page/chat/composer.js";
 import { add, branch, empty, fork } from "/page/chat/conversation.js";
-import { forget, load, save, watch } from "/page/chat/database.js";
+import { load, save, watch } from "/page/chat/database.js";
 import { ContextMeter } from "/page/chat/figures.js";
 import { Message } from "/page/chat/message.js";
 import { ModelPicker } from "/page/chat/models.js";
@@ -41,14 +41,7 @@ function useConversation(name) {
       }
     }
     follow(name || sessionStorage.getItem(LATEST));
-    const unwatch = [
-      watchAnswers(show),
-      watch((id) => {
-        if (!id || id !== sessionStorage.getItem(LATEST) || isRunning({ id })) return;
-        forget(id);
-        load(id).then((stored) => isWanted && stored && setConversation(stored), () => {});
-      }),
-    ];
+    const unwatch = [watchAnswers(show), watch(show)];
     return () => { isWanted = false; unwatch.forEach((end) => end()); };
   }, [name]);
   return [conversation, show];

@@ -3,6 +3,8 @@
 import { isImage } from "/page/chat/attachments.js";
 
 const MAX_TITLE = 60;
+const ID_STEP = 2 ** 30; // two tabs that add a message at once give it different ids
+const FIELDS = ["title", "model", "system", "settings", "tools"];
 const ROLES = ["user", "assistant", "tool"];
 
 export const newId = () =>
@@ -55,7 +57,9 @@ export function branch(conversation) {
 }
 
 export function add(conversation, parentId, fields) {
-  const node = { id: conversation.next++, parent: parentId, children: [], chosen: 0, ...fields };
+  const id = conversation.next + Math.floor(Math.random() * ID_STEP);
+  conversation.next = id + 1;
+  const node = { id, parent: parentId, children: [], chosen: 0, ...fields };
   conversation.nodes[node.id] = node;
   const parent = at(conversation, parentId);
   parent.chosen = parent.children.push(node.id) - 1;
@@ -81,4 +85,31 @@ export function titleOf(conversation) {
   const [first] = branch(conversation);
   const words = first?.content.trim().replace(/\s+/g, " ").slice(0, MAX_TITLE);
   return conversation.title || words || "New chat";
+}
+
+const claimed = new WeakSet(); // the answers that this tab reads from the server
+const bases = new WeakMap(); // by conversation: its fields when it was last read or stored
+
+export const claim = (node) => claimed.add(node);
+
+export const noteFields = (conversation, values = conversation) =>
+  bases.set(conversation, structuredClone(Object.fromEntries(FIELDS.map((name) => [name, values[name]]))));
+
+function mergeNode(own, other) {
+  const added = other.children.filter((child) => !own.children.includes(child));
+  const chosen = own.children.length ? own.chosen : other.chosen;
+  return Object.assign(own, !claimed.has(own) && other, { children: [...own.children, ...added], chosen });
+}
+
+// Adds what another tab has stored. This tab keeps the branch that it shows, the answers that it reads and the
+// fields that it has changed.
+export function merge(conversation, stored) {
+  const { nodes } = conversation;
+  for (const [id, node] of Object.entries(stored.nodes)) nodes[id] = nodes[id] ? mergeNode(nodes[id], node) : node;
+  mergeNode(conversation.root, stored.root);
+  for (const name of ["next", "updated"]) conversation[name] = Math.max(conversation[name], stored[name]);
+  const base = bases.get(conversation) ?? {};
+  const isOwn = (name) => JSON.stringify(conversation[name]) !== JSON.stringify(base[name]);
+  for (const name of FIELDS) if (!isOwn(name)) conversation[name] = stored[name];
+  noteFields(conversation, stored);
 }

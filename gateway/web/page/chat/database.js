@@ -1,13 +1,13 @@
 // The conversations and presets in this browser's IndexedDB. Titles are apart from conversations, which may hold images.
 
-import { empty, isConversation, newId, titleOf } from "/page/chat/conversation.js";
+import { empty, isConversation, merge, newId, noteFields, titleOf } from "/page/chat/conversation.js";
 
 const SAVE_MS = 500;
 const EARLIER = "podway-chat"; // where the only conversation was stored before there were several
 
 const channel = new BroadcastChannel("podway-conversations");
 const listeners = new Set();
-channel.onmessage = ({ data }) => tell(data);
+channel.onmessage = ({ data }) => refresh(data).catch(() => {}).then(() => tell(data));
 
 function tell(id) {
   for (const listener of listeners) listener(id);
@@ -50,12 +50,16 @@ async function moveEarlier(db) {
   }
 }
 
+// Stores a conversation with what other tabs have stored of it meanwhile.
 async function put(db, conversation) {
-  const { id, updated } = conversation;
+  const { id } = conversation;
   const work = db.transaction(["conversations", "titles"], "readwrite");
+  const stored = await work.objectStore("conversations").get(id);
+  if (stored) merge(conversation, stored);
+  noteFields(conversation);
   await Promise.all([
     work.objectStore("conversations").put(conversation),
-    work.objectStore("titles").put({ id, updated, title: titleOf(conversation) }),
+    work.objectStore("titles").put({ id, updated: conversation.updated, title: titleOf(conversation) }),
     work.done,
   ]);
 }
@@ -72,13 +76,17 @@ export async function load(id) {
   if (!known.has(id)) {
     const conversation = await (await database()).get("conversations", id);
     if (!conversation || known.has(id)) return known.get(id);
+    noteFields(conversation);
     known.set(id, conversation);
   }
   return known.get(id);
 }
 
-// Drops what is known of a conversation that another tab has changed.
-export const forget = (id) => known.delete(id);
+// Takes over what another tab has changed.
+async function refresh(id) {
+  const stored = known.has(id) && (await (await database()).get("conversations", id));
+  if (stored && known.has(id)) merge(known.get(id), stored);
+}
 
 const unsaved = new Map();
 const removed = new Set(); // so that an answer that still ends does not store its conversation again
