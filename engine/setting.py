@@ -51,6 +51,7 @@ class Setting:
     convert: Callable[[object], object] | None = None
     check: Callable[..., object] | None = None
     is_advanced: bool = False
+    is_secret: bool = False
 
 
 def setting(
@@ -72,8 +73,8 @@ def advanced(
 
 
 def secret(default: T, group: str, help: str, metavar: str, **declared: Unpack[Declared]) -> T:
-    """A setting that the representation of its class does not show."""
-    described = Setting(group, help, metavar, **declared)
+    """A setting that neither the representation of its class nor an error shows."""
+    described = Setting(group, help, metavar, **declared, is_secret=True)
     made: T = field(default=default, repr=False, metadata={SETTING: described})
     return made
 

@@ -126,7 +126,8 @@ class Option:
             if declared.check is not None:
                 declared.check(parsed)
         except _Refused:
-            raise ValueError(f"{self.label} must be {self.allowed}, not {value!r}") from None
+            given = "" if declared.is_secret else f", not {value!r}"
+            raise ValueError(f"{self.label} must be {self.allowed}{given}") from None
         except ValueError as error:
             separator = "" if str(error).startswith(":") else " "
             raise ValueError(f"{self.label}{separator}{error}") from None

@@ -131,10 +131,8 @@ def _from_table(path: Path, name: str, values: object, defaults: KeyDefaults) ->
     except msgspec.ValidationError as error:
         raise StartupError(f"the key file {path}: [{name}] {error}") from None
     hashes = _as_list(table.key_sha256)
-    if wrong := next((each for each in hashes if not _SHA256.fullmatch(each)), None):
-        raise StartupError(
-            f"the key file {path}: [{name}] key_sha256 must be 64 hex digits, not {wrong[:80]!r}"
-        )
+    if not all(map(_SHA256.fullmatch, hashes)):
+        raise StartupError(f"the key file {path}: [{name}] key_sha256 must be 64 hex digits")
     texts = _as_list(table.key)
     if not name or not (texts or hashes) or not all(texts):
         raise StartupError(f"the key file {path}: [{name}] needs a key that is not empty")

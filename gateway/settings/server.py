@@ -171,7 +171,7 @@ class ObserveSettings:
         "format of the log on stderr; json: one object per line",
         choices=("text", "json"),
     )
-    otlp_endpoint: str | None = setting(
+    otlp_endpoint: str | None = secret(  # its URL may have a password
         None,
         "server",
         "export traces and metrics to this OpenTelemetry collector (OTLP over HTTP)",

@@ -112,7 +112,7 @@ def test_a_file_may_hold_digests_instead_of_keys(tmp_path: Path) -> None:
         ("a = 1", r"\[a\] Expected `object`"),
         ('[a]\nkey = "x"\nweight = 0', "0.001"),
         ('[a]\nkey = "x"\nmax_concurrent = -1', ">= 0"),
-        ('[a]\nkey_sha256 = "abc"', "must be 64 hex digits"),
+        ('[a]\nkey_sha256 = "sk-1"', r"\[a\] key_sha256 must be 64 hex digits$"),
         ('[a]\nkey = "x"\n[b]\nkey = "x"', "'b' occurs twice"),
         ('[a]\nkey = ["x", "x"]', "'a' occurs twice"),
     ],

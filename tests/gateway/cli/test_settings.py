@@ -13,7 +13,7 @@ from gateway.settings.model import BUILTIN_MODEL
 from gateway.settings.settings import Settings, load, options
 
 
-def startup_error(**flags: str) -> str:
+def startup_error(**flags: object) -> str:
     with pytest.raises(StartupError) as failed:
         load(flags)
     line = str(failed.value)
@@ -169,6 +169,13 @@ def test_an_invalid_value_names_the_variable_or_file_that_it_is_from(
     )
     monkeypatch.setenv("PODWAY_PORT", "tcp://10.0.0.1:80")
     assert startup_error(block_size="16").endswith("not 'tcp://10.0.0.1:80' (from PODWAY_PORT)")
+
+
+@pytest.mark.parametrize("value", [12345, ["12345", 6], {"a": "12345"}, "a=12345\0"])
+@pytest.mark.parametrize("name", ["api_key", "admin_api_key", "otlp_endpoint"])
+def test_an_error_does_not_show_a_secret(name: str, value: object) -> None:
+    flag = "--" + name.replace("_", "-")
+    assert startup_error(**{name: value}) == f"{flag} must be text"
 
 
 @pytest.mark.parametrize(
