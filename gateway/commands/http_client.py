@@ -18,7 +18,12 @@ _MAX_MESSAGE = 300  # characters
 
 
 class ServerError(Exception):
-    """The server rejected a request, failed, or cannot be reached."""
+    """The server rejected a request, failed, or cannot be reached. `status` is that of an HTTP
+    response."""
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class EventDecoder:
@@ -74,7 +79,8 @@ async def answered(
         method = "GET" if body is None else "POST"
         async with session.request(method, f"{url}{path}", json=body) as response:
             if response.status != 200:
-                raise ServerError(http_error(response.status, await response.read()))
+                text = http_error(response.status, await response.read())
+                raise ServerError(text, response.status)
             yield response
     except (aiohttp.ClientError, TimeoutError, OSError) as error:
         raise ServerError(connection_error(url, error)) from error

@@ -1,14 +1,17 @@
-"""`podway top`: the engine's state in the terminal, live or once.
+"""`podway top`: the state of each model's engine in the terminal, live or once.
 
 It reads the server-sent events of `GET /admin/live`, as the web page does.
 """
 
 import asyncio
 import sys
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
+from http import HTTPStatus
 from typing import Any
+from urllib.parse import quote
 
+import aiohttp
 import orjson
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -27,7 +30,9 @@ from gateway.settings.flags import Parser
 
 KV_WIDTH = 50  # characters
 KV_PARTS = (("held", "█", "green"), ("moving", "▓", "yellow"), ("cached", "▒", "blue"))
-MARGIN = 10  # lines of the terminal that are not requests
+TABLE_MARGIN = 4  # lines around the requests: an empty one, the titles, how many more, the cursor
+RETRY_SECONDS = 1.0  # until a model that is not loaded is asked for again
+State = dict[str, Any]  # a snapshot of one model's engine
 
 
 def parser() -> Parser:
@@ -35,7 +40,7 @@ def parser() -> Parser:
     parser = Parser(
         "podway top",
         usage="podway top [URL] [flags]",
-        description="Show the engine of a Podway server live: KV cache, queue and requests. "
+        description="Show the models of a Podway server live: KV caches, queues and requests. "
         "Ctrl-C ends it.",
     )
     parser.add_argument("url", nargs="?", default=DEFAULT_URL, help=f"default: {DEFAULT_URL}")
@@ -59,47 +64,88 @@ def main(argv: list[str]) -> int:
 
 
 async def _watch(url: str, api_key: str | None, console: Console, *, is_once: bool) -> None:
-    async with aclosing(states(url, api_key)) as all_states:
+    async with open_session(api_key) as session:
+        names = await _names(session, url)
         if is_once or not console.is_terminal:
-            state = await anext(all_states, None)
-            if state is None:
-                raise ServerError(f"{url} sent no state; is it a Podway server?")
-            console.print(render(state, len(state["requests"])))
+            states = {name: await _first(session, url, name) for name in names}
+            console.print(render(states))
             return
         with Live(console=console, screen=True, auto_refresh=False) as live:
-            async for state in all_states:
-                live.update(render(state, max(1, console.height - MARGIN)), refresh=True)
+            states = dict.fromkeys(names)
+
+            def show(name: str, state: State | None) -> None:
+                states[name] = state
+                live.update(render(states, console.height), refresh=True)
+
+            await asyncio.gather(*(_follow(session, url, name, show) for name in names))
 
 
-async def states(url: str, api_key: str | None) -> AsyncGenerator[dict[str, Any], None]:
-    """The server's snapshots as they arrive. Raises `ServerError`."""
+async def _names(session: aiohttp.ClientSession, url: str) -> list[str]:
+    """The models of the server without their aliases and adapters. Raises `ServerError`."""
+    try:
+        async with answered(session, url, "/v1/models") as response:
+            models = orjson.loads(await response.read())["data"]
+            return list(dict.fromkeys(each["root"] for each in models if each["parent"] is None))
+    except (orjson.JSONDecodeError, LookupError, TypeError) as error:
+        raise ServerError(f"{url}/v1/models is no list; is it a Podway server?") from error
+
+
+async def _first(session: aiohttp.ClientSession, url: str, name: str) -> State | None:
+    async with aclosing(states_of(session, url, name)) as states:
+        return await anext(states, None)
+
+
+async def _follow(
+    session: aiohttp.ClientSession, url: str, name: str, show: Callable[[str, State | None], None]
+) -> None:
+    """Show the states of a model each time that it is loaded. Raises `ServerError`."""
+    while True:
+        async with aclosing(states_of(session, url, name)) as states:
+            async for state in states:
+                show(name, state)
+        show(name, None)
+        await asyncio.sleep(RETRY_SECONDS)
+
+
+async def states_of(
+    session: aiohttp.ClientSession, url: str, name: str
+) -> AsyncGenerator[State, None]:
+    """A model's snapshots as they arrive, until it is unloaded; none if it is not loaded. Raises
+    `ServerError`."""
     decoder = EventDecoder()
     try:
-        async with (
-            open_session(api_key) as session,
-            answered(session, url, "/admin/live") as response,
-        ):
+        async with answered(session, url, f"/admin/live?model={quote(name, safe='')}") as response:
             async for chunk in response.content.iter_any():
                 for data in decoder.feed(chunk):
                     yield orjson.loads(data)
     except orjson.JSONDecodeError as error:
         raise ServerError(f"{url} sent an event that is not JSON") from error
+    except ServerError as error:
+        if error.status != HTTPStatus.SERVICE_UNAVAILABLE:
+            raise
 
 
-def render(state: dict[str, Any], num_rows: int) -> RenderableType:
-    """The state as text; at most `num_rows` requests."""
-    counts = state["counts"]
-    numbers = ", ".join(f"{count} {name}" for name, count in counts.items())
-    lines = [
+def render(states: Mapping[str, State | None], height: int | None = None) -> RenderableType:
+    """The states of models, by their names, as text, and their requests; at most `height` lines."""
+    loaded = {name: state for name, state in states.items() if state is not None}
+    lines = [line for name, state in loaded.items() for line in _summary(name, state)]
+    if missing := ", ".join(name for name in states if name not in loaded):
+        lines.append(Text(f"not loaded: {missing}"))
+    num_rows = sys.maxsize if height is None else max(1, height - len(lines) - TABLE_MARGIN)
+    return Group(*lines, Text(""), _requests(loaded, num_rows, names_models=len(states) > 1))
+
+
+def _summary(name: str, state: State) -> list[Text]:
+    numbers = ", ".join(f"{count} {name}" for name, count in state["counts"].items())
+    return [
         Text(
-            f"policy {state['policy']}, admission {state['admission']}; worker "
+            f"{name}: policy {state['policy']}, admission {state['admission']}; worker "
             f"{state['worker_state']}, {state['worker_restarts']} restarts"
         ),
         Text(f"requests: {numbers}; {state['tokens_per_second']:.0f} output tokens/s"),
         *_levels(state["levels"]),
         *(_kv(name, tier) for name, tier in state["kv"].items() if _num_blocks(tier)),
     ]
-    return Group(*lines, Text(""), _requests(state, num_rows))
 
 
 def _levels(sizes: list[int]) -> list[Text]:
@@ -129,14 +175,17 @@ def _kv(name: str, tier: dict[str, int]) -> Text:
     return line.append(f" {numbers} blocks")
 
 
-def _requests(state: dict[str, Any], num_rows: int) -> Table:
+def _requests(states: Mapping[str, State], num_rows: int, *, names_models: bool) -> Table:
     """The oldest requests first."""
     titles = ("level", "age s", "prompt", "output", "preempted")
     numbers = (Column(title, justify="right") for title in titles)
-    table = Table("request", "state", *numbers, "waits for", header_style="bold", box=None)
-    rows = sorted(state["requests"], key=lambda each: -each["age"])
-    for each in rows[:num_rows]:
+    models = ("model",) if names_models else ()
+    table = Table(*models, "request", "state", *numbers, "waits for", header_style="bold", box=None)
+    all_rows = ((name, each) for name, state in states.items() for each in state["requests"])
+    rows = sorted(all_rows, key=lambda row: -row[1]["age"])[:num_rows]
+    for name, each in rows:
         table.add_row(
+            *((Text(name),) if names_models else ()),
             Text(str(each["label"] or each["id"])),
             each["state"],
             "" if each["level"] is None else str(each["level"]),
@@ -146,7 +195,7 @@ def _requests(state: dict[str, Any], num_rows: int) -> Table:
             str(each["preemptions"]),
             each["waits_for"],
         )
-    hidden = state["num_requests"] - min(len(rows), num_rows)
+    hidden = sum(state["num_requests"] for state in states.values()) - len(rows)
     if hidden > 0:
         table.add_row(f"… {hidden} more")
     return table

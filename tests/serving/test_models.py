@@ -1,4 +1,5 @@
 import asyncio
+import io
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,8 +7,10 @@ from pathlib import Path
 import aiohttp
 import psutil
 import pytest
+from rich.console import Console
 
 import adapters
+from gateway.commands import top
 from tests.conftest import Server, read_url, start_server
 from tests.models.encoders import make_encoder
 from tests.serving.client import Json, pause, streamed_text, whole
@@ -61,6 +64,7 @@ async def test_a_chat_model_an_embedder_and_a_reranker_share_a_server(server: Se
     async with aiohttp.ClientSession() as session:
         assert set((await statuses(session, url)).values()) == {"unloaded"}
         assert process.children() == []
+        assert await shown_by_top(url) == ["not loaded: chat, embedder, reranker"]
         embedding = {"model": "embedder", "input": "a cat"}
         text, vectors, order = await asyncio.gather(
             streamed_text(session, url, {**BODY, "ignore_eos": True}),
@@ -69,6 +73,8 @@ async def test_a_chat_model_an_embedder_and_a_reranker_share_a_server(server: Se
         )
         assert len(vectors) > 8
         assert sorted(order) == [0, 1, 2]
+        models = ("chat", "embedder", "reranker")
+        assert await shown_by_top(url) == [f"{name}: policy fcfs" for name in models]
         names = ("chat", "gpt", "embedder", "reranker")
         assert await statuses(session, url) == dict.fromkeys(names, "loaded")
 
@@ -85,6 +91,14 @@ async def test_a_chat_model_an_embedder_and_a_reranker_share_a_server(server: Se
         assert await rerank(session, url) == order
         loaded_again = await whole(session, url, "/v1/completions", {**BODY, "max_tokens": 4})
         assert loaded_again["usage"]["prompt_tokens_details"]["cached_tokens"] >= 16
+
+
+async def shown_by_top(url: str) -> list[str]:
+    """The lines of `podway top` that begin with a model, up to its policy, or name other models."""
+    text = io.StringIO()
+    await top._watch(url, None, Console(file=text, width=120), is_once=True)
+    lines = text.getvalue().splitlines()
+    return [line.partition(", adm")[0] for line in lines if ": policy" in line or "not " in line]
 
 
 async def embed(session: aiohttp.ClientSession, url: str, body: Json) -> list[float]:

@@ -90,7 +90,7 @@ def test_the_engine_is_shown_once_in_a_pipe(
 ) -> None:
     assert top.main([server_url]) == 0
     shown = capsys.readouterr().out
-    assert "policy fcfs, admission grow; worker running" in shown
+    assert "builtin: policy fcfs, admission grow; worker running" in shown
     assert "KV device" in shown
 
 
@@ -104,7 +104,7 @@ def test_the_engine_is_shown_live_until_ctrl_c(server_url: str) -> None:
 
 def test_requests_are_listed_by_age_with_what_they_wait_for() -> None:
     text = io.StringIO()
-    Console(file=text, width=120).print(top.render(STATE, 1))
+    Console(file=text, width=120).print(top.render({"chat": STATE}, 9))
     shown = text.getvalue()
     assert "requests: 2 running, 1 waiting, 0 swapped; 12 output tokens/s" in shown
     assert "KV device " + "█" * 20 + "▓" * 5 + "·" * 25 in shown
@@ -113,8 +113,19 @@ def test_requests_are_listed_by_age_with_what_they_wait_for() -> None:
     assert "waiting           9.0" in shown
     assert "… 2 more" in shown
     text = io.StringIO()
-    Console(file=text, width=120).print(top.render(STATE, 9))
+    Console(file=text, width=120).print(top.render({"chat": STATE}))
     assert "req_[b]" in text.getvalue()
+
+
+def test_requests_of_several_models_are_in_one_table() -> None:
+    text = io.StringIO()
+    states = {"chat": STATE, "code": {**STATE, "policy": "mlfq"}, "a[b]": None, "c": None}
+    Console(file=text, width=120).print(top.render(states))
+    lines = text.getvalue().splitlines()
+    assert lines[0].startswith("chat: policy fcfs")
+    assert any(line.startswith("code: policy mlfq") for line in lines)
+    assert "not loaded: a[b], c" in lines
+    assert [line.split()[0] for line in lines if line.rstrip().endswith("KV")] == ["chat", "code"]
 
 
 @pytest.mark.parametrize("command", [top.main, lambda argv: explain.main(["x", *argv])])
