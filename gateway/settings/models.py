@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from engine.errors import StartupError
-from gateway.options import Option
+from gateway.options import Option, split
 from gateway.settings.flags import did_you_mean
 
 TABLES = "models"
@@ -49,6 +49,10 @@ def _table(
     label = f"[models.{name}]"
     if not name or not isinstance(values, dict):
         raise StartupError(f"{label} must be a table (from {origin})")
+    if split(name) != (name,):
+        raise StartupError(
+            f"{label}: a name has no comma, which separates names, and no white space around it"
+        )
     given = {
         key.replace("-", "_"): Given(value, f"{label} in {origin}") for key, value in values.items()
     }

@@ -62,6 +62,8 @@ def test_the_command_line_chooses_tables_and_other_models(bare: Path) -> None:
             "'port' in [models.a] is a setting of the server",
         ),
         ("[models.a]\nmodel = 'builtin'\nthread = 1", "did you mean threads?"),
+        ("[models.'a,b']\nmodel = 'builtin'", "[models.a,b]: a name has no comma"),
+        ("[models.' a']\nmodel = 'builtin'", "[models. a]: a name has no comma"),
         ("[models.a]\nthreads = 1", "[models.a] needs 'model'"),
         ("[models.a]\nmodel = 'builtin'\nidle_unload = 'soon'", "--idle-unload must be a duration"),
         ("model = 'builtin'\n[models.a]\nmodel = 'builtin'", "'model' (from"),
