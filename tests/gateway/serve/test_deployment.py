@@ -86,6 +86,13 @@ def compose(name: str) -> dict[str, Any]:
     return loaded
 
 
+def scraped() -> str:
+    """The address that Prometheus scrapes."""
+    text = (ROOT / "examples" / "observability" / "prometheus.yml").read_text()
+    target: str = yaml.safe_load(text)["scrape_configs"][0]["static_configs"][0]["targets"][0]
+    return target
+
+
 def test_the_compose_files_fit_the_dockerfile() -> None:
     arguments = {each.partition("=")[0] for each in instructions("ARG")}
     main, secrets = compose("compose.yaml"), compose("compose.secrets.yaml")
@@ -97,6 +104,11 @@ def test_the_compose_files_fit_the_dockerfile() -> None:
             assert source in main["volumes"]
             assert f"{target}" in DOCKERFILE
         assert set(secrets["services"][name]["secrets"]) == set(secrets["secrets"])
+        assert service["env_file"] == [{"path": "podway.env", "required": False}]
+    host, _, port = scraped().partition(":")
+    gpu = main["services"]["gateway-gpu"]
+    assert host == "gateway" == gpu["networks"]["default"]["aliases"][0]
+    assert port == "8000"
     page = (ROOT / "gateway" / "OPERATIONS.md").read_text()
     assert set(re.findall(r"docker compose exec (\S+) podway", page)) == {"gateway"}
     names = {option.env for option in options()}
