@@ -95,6 +95,8 @@ def _decoded(
     except UnicodeDecodeError:
         raise InvalidRequest("The request body is not valid UTF-8.") from None
     except msgspec.DecodeError as error:
+        if not body:
+            raise InvalidRequest("The request body is empty; JSON is expected.") from None
         raise InvalidRequest(f"The request body is not valid JSON: {error}.") from None
     except UnicodeEncodeError:
         raise InvalidRequest("The request body has an unpaired surrogate in a string.") from None

@@ -19,6 +19,7 @@ from gateway.serve.model_checks import check_local_model
 from gateway.serve.upgrade import systemd
 from gateway.serve.upgrade.inherited import Inherited
 from gateway.serve.upgrade.waiter import become_waiter
+from gateway.serve.vllm_flags import VLLM_FLAGS
 from gateway.settings.checks import check_device, check_models, check_settings
 from gateway.settings.flags import CommandLineError, Parser
 from gateway.settings.server import LOCAL_FILE
@@ -33,6 +34,7 @@ def parser(*, shows_all: bool = True) -> Parser:
     those that most people need."""
     parser = Parser(
         "podway serve",
+        VLLM_FLAGS,
         usage="podway serve [MODEL ...] [flags]",
         description="Serve models over the OpenAI API. Default model: builtin.",
         epilog="--help-all shows all flags. Precedence: flags, PODWAY_* environment variables, "

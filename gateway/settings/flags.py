@@ -4,7 +4,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from importlib.util import find_spec
 from math import inf
@@ -38,11 +38,12 @@ class CommandLineError(SystemExit):
 class Parser(argparse.ArgumentParser):
     """Reports an error in one line, with the nearest flag or value, and exits with 1.
 
-    Flags cannot be abbreviated.
+    Flags cannot be abbreviated. `vllm_flags` says what vLLM's flags are here.
     """
 
-    def __init__(self, prog: str, **kwargs: Any) -> None:
+    def __init__(self, prog: str, vllm_flags: Mapping[str, str] = {}, **kwargs: Any) -> None:
         super().__init__(prog=prog, allow_abbrev=False, **kwargs)
+        self._vllm_flags = vllm_flags
 
     def parse_args(  # type: ignore[override] # argparse's overloads return Any's
         self, args: Sequence[str] | None = None, namespace: N | None = None
@@ -51,7 +52,9 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             flag = unknown[0].partition("=")[0]
             kind = "unknown flag" if flag.startswith("-") else "unexpected argument"
-            self.error(f"{kind} {flag}{did_you_mean(flag, self._option_string_actions)}")
+            here = self._vllm_flags.get(flag.replace("_", "-"))
+            hint = f"; vLLM's {flag} is {here} here" if here else ""
+            self.error(f"{kind} {flag}{hint or did_you_mean(flag, self._option_string_actions)}")
         return parsed
 
     def error(self, message: str) -> NoReturn:

@@ -51,6 +51,10 @@ def test_the_whole_help_has_a_flag_for_every_setting_and_the_usual_one_at_most_6
         (["--kv-slots", "1", "--kv-memory", "1GiB"], "podway: --kv-slots and --kv-memory exclude"),
         (["--tls-cert", "c.pem"], "podway: --tls-cert and --tls-key are used together"),
         (["--prot", "1"], "podway serve: unknown flag --prot; did you mean --port?"),
+        (
+            ["--max_num_seqs=8"],
+            "podway serve: unknown flag --max_num_seqs; vLLM's --max_num_seqs is --max-batch-size",
+        ),
         (["--quantum-ratio", "1"], "podway: --quantum-ratio must be a number above 1, not '1'"),
         (["--config", "none.toml"], "podway: cannot read the settings file none.toml"),
         (["no/such/directory"], "podway: no/such/directory is"),

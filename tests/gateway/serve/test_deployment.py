@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from gateway.serve.tls import Certificate
+from gateway.serve.vllm_flags import VLLM_FLAGS
 from gateway.settings.settings import options
 from tests.certificates import make_certificate
 from tests.gateway.rig import Setting
@@ -125,5 +126,9 @@ def test_the_flags_of_the_operations_page_exist() -> None:
     named = {flag for row in table for flag in re.findall(r"`(--[a-z-]+)", row.split("|")[2])}
     assert len(named) > 20
     assert named <= flags
+    for row in table:
+        theirs, ours = (re.findall(r"`(--?[a-z-]+)", cell) for cell in row.split("|")[1:3])
+        for flag in set(theirs) - flags:
+            assert VLLM_FLAGS[flag] in ours or not ours, flag
     text = page[: page.index("## vLLM's flags")]
     assert {flag for flag in re.findall(r"`(--[a-z-]+)", text) if flag != "--profile"} <= flags
