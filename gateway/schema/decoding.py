@@ -189,8 +189,9 @@ def reject_unless(shape: msgspec.Struct, name: str, *no_effect: object, prefix: 
     if given is None or given in no_effect:
         return
     allowed = ", ".join(["null", *(msgspec.json.encode(value).decode() for value in no_effect)])
+    value = f"the value {quote(given)}" if isinstance(given, str | int | float) else "this value"
     raise InvalidRequest(
-        f"'{prefix}{name}' is not supported with the value {quote(given)}; allowed: {allowed}.",
+        f"'{prefix}{name}' is not supported with {value}; allowed: {allowed}.",
         f"{prefix}{name}",
     )
 

@@ -190,8 +190,9 @@ class AccessControl:
         caller: Caller = scope["podway.caller"]
         is_metered = route is None or route.is_metered
         try:
-            key = self._authenticate(scope, route)
-            caller = caller.authenticated(key)
+            key = self._key_of(scope)
+            caller = caller.authenticated(key)  # the log names it also if it is refused
+            self._check_rights(scope, route, key)
             if caller.record is not None:
                 service.request_log.watch(caller.record)
             if is_metered:
@@ -211,12 +212,15 @@ class AccessControl:
         finally:
             service.quotas.leave(key)
 
-    def _authenticate(self, scope: "Scope", route: "Route | None") -> Key:
-        """The request's API key. Raises `InvalidApiKey` or `Forbidden`."""
-        service = self._service
+    def _key_of(self, scope: "Scope") -> Key:
+        """The request's API key. Raises `InvalidApiKey`."""
         authorization = header_of(scope, b"authorization")
-        key = service.keys.key_of(authorization, header_of(scope, b"x-api-key"))
-        if service.keys.is_open or is_basic(authorization):
+        return self._service.keys.key_of(authorization, header_of(scope, b"x-api-key"))
+
+    def _check_rights(self, scope: "Scope", route: "Route | None", key: Key) -> None:
+        """Raises `Forbidden`."""
+        service = self._service
+        if service.keys.is_open or is_basic(header_of(scope, b"authorization")):
             service.origins.check(scope)
         if route is not None and route.access is Access.ADMIN:
             if service.keys.is_open:
@@ -226,7 +230,6 @@ class AccessControl:
                 raise Forbidden(
                     f"The API key {key.name!r} may not use {path}; it needs an admin key."
                 )
-        return key
 
     async def _serve(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
         """Serve a request. If a newer attempt with its idempotency key supersedes it, it ends with

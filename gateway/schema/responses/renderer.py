@@ -62,6 +62,12 @@ class ResponsesRenderer:
 
     def snapshot(self, status: str | None = None) -> dict[str, Any]:
         """The response object as it is now, with `status` if given."""
+        items = self.output.items
+        if status == "cancelled":  # what is open ends between two iterations
+            items = [
+                each | {"status": "incomplete"} if each.get("status") == "in_progress" else each
+                for each in items
+            ]
         return {
             **self._head,
             "completed_at": None,
@@ -70,7 +76,7 @@ class ResponsesRenderer:
             "incomplete_details": None,
             **self._end,
             "status": status or self.status,
-            "output": self.output.items,
+            "output": items,
         }
 
     def delta(self, index: int, parts: Delta, progress: GenerationProgress) -> bytes:

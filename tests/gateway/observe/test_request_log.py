@@ -85,6 +85,7 @@ def test_rejected_requests_have_their_error_code_as_reason(lines: list[dict[str,
             (CHAT, "k", chat(temperature=-1)),
             (CHAT, "k", chat()),
             ("/v1/nothing", "k", {}),
+            ("/admin/policy", "k", {}),
         ):
             await rig.client.post(path, body, {"x-api-key": key})
 
@@ -94,6 +95,7 @@ def test_rejected_requests_have_their_error_code_as_reason(lines: list[dict[str,
         ["alice", 400, "invalid_request_error"],
         ["alice", 429, "rate_limit_exceeded"],
         ["alice", 429, "rate_limit_exceeded"],
+        ["alice", 403, "permission_denied"],
     ]
 
 

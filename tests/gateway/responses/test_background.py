@@ -99,7 +99,9 @@ def test_it_can_be_cancelled_and_cancelled_again() -> None:
     async def scene(rig: Rig) -> None:
         response = await begun(rig)
         await asyncio.sleep(5.5 * STEP)
-        assert (await posted(rig, f"{response['id']}/cancel"))[1]["status"] == "cancelled"
+        cancelled = (await posted(rig, f"{response['id']}/cancel"))[1]
+        assert cancelled["status"] == "cancelled"
+        assert [item["status"] for item in cancelled["output"]] == ["incomplete"]
         await asyncio.sleep(STEP)
         status, again = await posted(rig, f"{response['id']}/cancel")
         assert (status, again["status"]) == (200, "cancelled")

@@ -304,3 +304,12 @@ def test_messages_of_all_roles_reach_the_prompt() -> None:
     assert answer.status == 200, answer.json
     prompt = bytes(answer.rig.ended[0].spec.prompt).decode()
     assert prompt == "system:s\ndeveloper:d\nuser:ab\nassistant:\ntool:t\ntool:f\nassistant:no\n"
+
+
+def test_a_refused_value_is_repeated_unless_it_is_an_array_or_an_object() -> None:
+    for field, given, shown in (
+        ("modalities", ["audio"], "this value"),
+        ("audio", 1, "the value 1"),
+    ):
+        message = answer_to(CHAT, chat(**{field: given})).json["error"]["message"]
+        assert f"'{field}' is not supported with {shown}; allowed: null" in message
