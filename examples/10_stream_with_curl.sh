@@ -4,7 +4,7 @@
 set -euo pipefail
 url=${1:-http://127.0.0.1:8000}
 
-model=$(curl -fsS "$url/v1/models" | sed -E 's/.*"id": ?"([^"]+)".*/\1/')
+model=$(curl -fsS "$url/v1/models" | sed -E 's/^[^[]*\[\{"id": ?"([^"]+)".*/\1/')
 curl -fsSN "$url/v1/chat/completions" \
     -H 'content-type: application/json' \
     -d '{"model": "'"$model"'", "stream": true, "messages": [{"role": "user", "content": "Hello!"}]}'

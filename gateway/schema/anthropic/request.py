@@ -141,8 +141,10 @@ class AnthropicRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
         check_allowed(self.thinking.type, "thinking.type", _THINKING)
         if self.thinking.display is not None:
             check_allowed(self.thinking.display, "thinking.display", _DISPLAYS)
-        most = self.max_tokens or 1 << 30
-        check_range(self.thinking.budget_tokens, "thinking.budget_tokens", 1, most)
+        budget, most = self.thinking.budget_tokens, self.max_tokens
+        check_minimum(budget, "thinking.budget_tokens", 1)
+        if most is not None and budget is not None and budget > most:
+            raise invalid("thinking.budget_tokens", f"expected at most 'max_tokens' ({most}).")
 
     def _check_output(self) -> None:
         config = self.output_config or OutputConfig()

@@ -238,6 +238,10 @@ def test_count_tokens_generates_nothing() -> None:
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
         ({"thinking": {"type": "maybe"}}, "thinking.type"),
+        (
+            {"thinking": {"type": "enabled", "budget_tokens": 99}, "max_tokens": 98},
+            "'thinking.budget_tokens': expected at most 'max_tokens' (98).",
+        ),
         ({"thinking": {"type": "adaptive", "display": "all"}}, "thinking.display"),
         ({"output_config": {"effort": "immense"}}, "output_config.effort"),
         ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),
