@@ -27,7 +27,7 @@ _FULL = "The server has as many open connections as it allows."
 
 
 class Retirement:
-    """Whether another server accepts the connections of new clients, after an upgrade."""
+    """Whether clients should use new connections: after an upgrade, and while the server drains."""
 
     has_begun = False
 
@@ -42,7 +42,7 @@ class ConnectionBounds(NamedTuple):
     meter: ParsingMeter | None = None  # shared by all connections of a server
     max_per_network: int = 1 << 20
     probes: frozenset[bytes] = frozenset()
-    retirement: Retirement = Retirement()  # its own if the server can be upgraded
+    retirement: Retirement = Retirement()  # a server has its own
     linger_rate: LingerRate | None = None  # shared likewise
 
 

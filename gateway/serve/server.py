@@ -1,9 +1,10 @@
 """The server's lifecycle: listen, run the engines, and drain on a signal.
 
-SIGTERM drains: new requests get a 503, running ones may finish within `drain_seconds`. SIGINT, or
-a second signal of either kind, ends the running requests at once, each with an error. The listening
-socket closes after that, so that clients get a 503 meanwhile and not a refused connection. One
-more SIGINT ends the process immediately.
+SIGTERM drains: new requests get a 503, running ones may finish within `drain_seconds`, and
+responses say `connection: close`, so that retries reach another server. SIGINT, or a second signal
+of either kind, ends the running requests at once, each with an error. The listening socket closes
+after that, so that clients get a 503 meanwhile and not a refused connection. One more SIGINT ends
+the process immediately.
 
 If the engine fails because its workers cannot be restarted, `/health` and all requests get a 503
 for `FAILED_SECONDS`, and then the server ends with an error.
@@ -204,6 +205,7 @@ class Server:
             for task in (upgrading, restoring, batching):
                 task.cancel()  # unfinished lines run after the next start
             await asyncio.wait((upgrading, batching, restoring))
+            self._retire(server)
             await asyncio.gather(self._drain(signals), self._outlast_former())
             await self.service.store.held.close()
             accepting.cancel()
@@ -262,9 +264,7 @@ class Server:
         batching: "asyncio.Task[None]",
     ) -> None:
         """Serve what has begun, while the successor accepts connections, until all has ended."""
-        self.bounds.retirement.has_begun = True
-        for connection in list(server.server_state.connections):
-            connection.retire()  # type: ignore[union-attr] # they are all ours
+        self._retire(server)
         self.service.groups.changes.end()
         private_places = Places()
         private = await self._serve_privately(server, private_places)
@@ -277,6 +277,12 @@ class Server:
         await self.service.store.held.finished()
         await private_places.emptied()
         private.close()
+
+    def _retire(self, server: UvicornServer) -> None:
+        """Have clients send what comes next over new connections, which another server may get."""
+        self.bounds.retirement.has_begun = True
+        for connection in list(server.server_state.connections):
+            connection.retire()  # type: ignore[union-attr] # they are all ours
 
     async def _serve_privately(self, server: UvicornServer, places: Places) -> asyncio.Server:
         """Answer what the successor passes on of the streams that run here."""

@@ -151,7 +151,7 @@ class WebSocketConnection(asyncio.Protocol):
             self.close(GOING_AWAY, ENDING)
 
     def retire(self) -> None:
-        """Another server accepts connections now: close once nothing runs."""
+        """Clients should use new connections now: close once nothing runs."""
         self.shutdown()
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -266,7 +266,7 @@ class UpgradableConnection(Connection):
         super()._start_asgi_task(cycle, app)
 
     def retire(self) -> None:
-        """Another server accepts connections now. The next response that begins here tells the
+        """Clients should use new connections now. The next response that begins here tells the
         client to close; nothing is closed that could carry a request at this moment."""
         cycle = self._running
         if cycle is not None and not (cycle.response_started or self.pipeline):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import uvloop
 
-from gateway.serve.connection import ConnectionBounds
+from gateway.serve.connection import ConnectionBounds, Retirement
 from gateway.serve.server import Server, Signals, bind
 from gateway.store.database import StoreThread
 from tests.gateway.rig import Rig, Setting, build_rig
@@ -60,7 +60,7 @@ def listening(
                 service=rig.service,
                 runner=rig.runner,
                 drain_seconds=drain_seconds,
-                bounds=bounds or ConnectionBounds(),
+                bounds=(bounds or ConnectionBounds())._replace(retirement=Retirement()),
                 tls=tls,
             )
             with closing(rig.service.store):

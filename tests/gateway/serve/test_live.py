@@ -195,6 +195,30 @@ def test_a_drain_lets_running_answers_finish(live: Live) -> None:
     assert said == TEXT
 
 
+def test_while_it_drains_its_clients_are_told_to_use_other_connections() -> None:
+    def health(peer: socket.socket) -> bytes:
+        peer.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+        response = receive(peer)
+        while not response.endswith(b'{"status":"ok"}'):
+            part = receive(peer)
+            assert part, response
+            response += part
+        return response
+
+    with (
+        listening(Setting(texts=(LONG,), step=0.05)) as server,
+        server.connect() as running,
+        server.connect() as peer,
+    ):
+        running.sendall(a_request(stream=True))
+        receive(running)
+        assert b"connection: close" not in health(peer)
+        server.stop()
+        while b"connection: close" not in health(peer):
+            pass
+        assert receive(peer) == b""
+
+
 def test_a_port_in_use_is_rejected_in_one_line(live: Live) -> None:
     with pytest.raises(StartupError, match=f"cannot listen on 127.0.0.1:{live.port}"):
         bind("127.0.0.1", live.port)
