@@ -124,13 +124,13 @@ class ModelSettings:
         "auto",
         "model",
         "format of the model's tool calls: auto (detected in the chat template), none, hermes, "
-        "llama3, mistral, mistral-args, harmony, granite, phi4, gemma",
+        "llama3, mistral, mistral-args, harmony, granite, phi4, gemma, gemma4, qwen-xml, olmo3",
         "NAME",
     )
     reasoning_dialect: str = setting(
         "auto",
         "model",
-        "format of the model's reasoning: auto, none, think (<think>), mistral, harmony",
+        "format of the model's reasoning: auto, none, think (<think>), mistral, harmony, gemma4",
         "NAME",
     )
 

@@ -1,10 +1,13 @@
 import json
+import re
+from collections.abc import Mapping
 from dataclasses import FrozenInstanceError
 from math import inf
 from pathlib import Path
 
 import pytest
 
+from adapters.dialects.choosing import REASONING_MARKS, TOOL_STYLES
 from engine.control.admission import Admission
 from engine.errors import StartupError
 from gateway.options import Option
@@ -290,3 +293,11 @@ def test_a_wrong_duration_is_rejected(text: str) -> None:
     assert startup_error(itl_goal=text) == (
         f"--itl-goal must be a duration such as 50ms or 0.05s; 0 for none, not {text!r}"
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "known"), [("tool_dialect", TOOL_STYLES), ("reasoning_dialect", REASONING_MARKS)]
+)
+def test_the_help_names_every_dialect(name: str, known: Mapping[str, object]) -> None:
+    (shown,) = (option.declared.help for option in options() if option.name == name)
+    assert {*known, "auto", "none"} <= set(re.findall(r"[\w-]+", shown))
