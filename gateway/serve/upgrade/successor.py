@@ -23,6 +23,7 @@ from engine.errors import EngineError, StartupError
 from gateway.serve.upgrade import systemd
 from gateway.serve.upgrade.channel import Channel, private_listener
 from gateway.serve.upgrade.inherited import VARIABLE
+from gateway.settings.settings import options
 
 if TYPE_CHECKING:
     from gateway.serve.acceptor import Acceptor
@@ -49,6 +50,17 @@ def command_line(arguments: Sequence[str] | None) -> list[str]:
     if len(begin) == 2 and _is_script(Path(begin[1])):
         begin = [os.path.abspath(begin[1])]
     return [*begin, *(sys.argv[1:] if arguments is None else ("serve", *arguments))]
+
+
+def without_secrets(command: Sequence[str]) -> str:
+    """The command line as it may be logged."""
+    flags = {option.flag for option in options() if option.declared.is_secret}
+    shown: list[str] = []
+    for before, word in zip(("", *command), command, strict=False):
+        flag, has_value, _ = word.partition("=")
+        hidden = f"{flag}=…" if has_value and flag in flags else word
+        shown.append("…" if before in flags else hidden)
+    return " ".join(shown)
 
 
 def _is_script(path: Path) -> bool:
@@ -139,7 +151,7 @@ class Upgrades:
         self._is_upgrading = True
         successor = None
         command = command_line(arguments)
-        logger.info("upgrade: starting %s", " ".join(command))
+        logger.info("upgrade: starting %s", without_secrets(command))
         try:
             await self.store.database.share()
             successor = await Successor.start(command, listener)

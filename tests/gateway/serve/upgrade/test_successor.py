@@ -12,7 +12,7 @@ from engine.errors import StartupError
 from gateway.observe.kv_events import KVEventsConfig
 from gateway.serve.assemble import beside_former
 from gateway.serve.upgrade.channel import private_socket
-from gateway.serve.upgrade.successor import Successor, Upgrades
+from gateway.serve.upgrade.successor import Successor, Upgrades, without_secrets
 from gateway.settings.server import ObserveSettings
 from gateway.settings.settings import Settings
 
@@ -105,3 +105,9 @@ def test_two_servers_do_not_publish_the_events_of_two_caches_as_one() -> None:
     settings = Settings(observe=ObserveSettings(kv_events_config=events))
     with pytest.raises(StartupError, match="--kv-events-config cannot be upgraded"):
         beside_former(settings)
+
+
+def test_the_logged_command_has_no_api_keys() -> None:
+    flags = ["--api-key", "sk-1", "--port", "8000", "--admin-api-key=ops=sk-2", "--api-key=sk-3"]
+    shown = "podway serve --api-key … --port 8000 --admin-api-key=… --api-key=…"
+    assert without_secrets(["podway", "serve", *flags]) == shown
