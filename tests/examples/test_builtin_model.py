@@ -7,7 +7,8 @@ from tests.examples.running import run_module
 
 
 def test_training_writes_a_checkpoint_that_answers(tmp_path: Path) -> None:
-    run_module("builtin_model.train", "--out", tmp_path, "--steps", "2", "--threads", "1")
+    size = ("--steps", "2", "--batch-tokens", "256", "--threads", "1")
+    run_module("builtin_model.train", "--out", tmp_path, *size)
     worker = Worker.load(WorkerSettings(str(tmp_path)), lambda what, done, total: None)
     assert worker.report.architecture == "LlamaForCausalLM"
     assert load_chat_template(tmp_path) is not None

@@ -120,6 +120,7 @@ def run_alone(plan: Plan, one: WorkerRun, seconds: float) -> dict[str, Any]:
     flags += ["--context", str(one.context), "--prompt-lengths", one.prompts]
     flags += ["--attention", plan.attention]
     flags += ["--seconds", "0.2" if plan.device == "cpu" else "2", "--json", str(path)]
+    flags += ["--in-flight", "2"]
     if limits.exists():
         flags += ["--limits", str(limits)]
     path.unlink(missing_ok=True)

@@ -1,16 +1,23 @@
 import json
 from pathlib import Path
 
+import pytest
+
+from engine.worker.cpu.limits import Peak
 from tests.examples.benchmarks.published import RESULTS, read
-from tests.examples.running import run_module
+from tests.examples.running import run_here
 
 FILE = "experts/amd_zen5_1_thread.json"
 
 
-def test_experts_are_measured_beside_dense_linears(tmp_path: Path) -> None:
+def test_experts_are_measured_beside_dense_linears(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a read rate as of an earlier run: measuring it takes seconds."""
+    monkeypatch.setattr("engine.worker.cpu.limits.measure_read", lambda _: Peak(1e10, ""))
     file = tmp_path / "figures.json"
     load = ("--formats", "int8", "--rows", "1", "9", "--hidden", "64", "--inner", "32")
-    shown = run_module("benchmarks.layers.expert_speed", *load, "--rounds", "2", "--json", file)
+    shown = run_here("benchmarks.layers.expert_speed", *load, "--rounds", "2", "--json", file)
     assert shown.count("× dense") == 2
     rows = json.loads(file.read_text())["by_format_and_rows"]["int8"]
     assert rows["1"]["experts_used"] == 8 < rows["9"]["experts_used"] <= 64

@@ -1,25 +1,27 @@
 import json
 from pathlib import Path
 
-from examples.benchmarks.attacks import report
+import pytest
+
+from examples.benchmarks.attacks import catalog, report
 from tests.examples.running import run_here, run_module
 
 
 def test_texts_are_unchanged_when_workers_are_killed() -> None:
-    """Each kill waits for a restarted worker; every text is compared with its own reference."""
-    load = ("--kills", "2", "--streams", "6", "--bodies", "6")
+    """Every text is compared with its own reference."""
+    load = ("--kills", "1", "--streams", "4", "--bodies", "4")
     shown = run_module("benchmarks.server.kill_workers", *load)
-    assert "| workers killed | 2" in shown
+    assert "| workers killed | 1" in shown
     assert "| failed or different | 0 |" in shown
 
 
 def test_answers_are_unchanged_while_everything_fails(tmp_path: Path) -> None:
     """It fails by itself if an answer differs or is missing, or anything is left."""
-    load = ("--hours", "0.01", "--rate", "2", "--every", "1.5", "--out", tmp_path)
+    load = ("--hours", "0.005", "--rate", "2", "--every", "0.4", "--out", tmp_path)
     assert "0 different or lost" in run_module("benchmarks.server.chaos", *load)
     found = json.loads((tmp_path / "chaos.json").read_text())
     assert found["faults"]["worker killed"] >= 1
-    assert sum(found["tally"]["answers"].values()) > 20
+    assert sum(found["tally"]["answers"].values()) > 10
 
 
 def test_lookahead_is_measured_off_and_on(tmp_path: Path) -> None:
@@ -30,7 +32,7 @@ def test_lookahead_is_measured_off_and_on(tmp_path: Path) -> None:
 
 
 def test_streams_are_measured_beside_an_attack(tmp_path: Path) -> None:
-    names = ("equal prompts, retried", "rejected requests", "100 images")
+    names = ("rejected requests", "100 images")
     load = ("--rounds", "1", "--seconds", "1", "--streams", "2", "--only", *names)
     head = report.table_head(report.COLUMNS)
     (tmp_path / "README.md").write_text(f"# Attacks\n\n{head}\n| b |\n\n| another |\n")
@@ -42,8 +44,7 @@ def test_streams_are_measured_beside_an_attack(tmp_path: Path) -> None:
         assert result["undisturbed"][0]["chunks"] > 0
         assert result["undisturbed"][0]["ttft"]["p90"] > 0
         assert result["failures"] == []
-    for name in names[1:]:
-        assert found[name]["outcomes"].keys() - {"cancelled at the end"} == {"400"}
+        assert result["outcomes"].keys() - {"cancelled at the end"} == {"400"}
     page = (tmp_path / "README.md").read_text()
     assert all(name in page for name in names)
     assert "| b |" not in page
@@ -51,7 +52,7 @@ def test_streams_are_measured_beside_an_attack(tmp_path: Path) -> None:
 
 
 def test_prompts_are_measured_with_and_without_a_bound(tmp_path: Path) -> None:
-    load = ("--rounds", "1", "--streams", "2", "--tokens", "1500", "--factors", "0", "2")
+    load = ("--rounds", "1", "--streams", "2", "--tokens", "600", "--factors", "0", "2")
     shown = run_here("benchmarks.server.prefill_slowdown", *load, "--out", tmp_path)
     assert "| 0 | " in shown
     assert "(1.00 x)" in shown
@@ -59,7 +60,14 @@ def test_prompts_are_measured_with_and_without_a_bound(tmp_path: Path) -> None:
     assert [len(rounds) for rounds in found.values()] == [1, 1]
 
 
-def test_memory_is_measured_under_rejected_requests(tmp_path: Path) -> None:
-    run_module("benchmarks.attacks.memory", "--requests", "100", "--texts", "10", "--out", tmp_path)
+def test_memory_is_measured_under_rejected_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(catalog, "TRAILER_BYTES", 1 << 20)
+    monkeypatch.setattr(catalog, "LONG_TEXT", catalog.LONG_TEXT[: 1 << 18])
+    load = ("--requests", "100", "--texts", "10", "--out", tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        run_here("benchmarks.attacks.memory", *load)
+    assert not ended.value.code
     found = json.loads((tmp_path / "memory.json").read_text())
     assert [len(sizes) for sizes in found.values()] == [10, 10, 10]

@@ -8,9 +8,9 @@ from examples.benchmarks.server.lone_stream import measure, page
 pytestmark = pytest.mark.process
 
 
-def test_a_token_contains_a_step_and_a_gap() -> None:
+def test_a_token_contains_a_step_and_a_gap(reads: PlainReads) -> None:
     options = argparse.Namespace(checkpoint="builtin", rounds=1, tokens=24)
-    found = measure(options, "int8", PlainReads(1), 1 << 20)
+    found = measure(options, "int8", reads, 1 << 20)
     assert found["weight_bytes"] == 1 << 20
     assert found["read"] > 0
     assert found["step"] > 0

@@ -10,7 +10,7 @@ from gateway.commands.offline_bench.roofline import WeightSizes, Work
 from tests.models.checkpoints import make_checkpoint
 
 
-def test_kernels_of_decodes_and_prompts_are_timed(tmp_path: Path) -> None:
+def test_kernels_of_decodes_and_prompts_are_timed(tmp_path: Path, reads: PlainReads) -> None:
     # Widths that no format pads.
     widths: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128}
     directory = make_checkpoint(tmp_path, max_position_embeddings=256, **widths)
@@ -18,7 +18,6 @@ def test_kernels_of_decodes_and_prompts_are_timed(tmp_path: Path) -> None:
     sizes = WeightSizes.of(config)
     steps = step_kernels.KnownSteps(decode_step.load(str(directory), "int8", 2), sizes)
     layers, hidden = config["num_hidden_layers"], config["hidden_size"]
-    reads = PlainReads(1)
     for work in (Work(2, 1, 160), Work(1, 40, 40)):
         found = step_kernels.measure(steps, work, reads, 0.0)
         assert found["repeats"] == step_kernels.MIN_REPEATS
@@ -38,13 +37,13 @@ def test_kernels_of_decodes_and_prompts_are_timed(tmp_path: Path) -> None:
     [("qwen3_5", "delta rule", 4 * 2 * 8 * 8), ("granite_hybrid", "mamba scan", 3 * 8 * 16 * 8)],
 )
 def test_kernels_of_recurrent_layers_are_timed(
-    tmp_path: Path, variant: str, scan: str, states: int
+    tmp_path: Path, reads: PlainReads, variant: str, scan: str, states: int
 ) -> None:
     directory = make_checkpoint(tmp_path, variant, max_position_embeddings=256)
     sizes = WeightSizes.of(read_config(directory))
     steps = step_kernels.KnownSteps(decode_step.load(str(directory), "int8", 2), sizes)
     for work in (Work(2, 1, 160), Work(1, 40, 40)):
-        found = step_kernels.measure(steps, work, PlainReads(1), 0.0)
+        found = step_kernels.measure(steps, work, reads, 0.0)
         kernels = {each["name"]: each for each in found["kernels"]}
         assert kernels[scan]["calls"] == kernels["convolution"]["calls"] > 0
         assert kernels[scan]["attended"]["bytes"] == 2 * 4 * work.num_requests * states
