@@ -14,7 +14,8 @@ def test_the_page_shows_the_figures_of_its_runs() -> None:
 def test_what_is_retained_for_an_agent_is_there_after_its_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(retention, "RATE", 2.0)
+    for name, value in {"RATE": 2.0, "WAIT": 150.0, "NUM_SLOTS": 200_000}.items():
+        monkeypatch.setattr(retention, name, value)
     without, with_time = run(2, 0.0), run(2, 3600.0)
     assert without["second turn cached"] == 0.0
     assert with_time["second turn cached"] > 0.9
