@@ -14,15 +14,20 @@ MAX_REGISTERS = 168  # of a thread: three thread blocks of 128 threads on a mult
 
 
 @pytest.mark.process
-def test_all_kernels_compile_for_hopper_without_spilling_registers(tmp_path: Path) -> None:
+def test_all_kernels_compile_for_hopper_without_spilling_registers(
+    tmp_path: Path, pytestconfig: pytest.Config
+) -> None:
+    """Triton keeps what it has compiled, by its source: only changed kernels take long."""
     pytest.importorskip("triton", reason="triton is not installed")
     path = tmp_path / "kernels.json"
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    assert pytestconfig.cache is not None
+    kept = str(pytestconfig.cache.mkdir("triton"))
     command = [sys.executable, "-m", "examples.benchmarks.gpu.compile_kernels", "--json", str(path)]
     ended = subprocess.run(
         command,
         cwd=ROOT,
-        env=environment | {"TRITON_CACHE_DIR": str(tmp_path / "cache")},
+        env=environment | {"TRITON_CACHE_DIR": kept},
         capture_output=True,
         text=True,
     )
