@@ -99,11 +99,11 @@ def parsed(style: str, text: str, tools: dict[str, Any]) -> list[tuple[str, Any]
 
 @pytest.mark.parametrize("style", STYLES)
 def test_a_forced_call_of_a_random_model_matches_the_schema(style: str) -> None:
-    rng = random.Random(style)
+    rng = random.Random(f"{style}1")
     grammar = grammar_of(style, ToolCallGrammar({"f": TOOL, "none": {}}, True, 1))
     seen: set[str] = set()
     wanted = {"f", "none", *TOOL["properties"]}
-    while seen != wanted:  # at most 35 calls with this seed
+    while seen != wanted:  # at most 27 calls with these seeds
         ((name, arguments),) = parsed(style, random_output(grammar, rng), {"f": TOOL, "none": None})
         jsonschema.validate(arguments, TOOL if name == "f" else {"maxProperties": 0})
         seen |= {name, *arguments}

@@ -33,24 +33,6 @@ async def status_of(session: aiohttp.ClientSession, url: str) -> int:
         return response.status
 
 
-async def test_a_worker_that_is_killed_while_idle_is_restarted_any_number_of_times(
-    tmp_path: Path,
-) -> None:
-    with start_server(tmp_path, "--max-restarts", "1") as server:
-        url = read_url(server)
-        async with aiohttp.ClientSession() as session:
-            before = await streamed_text(session, url, SHORT)
-            for _ in range(2):
-                os.kill(worker_of(server), signal.SIGKILL)
-                headers = await until_ready(session, url, 503)
-                assert int(headers["retry-after"]) >= 1
-                await until_ready(session, url, 200)
-            assert await streamed_text(session, url, SHORT) == before
-            assert await status_of(session, f"{url}/health") == 200
-        server.send_signal(signal.SIGTERM)
-        assert server.wait(60) == 0
-
-
 async def test_a_server_without_workers_reports_it_and_then_ends_with_an_error(
     tmp_path: Path,
 ) -> None:

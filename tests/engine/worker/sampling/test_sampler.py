@@ -281,7 +281,7 @@ def test_other_rows_and_batch_order_change_no_token(operators: SamplingOperators
 GRID = 500
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=12)
 @given(
     logits=hnp.arrays(np.float32, st.integers(1, 900), elements=st.integers(-40, 40)),
     divisor=st.sampled_from([1.0, 3.7, 11.3]),

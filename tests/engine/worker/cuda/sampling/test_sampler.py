@@ -77,7 +77,7 @@ def told(sampled: SampledBatch) -> dict[int, tuple[str, bool]]:
     return {row: (str(fault), fault.is_caller_error) for row, fault in sampled.faults}
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=40)
 @given(
     asked=st.lists(st.tuples(specs, masks), min_size=1, max_size=7),
     seed=st.integers(0, 999),
