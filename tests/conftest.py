@@ -22,16 +22,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # No process compiles what another has compiled: rewriting the assertions of all tests took each of
 # pytest's a third of its start, and the tests start hundreds.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-import torch
 
 from engine.files import source_digest
-from engine.worker.weights.source import Weights
 
 sys.dont_write_bytecode = False
 settings.register_profile("podway", deadline=None)  # no test asserts a time
 settings.load_profile("podway")
-if not torch.cuda.is_available():  # before any Triton kernel is imported
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 TESTS = Path(__file__).parent
 TIERS = {  # path below tests/ -> its marker; `--tiers none`, as in `make test`, leaves them out
     "survival": "process",
@@ -65,9 +61,15 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Iterator[None]:
+def pytest_collection(session: pytest.Session) -> Iterator[None]:
     """Collect tests without collecting garbage, and leave out of later collections what was
-    imported: walking it took half a second each time."""
+    imported: walking it took half a second each time. The process that only starts others does not
+    import torch, which takes three seconds."""
+    if not session.config.pluginmanager.hasplugin("dsession"):
+        import torch
+
+        if not torch.cuda.is_available():  # before any Triton kernel is imported
+            os.environ.setdefault("TRITON_INTERPRET", "1")
     gc.disable()
     try:
         return (yield)
@@ -124,7 +126,7 @@ def _quick_loads() -> Iterator[None]:
     reading the sources for their digest a tenth: it is done once. Workers in processes of their
     own do both, and so do `test_mappings.py` and `test_packed_cache.py`."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Weights, "drop_pages", lambda _: None)
+        patch.setattr("engine.worker.weights.source.Weights.drop_pages", lambda _: None)
         for module in ("cpu.linears.packed_store", "weights.checkpoint"):
             patch.setattr(f"engine.worker.{module}.source_digest", cache(source_digest))
         yield
@@ -132,7 +134,11 @@ def _quick_loads() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def server_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """`podway serve` in a process of its own; it must drain and exit with 0 in the end."""
+    """`podway serve` in a process of its own; it must drain and exit with 0 in the end. Tests that
+    run in a process of another test share the server of that one."""
+    if shared := os.environ.get("SERVER_URL"):
+        yield shared
+        return
     with start_server(tmp_path_factory.mktemp("server")) as child:
         yield read_url(child)
         child.send_signal(signal.SIGTERM)

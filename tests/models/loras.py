@@ -6,7 +6,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import peft
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -28,6 +27,8 @@ def adapted_model(
 
 def adapted(model: Any, seed: int = 1, **config: Any) -> Any:
     """PEFT's model over one of transformers; factors of LoRAs are random."""
+    import peft  # three seconds, which processes that make no adapter do not need
+
     fields: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": ALL} | config
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # from transformers to PEFT
