@@ -44,7 +44,7 @@ def test_llama_index_chats_and_completes(server_url: str) -> None:
 
 
 @pytest.mark.parametrize("major", [1, 2])
-def test_older_versions_of_openai_pass_the_tests_of_the_newest(major: int) -> None:
+def test_older_versions_of_openai_pass_the_tests_of_the_newest(major: int, server_url: str) -> None:
     """Those of decisions aside, which they do not know."""
     older = CLIENTS.resolve() / f"openai-{major}"
     if not older.exists():
@@ -52,6 +52,6 @@ def test_older_versions_of_openai_pass_the_tests_of_the_newest(major: int) -> No
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider"]
     command += ["-k", "not decisions", str(HERE / "test_openai_python.py")]
     path = os.pathsep.join([str(older), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environ = {**os.environ, "PYTHONPATH": path}
+    environ = {**os.environ, "PYTHONPATH": path, "SERVER_URL": server_url}
     ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=600)
     assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-1000:]
