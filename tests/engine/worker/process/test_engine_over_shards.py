@@ -26,7 +26,7 @@ from tests.engine.worker.process.fleet import Fleet, FleetExecutor, fleet
 from tests.models.checkpoints import make_checkpoint
 from tests.models.drafts import a_drafter
 
-COUNT = 8
+COUNT = 6
 
 
 class EventCounts(Observer):
