@@ -43,7 +43,7 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, with_pip=False, symlinks=True)
     python = folder / "bin" / "python"
-    install = ["install", "--no-deps", "--no-index", str(wheel)]
+    install = ["install", "--no-deps", "--no-compile", "--no-index", str(wheel)]
     subprocess.run(
         [sys.executable, "-m", "pip", "--python", str(python), *install],
         check=True,
