@@ -134,44 +134,35 @@ pinned = true
 model = "builtin"
 [models.unused]
 model = "builtin"
+disk_kv = "kv"
 """
 
 
-async def test_a_new_server_loads_the_models_that_were_loaded(tmp_path: Path) -> None:
+async def test_the_new_server_loads_what_was_loaded_and_the_old_one_a_model_whose_disk_tier_it_has(
+    tmp_path: Path,
+) -> None:
     file = tmp_path / "models.toml"
     file.write_text(MODELS)
-    kept = ("--config", str(file), "--threads", "1", "--kv-slots", "4096")
-    with start_server(tmp_path, *FLAGS, *kept) as server:
-        url = await asyncio.to_thread(read_url, server)
-        body = {"model": "used", "prompt": "Once", "max_tokens": 1}
-        completions = f"{url}/v1/completions"
-        async with aiohttp.ClientSession() as old, old.post(completions, json=body) as reply:
-            assert reply.status == 200
-        assert await upgrade(server) == (0, taken(server))
-        async with aiohttp.ClientSession() as new, new.get(f"{url}/v1/models") as reply:
-            status = {each["id"]: each["status"]["value"] for each in (await reply.json())["data"]}
-        assert status == {"builtin": "loaded", "used": "loaded", "unused": "unloaded"}
-        server.send_signal(signal.SIGTERM)
-        assert await asyncio.to_thread(server.wait, 60) == 0
-
-
-async def test_the_old_server_loads_a_model_whose_disk_tier_the_new_one_has(tmp_path: Path) -> None:
-    file = tmp_path / "models.toml"
-    file.write_text(MODELS + 'disk_kv = "kv"\n')
     kept = ("--config", str(file), "--threads", "1", "--kv-slots", "4096", "--body-seconds", "600")
     asked = {"model": "unused", "prompt": "Once", "max_tokens": 8, "temperature": 0}
     body = json.dumps(asked)
     with start_server(tmp_path, *FLAGS, *kept) as server:
         url = await asyncio.to_thread(read_url, server)
+        completions = f"{url}/v1/completions"
         reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
         head = f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: {len(body)}"
         writer.write(f"{head}\r\n\r\n{body[:-1]}".encode())
-        async with aiohttp.ClientSession() as session, session.get(f"{url}/ready") as ready:
-            assert ready.status == 200  # the request is in the old server
+        used = {**asked, "model": "used"}
+        async with aiohttp.ClientSession() as old, old.post(completions, json=used) as reply:
+            assert reply.status == 200  # the other request is in the old server, too
         assert await upgrade(server) == (0, taken(server))
-        completions = f"{url}/v1/completions"
-        async with aiohttp.ClientSession() as new, new.post(completions, json=asked) as reply:
-            expected = (await reply.json())["choices"]
+        async with aiohttp.ClientSession() as new:
+            async with new.get(f"{url}/v1/models") as reply:
+                models = (await reply.json())["data"]
+            status = {each["id"]: each["status"]["value"] for each in models}
+            assert status == {"builtin": "loaded", "used": "loaded", "unused": "unloaded"}
+            async with new.post(completions, json=asked) as reply:
+                expected = (await reply.json())["choices"]
         writer.write(body[-1:].encode())
         assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
         answer = await reader.read()
