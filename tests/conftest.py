@@ -134,11 +134,7 @@ def _quick_loads() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def server_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """`podway serve` in a process of its own; it must drain and exit with 0 in the end. Tests that
-    run in a process of another test share the server of that one."""
-    if shared := os.environ.get("SERVER_URL"):
-        yield shared
-        return
+    """`podway serve` in a process of its own; it must drain and exit with 0 in the end."""
     with start_server(tmp_path_factory.mktemp("server")) as child:
         yield read_url(child)
         child.send_signal(signal.SIGTERM)

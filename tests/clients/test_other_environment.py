@@ -50,6 +50,7 @@ def test_older_versions_of_openai_pass_the_tests_of_the_newest(major: int, serve
     if not older.exists():
         pytest.skip("the clients are not installed: make clients")
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider"]
+    command += ["--noconftest", "-p", "tests.clients.shared_server"]
     command += ["-k", "not decisions", str(HERE / "test_openai_python.py")]
     path = os.pathsep.join([str(older), *filter(None, [os.environ.get("PYTHONPATH")])])
     environ = {**os.environ, "PYTHONPATH": path, "SERVER_URL": server_url}

@@ -15,5 +15,6 @@ def test_training_writes_a_checkpoint_that_answers(tmp_path: Path) -> None:
 
 
 def test_the_built_in_model_is_evaluated_through_a_server(server_url: str) -> None:
-    shown = run_module("builtin_model.evaluate", "--url", server_url, "--each", "1")
+    size = ("--each", "1", "--max-tokens", "16")
+    shown = run_module("builtin_model.evaluate", "--url", server_url, *size)
     assert "overall" in shown

@@ -21,7 +21,7 @@ from tests.inline import play
 from tests.models.checkpoints import make_checkpoint, make_model
 
 VOCAB = 97
-COUNT = 4000
+COUNT = 2000
 PROMPT = (5, 17, 17, 60, 3, 44, 5, 5)
 
 Doubles = NDArray[np.float64]
