@@ -5,13 +5,10 @@ import aiohttp
 
 from tests.serving.client import (
     Json,
-    metrics,
     pause,
     raw_post,
-    stream,
     streamed_text,
     until_idle,
-    whole,
 )
 
 PATH = "path=/v1/completions"
@@ -50,43 +47,3 @@ async def test_a_hundred_clients_disconnect_at_random_times(server_url: str) -> 
         assert after["podway_orphan_blocks"] == 0
         assert after["podway_kv_slots/state=held/tier=device"] == 0
         assert await streamed_text(session, server_url, {"prompt": "Hello", "max_tokens": 4})
-
-
-async def test_a_client_that_reads_a_byte_per_second_delays_no_other(server_url: str) -> None:
-    async with aiohttp.ClientSession() as session:
-        reader, writer = await raw_post(server_url, LONG | {"stream": True})
-        assert await reader.read(1)
-        texts = await asyncio.gather(
-            *(
-                streamed_text(session, server_url, LONG | {"max_tokens": 100, "seed": seed})
-                for seed in range(8)
-            )
-        )
-        assert all(texts)
-        assert await reader.read(1), "the slow reader was cut off"
-        writer.transport.abort()
-        assert (await until_idle(session, server_url))["podway_orphan_blocks"] == 0
-
-
-async def test_a_long_prompt_does_not_stop_other_streams(server_url: str) -> None:
-    async with aiohttp.ClientSession() as session:
-        order: list[str] = []
-        is_streaming = asyncio.Event()
-
-        async def short() -> None:
-            async for _ in stream(session, server_url, LONG | {"max_tokens": 400}):
-                order.append("short")
-                is_streaming.set()
-
-        async def long() -> None:
-            await is_streaming.wait()
-            order.append("long arrives")
-            body: Json = {"prompt": [17] * 8_000, "max_tokens": 1}
-            await whole(session, server_url, "/v1/completions", body)
-            order.append("long answered")
-
-        await asyncio.gather(short(), long())
-        during = order[order.index("long arrives") : order.index("long answered")]
-        assert during.count("short") >= 5
-        counts = await metrics(session, server_url)
-        assert counts["podway_loop_lag_seconds_count"] > 0
