@@ -12,8 +12,8 @@ ones. In a plane each lane has words of 32 bits with the bits of 32 / (bits of t
 Several tiles read a piece of a panel that one of them would unpack as often: it is unpacked for
 them once, to a run of groups with
 
-    scales float32, [minus minimums float32], steps in 32 bits of as many inputs as one instruction
-    multiplies
+    scales float32, [minus minimums float32], signed weights (`step - middle`) in 32 bits of as
+    many inputs as one instruction multiplies
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, import-untyped"
@@ -35,7 +35,15 @@ from engine.worker.cpu.kernels.linears.tile_formats import (
     add_fields,
     add_int16_pairs,
 )
-from engine.worker.cpu.kernels.vectors import FLOATS, INT32S, LANES, call, pointer
+from engine.worker.cpu.kernels.vectors import (
+    FLOATS,
+    INT32S,
+    LANES,
+    LINE,
+    call,
+    pointer,
+    prefetch,
+)
 from engine.worker.weights.formats.grouped import GroupLayout
 
 WORD = 32  # bits of a lane
@@ -245,11 +253,27 @@ class UnpackedGroups(NamedTuple):
             first = plus(builder, target, part, size)
             for number, vectors in enumerate(packed.vectors(source, part)):
                 for v, vector in enumerate(vectors):
-                    self._store(first, self.first_step + number * VECTORS + v, vector)
+                    at = self.first_step + number * VECTORS + v
+                    self._store(first, at, self._signed(vector))
+
+    def _signed(self, steps):
+        layout, lane = self.panel.layout, WORD // self.steps.inputs
+        if layout.has_offsets or not layout.middle:
+            return steps
+        fields = ir.VectorType(ir.IntType(lane), LANES * self.steps.inputs)
+        middle = ir.Constant(fields, [layout.middle] * fields.count)
+        builder = self.builder
+        return builder.bitcast(builder.sub(builder.bitcast(steps, fields), middle), INT32S)
 
     def _store(self, place, number, vector):
         at = plus(self.builder, place, number * VECTOR_BYTES)
         self.builder.store(vector, pointer(self.builder, at, vector.type), align=4)
+
+
+def prefetch_group(builder, panel, ahead):
+    """Prefetch a group's share of a block: a line left out would stall every block."""
+    for line in range(0, panel.block_bytes // panel.layout.groups, LINE):
+        prefetch(builder, plus(builder, ahead, line))
 
 
 def load_vector(builder, address, number, kind):

@@ -2,8 +2,8 @@
 
 For each group a row of x holds the sum of the group's inputs and then the inputs. Without minimums
 the sum is an int32, multiplied by `-middle`, at which the sums of a group start: so steps are
-multiplied as unsigned numbers. With minimums the sum is a float32, which is multiplied by the
-group's minimum.
+multiplied as unsigned numbers. Weights that were unpacked first are signed. With minimums the sum
+is a float32, which is multiplied by the group's minimum.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, import-untyped"
@@ -13,6 +13,7 @@ from llvmlite import ir
 from numba.core import cgutils
 
 from engine.worker.cpu.intrinsics import FLOAT, INT32, int64
+from engine.worker.cpu.kernels.linears.avx2_groups import build_avx2_rows, suits_avx2
 from engine.worker.cpu.kernels.linears.grouped_panels import (
     INT16_STEPS,
     SUM_BYTES,
@@ -21,6 +22,7 @@ from engine.worker.cpu.kernels.linears.grouped_panels import (
     UnpackedGroups,
     each_part,
     plus,
+    prefetch_group,
 )
 from engine.worker.cpu.kernels.linears.packed_tiles import (
     INT8,
@@ -41,7 +43,6 @@ from engine.worker.cpu.kernels.vectors import (
     broadcast,
     fma,
     pointer,
-    prefetch,
 )
 
 DEPTH = 1024  # so many products along k are added up at once
@@ -58,7 +59,7 @@ def min_tiles(layout):
     """For so many tiles at least weights are unpacked first.
 
     On a core of Zen 3 int4 in L1 made 119 GOP/s with 4 rows that unpack in registers, q6_k 79.
-    Unpacked first, both made less than 93 with 4 rows, and 132 and 116 with 48.
+    Unpacked first, both made less than 93 with 4 rows, and at least 132 and 116 with 48.
     """
     return 3 if layout.bits in (4, 8) and not layout.codes else 2
 
@@ -78,7 +79,8 @@ def make_grouped_tile(layout, steps):
         with builder.if_else(builder.icmp_signed(">=", tile.rows, least)) as (many, few):
             with many:
                 unpacked, rows = _unpack(builder, panel, steps, name, tile), max_rows(steps)
-                build_rows = _build_rows(UnpackedGroups, panel, steps)
+                build = build_avx2_rows if suits_avx2(layout) else _build
+                build_rows = _build_rows(UnpackedGroups, panel, steps, build)
                 numbers = range(UNPACKED_ROWS, rows + 1)
                 call_tile(builder, f"{name}_unpacked", numbers, build_rows, unpacked)
             with few:
@@ -88,9 +90,13 @@ def make_grouped_tile(layout, steps):
     return make_intrinsic(build)
 
 
-def _build_rows(groups, panel, steps):
+def _build(builder, groups, tile, rows):
+    _Tile(groups, tile, rows).build()
+
+
+def _build_rows(groups, panel, steps, build=_build):
     def build_rows(builder, tile, rows):
-        _Tile(groups(builder, panel, steps), tile, rows).build()
+        build(builder, groups(builder, panel, steps), tile, rows)
 
     return build_rows
 
@@ -156,18 +162,13 @@ class _Tile:
         ahead_step = builder.udiv(tile.ahead_step, int64(self.layout.groups))
         with _each_group(builder, self.layout, tile.groups) as numbers:
             group = numbers[-1]
-            self._prefetch(plus(builder, tile.ahead, group, ahead_step))
+            prefetch_group(builder, self.source.panel, plus(builder, tile.ahead, group, ahead_step))
             lines = [plus(builder, line, group, x_bytes) for line in self.lines]
             self._add_group(self.source.place(tile.w, *numbers), lines)
         for m, row in enumerate(self.totals):
             for v, one in enumerate(row):
                 target = plus(builder, tile.sums, (m * WIDTH + v * LANES) * 4)
                 builder.store(builder.load(one), pointer(builder, target, FLOATS), align=4)
-
-    def _prefetch(self, ahead):
-        """Prefetch a group's share of a block: a line left out would stall every block."""
-        for line in range(0, self.source.panel.block_bytes // self.layout.groups, LINE):
-            prefetch(self.builder, plus(self.builder, ahead, line))
 
     def _add_group(self, place, lines):
         """Add one group to the totals of all rows."""
@@ -190,9 +191,10 @@ class _Tile:
         return broadcast(builder, builder.load(pointer(builder, line, kind), align=4))
 
     def _start_sums(self, lines):
+        zero = ir.Constant(INT32S, [0] * LANES)
+        are_signed = isinstance(self.source, UnpackedGroups) or self.layout.has_offsets
         for line, row in zip(lines, self.sums, strict=True):
-            zero = ir.Constant(INT32S, [0] * LANES)
-            start = zero if self.layout.has_offsets else self._load_sum(line, INT32)
+            start = zero if are_signed else self._load_sum(line, INT32)
             for one in row:
                 self.builder.store(start, one)
 

@@ -29,15 +29,21 @@ from engine.worker.cpu.kernels.linears.tile_formats import (
     AMX_ROWS,
     HAS_AMX,
     HAS_BFLOAT16,
+    HAS_VNNI,
     MAX_ROWS,
 )
 from engine.worker.cpu.kernels.linears.tile_formats import BFLOAT16 as BFLOAT16_FORMAT
 from engine.worker.cpu.kernels.linears.tile_outputs import add_float_sums
-from engine.worker.cpu.kernels.vectors import make_prefetch
+from engine.worker.cpu.kernels.vectors import INSTRUCTIONS, make_prefetch
 from engine.worker.cpu.operands import make_reader, operands
 
-# Rows of x that are multiplied by weights while these are in cache: some tiles of every kind.
-ROWS_AT_ONCE = 96 if HAS_AMX else 48
+# Rows of x that are multiplied by weights while these are in cache: some tiles of every kind. With
+# AVX2 alone weights in groups are unpacked once for them. The time of int4 on Zen 3, 1 for 48:
+#     at once    64 rows    128    192    512
+#         96      0.966   0.988  0.986  0.988
+#        144      0.971   0.978  0.999  0.985
+#        192      0.964   0.971  0.986  0.983, but int8 1.008 of its time
+ROWS_AT_ONCE = 96 if HAS_AMX or (INSTRUCTIONS == "AVX2" and not HAS_VNNI) else 48
 FLOAT_DEPTH = 512  # so many products along k are added up in registers
 BFLOAT16_DEPTH = 1024 if HAS_BFLOAT16 else FLOAT_DEPTH  # the same bytes of x, or the same bits
 # How far ahead of its loads a single tile prefetches. A whole piece ahead (64 KiB of float32) was
