@@ -63,7 +63,7 @@ class ProjectorTensors:
 
     @property
     def formats(self) -> Set[str]:
-        """Those of its quantized linears."""
+        """The formats of its quantized linears."""
         return {each.format for each in self.sources.values() if each.format is not None}
 
     @property

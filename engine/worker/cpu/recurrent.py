@@ -19,6 +19,8 @@ from engine.worker.ports import (
     ThreadPool,
 )
 
+OPERANDS = {"norm": "outputs", "skip": "outputs"}  # the others have the names of the weights
+
 
 class NativeConvolution:
     """A kernel of the causal convolution of each channel; alone it is LFM2's, with its gates."""
@@ -27,7 +29,9 @@ class NativeConvolution:
         named = {each.name: getattr(weights, each.name) for each in fields(weights)}
         shape, eps = named.pop("shape"), named.pop("eps", 0.0)
         named["conv"] = named["conv"].t()
-        self._tensors = {name: each.float().contiguous() for name, each in named.items()}
+        self._tensors = {
+            OPERANDS.get(name, name): each.float().contiguous() for name, each in named.items()
+        }
         self._operands = recurrence.ScanOperands(
             **{name: each.data_ptr() for name, each in self._tensors.items()},
             eps=eps,

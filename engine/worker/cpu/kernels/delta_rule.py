@@ -154,7 +154,7 @@ def delta_norm(operands, chunk, thread):
     """The norm of each head's outputs, times the gate, for a run of rows."""
     a = scan_operands(operands)
     values, eps = a.value_dim, np.float32(a.eps)
-    weight = float32s(a.norm, values)
+    weight = float32s(a.outputs, values)
     for row in range(chunk * a.rows_per_chunk, min(a.rows, (chunk + 1) * a.rows_per_chunk)):
         for head in range(a.heads):
             out = float32s(_output(a, row, head), values)

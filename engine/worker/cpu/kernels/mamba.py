@@ -45,7 +45,7 @@ def _values(a, row, head, column, width):
 def _write(a, row, head, column, width, output):
     """The outputs of columns of a head, with `output` of its state."""
     place = head * a.value_dim + column
-    x, skip = _values(a, row, head, column, width), float32s(a.skip, a.heads)[head]
+    x, skip = _values(a, row, head, column, width), float32s(a.outputs, a.heads)[head]
     z = float32s(a.y + (row * a.y_stride + a.channels + place) * BYTES, width)
     out = float32s(a.out + (row * a.heads * a.value_dim + place) * BYTES, width)
     for j in range(width):

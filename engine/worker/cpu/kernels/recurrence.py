@@ -39,9 +39,8 @@ class ScanOperands(ctypes.Structure):
     conv_bias: int  # [channels]; 0 if there is none
     decay_rate: int  # [heads]
     decay_bias: int
-    norm: int  # [value_dim], of a DeltaNet
     eps: float
-    skip: int  # [heads], of a Mamba
+    outputs: int  # weights of the outputs: a DeltaNet's norm [value_dim], a Mamba's skip [heads]
     inputs: int  # [slots, kernel - 1, channels]
     matrices: int  # [slots, heads, key_dim, value_dim]
     runs: int
