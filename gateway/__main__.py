@@ -7,6 +7,8 @@ command runs. Every error that ends a command becomes one line and an exit code 
 import argparse
 import importlib
 import logging
+import os
+import select
 import sys
 from collections.abc import Callable
 from typing import cast
@@ -17,6 +19,8 @@ from gateway.settings.flags import Parser
 
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
+STDOUT = 1
+EXIT_UNREAD = 141  # as of a program that SIGPIPE ends
 
 
 def main() -> None:
@@ -32,9 +36,21 @@ def run(argv: list[str]) -> int:
         sys.stderr.write(f"podway: {error}\n")
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except Exception:
+    except Exception as error:
+        if isinstance(error, BrokenPipeError) and _is_unread():
+            return EXIT_UNREAD
         logging.getLogger("podway").exception("podway ended because of a bug")
     return EXIT_FAILED
+
+
+def _is_unread() -> bool:
+    """Whether what reads the output has ended, as `head` does; then the rest is thrown away."""
+    output = select.poll()
+    output.register(STDOUT, 0)
+    if not any(event & select.POLLERR for _, event in output.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), STDOUT)
+    return True
 
 
 def _dispatch(argv: list[str]) -> int:

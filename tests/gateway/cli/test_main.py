@@ -1,3 +1,4 @@
+import os
 import re
 import subprocess
 import sys
@@ -41,6 +42,17 @@ def test_a_worker_is_started_before_the_modules_of_the_server_are_imported() -> 
         "assert not loaded, loaded\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+def test_output_that_nothing_reads_is_no_bug() -> None:
+    command = [sys.executable, "-m", "gateway", "help"]
+    env, pipe = {**os.environ, "PYTHONUNBUFFERED": "1"}, subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, env=env) as child:
+        assert child.stdout is not None
+        child.stdout.close()
+        assert child.stderr is not None
+        assert child.stderr.read() == b""
+    assert child.returncode == command_line.EXIT_UNREAD
 
 
 def test_version_is_that_of_the_distribution() -> None:
