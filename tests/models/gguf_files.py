@@ -6,6 +6,7 @@ them; the vocabulary is that of a `tokenizers` object.
 
 import json
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ ARCHITECTURES = {
 # Their converters reorder the rows of q and k.
 INTERLEAVED = ("llama", "granite", "granitehybrid", "nemotron_h", "smollm3")
 FLOATS = {Kind.F32: torch.float32, Kind.F16: torch.float16, Kind.BF16: torch.bfloat16}
+tensor_names = cache(gguf.get_tensor_name_map)  # making one takes longer than writing its tensors
 
 
 @dataclass
@@ -81,7 +83,7 @@ class Gguf:
         writer.close()
 
     def _add_tensors(self, writer: gguf.GGUFWriter, model: Any, architecture: str) -> None:
-        names = gguf.get_tensor_name_map(
+        names = tensor_names(
             next(each for each, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture),
             model.config.num_hidden_layers,
         )

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from examples.benchmarks.peers.random_gguf import add_value
 from examples.benchmarks.peers.random_mmproj import metadata
-from tests.models.gguf_files import Gguf
+from tests.models.gguf_files import Gguf, tensor_names
 from tests.models.images import make_model
 
 # GGUF files of Gemma 3 do not say which layers have windows: every sixth one has none.
@@ -138,7 +138,7 @@ class Mmproj:
             return f"{MERGER[part.rpartition('.')[2]]}.{kind}"
         vision = config.vision_config
         layers = getattr(vision, "depth", None) or vision.num_hidden_layers
-        names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, layers)
+        names = tensor_names(gguf.MODEL_ARCH.MMPROJ, layers)
         known = name.replace("model.visual.", "visual.").replace("_weight", ".weight")
         known = known.replace("model.vision_tower.", "vision_tower.vision_model.")
         known = known.replace("model.multi_modal", "multi_modal")
