@@ -16,9 +16,11 @@ from engine.worker.cpu.intrinsics import float32s
 from engine.worker.cpu.kernels.delta_tiles import (
     DIRECT,
     PANEL,
+    WIDE,
     add_direct,
     predict,
     predict_direct,
+    predict_wide,
     update,
 )
 from engine.worker.cpu.kernels.elementwise import BYTES, exp_float
@@ -31,7 +33,14 @@ from engine.worker.cpu.kernels.recurrence import (
     scan_operands,
     time_step,
 )
+from engine.worker.cpu.kernels.vectors import LANES
 
+# A decode predicts from a whole head of its state, some keys after the other, so that memory is
+# read nearly in the order of its addresses, and corrects the state after that. On Zen 3 8 rows took,
+# by these keys, 16: 0.92, 32: 0.93, 128: 1.03 of the time with 32 columns at a time; a plain read
+# and then multiplication of each head's bytes took 0.92. With AVX-512 it was not measured.
+READS_ALL = LANES == 8
+KEYS_AT_ONCE = 16 if READS_ALL else 1 << 30
 UNIT_EPS = 1e-6  # as in the model: squares of q and k that are not larger are not brought to 1
 
 
@@ -118,19 +127,37 @@ def _panel(a, first, last, source, head, column, width, panel):
 
 
 @leaf
+def _predict_decoded(known, stride, k, keys, line, columns):
+    """`line = sum over i of k[i] * known[i]` of some columns, for some keys after the other."""
+    predicted = float32s(line, columns)
+    for j in range(columns):
+        predicted[j] = np.float32(0)
+    for i in range(0, keys, KEYS_AT_ONCE):
+        count, place, factors = min(KEYS_AT_ONCE, keys - i), known + i * stride, k + i * BYTES
+        for column in range(0, columns, WIDE):
+            at = column * BYTES
+            if columns - column >= WIDE:
+                predict_wide(place + at, stride, factors, count, line + at)
+            else:
+                predict_direct(place + at, stride, factors, count, line + at)
+
+
+@leaf
 def _decode(a, row, source, target, head, lines):
-    """The only token of a run, for one head."""
-    predicted, correction = float32s(lines, DIRECT), float32s(lines + DIRECT * BYTES, DIRECT)
+    """The only token of a run, for one head. Its prediction and its correction are where its output
+    is written."""
     q, k, own, decay, rate = _inputs(a, row, head)
     known, new = matrix_of(a, source, head), matrix_of(a, target, head)
     out = _output(a, row, head)
-    stride, change = a.value_dim * BYTES, lines + DIRECT * BYTES
-    for at in range(0, stride, DIRECT * BYTES):
-        predict_direct(known + at, stride, k, a.key_dim, lines)
-        v = float32s(own + at, DIRECT)
-        for j in range(DIRECT):
-            correction[j] = (v[j] - decay * predicted[j]) * rate
-        add_direct(known + at, new + at, stride, q, k, change, out + at, decay, a.key_dim)
+    stride, columns = a.value_dim * BYTES, a.value_dim if READS_ALL else DIRECT
+    for first in range(0, stride, columns * BYTES):
+        _predict_decoded(known + first, stride, k, a.key_dim, out + first, columns)
+        correction, v = float32s(out + first, columns), float32s(own + first, columns)
+        for j in range(columns):
+            correction[j] = (v[j] - decay * correction[j]) * rate
+        for at in range(first, first + columns * BYTES, DIRECT * BYTES):
+            place = out + at
+            add_direct(known + at, new + at, stride, q, k, place, place, decay, a.key_dim)
 
 
 def delta_rule(operands, chunk, thread):

@@ -17,6 +17,8 @@ PARTS = 4 if LANES == 16 else 2  # vectors per line, so that all sums stay in re
 PANEL = PARTS * LANES
 DIRECT_PARTS = 4  # there are fewer sums
 DIRECT = DIRECT_PARTS * LANES
+WIDE_PARTS = 8 if LANES == 8 else DIRECT_PARTS  # with fewer each sum waits for the one before
+WIDE = WIDE_PARTS * LANES
 LINE_BYTES = 4 * PANEL
 
 
@@ -77,8 +79,10 @@ def copy_panel(typing, source, source_stride, target, target_stride, keys):
     return types.void(*[types.int64] * 5), build
 
 
-def _predict(builder, state, stride, k, keys, line, parts):
+def _predict(builder, state, stride, k, keys, line, parts, start=None):
     sums = _zeros(builder, parts)
+    for one, value in zip(sums, start or (), strict=False):
+        builder.store(value, one)
     with cgutils.for_range_slice(builder, int64(0), keys, int64(1)) as (i, _):
         known = _load(builder, _line(builder, state, stride, i, parts))
         _add(builder, sums, _number(builder, k, i), known)
@@ -97,16 +101,21 @@ def predict(typing, panel, k, keys, line):
     return types.void(*[types.int64] * 4), build
 
 
-@intrinsic
-def predict_direct(typing, state, stride, k, keys, line):
-    """The same of `DIRECT` columns of lines that are `stride` bytes apart."""
-
+def _make_predict(parts):
     def build(context, builder, signature, args):
         state, stride, k, keys, line = args
-        _predict(builder, state, stride, k, keys, line, DIRECT_PARTS)
+        start = _load(builder, _vectors(builder, line, parts))
+        _predict(builder, state, stride, k, keys, line, parts, start)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 5), build
+    def predict_columns(typing, state, stride, k, keys, line):
+        """Add to `line` the same of some columns of lines that are `stride` bytes apart."""
+        return types.void(*[types.int64] * 5), build
+
+    return intrinsic(predict_columns)
+
+
+predict_direct, predict_wide = _make_predict(DIRECT_PARTS), _make_predict(WIDE_PARTS)
 
 
 def _token(builder, places, vectors, decay, keys, following=None):
