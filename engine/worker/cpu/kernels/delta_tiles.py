@@ -189,7 +189,8 @@ def add_token(typing, panel, q, k, decay, keys, lines):
 
 @intrinsic
 def add_direct(typing, state, target, stride, q, k, correction, output, decay, keys):
-    """The same of `DIRECT` columns of a state that becomes `target`, which may be itself."""
+    """The same of `DIRECT` columns of a state that becomes `target`, which may be itself; the
+    output may be written where the correction is."""
 
     def build(context, builder, signature, args):
         state, target, stride, q, k, correction, output, decay, keys = args
