@@ -35,9 +35,8 @@ WAIT_SECONDS = 30.0  # for a seat
 LOW_TOKENS = 256  # tokens of an image whose `detail` is "low"
 HASHED_CHARS = 1 << 20  # characters that become bytes at once, since this holds the interpreter
 NO_HOSTS = (
-    "has a URL that this server does not fetch; send the image itself as a data URL "
-    "(data:image/png;base64,…) or upload it to /v1/files. (--media-hosts names hosts that are "
-    "fetched from.)"
+    "has a URL that this server does not fetch, since --media-hosts does not name its host; send "
+    "the image itself as a data URL (data:image/png;base64,…) or upload it to /v1/files"
 )
 
 
