@@ -36,9 +36,10 @@ from engine.worker.cpu.kernels.recurrence import (
 from engine.worker.cpu.kernels.vectors import LANES
 
 # A decode predicts from a whole head of its state, some keys after the other, so that memory is
-# read nearly in the order of its addresses, and corrects the state after that. On Zen 3 8 rows
-# took, by these keys, 16: 0.92, 32: 0.93, 128: 1.03 of the time with 32 columns at a time; a plain
-# read and then multiplication of each head's bytes took 0.92. With AVX-512 it was not measured.
+# read nearly in the order of its addresses, and corrects the state after that. On a core of Zen 3
+# 8 rows took, by these keys, 16: 0.92, 32: 0.93, 128: 1.03 of the time with 32 columns at a time; a
+# plain read and then multiplication of each head's bytes took 0.92. On two cores 16 took 0.92 to
+# 0.98, the plain read and multiplication 0.82 to 0.90. With AVX-512 it was not measured.
 READS_ALL = LANES == 8
 KEYS_AT_ONCE = 16 if READS_ALL else 1 << 30
 UNIT_EPS = 1e-6  # as in the model: squares of q and k that are not larger are not brought to 1
