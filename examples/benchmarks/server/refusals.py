@@ -178,7 +178,6 @@ REFUSALS = (
     _adapter("other targets", "is not a target module", target_modules=["k_proj"]),
     _flags("no adapter", "cannot read", "--lora", "other=/no/such/folder"),
     _flags("fp8 on a CPU", "--weights 'fp8' is not supported on cpu", "--weights", "fp8"),
-    _flags("float16 on a CPU", "--dtype 'float16' is not supported", "--dtype", "float16"),
     _flags("longer context", "beyond the checkpoint's 32768", "--max-model-len", "65536"),
 )
 

@@ -128,7 +128,7 @@ def test_the_format_that_auto_chooses_for_a_file(tmp_path: Path) -> None:
     assert preferred("llama", Kind.Q4_0, **WIDE) == PreferredFormat("int8", ("int4",))
     assert preferred("llama", Kind.Q8_0, **WIDE) == PreferredFormat(None, ("q8_0",))
     assert preferred("gpt2", Kind.Q4_0, n_embd=64) == PreferredFormat("int8")
-    assert preferred("llama", Kind.F16) == PreferredFormat()
+    assert preferred("llama", Kind.F16) == PreferredFormat(floats="float16")
     assert preferred("llama", Kind.BF16) == PreferredFormat(floats="bfloat16")
     assert preferred("granite_hybrid", Kind.BF16) == PreferredFormat(floats="bfloat16")
 

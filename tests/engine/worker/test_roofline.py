@@ -23,7 +23,7 @@ def test_all_limits_of_a_cpu_are_measured_and_printed(
     found, *reads = map(json.loads, capsys.readouterr().out.splitlines())
     assert len(reads) == 2
     assert min(reads) > 0
-    assert found.keys() == {"read", "float32", "bfloat16", "int8", "int4"}
+    assert found.keys() == {"read", "float32", "float16", "bfloat16", "int8", "int4"}
     assert found["int8"] == found["int4"]
     assert all(rate > 0 for rate, _ in found.values())
     assert found["read"][1].endswith("1 threads")

@@ -64,7 +64,7 @@ def test_the_checks_import_neither_torch_nor_the_server(flags: list[str], tmp_pa
 
 def test_formats_that_are_refused_on_a_cpu_are_those_that_it_does_not_have() -> None:
     assert checks.ON_CPU["dtype"] == DTYPES
-    assert {*checks.ON_CPU["weights"], "bfloat16"} == {"auto", *CPU_FORMATS}
+    assert {*checks.ON_CPU["weights"], *DTYPES} == {"auto", *CPU_FORMATS}
     assert checks.ON_CPU["kv_cache_dtype"] == ("auto", *CPU_KV_DTYPES)
 
 

@@ -99,10 +99,10 @@ def test_a_kv_dtype_that_the_cpu_does_not_support_is_rejected(
     assert open_device(changed(asked, kv_cache_dtype="int8")).formats.kv_dtype is torch.int8
 
 
-@pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["auto", "float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("attention", ["auto", "reference"])
 def test_kv_on_a_cpu_is_in_float16_by_default(dtype: str, attention: str) -> None:
-    if (dtype, attention) == ("bfloat16", "reference"):
+    if dtype.endswith("float16") and attention == "reference":
         pytest.skip("the reference computes in float32 only")
     settings = changed(SETTINGS, device="cpu", threads=1, dtype=dtype, attention=attention)
     assert open_device(settings).formats.kv_dtype is torch.float16
@@ -208,12 +208,13 @@ def test_each_worker_of_a_machine_takes_a_gpu_of_its_own() -> None:
     ("settings", "says"),
     [
         (
-            {"dtype": "float16"},
-            "--dtype 'float16' is not supported on cpu; known: float32, bfloat16",
+            {"dtype": "float64"},
+            "--dtype 'float64' is not supported on cpu; known: float32, float16, bfloat16",
         ),
         (
             {"weights": "fp8"},
-            "--weights 'fp8' is not supported on cpu; known: auto, float32, bfloat16, int8, int4",
+            "--weights 'fp8' is not supported on cpu; known: auto, float32, float16, bfloat16, "
+            "int8, int4",
         ),
         ({"attention": "flashinfer"}, "--attention 'flashinfer' does not run on cpu"),
         (
