@@ -39,6 +39,7 @@ def test_the_page_about_itl_goals_is_that_of_its_runs() -> None:
         ("third_edition", "README.md", "figures.json"),
         ("low_bit_avx2", "README.md", "figures.json"),
         ("hybrid_avx2", "README.md", "figures.json"),
+        ("bfloat16_avx2", "README.md", "figures.json"),
         ("m500_amx", "README.md", "figures.json"),
         ("m110_amx", "README.md", "figures.json"),
         ("m500_amx_long", "README.md", "figures.json"),

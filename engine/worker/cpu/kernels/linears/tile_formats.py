@@ -38,7 +38,7 @@ PAIR_SUMS = _instruction("avx512.vpdpwssd.512", "avx512vnni", "avx512.vpdpwssd.2
 QUAD_SUMS = _instruction("avx512.vpdpbusd.512", "avx512vnni", "avx512.vpdpbusd.256", "avxvnni")
 BFLOAT16_SUMS = "llvm.x86.avx512bf16.dpbf16ps.512" if LANES == 16 and has("avx512bf16") else None
 HAS_VNNI = QUAD_SUMS is not None
-HAS_BFLOAT16 = BFLOAT16_SUMS is not None
+HAS_BFLOAT16 = BFLOAT16_SUMS is not None or HAS_AMX
 
 
 class TileFormat(NamedTuple):
