@@ -84,7 +84,7 @@ def test_only_kernels_of_a_dense_model_are_compiled_first_and_those_of_attention
     assert cast(Any, found) == 2
 
 
-def test_a_kv_dtype_that_the_cpu_does_not_support_is_rejected(
+def test_a_dtype_that_the_cpu_does_not_support_is_rejected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked = changed(SETTINGS, device="cpu", threads=1)
@@ -96,6 +96,7 @@ def test_a_kv_dtype_that_the_cpu_does_not_support_is_rejected(
     assert refusal(changed(asked, kv_cache_dtype="float16")) == (
         "--kv-cache-dtype 'float16' needs a CPU with F16C"
     )
+    assert refusal(changed(asked, dtype="float16")) == "--dtype 'float16' needs a CPU with F16C"
     assert open_device(changed(asked, kv_cache_dtype="int8")).formats.kv_dtype is torch.int8
 
 
