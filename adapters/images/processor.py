@@ -1,4 +1,8 @@
-"""What the image processors of all families have in common."""
+"""What the image processors of all families have in common.
+
+Pixels equal those of transformers' processors over Pillow to the bit. Those over torchvision resize
+in another way: Qwen-VL's differ by two of 256 levels at most (`tests/adapters/images`).
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -42,6 +42,22 @@ def test_patches_equal_those_of_qwen_vl(tmp_path: Path, size: tuple[int, int], p
     assert tile.num_tokens == len(tile.levels) // 4
 
 
+@pytest.mark.parametrize("size", [(320, 240), (600, 150), (1000, 777)])
+def test_the_faster_processor_differs_by_two_levels_of_256_at_most(
+    tmp_path: Path, size: tuple[int, int]
+) -> None:
+    """It resizes by torchvision, which Podway does not need: skipped where it is missing."""
+    pytest.importorskip("torchvision")
+    from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
+
+    theirs = Qwen2VLImageProcessor(patch_size=16)
+    ours = load_processor(checkpoint(tmp_path, theirs.to_dict()))
+    (tile,) = tiles(ours.process(noise(*size), 1 << 20))
+    fast = np.asarray(theirs(noise(*size), return_tensors="np")["pixel_values"])
+    level = float(np.diff(ours.values).max())
+    assert np.abs(floats(ours, tile, "qwen2_vl") - fast).max() < 2.01 * level
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_squares_equal_those_of_gemma_3(tmp_path: Path, size: tuple[int, int]) -> None:
     from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
