@@ -5,7 +5,8 @@ of long prompts, PSS.
         [--loads NAME ...] [--rounds 3] [--add] [--list] [--out DIR]
 
 PEERS holds what the other servers need: gguf/MODEL-FORMAT.gguf, the same model in OpenVINO's form
-in ov/MODEL-FORMAT, and the scripts run_llama.sh and run_openvino.sh as for the other comparisons.
+in ov/MODEL-FORMAT and as a checkpoint for vLLM in vllm/MODEL-FORMAT, and the scripts run_llama.sh,
+run_openvino.sh and run_vllm.sh as for the other comparisons.
 A GGUF file (`examples.benchmarks.peers.random_gguf` writes them) is served by Podway, too; without
 one Podway serves the shape with random weights.
 
@@ -29,30 +30,31 @@ from typing import Any, NamedTuple
 import psutil
 
 from examples.benchmarks.peers.larger_page import page
-from examples.benchmarks.peers.loads import Load
+from examples.benchmarks.peers.loads import Load, with_seeds
 from examples.benchmarks.peers.servers import Server, running
 
 IDS = "300..20000"  # of the tokens in prompts
 CONTEXT = 16_384 + 512
 MAX_STREAMS = 16
 KV_BYTES = 3 << 30  # for 16 streams, or one prompt of 16,384 tokens, of the largest model
-PODWAY_PORT, LLAMA_PORT, OPENVINO_PORT = 8105, 8103, 8106
+PODWAY_PORT, LLAMA_PORT, VLLM_PORT, OPENVINO_PORT = 8105, 8103, 8104, 8106
 
 
 class Format(NamedTuple):
-    """A format of weights by its names in Podway's flag, GGUF and OpenVINO, "" for none."""
+    """A format of weights by its names in Podway's flag, GGUF, OpenVINO and vLLM, "" for none."""
 
     flag: str
     gguf: str
     openvino: str
+    vllm: str
     bits: float
 
 
-Q4_K_M = Format("", "q4_k_m", "", 4.9)
-Q4_0 = Format("int4", "q4_0", "int4", 4.5)
-INT8 = Format("int8", "q8_0", "int8", 8.5)
-BFLOAT16 = Format("bfloat16", "bf16", "fp16", 16.0)
-MXFP4 = Format("", "mxfp4", "", 4.3)
+Q4_K_M = Format("", "q4_k_m", "", "", 4.9)
+Q4_0 = Format("int4", "q4_0", "int4", "w4a16", 4.5)
+INT8 = Format("int8", "q8_0", "int8", "w8a8", 8.5)
+BFLOAT16 = Format("bfloat16", "bf16", "fp16", "bf16", 16.0)
+MXFP4 = Format("", "mxfp4", "", "", 4.3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,12 +124,14 @@ def _load(name: str, streams: int, requests: int, prompt: int, output: int) -> L
     return Load(name, (*flags.split(), "--ids", IDS), is_open=False)
 
 
-LOADS = (
-    _load("128 in", 1, 3, 128, 64),
-    _load("C=4", 4, 8, 128, 64),
-    _load("C=16", 16, 16, 128, 64),
-    _load("4,096 in", 1, 1, 4096, 32),
-    _load("16,384 in", 1, 1, 16_384, 32),
+LOADS = with_seeds(
+    [
+        _load("128 in", 1, 3, 128, 64),
+        _load("C=4", 4, 8, 128, 64),
+        _load("C=16", 16, 16, 128, 64),
+        _load("4,096 in", 1, 1, 4096, 32),
+        _load("16,384 in", 1, 1, 16_384, 32),
+    ]
 )
 
 
@@ -190,7 +194,7 @@ def plan(models: list[Model], peers: Path, available_bytes: int) -> tuple[list[S
                 continue
             found = list(_servers(model, format, peers))
             servers += found
-            for program in ("Podway", "llama-server", "OpenVINO"):
+            for program in ("Podway", "llama-server", "OpenVINO", "vLLM"):
                 if not any(each.name.startswith(program) for each in found):
                     missing.append(f"{name}: {program} has no such model")
     return servers, missing
@@ -200,7 +204,7 @@ def _servers(model: Model, format: Format, peers: Path) -> Iterator[Server]:
     group = f"{model.name}, {format.gguf}"
 
     def server(program: str, port: int, *command: str) -> Server:
-        return Server(f"{program} {group}", group, command, port, "m", {})
+        return Server(f"{program} {group}", group, command, port, "m", {"ZEN": "1"})
 
     gguf = peers / "gguf" / f"{model.name}-{format.gguf}.gguf"
     flags = f"--served-model-name m --port {PODWAY_PORT} --store memory"
@@ -217,6 +221,11 @@ def _servers(model: Model, format: Format, peers: Path) -> Iterator[Server]:
     if format.openvino and openvino.exists():
         script = str(peers / "run_openvino.sh")
         yield server("OpenVINO", OPENVINO_PORT, script, str(openvino), str(OPENVINO_PORT))
+    vllm = peers / "vllm" / f"{model.name}-{format.vllm}"
+    if format.vllm and vllm.exists():
+        script, lengths = str(peers / "run_vllm.sh"), ("--max-model-len", str(CONTEXT))
+        command = (script, str(vllm), str(VLLM_PORT), "bfloat16", *lengths)
+        yield server("vLLM", VLLM_PORT, *command)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@ import json
 import random
 import subprocess
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,10 +67,19 @@ def _busy_seconds() -> float:
 
 def read_loads(tables: Mapping[str, Any], scratch: Path) -> list[Load]:
     """`ids` of prompts as a flag of `podway bench`; `[[closed]]`: concurrency, requests, prompt,
-    output; `[[azure]]`: rate, requests, divisor."""
+    output; `[[azure]]`: rate, requests, divisor. Each load has prompts of its own."""
     ids = ("--ids", tables["ids"])
-    return [_closed(one, ids) for one in tables.get("closed", [])] + [
+    loads = [_closed(one, ids) for one in tables.get("closed", [])] + [
         _azure(one, ids, scratch) for one in tables.get("azure", [])
+    ]
+    return with_seeds(loads)
+
+
+def with_seeds(loads: Sequence[Load]) -> list[Load]:
+    """A seed for each: a prompt that an earlier load had may be in a server's prefix cache."""
+    return [
+        replace(load, flags=(*load.flags, "--seed", str(number)))
+        for number, load in enumerate(loads)
     ]
 
 

@@ -34,9 +34,9 @@ COLUMNS = ("factor", "seconds of the prompt", "ITL beside it, p50 / p99 ms", "to
 async def measure(url: str, number: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """One prompt beside the streams."""
     prompt = [300 + (7 * at + number) % 1000 for at in range(arguments.tokens)]
-    body = {"model": "builtin", "prompt": prompt, "max_tokens": 1}
+    body = {"model": arguments.model, "prompt": prompt, "max_tokens": 1}
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        streams = HonestStreams(url, "builtin")
+        streams = HonestStreams(url, arguments.model)
         tasks = [asyncio.create_task(streams.stream(n)) for n in range(arguments.streams)]
         await asyncio.sleep(SETTLE_SECONDS)
         started = time.perf_counter()
@@ -88,6 +88,7 @@ def main() -> None:
         "--factors", nargs="+", default=FACTORS, help="the first is compared with the others"
     )
     parser.add_argument("--out", type=Path, help="directory of prefill_slowdown.json and a README")
+    parser.set_defaults(model="builtin")
     arguments = parser.parse_args()
     found: dict[str, list[dict[str, Any]]] = {factor: [] for factor in arguments.factors}
     with ExitStack() as stack:

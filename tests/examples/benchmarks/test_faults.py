@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 
 from examples.benchmarks.attacks import catalog, report
+from examples.benchmarks.server import prompt_bounds
 from tests.examples.running import run_here, run_module
 
 
@@ -58,6 +59,16 @@ def test_prompts_are_measured_with_and_without_a_bound(tmp_path: Path) -> None:
     assert "(1.00 x)" in shown
     found = json.loads((tmp_path / "prefill_slowdown.json").read_text())["factors"]
     assert [len(rounds) for rounds in found.values()] == [1, 1]
+
+
+def test_bounds_on_prompts_are_compared(tmp_path: Path) -> None:
+    bounds = ("--prefill-slowdown 2", "--itl-goal 100ms")
+    load = ("--rounds", "1", "--streams", "2", "--requests", "2", "--tokens", "600")
+    model = ("--model", "builtin", "--weights", "auto", "--ids", "300..1500")
+    run_here("benchmarks.server.prompt_bounds", tmp_path, *model, *load, "--bounds", *bounds)
+    found = json.loads((tmp_path / "prompt_bounds.json").read_text())
+    assert (tmp_path / "prompt_bounds.md").read_text() == prompt_bounds.page(found)
+    assert [len(found["bounds"][bound]) for bound in bounds] == [1, 1]
 
 
 def test_memory_is_measured_under_rejected_requests(

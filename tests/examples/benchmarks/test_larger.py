@@ -15,10 +15,11 @@ def test_every_larger_model_is_a_named_shape() -> None:
     assert {each.name for each in MODELS} <= SHAPES.keys()
 
 
-def test_a_gguf_file_is_served_by_podway_and_by_llama_server(tmp_path: Path) -> None:
+def test_every_server_with_files_of_a_format_is_started(tmp_path: Path) -> None:
     (tmp_path / "gguf").mkdir()
     (tmp_path / "gguf" / "Qwen3-4B-q4_0.gguf").touch()
     (tmp_path / "ov" / "Qwen3-4B-int8").mkdir(parents=True)
+    (tmp_path / "vllm" / "Qwen3-4B-bf16").mkdir(parents=True)
     servers, missing = plan(list(MODELS[:1]), tmp_path, 20 * GIB)
     assert [each.name for each in servers] == [
         "Podway Qwen3-4B, q4_0",
@@ -26,6 +27,7 @@ def test_a_gguf_file_is_served_by_podway_and_by_llama_server(tmp_path: Path) -> 
         "Podway Qwen3-4B, q8_0",
         "OpenVINO Qwen3-4B, q8_0",
         "Podway Qwen3-4B, bf16",
+        "vLLM Qwen3-4B, bf16",
     ]
     assert servers[0].command[2].endswith(".gguf")
     assert servers[2].command[2] == "random:Qwen3-4B"

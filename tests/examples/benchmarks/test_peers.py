@@ -1,8 +1,10 @@
 import json
 import socket
 import sys
+import tomllib
 from pathlib import Path
 
+from examples.benchmarks.peers.loads import read_loads
 from tests.examples.running import run_module
 
 SERVERS = """
@@ -42,3 +44,11 @@ def test_a_server_is_started_loaded_measured_and_stopped(tmp_path: Path) -> None
     loads = figures[0]["loads"]
     assert [loads[name]["num_failed"] for name in ("C=2", "20 requests/s")] == [0, 0]
     assert figures[0]["pss_mib_after"] > 0
+
+
+def test_no_load_has_the_prompts_of_another_which_a_prefix_cache_would_know(
+    tmp_path: Path,
+) -> None:
+    tables = tomllib.loads(SERVERS.format(python="", port=0))
+    seeds = [load.flags[load.flags.index("--seed") + 1] for load in read_loads(tables, tmp_path)]
+    assert seeds == ["0", "1"]
