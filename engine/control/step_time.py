@@ -18,11 +18,13 @@ requests have a prompt to compute than decode, the factor is larger: each of the
 `PROMPT_SHARE` of a decode. So when many requests arrive at once, the first one that decodes does
 not keep the others waiting for half of the time. And prompts that need more than (F - 1) / F of the
 time would wait longer and longer, although the machine can serve them: so the factor grows with the
-age of the oldest prompt being computed, up to `MAX_GROWTH` times F. It begins to grow `PATIENCE`
-seconds after the prompt could have been computed in half of the time. Where a client has several
-requests beside those of others, its prompts age from their start: its own queue makes nobody else's
-streams slower. The growth is scaled by the share of seats that do not decode: where decodes have
-nearly all seats, more prompts find no seat.
+age of the oldest prompt being computed, up to `MAX_GROWTH` times F. It begins to grow when the
+prompt is `PATIENCE` times as old as its computation alone would take, but not beside a slice of an
+image's encoder. Where a client has several requests beside those of others, its prompts age from
+their start: its own queue makes nobody else's streams slower. The growth is scaled by the share of
+seats that do not decode: where decodes have nearly all seats, more prompts find no seat. The
+streams of a client that is alone wait only for its own prompts: the bound is doubled up to
+`READING_SECONDS`.
 
 The factor is relative to iterations of decodes only that were measured (`LiveCost.decodes`): while
 a long prompt is computed there are none, and the model may ascribe some of its time to the decodes.
@@ -64,7 +66,8 @@ MIN_PIECE = 16  # tokens of a prompt's piece; less is not worth a row of the ste
 MIN_FIRST_PIECE = 4  # tokens of the first prompt's piece without a goal, which it gets in any case
 MIN_SHARE = 0.1  # the first prompt of an iteration gets this share of the goal in any case
 PROMPT_SHARE = 0.25  # each prompt counts as this share of a decode, if the factor allows less
-PATIENCE = 0.5  # seconds, after which a prompt's age makes the factor grow
+PATIENCE = 2.0  # a prompt's age, in times that it takes alone, from which the factor grows
+READING_SECONDS = 0.1  # between two tokens: twice as fast as people read
 MAX_GROWTH = 2.0  # multiplies the factor at most, if no seat decodes
 MIN_BATCH_SECONDS = 1.5  # lone decodes: a goal below that time keeps no request waiting
 
@@ -130,6 +133,8 @@ class StepTime:
         goal = self._bound(decodes, self._growth(request))
         if goal == inf:
             return num_tokens
+        if decodes.goal == inf and self._is_among_own(request):
+            goal = max(goal, min(2.0 * goal, READING_SECONDS))
         model, start = self._cost.model, request.num_planned
         beside = decodes.num_rows + sum(len(entry.tokens) for _, entry in batch.prefills)
         taken = self._besides_tokens(decodes, batch) + self._slice_seconds
@@ -144,6 +149,11 @@ class StepTime:
             least = model.tokens_within(seconds, num_tokens, start, beside, draws=draws)
             in_time = max(in_time, least, fewest)
         return min(num_tokens, in_time) if in_time >= min(fewest, num_tokens) else 0
+
+    def _is_among_own(self, request: "Request") -> bool:
+        """Whether all requests are of one client, and nothing is done for images."""
+        has_images = bool(self._slice_seconds) or request.times.lacked_image_at is not None
+        return len(self._pool.clients) == 1 and not has_images
 
     def left(self, batch: "BatchBuilder") -> float:
         """The seconds that the decodes of a complete batch leave for other work; infinite without
@@ -167,8 +177,10 @@ class StepTime:
         if self._prompts is None:
             self._prompts = self._all_prompts()
         count, oldest = self._prompts
-        free = 1.0 - decodes.num_rows / self._seats
-        factor = self._slowdown * (1.0 + free * (max(growth, oldest) - 1.0))
+        factor = self._slowdown
+        if not self._slice_seconds:
+            free = 1.0 - decodes.num_rows / self._seats
+            factor *= 1.0 + free * (max(growth, oldest) - 1.0)
         factor = max(factor, 1.0 + PROMPT_SHARE * count / decodes.num_rows)
         idle = self._cost.model.idle(decodes.num_rows)
         return factor * (self._cost.decodes(decodes.num_rows, decodes.slots) + idle)
@@ -189,7 +201,7 @@ class StepTime:
         since = times.arrived_at if times.lacked_image_at is None else times.lacked_image_at
         if times.admitted_at is not None and len(clients) > 1 and clients[request.spec.client] > 1:
             since = max(since, times.admitted_at)
-        growth = (self._now - since) / (PATIENCE + 2.0 * alone)
+        growth = (self._now - since) / (PATIENCE * alone) if alone else 1.0
         return max(1.0, min(MAX_GROWTH, growth))
 
     def may_start(self, request: "Request") -> bool:

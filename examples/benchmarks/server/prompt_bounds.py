@@ -35,6 +35,11 @@ BOUNDS = (
     "--itl-goal 100ms",
     "--prefill-slowdown 0",
 )
+NOTES = """\
+The many streams are one client's, the 16 streams and the long prompt are clients of their own. A
+client that is alone has twice the factor of `--prefill-slowdown`, up to 0.1 s between two tokens.
+The row *before* is of an earlier run, without that, whose factor grew half a second later.
+"""
 COLUMNS = (
     "bound",
     "many streams: tokens/s",
@@ -90,6 +95,7 @@ def page(found: Mapping[str, Any]) -> str:
         table_head(COLUMNS),
         *(row(bound, rounds) for bound, rounds in found["bounds"].items()),
         "",
+        NOTES,
     ]
     return "\n".join(lines)
 

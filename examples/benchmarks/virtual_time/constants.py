@@ -58,7 +58,7 @@ CONCLUSIONS = """\
 - What decides is the bound on prompts beside decodes: that it grows with the age of a prompt
   (`MAX_GROWTH` 1 and `PATIENCE` 1e9 are without it) is worth 7 times the mean TTFT near a CPU's
   capacity; a growth of 4 costs half as much again at p99 of the ITL.
-- A larger least share and an earlier growth (`MIN_SHARE` 0.3, `PATIENCE` 0.1) have a lower TTFT and
+- A larger least share and an earlier growth (`MIN_SHARE` 0.3, `PATIENCE` 1) have a lower TTFT and
   a higher p99 of the ITL on a GPU: a choice between the two, not an optimum. A least piece of 64
   tokens (`MIN_FIRST_PIECE`) is better near this CPU's capacity, but is 0.6 s long on one that needs
   10 ms for a token: so the share is one of time. `PROMPT_SHARE` 1 is better in the burst and lets
@@ -132,7 +132,8 @@ SWEPT = (
     Swept("control.step_time", "MIN_FIRST_PIECE", (1, 16, 64), PIECES),
     Swept("control.step_time", "MIN_SHARE", (0.0, 0.03, 0.3), (*PIECES, *GOALS)),
     Swept("control.step_time", "PROMPT_SHARE", (0.0, 0.1, 0.5, 1.0), PIECES),
-    Swept("control.step_time", "PATIENCE", (0.1, 2.0, 8.0, 1e9), PIECES),
+    Swept("control.step_time", "PATIENCE", (1.0, 4.0, 8.0, 1e9), PIECES),
+    Swept("control.step_time", "READING_SECONDS", (0.0, 0.05, 0.2), PIECES),
     Swept("control.step_time", "MAX_GROWTH", (1.0, 1.5, 4.0), PIECES),
     Swept("control.step_time", "MIN_BATCH_SECONDS", (1.0, 3.0), GOALS),
     Swept("control.swap_planner", "DECAY", (0.0, 0.9, 0.999), SWAPPING),

@@ -219,7 +219,7 @@ def test_the_factor_grows_with_the_age_of_the_oldest_prompt(age: float, factor: 
     scheduler = make(inf, max_batch_size=38, max_prefill_slowdown=2.0)
     now = decoding(scheduler, 19)
     prompt = scheduler.add(a_spec(490, 2), now)
-    patience = PATIENCE + 2 * HAND_COST.tokens(490)
+    patience = PATIENCE * HAND_COST.tokens(490)
     later = prompt.times.arrived_at + age * patience
     for _ in range(2):
         iteration = planned(scheduler, later)
@@ -237,8 +237,30 @@ def test_the_queue_of_one_client_does_not_make_the_iterations_of_another_longer(
     now = decoding(scheduler, 19, client=clients[-1])
     for client in clients[:2]:
         scheduler.add(a_spec(490, 2, client=client), now)
-    iteration = planned(scheduler, now + 10 * (PATIENCE + 2 * HAND_COST.tokens(490)))
+    iteration = planned(scheduler, now + 10 * (PATIENCE * HAND_COST.tokens(490)))
     assert HAND_COST.step(iteration.step) == 10.0 * factor
+
+
+@pytest.mark.parametrize(
+    ("num_decodes", "client", "milliseconds"),
+    [(20, "alone", 80), (30, "alone", 100), (60, "alone", 120), (20, "another", 40)],
+)
+def test_prompts_of_a_client_that_is_alone_may_take_as_long_as_no_reader_notices(
+    num_decodes: int, client: str, milliseconds: int
+) -> None:
+    cost = CostModel(((1, 0.001), (1000, 1.0)), 0.0, 0.0)  # a millisecond for each token
+    settings = SchedulerSettings(
+        max_model_len=2100, max_batch_size=200, max_batch_tokens=512, max_prefill_slowdown=2.0
+    )
+    scheduler = IterationScheduler(
+        settings, KVLedger(KVShape(10_000, 1)), FirstComeFirstServed(), cost=LiveCost(cost)
+    )
+    for _ in range(num_decodes):
+        scheduler.add(a_spec(1, 1000, client="alone"), 0.0)
+    while scheduler.pool.num_admitted < num_decodes:
+        returned(scheduler, planned(scheduler), num_decodes / 1000)
+    scheduler.add(a_spec(400, 2, client=client), num_decodes / 1000)
+    assert sum(sizes(planned(scheduler, num_decodes / 1000))) == milliseconds
 
 
 def returned(scheduler: IterationScheduler, iteration: Iteration, seconds: float) -> None:

@@ -17,6 +17,7 @@ from examples.benchmarks.server import (
     kill_server,
     lora_server,
     models,
+    prompt_bounds,
     upgrades,
 )
 from examples.benchmarks.virtual_time import learned_cost, least_piece, mixed_graphs, step_cost
@@ -28,6 +29,7 @@ PAGES: dict[str, Page] = {
     "images/openvino": images_beside_others.page,
     "images/vllm": images_beside_others.page,
     "lora/server": lora_server.page,
+    "prompt_bounds/prompt_bounds": prompt_bounds.page,
     "speculation/mtp": acceptance.page,
     "replicas/servers": real_replicas.page,
     "disk_tier/shared_store": shared_store.page,
