@@ -18,7 +18,13 @@ from gateway.serve.linger import Linger, LingerRate
 from gateway.serve.places import Place
 
 if TYPE_CHECKING:
-    from uvicorn._types import ASGI3Application
+    from uvicorn._types import (
+        ASGI3Application,
+        ASGIReceiveCallable,
+        ASGISendCallable,
+        ASGISendEvent,
+        Scope,
+    )
 
 MAX_PIPELINED = 16  # requests that wait for the responses before theirs
 MAX_UNPARSED_BYTES = 1 << 20
@@ -107,6 +113,8 @@ class Connection(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: "ASGI3Application") -> None:
         self._running = cycle
         cycle.transport = self._linger.transport_of(cycle)  # type: ignore[assignment] # all it needs
+        if cycle.scope["http_version"] == "1.0":
+            app = _without_chunks(app, cycle)
         super()._start_asgi_task(cycle, app)
 
     def pause_writing(self) -> None:
@@ -231,3 +239,21 @@ class Connection(HttpToolsProtocol):
         if is_lost and (self.cycle is None or self.cycle.response_complete):
             del self.cycle, self.scope, self.headers, self.flow
             self._running = None
+
+
+def _without_chunks(app: "ASGI3Application", cycle: RequestResponseCycle) -> "ASGI3Application":
+    """`app` for a client of HTTP/1.0, which has no chunks (RFC 9112, 6.1): a body without a
+    length ends with the connection, which uvicorn closes after such a response."""
+    cycle.chunked_encoding = False
+
+    async def respond(
+        scope: "Scope", receive: "ASGIReceiveCallable", send: "ASGISendCallable"
+    ) -> None:
+        async def send_unframed(message: "ASGISendEvent") -> None:
+            if message["type"] == "http.response.body":
+                cycle.expected_content_length = len(message.get("body", b""))
+            await send(message)
+
+        await app(scope, receive, send_unframed)
+
+    return respond

@@ -1,4 +1,5 @@
 import asyncio
+from typing import Any
 
 import pytest
 
@@ -97,6 +98,42 @@ async def test_http_1_0_needs_no_host() -> None:
     connection.data_received(b"GET / HTTP/1.0\r\n\r\n")
     await asyncio.sleep(1)
     assert peer.written.startswith(b"HTTP/1.1 204 ")
+    connection.connection_lost(None)
+
+
+@in_virtual_time
+async def test_a_body_of_unknown_length_ends_with_the_connection_for_http_1_0() -> None:
+    """HTTP/1.0 has no chunks: a client would read their sizes as part of the body."""
+
+    async def stream(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for event in (b"data: 1\n\n", b"data: 2\n\n"):
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body"})
+
+    connection, peer = connect(app=stream)
+    connection.data_received(b"GET / HTTP/1.0\r\nconnection: keep-alive\r\n\r\n")
+    await asyncio.sleep(1)
+    head, _, body = peer.written.partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in head
+    assert b"connection: close" in head
+    assert body == b"data: 1\n\ndata: 2\n\n"
+    assert peer.is_closed
+    connection.connection_lost(None)
+
+
+@in_virtual_time
+async def test_http_1_0_gets_the_length_of_a_body_that_has_one() -> None:
+    async def reply(scope: Any, receive: Any, send: Any) -> None:
+        headers = [(b"content-length", b"2")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b"ab", "more_body": False})
+
+    connection, peer = connect(app=reply)
+    connection.data_received(b"GET / HTTP/1.0\r\n\r\n")
+    await asyncio.sleep(1)
+    assert b"content-length: 2\r\n" in peer.written
+    assert peer.written.endswith(b"\r\n\r\nab")
     connection.connection_lost(None)
 
 
