@@ -6,7 +6,14 @@ from typing import Any
 import msgspec
 
 from engine.errors import InvalidRequest
-from gateway.schema.decoding import check_allowed, convert, decode_checked, invalid, reject_unless
+from gateway.schema.decoding import (
+    check_allowed,
+    check_minimum,
+    convert,
+    decode_checked,
+    invalid,
+    reject_unless,
+)
 from gateway.schema.fields.generation import GenerationRequest
 from gateway.schema.images import RequestedImage
 from gateway.schema.openai.messages import ContentPart, Message
@@ -82,6 +89,7 @@ class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
 
     def check(self) -> None:
         """Raise `InvalidRequest` for the first value that is invalid or not supported."""
+        check_minimum(self.max_tokens, "max_tokens", 1)
         GenerationRequest.check(self)
         for name, no_effect in NO_EFFECT.items():
             reject_unless(self, name, *no_effect)
@@ -106,8 +114,6 @@ class ChatRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
                 "'max_tokens' and 'max_completion_tokens' have different values; set one of them.",
                 "max_tokens",
             )
-        if self.max_tokens == 0:
-            raise invalid("max_tokens", "expected at least 1.")
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest(
                 "'top_logprobs' is only allowed when 'logprobs' is true.", "top_logprobs"

@@ -26,13 +26,13 @@ class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=T
 
     def check(self) -> None:
         """Raise `InvalidRequest` for the first value that is invalid or not supported."""
+        if self.max_tokens is not None and self.max_tokens < (0 if self.echo else 1):
+            raise invalid("max_tokens", "expected at least 1, or 0 with 'echo'.")
         GenerationRequest.check(self)
         check_range(self.best_of, "best_of", 1, 20)
         check_range(self.logprobs, "logprobs", 0, MAX_LOGPROBS)
         if self.suffix and self.echo:
             raise InvalidRequest("'echo' cannot be used with 'suffix'.", "echo")
-        if self.max_tokens == 0 and not self.echo:
-            raise invalid("max_tokens", "expected at least 1, or 0 with 'echo'.")
         self._check_best_of()
 
     def _check_best_of(self) -> None:

@@ -262,6 +262,34 @@ def test_the_error_names_an_invalid_field_of_text_completions(
     assert (answer.status, answer.json["error"]["param"]) == (400, param)
 
 
+@pytest.mark.parametrize("value", [-5, 0])
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [
+        (CHAT, "max_tokens"),
+        (CHAT, "max_completion_tokens"),
+        (TEXT, "max_tokens"),
+        ("/v1/responses", "max_output_tokens"),
+        ("/v1/messages", "max_tokens"),
+    ],
+)
+def test_the_error_of_an_output_without_tokens_says_the_least_that_is_allowed(
+    path: str, field: str, value: int
+) -> None:
+    body = {CHAT: chat, TEXT: text}.get(path, chat)(**{field: value})
+    if path == "/v1/responses":
+        body = {"model": body["model"], "input": "x", field: value}
+    answer = answer_to(path, body)
+    assert answer.status == 400
+    assert f"'{field}'" in answer.json["error"]["message"]
+    assert "at least 1" in answer.json["error"]["message"]
+
+
+def test_the_error_of_a_completion_with_echo_allows_no_tokens() -> None:
+    message = answer_to(TEXT, text(echo=True, max_tokens=-1)).json["error"]["message"]
+    assert "0 with 'echo'" in message
+
+
 def test_the_error_of_an_invalid_role_lists_the_roles() -> None:
     body = chat(messages=[{"role": "robot", "content": "x"}])
     message = answer_to(CHAT, body).json["error"]["message"]
