@@ -186,6 +186,7 @@ ROUTES = RouteTable((
           admin.policy, admin.PolicyChoice, access=ADMIN, is_of_model=True),
     Route("GET", "/health", "operation", "Liveness.", health.health, access=OPEN, is_probe=True),
     Route("GET", "/v1/loads", "operation", "Load, for routers, in SGLang's format.", health.loads),
+    Route("GET", "/version", "operation", "The version, as vLLM's server.", health.version),
     Route("GET", "/ready", "operation", "Readiness.", health.ready, access=OPEN, is_probe=True),
     Route("GET", "/metrics", "operation", "Metrics in the Prometheus text format.",
           health.metrics, is_probe=True, media_types=(TEXT,)),

@@ -17,6 +17,12 @@ async def test_a_live_server_is_healthy_and_ready(rig: Rig) -> None:
 
 
 @played()
+async def test_the_version_is_that_of_the_openapi_document(rig: Rig) -> None:
+    version = (await rig.client.get("/openapi.json")).json["info"]["version"]
+    assert (await rig.client.get("/version")).json == {"version": version}
+
+
+@played()
 async def test_metrics_have_our_names_and_vllms(rig: Rig) -> None:
     await rig.client.post(CHAT, chat())
     exchange = await rig.client.get("/metrics")

@@ -1,5 +1,5 @@
-"""`/health` (liveness), `/ready` (a request would be served now), `/metrics`, and `/v1/loads`: the
-load of this server for routers, in SGLang's format (smg reads it)."""
+"""`/health` (liveness), `/ready` (a request would be served now), `/version`, `/metrics`, and
+`/v1/loads`: the load of this server for routers, in SGLang's format (smg reads it)."""
 
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -12,6 +12,7 @@ from engine.request import State
 from gateway.errors import StoreOutOfSpace
 from gateway.observe.exposition import CONTENT_TYPE
 from gateway.service import caller_of, service_of
+from gateway.version import podway_version
 
 if TYPE_CHECKING:
     from starlette.requests import Request as HttpRequest
@@ -71,6 +72,11 @@ async def health(http: "HttpRequest") -> dict[str, str]:
     if failure is not None:
         raise Unavailable(failure)
     return {"status": "ok"}
+
+
+async def version(http: "HttpRequest") -> dict[str, str]:
+    """The version, in vLLM's format."""
+    return {"version": podway_version()}
 
 
 async def ready(http: "HttpRequest") -> dict[str, str]:
