@@ -5,7 +5,8 @@ EngineError
 │   └── ContextTooLong      prompt + max_tokens exceed the context or the KV cache
 ├── Overloaded              the queue is full; retry after `retry_after` seconds
 │   └── DeadlineUnmeetable  too many requests are queued to meet the request's deadline
-├── Unavailable             the server is shutting down, or no worker is alive
+├── Unavailable             no worker is alive
+│   └── ShuttingDown        the server drains
 ├── RequestFailed           the request was accepted, but not finished
 │   ├── RequestCancelled    its caller cancelled it by label
 │   ├── DeadlineExceeded    its deadline passed before it finished
@@ -16,6 +17,8 @@ EngineError
 └── StartupError            settings, checkpoint or machine do not allow to start
     └── KernelFaulted       a GPU kernel faulted while it was tried; a new start leaves it out
 """
+
+SHUTDOWN_RETRY_SECONDS = 5.0  # a load balancer has turned to another server by then
 
 
 class EngineError(Exception):
@@ -83,6 +86,13 @@ class Unavailable(EngineError):
     def __init__(self, message: str, retry_after: float | None = None) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+
+class ShuttingDown(Unavailable):
+    """The server accepts no requests any more; after a restart, or beside it, another one does."""
+
+    def __init__(self, message: str = "The server is shutting down.") -> None:
+        super().__init__(message, SHUTDOWN_RETRY_SECONDS)
 
 
 class RequestFailed(EngineError):

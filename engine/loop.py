@@ -19,7 +19,14 @@ import logging
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
-from engine.errors import EngineError, RequestCancelled, StepFailed, Unavailable, WorkerLost
+from engine.errors import (
+    EngineError,
+    RequestCancelled,
+    ShuttingDown,
+    StepFailed,
+    Unavailable,
+    WorkerLost,
+)
 from engine.image_sender import ImageSender
 from engine.request import ENDS_AT_ONCE, Abort, Request, RequestSpec
 from engine.store_lookups import StoreLookups
@@ -187,7 +194,7 @@ class Engine:
     def rejection(self) -> Unavailable | None:
         """The error with which a new request is rejected now; None if it is accepted."""
         if self.is_draining:
-            return Unavailable("The server is shutting down.")
+            return ShuttingDown()
         if self.failure is not None:
             return Unavailable(self.failure)
         if self._lost_at is None and self._executor.is_alive:
@@ -294,7 +301,7 @@ class Engine:
             async with asyncio.timeout(seconds):
                 await self._idle.wait()
         except TimeoutError:
-            error = Unavailable("The server shut down before the response was complete.")
+            error = ShuttingDown("The server shut down before the response was complete.")
             self._streams.wake(self.scheduler.fail_all(error, self._clock()))
         if self.scheduler.kv.saves and self.failure is None:
             self._wakeup.set()

@@ -6,10 +6,10 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from engine.errors import Unavailable
+from engine.errors import ShuttingDown, Unavailable
 from gateway.errors import ModelNotFound
 from gateway.groups.group import Group
-from gateway.groups.loads import SHUTS_DOWN, Loads
+from gateway.groups.loads import Loads
 from gateway.groups.terms import ServerTerms
 
 if TYPE_CHECKING:
@@ -205,7 +205,7 @@ class Groups:
     def rejection(self) -> Unavailable | None:
         """The error with which every new request is rejected now; None if some are accepted."""
         if self.is_draining:
-            return Unavailable(SHUTS_DOWN)
+            return ShuttingDown()
         if len(self) == 1 and (only := self.default.loaded) is not None:
             return only.engine.rejection()
         return None

@@ -10,14 +10,13 @@ import logging
 from collections.abc import Callable, Sequence
 from math import inf
 
-from engine.errors import EngineError, StartupError, Unavailable
+from engine.errors import EngineError, ShuttingDown, StartupError, Unavailable
 from gateway.groups.group import Group, Status
 from gateway.groups.leases import Lease
 from gateway.groups.terms import ServerTerms
 
 logger = logging.getLogger(__name__)
 
-SHUTS_DOWN = "The server is shutting down."
 GIB = 1 << 30
 
 
@@ -53,7 +52,7 @@ class Loads:
         that would take too long, or if the server shuts down."""
         while not lease.is_active:
             if self.is_ended:
-                raise Unavailable(SHUTS_DOWN)
+                raise ShuttingDown
             group.check_retry()
             if not group.terms.autoload and group not in self._queue:
                 raise Unavailable(

@@ -92,8 +92,9 @@ class Rejection(Exception):  # it ends the parsing of a request, as its error re
     def response(self) -> bytes:
         """The whole response, after which the connection is closed."""
         body = orjson.dumps({"error": self._fields})
+        retry = b"retry-after: 1\r\n" if self.status == 503 else b""
         head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
-        return STATUS_LINE[self.status] + head % len(body) + body
+        return STATUS_LINE[self.status] + retry + head % len(body) + body
 
 
 class Arrival:

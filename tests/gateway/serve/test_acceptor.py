@@ -176,6 +176,7 @@ def test_a_client_without_a_place_gets_a_503() -> None:
         late, _ = await server.connect()
         response = await late.read()
         assert response.startswith(b"HTTP/1.1 503 ")
+        assert b"\r\nretry-after: 1\r\n" in response
         assert b'"overloaded"' in response
         writer.close()
         await server.lost.wait()

@@ -9,6 +9,7 @@ from engine.errors import (
     DeadlineUnmeetable,
     InvalidRequest,
     Overloaded,
+    ShuttingDown,
     StepFailed,
     Unavailable,
     WorkerLost,
@@ -29,7 +30,7 @@ STREAMED_OR_NOT = pytest.mark.parametrize("stream", [True, False])
         (Overloaded("full", 1.2), 503, "overloaded"),
         (DeadlineUnmeetable("late", 1.2), 503, "deadline_unmeetable"),
         (DeadlineExceeded("late"), 504, "deadline_exceeded"),
-        (Unavailable("draining"), 503, "unavailable"),
+        (ShuttingDown(), 503, "unavailable"),
         (StepFailed("secret"), 500, "internal_error"),
         (WorkerLost("secret"), 500, "internal_error"),
         (ZeroDivisionError("secret"), 500, "internal_error"),
@@ -51,7 +52,7 @@ def test_a_full_server_sends_retry_after() -> None:
 
 def test_a_server_with_a_restarting_worker_sends_retry_after() -> None:
     assert error_headers(Unavailable("restarting", 1.2))["retry-after-ms"] == "1200"
-    assert error_headers(Unavailable("draining")) == {"x-should-retry": "true"}
+    assert error_headers(Unavailable("for good")) == {"x-should-retry": "true"}
 
 
 @STREAMED_OR_NOT
@@ -132,6 +133,7 @@ async def test_a_draining_server_is_unavailable(rig: Rig, stream: bool) -> None:
     async with rig.client.post(CHAT, chat(stream=stream)) as exchange:
         assert (await exchange.json())["error"]["code"] == "unavailable"
         assert exchange.status == 503
+        assert exchange.headers["retry-after"] == "5"
     assert (await rig.client.get("/ready")).status == 503
     assert (await rig.client.get("/health")).status == 200
 
