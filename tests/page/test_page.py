@@ -63,6 +63,25 @@ def test_a_chat_streams_and_shows_its_figures(page: Page, page_url: str) -> None
     expect(page.locator(".message.user")).to_contain_text("Hello!")  # history is in the browser
 
 
+def test_an_answer_of_another_tab_is_waited_for_or_stopped(
+    context: BrowserContext, page: Page, page_url: str
+) -> None:
+    seed_chat(page, page_url, min_tokens=1900, max_tokens=1950)
+    other = context.new_page()
+    other.goto(page.url)
+    expect(other.locator(".entry a[aria-current]")).to_be_visible()
+    ask(page, "Tell me a story.")
+    await_text(other)
+    other.get_by_label("Message", exact=True).fill("And then?")
+    other.get_by_label("Message", exact=True).press("Enter")
+    expect(other.locator(".message")).to_have_count(2)
+    other.get_by_role("button", name="Stop").click()
+    for tab in (page, other):
+        expect(tab.locator(".figures")).to_contain_text("stopped")
+        expect(tab.locator("#send")).to_be_visible()
+        expect(tab.get_by_role("alert")).to_have_count(0)
+
+
 PASTE = """async ([place, how]) => {
     const canvas = Object.assign(document.createElement("canvas"), {width: 3000, height: 30});
     canvas.getContext("2d").fillRect(0, 0, 9, 9);

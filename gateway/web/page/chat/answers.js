@@ -11,6 +11,7 @@ const MAX_UNSENT = 5; // of what the server may not have received
 const RETRY_MS = 1000;
 const SHOW_MS = 100; // between two times that a growing answer is shown
 const STOP_MS = 50;
+const CANCELLED = ["request_cancelled", 499]; // by another tab
 const MIN_SECONDS = 0.05; // from which on the times of events say how fast tokens come
 const running = new Map(); // by the id of a conversation: the answer, and what stops reading it
 const listeners = new Set();
@@ -34,7 +35,11 @@ function changed(conversation) {
 
 const pause = (milliseconds) => new Promise((resume) => setTimeout(resume, milliseconds));
 
-export const isRunning = (conversation) => running.has(conversation.id);
+const lastOf = (conversation) => branch(conversation).at(-1);
+const isOpen = (node) => node?.role === "assistant" && Boolean(node.stream && !node.finish && !node.error);
+
+// Whether an answer is generated, also one that another tab reads: nothing is sent below a part of an answer.
+export const isRunning = (conversation) => running.has(conversation.id) || isOpen(lastOf(conversation));
 
 function messageOf(node) {
   if (node.role === "tool") return { role: "tool", tool_call_id: node.call, content: node.content };
@@ -153,7 +158,7 @@ async function follow(conversation, node, work) {
     await saveNow().catch(() => {}); // so that a reload finds the name of its stream
     await work(abort.signal);
   } catch (error) {
-    if (error.name === "AbortError") node.finish = "stopped";
+    if (error.name === "AbortError" || CANCELLED.includes(error.status)) node.finish = "stopped";
     else node.error = error.message;
   }
   running.delete(conversation.id);
@@ -173,16 +178,20 @@ export function answer(conversation, parentId, model) {
 
 // Goes on reading the answer that was not complete when the page was left.
 export function resume(conversation) {
-  const node = branch(conversation).at(-1);
-  const isOpen = node?.role === "assistant" && node.stream && !node.finish && !node.error;
-  if (isOpen && !isRunning(conversation)) follow(conversation, node, (signal) => readAgain(conversation, node, signal));
+  const node = lastOf(conversation);
+  if (isOpen(node) && !running.has(conversation.id)) follow(conversation, node, (signal) => readAgain(conversation, node, signal));
 }
 
 // Stops reading an answer, and has the server end it. The server may not know it yet, so this asks a few times.
 export async function stop(conversation) {
-  const { node, abort } = running.get(conversation.id) ?? {};
-  if (!node) return;
-  abort.abort();
+  const { node, abort } = running.get(conversation.id) ?? { node: lastOf(conversation) };
+  if (abort) abort.abort();
+  else if (!isOpen(node)) return;
+  else {
+    claim(node);
+    node.finish = "stopped";
+    changed(conversation);
+  }
   for (let attempt = 0; attempt < 3; attempt += 1) {
     const error = await call(streamPath(node), { method: "DELETE" }).catch((failure) => failure);
     if (error.status !== 404) return;
