@@ -180,7 +180,8 @@ def read_csv(path: "Path") -> "Iterator[Arrival]":
             try:
                 at, prompt_len, output_len = float(row[0]), int(row[1]), int(row[2])
             except (ValueError, IndexError) as error:
-                raise BadTrace(f"{path}, line {number}: {error}") from error
+                columns = "seconds, prompt tokens, output tokens"
+                raise BadTrace(f"{path}, line {number}: expected {columns}, not {row}") from error
             yield _arrival(path, number, Arrival(at, prompt_len, output_len))
 
 

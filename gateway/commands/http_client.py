@@ -120,6 +120,9 @@ def connection_error(url: str, error: BaseException) -> str:
             "self-signed, set SSL_CERT_FILE to the PEM file of the certificate"
         )
     if isinstance(error, aiohttp.ClientConnectorError):
-        number = error.os_error.errno
-        return f"cannot reach {url}: {os.strerror(number) if number else error.os_error}"
+        number = error.os_error.errno  # negative where a name has no address
+        reason = os.strerror(number) if number and number > 0 else error.os_error.strerror
+        return f"cannot reach {url}: {reason or error.os_error}"
+    if isinstance(error, aiohttp.InvalidURL | aiohttp.NonHttpUrlClientError):
+        return f"{url} is not an address such as {DEFAULT_URL}"
     return f"the connection to {url} was lost: {error or type(error).__name__}"

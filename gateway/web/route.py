@@ -194,9 +194,9 @@ class RouteTable:
         return found or next((route for each in places for route in each.values()), None)
 
     def instead_of(self, method: str, path: str) -> str | None:
-        """The path of a route that a client whose base URL has `/v1` twice, or not, or ends with a
-        slash has probably meant by one that no route has."""
-        single = "/" + path.lstrip("/")
+        """The path of a route that a client whose base URL has `/v1` twice, or not, or a slash too
+        many has probably meant by one that no route has."""
+        single = "/" + path.strip("/")
         tries = (single, f"/v1{single}", single.removeprefix("/v1"))
         return next((each for each in tries if self.find(method, each)), None)
 

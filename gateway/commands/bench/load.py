@@ -136,6 +136,8 @@ async def send(target: Target, request: PlannedRequest, body: bytes) -> RequestR
     except (orjson.JSONDecodeError, AttributeError, TypeError):
         outcome.error = "the server sent an event that is not a completion chunk"
     outcome.ended_at = _now()
+    if outcome.first_at is None and outcome.usage_output:  # its tokens have no text
+        outcome.first_at = outcome.finished_at
     if outcome.error is None and (outcome.first_at is None or outcome.finished_at is None):
         outcome.error = "the stream ended early"
     return outcome

@@ -41,8 +41,8 @@ def test_a_trace_is_sorted_by_time(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "says"),
     [
-        ("a.csv", "arrival_s,prompt_tokens,output_tokens\n1,2\n", "line 2"),
-        ("a.csv", "0,5,5\n1,x,3\n", "line 2"),
+        ("a.csv", "arrival_s,prompt_tokens,output_tokens\n1,2\n", "line 2: expected seconds, p"),
+        ("a.csv", "0,5,5\n1,x,3\n", "line 2: expected .* not .*'x'"),
         ("a.csv", "0,5,0\n", "line 1: lengths must be at least 1"),
         ("a.csv", "", "no rows"),
         ("a.jsonl", '{"timestamp": 1, "input_length": 3}\n', "line 1: KeyError"),

@@ -26,6 +26,7 @@ class Peer:
     reject: tuple[int, str] | None = None
     error_event: str | None = None
     usage: bool = True
+    usage_tokens: int | None = None  # instead of two for each word
     url: str = ""
     bodies: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
@@ -71,7 +72,8 @@ class Peer:
     async def _finish(self, response: web.StreamResponse, choice: Any) -> None:
         await _event(response, {"choices": [choice("") | {"finish_reason": "stop"}]})
         if self.usage:
-            usage = {"prompt_tokens": 7, "completion_tokens": 2 * len(self.words)}
+            produced = 2 * len(self.words) if self.usage_tokens is None else self.usage_tokens
+            usage = {"prompt_tokens": 7, "completion_tokens": produced}
             await _event(response, {"choices": [], "usage": usage})
         await response.write(b"data: [DONE]\n\n")
 

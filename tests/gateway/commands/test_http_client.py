@@ -1,10 +1,13 @@
 import asyncio
 import os
+import socket
 import ssl
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
+import aiohttp
 import pytest
 from aiohttp import web
 
@@ -12,6 +15,7 @@ from gateway.commands.http_client import (
     EventDecoder,
     ServerError,
     base_url,
+    connection_error,
     error_text,
     first_model,
     http_error,
@@ -58,6 +62,15 @@ def test_an_http_error_is_one_line_whatever_the_body() -> None:
     assert http_error(500, b"\xff") == "HTTP 500: \ufffd"
     assert http_error(400, b"") == "HTTP 400: no reason given"
     assert error_text("plain") == "plain"
+
+
+def test_a_name_without_an_address_and_a_wrong_scheme_are_one_line_each() -> None:
+    unknown = socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+    error = aiohttp.ClientConnectorDNSError(Mock(), unknown)
+    expected = "cannot reach http://a: Name or service not known"
+    assert connection_error("http://a", error) == expected
+    expected = "ftp://a is not an address such as http://127.0.0.1:8000"
+    assert connection_error("ftp://a", aiohttp.NonHttpUrlClientError("ftp://a")) == expected
 
 
 async def test_white_space_around_an_api_key_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,6 +60,18 @@ async def test_an_error_event_and_a_stream_cut_short_are_failures(peer: Peer) ->
     assert (await send_one(peer)).error == "the stream ended early"
 
 
+async def test_an_answer_whose_tokens_have_no_text_counts_and_starts_with_its_end(
+    peer: Peer,
+) -> None:
+    peer.words = []
+    peer.usage_tokens = 8
+    outcome = await send_one(peer)
+    assert (outcome.error, outcome.output_tokens) == (None, 8)
+    assert outcome.first_at == outcome.finished_at is not None
+    peer.usage_tokens = 0
+    assert (await send_one(peer)).error == "the stream ended early"
+
+
 async def test_an_answer_that_takes_too_long_is_a_failure(peer: Peer) -> None:
     peer.hold = True
     assert (await send_one(peer, seconds=0.2)).error == f"{peer.url} did not answer in time"

@@ -264,6 +264,7 @@ async def test_an_unknown_path_or_method_is_a_json_error(
         ("/responses", "/v1/responses"),
         ("//v1/messages", "/v1/messages"),
         ("/v1/tokenize", "/tokenize"),
+        ("/v1/chat/completions/", "/v1/chat/completions"),
     ],
 )
 def test_the_error_of_a_wrong_base_url_names_the_path_that_is_meant(path: str, meant: str) -> None:
