@@ -145,22 +145,18 @@ class Shard:
 
     def _check(self) -> None:
         ranks, shape = self.num_ranks, self.shape
+        uneven = f"cannot be divided evenly among {ranks} ranks (--tensor-ranks)"
         for what, size in (("attention heads", shape.num_heads), ("MLP columns", shape.inner_size)):
             if size % ranks:
-                raise StartupError(f"{size} {what} cannot be divided evenly among {ranks} ranks")
+                raise StartupError(f"{size} {what} {uneven}")
         for layer in shape.recurrent_layers:
             size, what = layer.parts
             if size % ranks:
-                raise StartupError(
-                    f"{size} {what} of recurrent layers cannot be divided evenly among "
-                    f"{ranks} ranks"
-                )
+                raise StartupError(f"{size} {what} of recurrent layers {uneven}")
         count, own = shape.num_kv_heads, {each.num_kv_heads for each in shape.attention}
         odd = [each for each in own if each is not None and each % ranks]
         if odd or (count % ranks and ranks % count):
-            raise StartupError(
-                f"{(*odd, count)[0]} key-value heads cannot be divided evenly among {ranks} ranks"
-            )
+            raise StartupError(f"{(*odd, count)[0]} key-value heads {uneven}")
 
 
 def layer_spans(shape: ModelShape, num_stages: int) -> list[range]:
@@ -177,7 +173,10 @@ def layer_spans(shape: ModelShape, num_stages: int) -> list[range]:
     before, together = num_stages - 1, _first_shared(shape)
     if before > min(layers - 1, together):
         shared = f", and layers from {together} on share KV" if together < layers else ""
-        raise StartupError(f"{layers} layers cannot be divided among {num_stages} stages{shared}")
+        raise StartupError(
+            f"{layers} layers cannot be divided among {num_stages} stages "
+            f"(--pipeline-stages){shared}"
+        )
     head = shape.vocab_size * shape.hidden_size / shape.layer_parameters  # in layers
 
     def busiest(last: int) -> float:

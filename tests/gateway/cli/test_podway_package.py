@@ -1,11 +1,13 @@
 import subprocess
 import sys
 import tomllib
+from pathlib import Path
 
 import pytest
 from setuptools.config.expand import find_packages
 
 import gateway.podway
+from adapters.models.checks.architecture import PAGE
 from gateway.console import ROOT
 from gateway.offline import Generation, Podway
 
@@ -28,6 +30,12 @@ def test_it_runs_as_the_console_script_does() -> None:
         check=True,
     )
     assert shown.stdout.startswith("podway ")
+
+
+def test_a_wheel_has_the_page_that_the_error_of_an_unknown_architecture_names() -> None:
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    patterns = setuptools["package-data"]["adapters"]
+    assert any(Path(PAGE).match(f"adapters/{each}") for each in patterns)
 
 
 def test_a_wheel_has_it_at_the_top_level_and_only_there() -> None:
