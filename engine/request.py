@@ -170,7 +170,7 @@ class FoundPrefix:
     """How much of a request's KV was in the cache when `engine.kv.prefix_search` last looked."""
 
     num_matched: int = 0  # leading blocks that were on the device
-    num_evictions_seen: int = 0  # when `num_matched` was last checked: engine.kv.prefix_index
+    num_evictions_seen: int = 0  # when `num_matched` was last checked: engine.kv.prefix
     num_drops_seen: int = 0  # in the tiers below, likewise
     num_reusable: int = 0  # leading blocks behind which it can start
     reusable_hashes: list[bytes] = field(default_factory=list)  # the last used of its digests

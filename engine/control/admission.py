@@ -35,7 +35,7 @@ from engine.request import Move, Request, State
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from engine.events import Observer
+    from engine.iteration import Observer
     from engine.kv.cache import KVCache
     from engine.policy.port import SortKey
     from engine.pool import RequestPool

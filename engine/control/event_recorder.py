@@ -31,7 +31,7 @@ from engine.control.scheduler import IterationScheduler
 from engine.control.settings import SchedulerSettings
 from engine.cost.live import LiveCost
 from engine.cost.model import CostModel
-from engine.events import Observer
+from engine.iteration import Observer
 from engine.kv.ledger import KVLedger
 from engine.kv.prefix import hash_blocks
 from engine.kv_shape import KVShape

@@ -8,11 +8,10 @@ is admitted before it. KV may grow block by block; requests are preempted if blo
 from typing import TYPE_CHECKING
 
 from engine.control.admission import AdmissionControl, AdmissionSettings, SwapMode
-from engine.control.arrivals import Arrivals
 from engine.control.batch_builder import BatchBuilder
 from engine.control.batch_planner import BatchPlanner
 from engine.control.images import Images
-from engine.control.lifecycle import Lifecycle
+from engine.control.lifecycle import Arrivals, Lifecycle
 from engine.control.proposals import Proposals
 from engine.control.results import StepResults
 from engine.control.settings import SchedulerSettings
@@ -20,8 +19,7 @@ from engine.control.swap_planner import SwapPlanner
 from engine.cost.live import LiveCost
 from engine.cost.model import UNMEASURED
 from engine.errors import RowFailed
-from engine.events import Observer, ObserverGroup
-from engine.iteration import Delivery, Iteration
+from engine.iteration import Delivery, Iteration, Observer, ObserverGroup
 from engine.kv.cache import KVCache
 from engine.kv.counts import KVCounts
 from engine.pool import RequestPool

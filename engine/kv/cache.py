@@ -14,8 +14,7 @@ from engine.step import Direction, Page, PageKind
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
 
-    from engine.events import Observer
-    from engine.iteration import Iteration, Swaps
+    from engine.iteration import Iteration, Observer, Swaps
     from engine.kv.ledger import KVLedger
     from engine.pool import RequestPool
     from engine.step import StepEntry, StepResult

@@ -12,14 +12,14 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from engine.kv.prefix_index import EvictionOrder
+from engine.kv.prefix import EvictionOrder
 from engine.kv.retention import RetainedNames
 from engine.step import HASH_BYTES, Tier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-    from engine.kv.prefix_index import PrefixListener
+    from engine.kv.prefix import PrefixListener
 
 
 class LowerTier:

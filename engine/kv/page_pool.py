@@ -4,7 +4,7 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from engine.iteration import Save
-from engine.kv.prefix_index import EvictionOrder, PrefixIndex
+from engine.kv.prefix import EvictionOrder, PrefixIndex
 from engine.kv.retention import RetainedNames
 from engine.step import Page
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from engine.kv.lower_tiers import LowerTiers
-    from engine.kv.prefix_index import PrefixListener
+    from engine.kv.prefix import PrefixListener
     from engine.step import PageKind
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
     from engine.kv.ledger import KVLedger
-    from engine.kv.prefix_index import PrefixListener
+    from engine.kv.prefix import PrefixListener
     from engine.request import Request, RequestSpec
 
 MIN_COMMON = 64  # tokens: to compute fewer twice costs less than to wait (results/constants)

@@ -5,7 +5,7 @@ from itertools import islice
 from math import inf
 from typing import TYPE_CHECKING
 
-from engine.events import Observer
+from engine.iteration import Observer
 from engine.policy.forecast import MAX_SAMPLED, Forecast
 from engine.request import FoundPrefix, Request, State
 

@@ -15,7 +15,7 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from engine.control.arrivals import Queue
+from engine.control.lifecycle import Queue
 from engine.errors import Unavailable
 from engine.kv.prefix import extend_hashes
 from engine.replicas.placement import Load, growth, least_growth

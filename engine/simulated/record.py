@@ -3,7 +3,7 @@
 from array import array
 from typing import TYPE_CHECKING, NamedTuple
 
-from engine.events import Observer
+from engine.iteration import Observer
 from engine.request import State
 from engine.step import Direction
 

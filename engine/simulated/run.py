@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from engine.control.admission import Admission
 from engine.control.scheduler import IterationScheduler
-from engine.events import ObserverGroup
+from engine.iteration import ObserverGroup
 from engine.kv.ledger import KVLedger
 from engine.kv_shape import KVShape
 from engine.simulated.executor import SimulatedExecutor
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from engine.control.settings import SchedulerSettings
     from engine.cost.live import LiveCost
     from engine.cost.model import CostModel
-    from engine.events import Observer
+    from engine.iteration import Observer
     from engine.policy.port import Policy
     from engine.ports import Cost
     from engine.simulated.trace import Arrival

@@ -14,7 +14,7 @@ import msgspec
 from engine.control.event_recorder import EventRecorder, render
 from engine.cost.live import LiveCost
 from engine.errors import RequestCancelled, StepFailed, Unavailable
-from engine.events import ObserverGroup
+from engine.iteration import ObserverGroup
 from engine.policy import build
 from engine.request import Abort, FinishReason, Request
 from engine.simulated.executor import VECTOR

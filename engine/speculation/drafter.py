@@ -11,7 +11,7 @@ done at all while it is spent (`SpeculationBudget`).
 from math import inf
 from typing import TYPE_CHECKING
 
-from engine.events import Observer
+from engine.iteration import Observer
 from engine.speculation.acceptance import DraftCounts
 from engine.speculation.budget import SpeculationBudget
 from engine.speculation.draft_model import DraftModelProposer

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from math import ceil
 from typing import TYPE_CHECKING
 
-from engine.events import Observer
+from engine.iteration import Observer
 from gateway.access.key_file import Allowance, Key
 from gateway.errors import TooManyAtOnce, TooManyRequests, TooManyTokens
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from engine.errors import StartupError
-from engine.events import Observer
+from engine.iteration import Observer
 from engine.kv.prefix import name_in_group, spans_in
 from engine.step import Tier
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from engine.events import Observer
+from engine.iteration import Observer
 from engine.policy import POLICIES, levels_of, name_of
 from engine.request import State
 from gateway.observe.queueing import lacks

@@ -9,7 +9,7 @@ from collections import Counter
 from math import inf
 from typing import TYPE_CHECKING
 
-from engine.events import Observer
+from engine.iteration import Observer
 from engine.request import Abort, FinishReason
 from engine.step import Direction
 

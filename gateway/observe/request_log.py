@@ -15,7 +15,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from engine.events import Observer
+from engine.iteration import Observer
 
 if TYPE_CHECKING:
     from engine.ports import Clock

@@ -11,7 +11,7 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from engine.events import Observer
+from engine.iteration import Observer
 from engine.request import CACHED, FoundPrefix, Samples, State
 from engine.step import Direction
 from gateway.observe.prefixes import PrefixHistory, PrefixReport

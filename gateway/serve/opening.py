@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from engine.control.event_recorder import RecordingHeader
 from engine.control.scheduler import IterationScheduler
 from engine.cost.live import LiveCost
-from engine.events import Observer, ObserverGroup
+from engine.iteration import Observer, ObserverGroup
 from engine.kv_shape import KVShape
 from engine.kv_store import MAX_NAMES
 from engine.loop import Engine
@@ -28,7 +28,7 @@ from engine.turns import Turn, Turns
 from engine.worker_settings import WorkerReport
 from gateway.access.grammar_check import GrammarCheck
 from gateway.access.quotas import Quotas
-from gateway.generation.paced_tokenizer import PacedTokenizer
+from gateway.generation.prompt import PacedTokenizer
 from gateway.groups.group import ServedModel, Serving
 from gateway.loras import LoraRegistry
 from gateway.observe.kv_events import KVEvents, ZmqPublisher, topic_of

@@ -19,7 +19,7 @@ from engine.control.scheduler import IterationScheduler
 from engine.control.settings import SchedulerSettings
 from engine.cost.live import LiveCost
 from engine.cost.model import UNMEASURED, CostModel
-from engine.events import Observer, ObserverGroup
+from engine.iteration import Observer, ObserverGroup
 from engine.kv.ledger import KVLedger
 from engine.kv_shape import KVShape
 from engine.loop import Engine

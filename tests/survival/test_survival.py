@@ -13,8 +13,7 @@ from engine.control.settings import SchedulerSettings
 from engine.cost.live import LiveCost
 from engine.cost.model import UNMEASURED
 from engine.errors import EngineError, Unavailable, WorkerLost
-from engine.events import Observer
-from engine.iteration import Iteration
+from engine.iteration import Iteration, Observer
 from engine.kv.ledger import KVLedger
 from engine.kv_shape import KVShape
 from engine.loop import Engine

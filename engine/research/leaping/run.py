@@ -17,7 +17,7 @@ from engine.simulated.replay import RecordedOutputs, RecordedRequest
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from engine.events import Observer
+    from engine.iteration import Observer
     from engine.request import Request
     from engine.research.leaping.replica import OnEnd
     from engine.simulated.play import OnAccepted

@@ -16,7 +16,7 @@ from engine.control.event_recorder import EventRecorder, RecordingHeader, Row, r
 from engine.cost.fit import Sample
 from engine.cost.live import LiveCost
 from engine.cost.model import CostModel
-from engine.events import ObserverGroup
+from engine.iteration import ObserverGroup
 from engine.research.leaping.capacity import highest_load
 from engine.simulated.executor import SimulatedExecutor
 from engine.simulated.figures import SLO, Figures, summarise

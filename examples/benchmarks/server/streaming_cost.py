@@ -36,7 +36,7 @@ import uvloop
 
 from engine.control.scheduler import IterationScheduler
 from engine.control.settings import SchedulerSettings
-from engine.events import Observer, ObserverGroup
+from engine.iteration import Observer, ObserverGroup
 from engine.kv.ledger import KVLedger
 from engine.kv_shape import KVShape
 from engine.loop import Engine

@@ -22,8 +22,7 @@ from random import Random
 
 from engine.control.admission import Admission, SwapMode
 from engine.control.settings import SchedulerSettings
-from engine.events import Observer
-from engine.iteration import Iteration
+from engine.iteration import Iteration, Observer
 from engine.policy import Policy, PolicySettings, build
 from engine.policy.base import BackgroundLast
 from engine.policy.port import Preemption

@@ -17,7 +17,7 @@ from typing import Any
 
 from engine.control.settings import SchedulerSettings
 from engine.cost.model import CostModel
-from engine.events import Observer
+from engine.iteration import Observer
 from engine.policy import build
 from engine.request import Caching, RequestSpec
 from engine.simulated.known_cost import KnownCost

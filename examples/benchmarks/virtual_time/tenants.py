@@ -14,7 +14,7 @@ from pathlib import Path
 from random import Random
 from statistics import fmean, quantiles
 
-from engine.events import Observer
+from engine.iteration import Observer
 from engine.request import Request
 from engine.research.leaping.run import simulate
 from engine.simulated.replay import RecordedRequest

@@ -3,7 +3,7 @@ from itertools import count
 from engine.control.scheduler import IterationScheduler
 from engine.control.settings import SchedulerSettings
 from engine.errors import StepFailed, Unavailable
-from engine.events import EVENTS, Observer, ObserverGroup
+from engine.iteration import EVENTS, Observer, ObserverGroup
 from engine.kv.ledger import KVLedger
 from engine.kv_shape import KVShape
 from engine.policy.fcfs import FirstComeFirstServed

@@ -2,8 +2,8 @@ from random import Random
 
 import pytest
 
-from engine.kv import prefix_index
-from engine.kv.prefix_index import PrefixIndex
+from engine.kv import prefix
+from engine.kv.prefix import PrefixIndex
 
 
 class CountingHashes(list[bytes]):
@@ -49,7 +49,7 @@ def test_a_block_that_is_published_again_is_matched() -> None:
 def test_the_remembered_match_agrees_with_a_whole_search(
     most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefix_index, "MAX_EVICTIONS", most)
+    monkeypatch.setattr(prefix, "MAX_EVICTIONS", most)
     random, index = Random(5), PrefixIndex()
     chains = [chain(name, 12) for name in "abc"]
     matches = [(0, 0)] * len(chains)  # (blocks matched, evictions seen)

@@ -3,7 +3,7 @@ from engine.control.settings import SchedulerSettings
 from engine.cost.model import UNMEASURED
 from engine.kv.ledger import KVLedger
 from engine.kv.lower_tiers import LowerTier
-from engine.kv.prefix_index import EvictionOrder
+from engine.kv.prefix import EvictionOrder
 from engine.kv.retention import RetainedNames
 from engine.kv_shape import KVShape
 from engine.policy import build

@@ -11,7 +11,7 @@ from engine.control.scheduler import IterationScheduler
 from engine.cost.live import LiveCost
 from engine.cost.model import CostModel
 from engine.errors import InvalidRequest
-from engine.events import Observer
+from engine.iteration import Observer
 from engine.loop import Engine
 from engine.policy.table import build
 from engine.simulated.virtual_loop import run_virtual

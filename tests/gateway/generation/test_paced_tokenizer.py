@@ -5,8 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from gateway.errors import PromptTooLong
-from gateway.generation.paced_tokenizer import SHARE, PacedTokenizer
-from gateway.generation.prompt import SLICE_CHARS, tokenize_prompts
+from gateway.generation.prompt import SHARE, SLICE_CHARS, PacedTokenizer, tokenize_prompts
 from tests.gateway.generation.test_prompt import Letters
 
 SECONDS = 0.01  # of CPU time for each piece, as measured by the fake clock
@@ -50,7 +49,7 @@ def rests(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The rests taken. Each reading of the thread's clock is `SECONDS` after the one before."""
     found: list[float] = []
     times = iter(range(1_000_000))
-    name = "gateway.generation.paced_tokenizer.time"
+    name = "gateway.generation.prompt.time"
     monkeypatch.setattr(f"{name}.thread_time", lambda: next(times) * SECONDS)
     monkeypatch.setattr(f"{name}.sleep", found.append)
     return found

@@ -6,7 +6,7 @@ from engine.control.scheduler import IterationScheduler
 from engine.control.settings import SchedulerSettings
 from engine.cost.live import LiveCost
 from engine.cost.model import CostModel
-from engine.events import ObserverGroup
+from engine.iteration import ObserverGroup
 from engine.kv.ledger import KVLedger
 from engine.kv_shape import KVShape
 from engine.loop import Engine

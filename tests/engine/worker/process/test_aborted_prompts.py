@@ -9,8 +9,7 @@ import pytest
 
 from engine.control.scheduler import IterationScheduler
 from engine.control.settings import SchedulerSettings
-from engine.events import Observer
-from engine.iteration import Iteration
+from engine.iteration import Iteration, Observer
 from engine.kv import request_states
 from engine.kv.ledger import KVLedger
 from engine.kv_shape import KVShape

@@ -14,7 +14,7 @@ import pytest
 from engine.control.scheduler import IterationScheduler
 from engine.control.settings import SchedulerSettings
 from engine.errors import EngineError
-from engine.events import Observer
+from engine.iteration import Observer
 from engine.kv.ledger import KVLedger
 from engine.kv_shape import KVShape
 from engine.loop import Engine
