@@ -4,8 +4,8 @@
 PROCESSORS = {
     "Qwen2VLImageProcessor": "adapters.images.qwen_vl:QwenVLProcessor",
     "Qwen3VLImageProcessor": "adapters.images.qwen_vl:QwenVLProcessor",
-    "Gemma3ImageProcessor": "adapters.images.gemma3:Gemma3Processor",
-    "Gemma4ImageProcessor": "adapters.images.gemma4:Gemma4Processor",
+    "Gemma3ImageProcessor": "adapters.images.gemma:Gemma3Processor",
+    "Gemma4ImageProcessor": "adapters.images.gemma:Gemma4Processor",
     "Idefics3ImageProcessor": "adapters.images.smolvlm:SmolVLMProcessor",
     "SmolVLMImageProcessor": "adapters.images.smolvlm:SmolVLMProcessor",
 }

@@ -16,8 +16,7 @@ from pathlib import Path
 
 from platformdirs import user_cache_path
 
-from adapters.models.named_shapes.text import SHAPES
-from adapters.models.named_shapes.vision import IMAGES, VISION_SHAPES
+from adapters.models.named_shapes import IMAGES, SHAPES, VISION_SHAPES
 from engine.errors import StartupError
 
 PREFIX = "random:"

@@ -4,7 +4,6 @@ Byte-level BPE runs in tiktoken if tiktoken can represent it exactly; everything
 `tokenizers`. The ids equal Hugging Face's in both cases.
 """
 
-from adapters.tokenizers.loading import load_tokenizer
-from adapters.tokenizers.token_table import load_token_table
+from adapters.tokenizers.loading import load_token_table, load_tokenizer
 
 __all__ = ["load_token_table", "load_tokenizer"]

@@ -3,8 +3,7 @@ any requests by FA2."""
 
 import torch
 
-from adapters.attention.flashinfer.decode_choice import FA2, XQA, DecodeChoice, Times
-from adapters.attention.flashinfer.decode_trial import DecodeTrial
+from adapters.attention.flashinfer.decode_choice import FA2, XQA, DecodeChoice, DecodeTrial, Times
 from adapters.attention.flashinfer.fit import unsupported_packed
 from adapters.attention.flashinfer.launches import (
     CapturedLaunch,

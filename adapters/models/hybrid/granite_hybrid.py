@@ -8,7 +8,7 @@ from adapters.models.base.fields import Fields
 from adapters.models.base.projections import Fused, Projections
 from adapters.models.base.rope_fields import LayerRopes
 from adapters.models.base.traits import FULL, FamilyTraits, LinearNames
-from adapters.models.dense.granite import Granite
+from adapters.models.dense.llama import Granite
 from adapters.models.hybrid.mamba_hybrid import MambaHybrid
 from adapters.models.mixtures.experts import ExpertFamily, ExpertNames
 from engine.errors import StartupError

@@ -12,7 +12,7 @@ from adapters.models.base.rope_fields import LayerRopes, read_rope
 from adapters.models.base.traits import FULL, FamilyTraits
 from adapters.models.dense.qwen import Qwen3
 from adapters.models.encoders.families import ReadsQwenImages
-from adapters.models.mixtures.qwen_moe import SharingQwen
+from adapters.models.mixtures.families import SharingQwen
 from engine.errors import StartupError
 from engine.worker.model.layers import AttentionBlock, Decoder, GatedAttentionBlock, Mixer
 from engine.worker.model.mixers import RecurrentMixer

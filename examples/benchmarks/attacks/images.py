@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from adapters.models.named_shapes.text import llama_like
-from adapters.models.named_shapes.vision import IMAGES, smolvlm2
+from adapters.models.named_shapes import IMAGES, llama_like, smolvlm2
 from examples.benchmarks.attacks.bodies import CHAT, chat
 from examples.benchmarks.attacks.sending import Attack, Attacker
 

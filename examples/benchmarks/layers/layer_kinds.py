@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import httpx
 
 from adapters.models import FAMILIES
-from adapters.models.named_shapes.text import SHAPES
+from adapters.models.named_shapes import SHAPES
 from engine.control.scheduler import IterationScheduler
 from engine.control.settings import SchedulerSettings
 from engine.kv.ledger import KVLedger

@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from adapters.models.named_shapes.text import SHAPES
+from adapters.models.named_shapes import SHAPES
 from engine.worker.cpu.limits import measure_read
 from engine.worker_settings import WEIGHT_BYTES
 from examples.benchmarks.layers.lora import CONTEXT, Steps, load

@@ -25,7 +25,7 @@ from typing import Any
 import aiohttp
 import uvloop
 
-from adapters.models.named_shapes.vision import VISION_SHAPES
+from adapters.models.named_shapes import VISION_SHAPES
 from examples.benchmarks.attacks.__main__ import LOAD_BEFORE, SERVER_FLAGS, machine
 from examples.benchmarks.attacks.report import table_head
 from examples.benchmarks.cluster.routers import free_port

@@ -15,8 +15,7 @@ import torch
 import transformers
 
 from adapters.gguf.documents import DOCUMENTS, read_document
-from adapters.models.named_shapes.text import SHAPES
-from adapters.models.named_shapes.vision import IMAGES, VISION_SHAPES
+from adapters.models.named_shapes import IMAGES, SHAPES, VISION_SHAPES
 from examples.benchmarks.peers import random_gguf, random_mmproj
 
 

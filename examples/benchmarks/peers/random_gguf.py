@@ -19,8 +19,7 @@ import gguf
 import numpy as np
 from gguf.constants import GGMLQuantizationType as Kind
 
-from adapters.models.named_shapes.text import SHAPES
-from adapters.models.named_shapes.vision import IMAGES, VISION_SHAPES
+from adapters.models.named_shapes import IMAGES, SHAPES, VISION_SHAPES
 from adapters.tokenizers.byte_level import byte_alphabet
 from examples.benchmarks.peers.random_blocks import random_rows
 

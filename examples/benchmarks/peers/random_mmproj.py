@@ -15,7 +15,7 @@ from gguf.constants import GGMLQuantizationType
 
 from adapters.gguf.projector import PROJECTORS, VISION
 from adapters.gguf.projector_names import JOINED, WEIGHT
-from adapters.models.named_shapes.vision import VISION_SHAPES
+from adapters.models.named_shapes import VISION_SHAPES
 from examples.benchmarks.peers import random_gguf
 from examples.benchmarks.peers.random_blocks import DEVIATION, random_rows
 from examples.benchmarks.peers.random_gguf import add_value

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import aiohttp
 import psutil
 
-from adapters.models.named_shapes.text import SHAPES
+from adapters.models.named_shapes import SHAPES
 from examples.benchmarks.layers.lora import NUM_LORAS, make_lora
 from examples.benchmarks.server.disk_tier import Server
 from examples.benchmarks.server.start_time import cpu_name

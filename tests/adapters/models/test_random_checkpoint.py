@@ -7,8 +7,7 @@ import torch
 
 from adapters.images.loading import load_processor
 from adapters.models import checkpoint
-from adapters.models.named_shapes.text import SHAPES
-from adapters.models.named_shapes.vision import VISION_SHAPES
+from adapters.models.named_shapes import SHAPES, VISION_SHAPES
 from adapters.models.random_checkpoint import random_checkpoint
 from adapters.tokenizers import load_token_table, load_tokenizer
 from engine.errors import StartupError

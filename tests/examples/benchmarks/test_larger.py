@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from adapters.models.named_shapes.text import SHAPES
+from adapters.models.named_shapes import SHAPES
 from examples.benchmarks.peers.larger import LOADS, MODELS, plan, together
 from examples.benchmarks.peers.larger_page import page
 from tests.examples.benchmarks.published import RESULTS, read

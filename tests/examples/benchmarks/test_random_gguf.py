@@ -8,7 +8,7 @@ from gguf.constants import GGMLQuantizationType as Kind
 from adapters.gguf.config import read_config
 from adapters.gguf.file import GgufFile
 from adapters.gguf.vocabulary import read_tokenizer
-from adapters.models.named_shapes.text import SHAPES
+from adapters.models.named_shapes import SHAPES
 from adapters.tokenizers import load_tokenizer
 from examples.benchmarks.peers import random_gguf
 from examples.benchmarks.peers.random_blocks import DEVIATION, WRITERS, random_rows

@@ -8,7 +8,7 @@ import torch
 from adapters.gguf.file import GgufFile
 from adapters.gguf.vocabulary import read_tokenizer
 from adapters.models.checks.checkpoint import check_checkpoint
-from adapters.models.named_shapes.vision import IMAGES, VISION_SHAPES
+from adapters.models.named_shapes import IMAGES, VISION_SHAPES
 from engine.worker.ports import Shard
 from engine.worker.weights.checkpoint import Checkpoint
 from examples.benchmarks.peers import random_checkpoint, random_gguf, random_mmproj

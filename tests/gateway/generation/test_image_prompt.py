@@ -8,7 +8,7 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from adapters.images.gemma3 import Gemma3Processor
+from adapters.images.gemma import Gemma3Processor
 from adapters.images.qwen_vl import QwenVLProcessor
 from adapters.images.smolvlm import SmolVLMProcessor
 from adapters.tokenizers import load_tokenizer

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from adapters.models.named_shapes.text import SHAPES
+from adapters.models.named_shapes import SHAPES
 from engine.errors import StartupError
 from engine.worker_settings import WorkerReport
 from gateway.commands.offline_bench.roofline import (

@@ -1,4 +1,5 @@
-"""The images of Gemma 4: patches of the image in its ratio, of about as many tokens for each."""
+"""The images of Gemma 3: squares of one size, whatever the image's shape. Those of Gemma 4: patches
+of the image in its ratio, of about as many tokens for each."""
 
 import math
 from typing import TYPE_CHECKING
@@ -7,18 +8,46 @@ import numpy as np
 from PIL.Image import Resampling
 
 from adapters.images.processor import (
+    HALVES,
     Piece,
     Settings,
     Tile,
+    TileMaker,
     normalized,
     resampling,
     resized,
+    section,
     whole,
 )
 from gateway.ports import UnreadableImage
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+
+class Gemma3Processor:
+    """One square per image. Pan and scan, which adds crops, is not done, as by default."""
+
+    placeholder = "<start_of_image>"
+    soft_token = "<image_soft_token>"
+    reserved = ("<start_of_image>", "<end_of_image>", "<image_soft_token>")
+
+    def __init__(self, settings: Settings) -> None:
+        config, size = settings.image, section(settings.image, "size")
+        num_tokens = whole(settings.model, "mm_tokens_per_image", 256)
+        self._tile = TileMaker(
+            height=whole(size, "height", 224),
+            width=whole(size, "width", 224),
+            patch=whole(section(settings.model, "vision_config"), "patch_size", 14),
+            num_tokens=whole(settings.processor, "image_seq_length", num_tokens),
+            filter=resampling(config, Resampling.BILINEAR),
+        )
+        self.values = normalized(config, HALVES, HALVES)
+
+    def process(self, image: "Image", max_tokens: int) -> list[Piece]:
+        """See `ImageProcessor`; every image has the same number of tokens."""
+        return ["\n\n<start_of_image>", self._tile(image), "<end_of_image>\n\n"]
+
 
 # As in Google's page "Gemma 4 Prompt Formatting", and in the converter in transformers that writes
 # the tokenizer of published checkpoints.

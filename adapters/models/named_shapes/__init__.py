@@ -1,1 +1,0 @@
-"""The config.json fields of well-known models, for checkpoints with random weights."""
