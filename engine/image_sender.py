@@ -1,13 +1,10 @@
 """Sends the pixels of images to the workers, a piece at a time, so that the event loop goes on."""
 
 import asyncio
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable
 
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
-    from engine.control.images import Images
-    from engine.media import ImagePixels, Media
+from engine.control.images import Images
+from engine.media import ImagePixels, Media
 
 
 class ImageSender:
@@ -15,9 +12,9 @@ class ImageSender:
 
     def __init__(
         self,
-        images: "Images",
-        send: "Callable[[ImagePixels], Awaitable[object]]",
-        on_sent: "Callable[[], object]",
+        images: Images,
+        send: Callable[[ImagePixels], Awaitable[object]],
+        on_sent: Callable[[], object],
     ) -> None:
         self._images = images
         self._send = send
@@ -31,7 +28,7 @@ class ImageSender:
             if wanted is not None:
                 self._task = asyncio.get_running_loop().create_task(self._run(*wanted))
 
-    async def _run(self, number: int, media: "Media") -> None:
+    async def _run(self, number: int, media: Media) -> None:
         try:
             for piece in media.pieces(number):
                 await self._send(piece)

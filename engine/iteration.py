@@ -1,19 +1,17 @@
 """One iteration of the scheduler: the message for the workers, the requests it is for, and the
 events that observers get: metrics, recordings and traces are observers."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice, repeat, starmap
 from math import inf
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+from engine.policy.port import Policy
+from engine.request import Request
+from engine.step import BlockMove, Page, Step, StepResult, Tier, TokenLogprobs
 
-    from engine.policy.port import Policy
-    from engine.request import Request
-    from engine.step import BlockMove, Page, Step, StepResult, Tier, TokenLogprobs
-
-    Handler = Callable[..., None]
+Handler = Callable[..., None]
 
 T = TypeVar("T")
 
@@ -22,7 +20,7 @@ class SampledToken(NamedTuple):
     """A token of a step's result."""
 
     token: int
-    logprobs: "TokenLogprobs | None"
+    logprobs: TokenLogprobs | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,15 +33,15 @@ class Iteration:
     `only_saves` was planned while there were no requests.
     """
 
-    step: "Step"
-    requests: "tuple[Request, ...]"
-    swapping: "tuple[Request, ...]" = ()
+    step: Step
+    requests: tuple[Request, ...]
+    swapping: tuple[Request, ...] = ()
     saves: "tuple[Save, ...]" = ()
     loads: "tuple[Load, ...]" = ()
     itl_goal: float = inf
     only_saves: bool = False
 
-    def results(self, result: "StepResult") -> "EntryResults":
+    def results(self, result: StepResult) -> "EntryResults":
         """What `result` has for each of the entries."""
         tokens: Sequence[int | None] = result.tokens
         logprobs: Sequence[TokenLogprobs | None] = result.logprobs
@@ -63,14 +61,14 @@ class Iteration:
             vectors = dict(zip(pooled, result.vectors, strict=True))
         return EntryResults(tokens, logprobs, drafted, vectors)
 
-    def _by_entry(self, values: "Sequence[T | None]") -> "Sequence[T | None]":
+    def _by_entry(self, values: Sequence[T | None]) -> Sequence[T | None]:
         """One value for each entry: None for those that sample no token."""
         left = iter(values)
         return [None if entry.sample is None else next(left) for entry in self.step.entries]
 
     def _drafted(
-        self, result: "StepResult"
-    ) -> "tuple[list[SampledToken], dict[Request, tuple[SampledToken, ...]]]":
+        self, result: StepResult
+    ) -> tuple[list[SampledToken], dict[Request, tuple[SampledToken, ...]]]:
         """The first token of each entry that samples, and all tokens of those with drafts."""
         pairs = zip(result.tokens, result.logprobs or repeat(None), strict=False)
         tokens = starmap(SampledToken, pairs)
@@ -90,17 +88,17 @@ class EntryResults(NamedTuple):
     of requests with drafts: the first one, and one for each accepted draft; the vectors of requests
     that are pooled."""
 
-    tokens: "Sequence[int | None]"
-    logprobs: "Sequence[TokenLogprobs | None]"
-    drafted: "dict[Request, tuple[SampledToken, ...]]"
-    vectors: "dict[Request, bytes]"
+    tokens: Sequence[int | None]
+    logprobs: Sequence[TokenLogprobs | None]
+    drafted: dict[Request, tuple[SampledToken, ...]]
+    vectors: dict[Request, bytes]
 
 
 class Save(NamedTuple):
     """A copy of a cached page of the device to a slot of a tier below."""
 
-    tier: "Tier"
-    page: "Page"
+    tier: Tier
+    page: Page
     slot: int
     name: bytes
 
@@ -108,19 +106,19 @@ class Save(NamedTuple):
 class Load(NamedTuple):
     """A page in a tier below that is read into a page of a request."""
 
-    request: "Request"
-    tier: "Tier"
-    page: "Page"
+    request: Request
+    tier: Tier
+    page: Page
     name: bytes
 
 
 class Swaps(NamedTuple):
     """KV moves of an iteration, and what they are for (see `Iteration`)."""
 
-    moves: "tuple[BlockMove, ...]"
-    requests: "tuple[Request, ...]"
-    saves: "tuple[Save, ...]" = ()
-    loads: "tuple[Load, ...]" = ()
+    moves: tuple[BlockMove, ...]
+    requests: tuple[Request, ...]
+    saves: tuple[Save, ...] = ()
+    loads: tuple[Load, ...] = ()
 
 
 NO_SWAPS = Swaps((), ())
@@ -130,9 +128,9 @@ class Delivery(NamedTuple):
     """A sampled token for a request that has not been cancelled. `token` is None if the request
     failed in this iteration, or finished with a vector."""
 
-    request: "Request"
+    request: Request
     token: int | None
-    logprobs: "TokenLogprobs | None" = None
+    logprobs: TokenLogprobs | None = None
 
 
 class Observer:
@@ -140,41 +138,41 @@ class Observer:
     does nothing unless a subclass overrides it. It must not wait, raise, or change what it is
     passed."""
 
-    def arrived(self, request: "Request", now: float) -> None:
+    def arrived(self, request: Request, now: float) -> None:
         """The request was accepted."""
 
-    def withdrawn(self, request: "Request", now: float) -> None:
+    def withdrawn(self, request: Request, now: float) -> None:
         """The waiting request goes to the scheduler of another replica."""
 
-    def adopted(self, request: "Request", now: float) -> None:
+    def adopted(self, request: Request, now: float) -> None:
         """The waiting request has come from the scheduler of another replica."""
 
-    def planned(self, iteration: "Iteration", now: float) -> None:
+    def planned(self, iteration: Iteration, now: float) -> None:
         """The iteration is about to be sent to the workers."""
 
     def idled(self, now: float) -> None:
         """There are live requests, but none of them could be planned."""
 
-    def committed(self, iteration: "Iteration", seconds: float, now: float) -> None:
+    def committed(self, iteration: Iteration, seconds: float, now: float) -> None:
         """The iteration's result was applied. `seconds`: the worker's own time for the step."""
 
-    def failed(self, iteration: "Iteration", now: float) -> None:
+    def failed(self, iteration: Iteration, now: float) -> None:
         """The step raised an error; its requests end next."""
 
-    def preempted(self, request: "Request", now: float) -> None:
+    def preempted(self, request: Request, now: float) -> None:
         """The request's KV was dropped, to be recomputed."""
 
-    def swapped(self, request: "Request", move: "BlockMove", now: float) -> None:
+    def swapped(self, request: Request, move: BlockMove, now: float) -> None:
         """The next step swaps the request's KV out or in. An awaited move is made because blocks
         are short now, any other one ahead of need."""
 
-    def cancelled(self, request: "Request", now: float) -> None:
+    def cancelled(self, request: Request, now: float) -> None:
         """The request ends for the reason in its `abort`: now, or when its iteration returns."""
 
-    def ended(self, request: "Request", now: float) -> None:
+    def ended(self, request: Request, now: float) -> None:
         """The request reached its terminal state; reported exactly once per request."""
 
-    def freed(self, request: "Request", iterations: int) -> None:
+    def freed(self, request: Request, iterations: int) -> None:
         """A cancelled request's KV is free, `iterations` iterations after it was cancelled."""
 
     def worker_lost(self, now: float) -> None:
@@ -183,7 +181,7 @@ class Observer:
     def given_up(self, now: float) -> None:
         """No live request can be served any more; all of them end next."""
 
-    def switched(self, policy: "Policy", now: float) -> None:
+    def switched(self, policy: Policy, now: float) -> None:
         """`policy` replaced the policy that was in force."""
 
 
@@ -210,7 +208,7 @@ def _overrides(observer: Observer, event: str) -> bool:
     return getattr(type(observer), event, None) is not getattr(Observer, event)
 
 
-def _calling(handlers: "Sequence[Handler]") -> "Handler":
+def _calling(handlers: Sequence[Handler]) -> Handler:
     """A function that calls all of them with its arguments."""
 
     def call_all(*event: object) -> None:

@@ -17,8 +17,10 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Awaitable, Callable, Sequence
+from typing import NamedTuple
 
+from engine.control.scheduler import IterationScheduler
 from engine.errors import (
     EngineError,
     RequestCancelled,
@@ -28,19 +30,14 @@ from engine.errors import (
     WorkerLost,
 )
 from engine.image_sender import ImageSender
+from engine.iteration import Iteration
+from engine.media import ImagePixels
+from engine.policy.port import Policy
+from engine.ports import Clock, StepExecutor, StepFuture, StoreLookup
 from engine.request import ENDS_AT_ONCE, Abort, Request, RequestSpec
 from engine.store_lookups import StoreLookups
 from engine.stream import DeadlineTimer, LiveStreams, TokenStream, Wakeup
-
-if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
-
-    from engine.control.scheduler import IterationScheduler
-    from engine.iteration import Iteration
-    from engine.media import ImagePixels
-    from engine.policy.port import Policy
-    from engine.ports import Clock, StepExecutor, StepFuture, StoreLookup
-    from engine.turns import Turn
+from engine.turns import Turn
 
 logger = logging.getLogger(__name__)
 
@@ -56,8 +53,8 @@ SAVE_SECONDS = 30.0  # for saving cached blocks before the server ends
 class Flight(NamedTuple):
     """An iteration, and its result when it has returned."""
 
-    iteration: "Iteration"
-    future: "StepFuture"
+    iteration: Iteration
+    future: StepFuture
 
 
 class InFlight:
@@ -66,11 +63,7 @@ class InFlight:
     when one returns or a worker is lost."""
 
     def __init__(
-        self,
-        executor: "StepExecutor",
-        depth: int,
-        lookahead: int,
-        on_change: "Callable[[], object]",
+        self, executor: StepExecutor, depth: int, lookahead: int, on_change: Callable[[], object]
     ) -> None:
         self._executor = executor
         self._depth = depth
@@ -97,7 +90,7 @@ class InFlight:
         """Whether the oldest iteration has returned."""
         return bool(self._flights) and self._flights[0].future.done()
 
-    def plan(self, scheduler: "IterationScheduler", now: float) -> "Iteration | None":
+    def plan(self, scheduler: IterationScheduler, now: float) -> Iteration | None:
         """The next iteration: of requests in no iteration, else planned ahead of the oldest."""
         if not self._lookahead or not self._flights:
             return scheduler.plan(now)
@@ -106,7 +99,7 @@ class InFlight:
             return scheduler.plan(now, oldest)
         return scheduler.plan(now) or scheduler.plan(now, oldest)
 
-    def submit(self, iteration: "Iteration") -> None:
+    def submit(self, iteration: Iteration) -> None:
         """Send an iteration to the workers."""
         future = self._executor.submit(iteration.step)
         future.add_done_callback(self._returned)
@@ -120,13 +113,13 @@ class InFlight:
         """The oldest iteration was lost with all others."""
         self._flights.appendleft(flight)
 
-    def lose(self) -> "list[Iteration]":
+    def lose(self) -> list[Iteration]:
         """No iteration will return."""
         lost = [flight.iteration for flight in self._flights]
         self._flights.clear()
         return lost
 
-    def _returned(self, future: "StepFuture") -> None:
+    def _returned(self, future: StepFuture) -> None:
         self._on_change()
 
 
@@ -135,14 +128,14 @@ class Engine:
 
     def __init__(
         self,
-        scheduler: "IterationScheduler",
-        executor: "StepExecutor",
-        clock: "Clock",
+        scheduler: IterationScheduler,
+        executor: StepExecutor,
+        clock: Clock,
         lookahead: int = 0,
         depth: int | None = None,
-        lookup: "StoreLookup | None" = None,
-        turn: "Turn | None" = None,
-        send_pixels: "Callable[[ImagePixels], Awaitable[object]] | None" = None,
+        lookup: StoreLookup | None = None,
+        turn: Turn | None = None,
+        send_pixels: Callable[[ImagePixels], Awaitable[object]] | None = None,
     ) -> None:
         """Keep at most `depth` iterations in flight, `executor.depth` if it is None; `lookahead` of
         them are for iterations planned ahead. Before a request starts, `lookup` finds what a shared
@@ -216,7 +209,7 @@ class Engine:
         """The output of a new request, which is added when the stream's `with` is entered."""
         return TokenStream(spec, self, reports_progress=reports_progress)
 
-    def open_stream(self, stream: TokenStream, block_hashes: "Sequence[bytes]" = ()) -> Request:
+    def open_stream(self, stream: TokenStream, block_hashes: Sequence[bytes] = ()) -> Request:
         """Add the stream's request, or raise as `TokenStream.__enter__` does."""
         rejection = self.rejection()
         if rejection is not None:
@@ -310,7 +303,7 @@ class Engine:
                 async with asyncio.timeout(SAVE_SECONDS):
                     await self._is_saved.wait()
 
-    def switch(self, policy: "Policy") -> None:
+    def switch(self, policy: Policy) -> None:
         """Continue under another policy, which is empty; no request is lost or restarted."""
         self.scheduler.switch(policy, self._clock())
 

@@ -1,17 +1,12 @@
 """RequestPool: every live request, the policy that orders them, and counts for planning."""
 
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from heapq import heapify, heappop, heappush
-from typing import TYPE_CHECKING
 
+from engine.policy.port import Policy
 from engine.request import TERMINAL, Move, Request, State
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
-    from engine.policy.port import Policy
-    from engine.step import RequestId
-
+from engine.step import RequestId
 
 # Bound once: Python 3.11 takes a quarter of a microsecond to look a member up.
 WAITING, READY, RUNNING, SWAPPED = State.WAITING, State.READY, State.RUNNING, State.SWAPPED
@@ -39,7 +34,7 @@ class BackgroundCounts:
         self.num_waiting += change
         self.waiting_tokens += change * request.num_queued
 
-    def check(self, live: "Iterable[Request]") -> None:
+    def check(self, live: Iterable[Request]) -> None:
         """Assert that the counts agree with these requests."""
         counted = BackgroundCounts()
         for request in live:
@@ -56,7 +51,7 @@ class RequestPool:
     ends to it: pool and policy hold the same requests.
     """
 
-    def __init__(self, policy: "Policy") -> None:
+    def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self._live: dict[RequestId, Request] = {}
         self._deadlines: list[tuple[float, RequestId]] = []  # a heap; may name ended requests
@@ -75,13 +70,13 @@ class RequestPool:
     def __len__(self) -> int:
         return len(self._live)
 
-    def __iter__(self) -> "Iterator[Request]":
+    def __iter__(self) -> Iterator[Request]:
         return iter(self._live.values())
 
     def __contains__(self, request_id: object) -> bool:
         return request_id in self._live
 
-    def get(self, request_id: "RequestId | None") -> Request | None:
+    def get(self, request_id: RequestId | None) -> Request | None:
         """The live request with this id, if there is one."""
         return None if request_id is None else self._live.get(request_id)
 

@@ -6,20 +6,17 @@ Orca calls the phases initiation and increment; here they are prefill and decode
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from engine.media import Span
+from engine.errors import EngineError
+from engine.lora import LoraAdapter
+from engine.media import Media, Span
+from engine.pooling import PoolSpec
 from engine.states import TERMINAL as TERMINAL
 from engine.states import TRANSITIONS as TRANSITIONS
 from engine.states import Move as Move
 from engine.states import State as State
-
-if TYPE_CHECKING:
-    from engine.errors import EngineError
-    from engine.lora import LoraAdapter
-    from engine.media import Media
-    from engine.pooling import PoolSpec
-    from engine.step import Grammar, RequestId, SampleSpec, SamplingParams, StepId, TokenLogprobs
+from engine.step import Grammar, RequestId, SampleSpec, SamplingParams, StepId, TokenLogprobs
 
 
 class FinishReason(Enum):
@@ -98,7 +95,7 @@ class RequestSpec:
 
     prompt: tuple[int, ...]
     max_tokens: int
-    sampling: "SamplingParams"
+    sampling: SamplingParams
     end_ids: frozenset[int] = frozenset()
     min_tokens: int = 0
     label: str = ""
@@ -113,14 +110,14 @@ class RequestSpec:
     itl_goal: float | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    grammar: "Grammar | None" = None
+    grammar: Grammar | None = None
     avoided_ids: frozenset[int] = frozenset()
     prediction: tuple[int, ...] = ()
-    lora: "LoraAdapter | None" = None
-    pooling: "PoolSpec | None" = None
+    lora: LoraAdapter | None = None
+    pooling: PoolSpec | None = None
     behind: "Request | None" = None
     caching: Caching = CACHED
-    media: "tuple[Media, ...]" = ()
+    media: tuple[Media, ...] = ()
 
     @property
     def spans(self) -> tuple[Span, ...]:
@@ -191,11 +188,11 @@ class Setbacks:
 class Samples:
     """How the tokens of a request are sampled, as far as its worker has been told."""
 
-    constant: "SampleSpec | None" = None  # if the same for all its tokens
+    constant: SampleSpec | None = None  # if the same for all its tokens
     # How to sample a token that is not late, if the worker has its output; the same for all of
     # them, except before `min_tokens`: then it stays None
-    continuing: "SampleSpec | None" = None
-    sampled_at: "StepId | None" = None  # the last step that sampled it with its present KV
+    continuing: SampleSpec | None = None
+    sampled_at: StepId | None = None  # the last step that sampled it with its present KV
     produced_at_start: int = 0  # output tokens when it last got its KV
     has_slow_masks: bool = False  # a mask of its grammar, which was compiled, was late
 
@@ -235,16 +232,16 @@ class Request:
     """The progress of a request. Apart from it stand its `times`, what the prefix cache had of it
     when it was last `found`, how its `samples` are taken, and what made it wait (`setbacks`)."""
 
-    request_id: "RequestId"
+    request_id: RequestId
     spec: RequestSpec
     times: Times
     state: State = State.WAITING
     output: list[int] = field(default_factory=list)
-    prompt_logprobs: "list[TokenLogprobs]" = field(default_factory=list)  # if requested
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)  # if requested
     vector: bytes = b""  # the result of a pooling request, float32; empty until it has finished
     finish: FinishReason | None = None
     abort: Abort | None = None
-    error: "EngineError | None" = None
+    error: EngineError | None = None
     num_computed: int = 0  # tokens whose KV is on the device, or in its host copy
     num_planned: int = 0  # num_computed + tokens that iterations in flight compute
     num_pending: int = 0  # output tokens that iterations in flight sample

@@ -6,19 +6,16 @@ engine, and `DeadlineTimer` ends those whose deadline passes.
 """
 
 import asyncio
-from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import TracebackType
+from typing import NamedTuple, Protocol, Self
 
+from engine.control.scheduler import IterationScheduler
+from engine.errors import EngineError
+from engine.iteration import Delivery
+from engine.ports import Clock
 from engine.request import ENDS_AT_ONCE, Abort, FinishReason, Request, RequestSpec
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-    from types import TracebackType
-
-    from engine.control.scheduler import IterationScheduler
-    from engine.errors import EngineError
-    from engine.iteration import Delivery
-    from engine.ports import Clock
-    from engine.step import RequestId, TokenLogprobs
+from engine.step import RequestId, TokenLogprobs
 
 
 class TokenChunk(NamedTuple):
@@ -31,8 +28,8 @@ class TokenChunk(NamedTuple):
 
     tokens: tuple[int, ...]
     finish: FinishReason | None
-    logprobs: "tuple[TokenLogprobs, ...]" = ()
-    prompt_logprobs: "tuple[TokenLogprobs, ...]" = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
     def split(self) -> "Iterator[TokenChunk]":
         """The same as chunks of one token."""
@@ -85,7 +82,7 @@ class TokenStream:
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
-        trace: "TracebackType | None",
+        trace: TracebackType | None,
     ) -> None:
         self.close(Abort.CLIENT_GONE)
 
@@ -119,7 +116,7 @@ class TokenStream:
             prompt, self._owes_prompt_logprobs = tuple(self.request.prompt_logprobs), False
         return TokenChunk(tokens, self.request.finish, logprobs, prompt)
 
-    def push(self, token: int, logprobs: "TokenLogprobs | None" = None) -> None:
+    def push(self, token: int, logprobs: TokenLogprobs | None = None) -> None:
         """Append a token that the engine delivers."""
         self._tokens.append(token)
         if logprobs is not None:
@@ -139,7 +136,7 @@ class TokenStream:
             self._reader.set_result(None)
 
 
-def close_streams(streams: "Iterable[TokenStream]", reason: Abort) -> None:
+def close_streams(streams: Iterable[TokenStream], reason: Abort) -> None:
     """End the requests of these streams that are still live: `ENDS_AT_ONCE` now, the others in the
     next turns of the event loop, which thousands of ends would hold for 100 ms."""
     live = [stream for stream in streams if not stream.request.state.is_terminal]
@@ -177,22 +174,22 @@ class LiveStreams:
         self._streams: dict[RequestId, TokenStream] = {}
         self._reporting: dict[RequestId, TokenStream] = {}  # until the prompt is computed
 
-    def add(self, stream: "TokenStream", request: "Request") -> None:
+    def add(self, stream: TokenStream, request: Request) -> None:
         """The request is live from now on."""
         self._streams[request.request_id] = stream
         if stream.reports_progress and not request.output:
             self._reporting[request.request_id] = stream
 
-    def remove(self, request: "Request") -> "TokenStream | None":
+    def remove(self, request: Request) -> TokenStream | None:
         """The stream of a request, which is not live here any more; None if it was not."""
         self._reporting.pop(request.request_id, None)
         return self._streams.pop(request.request_id, None)
 
-    def requests(self, which: "Callable[[RequestSpec], bool]") -> "list[Request]":
+    def requests(self, which: Callable[[RequestSpec], bool]) -> list[Request]:
         """The live requests of which this is true."""
         return [stream.request for stream in self._streams.values() if which(stream.spec)]
 
-    def deliver(self, deliveries: "Iterable[Delivery]") -> None:
+    def deliver(self, deliveries: Iterable[Delivery]) -> None:
         """Push tokens, and forget the streams of requests that have ended."""
         finished: list[Request] = []
         for request, token, logprobs in deliveries:
@@ -205,7 +202,7 @@ class LiveStreams:
         for request in finished:
             self._streams.pop(request.request_id, None)
 
-    def report_progress(self, requests: "Sequence[Request]", now: float) -> None:
+    def report_progress(self, requests: Sequence[Request], now: float) -> None:
         """An iteration of these requests was committed."""
         if not self._reporting:
             return
@@ -220,9 +217,9 @@ class LiveStreams:
 
     def end(
         self,
-        requests: "Sequence[Request]",
-        scheduler: "IterationScheduler",
-        error: "EngineError",
+        requests: Sequence[Request],
+        scheduler: IterationScheduler,
+        error: EngineError,
         now: float,
     ) -> None:
         """End live requests of this scheduler with an error, which their readers get."""
@@ -231,7 +228,7 @@ class LiveStreams:
             scheduler.cancel(request, Abort.EXPLICIT, now)
         self.wake(requests)
 
-    def wake(self, ended: "Iterable[Request]") -> None:
+    def wake(self, ended: Iterable[Request]) -> None:
         """Wake the readers of requests that have ended."""
         for request in ended:
             stream = self._streams.pop(request.request_id, None)
@@ -242,9 +239,7 @@ class LiveStreams:
 class DeadlineTimer:
     """Expires requests when their deadline passes, also while no iteration returns."""
 
-    def __init__(
-        self, scheduler: "IterationScheduler", clock: "Clock", streams: LiveStreams
-    ) -> None:
+    def __init__(self, scheduler: IterationScheduler, clock: Clock, streams: LiveStreams) -> None:
         self._scheduler = scheduler
         self._clock = clock
         self._streams = streams

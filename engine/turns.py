@@ -7,16 +7,14 @@ the least for its share (start-time fair queueing); an engine that nobody waits 
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from engine.ports import Clock
+from engine.ports import Clock
 
 
 class Turns:
     """The turns of all engines on the same cores."""
 
-    def __init__(self, clock: "Clock") -> None:
+    def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._holder: Turn | None = None
         self._taken_at = 0.0  # since when the holder's time has not been counted

@@ -22,23 +22,17 @@ preempted finitely often, and unprotected requests at most `max_preemptions` tim
 loses no work and is not bounded. Which started request runs next is up to the policy.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from itertools import islice
 from math import inf
-from typing import TYPE_CHECKING
 
-from engine.kv.cache import Shortage
-from engine.policy.port import Preemption
+from engine.iteration import Observer
+from engine.kv.cache import KVCache, Shortage
+from engine.policy.port import Preemption, SortKey
+from engine.pool import RequestPool
 from engine.request import Move, Request, State
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from engine.iteration import Observer
-    from engine.kv.cache import KVCache
-    from engine.policy.port import SortKey
-    from engine.pool import RequestPool
 
 READY, SWAPPING_IN = State.READY, State.SWAPPING_IN  # bound once (see engine.pool)
 CHUNK = 64  # fixed: no decision depends on it; requests whose keys are computed at a time
@@ -78,11 +72,7 @@ class AdmissionControl:
     """Starts, grows and preempts requests; a decision changes the ledger at once."""
 
     def __init__(
-        self,
-        settings: AdmissionSettings,
-        kv: "KVCache",
-        pool: "RequestPool",
-        observer: "Observer",
+        self, settings: AdmissionSettings, kv: KVCache, pool: RequestPool, observer: Observer
     ) -> None:
         self._settings = settings
         self._grows = settings.admission is Admission.GROW
@@ -203,7 +193,7 @@ class AdmissionControl:
     def _slots_to_start(self, request: Request) -> int:
         return request.num_tokens if self._grows else request.spec.max_slots
 
-    def _ready_requests(self, now: float) -> "Iterator[Request]":
+    def _ready_requests(self, now: float) -> Iterator[Request]:
         """Ready requests, the least urgent first, with their keys in `_keys`."""
         policy = self._pool.policy
         if self._more is None:
@@ -221,13 +211,13 @@ class AdmissionControl:
             if request.state is READY:
                 yield request
 
-    def _key(self, request: Request, now: float) -> "SortKey":
+    def _key(self, request: Request, now: float) -> SortKey:
         """The request's position in the policy's order."""
         if request not in self._keys:
             (self._keys[request],) = self._pool.policy.sort_keys([request], now)
         return self._keys[request]
 
-    def _victims(self, request: Request, now: float) -> "Iterator[Request]":
+    def _victims(self, request: Request, now: float) -> Iterator[Request]:
         """Less urgent requests that may be preempted for `request`, the least urgent first."""
         key = self._key(request, now)
         for other in self._ready_requests(now):
@@ -236,7 +226,7 @@ class AdmissionControl:
             if not self.is_protected(other) or _is_background_for(other, request):
                 yield other
 
-    def _victims_of_protected(self, request: Request, now: float) -> "Iterator[Request]":
+    def _victims_of_protected(self, request: Request, now: float) -> Iterator[Request]:
         """Requests that may be preempted so that a protected one can grow: unprotected requests,
         the least urgent first, then protected requests, the last arrived first."""
         later: list[Request] = []

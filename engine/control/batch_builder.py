@@ -1,10 +1,12 @@
 """BatchBuilder: the iteration being planned, with the seats and tokens that are left in it."""
 
 from math import inf
-from typing import TYPE_CHECKING
 
+from engine.control.images import Images
 from engine.iteration import NO_SWAPS, Iteration, Swaps
-from engine.media import replaced
+from engine.kv.cache import KVCache
+from engine.media import EncoderWork, replaced
+from engine.request import Request, RequestSpec
 from engine.step import (
     LAST_TOKEN,
     OUTPUT_KEPT_STEPS,
@@ -15,13 +17,6 @@ from engine.step import (
     StepEntry,
     StepId,
 )
-
-if TYPE_CHECKING:
-    from engine.control.images import Images
-    from engine.kv.cache import KVCache
-    from engine.media import EncoderWork
-    from engine.request import Request, RequestSpec
-
 
 PENDING = (LAST_TOKEN,)
 REST = tuple(StepEntry._field_defaults.values())[1:]  # the defaults behind `prompt_logprobs`
@@ -35,7 +30,7 @@ class BatchBuilder:
     """
 
     def __init__(
-        self, step_id: StepId, seats: int, tokens: int, ahead: "dict[Request, None]"
+        self, step_id: StepId, seats: int, tokens: int, ahead: dict[Request, None]
     ) -> None:
         self.step_id = step_id
         self.seats = seats
@@ -66,12 +61,12 @@ class BatchBuilder:
         """The tokens in the batch."""
         return self._max_tokens - self.tokens_left
 
-    def excludes(self, request: "Request") -> bool:
+    def excludes(self, request: Request) -> bool:
         """Whether a request is a suspect that has to wait for another suspect."""
         crashes = request.num_crashes
         return crashes > 0 and (self.has_suspect or crashes > self.least_crashes)
 
-    def add(self, request: "Request", num_tokens: int, kv: "KVCache", *, is_last: bool) -> None:
+    def add(self, request: Request, num_tokens: int, kv: KVCache, *, is_last: bool) -> None:
         """Add the next `num_tokens` tokens of a request whose slots are reserved. If they are the
         last of its known tokens (`is_last`), a token is sampled after them, or they are pooled."""
         spec, request_id, start = request.spec, request.request_id, request.num_planned
@@ -110,7 +105,7 @@ class BatchBuilder:
     def has_prefills(self) -> bool:
         return bool(self.prefills)
 
-    def add_drafts(self, index: int, drafts: tuple[int, ...], kv: "KVCache") -> None:
+    def add_drafts(self, index: int, drafts: tuple[int, ...], kv: KVCache) -> None:
         """Let decode number `index`, whose slots are reserved, compute these drafts too."""
         request, entry = self.decodes[index]
         entry = entry._replace(tokens=entry.tokens + drafts, num_drafts=len(drafts))
@@ -118,7 +113,7 @@ class BatchBuilder:
         self.tokens_left -= len(drafts)
         request.num_planned += len(drafts)
 
-    def add_proposal(self, index: int, spec: ProposalSpec, kv: "KVCache") -> None:
+    def add_proposal(self, index: int, spec: ProposalSpec, kv: KVCache) -> None:
         """Let the draft model propose tokens behind decode number `index`, whose slots are
         reserved."""
         request, entry = self.decodes[index]
@@ -144,7 +139,7 @@ class BatchBuilder:
         step = Step(self.step_id, entries, swaps.moves, self.encodes, self.dropped)
         return Iteration(step, requests, swaps.requests, swaps.saves, swaps.loads, itl_goal)
 
-    def _sample_spec(self, request: "Request") -> SampleSpec:
+    def _sample_spec(self, request: Request) -> SampleSpec:
         """How to sample the request's next token; remembered if it is the same for all its tokens.
 
         What a penalty or a grammar reads is sent with the first token after the request got its
@@ -190,21 +185,21 @@ class BatchBuilder:
             may_be_late=may_be_late,
         )
 
-    def _may_be_late(self, request: "Request") -> bool:
+    def _may_be_late(self, request: Request) -> bool:
         """Whether the worker may report the request's next token as late."""
         if not self.looks_ahead or request.spec.grammar is None:
             return not self.looks_ahead
         return request.samples.may_be_late(request.produced + request.num_pending)
 
 
-def _text_ids(spec: "RequestSpec") -> tuple[int, ...]:
+def _text_ids(spec: RequestSpec) -> tuple[int, ...]:
     """The prompt without the tokens that stand for images."""
     if not spec.media:
         return spec.prompt
     return tuple([token for token in replaced(spec.prompt, spec.media, None) if token is not None])
 
 
-def _targets(request: "Request", start: int, stop: int) -> PromptTargets | None:
+def _targets(request: Request, start: int, stop: int) -> PromptTargets | None:
     """The prompt tokens after positions `[start, stop)` whose log-probabilities are still to be
     computed; None if there are none."""
     first = max(start, len(request.prompt_logprobs))

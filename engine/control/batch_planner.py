@@ -7,24 +7,19 @@ the prefill slowdown (`engine.control.step_time`); and the time that background 
 (`BackgroundTime`). Decodes of other requests are always taken.
 """
 
+from collections.abc import Iterator
 from itertools import islice
 from math import inf
-from typing import TYPE_CHECKING
 
-from engine.control.admission import CHUNK, Admission
+from engine.control.admission import CHUNK, Admission, AdmissionControl
+from engine.control.batch_builder import BatchBuilder
+from engine.control.images import Images
+from engine.control.settings import SchedulerSettings
 from engine.control.step_time import MIN_PIECE, StepTime
+from engine.cost.live import LiveCost
+from engine.kv.cache import KVCache
+from engine.pool import RequestPool
 from engine.request import Move, Request, State
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from engine.control.admission import AdmissionControl
-    from engine.control.batch_builder import BatchBuilder
-    from engine.control.images import Images
-    from engine.control.settings import SchedulerSettings
-    from engine.cost.live import LiveCost
-    from engine.kv.cache import KVCache
-    from engine.pool import RequestPool
 
 WAITING, READY, SWAPPED = State.WAITING, State.READY, State.SWAPPED  # bound once, for the hot
 PLAN = Move.PLAN  # path (see engine.pool)
@@ -36,12 +31,12 @@ class BatchPlanner:
 
     def __init__(
         self,
-        settings: "SchedulerSettings",
-        pool: "RequestPool",
-        kv: "KVCache",
-        admission: "AdmissionControl",
-        cost: "LiveCost",
-        images: "Images",
+        settings: SchedulerSettings,
+        pool: RequestPool,
+        kv: KVCache,
+        admission: AdmissionControl,
+        cost: LiveCost,
+        images: Images,
     ) -> None:
         self._settings = settings
         self._takes_whole_batch = settings.admission is Admission.REQUEST
@@ -53,7 +48,7 @@ class BatchPlanner:
         self._seats = SeatBound(settings, pool)
         self.time = TimeBound(settings, pool, cost, self._seats)
 
-    def plan(self, batch: "BatchBuilder", now: float) -> None:
+    def plan(self, batch: BatchBuilder, now: float) -> None:
         """Fill a batch. If it stays empty and requests wait until more of their prefixes is hashed,
         or have another place by now, go on."""
         self._admission.begin_plan()
@@ -67,7 +62,7 @@ class BatchPlanner:
             self._kv.search.begin_plan(now)
             self._fill(batch, now)
 
-    def _fill(self, batch: "BatchBuilder", now: float) -> None:
+    def _fill(self, batch: BatchBuilder, now: float) -> None:
         """Take requests in the policy's order; when no more may be admitted, only started ones."""
         order = self._pool.policy.order(now)
         admits = not (self._takes_whole_batch and self._pool.num_admitted)
@@ -89,7 +84,7 @@ class BatchPlanner:
                 if other.state is READY or other in batch.ahead:
                     take(batch, other, now)
 
-    def _started_behind(self, request: Request | None, now: float) -> "Iterator[Request]":
+    def _started_behind(self, request: Request | None, now: float) -> Iterator[Request]:
         """Started requests behind `request` in the policy's order (all if it is None).
 
         The order itself may have any number of waiting requests between them; those before
@@ -106,7 +101,7 @@ class BatchPlanner:
                 if own > key:
                     yield other
 
-    def _take(self, batch: "BatchBuilder", request: Request, now: float) -> None:
+    def _take(self, batch: BatchBuilder, request: Request, now: float) -> None:
         """Add a started request to the batch, unless tokens or KV blocks lack.
 
         A prefill leaves a token for every other ready request, so that decodes go on. If KV blocks
@@ -143,7 +138,7 @@ class BatchPlanner:
         if num_tokens > 0:
             batch.ahead.clear()
 
-    def _admit(self, batch: "BatchBuilder", request: Request, now: float) -> bool:
+    def _admit(self, batch: BatchBuilder, request: Request, now: float) -> bool:
         """Start a request without device KV if it fits. Returns whether requests behind it may be
         admitted in this plan."""
         if self._waits(batch, request):
@@ -173,11 +168,11 @@ class BatchPlanner:
         must_stop = any(other.setbacks.num_step_overs >= bound for other in batch.not_admitted)
         return not must_stop and len(batch.not_admitted) < self._settings.scan_limit
 
-    def _waits(self, batch: "BatchBuilder", request: Request) -> bool:
+    def _waits(self, batch: BatchBuilder, request: Request) -> bool:
         """Whether a request without KV waits for something else than seats, tokens or KV."""
         return request.found.awaits_lookup or batch.excludes(request)
 
-    def _is_held(self, batch: "BatchBuilder", request: Request) -> bool:
+    def _is_held(self, batch: BatchBuilder, request: Request) -> bool:
         """Whether a request of which it is known what is cached should not start yet: another one
         computes more of its prefix, or the policy has others before it."""
         if not self._takes_whole_batch and self._kv.search.is_being_computed(request):
@@ -192,12 +187,12 @@ class BatchPlanner:
         """Whether the first image of which a request without KV computes tokens is encoded."""
         return self._images.may_start(request, self._kv.search.num_known(request))
 
-    def _has_room(self, batch: "BatchBuilder", request: Request) -> bool:
+    def _has_room(self, batch: BatchBuilder, request: Request) -> bool:
         """Whether the batch has tokens and time for a request without KV, and so may have for those
         behind it."""
         return self._seats.has_room(batch, request) and self.time.has_room(batch, request)
 
-    def _count_start(self, batch: "BatchBuilder", request: Request) -> None:
+    def _count_start(self, batch: BatchBuilder, request: Request) -> None:
         """A request got its KV: it has overtaken those that did not fit."""
         self.time.started(request)
         for other in batch.not_admitted:
@@ -207,11 +202,11 @@ class BatchPlanner:
 class SeatBound:
     """How many tokens of a request the seats and tokens of the batch allow."""
 
-    def __init__(self, settings: "SchedulerSettings", pool: "RequestPool") -> None:
+    def __init__(self, settings: SchedulerSettings, pool: RequestPool) -> None:
         self._chunks_prompts = settings.chunks_prompts
         self._pool = pool
 
-    def tokens(self, batch: "BatchBuilder", request: Request, num_tokens: int) -> int:
+    def tokens(self, batch: BatchBuilder, request: Request, num_tokens: int) -> int:
         """How many of the next `num_tokens` tokens of a started request fit; 0 if none."""
         if batch.excludes(request):
             return 0
@@ -219,20 +214,20 @@ class SeatBound:
             num_tokens = min(num_tokens, self.room(batch, request))
         return max(0, num_tokens) if num_tokens <= batch.tokens_left else 0
 
-    def room(self, batch: "BatchBuilder", request: Request) -> int:
+    def room(self, batch: BatchBuilder, request: Request) -> int:
         """The tokens that are left for the prompt of a request beside the decodes."""
         return batch.tokens_left - self.num_others(batch, request)
 
-    def has_room(self, batch: "BatchBuilder", request: Request) -> bool:
+    def has_room(self, batch: BatchBuilder, request: Request) -> bool:
         """Whether a request without KV could be in the batch."""
         needed = self.num_others(batch, request) + 1 if self._chunks_prompts else request.unplanned
         return batch.tokens_left >= needed
 
-    def num_ready(self, batch: "BatchBuilder") -> int:
+    def num_ready(self, batch: BatchBuilder) -> int:
         """Ready requests, and those that may be planned ahead, which were not considered yet."""
         return self._pool.count(READY) - batch.num_skipped + len(batch.ahead)
 
-    def num_others(self, batch: "BatchBuilder", request: Request) -> int:
+    def num_others(self, batch: BatchBuilder, request: Request) -> int:
         """The other ready requests for which a prefill of `request` leaves a token: at most one per
         seat, and none for background requests unless it is one itself."""
         num_ready, background = self.num_ready(batch) - request.is_started, self._pool.background
@@ -255,11 +250,7 @@ class BackgroundTime:
     """
 
     def __init__(
-        self,
-        settings: "SchedulerSettings",
-        pool: "RequestPool",
-        cost: "LiveCost",
-        step_time: StepTime,
+        self, settings: SchedulerSettings, pool: RequestPool, cost: LiveCost, step_time: StepTime
     ) -> None:
         self._slowdown = settings.max_background_slowdown
         self._chunks_prompts = settings.chunks_prompts
@@ -267,7 +258,7 @@ class BackgroundTime:
         self._cost = cost
         self._step_time = step_time
 
-    def tokens(self, batch: "BatchBuilder", request: Request, num_tokens: int) -> int:
+    def tokens(self, batch: BatchBuilder, request: Request, num_tokens: int) -> int:
         """How many of a background request's next `num_tokens` tokens there is time for."""
         if batch.background_seconds is None:
             batch.background_seconds = self._all_seconds(batch)
@@ -279,13 +270,13 @@ class BackgroundTime:
         fewest = min(num_tokens, MIN_PIECE) if self._chunks_prompts else num_tokens
         return in_time if in_time >= fewest else 0
 
-    def spend(self, batch: "BatchBuilder", request: Request, num_tokens: int) -> None:
+    def spend(self, batch: BatchBuilder, request: Request, num_tokens: int) -> None:
         """So many of its tokens will be added to the batch."""
         if batch.background_seconds is not None and batch.background_seconds < inf:
             added = self._cost.model.added(num_tokens, request.num_planned, batch.num_tokens)
             batch.background_seconds -= added
 
-    def _all_seconds(self, batch: "BatchBuilder") -> float:
+    def _all_seconds(self, batch: BatchBuilder) -> float:
         """The seconds for all background requests beside those in the batch."""
         if batch.is_empty:
             others = (r for r in self._pool.started if not r.spec.is_background)
@@ -304,18 +295,14 @@ class TimeBound(StepTime):
     goals with the two other limits."""
 
     def __init__(
-        self,
-        settings: "SchedulerSettings",
-        pool: "RequestPool",
-        cost: "LiveCost",
-        seats: SeatBound,
+        self, settings: SchedulerSettings, pool: RequestPool, cost: LiveCost, seats: SeatBound
     ) -> None:
         super().__init__(settings, pool, cost)
         self._settings = settings
         self._seat_bound = seats
         self._background = BackgroundTime(settings, pool, cost, self)
 
-    def tokens(self, batch: "BatchBuilder", request: Request, num_tokens: int) -> int:
+    def tokens(self, batch: BatchBuilder, request: Request, num_tokens: int) -> int:
         """How many of the next `num_tokens` tokens of a started request there is time for. Suspects
         of a crash are not slowed down."""
         if num_tokens and request.unplanned > 1 and self._settings.chunks_prompts:
@@ -330,7 +317,7 @@ class TimeBound(StepTime):
             return self._background.tokens(batch, request, num_tokens)
         return num_tokens
 
-    def has_room(self, batch: "BatchBuilder", request: Request) -> bool:
+    def has_room(self, batch: BatchBuilder, request: Request) -> bool:
         """Whether there is time for a request without KV."""
         if not self.may_start(request):
             return False
@@ -340,15 +327,15 @@ class TimeBound(StepTime):
             return True
         return self._background.tokens(batch, request, request.unplanned) > 0
 
-    def spend(self, batch: "BatchBuilder", request: Request, num_tokens: int) -> None:
+    def spend(self, batch: BatchBuilder, request: Request, num_tokens: int) -> None:
         """So many tokens of a background request will be added to the batch."""
         self._background.spend(batch, request, num_tokens)
 
-    def _is_used_up(self, batch: "BatchBuilder") -> bool:
+    def _is_used_up(self, batch: BatchBuilder) -> bool:
         """Whether the batch has no time left for another prompt."""
         return batch.is_cut and batch.has_prefills
 
-    def _in_step_seconds(self, batch: "BatchBuilder", request: Request, num_tokens: int) -> int:
+    def _in_step_seconds(self, batch: BatchBuilder, request: Request, num_tokens: int) -> int:
         """How many of a prompt's tokens fit into `max_step_seconds`: at least `MIN_PIECE` for the
         first prompt of an iteration; 0 once the time is used up."""
         bound = self._settings.max_step_seconds

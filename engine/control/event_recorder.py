@@ -24,26 +24,22 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from engine.control.admission import Admission
 from engine.control.scheduler import IterationScheduler
 from engine.control.settings import SchedulerSettings
 from engine.cost.live import LiveCost
 from engine.cost.model import CostModel
-from engine.iteration import Observer
+from engine.iteration import Iteration, Observer
 from engine.kv.ledger import KVLedger
 from engine.kv.prefix import hash_blocks
 from engine.kv_shape import KVShape
+from engine.media import EncoderReport, Span
 from engine.policy import PolicySettings, build, name_of, settings_of
-from engine.request import State
-
-if TYPE_CHECKING:
-    from engine.iteration import Iteration
-    from engine.media import EncoderReport, Span
-    from engine.policy.port import Policy
-    from engine.request import Request
-    from engine.speculation.drafter import Drafter
+from engine.policy.port import Policy
+from engine.request import Request, State
+from engine.speculation.drafter import Drafter
 
 Row = dict[str, object]
 Name = Callable[[bytes | str], object]
@@ -118,7 +114,7 @@ class _Blocks(NamedTuple):
     block_size: int
     first: int
     lora_digest: str
-    spans: "tuple[Span, ...]"
+    spans: tuple[Span, ...]
 
     def hashes(self) -> list[bytes]:
         tokens = self.prompt + self.output
@@ -149,8 +145,8 @@ class RecordingHeader:
         self,
         cost: LiveCost,
         observer: Observer,
-        drafter: "Drafter | None" = None,
-        encoder: "EncoderReport | None" = None,
+        drafter: Drafter | None = None,
+        encoder: EncoderReport | None = None,
     ) -> IterationScheduler:
         """An empty scheduler with these settings."""
         policy = build(self.policy, cost, self.policies, serves=False)
@@ -188,7 +184,7 @@ class EventRecorder(Observer):
         self._write = write
         self._block_size = block_size
 
-    def arrived(self, request: "Request", now: float) -> None:
+    def arrived(self, request: Request, now: float) -> None:
         spec = request.spec
         row: Row = {"at": now, "arrived": request.request_id, "prompt": len(spec.prompt)}
         row["max_tokens"] = spec.max_tokens
@@ -204,7 +200,7 @@ class EventRecorder(Observer):
             row["images"] = spec.spans
         self._write(row)
 
-    def planned(self, iteration: "Iteration", now: float) -> None:
+    def planned(self, iteration: Iteration, now: float) -> None:
         step = iteration.step
         row: Row = {"at": now, "planned": step.step_id, "entries": step.entries}
         if step.moves:
@@ -214,25 +210,25 @@ class EventRecorder(Observer):
     def idled(self, now: float) -> None:
         self._write({"at": now, "idled": True})
 
-    def committed(self, iteration: "Iteration", seconds: float, now: float) -> None:
+    def committed(self, iteration: Iteration, seconds: float, now: float) -> None:
         row: Row = {"at": now, "committed": iteration.step.step_id, "seconds": seconds}
         faults = [request for request in iteration.requests if request.state is State.FAILED]
         if faults:
             row["faults"] = [request.request_id for request in faults]
         self._write(row)
 
-    def failed(self, iteration: "Iteration", now: float) -> None:
+    def failed(self, iteration: Iteration, now: float) -> None:
         self._write({"at": now, "failed": iteration.step.step_id})
 
-    def preempted(self, request: "Request", now: float) -> None:
+    def preempted(self, request: Request, now: float) -> None:
         self._write({"at": now, "preempted": request.request_id})
 
-    def cancelled(self, request: "Request", now: float) -> None:
+    def cancelled(self, request: Request, now: float) -> None:
         assert request.abort is not None, "a cancel has a reason"
         reason = request.abort.value
         self._write({"at": now, "cancelled": request.request_id, "reason": reason})
 
-    def ended(self, request: "Request", now: float) -> None:
+    def ended(self, request: Request, now: float) -> None:
         finish, abort = request.finish, request.abort
         reason = finish.value if finish else abort.value if abort else request.state.value
         row: Row = {"at": now, "ended": request.request_id, "outcome": request.outcome}
@@ -252,7 +248,7 @@ class EventRecorder(Observer):
     def given_up(self, now: float) -> None:
         self._write({"at": now, "given_up": True})
 
-    def switched(self, policy: "Policy", now: float) -> None:
+    def switched(self, policy: Policy, now: float) -> None:
         settings = asdict(settings_of(policy))
         self._write({"at": now, "switched": name_of(policy), "settings": settings})
 

@@ -6,14 +6,12 @@ number, which is never used again: what was forgotten or lost counts as a new im
 """
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from engine.media import EncoderReport, Media
-    from engine.request import Request
+from engine.media import EncoderReport, Media
+from engine.request import Request
 
 Key: TypeAlias = tuple[str, bytes]  # salt and digest
 
@@ -26,7 +24,7 @@ class CachedImage:
     num_patches: int
     num_bytes: int  # the size of its encoding
     # Requests that use it and have not ended
-    users: "dict[Request, Media]" = field(default_factory=dict)
+    users: dict[Request, Media] = field(default_factory=dict)
     num_planned: int = 0  # slices that iterations have computed or are computing
     is_begun: bool = False  # the workers have some of its pixels
     is_sent: bool = False  # they have all
@@ -35,7 +33,7 @@ class CachedImage:
 class ImageCache:
     """All images by key, the last used one last."""
 
-    def __init__(self, encoder: "EncoderReport", max_bytes: int) -> None:
+    def __init__(self, encoder: EncoderReport, max_bytes: int) -> None:
         self._encoder = encoder
         self._max_bytes = max_bytes
         self._images: OrderedDict[Key, CachedImage] = OrderedDict()
@@ -43,7 +41,7 @@ class ImageCache:
         self._numbers = 0
         self._dropped: list[int] = []  # numbers that no step has forgotten yet
 
-    def __iter__(self) -> "Iterator[CachedImage]":
+    def __iter__(self) -> Iterator[CachedImage]:
         return iter(self._images.values())
 
     def is_encoded(self, image: CachedImage) -> bool:
@@ -58,17 +56,17 @@ class ImageCache:
             self.num_bytes += image.num_bytes
         return range(start, image.num_planned)
 
-    def arrive(self, request: "Request") -> None:
+    def arrive(self, request: Request) -> None:
         """A request with images was accepted."""
         for media in request.spec.media:
             self.find(request, media).users[request] = media
 
-    def leave(self, request: "Request") -> None:
+    def leave(self, request: Request) -> None:
         """A request has ended."""
         for image in self:
             image.users.pop(request, None)
 
-    def find(self, request: "Request", media: "Media") -> CachedImage:
+    def find(self, request: Request, media: Media) -> CachedImage:
         """The image of a request, which becomes the last used one."""
         key = (request.spec.salt, media.digest)
         image = self._images.get(key)

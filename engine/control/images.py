@@ -12,24 +12,19 @@ Pixels are sent to the workers once, before the first slice and not long before,
 worker has died: then everything is computed anew from the pixels, which the request holds.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING
 
 from engine.control.image_cache import CachedImage, ImageCache
 from engine.control.rope_positions import RopePositions
+from engine.control.settings import SchedulerSettings
 from engine.cost.live import NEWS_SHARE, PredictionErrors
 from engine.errors import InvalidRequest
-from engine.media import EncoderWork, EntryMedia, ImageRows
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from engine.control.settings import SchedulerSettings
-    from engine.iteration import Iteration
-    from engine.media import EncoderReport, Media
-    from engine.request import Request, RequestSpec
-    from engine.step import StepResult
+from engine.iteration import Iteration
+from engine.media import EncoderReport, EncoderWork, EntryMedia, ImageRows, Media
+from engine.request import Request, RequestSpec
+from engine.step import StepResult
 
 # fixed: how long a cancel may take, and so the slices of an iteration that nothing bounds
 FREE_SECONDS = 0.1
@@ -53,7 +48,7 @@ class EncoderRate:
 class Images:
     """The images of all requests to a model with an encoder; to others, they are refused."""
 
-    def __init__(self, encoder: "EncoderReport | None", settings: "SchedulerSettings") -> None:
+    def __init__(self, encoder: EncoderReport | None, settings: SchedulerSettings) -> None:
         self._encoder = encoder
         self._settings = settings
         self._max_bytes = settings.encoder_memory
@@ -79,7 +74,7 @@ class Images:
 
     # Requests
 
-    def check(self, spec: "RequestSpec") -> None:
+    def check(self, spec: RequestSpec) -> None:
         """Raise `InvalidRequest` if the model cannot read the images of a request."""
         if not spec.media:
             return
@@ -104,7 +99,7 @@ class Images:
                 f"--max-batch-size {seats}."
             )
 
-    def arrive(self, request: "Request") -> None:
+    def arrive(self, request: Request) -> None:
         """A request with images was accepted."""
         assert self._encoder is not None, "checked before"
         assert self._cache is not None, "checked before"
@@ -112,7 +107,7 @@ class Images:
         merge = self._encoder.merge
         self._live[request] = RopePositions.of(request.spec.media, merge) if merge else None
 
-    def leave(self, request: "Request") -> None:
+    def leave(self, request: Request) -> None:
         """A request has ended, or goes to another scheduler."""
         if self._cache is not None and request in self._live:
             del self._live[request]
@@ -132,7 +127,7 @@ class Images:
         if self._cache.num_bytes > self._max_bytes:
             self._cache.make_room()
 
-    def may_start(self, request: "Request", start: int) -> bool:
+    def may_start(self, request: Request, start: int) -> bool:
         """Whether the first image of which a request computes tokens, from `start` on, is encoded;
         if it is not, it is wanted."""
         for media in request.spec.media:
@@ -140,7 +135,7 @@ class Images:
                 return self._is_encoded(request, media)
         return True
 
-    def num_ready(self, request: "Request", start: int, num_tokens: int, room: int) -> int:
+    def num_ready(self, request: Request, start: int, num_tokens: int, room: int) -> int:
         """How many of a request's tokens from `start` on can be computed with the images that are
         encoded: `num_tokens` if possible. The image that is missing behind them is wanted. The rest
         of an image that is computed whole may be more tokens, up to `room`, or has to wait."""
@@ -157,7 +152,7 @@ class Images:
                     return media.end - start if media.end - start <= room else 0
         return num_tokens
 
-    def _is_encoded(self, request: "Request", media: "Media") -> bool:
+    def _is_encoded(self, request: Request, media: Media) -> bool:
         """Whether an image of a request is encoded; if it is not, it is wanted."""
         assert self._cache is not None, "requests with images were accepted"
         image = self._cache.find(request, media)
@@ -169,7 +164,7 @@ class Images:
         request.times.lacked_image_at = self._now
         return False
 
-    def entry_media(self, request: "Request", start: int, stop: int) -> EntryMedia | None:
+    def entry_media(self, request: Request, start: int, stop: int) -> EntryMedia | None:
         """What the images mean for the request's tokens `[start, stop)`."""
         assert self._cache is not None, "requests with images were accepted"
         rows = []
@@ -185,7 +180,7 @@ class Images:
             return EntryMedia(shift=positions.shift)
         return EntryMedia(tuple(rows), 0, positions.between(start, stop))
 
-    def next_to_send(self) -> "tuple[int, Media] | None":
+    def next_to_send(self) -> tuple[int, Media] | None:
         """The number and pixels of an image that the workers do not have and encode next, or after
         that; None if there is none. The caller sends them, and calls `sent`."""
         for image in islice(self._wanted.values(), NUM_SENT):
@@ -226,7 +221,7 @@ class Images:
 
     # Results
 
-    def committed(self, iteration: "Iteration", result: "StepResult") -> None:
+    def committed(self, iteration: Iteration, result: StepResult) -> None:
         """The slices of an iteration were computed."""
         for work in iteration.step.encodes:
             assert self._encoder is not None, "it computed them"
@@ -242,7 +237,7 @@ class Images:
                 self._errors.observe(latest / rate.seconds_per_flop)
             rate.observe(latest)
 
-    def failed(self, numbers: "Iterable[int]") -> "Iterable[Request]":
+    def failed(self, numbers: Iterable[int]) -> Iterable[Request]:
         """Images could not be encoded: forgets them, and returns the requests that have them."""
         requests: dict[Request, None] = {}
         for number in numbers:
@@ -252,7 +247,7 @@ class Images:
                 self._cache.drop(number)
         return requests
 
-    def step_failed(self, iteration: "Iteration") -> None:
+    def step_failed(self, iteration: Iteration) -> None:
         """A step raised an error: what it should have forgotten may be left. (The slices that it
         did not compute are made up for.)"""
         if self._cache is not None:

@@ -9,8 +9,11 @@ one with `max_crashes` crashes in a row fails.
 """
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Sequence
 
+from engine.control.images import Images
+from engine.control.settings import SchedulerSettings
+from engine.cost.live import LiveCost
 from engine.errors import (
     ContextTooLong,
     DeadlineExceeded,
@@ -19,18 +22,11 @@ from engine.errors import (
     Overloaded,
     WorkerLost,
 )
+from engine.iteration import Iteration, Observer
+from engine.kv.cache import KVCache
+from engine.pool import RequestPool
 from engine.request import ENDS_AT_ONCE, Abort, Move, Request, RequestSpec, State, Times
 from engine.step import RequestId
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
-
-    from engine.control.images import Images
-    from engine.control.settings import SchedulerSettings
-    from engine.cost.live import LiveCost
-    from engine.iteration import Iteration, Observer
-    from engine.kv.cache import KVCache
-    from engine.pool import RequestPool
 
 WAITING = State.WAITING  # bound once (see engine.pool)
 
@@ -66,11 +62,11 @@ class Arrivals:
 
     def __init__(
         self,
-        settings: "SchedulerSettings",
-        kv: "KVCache",
-        pool: "RequestPool",
-        cost: "LiveCost",
-        images: "Images",
+        settings: SchedulerSettings,
+        kv: KVCache,
+        pool: RequestPool,
+        cost: LiveCost,
+        images: Images,
     ) -> None:
         self._settings = settings
         self._kv = kv
@@ -85,9 +81,7 @@ class Arrivals:
         self.queue = queue
         queue.pools.append(self._pool)
 
-    def accept(
-        self, spec: RequestSpec, now: float, block_hashes: "Sequence[bytes]" = ()
-    ) -> Request:
+    def accept(self, spec: RequestSpec, now: float, block_hashes: Sequence[bytes] = ()) -> Request:
         """The request, which is now in the pool and under the policy; its first `block_hashes` may
         be known. Raises as `IterationScheduler.add`."""
         assert spec.prompt, "a prompt has at least one token"
@@ -168,7 +162,7 @@ class Lifecycle:
     """Ends requests. `num_committed` counts the iterations that returned, failed ones included."""
 
     def __init__(
-        self, kv: "KVCache", pool: "RequestPool", observer: "Observer", max_crashes: int
+        self, kv: KVCache, pool: RequestPool, observer: Observer, max_crashes: int
     ) -> None:
         self.num_committed = 0
         self._kv = kv
@@ -258,7 +252,7 @@ class Lifecycle:
             self.cancel(request, Abort.DEADLINE, now)
         return overdue
 
-    def lose_device(self, in_flight: "Collection[Iteration]", now: float) -> list[Request]:
+    def lose_device(self, in_flight: Collection[Iteration], now: float) -> list[Request]:
         """All KV is lost: all requests wait again, to be recomputed from prompt and output.
 
         Those in flight become suspects; one that was in flight at `max_crashes` crashes in a row

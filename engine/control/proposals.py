@@ -4,34 +4,27 @@ A plan asks which requests wait for their drafts instead of being planned ahead,
 the decodes of its batch, from the tokens and KV blocks that are left over.
 """
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from engine.control.batch_builder import BatchBuilder
-    from engine.control.settings import SchedulerSettings
-    from engine.iteration import Iteration
-    from engine.kv.cache import KVCache
-    from engine.pool import RequestPool
-    from engine.request import Request
-    from engine.speculation.drafter import Drafter
+from engine.control.batch_builder import BatchBuilder
+from engine.control.settings import SchedulerSettings
+from engine.iteration import Iteration
+from engine.kv.cache import KVCache
+from engine.pool import RequestPool
+from engine.request import Request
+from engine.speculation.drafter import Drafter
 
 
 class Proposals:
     """Passes drafts from a drafter to the iterations being planned."""
 
     def __init__(
-        self,
-        drafter: "Drafter",
-        kv: "KVCache",
-        pool: "RequestPool",
-        settings: "SchedulerSettings",
+        self, drafter: Drafter, kv: KVCache, pool: RequestPool, settings: SchedulerSettings
     ) -> None:
         self._drafter = drafter
         self._kv = kv
         self._pool = pool
         self._max_seconds = settings.max_step_seconds
 
-    def hold_back(self, oldest: "Iteration", ahead: "dict[Request, None]") -> None:
+    def hold_back(self, oldest: Iteration, ahead: dict[Request, None]) -> None:
         """Remove from `ahead`, the requests that could be planned ahead of the `oldest` iteration,
         those that wait until their drafts are known."""
         drafter = self._drafter
@@ -39,7 +32,7 @@ class Proposals:
             for request in drafter.waiting(oldest, ahead):
                 del ahead[request]
 
-    def add_to(self, batch: "BatchBuilder") -> None:
+    def add_to(self, batch: BatchBuilder) -> None:
         """Give the decodes of a complete batch drafts, and let the draft model propose tokens
         behind them. One free block is left for each started request to grow into."""
         drafter = self._drafter
@@ -49,7 +42,7 @@ class Proposals:
             self._add_drafts(batch, drafter)
         drafter.sent(batch.step_id)
 
-    def _add_drafts(self, batch: "BatchBuilder", drafter: "Drafter") -> None:
+    def _add_drafts(self, batch: BatchBuilder, drafter: Drafter) -> None:
         kv, max_seconds = self._kv, self._max_seconds
         spare = _SpareBlocks(kv, len(self._pool.started))
         for index, drafts in drafter.choose(batch.decodes, batch.tokens_left, max_seconds).items():
@@ -66,11 +59,11 @@ class Proposals:
 class _SpareBlocks:
     """The free blocks that drafts may take."""
 
-    def __init__(self, kv: "KVCache", num_started: int) -> None:
+    def __init__(self, kv: KVCache, num_started: int) -> None:
         self._kv = kv
         self._num_left = kv.room.blocks - num_started
 
-    def take(self, request: "Request", num_slots: int) -> bool:
+    def take(self, request: Request, num_slots: int) -> bool:
         """Reserve `num_slots` slots behind those planned for the request; False, and no change, if
         too few blocks are left."""
         slots = request.num_planned + num_slots

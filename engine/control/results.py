@@ -5,24 +5,19 @@ kind of row has a commit of its own here: with drafts, pooled, late, with a faul
 KV that could not be read. A row of a request whose end is already decided is dropped.
 """
 
+from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING
 
+from engine.control.lifecycle import Lifecycle
 from engine.errors import EngineError, NoAllowedToken, RowFailed
-from engine.iteration import Delivery, Iteration, SampledToken
+from engine.iteration import Delivery, EntryResults, Iteration, SampledToken
+from engine.kv.cache import KVCache
+from engine.pool import RequestPool
 from engine.request import FinishReason, Move, Request, State
+from engine.speculation.drafter import Drafter
+from engine.step import Fault, StepEntry, StepResult
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
-    from engine.control.lifecycle import Lifecycle
-    from engine.iteration import EntryResults
-    from engine.kv.cache import KVCache
-    from engine.pool import RequestPool
-    from engine.speculation.drafter import Drafter
-    from engine.step import Fault, StepEntry, StepResult
-
-    RowCommit = Callable[[Request, StepEntry], Iterable[Delivery]]
+RowCommit = Callable[[Request, StepEntry], Iterable[Delivery]]
 
 LEAVING, READY, COMMIT = State.LEAVING, State.READY, Move.COMMIT  # bound once (see engine.pool)
 
@@ -32,7 +27,7 @@ class StepResults:
     requests for which they are the last."""
 
     def __init__(
-        self, kv: "KVCache", pool: "RequestPool", lifecycle: "Lifecycle", drafter: "Drafter | None"
+        self, kv: KVCache, pool: RequestPool, lifecycle: Lifecycle, drafter: Drafter | None
     ) -> None:
         self._kv = kv
         self._pool = pool
@@ -45,7 +40,7 @@ class StepResults:
         self._now = 0.0
         self._ran = pool.policy.ran
 
-    def apply(self, iteration: Iteration, result: "StepResult", now: float) -> list[Delivery]:
+    def apply(self, iteration: Iteration, result: StepResult, now: float) -> list[Delivery]:
         """Apply a result; returns the tokens of requests whose end was not decided before. A
         request that fails, or finishes with a vector, is returned without a token."""
         self._seconds, self._now, self._ran = result.seconds, now, self._pool.policy.ran
@@ -77,7 +72,7 @@ class StepResults:
                     deliveries.append(new(Delivery, (request, token, scores)))
         return deliveries
 
-    def _finish_moves(self, iteration: Iteration, result: "StepResult") -> "Iterable[Request]":
+    def _finish_moves(self, iteration: Iteration, result: StepResult) -> Iterable[Request]:
         """The moves of the step have ended. Returns the requests whose KV could not be read."""
         if not iteration.step.moves:
             return ()
@@ -89,10 +84,10 @@ class StepResults:
     def _special_rows(
         self,
         iteration: Iteration,
-        result: "StepResult",
-        results: "EntryResults",
-        unread: "Iterable[Request]",
-    ) -> "dict[Request, RowCommit]":
+        result: StepResult,
+        results: EntryResults,
+        unread: Iterable[Request],
+    ) -> dict[Request, RowCommit]:
         """The requests whose rows are not plain, with what commits them. A fault comes before
         other results, and KV that could not be read before a fault."""
         rows: dict[Request, RowCommit] = {}
@@ -108,7 +103,7 @@ class StepResults:
             rows[request] = self._commit_unread
         return rows
 
-    def _keep(self, request: Request, entry: "StepEntry") -> None:
+    def _keep(self, request: Request, entry: StepEntry) -> None:
         """Leave what was computed for a request that ends in the cache, for a retry. Tokens that
         were sampled meanwhile are unknown, and so are those behind a row that had no result."""
         stop = entry.start + len(entry.tokens)
@@ -145,8 +140,8 @@ class StepResults:
     # The kinds of rows
 
     def _commit_drafts(
-        self, tokens: "tuple[SampledToken, ...]", request: Request, entry: "StepEntry"
-    ) -> "Iterable[Delivery]":
+        self, tokens: tuple[SampledToken, ...], request: Request, entry: StepEntry
+    ) -> Iterable[Delivery]:
         """The request goes on behind its accepted drafts, up to a token that ends it."""
         assert not request.num_in_flight, "no iteration is planned behind drafts"
         first, *accepted = tokens
@@ -161,14 +156,14 @@ class StepResults:
         self._settle(request, entry.start, len(tokens))
         return deliveries
 
-    def _verified(self, request: Request, entry: "StepEntry", num_accepted: int) -> None:
+    def _verified(self, request: Request, entry: StepEntry, num_accepted: int) -> None:
         """So many of an entry's drafts were accepted."""
         if self._drafter is not None:
             self._drafter.returned(request, entry.num_drafts, num_accepted)
 
     def _commit_vector(
-        self, vector: bytes, request: Request, entry: "StepEntry"
-    ) -> "Iterable[Delivery]":
+        self, vector: bytes, request: Request, entry: StepEntry
+    ) -> Iterable[Delivery]:
         """The request has the vector that its prompt was pooled into, with which it ends."""
         num_tokens = len(entry.tokens)
         self._advance(request, entry.start, num_tokens, None)
@@ -176,7 +171,7 @@ class StepResults:
         self._settle(request, entry.start, num_tokens)
         return (Delivery(request, None),)
 
-    def _commit_late(self, request: Request, entry: "StepEntry") -> "Iterable[Delivery]":
+    def _commit_late(self, request: Request, entry: StepEntry) -> Iterable[Delivery]:
         """The request got no token, and computes the last of its tokens again. A recurrent state
         has gone past that token: such a request waits, to start behind its newest snapshot."""
         num_tokens = len(entry.tokens) - entry.num_drafts
@@ -191,18 +186,16 @@ class StepResults:
             self._kv.forget(request)
         return ()
 
-    def _commit_fault(
-        self, fault: "Fault", request: Request, entry: "StepEntry"
-    ) -> "Iterable[Delivery]":
+    def _commit_fault(self, fault: Fault, request: Request, entry: StepEntry) -> Iterable[Delivery]:
         """The request fails."""
         self._lifecycle.fail(request, _error_of(fault), self._now)
         return (Delivery(request, None),)
 
-    def _commit_unread(self, request: Request, entry: "StepEntry") -> "Iterable[Delivery]":
+    def _commit_unread(self, request: Request, entry: StepEntry) -> Iterable[Delivery]:
         """The row was computed from KV that could not be read: the request waits again."""
         self._kv.forget(request)
         return ()
 
 
-def _error_of(fault: "Fault") -> EngineError:
+def _error_of(fault: Fault) -> EngineError:
     return NoAllowedToken(fault.message) if fault.is_caller_error else RowFailed(fault.message)

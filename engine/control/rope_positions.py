@@ -8,10 +8,9 @@ text behind the images has its number plus a shift.
 
 from array import array
 from itertools import product
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from engine.media import Media
+from engine.media import Media
 
 
 class RopePositions(NamedTuple):
@@ -27,7 +26,7 @@ class RopePositions(NamedTuple):
         return len(self.axes[0])
 
     @classmethod
-    def of(cls, media: "tuple[Media, ...]", merge: int) -> "RopePositions":
+    def of(cls, media: tuple[Media, ...], merge: int) -> "RopePositions":
         """`merge` is the number of patches along each side that one token stands for."""
         axes, start, position = (array("i"), array("i"), array("i")), 0, 0
         for image in media:

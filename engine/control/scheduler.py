@@ -5,7 +5,7 @@ that does not fit is stepped over, but only `max_step_overs` times; after that n
 is admitted before it. KV may grow block by block; requests are preempted if blocks run short.
 """
 
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Sequence
 
 from engine.control.admission import AdmissionControl, AdmissionSettings, SwapMode
 from engine.control.batch_builder import BatchBuilder
@@ -18,24 +18,17 @@ from engine.control.settings import SchedulerSettings
 from engine.control.swap_planner import SwapPlanner
 from engine.cost.live import LiveCost
 from engine.cost.model import UNMEASURED
-from engine.errors import RowFailed
+from engine.errors import EngineError, RowFailed
 from engine.iteration import Delivery, Iteration, Observer, ObserverGroup
 from engine.kv.cache import KVCache
 from engine.kv.counts import KVCounts
+from engine.kv.ledger import KVLedger
+from engine.media import EncoderReport
+from engine.policy.port import Policy
 from engine.pool import RequestPool
 from engine.request import Abort, FoundPrefix, Request, RequestSpec, State
-from engine.step import Step, StepId
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
-
-    from engine.errors import EngineError
-    from engine.kv.ledger import KVLedger
-    from engine.media import EncoderReport
-    from engine.policy.port import Policy
-    from engine.speculation.drafter import Drafter
-    from engine.step import StepResult
-
+from engine.speculation.drafter import Drafter
+from engine.step import Step, StepId, StepResult
 
 SAVES_PER_STEP = 16  # cached blocks that are copied to the tiers below; swept in results/constants
 
@@ -46,12 +39,12 @@ class IterationScheduler:
     def __init__(
         self,
         settings: SchedulerSettings,
-        ledger: "KVLedger",
-        policy: "Policy",
+        ledger: KVLedger,
+        policy: Policy,
         observer: Observer | None = None,
         cost: LiveCost | None = None,
-        drafter: "Drafter | None" = None,
-        encoder: "EncoderReport | None" = None,
+        drafter: Drafter | None = None,
+        encoder: EncoderReport | None = None,
     ) -> None:
         self.settings = settings
         self.images = Images(encoder, settings)
@@ -70,12 +63,7 @@ class IterationScheduler:
                 self.kv, self.pool, self.admission, settings.max_batch_size
             )
         self._planner = BatchPlanner(
-            settings,
-            self.pool,
-            self.kv,
-            self.admission,
-            self.cost,
-            self.images,
+            settings, self.pool, self.kv, self.admission, self.cost, self.images
         )
         ends = observer if drafter is None else ObserverGroup(observer, drafter)
         self.lifecycle = Lifecycle(self.kv, self.pool, ends, settings.max_crashes)
@@ -91,7 +79,7 @@ class IterationScheduler:
         return f"IterationScheduler({self.pool!r}, {self.ledger!r})"
 
     @property
-    def ledger(self) -> "KVLedger":
+    def ledger(self) -> KVLedger:
         """The pages that each request holds, for checks."""
         return self.kv.ledger
 
@@ -101,7 +89,7 @@ class IterationScheduler:
         return KVCounts.of(self.kv.ledger, self.pool)
 
     @property
-    def policy(self) -> "Policy":
+    def policy(self) -> Policy:
         """The policy in force."""
         return self.pool.policy
 
@@ -112,7 +100,7 @@ class IterationScheduler:
 
     # Arrivals
 
-    def add(self, spec: RequestSpec, now: float, block_hashes: "Sequence[bytes]" = ()) -> Request:
+    def add(self, spec: RequestSpec, now: float, block_hashes: Sequence[bytes] = ()) -> Request:
         """Accept a request, of which the first `block_hashes` may be known. Raises
         `ContextTooLong`, `Overloaded`, or, if it cannot meet its deadline, `DeadlineUnmeetable` or
         `InvalidRequest`; then nothing is changed."""
@@ -149,7 +137,7 @@ class IterationScheduler:
         """Whether the ITL goals would be met with this waiting request as one more decode."""
         return self._planner.time.may_start(request)
 
-    def switch(self, policy: "Policy", now: float) -> None:
+    def switch(self, policy: Policy, now: float) -> None:
         """Continue under another policy, which is empty; no request is lost or restarted."""
         for request in self.pool:
             policy.arrive(request, now)
@@ -221,7 +209,7 @@ class IterationScheduler:
 
     # Results
 
-    def commit(self, iteration: Iteration, result: "StepResult", now: float) -> list[Delivery]:
+    def commit(self, iteration: Iteration, result: StepResult, now: float) -> list[Delivery]:
         """Apply the result of an iteration; returns the tokens of requests that are not leaving.
 
         A request with a fault fails, and one that is pooled finishes; both are returned without a
@@ -242,7 +230,7 @@ class IterationScheduler:
         self._observer.committed(iteration, result.seconds, now)
         return deliveries
 
-    def fail(self, iteration: Iteration, error: "EngineError", now: float) -> list[Request]:
+    def fail(self, iteration: Iteration, error: EngineError, now: float) -> list[Request]:
         """An iteration raised an error: its requests fail. Returns them."""
         self._observer.failed(iteration, now)
         if self.drafter is not None:
@@ -258,11 +246,11 @@ class IterationScheduler:
 
     # Ends from outside
 
-    def fail_all(self, error: "EngineError", now: float) -> list[Request]:
+    def fail_all(self, error: EngineError, now: float) -> list[Request]:
         """End all requests with an error, because none can be served any more. Returns them."""
         return self.lifecycle.fail_all(error, now)
 
-    def lose_device(self, in_flight: "Collection[Iteration]", now: float) -> list[Request]:
+    def lose_device(self, in_flight: Collection[Iteration], now: float) -> list[Request]:
         """A worker died: all KV is lost, and the iterations in flight will not return. Returns the
         requests that ended (`Lifecycle.lose_device`); all others wait to be recomputed."""
         self.images.lose()

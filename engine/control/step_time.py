@@ -44,19 +44,15 @@ request may always start, also if no step can meet the goal: the bound for start
 `MIN_BATCH_SECONDS` times a decode alone.
 """
 
+from collections.abc import Iterable
 from math import inf
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from engine.request import State
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from engine.control.batch_builder import BatchBuilder
-    from engine.control.settings import SchedulerSettings
-    from engine.cost.live import LiveCost
-    from engine.pool import RequestPool
-    from engine.request import Request
+from engine.control.batch_builder import BatchBuilder
+from engine.control.settings import SchedulerSettings
+from engine.cost.live import LiveCost
+from engine.pool import RequestPool
+from engine.request import Request, State
 
 READY, WAITING = State.READY, State.WAITING  # bound once (see engine.pool)
 # What any piece costs, so often: added to the time of `MIN_SHARE` (results/least_piece, "times")
@@ -90,9 +86,7 @@ class _Prompts(NamedTuple):
 class StepTime:
     """The time of the iteration being planned, against the ITL goals of its requests."""
 
-    def __init__(
-        self, settings: "SchedulerSettings", pool: "RequestPool", cost: "LiveCost"
-    ) -> None:
+    def __init__(self, settings: SchedulerSettings, pool: RequestPool, cost: LiveCost) -> None:
         self._goal = settings.itl_goal
         self._slowdown = settings.max_prefill_slowdown
         self._seats = settings.max_batch_size
@@ -104,7 +98,7 @@ class StepTime:
         self.has_goals = self._goal < inf
         self.bounds_pieces = self.has_goals or self._slowdown < inf
 
-    def watch(self, request: "Request") -> None:
+    def watch(self, request: Request) -> None:
         """A request arrives; the first one with a goal of its own turns the planning on."""
         if request.spec.itl_goal is not None:
             self.has_goals = self.bounds_pieces = True
@@ -114,20 +108,20 @@ class StepTime:
         self._slice_seconds = slice_seconds
         self._now, self._started, self._prompts = now, None, None
 
-    def goal_of(self, request: "Request") -> float:
+    def goal_of(self, request: Request) -> float:
         """Seconds: its own goal, else the server's; infinite for a background request."""
         if request.spec.is_background:
             return inf
         own = request.spec.itl_goal
         return self._goal if own is None else own
 
-    def goal(self, batch: "BatchBuilder") -> float:
+    def goal(self, batch: BatchBuilder) -> float:
         """The lowest goal of the decodes in the batch; infinite if there is none."""
         if not self.has_goals:
             return inf
         return min([self.goal_of(request) for request, _ in batch.decodes], default=inf)
 
-    def piece(self, batch: "BatchBuilder", request: "Request", num_tokens: int) -> int:
+    def piece(self, batch: BatchBuilder, request: Request, num_tokens: int) -> int:
         """How many of a prompt's next `num_tokens` tokens the iteration has time for."""
         decodes = self._decodes(batch)
         goal = self._bound(decodes, self._growth(request))
@@ -150,12 +144,12 @@ class StepTime:
             in_time = max(in_time, least, fewest)
         return min(num_tokens, in_time) if in_time >= min(fewest, num_tokens) else 0
 
-    def _is_among_own(self, request: "Request") -> bool:
+    def _is_among_own(self, request: Request) -> bool:
         """Whether all requests are of one client, and nothing is done for images."""
         has_images = bool(self._slice_seconds) or request.times.lacked_image_at is not None
         return len(self._pool.clients) == 1 and not has_images
 
-    def left(self, batch: "BatchBuilder") -> float:
+    def left(self, batch: BatchBuilder) -> float:
         """The seconds that the decodes of a complete batch leave for other work; infinite without
         decodes, or without a goal for them."""
         if not self.bounds_pieces or not batch.decodes:
@@ -192,7 +186,7 @@ class StepTime:
         count = len(started) + max(0, min(waiting, self._seats - pool.num_admitted))
         return _Prompts(count, max(map(self._growth, started), default=1.0))
 
-    def _growth(self, request: "Request") -> float:
+    def _growth(self, request: Request) -> float:
         """What the age of a prompt multiplies the factor by, before it is scaled. The time in which
         its images were encoded does not count, nor its wait among several prompts of a client."""
         model, length = self._cost.model, len(request.spec.prompt)
@@ -204,7 +198,7 @@ class StepTime:
         growth = (self._now - since) / (PATIENCE * alone) if alone else 1.0
         return max(1.0, min(MAX_GROWTH, growth))
 
-    def may_start(self, request: "Request") -> bool:
+    def may_start(self, request: Request) -> bool:
         """Whether the goals would be met with this request as one more decode."""
         if request.spec.is_background or not self.has_goals:
             return True
@@ -216,14 +210,14 @@ class StepTime:
         count, slots = started.num_rows + 1, started.slots + request.num_tokens
         return self._seconds(count, slots) <= max(goal / self._cost.margin, lowest)
 
-    def started(self, request: "Request") -> None:
+    def started(self, request: Request) -> None:
         """The request has started in this plan."""
         if self._started is not None and not request.spec.is_background:
             count, slots, goal = self._started
             goal = min(goal, self.goal_of(request))
             self._started = _Decodes(count + 1, slots + request.num_tokens, goal)
 
-    def _decodes(self, batch: "BatchBuilder") -> _Decodes:
+    def _decodes(self, batch: BatchBuilder) -> _Decodes:
         """The decodes in the batch, and those that are not considered yet but have a seat."""
         planned = [request for request, _ in batch.decodes]
         left = [r for r in self._pool.started if r.state is READY and r.unplanned == 1]
@@ -235,7 +229,7 @@ class StepTime:
             self._started = self._sum(self._pool.started)
         return self._started
 
-    def _sum(self, requests: "Iterable[Request]") -> _Decodes:
+    def _sum(self, requests: Iterable[Request]) -> _Decodes:
         """These requests, without background requests, which get what time is left."""
         count, slots, goal = 0, 0, inf
         for request in requests:
@@ -250,7 +244,7 @@ class StepTime:
         rows = model.per_draw * count + model.per_slot * slots + model.idle(count)
         return model.tokens(count) + rows
 
-    def _besides_tokens(self, decodes: _Decodes, batch: "BatchBuilder") -> float:
+    def _besides_tokens(self, decodes: _Decodes, batch: BatchBuilder) -> float:
         """Seconds of the decodes and of the pieces in the batch that do not depend on the number
         of tokens beside them: attention, logits, sampling and the loop; with the next piece's
         sampling."""

@@ -11,15 +11,11 @@ swapped in only if it is among the next batch; and it is not swapped out for a r
 scheduled time is not earlier.
 """
 
-from typing import TYPE_CHECKING
-
+from engine.control.admission import AdmissionControl
+from engine.kv.cache import KVCache
 from engine.policy.port import Preemption
+from engine.pool import RequestPool
 from engine.request import Request, State
-
-if TYPE_CHECKING:
-    from engine.control.admission import AdmissionControl
-    from engine.kv.cache import KVCache
-    from engine.pool import RequestPool
 
 READY, SWAPPED = State.READY, State.SWAPPED  # bound once (see engine.pool)
 # Swept in results/constants
@@ -32,11 +28,7 @@ class SwapPlanner:
     largest number of requests in an iteration."""
 
     def __init__(
-        self,
-        kv: "KVCache",
-        pool: "RequestPool",
-        admission: "AdmissionControl",
-        seats: int,
+        self, kv: KVCache, pool: RequestPool, admission: AdmissionControl, seats: int
     ) -> None:
         self._kv = kv
         self._pool = pool

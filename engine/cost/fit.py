@@ -8,12 +8,10 @@ iterations count as much as long ones, and too long as much as too short.
 from collections.abc import Sequence
 from itertools import pairwise
 from operator import mul
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from engine.cost.model import CostModel, padded
-
-if TYPE_CHECKING:
-    from engine.step import Step
+from engine.step import Step
 
 MAX_SAMPLES = 20_000  # fixed: a limit of time; of more samples an evenly spaced subset is used
 _RIDGE = 1e-9  # fixed: keeps the solution unique if the samples do not determine it
@@ -50,7 +48,7 @@ class Sample(NamedTuple):
         return self._replace(num_tokens=padded(self.num_tokens, graphs))
 
     @classmethod
-    def of(cls, step: "Step", seconds: float) -> "Sample":
+    def of(cls, step: Step, seconds: float) -> "Sample":
         slots, pairs, num_pieces = 0, 0.0, 0
         for entry in step.entries:
             count = len(entry.tokens)
@@ -162,10 +160,7 @@ def _nonnegative(gram: Sequence[Sequence[float]], moment: Sequence[float]) -> li
 
 
 def _settle(
-    gram: Sequence[Sequence[float]],
-    moment: Sequence[float],
-    parts: list[float],
-    free: list[int],
+    gram: Sequence[Sequence[float]], moment: Sequence[float], parts: list[float], free: list[int]
 ) -> list[float]:
     """Solve for the free coefficients; one that would become negative is set to 0 and removed from
     `free`, in place."""

@@ -36,14 +36,11 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import accumulate
 from statistics import median
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from engine.cost.fit import Sample, fit
-from engine.cost.model import UNMEASURED, StepCounts, StepParts
-
-if TYPE_CHECKING:
-    from engine.cost.model import CostModel
-    from engine.step import Step
+from engine.cost.model import UNMEASURED, CostModel, StepCounts, StepParts
+from engine.step import Step
 
 # Swept in results/constants
 NEWS_SHARE = 0.1  # the latest measurement's weight in the moving averages of the control plane
@@ -112,7 +109,7 @@ def quantile(ordered: list[float], share: float) -> float:
 class LiveCost:
     """A `Cost` that learns from iterations. `model` is its present state."""
 
-    def __init__(self, model: "CostModel") -> None:
+    def __init__(self, model: CostModel) -> None:
         self.errors = PredictionErrors()
         self.tokens_per_second = 1.0 / model.compute(1, 0)
         self._num_observed = 0
@@ -121,7 +118,7 @@ class LiveCost:
         self._kept: list[deque[tuple[StepCounts, float]]] = [deque(maxlen=RECENT) for _ in range(2)]
         self._begin(model)
 
-    def _begin(self, model: "CostModel") -> None:
+    def _begin(self, model: CostModel) -> None:
         """Learn from here on what differs from this model."""
         self.model = model
         self._start = model  # as calibrated
@@ -148,7 +145,7 @@ class LiveCost:
     def compute(self, num_tokens: int, start: int) -> float:
         return self.model.compute(num_tokens, start)
 
-    def step(self, step: "Step") -> float:
+    def step(self, step: Step) -> float:
         return self.model.step(step)
 
     def decodes(self, num_rows: int, num_slots: int) -> float:
@@ -182,7 +179,7 @@ class LiveCost:
                 return True
         return False
 
-    def observe(self, step: "Step", seconds: float) -> None:
+    def observe(self, step: Step, seconds: float) -> None:
         """Learn from an iteration that took `seconds`."""
         num_tokens = step.num_tokens
         if seconds <= 0.0 or not num_tokens:
@@ -280,7 +277,7 @@ class LiveCost:
                 most = calibrated[at + 1] * factors[at + 1] / calibrated[at]
                 factors[at] = min(factors[at], most)
 
-    def _corrected(self) -> "CostModel":
+    def _corrected(self) -> CostModel:
         """The calibration times the factors."""
         start, factors = self._start, self._factors
         scaled = [seconds * factors[at] for at, seconds in enumerate(self._calibrated)]

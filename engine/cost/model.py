@@ -8,14 +8,12 @@ profiles the first iteration by prompt length; this is the same for whole batche
 """
 
 from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from operator import le, lt
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from engine.step import Step
+from engine.step import Step
 
 
 class StepCounts(NamedTuple):
@@ -30,7 +28,7 @@ class StepCounts(NamedTuple):
     pieces: int
 
     @classmethod
-    def of(cls, step: "Step") -> "StepCounts":
+    def of(cls, step: Step) -> "StepCounts":
         entries, num_tokens = step.entries, step.num_tokens
         slots = sum([entry.start for entry in entries]) + num_tokens
         draws = len(entries) - [entry.sample for entry in entries].count(None)
@@ -86,7 +84,7 @@ class CostModel:
         assert rising, f"the curve is not ascending: {self.curve}"
 
     @classmethod
-    def parse(cls, values: "Mapping[str, object]") -> "CostModel":
+    def parse(cls, values: Mapping[str, object]) -> "CostModel":
         """The model with these fields, parsed from JSON; ValueError if one is unknown or has a
         wrong value."""
         known = {field.name for field in fields(cls)}
@@ -128,7 +126,7 @@ class CostModel:
         computed = self.padded(num_tokens) if num_tokens > 1 else 1
         return self.tokens(computed) + self.attention(num_tokens, start) + self.per_draw
 
-    def step(self, step: "Step") -> float:
+    def step(self, step: Step) -> float:
         """Seconds of a whole step."""
         num_tokens = step.num_tokens
         if num_tokens == len(step.entries):  # decodes only: the common case, on the hot path
@@ -186,7 +184,7 @@ class CostModel:
         return low
 
 
-def padded(num_tokens: int, graphs: "Sequence[int]") -> int:
+def padded(num_tokens: int, graphs: Sequence[int]) -> int:
     """The smallest of the ascending sizes that holds the tokens, or their number if none does."""
     at = bisect_left(graphs, num_tokens)
     return graphs[at] if at < len(graphs) else num_tokens

@@ -16,16 +16,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count, takewhile
 from statistics import median
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from engine.cost.fit import Sample, fit
 from engine.cost.model import CostModel
 from engine.pooling import PoolSpec
-from engine.step import RequestId, SampleSpec, SamplingParams, Step, StepEntry, StepId
-
-if TYPE_CHECKING:
-    from engine.ports import Clock, StepExecutor, StepFuture
-    from engine.step import StepResult
+from engine.ports import Clock, StepExecutor, StepFuture
+from engine.step import RequestId, SampleSpec, SamplingParams, Step, StepEntry, StepId, StepResult
 
 _FIRST_ID = 1 << 40  # fixed: of requests and steps; an engine's own ids are lower
 # Swept in results/constants
@@ -145,7 +142,7 @@ def _growing(limit: int) -> list[int]:
 
 
 async def measure(
-    executor: "StepExecutor", limits: ProbeLimits, clock: "Clock", seconds: float
+    executor: StepExecutor, limits: ProbeLimits, clock: Clock, seconds: float
 ) -> Profile:
     """Measure `executor` for about `seconds` at most after the first step, but for at least two
     steps. Raises the error of a failed step."""
@@ -169,7 +166,7 @@ class _Profiler:
     """Runs probes on an executor; a limit of `seconds` begins after the first step."""
 
     def __init__(
-        self, executor: "StepExecutor", limits: ProbeLimits, clock: "Clock", seconds: float
+        self, executor: StepExecutor, limits: ProbeLimits, clock: Clock, seconds: float
     ) -> None:
         self.until = clock() + seconds
         self.idle: list[float] = []  # between two steps
@@ -205,12 +202,12 @@ class _Profiler:
         return repeats
 
 
-def _may_repeat(repeats: "Sequence[float]", seconds: float) -> bool:
+def _may_repeat(repeats: Sequence[float], seconds: float) -> bool:
     """Whether a step that took these seconds is run once more, within a limit of `seconds`."""
     return len(repeats) < MAX_REPEATS and sum(repeats) <= REPEAT_SHARE * seconds
 
 
-async def _result(future: "StepFuture") -> "StepResult":
+async def _result(future: StepFuture) -> StepResult:
     done = asyncio.Event()
     future.add_done_callback(lambda _: done.set())
     await done.wait()

@@ -1,23 +1,19 @@
 """KVCache: all that the scheduler asks of the pages of requests, in all tiers."""
 
+from collections.abc import Collection, Iterator, Sequence
 from sys import maxsize
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from engine.iteration import Iteration, Observer, Swaps
 from engine.kv.layer_groups import Missing
+from engine.kv.ledger import KVLedger
 from engine.kv.page_moves import PageMoves, SwappedPages
 from engine.kv.prefix import extend_hashes
 from engine.kv.prefix_search import PrefixSearch
 from engine.kv.request_states import RowsOfDrafts
+from engine.pool import RequestPool
 from engine.request import Move, Request, State
-from engine.step import Direction, Page, PageKind
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
-
-    from engine.iteration import Iteration, Observer, Swaps
-    from engine.kv.ledger import KVLedger
-    from engine.pool import RequestPool
-    from engine.step import StepEntry, StepResult
+from engine.step import Direction, Page, PageKind, StepEntry, StepResult
 
 WAITING, SWAPPED = State.WAITING, State.SWAPPED  # bound once (see engine.pool)
 
@@ -47,8 +43,8 @@ class Finished(NamedTuple):
     """The requests of a step whose end was decided while it moved their pages, which they still
     hold; and those whose pages it could not read."""
 
-    leaving: "Sequence[Request]"
-    unread: "Collection[Request]"
+    leaving: Sequence[Request]
+    unread: Collection[Request]
 
 
 NOTHING_FINISHED = Finished((), ())
@@ -63,12 +59,7 @@ class KVCache:
     """
 
     def __init__(
-        self,
-        ledger: "KVLedger",
-        pool: "RequestPool",
-        observer: "Observer",
-        *,
-        reuses_prefixes: bool,
+        self, ledger: KVLedger, pool: RequestPool, observer: Observer, *, reuses_prefixes: bool
     ) -> None:
         self.ledger = ledger
         self.shape = ledger.shape
@@ -101,7 +92,7 @@ class KVCache:
         return Room(ledger.num_free, ledger.blocks.host.num_free, drafts, coming)
 
     def missing(
-        self, request: Request, num_slots: int, prefix: "Sequence[bytes] | None" = None
+        self, request: Request, num_slots: int, prefix: Sequence[bytes] | None = None
     ) -> Shortage:
         """The pages that lack for a request to hold `num_slots` slots. One without device pages
         shares a prefix, which is looked for unless it is given."""
@@ -157,7 +148,7 @@ class KVCache:
                 self._filled.add(request)
         request.reset_to((len(prefix) + num_loaded) * self.block_size)
 
-    def _behind(self, request: Request, first: int) -> "Iterator[Missing]":
+    def _behind(self, request: Request, first: int) -> Iterator[Missing]:
         """The request's blocks from number `first` on that may be loaded, with their hashes."""
         stop = self.search.most_reusable(request) // self.block_size
         (table,) = self.ledger.holding(request.request_id).tables
@@ -172,8 +163,8 @@ class KVCache:
             self._moves.wait_for(request)
 
     def extend(
-        self, request: Request, entry: "StepEntry", *, has_new_drafts: bool = False
-    ) -> "StepEntry":
+        self, request: Request, entry: StepEntry, *, has_new_drafts: bool = False
+    ) -> StepEntry:
         """The entry with the request's blocks as they are now; and with state slots, if it has none
         yet, or has got drafts, whose rows need them too."""
         states, request_id = self.ledger.states, request.request_id
@@ -267,7 +258,7 @@ class KVCache:
     def _swap_in(
         self,
         request: Request,
-        prefix: "Sequence[bytes]",
+        prefix: Sequence[bytes],
         num_slots: int,
         now: float,
         *,
@@ -289,7 +280,7 @@ class KVCache:
         move = self._moves.swap(Direction.IN, pairs, is_awaited=is_awaited)
         self._observer.swapped(request, move, now)
 
-    def collect_moves(self, num_saves: int) -> "Swaps":
+    def collect_moves(self, num_saves: int) -> Swaps:
         """The moves ordered since the last call, which must be part of the step being planned; and
         copies of at most `num_saves` cached blocks to the tiers below."""
         if num_saves and self._has_lower:
@@ -297,7 +288,7 @@ class KVCache:
         self._filled.clear()
         return self._moves.collect()
 
-    def finish(self, iteration: "Iteration", result: "StepResult | None") -> Finished:
+    def finish(self, iteration: Iteration, result: StepResult | None) -> Finished:
         """A step has returned, so its moves have ended; or it has no result, since it failed or is
         lost: then the requests whose pages it copied wait again, to be recomputed."""
         if not iteration.step.moves and not iteration.swapping:
@@ -323,7 +314,7 @@ class KVCache:
         return Finished(leaving, unread)
 
 
-def _retain(ledger: "KVLedger", request: Request, num_shared: int) -> None:
+def _retain(ledger: KVLedger, request: Request, num_shared: int) -> None:
     """Retain what another request needs to go on behind the blocks that this one shares."""
     ledger.retains = True
     hashes, spec, states = request.block_hashes[:num_shared], request.spec, ledger.states

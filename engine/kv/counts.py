@@ -1,15 +1,11 @@
 """KVCounts: how many pages are in which state, for metrics and views."""
 
+from collections.abc import Container
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from engine.step import Tier
-
-if TYPE_CHECKING:
-    from collections.abc import Container
-
-    from engine.kv.ledger import KVLedger
-    from engine.step import RequestId
+from engine.kv.ledger import KVLedger
+from engine.step import RequestId, Tier
 
 
 class TierCounts(NamedTuple):
@@ -37,7 +33,7 @@ class KVCounts:
     num_orphans: int
 
     @classmethod
-    def of(cls, ledger: "KVLedger", live: "Container[RequestId]") -> "KVCounts":
+    def of(cls, ledger: KVLedger, live: Container[RequestId]) -> "KVCounts":
         """The counts now; `live` are the requests that may hold pages."""
         host, blocks = ledger.blocks.host, ledger.blocks
         return cls(

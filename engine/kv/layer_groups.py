@@ -6,16 +6,12 @@ holds the KV of `block_size` tokens in as many layers. So no memory is set aside
 """
 
 from array import array
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from engine.kv.prefix import name_in_group
-from engine.step import BlockTable
-
-if TYPE_CHECKING:
-    from collections.abc import Container, Iterator, Sequence
-
-    from engine.step import Page, PageKind
+from engine.step import BlockTable, Page, PageKind
 
 
 @dataclass(slots=True)
@@ -61,7 +57,7 @@ class LayerGroup(NamedTuple):
             return 0
         return max(0, position - self.window + 1) // self.block_size
 
-    def is_read_behind(self, ends: "Sequence[int]", place: int) -> bool:
+    def is_read_behind(self, ends: Sequence[int], place: int) -> bool:
         """Whether block number `place` is read by a request that starts behind one of so many
         tokens, which are whole blocks."""
         return any(self.first_needed(end) <= place < end // self.block_size for end in ends)
@@ -78,7 +74,7 @@ class LayerGroups(tuple[LayerGroup, ...]):
     """All layer groups of a model."""
 
     @classmethod
-    def of(cls, windows: "Sequence[int | None]", block_size: int, chunk: int = 0) -> "LayerGroups":
+    def of(cls, windows: Sequence[int | None], block_size: int, chunk: int = 0) -> "LayerGroups":
         """See `LayerGroup.of`; `windows` has one item for each group."""
         return cls(LayerGroup.of(window, block_size, chunk) for window in windows)
 
@@ -92,21 +88,19 @@ class LayerGroups(tuple[LayerGroup, ...]):
         """Whether any group keeps the KV of all tokens."""
         return any(group.window is None for group in self)
 
-    def names(self, hashes: "Sequence[bytes]") -> "Sequence[bytes]":
+    def names(self, hashes: Sequence[bytes]) -> Sequence[bytes]:
         """The names of the published blocks that a request needs to start behind a prefix."""
         if self.keeps_all:
             return hashes
         return [name for number in range(len(self)) for name in self.names_in(number, hashes)]
 
-    def names_in(self, number: int, hashes: "Sequence[bytes]") -> "Iterator[bytes]":
+    def names_in(self, number: int, hashes: Sequence[bytes]) -> Iterator[bytes]:
         """The names of one group."""
         group = self[number]
         for block_hash in hashes[group.first_needed(len(hashes) * group.block_size) :]:
             yield name_in_group(block_hash, number)
 
-    def num_reusable(
-        self, hashes: "Sequence[bytes]", most: int, published: "Container[bytes]"
-    ) -> int:
+    def num_reusable(self, hashes: Sequence[bytes], most: int, published: Container[bytes]) -> int:
         """How many of the first `most` hashes, at most, a request can start behind: the largest
         number for which each group has what computing the next token reads. If the first group
         keeps the KV of all tokens, its blocks with these hashes are published."""
@@ -121,7 +115,7 @@ class LayerGroups(tuple[LayerGroup, ...]):
         return 0
 
     def _last_missing(
-        self, number: int, hashes: "Sequence[bytes]", count: int, published: "Container[bytes]"
+        self, number: int, hashes: Sequence[bytes], count: int, published: Container[bytes]
     ) -> int:
         """The last block that a group lacks so that a request can start behind `count` blocks; -1
         if it lacks none."""
@@ -133,7 +127,7 @@ class LayerGroups(tuple[LayerGroup, ...]):
                 return place
         return -1
 
-    def shortage(self, tables: "Sequence[Table] | None", stop: int) -> list[int]:
+    def shortage(self, tables: Sequence[Table] | None, stop: int) -> list[int]:
         """For each group, the blocks by which its table is too short to cover the first `stop`
         blocks of a request; None means no tables yet."""
         if tables is None:
@@ -141,7 +135,7 @@ class LayerGroups(tuple[LayerGroup, ...]):
         pairs = zip(self, tables, strict=True)
         return [max(0, group.stop(stop, table.first) - table.stop) for group, table in pairs]
 
-    def check(self, tables: "Sequence[Table]") -> None:
+    def check(self, tables: Sequence[Table]) -> None:
         """Assert that no block is in a request's tables twice, and that no table has too many."""
         blocks = [block for table in tables for block in table.blocks]
         assert len(set(blocks)) == len(blocks), "a block twice in the tables of a request"
@@ -172,15 +166,15 @@ class LayerGroups(tuple[LayerGroup, ...]):
 class Holding:
     """What one request holds: a table for each layer group. They cover `num_slots` slots."""
 
-    tables: "tuple[Table, ...]"
+    tables: tuple[Table, ...]
     num_slots: int = 0
 
-    def blocks(self) -> "Iterator[int]":
+    def blocks(self) -> Iterator[int]:
         """The blocks of all tables."""
         for table in self.tables:
             yield from table.blocks
 
-    def block_tables(self) -> "tuple[BlockTable, ...]":
+    def block_tables(self) -> tuple[BlockTable, ...]:
         """The table of each layer group."""
         return tuple([BlockTable(table.first, table.blocks.tobytes()) for table in self.tables])
 
@@ -211,13 +205,13 @@ class Copied(NamedTuple):
 class Missing(NamedTuple):
     """A device page of a prefix that has to be loaded, and its name."""
 
-    page: "Page"
+    page: Page
     name: bytes
 
 
 class PagePairs(NamedTuple):
     """Pages of one kind to copy: `device[i]` to or from `host[i]`."""
 
-    kind: "PageKind"
+    kind: PageKind
     device: "array[int]"
     host: "array[int]"

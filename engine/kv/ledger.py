@@ -9,20 +9,15 @@ being saved): free + held + cached + moving = all.
 """
 
 from array import array
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Container, Sequence
+from typing import TypeAlias
 
-from engine.kv.layer_groups import Holding, LayerGroups, Missing, Table
+from engine.kv.layer_groups import Copied, Holding, LayerGroups, Missing, Table
 from engine.kv.pages import Pages
 from engine.kv.prefix import name_in_group
 from engine.kv.request_states import RequestStates
-from engine.step import Page, PageKind
-
-if TYPE_CHECKING:
-    from collections.abc import Container, Sequence
-
-    from engine.kv.layer_groups import Copied
-    from engine.kv_shape import KVShape
-    from engine.step import RequestId
+from engine.kv_shape import KVShape
+from engine.step import Page, PageKind, RequestId
 
 Hashes: TypeAlias = "Sequence[bytes]"
 
@@ -38,7 +33,7 @@ class KVLedger:
     step returns (`engine.kv.page_moves`). Until then they are *moving*: not free yet, and not held.
     """
 
-    def __init__(self, shape: "KVShape") -> None:
+    def __init__(self, shape: KVShape) -> None:
         self.shape = shape
         self.num_blocks = shape.num_blocks
         self.block_size = shape.block_size
@@ -89,7 +84,7 @@ class KVLedger:
 
     # Shared prefixes
 
-    def adopt(self, request_id: "RequestId", hashes: Hashes) -> list[Missing]:
+    def adopt(self, request_id: RequestId, hashes: Hashes) -> list[Missing]:
         """Let a request that holds no pages share the published pages of a prefix. Returns its
         other pages, which are new and have to be loaded."""
         assert request_id not in self._held, "a prefix is adopted before any block is reserved"
@@ -113,7 +108,7 @@ class KVLedger:
         states = self.states.start(request_id, hashes)
         return missing + [Missing(Page(PageKind.SNAPSHOT, slot), name) for slot, name in states]
 
-    def publish(self, request_id: "RequestId", hashes: "Sequence[bytes]") -> list[list[int]]:
+    def publish(self, request_id: RequestId, hashes: Sequence[bytes]) -> list[list[int]]:
         """Publish the request's leading blocks, which are full and computed, under `hashes`.
 
         Returns the places of the newly published ones in the request, for each layer group. A
@@ -134,14 +129,14 @@ class KVLedger:
 
     # Blocks of requests
 
-    def shortage(self, request_id: "RequestId", num_slots: int) -> list[int]:
+    def shortage(self, request_id: RequestId, num_slots: int) -> list[int]:
         """The blocks that the request allocates in each layer group to hold so many slots."""
         holding = self._held.get(request_id)
         tables = None if holding is None else holding.tables
         return self.groups.shortage(tables, -(-num_slots // self.block_size))
 
     def num_to_start(
-        self, num_slots: int, prefix: Hashes, copied: "tuple[Copied, ...] | None" = None
+        self, num_slots: int, prefix: Hashes, copied: tuple[Copied, ...] | None = None
     ) -> int:
         """Blocks that a request without device blocks takes to hold so many slots behind a prefix:
         new ones, of which some may have to be loaded, and cached ones. `copied` is what a copy on
@@ -155,7 +150,7 @@ class KVLedger:
             return count
         return count + sum(name not in self.prefixes for name in names)
 
-    def reserve(self, request_id: "RequestId", num_slots: int) -> bool:
+    def reserve(self, request_id: RequestId, num_slots: int) -> bool:
         """Make the request hold at least `num_slots` slots, or, in a group with a window, as many
         as a table may have; False, and no change, if it cannot."""
         holding = self._held.get(request_id)
@@ -174,7 +169,7 @@ class KVLedger:
         return True
 
     def give_back(
-        self, request_id: "RequestId", num_computed: int, checkpoints: "Sequence[int]" = ()
+        self, request_id: RequestId, num_computed: int, checkpoints: Sequence[int] = ()
     ) -> None:
         """Drop the blocks that lie wholly before the windows, now that so many tokens are computed.
         The last of them may be computed again, so what it reads is kept. Those that are read behind
@@ -189,23 +184,23 @@ class KVLedger:
                 table.first += count
                 table.num_published = max(table.num_published, table.first)
 
-    def num_private(self, request_id: "RequestId", exclude: "Container[int]" = ()) -> int:
+    def num_private(self, request_id: RequestId, exclude: Container[int] = ()) -> int:
         """Blocks that only this request holds, so that its release makes them available; those in
         `exclude` are not counted."""
         holders = self.pool.num_holders
         blocks = self._held[request_id].blocks()
         return sum([holders(block) == 1 and block not in exclude for block in blocks])
 
-    def table(self, request_id: "RequestId") -> bytes:
+    def table(self, request_id: RequestId) -> bytes:
         """The request's block table as int32, oldest block first, in the first layer group."""
         tables = self._held[request_id].tables
         return tables[0].blocks.tobytes() if tables else b""
 
-    def holding(self, request_id: "RequestId") -> Holding:
+    def holding(self, request_id: RequestId) -> Holding:
         """The request's tables."""
         return self._held[request_id]
 
-    def release(self, request_id: "RequestId") -> int:
+    def release(self, request_id: RequestId) -> int:
         """Free the request's pages on the device; returns the number of its blocks.
 
         The end of a prefix is evicted before its beginning, which more requests can use.
@@ -228,7 +223,7 @@ class KVLedger:
         for pages in self.pages.values():
             pages.reset()
 
-    def num_leaked(self, live: "Container[RequestId]") -> int:
+    def num_leaked(self, live: Container[RequestId]) -> int:
         """Pages of the device and the host whose request is not live; anything but 0 is a leak."""
         held = [sum(1 for _ in h.blocks()) for owner, h in self._held.items() if owner not in live]
         copied = [pages.host.num_leaked(live) for pages in self.pages.values()]

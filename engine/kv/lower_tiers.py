@@ -8,18 +8,13 @@ A copy is made while its page is still cached on the device, by a move beside an
 that evicting the page later costs nothing. Requests find copies as they find cached pages.
 """
 
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING
 
-from engine.kv.prefix import EvictionOrder
+from engine.kv.prefix import EvictionOrder, PrefixListener
 from engine.kv.retention import RetainedNames
 from engine.step import HASH_BYTES, Tier
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
-    from engine.kv.prefix import PrefixListener
 
 
 class LowerTier:
@@ -67,7 +62,7 @@ class LowerTier:
         """Slots of copies that no step in flight reads."""
         return len(self._saved) - len(self._pins)
 
-    def slots(self) -> "Iterator[int]":
+    def slots(self) -> Iterator[int]:
         """All slots that are not free."""
         yield from self._saved.values()
         yield from self._written.values()
@@ -76,7 +71,7 @@ class LowerTier:
         """Whether there is a copy, or will be when the steps in flight return."""
         return name in self._saved or name in self._written
 
-    def restore(self, copies: "Iterable[tuple[int, bytes]]") -> None:
+    def restore(self, copies: Iterable[tuple[int, bytes]]) -> None:
         """Copies that exist already, by their slots, which are free. A second copy of a page is
         not kept."""
         self.version += 1
@@ -87,7 +82,7 @@ class LowerTier:
         taken = set(self._saved.values())
         self._free[:] = [slot for slot in self._free if slot not in taken]
 
-    def learn(self, names: "Iterable[bytes]") -> None:
+    def learn(self, names: Iterable[bytes]) -> None:
         """The tier, which others write to, has these copies."""
         for name in names:
             if not self.has_or_writes(name) and self.put(name) is not None:
@@ -231,7 +226,7 @@ class LowerTiers(dict[Tier, LowerTier]):
         if Tier.DISK in self:
             self[Tier.DISK].restore((slot, name) for slot, name in enumerate(slots) if any(name))
 
-    def listen(self, listener: "PrefixListener") -> None:
+    def listen(self, listener: PrefixListener) -> None:
         """Report to `listener` which copies this server has; those of a shared store are not its
         own."""
         for tier, copies in self.items():

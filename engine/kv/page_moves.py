@@ -11,20 +11,13 @@ has returned.
 """
 
 from array import array
-from typing import TYPE_CHECKING
+from collections.abc import Container, Iterable, Sequence
 
-from engine.iteration import NO_SWAPS, Load, Save, Swaps
-from engine.kv.layer_groups import Copied, PagePairs
-from engine.step import BlockMove, Direction, Page, PageKind, Tier
-
-if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Sequence
-
-    from engine.iteration import Iteration
-    from engine.kv.layer_groups import Missing
-    from engine.kv.ledger import KVLedger
-    from engine.request import Request
-    from engine.step import RequestId
+from engine.iteration import NO_SWAPS, Iteration, Load, Save, Swaps
+from engine.kv.layer_groups import Copied, Missing, PagePairs
+from engine.kv.ledger import KVLedger
+from engine.request import Request
+from engine.step import BlockMove, Direction, Page, PageKind, RequestId, Tier
 
 
 class SwappedPages:
@@ -40,25 +33,25 @@ class SwappedPages:
     recurrent states.
     """
 
-    def __init__(self, ledger: "KVLedger") -> None:
+    def __init__(self, ledger: KVLedger) -> None:
         self._ledger = ledger
         self._hosts = {kind: pages.host for kind, pages in ledger.pages.items()}
         self._copied: dict[RequestId, tuple[Copied, ...]] = {}
 
-    def copied(self, request_id: "RequestId") -> "tuple[Copied, ...] | None":
+    def copied(self, request_id: RequestId) -> tuple[Copied, ...] | None:
         """The blocks that the request's copy has, by layer group; None without one."""
         return self._copied.get(request_id)
 
-    def _to_copy(self, request_id: "RequestId", num_slots: int) -> tuple[Copied, ...]:
+    def _to_copy(self, request_id: RequestId, num_slots: int) -> tuple[Copied, ...]:
         stop = -(-num_slots // self._ledger.block_size)
         return self._ledger.holding(request_id).to_copy(stop)
 
-    def num_to_copy(self, request_id: "RequestId", num_slots: int) -> int:
+    def num_to_copy(self, request_id: RequestId, num_slots: int) -> int:
         """Host blocks that a copy of the request's first `num_slots` slots needs."""
         return sum([span.num_blocks for span in self._to_copy(request_id, num_slots)])
 
     def begin_swap_out(
-        self, request_id: "RequestId", num_slots: int, *, is_awaited: bool
+        self, request_id: RequestId, num_slots: int, *, is_awaited: bool
     ) -> list[PagePairs] | None:
         """Allocate host pages for a copy of the request's first `num_slots` slots and its state;
         None, and no change, if too few are free."""
@@ -81,19 +74,14 @@ class SwappedPages:
             ledger.in_motion[request_id] = ledger.num_private(request_id)
         return pairs
 
-    def finish_swap_out(self, request_id: "RequestId") -> None:
+    def finish_swap_out(self, request_id: RequestId) -> None:
         """The step that copied the request's pages to the host has returned."""
         for host in self._hosts.values():
             host.finish_write(request_id)
         self._ledger.release(request_id)
 
     def begin_swap_in(
-        self,
-        request_id: "RequestId",
-        prefix: "Sequence[bytes]",
-        num_slots: int,
-        *,
-        is_awaited: bool,
+        self, request_id: RequestId, prefix: Sequence[bytes], num_slots: int, *, is_awaited: bool
     ) -> list[PagePairs]:
         """Give the request `num_slots` slots, which must be available: the published blocks of
         `prefix` and new ones. The pairs say which of its pages to fill from its host copy; unless
@@ -118,17 +106,17 @@ class SwappedPages:
             )
         ]
 
-    def finish_swap_in(self, request_id: "RequestId") -> None:
+    def finish_swap_in(self, request_id: RequestId) -> None:
         """The step that copied the request's pages to the device has returned."""
         self._ledger.in_motion.pop(request_id, None)
 
-    def finish_read(self, move: "BlockMove") -> None:
+    def finish_read(self, move: BlockMove) -> None:
         """The step that made this swap-in has returned: the host pages that it read are free."""
         pages = array("i")
         pages.frombytes(move.host)
         self._hosts[move.kind].finish_read(pages)
 
-    def release(self, request_id: "RequestId") -> None:
+    def release(self, request_id: RequestId) -> None:
         """Free the request's copy, if it has one."""
         self._copied.pop(request_id, None)
         for host in self._hosts.values():
@@ -142,7 +130,7 @@ class SwappedPages:
 class PageMoves:
     """Orders moves of all kinds of pages between all tiers."""
 
-    def __init__(self, ledger: "KVLedger") -> None:
+    def __init__(self, ledger: KVLedger) -> None:
         self._pages = ledger.pages
         self._moves: list[BlockMove] = []  # moves in the plan being made
         self._saves: list[Save] = []
@@ -150,13 +138,13 @@ class PageMoves:
         # Requests whose pages are copied, without being in the batch
         self._swapping: list[Request] = []
 
-    def wait_for(self, request: "Request") -> None:
+    def wait_for(self, request: Request) -> None:
         """The request is in flight until the step being planned has returned, without an entry."""
         self._swapping.append(request)
         request.num_in_flight += 1
 
     def swap(
-        self, direction: Direction, pairs: "Sequence[PagePairs]", *, is_awaited: bool
+        self, direction: Direction, pairs: Sequence[PagePairs], *, is_awaited: bool
     ) -> BlockMove:
         """Order a swap; returns its move of blocks, which may have none."""
         moves = [
@@ -179,7 +167,7 @@ class PageMoves:
             by_tier.setdefault((tier, page.kind), []).append((page.number, slot, name))
         self._copy(Direction.OUT, by_tier)
 
-    def load(self, request: "Request", wanted: "Iterable[Missing]") -> int:
+    def load(self, request: Request, wanted: Iterable[Missing]) -> int:
         """Order awaited moves that fill device pages with the contents of these names, up to the
         first one that no tier has; returns their number."""
         by_tier: dict[tuple[Tier, PageKind], list[tuple[int, int, bytes]]] = {}
@@ -217,16 +205,14 @@ class PageMoves:
         self._moves, self._swapping, self._saves, self._loads = [], [], [], []
         return Swaps(tuple(moves), tuple(swapping), tuple(saves), tuple(loads))
 
-    def finish_saves(self, iteration: "Iteration", *, is_complete: bool) -> None:
+    def finish_saves(self, iteration: Iteration, *, is_complete: bool) -> None:
         """A step has returned, or will not return."""
         for kind, pages in self._pages.items():
             saves = [save for save in iteration.saves if save.page.kind is kind]
             if saves:
                 pages.pool.finish_save(saves, is_complete=is_complete)
 
-    def finish_loads(
-        self, iteration: "Iteration", unread: "Container[Page]"
-    ) -> "dict[Request, None]":
+    def finish_loads(self, iteration: Iteration, unread: Container[Page]) -> dict[Request, None]:
         """A step has returned, or will not return: what it read may be replaced. Returns the
         requests with pages that it could not read; these copies are dropped."""
         failed: dict[Request, None] = {}

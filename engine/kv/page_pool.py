@@ -1,19 +1,13 @@
 """PagePool: the state of each page of one kind on the device. Integers only."""
 
+from collections.abc import Sequence
 from itertools import islice
-from typing import TYPE_CHECKING
 
 from engine.iteration import Save
-from engine.kv.prefix import EvictionOrder, PrefixIndex
+from engine.kv.lower_tiers import LowerTiers
+from engine.kv.prefix import EvictionOrder, PrefixIndex, PrefixListener
 from engine.kv.retention import RetainedNames
-from engine.step import Page
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from engine.kv.lower_tiers import LowerTiers
-    from engine.kv.prefix import PrefixListener
-    from engine.step import PageKind
+from engine.step import Page, PageKind
 
 
 class PagePool:
@@ -28,7 +22,7 @@ class PagePool:
     the step that copies them returns they are being saved, and requests may share them.
     """
 
-    def __init__(self, kind: "PageKind", num_pages: int, lower: "LowerTiers") -> None:
+    def __init__(self, kind: PageKind, num_pages: int, lower: LowerTiers) -> None:
         self.kind = kind
         self.num_pages = num_pages
         self.lower = lower
@@ -62,7 +56,7 @@ class PagePool:
         """Pages that a step in flight copies to a tier below."""
         return len(self._saving)
 
-    def listen(self, listener: "PrefixListener") -> None:
+    def listen(self, listener: PrefixListener) -> None:
         """Report to `listener` which pages are cached, and which copies there are."""
         self.prefixes.listener = listener
         self.lower.listen(listener)
@@ -71,7 +65,7 @@ class PagePool:
         """Tables that have this page."""
         return self._holders[page]
 
-    def num_idle(self, names: "Sequence[bytes]") -> int:
+    def num_idle(self, names: Sequence[bytes]) -> int:
         """How many of the pages with these names are cached: sharing them reduces
         `num_available`. The last name stands for all of them."""
         if not names:
@@ -149,7 +143,7 @@ class PagePool:
         if page in self.cached and self.lower.without(self.prefixes.name_of(page)):
             self._unsaved[page] = None
 
-    def begin_save(self, most: int) -> "list[Save]":
+    def begin_save(self, most: int) -> list[Save]:
         """Let the step being planned copy at most so many cached pages, the least recently used
         first."""
         saves: list[Save] = []
@@ -167,7 +161,7 @@ class PagePool:
             self._saving.add(save.page.number)
         return saves
 
-    def finish_save(self, saves: "Sequence[Save]", *, is_complete: bool) -> None:
+    def finish_save(self, saves: Sequence[Save], *, is_complete: bool) -> None:
         """The step that made these copies has returned, or will not return."""
         for save in reversed(saves):  # the first was the least recently used
             self.lower[save.tier].finish_put(save.name, is_complete=is_complete)

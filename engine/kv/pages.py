@@ -11,19 +11,14 @@ states. Each kind has memory of its own in each tier, and its pages are numbered
 
 from array import array
 from collections import deque
+from collections.abc import Container, Iterable, Iterator, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING
 
 from engine.kv.lower_tiers import LowerTier, LowerTiers
 from engine.kv.page_pool import PagePool
 from engine.kv.prefix import NAMES_PER_PLAN
-from engine.step import PageKind
-
-if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Iterator, Sequence
-
-    from engine.kv_shape import KVShape
-    from engine.step import RequestId
+from engine.kv_shape import KVShape
+from engine.step import PageKind, RequestId
 
 MAX_ASKED = 256  # fixed: a limit of memory; requests whose pages are not retained yet
 
@@ -71,7 +66,7 @@ class HostTier:
         swapped = sum(len(self._copies[owner]) for owner in self._written)
         return len(self._read) + swapped + self.cached.num_written
 
-    def begin_write(self, request_id: "RequestId", num_pages: int) -> "array[int] | None":
+    def begin_write(self, request_id: RequestId, num_pages: int) -> "array[int] | None":
         """Allocate the pages of a request's copy, in the order of its tables; None, and no
         change, if too few are free. A step in flight writes them until `finish_write`."""
         assert request_id not in self._copies, "a request has at most one copy"
@@ -83,11 +78,11 @@ class HostTier:
         self._written.add(request_id)
         return copy
 
-    def finish_write(self, request_id: "RequestId") -> None:
+    def finish_write(self, request_id: RequestId) -> None:
         """The step that wrote the copy has returned: the copy is complete."""
         self._written.remove(request_id)
 
-    def begin_read(self, request_id: "RequestId", num_skipped: int) -> "array[int]":
+    def begin_read(self, request_id: RequestId, num_skipped: int) -> "array[int]":
         """A step reads the copy except for its first `num_skipped` pages. The request no longer
         has a copy: the skipped pages are free now, the others after `finish_read`."""
         assert request_id not in self._written, "only a complete copy is read"
@@ -96,13 +91,13 @@ class HostTier:
         self._read.update(copy[num_skipped:])
         return copy[num_skipped:]
 
-    def finish_read(self, pages: "Iterable[int]") -> None:
+    def finish_read(self, pages: Iterable[int]) -> None:
         """The step that read these pages has returned: they are free."""
         for page in pages:
             self._read.remove(page)
             self._free.append(page)
 
-    def release(self, request_id: "RequestId") -> None:
+    def release(self, request_id: RequestId) -> None:
         """Free the request's copy, if it has one. No step in flight may be writing it."""
         self._free.extend(self._copies.pop(request_id, ()))
         self._written.discard(request_id)
@@ -115,7 +110,7 @@ class HostTier:
         self._written.clear()
         self._read.clear()
 
-    def num_leaked(self, live: "Container[RequestId]") -> int:
+    def num_leaked(self, live: Container[RequestId]) -> int:
         """Pages of copies whose request is not live; anything but 0 is a leak."""
         return sum(len(copy) for owner, copy in self._copies.items() if owner not in live)
 
@@ -132,7 +127,7 @@ class HostTier:
 class Pages:
     """The tiers of one kind of page, of which a model may have none."""
 
-    def __init__(self, kind: PageKind, shape: "KVShape") -> None:
+    def __init__(self, kind: PageKind, shape: KVShape) -> None:
         self.kind = kind
         num_pages = shape.num_blocks
         num_host, num_disk = shape.num_host_blocks, shape.num_disk_blocks
@@ -159,7 +154,7 @@ class Pages:
         """Changes whenever the published pages and their copies change."""
         return self.index.version + self.lower.version
 
-    def retain(self, names: "Sequence[bytes]", until: float, tenant: str) -> None:
+    def retain(self, names: Sequence[bytes], until: float, tenant: str) -> None:
         """Evict these pages after all others until a time, in every tier, from one of the next
         calls of `sort_retained` on. Without effect if too many requests have asked for it."""
         if len(self._asked) < MAX_ASKED:

@@ -20,18 +20,14 @@ kept in a log: a request reads the evictions since it last looked, not its whole
 
 from array import array
 from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from engine.step import HASH_BYTES
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from engine.media import Span
-    from engine.request import Request
-    from engine.step import Tier
+from engine.media import Span
+from engine.request import Request
+from engine.step import HASH_BYTES, Tier
 
 LENGTH_BYTES = 4  # fixed: the format of a digest's content
 NAMES_PER_PLAN = 512  # fixed: about 1 ms of the event loop for each thing that is done with them
@@ -58,7 +54,7 @@ class Part(IntEnum):
 _PARENT = Part.PARENT.header(HASH_BYTES)
 
 
-def extend_hashes(request: "Request", block_size: int, num_blocks: int) -> None:
+def extend_hashes(request: Request, block_size: int, num_blocks: int) -> None:
     """Extend `request.block_hashes` to its first `num_blocks` blocks, which are full."""
     hashes, spec = request.block_hashes, request.spec
     for index in range(len(hashes), num_blocks):
@@ -70,10 +66,10 @@ def extend_hashes(request: "Request", block_size: int, num_blocks: int) -> None:
 
 def hash_blocks(
     salt: str,
-    tokens: "Sequence[int]",
+    tokens: Sequence[int],
     block_size: int,
     lora_digest: str = "",
-    spans: "Sequence[Span]" = (),
+    spans: Sequence[Span] = (),
 ) -> list[bytes]:
     """The digests of all full blocks of these tokens, of which `spans` stand for other content."""
     hashes, before = [], _root(salt, lora_digest)
@@ -88,14 +84,12 @@ def name_in_group(block_hash: bytes, group: int) -> bytes:
     return block_hash if not group else bytes((block_hash[0] ^ group,)) + block_hash[1:]
 
 
-def spans_in(spans: "Sequence[Span]", start: int, stop: int) -> "list[Span]":
+def spans_in(spans: Sequence[Span], start: int, stop: int) -> list[Span]:
     """The spans with a token at one of the positions `[start, stop)`."""
     return [span for span in spans if span.start < stop and start < span.start + span.length]
 
 
-def _next(
-    before: bytes, tokens: "Sequence[int]", start: int, spans: "Sequence[Span]" = ()
-) -> bytes:
+def _next(before: bytes, tokens: Sequence[int], start: int, spans: Sequence[Span] = ()) -> bytes:
     """The digest of the block with these tokens, the first of which is at position `start`."""
     ids = array("i", tokens)
     digest = blake2b(_PARENT + before + Part.TOKENS.of(ids.tobytes()), digest_size=HASH_BYTES)
@@ -121,7 +115,7 @@ Key = TypeVar("Key", int, bytes)
 class PrefixListener(Protocol):
     """Called synchronously when the set of cached prefixes changes. Must not wait or raise."""
 
-    def stored(self, request: "Request", places: "Sequence[int]", group: int) -> None:
+    def stored(self, request: Request, places: Sequence[int], group: int) -> None:
         """These pages of the request, by their place in it, can be reused from now on in a layer
         group. Snapshots of recurrent layers are reported as the group behind the last one."""
         ...
@@ -134,7 +128,7 @@ class PrefixListener(Protocol):
         """No page of the device or of the host tier can be reused any more."""
         ...
 
-    def copied(self, tier: "Tier", block_hash: bytes, is_saved: bool) -> None:
+    def copied(self, tier: Tier, block_hash: bytes, is_saved: bool) -> None:
         """A tier below the device has a copy of the page from now on, or no longer."""
         ...
 
@@ -159,7 +153,7 @@ class PrefixIndex:
         return name in self._pages
 
     @property
-    def pages(self) -> "set[int]":
+    def pages(self) -> set[int]:
         """All published pages."""
         return set(self._published)
 
@@ -214,7 +208,7 @@ class PrefixIndex:
         if self.listener is not None:
             self.listener.cleared()
 
-    def num_matched(self, hashes: "Sequence[bytes]", num_matched: int, seen: int) -> int:
+    def num_matched(self, hashes: Sequence[bytes], num_matched: int, seen: int) -> int:
         """How many of the first `num_matched` hashes, all published when there had been `seen`
         evictions, are published without a gap now."""
         if seen < self._num_dropped:
@@ -226,7 +220,7 @@ class PrefixIndex:
                 num_matched = depth
         return num_matched
 
-    def _first_gap(self, hashes: "Sequence[bytes]", num_matched: int) -> int:
+    def _first_gap(self, hashes: Sequence[bytes], num_matched: int) -> int:
         for depth in range(num_matched):
             if hashes[depth] not in self._pages:
                 return depth
@@ -252,7 +246,7 @@ class EvictionOrder(Generic[Key]):
     def __contains__(self, key: object) -> bool:
         return key in self._others or key in self._retained
 
-    def __iter__(self) -> "Iterator[Key]":
+    def __iter__(self) -> Iterator[Key]:
         yield from self._others
         yield from self._retained
 

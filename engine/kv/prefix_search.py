@@ -4,18 +4,12 @@ Hashing takes time, so that a search may take several plans. Where layers do not
 a request cannot start behind every cached block: each layer group must have what is read next.
 """
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
-from engine.kv.prefix import NAMES_PER_PLAN, extend_hashes, name_in_group
-from engine.request import State
+from engine.kv.ledger import KVLedger
+from engine.kv.prefix import NAMES_PER_PLAN, PrefixListener, extend_hashes, name_in_group
+from engine.request import Request, RequestSpec, State
 from engine.step import PageKind, Tier
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-
-    from engine.kv.ledger import KVLedger
-    from engine.kv.prefix import PrefixListener
-    from engine.request import Request, RequestSpec
 
 MIN_COMMON = 64  # tokens: to compute fewer twice costs less than to wait (results/constants)
 CHUNK = 512  # fixed: no decision depends on it; tokens that are compared at a time
@@ -25,7 +19,7 @@ SWAPPED = State.SWAPPED  # bound once (see engine.pool)
 class PrefixSearch:
     """Finds the cached prefixes of waiting requests. If it is not on, it finds none."""
 
-    def __init__(self, ledger: "KVLedger", *, is_on: bool) -> None:
+    def __init__(self, ledger: KVLedger, *, is_on: bool) -> None:
         self._ledger = ledger
         self._index = ledger.prefixes
         self._states = ledger.states
@@ -51,7 +45,7 @@ class PrefixSearch:
             for request in flying:
                 self.note_prefill(request)
 
-    def find(self, request: "Request") -> bool:
+    def find(self, request: Request) -> bool:
         """Look for the request's blocks in the cache, from where the last search ended, and behind
         them in the tiers below. Returns False if the search has to continue in the next plan,
         because hashing takes time."""
@@ -75,13 +69,13 @@ class PrefixSearch:
             known = self._first_missing(request, known, num_full, self._lower.has)
         return known == num_full or known < len(hashes)
 
-    def num_to_compute(self, request: "Request") -> int:
+    def num_to_compute(self, request: Request) -> int:
         """Known tokens of a request without KV whose KV is not in the cache, as far as it was
         looked for."""
         self.find(request)
         return request.num_tokens - request.found.num_matched * self._block_size
 
-    def most_reusable(self, request: "Request") -> int:
+    def most_reusable(self, request: Request) -> int:
         """How many of the known tokens may come from the cache: a request that is not swapped
         computes at least one, and those whose prompt log-probabilities are still missing."""
         if request.state is SWAPPED:
@@ -90,7 +84,7 @@ class PrefixSearch:
             return len(request.prompt_logprobs)
         return request.num_tokens - 1
 
-    def prefix(self, request: "Request") -> "Sequence[bytes]":
+    def prefix(self, request: Request) -> Sequence[bytes]:
         """Hashes of the request's leading blocks that it can start behind. They are on the device,
         held or cached; where layers do not keep all their KV, also in the tiers below."""
         if request.state is SWAPPED and not self._ledger.keeps_all:
@@ -98,7 +92,7 @@ class PrefixSearch:
         self.find(request)
         return self._reusable(request, self.most_reusable(request) // self._block_size)
 
-    def num_known(self, request: "Request") -> int:
+    def num_known(self, request: Request) -> int:
         """The tokens that a request without KV will not compute, as far as is known: those of its
         prefix on the device, and of the blocks behind it that the tiers below have."""
         if request.state is SWAPPED:
@@ -110,7 +104,7 @@ class PrefixSearch:
                 count += 1
         return count * self._block_size
 
-    def to_look_up(self, request: "Request") -> "list[tuple[PageKind, bytes]]":
+    def to_look_up(self, request: Request) -> list[tuple[PageKind, bytes]]:
         """The pages of the first blocks of a request's prompt that are on no tier, as far as is
         known, so that a shared store may have them."""
         count = min(self.most_reusable(request) // self._block_size, NAMES_PER_PLAN)
@@ -123,25 +117,25 @@ class PrefixSearch:
         pages = self._ledger.pages
         return [(kind, n) for kind, all_of in names.items() for n in all_of if n not in pages[kind]]
 
-    def learn(self, names: "Iterable[tuple[PageKind, bytes]]", stored: "Container[bytes]") -> None:
+    def learn(self, names: Iterable[tuple[PageKind, bytes]], stored: Container[bytes]) -> None:
         """Note that of these pages a shared store has those in `stored`."""
         for kind, name in names:
             lower = self._ledger.pages[kind].lower
             if name in stored and Tier.STORE in lower:
                 lower[Tier.STORE].learn((name,))
 
-    def listen(self, listener: "PrefixListener") -> None:
+    def listen(self, listener: PrefixListener) -> None:
         """Report to `listener` which pages are cached, and their copies below."""
         for pages in self._ledger.pages.values():
             if pages.pool.num_pages:
                 pages.pool.listen(listener)
 
-    def restore_disk(self, names: "Mapping[PageKind, bytes]") -> None:
+    def restore_disk(self, names: Mapping[PageKind, bytes]) -> None:
         """The disk tier has these pages from earlier (`LowerTiers.restore_disk`)."""
         for kind, of_kind in names.items():
             self._ledger.pages[kind].lower.restore_disk(of_kind)
 
-    def _reusable(self, request: "Request", most: int) -> "Sequence[bytes]":
+    def _reusable(self, request: Request, most: int) -> Sequence[bytes]:
         """The hashes of the longest prefix that was found, of at most `most` blocks, behind which
         the request can start."""
         hashes, found = request.block_hashes, request.found
@@ -156,7 +150,7 @@ class PrefixSearch:
             found.reusable_hashes = hashes[:count]
         return found.reusable_hashes
 
-    def _num_reusable(self, hashes: "Sequence[bytes]", most: int) -> int:
+    def _num_reusable(self, hashes: Sequence[bytes], most: int) -> int:
         """The largest number of hashes, at most `most`, behind which every layer group has the
         blocks that are read next, and recurrent layers have a snapshot."""
         groups, count = self._ledger.groups, most
@@ -167,7 +161,7 @@ class PrefixSearch:
                 return count
 
     def _first_missing(
-        self, request: "Request", start: int, stop: int, has: "Callable[[bytes], bool]"
+        self, request: Request, start: int, stop: int, has: Callable[[bytes], bool]
     ) -> int:
         """The first of the request's blocks from `start` on whose hash `has` does not have; `stop`
         at most, and not beyond the hashes that this plan may compute."""
@@ -182,14 +176,14 @@ class PrefixSearch:
                 return index
         return stop
 
-    def note_prefill(self, request: "Request") -> None:
+    def note_prefill(self, request: Request) -> None:
         """The request is in an iteration that computes a part of its prompt."""
         place = request.num_computed // self._block_size
         if self._is_on and (place + 1) * self._block_size <= request.prompt_len:
             extend_hashes(request, self._block_size, place + 1)
             self._prefills[request.block_hashes[place]] = request
 
-    def is_being_computed(self, request: "Request") -> bool:
+    def is_being_computed(self, request: Request) -> bool:
         """Whether an iteration in flight, or the one being planned, computes a prompt that has
         half of this request's uncached tokens in common, and at least `MIN_COMMON`: then it is
         better to wait for their KV than to compute it twice. Choices of one response, which have
@@ -209,7 +203,7 @@ class PrefixSearch:
         return common >= least and 2 * common >= request.num_tokens - cached
 
 
-def _num_common(one: "RequestSpec", other: "RequestSpec", start: int) -> int:
+def _num_common(one: RequestSpec, other: RequestSpec, start: int) -> int:
     """The length of the common prefix of two prompts, which is at least `start`. Tokens that stand
     for other content are in it only if the content is the same."""
     tokens, others = one.prompt, other.prompt

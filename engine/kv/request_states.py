@@ -27,19 +27,15 @@ the slot of the last accepted row.
 """
 
 from array import array
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from sys import maxsize
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from engine.kv.pages import Pages
 from engine.kv.prefix import name_in_group
-from engine.step import NO_STATE, Snapshot, StateSlots
-
-if TYPE_CHECKING:
-    from collections.abc import Container, Sequence
-
-    from engine.kv.pages import Pages
-    from engine.request import Request
-    from engine.step import RequestId
+from engine.request import Request
+from engine.step import NO_STATE, RequestId, Snapshot, StateSlots
 
 MIN_STATES = 2  # fixed: the snapshot that a request starts behind, and its own
 # Between two snapshots of a long prompt, passing ones included; swept in results/constants
@@ -86,7 +82,7 @@ class RowsOfDrafts(NamedTuple):
 class RequestStates:
     """Gives requests their state slots, which are pages on the device, and publishes snapshots."""
 
-    def __init__(self, pages: "Pages", group: int) -> None:
+    def __init__(self, pages: Pages, group: int) -> None:
         """`group` is the number of layer groups: in names, the snapshots are one more."""
         self.pages = pages
         self.pool = pages.pool
@@ -100,7 +96,7 @@ class RequestStates:
 
     # Prefixes
 
-    def longest(self, hashes: "Sequence[bytes]", most: int) -> int:
+    def longest(self, hashes: Sequence[bytes], most: int) -> int:
         """The largest number of hashes, at most `most`, behind which there is a snapshot, or a copy
         of one."""
         if not self.is_on:
@@ -108,7 +104,7 @@ class RequestStates:
         lengths = range(most, 0, -1)
         return next((n for n in lengths if self.name_of(hashes[n - 1]) in self.pages), 0)
 
-    def names(self, hashes: "Sequence[bytes]") -> list[bytes]:
+    def names(self, hashes: Sequence[bytes]) -> list[bytes]:
         """The name of the snapshot behind a prefix; none if the prefix is empty."""
         return [self.name_of(block_hash) for block_hash in hashes[-1:]] if self.is_on else []
 
@@ -116,15 +112,13 @@ class RequestStates:
         """The name of the snapshot behind the block with this hash."""
         return name_in_group(block_hash, self.group)
 
-    def num_missing(self, hashes: "Sequence[bytes]") -> int:
+    def num_missing(self, hashes: Sequence[bytes]) -> int:
         """Slots that lack for a request to start behind this prefix; 0 or negative if none do."""
         if not self.is_on:
             return 0
         return 1 + self.pool.num_idle(self.names(hashes)) - self.pool.num_available
 
-    def snapshot_ends(
-        self, request: "Request", start: int, stop: int, block_size: int
-    ) -> list[int]:
+    def snapshot_ends(self, request: Request, start: int, stop: int, block_size: int) -> list[int]:
         """After how many tokens a step that computes `[start, stop)` writes snapshots: after the
         last full block of the prompt, of all tokens so far, and of each block of the output, after
         the last full block before each checkpoint, and at intervals within long prompts, so that
@@ -153,7 +147,7 @@ class RequestStates:
 
     # Slots of requests
 
-    def start(self, request_id: "RequestId", hashes: "Sequence[bytes]") -> list[tuple[int, bytes]]:
+    def start(self, request_id: RequestId, hashes: Sequence[bytes]) -> list[tuple[int, bytes]]:
         """Give a request a slot of its own, and the snapshot behind the prefix that it shares. If
         that is not on the device, returns the slot to load it into, with its name."""
         if not self.is_on:
@@ -170,7 +164,7 @@ class RequestStates:
         )
         return [(slot, name) for name in missing]
 
-    def plan(self, request_id: "RequestId", start: int, ends: "Sequence[int]") -> StateSlots:
+    def plan(self, request_id: RequestId, start: int, ends: Sequence[int]) -> StateSlots:
         """The slots of a step that computes the request's tokens from `start` on, and writes
         snapshots of the states after `ends` tokens, as far as there are slots for them."""
         held = self._held[request_id]
@@ -190,10 +184,7 @@ class RequestStates:
         return max(0, self.pool.num_available - 1) if self.is_on else maxsize
 
     def plan_drafts(
-        self,
-        request_id: "RequestId",
-        planned: StateSlots,
-        drafts: "RowsOfDrafts",
+        self, request_id: RequestId, planned: StateSlots, drafts: RowsOfDrafts
     ) -> StateSlots:
         """The slots of a decode that was `planned` without its drafts: also one for the state after
         each row but the last. A snapshot of the first row is one of them; the last row has one too
@@ -214,10 +205,10 @@ class RequestStates:
 
     def commit(
         self,
-        request_id: "RequestId",
+        request_id: RequestId,
         num_computed: int,
         prompt_len: int,
-        hashes: "Sequence[bytes]",
+        hashes: Sequence[bytes],
         block_size: int,
     ) -> list[int]:
         """A step of the request has returned, with which so many tokens are computed: publish its
@@ -274,11 +265,11 @@ class RequestStates:
 
     # Swapping
 
-    def current(self, request_id: "RequestId") -> "array[int]":
+    def current(self, request_id: RequestId) -> "array[int]":
         """The slot with the request's state, from which it is swapped out."""
         return array("i", [self._held[request_id].source] if self.is_on else ())
 
-    def refill(self, request_id: "RequestId") -> "array[int]":
+    def refill(self, request_id: RequestId) -> "array[int]":
         """The own slot of a request that has just been started, into which its state is swapped
         in."""
         if not self.is_on:
@@ -287,7 +278,7 @@ class RequestStates:
         held.source = held.slot
         return array("i", [held.slot])
 
-    def release(self, request_id: "RequestId") -> None:
+    def release(self, request_id: RequestId) -> None:
         """Free the request's slots."""
         held = self._held.pop(request_id, None)
         if held is not None:
@@ -306,11 +297,11 @@ class RequestStates:
         self._held.clear()
         self._ended.clear()
 
-    def num_leaked(self, live: "Container[RequestId]") -> int:
+    def num_leaked(self, live: Container[RequestId]) -> int:
         """Slots whose request is not live; anything but 0 is a leak."""
         return sum(len(held.slots()) for owner, held in self._held.items() if owner not in live)
 
-    def check(self, owners: "Container[RequestId]") -> None:
+    def check(self, owners: Container[RequestId]) -> None:
         """Assert that every slot is in exactly one state, and that only `owners` have one."""
         holders = [0] * self.pool.num_pages
         for owner, held in self._held.items():

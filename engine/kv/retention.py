@@ -1,11 +1,9 @@
 """Retention: pages that are evicted after all others until a time, since a request asked for it
 (OpenAI's `prompt_cache_options.ttl`, Anthropic's `cache_control.ttl`)."""
 
+from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from typing import NamedTuple
 
 
 class _Retained(NamedTuple):
@@ -47,7 +45,7 @@ class RetainedNames:
             heapify(self._ends)
         return replaced
 
-    def expire(self, now: float) -> "Iterator[bytes]":
+    def expire(self, now: float) -> Iterator[bytes]:
         """Remove the names whose time is over."""
         while self._ends and self._ends[0][0] <= now:
             until, name = heappop(self._ends)

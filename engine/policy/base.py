@@ -1,16 +1,13 @@
 """What policies share: the answers that most do not change, and background requests behind all."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Sequence
 from itertools import chain
 from math import inf
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
-
-    from engine.policy.port import Policy, Preemption, SortKey
-    from engine.policy.settings import PolicySettings
-    from engine.request import Request, RequestSpec
+from engine.policy.port import Policy, Preemption, SortKey
+from engine.policy.settings import PolicySettings
+from engine.request import Request, RequestSpec
 
 
 class PolicyBase(ABC):
@@ -18,30 +15,30 @@ class PolicyBase(ABC):
     answers to rare questions from `sort_keys`. A policy under which thousands of
     requests may be started overrides `started_order`."""
 
-    def validate(self, spec: "RequestSpec", num_tokens: int, now: float) -> None:
+    def validate(self, spec: RequestSpec, num_tokens: int, now: float) -> None:
         return None
 
-    def found(self, request: "Request", num_tokens: int) -> bool:
+    def found(self, request: Request, num_tokens: int) -> bool:
         return True
 
-    def start(self, request: "Request") -> None:
+    def start(self, request: Request) -> None:
         return None
 
-    def ran(self, request: "Request", num_tokens: int, seconds: float, now: float) -> None:
+    def ran(self, request: Request, num_tokens: int, seconds: float, now: float) -> None:
         return None
 
     @abstractmethod
-    def sort_keys(self, requests: "Sequence[Request]", now: float) -> "list[SortKey]":
+    def sort_keys(self, requests: Sequence[Request], now: float) -> list[SortKey]:
         """One key for each request; the policy's order is ascending in them."""
 
     def started_order(
-        self, started: "Collection[Request]", now: float, *, reverse: bool = False
-    ) -> "Iterator[Request]":
+        self, started: Collection[Request], now: float, *, reverse: bool = False
+    ) -> Iterator[Request]:
         requests = [*started]
         keys = dict(zip(requests, self.sort_keys(requests, now), strict=True))
         return iter(sorted(requests, key=keys.__getitem__, reverse=reverse))
 
-    def next_scheduled_times(self, requests: "Sequence[Request]", now: float) -> list[float]:
+    def next_scheduled_times(self, requests: Sequence[Request], now: float) -> list[float]:
         """The position of each request among all of them in the order, from 0."""
         keys = self.sort_keys(requests, now)
         positions = [0.0] * len(keys)
@@ -63,9 +60,7 @@ class BackgroundLast:
     is `base`, the policy of the name, or is made of instances of it.
     """
 
-    def __init__(
-        self, inner: "Policy", settings: "PolicySettings", base: "Policy | None" = None
-    ) -> None:
+    def __init__(self, inner: Policy, settings: PolicySettings, base: Policy | None = None) -> None:
         self.inner = inner
         self.base = base or inner
         self.settings = settings  # the settings that `inner` was made with
@@ -73,45 +68,45 @@ class BackgroundLast:
         self._num_arrived = 0
 
     @property
-    def preemption(self) -> "Preemption":
+    def preemption(self) -> Preemption:
         return self.inner.preemption
 
-    def validate(self, spec: "RequestSpec", num_tokens: int, now: float) -> None:
+    def validate(self, spec: RequestSpec, num_tokens: int, now: float) -> None:
         """A background request is never rejected for its deadlines."""
         if not spec.is_background:
             self.inner.validate(spec, num_tokens, now)
 
-    def arrive(self, request: "Request", now: float) -> None:
+    def arrive(self, request: Request, now: float) -> None:
         if request.spec.is_background:
             self._background[request] = (1, self._num_arrived)
             self._num_arrived += 1
         else:
             self.inner.arrive(request, now)
 
-    def ran(self, request: "Request", num_tokens: int, seconds: float, now: float) -> None:
+    def ran(self, request: Request, num_tokens: int, seconds: float, now: float) -> None:
         if not request.spec.is_background:
             self.inner.ran(request, num_tokens, seconds, now)
 
-    def found(self, request: "Request", num_tokens: int) -> bool:
+    def found(self, request: Request, num_tokens: int) -> bool:
         return request.spec.is_background or self.inner.found(request, num_tokens)
 
-    def start(self, request: "Request") -> None:
+    def start(self, request: Request) -> None:
         if not request.spec.is_background:
             self.inner.start(request)
 
-    def leave(self, request: "Request", now: float) -> None:
+    def leave(self, request: Request, now: float) -> None:
         if request.spec.is_background:
             del self._background[request]
         else:
             self.inner.leave(request, now)
 
-    def order(self, now: float) -> "Iterator[Request]":
+    def order(self, now: float) -> Iterator[Request]:
         order = self.inner.order(now)
         return chain(order, self._background) if self._background else order
 
     def started_order(
-        self, started: "Collection[Request]", now: float, *, reverse: bool = False
-    ) -> "Iterator[Request]":
+        self, started: Collection[Request], now: float, *, reverse: bool = False
+    ) -> Iterator[Request]:
         if not self._background:
             return self.inner.started_order(started, now, reverse=reverse)
         foreground = [request for request in started if not request.spec.is_background]
@@ -120,7 +115,7 @@ class BackgroundLast:
         order = self.inner.started_order(foreground, now, reverse=reverse)
         return chain(behind, order) if reverse else chain(order, behind)
 
-    def sort_keys(self, requests: "Sequence[Request]", now: float) -> "list[SortKey]":
+    def sort_keys(self, requests: Sequence[Request], now: float) -> list[SortKey]:
         if not self._background:
             return self.inner.sort_keys(requests, now)
         foreground = [request for request in requests if not request.spec.is_background]
@@ -128,7 +123,7 @@ class BackgroundLast:
         behind = self._background
         return [behind[r] if r.spec.is_background else (0, *next(keys)) for r in requests]
 
-    def next_scheduled_times(self, requests: "Sequence[Request]", now: float) -> list[float]:
+    def next_scheduled_times(self, requests: Sequence[Request], now: float) -> list[float]:
         foreground = [request for request in requests if not request.spec.is_background]
         times = iter(self.inner.next_scheduled_times(foreground, now))
         return [inf if request.spec.is_background else next(times) for request in requests]

@@ -5,28 +5,24 @@ as due `starvation_seconds` later, like a request without a deadline, so that it
 """
 
 from bisect import bisect_left, bisect_right, insort
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from engine.errors import DeadlineUnmeetable, InvalidRequest
 from engine.policy.base import PolicyBase
 from engine.policy.forecast import Forecast, spread
-from engine.policy.port import Preemption
+from engine.policy.port import Preemption, SortKey
 from engine.policy.settings import PolicySettings
 from engine.policy.waiting import MAX_AT_ONCE, STARVATION_SECONDS
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from engine.policy.port import SortKey
-    from engine.ports import Cost
-    from engine.request import Request, RequestSpec
-    from engine.step import RequestId
+from engine.ports import Cost
+from engine.request import Request, RequestSpec
+from engine.step import RequestId
 
 
 class _DeadlineKey(NamedTuple):
     due: float
-    request_id: "RequestId"  # breaks ties; the request itself is never compared
-    request: "Request"
+    request_id: RequestId  # breaks ties; the request itself is never compared
+    request: Request
 
 
 class EarliestFeasibleFirst(PolicyBase):
@@ -34,7 +30,7 @@ class EarliestFeasibleFirst(PolicyBase):
 
     preemption = Preemption.ALWAYS
 
-    def __init__(self, cost: "Cost", settings: PolicySettings | None = None) -> None:
+    def __init__(self, cost: Cost, settings: PolicySettings | None = None) -> None:
         settings = settings or PolicySettings()
         self._cost = cost
         self._forecast = Forecast(cost, settings.seats)
@@ -43,7 +39,7 @@ class EarliestFeasibleFirst(PolicyBase):
         self._keys: dict[Request, _DeadlineKey] = {}
         self._in_time: set[Request] = set()  # have a deadline that they can still meet
 
-    def validate(self, spec: "RequestSpec", num_tokens: int, now: float) -> None:
+    def validate(self, spec: RequestSpec, num_tokens: int, now: float) -> None:
         """Reject a request that would miss a deadline.
 
         Raises `InvalidRequest` if it would even without other requests, else
@@ -60,18 +56,18 @@ class EarliestFeasibleFirst(PolicyBase):
         _check("ttft_deadline", spec.ttft_deadline, first, wait + first)
         _check("deadline", spec.deadline, alone, shared)
 
-    def _ahead_of(self, due: float, now: float) -> "tuple[list[Request], int]":
+    def _ahead_of(self, due: float, now: float) -> tuple[list[Request], int]:
         """A sample of the requests due before `due` that can be in time, and their number."""
         end = bisect_left(self._queue, due, key=lambda key: key.due)
         sample = [self._queue[i].request for i in spread(end)]
         ahead = [request for request in sample if self._can_be_in_time(request, now)]
         return ahead, round(end * len(ahead) / max(1, len(sample)))
 
-    def arrive(self, request: "Request", now: float) -> None:
+    def arrive(self, request: Request, now: float) -> None:
         due = self._due(request, has_started=bool(request.output))
         self._insert(request, due, is_in_time=due is not None)
 
-    def ran(self, request: "Request", num_tokens: int, seconds: float, now: float) -> None:
+    def ran(self, request: Request, num_tokens: int, seconds: float, now: float) -> None:
         """Learn the pace; after its first token a request is due at its end, not at that token."""
         self._forecast.observe(seconds, now)
         is_first = not request.output and not request.remaining
@@ -80,13 +76,13 @@ class EarliestFeasibleFirst(PolicyBase):
             self._remove(request)
             self._insert(request, due, is_in_time=due is not None)
 
-    def leave(self, request: "Request", now: float) -> None:
+    def leave(self, request: Request, now: float) -> None:
         self._remove(request)
         self._forecast.ended(request)
         if not self._queue:
             self._forecast.rest()
 
-    def order(self, now: float) -> "Iterator[Request]":
+    def order(self, now: float) -> Iterator[Request]:
         """Requests by due time. One that is found to be late on the way moves further back, at most
         `MAX_AT_ONCE` of them per walk.
 
@@ -105,19 +101,19 @@ class EarliestFeasibleFirst(PolicyBase):
             is_same = at < len(self._queue) and self._queue[at] is key
             at = at + 1 if is_same else bisect_right(self._queue, key)
 
-    def sort_keys(self, requests: "Sequence[Request]", now: float) -> "list[SortKey]":
+    def sort_keys(self, requests: Sequence[Request], now: float) -> list[SortKey]:
         """Due times, after requests that are found to be late have moved further back."""
         for request in requests:
             self._postpone_if_late(request, now)
         return [self._keys[request][:2] for request in requests]
 
-    def _due(self, request: "Request", has_started: bool) -> float | None:
+    def _due(self, request: Request, has_started: bool) -> float | None:
         """The earliest time that the request has to meet; None if it has no deadline."""
         spec, began = request.spec, request.times.arrived_at
         limits = [spec.deadline, None if has_started else spec.ttft_deadline]
         return min((began + limit for limit in limits if limit is not None), default=None)
 
-    def _can_be_in_time(self, request: "Request", now: float) -> bool:
+    def _can_be_in_time(self, request: Request, now: float) -> bool:
         """False only for a request that has a deadline and can no longer meet it."""
         if request not in self._in_time:
             return True
@@ -130,7 +126,7 @@ class EarliestFeasibleFirst(PolicyBase):
         others = self._forecast.decodes_left(spec, request.produced + 1)
         return age + others * self._forecast.pace(spec) <= spec.deadline
 
-    def _postpone_if_late(self, request: "Request", now: float) -> bool:
+    def _postpone_if_late(self, request: Request, now: float) -> bool:
         if self._can_be_in_time(request, now):
             return False
         due = max(now + self._starvation_seconds, self._keys[request].due)
@@ -138,7 +134,7 @@ class EarliestFeasibleFirst(PolicyBase):
         self._insert(request, due, is_in_time=False)
         return True
 
-    def _insert(self, request: "Request", due: float | None, is_in_time: bool) -> None:
+    def _insert(self, request: Request, due: float | None, is_in_time: bool) -> None:
         if due is None:
             due = request.times.arrived_at + self._starvation_seconds
         key = self._keys[request] = _DeadlineKey(due, request.request_id, request)
@@ -146,7 +142,7 @@ class EarliestFeasibleFirst(PolicyBase):
         if is_in_time:
             self._in_time.add(request)
 
-    def _remove(self, request: "Request") -> None:
+    def _remove(self, request: Request) -> None:
         del self._queue[bisect_left(self._queue, self._keys.pop(request))]
         self._in_time.discard(request)
 

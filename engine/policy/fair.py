@@ -6,23 +6,17 @@ tenants, so that absence earns no credit. Within a tenant, first come, first ser
 any other policy (`PolicySettings.fair_keys`), of which each tenant has an instance.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from heapq import heapify, heappop, heapreplace
-from typing import TYPE_CHECKING
 
 from engine.policy.base import PolicyBase
 from engine.policy.fcfs import FirstComeFirstServed
-from engine.policy.port import Preemption
+from engine.policy.port import Policy, Preemption, SortKey
 from engine.policy.settings import PolicySettings
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from engine.policy.port import Policy, SortKey
-    from engine.ports import Cost
-    from engine.request import Request, RequestSpec
+from engine.ports import Cost
+from engine.request import Request, RequestSpec
 
 
 @dataclass(slots=True, eq=False)
@@ -30,7 +24,7 @@ class _Tenant:
     name: str
     index: int  # breaks ties between equal counters
     counter: float
-    order: "Policy"  # the order of its requests
+    order: Policy  # the order of its requests
     num_live: int = 0
 
 
@@ -44,9 +38,9 @@ class VirtualTokenCounter(PolicyBase):
 
     def __init__(
         self,
-        cost: "Cost | None" = None,
+        cost: Cost | None = None,
         settings: PolicySettings | None = None,
-        make: "Callable[[], Policy] | None" = None,
+        make: Callable[[], Policy] | None = None,
     ) -> None:
         """`make` makes an empty policy, which orders the requests of one tenant; default: first
         come, first served."""
@@ -57,7 +51,7 @@ class VirtualTokenCounter(PolicyBase):
         self._last_counter = 0.0  # the counter of the last tenant that left
         self._num_tenants = 0
 
-    def arrive(self, request: "Request", now: float) -> None:
+    def arrive(self, request: Request, now: float) -> None:
         assert request.spec.weight > 0.0, "a tenant's share is positive"
         name = request.spec.tenant
         tenant = self._active.get(name)
@@ -68,15 +62,15 @@ class VirtualTokenCounter(PolicyBase):
         tenant.num_live += 1
         tenant.order.arrive(request, now)
 
-    def validate(self, spec: "RequestSpec", num_tokens: int, now: float) -> None:
+    def validate(self, spec: RequestSpec, num_tokens: int, now: float) -> None:
         tenant = self._active.get(spec.tenant)
         order = self._make() if tenant is None else tenant.order
         order.validate(spec, num_tokens, now)
 
-    def found(self, request: "Request", num_tokens: int) -> bool:
+    def found(self, request: Request, num_tokens: int) -> bool:
         return self._active[request.spec.tenant].order.found(request, num_tokens)
 
-    def start(self, request: "Request") -> None:
+    def start(self, request: Request) -> None:
         self._active[request.spec.tenant].order.start(request)
 
     def _lifted(self, name: str) -> float:
@@ -86,13 +80,13 @@ class VirtualTokenCounter(PolicyBase):
         self._absent = {other: ahead for other, ahead in self._absent.items() if ahead > floor}
         return counter
 
-    def ran(self, request: "Request", num_tokens: int, seconds: float, now: float) -> None:
+    def ran(self, request: Request, num_tokens: int, seconds: float, now: float) -> None:
         is_decode = num_tokens == 1 and bool(request.output) and not request.remaining
         tenant = self._active[request.spec.tenant]
         tenant.counter += self._charge(request, num_tokens, is_decode)
         tenant.order.ran(request, num_tokens, seconds, now)
 
-    def leave(self, request: "Request", now: float) -> None:
+    def leave(self, request: Request, now: float) -> None:
         tenant = self._active[request.spec.tenant]
         tenant.order.leave(request, now)
         tenant.num_live -= 1
@@ -100,7 +94,7 @@ class VirtualTokenCounter(PolicyBase):
             del self._active[tenant.name]
             self._absent[tenant.name] = self._last_counter = tenant.counter
 
-    def order(self, now: float) -> "Iterator[Request]":
+    def order(self, now: float) -> Iterator[Request]:
         """Always the next request of the tenant whose counter would be smallest by then."""
         heap = [(t.counter, t.index, t.order.order(now)) for t in self._active.values()]
         heapify(heap)
@@ -115,7 +109,7 @@ class VirtualTokenCounter(PolicyBase):
         if heap:
             yield from heap[0][2]
 
-    def sort_keys(self, requests: "Sequence[Request]", now: float) -> "list[SortKey]":
+    def sort_keys(self, requests: Sequence[Request], now: float) -> list[SortKey]:
         """The counters of the tenants when these requests are next, as in `order`."""
         wanted: dict[str, set[Request]] = {}
         for request in requests:
@@ -137,11 +131,11 @@ class VirtualTokenCounter(PolicyBase):
         """Weighted tokens counted for a tenant with live requests."""
         return self._active[tenant].counter
 
-    def _charge_of_remaining(self, request: "Request") -> float:
+    def _charge_of_remaining(self, request: Request) -> float:
         is_decode = request.remaining == 1 and bool(request.output)
         return self._charge(request, request.remaining, is_decode)
 
-    def _charge(self, request: "Request", num_tokens: int, is_decode: bool) -> float:
+    def _charge(self, request: Request, num_tokens: int, is_decode: bool) -> float:
         settings = self._settings
         weight = settings.output_weight if is_decode else settings.input_weight
         return num_tokens * weight / request.spec.weight

@@ -19,23 +19,18 @@ whose long outputs have all seats keeps no other waiting; the last of them pause
 
 from bisect import bisect_left, insort
 from collections import OrderedDict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING
 
 from engine.policy.base import PolicyBase
-from engine.policy.port import Preemption
+from engine.policy.port import Preemption, SortKey
 from engine.policy.settings import PolicySettings
+from engine.ports import Cost
+from engine.request import Request
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from engine.policy.port import SortKey
-    from engine.ports import Cost
-    from engine.request import Request
-
-    Queue = Iterator[tuple[float, Request]]
-    Head = tuple[float, int, Request, Queue]
+Queue = Iterator[tuple[float, Request]]
+Head = tuple[float, int, Request, Queue]
 
 BEHIND = 2.0**50  # fixed: later than each virtual time, which is a number of tokens
 
@@ -55,12 +50,12 @@ class _Client:
     computed."""
 
     number: int
-    live: "OrderedDict[Request, _Prompt | None]" = field(default_factory=OrderedDict)
+    live: OrderedDict[Request, _Prompt | None] = field(default_factory=OrderedDict)
     num_prompts: int = 0
     served: float = 0.0  # the virtual time up to which its prompts are computed
     place: tuple[float, int] | None = None  # its first request's place in `_places`
 
-    def in_order(self, share: int) -> "Iterator[tuple[float, Request]]":
+    def in_order(self, share: int) -> Iterator[tuple[float, Request]]:
         """The requests with their virtual times, which do not decrease; the client has `share`
         seats."""
         key, end = 0.0, self.served
@@ -79,7 +74,7 @@ class FirstComeFirstServed(PolicyBase):
 
     preemption = Preemption.NEVER
 
-    def __init__(self, cost: "Cost | None" = None, settings: PolicySettings | None = None) -> None:
+    def __init__(self, cost: Cost | None = None, settings: PolicySettings | None = None) -> None:
         self._seats = (settings or PolicySettings()).seats
         self._num_live = 0
         self._clients: dict[str, _Client] = {}  # with live requests, by name
@@ -91,7 +86,7 @@ class FirstComeFirstServed(PolicyBase):
         self._num_clients = 0  # clients that ever came
         self._time = 0.0  # virtual
 
-    def arrive(self, request: "Request", now: float) -> None:
+    def arrive(self, request: Request, now: float) -> None:
         client = self._clients.get(request.spec.client)
         if client is None:
             client = self._clients[request.spec.client] = _Client(self._num_clients)
@@ -104,7 +99,7 @@ class FirstComeFirstServed(PolicyBase):
         client.live[request] = self._prompts[request] = _Prompt(client, request.remaining)
         self._moved[client] = None
 
-    def found(self, request: "Request", num_tokens: int) -> bool:
+    def found(self, request: Request, num_tokens: int) -> bool:
         prompt = self._prompts.get(request)
         if prompt is None:
             return True
@@ -120,14 +115,14 @@ class FirstComeFirstServed(PolicyBase):
             if each.client is not client
         )
 
-    def start(self, request: "Request") -> None:
+    def start(self, request: Request) -> None:
         prompt = self._prompts.get(request)
         if prompt is not None:
             prompt.tokens, prompt.is_known = request.remaining, True
             self._started[request] = prompt
             self._moved[prompt.client] = None
 
-    def ran(self, request: "Request", num_tokens: int, seconds: float, now: float) -> None:
+    def ran(self, request: Request, num_tokens: int, seconds: float, now: float) -> None:
         prompt = self._prompts.get(request)
         if prompt is None:
             return
@@ -139,7 +134,7 @@ class FirstComeFirstServed(PolicyBase):
             self._end(request)
             prompt.client.live[request] = None
 
-    def leave(self, request: "Request", now: float) -> None:
+    def leave(self, request: Request, now: float) -> None:
         client = self._clients[request.spec.client]
         self._end(request)
         del client.live[request]
@@ -148,13 +143,13 @@ class FirstComeFirstServed(PolicyBase):
         if not client.live:
             del self._clients[request.spec.client]
 
-    def order(self, now: float) -> "Iterator[Request]":
+    def order(self, now: float) -> Iterator[Request]:
         self._place()
         if len(self._places) == 1:
             return iter(self._places[0][2].live)
         return self._merged()
 
-    def sort_keys(self, requests: "Sequence[Request]", now: float) -> "list[SortKey]":
+    def sort_keys(self, requests: Sequence[Request], now: float) -> list[SortKey]:
         """The virtual time of a request, its client's number, and its place among the client's."""
         wanted: dict[str, set[Request]] = {}
         for request in requests:
@@ -177,7 +172,7 @@ class FirstComeFirstServed(PolicyBase):
             return self._seats
         return max(1, self._seats // len(self._clients))
 
-    def _end(self, request: "Request") -> None:
+    def _end(self, request: Request) -> None:
         """The prompt is computed, or will not be."""
         self._started.pop(request, None)
         prompt = self._prompts.pop(request, None)
@@ -197,7 +192,7 @@ class FirstComeFirstServed(PolicyBase):
                 insort(self._places, (*client.place, client))
         self._moved.clear()
 
-    def _merged(self) -> "Iterator[Request]":
+    def _merged(self) -> Iterator[Request]:
         """The requests of all clients in the order of their virtual times."""
         heap: list[Head] = []
         share = self._share
@@ -214,13 +209,13 @@ class FirstComeFirstServed(PolicyBase):
             yield _next(heap)
 
 
-def _push(heap: "list[Head]", number: int, queue: "Queue") -> None:
+def _push(heap: list[Head], number: int, queue: Queue) -> None:
     head = next(queue, None)
     if head is not None:
         heappush(heap, (head[0], number, head[1], queue))
 
 
-def _next(heap: "list[Head]") -> "Request":
+def _next(heap: list[Head]) -> Request:
     _, number, request, queue = heappop(heap)
     _push(heap, number, queue)
     return request

@@ -5,15 +5,11 @@ requests share iterations without loss, and that outputs are as long as recent o
 `max_tokens` if that is less.
 """
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from engine.cost.live import NEWS_SHARE
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from engine.ports import Cost
-    from engine.request import Request, RequestSpec
+from engine.ports import Cost
+from engine.request import Request, RequestSpec
 
 MAX_SAMPLED = 64  # requests whose work is predicted one by one; swept in results/constants
 
@@ -21,7 +17,7 @@ MAX_SAMPLED = 64  # requests whose work is predicted one by one; swept in result
 class Forecast:
     """Keeps moving averages of iteration times and output lengths. `seats`: requests in a batch."""
 
-    def __init__(self, cost: "Cost", seats: int) -> None:
+    def __init__(self, cost: Cost, seats: int) -> None:
         self._cost = cost
         self._seats = seats
         self._pace: float | None = None  # recent seconds between two tokens of a request
@@ -40,30 +36,30 @@ class Forecast:
         """No request is left: forget the pace, which was measured under load."""
         self._pace = None
 
-    def ended(self, request: "Request") -> None:
+    def ended(self, request: Request) -> None:
         """Learn from the length of an output that was not cut by a cancel or an error."""
         if request.finish is not None and request.output:
             before = self._output_len or request.produced
             self._output_len = before + NEWS_SHARE * (request.produced - before)
 
-    def first_token(self, request: "Request") -> float:
+    def first_token(self, request: Request) -> float:
         """Seconds to the request's next token if it is the most urgent from now on."""
         return self._cost.compute(max(1, request.remaining), request.num_computed)
 
-    def decodes_left(self, spec: "RequestSpec", produced: int) -> float:
+    def decodes_left(self, spec: RequestSpec, produced: int) -> float:
         """Expected number of output tokens after those `produced`."""
         output_len = max(min(spec.max_tokens, self._output_len or 1.0), spec.min_tokens)
         return max(0.0, output_len - produced)
 
-    def pace_alone(self, spec: "RequestSpec") -> float:
+    def pace_alone(self, spec: RequestSpec) -> float:
         """Seconds between two tokens if no other request is in its iterations."""
         return self._cost.compute(1, len(spec.prompt))
 
-    def pace(self, spec: "RequestSpec") -> float:
+    def pace(self, spec: RequestSpec) -> float:
         """Seconds between two tokens in batches like recent ones."""
         return self.pace_alone(spec) if self._pace is None else self._pace
 
-    def wait(self, ahead: "Sequence[Request]", count: int) -> float:
+    def wait(self, ahead: Sequence[Request], count: int) -> float:
         """Seconds until a request behind `count` others is in a batch, of which `ahead` are a
         sample (`spread`) that stands for all."""
         if not ahead:

@@ -9,30 +9,24 @@ Bounded unfairness: of the late requests that have waited `starvation_seconds` f
 at a time goes first, until it ends.
 """
 
+from collections.abc import Collection, Iterator, Sequence
 from heapq import heappop, heappush
 from itertools import chain
-from typing import TYPE_CHECKING
 
 from engine.policy.base import PolicyBase
+from engine.policy.port import Policy, Preemption, SortKey
 from engine.policy.settings import PolicySettings
 from engine.policy.waiting import MAX_AT_ONCE, STARVATION_SECONDS, WaitingTimes
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
-
-    from engine.policy.port import Policy, Preemption, SortKey
-    from engine.ports import Cost
-    from engine.request import Request, RequestSpec
-    from engine.step import RequestId
+from engine.ports import Cost
+from engine.request import Request, RequestSpec
+from engine.step import RequestId
 
 
 class GoodputFirst(PolicyBase):
     """Two instances of one policy: `timely` orders the requests that meet the goal or still can,
     `late` those that do not."""
 
-    def __init__(
-        self, timely: "Policy", late: "Policy", cost: "Cost", settings: PolicySettings
-    ) -> None:
+    def __init__(self, timely: Policy, late: Policy, cost: Cost, settings: PolicySettings) -> None:
         self._timely, self._late_policy = timely, late
         self._cost = cost
         self._goal = settings.ttft_goal
@@ -44,13 +38,13 @@ class GoodputFirst(PolicyBase):
         self._first: Request | None = None  # the late request that goes first
 
     @property
-    def preemption(self) -> "Preemption":
+    def preemption(self) -> Preemption:
         return self._timely.preemption
 
-    def validate(self, spec: "RequestSpec", num_tokens: int, now: float) -> None:
+    def validate(self, spec: RequestSpec, num_tokens: int, now: float) -> None:
         self._timely.validate(spec, num_tokens, now)
 
-    def arrive(self, request: "Request", now: float) -> None:
+    def arrive(self, request: Request, now: float) -> None:
         latest = request.times.arrived_at + self._goal
         first_at = request.times.first_token_at
         if (now if first_at is None else first_at) > latest:
@@ -62,19 +56,19 @@ class GoodputFirst(PolicyBase):
             self._undecided.add(request)
         self._timely.arrive(request, now)
 
-    def found(self, request: "Request", num_tokens: int) -> bool:
+    def found(self, request: Request, num_tokens: int) -> bool:
         return self._policy_of(request).found(request, num_tokens)
 
-    def start(self, request: "Request") -> None:
+    def start(self, request: Request) -> None:
         self._undecided.discard(request)
         self._policy_of(request).start(request)
 
-    def ran(self, request: "Request", num_tokens: int, seconds: float, now: float) -> None:
+    def ran(self, request: Request, num_tokens: int, seconds: float, now: float) -> None:
         if request in self._late:
             self._waiting.restart(request, now)
         self._policy_of(request).ran(request, num_tokens, seconds, now)
 
-    def leave(self, request: "Request", now: float) -> None:
+    def leave(self, request: Request, now: float) -> None:
         self._policy_of(request).leave(request, now)
         self._undecided.discard(request)
         self._late.discard(request)
@@ -82,7 +76,7 @@ class GoodputFirst(PolicyBase):
         if request is self._first:
             self._first = None
 
-    def order(self, now: float) -> "Iterator[Request]":
+    def order(self, now: float) -> Iterator[Request]:
         self._find_late(now)
         if self._first is None:
             self._first = next(iter(self._waiting.starving(now, most=1)), None)
@@ -92,8 +86,8 @@ class GoodputFirst(PolicyBase):
         return order if first is None else chain([first], order)
 
     def started_order(
-        self, started: "Collection[Request]", now: float, *, reverse: bool = False
-    ) -> "Iterator[Request]":
+        self, started: Collection[Request], now: float, *, reverse: bool = False
+    ) -> Iterator[Request]:
         first, late = self._first, [r for r in started if r in self._late]
         timely = [r for r in started if r not in self._late]
         front = [first] if first in late else []
@@ -102,14 +96,14 @@ class GoodputFirst(PolicyBase):
         behind = (request for request in back if request is not first)
         return chain(behind, middle, front) if reverse else chain(front, middle, behind)
 
-    def sort_keys(self, requests: "Sequence[Request]", now: float) -> "list[SortKey]":
+    def sort_keys(self, requests: Sequence[Request], now: float) -> list[SortKey]:
         late = self._late
         timely_keys = iter(self._timely.sort_keys([r for r in requests if r not in late], now))
         late_keys = iter(self._late_policy.sort_keys([r for r in requests if r in late], now))
         keys = [(2, *next(late_keys)) if r in late else (1, *next(timely_keys)) for r in requests]
         return [(0,) if r is self._first else k for r, k in zip(requests, keys, strict=True)]
 
-    def _policy_of(self, request: "Request") -> "Policy":
+    def _policy_of(self, request: Request) -> Policy:
         return self._late_policy if request in self._late else self._timely
 
     def _find_late(self, now: float) -> None:
@@ -125,7 +119,7 @@ class GoodputFirst(PolicyBase):
                 self._timely.leave(request, now)
                 self._move_behind(request, now)
 
-    def _move_behind(self, request: "Request", now: float) -> None:
+    def _move_behind(self, request: Request, now: float) -> None:
         self._undecided.discard(request)
         self._late.add(request)
         self._waiting.restart(request, now)

@@ -12,21 +12,16 @@ request that skipped queues is not demoted before its first token.
 """
 
 from bisect import bisect_left, insort
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import TYPE_CHECKING
 
 from engine.policy.base import PolicyBase
-from engine.policy.port import Preemption
+from engine.policy.port import Preemption, SortKey
 from engine.policy.settings import PolicySettings
 from engine.policy.waiting import WaitingTimes
-
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Sequence
-
-    from engine.policy.port import SortKey
-    from engine.ports import Cost
-    from engine.request import Request
+from engine.ports import Cost
+from engine.request import Request
 
 # examples/benchmarks/results/policies/README.md: `mlfq` beside `mlfq, 3 s`, which is the limit of
 # the released code of the paper and under overload swaps until the mean is ten times FCFS's.
@@ -52,7 +47,7 @@ class SkipJoinMLFQ(PolicyBase):
 
     preemption = Preemption.IF_SWAPPED
 
-    def __init__(self, cost: "Cost", settings: PolicySettings | None = None) -> None:
+    def __init__(self, cost: Cost, settings: PolicySettings | None = None) -> None:
         self._cost = cost
         self._settings = settings or PolicySettings()
         self._levels: list[dict[Request, None]] = [{} for _ in range(self._settings.num_levels)]
@@ -63,19 +58,19 @@ class SkipJoinMLFQ(PolicyBase):
         self._decode_cost = self._decode_slope = 0.0  # and the seconds per position
         self._waiting = WaitingTimes(self._settings.starvation_seconds or STARVATION_SECONDS)
 
-    def arrive(self, request: "Request", now: float) -> None:
+    def arrive(self, request: Request, now: float) -> None:
         level = self._covering(self._next_iteration(request)) if self._settings.skips else 0
         self._jobs[request] = _Job(level, self._quantum(level), self._next_number())
         self._levels[level][request] = None
         self._waiting.restart(request, now)
 
-    def start(self, request: "Request") -> None:
+    def start(self, request: Request) -> None:
         job = self._jobs[request]
         if not job.is_started:
             job.is_started = True
             insort(self._started, (job.level, job.number, request))
 
-    def ran(self, request: "Request", num_tokens: int, seconds: float, now: float) -> None:
+    def ran(self, request: Request, num_tokens: int, seconds: float, now: float) -> None:
         """Charge the tokens; demote the request if it has used up the quantum of its queue."""
         self._waiting.restart(request, now)
         job = self._jobs[request]
@@ -90,30 +85,30 @@ class SkipJoinMLFQ(PolicyBase):
             last = len(self._levels) - 1
             self._join(request, min(max(job.level + 1, covering), last))
 
-    def leave(self, request: "Request", now: float) -> None:
+    def leave(self, request: Request, now: float) -> None:
         job = self._jobs.pop(request)
         del self._levels[job.level][request]
         if job.is_started:
             del self._started[bisect_left(self._started, (job.level, job.number))]
         self._waiting.remove(request)
 
-    def order(self, now: float) -> "Iterator[Request]":
+    def order(self, now: float) -> Iterator[Request]:
         for request in self._waiting.starving(now):
             job = self._join(request, 0)
             job.quantum = max(job.quantum, self._next_iteration(request))
         return chain.from_iterable(self._levels)
 
     def started_order(
-        self, started: "Collection[Request]", now: float, *, reverse: bool = False
-    ) -> "Iterator[Request]":
+        self, started: Collection[Request], now: float, *, reverse: bool = False
+    ) -> Iterator[Request]:
         in_order = self._started[::-1] if reverse else self._started[:]
         return (request for _, _, request in in_order)
 
-    def sort_keys(self, requests: "Sequence[Request]", now: float) -> "list[SortKey]":
+    def sort_keys(self, requests: Sequence[Request], now: float) -> list[SortKey]:
         jobs = [self._jobs[request] for request in requests]
         return [(job.level, job.number) for job in jobs]
 
-    def next_scheduled_times(self, requests: "Sequence[Request]", now: float) -> list[float]:
+    def next_scheduled_times(self, requests: Sequence[Request], now: float) -> list[float]:
         """Seconds until each request is promoted for starving, or until all requests in higher
         queues are demoted to its queue, whichever is sooner (FastServe, section 4.3). In its queue
         the requests before it use up their quanta first.
@@ -137,11 +132,11 @@ class SkipJoinMLFQ(PolicyBase):
         """The number of live requests in each queue, the highest first."""
         return [len(queue) for queue in self._levels]
 
-    def level(self, request: "Request") -> int:
+    def level(self, request: Request) -> int:
         """The queue that the request is in, 0 the highest."""
         return self._jobs[request].level
 
-    def _join(self, request: "Request", level: int) -> _Job:
+    def _join(self, request: Request, level: int) -> _Job:
         """Move the request to the end of a queue, with the queue's whole quantum."""
         job = self._jobs[request]
         del self._levels[job.level][request]
@@ -158,7 +153,7 @@ class SkipJoinMLFQ(PolicyBase):
         self._num_joined += 1
         return self._num_joined
 
-    def _own_cost(self, request: "Request", num_tokens: int, now: float) -> float:
+    def _own_cost(self, request: Request, num_tokens: int, now: float) -> float:
         """Seconds of these tokens, the last computed ones, without other requests.
 
         Of a prompt, the difference that they make to its time as a whole. The cost of a decode is
@@ -175,7 +170,7 @@ class SkipJoinMLFQ(PolicyBase):
             self._decode_slope = self._cost.compute(1, 1) - self._decode_cost
         return self._decode_cost + self._decode_slope * start
 
-    def _next_iteration(self, request: "Request") -> float:
+    def _next_iteration(self, request: Request) -> float:
         """Seconds to compute all tokens of the request up to its next output token."""
         return self._cost.compute(max(1, request.remaining), request.num_computed)
 
@@ -194,8 +189,8 @@ class SkipJoinMLFQ(PolicyBase):
 
 
 def _walk(
-    queue: "Iterable[Request]", wanted: "set[Request]", above: float, share: float
-) -> "dict[Request, float]":
+    queue: Iterable[Request], wanted: set[Request], above: float, share: float
+) -> dict[Request, float]:
     """Seconds until these requests of a queue run, if each one before them takes `share`. Requests
     beyond `MAX_PLACES` are not looked for: they count as next after those."""
     seconds: dict[Request, float] = {}

@@ -1,13 +1,10 @@
 """Policy: the port of a scheduling policy. `engine.policy.table` has all policies by name."""
 
+from collections.abc import Collection, Iterator, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
-if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
-
-    from engine.request import Request, RequestSpec
-
+from engine.request import Request, RequestSpec
 
 SortKey = tuple[float, ...]
 
@@ -33,27 +30,27 @@ class Policy(Protocol):
     @property
     def preemption(self) -> Preemption: ...
 
-    def validate(self, spec: "RequestSpec", num_tokens: int, now: float) -> None:
+    def validate(self, spec: RequestSpec, num_tokens: int, now: float) -> None:
         """Raise `DeadlineUnmeetable` or `InvalidRequest` if the request cannot meet its deadline;
         `num_tokens` tokens of its prompt have to be computed."""
         ...
 
-    def arrive(self, request: "Request", now: float) -> None: ...
+    def arrive(self, request: Request, now: float) -> None: ...
 
-    def ran(self, request: "Request", num_tokens: int, seconds: float, now: float) -> None:
+    def ran(self, request: Request, num_tokens: int, seconds: float, now: float) -> None:
         """`num_tokens` tokens of the request were computed in an iteration of `seconds`."""
         ...
 
-    def found(self, request: "Request", num_tokens: int) -> bool:
+    def found(self, request: Request, num_tokens: int) -> bool:
         """The cache was searched for a waiting request: `num_tokens` tokens are to be computed.
         Returns whether it may start; if not, others have come before it."""
         ...
 
-    def start(self, request: "Request") -> None: ...
+    def start(self, request: Request) -> None: ...
 
-    def leave(self, request: "Request", now: float) -> None: ...
+    def leave(self, request: Request, now: float) -> None: ...
 
-    def order(self, now: float) -> "Iterator[Request]":
+    def order(self, now: float) -> Iterator[Request]:
         """All live requests, most urgent first; the last one is the first to be preempted.
 
         The scheduler takes a batch from the front, so the cost must depend on how many requests
@@ -62,8 +59,8 @@ class Policy(Protocol):
         ...
 
     def started_order(
-        self, started: "Collection[Request]", now: float, *, reverse: bool = False
-    ) -> "Iterator[Request]":
+        self, started: Collection[Request], now: float, *, reverse: bool = False
+    ) -> Iterator[Request]:
         """The requests with KV on the device, which are `started`, as they are in `order`, or the
         last one first. Live requests that had KV before may be among them.
 
@@ -71,11 +68,11 @@ class Policy(Protocol):
         """
         ...
 
-    def sort_keys(self, requests: "Sequence[Request]", now: float) -> list[SortKey]:
+    def sort_keys(self, requests: Sequence[Request], now: float) -> list[SortKey]:
         """One key for each of these live requests; `order` is ascending in them."""
         ...
 
-    def next_scheduled_times(self, requests: "Sequence[Request]", now: float) -> list[float]:
+    def next_scheduled_times(self, requests: Sequence[Request], now: float) -> list[float]:
         """How soon each of these live requests is expected to run next (FastServe's ENST). The unit
         is the policy's own; values are only compared with each other."""
         ...
@@ -90,6 +87,6 @@ class MultiLevel(Protocol):
         """The number of live requests in each queue."""
         ...
 
-    def level(self, request: "Request") -> int:
+    def level(self, request: Request) -> int:
         """The queue that a live request is in."""
         ...

@@ -1,20 +1,15 @@
 """Requests ordered by `RequestSpec.priority`: lower values first, as in vLLM, then by arrival."""
 
 from bisect import insort
+from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING
 
 from engine.policy.base import PolicyBase
-from engine.policy.port import Preemption
+from engine.policy.port import Preemption, SortKey
 from engine.policy.settings import PolicySettings
 from engine.policy.waiting import STARVATION_SECONDS, WaitingTimes
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
-    from engine.policy.port import SortKey
-    from engine.ports import Cost
-    from engine.request import Request
+from engine.ports import Cost
+from engine.request import Request
 
 
 class LowestPriorityFirst(PolicyBase):
@@ -23,7 +18,7 @@ class LowestPriorityFirst(PolicyBase):
 
     preemption = Preemption.ALWAYS
 
-    def __init__(self, cost: "Cost | None" = None, settings: PolicySettings | None = None) -> None:
+    def __init__(self, cost: Cost | None = None, settings: PolicySettings | None = None) -> None:
         limit = (settings or PolicySettings()).starvation_seconds or STARVATION_SECONDS
         self._waiting = WaitingTimes(limit)
         self._promoted: dict[Request, SortKey] = {}
@@ -31,7 +26,7 @@ class LowestPriorityFirst(PolicyBase):
         self._num_queued = 0  # arrivals and promotions so far
         self._priorities: list[int] = []  # the priorities of the classes, ascending
 
-    def arrive(self, request: "Request", now: float) -> None:
+    def arrive(self, request: Request, now: float) -> None:
         priority = request.spec.priority
         if priority not in self._classes:
             self._classes[priority] = {}
@@ -39,18 +34,18 @@ class LowestPriorityFirst(PolicyBase):
         self._classes[priority][request] = (1, priority, self._next_number())
         self._waiting.restart(request, now)
 
-    def ran(self, request: "Request", num_tokens: int, seconds: float, now: float) -> None:
+    def ran(self, request: Request, num_tokens: int, seconds: float, now: float) -> None:
         if request not in self._promoted:
             self._waiting.restart(request, now)
 
-    def leave(self, request: "Request", now: float) -> None:
+    def leave(self, request: Request, now: float) -> None:
         self._waiting.remove(request)
         if request in self._promoted:
             del self._promoted[request]
         else:
             self._remove(request)
 
-    def order(self, now: float) -> "Iterator[Request]":
+    def order(self, now: float) -> Iterator[Request]:
         for request in self._waiting.starving(now):
             self._waiting.remove(request)
             self._remove(request)
@@ -58,7 +53,7 @@ class LowestPriorityFirst(PolicyBase):
         classes = [self._classes[priority] for priority in self._priorities]
         return chain(self._promoted, chain.from_iterable(classes))
 
-    def sort_keys(self, requests: "Sequence[Request]", now: float) -> "list[SortKey]":
+    def sort_keys(self, requests: Sequence[Request], now: float) -> list[SortKey]:
         promoted, classes = self._promoted, self._classes
         return [promoted.get(r) or classes[r.spec.priority][r] for r in requests]
 
@@ -66,7 +61,7 @@ class LowestPriorityFirst(PolicyBase):
         self._num_queued += 1
         return self._num_queued
 
-    def _remove(self, request: "Request") -> None:
+    def _remove(self, request: Request) -> None:
         priority = request.spec.priority
         del self._classes[priority][request]
         if not self._classes[priority]:

@@ -1,20 +1,16 @@
 """Policies by name; those under research are for simulation only."""
 
+from collections.abc import Callable
 from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from engine.policy.base import BackgroundLast
 from engine.policy.fair import VirtualTokenCounter
 from engine.policy.goodput import GoodputFirst
-from engine.policy.port import MultiLevel
+from engine.policy.port import MultiLevel, Policy
 from engine.policy.settings import PolicySettings
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from engine.policy.port import Policy
-    from engine.ports import Cost
+from engine.ports import Cost
 
 POLICIES: dict[str, str] = {
     "fcfs": "engine.policy.fcfs:FirstComeFirstServed",
@@ -23,18 +19,12 @@ POLICIES: dict[str, str] = {
     "fair": "engine.policy.fair:VirtualTokenCounter",
     "deadline": "engine.policy.deadline:EarliestFeasibleFirst",
 }
-RESEARCH: dict[str, str] = {
-    "srpt": "engine.research.policies.srpt:ShortestRemainingFirst",
-}
+RESEARCH: dict[str, str] = {"srpt": "engine.research.policies.srpt:ShortestRemainingFirst"}
 
 
 def build(
-    name: str,
-    cost: "Cost",
-    settings: PolicySettings | None = None,
-    *,
-    serves: bool = True,
-) -> "Policy":
+    name: str, cost: Cost, settings: PolicySettings | None = None, *, serves: bool = True
+) -> Policy:
     """An empty policy of that name, with the TTFT goal and the fair shares of the settings over it,
     behind which background requests are ordered.
 
@@ -55,18 +45,16 @@ def build(
     return BackgroundLast(policy, settings, first)
 
 
-def _make(target: str, cost: "Cost", settings: PolicySettings) -> "Policy":
+def _make(target: str, cost: Cost, settings: PolicySettings) -> Policy:
     module, _, kind = target.partition(":")
     return cast("Policy", getattr(import_module(module), kind)(cost, settings))
 
 
-def _within_goal(
-    another: "Callable[[], Policy]", cost: "Cost", settings: PolicySettings
-) -> "Policy":
+def _within_goal(another: Callable[[], Policy], cost: Cost, settings: PolicySettings) -> Policy:
     return GoodputFirst(another(), another(), cost, settings)
 
 
-def name_of(policy: "Policy") -> str:
+def name_of(policy: Policy) -> str:
     """The policy's name in the tables; its class name if it is in none."""
     kind = type(policy.base if isinstance(policy, BackgroundLast) else policy)
     target = f"{kind.__module__}:{kind.__qualname__}"
@@ -74,12 +62,12 @@ def name_of(policy: "Policy") -> str:
     return next(names, kind.__name__)
 
 
-def settings_of(policy: "Policy") -> PolicySettings:
+def settings_of(policy: Policy) -> PolicySettings:
     """The settings with which `build` made the policy; the defaults if it did not."""
     return policy.settings if isinstance(policy, BackgroundLast) else PolicySettings()
 
 
-def levels_of(policy: "Policy") -> MultiLevel | None:
+def levels_of(policy: Policy) -> MultiLevel | None:
     """The queues of a policy that has several, unless a goal or fair shares are over it; background
     requests are in none of them."""
     inner = policy.inner if isinstance(policy, BackgroundLast) else policy

@@ -1,11 +1,6 @@
 """WaitingTimes: since when each request waits for its next iteration, and which ones starve."""
 
-from typing import TYPE_CHECKING
-
-from engine.request import State
-
-if TYPE_CHECKING:
-    from engine.request import Request
+from engine.request import Request, State
 
 # Swept in results/constants
 STARVATION_SECONDS = 60.0  # the limit of policies whose paper names none
@@ -23,20 +18,20 @@ class WaitingTimes:
         self._since: dict[Request, float] = {}
         self._reported_at: float | None = None
 
-    def restart(self, request: "Request", now: float) -> None:
+    def restart(self, request: Request, now: float) -> None:
         """The request arrived or was just in an iteration: its wait starts now."""
         self._since.pop(request, None)
         self._since[request] = now
 
-    def remove(self, request: "Request") -> None:
+    def remove(self, request: Request) -> None:
         """The request has ended, or its wait is not watched any more."""
         self._since.pop(request, None)
 
-    def seconds_left(self, request: "Request", now: float) -> float:
+    def seconds_left(self, request: Request, now: float) -> float:
         """Seconds until the request starves."""
         return self._since[request] + self._limit - now
 
-    def starving(self, now: float, most: int = MAX_AT_ONCE) -> "list[Request]":
+    def starving(self, now: float, most: int = MAX_AT_ONCE) -> list[Request]:
         """Requests that have waited for the limit or longer, at most `most`, the longest wait
         first. Their wait restarts, so that each is reported once per limit. None at a time for
         which this was called before: a second walk of an order changes nothing."""

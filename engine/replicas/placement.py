@@ -1,11 +1,9 @@
 """Placement: which replica gets a request. The server and the fleet simulator share this code."""
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    Place = Callable[["Sequence[Load]"], int]
+Place = Callable[["Sequence[Load]"], int]
 
 
 class Load(NamedTuple):
@@ -32,7 +30,7 @@ def growth(delay: float, prefill: float, num_live: float) -> float:
     return delay + prefill * (num_live + 1)
 
 
-def least_growth(loads: "Sequence[Load]") -> int:
+def least_growth(loads: Sequence[Load]) -> int:
     """The replica on which the sum of all completion times grows least, the first one if several
     are equal. So a cached prefix is followed while it saves more than its replica's queue costs."""
     return min(range(len(loads)), key=lambda index: loads[index].growth)

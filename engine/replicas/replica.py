@@ -1,24 +1,20 @@
 """Replica: an engine of a model that has several, and what is known and forecast of its queue."""
 
 from bisect import bisect_left
+from collections.abc import Iterator
 from itertools import islice
 from math import inf
-from typing import TYPE_CHECKING
 
+from engine.cost.model import CostModel
 from engine.iteration import Observer
+from engine.loop import Engine
 from engine.policy.forecast import MAX_SAMPLED, Forecast
+from engine.pool import RequestPool
+from engine.ports import Cost
 from engine.request import FoundPrefix, Request, State
+from engine.step import RequestId
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from engine.loop import Engine
-    from engine.step import RequestId
-
-    Beginning = tuple[str, bytes]  # `Caching.key`, and the hash of the first block
-    from engine.cost.model import CostModel
-    from engine.pool import RequestPool
-    from engine.ports import Cost
+Beginning = tuple[str, bytes]  # `Caching.key`, and the hash of the first block
 
 # A request with so many does not move while its replica restarts: it may be the cause
 MAX_CRASHES = 1
@@ -30,13 +26,13 @@ class QueueDelay(Observer):
     """Forecasts by how much later a new request ends than on an idle replica. Learns from the
     requests that end how long outputs are. `seats`: requests in a batch."""
 
-    def __init__(self, cost: "Cost", seats: int) -> None:
+    def __init__(self, cost: Cost, seats: int) -> None:
         self._forecast = Forecast(cost, seats)
 
-    def ended(self, request: "Request", now: float) -> None:
+    def ended(self, request: Request, now: float) -> None:
         self._forecast.ended(request)
 
-    def seconds(self, pool: "RequestPool", model: "CostModel", now: float) -> float:
+    def seconds(self, pool: RequestPool, model: CostModel, now: float) -> float:
         """The forecast for these live requests; 0 if there are none."""
         if not pool:
             return 0.0
@@ -59,7 +55,7 @@ class QueueDelay(Observer):
 class Replica:
     """An engine, and what is known of its queue."""
 
-    def __init__(self, engine: "Engine", delay: "QueueDelay") -> None:
+    def __init__(self, engine: Engine, delay: QueueDelay) -> None:
         self.engine = engine
         self.scheduler = engine.scheduler
         self.pool = engine.scheduler.pool
@@ -126,7 +122,7 @@ class Replica:
         """Whether there are blocks for a request of another replica, without any from the cache."""
         return not self.scheduler.kv.missing(request, request.spec.max_slots, ()).is_any
 
-    def movable(self, now: float) -> "Iterator[Request]":
+    def movable(self, now: float) -> Iterator[Request]:
         """The waiting requests that may move, in their order."""
         is_lost = self.engine.rejection() is not None
         most = MAX_CRASHES if self.engine.failure is None else inf
@@ -138,7 +134,7 @@ class Replica:
                 yield request
 
 
-def _beginning(request: Request) -> "Beginning | None":
+def _beginning(request: Request) -> Beginning | None:
     """What requests that follow each other have in common; None if no block is full or hashed."""
     hashes = request.block_hashes
     return (request.spec.caching.key, hashes[0]) if hashes else None

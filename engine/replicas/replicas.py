@@ -11,28 +11,22 @@ requests wait, and move as others do, to be recomputed from their tokens.
 """
 
 import asyncio
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from engine.control.lifecycle import Queue
-from engine.errors import Unavailable
+from engine.control.scheduler import IterationScheduler
+from engine.errors import EngineError, Unavailable
 from engine.kv.prefix import extend_hashes
-from engine.replicas.placement import Load, growth, least_growth
+from engine.loop import Engine
+from engine.ports import Clock
+from engine.replicas.placement import Load, Place, growth, least_growth
+from engine.replicas.replica import Replica
 from engine.request import Abort, Request, RequestSpec, State, Times
 from engine.step import RequestId
 from engine.stream import TokenStream
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-
-    from engine.control.scheduler import IterationScheduler
-    from engine.errors import EngineError
-    from engine.loop import Engine
-    from engine.ports import Clock
-    from engine.replicas.placement import Place
-    from engine.replicas.replica import Replica
-
 
 MAX_CANDIDATES = 8  # waiting requests of a replica, of which one moves
 WAITING = State.WAITING
@@ -45,17 +39,17 @@ class Waiting(NamedTuple):
 
     growth: float
     request: Request
-    giver: "Replica"
+    giver: Replica
 
 
 class Moves:
     """Moves requests between replicas. `num_moved` counts them."""
 
-    def __init__(self, replicas: "Sequence[Replica]") -> None:
+    def __init__(self, replicas: Sequence[Replica]) -> None:
         self._replicas = replicas
         self.num_moved = 0
 
-    def balance(self, planned: "Replica", now: float) -> None:
+    def balance(self, planned: Replica, now: float) -> None:
         """A replica has planned, or has lost its workers. If requests wait there, each replica with
         a free seat gets the one that gains most by it, and all move if it cannot be restarted; if
         none waits, it gets one itself. Other pairs of replicas are as they were."""
@@ -73,20 +67,20 @@ class Moves:
                 if self._take(taker, waiting, now):
                     waiting = None
 
-    def _empty(self, giver: "Replica", now: float) -> None:
+    def _empty(self, giver: Replica, now: float) -> None:
         takers = [each for each in self._replicas if each.engine.failure is None]
         for request in list(giver.movable(now)):
             taker = min(takers, key=lambda each: (each.delay(now), len(each.pool)))
             self._move(request, giver, taker)
 
-    def _waiting(self, giver: "Replica", now: float) -> "Iterator[Waiting]":
+    def _waiting(self, giver: Replica, now: float) -> Iterator[Waiting]:
         """Requests that may move. Each waits behind those that stand before it."""
         for place, request in enumerate(list(islice(giver.movable(now), MAX_CANDIDATES))):
             before = giver.delay(now) * place / giver.pool.count(WAITING)
             wait, others = giver.restart_seconds + before, len(giver.pool) - 1
             yield Waiting(growth(wait, giver.prefill(request), others), request, giver)
 
-    def _take(self, taker: "Replica", waiting: "Iterable[Waiting]", now: float) -> bool:
+    def _take(self, taker: Replica, waiting: Iterable[Waiting], now: float) -> bool:
         """Move the request to a replica that gains most by it. Returns whether there is one."""
         delay, most, best = taker.delay(now), 0.0, None
         for each in waiting:
@@ -99,7 +93,7 @@ class Moves:
         self._move(best.request, best.giver, taker)
         return True
 
-    def _move(self, request: Request, giver: "Replica", taker: "Replica") -> None:
+    def _move(self, request: Request, giver: Replica, taker: Replica) -> None:
         self.num_moved += 1
         giver.engine.hand_over(request, taker.engine)
         taker.arrive(request)
@@ -109,7 +103,7 @@ class Replicas:
     """The engines of one model. What it has in common with `Engine` means the same."""
 
     def __init__(
-        self, replicas: "Sequence[Replica]", clock: "Clock", place: "Place" = least_growth
+        self, replicas: Sequence[Replica], clock: Clock, place: Place = least_growth
     ) -> None:
         """No request has arrived at any of them yet. `place` chooses among those that accept a
         request."""
@@ -128,7 +122,7 @@ class Replicas:
         return f"Replicas({', '.join(map(repr, self.engines))})"
 
     @property
-    def scheduler(self) -> "IterationScheduler":
+    def scheduler(self) -> IterationScheduler:
         """The scheduler of the first replica, whose settings and sizes are those of all."""
         return self.engines[0].scheduler
 
@@ -208,7 +202,7 @@ class Replicas:
         """End the live requests with this label and tenant, see `Engine.cancel`."""
         return sum(engine.cancel(label, tenant) for engine in self.engines)
 
-    def fail_lora(self, lora_id: int, error: "EngineError") -> None:
+    def fail_lora(self, lora_id: int, error: EngineError) -> None:
         """End the live requests of a LoRA adapter that the workers of a replica do not have."""
         for engine in self.engines:
             engine.fail_lora(lora_id, error)
@@ -223,7 +217,7 @@ class Replicas:
         """Reject new requests, wait at most so long for the live ones, and end the rest."""
         await asyncio.gather(*(engine.drain(seconds) for engine in self.engines))
 
-    def _balance(self, planned: "Replica") -> None:
+    def _balance(self, planned: Replica) -> None:
         """A replica has planned, or has lost its workers. While the server drains no request moves,
         since a replica whose requests have ended ends."""
         if self.is_draining:

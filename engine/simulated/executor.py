@@ -2,21 +2,25 @@
 
 import asyncio
 from collections import deque
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
 
 from engine.errors import Unavailable
-from engine.step import LAST_TOKEN, Direction, PageKind, StepResult
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from engine.step import BlockMove, RequestId, Step, StepEntry
-
+from engine.step import (
+    LAST_TOKEN,
+    BlockMove,
+    Direction,
+    PageKind,
+    RequestId,
+    Step,
+    StepEntry,
+    StepResult,
+)
 
 VECTOR = bytes(4)  # a pooling request's result: one number, 0
 
 
-def synthetic_token(entry: "StepEntry") -> int:
+def synthetic_token(entry: StepEntry) -> int:
     """The next token of an entry, a function of its request id and position only."""
     return (31 * entry.request_id + 7 * (entry.start + len(entry.tokens))) % 1009
 
@@ -24,14 +28,14 @@ def synthetic_token(entry: "StepEntry") -> int:
 class StepCost(Protocol):
     """The seconds of a step, and of the event loop around one (`CostModel`)."""
 
-    def step(self, step: "Step") -> float: ...
+    def step(self, step: Step) -> float: ...
 
     def idle(self, num_entries: int) -> float: ...
 
 
 class _Sampled(NamedTuple):
     at: float
-    requests: "set[RequestId]"
+    requests: set[RequestId]
 
 
 class SimulatedExecutor:
@@ -51,9 +55,9 @@ class SimulatedExecutor:
 
     def __init__(
         self,
-        cost: "StepCost",
+        cost: StepCost,
         depth: int = 1,
-        next_token: "Callable[[StepEntry], int] | None" = synthetic_token,
+        next_token: Callable[[StepEntry], int] | None = synthetic_token,
         lookahead: int = 0,
         block_seconds: float = 0.0,
     ) -> None:
@@ -74,17 +78,17 @@ class SimulatedExecutor:
         """Always true: a simulated worker does not die."""
         return True
 
-    def watch(self, on_lost: "Callable[[], object]") -> None:
+    def watch(self, on_lost: Callable[[], object]) -> None:
         """Never calls `on_lost`."""
 
-    def submit(self, step: "Step") -> "asyncio.Future[StepResult]":
+    def submit(self, step: Step) -> asyncio.Future[StepResult]:
         loop = asyncio.get_running_loop()
         result, at = self.run(step, loop.time())
         future: asyncio.Future[StepResult] = loop.create_future()
         loop.call_at(at, _resolve, future, result)
         return future
 
-    def run(self, step: "Step", now: float) -> "tuple[StepResult, float]":
+    def run(self, step: Step, now: float) -> tuple[StepResult, float]:
         """The result of a step that is submitted at `now`, and when it returns."""
         seconds = self._cost.step(step)
         before, beside = self._link_seconds(step)
@@ -103,7 +107,7 @@ class SimulatedExecutor:
         )
         return result, at
 
-    def _sample(self, step: "Step") -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def _sample(self, step: Step) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The tokens of a step, and the number of accepted drafts of each entry with drafts."""
         next_token = self._next_token
         sampled = [entry for entry in step.entries if entry.sample is not None]
@@ -120,12 +124,12 @@ class SimulatedExecutor:
                 num_accepted.append(len(rows) - 1)
         return tuple(tokens), tuple(num_accepted)
 
-    def _tokens_known_at(self, step: "Step") -> float:
+    def _tokens_known_at(self, step: Step) -> float:
         """The moment at which all tokens of earlier steps are known that this step reads."""
         held = {entry.request_id for entry in step.entries if entry.tokens == (LAST_TOKEN,)}
         return max((at for at, requests in self._sampled if requests & held), default=0.0)
 
-    def _link_seconds(self, step: "Step") -> tuple[float, float]:
+    def _link_seconds(self, step: Step) -> tuple[float, float]:
         """Seconds of a stage's awaited moves, and of all of its moves."""
         if not step.moves:
             return 0.0, 0.0
@@ -134,7 +138,7 @@ class SimulatedExecutor:
             self._seconds_of(step.moves),
         )
 
-    def _seconds_of(self, moves: "Sequence[BlockMove]") -> float:
+    def _seconds_of(self, moves: Sequence[BlockMove]) -> float:
         blocks = _link_blocks([move for move in moves if move.kind is PageKind.BLOCK])
         return self._block_seconds * blocks
 
@@ -142,7 +146,7 @@ class SimulatedExecutor:
         raise Unavailable("a simulated worker does not die")
 
 
-def _sample_rows(entry: "StepEntry", next_token: "Callable[[StepEntry], int]") -> list[int]:
+def _sample_rows(entry: StepEntry, next_token: Callable[[StepEntry], int]) -> list[int]:
     """The tokens of an entry: one, and one more for each accepted draft."""
     num_known = len(entry.tokens) - entry.num_drafts
     sampled: list[int] = []
@@ -154,12 +158,12 @@ def _sample_rows(entry: "StepEntry", next_token: "Callable[[StepEntry], int]") -
     return sampled
 
 
-def _link_blocks(moves: "Sequence[BlockMove]") -> int:
+def _link_blocks(moves: Sequence[BlockMove]) -> int:
     """Blocks that cross the link in its busier direction."""
     out = sum(move.num_blocks for move in moves if move.direction is Direction.OUT)
     return max(out, sum(move.num_blocks for move in moves) - out)
 
 
-def _resolve(future: "asyncio.Future[StepResult]", result: StepResult) -> None:
+def _resolve(future: asyncio.Future[StepResult], result: StepResult) -> None:
     if not future.done():
         future.set_result(result)

@@ -4,19 +4,15 @@ TTFT: arrival to first token. ITL: gaps between tokens of one request, pooled. T
 / (tokens - 1). JCT: arrival to last token. Normalized latency: JCT / tokens (Orca, section 6).
 """
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
 
 import numpy
 
 from engine.errors import InvalidRequest
+from engine.simulated.play import Outcome, PlayResult
+from engine.simulated.record import Moment, Recorder
 from engine.simulated.trace import mean_rate
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from engine.simulated.play import Outcome, PlayResult
-    from engine.simulated.record import Moment, Recorder
 
 MEASURES = {
     "ttft": "TTFT",
@@ -54,7 +50,7 @@ class SLO:
             raise InvalidRequest(f"unknown limit {min(unknown)!r}; the limits are {known}", "slo")
         return cls(**limits)
 
-    def is_met(self, outcome: "Outcome") -> bool:
+    def is_met(self, outcome: Outcome) -> bool:
         limits = (
             (self.ttft, outcome.ttft),
             (self.tpot, outcome.tpot or 0.0),
@@ -77,7 +73,7 @@ class Distribution:
     highest: float
 
     @classmethod
-    def of(cls, samples: "Sequence[float]") -> "Distribution | None":
+    def of(cls, samples: Sequence[float]) -> "Distribution | None":
         """None if there are no samples."""
         if not len(samples):
             return None
@@ -105,7 +101,7 @@ class Figures:
     swapped_slots: int  # slots moved between device and host, in both directions
     num_good: int  # finished within the SLO
     spreads: dict[str, Distribution | None]
-    moments: "list[Moment]"
+    moments: list[Moment]
 
     @property
     def throughput(self) -> float:
@@ -144,7 +140,7 @@ class Figures:
         return asdict(self) | rates | {"moments": moments}
 
 
-def summarise(label: str, played: "PlayResult", recorder: "Recorder", slo: SLO) -> Figures:
+def summarise(label: str, played: PlayResult, recorder: Recorder, slo: SLO) -> Figures:
     """The metrics of the finished requests; rejected and lost ones only lower the attainment."""
     outcomes = played.outcomes
     arrivals = sorted(

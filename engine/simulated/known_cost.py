@@ -1,18 +1,14 @@
 """KnownCost: a cost model that the simulated machine follows exactly, so nothing is learned."""
 
-from typing import TYPE_CHECKING
-
 from engine.cost.live import WEIGHT, LiveCost
-
-if TYPE_CHECKING:
-    from engine.step import Step
+from engine.step import Step
 
 
 class KnownCost(LiveCost):
     """Only the rate of tokens is updated. (Updating the model would be a costly no-op at half a
     million steps per run.)"""
 
-    def observe(self, step: "Step", seconds: float) -> None:
+    def observe(self, step: Step, seconds: float) -> None:
         self.observe_tokens(step.num_tokens, seconds)
 
     def observe_tokens(self, num_tokens: int, seconds: float) -> None:

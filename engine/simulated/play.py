@@ -1,30 +1,26 @@
 """Runs the arrivals of a trace through a real `Engine`, and reports the outcome of each."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from engine.control.scheduler import IterationScheduler
 from engine.errors import EngineError, RequestCancelled
 from engine.loop import Engine
+from engine.ports import StepExecutor
 from engine.request import Abort, Request, RequestSpec
+from engine.simulated.trace import Arrival
 from engine.simulated.virtual_loop import run_virtual
+from engine.step import TokenLogprobs
 from engine.stream import TokenStream
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from engine.control.scheduler import IterationScheduler
-    from engine.ports import StepExecutor
-    from engine.simulated.trace import Arrival
-    from engine.step import TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """A finished request: seconds from its arrival to its first and last token."""
 
-    arrival: "Arrival"
+    arrival: Arrival
     ttft: float
     jct: float
     num_preemptions: int
@@ -47,7 +43,7 @@ class Outcome:
 class RequestLost(NamedTuple):
     """A request that was rejected, or that was accepted and did not finish."""
 
-    arrival: "Arrival"
+    arrival: Arrival
     error: EngineError
 
 
@@ -63,7 +59,7 @@ class PlayResult(NamedTuple):
 
 
 def play(
-    scheduler: "IterationScheduler", executor: "StepExecutor", arrivals: "Sequence[Arrival]"
+    scheduler: IterationScheduler, executor: StepExecutor, arrivals: Sequence[Arrival]
 ) -> list[Outcome]:
     """Run every arrival to its last token; outcomes in order of arrival. Deterministic.
 
@@ -76,10 +72,10 @@ def play(
 
 
 def play_all(
-    scheduler: "IterationScheduler",
-    executor: "StepExecutor",
-    arrivals: "Sequence[Arrival]",
-    on_accepted: "OnAccepted | None" = None,
+    scheduler: IterationScheduler,
+    executor: StepExecutor,
+    arrivals: Sequence[Arrival],
+    on_accepted: OnAccepted | None = None,
     lookahead: int = 0,
 ) -> PlayResult:
     """Like `play`, for loads at which some requests may be rejected.
@@ -90,10 +86,10 @@ def play_all(
 
 
 async def play_async(
-    scheduler: "IterationScheduler",
-    executor: "StepExecutor",
-    arrivals: "Sequence[Arrival]",
-    on_accepted: "OnAccepted | None" = None,
+    scheduler: IterationScheduler,
+    executor: StepExecutor,
+    arrivals: Sequence[Arrival],
+    on_accepted: OnAccepted | None = None,
     lookahead: int = 0,
 ) -> PlayResult:
     """Like `play_all`, on the running event loop: a virtual one, or a real one together with a
@@ -113,7 +109,7 @@ async def play_async(
 class _Clients:
     """All clients of a trace: sends each request at its time and records its end."""
 
-    def __init__(self, engine: Engine, size: int, on_accepted: "OnAccepted | None") -> None:
+    def __init__(self, engine: Engine, size: int, on_accepted: OnAccepted | None) -> None:
         self.all_ended = asyncio.Event()
         self._engine = engine
         self._num_open = size
@@ -121,7 +117,7 @@ class _Clients:
         self._outcomes: dict[int, Outcome] = {}
         self._lost: dict[int, RequestLost] = {}
 
-    async def send(self, arrivals: "Sequence[Arrival]") -> None:
+    async def send(self, arrivals: Sequence[Arrival]) -> None:
         loop = asyncio.get_running_loop()
         began = loop.time()
         if not arrivals:
@@ -146,13 +142,13 @@ class _Clients:
         finished = [self._outcomes[index] for index in sorted(self._outcomes)]
         return PlayResult(finished, [self._lost[index] for index in sorted(self._lost)])
 
-    def _recording_end(self, index: int, arrival: "Arrival") -> "Callable[[Request], None]":
+    def _recording_end(self, index: int, arrival: Arrival) -> Callable[[Request], None]:
         def on_end(request: Request) -> None:
             self._record_end(index, arrival, request.error or outcome_of(arrival, request))
 
         return on_end
 
-    def _record_end(self, index: int, arrival: "Arrival", end: Outcome | EngineError) -> None:
+    def _record_end(self, index: int, arrival: Arrival, end: Outcome | EngineError) -> None:
         if isinstance(end, Outcome):
             self._outcomes[index] = end
         else:
@@ -169,12 +165,12 @@ class _FinishStream(TokenStream):
     """
 
     def __init__(
-        self, spec: RequestSpec, engine: Engine, on_end: "Callable[[Request], None]"
+        self, spec: RequestSpec, engine: Engine, on_end: Callable[[Request], None]
     ) -> None:
         super().__init__(spec, engine)
         self._on_end = on_end
 
-    def push(self, token: int, logprobs: "TokenLogprobs | None" = None) -> None:
+    def push(self, token: int, logprobs: TokenLogprobs | None = None) -> None:
         if self.request.finish is not None:
             self._on_end(self.request)
 
@@ -190,7 +186,7 @@ class _FinishStream(TokenStream):
             self._on_end(request)
 
 
-def outcome_of(arrival: "Arrival", request: Request) -> Outcome:
+def outcome_of(arrival: Arrival, request: Request) -> Outcome:
     """The outcome of a finished request."""
     times = request.times
     pooled_at = times.ended_at if request.spec.is_pooling else None

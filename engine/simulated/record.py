@@ -1,19 +1,13 @@
 """Recorder: an observer that collects inter-token latencies and the state over time."""
 
 from array import array
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple
 
-from engine.iteration import Observer
-from engine.request import State
-from engine.step import Direction
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from engine.control.scheduler import IterationScheduler
-    from engine.iteration import Iteration
-    from engine.request import Request
-    from engine.step import BlockMove, RequestId
+from engine.control.scheduler import IterationScheduler
+from engine.iteration import Iteration, Observer
+from engine.request import Request, State
+from engine.step import BlockMove, Direction, RequestId
 
 
 class Moment(NamedTuple):
@@ -46,11 +40,11 @@ class Recorder(Observer):
         self._scheduler: IterationScheduler | None = None
         self._last_token_at: dict[RequestId, float] = {}
 
-    def watch(self, scheduler: "IterationScheduler") -> None:
+    def watch(self, scheduler: IterationScheduler) -> None:
         self._scheduler = scheduler
         self.block_size = scheduler.kv.block_size
 
-    def committed(self, iteration: "Iteration", seconds: float, now: float) -> None:
+    def committed(self, iteration: Iteration, seconds: float, now: float) -> None:
         self.num_iterations += 1
         self.busy_seconds += seconds
         last = self._last_token_at
@@ -69,11 +63,11 @@ class Recorder(Observer):
         else:
             self.gaps.extend(array("d", (seconds,)) * count)
 
-    def forget(self, request: "Request") -> None:
+    def forget(self, request: Request) -> None:
         """The request has ended."""
         self._last_token_at.pop(request.request_id, None)
 
-    def produced(self, requests: "Iterable[Request]", now: float) -> None:
+    def produced(self, requests: Iterable[Request], now: float) -> None:
         """Each of these requests got a token."""
         for request in requests:
             self._last_token_at[request.request_id] = now
@@ -84,10 +78,10 @@ class Recorder(Observer):
             self.next_sample = now + self._period
             self._sample(now)
 
-    def preempted(self, request: "Request", now: float) -> None:
+    def preempted(self, request: Request, now: float) -> None:
         self.num_recomputed += 1
 
-    def swapped(self, request: "Request", move: "BlockMove", now: float) -> None:
+    def swapped(self, request: Request, move: BlockMove, now: float) -> None:
         self.swapped_blocks += move.num_blocks
         if move.direction is Direction.OUT:
             self.num_swapped += 1

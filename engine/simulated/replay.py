@@ -9,7 +9,6 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -23,9 +22,7 @@ from engine.pooling import PoolSpec
 from engine.request import Abort, Caching, FinishReason, Request, RequestSpec
 from engine.simulated.recording_rows import ArrivalRow, IterationRow
 from engine.simulated.trace import GREEDY, Arrival
-
-if TYPE_CHECKING:
-    from engine.step import StepEntry
+from engine.step import StepEntry
 
 END = (1 << 31) - 1  # the stop token of synthetic outputs
 _FIRST_UNIQUE = 1 << 30  # token ids from here on belong to one request only
@@ -84,7 +81,7 @@ class RecordedOutputs:
         assert isinstance(arrival, RecordedRequest), "the arrival of a recording"
         self._arrivals[request.request_id] = arrival
 
-    def __call__(self, entry: "StepEntry") -> int:
+    def __call__(self, entry: StepEntry) -> int:
         position = entry.start + len(entry.tokens)
         return self._arrivals[entry.request_id].token(position)
 

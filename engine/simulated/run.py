@@ -1,31 +1,26 @@
 """One simulated run: a new scheduler, KV ledger and policy on given hardware, and its metrics."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from engine.control.admission import Admission
 from engine.control.scheduler import IterationScheduler
-from engine.iteration import ObserverGroup
+from engine.control.settings import SchedulerSettings
+from engine.cost.live import LiveCost
+from engine.cost.model import CostModel
+from engine.iteration import Observer, ObserverGroup
 from engine.kv.ledger import KVLedger
 from engine.kv_shape import KVShape
+from engine.policy.port import Policy
+from engine.ports import Cost
 from engine.simulated.executor import SimulatedExecutor
 from engine.simulated.figures import SLO, Figures, summarise
 from engine.simulated.known_cost import KnownCost
 from engine.simulated.play import play_all
 from engine.simulated.record import Recorder
 from engine.simulated.replay import RecordedOutputs, RecordedRequest
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from engine.control.settings import SchedulerSettings
-    from engine.cost.live import LiveCost
-    from engine.cost.model import CostModel
-    from engine.iteration import Observer
-    from engine.policy.port import Policy
-    from engine.ports import Cost
-    from engine.simulated.trace import Arrival
-    from engine.speculation.drafter import Drafter
+from engine.simulated.trace import Arrival
+from engine.speculation.drafter import Drafter
 
 NO_SLO = SLO()
 _NUM_MOMENTS = 500  # samples of the state while requests arrive
@@ -40,9 +35,9 @@ class Setup:
     """
 
     label: str
-    settings: "SchedulerSettings"
-    policy: "Callable[[Cost], Policy]"
-    cost: "CostModel"
+    settings: SchedulerSettings
+    policy: Callable[[Cost], Policy]
+    cost: CostModel
     num_slots: int
     block_size: int = 16
     stages: int = 1
@@ -52,14 +47,12 @@ class Setup:
     num_host_slots: int = 0
     saves_on_host: bool = False
     slot_seconds: float = 0.0  # to move one slot's KV between device and host, on every stage
-    windows: "tuple[int | None, ...]" = (None,)
+    windows: tuple[int | None, ...] = (None,)
     num_states: int = 0
     num_host_states: int = 0
 
 
-def simulate(
-    setup: Setup, arrivals: "Sequence[Arrival]", also: "Observer | None" = None
-) -> Figures:
+def simulate(setup: Setup, arrivals: Sequence[Arrival], also: Observer | None = None) -> Figures:
     """Run the arrivals, which are sorted by time, until every request has ended. `also` observes
     all events."""
     recorder = recorder_of(arrivals)
@@ -74,12 +67,12 @@ def simulate(
     return summarise(setup.label, played, recorder, setup.slo)
 
 
-def recorder_of(arrivals: "Sequence[Arrival]") -> Recorder:
+def recorder_of(arrivals: Sequence[Arrival]) -> Recorder:
     """A recorder that samples the state while these requests arrive."""
     return Recorder(period=arrivals[-1].at / _NUM_MOMENTS if arrivals else 1.0)
 
 
-def prepared(setup: Setup, arrivals: "Sequence[Arrival]") -> "Sequence[Arrival]":
+def prepared(setup: Setup, arrivals: Sequence[Arrival]) -> Sequence[Arrival]:
     """The arrivals, of which an oracle knows all lengths."""
     if setup.is_oracle:
         arrivals = [
@@ -88,13 +81,13 @@ def prepared(setup: Setup, arrivals: "Sequence[Arrival]") -> "Sequence[Arrival]"
     return arrivals
 
 
-def is_recorded(arrivals: "Sequence[Arrival]") -> bool:
+def is_recorded(arrivals: Sequence[Arrival]) -> bool:
     """Whether the arrivals say which tokens the outputs have."""
     return any(isinstance(arrival, RecordedRequest) for arrival in arrivals)
 
 
 def build_scheduler(
-    setup: Setup, cost: "LiveCost", observer: "Observer", drafter: "Drafter | None" = None
+    setup: Setup, cost: LiveCost, observer: Observer, drafter: Drafter | None = None
 ) -> IterationScheduler:
     """A scheduler of the simulated system, without requests."""
     size, num_groups = setup.block_size, len(setup.windows)

@@ -9,21 +9,18 @@ import gzip
 import json
 import zlib
 from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import inf
-from typing import TYPE_CHECKING
+from pathlib import Path
+from random import Random
 
 from engine.errors import InvalidRequest
 from engine.request import RequestSpec
 from engine.step import SamplingParams
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-    from pathlib import Path
-    from random import Random
-
-    Lengths = Callable[[Random], tuple[int, int]]  # samples (prompt_len, output_len)
+Lengths = Callable[[Random], tuple[int, int]]  # samples (prompt_len, output_len)
 
 GREEDY = SamplingParams(temperature=0.0)
 SHARED_BLOCK = 512  # tokens per entry of `Arrival.blocks`, as in the Mooncake traces
@@ -61,13 +58,13 @@ class Arrival:
         return tuple(tokens[: self.prompt_len])
 
 
-def poisson(rate: float, count: int, lengths: "Lengths", random: "Random") -> list[Arrival]:
+def poisson(rate: float, count: int, lengths: Lengths, random: Random) -> list[Arrival]:
     """`count` arrivals at `rate` requests/s with exponential gaps."""
     return _arrivals((random.expovariate(rate) for _ in range(count)), lengths, random)
 
 
 def gamma(
-    rate: float, count: int, lengths: "Lengths", random: "Random", variation: float
+    rate: float, count: int, lengths: Lengths, random: Random, variation: float
 ) -> list[Arrival]:
     """Gamma-distributed gaps. `variation` is their coefficient of variation: 1 is a Poisson
     process, more is burstier."""
@@ -76,12 +73,12 @@ def gamma(
     return _arrivals(gaps, lengths, random)
 
 
-def steady(rate: float, count: int, lengths: "Lengths", random: "Random") -> list[Arrival]:
+def steady(rate: float, count: int, lengths: Lengths, random: Random) -> list[Arrival]:
     """Equal gaps."""
     return _arrivals((1 / rate for _ in range(count)), lengths, random)
 
 
-def _arrivals(gaps: "Iterator[float]", lengths: "Lengths", random: "Random") -> list[Arrival]:
+def _arrivals(gaps: Iterator[float], lengths: Lengths, random: Random) -> list[Arrival]:
     at = 0.0
     arrivals = []
     for gap in gaps:
@@ -90,14 +87,14 @@ def _arrivals(gaps: "Iterator[float]", lengths: "Lengths", random: "Random") -> 
     return arrivals
 
 
-def orca_lengths(random: "Random") -> tuple[int, int]:
+def orca_lengths(random: Random) -> tuple[int, int]:
     """Orca, section 6.2: prompts uniform in 32..512, outputs uniform in 1..128 tokens."""
     return random.randint(32, 512), random.randint(1, 128)
 
 
 def skewed_lengths(
     max_prompt: int = 1024, max_output: int = 1024, exponent: float = 1.2
-) -> "Lengths":
+) -> Lengths:
     """FastServe's synthetic workload: many short requests and a few long ones.
 
     Both lengths are independent and follow Zipf's law up to their maxima: a length of k has a
@@ -105,37 +102,37 @@ def skewed_lengths(
     """
     prompts, outputs = _zipf(max_prompt, exponent), _zipf(max_output, exponent)
 
-    def sample(random: "Random") -> tuple[int, int]:
+    def sample(random: Random) -> tuple[int, int]:
         return prompts(random), outputs(random)
 
     return sample
 
 
-def _zipf(maximum: int, exponent: float) -> "Callable[[Random], int]":
+def _zipf(maximum: int, exponent: float) -> Callable[[Random], int]:
     below = list(accumulate(length**-exponent for length in range(1, maximum + 1)))
     return lambda random: 1 + min(bisect_left(below, random.random() * below[-1]), maximum - 1)
 
 
-def mean_rate(arrivals: "Sequence[Arrival]") -> float:
+def mean_rate(arrivals: Sequence[Arrival]) -> float:
     """Requests/s from the first arrival to the last; 0 if they are simultaneous."""
     seconds = arrivals[-1].at - arrivals[0].at if arrivals else 0.0
     return (len(arrivals) - 1) / seconds if seconds else 0.0
 
 
-def sped_up(arrivals: "Sequence[Arrival]", factor: float) -> list[Arrival]:
+def sped_up(arrivals: Sequence[Arrival], factor: float) -> list[Arrival]:
     """The same requests with all gaps divided by `factor`, starting at 0 s."""
     start = arrivals[0].at if arrivals else 0.0
     return [replace(arrival, at=(arrival.at - start) / factor) for arrival in arrivals]
 
 
-def at_rate(arrivals: "Sequence[Arrival]", rate: float) -> list[Arrival]:
+def at_rate(arrivals: Sequence[Arrival], rate: float) -> list[Arrival]:
     """The same requests in the same pattern, at `rate` requests/s on average."""
     assert mean_rate(arrivals) > 0.0, "simultaneous arrivals cannot be scaled to a rate"
     return sped_up(arrivals, rate / mean_rate(arrivals))
 
 
 def superposed(
-    arrivals: "Sequence[Arrival]", copies: int, random: "Random", spread: float = 60.0
+    arrivals: Sequence[Arrival], copies: int, random: Random, spread: float = 60.0
 ) -> list[Arrival]:
     """So many copies of the same requests, each later by up to `spread` seconds. Copies share no
     block."""
@@ -151,12 +148,12 @@ def superposed(
     return sorted(found, key=lambda one: one.at)
 
 
-def between(arrivals: "Sequence[Arrival]", start: float, stop: float) -> list[Arrival]:
+def between(arrivals: Sequence[Arrival], start: float, stop: float) -> list[Arrival]:
     """The arrivals within `[start, stop)` seconds."""
     return [arrival for arrival in arrivals if start <= arrival.at < stop]
 
 
-def read_trace(path: "Path") -> list[Arrival]:
+def read_trace(path: Path) -> list[Arrival]:
     """Read a CSV or Mooncake JSONL trace, which may be gzipped, sorted by time. Raises
     `BadTrace`."""
     read = read_mooncake if ".jsonl" in path.suffixes else read_csv
@@ -169,7 +166,7 @@ def read_trace(path: "Path") -> list[Arrival]:
     return arrivals
 
 
-def read_csv(path: "Path") -> "Iterator[Arrival]":
+def read_csv(path: Path) -> Iterator[Arrival]:
     """Read lines of arrival_s,prompt_tokens,output_tokens (the Azure LLM inference traces); the
     file may be gzipped and have a header line. Raises `BadTrace`."""
     opener = gzip.open if path.suffix == ".gz" else open
@@ -185,7 +182,7 @@ def read_csv(path: "Path") -> "Iterator[Arrival]":
             yield _arrival(path, number, Arrival(at, prompt_len, output_len))
 
 
-def read_mooncake(path: "Path") -> "Iterator[Arrival]":
+def read_mooncake(path: Path) -> Iterator[Arrival]:
     """Read JSON lines of `timestamp` (ms), `input_length`, `output_length` and `hash_ids` (one
     per 512 prompt tokens; equal ids mean a shared prefix); the file may be gzipped. Raises
     `BadTrace`."""
@@ -205,7 +202,7 @@ def read_mooncake(path: "Path") -> "Iterator[Arrival]":
             yield _arrival(path, number, arrival)
 
 
-def _arrival(path: "Path", number: int, arrival: Arrival) -> Arrival:
+def _arrival(path: Path, number: int, arrival: Arrival) -> Arrival:
     if arrival.prompt_len < 1 or arrival.output_len < 1 or not 0.0 <= arrival.at < inf:
         raise BadTrace(f"{path}, line {number}: lengths must be at least 1 and times at least 0")
     return arrival

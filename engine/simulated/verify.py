@@ -7,14 +7,13 @@ schedules are checked this way, and `podway simulate --replay` reports the recor
 
 from collections import deque
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from engine.control.event_recorder import EventRecorder, render
 from engine.cost.live import LiveCost
 from engine.errors import RequestCancelled, StepFailed, Unavailable
-from engine.iteration import ObserverGroup
+from engine.iteration import Iteration, ObserverGroup
 from engine.policy import build
 from engine.request import Abort, FinishReason, Request
 from engine.simulated.executor import VECTOR
@@ -22,12 +21,8 @@ from engine.simulated.figures import SLO, Figures, summarise
 from engine.simulated.play import Outcome, PlayResult, RequestLost, outcome_of
 from engine.simulated.record import Recorder
 from engine.simulated.recording_rows import IterationRow
-from engine.simulated.replay import RecordedOutputs, decode_row
+from engine.simulated.replay import RecordedOutputs, Recording, decode_row
 from engine.step import Fault, StepResult
-
-if TYPE_CHECKING:
-    from engine.iteration import Iteration
-    from engine.simulated.replay import Recording
 
 _PERIODS = 500  # samples of the state over time
 
@@ -48,7 +43,7 @@ class Verification:
 class RecordingVerifier:
     """A scheduler with the settings of a recording, driven by the recording's events."""
 
-    def __init__(self, recording: "Recording") -> None:
+    def __init__(self, recording: Recording) -> None:
         header = recording.header
         self._recording = recording
         self._produced: list[IterationRow] = []

@@ -5,10 +5,8 @@ the rates are known without computing drafts for the purpose.
 """
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from engine.speculation.proposers import Proposal
+from engine.speculation.proposers import Proposal
 
 # fixed: classes of lengths of matches, each with many guesses; longer ones are in the last
 _BUCKETS = (0, 1, 2, 3, 4, *[5] * 3, *[6] * 8)
@@ -64,7 +62,7 @@ class AcceptanceRates:
         if self._prior is not None:
             self._prior.observe(bucket, is_right=is_right)
 
-    def compare(self, proposal: "Proposal", tokens: "list[int]") -> None:
+    def compare(self, proposal: Proposal, tokens: list[int]) -> None:
         """Count the guesses of `proposal` whose tokens are known by now."""
         for behind, (guess, token) in enumerate(zip(proposal.tokens, tokens, strict=False)):
             self.observe(bucket_of(proposal.length + behind), is_right=guess == token)

@@ -12,18 +12,13 @@ the cost model or the acceptance rates say, and what it gains may be spent to fi
 """
 
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Collection
 
-from engine.cost.live import MAX_ERROR, NEWS_SHARE
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
-
-    from engine.cost.live import LiveCost
-    from engine.iteration import Iteration
-    from engine.ports import Clock
-    from engine.request import Request
-    from engine.step import StepId
+from engine.cost.live import MAX_ERROR, NEWS_SHARE, LiveCost
+from engine.iteration import Iteration
+from engine.ports import Clock
+from engine.request import Request
+from engine.step import StepId
 
 # The share of the workers' time. What text without matches loses with it is in the rows `hostile`
 # and `stories` of examples/benchmarks/results/speculation/README.md, column "on / off".
@@ -39,7 +34,7 @@ WARM_UPS = 2  # iterations of a size whose kernel calls may be new: what they lo
 class SpeculationBudget:
     """Keeps the seconds that are left, and what guesses and drafts cost beside the cost model."""
 
-    def __init__(self, cost: "LiveCost", clock: "Clock | None" = None) -> None:
+    def __init__(self, cost: LiveCost, clock: Clock | None = None) -> None:
         """The time of guesses is measured by `clock`, and estimated without one."""
         lone = cost.model.decodes(1, 1)
         self.seconds = FIRST_STEPS * lone
@@ -95,13 +90,13 @@ class SpeculationBudget:
         """Seconds from the end of a worker's step to the start of the next one without drafts."""
         return max(0.0, self._cost.model.idle(num_entries) + self._gap)
 
-    def miss(self, num_requests: int, ahead: "Collection[Request]") -> None:
+    def miss(self, num_requests: int, ahead: Collection[Request]) -> None:
         """So many of the requests miss an iteration without drafts that all could be in."""
         count = len(ahead)
         slots = sum([request.num_planned for request in ahead]) + count
         self.seconds -= self._cost.decodes(count, slots) * num_requests / count
 
-    def iteration_took(self, iteration: "Iteration", seconds: float, now: float) -> None:
+    def iteration_took(self, iteration: Iteration, seconds: float, now: float) -> None:
         """An iteration without drafts was committed; the worker took `seconds`. If nothing was
         planned ahead of the last one, to wait for drafts or behind them, the time between the two
         is taken out, as far as it is usual and no requests have arrived in it."""
@@ -113,7 +108,7 @@ class SpeculationBudget:
         self._follows_wait = iteration.step.step_id == self.wait_for
         self.seconds += SHARE * seconds
 
-    def plain_took(self, iteration: "Iteration", seconds: float, now: float) -> None:
+    def plain_took(self, iteration: Iteration, seconds: float, now: float) -> None:
         """An iteration without drafts was committed, for which nothing else of speculation was
         done: learn the time between steps."""
         gap = now - self._committed_at - seconds - self._cost.model.idle(len(iteration.requests))
@@ -123,7 +118,7 @@ class SpeculationBudget:
         self.seconds = min(self._most, self.seconds)
 
     def drafts_took(
-        self, iteration: "Iteration", seconds: float, now: float, num_accepted: int
+        self, iteration: Iteration, seconds: float, now: float, num_accepted: int
     ) -> None:
         """An iteration with drafts, or in which the draft model proposed tokens, was committed."""
         took, self._committed_at = now - self._committed_at, now

@@ -11,23 +11,18 @@ than that takes. Requests for which proposals do not pay are asked again now and
 small share of the workers' time, so that better times are noticed.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from engine.cost.live import MAX_ERROR, NEWS_SHARE
+from engine.cost.live import MAX_ERROR, NEWS_SHARE, LiveCost
+from engine.iteration import Iteration
+from engine.request import Request
+from engine.speculation.acceptance import AcceptanceRates
 from engine.speculation.budget import ASK_SECONDS, DRAFT_SECONDS, SHARE
 from engine.speculation.gain import MAX_SLOWDOWN, MIN_GAIN
 from engine.speculation.proposers import NO_PROPOSAL, Proposal
-from engine.step import ProposalSpec
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from engine.cost.live import LiveCost
-    from engine.iteration import Iteration
-    from engine.request import Request
-    from engine.speculation.acceptance import AcceptanceRates
-    from engine.step import RequestId, StepEntry, StepResult
+from engine.step import ProposalSpec, RequestId, StepEntry, StepResult
 
 PLAN_SHARE = SHARE / 2  # workers' time to plan and to probe, while proposals do not pay
 # Swept in results/constants
@@ -44,9 +39,9 @@ class Candidate(NamedTuple):
     1, 2, … of them are right."""
 
     place: int  # among the decodes
-    request: "Request"
-    entry: "StepEntry"
-    probabilities: "Sequence[float]"
+    request: Request
+    entry: StepEntry
+    probabilities: Sequence[float]
     num_missing: int  # tokens before the entry's own whose KV the draft model has not computed
 
     def spec(self, count: int, num_tokens: int | None = None) -> ProposalSpec:
@@ -69,7 +64,7 @@ class DraftModelProposer:
 
     name = "draft_model"
 
-    def __init__(self, cost: "LiveCost", size_ratio: float) -> None:
+    def __init__(self, cost: LiveCost, size_ratio: float) -> None:
         """`size_ratio` is that of the draft model's parameters to the model's."""
         self._cost = cost
         self._ratio = size_ratio  # seconds of a pass divided by those of a step of as many tokens
@@ -83,7 +78,7 @@ class DraftModelProposer:
 
     # The port of proposers
 
-    def propose(self, request: "Request", count: int) -> Proposal:
+    def propose(self, request: Request, count: int) -> Proposal:
         """What is left of the last proposal, if the output has followed it."""
         proposed = self._proposed.get(request.request_id)
         if proposed is None:
@@ -93,13 +88,13 @@ class DraftModelProposer:
             return NO_PROPOSAL
         return Proposal(proposed.tokens[len(since) :][:count], 1 + len(since))
 
-    def forget(self, request: "Request") -> None:
+    def forget(self, request: Request) -> None:
         self._proposed.pop(request.request_id, None)
         self._in_flight.discard(request.request_id)
 
     # Results
 
-    def is_proposing(self, request: "Request") -> bool:
+    def is_proposing(self, request: Request) -> bool:
         """Whether an iteration in flight proposes tokens for the request."""
         return request.request_id in self._in_flight
 
@@ -113,7 +108,7 @@ class DraftModelProposer:
         """Whether tokens were proposed for any request."""
         return bool(self._proposed)
 
-    def has_proposal(self, request: "Request") -> bool:
+    def has_proposal(self, request: Request) -> bool:
         """Whether tokens were proposed that have not been looked up yet; older ones are dropped."""
         proposed = self._proposed.get(request.request_id)
         if proposed is None:
@@ -123,12 +118,12 @@ class DraftModelProposer:
         del self._proposed[request.request_id]
         return False
 
-    def sent(self, request: "Request", spec: ProposalSpec) -> None:
+    def sent(self, request: Request, spec: ProposalSpec) -> None:
         """An iteration with this spec was planned."""
         if spec.num_tokens:
             self._in_flight.add(request.request_id)
 
-    def committed(self, iteration: "Iteration", result: "StepResult") -> None:
+    def committed(self, iteration: Iteration, result: StepResult) -> None:
         """The iteration's output was appended: keep the tokens that were proposed behind it, learn
         what that took, and allow as much probing and planning as a share of the time."""
         self._probe_credit = min(MAX_CREDIT, self._probe_credit + PLAN_SHARE * result.seconds)
@@ -152,12 +147,12 @@ class DraftModelProposer:
                 request.num_drafted = request.num_computed
         self._learn(specs, num_fed, result.proposal_seconds)
 
-    def _keep(self, request: "Request", tokens: tuple[int, ...]) -> None:
+    def _keep(self, request: Request, tokens: tuple[int, ...]) -> None:
         self._in_flight.discard(request.request_id)
         if tokens and request.is_started:
             self._proposed[request.request_id] = _Proposed(request.produced, tokens)
 
-    def _learn(self, specs: "Sequence[ProposalSpec]", num_fed: int, seconds: float) -> None:
+    def _learn(self, specs: Sequence[ProposalSpec], num_fed: int, seconds: float) -> None:
         """The draft model took `seconds` for these specs, and for `num_fed` tokens of the step."""
         if seconds <= 0.0:
             return
@@ -176,8 +171,8 @@ class DraftModelProposer:
 
     def candidates(
         self,
-        decodes: "Sequence[tuple[Request, StepEntry]]",
-        rates_of: "Callable[[Request], AcceptanceRates]",
+        decodes: Sequence[tuple[Request, StepEntry]],
+        rates_of: Callable[[Request], AcceptanceRates],
         num_drafts: int,
     ) -> list[Candidate]:
         """The decodes that at most `num_drafts` tokens can be proposed for. Background requests are
@@ -208,7 +203,7 @@ class DraftModelProposer:
 
     def plan(
         self,
-        candidates: "list[Candidate]",
+        candidates: list[Candidate],
         num_rows: int,
         seconds: float,
         most: int,
@@ -235,7 +230,7 @@ class DraftModelProposer:
         return specs or self._probe(candidates, most)
 
     def _depth(
-        self, ready: "list[Candidate]", num_rows: int, seconds: float, max_seconds: float
+        self, ready: list[Candidate], num_rows: int, seconds: float, max_seconds: float
     ) -> int:
         """How many tokens to propose for each of these decodes; 0 if none pay."""
         model = self._cost.model
@@ -259,12 +254,7 @@ class DraftModelProposer:
         return best
 
     def _pieces(
-        self,
-        behind: "list[Candidate]",
-        num_rows: int,
-        seconds: float,
-        most: int,
-        max_seconds: float,
+        self, behind: list[Candidate], num_rows: int, seconds: float, most: int, max_seconds: float
     ) -> dict[int, ProposalSpec]:
         """Pieces of prompts for the draft model to compute, as far as they pay."""
         specs: dict[int, ProposalSpec] = {}
@@ -298,7 +288,7 @@ class DraftModelProposer:
         expected = min(EXPECTED_TOKENS, most / 2)
         return saved * expected > self._pass_seconds(decode.num_missing, ())
 
-    def _probe(self, candidates: "list[Candidate]", most: int) -> dict[int, ProposalSpec]:
+    def _probe(self, candidates: list[Candidate], most: int) -> dict[int, ProposalSpec]:
         """Proposals for one request, if there is credit for them."""
         if not candidates:
             return {}
@@ -314,7 +304,7 @@ class DraftModelProposer:
             self._probe_credit -= seconds
         return {decode.place: decode.spec(PROBE_DRAFTS)}
 
-    def _pass_seconds(self, first: int, later: "Sequence[int]") -> float:
+    def _pass_seconds(self, first: int, later: Sequence[int]) -> float:
         """Seconds of the draft model for a pass of `first` tokens, and passes of `later` tokens."""
         tokens = self._cost.model.tokens
         return self._ratio * (tokens(first) + sum([tokens(count) for count in later]))

@@ -8,10 +8,13 @@ drafts in their last iteration are asked in rotation, as often as the budget all
 done at all while it is spent (`SpeculationBudget`).
 """
 
+from collections.abc import Callable, Collection, Sequence
 from math import inf
-from typing import TYPE_CHECKING
 
-from engine.iteration import Observer
+from engine.cost.live import LiveCost
+from engine.iteration import Iteration, Observer
+from engine.ports import Clock
+from engine.request import Request
 from engine.speculation.acceptance import DraftCounts
 from engine.speculation.budget import SpeculationBudget
 from engine.speculation.draft_model import DraftModelProposer
@@ -19,25 +22,16 @@ from engine.speculation.gain import DraftGain, Guess
 from engine.speculation.guesses import MIN_EXPECTED, Guesses
 from engine.speculation.ngram import NgramProposer
 from engine.speculation.prediction import PredictionProposer
-from engine.speculation.settings import MTP
+from engine.speculation.proposers import Proposer
+from engine.speculation.settings import MTP, SpeculationSettings
 from engine.speculation.suffix import SuffixProposer
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
-
-    from engine.cost.live import LiveCost
-    from engine.iteration import Iteration
-    from engine.ports import Clock
-    from engine.request import Request
-    from engine.speculation.proposers import Proposer
-    from engine.speculation.settings import SpeculationSettings
-    from engine.step import ProposalSpec, StepEntry, StepId, StepResult
+from engine.step import ProposalSpec, StepEntry, StepId, StepResult
 
 # Swept in results/constants
 CHECK_EVERY = 8  # iterations after which an inactive drafter sees whether it may be active
 MAX_PAUSE = 31  # iterations in which requests are planned ahead, after drafts were not worth it
 
-PROPOSERS: "dict[str, tuple[Callable[[SpeculationSettings], Proposer], ...]]" = {
+PROPOSERS: dict[str, tuple[Callable[[SpeculationSettings], Proposer], ...]] = {
     "ngram": (NgramProposer,),
     "suffix": (SuffixProposer,),
     "prediction": (),
@@ -51,11 +45,11 @@ class Drafter(Observer):
 
     def __init__(
         self,
-        proposers: "Sequence[Proposer]",
+        proposers: Sequence[Proposer],
         num_drafts: int,
-        cost: "LiveCost",
+        cost: LiveCost,
         draft_model: DraftModelProposer | None = None,
-        clock: "Clock | None" = None,
+        clock: Clock | None = None,
     ) -> None:
         """Propose at most `num_drafts` per request and iteration; `draft_model` is one more
         proposer. The time of guesses is measured by `clock`, and estimated without one."""
@@ -77,10 +71,10 @@ class Drafter(Observer):
     @classmethod
     def build(
         cls,
-        settings: "SpeculationSettings",
-        cost: "LiveCost",
+        settings: SpeculationSettings,
+        cost: LiveCost,
         size_ratio: float = 1.0,
-        clock: "Clock | None" = None,
+        clock: Clock | None = None,
     ) -> "Drafter":
         """A drafter with the proposers of a method, and the one for predictions.
 
@@ -94,7 +88,7 @@ class Drafter(Observer):
         return cls(every, settings.num_drafts, cost, draft_model, clock)
 
     def choose(
-        self, decodes: "Sequence[tuple[Request, StepEntry]]", most: int, max_seconds: float = inf
+        self, decodes: Sequence[tuple[Request, StepEntry]], most: int, max_seconds: float = inf
     ) -> dict[int, tuple[int, ...]]:
         """The drafts of an iteration that consists of these decodes, at most `most` in all, by the
         place of the decode. With them, the iteration takes at most `max_seconds`.
@@ -124,7 +118,7 @@ class Drafter(Observer):
         self._speculates = bool(chosen)
         return chosen
 
-    def waiting(self, oldest: "Iteration", ahead: "Collection[Request]") -> "set[Request]":
+    def waiting(self, oldest: Iteration, ahead: Collection[Request]) -> set[Request]:
         """The requests that could be planned ahead of the `oldest` iteration in flight, but
         wait for their tokens instead, because drafts will probably follow them.
 
@@ -162,7 +156,7 @@ class Drafter(Observer):
         """Drafts are not worth it: plan ahead for more iterations than the last time."""
         self._num_paused = self._pause = min(MAX_PAUSE, 2 * self._pause + 1)
 
-    def returned(self, request: "Request", num_drafts: int, num_accepted: int) -> None:
+    def returned(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         """The drafts of a request were verified."""
         self._guesses.returned(request, num_drafts, num_accepted)
         self._num_accepted += num_accepted
@@ -174,11 +168,8 @@ class Drafter(Observer):
             counts.by_position[position] += 1
 
     def proposals(
-        self,
-        decodes: "Sequence[tuple[Request, StepEntry]]",
-        most: int,
-        max_seconds: float = inf,
-    ) -> "dict[int, ProposalSpec]":
+        self, decodes: Sequence[tuple[Request, StepEntry]], most: int, max_seconds: float = inf
+    ) -> dict[int, ProposalSpec]:
         """What the draft model does in an iteration that consists of these decodes, by the place
         of the decode: it computes at most `most` tokens beside its proposals. With it, the
         iteration takes at most `max_seconds`."""
@@ -191,7 +182,7 @@ class Drafter(Observer):
         seconds += self._cost.model.tokens(num_rows)
         return model.plan(candidates, len(decodes), seconds, most, max_seconds)
 
-    def will_propose(self, request: "Request", spec: "ProposalSpec") -> None:
+    def will_propose(self, request: Request, spec: ProposalSpec) -> None:
         """The next iteration has this spec for the request."""
         self._speculates = True
         if self._draft_model is not None:
@@ -203,17 +194,17 @@ class Drafter(Observer):
         if self._draft_model is not None:
             self._draft_model.lost()
 
-    def sent(self, step_id: "StepId") -> None:
+    def sent(self, step_id: StepId) -> None:
         """A step was planned; it is remembered if it has drafts or proposals."""
         if self._speculates:
             self._speculates = False
             self._in_flight.add(step_id)
 
-    def dropped(self, iteration: "Iteration") -> None:
+    def dropped(self, iteration: Iteration) -> None:
         """Forget an iteration that raised an error."""
         self._in_flight.discard(iteration.step.step_id)
 
-    def iteration_took(self, iteration: "Iteration", result: "StepResult", now: float) -> None:
+    def iteration_took(self, iteration: Iteration, result: StepResult, now: float) -> None:
         """The iteration's result is committed: keep its proposals, and count its time. While
         nothing is active this does next to nothing."""
         seconds = result.seconds
@@ -240,6 +231,6 @@ class Drafter(Observer):
             return True
         return self._guesses.may_ask
 
-    def ended(self, request: "Request", now: float) -> None:
+    def ended(self, request: Request, now: float) -> None:
         """Forget the request."""
         self._guesses.forget(request)

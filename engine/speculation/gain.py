@@ -7,16 +7,14 @@ drafts takes seconds of the event loop (`SpeculationBudget.draft_gap`): with loo
 can be planned behind drafts, so the worker waits for the loop.
 """
 
+from collections.abc import Container, Mapping, Sequence
 from math import inf
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from collections.abc import Container, Mapping, Sequence
-
-    from engine.cost.live import LiveCost
-    from engine.iteration import Iteration
-    from engine.request import Request
-    from engine.speculation.budget import SpeculationBudget
+from engine.cost.live import LiveCost
+from engine.iteration import Iteration
+from engine.request import Request
+from engine.speculation.budget import SpeculationBudget
 
 # Swept in results/constants
 MIN_GAIN = 1.02  # drafts are computed if the expected tokens per second grow by this factor
@@ -27,17 +25,17 @@ class Guess(NamedTuple):
     """The probabilities that the first 1, 2, … guessed tokens of a decode are right."""
 
     place: int  # among the decodes
-    probabilities: "Sequence[float]"
+    probabilities: Sequence[float]
 
 
 class DraftGain:
     """Predicts from the live cost, and from what drafts were measured to take beside it."""
 
-    def __init__(self, cost: "LiveCost", budget: "SpeculationBudget") -> None:
+    def __init__(self, cost: LiveCost, budget: SpeculationBudget) -> None:
         self._cost = cost
         self._budget = budget
 
-    def fixed_seconds(self, starts: "Sequence[int]") -> float:
+    def fixed_seconds(self, starts: Sequence[int]) -> float:
         """Predicted seconds of an iteration of decodes at these positions without drafts, but for
         those that depend on the number of its tokens alone."""
         model, count = self._cost.model, len(starts)
@@ -45,11 +43,7 @@ class DraftGain:
         return seconds + self._budget.between(count)
 
     def counts(
-        self,
-        guesses: "Sequence[Guess]",
-        starts: "Sequence[int]",
-        most: int,
-        max_seconds: float = inf,
+        self, guesses: Sequence[Guess], starts: Sequence[int], most: int, max_seconds: float = inf
     ) -> dict[int, int]:
         """How many drafts each decode gets, by its place; `starts` are the decodes' positions. At
         most `most` in all, with which the iteration takes at most `max_seconds`; little longer than
@@ -81,9 +75,9 @@ class DraftGain:
 
     def is_worth_waiting(
         self,
-        oldest: "Iteration",
-        ahead: "Container[Request]",
-        likely: "Mapping[Request, Sequence[float]]",
+        oldest: Iteration,
+        ahead: Container[Request],
+        likely: Mapping[Request, Sequence[float]],
         num_drafts: int,
     ) -> bool:
         """Whether the iteration behind the `oldest` one is worth being planned when its tokens are

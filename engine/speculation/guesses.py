@@ -5,21 +5,17 @@ event loop's time, so a request is asked only as far as the budget allows: reque
 first, then others.
 """
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from engine.request import Request
 from engine.speculation.acceptance import AcceptanceRates
+from engine.speculation.budget import SpeculationBudget
+from engine.speculation.draft_model import DraftModelProposer
 from engine.speculation.prediction import PredictionProposer
 from engine.speculation.proposers import NO_PROPOSAL, Proposal, Proposer
-from engine.step import LAST_TOKEN
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from engine.request import Request
-    from engine.speculation.budget import SpeculationBudget
-    from engine.speculation.draft_model import DraftModelProposer
-    from engine.step import RequestId, StepEntry
+from engine.step import LAST_TOKEN, RequestId, StepEntry
 
 MIN_EXPECTED = 0.5  # accepted drafts for which to wait, not to plan ahead (results/constants)
 
@@ -28,11 +24,11 @@ MIN_EXPECTED = 0.5  # accepted drafts for which to wait, not to plan ahead (resu
 class _Drafting:
     """What is known of one request: its rates by proposer, and its last guess."""
 
-    rates: "dict[str, AcceptanceRates]"
-    proposals: "dict[str, Proposal]" = field(default_factory=dict)
+    rates: dict[str, AcceptanceRates]
+    proposals: dict[str, Proposal] = field(default_factory=dict)
     proposed_at: int = 0  # output tokens when they were made
     source: str = ""  # the proposer of the drafts in flight
-    expected: "tuple[float, ...]" = ()  # the probabilities of the drafts in flight
+    expected: tuple[float, ...] = ()  # the probabilities of the drafts in flight
 
 
 class Candidate(NamedTuple):
@@ -50,10 +46,10 @@ class Guesses:
 
     def __init__(
         self,
-        proposers: "Sequence[Proposer]",
+        proposers: Sequence[Proposer],
         num_drafts: int,
-        budget: "SpeculationBudget",
-        draft_model: "DraftModelProposer | None",
+        budget: SpeculationBudget,
+        draft_model: DraftModelProposer | None,
     ) -> None:
         """Propose at most `num_drafts` for a request; `draft_model` is one more proposer."""
         self._proposers = [*proposers, draft_model] if draft_model is not None else proposers
@@ -77,7 +73,7 @@ class Guesses:
             return True
         return self._budget.allows_ask or (had_drafts and not self._budget.is_spent)
 
-    def candidates(self, decodes: "Sequence[tuple[Request, StepEntry]]") -> list[Candidate]:
+    def candidates(self, decodes: Sequence[tuple[Request, StepEntry]]) -> list[Candidate]:
         """The guesses for these decodes, as far as they may be asked; each time another one is
         asked first."""
         candidates: list[Candidate] = []
@@ -95,7 +91,7 @@ class Guesses:
                     candidates.append(candidate)
         return candidates
 
-    def hopeful(self, requests: "Iterable[Request]") -> "dict[Request, Sequence[float]]":
+    def hopeful(self, requests: Iterable[Request]) -> dict[Request, Sequence[float]]:
         """The requests that will probably have drafts behind the token in flight, with the
         probabilities of the drafts."""
         hopeful: dict[Request, Sequence[float]] = {}
@@ -108,37 +104,37 @@ class Guesses:
                     hopeful[request] = candidate.probabilities
         return hopeful
 
-    def chosen(self, candidate: Candidate, request: "Request", count: int) -> tuple[int, ...]:
+    def chosen(self, candidate: Candidate, request: Request, count: int) -> tuple[int, ...]:
         """The first `count` tokens of a candidate, which become the request's drafts."""
         candidate.drafting.source = candidate.source
         candidate.drafting.expected = tuple(candidate.probabilities[:count])
         self._asked.add(request.request_id)
         return candidate.tokens[:count]
 
-    def expected(self, request: "Request") -> "Sequence[float] | None":
+    def expected(self, request: Request) -> Sequence[float] | None:
         """The probabilities of the request's drafts in flight; None if it is not known."""
         drafting = self._draftings.get(request.request_id)
         return None if drafting is None else drafting.expected
 
-    def returned(self, request: "Request", num_drafts: int, num_accepted: int) -> None:
+    def returned(self, request: Request, num_drafts: int, num_accepted: int) -> None:
         """The drafts of a request were verified."""
         if self._draftings[request.request_id].source == PredictionProposer.name:
             request.num_accepted_prediction += num_accepted
             request.num_rejected_prediction += num_drafts - num_accepted
 
-    def rates_of_draft_model(self, request: "Request") -> AcceptanceRates:
+    def rates_of_draft_model(self, request: Request) -> AcceptanceRates:
         """The request's own rates of the draft model's proposals."""
         assert self._draft_model is not None, "there is a draft model"
         return self._drafting(request).rates[self._draft_model.name]
 
-    def forget(self, request: "Request") -> None:
+    def forget(self, request: Request) -> None:
         """The request has ended."""
         self._draftings.pop(request.request_id, None)
         self._asked.discard(request.request_id)
         for proposer in self._proposers:
             proposer.forget(request)
 
-    def _candidate(self, place: int, request: "Request") -> Candidate | None:
+    def _candidate(self, place: int, request: Request) -> Candidate | None:
         """The best guess for a request; None if it has none, or is not asked now."""
         drafting = self._drafting(request)
         model = self._draft_model
@@ -166,14 +162,14 @@ class Guesses:
                 best = Candidate(place, drafting, proposer.name, proposal.tokens, probabilities)
         return best
 
-    def _drafting(self, request: "Request") -> _Drafting:
+    def _drafting(self, request: Request) -> _Drafting:
         drafting = self._draftings.get(request.request_id)
         if drafting is None:
             rates = {name: AcceptanceRates(all_) for name, all_ in self._rates.items()}
             drafting = self._draftings[request.request_id] = _Drafting(rates)
         return drafting
 
-    def _most_drafts(self, request: "Request") -> int:
+    def _most_drafts(self, request: Request) -> int:
         """Drafts that the request can use: none behind its last token, nor behind the one from
         which end tokens are allowed (`min_tokens`), since the rows of an entry ban the same ids."""
         spec, produced = request.spec, request.produced

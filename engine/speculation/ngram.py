@@ -4,16 +4,12 @@ Saxena, "Prompt Lookup Decoding" (2023); vLLM calls the method ngram. The longes
 of equally long ones the latest.
 """
 
-from typing import TYPE_CHECKING
-
 from engine.media import replaced
+from engine.request import Request
 from engine.speculation.proposers import NO_PROPOSAL, Proposal
+from engine.speculation.settings import SpeculationSettings
 from engine.speculation.token_index import END, TokenIndex
-
-if TYPE_CHECKING:
-    from engine.request import Request
-    from engine.speculation.settings import SpeculationSettings
-    from engine.step import RequestId
+from engine.step import RequestId
 
 TOKENS_PER_CALL = 2048  # fixed: about 1 ms of the event loop, to add tokens to an index
 
@@ -26,7 +22,7 @@ class RequestIndexes:
         self._gram = gram
         self._indexes: dict[RequestId, TokenIndex] = {}
 
-    def index(self, request: "Request") -> TokenIndex | None:
+    def index(self, request: Request) -> TokenIndex | None:
         """The request's index; None if more calls are needed to complete it."""
         index = self._indexes.get(request.request_id)
         if index is None:
@@ -38,7 +34,7 @@ class RequestIndexes:
             index.extend(replaced(tokens, media, END, known) if media else tokens)
         return index if stop == total else None
 
-    def forget(self, request: "Request") -> None:
+    def forget(self, request: Request) -> None:
         self._indexes.pop(request.request_id, None)
 
 
@@ -47,11 +43,11 @@ class NgramProposer:
 
     name = "ngram"
 
-    def __init__(self, settings: "SpeculationSettings") -> None:
+    def __init__(self, settings: SpeculationSettings) -> None:
         self._lookup_max = settings.lookup_max
         self._indexes = RequestIndexes(settings.lookup_min)
 
-    def propose(self, request: "Request", count: int) -> Proposal:
+    def propose(self, request: Request, count: int) -> Proposal:
         index = self._indexes.index(request)
         if index is None:
             return NO_PROPOSAL
@@ -60,5 +56,5 @@ class NgramProposer:
             return NO_PROPOSAL
         return Proposal(tuple(index.follow(match.ends[0], count)), match.length)
 
-    def forget(self, request: "Request") -> None:
+    def forget(self, request: Request) -> None:
         self._indexes.forget(request)

@@ -5,15 +5,11 @@ kept, so that inserted tokens are skipped, and the last tokens of the output are
 prediction, so that it is found again behind removed or replaced ones.
 """
 
-from typing import TYPE_CHECKING
-
+from engine.request import Request
 from engine.speculation.proposers import NO_PROPOSAL, Proposal
 from engine.speculation.settings import LOOKUP_MAX, LOOKUP_MIN
 from engine.speculation.token_index import TokenIndex
-
-if TYPE_CHECKING:
-    from engine.request import Request
-    from engine.step import RequestId
+from engine.step import RequestId
 
 
 class _Place:
@@ -54,7 +50,7 @@ class PredictionProposer:
     def __init__(self) -> None:
         self._places: dict[RequestId, _Place] = {}
 
-    def propose(self, request: "Request", count: int) -> Proposal:
+    def propose(self, request: Request, count: int) -> Proposal:
         if not request.spec.prediction:
             return NO_PROPOSAL
         place = self._places.get(request.request_id)
@@ -64,5 +60,5 @@ class PredictionProposer:
         tokens = place.prediction.tokens[place.at : place.at + count]
         return Proposal(tuple(tokens), place.length)
 
-    def forget(self, request: "Request") -> None:
+    def forget(self, request: Request) -> None:
         self._places.pop(request.request_id, None)

@@ -1,9 +1,8 @@
 """The port of proposers, which guess the next tokens of a request."""
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
-if TYPE_CHECKING:
-    from engine.request import Request
+from engine.request import Request
 
 
 class Proposal(NamedTuple):
@@ -13,7 +12,7 @@ class Proposal(NamedTuple):
     tokens: tuple[int, ...]
     length: int
 
-    def before(self, end_ids: "frozenset[int]") -> "Proposal":
+    def before(self, end_ids: frozenset[int]) -> "Proposal":
         """The guess up to the first token that would end the output."""
         for count, token in enumerate(self.tokens):
             if token in end_ids:
@@ -30,10 +29,10 @@ class Proposer(Protocol):
     @property
     def name(self) -> str: ...
 
-    def propose(self, request: "Request", count: int) -> Proposal:
+    def propose(self, request: Request, count: int) -> Proposal:
         """Up to `count` tokens that may follow the request's last token; none if unknown."""
         ...
 
-    def forget(self, request: "Request") -> None:
+    def forget(self, request: Request) -> None:
         """The request has ended."""
         ...

@@ -1,10 +1,7 @@
 """SpeculationSettings, and how they are read from vLLM's `--speculative-config`."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 MTP = "mtp"
 METHODS = ("ngram", "suffix", "prediction", "draft_model", MTP)
@@ -57,7 +54,7 @@ class SpeculationSettings:
     model: str = ""  # a directory, file or hub id as for `--model`
 
     @classmethod
-    def parse(cls, config: "Mapping[str, object]") -> "SpeculationSettings":
+    def parse(cls, config: Mapping[str, object]) -> "SpeculationSettings":
         """Settings from vLLM's `--speculative-config`; ValueError names a wrong key or value."""
         given = config.get("method")
         method = ALIASES.get(given, given) if isinstance(given, str) else given

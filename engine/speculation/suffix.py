@@ -6,15 +6,12 @@ as in the prefix cache, so that no caller learns from the timing what another on
 """
 
 from collections import Counter, OrderedDict, deque
-from typing import TYPE_CHECKING
 
+from engine.request import Request
 from engine.speculation.ngram import TOKENS_PER_CALL, RequestIndexes
 from engine.speculation.proposers import NO_PROPOSAL, Proposal
+from engine.speculation.settings import SpeculationSettings
 from engine.speculation.token_index import END, NO_MATCH, Match, TokenIndex
-
-if TYPE_CHECKING:
-    from engine.request import Request
-    from engine.speculation.settings import SpeculationSettings
 
 MAX_TOKENS = 1 << 18  # fixed: a limit of memory, about 50 MiB; of all recent outputs
 
@@ -61,13 +58,13 @@ class SuffixProposer:
 
     name = "suffix"
 
-    def __init__(self, settings: "SpeculationSettings") -> None:
+    def __init__(self, settings: SpeculationSettings) -> None:
         self._settings = settings
         self._requests = RequestIndexes(settings.lookup_min)
         self._outputs: OrderedDict[str, _Outputs] = OrderedDict()  # by salt; least recent first
         self._num_tokens = 0  # tokens of all salts
 
-    def propose(self, request: "Request", count: int) -> Proposal:
+    def propose(self, request: Request, count: int) -> Proposal:
         own = self._requests.index(request)
         if own is None:
             return NO_PROPOSAL
@@ -85,7 +82,7 @@ class SuffixProposer:
             return NO_PROPOSAL
         return Proposal(_vote(index, match, count, self._settings.min_token_prob), match.length)
 
-    def forget(self, request: "Request") -> None:
+    def forget(self, request: Request) -> None:
         """The request has ended; later requests with its salt may find its output."""
         self._requests.forget(request)
         if not self._settings.max_cached_requests or len(request.output) <= 1:

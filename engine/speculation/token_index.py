@@ -6,10 +6,8 @@ token takes about half a microsecond.
 """
 
 from array import array
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 END = -1  # fixed: the token between two texts; it equals no token of a text
 TRIES = 16  # positions that are compared per lookup; swept in results/constants
@@ -20,7 +18,7 @@ class Match(NamedTuple):
     """The longest common suffix found: its length, and the positions of its last token."""
 
     length: int
-    ends: "list[int]"
+    ends: list[int]
 
 
 NO_MATCH = Match(0, [])
@@ -40,7 +38,7 @@ class TokenIndex:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def extend(self, tokens: "Iterable[int]") -> None:
+    def extend(self, tokens: Iterable[int]) -> None:
         """Append tokens."""
         key, mask, latest, before = self._key, self._mask, self._latest, self._before
         position = len(self.tokens)
@@ -59,7 +57,7 @@ class TokenIndex:
             del tail[: tail.index(END) + 1]
         return tail
 
-    def find(self, tail: "Sequence[int]", tries: int = TRIES) -> Match:
+    def find(self, tail: Sequence[int], tries: int = TRIES) -> Match:
         """Where the longest suffix of `tail` occurs, of at least `gram` tokens; the latest position
         first. The end of this sequence itself is not reported. With fewer `tries`, fewer positions
         at which all of `tail` occurs are reported."""

@@ -1,23 +1,18 @@
 """The metrics of a simulated fleet: latencies of all requests, cache, balance and cost."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy
 
-from engine.research.fleet.shard import GAP_RATIO
-from engine.simulated.figures import Distribution
+from engine.research.fleet.shard import GAP_RATIO, ShardResult
+from engine.simulated.figures import SLO, Distribution
+from engine.simulated.trace import Arrival
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from engine.research.fleet.shard import ShardResult
-    from engine.simulated.figures import SLO
-    from engine.simulated.trace import Arrival
-
-    Floats = numpy.ndarray[tuple[int], numpy.dtype[numpy.float64]]
+Floats = numpy.ndarray[tuple[int], numpy.dtype[numpy.float64]]
 
 
 class FleetMoment(NamedTuple):
@@ -52,7 +47,7 @@ class FleetFigures:
     busy_p95: float
     requests_by_replica: list[int]  # finished ones, of replicas that got any
     spreads: dict[str, Distribution | None]
-    moments: "list[FleetMoment]"
+    moments: list[FleetMoment]
 
     @property
     def attainment(self) -> float:
@@ -84,11 +79,11 @@ class FleetFigures:
 
 def summarise_fleet(
     label: str,
-    arrivals: "Sequence[Arrival]",
-    results: "Sequence[ShardResult]",
-    moments: "list[FleetMoment]",
+    arrivals: Sequence[Arrival],
+    results: Sequence[ShardResult],
+    moments: list[FleetMoment],
     seconds: float,
-    slo: "SLO",
+    slo: SLO,
 ) -> FleetFigures:
     """The metrics of all shards together, which do not depend on how replicas were divided."""
     numbers = numpy.concatenate([numpy.asarray(one.numbers, dtype=numpy.int64) for one in results])
@@ -141,7 +136,7 @@ def summarise_fleet(
     )
 
 
-def _num_good(slo: "SLO", ttft: "Floats", jct: "Floats", lengths: "Floats") -> int:
+def _num_good(slo: SLO, ttft: Floats, jct: Floats, lengths: Floats) -> int:
     """How many requests met all limits."""
     good = numpy.ones(len(ttft), dtype=bool)
     tpot = (jct - ttft) / numpy.maximum(1.0, lengths - 1)
@@ -153,7 +148,7 @@ def _num_good(slo: "SLO", ttft: "Floats", jct: "Floats", lengths: "Floats") -> i
     return int(good.sum())
 
 
-def _distribution(gaps: "Counter[int]") -> Distribution | None:
+def _distribution(gaps: Counter[int]) -> Distribution | None:
     """The distribution of counts by bin; a bin stands for its middle."""
     if not gaps:
         return None

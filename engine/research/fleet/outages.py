@@ -5,15 +5,12 @@ those of a server's dead replica do. An upgrade takes some machines at a time: t
 requests, finish those they have, and load. Machines come back with empty caches.
 """
 
+from collections.abc import Mapping, Sequence
 from math import inf
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from engine.research.fleet.router import Loads
 from engine.research.fleet.shard import LoadReport
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from engine.research.fleet.router import Loads
 
 
 class OutagePlan(NamedTuple):
@@ -21,7 +18,7 @@ class OutagePlan(NamedTuple):
     `upgrade_at` on all machines are upgraded, `at_once` at the same time. Times in seconds."""
 
     size: int
-    deaths: "Mapping[float, int]"
+    deaths: Mapping[float, int]
     upgrade_at: float = inf
     at_once: int = 1
     load_seconds: float = 60.0
@@ -30,7 +27,7 @@ class OutagePlan(NamedTuple):
 class Outages:
     """The machines of a fleet under a plan."""
 
-    def __init__(self, plan: OutagePlan, loads: "Loads") -> None:
+    def __init__(self, plan: OutagePlan, loads: Loads) -> None:
         count = len(loads.live) // plan.size
         self.num_moved = 0  # requests that began again
         self.upgraded_at = inf  # when the last machine took requests again
@@ -73,10 +70,10 @@ class Outages:
         replicas = self._replicas(machine)
         return machine not in self._loading and not self._loads.live[replicas].any()
 
-    def _replicas(self, machine: int) -> "Sequence[int]":
+    def _replicas(self, machine: int) -> Sequence[int]:
         return range(machine * self._plan.size, (machine + 1) * self._plan.size)
 
-    def _lost(self, machine: int) -> "Sequence[int]":
+    def _lost(self, machine: int) -> Sequence[int]:
         """The machine's replicas, whose reports are void."""
         replicas = self._replicas(machine)
         for number in replicas:

@@ -4,18 +4,15 @@ The search assumes that more replicas are never worse. It begins at the number t
 requests needs without any waiting, doubles it until the goals are met, and bisects.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from engine.errors import InvalidRequest
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from engine.research.fleet.figures import FleetFigures
-    from engine.simulated.run import Setup
-    from engine.simulated.trace import Arrival
+from engine.research.fleet.figures import FleetFigures
+from engine.simulated.run import Setup
+from engine.simulated.trace import Arrival
 
 MEASURES = ("ttft", "itl", "tpot", "norm", "jct")
 POINTS = ("mean", "p50", "p90", "p95", "p99")
@@ -44,7 +41,7 @@ class Goals:
         """Parse text such as `ttft.p99=2,itl.p99=0.1`. Raises `InvalidRequest`."""
         return cls(tuple(_goal(part.strip()) for part in text.split(",")))
 
-    def misses(self, figures: "FleetFigures") -> list[str]:
+    def misses(self, figures: FleetFigures) -> list[str]:
         """The limits that are not met, by name; `done` if some requests did not finish."""
         found = [] if figures.num_finished == figures.num_arrived else ["done"]
         for goal in self.limits:
@@ -78,11 +75,11 @@ class Plan:
     its number of replicas."""
 
     replicas: int | None
-    runs: "dict[int, FleetFigures]"
+    runs: dict[int, FleetFigures]
 
 
 def fewest_replicas(
-    simulate: "Callable[[int], FleetFigures]", goals: Goals, start: int, most: int
+    simulate: Callable[[int], FleetFigures], goals: Goals, start: int, most: int
 ) -> Plan:
     """Search from `start` replicas for the fewest that meet the goals, at most `most`."""
     runs: dict[int, FleetFigures] = {}
@@ -103,7 +100,7 @@ def fewest_replicas(
     return Plan(high, runs)
 
 
-def replicas_for_work(setup: "Setup", arrivals: "Sequence[Arrival]") -> int:
+def replicas_for_work(setup: Setup, arrivals: Sequence[Arrival]) -> int:
     """The replicas that are busy all the time if prompts are not cached and every decode runs in
     the largest batch: about the fewest that can serve the load."""
     cost, count = setup.cost, len(arrivals)

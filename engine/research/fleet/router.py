@@ -6,22 +6,18 @@ and vLLM do, in the named blocks of a trace (512 tokens, or those of a recording
 """
 
 from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from math import ceil
 from random import Random
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import numpy
 
+from engine.cost.model import CostModel
 from engine.replicas.placement import growth
+from engine.research.fleet.shard import LoadReport
 from engine.simulated.replay import RecordedRequest
-from engine.simulated.trace import SHARED_BLOCK
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from engine.cost.model import CostModel
-    from engine.research.fleet.shard import LoadReport
-    from engine.simulated.trace import Arrival
+from engine.simulated.trace import SHARED_BLOCK, Arrival
 
 CACHE_THRESHOLD = 0.3  # share of a prompt that must match for affinity to decide
 SPILL_ABS, SPILL_REL, MIN_SPILL = 64.0, 1.5, 4.0  # requests above the mean, and times the mean
@@ -43,13 +39,13 @@ class Loads:
         self.usage = numpy.zeros(most)
         self.active: list[int] = []
 
-    def activate(self, replicas: "Iterable[int]") -> None:
+    def activate(self, replicas: Iterable[int]) -> None:
         """Let these replicas, and no others, take requests from now on."""
         self.active = sorted(replicas)
         self.penalty[:] = numpy.inf
         self.penalty[self.active] = 0.0
 
-    def report(self, report: "LoadReport") -> None:
+    def report(self, report: LoadReport) -> None:
         """A replica has reported its load."""
         at = report.replica
         self.live[at] = report.num_live
@@ -69,17 +65,17 @@ class Router(Protocol):
     """Chooses an active replica for each request. Routers are made with the loads, the replicas'
     cost model, and the number of 512-token blocks that fit into a replica's KV cache."""
 
-    def route(self, arrival: "Arrival") -> int: ...
+    def route(self, arrival: Arrival) -> int: ...
 
 
 class RoundRobin:
     """Each active replica in turn."""
 
-    def __init__(self, loads: Loads, cost: "CostModel", cache_blocks: int) -> None:
+    def __init__(self, loads: Loads, cost: CostModel, cache_blocks: int) -> None:
         self._loads = loads
         self._next = 0
 
-    def route(self, arrival: "Arrival") -> int:
+    def route(self, arrival: Arrival) -> int:
         active = self._loads.active
         self._next = (self._next + 1) % len(active)
         return active[self._next]
@@ -88,10 +84,10 @@ class RoundRobin:
 class LeastTokens:
     """The replica with the fewest tokens of live requests."""
 
-    def __init__(self, loads: Loads, cost: "CostModel", cache_blocks: int) -> None:
+    def __init__(self, loads: Loads, cost: CostModel, cache_blocks: int) -> None:
         self._loads = loads
 
-    def route(self, arrival: "Arrival") -> int:
+    def route(self, arrival: Arrival) -> int:
         replica = self._loads.least(self._loads.tokens)
         self._loads.tokens[replica] += arrival.prompt_len
         return replica
@@ -106,7 +102,7 @@ class _Sent:
         self._holders: dict[tuple[int, int], set[int]] = {}
         self._recent: dict[int, OrderedDict[tuple[int, int], None]] = {}
 
-    def matches(self, arrival: "Arrival") -> dict[int, int]:
+    def matches(self, arrival: Arrival) -> dict[int, int]:
         """The number of leading blocks that were sent to each replica, if any was."""
         found: dict[int, int] = {}
         holders: set[int] | None = None
@@ -118,7 +114,7 @@ class _Sent:
             found.update(dict.fromkeys(holders, depth + 1))
         return found
 
-    def add(self, arrival: "Arrival", replica: int) -> None:
+    def add(self, arrival: Arrival, replica: int) -> None:
         """The prompt was sent to this replica."""
         recent = self._recent.setdefault(replica, OrderedDict())
         for key in enumerate(_blocks(arrival)):
@@ -132,12 +128,12 @@ class _Sent:
                 del self._holders[key]
 
 
-def _blocks(arrival: "Arrival") -> "Sequence[int]":
+def _blocks(arrival: Arrival) -> Sequence[int]:
     names = arrival.names if isinstance(arrival, RecordedRequest) else arrival.blocks
     return names[: arrival.prompt_len // block_size_of(arrival)]
 
 
-def block_size_of(arrival: "Arrival") -> int:
+def block_size_of(arrival: Arrival) -> int:
     """Tokens of a named block of the arrival's prompt."""
     return arrival.block_size if isinstance(arrival, RecordedRequest) else SHARED_BLOCK
 
@@ -150,11 +146,11 @@ class Affinity:
         self._loads = loads
         self._sent = _Sent(cache_blocks)
 
-    def sent(self, arrival: "Arrival", replica: int) -> None:
+    def sent(self, arrival: Arrival, replica: int) -> None:
         """The prompt was sent to this replica."""
         self._sent.add(arrival, replica)
 
-    def holders(self, arrival: "Arrival", replicas: "Sequence[int]") -> list[int]:
+    def holders(self, arrival: Arrival, replicas: Sequence[int]) -> list[int]:
         """The replicas among these that were sent the longest prefix of the prompt that any replica
         was sent; none if it is not long enough."""
         matches = self._sent.matches(arrival)
@@ -176,11 +172,11 @@ class PrefixAffinity:
     replica is not far above the mean load; else the one with the fewest requests. Loads are those
     of the last epoch (`SmgCacheAware` has reports that are up to 10 s old)."""
 
-    def __init__(self, loads: Loads, cost: "CostModel", cache_blocks: int) -> None:
+    def __init__(self, loads: Loads, cost: CostModel, cache_blocks: int) -> None:
         self._loads = loads
         self._affinity = Affinity(loads, cache_blocks)
 
-    def route(self, arrival: "Arrival") -> int:
+    def route(self, arrival: Arrival) -> int:
         loads = self._loads
         overload = numpy.where(loads.waiting >= OVERLOADED, 1e9, 0.0)
         replica = self._holder(arrival)
@@ -190,7 +186,7 @@ class PrefixAffinity:
         self._affinity.sent(arrival, replica)
         return replica
 
-    def _holder(self, arrival: "Arrival") -> int | None:
+    def _holder(self, arrival: Arrival) -> int | None:
         """The holder with the fewest requests, unless it has too many."""
         loads = self._loads
         holders = self._affinity.holders(arrival, loads.active)
@@ -207,12 +203,12 @@ class LeastForecast:
     the time by which that part delays each live request. It takes the replica where the sum of all
     completion times grows least."""
 
-    def __init__(self, loads: Loads, cost: "CostModel", cache_blocks: int) -> None:
+    def __init__(self, loads: Loads, cost: CostModel, cache_blocks: int) -> None:
         self._loads = loads
         self._cost = cost
         self._sent = _Sent(cache_blocks)
 
-    def route(self, arrival: "Arrival") -> int:
+    def route(self, arrival: Arrival) -> int:
         loads = self._loads
         seconds = self._prefill(arrival, 0)
         replica = loads.least(loads.delay + seconds * loads.live)
@@ -228,7 +224,7 @@ class LeastForecast:
         self._sent.add(arrival, replica)
         return replica
 
-    def _prefill(self, arrival: "Arrival", num_cached: int) -> float:
+    def _prefill(self, arrival: Arrival, num_cached: int) -> float:
         """Seconds that the rest of the prompt adds to iterations."""
         start = min(num_cached * block_size_of(arrival), arrival.prompt_len - 1)
         return self._cost.compute(arrival.prompt_len - start, start) - self._cost.tokens(0)

@@ -7,27 +7,22 @@ event in an epoch are touched in it: a heap has the next event of each.
 
 from array import array
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from math import floor, inf, log
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
+from engine.control.scheduler import IterationScheduler
 from engine.errors import EngineError
 from engine.replicas.replica import QueueDelay
-from engine.request import State
+from engine.request import Request, State
+from engine.research.leaping.replica import Replica
 from engine.research.leaping.run import build_replica
 from engine.simulated.record import Recorder
 from engine.simulated.replay import RecordedOutputs, RecordedRequest
-from engine.simulated.run import is_recorded
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from engine.control.scheduler import IterationScheduler
-    from engine.request import Request
-    from engine.research.leaping.replica import Replica
-    from engine.simulated.run import Setup
-    from engine.simulated.trace import Arrival
+from engine.simulated.run import Setup, is_recorded
+from engine.simulated.trace import Arrival
 
 GAP_RATIO = 1.01  # the ratio of two edges of the bins that count inter-token latencies
 _LOG_RATIO = log(GAP_RATIO)
@@ -59,7 +54,7 @@ class Begun(NamedTuple):
     first_token_at: float | None
     last_token_at: float | None
 
-    def rest(self, arrival: "Arrival", now: float) -> "Arrival":
+    def rest(self, arrival: Arrival, now: float) -> Arrival:
         """What is left of it at `now`: its tokens are computed again."""
         lengths = arrival.prompt_len + self.produced, arrival.output_len - self.produced
         return replace(arrival, at=now, prompt_len=lengths[0], output_len=lengths[1])
@@ -86,7 +81,7 @@ class ShardResult:
     cached: "array[int]" = field(default_factory=lambda: array("q"))
     lost: list[int] = field(default_factory=list)  # numbers of rejected requests
     pauses: list[float] = field(default_factory=list)  # seconds between tokens of two replicas
-    gaps: "Counter[int]" = field(default_factory=Counter)  # by the exponent of `GAP_RATIO`
+    gaps: Counter[int] = field(default_factory=Counter)  # by the exponent of `GAP_RATIO`
     busy: dict[int, float] = field(default_factory=dict)  # seconds, by replica
     finished: dict[int, int] = field(default_factory=dict)  # requests, by replica
     num_iterations: int = 0
@@ -96,7 +91,7 @@ class ShardResult:
 class GapCounter(Recorder):
     """Counts inter-token latencies in bins of 1 %, and samples no state."""
 
-    def __init__(self, counts: "Counter[int]") -> None:
+    def __init__(self, counts: Counter[int]) -> None:
         super().__init__(period=inf)
         self.next_sample = inf
         self._counts = counts
@@ -109,7 +104,7 @@ class _Member:
     """A replica of the fleet with its forecast."""
 
     def __init__(
-        self, number: int, setup: "Setup", result: ShardResult, *, is_recorded: bool
+        self, number: int, setup: Setup, result: ShardResult, *, is_recorded: bool
     ) -> None:
         self.number = number
         self.recorder = GapCounter(result.gaps)
@@ -122,7 +117,7 @@ class _Member:
         self._model = setup.cost
         self._delay = QueueDelay(self.replica.scheduler.cost, setup.settings.max_batch_size)
 
-    def add(self, number: int, arrival: "Arrival", begun: Begun | None) -> None:
+    def add(self, number: int, arrival: Arrival, begun: Begun | None) -> None:
         """A request of the trace arrives; it may be rejected."""
         self.replica.advance(arrival.at)
         try:
@@ -136,7 +131,7 @@ class _Member:
         if self.outputs is not None and isinstance(arrival, RecordedRequest):
             self.outputs.accepted(request, arrival)
 
-    def _ended(self, request: "Request") -> None:
+    def _ended(self, request: Request) -> None:
         result = self._result
         self.num_ended += 1
         times = request.times
@@ -155,7 +150,7 @@ class _Member:
         self.recorder.forget(request)
         self._delay.ended(request, self.replica.now)
 
-    def _since(self, number: int, request: "Request") -> Begun:
+    def _since(self, number: int, request: Request) -> Begun:
         """What the request has had, also on earlier replicas."""
         times, produced = request.times, len(request.output)
         first, last = times.first_token_at, times.last_token_at
@@ -179,7 +174,7 @@ class _Member:
         return report_of(self.number, scheduler, delay)
 
 
-def report_of(number: int, scheduler: "IterationScheduler", delay: float = 0.0) -> LoadReport:
+def report_of(number: int, scheduler: IterationScheduler, delay: float = 0.0) -> LoadReport:
     """The load of a replica that has this scheduler, and a forecast."""
     pool = scheduler.pool
     return LoadReport(
@@ -200,11 +195,7 @@ class Shard:
     have."""
 
     def __init__(
-        self,
-        setups: "Sequence[Setup]",
-        arrivals: "Sequence[Arrival]",
-        *,
-        forecasts: bool = False,
+        self, setups: Sequence[Setup], arrivals: Sequence[Arrival], *, forecasts: bool = False
     ) -> None:
         self._forecasts = forecasts
         self._setups = setups
@@ -215,7 +206,7 @@ class Shard:
         self._next_at: dict[int, float] = {}
         self._result = ShardResult()
 
-    def advance(self, until: float, routed: "Sequence[Routed]") -> list[LoadReport]:
+    def advance(self, until: float, routed: Sequence[Routed]) -> list[LoadReport]:
         """Advance all replicas to the end of an epoch, in which the `routed` requests arrive.
         Returns the reports that changed."""
         touched: set[int] = set()
@@ -247,7 +238,7 @@ class Shard:
         if at < inf:
             heappush(self._events, (at, number))
 
-    def end(self, replicas: "Sequence[int]", now: float) -> list[Begun]:
+    def end(self, replicas: Sequence[int], now: float) -> list[Begun]:
         """These replicas end, and begin anew with their next request. Returns the requests that
         they had."""
         live: list[Begun] = []

@@ -9,30 +9,24 @@ processes: two runs, on any numbers of processes, are equal bit for bit.
 
 import gc
 import multiprocessing
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from math import inf
-from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import NamedTuple, Protocol, Self
 
+from engine.cost.model import CostModel
 from engine.errors import InvalidRequest
 from engine.research.fleet.figures import FleetFigures, FleetMoment, summarise_fleet
 from engine.research.fleet.outages import OutagePlan, Outages
 from engine.research.fleet.router import Loads, block_size_of
 from engine.research.fleet.routers import FORECASTING, ROUTERS
-from engine.research.fleet.shard import Begun, LoadReport, Routed, Shard
+from engine.research.fleet.shard import Begun, LoadReport, Routed, Shard, ShardResult
 from engine.research.leaping.run import may_leap
-from engine.simulated.run import prepared
-from engine.simulated.trace import SHARED_BLOCK
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-    from multiprocessing.connection import Connection
-    from types import TracebackType
-
-    from engine.cost.model import CostModel
-    from engine.research.fleet.shard import ShardResult
-    from engine.simulated.run import Setup
-    from engine.simulated.trace import Arrival
+from engine.simulated.run import Setup, prepared
+from engine.simulated.trace import SHARED_BLOCK, Arrival
 
 GC_THRESHOLDS = 100_000, 50, 50  # for each process; a tenth of their time was garbage collection
 NUM_MOMENTS = 500  # samples of the fleet over time
@@ -44,13 +38,13 @@ class FleetSetup:
     `seed`: of routers that choose at random. `costs`: the cost models of the replicas, in turn; the
     setup's if there are none."""
 
-    setup: "Setup"
+    setup: Setup
     replicas: int
     router: str = "round-robin"
     epoch: float = 0.1
     processes: int = 1
     seed: int = 0
-    costs: "tuple[CostModel, ...]" = ()
+    costs: tuple[CostModel, ...] = ()
     outages: OutagePlan | None = None
 
     def __post_init__(self) -> None:
@@ -68,9 +62,9 @@ class FleetSetup:
 class _Shards(Protocol):
     def advance(self, until: float, routed: list[Routed]) -> list[LoadReport]: ...
 
-    def end(self, replicas: "Sequence[int]", now: float) -> list[Begun]: ...
+    def end(self, replicas: Sequence[int], now: float) -> list[Begun]: ...
 
-    def results(self) -> "list[ShardResult]": ...
+    def results(self) -> list[ShardResult]: ...
 
 
 class _InProcess:
@@ -82,10 +76,10 @@ class _InProcess:
     def advance(self, until: float, routed: list[Routed]) -> list[LoadReport]:
         return self._shard.advance(until, routed)
 
-    def end(self, replicas: "Sequence[int]", now: float) -> list[Begun]:
+    def end(self, replicas: Sequence[int], now: float) -> list[Begun]:
         return self._shard.end(replicas, now)
 
-    def results(self) -> "list[ShardResult]":
+    def results(self) -> list[ShardResult]:
         return [self._shard.result()]
 
 
@@ -111,7 +105,7 @@ class _InProcesses:
         self,
         kind: type[BaseException] | None,
         error: BaseException | None,
-        trace: "TracebackType | None",
+        trace: TracebackType | None,
     ) -> None:
         for pipe in self._pipes:
             pipe.close()  # this ends the process
@@ -127,18 +121,18 @@ class _InProcesses:
             pipe.send((until, part))
         return [LoadReport(*row) for pipe in self._pipes for row in pipe.recv()]
 
-    def end(self, replicas: "Sequence[int]", now: float) -> list[Begun]:
+    def end(self, replicas: Sequence[int], now: float) -> list[Begun]:
         for pipe in self._pipes:
             pipe.send((replicas, now))  # a shard has some of them
         return [each for pipe in self._pipes for each in pipe.recv()]
 
-    def results(self) -> "list[ShardResult]":
+    def results(self) -> list[ShardResult]:
         for pipe in self._pipes:
             pipe.send(None)
         return [pipe.recv() for pipe in self._pipes]
 
 
-def _serve(pipe: "Connection", shard: Shard) -> None:
+def _serve(pipe: Connection, shard: Shard) -> None:
     """Advance this process's copy of a shard as the coordinator requests, until it closes the
     pipe."""
     gc.freeze()  # the arrivals, which the processes share, are never garbage
@@ -158,25 +152,25 @@ class FleetRun(NamedTuple):
     """What happened in a run: the results of each shard, samples of the fleet over time,
     replica-seconds, and the outages."""
 
-    results: "list[ShardResult]"
+    results: list[ShardResult]
     moments: list[FleetMoment]
     seconds: float
     outages: Outages | None
 
 
-def simulate_fleet(fleet: FleetSetup, arrivals: "Sequence[Arrival]") -> FleetFigures:
+def simulate_fleet(fleet: FleetSetup, arrivals: Sequence[Arrival]) -> FleetFigures:
     """The figures of `run_fleet`."""
     return figures_of(fleet, arrivals, run_fleet(fleet, arrivals))
 
 
-def figures_of(fleet: FleetSetup, arrivals: "Sequence[Arrival]", run: FleetRun) -> FleetFigures:
+def figures_of(fleet: FleetSetup, arrivals: Sequence[Arrival], run: FleetRun) -> FleetFigures:
     """The figures of a run of these arrivals."""
     return summarise_fleet(
         fleet.label, arrivals, run.results, run.moments, run.seconds, fleet.setup.slo
     )
 
 
-def run_fleet(fleet: FleetSetup, arrivals: "Sequence[Arrival]") -> FleetRun:
+def run_fleet(fleet: FleetSetup, arrivals: Sequence[Arrival]) -> FleetRun:
     """Run the arrivals, which are sorted by time, until every request has ended.
 
     Raises `InvalidRequest` for a setup or a load that only a single replica can run.
@@ -206,7 +200,7 @@ def run_fleet(fleet: FleetSetup, arrivals: "Sequence[Arrival]") -> FleetRun:
 class _Coordinator:
     """Routes the requests of each epoch, and passes on the reports."""
 
-    def __init__(self, fleet: FleetSetup, arrivals: "Sequence[Arrival]", shards: _Shards) -> None:
+    def __init__(self, fleet: FleetSetup, arrivals: Sequence[Arrival], shards: _Shards) -> None:
         self._fleet = fleet
         self._arrivals = arrivals
         self._shards = shards
@@ -232,7 +226,7 @@ class _Coordinator:
                 self._sample(until)
         self._shards.advance(inf, [])
 
-    def _epochs(self) -> "Iterator[tuple[float, list[Routed]]]":
+    def _epochs(self) -> Iterator[tuple[float, list[Routed]]]:
         """The end of each epoch and its requests; each is routed when the last one has ended."""
         arrivals, epoch, at = self._arrivals, self._fleet.epoch, 0
         number = 0

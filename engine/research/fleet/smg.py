@@ -19,16 +19,11 @@ Workers with an equal wait are chosen at random. Matches are counted in blocks o
 characters there.
 """
 
-from typing import TYPE_CHECKING
-
 import numpy
 
-from engine.research.fleet.router import OVERLOADED, Affinity
-
-if TYPE_CHECKING:
-    from engine.cost.model import CostModel
-    from engine.research.fleet.router import Loads
-    from engine.simulated.trace import Arrival
+from engine.cost.model import CostModel
+from engine.research.fleet.router import OVERLOADED, Affinity, Loads
+from engine.simulated.trace import Arrival
 
 POLL_SECONDS = 10.0
 REQUEST_TOKENS = 1024.0  # assumed for a request of unknown length
@@ -44,7 +39,7 @@ Booleans = numpy.ndarray[tuple[int], numpy.dtype[numpy.bool_]]
 class SmgCacheAware:
     """Keeps the last polled report of each worker, and the number of requests sent since."""
 
-    def __init__(self, loads: "Loads", cost: "CostModel", cache_blocks: int) -> None:
+    def __init__(self, loads: Loads, cost: CostModel, cache_blocks: int) -> None:
         self._loads = loads
         self._affinity = Affinity(loads, cache_blocks)
         self._poll_at = 0.0
@@ -55,7 +50,7 @@ class SmgCacheAware:
         self._kv_wait = numpy.zeros_like(loads.live)  # seconds
         self._sent = numpy.zeros_like(loads.live)  # since the report
 
-    def route(self, arrival: "Arrival") -> int:
+    def route(self, arrival: Arrival) -> int:
         loads = self._loads
         if arrival.at >= self._poll_at:
             self._poll(arrival.at)
@@ -73,7 +68,7 @@ class SmgCacheAware:
         live = self._loads.live[self._loads.active]
         return self._loads.active[self._any_of(live <= live.min())]
 
-    def _any_of(self, choices: "Booleans") -> int:
+    def _any_of(self, choices: Booleans) -> int:
         """One of the places that are true, at random."""
         (places,) = numpy.nonzero(choices)
         return int(places[self._loads.random.randrange(len(places))])
@@ -91,7 +86,7 @@ class SmgCacheAware:
         self._kv_wait = KV_WEIGHT * usage / (1.0 - usage)
         self._sent[:] = 0.0
 
-    def _candidates(self, arrival: "Arrival", eligible: Workers) -> Workers:
+    def _candidates(self, arrival: Arrival, eligible: Workers) -> Workers:
         """The holders; without any, the workers that are not above the mean."""
         affinity = self._affinity
         mean = float(self._loads.live[eligible].mean())
@@ -108,7 +103,7 @@ class SmgCacheAware:
         waits = self._waits(workers)
         return workers[self._any_of(waits <= waits.min() + TIE)]
 
-    def _waits(self, workers: Workers) -> "Floats":
+    def _waits(self, workers: Workers) -> Floats:
         """The expected wait of each worker in seconds; requests in flight if none has a report."""
         live, has_report = self._loads.live[workers], self._has_report[workers]
         if not has_report.any():

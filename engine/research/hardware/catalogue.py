@@ -4,14 +4,12 @@ Link rates are bytes/s in one direction, so half of NVLink's bidirectional figur
 connected by 16 lanes of PCIe 4 or 5.
 """
 
+from collections.abc import Mapping
 from dataclasses import fields
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from engine.errors import InvalidRequest
 from engine.research.hardware.deployment import DeviceSpec, ModelSpec
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 T = TypeVar("T", DeviceSpec, ModelSpec)
 
@@ -46,7 +44,7 @@ SHAPES: dict[str, ModelSpec] = {
 }
 
 
-def parse_spec(kind: "type[T]", values: "Mapping[str, object]") -> T:
+def parse_spec(kind: type[T], values: Mapping[str, object]) -> T:
     """A device or model shape from the fields of a JSON object. Raises `InvalidRequest`."""
     names = {field.name for field in fields(kind)}
     for name, value in values.items():

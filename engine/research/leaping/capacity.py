@@ -1,17 +1,12 @@
 """Capacity planning: searches for the highest load that a setup serves within an SLO."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from engine.research.leaping.run import simulate
-from engine.simulated.trace import at_rate
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from engine.simulated.figures import Figures
-    from engine.simulated.run import Setup
-    from engine.simulated.trace import Arrival
+from engine.simulated.figures import Figures
+from engine.simulated.run import Setup
+from engine.simulated.trace import Arrival, at_rate
 
 _MAX_DOUBLINGS = 20
 
@@ -22,10 +17,10 @@ class Capacity:
     the SLO, and every run of the search by its rate."""
 
     rate: float
-    runs: "dict[float, Figures]"
+    runs: dict[float, Figures]
 
 
-def highest_load(holds: "Callable[[float], bool]", start: float, tolerance: float = 0.02) -> float:
+def highest_load(holds: Callable[[float], bool], start: float, tolerance: float = 0.02) -> float:
     """The largest load for which `holds` is true, from below and within a relative `tolerance`.
 
     `holds` must be true up to some load and false above it. The search doubles or halves `start`
@@ -39,7 +34,7 @@ def highest_load(holds: "Callable[[float], bool]", start: float, tolerance: floa
     return low
 
 
-def _bracket(holds: "Callable[[float], bool]", start: float) -> tuple[float, float]:
+def _bracket(holds: Callable[[float], bool], start: float) -> tuple[float, float]:
     """Two loads a factor of two apart; `holds` is true for the first and false for the second."""
     factor = 2.0 if holds(start) else 0.5
     load = start
@@ -51,9 +46,9 @@ def _bracket(holds: "Callable[[float], bool]", start: float) -> tuple[float, flo
 
 
 def capacity(
-    setup: "Setup",
-    arrivals: "Sequence[Arrival]",
-    accepts: "Callable[[Figures], bool]",
+    setup: Setup,
+    arrivals: Sequence[Arrival],
+    accepts: Callable[[Figures], bool],
     start: float,
     tolerance: float = 0.02,
 ) -> Capacity:

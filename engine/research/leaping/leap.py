@@ -12,21 +12,16 @@ before blocks run short. Policies other than FCFS are still called for each step
 """
 
 from bisect import bisect_right
+from collections.abc import Iterator
 from itertools import islice
-from typing import TYPE_CHECKING
 
+from engine.control.scheduler import IterationScheduler
 from engine.policy.base import BackgroundLast
 from engine.policy.fcfs import FirstComeFirstServed
-from engine.request import FinishReason, Move, State
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from engine.control.scheduler import IterationScheduler
-    from engine.request import Request
-    from engine.simulated.known_cost import KnownCost
-    from engine.simulated.record import Recorder
-    from engine.simulated.replay import RecordedOutputs
+from engine.request import FinishReason, Move, Request, State
+from engine.simulated.known_cost import KnownCost
+from engine.simulated.record import Recorder
+from engine.simulated.replay import RecordedOutputs
 
 WAITING, READY = State.WAITING, State.READY  # bound once (see engine.pool)
 MAX_STEPS = 256  # steps of a leap; an arrival makes those computed beyond it useless
@@ -37,10 +32,10 @@ class Leaps:
 
     def __init__(
         self,
-        scheduler: "IterationScheduler",
-        cost: "KnownCost",
-        recorder: "Recorder",
-        outputs: "RecordedOutputs | None" = None,
+        scheduler: IterationScheduler,
+        cost: KnownCost,
+        recorder: Recorder,
+        outputs: RecordedOutputs | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.cost = cost
@@ -73,19 +68,19 @@ class Leaps:
         leap = DecodeLeap(self, now)
         return leap if leap.ends else None
 
-    def num_left(self, request: "Request") -> int:
+    def num_left(self, request: Request) -> int:
         """Output tokens until the request ends."""
         left = request.spec.max_tokens - len(request.output)
         if self.outputs is not None:
             left = min(left, self.outputs.num_left(request))
         return left
 
-    def tokens(self, request: "Request", count: int) -> list[int]:
+    def tokens(self, request: Request, count: int) -> list[int]:
         """The next output tokens of the request."""
         return [0] * count if self.outputs is None else self.outputs.next_tokens(request, count)
 
 
-def _is_fcfs(scheduler: "IterationScheduler") -> bool:
+def _is_fcfs(scheduler: IterationScheduler) -> bool:
     policy = scheduler.policy
     inner = policy.inner if isinstance(policy, BackgroundLast) else policy
     return isinstance(inner, FirstComeFirstServed)
@@ -161,7 +156,7 @@ class DecodeLeap:
             at += 1
         del self.ends[at + 1 :], self.seconds[at + 1 :]
 
-    def commit(self, until: float) -> "list[Request]":
+    def commit(self, until: float) -> list[Request]:
         """Commit the steps that return before `until`; the requests that end with the last one."""
         stop = self._next
         while stop < len(self.ends) and self.ends[stop] < until:
@@ -178,7 +173,7 @@ class DecodeLeap:
         self._leaps.recorder.sample_if_due(self.committed_at)
         return ended
 
-    def _undisturbed(self, count: int) -> "Iterator[int]":
+    def _undisturbed(self, count: int) -> Iterator[int]:
         """Split `count` steps behind those that publish a block which a waiting request, among
         those that a plan tries, may look for next."""
         scheduler = self._scheduler
@@ -198,7 +193,7 @@ class DecodeLeap:
                 yield step - done
                 done = step
 
-    def _tried(self) -> "Iterator[Request]":
+    def _tried(self) -> Iterator[Request]:
         """The waiting requests that a plan tries to start."""
         waiting = (r for r in self._scheduler.policy.order(self.committed_at) if r.state is WAITING)
         return islice(waiting, self._scheduler.settings.scan_limit)
@@ -260,7 +255,7 @@ class DecodeLeap:
             is_found = is_found or self._is_looked_for(block_hash)
         return is_found
 
-    def _block_events(self, starts: list[int], count: int) -> "list[tuple[int, bool, int]]":
+    def _block_events(self, starts: list[int], count: int) -> list[tuple[int, bool, int]]:
         """For each block that is needed or filled in the next `count` steps: the number of the
         step, from 1, whether the block is filled and can be published, and whose it is."""
         ledger, publishes = self._scheduler.ledger, self._scheduler.settings.reuses_prefixes
@@ -281,7 +276,7 @@ class DecodeLeap:
             return False
         return any(block_hash in r.block_hashes[r.found.num_matched :][:1] for r in self._tried())
 
-    def _end(self, request: "Request") -> None:
+    def _end(self, request: Request) -> None:
         """The request has its last token."""
         is_stopped = request.output[-1] in request.spec.end_ids
         request.finish = FinishReason.STOP if is_stopped else FinishReason.LENGTH
@@ -298,7 +293,7 @@ class DecodeLeap:
             reserved = self._scheduler.kv.reserve(request, request.num_computed + 1)
             assert reserved, "a leap ends before blocks run short"
 
-    def _commit_singly(self, stop: int) -> "list[Request]":
+    def _commit_singly(self, stop: int) -> list[Request]:
         """Commit the steps before number `stop` one by one; the requests that end with the last
         one."""
         leaps, scheduler, recorder = self._leaps, self._scheduler, self._leaps.recorder
@@ -321,7 +316,7 @@ class DecodeLeap:
         recorder.sample_if_due(self.committed_at)
         return ended
 
-    def _run(self, request: "Request", seconds: float) -> bool:
+    def _run(self, request: Request, seconds: float) -> bool:
         """Commit one token of the request; returns whether the request ends with it."""
         start, is_last = request.num_computed, self._leaps.num_left(request) == 1
         request.num_computed = request.num_planned = start + 1

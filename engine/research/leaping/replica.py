@@ -6,30 +6,25 @@ one `DecodeLeap`. An arrival at the moment at which a step returns is added befo
 in `Engine` on the virtual loop.
 """
 
+from collections.abc import Callable
 from math import inf
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from engine.request import State
-from engine.research.leaping.leap import DecodeLeap
+from engine.control.scheduler import IterationScheduler
+from engine.iteration import Iteration
+from engine.request import Request, RequestSpec, State
+from engine.research.leaping.leap import DecodeLeap, Leaps
+from engine.simulated.executor import SimulatedExecutor
+from engine.step import StepResult
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from engine.control.scheduler import IterationScheduler
-    from engine.iteration import Iteration
-    from engine.request import Request, RequestSpec
-    from engine.research.leaping.leap import Leaps
-    from engine.simulated.executor import SimulatedExecutor
-    from engine.step import StepResult
-
-    OnEnd = Callable[[Request], object]
+OnEnd = Callable[[Request], object]
 
 WAITING = State.WAITING
 
 
 class _StepInFlight(NamedTuple):
-    iteration: "Iteration"
-    result: "StepResult"
+    iteration: Iteration
+    result: StepResult
     returns_at: float
 
 
@@ -38,10 +33,10 @@ class Replica:
 
     def __init__(
         self,
-        scheduler: "IterationScheduler",
-        executor: "SimulatedExecutor",
-        leaps: "Leaps",
-        on_end: "OnEnd",
+        scheduler: IterationScheduler,
+        executor: SimulatedExecutor,
+        leaps: Leaps,
+        on_end: OnEnd,
     ) -> None:
         assert executor.depth == 1, "one step in flight"
         self.scheduler = scheduler
@@ -60,7 +55,7 @@ class Replica:
             return self._in_flight.returns_at
         return self.now if self._may_plan else inf
 
-    def add(self, spec: "RequestSpec", now: float) -> "Request":
+    def add(self, spec: RequestSpec, now: float) -> Request:
         """A request arrives; `advance` was called for `now`. Raises as the scheduler's `add`."""
         self.now = max(self.now, now)
         if isinstance(self._in_flight, DecodeLeap):
@@ -107,7 +102,7 @@ class Replica:
         for request in ended:
             self._on_end(request)
 
-    def _is_static(self, iteration: "Iteration") -> bool:
+    def _is_static(self, iteration: Iteration) -> bool:
         """Whether the next plan would make the same decisions as this iteration's, in which none
         was started: all started requests decoded, and those tried lacked blocks or a seat."""
         scheduler = self.scheduler
@@ -120,7 +115,7 @@ class Replica:
             and scheduler.kv.search.hashes_left > 0
         )
 
-    def _advance_leap(self, leap: "DecodeLeap", until: float) -> bool:
+    def _advance_leap(self, leap: DecodeLeap, until: float) -> bool:
         """Commit the steps of a leap that return before `until`; returns whether it is over."""
         ended = leap.commit(until)
         self.now = max(self.now, leap.committed_at)

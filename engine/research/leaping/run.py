@@ -1,34 +1,26 @@
 """Simulated runs as `engine.simulated.run` makes them, with leaps where they are possible."""
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from math import inf
-from typing import TYPE_CHECKING
 
 from engine.errors import EngineError
+from engine.iteration import Observer
+from engine.request import Request
 from engine.research.leaping.leap import Leaps
-from engine.research.leaping.replica import Replica
+from engine.research.leaping.replica import OnEnd, Replica
 from engine.simulated import run
 from engine.simulated.figures import Figures, summarise
 from engine.simulated.known_cost import KnownCost
-from engine.simulated.play import Outcome, PlayResult, RequestLost, outcome_of
+from engine.simulated.play import OnAccepted, Outcome, PlayResult, RequestLost, outcome_of
 from engine.simulated.record import Recorder
 from engine.simulated.replay import RecordedOutputs, RecordedRequest
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from engine.iteration import Observer
-    from engine.request import Request
-    from engine.research.leaping.replica import OnEnd
-    from engine.simulated.play import OnAccepted
-    from engine.simulated.run import Setup
-    from engine.simulated.trace import Arrival
-    from engine.step import RequestId
+from engine.simulated.run import Setup
+from engine.simulated.trace import Arrival
+from engine.step import RequestId
 
 
-def simulate(
-    setup: "Setup", arrivals: "Sequence[Arrival]", also: "Observer | None" = None
-) -> Figures:
+def simulate(setup: Setup, arrivals: Sequence[Arrival], also: Observer | None = None) -> Figures:
     """The figures of `engine.simulated.run.simulate`, bit for bit, several times as fast if no
     event has to be reported."""
     if also is not None or not may_leap(setup, arrivals):
@@ -42,9 +34,9 @@ def simulate(
 
 
 def play_leaping(
-    replica: "Callable[[OnEnd], Replica]",
-    arrivals: "Sequence[Arrival]",
-    on_accepted: "OnAccepted | None" = None,
+    replica: Callable[[OnEnd], Replica],
+    arrivals: Sequence[Arrival],
+    on_accepted: OnAccepted | None = None,
 ) -> PlayResult:
     """Like `play_all` on a `Replica` with these callbacks, several times as fast. No client
     disconnects and no request has a deadline."""
@@ -52,7 +44,7 @@ def play_leaping(
     lost: dict[int, RequestLost] = {}
     numbers: dict[RequestId, int] = {}
 
-    def on_end(request: "Request") -> None:
+    def on_end(request: Request) -> None:
         index = numbers.pop(request.request_id)
         outcomes[index] = outcome_of(arrivals[index], request)
 
@@ -75,7 +67,7 @@ def play_leaping(
 
 
 def build_replica(
-    setup: "Setup", recorder: Recorder, outputs: RecordedOutputs | None, on_end: "OnEnd"
+    setup: Setup, recorder: Recorder, outputs: RecordedOutputs | None, on_end: OnEnd
 ) -> Replica:
     """A new replica of the simulated system; `may_leap` is true of its arrivals."""
     cost = KnownCost(setup.cost)
@@ -85,7 +77,7 @@ def build_replica(
     return Replica(scheduler, run.build_executor(setup, outputs), leaps, on_end)
 
 
-def may_leap(setup: "Setup", arrivals: "Sequence[Arrival]") -> bool:
+def may_leap(setup: Setup, arrivals: Sequence[Arrival]) -> bool:
     """Whether a `Replica` can play these arrivals: one step in flight, and no request that ends
     from outside or is not planned in every iteration."""
     if setup.stages > 1 or setup.lookahead:
@@ -95,7 +87,7 @@ def may_leap(setup: "Setup", arrivals: "Sequence[Arrival]") -> bool:
     return all(_is_plain(arrival) for arrival in arrivals)
 
 
-def _is_plain(arrival: "Arrival") -> bool:
+def _is_plain(arrival: Arrival) -> bool:
     if arrival.patience is not None:
         return False
     params = arrival.params if isinstance(arrival, RecordedRequest) else None
