@@ -11,18 +11,16 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import orjson
 
 from engine.errors import InvalidRequest, RequestFailed, StartupError, Unavailable, WorkerLost
 from engine.lora import LoraAdapter, LoraReport, LoraSpec
+from engine.ports import LoraLoader
 from gateway.errors import LoraNotFound, ModelNotFound
 from gateway.observe.metrics import LoraUsage
 from gateway.schema.decoding import invalid
-
-if TYPE_CHECKING:
-    from engine.ports import LoraLoader
 
 MAX_NAME_LEN = 256
 
@@ -71,7 +69,7 @@ class LoraRegistry(LoraNames):
 
     def __init__(
         self,
-        loader: "LoraLoader",
+        loader: LoraLoader,
         usage: LoraUsage,
         base_names: Sequence[str],
         on_lost: Callable[[int, RequestFailed], None],

@@ -10,9 +10,9 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
 
 import msgspec
+from starlette.requests import Request as HttpRequest
 
 from engine.pooling import PoolingReport
 from engine.ports import Clock
@@ -38,10 +38,6 @@ from gateway.observe.traces import Traces
 from gateway.schema.rendering import ResponseHeader
 from gateway.store.running import RunningResponses
 from gateway.store.store import Store
-
-if TYPE_CHECKING:
-    from starlette.requests import Request as HttpRequest
-
 
 SEED_BITS = 63
 HOLD_SECONDS = 1.0
@@ -227,14 +223,14 @@ def unix_now() -> int:
     return int(datetime.now(UTC).timestamp())
 
 
-def service_of(http: "HttpRequest") -> Service:
+def service_of(http: HttpRequest) -> Service:
     """The service of the model that this HTTP request names, or of the default model."""
     service = http.scope.get("podway.service") or http.app.state.service
     assert isinstance(service, Service), "the app was built with its service"
     return service
 
 
-def caller_of(http: "HttpRequest") -> Caller:
+def caller_of(http: HttpRequest) -> Caller:
     """The caller of this HTTP request, set by `gateway.web.middleware` before any route runs."""
     caller = http.scope["podway.caller"]
     assert isinstance(caller, Caller), "the middleware sets a caller for every HTTP request"

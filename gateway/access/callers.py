@@ -4,19 +4,15 @@ import asyncio
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 from starlette.requests import Request as HttpRequest
+from starlette.types import Receive, Scope
 
 from gateway.access.key_file import Key
 from gateway.errors import BodyTooLarge, BodyTooSlow, TooManyValues, WrongMediaType
 from gateway.observe.request_log import RequestRecord
 from gateway.schema.dialect import OPENAI, ApiDialect
 from gateway.schema.unknown_fields import UnknownFields
-
-if TYPE_CHECKING:
-    from starlette.types import Receive, Scope
-
 
 _VALID_ID = re.compile(r"[A-Za-z0-9._:/+=@#-]{1,128}")
 OPENAI_VERSION = "2020-10-01"
@@ -105,7 +101,7 @@ class Caller:
         }
 
 
-def header_of(scope: "Scope", name: bytes) -> str | None:
+def header_of(scope: Scope, name: bytes) -> str | None:
     """The last header of that name."""
     value = dict(scope["headers"]).get(name)
     return None if value is None else value.decode("latin-1")
@@ -163,7 +159,7 @@ def count_values(text: bytes, limits: BodyLimits) -> None:
 class ReadRequest(HttpRequest):
     """A request whose body has been read by `read_body`."""
 
-    def __init__(self, scope: "Scope", receive: "Receive", body: bytes) -> None:
+    def __init__(self, scope: Scope, receive: Receive, body: bytes) -> None:
         super().__init__(scope, receive)
         self.read = body
 
@@ -201,7 +197,7 @@ async def _receive(http: HttpRequest, limits: BodyLimits, *, counts_values: bool
     return b"".join(pieces)
 
 
-def _check_media_type(http: "HttpRequest") -> None:
+def _check_media_type(http: HttpRequest) -> None:
     encoding = http.headers.get("content-encoding", "identity").strip().lower()
     if encoding != "identity":
         raise WrongMediaType(f"Content-Encoding {encoding!r} is not supported; send plain JSON.")

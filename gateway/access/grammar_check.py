@@ -12,14 +12,11 @@ import asyncio
 import json
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from engine.step import Grammar, GrammarKind
 from gateway.access.seats import Seats
+from gateway.ports import GrammarChecker
 from gateway.schema.decoding import invalid
-
-if TYPE_CHECKING:
-    from gateway.ports import GrammarChecker
 
 SEATS = 2
 FULL = "Too many grammars are being compiled. Please try again later."
@@ -42,7 +39,7 @@ class GrammarLimits:
 class GrammarCheck:
     """Checks whether outputs can be constrained to a grammar."""
 
-    def __init__(self, checker: "GrammarChecker", limits: GrammarLimits | None = None) -> None:
+    def __init__(self, checker: GrammarChecker, limits: GrammarLimits | None = None) -> None:
         self._checker = checker
         self._limits = limits or GrammarLimits()
         self._trying = Seats(1, self._limits.wait_seconds, FULL)
@@ -65,7 +62,7 @@ class GrammarCheck:
         if reason is not None:
             raise invalid(param, f"{reason}.")
 
-    def _result(self, grammar: Grammar, tenant: str) -> "asyncio.Task[str | None]":
+    def _result(self, grammar: Grammar, tenant: str) -> asyncio.Task[str | None]:
         """One task for all requests with this grammar; its result is the error, or None."""
         task = self._results.pop(grammar, None)
         if task is None or (task.done() and (task.cancelled() or task.exception())):

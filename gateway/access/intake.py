@@ -33,13 +33,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from heapq import heapify, heappop, heappush
 from types import coroutine
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from starlette.types import Message, Receive
+from starlette.types import Message, Receive
 
-    from engine.ports import Clock
-    from gateway.observe.request_log import RequestRecord
+from engine.ports import Clock
+from gateway.observe.request_log import RequestRecord
 
 SHARE = 0.2  # share of the loop's time, while the engine generates
 BUSY_SHARE = 0.1  # the same while the loop is busy
@@ -118,8 +117,8 @@ class Intake:
     request takes is measured in CPU time: it does not owe what others take meanwhile.
     """
 
-    clock: "Clock"
-    cpu_clock: "Clock"  # the calling thread's CPU time
+    clock: Clock
+    cpu_clock: Clock  # the calling thread's CPU time
     is_generating: Callable[[], bool]
     is_busy: Callable[[], bool] = lambda: False
     share: float = SHARE
@@ -171,11 +170,11 @@ class Intake:
         await asyncio.sleep(0)
         await self.enter(client)
 
-    def gated(self, receive: "Receive", client: str) -> "Receive":
+    def gated(self, receive: Receive, client: str) -> Receive:
         """`receive`, which waits as `enter` does until the body has arrived."""
         is_whole = False
 
-        async def receive_in_order() -> "Message":
+        async def receive_in_order() -> Message:
             nonlocal is_whole
             if not is_whole:
                 await self.enter(client)
@@ -187,7 +186,7 @@ class Intake:
 
     @coroutine
     def metered(
-        self, work: Awaitable[object], record: "RequestRecord | None", client: str = ""
+        self, work: Awaitable[object], record: RequestRecord | None, client: str = ""
     ) -> Generator[Any, Any, None]:
         """Await `work`, and charge the time that it takes until the engine has the request of
         `record`."""

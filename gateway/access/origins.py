@@ -9,12 +9,10 @@ needed a page has none, unless the browser remembers one that was typed (`Basic`
 from collections.abc import Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
-from typing import TYPE_CHECKING
+
+from starlette.types import Scope
 
 from gateway.errors import Forbidden
-
-if TYPE_CHECKING:
-    from starlette.types import Scope
 
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 ANY = "*"
@@ -43,7 +41,7 @@ class OriginPolicy:
     allowed_hosts: Sequence[str] = ()
     cors_origins: Sequence[str] = ()
 
-    def check(self, scope: "Scope") -> None:
+    def check(self, scope: Scope) -> None:
         """Raises `Forbidden` for another host, or for a request of another site's page that
         changes something or opens a WebSocket, whose messages the page could read."""
         headers = dict(scope["headers"])
@@ -57,7 +55,7 @@ class OriginPolicy:
                 "allows them."
             )
 
-    def check_admin(self, scope: "Scope") -> None:
+    def check_admin(self, scope: Scope) -> None:
         """Raises `Forbidden` unless the client is on this machine, and not a page of another site:
         the rule for `/admin` without API keys."""
         headers = dict(scope["headers"])

@@ -11,14 +11,11 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import ceil
-from typing import TYPE_CHECKING
 
 from engine.iteration import Observer
+from engine.request import Request
 from gateway.access.key_file import Allowance, Key
 from gateway.errors import TooManyAtOnce, TooManyRequests, TooManyTokens
-
-if TYPE_CHECKING:
-    from engine.request import Request
 
 AT_ONCE_RETRY_SECONDS = 1.0  # a guess: when a running request ends is unknown
 
@@ -79,11 +76,11 @@ class Quotas(Observer):
         """A key has so many more (or fewer) running requests that no connection waits for."""
         self._unattended[name] += num_running
 
-    def arrived(self, request: "Request", now: float) -> None:
+    def arrived(self, request: Request, now: float) -> None:
         """Charge the prompt, without what another request of the response is charged for."""
         self._charge(request, request.spec.own_len, now)
 
-    def ended(self, request: "Request", now: float) -> None:
+    def ended(self, request: Request, now: float) -> None:
         """Charge the output."""
         self._charge(request, request.produced, now)
 
@@ -92,7 +89,7 @@ class Quotas(Observer):
         limit = key.allowance.tokens_per_minute
         return self._account(key, now).line_tokens.seconds_to(1, limit) if limit else 0.0
 
-    def _charge(self, request: "Request", num_tokens: int, now: float) -> None:
+    def _charge(self, request: Request, num_tokens: int, now: float) -> None:
         """Lines of batches have a bucket of their own, so that they do not stop other requests."""
         account = self._accounts.get(request.spec.tenant)
         if account is not None and (limit := account.allowance.tokens_per_minute):

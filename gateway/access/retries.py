@@ -11,14 +11,12 @@ equal requests may be two users of one proxy.
 import asyncio
 import hashlib
 import logging
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import Protocol, Self
+
+from starlette.types import Message, Receive, Scope
 
 from engine.errors import InvalidRequest
-
-if TYPE_CHECKING:
-    from starlette.types import Message, Receive, Scope
-
-    from gateway.access.callers import Caller
+from gateway.access.callers import Caller
 
 logger = logging.getLogger(__name__)
 HEADER = b"idempotency-key"
@@ -43,13 +41,13 @@ class Retries:
     def __init__(self) -> None:
         self._running: dict[Identity, Attempt] = {}
 
-    def begin(self, scope: "Scope", receive: "Receive") -> "Attempt | None":
+    def begin(self, scope: Scope, receive: Receive) -> "Attempt | None":
         """An attempt, which is compared with others once its body is received; None without an
         `idempotency-key`."""
         key = dict(scope["headers"]).get(HEADER)
         return Attempt(self, key, scope, receive) if key else None
 
-    def runs(self, tenant: str, scope: "Scope") -> bool:
+    def runs(self, tenant: str, scope: Scope) -> bool:
         """Whether an attempt at the same request runs."""
         key = dict(scope["headers"]).get(HEADER)
         return key is not None and _identity(tenant, scope, key) in self._running
@@ -82,7 +80,7 @@ class Attempt:
     """One attempt at a request, a context manager. `digest` (of the body) is set once `receive`
     has returned the whole body."""
 
-    def __init__(self, retries: Retries, key: bytes, scope: "Scope", receive: "Receive") -> None:
+    def __init__(self, retries: Retries, key: bytes, scope: Scope, receive: Receive) -> None:
         caller: Caller = scope["podway.caller"]
         self.request_id = caller.request_id
         self.identity = _identity(caller.tenant, scope, key)
@@ -116,7 +114,7 @@ class Attempt:
         self.shared = shared
         shared.hold()
 
-    async def receive(self) -> "Message":
+    async def receive(self) -> Message:
         """The client's next message. Raises `InvalidRequest` (see `Retries.join`)."""
         if self.digest is None:
             message = await self._receive()
@@ -133,7 +131,7 @@ class Attempt:
         if self.shared is not None:
             self.shared.release()
 
-    def _note(self, message: "Message") -> None:
+    def _note(self, message: Message) -> None:
         if message["type"] != "http.request":
             return
         self._hash.update(message.get("body", b""))
@@ -142,5 +140,5 @@ class Attempt:
             self._retries.join(self)
 
 
-def _identity(tenant: str, scope: "Scope", key: bytes) -> Identity:
+def _identity(tenant: str, scope: Scope, key: bytes) -> Identity:
     return (tenant, scope["method"], scope["path"], key.hex())

@@ -11,7 +11,6 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 from engine.errors import (
     EngineError,
@@ -36,12 +35,9 @@ from gateway.generation.plan import GenerationPlan
 from gateway.observe.request_log import RequestRecord
 from gateway.pooling.group import Plan, body_of
 from gateway.schema.dialect import OPENAI
+from gateway.service import Service
 from gateway.store.batch_records import BatchLine, BatchRecord, LineAnswer
 from gateway.store.files import FileRecord
-
-if TYPE_CHECKING:
-    from gateway.service import Service
-
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +51,7 @@ OUTPUT_SECONDS = 30 * 86_400  # lifetime of output files, unless the batch sets 
 class BatchRunner:
     """Runs all batches concurrently, with at most `max_lines` lines in the engine."""
 
-    service: "Service"
+    service: Service
     endpoints: Mapping[str, Endpoint]
     max_lines: int
     limits: LineLimits = field(default_factory=LineLimits)
@@ -176,9 +172,7 @@ class _Run:
         seconds = max(0, record.expires_at - self._service.unix_now())
         try:
             await asyncio.wait(
-                (working, cancelling, ending),
-                timeout=seconds,
-                return_when=asyncio.FIRST_COMPLETED,
+                (working, cancelling, ending), timeout=seconds, return_when=asyncio.FIRST_COMPLETED
             )
             is_done = working.done()
             if ending.done() and self._answering:
@@ -336,5 +330,5 @@ class _Run:
         )
 
 
-async def _no_endpoint(body: bytes, caller: Caller, service: "Service") -> Plan:
+async def _no_endpoint(body: bytes, caller: Caller, service: Service) -> Plan:
     raise PathNotFound("This server no longer has the endpoint of this batch.")

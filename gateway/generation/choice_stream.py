@@ -8,12 +8,13 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import repeat
-from typing import TYPE_CHECKING
 
 from engine.media import replaced
-from engine.request import Abort, FinishReason
+from engine.request import Abort, FinishReason, Request
+from engine.step import TokenLogprobs
+from engine.stream import TokenChunk, TokenStream
 from gateway.generation.text import TextStream, TokenText
-from gateway.ports import CallBegin, Piece, StreamParser
+from gateway.ports import CallBegin, Piece, StreamParser, TokenDecoder
 from gateway.schema.rendering import (
     ChoiceEnd,
     Delta,
@@ -22,12 +23,6 @@ from gateway.schema.rendering import (
     PromptReport,
     ReportOptions,
 )
-
-if TYPE_CHECKING:
-    from engine.request import Request
-    from engine.step import TokenLogprobs
-    from engine.stream import TokenChunk, TokenStream
-    from gateway.ports import TokenDecoder
 
 MANY_TOKENS = 500  # reported one by one; more of them are reported and rendered in a thread
 _TOOL_CALLS = "tool_calls"
@@ -43,7 +38,7 @@ class ChoiceOptions:
     events of a message do not depend on how tokens were grouped into chunks.
     """
 
-    decoder: "TokenDecoder"
+    decoder: TokenDecoder
     stop_strings: Sequence[str] = ()
     parser: StreamParser | None = None
     report: ReportOptions = ReportOptions()  # noqa: RUF009 # frozen
@@ -72,7 +67,7 @@ class ChoiceStream:
     not depend on how tokens were grouped into chunks.
     """
 
-    def __init__(self, index: int, tokens: "TokenStream", options: ChoiceOptions) -> None:
+    def __init__(self, index: int, tokens: TokenStream, options: ChoiceOptions) -> None:
         self.index = index
         self.end: ChoiceEnd | None = None
         self.num_tokens = 0
@@ -120,7 +115,7 @@ class ChoiceStream:
             self._early_end = reason
             self._tokens.wake()
 
-    def _process_last(self, chunk: "TokenChunk") -> Delta:
+    def _process_last(self, chunk: TokenChunk) -> Delta:
         """End the message. Text that the parser still withholds, such as the begin of a tool call,
         is no part of it."""
         delta = self._process(chunk)
@@ -131,7 +126,7 @@ class ChoiceStream:
         self._parse(self._token_text.finish() if self._parser is None else "")
         return [*delta, *self._ended(ChoiceEnd(self._early_end))]
 
-    def _process(self, chunk: "TokenChunk") -> Delta:
+    def _process(self, chunk: TokenChunk) -> Delta:
         if not self._has_begun and chunk.tokens:
             self._begin(chunk.prompt_logprobs)
             if self._options.is_prompt_only:
@@ -156,7 +151,7 @@ class ChoiceStream:
             return self._take_delta() if self._pieces else ()
         return self._finish(finish, tokens[-1] if tokens else None)
 
-    def _begin(self, logprobs: "Sequence[TokenLogprobs]") -> None:
+    def _begin(self, logprobs: Sequence[TokenLogprobs]) -> None:
         """Report the prompt if requested; its first token, and those that stand for images, have no
         log-probability."""
         self._has_begun = True
@@ -169,7 +164,7 @@ class ChoiceStream:
         if report.echo:
             self._echo(ids, (None, *logprobs) if logprobs else repeat(None))
 
-    def _echo(self, ids: Sequence[int], logprobs: "Iterable[TokenLogprobs | None]") -> None:
+    def _echo(self, ids: Sequence[int], logprobs: Iterable[TokenLogprobs | None]) -> None:
         text = TextStream(self._options.decoder)
         token_text = TokenText(text)
         if self._report.has_tokens:
@@ -187,7 +182,7 @@ class ChoiceStream:
     def _shows_end_token(self, token: int) -> bool:
         return self._report.stop_string and token in self._options.caller_end_ids
 
-    def _add_token(self, token: int, logprob: "TokenLogprobs | None") -> None:
+    def _add_token(self, token: int, logprob: TokenLogprobs | None) -> None:
         """Add a visible token. It counts as reasoning if reasoning is open before or after it."""
         was_reasoning = self._is_reasoning
         if self._report.has_tokens:
@@ -206,7 +201,7 @@ class ChoiceStream:
             self._pieces += self._parser.feed(text)
 
     def _finish(
-        self, finish: FinishReason, last: int | None, hidden_logprob: "TokenLogprobs | None" = None
+        self, finish: FinishReason, last: int | None, hidden_logprob: TokenLogprobs | None = None
     ) -> Delta:
         """The rest of the message.
 
@@ -255,7 +250,7 @@ class ChoiceStream:
         return self._parser is not None and self._parser.is_reasoning
 
     @property
-    def request(self) -> "Request":
+    def request(self) -> Request:
         """Its progress in the engine."""
         return self._tokens.request
 

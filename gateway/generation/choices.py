@@ -6,17 +6,19 @@ GenerationPlan ──start──▶ engine streams ──▶ ChoiceStream × cho
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Self, TypeVar
+from typing import Self, TypeVar
 
 from engine.errors import EngineError, InvalidRequest
-from engine.request import Abort, RequestSpec
-from engine.stream import close_streams
+from engine.request import Abort, Request, RequestSpec
+from engine.stream import TokenStream, close_streams
+from gateway.access.callers import Caller
 from gateway.generation.choice_stream import MANY_TOKENS, ChoiceOptions, ChoiceStream
 from gateway.generation.image_prompt import ImagePrompt
 from gateway.generation.plan import GenerationPlan, request_specs, truncated
-from gateway.generation.prompt import tokenize_text
+from gateway.generation.prompt import TokenizedPrompts, tokenize_text
 from gateway.generation.text import SpecialTokenDecoder
 from gateway.generation.threads import thread_meter
+from gateway.ports import Piece
 from gateway.schema.rendering import (
     FinishedChoice,
     OutputToken,
@@ -25,14 +27,7 @@ from gateway.schema.rendering import (
     Usage,
     finished_choice,
 )
-
-if TYPE_CHECKING:
-    from engine.request import Request
-    from engine.stream import TokenStream
-    from gateway.access.callers import Caller
-    from gateway.generation.prompt import TokenizedPrompts
-    from gateway.ports import Piece
-    from gateway.service import Service
+from gateway.service import Service
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -46,7 +41,7 @@ DEADLINE_FIELDS = ("ttft_deadline", "deadline")  # fields of `RequestSpec`; requ
 class StreamGroup:
     """The engine streams of one response. Leaving its `with` block closes all of them."""
 
-    def __init__(self, service: "Service") -> None:
+    def __init__(self, service: Service) -> None:
         self._service = service
         self._streams: dict[TokenStream, None] = {}
 
@@ -58,7 +53,7 @@ class StreamGroup:
         has_failed = kind is not None and issubclass(kind, EngineError)
         self.close(Abort.EXPLICIT if has_failed else Abort.CLIENT_GONE)
 
-    def open(self, spec: RequestSpec, *, reports_progress: bool = False) -> "TokenStream":
+    def open(self, spec: RequestSpec, *, reports_progress: bool = False) -> TokenStream:
         """Add a request to the engine; errors name the field as the request body spells it."""
         service = self._service
         if spec.lora is not None:  # it may have been unloaded since the request was planned
@@ -74,8 +69,8 @@ class StreamGroup:
         return stream
 
     async def open_all(
-        self, specs: "Sequence[RequestSpec]", caller: "Caller", *, reports_progress: bool = False
-    ) -> "list[TokenStream]":
+        self, specs: Sequence[RequestSpec], caller: Caller, *, reports_progress: bool = False
+    ) -> list[TokenStream]:
         """Add requests to the engine."""
         record = caller.record
         streams: list[TokenStream] = []
@@ -89,7 +84,7 @@ class StreamGroup:
             record.is_starting = False
         return streams
 
-    async def pause(self, caller: "Caller") -> None:
+    async def pause(self, caller: Caller) -> None:
         """Let others run, after `SPECS_AT_ONCE` requests were built or added. Beside requests of
         other clients, these get the client's share of the event loop's time (`Intake`)."""
         pools = self._service.engine.scheduler.arrivals.queue.pools
@@ -104,7 +99,7 @@ class StreamGroup:
 class ChoiceGroup(StreamGroup):
     """The choices of one response."""
 
-    def __init__(self, plan: GenerationPlan, service: "Service") -> None:
+    def __init__(self, plan: GenerationPlan, service: Service) -> None:
         super().__init__(service)
         self.choices: list[ChoiceStream] = []
         self._plan = plan
@@ -162,7 +157,7 @@ class ChoiceGroup(StreamGroup):
             param = "best_of" if plan.best_of else param
             raise InvalidRequest(f"'{param}' is too large: {error}", param) from error
 
-    def _options(self, tokenized: "TokenizedPrompts") -> ChoiceOptions:
+    def _options(self, tokenized: TokenizedPrompts) -> ChoiceOptions:
         plan, tokenizer = self._plan, self._service.model.tokenizer
         decoder = tokenizer.decoder()
         visible_tokens = tokenized.visible_tokens
@@ -220,7 +215,7 @@ class ChoiceGroup(StreamGroup):
         )
 
 
-def num_written(request: "Request", service: "Service") -> int:
+def num_written(request: Request, service: Service) -> int:
     """Prompt tokens that a request adds to the prefix cache, in full blocks; 0 before it has
     started."""
     scheduler = service.engine.scheduler
@@ -260,10 +255,7 @@ def _nothing() -> None:
 
 
 async def generate_events(
-    plan: GenerationPlan,
-    group: ChoiceGroup,
-    sink: Sink,
-    on_accepted: Callable[[], None] = _nothing,
+    plan: GenerationPlan, group: ChoiceGroup, sink: Sink, on_accepted: Callable[[], None] = _nothing
 ) -> bytes:
     """Hand the plan's events to `sink`, and return the last ones.
 
@@ -284,7 +276,7 @@ async def generate_events(
 
 
 async def _choice_events(
-    plan: GenerationPlan, group: ChoiceGroup, sink: Sink, choice: "ChoiceStream"
+    plan: GenerationPlan, group: ChoiceGroup, sink: Sink, choice: ChoiceStream
 ) -> bytes:
     """Hand over a choice's events. A single choice's last events are returned instead, so that
     they and the end of the stream are one write."""
@@ -323,7 +315,7 @@ async def generate_body(plan: GenerationPlan, group: ChoiceGroup) -> bytes:
     return body
 
 
-async def _finished_choice(choice: "ChoiceStream") -> FinishedChoice:
+async def _finished_choice(choice: ChoiceStream) -> FinishedChoice:
     parts: list[Piece | OutputToken | PromptReport] = []
     while choice.end is None:
         parts += await choice.next()

@@ -11,18 +11,14 @@ what is new, and does not look at what the window leaves out. Otherwise all is r
 
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
-from gateway.generation.known_text import continued_ids, num_shared
-from gateway.generation.prompt import PromptMarks, marks_of
-
-if TYPE_CHECKING:
-    from gateway.generation.known_text import KnownText
-    from gateway.generation.prompt import Prompt
-    from gateway.ports import Tokenizer
-    from gateway.schema.openai.chat import ChatRequest
+from gateway.generation.known_text import KnownText, continued_ids, num_shared
+from gateway.generation.prompt import Prompt, PromptMarks, marks_of
+from gateway.ports import Tokenizer
+from gateway.schema.openai.chat import ChatRequest
 
 _SETTINGS = (
     "tools", "tool_choice", "parallel_tool_calls", "response_format", "reasoning_effort",
@@ -38,7 +34,7 @@ class ContinuedPrompt(NamedTuple):
     """The prompt of a turn, of which the first `num_kept` ids are known."""
 
     text: str
-    ids: "Prompt"
+    ids: Prompt
     marks: PromptMarks
     num_kept: int
 
@@ -48,19 +44,14 @@ class Continuation:
     """What is known before a turn: the text, of which the first `num_chars` characters and
     `num_ids` ids are the last prompt, its marks, and the messages of the window as it had them."""
 
-    known: "KnownText"
+    known: KnownText
     num_chars: int
     num_ids: int
     marks: PromptMarks
-    earlier: "ChatRequest"
+    earlier: ChatRequest
 
     def prompt(
-        self,
-        earlier: str,
-        now: str,
-        request: "ChatRequest",
-        tokenizer: "Tokenizer",
-        most: int | None,
+        self, earlier: str, now: str, request: ChatRequest, tokenizer: Tokenizer, most: int | None
     ) -> ContinuedPrompt:
         """The prompt whose window is rendered as `now`, and was rendered as `earlier` before the
         new messages of `request`. Raises `OtherBeginningError`, and as `token_ids` does."""
@@ -88,7 +79,7 @@ def is_part(short: str, long: str) -> bool:
     return short[start : len(short) - stop] in long[start : len(long) - stop]
 
 
-def settings_of(request: "ChatRequest", instructions: str | None) -> bytes:
+def settings_of(request: ChatRequest, instructions: str | None) -> bytes:
     """A digest of all that a prompt is rendered from beside the items of the conversation."""
     fields = [instructions, *(getattr(request, name) for name in _SETTINGS)]
     return blake2b(msgspec.json.encode(fields), digest_size=16).digest()

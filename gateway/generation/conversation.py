@@ -7,15 +7,16 @@ Short conversations are rendered and tokenized on the event loop, long ones in a
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import orjson
 
 from engine.errors import InvalidRequest
-from gateway.generation.continuation import OtherBeginningError
+from engine.media import Media
+from gateway.generation.continuation import Continuation, OtherBeginningError
 from gateway.generation.image_input import ImageOrigin, read_images
 from gateway.generation.image_prompt import Placeholders, unmarked
-from gateway.generation.known_text import continued_ids
+from gateway.generation.known_text import KnownText, continued_ids
 from gateway.generation.prompt import (
     Prompt,
     PromptMarks,
@@ -25,17 +26,11 @@ from gateway.generation.prompt import (
     token_ids,
 )
 from gateway.generation.threads import run_in_thread
-from gateway.ports import ToolChoice
+from gateway.groups.group import ServedModel
+from gateway.ports import ChatTemplate, Dialect, PreparedImage, StreamParser, ToolChoice
+from gateway.schema.openai.chat import ChatRequest
 from gateway.schema.openai.messages import parsed_arguments
-
-if TYPE_CHECKING:
-    from engine.media import Media
-    from gateway.generation.continuation import Continuation
-    from gateway.generation.known_text import KnownText
-    from gateway.groups.group import ServedModel
-    from gateway.ports import ChatTemplate, Dialect, PreparedImage, StreamParser
-    from gateway.schema.openai.chat import ChatRequest
-    from gateway.schema.openai.tools import ToolPlan
+from gateway.schema.openai.tools import ToolPlan
 
 TemplateMessage = Mapping[str, Any]  # a message as chat templates see it
 RandomBits = Callable[[int], int]
@@ -48,7 +43,7 @@ class RenderedPrompt(NamedTuple):
     text: str
     ids: Prompt
     marks: PromptMarks
-    media: "tuple[Media, ...]" = ()
+    media: tuple[Media, ...] = ()
     num_kept: int = 0
 
     @property
@@ -61,15 +56,15 @@ class RenderedPrompt(NamedTuple):
 
 
 async def tokenize_chat(
-    model: "ServedModel",
-    request: "ChatRequest",
-    tools: "ToolPlan",
+    model: ServedModel,
+    request: ChatRequest,
+    tools: ToolPlan,
     random_bits: RandomBits,
     *,
     skips_reasoning: bool = False,
     most: int | None = None,
-    known: "KnownText | None" = None,
-    continuation: "Continuation | None" = None,
+    known: KnownText | None = None,
+    continuation: Continuation | None = None,
     origin: ImageOrigin | None = None,
 ) -> TokenizedPrompts:
     """The one prompt of a chat request, and the parser of its outputs.
@@ -106,7 +101,7 @@ async def tokenize_chat(
     )
 
 
-def render_text(model: "ServedModel", request: "ChatRequest") -> str:
+def render_text(model: ServedModel, request: ChatRequest) -> str:
     """The prompt of a chat request without tools, as text behind which an answer follows without
     reasoning. Raises `InvalidRequest` as `tokenize_chat` does."""
     template = model.template
@@ -123,7 +118,7 @@ def render_text(model: "ServedModel", request: "ChatRequest") -> str:
 
 
 async def render_prompt(
-    model: "ServedModel", request: "ChatRequest", origin: ImageOrigin | None = None
+    model: ServedModel, request: ChatRequest, origin: ImageOrigin | None = None
 ) -> RenderedPrompt:
     """The prompt of a chat request for which nothing is generated. Raises as `tokenize_chat`."""
     tools = request.tool_plan()
@@ -133,15 +128,15 @@ async def render_prompt(
 
 
 async def _rendered(
-    model: "ServedModel",
-    request: "ChatRequest",
-    tools: "ToolPlan",
+    model: ServedModel,
+    request: ChatRequest,
+    tools: ToolPlan,
     *,
     skips_reasoning: bool,
     most: int | None = None,
-    known: "KnownText | None" = None,
-    continuation: "Continuation | None" = None,
-    images: "Sequence[PreparedImage]" = (),
+    known: KnownText | None = None,
+    continuation: Continuation | None = None,
+    images: Sequence[PreparedImage] = (),
 ) -> RenderedPrompt:
     template = model.template
     if template is None:
@@ -177,24 +172,24 @@ async def _rendered(
 class _Rendering:
     """How the messages of a request become text and ids; `placeholders` of a model with images."""
 
-    model: "ServedModel"
-    template: "ChatTemplate"
-    request: "ChatRequest"
+    model: ServedModel
+    template: ChatTemplate
+    request: ChatRequest
     variables: Mapping[str, Any]
     placeholders: Placeholders | None
-    images: "Sequence[PreparedImage]"
+    images: Sequence[PreparedImage]
     skips_reasoning: bool
     has_tools: bool
     most: int | None
-    known: "KnownText | None"
+    known: KnownText | None
 
-    def messages_of(self, request: "ChatRequest") -> list[TemplateMessage]:
+    def messages_of(self, request: ChatRequest) -> list[TemplateMessage]:
         """Messages as the template sees them."""
         messages = _template_messages(request)
         return messages if self.placeholders is None else self.placeholders.marked(messages)
 
     def prompt(
-        self, messages: list[TemplateMessage], continuation: "Continuation | None"
+        self, messages: list[TemplateMessage], continuation: Continuation | None
     ) -> RenderedPrompt:
         """The prompt, by the model's template. Raises as `tokenize_chat`."""
         text = self._text(messages)
@@ -238,9 +233,9 @@ class _Rendering:
 
 
 async def _render_request_template(
-    model: "ServedModel",
-    template: "ChatTemplate",
-    request: "ChatRequest",
+    model: ServedModel,
+    template: ChatTemplate,
+    request: ChatRequest,
     messages: Sequence[TemplateMessage],
     variables: Mapping[str, Any],
 ) -> str:
@@ -260,8 +255,8 @@ async def _render_request_template(
 
 
 def _parser(
-    dialect: "Dialect", prompt: str, choice: ToolChoice, random_bits: RandomBits
-) -> "StreamParser":
+    dialect: Dialect, prompt: str, choice: ToolChoice, random_bits: RandomBits
+) -> StreamParser:
     parser = dialect.parser(prompt, choice, random_bits)
     assert parser is not None, "tokenize_chat has checked that there is one"
     return parser
@@ -279,7 +274,7 @@ def _cut_after(text: str, content: str) -> str:
     )
 
 
-def _template_messages(request: "ChatRequest") -> list[TemplateMessage]:
+def _template_messages(request: ChatRequest) -> list[TemplateMessage]:
     """The messages as templates see them.
 
     Arguments of tool calls are objects: requests have JSON in a string, templates dump objects.

@@ -15,24 +15,20 @@ status line at once, pings also while events flow, and cancels streams at the fi
 import asyncio
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 import anyio
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.errors import EngineError
+from engine.ports import Clock
 from engine.request import Abort
+from gateway.access.callers import Caller
 from gateway.generation.choices import ChoiceGroup, generate_body, generate_events
+from gateway.generation.plan import GenerationPlan
 from gateway.generation.reply import Reply, error_response
 from gateway.observe.timelines import Wait
 from gateway.schema.rendering import EventNumbers
-
-if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
-    from engine.ports import Clock
-    from gateway.access.callers import Caller
-    from gateway.generation.plan import GenerationPlan
-    from gateway.service import Service
+from gateway.service import Service
 
 BLOCKED_SECONDS = 0.02  # a longer write means that the client does not read
 EVENT_HEADERS = {
@@ -42,7 +38,7 @@ EVENT_HEADERS = {
 }
 
 
-def stream_start(caller: "Caller", clock: "Clock") -> "Message":
+def stream_start(caller: Caller, clock: Clock) -> Message:
     """The status line of a stream of events, with the headers that every response carries."""
     content = {"content-type": "text/event-stream; charset=utf-8"}
     headers = EVENT_HEADERS | content | caller.headers(clock())
@@ -50,7 +46,7 @@ def stream_start(caller: "Caller", clock: "Clock") -> "Message":
     return {"type": "http.response.start", "status": 200, "headers": encoded}
 
 
-async def send_error(error: EngineError, caller: "Caller", clock: "Clock", send: "Send") -> None:
+async def send_error(error: EngineError, caller: Caller, clock: Clock, send: Send) -> None:
     """Send an error as the whole response."""
     response = error_response(error, caller, clock)
     status, headers = response.status_code, response.raw_headers
@@ -61,7 +57,7 @@ async def send_error(error: EngineError, caller: "Caller", clock: "Clock", send:
 class EventStream:
     """Streams a plan's choices as they are sampled, interleaved."""
 
-    def __init__(self, plan: "GenerationPlan", service: "Service") -> None:
+    def __init__(self, plan: GenerationPlan, service: Service) -> None:
         self._plan = plan
         self._service = service
         self._group = ChoiceGroup(plan, service)
@@ -72,7 +68,7 @@ class EventStream:
         self._has_started = self._has_ended = False
         self._num_writes_begun = self._num_writes_done = 0
 
-    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Return when the stream has ended or the client has disconnected."""
         self._send, self._write = send, scope["podway.send"]
         try:
@@ -158,7 +154,7 @@ class EventStream:
                 await self._send_bytes(self._group.ping)
         self._group.close(Abort.SLOW_CLIENT)
 
-    async def _wait_for_disconnect(self, receive: "Receive") -> None:
+    async def _wait_for_disconnect(self, receive: Receive) -> None:
         """End the requests in the moment in which the client's disconnect is received."""
         while (await receive())["type"] != "http.disconnect":
             pass
@@ -166,7 +162,7 @@ class EventStream:
         self._group.close(Abort.CLIENT_GONE)
 
 
-def respond(plan: "GenerationPlan", service: "Service") -> "ASGIApp":
+def respond(plan: GenerationPlan, service: Service) -> ASGIApp:
     """The ASGI response of a plan: an event stream or a JSON body, as the request chose."""
     if plan.is_stream:
         return EventStream(plan, service)

@@ -7,13 +7,12 @@ Then the client gets the error of an unknown id, and sends the conversation agai
 
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import orjson
 
-if TYPE_CHECKING:
-    from gateway.generation.known_text import KnownText
-    from gateway.generation.prompt import PromptMarks
+from gateway.generation.known_text import KnownText
+from gateway.generation.prompt import PromptMarks
 
 MAX_HELD = 8  # responses per connection: the one that is continued, and others to fork from
 MAX_BYTES = 256 << 20  # bytes that the server holds in all
@@ -26,7 +25,7 @@ class HeldPrompt(NamedTuple):
     num_items: int
     num_chars: int
     num_ids: int
-    marks: "PromptMarks"
+    marks: PromptMarks
     settings: bytes  # a digest of all but the items
 
 
@@ -38,15 +37,15 @@ class HeldResponse(NamedTuple):
     """
 
     items: list[dict[str, Any]]
-    known: "KnownText | None"
+    known: KnownText | None
     num_bytes: int
     model: str = ""
-    prompt: "HeldPrompt | None" = None
+    prompt: HeldPrompt | None = None
 
 
 def held_response(
     items: list[dict[str, Any]],
-    known: "KnownText | None",
+    known: KnownText | None,
     model: str = "",
     prompt: HeldPrompt | None = None,
 ) -> HeldResponse:

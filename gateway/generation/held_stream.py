@@ -16,25 +16,22 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.errors import EngineError, Overloaded, RequestCancelled, Unavailable
 from engine.request import Abort
+from gateway.access.callers import Caller
 from gateway.errors import EventsEvicted
 from gateway.generation.choices import ChoiceGroup, generate_events
 from gateway.generation.event_stream import send_error, stream_start
+from gateway.generation.plan import GenerationPlan
 from gateway.generation.reply import error_response, json_response, unless_disconnected
 from gateway.generation.shared_work import SharedWork
+from gateway.generation.stream_journal import JournalEntry
 from gateway.schema.rendering import PING, EventNumbers, split_events
-
-if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Receive, Scope, Send
-
-    from gateway.access.callers import Caller
-    from gateway.generation.plan import GenerationPlan
-    from gateway.generation.stream_journal import JournalEntry
-    from gateway.service import Service
-    from gateway.store.event_ring import EventRing
+from gateway.service import Service
+from gateway.store.event_ring import EventRing
 
 logger = logging.getLogger(__name__)
 RETRY_SECONDS = 1.0  # until a stream of a former server is tried again
@@ -45,11 +42,7 @@ class EndedStream:
     it, and the journal may have it."""
 
     def __init__(
-        self,
-        service: "Service",
-        ring: "EventRing",
-        created_at: int,
-        entry: "JournalEntry | None" = None,
+        self, service: Service, ring: EventRing, created_at: int, entry: JournalEntry | None = None
     ) -> None:
         self.ring = ring
         self.created_at = created_at
@@ -82,7 +75,7 @@ class EndedStream:
     async def stop(self) -> None:
         """It has ended."""
 
-    def response(self, caller: "Caller", after: int = -1) -> "ASGIApp":
+    def response(self, caller: Caller, after: int = -1) -> ASGIApp:
         return HeldResponse(self, self._service, caller, after=after)
 
     @contextmanager
@@ -109,13 +102,13 @@ class HeldStream(EndedStream):
 
     def __init__(
         self,
-        plan: "GenerationPlan",
-        service: "Service",
-        ring: "EventRing",
+        plan: GenerationPlan,
+        service: Service,
+        ring: EventRing,
         on_end: "Callable[[HeldStream], None]",
         *,
         is_kept: bool,
-        entry: "JournalEntry | None" = None,
+        entry: JournalEntry | None = None,
     ) -> None:
         super().__init__(service, ring, service.unix_now(), entry)
         self.is_kept = is_kept
@@ -159,7 +152,7 @@ class HeldStream(EndedStream):
         if self.group is not None:
             self.group.close(Abort.CLIENT_GONE)
 
-    def _end(self, task: "asyncio.Task[None]") -> None:
+    def _end(self, task: asyncio.Task[None]) -> None:
         """Also if it was cancelled before its first step."""
         self.group = None
         self.ring.complete()
@@ -167,7 +160,7 @@ class HeldStream(EndedStream):
         self._count()
         self._on_end(self)
 
-    async def _run(self, plan: "GenerationPlan") -> None:
+    async def _run(self, plan: GenerationPlan) -> None:
         pinging = asyncio.create_task(self._ping(plan))
         try:
             await self._finish(await self._generate(plan))
@@ -183,7 +176,7 @@ class HeldStream(EndedStream):
         finally:
             pinging.cancel()
 
-    async def _generate(self, plan: "GenerationPlan") -> bytes:
+    async def _generate(self, plan: GenerationPlan) -> bytes:
         """The last events. A stream that a former server had accepted waits for its place."""
         while True:
             self.group = ChoiceGroup(plan, self._service)
@@ -208,7 +201,7 @@ class HeldStream(EndedStream):
         for event in numbered:
             self.ring.append(event)
 
-    async def _fail(self, plan: "GenerationPlan", error: Exception) -> None:
+    async def _fail(self, plan: GenerationPlan, error: Exception) -> None:
         if not self.ring.num_events and isinstance(error, EngineError):
             self.rejection = error
             await EndedStream.forget(self)
@@ -221,7 +214,7 @@ class HeldStream(EndedStream):
         if plan.background is not None:
             await plan.background.on_failure()
 
-    async def _ping(self, plan: "GenerationPlan") -> None:
+    async def _ping(self, plan: GenerationPlan) -> None:
         """Add a ping per `Pace.ping` without an event."""
         seconds = self._service.pace.ping
         while True:
@@ -238,8 +231,8 @@ class HeldResponse:
     def __init__(
         self,
         stream: EndedStream,
-        service: "Service",
-        caller: "Caller",
+        service: Service,
+        caller: Caller,
         *,
         after: int = -1,
         offset: int | None = None,
@@ -250,13 +243,13 @@ class HeldResponse:
         self._after = after
         self._offset = offset
 
-    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Return when the stream has ended, or the client leaves or does not read."""
         write: Send = scope["podway.send"]
         with self._stream.reading():
             await unless_disconnected(receive, partial(self._send_all, send, write), lambda: None)
 
-    async def _send_all(self, send: "Send", write: "Send") -> None:
+    async def _send_all(self, send: Send, write: Send) -> None:
         ring, pace = self._stream.ring, self._service.pace
         try:
             offset = await self._position(pace.hold)
@@ -296,7 +289,7 @@ class HeldResponse:
             return None
         return offset
 
-    async def _write(self, piece: bytes, write: "Send") -> None:
+    async def _write(self, piece: bytes, write: Send) -> None:
         async with asyncio.timeout(self._service.pace.stall):
             await write({"type": "http.response.body", "body": piece, "more_body": True})
 
@@ -305,12 +298,12 @@ class AcceptedResponse:
     """The ASGI response of a background response that is not streamed: the object as it is once
     the engine has accepted it."""
 
-    def __init__(self, stream: HeldStream, plan: "GenerationPlan", service: "Service") -> None:
+    def __init__(self, stream: HeldStream, plan: GenerationPlan, service: Service) -> None:
         self._stream = stream
         self._plan = plan
         self._service = service
 
-    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The client may leave: the response goes on."""
         caller, clock = self._plan.caller, self._service.clock
         await self._stream.accepted.wait()

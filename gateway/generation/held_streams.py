@@ -5,24 +5,21 @@ An event is named by its number, as in the SSE fields `id` and `last-event-id`.
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
+
+from starlette.types import ASGIApp, Scope
 
 from engine.errors import InvalidRequest
 from engine.request import Abort
-from gateway.access.callers import header_of, valid_request_id
+from gateway.access.callers import Caller, header_of, valid_request_id
+from gateway.access.retries import Attempt
 from gateway.generation.choices import ChoiceGroup, generate_body
 from gateway.generation.held_stream import AcceptedResponse, EndedStream, HeldResponse, HeldStream
+from gateway.generation.plan import GenerationPlan
 from gateway.generation.reply import Reply, SharedReply
 from gateway.generation.stream_journal import JournalEntry, Origin
 from gateway.schema.decoding import invalid
-
-if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Scope
-
-    from gateway.access.callers import Caller
-    from gateway.access.retries import Attempt
-    from gateway.generation.plan import GenerationPlan
-    from gateway.service import Service
+from gateway.service import Service
 
 CONVERSATION = b"x-conversation-id"
 LAST_EVENT = b"last-event-id"
@@ -45,7 +42,7 @@ class FormerServer(Protocol):
         ...
 
 
-def resumed(scope: "Scope", caller: "Caller", service: "Service") -> "ASGIApp | None":
+def resumed(scope: Scope, caller: Caller, service: Service) -> ASGIApp | None:
     """The response to a request that continues another one: a retry of one in flight, or one with
     `last-event-id`; None for a new request.
 
@@ -71,7 +68,7 @@ def resumed(scope: "Scope", caller: "Caller", service: "Service") -> "ASGIApp | 
     return held.response(caller, after)
 
 
-def held_stream(name: str, caller: "Caller", service: "Service") -> EndedStream:
+def held_stream(name: str, caller: Caller, service: Service) -> EndedStream:
     """A stream of this caller, which may run. Raises `StreamNotFound`."""
     stream = service.store.held.find(caller.tenant, name)
     assert isinstance(stream, EndedStream), "added by begin, or restored"
@@ -79,7 +76,7 @@ def held_stream(name: str, caller: "Caller", service: "Service") -> EndedStream:
 
 
 def begin(
-    plan: "GenerationPlan", service: "Service", names: Sequence[str], origin: Origin
+    plan: GenerationPlan, service: Service, names: Sequence[str], origin: Origin
 ) -> HeldStream:
     """Generate a plan's events. Without names, the stream ends when no attempt waits for it. One
     with names is in the journal; several choices have no order in which they could run again."""
@@ -94,9 +91,7 @@ def begin(
     return stream
 
 
-def respond(
-    plan: "GenerationPlan", service: "Service", scope: "Scope", origin: Origin
-) -> "ASGIApp":
+def respond(plan: GenerationPlan, service: Service, scope: Scope, origin: Origin) -> ASGIApp:
     """The response of a plan that goes on without its connection, or that retries can join."""
     attempt: Attempt | None = scope.get("podway.attempt")
     name, background = conversation_id(scope), plan.background
@@ -119,7 +114,7 @@ def respond(
     return HeldResponse(stream, service, plan.caller)
 
 
-def conversation_id(scope: "Scope") -> str | None:
+def conversation_id(scope: Scope) -> str | None:
     """The header `x-conversation-id`. Raises `InvalidRequest`."""
     value = header_of(scope, CONVERSATION)
     if value is not None and valid_request_id(value) is None:
@@ -130,7 +125,7 @@ def conversation_id(scope: "Scope") -> str | None:
     return value
 
 
-def last_event(scope: "Scope") -> int | None:
+def last_event(scope: Scope) -> int | None:
     """The header `last-event-id`. Raises `InvalidRequest`."""
     value = header_of(scope, LAST_EVENT)
     return None if value is None else event_number(value, "last-event-id")

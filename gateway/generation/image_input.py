@@ -1,16 +1,14 @@
 """The images of a chat request, whichever API it came from, with their names in its body."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from gateway.errors import UnsupportedByModel
-
-if TYPE_CHECKING:
-    from gateway.groups.group import ServedModel
-    from gateway.images.reader import Sender
-    from gateway.ports import PreparedImage
-    from gateway.schema.images import RequestedImage
-    from gateway.schema.openai.chat import ChatRequest
+from gateway.groups.group import ServedModel
+from gateway.images.reader import Sender
+from gateway.ports import PreparedImage
+from gateway.schema.images import RequestedImage
+from gateway.schema.openai.chat import ChatRequest
 
 EARLIER = "previous_response_id"  # the field that has images of earlier responses
 
@@ -19,12 +17,12 @@ class ImageOrigin(NamedTuple):
     """Who sends the images of a chat request, and their paths in the body of another API: if there
     are fewer paths than images, the last images have them."""
 
-    sender: "Sender"
+    sender: Sender
     fields: Sequence[str] = ()
 
 
 def check_images(
-    model: "ServedModel", request: "ChatRequest", origin: ImageOrigin | None = None
+    model: ServedModel, request: ChatRequest, origin: ImageOrigin | None = None
 ) -> None:
     """Raise `UnsupportedByModel` if the request has images and the model reads text only."""
     if model.images is None and (images := _images(request, origin)):
@@ -33,8 +31,8 @@ def check_images(
 
 
 async def read_images(
-    model: "ServedModel", request: "ChatRequest", origin: ImageOrigin | None, most: int | None
-) -> "list[PreparedImage]":
+    model: ServedModel, request: ChatRequest, origin: ImageOrigin | None, most: int | None
+) -> list[PreparedImage]:
     """The images in order. Raises as `ImageReader.read` does, and as `check_images`."""
     check_images(model, request, origin)
     images = _images(request, origin)
@@ -44,7 +42,7 @@ async def read_images(
     return await model.images.read(images, origin.sender, most)
 
 
-def _images(request: "ChatRequest", origin: ImageOrigin | None) -> "list[RequestedImage]":
+def _images(request: ChatRequest, origin: ImageOrigin | None) -> list[RequestedImage]:
     """The images of a request, with their paths in its body."""
     images = request.images
     fields = () if origin is None else origin.fields[-len(images) :]

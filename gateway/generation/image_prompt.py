@@ -7,15 +7,13 @@ are tokenized one by one, so that none of them becomes a token around images.
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from engine.errors import InvalidRequest
 from engine.media import Media
 from gateway.errors import PromptTooLong
 from gateway.generation.prompt import Prompt, token_ids
-
-if TYPE_CHECKING:
-    from gateway.ports import ImageDecoder, ImageTile, PreparedImage, Tokenizer
+from gateway.ports import ImageDecoder, ImageTile, PreparedImage, Tokenizer
 
 MARK = "\ufdd0"  # no character: left out of a text that has it
 WINDOW = 1 << 18  # characters that are searched at once, since this holds the interpreter
@@ -32,7 +30,7 @@ class ImagePrompt(NamedTuple):
 class Placeholders:
     """Keeps the texts of messages from becoming placeholders, and finds those of the template."""
 
-    def __init__(self, decoder: "ImageDecoder") -> None:
+    def __init__(self, decoder: ImageDecoder) -> None:
         self._decoder = decoder
         words = sorted(decoder.reserved, key=len, reverse=True)
         self._reserved = re.compile("|".join(map(re.escape, words)))
@@ -68,11 +66,7 @@ class Placeholders:
         return MARK in text
 
     def ids(
-        self,
-        tokenizer: "Tokenizer",
-        text: str,
-        images: "Sequence[PreparedImage]",
-        most: int | None,
+        self, tokenizer: Tokenizer, text: str, images: Sequence[PreparedImage], most: int | None
     ) -> ImagePrompt:
         """The ids of a rendered prompt with these images. Raises `InvalidRequest` if the template
         did not write a placeholder for each, and as `token_ids` does."""
@@ -105,7 +99,7 @@ def unmarked(text: str) -> str:
     return text.replace(MARK, "")
 
 
-def _ids_behind(num_ids: int, tokenizer: "Tokenizer", text: str, most: int | None) -> Prompt:
+def _ids_behind(num_ids: int, tokenizer: Tokenizer, text: str, most: int | None) -> Prompt:
     """The ids of a part of a prompt behind so many others; raises as `token_ids` of the whole."""
     left = None if most is None else max(0, most - num_ids)
     try:
@@ -115,7 +109,7 @@ def _ids_behind(num_ids: int, tokenizer: "Tokenizer", text: str, most: int | Non
         raise PromptTooLong(num_ids + error.min_tokens, most, "messages") from error
 
 
-def _joined(parts: Sequence[str], images: "Sequence[PreparedImage]") -> "list[str | ImageTile]":
+def _joined(parts: Sequence[str], images: Sequence[PreparedImage]) -> list[str | ImageTile]:
     """The parts of a text with the pieces of the images between them; texts beside each other are
     one, as they are tokenized together."""
     pieces: list[str | ImageTile] = [parts[0]]

@@ -9,14 +9,12 @@ vocabulary; other models refuse the request's field by name.
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from engine.errors import InvalidRequest
 from gateway.generation.prompt import Prompt, TokenizedPrompts, fits_on_loop, token_ids
 from gateway.generation.threads import run_in_thread
-
-if TYPE_CHECKING:
-    from gateway.ports import Tokenizer
+from gateway.ports import Tokenizer
 
 FIELD = "suffix"
 
@@ -82,7 +80,7 @@ class Infill(NamedTuple):
     end_ids: frozenset[int]
 
     @classmethod
-    def of(cls, tokenizer: "Tokenizer") -> "Infill | None":
+    def of(cls, tokenizer: Tokenizer) -> "Infill | None":
         """None if the model cannot."""
         for marks in MARKS:
             ids = [_id_of(tokenizer, mark) for mark in marks[:3]]
@@ -105,7 +103,7 @@ class Infill(NamedTuple):
 
     async def tokenize(
         self,
-        tokenizer: "Tokenizer",
+        tokenizer: Tokenizer,
         prompts: Sequence[str | Sequence[int]],
         gap: Gap,
         most: int | None = None,
@@ -135,7 +133,7 @@ class Infill(NamedTuple):
         return TokenizedPrompts(tokenize() if on_loop else await run_in_thread(tokenize))
 
 
-def infill_of(tokenizer: "Tokenizer", model: str, field: str = FIELD) -> Infill:
+def infill_of(tokenizer: Tokenizer, model: str, field: str = FIELD) -> Infill:
     """How the model fills gaps. Raises `InvalidRequest` if it cannot."""
     infill = Infill.of(tokenizer)
     if infill is None:
@@ -147,7 +145,7 @@ def infill_of(tokenizer: "Tokenizer", model: str, field: str = FIELD) -> Infill:
     return infill
 
 
-def _id_of(tokenizer: "Tokenizer", mark: str) -> int | None:
+def _id_of(tokenizer: Tokenizer, mark: str) -> int | None:
     """The id of a text that is one token; None for another text."""
     ids = tokenizer.encode(mark, add_special_tokens=False)
     return ids[0] if len(ids) == 1 else None

@@ -9,13 +9,11 @@ behind a control token only, since there tokenizers divide a text.
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from gateway.errors import PromptTooLong
 from gateway.generation.prompt import Prompt, token_ids
-
-if TYPE_CHECKING:
-    from gateway.ports import Tokenizer
+from gateway.ports import Tokenizer
 
 MAX_BYTES_PER_CHAR = 4
 BYTES_PER_HASH = 64  # with its object
@@ -59,7 +57,7 @@ def known_text(
     prompt: str,
     ids: Prompt,
     output: Sequence[int],
-    tokenizer: "Tokenizer",
+    tokenizer: Tokenizer,
     blocks: KnownBlocks | None = None,
 ) -> KnownText:
     """The text of a prompt and its output; without the output if its bytes are not valid UTF-8."""
@@ -71,7 +69,7 @@ def known_text(
 
 
 def continued_ids(
-    tokenizer: "Tokenizer", known: KnownText, text: str, most: int | None
+    tokenizer: Tokenizer, known: KnownText, text: str, most: int | None
 ) -> ContinuedIds:
     """The ids of a text, of which those of the known text's beginning stay.
 
@@ -113,7 +111,7 @@ def num_shared(first: str, second: str) -> int:
     return low
 
 
-def _cut(tokenizer: "Tokenizer", known: KnownText, num_shared: int) -> tuple[int, int]:
+def _cut(tokenizer: Tokenizer, known: KnownText, num_shared: int) -> tuple[int, int]:
     """How many of the known ids lie within the shared text and end with a control token, and where
     in the text this token begins. Zeros if none does."""
     ids, special_ids = known.ids, tokenizer.special_ids

@@ -5,34 +5,29 @@ body ──decode──▶ wire shape ──build_plan──▶ GenerationPlan �
 
 import hashlib
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from engine.errors import ContextTooLong, InvalidRequest
+from engine.lora import LoraAdapter
 from engine.pooling import PoolSpec
 from engine.request import Caching, RequestSpec
+from engine.step import SamplingParams
+from gateway.access.callers import Caller
 from gateway.generation.conversation import tokenize_chat
 from gateway.generation.image_input import ImageOrigin, check_images
 from gateway.generation.image_prompt import ImagePrompt, cut_before
+from gateway.generation.prompt import Prompt, TokenizedPrompts
 from gateway.generation.tool_grammar import tool_constraint, without_calls
+from gateway.generation.turn import Turn
 from gateway.schema.decoding import invalid
-from gateway.schema.fields.generation import OutputConstraint
+from gateway.schema.fields.generation import GenerationRequest, OutputConstraint
 from gateway.schema.fields.sampling import PromptCacheOptions, SchedulingParams
+from gateway.schema.openai.chat import ChatRequest
 from gateway.schema.rendering import ReportOptions, ResponseRenderer
-
-if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
-    from engine.lora import LoraAdapter
-    from engine.step import SamplingParams
-    from gateway.access.callers import Caller
-    from gateway.generation.prompt import Prompt, TokenizedPrompts
-    from gateway.generation.turn import Turn
-    from gateway.schema.fields.generation import GenerationRequest
-    from gateway.schema.openai.chat import ChatRequest
-    from gateway.service import Service
+from gateway.service import Service
 
 MAX_TOKENS_HEADER = "x-podway-max-tokens"  # the bound, if it is lower than the request's
 
@@ -69,10 +64,10 @@ class GenerationPlan:
     prompt's length name it.
     """
 
-    caller: "Caller"
-    tokenize: Callable[[], Awaitable["TokenizedPrompts"]]
+    caller: Caller
+    tokenize: Callable[[], Awaitable[TokenizedPrompts]]
     renderer: ResponseRenderer
-    sampling: "SamplingParams"
+    sampling: SamplingParams
     limits: LengthLimits
     stop_strings: tuple[str, ...]
     caller_end_ids: frozenset[int]  # the request's `stop_token_ids`
@@ -86,12 +81,12 @@ class GenerationPlan:
     prompt_field: str = "messages"
     constraint: OutputConstraint | None = None
     prediction: str = ""  # text that the outputs are expected to repeat, if the engine can use it
-    on_complete: "Callable[[], Awaitable[None]] | None" = None  # awaited before the last bytes
-    lora: "LoraAdapter | None" = None  # None: the base model
-    listed: "Callable[[], AbstractContextManager[None]]" = nullcontext  # entered while it runs
+    on_complete: Callable[[], Awaitable[None]] | None = None  # awaited before the last bytes
+    lora: LoraAdapter | None = None  # None: the base model
+    listed: Callable[[], AbstractContextManager[None]] = nullcontext  # entered while it runs
     background: Background | None = None
     is_held: bool = False  # its events are kept in a ring
-    turn: "Turn | None" = None  # None: its connection keeps no conversation
+    turn: Turn | None = None  # None: its connection keeps no conversation
     cache: PromptCacheOptions = PromptCacheOptions()  # noqa: RUF009 # frozen
     cache_key: str = ""  # the request's `prompt_cache_key`
 
@@ -120,11 +115,11 @@ class GenerationPlan:
 
 
 def plan_chat(
-    request: "ChatRequest",
+    request: ChatRequest,
     renderer: ResponseRenderer,
-    caller: "Caller",
-    service: "Service",
-    turn: "Turn | None" = None,
+    caller: Caller,
+    service: Service,
+    turn: Turn | None = None,
     image_fields: Sequence[str] = (),
 ) -> GenerationPlan:
     """The plan of a checked chat request, whichever API it came from; `image_fields` are the paths
@@ -160,11 +155,11 @@ def plan_chat(
 
 
 def build_plan(
-    request: "GenerationRequest",
-    tokenize: Callable[[], Awaitable["TokenizedPrompts"]],
+    request: GenerationRequest,
+    tokenize: Callable[[], Awaitable[TokenizedPrompts]],
     renderer: ResponseRenderer,
-    caller: "Caller",
-    service: "Service",
+    caller: Caller,
+    service: Service,
 ) -> GenerationPlan:
     """The plan for the fields that every endpoint shares.
 
@@ -195,7 +190,7 @@ def build_plan(
     )
 
 
-def longest_prompt(request: "GenerationRequest", service: "Service") -> int | None:
+def longest_prompt(request: GenerationRequest, service: Service) -> int | None:
     """The most tokens that a prompt may have; None if longer ones are truncated."""
     is_truncated = request.truncate_prompt_tokens is not None
     return None if is_truncated else service.engine.scheduler.settings.max_model_len
@@ -204,8 +199,8 @@ def longest_prompt(request: "GenerationRequest", service: "Service") -> int | No
 def request_specs(
     plan: GenerationPlan,
     whole: ImagePrompt,
-    service: "Service",
-    prediction: "Prompt" = (),
+    service: Service,
+    prediction: Prompt = (),
     breakpoints: Sequence[int] = (),
 ) -> list[RequestSpec]:
     """One engine request per candidate. Each has its own seed, derived from the plan's.
@@ -270,7 +265,7 @@ def _prefill(spec: RequestSpec, *, is_background: bool) -> RequestSpec:
     )
 
 
-def truncated(plan: GenerationPlan, prompt: ImagePrompt, service: "Service") -> ImagePrompt:
+def truncated(plan: GenerationPlan, prompt: ImagePrompt, service: Service) -> ImagePrompt:
     """The last `truncate_prompt_tokens` tokens; for -1, as many as fit with `max_tokens`. An image
     is left out as a whole."""
     keep = plan.truncate_prompt_tokens
@@ -283,7 +278,7 @@ def truncated(plan: GenerationPlan, prompt: ImagePrompt, service: "Service") -> 
     return cut_before(prompt, keep)
 
 
-def check_ids(ids: "Prompt", param: str, service: "Service") -> None:
+def check_ids(ids: Prompt, param: str, service: Service) -> None:
     """Raise `InvalidRequest`, which names the field `param`, for no ids and for unknown ones."""
     if not ids:
         raise InvalidRequest(f"'{param}' has no tokens.", param)
@@ -293,7 +288,7 @@ def check_ids(ids: "Prompt", param: str, service: "Service") -> None:
         raise InvalidRequest(message, param)
 
 
-def caller_fields(requested: SchedulingParams, caller: "Caller") -> dict[str, Any]:
+def caller_fields(requested: SchedulingParams, caller: Caller) -> dict[str, Any]:
     """The fields of a `RequestSpec` that say whose request it is, and when it runs."""
     return {
         "label": caller.request_id,
@@ -305,7 +300,7 @@ def caller_fields(requested: SchedulingParams, caller: "Caller") -> dict[str, An
     }
 
 
-def _scheduling(requested: SchedulingParams, caller: "Caller") -> SchedulingParams:
+def _scheduling(requested: SchedulingParams, caller: Caller) -> SchedulingParams:
     """The scheduling parameters, with the salt of the API key's cache domain and within the
     priorities that the key allows (lower is first)."""
     scheduling = requested._replace(salt=caller.salt(requested.salt))
@@ -321,7 +316,7 @@ def _scheduling(requested: SchedulingParams, caller: "Caller") -> SchedulingPara
     return scheduling._replace(priority=most_urgent)
 
 
-def _max_tokens(plan: GenerationPlan, prompt_len: int, service: "Service") -> int:
+def _max_tokens(plan: GenerationPlan, prompt_len: int, service: Service) -> int:
     limits, max_tokens = plan.limits, plan.limits.max_tokens
     asked = max_tokens if limits.is_strict else None
     check_fits(prompt_len, asked, plan.prompt_field, service)
@@ -339,7 +334,7 @@ def _max_tokens(plan: GenerationPlan, prompt_len: int, service: "Service") -> in
     return max_tokens
 
 
-def check_fits(prompt_len: int, max_tokens: int | None, param: str, service: "Service") -> None:
+def check_fits(prompt_len: int, max_tokens: int | None, param: str, service: Service) -> None:
     """Raise `ContextTooLong`, which names the field `param`, if so many tokens exceed the context;
     `max_tokens` None: if no output token fits."""
     try:

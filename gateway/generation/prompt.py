@@ -16,18 +16,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from engine.errors import InvalidRequest
+from engine.media import Media
 from gateway.errors import PromptTooLong
 from gateway.generation.threads import check_cancelled, exempt, run_in_thread
-from gateway.ports import EncodesInPieces, EncodesPairs
+from gateway.ports import EncodesInPieces, EncodesPairs, StreamParser, TokenDecoder, Tokenizer
 from gateway.schema.fields.sampling import MAX_BREAKPOINTS
-
-if TYPE_CHECKING:
-    from engine.media import Media
-    from gateway.ports import StreamParser, TokenDecoder, Tokenizer
-    from gateway.schema.openai.messages import Message
+from gateway.schema.openai.messages import Message
 
 WORK_SECONDS = 0.002  # CPU time after which a thread rests
 SHARE = 0.2  # the share of a core for all threads that tokenize together
@@ -37,7 +34,7 @@ class PacedTokenizer:
     """A `Tokenizer` whose threads take at most a fifth of a core together while
     `is_generating()`."""
 
-    def __init__(self, tokenizer: "Tokenizer", is_generating: Callable[[], bool]) -> None:
+    def __init__(self, tokenizer: Tokenizer, is_generating: Callable[[], bool]) -> None:
         self._tokenizer = tokenizer
         self._is_generating = is_generating
         self._thread = threading.local()  # `worked`: seconds since its last rest
@@ -59,7 +56,7 @@ class PacedTokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         return self._tokenizer.token_bytes(token_id)
 
-    def decoder(self) -> "TokenDecoder":
+    def decoder(self) -> TokenDecoder:
         return self._tokenizer.decoder()
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -112,7 +109,7 @@ class PacedTokenizer:
 
 
 def encode_pieces(
-    tokenizer: "Tokenizer", text: str, *, add_special_tokens: bool
+    tokenizer: Tokenizer, text: str, *, add_special_tokens: bool
 ) -> Iterator[list[int]]:
     """The ids of a text in consecutive lists: one list if the tokenizer cannot divide texts."""
     if isinstance(tokenizer, EncodesInPieces):
@@ -120,7 +117,7 @@ def encode_pieces(
     return iter([tokenizer.encode(text, add_special_tokens=add_special_tokens)])
 
 
-def token_ends(tokenizer: "Tokenizer", ids: Sequence[int]) -> list[int]:
+def token_ends(tokenizer: Tokenizer, ids: Sequence[int]) -> list[int]:
     """The number of bytes of a text up to the end of each of its ids."""
     if isinstance(tokenizer, PacedTokenizer):
         return tokenizer.token_ends(ids)
@@ -168,11 +165,11 @@ NO_MARKS = PromptMarks((), ())
 
 
 def marks_of(
-    messages: "Sequence[Message]",
+    messages: Sequence[Message],
     text: str,
     ids: Sequence[int],
-    tokenizer: "Tokenizer",
-    media: "Sequence[Media]" = (),
+    tokenizer: Tokenizer,
+    media: Sequence[Media] = (),
     begin: int = 0,
 ) -> PromptMarks:
     """The marks of a prompt with these ids, which was rendered from the messages. The text is that
@@ -205,7 +202,7 @@ def marks_of(
     )
 
 
-def _without_images(ids: Sequence[int], media: "Sequence[Media]") -> Sequence[int]:
+def _without_images(ids: Sequence[int], media: Sequence[Media]) -> Sequence[int]:
     """The ids but those that stand for images."""
     others: list[int] = []
     starts = [0, *(each.end for each in media)]
@@ -214,7 +211,7 @@ def _without_images(ids: Sequence[int], media: "Sequence[Media]") -> Sequence[in
     return others if media else ids
 
 
-def _with_images(num_ids: int, media: "Sequence[Media]") -> int:
+def _with_images(num_ids: int, media: Sequence[Media]) -> int:
     """How many leading tokens so many others are, with the images before the last of them."""
     for each in media:
         if each.start >= num_ids:
@@ -236,16 +233,16 @@ class TokenizedPrompts(NamedTuple):
     """
 
     prompts: Sequence[Prompt]
-    new_parser: "Callable[[], StreamParser] | None" = None  # a fresh parser for each output
+    new_parser: Callable[[], StreamParser] | None = None  # a fresh parser for each output
     visible_tokens: Mapping[int, bytes] = MappingProxyType({})
     text: str = ""
     marks: PromptMarks = NO_MARKS
-    media: "tuple[Media, ...]" = ()
+    media: tuple[Media, ...] = ()
     num_kept: int = 0
 
 
 async def tokenize_prompts(
-    tokenizer: "Tokenizer", prompts: Sequence[str | Sequence[int]], most: int | None = None
+    tokenizer: Tokenizer, prompts: Sequence[str | Sequence[int]], most: int | None = None
 ) -> TokenizedPrompts:
     """The ids of each prompt, in order; a prompt of ids stays as it is.
 
@@ -266,7 +263,7 @@ async def tokenize_prompts(
     )
 
 
-async def tokenize_text(tokenizer: "Tokenizer", text: str, param: str) -> Prompt:
+async def tokenize_text(tokenizer: Tokenizer, text: str, param: str) -> Prompt:
     """The ids of a text without special tokens; `InvalidRequest` as `token_ids`."""
     tokenize = partial(token_ids, tokenizer, text, param, add_special_tokens=False)
     return tokenize() if fits_on_loop([text], 1) else await run_in_thread(tokenize)
@@ -279,7 +276,7 @@ def fits_on_loop(texts: Iterable[str | bytes | None], num_parts: int) -> bool:
 
 
 def token_ids(
-    tokenizer: "Tokenizer",
+    tokenizer: Tokenizer,
     text: str,
     param: str,
     *,
@@ -305,7 +302,7 @@ def token_ids(
         raise InvalidRequest(message, param) from error
 
 
-def _check_slices(tokenizer: "Tokenizer", text: str, param: str, most: int) -> None:
+def _check_slices(tokenizer: Tokenizer, text: str, param: str, most: int) -> None:
     """Raise `PromptTooLong` if slices of the text have far more than `most` ids together.
 
     Some texts have no place at which their ids allow a cut, such as millions of newlines, and take

@@ -4,23 +4,20 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import anyio
 from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.errors import EngineError
+from engine.ports import Clock
+from gateway.access.callers import Caller
+from gateway.access.retries import Attempt
 from gateway.errors import error_headers, http_error
 from gateway.generation.shared_work import SharedWork
 from gateway.observe.timelines import phase_seconds, slowest
-
-if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Receive, Scope, Send
-
-    from engine.ports import Clock
-    from gateway.access.callers import Caller
-    from gateway.access.retries import Attempt
-    from gateway.service import Service
+from gateway.service import Service
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -29,12 +26,12 @@ Work = Callable[[], Coroutine[Any, Any, bytes]]
 TIMING = b"x-podway-timing"  # with this request header, a response has timing headers
 
 
-def json_response(body: bytes, caller: "Caller", clock: "Clock", status: int = 200) -> Response:
+def json_response(body: bytes, caller: Caller, clock: Clock, status: int = 200) -> Response:
     """A JSON body with the headers that every response carries."""
     return Response(body, status, caller.headers(clock()), JSON)
 
 
-def error_response(error: BaseException, caller: "Caller", clock: "Clock") -> Response:
+def error_response(error: BaseException, caller: Caller, clock: Clock) -> Response:
     """The status, headers and body of an error, from the table in `gateway.errors`. Its code is
     the reason in the request log."""
     caller.note(http_error(error).code)
@@ -48,18 +45,14 @@ class Reply:
     returns the body; `abandon` ends them."""
 
     def __init__(
-        self,
-        caller: "Caller",
-        work: Work,
-        abandon: Callable[[], None],
-        service: "Service",
+        self, caller: Caller, work: Work, abandon: Callable[[], None], service: Service
     ) -> None:
         self._caller = caller
         self._work = work
         self._abandon = abandon
         self._service = service
 
-    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the body; if the client disconnects first, end the requests and send nothing."""
         attempt: Attempt | None = scope.get("podway.attempt")
         if attempt is None:
@@ -72,12 +65,7 @@ class Reply:
         await self._answer(result, lambda: None, scope, receive, send)
 
     async def _answer(
-        self,
-        work: Work,
-        abandon: Callable[[], None],
-        scope: "Scope",
-        receive: "Receive",
-        send: "Send",
+        self, work: Work, abandon: Callable[[], None], scope: Scope, receive: Receive, send: Send
     ) -> None:
         spaces = _Spaces(self._caller, self._service, send)
         body = await unless_disconnected(receive, partial(spaces.before, work), abandon)
@@ -98,7 +86,7 @@ class Reply:
         phases = phase_seconds(slowest(timelines, now), now)
         return {f"x-podway-{name}-ms": f"{seconds * 1e3:.1f}" for name, seconds in phases.items()}
 
-    def for_caller(self, caller: "Caller") -> "Reply":
+    def for_caller(self, caller: Caller) -> "Reply":
         """The same for another connection."""
         return Reply(caller, self._work, self._abandon, self._service)
 
@@ -106,7 +94,7 @@ class Reply:
 class _Spaces:
     """Sends the status line and spaces before a body that is late, if `Pace.whole` is set."""
 
-    def __init__(self, caller: "Caller", service: "Service", send: "Send") -> None:
+    def __init__(self, caller: Caller, service: Service, send: Send) -> None:
         self.has_begun = False
         self._caller = caller
         self._service = service
@@ -157,12 +145,12 @@ class SharedReply:
     def release(self) -> None:
         self.work.release()
 
-    def response(self, caller: "Caller", after: int = -1) -> "ASGIApp":
+    def response(self, caller: Caller, after: int = -1) -> ASGIApp:
         return self._reply.for_caller(caller)
 
 
 async def unless_disconnected(
-    receive: "Receive", work: Callable[[], Awaitable[T]], on_disconnect: Callable[[], None]
+    receive: Receive, work: Callable[[], Awaitable[T]], on_disconnect: Callable[[], None]
 ) -> T | None:
     """The result of `work`, or None if the client disconnected first.
 

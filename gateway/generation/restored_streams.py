@@ -5,7 +5,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from engine.errors import EngineError, InvalidRequest
 from gateway.access.callers import Caller
@@ -13,18 +13,15 @@ from gateway.errors import ModelNotFound, StoreFailed
 from gateway.generation.held_stream import EndedStream, HeldStream
 from gateway.generation.plan import GenerationPlan
 from gateway.generation.stream_journal import JournalEntry, Origin
-from gateway.service import model_named
-
-if TYPE_CHECKING:
-    from gateway.service import Service
-    from gateway.store.journal import Ended, StreamRecord
+from gateway.service import Service, model_named
+from gateway.store.journal import Ended, StreamRecord
 
 Planner = Callable[[bytes, Caller, "Service"], Awaitable[object]]
 Later = Callable[[], Coroutine[Any, Any, None]]
 logger = logging.getLogger(__name__)
 
 
-async def restore_streams(service: "Service", planners: Mapping[str, Planner]) -> Later:
+async def restore_streams(service: Service, planners: Mapping[str, Planner]) -> Later:
     """Let the streams that a former server left be read again; those that had not ended run again.
     Returns what lets those run again whose models are not loaded, which may take long.
     `planners` are the routes' functions from a body to a plan, by path."""
@@ -45,7 +42,7 @@ async def restore_streams(service: "Service", planners: Mapping[str, Planner]) -
     return partial(_run_all, waiting, service, planners)
 
 
-def _is_loaded(body: bytes, service: "Service") -> bool:
+def _is_loaded(body: bytes, service: Service) -> bool:
     """Whether the model that a body names is loaded, or is none of this server's."""
     try:
         return service.groups.are_fixed or service.groups.find(model_named(body)).accepts
@@ -54,7 +51,7 @@ def _is_loaded(body: bytes, service: "Service") -> bool:
 
 
 async def _run_all(
-    records: "Sequence[StreamRecord]", service: "Service", planners: Mapping[str, Planner]
+    records: Sequence[StreamRecord], service: Service, planners: Mapping[str, Planner]
 ) -> None:
     for record in records:
         try:
@@ -70,7 +67,7 @@ async def _run_all(
             service.store.held.expect(record.tenant, record.names, None)
 
 
-async def _is_current(record: "StreamRecord", service: "Service") -> bool:
+async def _is_current(record: StreamRecord, service: Service) -> bool:
     """Whether no later stream has its conversation; otherwise its record is removed. Beside a
     former server, a client may begin that stream here before this one can be restored."""
     named = service.store.held.named(record.tenant)
@@ -81,7 +78,7 @@ async def _is_current(record: "StreamRecord", service: "Service") -> bool:
     return False
 
 
-def _restore(ended: "Ended", service: "Service") -> None:
+def _restore(ended: Ended, service: Service) -> None:
     record, held = ended.record, service.store.held
     entry = JournalEntry(service, record, is_known=True)
     ring = held.open(record.tenant, record.names)
@@ -92,7 +89,7 @@ def _restore(ended: "Ended", service: "Service") -> None:
 
 
 async def _run_again(
-    record: "StreamRecord", service: "Service", planners: Mapping[str, Planner]
+    record: StreamRecord, service: Service, planners: Mapping[str, Planner]
 ) -> None:
     key = service.keys.named(record.tenant)
     planner = planners.get(record.path)
@@ -108,7 +105,7 @@ async def _run_again(
         await asyncio.sleep(0)  # the stream has begun, and keeps the model loaded
 
 
-def _begin(record: "StreamRecord", plan: object, origin: Origin) -> None:
+def _begin(record: StreamRecord, plan: object, origin: Origin) -> None:
     origin.planned()
     assert isinstance(plan, GenerationPlan), "only such plans are journalled"
     entry = JournalEntry(origin.service, record, is_known=True)

@@ -9,15 +9,12 @@ import random
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from gateway.errors import StoreFailed
 from gateway.generation.plan import GenerationPlan
+from gateway.generation.prompt import TokenizedPrompts
+from gateway.service import Service
 from gateway.store.journal import StreamRecord
-
-if TYPE_CHECKING:
-    from gateway.generation.prompt import TokenizedPrompts
-    from gateway.service import Service
 
 logger = logging.getLogger(__name__)
 
@@ -30,22 +27,20 @@ class Origin:
     body: bytes
     seed: int
     created_at: int
-    service: "Service"
+    service: Service
 
     @classmethod
-    def new(cls, path: str, body: bytes, service: "Service") -> "Origin":
+    def new(cls, path: str, body: bytes, service: Service) -> "Origin":
         """A new request, before it is planned."""
         return cls._of(path, body, service.seed(), service.unix_now(), service)
 
     @classmethod
-    def again(cls, record: StreamRecord, service: "Service") -> "Origin":
+    def again(cls, record: StreamRecord, service: Service) -> "Origin":
         """A request of a former server."""
         return cls._of(record.path, record.body, record.seed, record.created_at, service)
 
     @classmethod
-    def _of(
-        cls, path: str, body: bytes, seed: int, created_at: int, service: "Service"
-    ) -> "Origin":
+    def _of(cls, path: str, body: bytes, seed: int, created_at: int, service: Service) -> "Origin":
         dates = _Dates(created_at, service.unix_now)
         own = replace(service, random=random.Random(seed), unix_now=dates)
         return cls(path, body, seed, created_at, own)
@@ -87,13 +82,13 @@ class _Dates:
 class JournalEntry:
     """A stream's record in the journal. If the store fails, the stream goes on without."""
 
-    def __init__(self, service: "Service", record: StreamRecord, *, is_known: bool = False) -> None:
+    def __init__(self, service: Service, record: StreamRecord, *, is_known: bool = False) -> None:
         """`is_known`: a former server has stored it."""
         self.is_known = is_known
         self._service = service
         self._record = record
 
-    async def tokenize(self, plan: GenerationPlan) -> "TokenizedPrompts":
+    async def tokenize(self, plan: GenerationPlan) -> TokenizedPrompts:
         """The prompts of the plan: those that a former server stored, or which are stored now."""
         tokenized, record = await plan.tokenize(), self._record
         if self.is_known:

@@ -9,13 +9,10 @@ from codecs import utf_8_decode
 from collections import deque
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
+from engine.step import TokenLogprobs
+from gateway.ports import TokenDecoder
 from gateway.schema.rendering import OutputToken
-
-if TYPE_CHECKING:
-    from engine.step import TokenLogprobs
-    from gateway.ports import TokenDecoder
 
 
 class SpecialTokenDecoder:
@@ -23,7 +20,7 @@ class SpecialTokenDecoder:
 
     __slots__ = ("_decoder", "_visible_tokens")
 
-    def __init__(self, decoder: "TokenDecoder", visible_tokens: Mapping[int, bytes]) -> None:
+    def __init__(self, decoder: TokenDecoder, visible_tokens: Mapping[int, bytes]) -> None:
         self._decoder = decoder
         self._visible_tokens = visible_tokens
 
@@ -41,7 +38,7 @@ class TextStream:
 
     def __init__(
         self,
-        decoder: "TokenDecoder",
+        decoder: TokenDecoder,
         stop_strings: Sequence[str] = (),
         *,
         includes_stop: bool = False,
@@ -129,7 +126,7 @@ class TokenText:
         self._text = text
         self._waiting: deque[tuple[int, OutputToken]] = deque()  # with the characters needed
 
-    def feed(self, token_id: int, logprobs: "TokenLogprobs | None") -> str:
+    def feed(self, token_id: int, logprobs: TokenLogprobs | None) -> str:
         """The text that becomes visible, as `TextStream.feed` returns it."""
         offset = self.num_visible + self._text.num_buffered
         visible = self._text.feed((token_id,))

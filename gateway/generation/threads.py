@@ -13,12 +13,10 @@ from collections.abc import Callable
 from contextvars import ContextVar, copy_context
 from functools import partial
 from threading import Event
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from engine.errors import EngineError
-
-if TYPE_CHECKING:
-    from engine.ports import Clock
+from engine.ports import Clock
 
 T = TypeVar("T")
 MAX_BYTES_ON_LOOP = 8 << 10  # at the densest, such a body takes 3 ms
@@ -34,7 +32,7 @@ class ThreadMeter(Protocol):
     """Meters the work that one request does in threads, and in many pieces on the loop."""
 
     @property
-    def cpu_clock(self) -> "Clock":
+    def cpu_clock(self) -> Clock:
         """The CPU time of the calling thread."""
         ...
 
@@ -100,7 +98,7 @@ async def in_thread_if(is_long: bool, work: Callable[[], T]) -> T:
     return await run_in_thread(work) if is_long else work()
 
 
-def _timed(work: Callable[[], T], clock: "Clock", seconds: list[float]) -> T:
+def _timed(work: Callable[[], T], clock: Clock, seconds: list[float]) -> T:
     check_cancelled()
     began, _thread.exempt = clock(), 0.0
     try:
@@ -114,7 +112,7 @@ def _timed(work: Callable[[], T], clock: "Clock", seconds: list[float]) -> T:
 
 
 def _ended(
-    meter: ThreadMeter, seconds: list[float], is_new: bool, running: "asyncio.Future[T]"
+    meter: ThreadMeter, seconds: list[float], is_new: bool, running: asyncio.Future[T]
 ) -> None:
     meter.end(sum(seconds), in_one_piece=is_new)
     if not running.cancelled():

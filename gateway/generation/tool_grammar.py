@@ -2,25 +2,20 @@
 
 import json
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from engine.errors import InvalidRequest
-from engine.step import Grammar, GrammarKind
-from gateway.ports import ToolCallGrammar
+from engine.step import Grammar, GrammarKind, SamplingParams
+from gateway.groups.group import ServedModel
+from gateway.ports import Dialect, ToolCallGrammar
 from gateway.schema.decoding import invalid
 from gateway.schema.fields.generation import OutputConstraint
-
-if TYPE_CHECKING:
-    from engine.step import SamplingParams
-    from gateway.groups.group import ServedModel
-    from gateway.ports import Dialect
-    from gateway.schema.openai.tools import ToolPlan
+from gateway.schema.openai.tools import ToolPlan
 
 BANNED = -100.0  # added to a logit: the token is sampled only if nothing else is left
 
 
 def tool_constraint(
-    tools: "ToolPlan", requested: OutputConstraint | None, dialect: "Dialect | None"
+    tools: ToolPlan, requested: OutputConstraint | None, dialect: Dialect | None
 ) -> OutputConstraint | None:
     """What outputs must match if tools are offered: forced and strict calls, or a format.
 
@@ -46,7 +41,7 @@ def tool_constraint(
     return OutputConstraint(grammar, tools.param if requested is None else requested.param)
 
 
-def without_calls(sampling: "SamplingParams", model: "ServedModel") -> "SamplingParams":
+def without_calls(sampling: SamplingParams, model: ServedModel) -> SamplingParams:
     """Sampling that begins no call of a tool that the prompt lists, if calls begin with a token of
     their own. Unlike a grammar it leaves the model its reasoning."""
     mark = "" if model.dialect is None else model.dialect.call_mark

@@ -1,23 +1,21 @@
 """Turn: one response of a conversation that its connection keeps."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from engine.request import RequestSpec
+from gateway.generation.choice_stream import ChoiceStream
 from gateway.generation.continuation import Continuation
 from gateway.generation.held import HeldConversations, HeldPrompt, HeldResponse, held_response
 from gateway.generation.known_text import KnownBlocks, KnownText, known_text
+from gateway.generation.prompt import TokenizedPrompts
+from gateway.groups.group import ServedModel
+from gateway.ports import Tokenizer
+from gateway.schema.openai.chat import ChatRequest
+from gateway.schema.responses.renderer import ResponsesRenderer
 from gateway.schema.responses.window import Window, window_of
 
-if TYPE_CHECKING:
-    from engine.request import RequestSpec
-    from gateway.generation.choice_stream import ChoiceStream
-    from gateway.generation.prompt import TokenizedPrompts
-    from gateway.groups.group import ServedModel
-    from gateway.ports import Tokenizer
-    from gateway.schema.openai.chat import ChatRequest
-    from gateway.schema.responses.renderer import ResponsesRenderer
-
-    Item = dict[str, Any]
+Item = dict[str, Any]
 
 STEERED = "steered"  # the finish reason of an answer that further input has ended
 
@@ -38,7 +36,7 @@ class Turn:
         self.settings = b""  # a digest of what its prompt is rendered from beside items
         self.continuation: Continuation | None = None  # if its request has a window of its items
 
-    def begin(self, tokenized: "TokenizedPrompts", choice: "ChoiceStream", block_size: int) -> None:
+    def begin(self, tokenized: TokenizedPrompts, choice: ChoiceStream, block_size: int) -> None:
         """The engine, whose blocks have so many tokens, has its request."""
         self._tokenized, self._choice, self._block_size = tokenized, choice, block_size
         if self._is_steered:
@@ -50,19 +48,19 @@ class Turn:
         if self._choice is not None:
             self._choice.end_early(STEERED)
 
-    def continues(self, response_id: str) -> "list[Item] | None":
+    def continues(self, response_id: str) -> list[Item] | None:
         """The items before this turn, if its connection holds the response that it continues."""
         self._earlier = self._conversations.find(response_id)
         return None if self._earlier is None else self._earlier.items
 
-    def known_to(self, model: "ServedModel") -> KnownText | None:
+    def known_to(self, model: ServedModel) -> KnownText | None:
         """The text before this turn, if its ids are those of this model."""
         earlier = self._earlier
         return earlier.known if earlier is not None and earlier.model == model.name else None
 
     def with_known_hashes(
-        self, spec: "RequestSpec", tokenized: "TokenizedPrompts", block_size: int
-    ) -> "RequestSpec":
+        self, spec: RequestSpec, tokenized: TokenizedPrompts, block_size: int
+    ) -> RequestSpec:
         """The spec with the digests that the response before it has computed, as far as they are
         those of this prompt, salt and adapter."""
         known = None if self._earlier is None else self._earlier.known
@@ -76,25 +74,25 @@ class Turn:
         known_hashes = tuple(blocks.hashes[:num_blocks])
         return replace(spec, caching=spec.caching._replace(known_hashes=known_hashes))
 
-    def prompt_before(self, model: "ServedModel") -> HeldPrompt | None:
+    def prompt_before(self, model: ServedModel) -> HeldPrompt | None:
         """The prompt that this turn's may begin with."""
         earlier = self._earlier if self.known_to(model) is not None else None
         return None if earlier is None else earlier.prompt
 
-    def window(self, new: "list[Item]", model: "ServedModel") -> Window | None:
+    def window(self, new: list[Item], model: ServedModel) -> Window | None:
         """The part of the conversation that shows what these new items add to the prompt."""
         prompt = self.prompt_before(model)
         if prompt is None or self._earlier is None:
             return None
         return window_of(self._earlier.items, prompt.num_items, new)
 
-    def may_follow(self, request: "ChatRequest", model: "ServedModel") -> bool:
+    def may_follow(self, request: ChatRequest, model: ServedModel) -> bool:
         """Whether the prompt before was rendered with the same settings, and has no images."""
         prompt = self.prompt_before(model)
         is_same = prompt is not None and prompt.settings == self.settings
         return is_same and not request.images
 
-    def follow(self, earlier: "ChatRequest", model: "ServedModel") -> None:
+    def follow(self, earlier: ChatRequest, model: ServedModel) -> None:
         """Render only a window of the conversation, which had these messages before the turn."""
         known, prompt = self.known_to(model), self.prompt_before(model)
         assert known is not None, "the prompt is that of this text"
@@ -107,9 +105,7 @@ class Turn:
         """Hold the response, so that the next turn can continue it."""
         self._conversations.put(response_id, held)
 
-    def to_hold(
-        self, items: "list[Item]", output: "list[Item]", model: "ServedModel"
-    ) -> HeldResponse:
+    def to_hold(self, items: list[Item], output: list[Item], model: ServedModel) -> HeldResponse:
         """What the next turn knows of this one: the items of its prompt and its output."""
         known, tokenized, prompt = self._known_text(model.tokenizer), self._tokenized, None
         if known is not None and tokenized is not None and self.settings:
@@ -117,7 +113,7 @@ class Turn:
             prompt = HeldPrompt(len(items), num_chars, num_ids, tokenized.marks, self.settings)
         return held_response([*items, *output], known, model.name, prompt)
 
-    def _known_text(self, tokenizer: "Tokenizer") -> KnownText | None:
+    def _known_text(self, tokenizer: Tokenizer) -> KnownText | None:
         """The text of its prompt and its output, as far as it has begun."""
         tokenized, choice = self._tokenized, self._choice
         if tokenized is None or choice is None or not tokenized.text:

@@ -11,10 +11,11 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
 
+from engine.control.scheduler import IterationScheduler
 from engine.errors import Unavailable
 from engine.pooling import PoolingReport
+from engine.ports import Clock
 from engine.replicas.replicas import ServingEngine
 from gateway.access.grammar_check import GrammarCheck
 from gateway.groups.leases import Leases
@@ -26,10 +27,6 @@ from gateway.observe.readings import Readings
 from gateway.observe.timelines import Timelines
 from gateway.ports import ChatTemplate, Dialect, Tokenizer
 from gateway.schema.fields.sampling import SamplingDefaults, Vocabulary
-
-if TYPE_CHECKING:
-    from engine.control.scheduler import IterationScheduler
-    from engine.ports import Clock
 
 TEXT_ONLY = "this model reads text only"
 
@@ -120,9 +117,9 @@ class Group:
         self,
         deployment: Deployment,
         open_serving: OpenServing,
-        clock: "Clock",
+        clock: Clock,
         load_seconds: float = UNMEASURED_LOAD_SECONDS,
-        on_measured: "Callable[[float], object]" = _forget,
+        on_measured: Callable[[float], object] = _forget,
     ) -> None:
         """`load_seconds` is how long the last load took; `on_measured` is called with the seconds
         of each load."""
@@ -144,7 +141,7 @@ class Group:
         return f"<Group {self.name!r} {self.status.value} leases={len(self.leases)}>"
 
     @classmethod
-    def of(cls, serving: "Serving", clock: "Clock") -> "Group":
+    def of(cls, serving: Serving, clock: Clock) -> "Group":
         """The group of a model that is loaded and stays loaded."""
         model = serving.model
         group = cls(Deployment(model.name, model.aliases), _nothing, clock)
@@ -169,14 +166,14 @@ class Group:
         return (*serving.model.names, *serving.loras.served)
 
     @property
-    def serving(self) -> "Serving":
+    def serving(self) -> Serving:
         """The loaded model. Raises `Unavailable` if it is not loaded."""
         if self._serving is None:
             raise Unavailable(f"The model {self.name!r} is not loaded.", self.load_seconds)
         return self._serving
 
     @property
-    def loaded(self) -> "Serving | None":
+    def loaded(self) -> Serving | None:
         """The loaded model; None if it is not loaded."""
         return self._serving
 
@@ -219,7 +216,7 @@ class Group:
             self.leases.shut()
         self.on_change(self)
 
-    async def open(self) -> "Serving":
+    async def open(self) -> Serving:
         """Load the model, which accepts requests when its status is changed to LOADED. Raises
         `StartupError`."""
         began = self._clock()
@@ -265,7 +262,7 @@ class Group:
             raise Unavailable(f"The model {self.name!r} cannot be loaded: {self.error}", left)
 
 
-def _seconds_left(scheduler: "IterationScheduler") -> float:
+def _seconds_left(scheduler: IterationScheduler) -> float:
     tokens = sum(request.spec.max_tokens - request.produced for request in scheduler.pool)
     return scheduler.cost.seconds_for(tokens + scheduler.pool.waiting_tokens)
 
@@ -274,5 +271,5 @@ def _ignore(group: Group) -> None:
     """Nobody watches the status."""
 
 
-def _nothing() -> AbstractAsyncContextManager["Serving"]:
+def _nothing() -> AbstractAsyncContextManager[Serving]:
     raise AssertionError("the model is always loaded")

@@ -4,17 +4,14 @@ import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from engine.errors import ShuttingDown, Unavailable
 from gateway.errors import ModelNotFound
-from gateway.groups.group import Group
+from gateway.groups.group import Group, Serving, Status
 from gateway.groups.loads import Loads
 from gateway.groups.terms import ServerTerms
-
-if TYPE_CHECKING:
-    from gateway.groups.group import Serving, Status
-    from gateway.observe.readings import Readings
+from gateway.observe.readings import Readings
 
 Work = Coroutine[Any, Any, None]
 
@@ -23,7 +20,7 @@ class Change(NamedTuple):
     """A model has had this status since now."""
 
     name: str
-    status: "Status"
+    status: Status
 
 
 class Changes:
@@ -35,7 +32,7 @@ class Changes:
         self._watchers: set[asyncio.Queue[Change | None]] = set()
 
     @contextmanager
-    def watch(self) -> "Iterator[asyncio.Queue[Change | None]]":
+    def watch(self) -> Iterator[asyncio.Queue[Change | None]]:
         """The changes from now on, until the block ends."""
         changes: asyncio.Queue[Change | None] = asyncio.Queue()
         self._watchers.add(changes)
@@ -44,7 +41,7 @@ class Changes:
         finally:
             self._watchers.discard(changes)
 
-    def changed(self, group: "Group") -> None:
+    def changed(self, group: Group) -> None:
         """Tell the watchers the status of a group."""
         for changes in self._watchers:
             changes.put_nowait(Change(group.name, group.status))
@@ -59,14 +56,14 @@ class Changes:
 class Running:
     """Runs the engine of each loaded group while the server runs, and the timers of idle ones."""
 
-    def __init__(self, on_failed: "Callable[[Group, str], object]") -> None:
+    def __init__(self, on_failed: Callable[[Group, str], object]) -> None:
         """`on_failed` is called with the reason why the workers of a group cannot be restarted."""
         self._on_failed = on_failed
         self._tasks: asyncio.TaskGroup | None = None
         self._engines: dict[Group, asyncio.Task[None]] = {}
         self._timers: dict[Group, asyncio.TimerHandle] = {}
 
-    async def run(self, groups: "Iterable[Group]") -> None:
+    async def run(self, groups: Iterable[Group]) -> None:
         """Run the engines of the groups, and of those that are started later, until cancelled."""
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -85,18 +82,18 @@ class Running:
         else:
             self._tasks.create_task(work)
 
-    def start(self, group: "Group") -> None:
+    def start(self, group: Group) -> None:
         """Run the engine of a group that is loaded, once the server runs."""
         if self._tasks is not None and group not in self._engines:
             self._engines[group] = self._tasks.create_task(self._serve(group))
             group.leases.on_free()
 
-    def stop(self, group: "Group") -> None:
+    def stop(self, group: Group) -> None:
         """End the engine of a group whose requests have ended."""
         if (engine := self._engines.pop(group, None)) is not None:
             engine.cancel()
 
-    async def _serve(self, group: "Group") -> None:
+    async def _serve(self, group: Group) -> None:
         """Run an engine until it is cancelled, or has failed for good."""
         engine = group.serving.engine
         running = asyncio.create_task(engine.run())
@@ -111,9 +108,7 @@ class Running:
                 task.cancel()
             await asyncio.wait((running, failing))
 
-    def call_when_idle(
-        self, group: "Group", seconds: float, call: "Callable[[Group], object]"
-    ) -> None:
+    def call_when_idle(self, group: Group, seconds: float, call: Callable[[Group], object]) -> None:
         """Call when no request has used a loaded group for so long, instead of an earlier such
         call."""
         if (timer := self._timers.pop(group, None)) is not None:
@@ -123,7 +118,7 @@ class Running:
             again = (group, seconds, call)
             self._timers[group] = loop.call_later(seconds, self._rested, *again)
 
-    def _rested(self, group: "Group", seconds: float, call: "Callable[[Group], object]") -> None:
+    def _rested(self, group: Group, seconds: float, call: Callable[[Group], object]) -> None:
         if group.is_used:
             self.call_when_idle(group, seconds, call)
         elif group.accepts:
@@ -184,11 +179,11 @@ class Groups:
     # The loaded models together
 
     @property
-    def loaded(self) -> "list[Serving]":
+    def loaded(self) -> list[Serving]:
         """The models that are loaded."""
         return [serving for group in self if (serving := group.loaded) is not None]
 
-    def readings(self) -> "dict[str, Readings]":
+    def readings(self) -> dict[str, Readings]:
         """What is read of each loaded model, by its name."""
         return {group.name: group.serving.readings for group in self if group.loaded is not None}
 

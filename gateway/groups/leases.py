@@ -3,10 +3,9 @@
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
-if TYPE_CHECKING:
-    from engine.ports import Clock
+from engine.ports import Clock
 
 T = TypeVar("T")
 
@@ -21,7 +20,7 @@ class Lease:
 class Leases:
     """The leases of one model. `used_at` is when a request of the model last began or ended."""
 
-    def __init__(self, clock: "Clock") -> None:
+    def __init__(self, clock: Clock) -> None:
         self.used_at = clock()
         self.on_free: Callable[[], object] = _ignore  # called when no lease is active any more
         self._clock = clock
@@ -49,7 +48,7 @@ class Leases:
             if lease.is_active:
                 self._end(lease)
 
-    async def holding(self, work: "Callable[[], Awaitable[T]]") -> T:
+    async def holding(self, work: Callable[[], Awaitable[T]]) -> T:
         """The result of work that a request with an active lease has begun, and that may outlive
         it. The model stays loaded until then."""
         lease = Lease()

@@ -10,20 +10,16 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from engine.errors import InvalidRequest, Unavailable
+from gateway.access.callers import Caller
 from gateway.access.seats import Seats
 from gateway.errors import FileNotFound, PromptTooLong
-from gateway.ports import EncodedImage, UnreadableImage
+from gateway.ports import EncodedImage, ImageDecoder, PreparedImage, UnreadableImage
 from gateway.schema.decoding import quote
-from gateway.schema.images import NO_FILES
-
-if TYPE_CHECKING:
-    from gateway.access.callers import Caller
-    from gateway.ports import ImageDecoder, PreparedImage
-    from gateway.schema.images import RequestedImage
-    from gateway.store.files import Files
+from gateway.schema.images import NO_FILES, RequestedImage
+from gateway.store.files import Files
 
 TYPES = ("image/png", "image/jpeg", "image/webp", "image/gif")
 # Sent by clients that know no better
@@ -62,8 +58,8 @@ class ImageLimits:
 class Sender(NamedTuple):
     """Who sends images, and the files that may be among them. `now` is in Unix seconds."""
 
-    caller: "Caller"
-    files: "Files"
+    caller: Caller
+    files: Files
     now: int
 
 
@@ -72,7 +68,7 @@ class ImageReader:
 
     def __init__(
         self,
-        decoder: "ImageDecoder",
+        decoder: ImageDecoder,
         limits: ImageLimits | None = None,
         fetcher: Fetcher | None = None,
     ) -> None:
@@ -84,8 +80,8 @@ class ImageReader:
         self._kept_bytes = 0
 
     async def read(
-        self, images: "Sequence[RequestedImage]", sender: Sender, most: int | None = None
-    ) -> "list[PreparedImage]":
+        self, images: Sequence[RequestedImage], sender: Sender, most: int | None = None
+    ) -> list[PreparedImage]:
         """The images in order.
 
         Raises `InvalidRequest` that names the field of the first image that cannot be read, or that
@@ -115,7 +111,7 @@ class ImageReader:
                 )
         return prepared
 
-    async def _read(self, image: "RequestedImage", sender: Sender) -> "PreparedImage":
+    async def _read(self, image: RequestedImage, sender: Sender) -> PreparedImage:
         field = image.field
         max_tokens = self._limits.max_tokens
         if image.detail == "low":
@@ -135,7 +131,7 @@ class ImageReader:
         except Unavailable as error:
             raise Unavailable(f"The image in '{field}' cannot be read now: {error}") from error
 
-    async def _encoded(self, image: "RequestedImage", sender: Sender) -> EncodedImage:
+    async def _encoded(self, image: RequestedImage, sender: Sender) -> EncodedImage:
         """The bytes of an image. Raises `UnreadableImage` and `FileNotFound`."""
         if image.file_id is not None:
             return EncodedImage(await self._stored(image.file_id, sender))
@@ -155,9 +151,7 @@ class ImageReader:
             pieces.append(piece)
         return b"".join(pieces)
 
-    async def _prepare(
-        self, image: EncodedImage, max_tokens: int, caller: "Caller"
-    ) -> "PreparedImage":
+    async def _prepare(self, image: EncodedImage, max_tokens: int, caller: Caller) -> PreparedImage:
         """The image, decoded in one of the seats unless it is kept."""
         key = await asyncio.to_thread(_digest, image.data, f"{max_tokens} {caller.salt('')}")
         if key in self._kept:
@@ -168,7 +162,7 @@ class ImageReader:
         self._keep(key, prepared)
         return prepared
 
-    def _keep(self, key: bytes, image: "PreparedImage") -> None:
+    def _keep(self, key: bytes, image: PreparedImage) -> None:
         if key in self._kept or image.num_bytes > self._limits.kept_bytes:
             return
         self._kept[key] = image
@@ -187,7 +181,7 @@ def _digest(data: bytes | str, domain: str) -> bytes:
     return digest.digest()
 
 
-def _retrieve(task: "asyncio.Task[PreparedImage]") -> None:
+def _retrieve(task: asyncio.Task[PreparedImage]) -> None:
     """See the error of a task that may have no reader any more, so that it is not logged."""
     if not task.cancelled():
         task.exception()

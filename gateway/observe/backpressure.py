@@ -14,13 +14,11 @@ token does. So a loop that is far from busy is probed a quarter as often.
 
 import asyncio
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from engine.ports import Clock
-    from gateway.observe.metrics import Histogram
+from engine.ports import Clock
+from gateway.observe.metrics import Histogram
 
 PROBE_SECONDS = 0.05
 # Probes that are one while there is no gap and the loop is not half as busy as CALM
@@ -59,10 +57,7 @@ class LoopWatch:
     every `PROBE_SECONDS` that it stands for."""
 
     def __init__(
-        self,
-        clock: "Clock",
-        lag: "Histogram",
-        times: "Callable[[], ThreadTimes]" = thread_times,
+        self, clock: Clock, lag: Histogram, times: Callable[[], ThreadTimes] = thread_times
     ) -> None:
         self.gap = 0.0
         self.last_lag = 0.0  # seconds, of the latest probe

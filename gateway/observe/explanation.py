@@ -2,21 +2,17 @@
 help; and how far its prompt was known."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from gateway.observe.prefixes import PrefixReport, Reason
 from gateway.observe.queueing import Cause
-from gateway.observe.timelines import phase_seconds, slowest
-
-if TYPE_CHECKING:
-    from gateway.observe.timelines import Timeline, Timelines
+from gateway.observe.timelines import Timeline, Timelines, phase_seconds, slowest
 
 SHORT = 0.05  # seconds; a shorter delay explains nothing
 SMALL = 0.1  # so does a delay that is a smaller share of the time to compute the request
 DELAYS = ("queued", "encoding", "preempted", "paused", "swapped", "restart", "reader")
 
 
-def explain(choices: "Sequence[Timeline]", label: str, timelines: "Timelines", now: float) -> str:
+def explain(choices: Sequence[Timeline], label: str, timelines: Timelines, now: float) -> str:
     """The sentences about the choices of the request with this label."""
     longest = slowest(choices, now)
     sentence = _cost(longest, label, timelines, now)
@@ -24,14 +20,14 @@ def explain(choices: "Sequence[Timeline]", label: str, timelines: "Timelines", n
     return sentence if prefix is None else f"{sentence} {_about(prefix)}"
 
 
-def report_of(timeline: "Timeline", timelines: "Timelines") -> PrefixReport | None:
+def report_of(timeline: Timeline, timelines: Timelines) -> PrefixReport | None:
     """What was known of a request's prompt."""
     if timeline.request.state.is_terminal:
         return timeline.prefix
     return timelines.prefixes.report(timeline.request)
 
 
-def prefix_json(timeline: "Timeline", timelines: "Timelines") -> dict[str, object] | None:
+def prefix_json(timeline: Timeline, timelines: Timelines) -> dict[str, object] | None:
     """The same as a timeline has it."""
     report = report_of(timeline, timelines)
     return None if report is None else report.as_json()
@@ -67,7 +63,7 @@ def _about(prefix: PrefixReport) -> str:
     )
 
 
-def _cost(longest: "Timeline", label: str, timelines: "Timelines", now: float) -> str:
+def _cost(longest: Timeline, label: str, timelines: Timelines, now: float) -> str:
     """The sentence about the phase that took the longest."""
     costs = phase_seconds(longest, now)
     costs["reader"] = sum(wait.seconds for wait in timelines.reader_waits.of(label))
@@ -86,7 +82,7 @@ def _cost(longest: "Timeline", label: str, timelines: "Timelines", now: float) -
     return _delayed(phase, longest, seconds)
 
 
-def _working(timeline: "Timeline", costs: dict[str, float]) -> str:
+def _working(timeline: Timeline, costs: dict[str, float]) -> str:
     prefill, decode = costs.get("prefill", 0.0), costs.get("decode", 0.0)
     restart = " A worker restarted meanwhile." if timeline.num_restarts else ""
     if prefill > decode:
@@ -103,7 +99,7 @@ def _working(timeline: "Timeline", costs: dict[str, float]) -> str:
     )
 
 
-def _queued(timeline: "Timeline", seconds: float, timelines: "Timelines", now: float) -> str:
+def _queued(timeline: Timeline, seconds: float, timelines: Timelines, now: float) -> str:
     cause, load = timeline.waited(now)
     running, waiting = _number(load.num_running, "request"), _number(load.num_waiting, "request")
     return f"It waited {seconds:.2f} s " + _CAUSES[cause].format(
@@ -125,7 +121,7 @@ _CAUSES = {
 }
 
 
-def _delayed(phase: str, timeline: "Timeline", seconds: float) -> str:
+def _delayed(phase: str, timeline: Timeline, seconds: float) -> str:
     request = timeline.request
     pauses = sum(each.kind == "paused" for each in timeline.interruptions)
     return _DELAYS[phase].format(

@@ -3,12 +3,14 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from engine.ports import Clock
 from gateway.observe.metric_table import (
     METRICS,
     MODEL,
@@ -18,13 +20,8 @@ from gateway.observe.metric_table import (
     Reading,
 )
 from gateway.observe.metrics import Histogram
+from gateway.observe.readings import Readings, ServerReadings
 from gateway.observe.ticked import Ticked
-
-if TYPE_CHECKING:
-    from prometheus_client.metrics_core import Metric
-
-    from engine.ports import Clock
-    from gateway.observe.readings import Readings, ServerReadings
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 Models = Callable[[], Mapping[str, "Readings"]]
@@ -38,7 +35,7 @@ class Exposition:
     """
 
     def __init__(
-        self, server: "ServerReadings", models: Models, clock: "Clock", *, has_several: bool = False
+        self, server: ServerReadings, models: Models, clock: Clock, *, has_several: bool = False
     ) -> None:
         self._shared = CollectorRegistry()
         self._shared.register(_Models(models, has_several))
@@ -73,11 +70,11 @@ class _Models(Collector):
     models: Models
     has_several: bool
 
-    def describe(self) -> list["Metric"]:
+    def describe(self) -> list[Metric]:
         """None: the registry has no other collector to conflict with."""
         return []
 
-    def collect(self) -> Iterator["Metric"]:
+    def collect(self) -> Iterator[Metric]:
         models = self.models()
         for row in METRICS:
             readings = {name: row.read(each) for name, each in models.items()}
@@ -94,15 +91,15 @@ class _Models(Collector):
 class _Server(Collector):
     """Reads the metrics of the server that are per API key, of one key or of all; or the others."""
 
-    readings: "ServerReadings"
+    readings: ServerReadings
     is_per_key: bool
     key: str | None = None
 
-    def describe(self) -> list["Metric"]:
+    def describe(self) -> list[Metric]:
         """None: the registry has no other collector to conflict with."""
         return []
 
-    def collect(self) -> Iterator["Metric"]:
+    def collect(self) -> Iterator[Metric]:
         for row in SERVER_METRICS:
             if row.is_per_key is self.is_per_key:
                 yield _family(row, row.name, row.labels, {"": row.read(self.readings)}, self.key)
@@ -112,7 +109,7 @@ def _family(
     row: MetricRow[Any],
     name: str,
     labels: tuple[str, ...],
-    readings: "Mapping[str, Reading]",
+    readings: Mapping[str, Reading],
     key: str | None = None,
 ) -> Any:
     """A `Metric` of the row's family, with the readings of several models by name; with a `key`,

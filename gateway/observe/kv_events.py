@@ -19,19 +19,16 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from engine.errors import StartupError
-from engine.iteration import Observer
+from engine.iteration import Iteration, Observer
 from engine.kv.prefix import name_in_group, spans_in
+from engine.request import Request, RequestSpec
 from engine.step import Tier
-
-if TYPE_CHECKING:
-    from engine.iteration import Iteration
-    from engine.request import Request, RequestSpec
-    from gateway.observe.metrics import Metrics
+from gateway.observe.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
@@ -170,7 +167,7 @@ class KVEvents(Observer):
         }
         self._events: list[Event] = []
 
-    def stored(self, request: "Request", places: Sequence[int], group: int) -> None:
+    def stored(self, request: Request, places: Sequence[int], group: int) -> None:
         """One event for each run of consecutive blocks."""
         for place in places:
             name = name_in_group(request.block_hashes[place], group)
@@ -179,7 +176,7 @@ class KVEvents(Observer):
         for first, last in _runs(places):
             self._events.append(self._stored(request, first, last + 1, self._specs[group]))
 
-    def _stored(self, request: "Request", first: int, stop: int, group: GroupSpec) -> BlockStored:
+    def _stored(self, request: Request, first: int, stop: int, group: GroupSpec) -> BlockStored:
         hashes, size, spec = request.block_hashes, self._block_size, request.spec
         lora = spec.lora
         return BlockStored(
@@ -230,10 +227,10 @@ class KVEvents(Observer):
             BlockStored([name], None, [], self._block_size, None, medium, None, **group.fields)
         )
 
-    def planned(self, iteration: "Iteration", now: float) -> None:
+    def planned(self, iteration: Iteration, now: float) -> None:
         self._flush()
 
-    def committed(self, iteration: "Iteration", seconds: float, now: float) -> None:
+    def committed(self, iteration: Iteration, seconds: float, now: float) -> None:
         self._flush()
 
     def worker_lost(self, now: float) -> None:
@@ -246,7 +243,7 @@ class KVEvents(Observer):
 
 
 def _extra_keys(
-    spec: "RequestSpec", blocks: range, block_size: int
+    spec: RequestSpec, blocks: range, block_size: int
 ) -> list[tuple[str, ...] | None] | None:
     """What the hash of each block depends on besides its tokens; None if on nothing."""
     lora = (spec.lora_digest,) if spec.lora_digest else ()
@@ -276,7 +273,7 @@ class ZmqPublisher:
     that subscribers notice.
     """
 
-    def __init__(self, config: KVEventsConfig, topic: str, metrics: "Metrics") -> None:
+    def __init__(self, config: KVEventsConfig, topic: str, metrics: Metrics) -> None:
         """Bind or connect the sockets. Raises `StartupError`."""
         self._metrics = metrics
         self._topic = topic.encode()

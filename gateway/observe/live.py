@@ -8,22 +8,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice, takewhile, zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 
-from engine.iteration import Observer
+from engine.iteration import Iteration, Observer
+from engine.loop import Engine
 from engine.policy import POLICIES, levels_of, name_of
-from engine.request import State
+from engine.replicas.replicas import ServingEngine
+from engine.request import Request, State
+from engine.step import StepEntry
 from gateway.observe.queueing import lacks
-
-if TYPE_CHECKING:
-    from engine.iteration import Iteration
-    from engine.loop import Engine
-    from engine.replicas.replicas import ServingEngine
-    from engine.request import Request
-    from engine.step import StepEntry
-    from gateway.observe.readings import Readings
+from gateway.observe.readings import Readings
 
 KEEP_ITERATIONS = 256
 MAX_REQUESTS = 200  # requests in a snapshot
@@ -39,7 +35,7 @@ class _Recorded:
 
     number: int
     seconds: float
-    entries: "tuple[StepEntry, ...]"
+    entries: tuple[StepEntry, ...]
     _json: bytes = b""
 
     def as_json(self) -> bytes:
@@ -75,7 +71,7 @@ class LiveView(Observer):
         """Whether iterations are being recorded."""
         return self._num_watchers > 0
 
-    def committed(self, iteration: "Iteration", seconds: float, now: float) -> None:
+    def committed(self, iteration: Iteration, seconds: float, now: float) -> None:
         self._number += 1
         if not self.is_watched:
             return
@@ -99,7 +95,7 @@ class LiveView(Observer):
         return b"[" + b",".join([each.as_json() for each in newest][::-1]) + b"]"
 
     def snapshot(
-        self, engine: "ServingEngine", readings: "Readings", loop_lag: float, now: float
+        self, engine: ServingEngine, readings: Readings, loop_lag: float, now: float
     ) -> dict[str, Any]:
         """The state now, without the iterations."""
         scheduler, goal_steps = readings.scheduler, readings.metrics.goal_steps
@@ -141,7 +137,7 @@ class LiveView(Observer):
         return float(sum(count for at, count in self._produced if now - at <= 1.0))
 
 
-def _row(request: "Request", engine: "Engine", now: float) -> dict[str, Any]:
+def _row(request: Request, engine: Engine, now: float) -> dict[str, Any]:
     levels = levels_of(engine.scheduler.policy)
     return {
         "id": request.request_id,
@@ -158,14 +154,14 @@ def _row(request: "Request", engine: "Engine", now: float) -> dict[str, Any]:
     }
 
 
-def _level_sizes(readings: "Readings") -> list[int]:
+def _level_sizes(readings: Readings) -> list[int]:
     """The number of live requests in each queue of a policy that has several."""
     levels = [levels_of(scheduler.policy) for scheduler in readings.schedulers]
     sizes = [each.level_sizes for each in levels if each is not None]
     return [sum(queue) for queue in zip_longest(*sizes, fillvalue=0)]
 
 
-def _shown(engine: "Engine") -> "list[Request]":
+def _shown(engine: Engine) -> list[Request]:
     """The live requests to show, `MAX_REQUESTS` at most: some of those that hold KV on the device,
     some that are swapped out, and the longest waiting ones. The cost does not depend on how many
     wait."""
@@ -175,13 +171,13 @@ def _shown(engine: "Engine") -> "list[Request]":
     return found + list(islice(waiting, MAX_REQUESTS - len(found)))
 
 
-def _state(request: "Request") -> str:
+def _state(request: Request) -> str:
     if request.state in RUNNING:
         return "decode" if request.is_decoding else "prefill"
     return request.state.value
 
 
-def waits_for(request: "Request", engine: "Engine") -> str:
+def waits_for(request: Request, engine: Engine) -> str:
     """What a request waits for: KV, a seat, tokens of a step, the worker; empty if it runs."""
     scheduler = engine.scheduler
     if engine.rejection() is not None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from enum import Enum
 from functools import partial
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
@@ -18,11 +18,9 @@ from prometheus_client.metrics_core import (
 
 from engine.policy import name_of
 from engine.request import State
+from engine.speculation.acceptance import DraftCounts
 from gateway.observe.metrics import Histogram
-
-if TYPE_CHECKING:
-    from engine.speculation.acceptance import DraftCounts
-    from gateway.observe.readings import Readings, ServerReadings
+from gateway.observe.readings import Readings, ServerReadings
 
 R = TypeVar("R")
 Value = float | Histogram
@@ -62,22 +60,22 @@ MODEL_NAME = "model_name"
 MODEL = (MODEL_NAME,)
 
 
-def drafts(count: Callable[["DraftCounts"], int]) -> Callable[["Readings"], Reading]:
+def drafts(count: Callable[[DraftCounts], int]) -> Callable[[Readings], Reading]:
     """Reads a count of speculative decoding, if it is on."""
 
-    def read(readings: "Readings") -> Reading:
+    def read(readings: Readings) -> Reading:
         counts = draft_counts(readings)
         return sum(map(count, counts)) if counts else None
 
     return read
 
 
-def draft_counts(readings: "Readings") -> "list[DraftCounts]":
+def draft_counts(readings: Readings) -> list[DraftCounts]:
     """The counts of each replica; none without speculative decoding."""
     return [each.drafter.counts for each in readings.schedulers if each.drafter is not None]
 
 
-def accepted_by_position(readings: "Readings") -> Reading:
+def accepted_by_position(readings: Readings) -> Reading:
     """Accepted drafts by the number of drafts before them; None without speculative decoding."""
     counts = [counts.by_position for counts in draft_counts(readings)]
     if not counts:
@@ -86,7 +84,7 @@ def accepted_by_position(readings: "Readings") -> Reading:
 
 
 # fmt: off
-METRICS: tuple[MetricRow["Readings"], ...] = (
+METRICS: tuple[MetricRow[Readings], ...] = (
     # Requests
     gauge("podway_requests_running", "Requests that hold KV slots.", lambda r: r.num_running,
         "vllm:num_requests_running"),
@@ -211,7 +209,7 @@ METRICS: tuple[MetricRow["Readings"], ...] = (
         lambda r: r.metrics.num_dropped_kv_events),
 )
 
-SERVER_METRICS: tuple[MetricRow["ServerReadings"], ...] = (
+SERVER_METRICS: tuple[MetricRow[ServerReadings], ...] = (
     server_counter("podway_http_requests_total",
         "HTTP requests that ended or were rejected, and batch lines.",
         lambda r: r.request_log.requests, labels=("path", "method", "status")),

@@ -7,16 +7,10 @@ import asyncio
 from bisect import bisect_left
 from collections import Counter
 from math import inf
-from typing import TYPE_CHECKING
 
-from engine.iteration import Observer
-from engine.request import Abort, FinishReason
-from engine.step import Direction
-
-if TYPE_CHECKING:
-    from engine.iteration import Iteration
-    from engine.request import Request
-    from engine.step import BlockMove, RequestId, StepId
+from engine.iteration import Iteration, Observer
+from engine.request import Abort, FinishReason, Request
+from engine.step import BlockMove, Direction, RequestId, StepId
 
 SECONDS = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0,
@@ -78,21 +72,21 @@ class RequestMetrics(Observer):
         self.cancel_to_free = Histogram(ITERATIONS)
         self._choices: dict[str, tuple[int, int]] = {}  # by label: live choices, most tokens
 
-    def arrived(self, request: "Request", now: float) -> None:
+    def arrived(self, request: Request, now: float) -> None:
         """Count the choices of its request."""
         live, most = self._choices.get(request.spec.label, (0, 0))
         self._choices[request.spec.label] = live + 1, most
 
-    def preempted(self, request: "Request", now: float) -> None:
+    def preempted(self, request: Request, now: float) -> None:
         self.preemptions["recompute"] += 1
 
-    def swapped(self, request: "Request", move: "BlockMove", now: float) -> None:
+    def swapped(self, request: Request, move: BlockMove, now: float) -> None:
         """Count the blocks; a request that is swapped out counts as preempted."""
         self.swapped_blocks[move.direction] += move.num_blocks
         if move.direction is Direction.OUT:
             self.preemptions["reactive" if move.is_awaited else "proactive"] += 1
 
-    def ended(self, request: "Request", now: float) -> None:
+    def ended(self, request: Request, now: float) -> None:
         """Count its outcome and its durations."""
         self.outcomes[request.outcome] += 1
         if request.abort is not None:
@@ -105,7 +99,7 @@ class RequestMetrics(Observer):
             self.queue_seconds.add(request.times.admitted_at - request.times.arrived_at)
         self._count_choice(request)
 
-    def _count_choice(self, request: "Request") -> None:
+    def _count_choice(self, request: Request) -> None:
         """The last choice of a request counts the tokens of the longest one."""
         live, most = self._choices.pop(request.spec.label, (1, 0))
         most = max(most, request.produced)
@@ -114,7 +108,7 @@ class RequestMetrics(Observer):
         elif not request.spec.is_pooling:
             self.max_generation_tokens.add(most)
 
-    def _count_phases(self, request: "Request", now: float) -> None:
+    def _count_phases(self, request: Request, now: float) -> None:
         """A finished request's tokens, and its time before and after the first token. Without
         output all of its time since its admission is prefill."""
         self.prompt_tokens.add(request.prompt_len)
@@ -128,7 +122,7 @@ class RequestMetrics(Observer):
             if not request.spec.is_pooling:
                 self.decode_seconds.add(now - first)
 
-    def freed(self, request: "Request", iterations: int) -> None:
+    def freed(self, request: Request, iterations: int) -> None:
         self.cancel_to_free.add(iterations)
 
 
@@ -157,12 +151,12 @@ class Metrics(Observer):
         self.inter_token = Histogram(SECONDS)
         self.loop_lag = Histogram(SECONDS)
 
-    def ended(self, request: "Request", now: float) -> None:
+    def ended(self, request: Request, now: float) -> None:
         """Count the prompt of a request that has no first token."""
         if request.spec.is_pooling and request.outcome == "finished":
             self.count_prompt(request)
 
-    def count_prompt(self, request: "Request") -> None:
+    def count_prompt(self, request: Request) -> None:
         """The prompt of a request has been computed."""
         self.num_prompt_tokens += request.spec.own_len
         self.num_cached_tokens += request.own_cached
@@ -176,7 +170,7 @@ class StepMetrics(Observer):
         self._last_tokens: dict[StepId, list[float | None]] = {}
         self._produced: dict[RequestId, int] = {}  # by requests with drafts in flight
 
-    def planned(self, iteration: "Iteration", now: float) -> None:
+    def planned(self, iteration: Iteration, now: float) -> None:
         """Remember the previous token's time of each request that will get a token."""
         self._last_tokens[iteration.step.step_id] = [
             request.times.last_token_at
@@ -188,7 +182,7 @@ class StepMetrics(Observer):
                 if entry.num_drafts:
                     self._produced[request.request_id] = request.produced
 
-    def committed(self, iteration: "Iteration", seconds: float, now: float) -> None:
+    def committed(self, iteration: Iteration, seconds: float, now: float) -> None:
         """Count the iteration; requests with the same previous iteration share one gap."""
         metrics, last_tokens = self._metrics, self._last_tokens.pop(iteration.step.step_id)
         if self._last_tokens:
@@ -209,14 +203,14 @@ class StepMetrics(Observer):
         metrics.iteration_requests.add(len(iteration.requests))
         metrics.iteration_tokens.add(iteration.step.num_tokens)
 
-    def _count_accepted(self, iteration: "Iteration") -> None:
+    def _count_accepted(self, iteration: Iteration) -> None:
         """Count the tokens that requests with drafts have produced besides one each."""
         metrics = self._metrics
         for request in iteration.requests:
             before = self._produced.pop(request.request_id, request.produced)
             metrics.num_output_tokens += max(0, request.produced - before - 1)
 
-    def _count_first_tokens(self, iteration: "Iteration", now: float) -> None:
+    def _count_first_tokens(self, iteration: Iteration, now: float) -> None:
         metrics = self._metrics
         for request in iteration.requests:
             if request.produced == 1 and request.times.first_token_at == now:
@@ -240,11 +234,11 @@ class LoraUsage(Observer):
         self._live: Counter[int] = Counter()  # requests, by id
         self._idle: dict[int, asyncio.Event] = {}  # awaited, by id
 
-    def arrived(self, request: "Request", now: float) -> None:
+    def arrived(self, request: Request, now: float) -> None:
         if (lora := request.spec.lora) is not None:
             self._live[lora.lora_id] += 1
 
-    def ended(self, request: "Request", now: float) -> None:
+    def ended(self, request: Request, now: float) -> None:
         """Count its tokens; the last request of an adapter ends `wait_until_idle`."""
         lora = request.spec.lora
         name = "" if lora is None else lora.name

@@ -10,11 +10,10 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from enum import StrEnum
 from hashlib import blake2b
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-if TYPE_CHECKING:
-    from engine.control.scheduler import IterationScheduler
-    from engine.request import Request
+from engine.control.scheduler import IterationScheduler
+from engine.request import Request
 
 MAX_BLOCKS = 1 << 16  # blocks whose names are remembered, about 10 MiB
 MAX_NOTES = 1024  # requests whose messages' ends are known
@@ -76,7 +75,7 @@ class PrefixHistory:
         # The last prompt, by its owner and its last full block, and what was known of it.
         self._last: tuple[tuple[tuple[str, str], bytes] | None, PrefixReport | None] = (None, None)
 
-    def attach(self, scheduler: "IterationScheduler") -> None:
+    def attach(self, scheduler: IterationScheduler) -> None:
         """Explain the requests of this scheduler."""
         if scheduler.settings.reuses_prefixes:
             self._block_size = scheduler.kv.block_size
@@ -88,7 +87,7 @@ class PrefixHistory:
             if len(self._message_ends) > MAX_NOTES:
                 self._message_ends.popitem(last=False)
 
-    def ended(self, request: "Request") -> PrefixReport | None:
+    def ended(self, request: Request) -> PrefixReport | None:
         """What was known of a request, which is known from now on. Choices of one response have the
         same report; those that go on behind another request of their response have none."""
         size, spec = self._block_size, request.spec
@@ -106,7 +105,7 @@ class PrefixHistory:
         self._remember(request, spec.shared_len // size)
         return report
 
-    def report(self, request: "Request") -> PrefixReport | None:
+    def report(self, request: Request) -> PrefixReport | None:
         """What is known of a request; None if it was never computed."""
         size, spec = self._block_size, request.spec
         hashes = request.block_hashes[: request.prompt_len // size] if size else []
@@ -127,7 +126,7 @@ class PrefixHistory:
             place if place < len(ends) else None,
         )
 
-    def _reason(self, request: "Request", num_blocks: int) -> Reason:
+    def _reason(self, request: Request, num_blocks: int) -> Reason:
         size = self._block_size
         num_all = request.prompt_len // size
         reusable = min(num_blocks, (request.prompt_len - 1) // size)
@@ -137,14 +136,14 @@ class PrefixHistory:
             return self._reason_of_new(request)
         return Reason.LOGPROBS if request.spec.prompt_logprobs is not None else Reason.EVICTED
 
-    def _reason_of_new(self, request: "Request") -> Reason:
+    def _reason_of_new(self, request: Request) -> Reason:
         origin = self._origins.get(_first_tokens(request, self._block_size))
         if origin is None:
             return Reason.NEW
         is_other = origin.lora_digest != request.spec.lora_digest
         return Reason.OTHER_ADAPTER if is_other else Reason.OTHER_SALT
 
-    def _remember(self, request: "Request", first: int) -> None:
+    def _remember(self, request: Request, first: int) -> None:
         """Others may begin like an ended request, of which the blocks before number `first` are
         remembered, or go on where it ended."""
         size, spec, seen = self._block_size, request.spec, self._seen
@@ -161,7 +160,7 @@ class PrefixHistory:
             self._origins.popitem(last=False)
 
 
-def _first_tokens(request: "Request", size: int) -> bytes:
+def _first_tokens(request: Request, size: int) -> bytes:
     """The tokens of a request's first block, whatever its salt and adapter."""
     ids = ",".join(map(str, request.tokens(0, size)))
     return blake2b(ids.encode(), digest_size=16).digest()

@@ -7,14 +7,11 @@ however many requests wait.
 
 from enum import StrEnum
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from engine.control.admission import Admission
-from engine.request import State
-
-if TYPE_CHECKING:
-    from engine.control.scheduler import IterationScheduler
-    from engine.request import Request
+from engine.control.scheduler import IterationScheduler
+from engine.request import Request, State
 
 MAX_SEARCH = 1024  # live requests among which a waiting one is looked for
 
@@ -43,7 +40,7 @@ class Pressure(NamedTuple):
 class QueueWatch:
     """Seconds for which requests waited, by cause."""
 
-    def __init__(self, scheduler: "IterationScheduler") -> None:
+    def __init__(self, scheduler: IterationScheduler) -> None:
         self._scheduler = scheduler
         self._seconds = dict.fromkeys(Cause, 0.0)
         self._cause = Cause.STEP
@@ -81,7 +78,7 @@ class QueueWatch:
         return Cause.TOKENS if oldest is None else lacks(oldest, scheduler, num_requests)
 
 
-def lacks(request: "Request", scheduler: "IterationScheduler", num_requests: int) -> Cause:
+def lacks(request: Request, scheduler: IterationScheduler, num_requests: int) -> Cause:
     """What a waiting request lacks, given that the last iteration had `num_requests` requests.
 
     Changes nothing: blocks that the request may share count only once the scheduler found them.

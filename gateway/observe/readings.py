@@ -11,18 +11,15 @@ from functools import reduce
 from itertools import chain
 from math import inf
 from operator import add
-from typing import TYPE_CHECKING
 
+from engine.control.scheduler import IterationScheduler
+from engine.cost.live import ErrorSummary
+from engine.kv.counts import KVCounts
+from engine.pool import RequestPool
 from engine.request import State
-
-if TYPE_CHECKING:
-    from engine.control.scheduler import IterationScheduler
-    from engine.cost.live import ErrorSummary
-    from engine.kv.counts import KVCounts
-    from engine.pool import RequestPool
-    from gateway.observe.metrics import LoraUsage, Metrics
-    from gateway.observe.request_log import RequestLog
-    from gateway.store.database import Database
+from gateway.observe.metrics import LoraUsage, Metrics
+from gateway.observe.request_log import RequestLog
+from gateway.store.database import Database
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,18 +27,18 @@ class Readings:
     """The parts of a model that are read. `others` are the schedulers of its further replicas; what
     is counted is the sum over all."""
 
-    metrics: "Metrics"
-    scheduler: "IterationScheduler"
-    lora_usage: "LoraUsage"
-    others: "tuple[IterationScheduler, ...]" = ()
+    metrics: Metrics
+    scheduler: IterationScheduler
+    lora_usage: LoraUsage
+    others: tuple[IterationScheduler, ...] = ()
 
     @property
-    def schedulers(self) -> "tuple[IterationScheduler, ...]":
+    def schedulers(self) -> tuple[IterationScheduler, ...]:
         """The schedulers of all replicas."""
         return (self.scheduler, *self.others)
 
     @property
-    def pools(self) -> "list[RequestPool]":
+    def pools(self) -> list[RequestPool]:
         return [scheduler.pool for scheduler in self.schedulers]
 
     @property
@@ -54,7 +51,7 @@ class Readings:
         return self.scheduler.kv.block_size
 
     @property
-    def kv_counts(self) -> "KVCounts":
+    def kv_counts(self) -> KVCounts:
         return reduce(add, [scheduler.kv_counts for scheduler in self.schedulers])
 
     def count(self, *states: State) -> int:
@@ -105,7 +102,7 @@ class Readings:
         return None if goal == inf else goal
 
     @property
-    def cost_error(self) -> "ErrorSummary | None":
+    def cost_error(self) -> ErrorSummary | None:
         """Relative errors of the predicted seconds of recent steps, of the replica where they are
         largest; None before the first step."""
         errors = [scheduler.cost.errors.summary() for scheduler in self.schedulers]
@@ -126,9 +123,9 @@ class Readings:
 class ServerReadings:
     """What all models share. `metrics` has the lag of the loop and the traces that were dropped."""
 
-    metrics: "Metrics"
-    database: "Database"
-    request_log: "RequestLog"
+    metrics: Metrics
+    database: Database
+    request_log: RequestLog
 
     def http_requests_by_class(self) -> Counter[tuple[str, str, str]]:
         """HTTP requests by route, method and class of status."""

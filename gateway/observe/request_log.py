@@ -13,13 +13,11 @@ import logging
 import re
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from engine.iteration import Observer
-
-if TYPE_CHECKING:
-    from engine.ports import Clock
-    from engine.request import Request
+from engine.ports import Clock
+from engine.request import Request
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +80,7 @@ class RequestRecord:
 class RequestLog(Observer):
     """Writes the lines, and counts requests by route, method and status, and by key."""
 
-    clock: "Clock"
+    clock: Clock
     requests: Counter[tuple[str, str, int]] = field(default_factory=Counter)
     key_requests: Counter[tuple[str, int]] = field(default_factory=Counter)
     key_tokens: Counter[tuple[str, str]] = field(default_factory=Counter)
@@ -102,12 +100,12 @@ class RequestLog(Observer):
         if not record.num_running:
             self._write(record)
 
-    def arrived(self, request: "Request", now: float) -> None:
+    def arrived(self, request: Request, now: float) -> None:
         """The engine accepted a request."""
         if (record := self._of(request)) is not None:
             record.num_running += 1
 
-    def ended(self, request: "Request", now: float) -> None:
+    def ended(self, request: Request, now: float) -> None:
         """Add its tokens and its reason."""
         if (record := self._of(request)) is None:
             return
@@ -123,7 +121,7 @@ class RequestLog(Observer):
         if record.is_over and not record.num_running:
             self._write(record)
 
-    def _of(self, request: "Request") -> RequestRecord | None:
+    def _of(self, request: Request) -> RequestRecord | None:
         return self._running.get((request.spec.tenant, request.spec.label))
 
     def _write(self, record: RequestRecord) -> None:

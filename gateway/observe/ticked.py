@@ -3,10 +3,9 @@
 import asyncio
 from collections.abc import Callable
 from math import inf
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
-if TYPE_CHECKING:
-    from engine.ports import Clock
+from engine.ports import Clock
 
 V = TypeVar("V")
 TICK_SECONDS = 0.1
@@ -19,7 +18,7 @@ class Ticked(Generic[V]):
     older than the question, and a reader that asks again and again gets one result per tick.
     """
 
-    def __init__(self, make: Callable[[], V], clock: "Clock") -> None:
+    def __init__(self, make: Callable[[], V], clock: Clock) -> None:
         self._make = make
         self._clock = clock
         self._result: V  # from the first `get` on

@@ -9,19 +9,14 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
-from engine.iteration import Observer
-from engine.request import CACHED, FoundPrefix, Samples, State
-from engine.step import Direction
+from engine.control.scheduler import IterationScheduler
+from engine.iteration import Iteration, Observer
+from engine.request import CACHED, FoundPrefix, Request, Samples, State
+from engine.step import BlockMove, Direction, RequestId
 from gateway.observe.prefixes import PrefixHistory, PrefixReport
 from gateway.observe.queueing import Cause, Pressure, QueueWatch
-
-if TYPE_CHECKING:
-    from engine.control.scheduler import IterationScheduler
-    from engine.iteration import Iteration
-    from engine.request import Request
-    from engine.step import BlockMove, RequestId
 
 KEEP = 1000  # ended requests
 MIN_BEGIN = 6  # characters of a shortened label
@@ -63,7 +58,7 @@ class Interruption:
 class Timeline:
     """What happened to one request. Times are seconds of the engine's clock."""
 
-    request: "Request"
+    request: Request
     queue: QueueWatch  # the queue of the replica where it waits
     blocked: dict[Cause, float]  # `QueueWatch.seconds` at its arrival; from its admission on, the
     pressure: Pressure | None = None  # seconds that it waited; the load while it waited
@@ -150,7 +145,7 @@ class Timeline:
         return found
 
 
-def _joined(spans: "Iterable[Span]") -> list[Span]:
+def _joined(spans: Iterable[Span]) -> list[Span]:
     """The spans, of which consecutive ones of the same phase are one."""
     found: list[Span] = []
     for span in spans:
@@ -210,7 +205,7 @@ class Timelines(Observer):
         self._running: tuple[Request, ...] = ()  # in the latest iteration
         self._by_label: dict[str, list[Timeline]] = {}
 
-    def attach(self, scheduler: "IterationScheduler") -> None:
+    def attach(self, scheduler: IterationScheduler) -> None:
         """Observe this scheduler's queue to explain waits, and its prompts."""
         self._scheduler = scheduler
         self._queue = QueueWatch(scheduler)
@@ -252,15 +247,15 @@ class Timelines(Observer):
         own = [each for each in found if each.request.spec.tenant == tenant]
         return sorted(own, key=lambda each: each.request.request_id)
 
-    def arrived(self, request: "Request", now: float) -> None:
+    def arrived(self, request: Request, now: float) -> None:
         found = Timeline(request, self.queue, self.queue.seconds(now))
         self._live[request.request_id] = found
         self._by_label.setdefault(request.spec.label, []).append(found)
 
-    def adopted(self, request: "Request", now: float) -> None:
+    def adopted(self, request: Request, now: float) -> None:
         self._live[request.request_id].move(self.queue, now)
 
-    def planned(self, iteration: "Iteration", now: float) -> None:
+    def planned(self, iteration: Iteration, now: float) -> None:
         for entry, request in zip(iteration.step.entries, iteration.requests, strict=True):
             if request.times.first_token_at is None or not entry.is_decode:
                 timeline = self._live[request.request_id]
@@ -280,7 +275,7 @@ class Timelines(Observer):
     def idled(self, now: float) -> None:
         self.queue.planned(0, now)
 
-    def committed(self, iteration: "Iteration", seconds: float, now: float) -> None:
+    def committed(self, iteration: Iteration, seconds: float, now: float) -> None:
         if not self._interrupted:
             return
         for request in iteration.requests:
@@ -291,10 +286,10 @@ class Timelines(Observer):
                 interrupted.interruptions[-1].ended = now
                 del self._interrupted[request.request_id]
 
-    def preempted(self, request: "Request", now: float) -> None:
+    def preempted(self, request: Request, now: float) -> None:
         self._interrupt(request, "preempted", now)
 
-    def swapped(self, request: "Request", move: "BlockMove", now: float) -> None:
+    def swapped(self, request: Request, move: BlockMove, now: float) -> None:
         if move.direction is Direction.OUT:
             self._interrupt(request, "swapped", now)
 
@@ -307,7 +302,7 @@ class Timelines(Observer):
             if each.request.state is not State.WAITING:
                 self._interrupt(each.request, "restart", now)
 
-    def ended(self, request: "Request", now: float) -> None:
+    def ended(self, request: Request, now: float) -> None:
         found = self._live.pop(request.request_id, None)
         self._interrupted.pop(request.request_id, None)
         if found is not None:
@@ -327,13 +322,13 @@ class Timelines(Observer):
         if not same:
             del self._by_label[label]
 
-    def _interrupt(self, request: "Request", kind: str, now: float) -> None:
+    def _interrupt(self, request: Request, kind: str, now: float) -> None:
         found = self._live[request.request_id]
         if found.interrupt(kind, now):
             self._interrupted[request.request_id] = found
 
 
-def _without_tokens(request: "Request") -> "Request":
+def _without_tokens(request: Request) -> Request:
     """A copy of an ended request that does not keep its prompt, of which it may have 100,000
     tokens: ranges of equal length stand for prompt and output."""
     kept = copy(request)
@@ -345,7 +340,7 @@ def _without_tokens(request: "Request") -> "Request":
     return kept
 
 
-def slowest(timelines: "Sequence[Timeline]", now: float) -> Timeline:
+def slowest(timelines: Sequence[Timeline], now: float) -> Timeline:
     """The choice of a request that took the longest."""
     return max(timelines, key=lambda each: sum(span.seconds for span in each.spans(now)))
 

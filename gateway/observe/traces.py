@@ -13,15 +13,12 @@ import queue
 import threading
 import time
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from engine.errors import StartupError
-from gateway.observe.timelines import phase_seconds
-
-if TYPE_CHECKING:
-    from engine.ports import Clock
-    from gateway.observe.metrics import Metrics
-    from gateway.observe.timelines import Timeline, Wait
+from engine.ports import Clock
+from gateway.observe.metrics import Metrics
+from gateway.observe.timelines import Timeline, Wait, phase_seconds
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +35,7 @@ INSTALL = "pip install 'podway[otel]'"
 class Traces:
     """Exports ended requests to an OTLP collector over HTTP. Close it to export what is left."""
 
-    def __init__(self, endpoint: str, model: str, clock: "Clock", metrics: "Metrics") -> None:
+    def __init__(self, endpoint: str, model: str, clock: Clock, metrics: Metrics) -> None:
         """Raises `StartupError` if the OpenTelemetry packages are not installed."""
         self._metrics = metrics
         self._model = model
@@ -56,14 +53,14 @@ class Traces:
         """Continue the caller's trace (W3C `traceparent`) in this request's span."""
         _remember(self._parents, request_id, traceparent)
 
-    def ended(self, timeline: "Timeline") -> None:
+    def ended(self, timeline: Timeline) -> None:
         """Queue an ended request; dropped and counted if the queue is full."""
         try:
             self._queue.put_nowait(timeline)
         except queue.Full:
             self._metrics.num_dropped_traces += 1
 
-    def reader_waited(self, label: str, wait: "Wait") -> None:
+    def reader_waited(self, label: str, wait: Wait) -> None:
         """Add a span for a time in which the client did not read. That may be after its request
         ended. Dropped if the queue is full."""
         with contextlib.suppress(queue.Full):
@@ -89,7 +86,7 @@ class Traces:
                 logger.exception("request %s could not be traced", label)
         self._exporter.close()
 
-    def _export(self, timeline: "Timeline", traceparent: str) -> None:
+    def _export(self, timeline: Timeline, traceparent: str) -> None:
         request, at = timeline.request, self._unix_nanoseconds
         times = request.times
         ended = times.arrived_at if times.ended_at is None else times.ended_at
@@ -108,7 +105,7 @@ class Traces:
         _remember(self._contexts, label, context)
         self._exporter.measure(timeline, {"gen_ai.request.model": self._model})
 
-    def _export_wait(self, label: str, wait: "Wait") -> None:
+    def _export_wait(self, label: str, wait: Wait) -> None:
         if label in self._contexts:
             child = ("reader", self._unix_nanoseconds(wait.began), wait.seconds)
             self._exporter.child(child, self._contexts[label])
@@ -126,7 +123,7 @@ def _remember(found: OrderedDict[str, Value], label: str, value: Value) -> None:
         found.popitem(last=False)
 
 
-def attributes(timeline: "Timeline", model: str) -> dict[str, Any]:
+def attributes(timeline: Timeline, model: str) -> dict[str, Any]:
     """The attributes of a request's span. Latencies are in seconds."""
     request = timeline.request
     spec, times = request.spec, request.times
@@ -244,7 +241,7 @@ class _Exporter:
         if spans:
             self._collector.export(spans)
 
-    def measure(self, timeline: "Timeline", about: dict[str, str]) -> None:
+    def measure(self, timeline: Timeline, about: dict[str, str]) -> None:
         """Record a request in the metrics."""
         request, times = timeline.request, timeline.request.times
         if times.ended_at is None:

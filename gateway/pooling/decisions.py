@@ -7,31 +7,27 @@ is tokenized and computed once, and each question's tokens follow it.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import orjson
 
 from engine.errors import InvalidRequest
+from engine.lora import LoraAdapter
+from gateway.access.callers import Caller
 from gateway.generation.conversation import render_text
 from gateway.generation.prompt import Prompt, fits_on_loop, token_ids
 from gateway.generation.threads import run_in_thread
 from gateway.pooling.labels import Node, labels_of, tree_of
-from gateway.schema.decisions.openai import decode_decision, render_decision
+from gateway.ports import Tokenizer
+from gateway.schema.decisions.openai import DecisionRequest, decode_decision, render_decision
 from gateway.schema.decisions.question import Answer, Question
-from gateway.schema.decisions.systemone import decode_systemone, render_systemone
+from gateway.schema.decisions.systemone import SystemOneRequest, decode_systemone, render_systemone
+from gateway.schema.fields.sampling import SchedulingParams
 from gateway.schema.openai.chat import chat_of
+from gateway.schema.rendering import Usage
+from gateway.service import Service
 
-if TYPE_CHECKING:
-    from engine.lora import LoraAdapter
-    from gateway.access.callers import Caller
-    from gateway.ports import Tokenizer
-    from gateway.schema.decisions.openai import DecisionRequest
-    from gateway.schema.decisions.systemone import SystemOneRequest
-    from gateway.schema.fields.sampling import SchedulingParams
-    from gateway.schema.rendering import Usage
-    from gateway.service import Service
-
-    Render = Callable[[str, Sequence[Question], Sequence[Answer | None], Usage], bytes]
+Render = Callable[[str, Sequence[Question], Sequence[Answer | None], Usage], bytes]
 
 GAP = "\n\n"  # between the input and the question
 NO_REASONING = {"enable_thinking": False, "thinking": False}
@@ -41,13 +37,13 @@ NO_REASONING = {"enable_thinking": False, "thinking": False}
 class DecisionPlan:
     """The questions of one HTTP request about one input: a text, or chat messages."""
 
-    caller: "Caller"
+    caller: Caller
     model: str
     input: str | Sequence[Mapping[str, Any]]
     questions: Sequence[Question]
-    render: "Render"
-    scheduling: "SchedulingParams"
-    lora: "LoraAdapter | None" = None  # None: the base model
+    render: Render
+    scheduling: SchedulingParams
+    lora: LoraAdapter | None = None  # None: the base model
 
 
 class TokenizedQuestion(NamedTuple):
@@ -65,24 +61,21 @@ class TokenizedDecision(NamedTuple):
     questions: Sequence[TokenizedQuestion]
 
 
-def plan_decision(body: bytes, caller: "Caller", service: "Service") -> DecisionPlan:
+def plan_decision(body: bytes, caller: Caller, service: Service) -> DecisionPlan:
     """The plan of a `/v1/decisions` request; raises `InvalidRequest`, or `UnsupportedByModel` if
     the model does not generate text."""
     request = decode_decision(body, caller.unknown_fields)
     return _plan(request, render_decision, caller, service)
 
 
-def plan_systemone(body: bytes, caller: "Caller", service: "Service") -> DecisionPlan:
+def plan_systemone(body: bytes, caller: Caller, service: Service) -> DecisionPlan:
     """The plan of a `/v1/systemone` request; raises as `plan_decision` does."""
     request = decode_systemone(body, caller.unknown_fields)
     return _plan(request, render_systemone, caller, service)
 
 
 def _plan(
-    request: "DecisionRequest | SystemOneRequest",
-    render: "Render",
-    caller: "Caller",
-    service: "Service",
+    request: DecisionRequest | SystemOneRequest, render: Render, caller: Caller, service: Service
 ) -> DecisionPlan:
     service.check_generates(request.model)
     return DecisionPlan(
@@ -96,7 +89,7 @@ def _plan(
     )
 
 
-async def tokenize_decision(plan: DecisionPlan, service: "Service") -> TokenizedDecision:
+async def tokenize_decision(plan: DecisionPlan, service: Service) -> TokenizedDecision:
     """The token ids of a plan. Long ones are made in a thread. Raises `InvalidRequest`."""
     given = plan.input if isinstance(plan.input, str) else orjson.dumps(plan.input)
     texts = [given, *(each.instructions for each in plan.questions)]
@@ -107,7 +100,7 @@ async def tokenize_decision(plan: DecisionPlan, service: "Service") -> Tokenized
     return await run_in_thread(work)
 
 
-def _tokenize(plan: DecisionPlan, service: "Service") -> TokenizedDecision:
+def _tokenize(plan: DecisionPlan, service: Service) -> TokenizedDecision:
     tokenizer, place = service.model.tokenizer, service.new_id("question-")
     most = service.engine.scheduler.settings.max_model_len
     is_plain = isinstance(plan.input, str) and service.model.template is None
@@ -132,11 +125,11 @@ def _tokenize(plan: DecisionPlan, service: "Service") -> TokenizedDecision:
     return TokenizedDecision(shared, questions)
 
 
-def _encode(tokenizer: "Tokenizer", gap: str, label: str) -> Prompt:
+def _encode(tokenizer: Tokenizer, gap: str, label: str) -> Prompt:
     return tuple(tokenizer.encode(f"{gap}{label}", add_special_tokens=False))
 
 
-def _around(plan: DecisionPlan, service: "Service", place: str) -> tuple[str, str]:
+def _around(plan: DecisionPlan, service: Service, place: str) -> tuple[str, str]:
     """What the chat template writes before and behind a question that stands for `place`."""
     given = plan.input
     messages: list[Mapping[str, Any]] = [{"role": "user", "content": given}]

@@ -2,22 +2,19 @@
 
 import base64
 from functools import partial
-from typing import TYPE_CHECKING
 
 import orjson
 
 from engine.errors import InvalidRequest
+from engine.pooling import PoolingReport
+from gateway.access.callers import Caller
 from gateway.pooling.plan import PooledInputs, PoolingPlan
 from gateway.schema.decoding import decode_checked
 from gateway.schema.openai.pooling import EmbeddingRequest
-
-if TYPE_CHECKING:
-    from engine.pooling import PoolingReport
-    from gateway.access.callers import Caller
-    from gateway.service import Service
+from gateway.service import Service
 
 
-def plan_embeddings(body: bytes, caller: "Caller", service: "Service") -> PoolingPlan:
+def plan_embeddings(body: bytes, caller: Caller, service: Service) -> PoolingPlan:
     """The plan of a request body; raises `InvalidRequest`, or `UnsupportedByModel` if the model
     makes no embeddings."""
     request = decode_checked(EmbeddingRequest, body, caller.unknown_fields)
@@ -35,7 +32,7 @@ def plan_embeddings(body: bytes, caller: "Caller", service: "Service") -> Poolin
     )
 
 
-def _check_dimensions(dimensions: int | None, report: "PoolingReport") -> None:
+def _check_dimensions(dimensions: int | None, report: PoolingReport) -> None:
     """Embeddings may be cut only if the model was trained for it (Matryoshka representations)."""
     if dimensions is None or dimensions == report.size:
         return

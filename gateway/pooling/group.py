@@ -2,12 +2,16 @@
 
 import asyncio
 import struct
+from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Union
+from typing import Union
+
+from starlette.types import ASGIApp
 
 from engine.errors import InvalidRequest, RowFailed
 from engine.pooling import PoolSpec
-from engine.request import Abort, Caching, RequestSpec
+from engine.request import Abort, Caching, Request, RequestSpec
+from engine.stream import TokenStream
 from gateway.generation.choices import (
     SPECS_AT_ONCE,
     ChoiceGroup,
@@ -16,24 +20,15 @@ from gateway.generation.choices import (
     in_parallel,
     num_written,
 )
-from gateway.generation.plan import caller_fields, check_fits
+from gateway.generation.plan import GenerationPlan, caller_fields, check_fits
+from gateway.generation.prompt import Prompt
 from gateway.generation.reply import Reply
 from gateway.pooling.decisions import DecisionPlan, TokenizedQuestion, tokenize_decision
 from gateway.pooling.labels import Node, answer_of
 from gateway.pooling.plan import GREEDY, PooledInputs, PoolingPlan, pooling_specs, tokenize_inputs
 from gateway.schema.decisions.question import Answer
 from gateway.schema.rendering import Usage
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from starlette.types import ASGIApp
-
-    from engine.request import Request
-    from engine.stream import TokenStream
-    from gateway.generation.plan import GenerationPlan
-    from gateway.generation.prompt import Prompt
-    from gateway.service import Service
+from gateway.service import Service
 
 # Ids of one response in the engine, which are 8 MiB; one request at least
 MAX_WAITING_IDS = 1 << 20
@@ -52,7 +47,7 @@ class DecisionGroup(StreamGroup):
     iterations, as far as seats and tokens are free. Tokens are counted once, whoever computes them.
     """
 
-    def __init__(self, plan: DecisionPlan, service: "Service") -> None:
+    def __init__(self, plan: DecisionPlan, service: Service) -> None:
         super().__init__(service)
         self._plan = plan
         self._shared: Prompt = ()
@@ -73,13 +68,11 @@ class DecisionGroup(StreamGroup):
             longest = max(longest, len(self._shared) + num_tokens)
             check_fits(len(self._shared) + num_tokens, 0, question.field, self._service)
         seats = self._service.engine.scheduler.settings.max_batch_size
-        self._seats = asyncio.Semaphore(
-            max(1, min(BATCHES * seats, MAX_WAITING_IDS // longest)),
-        )
+        self._seats = asyncio.Semaphore(max(1, min(BATCHES * seats, MAX_WAITING_IDS // longest)))
         spec = self._spec(self._shared, PoolSpec())
         self._first = self.open(spec)
 
-    async def answers(self) -> "list[Answer | None]":
+    async def answers(self) -> list[Answer | None]:
         """The answers in the questions' order, None for one whose logits are not finite."""
         await self._finish(self._first)
         return await in_parallel(self._questions, self._answer)
@@ -101,8 +94,8 @@ class DecisionGroup(StreamGroup):
         return answer_of(question.labels, question.nodes, [_scores(one) for one in (asked, *rest)])
 
     async def _scored(
-        self, node: Node, behind: "Request", tail: "Prompt", *, goes_on: bool = False
-    ) -> "Request":
+        self, node: Node, behind: Request, tail: Prompt, *, goes_on: bool = False
+    ) -> Request:
         """The ended request for a node's children, which goes on `behind` another with `tail`."""
         async with self._seats:
             prompt = (*behind.spec.prompt, *tail)
@@ -117,9 +110,9 @@ class DecisionGroup(StreamGroup):
 
     def _spec(
         self,
-        prompt: "Prompt",
+        prompt: Prompt,
         pooling: PoolSpec,
-        behind: "Request | None" = None,
+        behind: Request | None = None,
         *,
         goes_on: bool = True,
     ) -> RequestSpec:
@@ -136,7 +129,7 @@ class DecisionGroup(StreamGroup):
             **caller_fields(plan.scheduling, plan.caller),
         )
 
-    async def _finish(self, stream: "TokenStream") -> "Request":
+    async def _finish(self, stream: TokenStream) -> Request:
         """The ended request of a stream, whose tokens are counted."""
         while (await stream.next()).finish is None:
             pass
@@ -149,7 +142,7 @@ class DecisionGroup(StreamGroup):
         return request
 
 
-def _scores(request: "Request") -> tuple[float, ...]:
+def _scores(request: Request) -> tuple[float, ...]:
     """The log-probabilities that a request was made for."""
     return struct.unpack(f"<{len(request.vector) // 4}f", request.vector)
 
@@ -165,7 +158,7 @@ async def decision_body(plan: DecisionPlan, group: DecisionGroup) -> bytes:
 class PoolingGroup(StreamGroup):
     """The inputs of one response."""
 
-    def __init__(self, plan: PoolingPlan, service: "Service") -> None:
+    def __init__(self, plan: PoolingPlan, service: Service) -> None:
         super().__init__(service)
         self._plan = plan
 
@@ -201,7 +194,7 @@ class PoolingGroup(StreamGroup):
         )
 
 
-async def _finish(stream: "TokenStream") -> None:
+async def _finish(stream: TokenStream) -> None:
     while (await stream.next()).finish is None:
         pass
 
@@ -216,7 +209,7 @@ async def pooled_body(plan: PoolingPlan, group: PoolingGroup) -> bytes:
     return plan.render(pooled)
 
 
-async def body_of(plan: "Plan", service: "Service") -> bytes:
+async def body_of(plan: Plan, service: Service) -> bytes:
     """The response body of any plan, outside of an HTTP request."""
     if isinstance(plan, DecisionPlan):
         return await decision_body(plan, DecisionGroup(plan, service))
@@ -225,7 +218,7 @@ async def body_of(plan: "Plan", service: "Service") -> bytes:
     return await generate_body(plan, ChoiceGroup(plan, service))
 
 
-def respond(plan: PoolingPlan | DecisionPlan, service: "Service") -> "ASGIApp":
+def respond(plan: PoolingPlan | DecisionPlan, service: Service) -> ASGIApp:
     """The ASGI response of a plan; the requests end as soon as the client disconnects."""
     if isinstance(plan, DecisionPlan):
         decisions = DecisionGroup(plan, service)

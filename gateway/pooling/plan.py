@@ -5,23 +5,20 @@ body ──decode──▶ wire shape ──plan_…──▶ PoolingPlan ──
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import NamedTuple, Self
 
 from engine.errors import InvalidRequest
+from engine.lora import LoraAdapter
 from engine.pooling import PoolSpec
 from engine.request import RequestSpec
 from engine.step import SamplingParams
+from gateway.access.callers import Caller
 from gateway.generation.plan import caller_fields, check_fits, check_ids
 from gateway.generation.prompt import Prompt, fits_on_loop, token_ids
 from gateway.generation.threads import run_in_thread
-from gateway.ports import EncodesPairs
+from gateway.ports import EncodesPairs, Tokenizer
 from gateway.schema.fields.sampling import SchedulingParams
-
-if TYPE_CHECKING:
-    from engine.lora import LoraAdapter
-    from gateway.access.callers import Caller
-    from gateway.ports import Tokenizer
-    from gateway.service import Service
+from gateway.service import Service
 
 GREEDY = SamplingParams(temperature=0.0)  # unused: no token is sampled
 
@@ -60,7 +57,7 @@ class TokenizedInput(NamedTuple):
 
 
 async def tokenize_inputs(
-    tokenizer: "Tokenizer", inputs: Sequence[PoolingInput], fields: Sequence[str]
+    tokenizer: Tokenizer, inputs: Sequence[PoolingInput], fields: Sequence[str]
 ) -> list[TokenizedInput]:
     """The ids of all inputs, with the special tokens that the model expects around a text.
 
@@ -82,7 +79,7 @@ def _texts(each: PoolingInput) -> Iterator[str]:
         yield from each
 
 
-def _tokenized(tokenizer: "Tokenizer", each: PoolingInput, field: str) -> TokenizedInput:
+def _tokenized(tokenizer: Tokenizer, each: PoolingInput, field: str) -> TokenizedInput:
     if isinstance(each, PairInput):
         return _tokenized_pair(tokenizer, each, field)
     if isinstance(each, TemplatedInput):
@@ -94,7 +91,7 @@ def _tokenized(tokenizer: "Tokenizer", each: PoolingInput, field: str) -> Tokeni
     return TokenizedInput(each, None, _num_special_at_end(tokenizer, each))
 
 
-def _tokenized_pair(tokenizer: "Tokenizer", pair: PairInput, field: str) -> TokenizedInput:
+def _tokenized_pair(tokenizer: Tokenizer, pair: PairInput, field: str) -> TokenizedInput:
     assert isinstance(tokenizer, EncodesPairs), "a model that scores pairs has a tokenizer for them"
     try:
         ids, first_len = tokenizer.encode_pair(*pair)
@@ -104,7 +101,7 @@ def _tokenized_pair(tokenizer: "Tokenizer", pair: PairInput, field: str) -> Toke
     return TokenizedInput(tuple(ids), first_len, _num_special_at_end(tokenizer, ids))
 
 
-def _num_special_at_end(tokenizer: "Tokenizer", ids: Sequence[int]) -> int:
+def _num_special_at_end(tokenizer: Tokenizer, ids: Sequence[int]) -> int:
     return int(len(ids) > 1 and ids[-1] in tokenizer.special_ids)
 
 
@@ -129,14 +126,14 @@ class PoolingPlan:
     each input, -1: as many as fit.
     """
 
-    caller: "Caller"
-    inputs: "Sequence[PoolingInput]"
+    caller: Caller
+    inputs: Sequence[PoolingInput]
     render: Callable[[PooledInputs], bytes]
     input_field: str
     scheduling: SchedulingParams
     dimensions: int | None = None
     truncate_prompt_tokens: int | None = None
-    lora: "LoraAdapter | None" = None  # None: the base model
+    lora: LoraAdapter | None = None  # None: the base model
     fields: Sequence[str] = ()
 
     @property
@@ -148,7 +145,7 @@ class PoolingPlan:
 
 
 def pooling_specs(
-    plan: PoolingPlan, tokenized: "Sequence[TokenizedInput]", service: "Service"
+    plan: PoolingPlan, tokenized: Sequence[TokenizedInput], service: Service
 ) -> Iterator[RequestSpec]:
     """One engine request for each input.
 
@@ -169,7 +166,7 @@ def pooling_specs(
         )
 
 
-def _truncated(plan: PoolingPlan, each: "TokenizedInput", service: "Service") -> "Prompt":
+def _truncated(plan: PoolingPlan, each: TokenizedInput, service: Service) -> Prompt:
     """The first tokens of an input, and those at its end that have to stay."""
     keep, ids = plan.truncate_prompt_tokens, each.ids
     if keep is None:

@@ -7,19 +7,16 @@ pair is the cosine similarity of its two embeddings.
 import struct
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import orjson
 
+from engine.pooling import PoolingReport
+from gateway.access.callers import Caller
 from gateway.pooling.plan import PairInput, PooledInputs, PoolingInput, PoolingPlan, TemplatedInput
 from gateway.schema.decoding import decode_checked
-from gateway.schema.openai.pooling import RerankRequest, ScoreRequest, TextPair
-
-if TYPE_CHECKING:
-    from engine.pooling import PoolingReport
-    from gateway.access.callers import Caller
-    from gateway.schema.openai.pooling import PoolingRequest
-    from gateway.service import Service
+from gateway.schema.openai.pooling import PoolingRequest, RerankRequest, ScoreRequest, TextPair
+from gateway.service import Service
 
 
 class Scoring(NamedTuple):
@@ -30,7 +27,7 @@ class Scoring(NamedTuple):
     scores: Callable[[Sequence[bytes]], list[float]]
 
 
-def plan_score(body: bytes, caller: "Caller", service: "Service") -> PoolingPlan:
+def plan_score(body: bytes, caller: Caller, service: Service) -> PoolingPlan:
     """The plan of a `/score` request; raises `InvalidRequest`, or `UnsupportedByModel` if the model
     generates text."""
     request = decode_checked(ScoreRequest, body, caller.unknown_fields)
@@ -44,7 +41,7 @@ def plan_score(body: bytes, caller: "Caller", service: "Service") -> PoolingPlan
     return _plan(request, scoring, partial(_render_scores, header, scoring), caller, service)
 
 
-def plan_rerank(body: bytes, caller: "Caller", service: "Service") -> PoolingPlan:
+def plan_rerank(body: bytes, caller: Caller, service: Service) -> PoolingPlan:
     """The plan of a `/rerank` request; raises as `plan_score` does."""
     request = decode_checked(RerankRequest, body, caller.unknown_fields)
     scoring = _scoring(request.pairs, service.check_pools(request.model))
@@ -53,11 +50,11 @@ def plan_rerank(body: bytes, caller: "Caller", service: "Service") -> PoolingPla
 
 
 def _plan(
-    request: "PoolingRequest",
+    request: PoolingRequest,
     scoring: Scoring,
     render: Callable[[PooledInputs], bytes],
-    caller: "Caller",
-    service: "Service",
+    caller: Caller,
+    service: Service,
 ) -> PoolingPlan:
     return PoolingPlan(
         caller=caller,
@@ -71,7 +68,7 @@ def _plan(
     )
 
 
-def _scoring(pairs: Sequence[TextPair], report: "PoolingReport") -> Scoring:
+def _scoring(pairs: Sequence[TextPair], report: PoolingReport) -> Scoring:
     fields = [pair.field for pair in pairs]
     if report.task == "embed":
         queries = list(dict.fromkeys(pair.query for pair in pairs))

@@ -6,14 +6,12 @@ or collects a response knows only the port and the types here.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from sse_starlette import ServerSentEvent
 
+from engine.step import TokenLogprobs
 from gateway.ports import CallArguments, CallBegin, Piece, Reasoning
-
-if TYPE_CHECKING:
-    from engine.step import TokenLogprobs
 
 END = b"\n\n"  # ends an event; JSON in an event has no line feed
 PING = ServerSentEvent(comment="ping", sep="\n").encode()
@@ -104,7 +102,7 @@ class OutputToken(NamedTuple):
 
     token_id: int
     offset: int
-    logprobs: "TokenLogprobs | None" = None
+    logprobs: TokenLogprobs | None = None
     is_end: bool = False
 
 
@@ -131,7 +129,7 @@ class PromptReport(NamedTuple):
     computed, the `progress` alone."""
 
     token_ids: Sequence[int]
-    logprobs: "Sequence[TokenLogprobs | None]" = ()
+    logprobs: Sequence[TokenLogprobs | None] = ()
     progress: PromptProgress | None = None
 
 

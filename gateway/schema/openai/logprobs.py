@@ -5,12 +5,10 @@ A token whose bytes are not valid UTF-8 is written as `bytes:\\xe2\\x82`, as Ope
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from engine.step import TokenLogprobs
 from gateway.schema.rendering import OutputToken, PromptReport
-
-if TYPE_CHECKING:
-    from engine.step import TokenLogprobs
 
 MIN_LOGPROB = -9999.0  # JSON has no -inf
 
@@ -31,7 +29,7 @@ class LogprobsFormatter:
         content = [self._entry(token.token_id, token.logprobs) for token in _without_end(tokens)]
         return {"content": content, "refusal": None} if content else None
 
-    def _entry(self, token_id: int, logprobs: "TokenLogprobs | None") -> dict[str, Any]:
+    def _entry(self, token_id: int, logprobs: TokenLogprobs | None) -> dict[str, Any]:
         entry = self._scored(token_id, None if logprobs is None else logprobs.logprob)
         top = () if logprobs is None else logprobs.top[: self.logprobs]
         return {**entry, "top_logprobs": [self._scored(*scored) for scored in top]}
@@ -58,7 +56,7 @@ class LogprobsFormatter:
             "text_offset": [token.offset for token in tokens],
         }
 
-    def _top(self, token_id: int, logprobs: "TokenLogprobs") -> dict[str, float | None]:
+    def _top(self, token_id: int, logprobs: TokenLogprobs) -> dict[str, float | None]:
         top = {self.text(other): _finite(value) for other, value in logprobs.top[: self.logprobs]}
         return top | {self.text(token_id): _finite(logprobs.logprob)}
 
@@ -84,15 +82,11 @@ class LogprobsFormatter:
             ]
         }
 
-    def _ranked(self, token_id: int, logprobs: "TokenLogprobs") -> dict[str, Any]:
+    def _ranked(self, token_id: int, logprobs: TokenLogprobs) -> dict[str, Any]:
         ranked = {other: (value, rank) for rank, (other, value) in enumerate(logprobs.top, 1)}
         ranked.setdefault(token_id, (logprobs.logprob, logprobs.rank))
         return {
-            str(other): {
-                "logprob": _finite(value),
-                "rank": rank,
-                "decoded_token": self.text(other),
-            }
+            str(other): {"logprob": _finite(value), "rank": rank, "decoded_token": self.text(other)}
             for other, (value, rank) in ranked.items()
         }
 

@@ -5,11 +5,11 @@ JSON-escaped text, and a constant suffix.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 
-from gateway.ports import CallArguments, CallBegin, Piece, Reasoning
+from gateway.ports import CallArguments, CallBegin, Piece, Reasoning, Tokenizer
 from gateway.schema.fields.sampling import DEFAULT_TIER
 from gateway.schema.openai.dialect import OpenAIDialect
 from gateway.schema.openai.logprobs import LogprobsFormatter
@@ -26,9 +26,6 @@ from gateway.schema.rendering import (
     ToolCallText,
     UsageOptions,
 )
-
-if TYPE_CHECKING:
-    from gateway.ports import Tokenizer
 
 DONE = b"data: [DONE]\n\n"
 _NULL_USAGE = b',"usage":null'
@@ -115,7 +112,7 @@ class Envelope:
         return orjson.dumps(body)
 
 
-def token_formatter(report: ReportOptions, tokenizer: "Tokenizer") -> LogprobsFormatter | None:
+def token_formatter(report: ReportOptions, tokenizer: Tokenizer) -> LogprobsFormatter | None:
     """The formatter of the requested token details; None if none are requested."""
     if not report.has_tokens and report.prompt_logprobs is None:
         return None

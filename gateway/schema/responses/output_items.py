@@ -4,17 +4,15 @@ Reasoning, text and each function call are an item each. An item is complete whe
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 
 from gateway.ports import CallArguments, CallBegin, Piece, Reasoning
+from gateway.schema.openai.logprobs import LogprobsFormatter
 from gateway.schema.rendering import OutputToken
 from gateway.schema.responses.client_tools import CALLS, call_fields, client_call
 from gateway.schema.responses.tools import CalledTool, custom_input
-
-if TYPE_CHECKING:
-    from gateway.schema.openai.logprobs import LogprobsFormatter
 
 Item = dict[str, Any]
 
@@ -43,7 +41,7 @@ class OutputItems:
         self,
         events: NumberedEvents,
         new_id: Callable[[str], str],
-        formatter: "LogprobsFormatter | None",
+        formatter: LogprobsFormatter | None,
         tools: Mapping[str, CalledTool],
     ) -> None:
         """`tools` are what functions of the chat request stand for, by the functions' names."""

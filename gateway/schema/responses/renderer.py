@@ -5,13 +5,14 @@ created, (queued,) in_progress, (item added, (part added, deltas, done)…, item
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
 
 from engine.errors import RequestCancelled
 from gateway.errors import message_of
 from gateway.ports import Piece
+from gateway.schema.openai.logprobs import LogprobsFormatter
 from gateway.schema.rendering import (
     PING,
     ChoiceEnd,
@@ -21,12 +22,9 @@ from gateway.schema.rendering import (
     OutputToken,
     PromptReport,
 )
+from gateway.schema.responses.diagnosis import CacheDiagnosis
 from gateway.schema.responses.output_items import NumberedEvents, OutputItems
 from gateway.schema.responses.tools import CalledTool
-
-if TYPE_CHECKING:
-    from gateway.schema.openai.logprobs import LogprobsFormatter
-    from gateway.schema.responses.diagnosis import CacheDiagnosis
 
 _INCOMPLETE = {"length": "max_output_tokens", "steered": "steered"}  # why, by finish reason
 
@@ -41,7 +39,7 @@ class ResponsesRenderer:
         head: Mapping[str, Any],
         new_id: Callable[[str], str],
         now: Callable[[], int],
-        formatter: "LogprobsFormatter | None" = None,
+        formatter: LogprobsFormatter | None = None,
         tools: Mapping[str, CalledTool] = MappingProxyType({}),
     ) -> None:
         """`head` has the response's constant fields; `now` gives Unix seconds; `tools` are the
