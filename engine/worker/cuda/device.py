@@ -29,7 +29,6 @@ from engine.worker.cuda.model.gemm_choice import (
 from engine.worker.cuda.model.kernels import FlashInferKernels, Kernels, TritonRowKernels
 from engine.worker.cuda.model.linears import FastProducts
 from engine.worker.cuda.model.operators import STORED, CudaOperators
-from engine.worker.cuda.model.residual import ResidualKernels
 from engine.worker.cuda.model.weight_staging import OnDevice
 from engine.worker.cuda.requirements import has_cached_kernels, missing
 from engine.worker.cuda.sampling.sampling_kernels import DeviceSampling
@@ -178,13 +177,11 @@ class CudaDevice:
         return self._operators
 
     def recorded(self, model: StageModel, operators: Operators, num_ranks: int) -> StageModel:
-        """The model with sums fused into the norms behind them, and norms and gates into 8-bit
-        linears.
+        """The model with norms and gates fused into 8-bit linears.
 
         On a GPU steps are captured as CUDA graphs, by `replaying`.
         """
-        residual = residual_kernels(self._triton, self._kernels)
-        return fused(model, self._triton.quantization, residual)
+        return fused(model, self._triton.quantization)
 
     def source(
         self, weights: WeightSource, cache: PackedCache, num_bytes: int
@@ -313,17 +310,6 @@ def row_kernels(triton: TritonKernels) -> Kernels:
         names,
     )
     return FlashInferKernels(has_norm=False)
-
-
-def residual_kernels(triton: TritonKernels, kernels: Kernels | None) -> ResidualKernels | None:
-    """FlashInfer's kernel for sum and norm where its norm can be compiled, and ours; None if there
-    is neither."""
-    library = None
-    if isinstance(kernels, FlashInferKernels) and kernels.has_norm:
-        library = kernels.add_norm
-    if triton.rows is None and library is None:
-        return None
-    return ResidualKernels(triton.rows, library)
 
 
 def warm_up(runs: Mapping[str, Callable[[], object]], progress: Progress) -> None:

@@ -78,31 +78,18 @@ def _rows() -> Iterator[Variant]:
         types = {"x": "*bf16", "weight": "*bf16", "y": "*bf16", "eps": "fp32"}
         options = {"num_warps": warps(block)}
         yield Variant("rows", "norm_kernel", f"norm {block}", types, {"BLOCK": block}, options)
-    for name, has_post, has_norm in (
-        ("residual norm", False, True),
-        ("residual post norm", True, True),
-        ("residual post only", True, False),
-    ):
-        types = dict.fromkeys(("x", "delta", "post_weight", "weight", "y"), "*bf16")
-        types |= {"post_eps": "fp32", "eps": "fp32"}
-        sums = {"HAS_POST": has_post, "HAS_NORM": has_norm, "BLOCK": 8192}
-        options = {"num_warps": warps(8192)}
-        yield Variant("rows", "add_norm_kernel", f"{name} 8192", types, sums, options)
     gate = {"GATE": 1, "BLOCK": 1024}
     yield Variant("rows", "gate_kernel", "silu", {"x": "*bf16", "y": "*bf16"}, gate, {})
     for kept, most in (("i8", 127.0), ("fp8e4nv", 448.0)):
-        for name, block, norm, act, has_delta in (
-            ("quantize", 4096, False, 0, False),
-            ("quantize", 32768, False, 0, False),
-            ("norm and quantize", 8192, True, 0, False),
-            ("residual norm and quantize", 8192, True, 0, True),
-            ("silu and quantize", 16384, False, 1, False),
+        for name, block, norm, act in (
+            ("quantize", 4096, False, 0),
+            ("quantize", 32768, False, 0),
+            ("norm and quantize", 8192, True, 0),
+            ("silu and quantize", 16384, False, 1),
         ):
-            types = dict.fromkeys(("x", "delta", "post_weight", "weight"), "*bf16")
-            types |= {"values": f"*{kept}", "scales": "*fp32", "post_eps": "fp32"}
+            types = {"x": "*bf16", "weight": "*bf16", "values": f"*{kept}", "scales": "*fp32"}
             constants: dict[str, object] = {"MOST": most, "IS_INT8": kept == "i8"}
             constants |= {"HAS_NORM": norm, "GATE": act}
-            constants |= {"HAS_DELTA": has_delta, "HAS_POST": has_delta}
             yield Variant(
                 "rows",
                 "quantize_kernel",

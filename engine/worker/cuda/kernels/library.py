@@ -19,7 +19,7 @@ from torch import Tensor
 from engine.errors import KernelFaulted
 from engine.worker.cuda.choice_file import ChoiceFile, file_of
 from engine.worker.cuda.kernels import reference
-from engine.worker.cuda.kernels.reference import FP8, CacheRows, QuantizedRows, RowNorm
+from engine.worker.cuda.kernels.reference import FP8, CacheRows, QuantizedRows
 from engine.worker.cuda.kernels.tiling import Tiling
 from engine.worker.cuda.trials import KernelTrials
 
@@ -78,7 +78,7 @@ class Trial:
             check("RoPE and cache write", one, other)
 
     def rows(self, module: ModuleType) -> None:
-        """RMS norm, a gate, and the sum with the residual stream before a norm."""
+        """RMS norm and a gate."""
         x, weight = self.noise(3, 96), self.noise(96, seed=1)
         found, wanted = torch.zeros_like(x), torch.zeros_like(x)
         module.rms_norm(x, weight, 1e-5, found)
@@ -87,19 +87,10 @@ class Trial:
         module.gated("silu", x, found[:, :48])
         reference.gated("silu", x, wanted[:, :48])
         check("gate", found, wanted)
-        norms = RowNorm(weight, 1e-5), RowNorm(self.noise(96, seed=2), 1e-6)
-        sums = [self.noise(3, 96, seed=3) for _ in range(2)]
-        check(
-            "residual sum and norm",
-            module.add_norm(sums[0], x, *norms),
-            reference.add_norm(sums[1], x, *norms),
-        )
-        check("residual sum", sums[0], sums[1])
 
     def quantization(self, module: ModuleType) -> None:
-        """Rows in int8, and in fp8 where the GPU has it, after norm, gate and residual sum."""
+        """Rows in int8, and in fp8 where the GPU has it, after norm and gate."""
         x, weight = self.noise(3, 96), self.noise(96, seed=1)
-        norm = RowNorm(weight, 1e-5)
         for dtype in (torch.int8, FP8) if has_fp8(self.place) else (torch.int8,):
             pairs = (
                 (module.quantize_rows(x, dtype), reference.quantize_rows(x, dtype)),
@@ -110,10 +101,6 @@ class Trial:
                 (
                     module.gate_and_quantize("silu", x, dtype),
                     reference.gate_and_quantize("silu", x, dtype),
-                ),
-                (
-                    module.add_norm_and_quantize(x.clone(), x, norm, None, dtype),
-                    reference.add_norm_and_quantize(x.clone(), x, norm, None, dtype),
                 ),
             )
             for found, wanted in pairs:

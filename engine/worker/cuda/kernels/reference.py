@@ -24,13 +24,6 @@ class QuantizedRows(NamedTuple):
     scales: Tensor  # float32 [rows, 1]
 
 
-class RowNorm(NamedTuple):
-    """An RMS norm over rows."""
-
-    weight: Tensor  # [width]
-    eps: float
-
-
 class CacheRows(NamedTuple):
     """The rows to which the keys and values of a step go: slot `slots[t]` of one layer's cache."""
 
@@ -101,30 +94,6 @@ def gate_and_quantize(name: str, x: Tensor, dtype: torch.dtype) -> QuantizedRows
     products = x.new_empty((len(x), x.shape[1] // 2))
     gated(name, x, products)
     return quantize_rows(products, dtype)
-
-
-def add_rows(residual: Tensor, delta: Tensor, post: RowNorm | None) -> None:
-    """Add `delta`, or its norm `post`, to `residual` in place; both `[rows, width]`."""
-    if post is not None:
-        normed = torch.empty_like(delta)
-        rms_norm(delta, post.weight, post.eps, normed)
-        delta = normed
-    residual.add_(delta)
-
-
-def add_norm(residual: Tensor, delta: Tensor, norm: RowNorm, post: RowNorm | None) -> Tensor:
-    """`add_rows`, then the norm of the sum, which is rounded to its dtype in between."""
-    add_rows(residual, delta, post)
-    normed = torch.empty_like(residual)
-    rms_norm(residual, norm.weight, norm.eps, normed)
-    return normed
-
-
-def add_norm_and_quantize(
-    residual: Tensor, delta: Tensor, norm: RowNorm, post: RowNorm | None, dtype: torch.dtype
-) -> QuantizedRows:
-    """`add_norm`, then `quantize_rows`."""
-    return quantize_rows(add_norm(residual, delta, norm, post), dtype)
 
 
 def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

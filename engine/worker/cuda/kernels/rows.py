@@ -1,21 +1,18 @@
 """Kernels with one program per row: RMS norm, gated activations, and both or neither followed by
-the quantization of the row to int8 or fp8 with one scale. Before a norm, a row may be added to the
-residual stream.
+the quantization of the row to int8 or fp8 with one scale.
 
 A row is kept in registers, so that it is read once. Everything is computed in float32; what is
 quantized is first rounded to the dtype of the activations, as when norm and gate are separate.
 """
 
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from engine.worker.cuda.kernels.fp8 import to_fp8
-from engine.worker.cuda.kernels.reference import LARGEST, QuantizedRows, RowNorm
+from engine.worker.cuda.kernels.reference import LARGEST, QuantizedRows
 
 MAX_WIDTH = 32768  # a row up to this width is kept in registers
 MAX_GATED_WIDTH = 16384  # a product up to this width is; its two factors are kept as well
@@ -75,61 +72,16 @@ def gate_kernel(x, y, x_row, y_row, width, GATE: tl.constexpr, BLOCK: tl.constex
 
 
 @triton.jit
-def _added(
-    x, delta, delta_row, post_weight, post_eps, row, width, columns, mask, HAS_POST: tl.constexpr
-):
-    """Add a row of `delta`, or its norm, to the residual stream `x`; the sum as it was rounded."""
-    added = tl.load(delta + row * delta_row + columns, mask=mask, other=0.0).to(tl.float32)
-    if HAS_POST:
-        added = _normed(added, post_weight, post_eps, width, columns, x.dtype.element_ty)
-    at = x + row * width + columns
-    total = (tl.load(at, mask=mask, other=0.0).to(tl.float32) + added).to(x.dtype.element_ty)
-    tl.store(at, total, mask=mask)
-    return total.to(tl.float32)
-
-
-@triton.jit
-def add_norm_kernel(
-    x,
-    delta,
-    post_weight,
-    weight,
-    y,
-    delta_row,
-    width,
-    post_eps,
-    eps,
-    HAS_POST: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Grid: rows. x, the residual stream, and y are contiguous."""
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    mask = columns < width
-    total = _added(x, delta, delta_row, post_weight, post_eps, row, width, columns, mask, HAS_POST)
-    if HAS_NORM:
-        normed = _normed(total, weight, eps, width, columns, x.dtype.element_ty)
-        tl.store(y + row * width + columns, normed.to(y.dtype.element_ty), mask=mask)
-
-
-@triton.jit
 def quantize_kernel(
     x,
-    delta,
-    post_weight,
     weight,
     values,
     scales,
     x_row,
-    delta_row,
     width,
-    post_eps,
     eps,
     MOST: tl.constexpr,
     IS_INT8: tl.constexpr,
-    HAS_DELTA: tl.constexpr,
-    HAS_POST: tl.constexpr,
     HAS_NORM: tl.constexpr,
     GATE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -139,12 +91,7 @@ def quantize_kernel(
     columns = tl.arange(0, BLOCK)
     mask = columns < width
     at = x + row * x_row + columns
-    if HAS_DELTA:
-        found = _added(
-            x, delta, delta_row, post_weight, post_eps, row, width, columns, mask, HAS_POST
-        )
-    else:
-        found = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    found = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     if HAS_NORM:
         found = _normed(found, weight, eps, width, columns, x.dtype.element_ty)
     if GATE != 0:
@@ -194,97 +141,41 @@ def gated(name: str, x: Tensor, out: Tensor) -> None:
     )
 
 
-def add_rows(residual: Tensor, delta: Tensor, post: RowNorm | None) -> None:
-    """See `reference.add_rows`; `residual` is contiguous, rows of `delta` may be strided."""
-    _add(residual, delta, None, post, residual)
-
-
-def add_norm(residual: Tensor, delta: Tensor, norm: RowNorm, post: RowNorm | None) -> Tensor:
-    """See `reference.add_norm`; `residual` is contiguous, rows of `delta` may be strided."""
-    normed = torch.empty_like(residual)
-    _add(residual, delta, norm, post, normed)
-    return normed
-
-
-def _add(
-    residual: Tensor, delta: Tensor, norm: RowNorm | None, post: RowNorm | None, out: Tensor
-) -> None:
-    count, width = residual.shape
-    unused = RowNorm(residual, 0.0)
-    block = triton.next_power_of_2(width)
-    add_norm_kernel[(count,)](
-        residual,
-        delta,
-        (post or unused).weight,
-        (norm or unused).weight,
-        out,
-        delta.stride(0),
-        width,
-        (post or unused).eps,
-        (norm or unused).eps,
-        HAS_POST=post is not None,
-        HAS_NORM=norm is not None,
-        BLOCK=block,
-        num_warps=warps_for(block),
-    )
-
-
 def quantize_rows(x: Tensor, dtype: torch.dtype) -> QuantizedRows:
     """See `reference.quantize_rows`."""
-    return _quantize(x, dtype, _Before())
+    return _quantize(x, dtype)
 
 
 def norm_and_quantize(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> QuantizedRows:
     """See `reference.norm_and_quantize`."""
-    return _quantize(x, dtype, _Before(norm=RowNorm(weight, eps)))
-
-
-def add_norm_and_quantize(
-    residual: Tensor, delta: Tensor, norm: RowNorm, post: RowNorm | None, dtype: torch.dtype
-) -> QuantizedRows:
-    """See `reference.add_norm_and_quantize`; `residual` is contiguous."""
-    return _quantize(residual, dtype, _Before(norm, delta, post))
+    return _quantize(x, dtype, weight, eps)
 
 
 def gate_and_quantize(name: str, x: Tensor, dtype: torch.dtype) -> QuantizedRows:
     """See `reference.gate_and_quantize`."""
-    return _quantize(x, dtype, _Before(gate=GATES[name]))
+    return _quantize(x, dtype, gate=GATES[name])
 
 
-class _Before(NamedTuple):
-    """What is computed before the quantization."""
-
-    norm: RowNorm | None = None
-    delta: Tensor | None = None  # with a norm only
-    post: RowNorm | None = None
-    gate: int = 0
-
-
-def _quantize(x: Tensor, dtype: torch.dtype, before: _Before) -> QuantizedRows:
-    count, width = len(x), x.shape[1] // (2 if before.gate else 1)
+def _quantize(
+    x: Tensor, dtype: torch.dtype, norm: Tensor | None = None, eps: float = 0.0, gate: int = 0
+) -> QuantizedRows:
+    """Behind a norm with these weights, or behind a gate."""
+    count, width = len(x), x.shape[1] // (2 if gate else 1)
     values = torch.empty((count, width), dtype=dtype, device=x.device)
     scales = torch.empty((count, 1), dtype=torch.float32, device=x.device)
     block = triton.next_power_of_2(width)
-    unused = RowNorm(x, 0.0)
-    delta, post, norm = before.delta, before.post or unused, before.norm or unused
     quantize_kernel[(count,)](
         x,
-        x if delta is None else delta,
-        post.weight,
-        norm.weight,
+        x if norm is None else norm,
         values,
         scales,
         x.stride(0),
-        0 if delta is None else delta.stride(0),
         width,
-        post.eps,
-        norm.eps,
+        eps,
         MOST=LARGEST[dtype],
         IS_INT8=dtype == torch.int8,
-        HAS_DELTA=delta is not None,
-        HAS_POST=before.post is not None,
-        HAS_NORM=before.norm is not None,
-        GATE=before.gate,
+        HAS_NORM=norm is not None,
+        GATE=gate,
         BLOCK=block,
         num_warps=warps_for(block),
     )

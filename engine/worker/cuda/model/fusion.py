@@ -1,7 +1,7 @@
 """Fuses what precedes an 8-bit linear with the quantization of its input.
 
-    [add ─▶] norm ─▶ quantize ─▶ qkv, up   one launch before the product instead of two or three
-    gate ─▶ quantize ─▶ down               the same
+    norm ─▶ quantize ─▶ qkv, up   one launch before the product instead of two
+    gate ─▶ quantize ─▶ down      the same
 
 The layers stay as they are: the norm or gate moves into the linear, and a pass-through takes its
 place.
@@ -13,16 +13,8 @@ from typing import TypeGuard
 
 from torch import Tensor
 
-from engine.worker.cuda.kernels.reference import RowNorm
 from engine.worker.cuda.model.linears import EightBitLinear
 from engine.worker.cuda.model.operators import FusedGate, FusedRmsNorm
-from engine.worker.cuda.model.residual import (
-    DeferredSum,
-    Pending,
-    ResidualKernels,
-    ResidualNorm,
-    deferred,
-)
 from engine.worker.model.layers import (
     AttentionBlock,
     Decoder,
@@ -63,22 +55,6 @@ class GatedLinear:
         return self.linear.multiply(rows, x.dtype, add_to)
 
 
-@dataclass(frozen=True, slots=True)
-class ResidualNormedLinear:
-    """Adds the pending summand to the residual stream in place; RMS norm and an 8-bit linear."""
-
-    norm: RowNorm
-    pending: Pending
-    linear: EightBitLinear
-    kernels: ModuleType
-
-    def __call__(self, x: Tensor, add_to: Tensor | None = None) -> Tensor:
-        delta, post = self.pending.take()
-        dtype = self.linear.dtype
-        rows = self.kernels.add_norm_and_quantize(x, delta, self.norm, post, dtype)
-        return self.linear.multiply(rows, x.dtype, add_to)
-
-
 class PassThrough:
     """Stands in the place of a norm or activation that the next linear computes."""
 
@@ -90,19 +66,12 @@ class PassThrough:
         raise AssertionError("a norm of heads is not fused")
 
 
-def fused(
-    model: StageModel, kernels: ModuleType | None, residual: ResidualKernels | None
-) -> StageModel:
-    """The same model. `kernels` is the module `kernels.rows` for 8-bit linears, `residual` are
-    kernels for sums with the residual stream; None leaves what they would fuse as it is."""
-    if not isinstance(model, Decoder):
+def fused(model: StageModel, kernels: ModuleType | None) -> StageModel:
+    """The same model. `kernels` is the module `kernels.rows` for 8-bit linears; None leaves what
+    it would fuse as it is."""
+    if kernels is None or not isinstance(model, Decoder):
         return model
-    blocks = model.blocks
-    if residual is not None:
-        blocks = deferred(blocks, residual)
-    if kernels is not None:
-        blocks = tuple(_fused_layer(block, kernels) for block in blocks)
-    return replace(model, blocks=blocks)
+    return replace(model, blocks=tuple(_fused_layer(block, kernels) for block in model.blocks))
 
 
 def _fused_layer(layer: Layer, kernels: ModuleType) -> Layer:
@@ -121,17 +90,12 @@ def _normed(norm: Norm | None, linear: Linear, kernels: ModuleType) -> Linear | 
     """The linear with the norm before it; None if the kernels do not take one of them."""
     if not fits(linear, kernels.MAX_WIDTH):
         return None
-    if isinstance(norm, ResidualNorm):
-        return ResidualNormedLinear(norm.norm, norm.pending, linear, kernels)
     if isinstance(norm, FusedRmsNorm | RmsNorm):
         return NormedLinear(norm.weight, norm.eps, linear, kernels)
     return None
 
 
 def _fused_mlp(layer: DecoderLayer, mlp: FeedForward, kernels: ModuleType) -> DecoderLayer:
-    if isinstance(mlp, DeferredSum) and isinstance(mlp.inner, Mlp):
-        inner = _fused_mlp(replace(layer, mlp=mlp.inner), mlp.inner, kernels)
-        return replace(inner, mlp=DeferredSum(inner.mlp, mlp.pending))
     if not isinstance(mlp, Mlp):
         return layer
     normed = _normed(layer.mlp_norm, mlp.up, kernels)

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from engine.errors import StartupError
-from engine.worker.cuda.kernels.reference import RowNorm
 
 VECTOR_BYTES = 16  # one vectorised load of a thread
 
@@ -26,10 +25,6 @@ GATED = {
     "gelu_new": "gelu_tanh_and_mul",
     "gelu_pytorch_tanh": "gelu_tanh_and_mul",
 }
-
-# `add_norm(residual, delta, norm, post)` adds `delta`, or its norm `post`, to `residual` in place
-# and returns the norm of the sum; all `[rows, hidden]`. `delta` may be overwritten.
-AddNorm = Callable[[Tensor, Tensor, RowNorm, RowNorm | None], Tensor]
 
 
 class Kernels(Protocol):
@@ -66,14 +61,6 @@ class FlashInferKernels:
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
         self._norm(x, weight, eps, out=out)
-
-    def add_norm(
-        self, residual: Tensor, delta: Tensor, norm: RowNorm, post: RowNorm | None
-    ) -> Tensor:
-        """An `AddNorm` without post norms. The sum enters the norm before it is rounded."""
-        assert post is None, "FlashInfer's kernel has no post norm"
-        self.package.fused_add_rmsnorm(delta, residual, norm.weight, norm.eps)
-        return delta
 
     def gated(self, name: str) -> Callable[[Tensor, Tensor], None] | None:
         if name not in GATED:

@@ -97,38 +97,3 @@ def test_a_row_that_is_not_finite_gets_the_scale_nan_and_others_keep_theirs(valu
     kept: list[Tensor] = [after.scales[[0, 2]], before.scales[[0, 2]]]
     assert torch.equal(*kept)
     assert torch.equal(after.values[[0, 2]], before.values[[0, 2]])
-
-
-@settings(deadline=None, max_examples=25)
-@given(count=st.integers(1, 5), width=widths, dtype=st.sampled_from(DTYPES), has_post=st.booleans())
-def test_the_residual_sum_and_its_norm_are_those_of_separate_kernels(
-    count: int, width: int, dtype: torch.dtype, has_post: bool
-) -> None:
-    delta = noise(count, 2 * width, dtype=dtype)[:, :width]
-    before = noise(count, width, seed=1, dtype=dtype)
-    norm = reference.RowNorm(noise(width, seed=2, dtype=dtype), 1e-5)
-    post = reference.RowNorm(noise(width, seed=3, dtype=dtype), 1e-6) if has_post else None
-    sums = [before.clone() for _ in range(3)]
-    found = rows.add_norm(sums[0], delta, norm, post)
-    wanted = reference.add_norm(sums[1], delta, norm, post)
-    rows.add_rows(sums[2], delta, post)
-    if post is None and dtype == torch.float16:  # the interpreter truncates to bfloat16
-        assert torch.equal(sums[0], before + delta)
-    assert torch.equal(sums[2], sums[0])
-    torch.testing.assert_close(sums[0], sums[1], rtol=3e-2, atol=3e-2)
-    torch.testing.assert_close(found, wanted, rtol=3e-2, atol=3e-2)
-
-
-@pytest.mark.parametrize("has_post", [False, True])
-@pytest.mark.parametrize("dtype", [torch.int8, reference.FP8])
-def test_residual_sum_and_norm_are_fused_with_quantization(
-    dtype: torch.dtype, has_post: bool
-) -> None:
-    delta, before = noise(5, 96), noise(5, 96, seed=1)
-    norm = reference.RowNorm(noise(96, seed=2), 1e-5)
-    post = reference.RowNorm(noise(96, seed=3), 1e-5) if has_post else None
-    sums = [before.clone() for _ in range(2)]
-    found = rows.add_norm_and_quantize(sums[0], delta, norm, post, dtype)
-    wanted = reference.add_norm_and_quantize(sums[1], delta, norm, post, dtype)
-    assert_same(found, wanted)
-    torch.testing.assert_close(*sums, rtol=3e-2, atol=3e-2)
