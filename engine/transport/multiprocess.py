@@ -27,9 +27,8 @@ from engine.step import RequestId, SampleSpec, SamplingParams, Step, StepEntry, 
 from engine.transport.channel import ResultFuture
 from engine.transport.launcher import Launcher
 from engine.transport.process import LocalLauncher
-from engine.transport.restart_backoff import RestartBackoff
 from engine.transport.trace import TraceFile
-from engine.transport.worker_group import WorkerGroup
+from engine.transport.worker_group import RestartBackoff, WorkerGroup
 from engine.transport.worker_startup import OnProgress, WorkerKilled
 from engine.worker_settings import WorkerReport, WorkerSettings
 

@@ -11,8 +11,8 @@ from starlette.types import Receive, Scope
 from gateway.access.key_file import Key
 from gateway.errors import BodyTooLarge, BodyTooSlow, TooManyValues, WrongMediaType
 from gateway.observe.request_log import RequestRecord
+from gateway.schema.decoding import UnknownFields
 from gateway.schema.dialect import OPENAI, ApiDialect
-from gateway.schema.unknown_fields import UnknownFields
 
 _VALID_ID = re.compile(r"[A-Za-z0-9._:/+=@#-]{1,128}")
 OPENAI_VERSION = "2020-10-01"

@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 from engine.errors import StartupError
-from gateway.serve.upgrade.control import RunningServer, request_upgrade, running_servers
+from gateway.serve.upgrade.channel import RunningServer, request_upgrade, running_servers
 from gateway.settings.flags import Parser
 
 

@@ -14,8 +14,7 @@ import orjson
 from engine.errors import InvalidRequest
 from engine.media import Media
 from gateway.generation.continuation import Continuation, OtherBeginningError
-from gateway.generation.image_input import ImageOrigin, read_images
-from gateway.generation.image_prompt import Placeholders, unmarked
+from gateway.generation.image_prompt import ImageOrigin, Placeholders, read_images, unmarked
 from gateway.generation.known_text import KnownText, continued_ids
 from gateway.generation.prompt import (
     Prompt,

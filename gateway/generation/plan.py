@@ -17,8 +17,7 @@ from engine.request import Caching, RequestSpec
 from engine.step import SamplingParams
 from gateway.access.callers import Caller
 from gateway.generation.conversation import tokenize_chat
-from gateway.generation.image_input import ImageOrigin, check_images
-from gateway.generation.image_prompt import ImagePrompt, cut_before
+from gateway.generation.image_prompt import ImageOrigin, ImagePrompt, check_images, cut_before
 from gateway.generation.prompt import Prompt, TokenizedPrompts
 from gateway.generation.tool_grammar import tool_constraint, without_calls
 from gateway.generation.turn import Turn

@@ -20,8 +20,7 @@ from gateway.observe.metric_table import (
     Reading,
 )
 from gateway.observe.metrics import Histogram
-from gateway.observe.readings import Readings, ServerReadings
-from gateway.observe.ticked import Ticked
+from gateway.observe.readings import Readings, ServerReadings, Ticked
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 Models = Callable[[], Mapping[str, "Readings"]]

@@ -17,7 +17,7 @@ from gateway.access.callers import Caller
 from gateway.generation.conversation import render_text
 from gateway.generation.prompt import Prompt, fits_on_loop, token_ids
 from gateway.generation.threads import run_in_thread
-from gateway.pooling.labels import Node, labels_of, tree_of
+from gateway.pooling.scores import Node, labels_of, tree_of
 from gateway.ports import Tokenizer
 from gateway.schema.decisions.openai import DecisionRequest, decode_decision, render_decision
 from gateway.schema.decisions.question import Answer, Question

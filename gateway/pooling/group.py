@@ -24,8 +24,8 @@ from gateway.generation.plan import GenerationPlan, caller_fields, check_fits
 from gateway.generation.prompt import Prompt
 from gateway.generation.reply import Reply
 from gateway.pooling.decisions import DecisionPlan, TokenizedQuestion, tokenize_decision
-from gateway.pooling.labels import Node, answer_of
 from gateway.pooling.plan import GREEDY, PooledInputs, PoolingPlan, pooling_specs, tokenize_inputs
+from gateway.pooling.scores import Node, answer_of
 from gateway.schema.decisions.question import Answer
 from gateway.schema.rendering import Usage
 from gateway.service import Service

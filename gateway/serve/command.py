@@ -19,11 +19,44 @@ from gateway.serve.model_checks import check_local_model
 from gateway.serve.upgrade import systemd
 from gateway.serve.upgrade.inherited import Inherited
 from gateway.serve.upgrade.waiter import become_waiter
-from gateway.serve.vllm_flags import VLLM_FLAGS
 from gateway.settings.checks import check_device, check_models, check_settings
 from gateway.settings.flags import CommandLineError, Parser
 from gateway.settings.server import LOCAL_FILE
 from gateway.settings.settings import Settings, load, options
+
+VLLM_FLAGS = {
+    "--model": "the argument MODEL",
+    "--quantization": "--weights",
+    "-q": "--weights",
+    "--max-num-seqs": "--max-batch-size",
+    "--max-num-batched-tokens": "--max-batch-tokens",
+    "--num-gpu-blocks-override": "--kv-slots",
+    "--swap-space": "--host-kv-memory",
+    "--no-enable-prefix-caching": "--no-prefix-cache",
+    "--enable-prefix-caching": "--prefix-cache",
+    "--scheduling-policy": "--policy",
+    "--tensor-parallel-size": "--tensor-ranks",
+    "-tp": "--tensor-ranks",
+    "--pipeline-parallel-size": "--pipeline-stages",
+    "-pp": "--pipeline-stages",
+    "--distributed-executor-backend": "--launcher",
+    "--attention-backend": "--attention",
+    "--enforce-eager": "--no-cuda-graphs",
+    "--enable-auto-tool-choice": "--tool-dialect",
+    "--tool-call-parser": "--tool-dialect",
+    "--reasoning-parser": "--reasoning-dialect",
+    "--load-format": "the model random:SHAPE",
+    "--allowed-origins": "--cors-origin",
+    "--ssl-certfile": "--tls-cert",
+    "--ssl-keyfile": "--tls-key",
+    "--disable-log-requests": "--log-level",
+    "--uvicorn-log-level": "--log-level",
+    "--lora-modules": "--lora",
+    "--max-cpu-loras": "--max-loras",
+    "--data-parallel-size": "--replicas",
+    "-dp": "--replicas",
+}
+
 
 logger = logging.getLogger(__name__)
 _LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"

@@ -33,7 +33,7 @@ from gateway.serve.connection import ConnectionBounds
 from gateway.serve.places import Places
 from gateway.serve.process import return_large_blocks, tune_collector
 from gateway.serve.upgrade import systemd
-from gateway.serve.upgrade.control import serve_control
+from gateway.serve.upgrade.channel import serve_control
 from gateway.serve.uvicorn_server import UvicornServer
 from gateway.serve.websocket import UpgradableConnection
 

@@ -23,7 +23,7 @@ from gateway.errors import Forbidden, InvalidApiKey, Superseded, http_error
 from gateway.generation.reply import error_response
 from gateway.generation.threads import thread_meter
 from gateway.observe.request_log import RequestRecord, trace_id_of
-from gateway.schema.unknown_fields import HEADER, UnknownFields
+from gateway.schema.decoding import HEADER, UnknownFields
 from gateway.store.database import store_meter
 from gateway.web.route import Access
 

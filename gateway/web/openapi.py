@@ -8,7 +8,7 @@ import msgspec
 import orjson
 from starlette.routing import compile_path
 
-from gateway.schema.anthropic.dialect import AnthropicDialect
+from gateway.schema.anthropic.renderer import AnthropicDialect
 from gateway.schema.fields.sampling import MINIMUMS, RANGES
 from gateway.version import podway_version
 from gateway.web.docs_page import render

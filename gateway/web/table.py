@@ -3,7 +3,7 @@
 from gateway.pooling.decisions import plan_decision, plan_systemone
 from gateway.pooling.embeddings import plan_embeddings
 from gateway.pooling.scores import plan_rerank, plan_score
-from gateway.schema.anthropic.dialect import AnthropicDialect
+from gateway.schema.anthropic.renderer import AnthropicDialect
 from gateway.schema.anthropic.request import AnthropicRequest
 from gateway.schema.decisions.openai import DecisionRequest
 from gateway.schema.decisions.systemone import SystemOneRequest

@@ -15,8 +15,7 @@ from adapters.attention.flashinfer.packed import DenseTables, PackedLaunch, work
 from adapters.attention.flashinfer.ports import Library
 from adapters.attention.flashinfer.tables import PageTableArenas, TableSizes
 from adapters.attention.flashinfer.workspace import Workspaces
-from engine.worker.cuda.choice_file import ChoiceFile, file_of
-from engine.worker.cuda.trials import KernelTrials
+from engine.worker.cuda.choice_file import ChoiceFile, KernelTrials, file_of
 from engine.worker.ports import KVTensors
 
 

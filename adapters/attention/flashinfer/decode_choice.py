@@ -18,9 +18,8 @@ from adapters.attention.flashinfer.launches import Geometry, Launch
 from adapters.attention.flashinfer.ports import Library
 from adapters.attention.flashinfer.tables import PageTableArenas, PageTables
 from engine.errors import KernelFaulted, StartupError
-from engine.worker.cuda.choice_file import ChoiceFile
+from engine.worker.cuda.choice_file import ChoiceFile, KernelTrials
 from engine.worker.cuda.kernels.library import WrongResult
-from engine.worker.cuda.trials import KernelTrials
 from engine.worker.ports import Int32s, KVTensors, StepLimits
 
 logger = logging.getLogger(__name__)

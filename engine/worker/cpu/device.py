@@ -13,13 +13,18 @@ from engine.errors import StartupError
 from engine.transport.process_memory import available_bytes
 from engine.worker.cpu.attention import paged_kernels, rope_and_cache_write
 from engine.worker.cpu.build import compile_all, request
-from engine.worker.cpu.formats import PLAIN_ATTENTION, kv_format, weight_formats
 from engine.worker.cpu.kernels import sampling
 from engine.worker.cpu.kernels.dtypes import dtype_code
 from engine.worker.cpu.kernels.vectors import INSTRUCTIONS
 from engine.worker.cpu.linears import describe, linears_of
 from engine.worker.cpu.linears.packed_store import DeferredWeights, PackedStore, layout_of
-from engine.worker.cpu.native_formats import conversion_kernels, native_format
+from engine.worker.cpu.native_formats import (
+    PLAIN_ATTENTION,
+    conversion_kernels,
+    kv_format,
+    native_format,
+    weight_formats,
+)
 from engine.worker.cpu.operators import NativeOperators
 from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.cpu.transfers import HostTransfers

@@ -10,14 +10,13 @@ from torch import Tensor
 
 from engine.errors import KernelFaulted, StartupError
 from engine.transport.process_memory import available_bytes
-from engine.worker.cuda.allocations import GpuMemory
 from engine.worker.cuda.build_environment import missing_norm_headers, prepare_environment
 from engine.worker.cuda.choice_file import file_of
 from engine.worker.cuda.formats import kv_format, weight_format
 from engine.worker.cuda.gpu import Gpu, TorchGpu
 from engine.worker.cuda.kernels.library import NO_KERNELS, TritonKernels, kernel_trials, load
 from engine.worker.cuda.kernels.tiling import Tiling
-from engine.worker.cuda.memory import check_weights, fitting, measure
+from engine.worker.cuda.memory import GpuMemory, check_weights, fitting, measure
 from engine.worker.cuda.model.fusion import fused
 from engine.worker.cuda.model.gemm import by_cublaslt, torch_product
 from engine.worker.cuda.model.gemm_choice import (

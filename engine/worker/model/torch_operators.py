@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.worker.model.delta_net import TorchDeltaNet
 from engine.worker.model.experts import TorchExperts
-from engine.worker.model.mamba import TorchMambaScan
+from engine.worker.model.mamba import TorchDeltaNet, TorchMambaScan
 from engine.worker.model.short_conv import TorchShortConv
 from engine.worker.ports import (
     Activation,

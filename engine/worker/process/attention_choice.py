@@ -9,8 +9,7 @@ import torch
 
 from engine.errors import StartupError
 from engine.worker.device import Device
-from engine.worker.model.image_attention import beside_images
-from engine.worker.model.mixed_attention import attention_over
+from engine.worker.model.mixed_attention import attention_over, beside_images
 from engine.worker.ports import (
     AttentionBackend,
     AttentionSpec,

@@ -19,13 +19,18 @@ from engine.worker.model.stage import Stage
 from engine.worker.ports import KVTensors, ModelShape, Shard, StepLimits
 from engine.worker.process.attention_choice import StageAttention, attention_specs
 from engine.worker.process.drafts.draft_model import load_draft
-from engine.worker.process.drafts.drafter import LoadedDrafter
+from engine.worker.process.drafts.draft_rows import LoadedDrafter
 from engine.worker.process.drafts.mtp_head import check_mtp, load_mtp
 from engine.worker.process.images import WorkerImages
 from engine.worker.process.kept_kv import KeptKV
-from engine.worker.process.model_build import BuiltModel, build_model, linear_sizes_of, load_loras
+from engine.worker.process.model_build import (
+    BuiltModel,
+    ProfileRun,
+    build_model,
+    linear_sizes_of,
+    load_loras,
+)
 from engine.worker.process.parts import WorkerParts
-from engine.worker.process.profile_run import ProfileRun
 from engine.worker.process.stage_kv import KVCounts, StageKV
 from engine.worker.sampling.constraints import Constraints
 from engine.worker.sampling.logits_output import FollowingReader, OutputReader, ReadsOutput

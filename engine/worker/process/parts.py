@@ -8,7 +8,7 @@ from engine.worker.model.kv.data_plane import DataPlane
 from engine.worker.model.layout import LayoutLimits
 from engine.worker.model.stage import Stage
 from engine.worker.ports import BlockMover, Shard
-from engine.worker.process.drafts.drafter import Drafter
+from engine.worker.process.drafts.draft_rows import Drafter
 from engine.worker.process.images import WorkerImages
 from engine.worker.process.kept_kv import KeptKV
 from engine.worker.sampling.logits_output import ReadsOutput

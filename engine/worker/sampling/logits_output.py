@@ -16,13 +16,13 @@ from torch import Tensor
 from engine.step import Fault, Step, TokenLogprobs
 from engine.worker.ports import AllReduce, RaggedLayout
 from engine.worker.sampling.constraints import Constraints, MaskRequest
-from engine.worker.sampling.last_tokens import SampledTokens
-from engine.worker.sampling.logprobs import (
+from engine.worker.sampling.filters import (
     RowLogprobs,
     logprobs_of,
     row_logprobs,
     to_token_logprobs,
 )
+from engine.worker.sampling.last_tokens import SampledTokens
 from engine.worker.sampling.sampler import PendingSample, RowFault, SampledBatch, Sampler
 from engine.worker.transfers import Fetched, Transfers
 

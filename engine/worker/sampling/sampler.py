@@ -21,8 +21,8 @@ from torch import Tensor
 from engine.grammar import Mask
 from engine.step import SampleSpec, TokenLogprobs
 from engine.worker.ports import Draw, SamplingOperators
+from engine.worker.sampling.filters import RowLogprobs, row_logprobs, to_token_logprobs
 from engine.worker.sampling.logits_processors import Put, invalid_id_fields, process
-from engine.worker.sampling.logprobs import RowLogprobs, row_logprobs, to_token_logprobs
 
 Bits = NDArray[np.uint8]
 

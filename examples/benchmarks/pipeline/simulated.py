@@ -16,8 +16,7 @@ from engine.cost.model import CostModel
 from engine.kv.ledger import KVLedger
 from engine.kv_shape import KVShape
 from engine.policy.fcfs import FirstComeFirstServed
-from engine.research.hardware.catalogue import DEVICES
-from engine.research.hardware.deployment import Deployment, ModelSpec
+from engine.research.hardware.catalogue import DEVICES, Deployment, ModelSpec
 from engine.simulated.play import play_all
 from engine.simulated.trace import Arrival
 from engine.step import Step, StepResult

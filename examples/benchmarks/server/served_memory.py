@@ -22,7 +22,7 @@ from typing import Any
 
 import psutil
 
-from engine.worker.cpu.formats import kv_format
+from engine.worker.cpu.native_formats import kv_format
 from examples.benchmarks.peers.servers import Server, Up, answer, read_servers, running
 from examples.benchmarks.server.start_time import cpu_name
 

@@ -14,8 +14,7 @@ from engine.cost.model import UNMEASURED, CostModel
 from engine.cost.profiler import Probe, ProbeLimits, measure
 from engine.policy import build
 from engine.request import RequestSpec
-from engine.research.hardware.catalogue import DEVICES, SHAPES
-from engine.research.hardware.deployment import Deployment
+from engine.research.hardware.catalogue import DEVICES, SHAPES, Deployment
 from engine.simulated.executor import SimulatedExecutor
 from engine.simulated.run import Setup
 from engine.simulated.trace import (

@@ -21,8 +21,7 @@ from matplotlib.figure import Figure
 from engine.control.admission import Admission, SwapMode
 from engine.control.settings import SchedulerSettings
 from engine.policy import PolicySettings, build
-from engine.research.hardware.catalogue import DEVICES, SHAPES
-from engine.research.hardware.deployment import Deployment
+from engine.research.hardware.catalogue import DEVICES, SHAPES, Deployment
 from engine.research.leaping.run import simulate
 from engine.simulated.figures import Figures
 from engine.simulated.run import Setup

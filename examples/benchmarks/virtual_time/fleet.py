@@ -31,12 +31,16 @@ from typing import Any
 from engine.control.settings import SchedulerSettings
 from engine.policy import build
 from engine.research.fleet.figures import FleetFigures
-from engine.research.fleet.outages import OutagePlan
 from engine.research.fleet.plan import Goals, Plan, fewest_replicas, replicas_for_work
-from engine.research.fleet.routers import ROUTERS
-from engine.research.fleet.simulation import FleetSetup, figures_of, run_fleet, simulate_fleet
-from engine.research.hardware.catalogue import DEVICES, SHAPES
-from engine.research.hardware.deployment import Deployment
+from engine.research.fleet.router import ROUTERS
+from engine.research.fleet.simulation import (
+    FleetSetup,
+    OutagePlan,
+    figures_of,
+    run_fleet,
+    simulate_fleet,
+)
+from engine.research.hardware.catalogue import DEVICES, SHAPES, Deployment
 from engine.simulated.figures import Distribution
 from engine.simulated.run import Setup
 from engine.simulated.trace import Arrival, between, read_trace, superposed

@@ -35,8 +35,7 @@ from engine.policy import build
 from engine.replicas.replica import QueueDelay, Replica
 from engine.replicas.replicas import Replicas
 from engine.request import Caching, Request, RequestSpec, Times
-from engine.research.hardware.catalogue import DEVICES, SHAPES
-from engine.research.hardware.deployment import Deployment
+from engine.research.hardware.catalogue import DEVICES, SHAPES, Deployment
 from engine.simulated.executor import SimulatedExecutor
 from engine.simulated.known_cost import KnownCost
 from engine.simulated.trace import Arrival, at_rate, read_trace

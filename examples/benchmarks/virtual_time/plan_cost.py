@@ -25,8 +25,7 @@ from engine.kv.ledger import KVLedger
 from engine.kv_shape import KVShape
 from engine.policy import POLICIES, PolicySettings, build
 from engine.request import RequestSpec
-from engine.research.hardware.catalogue import DEVICES, SHAPES
-from engine.research.hardware.deployment import Deployment
+from engine.research.hardware.catalogue import DEVICES, SHAPES, Deployment
 from engine.simulated.trace import GREEDY
 from engine.step import StepResult
 from examples.benchmarks.virtual_time.policy_tables import PlanCosts, plan_table

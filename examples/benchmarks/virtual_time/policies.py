@@ -28,8 +28,7 @@ from engine.policy.base import BackgroundLast
 from engine.policy.port import Preemption
 from engine.ports import Cost
 from engine.request import RequestSpec
-from engine.research.hardware.catalogue import DEVICES, SHAPES
-from engine.research.hardware.deployment import Deployment
+from engine.research.hardware.catalogue import DEVICES, SHAPES, Deployment
 from engine.research.leaping.run import simulate
 from engine.research.policies import ORACLES
 from engine.simulated.replay import END, RecordedRequest

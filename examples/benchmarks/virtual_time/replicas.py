@@ -34,11 +34,9 @@ from engine.replicas.placement import least_growth
 from engine.replicas.replica import QueueDelay, Replica
 from engine.replicas.replicas import Replicas
 from engine.request import Caching, Request, RequestSpec
-from engine.research.fleet.router import Loads, PrefixAffinity
+from engine.research.fleet.router import Loads, PrefixAffinity, SmgCacheAware
 from engine.research.fleet.shard import report_of
-from engine.research.fleet.smg import SmgCacheAware
-from engine.research.hardware.catalogue import DEVICES, SHAPES
-from engine.research.hardware.deployment import Deployment
+from engine.research.hardware.catalogue import DEVICES, SHAPES, Deployment
 from engine.simulated.executor import SimulatedExecutor
 from engine.simulated.known_cost import KnownCost
 from engine.simulated.trace import SHARED_BLOCK, Arrival, between, read_trace, superposed

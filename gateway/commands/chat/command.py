@@ -2,12 +2,24 @@
 
 The event loop runs only while an answer streams, not while the user types. So Ctrl-C during an
 answer cancels that run of the loop, which closes the stream, and the session continues.
+
+The user's messages: typed or pasted at a terminal, or lines of a pipe.
+
+A terminal in bracketed-paste mode marks pasted text, and GNU readline then keeps its newlines in
+the line. Text between two lines of three double quotes is one message on every terminal.
+
+One streamed answer: the text to print, and the message for the conversation's history.
+
+Reasoning is dim on a terminal and omitted in a pipe; a tool call is printed on its own line.
 """
 
 import argparse
 import asyncio
+import os
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,8 +27,6 @@ from typing import Any
 import aiohttp
 import orjson
 
-from gateway.commands.chat.streamed_answer import StreamedAnswer
-from gateway.commands.chat.user_input import piped_messages, typed_messages
 from gateway.commands.http_client import (
     DEFAULT_URL,
     DONE,
@@ -24,10 +34,157 @@ from gateway.commands.http_client import (
     ServerError,
     answered,
     base_url,
+    error_text,
     first_model,
     open_session,
 )
 from gateway.settings.flags import Parser, did_you_mean, positive
+
+_DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
+_CALL = "→ "
+
+
+@dataclass(slots=True)
+class StreamedAnswer:
+    """Collects an answer's events; `feed` returns the text to print."""
+
+    is_tty: bool = False
+    content: str = ""
+    reasoning: str = ""
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    has_output: bool = False
+    _is_dim: bool = False
+
+    def feed(self, data: bytes) -> str:
+        """The text that one event adds. Raises `ServerError` for an error event."""
+        try:
+            event = orjson.loads(data)
+        except orjson.JSONDecodeError as error:
+            raise ServerError("the server sent an event that is not JSON") from error
+        if "error" in event:
+            raise ServerError(error_text(event["error"]))
+        deltas = (choice.get("delta") or {} for choice in event.get("choices") or ())
+        text = "".join(map(self._add, deltas))
+        self.has_output |= bool(text)
+        return text
+
+    def finish(self) -> str:
+        """The escape sequence that ends dim text, if any is open."""
+        text, self._is_dim = _PLAIN * self._is_dim, False
+        return text
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The message for the history, without the reasoning."""
+        calls = {"tool_calls": self.calls} if self.calls else {}
+        return {"role": "assistant", "content": self.content, **calls}
+
+    def _add(self, delta: dict[str, Any]) -> str:
+        reasoning = delta.get("reasoning_content") or delta.get("reasoning") or ""
+        text = delta.get("content") or ""
+        self.reasoning += reasoning
+        self.content += text
+        output = self._dim(printable(reasoning)) if reasoning and self.is_tty else ""
+        if text:
+            output += self._bright(printable(text))
+        for part in delta.get("tool_calls") or ():
+            output += self._bright(self._add_call(part))
+        return output
+
+    def _dim(self, text: str) -> str:
+        output = text if self._is_dim else _DIM + text
+        self._is_dim = True
+        return output
+
+    def _bright(self, text: str) -> str:
+        output = f"{_PLAIN}\n\n{text}" if self._is_dim else text
+        self._is_dim = False
+        return output
+
+    def _add_call(self, part: dict[str, Any]) -> str:
+        function = part.get("function") or {}
+        name, arguments = function.get("name") or "", function.get("arguments") or ""
+        output = printable(arguments)
+        if part.get("index", len(self.calls)) >= len(self.calls):
+            called = {"name": name, "arguments": ""}
+            self.calls.append({"id": part.get("id") or "", "type": "function", "function": called})
+            newline = "\n" if self.has_output or self.content or len(self.calls) > 1 else ""
+            output = f"{newline}{_CALL}{printable(name)} {output}"
+        self.calls[-1]["function"]["arguments"] += arguments
+        return output
+
+
+def printable(text: str) -> str:
+    """The text without control characters, which could move the cursor."""
+    return "".join(c for c in text if c.isprintable() or c in "\n\t")
+
+
+QUOTES = '"""'
+MAX_HISTORY = 1000  # messages in the history file
+
+
+def typed_messages() -> Iterator[str]:
+    """Messages typed at the prompt. Ctrl-C clears the line, Ctrl-D ends the session."""
+    with line_editing():
+        while True:
+            try:
+                text = quoted(input("> "), lambda: input("… "))
+            except KeyboardInterrupt:
+                sys.stdout.write("\n(/exit or Ctrl-D to leave)\n")
+            except EOFError:
+                sys.stdout.write("\n")
+                return
+            else:
+                if text:
+                    yield text
+
+
+def piped_messages(stream: Iterable[str]) -> Iterator[str]:
+    """The lines of a pipe that are not empty; quoted lines are one message."""
+    lines = iter(stream)
+    for line in lines:
+        if text := quoted(line, lambda: next(lines, QUOTES)):
+            yield text
+
+
+def quoted(line: str, next_line: Callable[[], str]) -> str:
+    """The message that begins with `line`, stripped; reads on if the line is three quotes."""
+    if line.strip() != QUOTES:
+        return line.strip()
+    lines = []
+    while (line := next_line().rstrip("\n")).strip() != QUOTES:
+        lines.append(line)
+    return "\n".join(lines).strip()
+
+
+@contextmanager
+def line_editing() -> Iterator[None]:
+    """Line editing, multi-line paste, and a history that is kept between sessions."""
+    import readline  # changes how input() behaves, so it is imported only for a terminal
+
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # inherited, from nohup for instance
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    readline.parse_and_bind("set enable-bracketed-paste on")
+    path = history_file()
+    with suppress(OSError):  # there is no history yet, or it cannot be read
+        readline.read_history_file(path)
+    readline.set_history_length(MAX_HISTORY)
+    try:
+        yield
+    finally:
+        try:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            readline.write_history_file(path)
+            path.chmod(0o600)  # messages are private
+        except OSError as error:
+            sys.stderr.write(f"cannot save the history to {path}: {error.strerror}\n")
+
+
+def history_file() -> Path:
+    """`podway/chat_history` in the user's state directory."""
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(state) / "podway" / "chat_history"
+
 
 HELP = """\
 /system TEXT  set the system message (without TEXT: remove it)

@@ -23,8 +23,15 @@ from rich.console import Console
 from engine.errors import EngineError, StartupError
 from engine.transport.multiprocess import MultiprocessExecutor, MultiprocessSettings
 from engine.worker_settings import Kernels, KVSettings, Tiers, WorkerReport, WorkerSettings
-from gateway.commands.offline_bench.machine import Ruler, best_of, measure_limits, read_limits
-from gateway.commands.offline_bench.report import BenchRow, OfflineReport, show
+from gateway.commands.offline_bench.report import (
+    BenchRow,
+    OfflineReport,
+    Ruler,
+    best_of,
+    measure_limits,
+    read_limits,
+    show,
+)
 from gateway.commands.offline_bench.roofline import (
     Limit,
     WeightSizes,

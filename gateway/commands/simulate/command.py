@@ -16,8 +16,7 @@ from rich.console import Console
 
 from engine.control.event_recorder import EventRecorder, Row, render
 from engine.errors import EngineError, InvalidRequest
-from engine.research.leaping.capacity import capacity
-from engine.research.leaping.run import simulate
+from engine.research.leaping.run import capacity, simulate
 from engine.simulated.figures import SLO, Figures
 from engine.simulated.replay import Recording, read_recording
 from engine.simulated.run import Setup

@@ -10,7 +10,7 @@ from rich.table import Column, Table
 
 from engine.errors import InvalidRequest
 from engine.research.fleet.figures import FleetFigures
-from engine.research.fleet.routers import ROUTERS
+from engine.research.fleet.router import ROUTERS
 from engine.research.fleet.simulation import FleetSetup, simulate_fleet
 from engine.simulated.run import Setup
 from engine.simulated.trace import Arrival, at_rate

@@ -17,8 +17,14 @@ from engine.cost.model import CostModel
 from engine.errors import InvalidRequest
 from engine.policy import POLICIES, RESEARCH, Policy, PolicySettings, build
 from engine.ports import Cost
-from engine.research.hardware.catalogue import DEVICES, SHAPES, parse_spec
-from engine.research.hardware.deployment import Deployment, DeviceSpec, ModelSpec
+from engine.research.hardware.catalogue import (
+    DEVICES,
+    SHAPES,
+    Deployment,
+    DeviceSpec,
+    ModelSpec,
+    parse_spec,
+)
 from engine.research.policies import ORACLES
 from engine.simulated.replay import Recording
 from engine.simulated.run import Setup

@@ -14,6 +14,7 @@ from engine.errors import InvalidRequest
 from gateway.schema.anthropic.blocks import AnthropicMessage, TextBlock, as_messages, marked
 from gateway.schema.anthropic.tools import AnthropicTool, without_server_tools
 from gateway.schema.decoding import (
+    UnknownFields,
     check_allowed,
     check_minimum,
     check_range,
@@ -26,7 +27,6 @@ from gateway.schema.decoding import (
 from gateway.schema.field_names import with_renamed_fields
 from gateway.schema.fields.sampling import ANTHROPIC_TTLS, TTLS
 from gateway.schema.openai.chat import ChatRequest, chat_of
-from gateway.schema.unknown_fields import UnknownFields
 
 NAMES = {
     "max_completion_tokens": "max_tokens",

@@ -9,8 +9,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.schema.decoding import check_allowed, missing
-from gateway.schema.unknown_fields import UnknownFields
+from gateway.schema.decoding import UnknownFields, check_allowed, missing
 
 SERVER_TOOLS = ("web_search_", "web_fetch_", "code_execution_", "tool_search_tool_", "advisor_")
 Json = dict[str, Any]

@@ -19,11 +19,10 @@ from gateway.schema.decisions.question import (
     check_text,
     json_text,
 )
-from gateway.schema.decoding import check_allowed, decode, invalid, reject_unless
+from gateway.schema.decoding import UnknownFields, check_allowed, decode, invalid, reject_unless
 from gateway.schema.fields.sampling import PromptCacheOptions, SchedulingRequest
 from gateway.schema.rendering import Usage
 from gateway.schema.responses.items import ContentItem, InputItem, as_messages, stored_items
-from gateway.schema.unknown_fields import UnknownFields
 
 OPTIONS = "prompt_cache_options."
 CALLS = {"function_call_output": "function_call", "custom_tool_call_output": "custom_tool_call"}

@@ -18,10 +18,9 @@ from gateway.schema.decisions.question import (
     check_text,
     json_text,
 )
-from gateway.schema.decoding import check_allowed, decode, invalid
+from gateway.schema.decoding import UnknownFields, check_allowed, decode, invalid
 from gateway.schema.fields.sampling import SchedulingRequest
 from gateway.schema.rendering import Usage
-from gateway.schema.unknown_fields import UnknownFields
 
 NOUL = "noul"  # a predicate
 KINDS = {NOUL: Kind.PREDICATE, "choice": Kind.CHOICE, "score": Kind.SCORE}

@@ -7,6 +7,7 @@ import msgspec
 
 from engine.errors import InvalidRequest
 from gateway.schema.decoding import (
+    UnknownFields,
     check_allowed,
     check_minimum,
     convert,
@@ -25,7 +26,6 @@ from gateway.schema.openai.tools import (
     plan_functions,
     plan_tools,
 )
-from gateway.schema.unknown_fields import UnknownFields
 
 VERBOSITIES = ("low", "medium", "high")
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from gateway.schema.decoding import (
+    UnknownFields,
     check_allowed,
     check_unicode,
     decode,
@@ -22,7 +23,6 @@ from gateway.schema.responses.client_tools import CLIENT_TOOLS
 from gateway.schema.responses.conversations import conversation_id
 from gateway.schema.responses.items import InputItem, Item, as_messages
 from gateway.schema.responses.tools import ToolSet
-from gateway.schema.unknown_fields import UnknownFields
 
 INCLUDABLE = (
     "file_search_call.results", "web_search_call.results", "web_search_call.action.sources",

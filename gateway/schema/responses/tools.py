@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from engine.errors import InvalidRequest
-from gateway.schema.decoding import check_allowed, decode, missing
+from gateway.schema.decoding import UnknownFields, check_allowed, decode, missing
 from gateway.schema.responses.client_tools import CLIENT_TOOLS, check_environment
 from gateway.schema.responses.tool_format import input_pattern
-from gateway.schema.unknown_fields import UnknownFields
 
 SUPPORTED = ("function", "custom", "namespace", *CLIENT_TOOLS)
 SERVER_TOOLS = (

@@ -4,7 +4,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from gateway.generation.conversation import render_prompt
-from gateway.generation.image_input import ImageOrigin
+from gateway.generation.image_prompt import ImageOrigin
 from gateway.generation.plan import GenerationPlan, plan_chat
 from gateway.schema.openai.chat import decode_chat
 from gateway.schema.openai.renderers import ChatRenderer, token_formatter

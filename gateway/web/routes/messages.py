@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from gateway.access.callers import read_body
 from gateway.generation.conversation import render_prompt
-from gateway.generation.image_input import ImageOrigin
+from gateway.generation.image_prompt import ImageOrigin
 from gateway.generation.plan import plan_chat
 from gateway.generation.threads import read_body_with
 from gateway.schema.anthropic.renderer import MessagesRenderer

@@ -13,7 +13,7 @@ from gateway.access.callers import read_body
 from gateway.errors import ConversationNotFound, PreviousResponseNotFound, ResponseNotFound
 from gateway.generation.continuation import OtherBeginningError, settings_of
 from gateway.generation.conversation import render_prompt
-from gateway.generation.image_input import ImageOrigin
+from gateway.generation.image_prompt import ImageOrigin
 from gateway.generation.plan import Background, GenerationPlan, plan_chat
 from gateway.generation.threads import in_thread_if, read_body_with
 from gateway.generation.turn import Turn

@@ -8,7 +8,7 @@ from starlette.requests import ClientDisconnect
 
 from gateway.access.callers import read_body
 from gateway.generation.conversation import render_prompt
-from gateway.generation.image_input import ImageOrigin
+from gateway.generation.image_prompt import ImageOrigin
 from gateway.generation.prompt import fits_on_loop, token_ids, tokenize_prompts
 from gateway.generation.reply import unless_disconnected
 from gateway.generation.threads import read_body_with, run_in_thread

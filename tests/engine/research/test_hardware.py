@@ -5,8 +5,15 @@ from dataclasses import replace
 import pytest
 
 from engine.errors import InvalidRequest, StartupError
-from engine.research.hardware.catalogue import DEVICES, SHAPES, parse_spec
-from engine.research.hardware.deployment import Deployment, DeviceSpec, Efficiency, ModelSpec
+from engine.research.hardware.catalogue import (
+    DEVICES,
+    SHAPES,
+    Deployment,
+    DeviceSpec,
+    Efficiency,
+    ModelSpec,
+    parse_spec,
+)
 
 DEVICE = DeviceSpec("round", flops=1e12, bandwidth=1e9, memory=3e9, link=1e8, network=1e7)
 SHAPE = ModelSpec("small", parameters=1e9, layers=10, hidden=100, width=100, kv_bytes=1000)

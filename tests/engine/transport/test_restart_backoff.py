@@ -1,7 +1,7 @@
 import pytest
 
 from engine.errors import Unavailable
-from engine.transport.restart_backoff import KILLS, RestartBackoff
+from engine.transport.worker_group import KILLS, RestartBackoff
 
 
 def test_pauses_double_up_to_a_maximum_and_are_reset_by_progress() -> None:

@@ -9,7 +9,7 @@ from pydantic import TypeAdapter
 from adapters.dialects.choosing import choose_dialect
 from engine.request import Abort
 from gateway.schema.anthropic.request import decode_anthropic
-from gateway.schema.unknown_fields import UnknownFields
+from gateway.schema.decoding import UnknownFields
 from tests.gateway.answers import answer_to
 from tests.gateway.rig import MODEL, STEP, USER, Rig, Setting, play, played
 

@@ -13,7 +13,7 @@ import orjson
 import pytest
 
 from gateway.commands.chat import command as chat
-from gateway.commands.chat.streamed_answer import StreamedAnswer
+from gateway.commands.chat.command import StreamedAnswer
 from tests.gateway.commands.conftest import Peer
 from tests.gateway.commands.terminal import at_terminal, read_until
 

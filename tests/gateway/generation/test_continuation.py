@@ -17,11 +17,11 @@ from gateway.generation.continuation import Continuation, OtherBeginningError, i
 from gateway.generation.conversation import _template_messages
 from gateway.generation.known_text import known_text
 from gateway.generation.prompt import NO_MARKS, marks_of
+from gateway.schema.decoding import UnknownFields
 from gateway.schema.openai.chat import ChatRequest
 from gateway.schema.responses.request import decode_response
 from gateway.schema.responses.tools import read_tools
 from gateway.schema.responses.window import MIN_ITEMS, window_of
-from gateway.schema.unknown_fields import UnknownFields
 from tests.adapters.dialects import templates
 from tests.gateway.scripted_model import ByteTokenizer
 

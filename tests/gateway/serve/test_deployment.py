@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
+from gateway.serve.command import VLLM_FLAGS
 from gateway.serve.tls import Certificate
-from gateway.serve.vllm_flags import VLLM_FLAGS
 from gateway.settings.settings import options
 from tests.certificates import make_certificate
 from tests.gateway.rig import Setting

@@ -10,8 +10,8 @@ from adapters.gguf.floats import FLOATS
 from adapters.gguf.tensors import OTHERS
 from engine.errors import StartupError
 from engine.transport.process import LocalLauncher
-from engine.worker.cpu.formats import DTYPES
 from engine.worker.cpu.linears import FORMATS as CPU_FORMATS
+from engine.worker.cpu.native_formats import DTYPES
 from engine.worker.model.kv.kv_tensors import CPU_KV_DTYPES
 from examples.benchmarks.server.refusals import BUILTIN, REFUSALS, Refusal
 from gateway.serve import command, model_checks

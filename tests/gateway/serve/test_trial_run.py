@@ -11,8 +11,7 @@ from engine.errors import StepFailed
 from engine.simulated.executor import SimulatedExecutor
 from engine.simulated.virtual_loop import run_virtual
 from engine.step import Step, StepResult
-from gateway.serve.cost.calibration import measured
-from gateway.serve.cost.trial_run import LONGEST_OUTPUT, LONGEST_PROMPT, waves
+from gateway.serve.cost.calibration import LONGEST_OUTPUT, LONGEST_PROMPT, measured, waves
 
 TRUE = CostModel(
     ((1, 0.002), (64, 0.01), (256, 0.04)), 2e-7, 1e-8, idle_step=0.0005, idle_entry=0.0001

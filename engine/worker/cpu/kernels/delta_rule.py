@@ -1,4 +1,4 @@
-"""Gated DeltaNet on the CPU (`engine.worker.model.delta_net`): delta rule, gated norm.
+"""Gated DeltaNet on the CPU (`engine.worker.model.mamba`): delta rule, gated norm.
 
 Every sum over keys adds in the order of the keys. A chunk of the delta rule is a panel of some
 columns of one head's matrix: columns do not depend on each other, so the panel stays in the cache

@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from engine.errors import KernelFaulted
-from engine.worker.cuda.choice_file import ChoiceFile, file_of
+from engine.worker.cuda.choice_file import ChoiceFile, KernelTrials, file_of
 from engine.worker.cuda.kernels import reference
 from engine.worker.cuda.kernels.reference import FP8, CacheRows, QuantizedRows
 from engine.worker.cuda.kernels.tiling import Tiling
-from engine.worker.cuda.trials import KernelTrials
 
 logger = logging.getLogger(__name__)
 

@@ -15,9 +15,8 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from engine.errors import KernelFaulted
-from engine.worker.cuda.choice_file import ChoiceFile
+from engine.worker.cuda.choice_file import ChoiceFile, KernelTrials
 from engine.worker.cuda.kernels.tiling import Tiling
-from engine.worker.cuda.trials import KernelTrials
 
 logger = logging.getLogger(__name__)
 

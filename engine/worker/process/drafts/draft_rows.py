@@ -16,9 +16,47 @@ Recurrent layers compute the rows one after the other, and keep the state after 
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import repeat
+from typing import Protocol
+
+from torch import Tensor
 
 from engine.step import Snapshot, StateSlots, Step, StepEntry
+from engine.worker.process.stage_kv import StageKV
 from engine.worker.sampling.logits_output import LogitsOutput
+
+
+class Drafter(Protocol):
+    """Proposes tokens that may follow those of a step."""
+
+    @property
+    def reads_hidden(self) -> bool:
+        """Whether it needs the hidden states of all rows, behind the model's last layer."""
+        ...
+
+    def propose(
+        self, step: Step, output: LogitsOutput, hidden: Tensor | None
+    ) -> tuple[tuple[int, ...], ...]:
+        """The proposals of each entry of `step` with a `ProposalSpec`. `output` has its tokens."""
+        ...
+
+
+class LoadedDrafter(Protocol):
+    """The weights of what proposes drafts; its KV cache is allocated once its size is known."""
+
+    @property
+    def kv(self) -> StageKV: ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its weights, about."""
+        ...
+
+    @property
+    def num_parameters(self) -> int: ...
+
+    def open(self, num_blocks: int) -> Drafter:
+        """The drafter over a KV cache of so many blocks."""
+        ...
 
 
 def split_drafts(step: Step) -> Step:

@@ -16,7 +16,7 @@ from engine.errors import Unavailable
 from gateway.errors import PathNotFound
 from gateway.generation.event_stream import EVENT_HEADERS
 from gateway.groups.group import Group
-from gateway.observe.ticked import Ticked
+from gateway.observe.readings import Ticked
 from gateway.schema.rendering import END
 from gateway.service import service_of
 

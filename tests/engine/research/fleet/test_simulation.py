@@ -11,11 +11,15 @@ import pytest
 from engine.control.settings import SchedulerSettings
 from engine.errors import InvalidRequest
 from engine.policy import build
-from engine.research.fleet.outages import OutagePlan
-from engine.research.fleet.routers import ROUTERS
-from engine.research.fleet.simulation import FleetSetup, figures_of, run_fleet, simulate_fleet
-from engine.research.hardware.catalogue import DEVICES, SHAPES
-from engine.research.hardware.deployment import Deployment
+from engine.research.fleet.router import ROUTERS
+from engine.research.fleet.simulation import (
+    FleetSetup,
+    OutagePlan,
+    figures_of,
+    run_fleet,
+    simulate_fleet,
+)
+from engine.research.hardware.catalogue import DEVICES, SHAPES, Deployment
 from engine.simulated.run import Setup, simulate
 from engine.simulated.trace import Arrival, orca_lengths, poisson, read_trace, sped_up, superposed
 

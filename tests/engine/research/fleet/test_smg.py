@@ -1,9 +1,8 @@
 from dataclasses import replace
 
 from engine.cost.model import CostModel
-from engine.research.fleet.router import OVERLOADED, Loads
+from engine.research.fleet.router import OVERLOADED, POLL_SECONDS, Loads, SmgCacheAware
 from engine.research.fleet.shard import LoadReport
-from engine.research.fleet.smg import POLL_SECONDS, SmgCacheAware
 from engine.simulated.trace import Arrival
 
 COST = CostModel.linear(per_step=0.01, per_token=0.001, per_slot=0.0)

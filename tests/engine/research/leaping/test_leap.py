@@ -11,8 +11,7 @@ from engine.control.scheduler import IterationScheduler
 from engine.control.settings import SchedulerSettings
 from engine.cost.model import CostModel
 from engine.policy import POLICIES, RESEARCH, build
-from engine.research.hardware.catalogue import DEVICES, SHAPES
-from engine.research.hardware.deployment import Deployment
+from engine.research.hardware.catalogue import DEVICES, SHAPES, Deployment
 from engine.research.leaping.run import simulate
 from engine.simulated import run
 from engine.simulated.run import Setup

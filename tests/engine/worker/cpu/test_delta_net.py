@@ -7,8 +7,8 @@ import torch
 from engine.step import NO_STATE, Snapshot, StateSlots
 from engine.worker.cpu.operators import NativeOperators
 from engine.worker.cpu.thread_pool import NativeThreadPool
-from engine.worker.model.delta_net import TorchDeltaNet
 from engine.worker.model.kv.recurrent_states import state_runs
+from engine.worker.model.mamba import TorchDeltaNet
 from engine.worker.ports import DeltaShape, DeltaWeights
 from tests.engine.worker.cpu.recurrences import inputs_of, noise, run, states_of
 

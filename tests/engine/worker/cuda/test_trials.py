@@ -3,8 +3,7 @@ from pathlib import Path
 import pytest
 
 from engine.errors import KernelFaulted, WorkerLost
-from engine.worker.cuda.choice_file import ChoiceFile
-from engine.worker.cuda.trials import KernelTrials
+from engine.worker.cuda.choice_file import ChoiceFile, KernelTrials
 
 
 class Gpu:

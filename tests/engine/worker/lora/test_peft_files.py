@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from engine.errors import StartupError
-from engine.worker.lora.peft_files import read_lora
+from engine.worker.lora.loading import read_lora
 from tests.models.loras import edit_tensors, make_lora
 
 SIZES = {"q": (32, 32), "k": (16, 32), "v": (16, 32), "o": (32, 32)}

@@ -7,7 +7,7 @@ import torch
 
 from engine.errors import StartupError
 from engine.worker.cpu import device as cpu
-from engine.worker.cpu import formats
+from engine.worker.cpu import native_formats
 from engine.worker.cpu.attention.paged_kernels import merge_partials
 from engine.worker.cpu.kernels import delta_rule, experts
 from engine.worker.cpu.kernels.quantize import quantize_int8
@@ -92,7 +92,7 @@ def test_a_dtype_that_the_cpu_does_not_support_is_rejected(
     assert refusal(changed(asked, kv_cache_dtype="fp8")) == (
         f"--kv-cache-dtype 'fp8' is not supported on cpu; {known}"
     )
-    monkeypatch.setattr(formats, "has_half", lambda: False)
+    monkeypatch.setattr(native_formats, "has_half", lambda: False)
     assert refusal(changed(asked, kv_cache_dtype="float16")) == (
         "--kv-cache-dtype 'float16' needs a CPU with F16C"
     )
@@ -125,7 +125,7 @@ def test_an_encoder_computes_with_keys_and_values_in_float32_by_default() -> Non
 def test_kv_is_in_float32_by_default_on_a_cpu_that_does_not_convert_float16(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(formats, "has_half", lambda: False)
+    monkeypatch.setattr(native_formats, "has_half", lambda: False)
     device = open_device(changed(SETTINGS, device="cpu", threads=1))
     assert device.formats.kv_dtype is torch.float32
 

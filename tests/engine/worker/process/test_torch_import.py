@@ -86,7 +86,7 @@ import torch
 with torch.inference_mode():  # torch's C++ reads attributes of modules, too
     x = torch.empty(()).expand([2, 3]).contiguous().view(3, 2)[:, 0].to(torch.float16)
     torch.cat([x, x]).split([2, 4])
-from engine.worker.cpu.torch_watch import TorchWatch
+from engine.worker.cpu.recorded_decoder import TorchWatch
 x = torch.randn(3, 4)
 assert torch.nn.functional.linear(x, x).softmax(dim=1).sum().round() == 3
 with TorchWatch() as watch:

@@ -8,13 +8,13 @@ import pytest
 
 from engine.errors import StartupError
 from gateway.commands.bench import command as bench
-from gateway.commands.offline_bench import command, machine
+from gateway.commands.offline_bench import command, report
 from gateway.commands.offline_bench.roofline import Limit
 
 LIMITS = {"read": Limit(1e10, "a"), "float32": Limit(1e11, "b"), "int8": Limit(4e11, "c")}
 
 
-class KnownReads(machine.Ruler):
+class KnownReads(report.Ruler):
     """Reads 10 GB/s, a millisecond late, and every other time two."""
 
     num_reads = 0
@@ -141,7 +141,7 @@ async def test_the_bytes_of_a_step_are_read_by_a_process_that_has_measured_the_l
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_python(tmp_path, monkeypatch, IN_LITTLE_TIME)
-    async with machine.Ruler("cpu", 1) as ruler:
+    async with report.Ruler("cpu", 1) as ruler:
         limits = await ruler.limits()
         assert limits["int8"] == limits["int4"]
         short, long = [await ruler.read(size << 20) for size in (1, 300)]
@@ -153,18 +153,18 @@ async def test_a_device_without_limits_is_rejected(
 ) -> None:
     use_python(tmp_path, monkeypatch, "raise SystemExit('no such device')")
     with pytest.raises(StartupError, match="limits of nowhere could not be measured: no such dev"):
-        await machine.measure_limits("nowhere", 1)
+        await report.measure_limits("nowhere", 1)
 
 
 def test_limits_that_cannot_be_read_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(StartupError, match=r"cannot read .*none.json: No such file"):
-        machine.read_limits(tmp_path / "none.json")
+        report.read_limits(tmp_path / "none.json")
     for text in ("{", "{}", '{"limits": {"read": 3}}'):
         (tmp_path / "some.json").write_text(text)
         with pytest.raises(StartupError, match=r"some.json is not a report of podway bench"):
-            machine.read_limits(tmp_path / "some.json")
+            report.read_limits(tmp_path / "some.json")
 
 
 def test_the_best_of_two_measurements_counts() -> None:
     one, other = {"read": Limit(1.0, "a")}, {"read": Limit(2.0, "b")}
-    assert machine.best_of(one, other) == {"read": Limit(2.0, "b")}
+    assert report.best_of(one, other) == {"read": Limit(2.0, "b")}

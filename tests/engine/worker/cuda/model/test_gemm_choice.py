@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.worker.cuda.choice_file import ChoiceFile, file_of
+from engine.worker.cuda.choice_file import ChoiceFile, KernelTrials, file_of
 from engine.worker.cuda.kernels.tiling import Tiling
 from engine.worker.cuda.model import gemm_choice
 from engine.worker.cuda.model.gemm_choice import (
@@ -18,7 +18,6 @@ from engine.worker.cuda.model.gemm_choice import (
     MeasuredTilings,
 )
 from engine.worker.cuda.model.linears import FastProducts, FloatLinear
-from engine.worker.cuda.trials import KernelTrials
 
 FAST = TILINGS[3]
 TRIALS = KernelTrials(ChoiceFile(None), lambda: None)
