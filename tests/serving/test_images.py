@@ -10,108 +10,23 @@ import openai
 import psutil
 import pytest
 
+from adapters.models.named_shapes.vision import IMAGES, VISION_SHAPES
 from tests.adapters.images.pictures import bad_images, encoded, noise
 from tests.conftest import Server, read_url, start_server
 from tests.models.mmproj_files import CHAT, Mmproj
 
-CONFIG: dict[str, Any] = {
-    "architectures": ["Qwen3_5ForConditionalGeneration"],
-    "model_type": "qwen3_5",
-    "tie_word_embeddings": True,
-    "text_config": {
-        "model_type": "qwen3_5_text",
-        "vocab_size": 4200,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 64,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 2,
-        "linear_key_head_dim": 32,
-        "linear_value_head_dim": 32,
-        "linear_conv_kernel_dim": 4,
-        "max_position_embeddings": 8192,
-        "rms_norm_eps": 1e-6,
-        "full_attention_interval": 4,
-        "tie_word_embeddings": True,
-        "hidden_act": "silu",
-        "attn_output_gate": True,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 10000.0,
-            "partial_rotary_factor": 0.25,
-            "mrope_section": [3, 3, 2],
-            "mrope_interleaved": True,
-        },
-    },
-    "vision_config": {
-        "depth": 2,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_heads": 2,
-        "in_channels": 3,
-        "patch_size": 16,
-        "temporal_patch_size": 2,
-        "spatial_merge_size": 2,
-        "out_hidden_size": 64,
-        "num_position_embeddings": 256,
-        "hidden_act": "gelu_pytorch_tanh",
-    },
-    "random_images": {
-        "text": "<|vision_start|><|image_pad|><|vision_end|>",
-        "tokens": {
-            "<|image_pad|>": 4100,
-            "<|video_pad|>": 4101,
-            "<|vision_start|>": 4102,
-            "<|vision_end|>": 4103,
-        },
-    },
-    "image_token_id": 4100,
-    "video_token_id": 4101,
-    "vision_start_token_id": 4102,
-    "vision_end_token_id": 4103,
-}
-PLACES = [f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2)]
-NAMES = ["<image>", "<fake_token_around_image>", "<global-img>", *PLACES]
-TILES: dict[str, Any] = {
-    "architectures": ["SmolVLMForConditionalGeneration"],
-    "model_type": "smolvlm",
-    "tie_word_embeddings": True,
-    "image_token_id": 4100,
-    "scale_factor": 2,
-    "text_config": {
-        "model_type": "llama",
-        "vocab_size": 4200,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "max_position_embeddings": 8192,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": True,
-        "hidden_act": "silu",
-    },
-    "vision_config": {
-        "num_hidden_layers": 2,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_attention_heads": 2,
-        "image_size": 64,
-        "patch_size": 16,
-        "hidden_act": "gelu_pytorch_tanh",
-    },
-    "random_images": {
-        "text": "<image>",
-        "tokens": {name: token_id for token_id, name in enumerate(NAMES, 4100)},
-        "preprocessor": {
-            "image_processor_type": "SmolVLMImageProcessor",
-            "size": {"longest_edge": 128},
-            "max_image_size": {"longest_edge": 64},
-        },
-    },
+SHAPE = VISION_SHAPES["Qwen3.5-0.8B-vision"]
+TOKENS = {name: 4100 + number for number, name in enumerate(SHAPE[IMAGES]["tokens"])}
+NARROW = {"hidden_size": 64, "intermediate_size": 96}
+CONFIG = {
+    **SHAPE,
+    **{f"{key}_token_id": TOKENS[f"<|{key}|>"] for key in ("vision_start", "vision_end")},
+    **{f"{key}_token_id": TOKENS[f"<|{key}_pad|>"] for key in ("image", "video")},
+    IMAGES: SHAPE[IMAGES] | {"tokens": TOKENS},
+    "text_config": SHAPE["text_config"] | NARROW | {"vocab_size": 4200, "num_hidden_layers": 4},
+    "vision_config": SHAPE["vision_config"]
+    | NARROW
+    | {"depth": 2, "num_heads": 2, "out_hidden_size": 64},
 }
 WIDTH, HEIGHT = 300, 200
 NUM_TOKENS = 10 * 7  # the fewest of 32 × 32 pixels each that have 65,536 pixels in about this shape
@@ -223,13 +138,6 @@ def test_images_are_served_to_the_official_clients(
         assert len(decoders) == 1
         decoders[0].kill()
         check_others(url, client, model, tmp_path)
-
-
-def test_tiles_of_images_are_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with serving(tmp_path, TILES) as (_, _, client, model):
-        num_texts = 2 * 4 + 3 + 3  # of tiles, the ends of lines, around the whole image
-        check_chat(client, model, 5 * 4 + num_texts, "<fake_token_around_image><image>")
 
 
 def test_a_gguf_model_reads_images_by_the_encoder_beside_it(tmp_path: Path) -> None:

@@ -45,23 +45,6 @@ def calls_of(choice: Json) -> list[Json]:
     return [call["function"] for call in choice["message"].get("tool_calls", ())]
 
 
-async def test_the_model_calls_a_suitable_tool(server_url: str) -> None:
-    simple = json.loads(json.dumps(WEATHER))
-    simple["function"]["parameters"] = {
-        "type": "object",
-        "properties": {"city": {"type": "string"}},
-    }
-    body = {"messages": [{"role": "user", "content": "What is the weather in Paris?"}]}
-    async with aiohttp.ClientSession() as session:
-        choice = await both_ways(
-            session, server_url, {**body, "tools": [simple], "temperature": 0, "max_tokens": 60}
-        )
-    (call,) = calls_of(choice)
-    assert call["name"] == "weather"
-    assert json.loads(call["arguments"]) == {"city": "Paris"}
-    assert choice["finish_reason"] == "tool_calls"
-
-
 @pytest.mark.parametrize(
     "fields",
     [
@@ -90,18 +73,6 @@ async def test_a_required_call_comes_at_any_temperature(
             else:
                 assert (call["name"], arguments) == ("nothing", {})
                 assert fields["tool_choice"] == "required"
-
-
-async def test_an_answer_matches_its_response_format(server_url: str) -> None:
-    named = {"type": "json_schema", "json_schema": {"name": "s", "schema": CITY, "strict": True}}
-    body = {"messages": HELLO, "response_format": named, "temperature": 1.3, "max_tokens": 80}
-    async with aiohttp.ClientSession() as session:
-        bodies = [{**body, "seed": seed} for seed in range(6)]
-        choices = await asyncio.gather(*(both_ways(session, server_url, b) for b in bodies))
-    ended = [choice for choice in choices if choice["finish_reason"] == "stop"]
-    assert len(ended) >= 3
-    for choice in ended:
-        jsonschema.validate(json.loads(choice["message"]["content"]), CITY)
 
 
 async def test_a_strict_tool_and_a_format_give_a_call_or_a_formatted_answer(
@@ -139,19 +110,3 @@ async def test_an_echoed_answer_has_the_same_log_probabilities(
     offsets = echoed["logprobs"]["text_offset"]
     for at, token in zip(offsets, echoed["logprobs"]["tokens"], strict=True):
         assert echoed["text"].startswith(token, at)
-
-
-async def test_best_of_returns_the_highest_mean_log_probability(server_url: str) -> None:
-    with_stream = {"prompt": "Once upon a time", "seed": 5, "max_tokens": 8, "logprobs": 0}
-    async with aiohttp.ClientSession() as session:
-        all_of_them = await whole(session, server_url, TEXT, {**with_stream, "n": 5})
-        best = await whole(session, server_url, TEXT, {**with_stream, "best_of": 5, "n": 1})
-    logprobs = {
-        choice["text"]: choice["logprobs"]["token_logprobs"] for choice in all_of_them["choices"]
-    }
-    (text,) = [choice["text"] for choice in best["choices"]]
-    full = {text: values for text, values in logprobs.items() if len(values) == 8}
-    if len(full) == len(logprobs):
-        assert text == max(logprobs, key=lambda text: sum(logprobs[text]))
-    assert text in logprobs
-    assert best["usage"]["completion_tokens"] == all_of_them["usage"]["completion_tokens"]

@@ -64,23 +64,6 @@ def test_a_strict_call_is_executed_and_answered_over_chat(
     assert answered.choices[0].message.content
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_a_named_call_is_valid_at_a_high_temperature(client: openai.OpenAI, seed: int) -> None:
-    named: Any = {"type": "function", "function": {"name": "get_weather"}}
-    with client.chat.completions.stream(
-        model="builtin",
-        messages=[{"role": "user", "content": QUESTION}],
-        tools=[TOOL],
-        tool_choice=named,
-        temperature=1.5,
-        seed=seed,
-        max_tokens=400,
-    ) as stream:
-        calls = stream.get_final_completion().choices[0].message.tool_calls
-    assert calls
-    assert [bool(weather(call.function.arguments)) for call in calls] == [True]
-
-
 def test_a_forced_call_is_executed_and_answered_over_responses(client: openai.OpenAI) -> None:
     tools: Any = [{"type": "function", **FUNCTION}]
     fields: Any = {"model": "builtin", "tools": tools, "temperature": 0}

@@ -11,6 +11,7 @@ from engine.step import HASH_VERSION
 from engine.worker.process.worker import Worker
 from engine.worker_settings import WorkerSettings
 from tests.engine.worker.process.driving import settings_for
+from tests.engine.worker.process.fleet import fleet
 from tests.inline import RequestOutcome, play
 from tests.models.checkpoints import make_checkpoint
 from tests.scheduling import GREEDY
@@ -100,3 +101,9 @@ def test_too_little_disk_for_a_snapshot_is_an_error_at_start(tmp_path: Path) -> 
     base = changed(settings(tmp_path, "qwen3_5"), disk_kv=str(tmp_path / "disk"))
     with pytest.raises(StartupError, match="for snapshots are less than one snapshot"):
         Worker.load(changed(base, disk_kv_memory=1000), lambda *_: None)
+
+
+def test_a_disk_tier_of_a_worker_beside_others_is_an_error_at_start(tmp_path: Path) -> None:
+    model, rejected = make_checkpoint(tmp_path, "llama"), "--disk-kv needs a single worker"
+    with pytest.raises(StartupError, match=rejected), fleet(model, 1, 2, disk_kv=str(tmp_path)):
+        pass

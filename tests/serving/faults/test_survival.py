@@ -8,7 +8,7 @@ import aiohttp
 import psutil
 
 from tests.conftest import Server, read_url, start_server
-from tests.serving.client import Json, pause, streamed_text, with_stream
+from tests.serving.client import Json, pause, with_stream
 
 SHORT: Json = {"prompt": "Hello", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
 
@@ -51,28 +51,3 @@ async def test_a_server_without_workers_reports_it_and_then_ends_with_an_error(
         log = server.log.read_text()
         assert "was killed by signal 9, Killed (not by the server" in log
         assert log.splitlines()[-1].startswith("podway: The server has no worker: ")
-
-
-async def test_texts_are_right_after_the_packed_weights_were_damaged_on_the_disk(
-    tmp_path: Path,
-) -> None:
-    folder = tmp_path / "packed"
-    texts = []
-    for is_damaged in (False, True):
-        with start_server(tmp_path, "--packed-cache", str(folder)) as server:
-            url = read_url(server)
-            async with aiohttp.ClientSession() as session:
-                if is_damaged:
-                    await until_ready(session, url, 503)
-                    await until_ready(session, url, 200)
-                    assert server.log.read_text().count("so they are packed again") == 1
-                texts.append(await streamed_text(session, url, SHORT))
-            while not (packed := list(folder.glob("*.packed"))):
-                await pause()  # it is being written
-            server.send_signal(signal.SIGTERM)
-            assert server.wait(60) == 0
-        with packed[0].open("r+b") as file:
-            for at in range(0, packed[0].stat().st_size // 2, 1000):
-                file.seek(at)
-                file.write(b"damage")
-    assert texts[0] == texts[1]

@@ -91,9 +91,3 @@ def test_copies_that_were_changed_or_are_of_another_kv_dtype_are_not_used(tmp_pa
     with started(tmp_path, "--kv-cache-dtype", "float32") as server:
         assert cached(chat(read_url(server), STORY)) == 0
     assert "the KV of other models, KV dtypes or versions is not used" in server.log.read_text()
-
-
-def test_workers_that_share_a_model_are_rejected(tmp_path: Path) -> None:
-    with started(tmp_path, "--tensor-ranks", "2") as server:
-        assert server.wait(60) == 1
-    assert "--disk-kv needs a single worker" in server.log.read_text()

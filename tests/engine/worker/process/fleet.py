@@ -96,10 +96,7 @@ def fleet(
     *,
     attention: str = "cpu",
     kv_slots: int = 512,
-    lookahead: int = 0,
-    host_kv_bytes: int = 0,
-    num_states: int = 0,
-    task: str = "auto",
+    **changes: object,
 ) -> Iterator[Fleet]:
     """Workers on a small cache; they meet on a port of this machine."""
     with socket.socket() as listener, ThreadPoolExecutor(stages * ranks) as threads:
@@ -109,14 +106,7 @@ def fleet(
 
         def load(placement: Placement) -> Worker:
             settings = settings_for(model, attention, kv_slots=kv_slots)
-            settings = changed(
-                settings,
-                placement=placement,
-                lookahead=lookahead,
-                host_kv_memory=host_kv_bytes,
-                num_states=num_states,
-                task=task,
-            )
+            settings = changed(settings, placement=placement, **changes)
             return Worker.load(settings, lambda what, done, total: None)
 
         places = placements(stages, ranks, rendezvous, listener.fileno())

@@ -127,7 +127,7 @@ async def test_answers_are_those_of_each_request_alone(
         kv_slots=52 if alone.worker.report.windows != (None,) else 80,
         num_states=4 if alone.worker.report.num_states else 0,
         lookahead=lookahead,
-        host_kv_bytes=host_kv_bytes,
+        host_kv_memory=host_kv_bytes,
     ) as workers:
         answers = await serve(workers, lookahead, counts)
     for number, (answer, whole) in enumerate(zip(answers, expected, strict=True)):
@@ -168,7 +168,7 @@ async def test_drafts_change_no_answer(
     ]
     drafter = a_drafter(expected)
     with fleet(
-        tmp_path, stages, ranks, kv_slots=120, lookahead=lookahead, host_kv_bytes=1 << 16
+        tmp_path, stages, ranks, kv_slots=120, lookahead=lookahead, host_kv_memory=1 << 16
     ) as workers:
         answers = await serve(workers, lookahead, EventCounts(), drafter)
     for answer, whole in zip(answers, expected, strict=True):

@@ -144,7 +144,7 @@ def runner(
         settings = changed(settings, host_kv_memory=host_kv_bytes)
         yield Worker.load(settings, lambda *_: None)
     else:
-        with fleet(model, stages, ranks, attention="cpu", host_kv_bytes=host_kv_bytes) as workers:
+        with fleet(model, stages, ranks, attention="cpu", host_kv_memory=host_kv_bytes) as workers:
             yield workers
 
 
