@@ -9,6 +9,7 @@ from rich.console import Console
 from gateway.commands import explain, top
 from tests.gateway.commands.conftest import Peer
 from tests.gateway.commands.terminal import at_terminal, read_until
+from tests.gateway.rig import MODEL
 
 STATE = {
     "policy": "fcfs",
@@ -90,7 +91,7 @@ def test_the_engine_is_shown_once_in_a_pipe(
 ) -> None:
     assert top.main([server_url]) == 0
     shown = capsys.readouterr().out
-    assert "builtin: policy fcfs, admission grow; worker running" in shown
+    assert f"{MODEL}: policy fcfs, admission grow; worker running" in shown
     assert "KV device" in shown
 
 
