@@ -4,9 +4,9 @@ import sys
 import pydantic
 import pytest
 
-from examples.benchmarks.server import client_calls, clients
+from examples.benchmarks.server import client_calls
 from examples.benchmarks.server.client_calls import Operations
-from tests.examples.benchmarks.published import RESULTS, read
+from tests.examples.benchmarks.published import read
 
 
 def fake(url: str) -> Operations:
@@ -34,11 +34,6 @@ def test_an_operation_has_passed_if_something_came_back(
         (False, "ValueError: no"),
         (False, "nothing came back"),
     ]
-
-
-def test_the_page_is_that_of_its_file() -> None:
-    found = read("clients/clients.json")
-    assert (RESULTS / "clients" / "README.md").read_text() == clients.page(found)
 
 
 def test_every_failure_has_a_reason_and_every_client_a_version_and_a_command() -> None:

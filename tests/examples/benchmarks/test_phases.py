@@ -1,11 +1,9 @@
-import json
 from itertools import pairwise
 
 from engine.simulated.trace import Arrival
 from engine.simulated.virtual_loop import run_virtual
 from examples.benchmarks.virtual_time.phases import (
     H100,
-    OUT,
     Hardware,
     Outcome,
     Way,
@@ -14,7 +12,7 @@ from examples.benchmarks.virtual_time.phases import (
     rows_of,
     ways_of,
 )
-from examples.benchmarks.virtual_time.phases_page import page, rate_of
+from examples.benchmarks.virtual_time.phases_page import rate_of
 
 ARRIVALS = [Arrival(0.1 * number, 1000, 20) for number in range(10)]
 
@@ -62,11 +60,6 @@ def test_only_the_ways_that_are_named_are_played_again() -> None:
     rows = rows_of("code", ARRIVALS, [1.0], 2, 5.0, H100, ["1 prefill", "chunks of 512"])
     assert [row["way"] for row in rows] == ["chunks of 512", "1 prefill, 1 decode"]
     assert [way.prefills for way in ways_of(16)][4:] == [4, 6, 8, 10, 12, 14, 15]
-
-
-def test_the_page_shows_the_figures_of_its_runs() -> None:
-    rows = json.loads((OUT / "phases.json").read_text())
-    assert (OUT / "README.md").read_text() == page(rows)
 
 
 def test_a_rate_is_sustained_below_the_first_one_at_which_too_few_meet_the_goals() -> None:

@@ -8,7 +8,6 @@ import pytest
 from examples.benchmarks.layers import decode_step, fractions, step_kernels
 from examples.benchmarks.peers import tables
 from examples.benchmarks.peers.loads import read_loads
-from examples.benchmarks.real_engine import policies
 from examples.benchmarks.server import itl_goal, lone_stream
 from examples.benchmarks.virtual_time.policy_tables import report_on
 from tests.examples.benchmarks.published import RESULTS, plain, read
@@ -17,11 +16,6 @@ from tests.examples.benchmarks.published import RESULTS, plain, read
 def test_the_page_about_policies_is_that_of_its_runs() -> None:
     folder = RESULTS / "policies"
     assert (folder / "README.md").read_text() == report_on(folder)
-
-
-def test_the_page_about_policies_on_the_real_engine_is_that_of_its_runs() -> None:
-    page = (RESULTS / "real_engine" / "README.md").read_text()
-    assert page == policies.page_of(read("real_engine/figures.json"))
 
 
 def test_the_page_about_itl_goals_is_that_of_its_runs() -> None:

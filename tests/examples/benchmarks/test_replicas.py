@@ -1,25 +1,16 @@
-import json
-
 from engine.simulated.virtual_loop import run_virtual
 from examples.benchmarks.virtual_time.replicas import (
     ALONE,
     DEATH_AT,
     FOLLOWING,
     MOVING,
-    OUT,
     PREFIX,
     ROUND_ROBIN,
     SMG,
     bursts_of,
     load_of,
-    page,
     play,
 )
-
-
-def test_the_page_shows_the_figures_of_its_runs() -> None:
-    parts = json.loads((OUT / "replicas.json").read_text())
-    assert (OUT / "README.md").read_text() == page(parts)
 
 
 def test_placement_by_prefix_caches_more_than_round_robin() -> None:

@@ -39,11 +39,6 @@ def test_the_page_has_the_parts_of_each_total() -> None:
     assert lines[-1] == "Pages that an import writes, in MiB: `torch` 110."
 
 
-def test_the_published_page_is_that_of_its_figures() -> None:
-    found = (RESULTS / "served_memory" / "README.md").read_text()
-    assert found == page(read("served_memory/figures.json"))
-
-
 def test_the_note_on_served_memory_is_that_of_its_figures() -> None:
     note = plain((RESULTS / "offline" / "README.md").read_text())
     figures = read("served_memory/figures.json")

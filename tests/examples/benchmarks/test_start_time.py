@@ -1,5 +1,4 @@
 from examples.benchmarks.server.start_time import COLUMNS, page
-from tests.examples.benchmarks.published import RESULTS, read
 
 ROUNDS = [
     {"round": 0, "server": "ours", "first_seconds": 20.0},
@@ -28,7 +27,3 @@ def test_the_page_has_medians_and_the_memory_beside_weights_and_kv() -> None:
     assert "| theirs |  | 1.00 |" + "  |" * (len(COLUMNS) - 2) in lines
     assert "medians of 3 rounds" in lines[2]
     assert "load 0.0 to 2.5" in lines[2]
-
-
-def test_the_published_page_is_that_of_its_figures() -> None:
-    assert (RESULTS / "start" / "README.md").read_text() == page(read("start/figures.json"))

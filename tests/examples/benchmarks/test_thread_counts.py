@@ -1,4 +1,3 @@
-import json
 from pathlib import Path
 
 from examples.benchmarks.layers.thread_counts import KINDS, known_steps, measure, page
@@ -21,8 +20,3 @@ def test_the_page_counts_the_rows_in_which_fewer_threads_are_faster() -> None:
     text = page({"cpu": "C", "cores": 4, "rows": rows})
     assert "In 1 of 2 rows fewer threads are faster than all." in text
     assert "| m | int8 | 1 row | 2.00 | 1.00 | 4 |" in text
-
-
-def test_the_page_shows_the_figures_of_its_run() -> None:
-    figures = json.loads((OUT / "thread_counts.json").read_text())
-    assert (OUT / "README.md").read_text() == page(figures)

@@ -1,5 +1,4 @@
 from collections.abc import Callable, Mapping
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -7,20 +6,34 @@ import pytest
 from engine.policy import POLICIES
 from examples.benchmarks.cluster import replicas as real_replicas
 from examples.benchmarks.cluster import shared_store
+from examples.benchmarks.layers import thread_counts
 from examples.benchmarks.mtp import acceptance
 from examples.benchmarks.peers import images as images_beside_others
 from examples.benchmarks.peers import parameters
+from examples.benchmarks.real_engine import policies
 from examples.benchmarks.server import (
     agent_turns,
+    clients,
     decisions,
     held_memory,
     kill_server,
     lora_server,
     models,
     prompt_bounds,
+    served_memory,
+    start_time,
     upgrades,
 )
-from examples.benchmarks.virtual_time import learned_cost, least_piece, mixed_graphs, step_cost
+from examples.benchmarks.server.conformance import page as conformance_page
+from examples.benchmarks.virtual_time import (
+    learned_cost,
+    least_piece,
+    mixed_graphs,
+    phases_page,
+    replicas,
+    retention,
+    step_cost,
+)
 from tests.examples.benchmarks.published import RESULTS, read
 
 Page = Callable[[Mapping[str, Any]], str]
@@ -67,13 +80,28 @@ def test_the_page_about_retries_is_that_of_its_runs() -> None:
     assert not runs["server_kills"]["different"]
 
 
-@pytest.mark.parametrize(
-    "part", [learned_cost, least_piece, mixed_graphs, decisions, parameters, models]
-)
-def test_the_page_of_a_folder_is_that_of_its_run(part: ModuleType) -> None:
-    name = part.__name__.rpartition(".")[2]
-    found = read(f"{name}/{name}.json")
-    assert (RESULTS / name / "README.md").read_text() == part.page(found)
+FOLDERS: dict[str, Callable[[Any], str]] = {  # file of figures -> the README.md beside it
+    **{
+        f"{name}/{name}.json": part.page
+        for part in (learned_cost, least_piece, mixed_graphs, decisions, parameters, models)
+        for name in [part.__name__.rpartition(".")[2]]
+    },
+    "clients/clients.json": clients.page,
+    "conformance/conformance.json": conformance_page.page,
+    "phases/phases.json": phases_page.page,
+    "real_engine/figures.json": policies.page_of,
+    "replicas/replicas.json": replicas.page,
+    "retention/retention.json": retention.page,
+    "served_memory/figures.json": served_memory.page,
+    "start/figures.json": start_time.page,
+    "threads/thread_counts.json": thread_counts.page,
+}
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_the_page_of_a_folder_is_that_of_its_run(name: str) -> None:
+    page = (RESULTS / name).with_name("README.md").read_text()
+    assert page == FOLDERS[name](read(name))
 
 
 def test_a_run_too_short_for_the_clock_of_cpu_time_has_no_ratio() -> None:
