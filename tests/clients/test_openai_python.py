@@ -1,11 +1,10 @@
-"""The official Python client against a real server: parse, tools, files and batches.
+"""The official Python client against a real server: parse, tools and responses.
 
 Plain answers, streams and errors: `tests/gateway/serve/test_live.py` and
-`examples/20_openai_python.py`.
+`examples/20_openai_python.py`; files and batches: `tests/gateway/serve/test_live_storage.py`.
 """
 
 import json
-import time
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
@@ -62,15 +61,6 @@ def test_parse_makes_an_object_of_the_answer(client: openai.OpenAI) -> None:
         model="builtin", messages=PERSON, response_format=Person, temperature=0
     )
     assert isinstance(answer.choices[0].message.parsed, Person)
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_parse_holds_at_any_temperature(client: openai.OpenAI, seed: int) -> None:
-    answer = client.chat.completions.parse(
-        model="builtin", messages=PERSON, response_format=Person, temperature=1.5, seed=seed
-    )
-    if answer.choices[0].finish_reason == "stop":
-        assert isinstance(answer.choices[0].message.parsed, Person)
 
 
 def test_the_stream_helper_parses_as_well(client: openai.OpenAI) -> None:
@@ -132,36 +122,6 @@ async def test_the_async_client_gets_logprobs(at_once: openai.AsyncOpenAI) -> No
     assert logprobs is not None
     assert logprobs.content is not None
     assert [len(token.top_logprobs) for token in logprobs.content] == [2] * 4
-
-
-def test_a_batch_is_uploaded_run_and_read(client: openai.OpenAI) -> None:
-    lines = [
-        json.dumps(
-            {
-                "custom_id": f"line-{index}",
-                "method": "POST",
-                "url": "/v1/chat/completions",
-                "body": {"model": "builtin", "messages": WEATHER, "max_tokens": 4 + index},
-            }
-        )
-        for index in range(3)
-    ]
-    file = client.files.create(file=("in.jsonl", "\n".join(lines).encode()), purpose="batch")
-    batch = client.batches.create(
-        input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
-    )
-    while batch.status not in ("completed", "failed", "expired", "cancelled"):
-        time.sleep(0.05)
-        batch = client.batches.retrieve(batch.id)
-    assert batch.status == "completed", batch
-    assert batch.output_file_id is not None
-    answers = [
-        json.loads(line) for line in client.files.content(batch.output_file_id).text.splitlines()
-    ]
-    assert {answer["custom_id"] for answer in answers} == {"line-0", "line-1", "line-2"}
-    assert all(answer["response"]["status_code"] == 200 for answer in answers)
-    assert batch.id in [each.id for each in client.batches.list()]
-    assert client.files.delete(file.id).deleted
 
 
 def test_responses_go_on_from_each_other_whole_and_streamed(client: openai.OpenAI) -> None:

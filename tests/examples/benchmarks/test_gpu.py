@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from adapters.attention.flashinfer.modules import Module as BuildsLibrary
-from engine.worker.cuda.kernels.library import TRIALS
 from examples.benchmarks.gpu import __main__ as gpu
 from examples.benchmarks.gpu import estimate, kernels, mixed_steps, page, plan, stages
 from tests.engine.worker.cuda.launching import on_stand_ins
@@ -277,12 +276,6 @@ def test_on_a_gpu_kernels_are_built_first_and_only_tests_that_need_one_are_colle
 def test_the_page_has_the_figures_of_the_estimate() -> None:
     text = (ROOT / "examples" / "benchmarks" / "gpu" / "README.md").read_text()
     assert "\n".join(estimate.lines()) in text
-
-
-def test_the_triton_kernels_are_verified_in_one_command() -> None:
-    pytest.importorskip("triton", reason="triton is not installed")
-    figures = plan.verify_triton_kernels(120.0)
-    assert figures == {"used": list(TRIALS), "not used": []}
 
 
 def test_all_stages_are_rehearsed_on_the_cpu(
