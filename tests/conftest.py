@@ -135,7 +135,7 @@ def _quick_loads() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def server_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """`podway serve` in a process of its own; it must drain and exit with 0 in the end."""
-    with start_server(tmp_path_factory.mktemp("server")) as child:
+    with start_server(tmp_path_factory.mktemp("server"), "--cost-model", "auto") as child:
         yield read_url(child)
         child.send_signal(signal.SIGTERM)
         assert child.wait(60) == 0, "the server did not drain"
@@ -143,7 +143,8 @@ def server_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 def start_server(directory: Path, *flags: str) -> "Server":
     """`python -m gateway serve` on a free port; stderr goes to a file. Its compute threads sleep
-    between kernels, since other tests need the cores; nothing else is set."""
+    between kernels, since other tests need the cores; and unless a flag says so, no cost is
+    measured, which takes half of a start."""
     return Server(directory, flags)
 
 
@@ -155,7 +156,7 @@ class Server(subprocess.Popen[str]):
         cache = directory.parent / "cache"  # that of all tests: costs are measured once
         command += ["--cache-dir", str(cache), "--thread-wait", "sleep", *flags]
         environ = {key: value for key, value in os.environ.items() if "PODWAY_" not in key}
-        environ["XDG_STATE_HOME"] = str(directory / "state")
+        environ |= {"XDG_STATE_HOME": str(directory / "state"), "PODWAY_COST_MODEL": "none"}
         self.log = directory / "stderr.log"
         with self.log.open("w") as stderr:
             super().__init__(

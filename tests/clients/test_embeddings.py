@@ -31,7 +31,7 @@ TEXTS = [
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    flags = (str(MODEL), "--served-model-name", NAME, "--cost-model", "none")
+    flags = (str(MODEL), "--served-model-name", NAME)
     with start_server(tmp_path_factory.mktemp("minilm"), *flags) as server:
         yield read_url(server)
 

@@ -115,7 +115,7 @@ def serving(
     """A server of a random model, its address, a client and the model's name."""
     (model := folder / "model").mkdir()
     (model / "config.json").write_text(json.dumps(config))
-    flags = ("--cost-model", "none", "--store", "memory")
+    flags = ("--store", "memory")
     with start_server(folder, name := f"random:{model}", *flags) as child:
         url = read_url(child)
         with openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0) as client:

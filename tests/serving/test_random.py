@@ -51,7 +51,7 @@ async def test_a_random_model_is_served_and_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with start_server(tmp_path, MODEL, "--cost-model", "none", "--store", "memory") as child:
+    with start_server(tmp_path, MODEL, "--store", "memory") as child:
         url = read_url(child)
         await served(url)
         figures = tmp_path / "run.json"

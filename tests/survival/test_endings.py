@@ -15,7 +15,7 @@ from tests.conftest import Server, read_url, start_server
 from tests.serving.client import Json, with_stream
 
 LONG: Json = {"prompt": "a", "max_tokens": 300, "ignore_eos": True, "temperature": 0}
-FLAGS = ("--pipeline-stages", "2", "--cost-model", "none")
+FLAGS = ("--pipeline-stages", "2")
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import psutil
 
 from tests.conftest import Server, read_url, start_server
 
-FLAGS = ("--cost-model", "none", "--store", "held.sqlite")
+FLAGS = ("--store", "held.sqlite")
 NAMED = {"x-conversation-id": "talk"}
 LENGTH, BEFORE_WORKER, BEFORE_SERVER = 400, 40, 120  # events
 SAMPLED = {"ignore_eos": True, "temperature": 0.9, "stream": True}

@@ -21,7 +21,7 @@ from tests.serving.client import pause
 from tests.serving.prefixes.test_disk_tier import STORY as PROMPT
 from tests.serving.prefixes.test_disk_tier import cached, chat, text, until_saved
 
-FLAGS = ("--cost-model", "none", "--store", "kept.sqlite")
+FLAGS = ("--store", "kept.sqlite")
 FIXED = {"temperature": 0.9, "seed": 7, "ignore_eos": True}
 STORY = {"prompt": "Once", "max_tokens": 240, "stream": True, "model": "builtin", **FIXED}
 HELD = {"input": "A story.", "max_output_tokens": 240, "background": True, "stream": True}

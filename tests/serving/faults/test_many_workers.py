@@ -28,7 +28,7 @@ async def texts_of(session: aiohttp.ClientSession, url: str) -> list[str]:
     return await asyncio.gather(*(streamed_text(session, url, one) for one in PROMPTS))
 
 
-FLAGS = ["--pipeline-stages=2", "--tensor-ranks=2", "--lookahead=1", "--cost-model=none"]
+FLAGS = ["--pipeline-stages=2", "--tensor-ranks=2", "--lookahead=1"]
 
 
 async def test_two_stages_of_two_ranks_give_the_texts_of_one_worker(

@@ -9,7 +9,7 @@ import pytest
 from tests.conftest import Server, read_url, start_server
 
 STORY = "Once upon a time there was a fox. It lived in a forest and asked: what is 2 + 3? " * 8
-FLAGS = ("--threads", "1", "--store", "memory", "--kv-slots", "4096", "--cost-model", "none")
+FLAGS = ("--threads", "1", "--store", "memory", "--kv-slots", "4096")
 
 
 def started(directory: Path, *flags: str) -> Server:

@@ -18,7 +18,7 @@ from tests.serving.client import Json, metrics, stream, until_idle, whole
 pytestmark = pytest.mark.process
 
 CONFIG = '{"method": "mtp", "num_speculative_tokens": 3}'
-FLAGS = ("--threads", "1", "--store", "memory", "--cost-model", "none", "--max-model-len", "512")
+FLAGS = ("--threads", "1", "--store", "memory", "--max-model-len", "512")
 LENGTH = 200
 
 
