@@ -9,12 +9,14 @@ from typing import Protocol
 from engine.control.scheduler import IterationScheduler
 from engine.control.settings import SchedulerSettings
 from engine.errors import EngineError, WorkerLost
+from engine.events import Observer
 from engine.kv.ledger import KVLedger
 from engine.kv_shape import KVShape
 from engine.loop import Engine
 from engine.media import ImagePixels
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.policy.port import Policy
+from engine.ports import StepExecutor
 from engine.replicas.replicas import ServingEngine
 from engine.request import FinishReason, Request, RequestSpec
 from engine.speculation.drafter import Drafter
@@ -102,7 +104,37 @@ def play(
     """Serve all requests at once, to their end or as a `client` reads them; fewer `num_blocks` or
     `num_states` than the worker has lead to preemptions. The worker's disk tier is used if it has
     one."""
-    report = worker.report
+    executor = Mortal(worker, dies_in, 1 + lookahead)
+    engine = engine_over(
+        worker.report,
+        executor,
+        num_blocks=num_blocks,
+        num_states=num_states,
+        lookahead=lookahead,
+        drafter=drafter,
+        saves_on_host=saves_on_host,
+        policy=policy,
+        send_pixels=executor.send_pixels if worker.report.encoder else None,
+        **bounds,
+    )
+    return asyncio.run(serve(engine, specs, client or read_all))
+
+
+def engine_over(
+    report: WorkerReport,
+    executor: StepExecutor,
+    *,
+    num_blocks: int = 0,
+    num_states: int = 0,
+    lookahead: int = 0,
+    drafter: Drafter | None = None,
+    saves_on_host: bool = False,
+    policy: Policy | None = None,
+    observer: Observer | None = None,
+    send_pixels: Callable[[ImagePixels], Awaitable[object]] | None = None,
+    **bounds: object,
+) -> Engine:
+    """An engine whose executor's worker reported this; `num_blocks` and `num_states` as above."""
     settings = SchedulerSettings(max_model_len=report.max_model_len, **bounds)  # type: ignore[arg-type]
     ledger = KVLedger(
         KVShape(
@@ -122,33 +154,28 @@ def play(
         settings,
         ledger,
         policy or FirstComeFirstServed(),
+        observer,
         drafter=drafter,
         encoder=report.encoder,
     )
     hashes, state_hashes = report.tiers.disk_hashes, report.tiers.disk_state_hashes
     scheduler.kv.search.restore_disk({PageKind.BLOCK: hashes, PageKind.SNAPSHOT: state_hashes})
-    executor = Mortal(worker, dies_in, 1 + lookahead)
-    engine = Engine(
-        scheduler,
-        executor,
-        time.perf_counter,
-        lookahead=lookahead,
-        send_pixels=executor.send_pixels if report.encoder else None,
+    return Engine(
+        scheduler, executor, time.perf_counter, lookahead=lookahead, send_pixels=send_pixels
     )
-    outcomes = asyncio.run(_serve(engine, specs, client or read_all))
-    scheduler.ledger.check()
-    assert scheduler.ledger.num_held == 0
-    return outcomes
 
 
-async def _serve(
+async def serve(
     engine: Engine, specs: Sequence[RequestSpec], client: Client
 ) -> list[RequestOutcome]:
+    """Serve all requests at once; afterwards no KV is held."""
     async with asyncio.TaskGroup() as group:
         running = group.create_task(engine.run())
         outcomes = await asyncio.gather(*(client(engine, spec) for spec in specs))
         await engine.drain(60.0)  # of the last of a surplus
         running.cancel()
+    engine.scheduler.ledger.check()
+    assert engine.scheduler.ledger.num_held == 0
     return outcomes
 
 

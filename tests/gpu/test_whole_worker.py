@@ -5,7 +5,6 @@ allowed error is relative (L2): 2e-2, or twice that of transformers' own bfloat1
 more. A sampled token is right if float32 finds it the likeliest, up to that error.
 """
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,11 +25,11 @@ from engine.kv.ledger import KVLedger
 from engine.kv_shape import KVShape
 from engine.loop import Engine
 from engine.policy import build
-from engine.policy.fcfs import FirstComeFirstServed
 from engine.request import RequestSpec
 from engine.step import SamplingParams
 from engine.worker.process.worker import Worker
 from tests.engine.worker.process.driving import GREEDY, Driver, settings_for
+from tests.inline import RequestOutcome, engine_over, read_all, serve
 from tests.inline_executor import InlineExecutor
 from tests.models.checkpoints import VARIANTS, make_model
 from tests.scheduling import planned
@@ -162,46 +161,27 @@ def test_texts_written_together_are_greedy_ones(llama: Any, device: str, tmp_pat
     assert max(map(pair.shortfall, prompts, outputs)) <= 1
 
 
-async def read(engine: Engine, ask: RequestSpec, until: int) -> list[int]:
-    """The answer up to so many tokens; then its reader leaves."""
-    tokens: list[int] = []
-    with engine.stream(ask) as stream:
-        while len(tokens) < until:
-            chunk = await stream.next()
-            tokens += chunk.tokens
-            if chunk.finish is not None:
-                break
-    return tokens
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("lookahead", [0, 1])
 async def test_who_leaves_leaves_nothing_behind(
     llama: Any, device: str, lookahead: int, tmp_path: Path
 ) -> None:
     pair = pair_of(llama, tmp_path, device, lookahead=lookahead)
-    report = pair.worker.report
-    ledger = KVLedger(KVShape(report.num_blocks, report.block_size))
-    bounds = SchedulerSettings(max_model_len=512, max_batch_size=4, max_batch_tokens=40)
-    scheduler = IterationScheduler(bounds, ledger, FirstComeFirstServed())
     executor = InlineExecutor(pair.worker, 1 + lookahead)
-    now = asyncio.get_running_loop().time
-    engine = Engine(scheduler, executor, now, lookahead=lookahead)
-    running = asyncio.create_task(engine.run())
+    bounds = {"lookahead": lookahead, "max_batch_size": 4, "max_batch_tokens": 40}
+    engine = engine_over(pair.worker.report, executor, **bounds)
     asks = [
         RequestSpec(tuple(tokens_of(9 + 13 * number, number)), 24, SamplingParams(temperature=0.0))
         for number in range(8)
     ]
-    answers = await asyncio.gather(
-        *(read(engine, ask, 5 if at % 2 else 99) for at, ask in enumerate(asks))
-    )
-    await engine.drain(30)
-    running.cancel()
-    ledger.check()
-    assert ledger.num_held == 0
+
+    async def client(engine: Engine, ask: RequestSpec) -> RequestOutcome:
+        return await read_all(engine, ask, 5 if asks.index(ask) % 2 else None)
+
+    answers = await serve(engine, asks, client)
     for at, (ask, answer) in enumerate(zip(asks, answers, strict=True)):
-        assert len(answer) == 24 if at % 2 == 0 else len(answer) < 24
-        assert pair.shortfall(ask.prompt, answer) <= 1
+        assert len(answer.tokens) == 24 if at % 2 == 0 else len(answer.tokens) < 24
+        assert pair.shortfall(ask.prompt, answer.tokens) <= 1
 
 
 @pytest.mark.parametrize("device", DEVICES)

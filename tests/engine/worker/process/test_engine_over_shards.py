@@ -4,45 +4,34 @@ Prompts in pieces beside decodes, clients that leave, preemption by swapping and
 each with several iterations in flight.
 """
 
-import asyncio
 from pathlib import Path
 from random import Random
 
 import pytest
 
-from engine.control.scheduler import IterationScheduler
-from engine.control.settings import SchedulerSettings
 from engine.iteration import Iteration, Observer
-from engine.kv.ledger import KVLedger
-from engine.kv_shape import KVShape
 from engine.loop import Engine
 from engine.policy.priority import LowestPriorityFirst
-from engine.request import Request, RequestSpec
+from engine.request import RequestSpec
 from engine.speculation.drafter import Drafter
-from engine.step import BlockMove, SamplingParams
+from engine.step import SamplingParams
 from tests.engine.worker.process.driving import Driver, load_worker
 from tests.engine.worker.process.fleet import Fleet, FleetExecutor, fleet
+from tests.inline import RequestOutcome, engine_over, read_all, serve
 from tests.models.checkpoints import make_checkpoint
 from tests.models.drafts import a_drafter
 
 COUNT = 6
 
 
-class EventCounts(Observer):
-    """Counts preemptions and swaps."""
+class MixedSteps(Observer):
+    """Counts steps of decodes beside pieces of prompts."""
 
-    def __init__(self) -> None:
-        self.num_swaps = self.num_recomputed = self.num_mixed = 0
+    count = 0
 
     def planned(self, iteration: Iteration, now: float) -> None:
         lengths = [len(entry.tokens) for entry in iteration.step.entries]
-        self.num_mixed += min(lengths, default=1) == 1 < max(lengths, default=1)
-
-    def preempted(self, request: Request, now: float) -> None:
-        self.num_recomputed += 1
-
-    def swapped(self, request: Request, move: BlockMove, now: float) -> None:
-        self.num_swaps += 1
+        self.count += min(lengths, default=1) == 1 < max(lengths, default=1)
 
 
 def an_ask(number: int) -> RequestSpec:
@@ -55,48 +44,29 @@ def an_ask(number: int) -> RequestSpec:
     )
 
 
-async def read(engine: Engine, ask: RequestSpec, until: int) -> list[int]:
-    """The answer, or what there was of it when `until` tokens had come."""
-    tokens: list[int] = []
-    with engine.stream(ask) as stream:
-        while len(tokens) < until:
-            chunk = await stream.next()
-            tokens += chunk.tokens
-            if chunk.finish is not None:
-                break
-    return tokens
-
-
-async def serve(
-    workers: Fleet, lookahead: int, counts: EventCounts, drafter: Drafter | None = None
-) -> list[list[int]]:
+async def answers_of(
+    workers: Fleet, lookahead: int, drafter: Drafter | None = None
+) -> list[RequestOutcome]:
     """Serve all requests, which arrive one after the other, more urgent ones later; every third
     is cancelled."""
-    report = workers.report
-    bounds = SchedulerSettings(max_model_len=100, max_batch_size=4, max_batch_tokens=12)
-    ledger = KVLedger(
-        KVShape(
-            report.num_blocks,
-            report.block_size,
-            report.tiers.num_host_blocks,
-            windows=report.windows,
-            chunk=bounds.max_batch_tokens * (1 + lookahead),
-            num_states=report.num_states,
-            num_host_states=report.tiers.num_host_states,
-        )
+    executor, mixed = FleetExecutor(workers, lookahead), MixedSteps()
+    engine = engine_over(
+        workers.report,
+        executor,
+        lookahead=lookahead,
+        drafter=drafter,
+        policy=LowestPriorityFirst(),
+        observer=mixed,
+        max_batch_size=4,
+        max_batch_tokens=12,
     )
-    scheduler = IterationScheduler(bounds, ledger, LowestPriorityFirst(), counts, drafter=drafter)
-    executor = FleetExecutor(workers, lookahead)
-    engine = Engine(scheduler, executor, asyncio.get_running_loop().time, lookahead=lookahead)
-    running = asyncio.create_task(engine.run())
-    answers = await asyncio.gather(
-        *(read(engine, an_ask(number), 4 if number % 3 == 0 else 99) for number in range(COUNT))
-    )
-    await engine.drain(30)
-    running.cancel()
+
+    async def client(engine: Engine, spec: RequestSpec) -> RequestOutcome:
+        return await read_all(engine, spec, None if (COUNT - spec.priority) % 3 else 4)
+
+    answers = await serve(engine, [an_ask(number) for number in range(COUNT)], client)
     executor.close()
-    ledger.check()
-    assert ledger.num_held == 0
+    assert mixed.count
     return answers
 
 
@@ -119,7 +89,6 @@ async def test_answers_are_those_of_each_request_alone(
         alone.generate(number, an_ask(number).prompt, an_ask(number).max_tokens)
         for number in range(COUNT)
     ]
-    counts = EventCounts()
     with fleet(
         tmp_path,
         stages,
@@ -129,12 +98,13 @@ async def test_answers_are_those_of_each_request_alone(
         lookahead=lookahead,
         host_kv_memory=host_kv_bytes,
     ) as workers:
-        answers = await serve(workers, lookahead, counts)
+        answers = await answers_of(workers, lookahead)
     for number, (answer, whole) in enumerate(zip(answers, expected, strict=True)):
-        assert answer == whole[: len(answer)]
-        assert len(answer) == len(whole) or number % 3 == 0
-    assert counts.num_mixed
-    assert counts.num_swaps if host_kv_bytes else counts.num_recomputed
+        assert answer.tokens == whole[: len(answer.tokens)]
+        assert len(answer.tokens) == len(whole) or number % 3 == 0
+    setbacks = [answer.request.setbacks for answer in answers if answer.request]
+    name = "num_swaps" if host_kv_bytes else "num_preemptions"
+    assert any(getattr(each, name) for each in setbacks)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +140,7 @@ async def test_drafts_change_no_answer(
     with fleet(
         tmp_path, stages, ranks, kv_slots=120, lookahead=lookahead, host_kv_memory=1 << 16
     ) as workers:
-        answers = await serve(workers, lookahead, EventCounts(), drafter)
+        answers = await answers_of(workers, lookahead, drafter)
     for answer, whole in zip(answers, expected, strict=True):
-        assert answer == whole[: len(answer)]
+        assert answer.tokens == whole[: len(answer.tokens)]
     assert drafter.counts.num_drafts > drafter.counts.num_accepted > 0

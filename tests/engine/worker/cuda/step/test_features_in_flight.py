@@ -8,59 +8,13 @@ from random import Random
 
 import pytest
 
-from engine.control.scheduler import IterationScheduler
-from engine.control.settings import SchedulerSettings
-from engine.kv.ledger import KVLedger
-from engine.kv_shape import KVShape
-from engine.loop import Engine
-from engine.policy.fcfs import FirstComeFirstServed
-from engine.request import RequestSpec
-from engine.speculation.drafter import Drafter
 from tests.contracts.test_features import SPECS, texts
-from tests.engine.worker.cuda.launching import LaunchingExecutor, OnStandIns, on_stand_ins
+from tests.engine.worker.cuda.launching import LaunchingExecutor, on_stand_ins
 from tests.engine.worker.process.driving import load_worker
+from tests.inline import engine_over, read_all, serve
 from tests.models.checkpoints import make_checkpoint
 from tests.models.drafts import a_drafter, a_model_drafter
 from tests.models.mtp import make_mtp_checkpoint
-
-
-async def serve(on_gpu: OnStandIns, drafter: Drafter | None, num_blocks: int) -> list[list[int]]:
-    """The tokens of all requests, served at once with lookahead and few blocks."""
-    report = on_gpu.report
-    ledger = KVLedger(
-        KVShape(
-            num_blocks,
-            report.block_size,
-            report.tiers.num_host_blocks,
-            saves_on_host=True,
-            windows=report.windows,
-            chunk=2 * 32,
-            num_states=report.num_states,
-            num_host_states=report.tiers.num_host_states,
-        )
-    )
-    bounds = SchedulerSettings(max_model_len=100, max_batch_size=3, max_batch_tokens=32)
-    scheduler = IterationScheduler(bounds, ledger, FirstComeFirstServed(), drafter=drafter)
-    executor = LaunchingExecutor(on_gpu, 2, Random(1))
-    engine = Engine(scheduler, executor, asyncio.get_running_loop().time, lookahead=1)
-    async with asyncio.timeout(60), asyncio.TaskGroup() as group:
-        running = group.create_task(engine.run())
-        outputs = await asyncio.gather(*(read(engine, spec) for spec in SPECS))
-        await engine.drain(30)
-        running.cancel()
-    ledger.check()
-    return outputs
-
-
-async def read(engine: Engine, spec: RequestSpec) -> list[int]:
-    tokens: list[int] = []
-    with engine.stream(spec) as stream:
-        while len(tokens) < spec.max_tokens:
-            chunk = await stream.next()
-            tokens += chunk.tokens
-            if chunk.finish is not None:
-                break
-    return tokens
 
 
 @pytest.mark.parametrize(
@@ -86,4 +40,14 @@ async def test_two_steps_in_flight_change_no_token(
         max_batch_tokens=64,
     )
     drafter = {"scripted": a_drafter(expected), "mtp": a_model_drafter()}.get(drafts)
-    assert await serve(on_gpu, drafter, num_blocks=24) == expected
+    engine = engine_over(
+        on_gpu.report,
+        LaunchingExecutor(on_gpu, 2, Random(1)),
+        num_blocks=24,
+        lookahead=1,
+        drafter=drafter,
+        saves_on_host=True,
+        max_batch_size=3,
+        max_batch_tokens=32,
+    )
+    assert [outcome.tokens for outcome in await serve(engine, SPECS, read_all)] == expected

@@ -4,27 +4,20 @@ Prompts in pieces beside decodes, clients that leave, preemption with and withou
 penalties, grammars' bans, log-probabilities and requests that fail, all with two steps in flight.
 """
 
-import asyncio
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
 import pytest
 
-from engine.control.scheduler import IterationScheduler
-from engine.control.settings import SchedulerSettings
-from engine.errors import EngineError
-from engine.iteration import Observer
-from engine.kv.ledger import KVLedger
-from engine.kv_shape import KVShape
+from engine.errors import NoAllowedToken
 from engine.loop import Engine
 from engine.policy.priority import LowestPriorityFirst
-from engine.request import Request, RequestSpec
-from engine.step import BlockMove, SamplingParams
-from engine.worker.process.worker import Worker
+from engine.request import RequestSpec
+from engine.step import SamplingParams, TokenLogprobs
 from tests.engine.worker.cuda.launching import LaunchesSteps, LaunchingExecutor, on_stand_ins
 from tests.engine.worker.process.driving import load_worker
-from tests.inline import play
+from tests.inline import RequestOutcome, engine_over, play, read_all, serve
 from tests.models.checkpoints import make_checkpoint
 
 VOCAB = 97
@@ -56,67 +49,33 @@ def an_ask(number: int) -> RequestSpec:
     )
 
 
-@dataclass
-class StreamOutcome:
-    """The tokens and the end of one stream."""
-
-    tokens: list[int]
-    logprobs: list[float]
-    prompt_logprobs: list[float]
-    error: str
-
-
-@dataclass
-class EventCounts(Observer):
-    """Counts preemptions and swaps."""
-
-    num_swaps: int = 0
-    num_recomputed: int = 0
-
-    def preempted(self, request: Request, now: float) -> None:
-        self.num_recomputed += 1
-
-    def swapped(self, request: Request, move: BlockMove, now: float) -> None:
-        self.num_swaps += 1
-
-
-async def read(engine: Engine, ask: RequestSpec, until: int) -> StreamOutcome:
-    outcome = StreamOutcome([], [], [], "")
-    with engine.stream(ask) as stream:
-        while len(outcome.tokens) < until:
-            try:
-                chunk = await stream.next()
-            except EngineError as error:
-                outcome.error = type(error).__name__
-                break
-            outcome.tokens += chunk.tokens
-            outcome.logprobs += [one.logprob for one in chunk.logprobs]
-            outcome.prompt_logprobs += [one.logprob for one in chunk.prompt_logprobs]
-            if chunk.finish is not None:
-                break
-    return outcome
-
-
-async def serve(
+async def outcomes_of(
     on_gpu: LaunchesSteps, lookahead: int, num_blocks: int, seed: int
-) -> tuple[list[StreamOutcome], EventCounts]:
+) -> list[RequestOutcome]:
     """Serve all requests, more urgent ones later; every fourth is cancelled in the middle."""
-    report, counts = on_gpu.worker.report, EventCounts()
-    ledger = KVLedger(KVShape(num_blocks, report.block_size, report.tiers.num_host_blocks))
-    bounds = SchedulerSettings(max_model_len=60, max_batch_size=6, max_batch_tokens=13)
-    scheduler = IterationScheduler(bounds, ledger, LowestPriorityFirst(), counts)
-    executor = LaunchingExecutor(on_gpu, 1 + lookahead, Random(seed))
-    engine = Engine(scheduler, executor, asyncio.get_running_loop().time, lookahead=lookahead)
-    async with asyncio.timeout(60), asyncio.TaskGroup() as group:
-        running = group.create_task(engine.run())
-        outcomes = await asyncio.gather(
-            *(read(engine, an_ask(number), 3 if number % 4 == 3 else 99) for number in range(COUNT))
-        )
-        await engine.drain(30)
-        running.cancel()
-    ledger.check()
-    assert ledger.num_held == 0
-    return outcomes, counts
+    engine = engine_over(
+        on_gpu.worker.report,
+        LaunchingExecutor(on_gpu, 1 + lookahead, Random(seed)),
+        num_blocks=num_blocks,
+        lookahead=lookahead,
+        policy=LowestPriorityFirst(),
+        max_batch_size=6,
+        max_batch_tokens=13,
+    )
+
+    async def client(engine: Engine, spec: RequestSpec) -> RequestOutcome:
+        return await read_all(engine, spec, 3 if (COUNT - spec.priority) % 4 == 3 else None)
+
+    return await serve(engine, [an_ask(number) for number in range(COUNT)], client)
+
+
+def setbacks(outcomes: list[RequestOutcome], name: str) -> int:
+    """How often all requests together were swapped or computed again."""
+    return sum(getattr(one.request.setbacks, name) for one in outcomes if one.request)
+
+
+def values(logprobs: list[TokenLogprobs]) -> list[float]:
+    return [one.logprob for one in logprobs]
 
 
 @pytest.fixture(scope="module")
@@ -125,18 +84,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def expected(model: Path) -> list[StreamOutcome]:
+def expected(model: Path) -> list[RequestOutcome]:
     """The outputs of the CPU's worker, without lookahead and with KV blocks for all."""
-    worker: Worker = load_worker(model)
-    return [
-        StreamOutcome(
-            outcome.tokens,
-            [one.logprob for one in outcome.logprobs],
-            [one.logprob for one in outcome.prompt_logprobs],
-            "" if outcome.error is None else type(outcome.error).__name__,
-        )
-        for outcome in play(worker, [an_ask(number) for number in range(COUNT)])
-    ]
+    return play(load_worker(model), [an_ask(number) for number in range(COUNT)])
 
 
 @pytest.mark.parametrize(
@@ -150,7 +100,7 @@ def expected(model: Path) -> list[StreamOutcome]:
 )
 async def test_what_is_launched_ahead_says_what_the_cpu_says(
     model: Path,
-    expected: list[StreamOutcome],
+    expected: list[RequestOutcome],
     lookahead: int,
     num_blocks: int,
     host_kv_memory: int,
@@ -164,16 +114,18 @@ async def test_what_is_launched_ahead_says_what_the_cpu_says(
         max_batch_size=6,
         max_batch_tokens=13,
     )
-    outcomes, counts = await serve(on_gpu, lookahead, num_blocks, seed=num_blocks)
+    outcomes = await outcomes_of(on_gpu, lookahead, num_blocks, seed=num_blocks)
     for number, (one, whole) in enumerate(zip(outcomes, expected, strict=True)):
-        assert one.error == whole.error
+        assert type(one.error) is type(whole.error)
         assert one.tokens == whole.tokens[: len(one.tokens)]
         assert len(one.tokens) == len(whole.tokens) or number % 4 == 3
-        assert one.logprobs == pytest.approx(whole.logprobs[: len(one.logprobs)], abs=1e-4)
-        assert len(one.logprobs) == (len(one.tokens) if number % 2 else 0)
-        assert one.prompt_logprobs == pytest.approx(whole.prompt_logprobs, abs=1e-4)
-    assert {one.error for one in outcomes} == {"", "NoAllowedToken"}
+        found, wanted = values(one.logprobs), values(whole.logprobs)
+        assert found == pytest.approx(wanted[: len(found)], abs=1e-4)
+        assert len(found) == (len(one.tokens) if number % 2 else 0)
+        found, wanted = values(one.prompt_logprobs), values(whole.prompt_logprobs)
+        assert found == pytest.approx(wanted, abs=1e-4)
+    assert {type(one.error) for one in outcomes} == {type(None), NoAllowedToken}
     if num_blocks < 128:
-        assert counts.num_swaps if host_kv_memory else counts.num_recomputed
+        assert setbacks(outcomes, "num_swaps" if host_kv_memory else "num_preemptions")
     replays = sum(graph.num_replays for graph in on_gpu.device.streams.graphs)
     assert (replays > 5) == cuda_graphs
