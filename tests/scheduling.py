@@ -43,7 +43,11 @@ def a_request(number: int, prompt_len: int, max_tokens: int, **fields: object) -
 
 
 def a_scheduler(
-    policy: Policy, num_slots: int = 1000, num_host_slots: int = 0, **bounds: object
+    policy: Policy,
+    num_blocks: int = 1000,
+    num_host_blocks: int = 0,
+    block_size: int = 1,
+    **bounds: object,
 ) -> IterationScheduler:
     """A scheduler with one seat and eight tokens per iteration, unless `bounds` says otherwise."""
     values: dict[str, object] = {
@@ -53,9 +57,8 @@ def a_scheduler(
         "reuses_prefixes": False,
     }
     settings = SchedulerSettings(**(values | bounds))  # type: ignore[arg-type]
-    return IterationScheduler(
-        settings, KVLedger(KVShape(num_slots, 1, num_host_slots)), policy, cost=LiveCost(HAND_COST)
-    )
+    ledger = KVLedger(KVShape(num_blocks, block_size, num_host_blocks))
+    return IterationScheduler(settings, ledger, policy, cost=LiveCost(HAND_COST))
 
 
 def planned(

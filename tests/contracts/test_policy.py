@@ -117,7 +117,7 @@ def test_every_request_is_served_in_full_and_the_schedule_is_deterministic(
         random = Random(3)
         moments = sorted(random.uniform(0.0, 75.0) for _ in range(30))
         arrivals = [(at, any_spec(random)) for at in moments]
-        scheduler = a_scheduler(make(name), num_slots=64, max_batch_size=3, admission=admission)
+        scheduler = a_scheduler(make(name), num_blocks=64, max_batch_size=3, admission=admission)
         requests = play(scheduler, arrivals)
         assert all(request.state is State.FINISHED for request in requests)
         assert all(request.produced == request.spec.max_tokens for request in requests)
@@ -132,7 +132,7 @@ def test_every_request_is_served_in_full_and_the_schedule_is_deterministic(
 def test_no_request_starves_under_endless_favoured_arrivals(policy: Policy, swap: SwapMode) -> None:
     """Endless arrivals fill every seat: shorter, more urgent, and due earlier. The one request of
     another tenant is served to its end nevertheless."""
-    scheduler = a_scheduler(policy, num_slots=40, num_host_slots=80, swap=swap)
+    scheduler = a_scheduler(policy, num_blocks=40, num_host_blocks=80, swap=swap)
     wanted = a_spec(9, 6, priority=5, tenant="modest")
     favoured = a_spec(1, 1, priority=0, tenant="greedy", ttft_deadline=15.0)
     now, arrived = 0.0, 0
@@ -150,7 +150,7 @@ def test_no_request_starves_under_endless_favoured_arrivals(policy: Policy, swap
 @pytest.mark.parametrize(("before", "after"), list(permutations(NAMES, 2)))
 def test_switching_policies_loses_no_request(before: str, after: str) -> None:
     random = Random(4)
-    scheduler = a_scheduler(make(before), num_slots=60, max_batch_size=3)
+    scheduler = a_scheduler(make(before), num_blocks=60, max_batch_size=3)
     requests = [scheduler.add(any_spec(random), 0.0) for _ in range(12)]
     now = 0.0
     for _ in range(6):
@@ -190,8 +190,8 @@ def test_a_plan_walks_a_bounded_part_of_the_order(name: str, num_host_slots: int
     policy = CountingPolicy(make(name, starvation_seconds=None))
     scheduler = a_scheduler(
         cast("Policy", policy),
-        num_slots=150,
-        num_host_slots=num_host_slots,
+        num_blocks=150,
+        num_host_blocks=num_host_slots,
         max_batch_size=8,
         max_batch_tokens=64,
         max_queue_requests=9999,

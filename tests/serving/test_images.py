@@ -15,10 +15,10 @@ from tests.adapters.images.pictures import bad_images, encoded, noise
 from tests.conftest import Server, read_url, start_server
 from tests.models.mmproj_files import CHAT, Mmproj
 
-SHAPE = VISION_SHAPES["Qwen3.5-0.8B-vision"]
+SHAPE: dict[str, Any] = dict(VISION_SHAPES["Qwen3.5-0.8B-vision"])
 TOKENS = {name: 4100 + number for number, name in enumerate(SHAPE[IMAGES]["tokens"])}
 NARROW = {"hidden_size": 64, "intermediate_size": 96}
-CONFIG = {
+CONFIG: dict[str, Any] = {
     **SHAPE,
     **{f"{key}_token_id": TOKENS[f"<|{key}|>"] for key in ("vision_start", "vision_end")},
     **{f"{key}_token_id": TOKENS[f"<|{key}_pad|>"] for key in ("image", "video")},

@@ -229,7 +229,7 @@ def test_only_the_first_step_carries_the_output_that_penalties_read() -> None:
 
 
 def test_no_request_is_planned_ahead_while_another_lacks_slots() -> None:
-    scheduler = a_scheduler(FirstComeFirstServed(), num_slots=7, max_batch_size=2)
+    scheduler = a_scheduler(FirstComeFirstServed(), num_blocks=7, max_batch_size=2)
     old, young = scheduler.add(a_spec(3, 5), 0.0), scheduler.add(a_spec(2, 6), 0.0)
     oldest = planned(scheduler)
     second = ahead(scheduler, oldest)
@@ -242,7 +242,7 @@ def test_no_request_is_planned_ahead_while_another_lacks_slots() -> None:
 
 
 def test_with_preemption_requests_in_flight_return_so_that_a_waiting_one_can_start() -> None:
-    scheduler = a_scheduler(build("priority", HAND_COST), num_slots=10, max_batch_size=4)
+    scheduler = a_scheduler(build("priority", HAND_COST), num_blocks=10, max_batch_size=4)
     long = scheduler.add(a_spec(8, 3, priority=1), 0.0)
     oldest = planned(scheduler)
     short = scheduler.add(a_spec(2, 2), 0.0)

@@ -103,7 +103,7 @@ def test_no_iteration_is_planned_ahead_of_a_vector() -> None:
 
 
 def test_a_prompt_may_fill_the_context() -> None:
-    scheduler = a_scheduler(FirstComeFirstServed(), max_model_len=10, num_slots=10)
+    scheduler = a_scheduler(FirstComeFirstServed(), max_model_len=10, num_blocks=10)
     scheduler.arrivals.check_fits(10, 0)
     with pytest.raises(ContextTooLong, match="is 10 tokens, but the input has 11"):
         scheduler.arrivals.check_fits(11, 0)

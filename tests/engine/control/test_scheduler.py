@@ -1,15 +1,13 @@
 from collections.abc import Callable
 from math import inf
+from typing import Any
 
 import pytest
 
 from engine.control.admission import Admission
 from engine.control.scheduler import IterationScheduler
-from engine.control.settings import SchedulerSettings
 from engine.errors import ContextTooLong, Overloaded, StepFailed
 from engine.iteration import Iteration
-from engine.kv.ledger import KVLedger
-from engine.kv_shape import KVShape
 from engine.policy import build
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.request import Abort, FinishReason, Request, RequestSpec, State
@@ -21,16 +19,8 @@ GREEDY = SamplingParams(temperature=0.0)
 
 
 def make(num_blocks: int = 100, block_size: int = 1, **bounds: object) -> IterationScheduler:
-    values: dict[str, object] = {
-        "max_model_len": 1000,
-        "max_batch_size": 4,
-        "max_batch_tokens": 8,
-        "reuses_prefixes": False,
-    }
-    settings = SchedulerSettings(**(values | bounds))  # type: ignore[arg-type]
-    return IterationScheduler(
-        settings, KVLedger(KVShape(num_blocks, block_size)), FirstComeFirstServed()
-    )
+    values: dict[str, Any] = {"max_model_len": 1000, "max_batch_size": 4} | bounds
+    return a_scheduler(FirstComeFirstServed(), num_blocks, block_size=block_size, **values)
 
 
 def spec(prompt_len: int, max_tokens: int, *ends: int) -> RequestSpec:
@@ -244,7 +234,7 @@ def test_a_protected_request_is_preempted_by_an_earlier_protected_one_only() -> 
 def test_a_protected_request_grows_at_the_expense_of_more_urgent_ones() -> None:
     """Once preempted for the urgent request, the other one is protected and runs to its end."""
     scheduler = a_scheduler(
-        build("priority", HAND_COST), num_slots=14, max_batch_size=2, max_preemptions=1
+        build("priority", HAND_COST), num_blocks=14, max_batch_size=2, max_preemptions=1
     )
     patient = scheduler.add(a_spec(2, 12, priority=1), 0.0)
     for _ in range(4):

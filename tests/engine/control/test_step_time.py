@@ -145,7 +145,7 @@ def test_a_goal_of_a_request_bounds_only_the_steps_in_which_it_is_decoded() -> N
 
 def test_background_requests_get_the_time_that_is_left_until_the_goal() -> None:
     scheduler = a_scheduler(
-        build("fcfs", HAND_COST), num_slots=10_000, max_batch_size=64, max_batch_tokens=512,
+        build("fcfs", HAND_COST), num_blocks=10_000, max_batch_size=64, max_batch_tokens=512,
         itl_goal=30.0,
     )  # fmt: skip
     now = decoding(scheduler, 19)

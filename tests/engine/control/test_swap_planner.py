@@ -1,29 +1,22 @@
+from typing import Any
+
 import pytest
 
 from engine.control.admission import SwapMode
 from engine.control.scheduler import IterationScheduler
-from engine.control.settings import SchedulerSettings
 from engine.iteration import Iteration
-from engine.kv.ledger import KVLedger
-from engine.kv_shape import KVShape
 from engine.policy import PolicySettings, build
 from engine.request import State
 from engine.step import Direction, StepResult
-from tests.scheduling import HAND_COST, a_spec, planned
+from tests.scheduling import HAND_COST, a_scheduler, a_spec, planned
 
 
 def make(policy: str = "mlfq", num_blocks: int = 50, **bounds: object) -> IterationScheduler:
     """One seat, blocks of one slot; the first quantum is that of one decode, a second."""
-    values: dict[str, object] = {
-        "max_model_len": 100,
-        "max_batch_size": 1,
-        "max_batch_tokens": 32,
-        "reuses_prefixes": False,
-        "swap": SwapMode.PROACTIVE,
-    }
-    settings = SchedulerSettings(**(values | bounds))  # type: ignore[arg-type]
-    chosen = build(policy, HAND_COST, PolicySettings(1000.0, seats=1))
-    return IterationScheduler(settings, KVLedger(KVShape(num_blocks, 1, 50)), chosen)
+    values: dict[str, Any] = {"max_batch_tokens": 32, "swap": SwapMode.PROACTIVE} | bounds
+    return a_scheduler(
+        build(policy, HAND_COST, PolicySettings(1000.0, seats=1)), num_blocks, 50, **values
+    )
 
 
 def run_iteration(scheduler: IterationScheduler, now: float = 0.0) -> Iteration:

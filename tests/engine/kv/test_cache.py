@@ -1,33 +1,23 @@
 from array import array
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 from engine.control.admission import SwapMode
 from engine.control.scheduler import IterationScheduler
-from engine.control.settings import SchedulerSettings
 from engine.errors import StepFailed, Unavailable
 from engine.iteration import Iteration
-from engine.kv.ledger import KVLedger
-from engine.kv_shape import KVShape
 from engine.policy import Policy, build
 from engine.request import Abort, Request, State
 from engine.step import BlockMove, Direction, StepResult
-from tests.scheduling import HAND_COST, a_spec, run_iteration
+from tests.scheduling import HAND_COST, a_scheduler, a_spec, run_iteration
 
 
 def make(num_blocks: int = 8, num_host_blocks: int = 8, **bounds: object) -> IterationScheduler:
     """Two seats, blocks of one slot; the request that arrived last is preempted."""
-    values: dict[str, object] = {
-        "max_model_len": 100,
-        "max_batch_size": 2,
-        "max_batch_tokens": 8,
-        "reuses_prefixes": False,
-        "swap": SwapMode.REACTIVE,
-    }
-    settings = SchedulerSettings(**(values | bounds))  # type: ignore[arg-type]
-    ledger = KVLedger(KVShape(num_blocks, 1, num_host_blocks))
-    return IterationScheduler(settings, ledger, fcfs())
+    values: dict[str, Any] = {"max_batch_size": 2, "swap": SwapMode.REACTIVE} | bounds
+    return a_scheduler(fcfs(), num_blocks, num_host_blocks, **values)
 
 
 def fcfs() -> Policy:

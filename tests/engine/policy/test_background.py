@@ -71,7 +71,7 @@ def test_running_background_requests_take_no_tokens_from_a_prompt(policy: Policy
 
 @pytest.mark.parametrize("admission", JOINING)
 def test_background_requests_are_preempted_first(policy: Policy, admission: Admission) -> None:
-    scheduler = a_scheduler(policy, num_slots=40, max_batch_size=4, admission=admission)
+    scheduler = a_scheduler(policy, num_blocks=40, max_batch_size=4, admission=admission)
     (behind,) = started(scheduler, (20, 15), background=True)
     ahead = scheduler.add(a_spec(8, 20), 10.0)
     run_iteration(scheduler, 10.0)
@@ -85,7 +85,7 @@ def test_background_requests_are_preempted_first(policy: Policy, admission: Admi
 
 
 def test_a_background_request_can_be_preempted_any_number_of_times(policy: Policy) -> None:
-    scheduler = a_scheduler(policy, num_slots=40, max_batch_size=2, max_preemptions=1)
+    scheduler = a_scheduler(policy, num_blocks=40, max_batch_size=2, max_preemptions=1)
     (behind,) = started(scheduler, (20, 15), background=True)
     now = 10.0
     for _ in range(4):
@@ -139,7 +139,7 @@ def test_background_requests_slow_an_iteration_down_by_a_bounded_factor(policy: 
     """Eight decodes take 4.5 s, which leaves 2.25 s: four background tokens of 0.5 s each."""
     scheduler = a_scheduler(
         policy,
-        num_slots=5000,
+        num_blocks=5000,
         max_batch_size=40,
         max_batch_tokens=200,
         max_background_slowdown=1.5,
@@ -159,7 +159,7 @@ def test_a_background_prompt_gets_chunks_that_fit(policy: Policy) -> None:
     """Sixty decodes take 30.5 s, which leaves time for 30 tokens of a prompt."""
     scheduler = a_scheduler(
         policy,
-        num_slots=5000,
+        num_blocks=5000,
         max_batch_size=80,
         max_batch_tokens=500,
         max_background_slowdown=1.5,
@@ -174,7 +174,7 @@ def test_a_background_prompt_gets_chunks_that_fit(policy: Policy) -> None:
 def test_without_others_background_requests_use_whole_iterations(policy: Policy) -> None:
     scheduler = a_scheduler(
         policy,
-        num_slots=5000,
+        num_blocks=5000,
         max_batch_size=40,
         max_batch_tokens=200,
         max_background_slowdown=1.0,

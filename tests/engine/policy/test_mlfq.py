@@ -137,8 +137,8 @@ def test_a_new_request_preempts_a_demoted_one_if_the_host_tier_can_keep_its_kv(
 ) -> None:
     scheduler = a_scheduler(
         SkipJoinMLFQ(HAND_COST),
-        num_slots=12,
-        num_host_slots=num_host_slots,
+        num_blocks=12,
+        num_host_blocks=num_host_slots,
         swap=SwapMode.REACTIVE,
     )
     long = scheduler.add(a_spec(4, 8), 0.0)

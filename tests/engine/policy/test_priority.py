@@ -20,7 +20,7 @@ def test_an_urgent_request_runs_from_the_next_iteration_on() -> None:
 
 
 def test_an_urgent_request_preempts_a_less_urgent_one() -> None:
-    scheduler = a_scheduler(LowestPriorityFirst(), num_slots=9)
+    scheduler = a_scheduler(LowestPriorityFirst(), num_blocks=9)
     lesser = scheduler.add(a_spec(4, 6), 0.0)
     now = run_iteration(scheduler, 0.0)
     urgent = scheduler.add(a_spec(6, 1, priority=-1), now)

@@ -1,4 +1,3 @@
-import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -6,14 +5,7 @@ from pathlib import Path
 import pytest
 
 from engine.control import batch_builder
-from engine.control.scheduler import IterationScheduler
-from engine.control.settings import SchedulerSettings
-from engine.kv.ledger import KVLedger
-from engine.kv_shape import KVShape
-from engine.loop import Engine
-from engine.policy.fcfs import FirstComeFirstServed
 from engine.request import RequestSpec
-from engine.simulated.virtual_loop import run_virtual
 from engine.step import (
     LAST_TOKEN,
     Fault,
@@ -28,7 +20,7 @@ from engine.worker.model.layout import LayoutLimits, build_layout
 from engine.worker.process.worker import Worker
 from engine.worker.sampling.last_tokens import FAILED_TOKEN, KnownTokens, LastTokens
 from tests.engine.worker.process.driving import GREEDY, load_worker
-from tests.inline_executor import InlineExecutor
+from tests.inline import play
 from tests.models.checkpoints import make_checkpoint
 
 VOCAB = 97
@@ -55,33 +47,9 @@ def texts(
     worker: Worker, asks: Sequence[RequestSpec], lookahead: int, num_blocks: int
 ) -> list[list[int]]:
     """The outputs of all requests, served at once."""
-
-    async def main() -> list[list[int]]:
-        settings = SchedulerSettings(max_model_len=60, max_batch_size=8, max_batch_tokens=16)
-        scheduler = IterationScheduler(
-            settings, KVLedger(KVShape(num_blocks, 4)), FirstComeFirstServed()
-        )
-        executor = InlineExecutor(worker, depth=1 + lookahead)
-        clock = asyncio.get_running_loop().time
-        engine = Engine(scheduler, executor, clock, lookahead=lookahead)
-        running = asyncio.create_task(engine.run())
-
-        async def one(ask: RequestSpec) -> list[int]:
-            tokens: list[int] = []
-            with engine.stream(ask) as stream:
-                while stream.request.finish is None:
-                    tokens += (await stream.next()).tokens
-            return tokens
-
-        said = await asyncio.gather(*(one(ask) for ask in asks))
-        await asyncio.sleep(1)  # for the last of the surplus
-        assert not scheduler.pool
-        running.cancel()
-        scheduler.ledger.check()
-        assert scheduler.ledger.num_held == 0
-        return said
-
-    return run_virtual(main())
+    bounds = {"max_batch_size": 8, "max_batch_tokens": 16}
+    outcomes = play(worker, asks, num_blocks=num_blocks, lookahead=lookahead, **bounds)
+    return [outcome.tokens for outcome in outcomes]
 
 
 @pytest.mark.parametrize("num_blocks", [256, 40])

@@ -114,7 +114,7 @@ def decode(scheduler: IterationScheduler) -> Step:
 )
 def test_the_bytes_of_a_step_do_not_grow_with_the_output(fields: dict[str, object]) -> None:
     spec = {"sampling": SamplingParams(temperature=0.0)} | fields
-    scheduler = a_scheduler(FirstComeFirstServed(), num_slots=600)
+    scheduler = a_scheduler(FirstComeFirstServed(), num_blocks=600)
     scheduler.add(RequestSpec((1,) * 8, 400, **spec), 0.0)  # type: ignore[arg-type]
     steps = [decode(scheduler) for _ in range(400)]
     num_tokens = [
@@ -148,7 +148,7 @@ def test_steps_of_one_request_share_what_is_the_same_for_all_its_tokens(
     fields: dict[str, object],
 ) -> None:
     spec = {"sampling": SamplingParams(temperature=0.0)} | fields
-    scheduler = a_scheduler(FirstComeFirstServed(), num_slots=600)
+    scheduler = a_scheduler(FirstComeFirstServed(), num_blocks=600)
     scheduler.add(RequestSpec((1,) * 8, 40, **spec), 0.0)  # type: ignore[arg-type]
     samples = [decode(scheduler).entries[0].sample for _ in range(40)]
     same = [sample for sample in samples if sample is samples[5]]
