@@ -115,7 +115,7 @@ def play(
         saves_on_host=saves_on_host,
         policy=policy,
         send_pixels=executor.send_pixels if worker.report.encoder else None,
-        **bounds,
+        **bounds,  # type: ignore[arg-type]
     )
     return asyncio.run(serve(engine, specs, client or read_all))
 

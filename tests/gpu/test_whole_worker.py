@@ -168,7 +168,7 @@ async def test_who_leaves_leaves_nothing_behind(
 ) -> None:
     pair = pair_of(llama, tmp_path, device, lookahead=lookahead)
     executor = InlineExecutor(pair.worker, 1 + lookahead)
-    bounds = {"lookahead": lookahead, "max_batch_size": 4, "max_batch_tokens": 40}
+    bounds: dict[str, Any] = {"lookahead": lookahead, "max_batch_size": 4, "max_batch_tokens": 40}
     engine = engine_over(pair.worker.report, executor, **bounds)
     asks = [
         RequestSpec(tuple(tokens_of(9 + 13 * number, number)), 24, SamplingParams(temperature=0.0))

@@ -30,7 +30,7 @@ def make(itl_goal: float, **bounds: object) -> IterationScheduler:
     """Under `HAND_COST` an iteration of n tokens takes (n + 1) / 2 seconds."""
     values: dict[str, object] = {"max_batch_size": SEATS, "max_batch_tokens": 512}
     values |= {"itl_goal": itl_goal, **bounds}
-    return a_scheduler(FirstComeFirstServed(), 10_000, 0, **values)
+    return a_scheduler(FirstComeFirstServed(), 10_000, 0, **values)  # type: ignore[arg-type]
 
 
 def decoding(scheduler: IterationScheduler, count: int, **fields: object) -> float:

@@ -3,22 +3,21 @@
 `PODWAY_EXAMPLES=1000` runs as many cases.
 """
 
-import os
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.request import RequestSpec
 from engine.step import SamplingParams
 from engine.worker.process.worker import Worker
-from tests.inline import RequestOutcome, play
+from tests.inline import play
 from tests.models.checkpoints import make_checkpoint
 from tests.models.drafts import a_drafter, a_model_drafter
 from tests.models.mtp import make_mtp_checkpoint
+from tests.serving.speculation.disturbances import cases, disturbances, results
 from tests.worker_settings import worker_settings
 
 BLOCK_SIZE = 4
@@ -67,16 +66,7 @@ def spec_lists(draw: st.DrawFn) -> list[RequestSpec]:
     return found
 
 
-def results(outcomes: list[RequestOutcome]) -> list[tuple[Any, ...]]:
-    """Tokens and the bits of their log-probabilities."""
-    return [(one.tokens, one.logprobs, one.finish, str(one.error)) for one in outcomes]
-
-
-@settings(
-    max_examples=int(os.environ.get("PODWAY_EXAMPLES", "40")),
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+@cases(40)
 @given(data=st.data())
 def test_any_drafts_leave_every_output_as_it_is(worker: Worker, data: st.DataObject) -> None:
     specs = data.draw(spec_lists())
@@ -87,43 +77,20 @@ def test_any_drafts_leave_every_output_as_it_is(worker: Worker, data: st.DataObj
         data.draw(st.integers(0, 5)),
         data.draw(st.integers(1, 7)),
     )
-    drafted = play(
-        worker,
-        specs,
-        drafter=drafter,
-        num_blocks=data.draw(st.sampled_from((0, 12))),
-        num_states=data.draw(st.sampled_from((0, 2, 5))),
-        dies_in=data.draw(st.sampled_from(((), (3,), (2, 7)))),
-        lookahead=data.draw(st.sampled_from((0, 1))),
-        max_batch_tokens=data.draw(st.sampled_from((8, 512))),
-        max_batch_size=8,
-        reuses_prefixes=data.draw(st.booleans()),
-    )
+    few = {"num_blocks": (0, 12), "num_states": (0, 2, 5), "reuses_prefixes": (True, False)}
+    drafted = play(worker, specs, drafter=drafter, **disturbances(data, **few))
     assert results(drafted) == results(plain)
 
 
-@settings(
-    max_examples=int(os.environ.get("PODWAY_EXAMPLES", "25")),
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+@cases(25)
 @given(data=st.data())
 def test_multi_token_prediction_leaves_every_output_as_it_is(
     worker: Worker, worker_with_mtp: Worker, data: st.DataObject
 ) -> None:
     specs = data.draw(spec_lists())
     drafter = a_model_drafter(data.draw(st.integers(1, 4)))
-    drafted = play(
-        worker_with_mtp,
-        specs,
-        drafter=drafter,
-        num_blocks=data.draw(st.sampled_from((0, 12))),
-        num_states=data.draw(st.sampled_from((0, 5))),
-        dies_in=data.draw(st.sampled_from(((), (3,), (2, 7)))),
-        lookahead=data.draw(st.sampled_from((0, 1))),
-        max_batch_tokens=data.draw(st.sampled_from((8, 512))),
-        max_batch_size=8,
-    )
+    few = disturbances(data, num_blocks=(0, 12), num_states=(0, 5))
+    drafted = play(worker_with_mtp, specs, drafter=drafter, **few)
     assert results(drafted) == results(play(worker, specs))
 
 

@@ -3,13 +3,12 @@
 `PODWAY_EXAMPLES=1000` runs as many cases.
 """
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import adapters
@@ -18,8 +17,9 @@ from engine.grammar import TokenTable
 from engine.request import RequestSpec
 from engine.step import Grammar, GrammarKind, SamplingParams
 from engine.worker.process.worker import Worker
-from tests.inline import RequestOutcome, play
+from tests.inline import play
 from tests.models.drafts import a_drafter, a_model_drafter, first_layers
+from tests.serving.speculation.disturbances import cases, disturbances, results
 from tests.worker_settings import worker_settings
 
 BUILTIN = Path(adapters.__file__).parent / "builtin"
@@ -97,18 +97,7 @@ def spec_lists(draw: st.DrawFn, table: TokenTable) -> list[RequestSpec]:
     return found
 
 
-def results(outcomes: list[RequestOutcome]) -> list[tuple[Any, ...]]:
-    return [
-        (one.tokens, one.logprobs, one.prompt_logprobs, one.finish, str(one.error))
-        for one in outcomes
-    ]
-
-
-@settings(
-    max_examples=int(os.environ.get("PODWAY_EXAMPLES", "30")),
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+@cases(30)
 @given(data=st.data())
 def test_any_drafts_leave_every_output_as_it_is(
     worker: Worker, table: TokenTable, data: st.DataObject
@@ -121,16 +110,7 @@ def test_any_drafts_leave_every_output_as_it_is(
         data.draw(st.integers(0, 5)),
         data.draw(st.integers(1, 7)),
     )
-    drafted = play(
-        worker,
-        specs,
-        drafter=drafter,
-        num_blocks=data.draw(st.sampled_from((0, 16))),
-        dies_in=data.draw(st.sampled_from(((), (3,), (2, 7)))),
-        lookahead=data.draw(st.sampled_from((0, 1))),
-        max_batch_tokens=data.draw(st.sampled_from((8, 512))),
-        max_batch_size=8,
-    )
+    drafted = play(worker, specs, drafter=drafter, **disturbances(data, num_blocks=(0, 16)))
     assert results(drafted) == results(plain)
 
 
@@ -143,26 +123,15 @@ def test_right_drafts_save_steps(worker: Worker, table: TokenTable) -> None:
     assert drafter.counts.num_accepted >= 30
 
 
-@settings(
-    max_examples=int(os.environ.get("PODWAY_EXAMPLES", "30")),
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
+@cases(30)
 @given(data=st.data())
 def test_a_draft_model_leaves_every_output_as_it_is(
     worker: Worker, worker_with_draft: Worker, table: TokenTable, data: st.DataObject
 ) -> None:
     specs = data.draw(spec_lists(table))
-    drafted = play(
-        worker_with_draft,
-        specs,
-        drafter=a_model_drafter(data.draw(st.integers(1, 7))),
-        num_blocks=data.draw(st.sampled_from((0, 16))),
-        dies_in=data.draw(st.sampled_from(((), (3,), (2, 7)))),
-        lookahead=data.draw(st.sampled_from((0, 1))),
-        max_batch_tokens=data.draw(st.sampled_from((8, 64, 512))),
-        max_batch_size=8,
-    )
+    few = disturbances(data, num_blocks=(0, 16), max_batch_tokens=(8, 64, 512))
+    drafter = a_model_drafter(data.draw(st.integers(1, 7)))
+    drafted = play(worker_with_draft, specs, drafter=drafter, **few)
     assert results(drafted) == results(play(worker, specs))
 
 

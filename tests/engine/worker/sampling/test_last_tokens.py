@@ -1,6 +1,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,7 +48,7 @@ def texts(
     worker: Worker, asks: Sequence[RequestSpec], lookahead: int, num_blocks: int
 ) -> list[list[int]]:
     """The outputs of all requests, served at once."""
-    bounds = {"max_batch_size": 8, "max_batch_tokens": 16}
+    bounds: dict[str, Any] = {"max_batch_size": 8, "max_batch_tokens": 16}
     outcomes = play(worker, asks, num_blocks=num_blocks, lookahead=lookahead, **bounds)
     return [outcome.tokens for outcome in outcomes]
 
