@@ -52,8 +52,8 @@ def test_a_whole_server_is_measured_with_two_clients() -> None:
 
 
 def test_a_quantized_model_reads_the_texts_of_float32() -> None:
-    formats = ("--weights", "int8", "--kv-cache-dtype", "bfloat16")
-    shown = run_here("benchmarks.layers.quantization_quality", "--tokens", "4", *formats)
+    formats, few = ("--weights", "int8", "--kv-cache-dtype", "bfloat16"), ("--texts", "8")
+    shown = run_here("benchmarks.layers.quantization_quality", "--tokens", "4", *few, *formats)
     figures = dict(line.rsplit("  ", 1) for line in shown.splitlines() if "  " in line)
     assert 1e-12 < float(figures["divergence, mean   "].split()[0]) < 0.01
     assert shown.splitlines()[-2].endswith("%")

@@ -18,7 +18,7 @@ def test_texts_are_unchanged_when_workers_are_killed() -> None:
 
 def test_answers_are_unchanged_while_everything_fails(tmp_path: Path) -> None:
     """It fails by itself if an answer differs or is missing, or anything is left."""
-    load = ("--hours", "0.005", "--rate", "2", "--every", "0.4", "--out", tmp_path)
+    load = ("--hours", "0.003", "--rate", "3", "--every", "0.4", "--out", tmp_path)
     assert "0 different or lost" in run_module("benchmarks.server.chaos", *load)
     found = json.loads((tmp_path / "chaos.json").read_text())
     assert found["faults"]["worker killed"] >= 1
@@ -33,21 +33,20 @@ def test_lookahead_is_measured_off_and_on(tmp_path: Path) -> None:
 
 
 def test_streams_are_measured_beside_an_attack(tmp_path: Path) -> None:
-    names = ("rejected requests", "100 images")
-    load = ("--rounds", "1", "--seconds", "1", "--streams", "2", "--only", *names)
+    name = "rejected requests"
+    load = ("--rounds", "1", "--seconds", "1", "--streams", "2", "--only", name)
     head = report.table_head(report.COLUMNS)
     (tmp_path / "README.md").write_text(f"# Attacks\n\n{head}\n| b |\n\n| another |\n")
     run_module("benchmarks.attacks", *load, "--out", tmp_path)
-    found = json.loads((tmp_path / "attacks.json").read_text())["attacks"]
-    assert set(found) == set(names)
-    for result in found.values():
-        assert len(result["attacked"]) == len(result["undisturbed"]) == 1
-        assert result["undisturbed"][0]["chunks"] > 0
-        assert result["undisturbed"][0]["ttft"]["p90"] > 0
-        assert result["failures"] == []
-        assert result["outcomes"].keys() - {"cancelled at the end"} == {"400"}
+    ((found, result),) = json.loads((tmp_path / "attacks.json").read_text())["attacks"].items()
+    assert found == name
+    assert len(result["attacked"]) == len(result["undisturbed"]) == 1
+    assert result["undisturbed"][0]["chunks"] > 0
+    assert result["undisturbed"][0]["ttft"]["p90"] > 0
+    assert result["failures"] == []
+    assert result["outcomes"].keys() - {"cancelled at the end"} == {"400"}
     page = (tmp_path / "README.md").read_text()
-    assert all(name in page for name in names)
+    assert name in page
     assert "| b |" not in page
     assert "| another |" in page
 
