@@ -9,7 +9,7 @@ from typing import Protocol
 from engine.control.scheduler import IterationScheduler
 from engine.control.settings import SchedulerSettings
 from engine.errors import EngineError, WorkerLost
-from engine.events import Observer
+from engine.iteration import Observer
 from engine.kv.ledger import KVLedger
 from engine.kv_shape import KVShape
 from engine.loop import Engine
