@@ -18,13 +18,7 @@ from gateway.serve.linger import Linger, LingerRate
 from gateway.serve.places import Place
 
 if TYPE_CHECKING:
-    from uvicorn._types import (
-        ASGI3Application,
-        ASGIReceiveCallable,
-        ASGISendCallable,
-        ASGISendEvent,
-        Scope,
-    )
+    from uvicorn._types import ASGI3Application, ASGISendCallable, ASGISendEvent
 
 MAX_PIPELINED = 16  # requests that wait for the responses before theirs
 MAX_UNPARSED_BYTES = 1 << 20
@@ -242,13 +236,10 @@ class Connection(HttpToolsProtocol):
 
 
 def _without_chunks(app: "ASGI3Application", cycle: RequestResponseCycle) -> "ASGI3Application":
-    """`app` for a client of HTTP/1.0, which has no chunks (RFC 9112, 6.1): a body without a
-    length ends with the connection, which uvicorn closes after such a response."""
+    """`app` for HTTP/1.0, without chunks: a body without a length ends with the connection."""
     cycle.chunked_encoding = False
 
-    async def respond(
-        scope: "Scope", receive: "ASGIReceiveCallable", send: "ASGISendCallable"
-    ) -> None:
+    async def respond(scope: Any, receive: Any, send: "ASGISendCallable") -> None:
         async def send_unframed(message: "ASGISendEvent") -> None:
             if message["type"] == "http.response.body":
                 cycle.expected_content_length = len(message.get("body", b""))

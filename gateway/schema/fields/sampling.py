@@ -47,7 +47,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "prompt_logprobs": (0, 20),
 }
 MINIMUMS: dict[str, int] = {
-    "max_tokens": 0,  # of a completion with `echo`; any other output has at least 1
+    "max_tokens": 0,  # with `echo`, else 1
     "max_completion_tokens": 1,
     "min_tokens": 0,
     "top_k": -1,
