@@ -51,7 +51,7 @@ class _Source:
         kinds = {each.kind for each in self.entries}
         kind = self.entries[0].kind
         is_stored = len(kinds) == 1 and kind in FORMATS and len(self.shape) == 2
-        return FORMATS[kind][0].name if is_stored else None
+        return FORMATS[kind].layout.name if is_stored else None
 
 
 class ProjectorTensors:

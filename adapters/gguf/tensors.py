@@ -121,7 +121,7 @@ class GgufTensors:
         floats = floats_of(kinds)
         if kinds <= FLOATS.keys():
             return PreferredFormat(floats=floats)
-        stored = sorted(FORMATS[kind][0].name for kind in kinds & FORMATS.keys())
+        stored = sorted(FORMATS[kind].layout.name for kind in kinds & FORMATS.keys())
         return PreferredFormat(
             None if kinds <= {*FLOATS, Kind.Q8_0} else "int8",
             stored=tuple(stored) if self._computes_stored else (),

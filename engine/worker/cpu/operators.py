@@ -189,7 +189,7 @@ class NativeOperators:
     def linear(self, weights: Sequence[LinearWeight], bias: Tensor | None) -> Linear:
         """One linear; neighbours of one format are packed together."""
         parts, first = [], 0
-        for linears, packed in self._store.packed(weights):
+        for linears, packed in self._store.packed(self._pool, weights):
             own_bias = None if bias is None else bias[first : first + packed.outputs]
             parts.append(PackedLinear(self._pool, linears, packed, own_bias))
             first += packed.outputs

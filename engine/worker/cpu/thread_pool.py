@@ -204,12 +204,15 @@ class NativeThreadPool:
 
     @contextmanager
     def awake(self) -> Iterator[None]:
-        """Helpers work inside the block; outside of it `run` computes without them."""
+        """Helpers work inside the block; unless they worked before, `run` computes without them
+        outside of it."""
+        was_awake = self.is_awake
         self.wake()
         try:
             yield
         finally:
-            self.rest()
+            if not was_awake:
+                self.rest()
 
     @property
     def is_awake(self) -> bool:

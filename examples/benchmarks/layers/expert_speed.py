@@ -74,8 +74,8 @@ class Layer:
         self.pool, self.shape, self._pages = pool, shape, WeightPages()
         linears = linears_of(name)[name]
         gate_and_up = random_weight(name, 2 * shape.inner, shape.hidden)
-        up = self._copies(linears.pack([gate_and_up], self._pages))
-        down = linears.pack([random_weight(name, shape.hidden, shape.inner)], self._pages)
+        up = self._copies(linears.pack([gate_and_up], self._pages, pool))
+        down = linears.pack([random_weight(name, shape.hidden, shape.inner)], self._pages, pool)
         self.packed = up, self._copies(down)
         self.sizes = Sizes(*(_bytes(each[0]) for each in self.packed))
         self.activation = NativeOperators(pool).activation("silu", is_gated=True)

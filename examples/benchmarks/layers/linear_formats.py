@@ -78,7 +78,9 @@ class Linears:
     @classmethod
     def make(cls, pool: NativeThreadPool, name: str) -> "Linears":
         pages, linears = WeightPages(), linears_of(name)[name]
-        packed = [linears.pack([random_weight(name, *shape)], pages) for shape in (*SHAPES, HEAD)]
+        packed = [
+            linears.pack([random_weight(name, *shape)], pages, pool) for shape in (*SHAPES, HEAD)
+        ]
         copies = [_copy(each, pages) for _ in range(LAYERS - 1) for each in packed[:-1]]
         parts = [
             PackedLinear(pool, linears, each, None) for each in (*packed[:-1], *copies, packed[-1])

@@ -97,7 +97,7 @@ def test_a_quantized_decoder_reads_images_too(
     (alike,) = play(load_worker(tmp_path / "whole"), [spec], max_batch_tokens=128)
     worker = load_worker(text, attention="cpu", mmproj=str(mmproj))
     (outcome,) = play(worker, [spec], max_batch_tokens=128)
-    formats = {FORMATS[each][0].name for each in (kind, encoder) if each in FORMATS}
+    formats = {FORMATS[each].layout.name for each in (kind, encoder) if each in FORMATS}
     assert {*worker.report.weights.partition(" ")[0].split("+")} == formats
     assert outcome.error is None
     assert outcome.tokens == alike.tokens

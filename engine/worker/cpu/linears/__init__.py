@@ -48,9 +48,10 @@ def _linears(name: str, activation_bits: int) -> CpuLinears:
 
 
 def grouped_kernels() -> dict[str, Callable[..., None]]:
-    """The kernels of weights in groups, in all layouts, by name."""
+    """The kernels of weights in groups that a function makes, in all layouts, by name."""
     linears = [grouped_linears(each, bits) for each in LAYOUTS.values() for bits in (8, 14)]
-    return {each.kernel.__qualname__: each.kernel for each in linears}
+    kernels = [kernel for each in linears for kernel in (each.kernel, *each.packing_kernels)]
+    return {kernel.__qualname__: kernel for kernel in kernels}
 
 
 def describe(linears: Sequence[CpuLinears]) -> str:

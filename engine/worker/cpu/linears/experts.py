@@ -23,6 +23,7 @@ from engine.worker.cpu.linears.packed import (
     columns_of_chunks,
 )
 from engine.worker.cpu.linears.packed_store import PackedStore
+from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.ports import ExpertGroups, LinearWeight, Routing, ThreadPool
 
 
@@ -242,7 +243,7 @@ class NativeExperts:
 
 
 def expert_linears(
-    pool: ThreadPool,
+    pool: NativeThreadPool,
     store: PackedStore,
     weights: Sequence[Sequence[LinearWeight]],
     biases: Sequence[Tensor | None],
@@ -250,7 +251,7 @@ def expert_linears(
 ) -> list[ExpertLinear]:
     """A linear of all experts for each run of weights of one format; each has weights and a
     bias."""
-    of_experts = [store.packed(each, is_sparse=True) for each in weights]
+    of_experts = [store.packed(pool, each, is_sparse=True) for each in weights]
     made, first = [], 0
     for parts in zip(*of_experts, strict=True):
         linears, outputs = parts[0][0], parts[0][1].outputs

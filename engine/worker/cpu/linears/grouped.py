@@ -1,29 +1,33 @@
 """Linears with weights in groups of inputs that share a scale, and quantized inputs."""
 
 # mypy: disable-error-code="no-untyped-call"
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
 import torch
 from torch import Tensor
 
+from engine.worker.cpu.kernel_call import KernelCall
 from engine.worker.cpu.kernels.linears import grouped_linear
+from engine.worker.cpu.kernels.linears.group_packing import GroupPackingOperands, packing_kernel
 from engine.worker.cpu.kernels.linears.grouped_panels import (
     INT8_STEPS,
     INT16_STEPS,
-    WORD,
     Panel,
     StepFormat,
 )
-from engine.worker.cpu.kernels.linears.packed_tiles import WIDTH
 from engine.worker.cpu.linears.packed import InputFormat, PackedWeights
+from engine.worker.cpu.linears.panels import chunks_of, num_panels
 from engine.worker.cpu.pages import WeightPages
+from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.ports import Weight
-from engine.worker.weights.formats.grouped import GroupedWeight, GroupLayout, Groups, stack_rows
+from engine.worker.weights.formats.blocks import BlockFormat, plain_rows
+from engine.worker.weights.formats.grouped import GroupedWeight, GroupLayout
 from engine.worker.weights.formats.int4 import GROUP, SYMMETRIC, quantize
+from engine.worker.weights.formats.llama_cpp import BLOCKS
 
-ELEMENTS_AT_ONCE = 1 << 20  # so many are packed together
+ELEMENTS_AT_ONCE = 1 << 20  # so many are unpacked together
 INPUTS = {  # by width: the name in reports, the steps that are multiplied, the kernel
     8: ("8-bit activations, VNNI", INT8_STEPS, grouped_linear.quantize_groups_to_8_bits),
     14: ("14-bit activations", INT16_STEPS, grouped_linear.quantize_groups_to_14_bits),
@@ -48,17 +52,28 @@ class GroupedLinears:
     def kernels(self) -> tuple[Callable[..., None], ...]:
         return self.inputs.convert, self.kernel
 
-    def pack(self, weights: Sequence[Weight], pages: WeightPages) -> PackedWeights:
-        whole = stack_rows([self._in_layout(weight) for weight in weights])
-        outputs, inputs = whole.shape
+    @property
+    def packing_kernels(self) -> tuple[Callable[..., None], ...]:
+        """The kernels that pack weights of this layout, from each format of blocks."""
+        plain, stored = BlockFormat.plain(self.layout), BLOCKS.get(self.layout.name)
+        formats = (plain,) if stored is None else (stored, plain)
+        return tuple(packing_kernel(each, self.steps) for each in formats)
+
+    def pack(
+        self, weights: Sequence[Weight], pages: WeightPages, pool: NativeThreadPool
+    ) -> PackedWeights:
+        parts = [self._in_layout(weight) for weight in weights]
+        outputs, inputs = sum(part.shape[0] for part in parts), parts[0].shape[1]
         blocks = -(-inputs // self.layout.block)
-        shape = (-(-outputs // WIDTH), blocks, Panel(self.layout).block_bytes)
+        shape = (num_panels(outputs), blocks, Panel(self.layout).block_bytes)
         packed = pages.take(shape, torch.uint8)
-        rows = max(1, ELEMENTS_AT_ONCE // inputs // WIDTH) * WIDTH
-        for at in range(0, outputs, rows):
-            part = whole.rows(slice(at, at + rows)).groups
-            here = pack_groups(part, self.layout, self.steps)
-            packed[at // WIDTH : at // WIDTH + len(here)] = here
+        packed[-1].zero_()  # channels without weights
+        first = 0
+        with pool.awake():
+            for part in parts:
+                for rows, format in _rows_of_blocks(part):
+                    _pack(pool, rows, format, self.steps, packed, first)
+                    first += len(rows)
         return PackedWeights(packed, outputs, blocks * self.layout.block)
 
     def _in_layout(self, weight: Weight) -> GroupedWeight:
@@ -84,43 +99,39 @@ def grouped_linears(layout: GroupLayout, activation_bits: int) -> GroupedLinears
     return GroupedLinears(layout, name, inputs, steps, kernel)
 
 
-def pack_groups(groups: Groups, layout: GroupLayout, steps: StepFormat) -> Tensor:
-    """Panels `[panels, blocks, bytes]` of uint8, as `grouped_tiles` describes them.
+def _rows_of_blocks(weight: GroupedWeight) -> Iterator[tuple[Tensor, BlockFormat]]:
+    """All rows of a weight as blocks: as they are, or some rows at a time in the plain format."""
+    if isinstance(weight.unpack, BlockFormat):
+        yield weight.tensors[""], weight.unpack
+        return
+    format, step = BlockFormat.plain(weight.layout), max(1, ELEMENTS_AT_ONCE // weight.inputs)
+    for at in range(0, weight.shape[0], step):
+        groups = weight.rows(slice(at, at + step)).groups
+        yield plain_rows(groups, weight.layout), format
 
-    The last panel is padded with channels whose scales are 0.
+
+def _pack(
+    pool: NativeThreadPool,
+    rows: Tensor,
+    format: BlockFormat,
+    steps: StepFormat,
+    packed: Tensor,
+    first: int,
+) -> None:
+    """Pack rows of blocks, uint8 `[out, bytes]`, as channels `first` and following of panels.
+
+    Raises `StartupError` if float16 lacks one of their scales.
     """
-    outputs, padded = groups.steps.shape
-    panels, blocks = -(-outputs // WIDTH), padded // layout.block
-
-    def by_panel(tensor: Tensor, *, per_block: int) -> Tensor:
-        """`[out, …]` as uint8 `[panels, blocks, per_block, WIDTH * item size]`."""
-        missing = panels * WIDTH - outputs
-        whole = torch.nn.functional.pad(tensor, (0, 0, 0, missing)) if missing else tensor
-        whole = whole.view(panels, WIDTH, blocks, per_block).permute(0, 2, 3, 1).contiguous()
-        return whole.view(torch.uint8)
-
-    of_block = [groups.scales, *([] if groups.minimums is None else [groups.minimums])]
-    of_group = [groups.factors, groups.minimum_factors, groups.zeros]
-    parts = [by_panel(each, per_block=layout.groups) for each in of_group if each is not None]
-    for plane in Panel(layout).planes:
-        words = plane_words(groups.steps >> plane.shift, plane.bits, steps.inputs)
-        in_group = layout.group // plane.inputs
-        lines = by_panel(words, per_block=layout.groups * in_group)
-        parts.append(lines.view(panels, blocks, layout.groups, -1))
-    body = torch.cat(parts, dim=3).flatten(2)
-    return torch.cat([*(by_panel(each, per_block=1).flatten(2) for each in of_block), body], dim=2)
-
-
-def plane_words(steps: Tensor, bits: int, at_once: int) -> Tensor:
-    """The lowest `bits` of each step, `[out, in]`, in words of int32 `[out, in * bits / 32]`.
-
-    Part p of a word, `word >> bits * p` masked, holds the next `at_once` steps, one in each field
-    of `32 / at_once` bits.
-    """
-    by_word = (steps & ((1 << bits) - 1)).unflatten(1, (-1, WORD // bits))
-    words = torch.zeros(by_word.shape[:2], dtype=torch.int32)
-    for k in range(WORD // bits):
-        part, field = divmod(k, at_once)
-        shift = bits * part + field * (WORD // at_once)
-        words |= by_word[:, :, k].to(torch.int32) << shift
-    return words
+    spread = torch.empty((pool.threads, format.layout.block), dtype=torch.uint8)
+    operands = GroupPackingOperands(
+        x=rows.data_ptr(),
+        x_stride=rows.stride(0),
+        rows=len(rows),
+        first=first,
+        blocks=packed.shape[1],
+        y=packed.data_ptr(),
+        steps=spread.data_ptr(),
+    )
+    KernelCall(pool, packing_kernel(format, steps), operands)(chunks_of(first, len(rows)))
+    if operands.lacks_scales:
+        format({"": rows})  # raises

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from engine.worker.cpu.kernels.linears import int8_linear
 from engine.worker.cpu.kernels.linears.packed_tiles import WIDTH
-from engine.worker.cpu.kernels.linears.packing import pack
 from engine.worker.cpu.kernels.linears.tile_formats import HAS_AMX, HAS_VNNI, PADDING, PAIR, QUAD
 from engine.worker.cpu.linears.packed import InputFormat, PackedWeights
+from engine.worker.cpu.linears.panels import in_items, pack, packing_kernel
 from engine.worker.cpu.pages import WeightPages
+from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.ports import Weight
-from engine.worker.weights.formats.int8 import Int8Weight, quantize
+from engine.worker.weights.formats.int8 import quantize
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +40,25 @@ class Int8Linears:
     def kernels(self) -> tuple[Callable[..., None], ...]:
         return self.inputs.convert, self.kernel
 
-    def pack(self, weights: Sequence[Weight], pages: WeightPages) -> PackedWeights:
-        weight = stack_int8(weights, PADDING * self.group)
+    @property
+    def packing_kernels(self) -> tuple[Callable[..., None], ...]:
+        return (packing_kernel(self.packed_dtype),)
+
+    def pack(
+        self, weights: Sequence[Weight], pages: WeightPages, pool: NativeThreadPool
+    ) -> PackedWeights:
+        parts = [quantize(weight) for weight in weights]
+        values = [in_items(part.values, self.packed_dtype) for part in parts]
+        items = -(-values[0].shape[1] // PADDING) * PADDING
+        packed = pack(values, items, pages, pool)
+        sums = torch.cat([offsets(part.values, self.zero) for part in parts], dim=1)
+        outputs = sums.shape[1]
         return PackedWeights(
-            packed=pack(weight.values.view(self.packed_dtype), pages),
-            outputs=len(weight.scales),
-            inputs=weight.shape[1],
-            scale=weight.scales,
-            offset=offsets(weight.values, self.zero),
+            packed=packed,
+            outputs=outputs,
+            inputs=items * self.group,
+            scale=torch.cat([part.scales for part in parts]),
+            offset=torch.nn.functional.pad(sums, (0, -outputs % WIDTH)),
         )
 
 
@@ -67,26 +79,6 @@ WITH_8_BITS = Int8Linears(
     kernel=int8_linear.linear_8_bits,
 )
 FASTEST = WITH_8_BITS if HAS_VNNI else WITH_14_BITS  # on this CPU
-
-
-def stack_int8(weights: Sequence[Weight], unit: int) -> Int8Weight:
-    """Weights `[out, in]` stacked along out, padded with zeros to whole panels and `unit`s of in.
-
-    Scales are not padded.
-    """
-    outputs = sum(weight.shape[0] for weight in weights)
-    rows, depth = (
-        -(-size // unit) * unit for size, unit in ((outputs, WIDTH), (weights[0].shape[1], unit))
-    )
-    whole = Int8Weight(torch.zeros((rows, depth), dtype=torch.int8), torch.empty(outputs))
-    done = 0
-    for weight in weights:
-        part = quantize(weight)
-        here = slice(done, done + len(part.scales))
-        whole.values[here, : part.shape[1]] = part.values
-        whole.scales[here] = part.scales
-        done = here.stop
-    return whole
 
 
 def offsets(values: Tensor, zero: int) -> Tensor:

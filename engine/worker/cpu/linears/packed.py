@@ -12,6 +12,7 @@ from engine.worker.cpu.kernels.linears.linear import ROWS_AT_ONCE, InputOperands
 from engine.worker.cpu.kernels.linears.packed_tiles import WIDTH
 from engine.worker.cpu.kernels.linears.tile_formats import HAS_AMX
 from engine.worker.cpu.pages import WeightPages
+from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.ports import LowRankUp, ThreadPool, Weight
 
 COLUMNS_FOR_FEW_ROWS = 128  # a chunk's columns at most: weights are read once
@@ -37,6 +38,11 @@ class CpuLinears(Protocol):
         ...
 
     @property
+    def packing_kernels(self) -> tuple[Callable[..., None], ...]:
+        """The kernels that pack its weights."""
+        ...
+
+    @property
     def kernel(self) -> Callable[..., None]:
         """The kernel of the linear itself, with `LinearOperands`."""
         ...
@@ -46,7 +52,9 @@ class CpuLinears(Protocol):
         """The format of its inputs, None for float32."""
         ...
 
-    def pack(self, weights: Sequence[Weight], pages: WeightPages) -> "PackedWeights":
+    def pack(
+        self, weights: Sequence[Weight], pages: WeightPages, pool: NativeThreadPool
+    ) -> "PackedWeights":
         """Convert weights `[out, in]` to the format, stack them along out, and pack them."""
         ...
 
@@ -205,10 +213,10 @@ class NativeLowRank:
     bits whatever rows are beside it."""
 
     def __init__(
-        self, pool: ThreadPool, linears: CpuLinears, down: Tensor, ups: Sequence[LowRankUp]
+        self, pool: NativeThreadPool, linears: CpuLinears, down: Tensor, ups: Sequence[LowRankUp]
     ) -> None:
         pages = WeightPages(slab_bytes=1)  # a mapping for each weight, freed with it
-        weights = [linears.pack([each], pages) for each in (down, *(up.weight for up in ups))]
+        weights = [linears.pack([each], pages, pool) for each in (down, *(up.weight for up in ups))]
         self._pool = pool
         self._down, *seconds = [PackedLinear(pool, linears, each, None) for each in weights]
         self._ups = [

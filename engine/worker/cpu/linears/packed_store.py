@@ -14,6 +14,7 @@ from engine.worker.cpu.kernels.vectors import INSTRUCTIONS
 from engine.worker.cpu.linears.floats import FLOAT32
 from engine.worker.cpu.linears.packed import CpuLinears, PackedWeights
 from engine.worker.cpu.pages import WeightPages
+from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.ports import (
     DeferredWeight,
     LinearFormat,
@@ -109,9 +110,11 @@ class PackedStore:
 
     @property
     def kernels(self) -> tuple[Callable[..., None], ...]:
-        """The kernels of all these linears."""
+        """The kernels of all these linears, and those that pack their weights."""
         formats = {id(each): each for each in (FLOAT32, *self._linears.values())}
-        return tuple(kernel for each in formats.values() for kernel in each.kernels)
+        return tuple(
+            kernel for each in formats.values() for kernel in (*each.kernels, *each.packing_kernels)
+        )
 
     @property
     def usual_kernels(self) -> tuple[Callable[..., None], ...]:
@@ -131,7 +134,7 @@ class PackedStore:
         self._file.check()
 
     def packed(
-        self, weights: Sequence[LinearWeight], *, is_sparse: bool = False
+        self, pool: NativeThreadPool, weights: Sequence[LinearWeight], *, is_sparse: bool = False
     ) -> list[tuple[CpuLinears, PackedWeights]]:
         """The weights stacked along out, and the linears that compute with them.
 
@@ -143,7 +146,7 @@ class PackedStore:
             for weight in deferred:
                 weight.skip(weight.part.name)
             return [(self._linears_of(entry.format), _weights_of(entry)) for entry in found]
-        return [self._pack(run, is_sparse) for run in runs_of_one_format(weights)]
+        return [self._pack(pool, run, is_sparse) for run in runs_of_one_format(weights)]
 
     def _find(self, weights: Sequence[DeferredWeight]) -> list[PackedEntry] | None:
         """The entries of the file for these weights, None if it lacks some of them."""
@@ -160,13 +163,16 @@ class PackedStore:
         return found
 
     def _pack(
-        self, run: Sequence[tuple[LinearWeight, Weight]], is_sparse: bool
+        self,
+        pool: NativeThreadPool,
+        run: Sequence[tuple[LinearWeight, Weight]],
+        is_sparse: bool,
     ) -> tuple[CpuLinears, PackedWeights]:
         """Pack neighbours of one format, and add them to the file unless they cannot be named."""
         weights = [weight for _, weight in run]
         name = format_of(weights[0])
         linears = self._linears_of(name)
-        packed = linears.pack(weights, self._pages)
+        packed = linears.pack(weights, self._pages, pool)
         deferred = [each for each, _ in run if isinstance(each, DeferredWeight)]
         if len(deferred) == len(run):
             self._file.add(_key(deferred), _entry_of(name, packed, is_sparse))

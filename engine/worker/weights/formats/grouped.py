@@ -126,12 +126,3 @@ def _times(of_blocks: Tensor, of_groups: Tensor | None, layout: GroupLayout) -> 
     """A number for each group, float32 `[out, groups]`."""
     whole = of_blocks.to(torch.float32).repeat_interleave(layout.groups, dim=1)
     return whole if of_groups is None else whole * of_groups
-
-
-def stack_rows(parts: list[GroupedWeight]) -> GroupedWeight:
-    """Weights of one layout over the same inputs, stacked along the outputs."""
-    first = parts[0]
-    if len(parts) == 1:
-        return first
-    stacked = {name: torch.cat([part.tensors[name] for part in parts]) for name in first.tensors}
-    return replace(first, tensors=MappingProxyType(stacked))

@@ -1,11 +1,16 @@
 """The layouts of llama.cpp's formats that the CPU computes in as they are.
 
 Q4_0 is `int4`: the same numbers. In K formats the 6-bit factors of groups become 8 bits, so a
-weight of Q4_K has 4.63 bits instead of 4.5.
+weight of Q4_K has 4.63 bits instead of 4.5. The blocks of files are those of `ggml-common.h`.
 """
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from engine.worker.weights.formats.blocks import Bits, BlockFormat
 from engine.worker.weights.formats.grouped import GroupLayout
 from engine.worker.weights.formats.int4 import SYMMETRIC
+from engine.worker.weights.formats.mxfp4 import MXFP4
 
 Q4_0 = SYMMETRIC[32]
 Q4_1 = GroupLayout("q4_1", 32, 4, 0, has_minimums=True)
@@ -16,3 +21,22 @@ Q4_K = GroupLayout("q4_k", 32, 4, 0, groups=8, has_minimums=True)
 Q5_K = GroupLayout("q5_k", 32, 5, 0, groups=8, has_minimums=True)
 Q6_K = GroupLayout("q6_k", 16, 6, 32, groups=16)
 LAYOUTS = (Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K)
+
+BLOCKS: Mapping[str, BlockFormat] = MappingProxyType(  # by layout
+    {
+        each.layout.name: each
+        for each in (
+            BlockFormat(Q4_0, 18, (Bits(2, 4, 16),)),
+            BlockFormat(Q4_1, 20, (Bits(4, 4, 16),), negates_minimums=True),
+            BlockFormat(Q5_0, 22, (Bits(6, 4, 16), Bits(2, 1, 1))),
+            BlockFormat(Q5_1, 24, (Bits(8, 4, 16), Bits(4, 1, 1)), negates_minimums=True),
+            BlockFormat(Q8_0, 34, (Bits(2, 8, 32),), flipped=128),  # two's complement, plus 128
+            BlockFormat(Q4_K, 144, (Bits(16, 4, 32),), factors=4, has_6_bit_factors=True),
+            BlockFormat(
+                Q5_K, 176, (Bits(48, 4, 32), Bits(16, 1, 32)), factors=4, has_6_bit_factors=True
+            ),
+            BlockFormat(Q6_K, 210, (Bits(0, 4, 64), Bits(128, 2, 32)), scale=208, factors=192),
+            BlockFormat(MXFP4, 17, (Bits(1, 4, 16),), has_exponents=True),
+        )
+    }
+)

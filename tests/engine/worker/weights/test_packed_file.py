@@ -1,4 +1,5 @@
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -116,6 +117,23 @@ def test_the_temporary_file_of_a_dead_writer_is_removed(tmp_path: Path) -> None:
             add(other, "key", 1.0)
         add(one, "key", 2.0)
     assert [path.suffix for path in cached_files(folder)] == [SUFFIX, SUFFIX]
+
+
+def test_a_start_that_is_killed_while_it_packs_leaves_no_file_that_is_used(tmp_path: Path) -> None:
+    cache = cache_of(tmp_path, "weights")
+    child = os.fork()
+    if child == 0:
+        with cache.open("layout", 1) as file:
+            add(file, "key", 1.0)
+            os.kill(os.getpid(), signal.SIGKILL)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    (left,) = cached_files(tmp_path / "cache")
+    with opened(cache) as file:
+        assert value_of(file, "key") is None
+        assert not left.exists()
+        add(file, "key", 2.0)
+    with opened(cache) as file:
+        assert value_of(file, "key") == 2.0
 
 
 def test_a_start_that_finds_its_own_file_removes_that_of_a_dead_writer_too(tmp_path: Path) -> None:

@@ -1,19 +1,54 @@
 """Packs weights into panels, in the order in which the tiles of `packed_tiles` read them."""
 
-from torch import Tensor
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
+import ctypes
 
+from engine.worker.cpu.build import leaf
+from engine.worker.cpu.intrinsics import int16s, int32s
 from engine.worker.cpu.kernels.linears.packed_tiles import WIDTH
-from engine.worker.cpu.pages import WeightPages
+from engine.worker.cpu.kernels.vectors import LINE
+from engine.worker.cpu.operands import make_reader, operands
 
 
-def pack(weight: Tensor, pages: WeightPages) -> Tensor:
-    """`[out, groups]` as `[panels, groups, WIDTH]`; the last panel is padded with zeros."""
-    outputs, groups = weight.shape
-    whole, rest = divmod(outputs, WIDTH)
-    packed = pages.take((whole + (rest > 0), groups, WIDTH), weight.dtype)
-    lines = weight[: whole * WIDTH].reshape(whole, WIDTH, groups)
-    packed[:whole].copy_(lines.transpose(1, 2))
-    if rest:
-        packed[whole].zero_()
-        packed[whole, :, :rest].copy_(weight[whole * WIDTH :].T)
-    return packed
+@operands
+class PackingOperands(ctypes.Structure):
+    """Rows of items, and the panels `[panels, y_items, WIDTH]` of which they become channels
+    `first` and following."""
+
+    x: int
+    x_stride: int  # bytes
+    rows: int
+    first: int
+    items: int
+    y: int
+    y_items: int
+
+
+_read_operands = make_reader(PackingOperands)
+
+
+@leaf
+def _pack(operands, chunk, items_of, item_bytes):
+    """A chunk is the part of a panel that its rows are in; a cache line of each row at a time."""
+    a = _read_operands(operands)
+    panel = a.first // WIDTH + chunk
+    start = max(a.first, panel * WIDTH)
+    stop = min(a.first + a.rows, (panel + 1) * WIDTH)
+    for at in range(0, a.items, LINE // item_bytes):
+        count = min(LINE // item_bytes, a.items - at)
+        target = a.y + (panel * a.y_items + at) * WIDTH * item_bytes
+        for row in range(start, stop):
+            x = items_of(a.x + (row - a.first) * a.x_stride + at * item_bytes, count)
+            y = items_of(target + (row - panel * WIDTH) * item_bytes, count * WIDTH)
+            for k in range(count):
+                y[k * WIDTH] = x[k]
+
+
+def pack_16_bits(operands, chunk, thread):
+    """`PackingOperands` with items of 16 bits."""
+    _pack(operands, chunk, int16s, 2)
+
+
+def pack_32_bits(operands, chunk, thread):
+    """`PackingOperands` with items of 32 bits."""
+    _pack(operands, chunk, int32s, 4)
