@@ -17,7 +17,7 @@ from engine.errors import StartupError
 from engine.worker.weights.formats.grouped import GroupedWeight, GroupLayout, Groups
 from engine.worker.weights.formats.mxfp4 import BIAS, halved_scales
 
-HALF_BYTES = 2  # of a float16
+HALF_BYTES = 2  # a float16
 
 
 class Bits(NamedTuple):

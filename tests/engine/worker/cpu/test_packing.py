@@ -38,7 +38,7 @@ def random_blocks(format: BlockFormat, outputs: int, blocks: int) -> Tensor:
     found = torch.randint(0, 256, shape, dtype=torch.uint8, generator=random)
     for half in range(1 + format.layout.has_minimums):
         found[:, :, format.scale + 2 * half + 1] &= 0xFB  # not all bits of the exponent
-    if format.has_exponents:  # that float16 has, from the smallest to the largest
+    if format.has_exponents:  # from the smallest scale of float16 to the largest
         exponents = torch.randint(104, 144, shape[:2], dtype=torch.uint8, generator=random)
         exponents[0, 0], exponents[-1, -1] = 104, 143
         found[:, :, format.scale] = exponents

@@ -60,7 +60,7 @@ class _Format(NamedTuple):
     has_minimums: bool
     negates_minimums: bool
     factors: int
-    arrays: int  # of int8 for each group: factors, factors of minimums or zero points
+    arrays: int  # int8 for each group: factors, factors of minimums or zero points
     has_6_bit_factors: bool
     low: Bits
     high: Bits
@@ -68,8 +68,8 @@ class _Format(NamedTuple):
     y_bytes: int
     y_factors: int  # bytes before the first group
     y_group: int  # bytes
-    y_bits: int  # of the first plane
-    y_high_bits: int  # of the second
+    y_bits: int  # the first plane
+    y_high_bits: int  # the second
     at_once: int  # inputs that are multiplied by one instruction
 
     @classmethod
