@@ -170,7 +170,7 @@ class CpuDevice:
             return
         with cache.open(self._layout, num_bytes) as file:
             self._store.open(file)
-            torch.set_num_threads(self.pool.threads)  # packing is torch's work; steps use the pool
+            torch.set_num_threads(self.pool.threads)  # conversions are torch's; steps use the pool
             try:
                 yield DeferredWeights(weights, native_format(self.pool, self.formats.linear))
             finally:
