@@ -1,13 +1,10 @@
 """The ports of the control plane: clock, executor, cost model. (`engine.policy.port`: policy.)"""
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Container, Sequence
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from collections.abc import Container, Sequence
-
-    from engine.lora import LoraReport, LoraSpec
-    from engine.step import Step, StepResult
+from engine.lora import LoraReport, LoraSpec
+from engine.step import Step, StepResult
 
 
 class Clock(Protocol):
@@ -21,7 +18,7 @@ class StepFuture(Protocol):
 
     def done(self) -> bool: ...
 
-    def result(self) -> "StepResult": ...
+    def result(self) -> StepResult: ...
 
     def add_done_callback(self, fn: Callable[..., object], /) -> None: ...
 
@@ -38,7 +35,7 @@ class StepExecutor(Protocol):
         """Whether steps can run: False from the loss of a worker until `restart` returns."""
         ...
 
-    def watch(self, on_lost: "Callable[[], object]") -> None:
+    def watch(self, on_lost: Callable[[], object]) -> None:
         """Call `on_lost` whenever a worker is lost, also when no step is in flight."""
         ...
 
@@ -47,7 +44,7 @@ class StepExecutor(Protocol):
         """How many steps may be in flight at the same time (Orca: `n_workers`)."""
         ...
 
-    def submit(self, step: "Step") -> StepFuture: ...
+    def submit(self, step: Step) -> StepFuture: ...
 
     async def restart(self) -> None:
         """Restart the workers after `WorkerLost`.
@@ -60,7 +57,7 @@ class StepExecutor(Protocol):
 class StoreLookup(Protocol):
     """Asks a store of KV that servers share."""
 
-    async def find(self, names: "Sequence[bytes]") -> "Container[bytes]":
+    async def find(self, names: Sequence[bytes]) -> Container[bytes]:
         """The names among these that the store has. Returns within a bounded time, with nothing if
         the store does not answer; does not raise."""
         ...
@@ -69,7 +66,7 @@ class StoreLookup(Protocol):
 class LoraLoader(Protocol):
     """Loads LoRA adapters in the workers, beside their steps."""
 
-    async def load_lora(self, spec: "LoraSpec") -> "LoraReport":
+    async def load_lora(self, spec: LoraSpec) -> LoraReport:
         """The report has the error if it cannot be loaded. Raises `WorkerLost`."""
         ...
 
@@ -77,7 +74,7 @@ class LoraLoader(Protocol):
         """Free an adapter, which no step in flight uses and no later one will use."""
         ...
 
-    def watch_loras(self, on_lost: "Callable[[LoraReport], object]") -> None:
+    def watch_loras(self, on_lost: Callable[[LoraReport], object]) -> None:
         """Call `on_lost` for each adapter that restarted workers could not load again, before any
         step is submitted to them."""
         ...
@@ -90,4 +87,4 @@ class Cost(Protocol):
         """An iteration of one request: `num_tokens` tokens from position `start`."""
         ...
 
-    def step(self, step: "Step") -> float: ...
+    def step(self, step: Step) -> float: ...

@@ -2,10 +2,9 @@
 of the image in its ratio, of about as many tokens for each."""
 
 import math
-from typing import TYPE_CHECKING
 
 import numpy as np
-from PIL.Image import Resampling
+from PIL.Image import Image, Resampling
 
 from adapters.images.processor import (
     HALVES,
@@ -20,9 +19,6 @@ from adapters.images.processor import (
     whole,
 )
 from gateway.ports import UnreadableImage
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 
 class Gemma3Processor:
@@ -44,7 +40,7 @@ class Gemma3Processor:
         )
         self.values = normalized(config, HALVES, HALVES)
 
-    def process(self, image: "Image", max_tokens: int) -> list[Piece]:
+    def process(self, image: Image, max_tokens: int) -> list[Piece]:
         """See `ImageProcessor`; every image has the same number of tokens."""
         return ["\n\n<start_of_image>", self._tile(image), "<end_of_image>\n\n"]
 
@@ -68,7 +64,7 @@ class Gemma4Processor:
         self._filter = resampling(config, Resampling.BICUBIC)
         self.values = normalized(config, (0.0,) * 3, (1.0,) * 3)
 
-    def process(self, image: "Image", max_tokens: int) -> list[Piece]:
+    def process(self, image: Image, max_tokens: int) -> list[Piece]:
         """See `ImageProcessor`."""
         side, patch = self._pool * self._patch, self._patch
         height, width = fitting(

@@ -6,14 +6,11 @@ in another way: Qwen-VL's differ by two of 256 levels at most (`tests/adapters/i
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL.Image import Resampling
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
+from PIL.Image import Image, Resampling
 
 Config = Mapping[str, object]
 Levels = NDArray[np.uint8]
@@ -61,7 +58,7 @@ class ImageProcessor(Protocol):
         """The tokens around images, which the text of a message must not become."""
         ...
 
-    def process(self, image: "Image", max_tokens: int) -> list[Piece]:
+    def process(self, image: Image, max_tokens: int) -> list[Piece]:
         """What replaces the placeholder of an RGB image: texts, and tiles of at most `max_tokens`
         tokens together, unless its smallest form has more. Raises `UnreadableImage`."""
         ...
@@ -95,14 +92,14 @@ class TileMaker:
     num_tokens: int
     filter: Resampling
 
-    def __call__(self, image: "Image") -> Tile:
+    def __call__(self, image: Image) -> Tile:
         """The whole image in this size."""
         levels = np.asarray(resized(image, self.height, self.width, self.filter))
         grid = (1, self.height // self.patch, self.width // self.patch)
         return Tile(levels.transpose(2, 0, 1)[None], grid, self.num_tokens)
 
 
-def resized(image: "Image", height: int, width: int, resample: Resampling) -> "Image":
+def resized(image: Image, height: int, width: int, resample: Resampling) -> Image:
     """The image in another size, as Pillow computes it."""
     return image.resize((width, height), resample=resample)
 

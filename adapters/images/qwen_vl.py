@@ -1,12 +1,13 @@
 """The images of Qwen2-VL to Qwen3.5: patches of the image in about its own size."""
 
 import math
-from typing import TYPE_CHECKING
 
 import numpy as np
-from PIL.Image import Resampling
+from PIL.Image import Image, Resampling
 
 from adapters.images.processor import (
+    Config,
+    Levels,
     Piece,
     Settings,
     Tile,
@@ -18,11 +19,6 @@ from adapters.images.processor import (
     whole,
 )
 from gateway.ports import UnreadableImage
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
-
-    from adapters.images.processor import Config, Levels
 
 MAX_RATIO = 200  # the longer side divided by the shorter one
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -48,7 +44,7 @@ class QwenVLProcessor:
         self._filter = resampling(config, Resampling.BICUBIC)
         self.values = normalized(config, CLIP_MEAN, CLIP_DEVIATION)
 
-    def process(self, image: "Image", max_tokens: int) -> list[Piece]:
+    def process(self, image: Image, max_tokens: int) -> list[Piece]:
         """See `ImageProcessor`."""
         factor = self._patch * self._merge
         max_pixels = min(self._max_pixels, max_tokens * factor * factor)
@@ -59,7 +55,7 @@ class QwenVLProcessor:
         num_tokens = rows * columns // self._merge**2
         return [Tile(self._patches(levels, rows, columns), (1, rows, columns), num_tokens)]
 
-    def _patches(self, levels: "Levels", rows: int, columns: int) -> "Levels":
+    def _patches(self, levels: Levels, rows: int, columns: int) -> Levels:
         """The patches `[rows · columns, channels, patch²]`."""
         merge, patch = self._merge, self._patch
         shape = (rows // merge, merge, patch, columns // merge, merge, patch, 3)
@@ -92,7 +88,7 @@ def _ceil(length: float, factor: int) -> int:
     return math.ceil(length / factor) * factor
 
 
-def settings_of(model: "Config") -> dict[str, object]:
+def settings_of(model: Config) -> dict[str, object]:
     """The image settings of a checkpoint that has none, such as one with random weights: those
     that its family is published with."""
     vision = section(model, "vision_config")

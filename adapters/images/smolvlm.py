@@ -1,9 +1,8 @@
 """The images of SmolVLM and Idefics 3: rows of square tiles, then the whole image in one tile."""
 
 import math
-from typing import TYPE_CHECKING
 
-from PIL.Image import Resampling
+from PIL.Image import Image, Resampling
 
 from adapters.images.processor import (
     HALVES,
@@ -16,9 +15,6 @@ from adapters.images.processor import (
     section,
     whole,
 )
-
-if TYPE_CHECKING:
-    from PIL.Image import Image
 
 MAX_SIDE = 4096
 AROUND, WHOLE = "<fake_token_around_image>", "<global-img>"
@@ -54,7 +50,7 @@ class SmolVLMProcessor:
         )
         self.values = normalized(config, HALVES, HALVES)
 
-    def process(self, image: "Image", max_tokens: int) -> list[Piece]:
+    def process(self, image: Image, max_tokens: int) -> list[Piece]:
         """See `ImageProcessor`."""
         image = resized(image, *_within(image, self._longest), self._tile.filter)
         height, width = self._whole_tiles(image)
@@ -73,7 +69,7 @@ class SmolVLMProcessor:
             pieces.append("\n")
         return [*pieces, "\n" + AROUND + WHOLE, self._tile(image), AROUND]
 
-    def _whole_tiles(self, image: "Image") -> tuple[int, int]:
+    def _whole_tiles(self, image: Image) -> tuple[int, int]:
         """The smallest size of whole tiles that contains the image."""
         ratio, side = image.width / image.height, self._side
         if image.width >= image.height:
@@ -83,7 +79,7 @@ class SmolVLMProcessor:
         return height, math.ceil(int(height * ratio) / side) * side
 
 
-def _within(image: "Image", longest: int) -> tuple[int, int]:
+def _within(image: Image, longest: int) -> tuple[int, int]:
     """Height and width of the image with such a longer side; the shorter one becomes even."""
     ratio = image.width / image.height
     if image.width >= image.height:

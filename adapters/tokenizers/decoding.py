@@ -8,14 +8,12 @@ characters next to it, which a stream has already sent.
 
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from adapters.tokenizers.byte_level import TokenBytes
 from adapters.tokenizers.definition import Section, TokenizerDefinition
 from engine.errors import StartupError
-
-if TYPE_CHECKING:
-    from gateway.ports import TokenDecoder
+from gateway.ports import TokenDecoder
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -79,7 +77,7 @@ class FirstWordDecoder:
 class Decoders(NamedTuple):
     """A factory of decoders, one for each output, and each id's bytes within a text."""
 
-    make: "Callable[[], TokenDecoder]"
+    make: Callable[[], TokenDecoder]
     table: list[bytes]
 
 
@@ -98,7 +96,7 @@ class DecodesTokens:
         """The bytes of each id within a text."""
         return self._decoders.table
 
-    def decoder(self) -> "TokenDecoder":
+    def decoder(self) -> TokenDecoder:
         """A new decoder, for one output."""
         return self._decoders.make()
 

@@ -3,7 +3,7 @@
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from adapters.tokenizers.decoding import bytes_of_ids
 from adapters.tokenizers.definition import NotRepresentable, TokenizerDefinition, read_definition
@@ -11,9 +11,7 @@ from adapters.tokenizers.huggingface import open_tokenizer
 from adapters.tokenizers.kept import read_kept
 from engine.errors import StartupError
 from engine.grammar import TokenTable
-
-if TYPE_CHECKING:
-    from gateway.ports import Tokenizer
+from gateway.ports import Tokenizer
 
 # Tried in this order; the first one that represents the file exactly is used.
 TOKENIZERS = {
@@ -22,7 +20,7 @@ TOKENIZERS = {
 }
 
 
-def load_tokenizer(directory: Path, cache: Path | None = None) -> "Tokenizer":
+def load_tokenizer(directory: Path, cache: Path | None = None) -> Tokenizer:
     """The tokenizer of the checkpoint in `directory`, read from its `tokenizer.json`, or as an
     earlier call has kept it in `cache`.
 
@@ -40,13 +38,13 @@ def load_tokenizer(directory: Path, cache: Path | None = None) -> "Tokenizer":
     raise StartupError(f"{definition.path} is not supported ({'; '.join(reasons)})")
 
 
-def _opened(name: str, definition: TokenizerDefinition, cache: Path | None) -> "Tokenizer":
+def _opened(name: str, definition: TokenizerDefinition, cache: Path | None) -> Tokenizer:
     """The tokenizer in a library, which keeps it if there is a cache. Raises `NotRepresentable`."""
     module, opener = TOKENIZERS[name].split(":")
     return cast("Tokenizer", getattr(import_module(module), opener)(definition, cache))
 
 
-def load_token_table(directory: Path, tokenizer: "Tokenizer | None" = None) -> TokenTable:
+def load_token_table(directory: Path, tokenizer: Tokenizer | None = None) -> TokenTable:
     """The bytes of each id within an output. Raises `StartupError`.
 
     A space that a decoder strips from the beginning of an output is included. `tokenizer` is the
@@ -60,7 +58,5 @@ def load_token_table(directory: Path, tokenizer: "Tokenizer | None" = None) -> T
         tokens = bytes_of_ids(definition)
     special = {token.content: token.id for token in definition.added if token.is_special}
     return TokenTable(
-        tokens=tokens,
-        special=special,
-        encode=partial(tokenizer.encode, add_special_tokens=False),
+        tokens=tokens, special=special, encode=partial(tokenizer.encode, add_special_tokens=False)
     )

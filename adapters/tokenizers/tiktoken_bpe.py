@@ -7,9 +7,10 @@ slower, and tiktoken encodes their pre-tokens. Both release the GIL on long text
 
 import re
 import unicodedata
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import tiktoken
 
@@ -26,10 +27,6 @@ from adapters.tokenizers.kept import keep
 from adapters.tokenizers.patterns import split_pattern
 from adapters.tokenizers.pieces import may_be_cut, pieces, places
 from adapters.tokenizers.pre_tokens import PreTokenEncoder
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from pathlib import Path
 
 # tiktoken's regex engine backtracks over a run of whitespace; its stack ends near 10^6 characters.
 _WHITESPACE_RUN = 8_192
@@ -56,7 +53,7 @@ class SpecialTokenIds:
 class TiktokenTokenizer(DecodesTokens):
     """The `Tokenizer` port over a tiktoken `Encoding`; safe to call from several threads."""
 
-    def __init__(self, definition: TokenizerDefinition, cache: "Path | None" = None) -> None:
+    def __init__(self, definition: TokenizerDefinition, cache: Path | None = None) -> None:
         super().__init__(definition)
         pattern = split_pattern(definition.pre_tokenizer)
         self._special_ids_around = _special_ids_around(definition.post_processor)
@@ -95,7 +92,7 @@ class TiktokenTokenizer(DecodesTokens):
             return ids
         return [*self._special_ids_around.before, *ids, *self._special_ids_around.after]
 
-    def encode_pieces(self, text: str, *, add_special_tokens: bool) -> "Iterator[list[int]]":
+    def encode_pieces(self, text: str, *, add_special_tokens: bool) -> Iterator[list[int]]:
         """The ids of a text in pieces; see `EncodesInPieces`.
 
         Raises `UnicodeEncodeError` for lone surrogates.
@@ -146,9 +143,7 @@ class TiktokenTokenizer(DecodesTokens):
         )
 
 
-def open_tokenizer(
-    definition: TokenizerDefinition, cache: "Path | None" = None
-) -> TiktokenTokenizer:
+def open_tokenizer(definition: TokenizerDefinition, cache: Path | None = None) -> TiktokenTokenizer:
     """A tiktoken tokenizer, which is kept in `cache`. Raises `NotRepresentable` if it cannot
     give exactly the file's ids."""
     if definition.model.get("type") != "BPE":
@@ -156,7 +151,7 @@ def open_tokenizer(
     return TiktokenTokenizer(definition, cache)
 
 
-def _merges(definition: TokenizerDefinition, cache: "Path | None") -> MergeTable:
+def _merges(definition: TokenizerDefinition, cache: Path | None) -> MergeTable:
     """The known merge table, or a new one, which is kept."""
     if definition.merges is not None:
         return definition.merges
@@ -167,7 +162,7 @@ def _merges(definition: TokenizerDefinition, cache: "Path | None") -> MergeTable
     return table
 
 
-def _whitespace_encoding(ranks: "Mapping[bytes, int]") -> tiktoken.Encoding:
+def _whitespace_encoding(ranks: Mapping[bytes, int]) -> tiktoken.Encoding:
     """An encoding of whitespace as one piece, however long, with the tokens that can occur."""
     return tiktoken.Encoding(
         "whitespace",

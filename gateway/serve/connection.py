@@ -7,8 +7,9 @@ whose framing is ambiguous (RFC 9112, 3.2 and 6.1) is rejected before the app se
 
 import asyncio
 import sys
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from uvicorn._types import ASGI3Application, ASGISendCallable, ASGISendEvent
 from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
@@ -16,9 +17,6 @@ from gateway.observe.request_log import RequestLog, RequestRecord
 from gateway.serve.arrival import Arrival, ParsingMeter, Rejection, Timer, check_framing
 from gateway.serve.linger import Linger, LingerRate
 from gateway.serve.places import Place
-
-if TYPE_CHECKING:
-    from uvicorn._types import ASGI3Application, ASGISendCallable, ASGISendEvent
 
 MAX_PIPELINED = 16  # requests that wait for the responses before theirs
 MAX_UNPARSED_BYTES = 1 << 20
@@ -104,7 +102,7 @@ class Connection(HttpToolsProtocol):
                 self._rest.set(0.0, self._parse)
         self._release()
 
-    def _start_asgi_task(self, cycle: RequestResponseCycle, app: "ASGI3Application") -> None:
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
         self._running = cycle
         cycle.transport = self._linger.transport_of(cycle)  # type: ignore[assignment] # all it needs
         if cycle.scope["http_version"] == "1.0":
@@ -235,12 +233,12 @@ class Connection(HttpToolsProtocol):
             self._running = None
 
 
-def _without_chunks(app: "ASGI3Application", cycle: RequestResponseCycle) -> "ASGI3Application":
+def _without_chunks(app: ASGI3Application, cycle: RequestResponseCycle) -> ASGI3Application:
     """`app` for HTTP/1.0, without chunks: a body without a length ends with the connection."""
     cycle.chunked_encoding = False
 
-    async def respond(scope: Any, receive: Any, send: "ASGISendCallable") -> None:
-        async def send_unframed(message: "ASGISendEvent") -> None:
+    async def respond(scope: Any, receive: Any, send: ASGISendCallable) -> None:
+        async def send_unframed(message: ASGISendEvent) -> None:
             if message["type"] == "http.response.body":
                 cycle.expected_content_length = len(message.get("body", b""))
             await send(message)

@@ -7,12 +7,10 @@ import os
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from engine.errors import StartupError
-
-if TYPE_CHECKING:
-    from gateway.settings.settings import Settings
+from gateway.settings.settings import Settings
 
 NODES = Path("/sys/devices/system/node")
 TOPOLOGY = Path("/sys/devices/system/cpu")
@@ -26,7 +24,7 @@ class Core(NamedTuple):
     number: int
 
 
-def count_replicas(settings: "Settings") -> int:
+def count_replicas(settings: Settings) -> int:
     """The number of replicas. Raises `StartupError` if there are not enough cores for them."""
     count = settings.launch.replicas
     if count == 1 or settings.launch.launcher != "local":

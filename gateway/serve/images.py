@@ -7,16 +7,14 @@ import logging
 from contextlib import AsyncExitStack
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import NamedTuple, cast
 
 from engine.errors import StartupError
 from gateway.groups.group import TEXT_ONLY
 from gateway.images.reader import ImageLimits, ImageReader
-
-if TYPE_CHECKING:
-    from gateway.ports import ImageDecoder
-    from gateway.serve.load import LoadedModel
-    from gateway.settings.model import ImageSettings
+from gateway.ports import ImageDecoder
+from gateway.serve.load import LoadedModel
+from gateway.settings.model import ImageSettings
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +26,7 @@ class Images(NamedTuple):
     refusal: str = TEXT_ONLY
 
 
-def open_images(settings: "ImageSettings", loaded: "LoadedModel", stack: AsyncExitStack) -> Images:
+def open_images(settings: ImageSettings, loaded: LoadedModel, stack: AsyncExitStack) -> Images:
     """The reader of the images of requests to the loaded model; `stack` closes what it uses."""
     if loaded.report.encoder is None:
         return Images()
@@ -49,7 +47,7 @@ def open_images(settings: "ImageSettings", loaded: "LoadedModel", stack: AsyncEx
     return Images(ImageReader(decoder, limits, fetcher))
 
 
-def _decoder(loaded: "LoadedModel") -> "ImageDecoder":
+def _decoder(loaded: LoadedModel) -> ImageDecoder:
     """The decoder for the model's images. Raises `StartupError`."""
     module = import_module("adapters.images.isolated")
     decoder = cast("ImageDecoder", module.IsolatedDecoder(loaded.mmproj or loaded.directory))

@@ -13,7 +13,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from anyio.lowlevel import checkpoint
 
@@ -27,6 +27,7 @@ from engine.transport.process import LocalLauncher
 from engine.transport.trace import TraceFile
 from engine.worker_settings import Kernels, WorkerReport, WorkerSettings
 from gateway.loras import absolute
+from gateway.ports import ChatTemplate, Dialect, GrammarChecker, Tokenizer
 from gateway.schema.fields.sampling import SamplingDefaults
 from gateway.serve.cores import count_replicas
 from gateway.serve.cost.calibration import Calibration, calibrate, cost_facts, cost_file
@@ -37,9 +38,6 @@ from gateway.serve.saved import cache_folder, tokenizers_folder
 from gateway.settings.generation_config import sampling_defaults
 from gateway.settings.model import BUILTIN_MODEL
 from gateway.settings.settings import Settings
-
-if TYPE_CHECKING:
-    from gateway.ports import ChatTemplate, Dialect, GrammarChecker, Tokenizer
 
 OnProgress = Callable[[str, int, int], None]  # label, done, total
 
@@ -58,10 +56,10 @@ TOKEN_TABLE = "adapters.tokenizers:load_token_table"
 class TextAdapters:
     """Between text and token ids: tokenizer, chat template, dialect of tool calls, grammars."""
 
-    tokenizer: "Tokenizer"
-    template: "ChatTemplate | None"
-    dialect: "Dialect"
-    grammars: "GrammarChecker"
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    dialect: Dialect
+    grammars: GrammarChecker
 
 
 @dataclass(frozen=True, slots=True)

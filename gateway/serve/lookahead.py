@@ -8,17 +8,15 @@ planned step. Measurements are in `examples/benchmarks/results/lookahead`.
 """
 
 import os
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from engine.cost.model import CostModel
-    from engine.worker_settings import WorkerReport
-    from gateway.settings.settings import Settings
+from engine.cost.model import CostModel
+from engine.worker_settings import WorkerReport
+from gateway.settings.settings import Settings
 
 SHORT_STEP = 0.02  # seconds of a decode step of one request; the wait saved is a twentieth of it
 
 
-def max_lookahead(settings: "Settings") -> int:
+def max_lookahead(settings: Settings) -> int:
     """0 or 1: the most that `choose_lookahead` may return, known before the workers start."""
     if settings.launch.lookahead == "auto":
         return int(settings.workers.num_stages == 1)
@@ -26,7 +24,7 @@ def max_lookahead(settings: "Settings") -> int:
 
 
 def choose_lookahead(
-    settings: "Settings", report: "WorkerReport", cost: "CostModel", num_replicas: int = 1
+    settings: Settings, report: WorkerReport, cost: CostModel, num_replicas: int = 1
 ) -> int:
     """0 or 1, at most `max_lookahead`."""
     if settings.launch.lookahead != "auto" or not max_lookahead(settings):

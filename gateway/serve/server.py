@@ -17,36 +17,31 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from engine.errors import EngineError, StartupError, Unavailable
 from engine.transport.process_memory import drop_library_pages
 from gateway.access.intake import Intake
+from gateway.batch.runner import BatchRunner
+from gateway.generation.restored_streams import Later
 from gateway.serve.acceptor import Acceptor, defer_silent
 from gateway.serve.connection import ConnectionBounds
 from gateway.serve.places import Places
 from gateway.serve.process import return_large_blocks, tune_collector
 from gateway.serve.upgrade import systemd
-from gateway.serve.upgrade.channel import serve_control
+from gateway.serve.upgrade.channel import Predecessor, serve_control
+from gateway.serve.upgrade.successor import Upgrades
 from gateway.serve.uvicorn_server import UvicornServer
 from gateway.serve.websocket import UpgradableConnection
-
-if TYPE_CHECKING:
-    import ssl
-
-    from starlette.types import ASGIApp
-
-    from gateway.batch.runner import BatchRunner
-    from gateway.generation.restored_streams import Later
-    from gateway.serve.upgrade.channel import Predecessor
-    from gateway.serve.upgrade.successor import Upgrades
-    from gateway.service import Service
+from gateway.service import Service
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -148,7 +143,7 @@ async def _nothing() -> None:
     """There is no stream to restore."""
 
 
-async def _restore_nothing() -> "Later":
+async def _restore_nothing() -> Later:
     """The work that is left on a server without streams: none."""
     return _nothing
 
@@ -157,16 +152,16 @@ async def _restore_nothing() -> "Later":
 class Server:
     """An app and what its routes use, with the batch runner."""
 
-    app: "ASGIApp"
-    service: "Service"
-    runner: "BatchRunner"
+    app: ASGIApp
+    service: Service
+    runner: BatchRunner
     drain_seconds: float
     bounds: ConnectionBounds = field(default_factory=ConnectionBounds)
     # Awaited before requests are accepted; its result is awaited beside them.
-    restore: "Callable[[], Awaitable[Later]]" = _restore_nothing
-    tls: "ssl.SSLContext | None" = None
-    upgrades: "Upgrades | None" = None
-    predecessor: "Predecessor | None" = None
+    restore: Callable[[], Awaitable[Later]] = _restore_nothing
+    tls: ssl.SSLContext | None = None
+    upgrades: Upgrades | None = None
+    predecessor: Predecessor | None = None
 
     async def serve(
         self, listener: socket.socket, signals: Signals, on_ready: Callable[[], None]
@@ -216,7 +211,7 @@ class Server:
         if self.service.groups.failure is not None:
             raise Unavailable(self.service.groups.failure)
 
-    async def _begin(self) -> "Later":
+    async def _begin(self) -> Later:
         """Restore what clients may ask for before any request is accepted, or be told by the former
         server that it accepts no more. Returns what goes on beside the requests."""
         if (predecessor := self.predecessor) is None:
@@ -261,7 +256,7 @@ class Server:
         server: UvicornServer,
         acceptor: Acceptor,
         places: Places,
-        batching: "asyncio.Task[None]",
+        batching: asyncio.Task[None],
     ) -> None:
         """Serve what has begun, while the successor accepts connections, until all has ended."""
         self._retire(server)
@@ -315,7 +310,7 @@ class Server:
 
     def _maker(
         self, server: UvicornServer, config: uvicorn.Config
-    ) -> "partial[UpgradableConnection]":
+    ) -> partial[UpgradableConnection]:
         """Makes the connection of a `place`."""
         return partial(
             UpgradableConnection,

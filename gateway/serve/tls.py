@@ -8,18 +8,12 @@ import ssl
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from engine.errors import StartupError
 from gateway.access.intake import Intake
 from gateway.access.key_file import Allowance, KeyDefaults
 from gateway.access.keys import Keys
-
-if TYPE_CHECKING:
-    import ssl
-
-    from gateway.settings.settings import Settings
-
+from gateway.settings.settings import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +88,7 @@ class Credentials:
     has_files: bool
 
     @property
-    def tls(self) -> "ssl.SSLContext | None":
+    def tls(self) -> ssl.SSLContext | None:
         """The context of TLS connections; None for plain HTTP."""
         return None if self.certificate is None else self.certificate.context
 
@@ -105,7 +99,7 @@ class Credentials:
             self.certificate.reload()
 
 
-def load_credentials(settings: "Settings") -> Credentials:
+def load_credentials(settings: Settings) -> Credentials:
     """Read the key file and the certificate of the settings. Raises `StartupError`."""
     access, http = settings.access, settings.http
     allowance = Allowance(

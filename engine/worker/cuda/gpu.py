@@ -7,19 +7,17 @@ is tested, on CPU tensors.
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, distributed
+from torch._C._distributed_c10d import Store, Work
 
 from engine.errors import StartupError
 from engine.worker.cuda.streams import CudaStreams
 from engine.worker.model.kv.data_plane import HIDDEN_TAG, Group, TensorTransport
 from engine.worker.streams import Streams
-
-if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store, Work
 
 WAITING = timedelta(hours=24)  # the executor's own watchdog applies first
 
@@ -52,7 +50,7 @@ class NcclTransport:
             )
         return cls(place, dtype)
 
-    def group(self, store: "Store", rank: int, size: int) -> Group:
+    def group(self, store: Store, rank: int, size: int) -> Group:
         """A process group; its members connect at their first exchange."""
         from torch._C._distributed_c10d import ProcessGroupNCCL  # only where torch has NCCL
 
@@ -72,7 +70,7 @@ class NcclTransport:
         return wait
 
     def receive(
-        self, group: Group, header: "Work", sizes: tuple[int, int], peer: int
+        self, group: Group, header: Work, sizes: tuple[int, int], peer: int
     ) -> tuple[Tensor, Callable[[], None]]:
         """Receive hidden states `[tokens, hidden]`. The host waits for the header first: a receive
         submitted earlier would make the GPU spin."""

@@ -12,12 +12,9 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING
 
+from engine.grammar import Matcher
 from engine.priority import LOWEST, lower_thread_priority
-
-if TYPE_CHECKING:
-    from engine.grammar import Matcher
 
 MASK_THREADS = 2
 MASK_WAIT_SECONDS = 0.005  # a batch waits so long for late rows at most; a slower mask is slow
@@ -39,12 +36,12 @@ class MaskThreads:
         """The threads for masks of slow rows, or of all other rows."""
         return self._slow if is_slow else self._fast
 
-    def read(self, matcher: "Matcher", tokens: Sequence[int]) -> None:
+    def read(self, matcher: Matcher, tokens: Sequence[int]) -> None:
         """Read the tokens one by one: other threads can take the interpreter's lock in between."""
         for token in tokens:
             matcher.feed((token,))
 
-    def read_slowly(self, matcher: "Matcher", tokens: Sequence[int]) -> None:
+    def read_slowly(self, matcher: Matcher, tokens: Sequence[int]) -> None:
         """Read like `read`, with a rest after each token if the batch has rows that are not
         late."""
         for token in tokens:

@@ -21,28 +21,25 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from engine.control.event_recorder import EventRecorder, RecordingHeader, Row, render
 from engine.control.settings import SchedulerSettings
 from engine.cost.fit import fit
 from engine.cost.live import LiveCost
 from engine.cost.model import UNMEASURED, CostModel
-from engine.cost.profiler import ProbeLimits, measure
+from engine.cost.profiler import ProbeLimits, Profile, measure
 from engine.errors import EngineError
 from engine.kv_shape import KVShape
 from engine.loop import Engine
 from engine.policy import PolicySettings
+from engine.ports import Clock, StepExecutor
 from engine.request import RequestSpec
 from engine.simulated.replay import Recording, decode_row
 from engine.step import SamplingParams
+from engine.worker_settings import WorkerReport
 from gateway.serve.saved import SavedFile, model_facts
 from gateway.version import podway_version
-
-if TYPE_CHECKING:
-    from engine.cost.profiler import Profile
-    from engine.ports import Clock, StepExecutor
-    from engine.worker_settings import WorkerReport
 
 LONGEST_PROMPT, LONGEST_OUTPUT = 512, 32  # tokens
 MAX_REQUESTS = 1000
@@ -51,12 +48,8 @@ Lengths = tuple[int, int]  # tokens of a prompt, and of its output
 
 
 async def refined(
-    executor: "StepExecutor",
-    limits: "ProbeLimits",
-    profile: "Profile",
-    clock: "Clock",
-    seconds: float,
-) -> "CostModel":
+    executor: StepExecutor, limits: ProbeLimits, profile: Profile, clock: Clock, seconds: float
+) -> CostModel:
     """The cost model of `profile` and of a trial run of about `seconds`; of `profile` alone if the
     model pools, or if a trial run would take longer. Raises the error of a failed request."""
     rows: list[Row] = []
@@ -73,7 +66,7 @@ async def refined(
     return fit([*profile.samples, *trial.samples()], *trial.idle(), graphs=limits.graphs)
 
 
-def waves(limits: "ProbeLimits", cost: "CostModel", seconds: float) -> Iterator[list[Lengths]]:
+def waves(limits: ProbeLimits, cost: CostModel, seconds: float) -> Iterator[list[Lengths]]:
     """Requests that are sent at once, until the last of them has ended: 1, 2, 4 requests and so on
     up to a whole batch. Of `seconds` the nth of these numbers has n parts."""
     random = Random(0)
@@ -96,7 +89,7 @@ def _lengths(random: Random, most_prompt: int, most_output: int) -> Lengths:
     return round(most_prompt ** random.random()), random.randint(1, most_output)
 
 
-def _seconds(wave: list[Lengths], cost: "CostModel") -> float:
+def _seconds(wave: list[Lengths], cost: CostModel) -> float:
     """The seconds that the wave's prompts and decodes take."""
     longest = max(output for _, output in wave)
     decodes = longest * cost.decodes(len(wave), sum(map(sum, wave)))
@@ -126,7 +119,7 @@ async def _request(engine: Engine, prompt: tuple[int, ...], output_len: int) -> 
             pass
 
 
-def _header(executor: "StepExecutor", limits: "ProbeLimits", cost: "CostModel") -> RecordingHeader:
+def _header(executor: StepExecutor, limits: ProbeLimits, cost: CostModel) -> RecordingHeader:
     """First come, first served."""
     settings = SchedulerSettings(
         max_model_len=limits.max_model_len,
@@ -177,9 +170,7 @@ def cost_file(facts: Mapping[str, object], directory: Path | None = None) -> Sav
     return SavedFile.of(facts, "cost", directory)
 
 
-def cost_facts(
-    directory: Path, report: "WorkerReport", stages: int, ranks: int
-) -> dict[str, object]:
+def cost_facts(directory: Path, report: WorkerReport, stages: int, ranks: int) -> dict[str, object]:
     """Everything that the duration of a step depends on."""
     return model_facts(directory) | {
         "podway": podway_version(),
@@ -209,7 +200,7 @@ def processor() -> str:
 
 
 async def calibrate(
-    source: str, file: SavedFile, executor: "StepExecutor", bounds: ProbeLimits
+    source: str, file: SavedFile, executor: StepExecutor, bounds: ProbeLimits
 ) -> Calibration:
     """The cost model from `source`: "auto" (saved, else measured), "measure" (always measured) or
     "none" (a default that is fitted while serving)."""
@@ -239,7 +230,7 @@ class Measured(NamedTuple):
     is_stable: bool
 
 
-async def measured(executor: "StepExecutor", bounds: ProbeLimits, clock: "Clock") -> Measured:
+async def measured(executor: StepExecutor, bounds: ProbeLimits, clock: Clock) -> Measured:
     """The cost model of single steps and of a trial run through scheduler and event loop; of single
     steps alone if a request of the trial run fails. Raises the error of a failed single step, and
     ValueError if the fit is not determined."""

@@ -9,14 +9,16 @@ server has ended, its streams are in the journal, and these requests wait until 
 import asyncio
 import re
 import socket
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from secrets import compare_digest
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import quote
 
 import aiohttp
 from aiohttp.client_proto import ResponseHandler
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from yarl import URL
 
 from engine.errors import EngineError, Unavailable
@@ -25,15 +27,8 @@ from gateway.access.retries import HEADER as RETRIED
 from gateway.errors import StreamNotFound
 from gateway.generation.held_streams import CONVERSATION, LAST_EVENT
 from gateway.generation.reply import unless_disconnected
-from gateway.serve.upgrade.channel import private_socket
+from gateway.serve.upgrade.channel import Predecessor, private_socket
 from gateway.service import Service
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-
-    from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
-    from gateway.serve.upgrade.channel import Predecessor
 
 SECRET, CLIENT = b"podway-upgrade", b"podway-client"
 ASKING = b"podway-asking"  # the secret of a question: whether an attempt at the request runs
@@ -49,12 +44,12 @@ _NAMED = re.compile(r"/v1/(responses|stream|requests)/(?P<name>.+?)(/cancel|/tim
 class PrivateApp:
     """The app of the former server for requests that its successor passes on."""
 
-    def __init__(self, app: "ASGIApp", service: Service, secret: str) -> None:
+    def __init__(self, app: ASGIApp, service: Service, secret: str) -> None:
         self._app = app
         self._service = service
         self._secret = secret.encode()
 
-    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
         if compare_digest(headers.get(ASKING, b""), self._secret):
             await _send_status(204 if _runs(scope, self._service) else 404, send)
@@ -71,12 +66,12 @@ class PrivateApp:
 class Forwarding:
     """The app of the successor: asks the former server first about what only that may know."""
 
-    def __init__(self, app: "ASGIApp", service: Service, predecessor: "Predecessor") -> None:
+    def __init__(self, app: ASGIApp, service: Service, predecessor: Predecessor) -> None:
         self._app = app
         self._service = service
         self._predecessor = predecessor
 
-    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._predecessor.restored.is_set() or scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -89,7 +84,7 @@ class Forwarding:
             receive = _replayed(body, receive, is_whole=is_whole)
         await self._app(scope, receive, send)
 
-    async def _is_asked_there(self, scope: "Scope", former: "Former") -> bool:
+    async def _is_asked_there(self, scope: Scope, former: "Former") -> bool:
         """Whether the former server is to answer, if it can."""
         name = self._name(scope)
         try:
@@ -104,14 +99,14 @@ class Forwarding:
         has_key = RETRIED in dict(scope["headers"])
         return has_key and not self._service.retries.runs(tenant, scope) and await former.runs()
 
-    def _name(self, scope: "Scope") -> str | None:
+    def _name(self, scope: Scope) -> str | None:
         """The stream, response or request that is asked for by a name."""
         if (match := _NAMED.fullmatch(scope["path"])) is not None:
             return match["name"]
         is_resumed = header_of(scope, LAST_EVENT) is not None
         return header_of(scope, CONVERSATION) if is_resumed else None
 
-    async def _is_relayed(self, former: "Former", body: bytes, send: "Send") -> bool:
+    async def _is_relayed(self, former: "Former", body: bytes, send: Send) -> bool:
         """Relay the former server's response; False if it does not know what is asked for."""
         try:
             async with former.asked(body) as response:
@@ -127,7 +122,7 @@ class Forwarding:
 class Former:
     """The former server, as the client of one request may ask it."""
 
-    def __init__(self, predecessor: "Predecessor", scope: "Scope") -> None:
+    def __init__(self, predecessor: Predecessor, scope: Scope) -> None:
         self._predecessor = predecessor
         self._method: str = scope["method"]
         self._path = quote(scope["path"])
@@ -173,7 +168,7 @@ class Former:
     @asynccontextmanager
     async def asked(
         self, body: bytes = b"", *, method: str = "", path: str = "", secret: bytes = SECRET
-    ) -> "AsyncIterator[aiohttp.ClientResponse]":
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Its response to the request, or to another one with the same headers. The secret stands
         for the host that a client of HTTP/1.0 need not name."""
         connector = PrivateConnector(private_socket(self._predecessor.pid), force_close=True)
@@ -206,25 +201,25 @@ class PrivateConnector(aiohttp.UnixConnector):
         return handler
 
 
-def _tenant(scope: "Scope", service: Service) -> str:
+def _tenant(scope: Scope, service: Service) -> str:
     """The name of the request's API key. Raises `EngineError`."""
     given = (header_of(scope, name) for name in (b"authorization", b"x-api-key"))
     return service.keys.key_of(*given).name
 
 
-def _runs(scope: "Scope", service: Service) -> bool:
+def _runs(scope: Scope, service: Service) -> bool:
     try:
         return service.retries.runs(_tenant(scope, service), scope)
     except EngineError:
         return False
 
 
-async def _send_status(status: int, send: "Send") -> None:
+async def _send_status(status: int, send: Send) -> None:
     await send({"type": "http.response.start", "status": status, "headers": []})
     await send({"type": "http.response.body", "body": b""})
 
 
-async def _relay(response: aiohttp.ClientResponse, send: "Send") -> None:
+async def _relay(response: aiohttp.ClientResponse, send: Send) -> None:
     headers = [pair for pair in response.raw_headers if pair[0].lower() not in OF_CONNECTION]
     lower = [(name.lower(), value) for name, value in headers if name.lower() != b"date"]
     await send({"type": "http.response.start", "status": response.status, "headers": lower})
@@ -233,7 +228,7 @@ async def _relay(response: aiohttp.ClientResponse, send: "Send") -> None:
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _body(receive: "Receive", max_bytes: int) -> tuple[bytes, bool]:
+async def _body(receive: Receive, max_bytes: int) -> tuple[bytes, bool]:
     """The body, and whether it is whole: it is not read far beyond the limit."""
     body, more = b"", True
     while more and len(body) <= max_bytes:
@@ -245,11 +240,11 @@ async def _body(receive: "Receive", max_bytes: int) -> tuple[bytes, bool]:
     return body, not more
 
 
-def _replayed(body: bytes, receive: "Receive", *, is_whole: bool) -> "Receive":
+def _replayed(body: bytes, receive: Receive, *, is_whole: bool) -> Receive:
     """Receives a body that has been read, and then what follows."""
     messages: list[Message] = [{"type": "http.request", "body": body, "more_body": not is_whole}]
 
-    async def replay() -> "Message":
+    async def replay() -> Message:
         return messages.pop() if messages else await receive()
 
     return replay

@@ -17,18 +17,14 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from engine.errors import EngineError, StartupError
+from gateway.serve.acceptor import Acceptor
 from gateway.serve.upgrade import systemd
-from gateway.serve.upgrade.channel import Channel, private_listener
+from gateway.serve.upgrade.channel import Channel, Predecessor, private_listener
 from gateway.serve.upgrade.inherited import VARIABLE
 from gateway.settings.settings import options
-
-if TYPE_CHECKING:
-    from gateway.serve.acceptor import Acceptor
-    from gateway.serve.upgrade.channel import Predecessor
-    from gateway.store.store import Store
+from gateway.store.store import Store
 
 logger = logging.getLogger(__name__)
 TAKE_SECONDS = 10.0  # a successor that is ready accepts connections within this time
@@ -72,7 +68,7 @@ def _is_script(path: Path) -> bool:
 
 def _spawn(
     command: Sequence[str], listener: socket.socket, channel: socket.socket
-) -> "subprocess.Popen[bytes]":
+) -> subprocess.Popen[bytes]:
     """A process that inherits both sockets. It outlives this one, as asyncio's processes do not."""
     descriptors = (listener.fileno(), channel.fileno())
     environment = {**os.environ, VARIABLE: ",".join(map(str, descriptors))}
@@ -131,10 +127,10 @@ class Successor:
 class Upgrades:
     """The upgrades of one server: at most one takes over from it."""
 
-    store: "Store"
+    store: Store
     seconds: float  # until the successor is ready
     check: Callable[[], object]  # raises `StartupError` if two servers do not fit
-    predecessor: "Predecessor | None" = None
+    predecessor: Predecessor | None = None
     loaded: Callable[[], Sequence[str]] = tuple  # the models that are loaded
     handed_over: asyncio.Event = field(default_factory=asyncio.Event)
     successor: Successor | None = None  # once it has taken over
@@ -143,7 +139,7 @@ class Upgrades:
     _is_upgrading: bool = False
 
     async def upgrade(
-        self, arguments: Sequence[str] | None, listener: socket.socket, acceptor: "Acceptor"
+        self, arguments: Sequence[str] | None, listener: socket.socket, acceptor: Acceptor
     ) -> int:
         """Start a successor and hand over to it. Returns its process id. Raises `StartupError` if
         it cannot take over; then this server goes on."""
@@ -178,7 +174,7 @@ class Upgrades:
             )
         self.check()
 
-    async def _hand_over(self, successor: Successor, acceptor: "Acceptor") -> None:
+    async def _hand_over(self, successor: Successor, acceptor: Acceptor) -> None:
         if await self.store.is_lost_at_end():
             raise StartupError(IN_MEMORY)
         path = self.store.database.path
