@@ -7,7 +7,7 @@ from itertools import islice, repeat, starmap
 from math import inf
 from typing import NamedTuple, TypeVar
 
-from engine.policy.port import Policy
+from engine.policy.base import Policy
 from engine.request import Request
 from engine.step import BlockMove, Page, Step, StepResult, Tier, TokenLogprobs
 

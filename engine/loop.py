@@ -32,7 +32,7 @@ from engine.errors import (
 from engine.image_sender import ImageSender
 from engine.iteration import Iteration
 from engine.media import ImagePixels
-from engine.policy.port import Policy
+from engine.policy.base import Policy
 from engine.ports import Clock, StepExecutor, StepFuture, StoreLookup
 from engine.request import ENDS_AT_ONCE, Abort, Request, RequestSpec
 from engine.store_lookups import StoreLookups

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from heapq import heapify, heappop, heappush
 
-from engine.policy.port import Policy
+from engine.policy.base import Policy
 from engine.request import TERMINAL, Move, Request, State
 from engine.step import RequestId
 

@@ -1,4 +1,4 @@
-"""The ports of the control plane: clock, executor, cost model. (`engine.policy.port`: policy.)"""
+"""The ports of the control plane: clock, executor, cost model. (`engine.policy.base`: policy.)"""
 
 from collections.abc import Callable, Container, Sequence
 from typing import Protocol

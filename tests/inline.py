@@ -14,8 +14,8 @@ from engine.kv.ledger import KVLedger
 from engine.kv_shape import KVShape
 from engine.loop import Engine
 from engine.media import ImagePixels
+from engine.policy.base import Policy
 from engine.policy.fcfs import FirstComeFirstServed
-from engine.policy.port import Policy
 from engine.ports import StepExecutor
 from engine.replicas.replicas import ServingEngine
 from engine.request import FinishReason, Request, RequestSpec

@@ -30,7 +30,7 @@ from math import inf
 
 from engine.iteration import Observer
 from engine.kv.cache import KVCache, Shortage
-from engine.policy.port import Preemption, SortKey
+from engine.policy.base import Preemption, SortKey
 from engine.pool import RequestPool
 from engine.request import Move, Request, State
 

@@ -37,7 +37,7 @@ from engine.kv.prefix import hash_blocks
 from engine.kv_shape import KVShape
 from engine.media import EncoderReport, Span
 from engine.policy import PolicySettings, build, name_of, settings_of
-from engine.policy.port import Policy
+from engine.policy.base import Policy
 from engine.request import Request, State
 from engine.speculation.drafter import Drafter
 

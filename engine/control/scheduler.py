@@ -24,7 +24,7 @@ from engine.kv.cache import KVCache
 from engine.kv.counts import KVCounts
 from engine.kv.ledger import KVLedger
 from engine.media import EncoderReport
-from engine.policy.port import Policy
+from engine.policy.base import Policy
 from engine.pool import RequestPool
 from engine.request import Abort, FoundPrefix, Request, RequestSpec, State
 from engine.speculation.drafter import Drafter

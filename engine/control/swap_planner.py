@@ -13,7 +13,7 @@ scheduled time is not earlier.
 
 from engine.control.admission import AdmissionControl
 from engine.kv.cache import KVCache
-from engine.policy.port import Preemption
+from engine.policy.base import Preemption
 from engine.pool import RequestPool
 from engine.request import Request, State
 

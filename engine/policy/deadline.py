@@ -9,9 +9,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from engine.errors import DeadlineUnmeetable, InvalidRequest
-from engine.policy.base import PolicyBase
+from engine.policy.base import PolicyBase, Preemption, SortKey
 from engine.policy.forecast import Forecast, spread
-from engine.policy.port import Preemption, SortKey
 from engine.policy.settings import PolicySettings
 from engine.policy.waiting import MAX_AT_ONCE, STARVATION_SECONDS
 from engine.ports import Cost

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 from heapq import heapify, heappop, heapreplace
 
-from engine.policy.base import PolicyBase
+from engine.policy.base import Policy, PolicyBase, Preemption, SortKey
 from engine.policy.fcfs import FirstComeFirstServed
-from engine.policy.port import Policy, Preemption, SortKey
 from engine.policy.settings import PolicySettings
 from engine.ports import Cost
 from engine.request import Request, RequestSpec

@@ -23,8 +23,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
-from engine.policy.base import PolicyBase
-from engine.policy.port import Preemption, SortKey
+from engine.policy.base import PolicyBase, Preemption, SortKey
 from engine.policy.settings import PolicySettings
 from engine.ports import Cost
 from engine.request import Request

@@ -13,8 +13,7 @@ from collections.abc import Collection, Iterator, Sequence
 from heapq import heappop, heappush
 from itertools import chain
 
-from engine.policy.base import PolicyBase
-from engine.policy.port import Policy, Preemption, SortKey
+from engine.policy.base import Policy, PolicyBase, Preemption, SortKey
 from engine.policy.settings import PolicySettings
 from engine.policy.waiting import MAX_AT_ONCE, STARVATION_SECONDS, WaitingTimes
 from engine.ports import Cost

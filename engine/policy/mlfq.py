@@ -16,8 +16,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 
-from engine.policy.base import PolicyBase
-from engine.policy.port import Preemption, SortKey
+from engine.policy.base import PolicyBase, Preemption, SortKey
 from engine.policy.settings import PolicySettings
 from engine.policy.waiting import WaitingTimes
 from engine.ports import Cost

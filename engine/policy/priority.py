@@ -4,8 +4,7 @@ from bisect import insort
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
-from engine.policy.base import PolicyBase
-from engine.policy.port import Preemption, SortKey
+from engine.policy.base import PolicyBase, Preemption, SortKey
 from engine.policy.settings import PolicySettings
 from engine.policy.waiting import STARVATION_SECONDS, WaitingTimes
 from engine.ports import Cost

@@ -5,10 +5,9 @@ from functools import partial
 from importlib import import_module
 from typing import cast
 
-from engine.policy.base import BackgroundLast
+from engine.policy.base import BackgroundLast, MultiLevel, Policy
 from engine.policy.fair import VirtualTokenCounter
 from engine.policy.goodput import GoodputFirst
-from engine.policy.port import MultiLevel, Policy
 from engine.policy.settings import PolicySettings
 from engine.ports import Cost
 

@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
+from engine.cost.live import WEIGHT, LiveCost
 from engine.errors import Unavailable
 from engine.step import (
     LAST_TOKEN,
@@ -167,3 +168,17 @@ def _link_blocks(moves: Sequence[BlockMove]) -> int:
 def _resolve(future: asyncio.Future[StepResult], result: StepResult) -> None:
     if not future.done():
         future.set_result(result)
+
+
+class KnownCost(LiveCost):
+    """Only the rate of tokens is updated. (Updating the model would be a costly no-op at half a
+    million steps per run.)"""
+
+    def observe(self, step: Step, seconds: float) -> None:
+        self.observe_tokens(step.num_tokens, seconds)
+
+    def observe_tokens(self, num_tokens: int, seconds: float) -> None:
+        """A step of so many tokens took `seconds`."""
+        if seconds > 0.0:
+            latest = num_tokens / seconds
+            self.tokens_per_second += WEIGHT * (latest - self.tokens_per_second)

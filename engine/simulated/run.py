@@ -11,11 +11,10 @@ from engine.cost.model import CostModel
 from engine.iteration import Observer, ObserverGroup
 from engine.kv.ledger import KVLedger
 from engine.kv_shape import KVShape
-from engine.policy.port import Policy
+from engine.policy.base import Policy
 from engine.ports import Cost
-from engine.simulated.executor import SimulatedExecutor
+from engine.simulated.executor import KnownCost, SimulatedExecutor
 from engine.simulated.figures import SLO, Figures, summarise
-from engine.simulated.known_cost import KnownCost
 from engine.simulated.play import play_all
 from engine.simulated.record import Recorder
 from engine.simulated.replay import RecordedOutputs, RecordedRequest

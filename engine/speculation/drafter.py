@@ -20,11 +20,9 @@ from engine.speculation.budget import SpeculationBudget
 from engine.speculation.draft_model import DraftModelProposer
 from engine.speculation.gain import DraftGain, Guess
 from engine.speculation.guesses import MIN_EXPECTED, Guesses
-from engine.speculation.ngram import NgramProposer
 from engine.speculation.prediction import PredictionProposer
-from engine.speculation.proposers import Proposer
+from engine.speculation.proposers import NgramProposer, Proposer, SuffixProposer
 from engine.speculation.settings import MTP, SpeculationSettings
-from engine.speculation.suffix import SuffixProposer
 from engine.step import ProposalSpec, StepEntry, StepId, StepResult
 
 # Swept in results/constants

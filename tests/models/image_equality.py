@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.control.rope_positions import RopePositions
+from engine.control.images import RopePositions
 from engine.request import RequestSpec
 from engine.step import SamplingParams
 from engine.worker.model.torch_operators import TorchOperators

@@ -19,7 +19,7 @@ from engine.control.scheduler import IterationScheduler
 from engine.policy.base import BackgroundLast
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.request import FinishReason, Move, Request, State
-from engine.simulated.known_cost import KnownCost
+from engine.simulated.executor import KnownCost
 from engine.simulated.record import Recorder
 from engine.simulated.replay import RecordedOutputs
 

@@ -14,8 +14,8 @@ from engine.request import Request
 from engine.research.leaping.leap import Leaps
 from engine.research.leaping.replica import OnEnd, Replica
 from engine.simulated import run
+from engine.simulated.executor import KnownCost
 from engine.simulated.figures import Figures, summarise
-from engine.simulated.known_cost import KnownCost
 from engine.simulated.play import OnAccepted, Outcome, PlayResult, RequestLost, outcome_of
 from engine.simulated.record import Recorder
 from engine.simulated.replay import RecordedOutputs, RecordedRequest

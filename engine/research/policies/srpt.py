@@ -9,8 +9,7 @@ from collections.abc import Iterator, Sequence
 from math import inf
 from typing import NamedTuple
 
-from engine.policy.base import PolicyBase
-from engine.policy.port import Preemption, SortKey
+from engine.policy.base import PolicyBase, Preemption, SortKey
 from engine.policy.settings import PolicySettings
 from engine.policy.waiting import WaitingTimes
 from engine.ports import Cost

@@ -24,9 +24,8 @@ from unittest.mock import patch
 
 from engine.cost.live import LiveCost
 from engine.policy import PolicySettings, build
-from engine.simulated.executor import SimulatedExecutor, StepCost
+from engine.simulated.executor import KnownCost, SimulatedExecutor, StepCost
 from engine.simulated.figures import summarise
-from engine.simulated.known_cost import KnownCost
 from engine.simulated.play import play_all
 from engine.simulated.run import build_scheduler, recorder_of
 from engine.speculation.drafter import Drafter

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 from engine.cost.model import CostModel
 from engine.policy import build
+from engine.simulated.executor import KnownCost
 from engine.simulated.figures import Figures, summarise
-from engine.simulated.known_cost import KnownCost
 from engine.simulated.play import play_all
 from engine.simulated.run import (
     NO_SLO,

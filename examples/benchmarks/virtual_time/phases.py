@@ -36,8 +36,7 @@ from engine.replicas.replica import QueueDelay, Replica
 from engine.replicas.replicas import Replicas
 from engine.request import Caching, Request, RequestSpec, Times
 from engine.research.hardware.catalogue import DEVICES, SHAPES, Deployment
-from engine.simulated.executor import SimulatedExecutor
-from engine.simulated.known_cost import KnownCost
+from engine.simulated.executor import KnownCost, SimulatedExecutor
 from engine.simulated.trace import Arrival, at_rate, read_trace
 from engine.simulated.virtual_loop import run_virtual
 from engine.step import PageKind, RequestId

@@ -24,8 +24,7 @@ from engine.control.admission import Admission, SwapMode
 from engine.control.settings import SchedulerSettings
 from engine.iteration import Iteration, Observer
 from engine.policy import Policy, PolicySettings, build
-from engine.policy.base import BackgroundLast
-from engine.policy.port import Preemption
+from engine.policy.base import BackgroundLast, Preemption
 from engine.ports import Cost
 from engine.request import RequestSpec
 from engine.research.hardware.catalogue import DEVICES, SHAPES, Deployment

@@ -37,8 +37,7 @@ from engine.request import Caching, Request, RequestSpec
 from engine.research.fleet.router import Loads, PrefixAffinity, SmgCacheAware
 from engine.research.fleet.shard import report_of
 from engine.research.hardware.catalogue import DEVICES, SHAPES, Deployment
-from engine.simulated.executor import SimulatedExecutor
-from engine.simulated.known_cost import KnownCost
+from engine.simulated.executor import KnownCost, SimulatedExecutor
 from engine.simulated.trace import SHARED_BLOCK, Arrival, between, read_trace, superposed
 from engine.simulated.virtual_loop import run_virtual
 from tests.fuzz.groups.case import MortalExecutor, Tally

@@ -20,7 +20,7 @@ from engine.cost.model import CostModel
 from engine.iteration import Observer
 from engine.policy import build
 from engine.request import Caching, RequestSpec
-from engine.simulated.known_cost import KnownCost
+from engine.simulated.executor import KnownCost
 from engine.simulated.play import Outcome, play
 from engine.simulated.run import Setup, build_executor, build_scheduler
 from engine.simulated.trace import SHARED_BLOCK, Arrival

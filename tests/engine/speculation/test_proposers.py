@@ -9,11 +9,16 @@ from engine.speculation.acceptance import UNKNOWN, AcceptanceRates, bucket_of
 from engine.speculation.budget import ASK_SECONDS, FIRST_STEPS, SHARE
 from engine.speculation.drafter import Drafter
 from engine.speculation.gain import MAX_SLOWDOWN
-from engine.speculation.ngram import TOKENS_PER_CALL, NgramProposer
 from engine.speculation.prediction import PredictionProposer
-from engine.speculation.proposers import NO_PROPOSAL, Proposal, Proposer
+from engine.speculation.proposers import (
+    NO_PROPOSAL,
+    TOKENS_PER_CALL,
+    NgramProposer,
+    Proposal,
+    Proposer,
+    SuffixProposer,
+)
 from engine.speculation.settings import SpeculationSettings
-from engine.speculation.suffix import SuffixProposer
 from engine.speculation.token_index import END, Match, TokenIndex
 from engine.step import RequestId, SampleSpec, SamplingParams, Step, StepEntry, StepId, StepResult
 from tests.blank import blank

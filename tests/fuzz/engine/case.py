@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Container, Sequence
 
     from engine.media import EncoderReport, ImagePixels
-    from engine.policy.port import Policy
+    from engine.policy.base import Policy
     from engine.request import Request
     from engine.step import BlockMove, RequestId, Step
 
