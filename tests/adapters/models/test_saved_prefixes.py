@@ -2,20 +2,22 @@
 and layers that read the KV of others. What comes back is what was computed."""
 
 from pathlib import Path
+from unittest.mock import create_autospec
 
 import pytest
 
 from engine.errors import StartupError
 from engine.request import RequestSpec
 from engine.step import HASH_VERSION
+from engine.worker.process.kept_kv import check_kept
+from engine.worker.process.stage_kv import StageKV
 from engine.worker.process.worker import Worker
-from engine.worker_settings import WorkerSettings
+from engine.worker_settings import Placement, WorkerSettings
 from tests.engine.worker.process.driving import settings_for
-from tests.engine.worker.process.fleet import fleet
 from tests.inline import RequestOutcome, play
 from tests.models.checkpoints import make_checkpoint
 from tests.scheduling import GREEDY
-from tests.worker_settings import changed
+from tests.worker_settings import changed, worker_settings
 
 KINDS = ["llama", "gemma3", "gemma4", "qwen3_5"]
 CHAT = tuple(range(3, 75))
@@ -103,7 +105,7 @@ def test_too_little_disk_for_a_snapshot_is_an_error_at_start(tmp_path: Path) -> 
         Worker.load(changed(base, disk_kv_memory=1000), lambda *_: None)
 
 
-def test_a_disk_tier_of_a_worker_beside_others_is_an_error_at_start(tmp_path: Path) -> None:
-    model, rejected = make_checkpoint(tmp_path, "llama"), "--disk-kv needs a single worker"
-    with pytest.raises(StartupError, match=rejected), fleet(model, 1, 2, disk_kv=str(tmp_path)):
-        pass
+def test_a_disk_tier_of_a_worker_beside_others_is_an_error_at_start() -> None:
+    settings = worker_settings(placement=Placement(num_ranks=2))
+    with pytest.raises(StartupError, match="--disk-kv needs a single worker"):
+        check_kept(settings, "--disk-kv", create_autospec(StageKV))
