@@ -10,7 +10,7 @@ import openai
 import psutil
 import pytest
 
-from adapters.models.named_shapes.vision import IMAGES, VISION_SHAPES
+from adapters.models.named_shapes import IMAGES, VISION_SHAPES
 from tests.adapters.images.pictures import bad_images, encoded, noise
 from tests.conftest import Server, read_url, start_server
 from tests.models.mmproj_files import CHAT, Mmproj
