@@ -29,19 +29,17 @@ def test_the_page_about_itl_goals_is_that_of_its_runs() -> None:
 @pytest.mark.parametrize(
     ("name", "page", "figures"),
     [
+        ("m500_zen5", "README.md", "figures.json"),
         ("m500_avx2", "README.md", "figures.json"),
         ("third_edition", "README.md", "figures.json"),
         ("low_bit_avx2", "README.md", "figures.json"),
         ("hybrid_avx2", "README.md", "figures.json"),
         ("bfloat16_avx2", "README.md", "figures.json"),
         ("m500_amx", "README.md", "figures.json"),
-        ("m110_amx", "README.md", "figures.json"),
         ("m500_amx_long", "README.md", "figures.json"),
         ("m500_amx_openblas", "README.md", "figures.json"),
         ("m500_avx512", "README.md", "figures.json"),
-        ("m110_avx512", "README.md", "figures.json"),
         ("m500_avx512", "zen4.md", "zen4.json"),
-        ("m110_avx512", "zen4.md", "zen4.json"),
     ],
 )
 def test_the_tables_of_servers_are_those_of_their_rounds(
@@ -52,6 +50,16 @@ def test_the_tables_of_servers_are_those_of_their_rounds(
     loads = read_loads(tomllib.loads(servers.read_text()), tmp_path)
     made = tables.page(servers, read(f"peers/{name}/{figures}"), loads)
     assert made[made.index("## ") :] in (folder / page).read_text()
+
+
+def test_what_a_prefix_cache_knew_of_loads_is_that_of_its_rounds() -> None:
+    page, rounds = (RESULTS / "peers" / "README.md").read_text(), read("peers/seeds.json")
+    for name in ("one seed", "own prompts"):
+        runs = [one["loads"] for one in rounds if one["prompts"] == name]
+        rates = [median(run[load]["output_rate"] for run in runs) for load in ("C=1", "C=8", "C=32")]
+        ttft = 1e3 * median(run["C=32"]["ttft_p50"] for run in runs)
+        one, eight, many = rates
+        assert f"| {name} | {one:.1f} | {eight:.0f} | {many:.0f} | {ttft:,.0f} |" in page
 
 
 def test_the_lone_streams_in_float32_are_those_of_their_rounds() -> None:
