@@ -54,6 +54,7 @@ def peers(shape: str, server: str, load: str, key: str = "output_rate") -> float
 
 FORMATS = {  # row of README.md: Podway's server and the group of servers
     "float32": ("Podway float32", "M500, float32"),
+    "bfloat16": ("Podway bfloat16", "M500, bfloat16"),
     "int8": ("Podway int8", "M500, 8 bits"),
     "Q4_0": ("Podway Q4_0 file", "M500, 4 bits"),
 }
@@ -75,14 +76,14 @@ def number(value: float, key: str) -> str:
 
 def beside_others() -> list[str]:
     """Two rows for each format: Podway, and the best of the others with its first letter."""
-    runs, rows = read("peers/m500_avx2/figures.json"), []
+    runs, rows = read("peers/m500_zen5/figures.json"), []
     for title, (ours, group) in FORMATS.items():
         others = {r["server"] for r in runs if r["group"] == group and "Podway" not in r["server"]}
         own, best = [f"Podway, {title}"], ["best of the others"]
         for load, key, more in COLUMNS:
-            values = [(peers("m500_avx2", server, load, key), server[0]) for server in others]
+            values = [(peers("m500_zen5", server, load, key), server[0]) for server in others]
             value, letter = max(values) if more else min(values)
-            own.append(number(peers("m500_avx2", ours, load, key), key))
+            own.append(number(peers("m500_zen5", ours, load, key), key))
             best.append(f"{number(value, key)} {letter.upper()}")
         rows += [f"| {' | '.join(row)} |" for row in (own, best)]
     return rows
@@ -90,16 +91,23 @@ def beside_others() -> list[str]:
 
 def ratio(ours: str, theirs: str, streams: int = 32) -> float:
     load = f"C={streams}"
-    return peers("m500_avx2", ours, load) / peers("m500_avx2", theirs, load)
+    return peers("m500_zen5", ours, load) / peers("m500_zen5", theirs, load)
 
 
-def beside_peers_on_avx2() -> list[str]:
+def beside_peers() -> list[str]:
+    pairs = {
+        "float32": ("Podway float32", "OpenVINO f32"),
+        "bfloat16": ("Podway bfloat16", "vLLM zentorch bfloat16"),
+        "int8": ("Podway int8", "vLLM zentorch W8A8 bfloat16"),
+        "Q4_0": ("Podway Q4_0 file", "llama-server q4_0"),
+    }
+    one, two, three, four = (f"{ratio(*pair):.2f}" for pair in pairs.values())
+    alone = pairs | {"bfloat16": ("Podway bfloat16", "OpenVINO bf16 (u8 KV)")}
+    alone["int8"] = ("Podway int8", "OpenVINO int8")
+    behind = sorted(round(100 * (1 - ratio(*pair, streams=1))) for pair in alone.values())
     return [
-        f"{ratio('Podway float32', 'OpenVINO f32'):.1f} times OpenVINO's",
-        f"{ratio('Podway float32', 'llama-server f32'):.1f} times llama-server's",
-        f"{ratio('Podway int8', 'OpenVINO int8'):.1f} and "
-        f"{ratio('Podway int8', 'llama-server q8_0'):.1f} times",
-        f"{ratio('Podway Q4_0 file', 'llama-server q4_0'):.1f} times llama-server's in Q4_0",
+        f"{one} (float32), {two} (bfloat16), {three} (int8) and {four} times (Q4_0)",
+        f"faster with another in each format, by {behind[0]} to {behind[-1]} %",
     ]
 
 
@@ -295,7 +303,7 @@ CLAIMS: list[tuple[Path, Callable[[], list[str]]]] = [
     (README, orca),
     (README, streamed_token),
     (PAGE, iteration_level_table),
-    (PAGE, beside_peers_on_avx2),
+    (PAGE, beside_peers),
     (PAGE, with_recurrent_layers),
     (PAGE, orca),
     (PAGE, fastserve),
@@ -329,8 +337,6 @@ def test_a_page_states_what_the_json_says(page: Path, claims: Callable[[], list[
 SETTINGS = {  # numbers of the benchmarks' loads and of the papers
     README: ("64 output tokens", "128 prompt tokens", "76.6 % of 475"),
     PAGE: (
-        "at 1.5 requests/s",
-        "at 6 requests/s",
         "a median of 190 ms per token",
         "at 16 requests/s",
         "at 180 % of capacity",

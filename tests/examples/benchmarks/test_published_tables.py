@@ -56,7 +56,9 @@ def test_what_a_prefix_cache_knew_of_loads_is_that_of_its_rounds() -> None:
     page, rounds = (RESULTS / "peers" / "README.md").read_text(), read("peers/seeds.json")
     for name in ("one seed", "own prompts"):
         runs = [one["loads"] for one in rounds if one["prompts"] == name]
-        rates = [median(run[load]["output_rate"] for run in runs) for load in ("C=1", "C=8", "C=32")]
+        rates = [
+            median(run[load]["output_rate"] for run in runs) for load in ("C=1", "C=8", "C=32")
+        ]
         ttft = 1e3 * median(run["C=32"]["ttft_p50"] for run in runs)
         one, eight, many = rates
         assert f"| {name} | {one:.1f} | {eight:.0f} | {many:.0f} | {ttft:,.0f} |" in page
