@@ -63,7 +63,7 @@ MIN_FIRST_PIECE = 4  # tokens of the first prompt's piece without a goal, which 
 MIN_SHARE = 0.1  # the first prompt of an iteration gets this share of the goal in any case
 PROMPT_SHARE = 0.25  # each prompt counts as this share of a decode, if the factor allows less
 PATIENCE = 2.0  # a prompt's age, in times that it takes alone, from which the factor grows
-READING_SECONDS = 0.1  # between two tokens: twice as fast as people read
+READING_SECONDS = 0.1  # fixed: between two tokens, twice as fast as people read
 MAX_GROWTH = 2.0  # multiplies the factor at most, if no seat decodes
 MIN_BATCH_SECONDS = 1.5  # lone decodes: a goal below that time keeps no request waiting
 
@@ -145,9 +145,10 @@ class StepTime:
         return min(num_tokens, in_time) if in_time >= min(fewest, num_tokens) else 0
 
     def _is_among_own(self, request: Request) -> bool:
-        """Whether all requests are of one client, and nothing is done for images."""
+        """Whether all requests are of one client that is known, and nothing is done for images."""
         has_images = bool(self._slice_seconds) or request.times.lacked_image_at is not None
-        return len(self._pool.clients) == 1 and not has_images
+        is_alone = bool(request.spec.client) and len(self._pool.clients) == 1
+        return is_alone and not has_images
 
     def left(self, batch: BatchBuilder) -> float:
         """The seconds that the decodes of a complete batch leave for other work; infinite without

@@ -54,12 +54,10 @@ CONCLUSIONS = """\
   `RECENT`).
 - Calibrations with a longer context are twice as good in the same time (`LONG` 4096), so it is now
   what `--max-batch-tokens` allows. The other rows of calibration were measured before.
-- What decides is the bound on prompts beside decodes. That a client that is alone has twice the
-  bound (`READING_SECONDS` 0 is without it) halves the mean TTFT; without it the ITL on a CPU is
-  longer, too, and p99 of the ITL on a GPU half as long. That the bound grows with the age of a
-  prompt (`MAX_GROWTH` 1 and `PATIENCE` 1e9 are without it) is worth a tenth to a third of the
-  mean TTFT then, and without the doubled bound it was worth 7 times the mean TTFT near a CPU's
-  capacity; a growth of 4 costs a fifth to two thirds at p99 of the ITL.
+- What decides is the bound on prompts beside decodes: that it grows with the age of a prompt
+  (`MAX_GROWTH` 1 and `PATIENCE` 1e9 are without it) is worth several times the mean TTFT near a
+  CPU's capacity. Both were swept again when the growth began to depend on a prompt's time alone;
+  the other rows of step_time are from before, when it began half a second later.
 - A larger least share (`MIN_SHARE` 0.3) has a lower TTFT and a higher p99 of the ITL on a
   GPU: a choice between the two, not an optimum. A least piece of 64
   tokens (`MIN_FIRST_PIECE`) is better near this CPU's capacity, but is 0.6 s long on one that needs
@@ -135,7 +133,6 @@ SWEPT = (
     Swept("control.step_time", "MIN_SHARE", (0.0, 0.03, 0.3), (*PIECES, *GOALS)),
     Swept("control.step_time", "PROMPT_SHARE", (0.0, 0.1, 0.5, 1.0), PIECES),
     Swept("control.step_time", "PATIENCE", (1.0, 4.0, 8.0, 1e9), PIECES),
-    Swept("control.step_time", "READING_SECONDS", (0.0, 0.05, 0.2), PIECES),
     Swept("control.step_time", "MAX_GROWTH", (1.0, 1.5, 4.0), PIECES),
     Swept("control.step_time", "MIN_BATCH_SECONDS", (1.0, 3.0), GOALS),
     Swept("control.swap_planner", "DECAY", (0.0, 0.9, 0.999), SWAPPING),

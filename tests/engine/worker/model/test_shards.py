@@ -120,7 +120,7 @@ def test_layers_that_read_the_kv_of_others_are_in_the_last_stage_with_them(tmp_p
     shape = Checkpoint.open(str(make_checkpoint(tmp_path, "gemma4"))).family.shape
     assert layer_spans(shape, 2) == [range(2), range(2, 6)]
     assert layer_spans(shape, 3) == [range(1), range(1, 2), range(2, 6)]
-    with pytest.raises(StartupError, match="among 4 stages .*, and layers from 2 on share KV"):
+    with pytest.raises(StartupError, match=r"among 4 stages .*, and layers from 2 on share KV"):
         layer_spans(shape, 4)
 
 
