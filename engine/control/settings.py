@@ -92,7 +92,8 @@ class SchedulerSettings:
         "scheduling",
         "how much longer an iteration with running requests may take because of prompts, as a "
         "factor (more while few decode and many have a prompt to compute, and up to twice "
-        "the factor once prompts have waited while seats are free); a prompt takes F / (F - 1) "
+        "the factor once prompts have waited while seats are free; twice the factor for a client "
+        "that is alone, up to 0.1 s between two tokens); a prompt takes F / (F - 1) "
         "times as long; 0: no limit but --max-step-seconds. With --itl-goal the goal alone counts",
         "FACTOR",
         name="prefill_slowdown",
