@@ -112,7 +112,8 @@ class CpuDevice:
         self._layout = layout_of(linears)
         self._store = PackedStore(linears)
         self._settings = settings
-        self._compiling: Future[None] | None = None  # compiles attention kernels, from `prepare` on
+        self._progress: Progress = lambda what, done, total: None
+        self._compiling: Future[None] | None = None  # compiles attention kernels, from `source` on
         share = max(1, _num_cores() // settings.placement.num_local_workers)
         self.pool = NativeThreadPool(kernels.threads or share, kernels.thread_wait)
         torch.set_num_threads(self.pool.threads if self._is_plain else 1)
@@ -127,20 +128,28 @@ class CpuDevice:
         return ""
 
     def prepare(self, progress: Progress) -> None:
-        """Compile the usual kernels. Those of attention, a third of the work, are compiled while
-        weights are packed, and that of sampling until a request needs it."""
-        if self._is_plain:
-            return
-        usual = self._native_operators().usual_kernels
+        """Begin to compile kernels in other processes, for which `source` waits."""
+        self._progress = progress
+        if not self._is_plain:
+            # The longest first: begun last, one core would be idle.
+            attend, *others = self._kernels_of_attention()
+            request((attend, sampling.sample, *self._usual_kernels(), *others))
+
+    def _usual_kernels(self) -> tuple[Callable[..., None], ...]:
         conversion = conversion_kernels(self.formats.linear)
+        return *conversion, *self._native_operators().usual_kernels
+
+    def _kernels_of_attention(self) -> tuple[Callable[..., None], ...]:
         dtype = dtype_code(self.formats.kv_dtype)
         attend = paged_kernels.attend_kernel(dtype)
-        attention = attend, paged_kernels.merge_partials, rope_and_cache_write.BY_DTYPE[dtype]
-        longest = attend, sampling.sample  # half of the work: begun last, one core would be idle
-        request((*longest, *conversion, *usual, *attention[1:]))
-        compile_all((*usual, *conversion), progress)
+        return attend, paged_kernels.merge_partials, rope_and_cache_write.BY_DTYPE[dtype]
+
+    def _compile(self) -> None:
+        """Compile the usual kernels. Those of attention, a third of the work, are compiled while
+        weights are packed, and that of sampling until a request needs it."""
+        compile_all(self._usual_kernels(), self._progress)
         compiler = ThreadPoolExecutor(1, "compile")
-        self._compiling = compiler.submit(compile_all, attention)
+        self._compiling = compiler.submit(compile_all, self._kernels_of_attention())
         compiler.submit(compile_all, (sampling.sample,))
         compiler.shutdown(wait=False)
 
@@ -170,6 +179,7 @@ class CpuDevice:
             return
         with cache.open(self._layout, num_bytes) as file:
             self._store.open(file)
+            self._compile()  # while files are read
             torch.set_num_threads(self.pool.threads)  # conversions are torch's; steps use the pool
             try:
                 yield DeferredWeights(weights, native_format(self.pool, self.formats.linear))

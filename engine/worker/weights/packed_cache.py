@@ -1,7 +1,7 @@
 """Packed weights cached on disk: a start packs them into a file, and later starts map that file.
 
-A start that finds no usable file packs straight into the pages of a new one, so weights are in
-memory once, in the page cache, and all workers of a machine that map a file share these pages.
+All workers of a machine that map a file share its pages. A start that finds no usable file writes a
+new one while it serves, or packs straight into the pages of one if memory is scarce.
 
 A file belongs to one share of one checkpoint in one layout. Its header says from which files it was
 made: their sizes, times and inodes, of which the system changes at least one whenever a file is
@@ -11,19 +11,30 @@ Where none can be written the weights are packed at every start; both log one li
 
 import hashlib
 import json
+import os
 import shutil
+import sys
+import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from engine.files import remove_abandoned
+from engine.transport.process_memory import available_bytes
 from engine.worker.model.kv.kv_tensors import size_text
-from engine.worker.weights.packed_file import MappedFile, NewFile, PackedFile, warn_not_cached
+from engine.worker.weights.packed_file import (
+    READ_THREAD,
+    MappedFile,
+    NewFile,
+    PackedFile,
+    warn_not_cached,
+)
 
 VERSION = 2  # the version of the file format
 SUFFIX = ".packed"
 FREE_BYTES = 1 << 30  # so much of the disk stays free
+READ_BYTES = 1 << 20  # of a checkpoint's files at a time: the system reads a part of larger pieces
 _NAME_DIGITS = 24
 
 
@@ -56,6 +67,7 @@ class PackedCache:
         if (found := MappedFile.open(path, facts)) is not None:
             yield found
             return
+        read_ahead(self.files)
         new = self._create(path, facts, expected_bytes)
         if new is None:
             yield PackedFile()
@@ -84,7 +96,7 @@ class PackedCache:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._make_room(path, expected_bytes)
-            return NewFile(path.parent, facts)
+            return NewFile(path.parent, facts, expected_bytes)
         except OSError as error:
             warn_not_cached(error)
             return None
@@ -111,3 +123,17 @@ class PackedCache:
                 f"they need {size_text(num_bytes)}, and {size_text(free)} are free on the disk, of "
                 f"which {size_text(FREE_BYTES)} are left free"
             )
+
+
+def read_ahead(files: Sequence[Path]) -> None:
+    """Have the system read these files, if they fit in memory, while kernels are compiled."""
+    if sys.platform != "linux" or sum(path.stat().st_size for path in files) > available_bytes():
+        return
+
+    def read() -> None:
+        for path in files:
+            with suppress(OSError), path.open("rb") as file:
+                for at in range(0, path.stat().st_size, READ_BYTES):
+                    os.posix_fadvise(file.fileno(), at, READ_BYTES, os.POSIX_FADV_WILLNEED)
+
+    threading.Thread(target=read, name=READ_THREAD, daemon=True).start()

@@ -4,7 +4,9 @@
 
 A new file has a temporary name until its data has reached the disk; a thread waits for that while
 the worker serves, and then renames it. So any number of workers may write the same file at once,
-and one that has its name is complete.
+and one that has its name is complete. Weights that fit are packed in anonymous memory, of which
+that thread writes the file: a start that writes to a file's pages waits for the disk as soon as a
+fifth of the memory is not yet written.
 
 The header has a checksum of each tensor, and the footer one of the header. The thread that reads a
 mapped file ahead computes those of the tensors, while the start goes on, and the worker answers no
@@ -44,6 +46,7 @@ SYNC_THREAD = "podway-packed-cache"
 READ_THREAD = "podway-read-ahead"
 READ_BYTES = 64 << 20  # bytes that are read ahead at a time
 MADV_POPULATE_READ = 22  # linux/mman.h
+MAX_SHARE = 0.75  # of the memory left: KV, and what of the file is not yet written, need some too
 SLAB_BYTES = 64 << 20  # the size of a mapping of anonymous memory
 PRIVATE = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
 PAGE = mmap.ALLOCATIONGRANULARITY
@@ -220,13 +223,15 @@ class _EntryHeader(NamedTuple):
 
 
 class NewFile(PackedFile):
-    """A file under a temporary name, which grows with the weights that are packed into it."""
+    """A file under a temporary name, which grows with the weights that are packed: in memory until
+    all are if `expected_bytes` fit, else in pages of the file."""
 
     slab_bytes = 0
 
-    def __init__(self, folder: Path, facts: object) -> None:
+    def __init__(self, folder: Path, facts: object, expected_bytes: int) -> None:
         self._file, self._temporary = new_file(folder)
         self._facts = facts
+        self._is_in_memory = expected_bytes <= MAX_SHARE * available_bytes()
         self._entries: dict[str, _EntryHeader] = {}
         self._mappings: dict[int, tuple[int, mmap.mmap]] = {}  # by address: offset in the file
         self.num_bytes = 0
@@ -238,7 +243,9 @@ class NewFile(PackedFile):
         start, size = self.num_bytes, -(-num_bytes // PAGE) * PAGE
         try:
             os.posix_fallocate(self._file, start, size)  # a full disk is an error here, not later
-            mapping = mmap.mmap(self._file, size, offset=start)
+            mapping = (
+                anonymous(size) if self._is_in_memory else mmap.mmap(self._file, size, offset=start)
+            )
         except OSError as error:
             self._abandon(error)
             return super().grow(num_bytes)
@@ -248,6 +255,8 @@ class NewFile(PackedFile):
 
     @property
     def resident_bytes(self) -> int:
+        if self._is_in_memory:
+            return 0
         tensors = resident_tensors(self._entries.values(), self.num_bytes, available_bytes())
         return sum(len(tensor.run) for tensor in tensors)
 
@@ -281,7 +290,10 @@ class NewFile(PackedFile):
     def _publish(self, file: int, temporary: str, path: Path) -> None:
         """Complete the file, wait until it is on the disk, then give it its name."""
         try:
-            os.pwrite(file, self._header(), self.num_bytes)
+            if self._is_in_memory:
+                for start, mapping in self._mappings.values():
+                    write_all(file, mapping, start)
+            write_all(file, self._header(), self.num_bytes)
             os.fsync(file)
             os.replace(temporary, path)
         except OSError as error:
@@ -332,6 +344,14 @@ def resident_tensors(
     return [
         tensor for each in entries if fits or not each.is_sparse for tensor in each.tensors.values()
     ]
+
+
+def write_all(file: int, content: bytes | mmap.mmap, offset: int) -> None:
+    """Write all of it there; a call of the system writes less than 2 GiB. Raises `OSError`."""
+    with memoryview(content) as left:
+        written = 0
+        while written < len(left):
+            written += os.pwrite(file, left[written : written + READ_BYTES], offset + written)
 
 
 def _map_pages(start: int, run: range) -> None:

@@ -118,11 +118,11 @@ class PackedStore:
 
     @property
     def usual_kernels(self) -> tuple[Callable[..., None], ...]:
-        """The kernels of these linears without those of float32, if there are others."""
-        others = [each for each in self._linears.values() if each is not FLOAT32]
-        return tuple(dict.fromkeys(kernel for each in others for kernel in each.kernels)) or (
-            FLOAT32.kernels
-        )
+        """The kernels of these linears without those of float32, if there are others. A first start
+        needs those that pack first."""
+        others = [each for each in self._linears.values() if each is not FLOAT32] or [FLOAT32]
+        packing = [kernel for each in others for kernel in each.packing_kernels]
+        return tuple(dict.fromkeys([*packing, *(k for each in others for k in each.kernels)]))
 
     @property
     def file_bytes(self) -> int:

@@ -16,6 +16,7 @@ from engine.worker.cuda import requirements as lacking
 from engine.worker.cuda.device import gpu_index
 from engine.worker.device import open_device
 from engine.worker.ports import PreferredFormat
+from engine.worker.weights.packed_cache import PackedCache
 from engine.worker_settings import Placement, WorkerSettings
 from tests.worker_settings import changed
 
@@ -74,7 +75,8 @@ def test_only_kernels_of_a_dense_model_are_compiled_first_and_those_of_attention
     monkeypatch.setattr(cpu, "request", requested.extend)
     device = cpu.CpuDevice(changed(SETTINGS, threads=1, weights="int8"))
     device.prepare(lambda what, done, total: None)
-    (first,) = compiled
+    with device.source(cast(Any, None), PackedCache(), 0):
+        (first,) = compiled
     assert requested.index(sample) == 1, "the two kernels that take longest are begun first"
     assert first < set(requested)
     assert quantize_int8 in first

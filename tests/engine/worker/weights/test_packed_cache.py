@@ -14,6 +14,7 @@ from engine.worker.cpu import device as cpu_device
 from engine.worker.cpu.device import CpuDevice
 from engine.worker.ports import PreferredFormat, Shard
 from engine.worker.process.worker import Worker
+from engine.worker.weights import packed_file
 from engine.worker.weights.checkpoint import Checkpoint
 from engine.worker.weights.packed_file import PackedEntry
 from engine.worker.weights.source import Weights
@@ -101,7 +102,9 @@ def test_pages_of_packed_weights_are_not_counted_as_available_for_kv(
     monkeypatch.setattr(cpu_device, "available_bytes", lambda: LARGE)
     found = Checkpoint.open(str(checkpoint))
     packed = found.packed_cache(Shard.whole(found.family.shape), str(cache), LARGE)
-    for _ in ("written", "mapped"):
+    for is_scarce in (True, False):  # the first writes to the file's pages, the second maps them
+        available = 0 if is_scarce else LARGE
+        monkeypatch.setattr(packed_file, "available_bytes", lambda found=available: found)
         device = CpuDevice(settings_for(checkpoint, "cpu"), PreferredFormat())
         weights = found.open_weights(torch.float32, lambda *_: None)
         with device.source(weights, packed, 1) as deferred:
@@ -247,14 +250,16 @@ def test_experts_stay_on_the_disk_if_the_file_is_larger_than_memory(
 ) -> None:
     cache = cache_of(tmp_path, "weights")
     sizes = {"first": 1000, "expert": 50_000, "second": 3000}
+    monkeypatch.setattr(packed_file, "available_bytes", lambda: 0)  # it is not packed in memory
     with opened(cache) as file:
+        monkeypatch.setattr(packed_file, "available_bytes", lambda: LARGE)
         for key, size in sizes.items():
             packed = torch.frombuffer(file.grow(size), dtype=torch.uint8)[:size].fill_(7)
             file.add(key, PackedEntry("int8", {"packed": packed}, {}, key == "expert"))
         assert file.resident_bytes == sum(sizes.values())
     with opened(cache) as file:
         assert file.resident_bytes == sum(sizes.values())
-    monkeypatch.setattr("engine.worker.weights.packed_file.available_bytes", lambda: 10_000)
+    monkeypatch.setattr(packed_file, "available_bytes", lambda: 10_000)
     with opened(cache) as file:
         assert file.resident_bytes == 4000
         found = file.find("expert")
@@ -269,7 +274,7 @@ def test_only_the_experts_of_a_mixture_may_stay_on_the_disk(
     checkpoint = make_checkpoint(tmp_path, "qwen3_moe")
     plain = logits(checkpoint, "", "int8")
     assert torch.equal(logits(checkpoint, cache, "int8"), plain)
-    monkeypatch.setattr("engine.worker.weights.packed_file.available_bytes", lambda: 0)
+    monkeypatch.setattr(packed_file, "available_bytes", lambda: 0)
     found = Checkpoint.open(str(checkpoint))
     shape = found.family.shape
     settings = settings_for(checkpoint, "cpu", weights="int8")

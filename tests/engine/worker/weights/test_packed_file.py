@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from engine.errors import WorkerLost
+from engine.worker.weights import packed_file
 from engine.worker.weights.packed_cache import SUFFIX
 from engine.worker.weights.packed_file import PackedEntry
 from tests.engine.worker.weights.packed_files import (
@@ -18,6 +19,13 @@ from tests.engine.worker.weights.packed_files import (
     until_published,
     value_of,
 )
+
+
+@pytest.fixture(autouse=True, params=["memory", "pages of the file"])
+def packed_into(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a new file's weights are until it is written."""
+    available = 0 if request.param == "pages of the file" else LARGE
+    monkeypatch.setattr(packed_file, "available_bytes", lambda: available)
 
 
 @pytest.mark.parametrize("at", [0, 3999, 4096, 4096 + 3999])
