@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import transformers
 from numpy.typing import NDArray
 
 from engine.step import SampleSpec, SamplingParams
@@ -44,6 +45,7 @@ SPECS = {
         replace(PLAIN, temperature=0.8, top_k=40, top_p=0.8, min_p=0.01),
     ),
     "bias": SampleSpec(replace(PLAIN, logit_bias=((3, 6.0), (9, -100.0), (3, 1.0)))),
+    "cold": SampleSpec(replace(PLAIN, temperature=1e-6)),
     "bans": SampleSpec(PLAIN, banned=tuple(range(0, VOCAB, 2))),
     "presence": SampleSpec(replace(PLAIN, presence_penalty=1.5), output=(1, 1, 4, 9)),
     "frequency": SampleSpec(replace(PLAIN, frequency_penalty=0.7), output=(1, 1, 4, 9)),
@@ -55,6 +57,12 @@ SPECS = {
         banned=(5, 6),
         prompt=(2, 8, 8),
         output=(7, 7, 10),
+    ),
+    "greedy of what is left": SampleSpec(
+        SamplingParams(0.0, 1.0, 0, 0.0, 1.3, 0.4, -0.2, ((7, 2.0),)),
+        banned=tuple(range(1, VOCAB, 2)),
+        prompt=(2, 8, 8),
+        output=(7, 10, 10, 12),
     ),
 }
 
@@ -122,6 +130,41 @@ def mismatches(sampler: Sampler, specs: Sequence[SampleSpec]) -> dict[int, tuple
     ]
     pairs = enumerate(zip(sampled.tokens, allowed, strict=True))
     return {row: (token, ids) for row, (token, ids) in pairs if token not in ids}
+
+
+Temperature = transformers.TemperatureLogitsWarper
+TopP, TopK = transformers.TopPLogitsWarper, transformers.TopKLogitsWarper
+MinP, Repetition = transformers.MinPLogitsWarper, transformers.RepetitionPenaltyLogitsProcessor
+
+
+@pytest.mark.parametrize(
+    ("sampling", "processors"),
+    [
+        (PLAIN, ()),
+        (SamplingParams(temperature=1.8), (Temperature(1.8),)),
+        (SamplingParams(top_p=0.8), (TopP(0.8),)),
+        (SamplingParams(top_k=7), (TopK(7),)),
+        (SamplingParams(min_p=0.05), (MinP(0.05),)),
+        (SamplingParams(repetition_penalty=1.7), (Repetition(1.7),)),
+        (SamplingParams(1.4, 0.9, 30), (Temperature(1.4), TopK(30), TopP(0.9))),
+        (
+            SamplingParams(0.9, min_p=0.01, repetition_penalty=0.7),
+            (Repetition(0.7), Temperature(0.9), MinP(0.01)),
+        ),
+    ],
+    ids=str,
+)
+def test_the_definition_is_that_of_transformers(
+    sampling: SamplingParams, processors: Sequence[Callable[..., torch.Tensor]]
+) -> None:
+    """Presence and frequency penalties, which transformers lacks, are OpenAI's formula."""
+    prompt = (5, 17, 17, 60, 3)
+    for logits in 2 * np.random.default_rng(7).standard_normal((20, VOCAB)):
+        scores = torch.from_numpy(logits)[None]
+        for processor in processors:
+            scores = processor(torch.tensor([prompt]), scores)
+        found = probabilities(processed(logits, SampleSpec(sampling, prompt=prompt)), sampling)
+        np.testing.assert_allclose(found, scores.softmax(-1)[0].numpy(), rtol=1e-6, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", SPECS)

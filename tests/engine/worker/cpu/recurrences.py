@@ -14,14 +14,11 @@ from engine.worker.ports import (
     RecurrentShape,
     RecurrentWeights,
 )
+from tests.noise import noise
 
 SLOTS = 10
 
 Step = Sequence[tuple[int, StateSlots]]  # rows and slots of each entry
-
-
-def noise(*size: int, seed: int = 0) -> Tensor:
-    return torch.randn(size, generator=torch.Generator().manual_seed(seed))
 
 
 def states_of(shape: RecurrentShape) -> tuple[Tensor, ...]:

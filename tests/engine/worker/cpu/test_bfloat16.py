@@ -3,7 +3,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from engine.worker.cpu.device import CpuDevice
 from engine.worker.cpu.kernels.dtypes import has_half
@@ -16,6 +15,7 @@ from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.ports import PreferredFormat
 from tests.engine.worker.process.driving import Driver, load_worker
 from tests.models.checkpoints import make_checkpoint, make_model
+from tests.noise import noise
 from tests.worker_settings import worker_settings
 
 SIZES = [(16, 4), (32, 97), (37, 9), (5, 1), (48, 32), (1500, 70), (2100, 33)]
@@ -25,10 +25,6 @@ TOKENS = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38]
 @pytest.fixture(scope="module")
 def operators() -> NativeOperators:
     return NativeOperators(NativeThreadPool(2), PackedStore({"bfloat16": BFLOAT16}))
-
-
-def noise(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), SIZES)

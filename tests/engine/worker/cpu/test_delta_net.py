@@ -10,7 +10,8 @@ from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.model.kv.recurrent_states import state_runs
 from engine.worker.model.mamba import TorchDeltaNet
 from engine.worker.ports import DeltaShape, DeltaWeights
-from tests.engine.worker.cpu.recurrences import inputs_of, noise, run, states_of
+from tests.engine.worker.cpu.recurrences import inputs_of, run, states_of
+from tests.noise import noise
 
 
 @pytest.fixture(scope="module")

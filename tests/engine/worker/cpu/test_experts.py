@@ -11,14 +11,11 @@ from engine.worker.model.experts import TorchExperts, route
 from engine.worker.model.torch_operators import TorchOperators
 from engine.worker.ports import ExpertGroups, ExpertWeights, Routing, Weight
 from engine.worker.weights.formats import FORMATS
+from tests.noise import noise
 
 PLAIN = TorchOperators()
 NUM_EXPERTS, HIDDEN, INNER = 6, 96, 70
 ROUTING = Routing(top_k=2, renormalizes=True)
-
-
-def noise(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def operators_of(name: str) -> NativeOperators:
@@ -132,15 +129,6 @@ def test_of_equal_logits_the_lowest_experts_are_chosen() -> None:
     equal = experts(x, torch.zeros(3, NUM_EXPERTS))
     only_first = torch.tensor([[0.0, 0.0, -90.0, -90.0, -90.0, -90.0]]).expand(3, -1).contiguous()
     assert torch.equal(equal, experts(x, only_first))
-
-
-def test_all_rows_may_choose_the_same_experts() -> None:
-    operators, weights = operators_of("float32"), random_experts()
-    logits = torch.zeros(60, NUM_EXPERTS)
-    logits[:, 4], logits[:, 2] = 9.0, 8.0
-    x = noise(60, HIDDEN)
-    expected = dense(operators, weights, x, logits)
-    torch.testing.assert_close(make(operators, weights)(x, logits), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -5,20 +5,16 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from engine.worker.cpu.kernels.linears.tile_formats import HAS_VNNI
 from engine.worker.ports import dequantize
 from engine.worker.weights.formats.int4 import GROUP, SCALES, quantize
 from tests.engine.worker.process.driving import Driver, load_worker
 from tests.models.checkpoints import make_checkpoint
+from tests.noise import noise
 
 VNNI = pytest.mark.skipif(not HAS_VNNI, reason="8-bit activations need a CPU with VNNI")
 TOKENS = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38]
-
-
-def noise(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def test_the_quantization_error_is_at_most_one_step() -> None:
@@ -37,13 +33,6 @@ def test_quantizing_a_quantized_weight_changes_nothing_and_zeros_stay_zero() -> 
     once = quantize(noise(7, 40))
     assert quantize(once) is once
     assert not dequantize(quantize(torch.zeros(2, 5))).any()
-
-
-def test_some_rows_are_those_rows_of_the_whole() -> None:
-    whole = quantize(noise(12, 40))
-    part = whole.rows(slice(3, 9))
-    assert part.shape == (6, 40)
-    assert torch.equal(dequantize(part), dequantize(whole)[3:9])
 
 
 @pytest.mark.parametrize(("bits", "bound"), [("14", 0.01), pytest.param("8", 0.4, marks=VNNI)])

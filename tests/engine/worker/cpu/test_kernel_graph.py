@@ -1,11 +1,11 @@
 import pytest
 import torch
-from torch import Tensor
 
 from engine.worker.cpu import kernel_graph
 from engine.worker.cpu.operators import NativeOperators
 from engine.worker.cpu.thread_pool import NativeThreadPool
 from tests.engine.worker.cpu.int8_operators import int8_operators
+from tests.noise import noise
 
 
 @pytest.fixture(scope="module")
@@ -17,10 +17,6 @@ def pool() -> NativeThreadPool:
 def operators(request: pytest.FixtureRequest, pool: NativeThreadPool) -> NativeOperators:
     made: NativeOperators = request.param(pool)
     return made
-
-
-def noise(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def an_mlp(operators: NativeOperators, hidden: int = 32, inner: int = 48):  # type: ignore[no-untyped-def]

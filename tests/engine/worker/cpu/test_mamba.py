@@ -7,7 +7,8 @@ from engine.worker.cpu.operators import NativeOperators
 from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.model.torch_operators import TorchOperators
 from engine.worker.ports import MambaShape, MambaWeights, Operators
-from tests.engine.worker.cpu.recurrences import inputs_of, noise, run, states_of
+from tests.engine.worker.cpu.recurrences import inputs_of, run, states_of
+from tests.noise import noise
 
 SHAPES = [
     MambaShape(1, 2, 16, 8, 4),

@@ -2,7 +2,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-from torch import Tensor
 
 from engine.worker.cpu.kernels.linears.linear import LinearOperands, first_column
 from engine.worker.cpu.kernels.linears.packed_tiles import WIDTH
@@ -14,6 +13,7 @@ from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.model.torch_operators import TorchOperators
 from engine.worker.ports import Weight
 from engine.worker.weights.formats.int8 import quantize
+from tests.noise import noise
 
 PLAIN = TorchOperators()
 
@@ -21,10 +21,6 @@ PLAIN = TorchOperators()
 @pytest.fixture(scope="module")
 def native() -> NativeOperators:
     return NativeOperators(NativeThreadPool(2))
-
-
-def noise(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 SIZES = [(16, 4), (32, 97), (37, 9), (5, 1), (48, 32), (1500, 70), (2100, 33)]

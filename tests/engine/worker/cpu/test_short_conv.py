@@ -9,7 +9,8 @@ from engine.worker.cpu.operators import NativeOperators
 from engine.worker.cpu.thread_pool import NativeThreadPool
 from engine.worker.model.torch_operators import TorchOperators
 from engine.worker.ports import ConvShape, ConvWeights, Operators
-from tests.engine.worker.cpu.recurrences import inputs_of, noise, run, states_of
+from tests.engine.worker.cpu.recurrences import inputs_of, run, states_of
+from tests.noise import noise
 
 SHAPES = [ConvShape(10, 2), ConvShape(600, 3), ConvShape(16, 4), ConvShape(8, 1)]
 OPERATORS: dict[str, Operators] = {

@@ -125,13 +125,6 @@ def test_layers_that_read_the_kv_of_others_are_in_the_last_stage_with_them(tmp_p
 
 
 @pytest.mark.parametrize("variant", ["llama_biases"], indirect=True)
-def test_a_prompt_chunk_yields_no_token_on_any_worker(together: Fleet) -> None:
-    driver = Driver(together)
-    piece = driver.entry(0, [1, 2, 3], None)
-    assert together.run(Step(StepId(41), (piece,))).tokens == ()
-
-
-@pytest.mark.parametrize("variant", ["llama_biases"], indirect=True)
 def test_every_rank_rejects_a_wrong_step_and_runs_the_next(together: Fleet) -> None:
     expected = Driver(together).generate(0, [1, 2, 3], 4)
     outside = StepEntry(RequestId(0), 0, (97,), bytes(4), SampleSpec(GREEDY))

@@ -1,6 +1,5 @@
 from collections.abc import Mapping
 from importlib import import_module
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -49,25 +48,6 @@ def layout(num_tokens: int) -> RaggedLayout:
     blocks = b"".join(i.to_bytes(4, "little") for i in range(8))
     entry = StepEntry(RequestId(0), 0, tuple(range(5, 5 + num_tokens)), blocks, None)
     return build_layout(Step(StepId(0), (entry,)), LayoutLimits(97, 128, 16, 4))
-
-
-@pytest.mark.parametrize("variant", ["llama", "llama_tied", "qwen3", "gpt2", "gpt2_untied"])
-@pytest.mark.parametrize("cuts", [(1,), (2,), (1, 2)])
-def test_stages_together_compute_what_the_whole_model_computes(
-    tmp_path: Path, variant: str, cuts: tuple[int, ...]
-) -> None:
-    make_checkpoint(tmp_path, variant)
-    step = layout(11)
-    whole, _ = make_stage(tmp_path, range(LAYERS))
-    bounds = (0, *cuts, LAYERS)
-    hidden: Tensor | None = None
-    with torch.inference_mode():
-        expected = whole.run(step)
-        for start, stop in pairwise(bounds):
-            stage, _ = make_stage(tmp_path, range(start, stop))
-            hidden = stage.run(step, hidden)
-    assert hidden is not None
-    torch.testing.assert_close(hidden, expected, rtol=0, atol=1e-6)
 
 
 def test_a_stage_loads_only_its_share_of_the_weights(tmp_path: Path) -> None:

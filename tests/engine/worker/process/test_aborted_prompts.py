@@ -7,17 +7,13 @@ from random import Random
 
 import pytest
 
-from engine.control.scheduler import IterationScheduler
-from engine.control.settings import SchedulerSettings
 from engine.iteration import Iteration, Observer
 from engine.kv import request_states
-from engine.kv.ledger import KVLedger
-from engine.kv_shape import KVShape
 from engine.loop import Engine
-from engine.policy.fcfs import FirstComeFirstServed
 from engine.request import RequestSpec
 from engine.step import SamplingParams, TokenLogprobs
 from tests.engine.worker.process.fleet import FleetExecutor, fleet
+from tests.inline import engine_over, read_all
 from tests.models.checkpoints import make_checkpoint
 
 PROMPT = tuple(Random(1).choices(range(97), k=70))
@@ -44,13 +40,9 @@ def spec_of(prompt: tuple[int, ...], salt: str) -> RequestSpec:
 
 async def answer_of(engine: Engine, spec: RequestSpec) -> tuple[Answer, int]:
     """The tokens with their log-probabilities, and how many prompt tokens were cached."""
-    answer: Answer = []
-    with engine.stream(spec) as stream:
-        while True:
-            chunk = await stream.next()
-            answer += zip(chunk.tokens, chunk.logprobs, strict=True)
-            if chunk.finish is not None:
-                return answer, stream.request.num_cached
+    outcome = await read_all(engine, spec)
+    assert outcome.request is not None
+    return [*zip(outcome.tokens, outcome.logprobs, strict=True)], outcome.request.num_cached
 
 
 @pytest.mark.parametrize(
@@ -66,18 +58,11 @@ async def test_a_retry_has_the_bits_of_a_prompt_that_is_computed_whole(
         tmp_path, 1, 1, attention="cpu", kv_slots=4000, num_states=6 if variant == "qwen3_5" else 0,
         lookahead=lookahead,
     ) as workers:  # fmt: skip
-        report = workers.report
-        bounds = SchedulerSettings(max_model_len=100, max_batch_size=1, max_batch_tokens=CHUNK)
-        shape = KVShape(
-            report.num_blocks,
-            report.block_size,
-            windows=report.windows,
-            chunk=CHUNK * (1 + lookahead),
-            num_states=report.num_states,
-        )
-        scheduler = IterationScheduler(bounds, KVLedger(shape), FirstComeFirstServed(), iterations)
         executor = FleetExecutor(workers, lookahead)
-        engine = Engine(scheduler, executor, asyncio.get_running_loop().time, lookahead=lookahead)
+        engine = engine_over(
+            workers.report, executor, lookahead=lookahead, observer=iterations,
+            max_batch_size=1, max_batch_tokens=CHUNK,
+        )  # fmt: skip
         running = asyncio.create_task(engine.run())
         for count in range(1, len(PROMPT) // CHUNK + 1):
             longer = PROMPT + (5,) * (count % 3)
@@ -87,10 +72,10 @@ async def test_a_retry_has_the_bits_of_a_prompt_that_is_computed_whole(
             iterations.reached.clear()
             with engine.stream(spec_of(PROMPT, salt)):
                 await iterations.reached.wait()
-            while scheduler.pool:  # noqa: ASYNC110 # the last iteration returns
+            while engine.scheduler.pool:  # noqa: ASYNC110 # the last iteration returns
                 await asyncio.sleep(0)
             retried, num_cached = await answer_of(engine, spec_of(longer, salt))
             assert retried == whole
-            assert num_cached >= count * CHUNK - SNAPSHOTS - report.block_size
+            assert num_cached >= count * CHUNK - SNAPSHOTS - workers.report.block_size
         running.cancel()
         executor.close()

@@ -12,7 +12,6 @@ from engine.step import (
     GrammarKind,
     RequestId,
     SampleSpec,
-    SamplingParams,
     Step,
     StepEntry,
     StepId,
@@ -39,19 +38,6 @@ def text(length: int, seed: int) -> list[int]:
     return [rng.randrange(VOCAB) for _ in range(length)]
 
 
-def sampling_of(request: int) -> SamplingParams:
-    return SamplingParams(temperature=0.9, top_p=0.95, seed=request) if request % 2 else GREEDY
-
-
-def alone(worker: Worker, request: int, prompt: list[int], count: int) -> list[int]:
-    driver, out, feed = Driver(worker, seed=request), [], prompt
-    for _ in range(count):
-        (token,) = driver.tokens((request, feed, sampling_of(request)))
-        out.append(token)
-        feed = [token]
-    return out
-
-
 def test_the_first_row_with_a_grammar_opens_the_compiler(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -71,36 +57,6 @@ def test_the_first_row_with_a_grammar_opens_the_compiler(
     result = worker.run(Step(StepId(1), (driver.entry(1, text(3, 2), spec),)))
     assert len(opened) == 1
     assert [fault.message for fault in result.faults] == ["grammar: there is no vocabulary"]
-
-
-def test_the_text_of_64_requests_together_is_the_text_of_each_alone(worker: Worker) -> None:
-    rng = Random(5)
-    prompts = {request: text(rng.randrange(1, 50), request) for request in range(64)}
-    wanted = {request: rng.randrange(1, 12) for request in prompts}
-    arrives = {request: rng.randrange(0, 9) for request in prompts}
-    driver, left = Driver(worker, seed=99), {r: list(p) for r, p in prompts.items()}
-    out: dict[int, list[int]] = {request: [] for request in prompts}
-    for turn in range(60):
-        entries = []
-        for request, rest in left.items():
-            if arrives[request] > turn or len(out[request]) >= wanted[request]:
-                continue
-            size = len(rest) if len(rest) == 1 else rng.randrange(1, len(rest) + 1)
-            spec = SampleSpec(sampling_of(request)) if size == len(rest) else None
-            entries.append((request, driver.entry(request, rest[:size], spec)))
-            left[request] = rest[size:]
-        if not entries:
-            break
-        entries.sort(key=lambda pair: len(pair[1].tokens))
-        result = worker.run(Step(StepId(turn), tuple(entry for _, entry in entries)))
-        tokens = iter(result.tokens)
-        for request, entry in entries:
-            if entry.sample is not None:
-                out[request].append(next(tokens))
-                left[request] = out[request][-1:]
-    assert {request: len(tokens) for request, tokens in out.items()} == wanted
-    for request, prompt in prompts.items():
-        assert out[request] == alone(worker, request, prompt, wanted[request])
 
 
 def test_logits_are_bit_identical_however_the_tokens_are_split_into_steps(worker: Worker) -> None:
@@ -178,47 +134,12 @@ def test_a_small_kv_dtype_keeps_the_most_likely_tokens_and_is_deterministic(
     assert not torch.equal(found, logits)
 
 
-def test_weights_that_a_backend_does_not_support_are_rejected(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, "llama")
-    with pytest.raises(StartupError, match="weights 'int3' is not supported on cpu; known: auto, "):
-        load_worker(tmp_path, weights="int3")
-    with pytest.raises(StartupError, match="weights in int8 need another attention"):
-        load_worker(tmp_path, attention="reference", weights="int8")
-
-
-def test_a_prompt_chunk_yields_no_token(worker: Worker) -> None:
-    driver = Driver(worker)
-    piece = driver.entry(0, [1, 2, 3], None)
-    result = worker.run(Step(StepId(41), (driver.entry(1, [5], SampleSpec(GREEDY)), piece)))
-    assert (result.step_id, len(result.tokens)) == (StepId(41), 1)
-    assert worker.run(Step(StepId(42), (driver.entry(2, [1, 2], None),))).tokens == ()
-    assert result.seconds > 0
-
-
 def test_a_wrong_step_fails_and_the_next_one_runs(worker: Worker) -> None:
     expected = Driver(worker).generate(0, [1, 2, 3], 4)
     outside = StepEntry(RequestId(0), 0, (1,), struct.pack("<i", 1 << 20), SampleSpec(GREEDY))
     for entry in (outside, StepEntry(RequestId(0), 0, (VOCAB,), bytes(4), SampleSpec(GREEDY))):
         with pytest.raises(ValueError, match="out of range"):
             worker.run(Step(StepId(0), (entry,)))
-    assert Driver(worker).generate(0, [1, 2, 3], 4) == expected
-
-
-@pytest.mark.parametrize("attention", ["cpu", "reference"])
-def test_a_nan_weight_fails_only_the_requests_that_use_it(tmp_path: Path, attention: str) -> None:
-    path = make_checkpoint(tmp_path) / "model.safetensors"
-    expected = Driver(load_worker(tmp_path, attention=attention)).generate(0, [1, 2, 3], 4)
-    absent = next(token for token in range(4, VOCAB) if token not in expected)
-    tensors = load_file(path)
-    tensors["model.embed_tokens.weight"][absent, 4] = float("nan")
-    save_file(tensors, path)
-    worker = load_worker(tmp_path, attention=attention)
-    driver = Driver(worker)
-    bad = driver.entry(0, [1, absent, 3], SampleSpec(GREEDY))
-    good = driver.entry(1, [1, 2, 3], SampleSpec(GREEDY))
-    result = worker.run(Step(StepId(0), (bad, good)))
-    assert [fault.entry for fault in result.faults] == [0]
-    assert result.tokens[1] == expected[0]
     assert Driver(worker).generate(0, [1, 2, 3], 4) == expected
 
 
@@ -229,19 +150,6 @@ def test_nan_weights_are_rejected_at_start(tmp_path: Path) -> None:
     save_file(tensors, path)
     with pytest.raises(StartupError, match="NaN or infinite logits"):
         load_worker(tmp_path, attention="cpu")
-
-
-def test_a_new_worker_continues_where_another_stopped(worker: Worker) -> None:
-    """Recompute after a loss: prompt and output as one prompt give the same next tokens."""
-    sampling = SamplingParams(temperature=1.0, seed=11)
-    driver, out, feed = Driver(worker), [], text(20, 8)
-    for _ in range(10):
-        (token,) = driver.tokens((0, feed, sampling))
-        out.append(token)
-        feed = [token]
-    again = Driver(worker, seed=4)
-    assert again.tokens((0, text(20, 8) + out[:6], sampling)) == (out[6],)
-    assert again.tokens((0, [out[6]], sampling)) == (out[7],)
 
 
 def test_threads_do_not_change_the_bits(tmp_path: Path) -> None:

@@ -53,25 +53,6 @@ def texts(
     return [outcome.tokens for outcome in outcomes]
 
 
-@pytest.mark.parametrize("num_blocks", [256, 40])
-def test_lookahead_changes_no_text(worker: Worker, num_blocks: int) -> None:
-    """Greedy, seeded, penalised, ended by tokens that come early or are banned; also preempted."""
-    asks = [
-        RequestSpec(
-            tuple(range(1 + at, 4 + 3 * at)),
-            max_tokens=30,
-            sampling=sampling,
-            end_ids=frozenset(range(0, VOCAB, 16)),
-            min_tokens=min_tokens,
-        )
-        for at, sampling in enumerate(SAMPLINGS)
-        for min_tokens in (0, 12)
-    ]
-    without = texts(worker, asks, 0, num_blocks)
-    assert texts(worker, asks, 1, num_blocks) == without
-    assert {len(said) for said in without} > {30}, "all of them ran to the limit"
-
-
 @pytest.mark.parametrize("lookahead", [0, 1])
 @pytest.mark.parametrize("num_blocks", [256, 40])
 def test_remembered_outputs_change_no_text(

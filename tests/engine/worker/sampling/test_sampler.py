@@ -1,4 +1,3 @@
-from dataclasses import replace
 from random import Random
 
 import numpy as np
@@ -46,58 +45,9 @@ def softmax(logits: Floats, temperature: float = 1.0) -> Doubles:
     return out
 
 
-def nucleus(probs: Doubles, top_p: float) -> Doubles:
-    """Largest first, lowest id first, until what came before reaches top_p."""
-    out, mass = np.zeros_like(probs), 0.0
-    for i in sorted(range(len(probs)), key=lambda i: (-probs[i], i)):
-        if mass >= top_p and mass > 0:
-            break
-        out[i] = probs[i]
-        mass += probs[i]
-    out /= out.sum()
-    return out
-
-
 def normal(weights: Doubles | Floats) -> Doubles:
     out: Doubles = weights.astype(np.float64) / weights.sum(dtype=np.float64)
     return out
-
-
-def test_logit_bias_is_added() -> None:
-    spec = SampleSpec(SamplingParams(logit_bias=((3, 2.5), (5, -100.0))))
-    expected = noise(8)
-    expected[3] += 2.5
-    expected[5] -= 100
-    np.testing.assert_allclose(processed(noise(8), spec), expected)
-
-
-def test_banned_ids_are_not_sampled_even_with_a_high_bias() -> None:
-    spec = SampleSpec(SamplingParams(logit_bias=((3, 100.0),)), banned=(3, 1))
-    found = processed(noise(8), spec)
-    assert found[3] == found[1] == -np.inf
-    assert np.isfinite(np.delete(found, [1, 3])).all()
-
-
-def test_repetition_penalty_reduces_logits_of_prompt_and_output() -> None:
-    logits = np.array([2.0, -2.0, 1.0, 4.0], dtype=np.float32)
-    spec = SampleSpec(SamplingParams(repetition_penalty=2.0), prompt=(0, 0), output=(1,))
-    assert processed(logits, spec).tolist() == [1.0, -4.0, 1.0, 4.0]
-
-
-def test_presence_and_frequency_count_the_output_only() -> None:
-    logits = np.zeros(4, dtype=np.float32)
-    spec = SampleSpec(
-        SamplingParams(presence_penalty=0.5, frequency_penalty=0.25),
-        prompt=(0,),
-        output=(1, 2, 1, 1),
-    )
-    assert processed(logits, spec).tolist() == [0.0, -1.25, -0.75, 0.0]
-
-
-def test_bias_comes_before_repetition_and_repetition_before_presence() -> None:
-    logits = np.array([-1.0, 0.0], dtype=np.float32)
-    sampling = SamplingParams(logit_bias=((0, 3.0),), repetition_penalty=2.0, presence_penalty=0.5)
-    assert processed(logits, SampleSpec(sampling, output=(0,))).tolist() == [0.5, 0.0]
 
 
 def test_rows_are_processed_together_as_each_alone() -> None:
@@ -125,26 +75,6 @@ def test_rows_are_processed_together_as_each_alone() -> None:
         np.testing.assert_array_equal(together[row], alone)
 
 
-@pytest.mark.parametrize("temperature", [0.1, 0.7, 1.0, 2.0])
-def test_temperature_divides_the_logits(temperature: float) -> None:
-    found = normal(probabilities(noise(300), SamplingParams(temperature=temperature)))
-    np.testing.assert_allclose(found, softmax(noise(300), temperature), rtol=1e-4, atol=1e-12)
-
-
-def test_min_p_is_relative_to_the_largest_probability() -> None:
-    expected = softmax(noise(300))
-    expected[expected < 0.1 * expected.max()] = 0
-    found = normal(probabilities(noise(300), SamplingParams(min_p=0.1)))
-    np.testing.assert_allclose(found, normal(expected), rtol=1e-5)
-
-
-@pytest.mark.parametrize("top_k", [1, 2, 17, 299, 300, 5000])
-def test_top_k_keeps_the_k_largest(top_k: int) -> None:
-    found = probabilities(noise(300), SamplingParams(top_k=top_k))
-    kept = set(np.flatnonzero(found).tolist())
-    assert kept == set(np.argsort(-noise(300))[:top_k].tolist())
-
-
 @given(
     logits=hnp.arrays(np.float32, st.integers(1, 400), elements=st.integers(-30, 30)),
     top_p=st.floats(0.0, 0.999),
@@ -162,23 +92,6 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it(
         if abs(mass - top_p) > 1e-5:  # rounding may decide nearer than this
             assert (found[i] > 0) == (mass < top_p)
     assert found[order[0]] > 0
-
-
-def test_each_filter_applies_to_what_the_previous_one_kept() -> None:
-    sampling = SamplingParams(temperature=0.8, min_p=0.01, top_k=20, top_p=0.7)
-    probs = softmax(noise(300), 0.8)
-    probs[probs < 0.01 * probs.max()] = 0
-    probs[np.argsort(-probs)[20:]] = 0
-    expected = nucleus(normal(probs), 0.7)
-    np.testing.assert_allclose(
-        normal(probabilities(noise(300), sampling)), expected, rtol=1e-4, atol=1e-12
-    )
-
-
-def test_top_p_near_zero_is_greedy() -> None:
-    for top_p in (0.0, 1e-9):
-        found = probabilities(noise(300), SamplingParams(top_p=top_p))
-        assert np.flatnonzero(found).tolist() == [int(noise(300).argmax())]
 
 
 def test_uniforms_are_uniform_over_positions_and_over_seeds() -> None:
@@ -216,66 +129,6 @@ def test_pick_is_exact_over_many_runs(vocab: int, point: float, seed: int) -> No
     exact = int(np.searchsorted(np.cumsum(weights, dtype=np.float64),
                                 point * weights.sum(dtype=np.float64), side="right"))  # fmt: skip
     assert pick(weights, point) == exact
-
-
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        SamplingParams(),
-        SamplingParams(temperature=0.6, top_p=0.8),
-        SamplingParams(temperature=1.5, top_k=12, min_p=0.02),
-    ],
-)
-def test_samples_follow_the_filtered_distribution(
-    operators: SamplingOperators, sampling: SamplingParams
-) -> None:
-    logits, count = noise(40), 4000
-    probs = normal(probabilities(logits, sampling))
-    rows = torch.from_numpy(logits).repeat(count, 1)
-    specs = [SampleSpec(replace(sampling, seed=seed)) for seed in range(count)]
-    tokens = Sampler(40, operators).sample(rows, specs, [5] * count).tokens
-    counts = np.bincount(tokens, minlength=40)
-    assert counts[probs == 0].sum() == 0
-    frequent = probs * count >= 5
-    bins = np.append(counts[frequent], counts[~frequent].sum())
-    shares = np.append(probs[frequent], probs[~frequent].sum())
-    bins, shares = bins[shares > 0], shares[shares > 0]
-    freedom = len(bins) - 1
-    assert chi_square(bins, shares) < freedom + 4 * (2 * freedom) ** 0.5
-
-
-def test_other_rows_and_batch_order_change_no_token(operators: SamplingOperators) -> None:
-    vocab, rng = 700, Random(3)
-    rows = [noise(vocab, seed) for seed in range(12)]
-    specs = [
-        SampleSpec(
-            SamplingParams(
-                temperature=rng.choice([0.0, 0.5, 1.0]),
-                top_p=rng.choice([0.5, 1.0]),
-                top_k=rng.choice([0, 30]),
-                min_p=rng.choice([0.0, 0.01]),
-                presence_penalty=rng.choice([0.0, 1.0]),
-                seed=seed,
-            ),
-            output=(1, 2, seed),
-        )
-        for seed in range(12)
-    ]
-    positions = [rng.randrange(100) for _ in range(12)]
-    sampler = Sampler(vocab, operators)
-    alone = [
-        sampler.sample(torch.from_numpy(rows[i].copy())[None], [specs[i]], [positions[i]]).tokens[0]
-        for i in range(12)
-    ]
-    order = list(range(12))
-    rng.shuffle(order)
-    together, _, faults = sampler.sample(
-        torch.from_numpy(np.stack([rows[i] for i in order])),
-        [specs[i] for i in order],
-        [positions[i] for i in order],
-    )
-    assert not faults
-    assert list(together) == [alone[i] for i in order]
 
 
 GRID = 500
@@ -338,17 +191,6 @@ def test_greedy_takes_the_lowest_id_of_equals(operators: SamplingOperators) -> N
         77,
         0,
     )
-
-
-def test_greedy_sampling_applies_bans_bias_and_penalties(operators: SamplingOperators) -> None:
-    logits = torch.tensor([[5.0, 4.0, 3.0, 2.0]]).repeat(4, 1)
-    specs = [
-        SampleSpec(GREEDY, banned=(0,)),
-        SampleSpec(SamplingParams(temperature=0.0, logit_bias=((3, 10.0),))),
-        SampleSpec(SamplingParams(temperature=0.0, presence_penalty=1.5), output=(0, 0)),
-        SampleSpec(SamplingParams(temperature=1e-6)),
-    ]
-    assert Sampler(4, operators).sample(logits, specs, [0] * 4).tokens == (1, 3, 1, 0)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -10,10 +10,7 @@ from engine.worker.model.torch_operators import TorchOperators
 from engine.worker.ports import dequantize
 from engine.worker.weights.formats.int8 import MAX_INT8, ROWS_AT_ONCE, Int8Weight, quantize
 from tests.engine.worker.cpu.int8_operators import int8_operators
-
-
-def noise(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+from tests.noise import noise
 
 
 def test_the_quantization_error_is_at_most_half_a_step() -> None:

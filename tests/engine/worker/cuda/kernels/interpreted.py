@@ -5,8 +5,6 @@ import os
 from types import ModuleType
 
 import pytest
-import torch
-from torch import Tensor
 
 PACKAGE = "engine.worker.cuda.kernels"
 
@@ -20,8 +18,3 @@ def interpreted(name: str) -> ModuleType:
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("there is a GPU: tests/gpu runs the compiled kernels", allow_module_level=True)
     return importlib.import_module(f"{PACKAGE}.{name}")
-
-
-def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Normal numbers."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)

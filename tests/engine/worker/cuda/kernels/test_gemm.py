@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.worker.cuda.kernels import reference
-from tests.engine.worker.cuda.kernels.interpreted import interpreted, noise
+from tests.engine.worker.cuda.kernels.interpreted import interpreted
+from tests.noise import bfloat16_noise as noise
 
 gemm = interpreted("gemm")
 

@@ -11,7 +11,8 @@ from torch import Tensor
 from engine.worker.cuda.kernels import reference
 from engine.worker.cuda.kernels.reference import FP8, CacheRows
 from engine.worker.model.rope import rope_angles
-from tests.engine.worker.cuda.kernels.interpreted import interpreted, noise
+from tests.engine.worker.cuda.kernels.interpreted import interpreted
+from tests.noise import bfloat16_noise as noise
 
 rope = interpreted("rope_and_cache_write")
 

@@ -82,20 +82,6 @@ def test_the_id_at_a_point_is_that_of_the_definition(
             assert found[row] == filters.pick(weights, point)
 
 
-def test_a_rows_id_does_not_depend_on_the_other_rows() -> None:
-    asked = [
-        SamplingParams(top_p=0.9),
-        SamplingParams(top_k=5),
-        SamplingParams(temperature=0.3),
-        SamplingParams(top_k=900, min_p=0.01),
-    ]
-    logits, points = logits_of(3, 4, 1100, ties=True), [0.1, 0.5, 0.9, 0.999]
-    together = sample(logits, asked, points)
-    for row in (0, 3):
-        one = slice(row, row + 1)
-        assert sample(logits[one], asked[one], points[one]) == [together[row]]
-
-
 def test_the_sampler_of_a_gpu_samples_the_same_ids_with_the_kernel_and_without() -> None:
     vocab, seeds = 300, range(6)
     logits = torch.from_numpy(logits_of(5, len(seeds), vocab, ties=False))

@@ -1,20 +1,16 @@
 import pytest
 import torch
-from torch import Tensor
 
 from engine.worker.cuda.model.experts import GroupedExperts, MaskedExperts, why_not_grouped
 from engine.worker.cuda.model.operators import CudaOperators
 from engine.worker.model.torch_operators import TorchOperators
 from engine.worker.ports import ExpertWeights, Routing
+from tests.noise import bfloat16_noise as noise
 
 PLAIN = TorchOperators()
 SILU = PLAIN.activation("silu", is_gated=True)
 NUM_EXPERTS, HIDDEN, INNER = 5, 32, 24
 SIZES = (HIDDEN, INNER)
-
-
-def noise(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
 def random_experts(has_bias: bool) -> list[ExpertWeights]:

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from engine.worker.cuda.model.fused_experts import FusedExperts, FusedSetting
 from engine.worker.model.torch_operators import TorchOperators
 from engine.worker.ports import ExpertWeights, Routing
+from tests.noise import bfloat16_noise as noise
 
 HIDDEN, INNER, NUM_EXPERTS = 32, 24, 5
 PLAIN = TorchOperators()
@@ -61,10 +62,6 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         vars(module).update(content)
         monkeypatch.setitem(sys.modules, module.__name__, module)
     return sys.modules["fake_flashinfer"]
-
-
-def noise(*shape: int, seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
 def test_fused_experts_give_the_sum_of_plain_torch(package: ModuleType) -> None:

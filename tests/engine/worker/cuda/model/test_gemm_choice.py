@@ -11,8 +11,6 @@ from engine.worker.cuda.kernels.tiling import Tiling
 from engine.worker.cuda.model import gemm_choice
 from engine.worker.cuda.model.gemm_choice import (
     CUBLASLT,
-    FIXED,
-    FIXED_TILING,
     TILINGS,
     TORCH,
     MeasuredTilings,
@@ -117,11 +115,6 @@ def test_cublaslt_is_measured_for_16_bits_and_used_inside_the_linear_only(
     clock = Clock(CUBLASLT)
     eight.measure(clock.product, clock.seconds, TRIALS)
     assert not eight.uses_cublaslt(64, weight.to(torch.int8)), "its library is cuBLASLt anyway"
-
-
-def test_batch_invariant_products_have_one_tiling_whatever_the_number_of_rows() -> None:
-    weight = torch.ones(48, 32)
-    assert {FIXED_TILING.tiling(rows, weight) for rows in (1, 64, 5000)} == {FIXED}
 
 
 def test_the_file_is_named_by_the_gpu_and_torch(tmp_path: Path) -> None:

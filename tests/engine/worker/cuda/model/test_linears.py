@@ -16,16 +16,13 @@ from engine.worker.cuda.model.linears import (
 )
 from engine.worker.ports import Linear, Weight
 from engine.worker.weights.formats.int8 import Int8Weight, quantize
+from tests.noise import bfloat16_noise as noise
 
 Make = Callable[[Sequence[Weight], Tensor | None, torch.dtype], Linear]
 FORMATS: dict[str, tuple[Make, float]] = {  # with the largest error, relative to the spread
     "int8": (int8_linear, 0.03),
     "fp8": (fp8_linear, 0.12),
 }
-
-
-def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def exact(x: Tensor, weights: Sequence[Tensor], bias: Tensor | None) -> Tensor:

@@ -1,80 +1,40 @@
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 from engine.lora import LoraSpec
-from engine.step import SampleSpec, Step, StepId, StepResult
-from engine.worker.process.worker import Worker
-from engine.worker_settings import WorkerReport
-from tests.engine.worker.cuda.launching import OnStandIns, on_stand_ins
+from engine.step import SampleSpec, Step, StepId
+from tests.engine.worker.cuda.launching import on_stand_ins
 from tests.engine.worker.process.driving import GREEDY, Driver, load_worker
 from tests.models.checkpoints import make_checkpoint
 from tests.models.loras import make_lora
 
 
-@dataclass
-class Launched:
-    """The worker with each step launched and collected."""
-
-    on_gpu: OnStandIns
-
-    @property
-    def report(self) -> WorkerReport:
-        return self.on_gpu.worker.report
-
-    def run(self, step: Step) -> StepResult:
-        return self.on_gpu.launch(step).collect().result
-
-    def logits(self, step: Step) -> None:
-        raise AssertionError("not through the launcher")
-
-
-def decode(driver: Driver, loras: Sequence[int], count: int) -> list[tuple[int, ...]]:
-    """Tokens and log-probabilities of a prompt and decodes of one request for each adapter."""
-    spec = SampleSpec(GREEDY, logprobs=0)
-    feeds = [[3 + i, 7, 11] for i in range(len(loras))]
-    found = []
-    for number in range(count):
+def decode(driver: Driver, loras: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The tokens of a prompt and five decodes of one request for each adapter."""
+    feeds, found = [[3 + i, 7, 11] for i in range(len(loras))], []
+    for number in range(6):
         entries = tuple(
-            driver.entry(i, feed, spec)._replace(lora_id=lora_id)
+            driver.entry(i, feed, SampleSpec(GREEDY))._replace(lora_id=lora_id)
             for i, (feed, lora_id) in enumerate(zip(feeds, loras, strict=True))
         )
-        tokens = driver.worker.run(Step(StepId(number), entries)).tokens
-        feeds = [[token] for token in tokens]
-        found.append(tokens)
+        found.append(driver.worker.run(Step(StepId(number), entries)).tokens)
+        feeds = [[token] for token in found[-1]]
     return found
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    make_checkpoint(tmp_path / "base")
-    for lora_id in (1, 2):
-        make_lora(tmp_path / str(lora_id), seed=lora_id)
-    return tmp_path
-
-
-def load_both(worker: Worker, folder: Path) -> None:
-    for lora_id in (1, 2):
-        spec = LoraSpec(lora_id, "it", str(folder / str(lora_id)))
-        assert worker.load_lora(spec).error == ""
-
-
 @pytest.mark.parametrize("cuda_graphs", [True, False])
-def test_tokens_are_those_of_the_cpu(folder: Path, cuda_graphs: bool) -> None:
-    cpu = load_worker(folder / "base")
-    on_gpu = on_stand_ins(folder / "base", cuda_graphs=cuda_graphs, max_batch_size=6)
-    load_both(cpu, folder)
-    load_both(on_gpu.worker, folder)
-
-    def num_replays() -> int:
-        return sum(graph.num_replays for graph in on_gpu.device.streams.graphs)
-
-    before = num_replays()
-    for loras in ((1, 1, 2), (0, 1, 2), (0, 0, 0, 0, 2)):
-        expected = decode(Driver(cpu), loras, 6)
-        assert decode(Driver(Launched(on_gpu)), loras, 6) == expected
-    assert num_replays() == before
-    assert decode(Driver(Launched(on_gpu)), (0, 0), 6) == decode(Driver(cpu), (0, 0), 6)
-    assert num_replays() - before == (6 if cuda_graphs else 0)
+def test_tokens_are_those_of_the_cpu_and_steps_with_adapters_replay_no_graph(
+    tmp_path: Path, cuda_graphs: bool
+) -> None:
+    base = make_checkpoint(tmp_path / "base")
+    cpu, on_gpu = load_worker(base), on_stand_ins(base, cuda_graphs=cuda_graphs, max_batch_size=6)
+    for lora_id in (1, 2):
+        spec = LoraSpec(lora_id, "it", str(make_lora(tmp_path / str(lora_id), seed=lora_id)))
+        assert cpu.load_lora(spec).error == on_gpu.worker.load_lora(spec).error == ""
+    for loras, replays in (((1, 1, 2), 0), ((0, 1, 2), 0), ((0, 0, 0, 0, 2), 0), ((0, 0), 6)):
+        before = sum(graph.num_replays for graph in on_gpu.device.streams.graphs)
+        found = decode(Driver(on_gpu), loras)  # type: ignore[arg-type]
+        assert found == decode(Driver(cpu), loras)
+        after = sum(graph.num_replays for graph in on_gpu.device.streams.graphs)
+        assert after - before == replays * cuda_graphs

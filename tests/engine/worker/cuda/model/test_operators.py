@@ -13,6 +13,7 @@ from engine.worker.cuda.model.linears import CudaFp8Linear, CudaInt8Linear, Floa
 from engine.worker.cuda.model.operators import STORED, CudaOperators, FusedGate, FusedRmsNorm
 from engine.worker.model.torch_operators import ACTIVATIONS, RmsNorm, TorchOperators
 from engine.worker.weights.formats.int8 import quantize
+from tests.noise import bfloat16_noise as noise
 
 CPU = torch.device("cpu")
 PLAIN = TorchOperators()
@@ -52,10 +53,6 @@ class StandingKernels:
 
 def make(kernels: StandingKernels | None, dtype: torch.dtype = torch.bfloat16) -> CudaOperators:
     return CudaOperators(CPU, dtype, "auto", kernels)
-
-
-def noise(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
 def test_norms_are_torchs_also_in_place_on_heads_that_lie_apart() -> None:

@@ -94,23 +94,6 @@ def test_the_same_point_is_the_same_id(
             assert token == filters.pick(weights[row], point)
 
 
-def test_batch_mates_do_not_change_a_rows_token() -> None:
-    asked = [
-        SamplingParams(top_p=0.9),
-        SamplingParams(top_k=5),
-        SamplingParams(temperature=0.3),
-        SamplingParams(top_k=1500),
-    ]
-    logits = torch.from_numpy(rows_of(3, 4, 2000, ties=True))
-    points = [0.1, 0.5, 0.9, 0.999]
-    together = sampling_kernels.sample(logits, params(asked, points, 2000))
-    for row in range(4):
-        alone = sampling_kernels.sample(
-            logits[row : row + 1], params(asked[row : row + 1], points[row : row + 1], 2000)
-        )
-        assert alone.tolist() == [int(together[row])]
-
-
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_a_row_that_is_nothing_yields_an_id_of_the_vocabulary_and_harms_nobody(
     value: float,
@@ -122,18 +105,3 @@ def test_a_row_that_is_nothing_yields_an_id_of_the_vocabulary_and_harms_nobody(
     after = sampling_kernels.sample(logits, params(asked, [0.3] * 3, 600))
     assert after[[0, 2]].tolist() == before[[0, 2]].tolist()
     assert 0 <= int(after[1]) < 600
-
-
-def test_nothing_of_a_draw_is_read_by_the_host() -> None:
-    """On the meta device there are no values: code that reads one fails."""
-    nowhere = torch.device("meta")
-    for asked in (
-        SamplingParams(top_p=0.9, top_k=7, min_p=0.1),
-        SamplingParams(top_k=2000),
-        SamplingParams(),
-    ):
-        there = SamplingTensors.of(
-            draws_of([asked] * 3, [0.5] * 3), 3000, lambda a: torch.from_numpy(a).to(nowhere)
-        )
-        ids = sampling_kernels.sample(torch.empty(3, 3000, device=nowhere), there)
-        assert (ids.shape, ids.dtype, ids.device.type) == ((3,), torch.int64, "meta")

@@ -120,6 +120,7 @@ def test_the_first_half_reads_nothing_from_the_device() -> None:
         SampleSpec(sampling, banned=(2,), prompt=(3,), output=(4, 4), logprobs=3, end_ids=(5,)),
         SampleSpec(SamplingParams(temperature=0.0)),
         SampleSpec(SamplingParams(), logprobs=1),
+        SampleSpec(SamplingParams(top_k=7, min_p=0.1)),
     ]
 
     def put(array: NDArray[Any]) -> Tensor:
@@ -127,9 +128,9 @@ def test_the_first_half_reads_nothing_from_the_device() -> None:
 
     sampler = Sampler(VOCAB, DeviceSampling(put), put)
     pending = sampler.begin(
-        torch.empty(3, VOCAB, device=NOWHERE), asked, [1, 2, 3], Masks({0: Mask(all_bits, True)})
+        torch.empty(4, VOCAB, device=NOWHERE), asked, [1, 2, 3, 4], Masks({0: Mask(all_bits, True)})
     )
-    assert (pending.ids.shape, pending.ids.dtype) == ((3,), torch.int64)
+    assert (pending.ids.shape, pending.ids.dtype) == ((4,), torch.int64)
     assert all(source.device == NOWHERE for source in pending.sources)
 
 
@@ -138,18 +139,3 @@ def test_a_fault_that_is_known_beforehand_draws_nothing() -> None:
     exact, found = both(logits_of(2, 1), [SampleSpec(SamplingParams())] * 2, Masks({}, faults))
     assert told(found) == told(exact) == {0: ("no such grammar", False)}
     assert found.tokens[1] == exact.tokens[1]
-
-
-def test_an_id_outside_the_vocabulary_fails_its_row_only() -> None:
-    asked = [SampleSpec(SamplingParams(), banned=(VOCAB,)), SampleSpec(SamplingParams())]
-    exact, found = both(logits_of(2, 2), asked, Masks())
-    assert told(found) == told(exact)
-    assert "banned holds an id outside the vocabulary of 37" in told(found)[0][0]
-    assert found.tokens[1] == exact.tokens[1]
-
-
-def test_a_row_whose_logits_are_no_numbers_gives_the_next_step_an_id_that_exists() -> None:
-    logits = logits_of(2, 3)
-    logits[1] = torch.nan
-    pending = on_device().begin(logits, [SampleSpec(SamplingParams())] * 2, [0, 0])
-    assert 0 <= int(pending.ids[1]) < VOCAB

@@ -55,20 +55,18 @@ def test_a_slot_that_is_written_again_has_the_last_content(files: DiskFiles) -> 
     assert bytes(found) == content(2, 100).tobytes()
 
 
-def test_copies_outlive_the_process(tmp_path: Path) -> None:
+def test_copies_outlive_the_process_and_a_smaller_setting_keeps_those_of_the_first_slots(
+    tmp_path: Path,
+) -> None:
     first = DiskFiles(tmp_path, 4, 100)
     first.write(1, A, content(1, 100))
     first.write(3, B, content(2, 100))
     first.close()
-    again = DiskFiles(tmp_path, 4, 100)
-    assert again.hashes() == bytes(16) + A + bytes(16) + B
-    (found,) = again.read([3], [B])
-    assert found is not None
-    assert bytes(found) == content(2, 100).tobytes()
-    again.close()
-    smaller = DiskFiles(tmp_path, 2, 100)
-    assert smaller.hashes() == bytes(16) + A
-    smaller.close()
+    for num_slots, hashes in ((4, bytes(16) + A + bytes(16) + B), (2, bytes(16) + A)):
+        again = DiskFiles(tmp_path, num_slots, 100)
+        assert again.hashes() == hashes
+        assert (tmp_path / "blocks").stat().st_size == num_slots * 100
+        again.close()
 
 
 @pytest.mark.parametrize("torn", ["content", "header", "short"])
@@ -149,11 +147,6 @@ def test_a_disk_that_does_not_keep_up_gets_no_more_copies(
     assert files.read([0], [A]) == [None]
 
 
-def test_a_folder_is_used_by_one_server_at_a_time(tmp_path: Path, files: DiskFiles) -> None:
-    with pytest.raises(StartupError, match="is in use by another server"):
-        DiskFiles(tmp_path, 4, 100)
-
-
 def test_a_successor_shares_the_folder_and_has_it_once_the_server_before_has_ended(
     tmp_path: Path,
 ) -> None:
@@ -184,18 +177,7 @@ def test_a_folder_that_cannot_be_written_fails_the_start(tmp_path: Path) -> None
         DiskFiles(tmp_path / "file" / "x", 4, 100)
 
 
-def test_a_smaller_setting_gives_back_the_disk_and_keeps_the_first_slots(tmp_path: Path) -> None:
-    first = DiskFiles(tmp_path, 4, 100)
-    for slot, name in enumerate((A, B, C)):
-        first.write(slot, name, content(slot, 100))
-    first.close()
-    smaller = DiskFiles(tmp_path, 2, 100)
-    assert (tmp_path / "blocks").stat().st_size == 200
-    assert smaller.hashes() == A + B
-    smaller.close()
-
-
-def test_a_server_that_finds_the_folder_in_use_changes_no_file(
+def test_a_folder_is_used_by_one_server_at_a_time_and_another_changes_no_file(
     tmp_path: Path, files: DiskFiles
 ) -> None:
     with pytest.raises(StartupError, match="is in use by another server"):
@@ -218,10 +200,6 @@ def test_folders_that_are_long_unused_are_removed_unless_a_server_has_them(tmp_p
     left = {folder.name for folder in tmp_path.iterdir()}
     assert left == {"not-ours", *(folders[name].name for name in ("used", "locked", "recent"))}
     opened["locked"].close()
-
-
-def test_another_model_or_format_has_another_folder(tmp_path: Path) -> None:
-    assert folder_of(tmp_path, "m float32") != folder_of(tmp_path, "m int8")
 
 
 def filled(num_blocks: int, dtype: torch.dtype) -> KVTensors:

@@ -1,29 +1,14 @@
 import struct
-from collections.abc import Iterator
 
 import pytest
 import torch
 
-from engine.control.admission import SwapMode
-from engine.control.scheduler import IterationScheduler
-from engine.control.settings import SchedulerSettings
-from engine.cost.live import LiveCost
-from engine.cost.model import UNMEASURED
 from engine.errors import StartupError
-from engine.kv.ledger import KVLedger
-from engine.kv_shape import KVShape
-from engine.policy import build
-from engine.request import Request, RequestSpec
-from engine.step import BlockMove, Direction, SamplingParams
+from engine.step import BlockMove, Direction
 from engine.worker.model.kv.host_pool import HostPool, choose_num_host_blocks
 from engine.worker.model.kv.kv_tensors import allocate
 from engine.worker.ports import ModelShape
-from engine.worker.process.worker import Worker
-from tests.engine.worker.process.driving import GREEDY, settings_for
-from tests.engine.worker.process.fleet import Fleet, fleet
-from tests.models.checkpoints import make_checkpoint
-from tests.scheduling import planned
-from tests.worker_settings import changed, worker_settings
+from tests.worker_settings import worker_settings
 
 SHAPE = ModelShape(
     num_layers=2, num_heads=2, num_kv_heads=1, head_dim=4, hidden_size=1, vocab_size=1,
@@ -121,66 +106,3 @@ def test_more_host_kv_than_memory_is_rejected() -> None:
         StartupError, match=r"--host-kv-memory 1001 bytes is more than the 1000 bytes"
     ):
         chosen(1001)
-
-
-BLOCK_BYTES = 2 * 3 * 4 * 2 * 8 * 4  # of the checkpoint below, over all workers
-
-
-@pytest.fixture(
-    scope="module",
-    params=[(1, 1, "float32"), (1, 1, "int8"), (2, 2, "float32")],
-    ids=["1x1", "int8", "2x2"],
-)
-def runner(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Worker | Fleet]:
-    """One worker, or stages and ranks that each hold their share of every block."""
-    model = make_checkpoint(tmp_path_factory.mktemp("checkpoint"), "llama")
-    stages, ranks, kv_dtype = request.param
-    host_kv_bytes = 64 * BLOCK_BYTES
-    if (stages, ranks) == (1, 1):
-        host_kv_bytes = host_kv_bytes * (8 + 4) // (4 * 8) if kv_dtype == "int8" else host_kv_bytes
-        settings = settings_for(model, "cpu", kv_dtype=kv_dtype)
-        settings = changed(settings, host_kv_memory=host_kv_bytes)
-        yield Worker.load(settings, lambda *_: None)
-    else:
-        with fleet(model, stages, ranks, attention="cpu", host_kv_memory=host_kv_bytes) as workers:
-            yield workers
-
-
-def serve(
-    runner: Worker | Fleet, swap: SwapMode, num_blocks: int, asks: list[RequestSpec]
-) -> list[Request]:
-    """Serve all requests at once with so many device blocks, to their last tokens."""
-    report = runner.report
-    assert report.tiers.num_host_blocks == 64
-    bounds = SchedulerSettings(
-        max_model_len=100, max_batch_size=3, max_batch_tokens=16, swap=swap, reuses_prefixes=False
-    )
-    ledger = KVLedger(KVShape(num_blocks, report.block_size, report.tiers.num_host_blocks))
-    scheduler = IterationScheduler(bounds, ledger, build("mlfq", LiveCost(UNMEASURED)))
-    requests = [scheduler.add(ask, 0.0) for ask in asks]
-    now = 0.0
-    while scheduler.pool:
-        iteration = planned(scheduler, now)
-        now += 0.01
-        scheduler.commit(iteration, runner.run(iteration.step), now)
-        ledger.check()
-    return requests
-
-
-def test_swapped_requests_produce_the_same_text(runner: Worker | Fleet) -> None:
-    asks = [
-        RequestSpec(
-            prompt=tuple((7 * number + at) % 97 for at in range(3 + 2 * number)),
-            max_tokens=16 + number,
-            sampling=SamplingParams(temperature=0.9, seed=number) if number % 2 else GREEDY,
-        )
-        for number in range(6)
-    ]
-    calm = serve(runner, SwapMode.OFF, runner.report.num_blocks, asks)
-    for swap in (SwapMode.REACTIVE, SwapMode.PROACTIVE):
-        short = serve(runner, swap, 12, asks)
-        assert sum(request.setbacks.num_swaps for request in short) > 0
-        assert [request.setbacks.num_preemptions for request in short] == [0] * len(asks)
-        assert [request.output for request in short] == [request.output for request in calm]
