@@ -176,18 +176,6 @@ async def test_results_sent_before_the_worker_exited_are_delivered(line: Line) -
     assert line.peer.reasons == ["the worker closed the connection"]
 
 
-async def test_a_worker_that_exits_while_idle_is_noticed(line: Line) -> None:
-    noticed = asyncio.Event()
-    ours, theirs = socket.socketpair()
-    with ours:
-        ours.setblocking(False)
-        channel = StepChannel({Placement(): ours}, 60.0, lambda reason: noticed.set())
-        theirs.close()
-        await noticed.wait()
-        assert channel.ended == "the worker closed the connection"
-        assert channel.submit(a_step(1, 10)).exception() is not None
-
-
 @pytest.mark.parametrize(
     ("garbage", "reason"),
     [

@@ -28,24 +28,6 @@ async def test_workers_that_die_in_their_trial_step_are_restarted_a_limited_numb
         assert not executor.is_alive
 
 
-async def test_steps_of_requests_that_crash_every_worker_do_not_make_a_crash_loop() -> None:
-    """A client may send requests that workers cannot survive; the server must not end."""
-    async with started(replace(ECHO, max_restarts=1)) as executor:
-        for _ in range(3):
-            await crash(executor)
-            await executor.restart()
-        assert (await executor.submit(a_step(1, 20))).tokens == (21,)
-
-
-async def test_workers_that_complete_steps_are_restarted_any_number_of_times() -> None:
-    async with started(replace(ECHO, max_restarts=1)) as executor:
-        for step_id in range(3):
-            assert (await executor.submit(a_step(step_id, 20))).tokens == (21,)
-            await crash(executor)
-            await executor.restart()
-        assert executor.num_restarts == 3
-
-
 async def test_workers_killed_while_idle_are_restarted_any_number_of_times() -> None:
     async with started(replace(ECHO, max_restarts=1)) as executor:
         for _ in range(3):

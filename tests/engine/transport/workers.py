@@ -11,7 +11,7 @@ from typing import Protocol, Self
 
 from engine.errors import KernelFaulted, StartupError, WorkerLost
 from engine.lora import LoraReport, LoraSpec
-from engine.step import Step, StepId, StepResult, StepTimes
+from engine.step import Step, StepResult, StepTimes
 from engine.worker.launched import StepInFlight, StepOutcome
 from engine.worker_settings import WorkerReport, WorkerSettings
 from tests.worker_settings import worker_report
@@ -30,7 +30,6 @@ class Command(IntEnum):
     HANG = 903
     SEND_GARBAGE = 904
     UNSENDABLE = 905
-    OTHER_STEP = 906
     ENVIRONMENT = 907
     LORAS = 909
 
@@ -137,7 +136,6 @@ class EchoWorker(UnconnectedWorker):
 
     def run(self, step: Step) -> StepResult:
         tokens = [entry.tokens[-1] + 1 for entry in step.entries if entry.sample is not None]
-        step_id = step.step_id
         match Command.LOSE if self._fails else step.entries[0].tokens[0]:
             case Command.RAISE:
                 raise ValueError("a step\nthat raises")
@@ -153,11 +151,9 @@ class EchoWorker(UnconnectedWorker):
                 tokens = [sum(10**lora_id for lora_id in self.loras)]
             case Command.UNSENDABLE:
                 tokens = [2**64]
-            case Command.OTHER_STEP:
-                step_id = StepId(step_id + 1)
             case Command.ENVIRONMENT:
                 tokens = [int(os.environ["ANSWER"])]
-        return StepResult(step_id, tuple(tokens), seconds=0.0)
+        return StepResult(step.step_id, tuple(tokens), seconds=0.0)
 
 
 def fail_together(is_the_one: bool, *, may_exit: bool) -> None:
