@@ -29,12 +29,12 @@ from tests.inline_executor import InlineExecutor, ResultFuture
 class RequestOutcome:
     """The tokens, log-probabilities and end of one stream."""
 
+    request: Request
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish: FinishReason | None = None
     error: EngineError | None = None
-    request: Request | None = None
 
 
 class RunsSteps(Protocol):
@@ -183,9 +183,8 @@ async def read_all(
     engine: ServingEngine, spec: RequestSpec, most: int | None = None
 ) -> RequestOutcome:
     """Read a request's stream to its end, or until `most` tokens have come."""
-    outcome = RequestOutcome()
     with engine.stream(spec) as stream:
-        outcome.request = stream.request
+        outcome = RequestOutcome(stream.request)
         while outcome.finish is None and (most is None or len(outcome.tokens) < most):
             try:
                 chunk = await stream.next()

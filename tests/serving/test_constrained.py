@@ -94,21 +94,11 @@ def test_batching_chunks_preemption_and_a_lost_worker_change_no_output(
         one.tokens for one in play(worker, specs, max_batch_tokens=7, max_batch_size=7)
     ] == alone
     outcomes = play(worker, specs, num_blocks=25, max_batch_tokens=16, max_batch_size=7)
-    assert sum(one.request.setbacks.num_preemptions for one in outcomes if one.request) > 0
+    assert sum(one.request.setbacks.num_preemptions for one in outcomes) > 0
     assert [one.tokens for one in outcomes] == alone
     assert [one.tokens for one in play(worker, specs, dies_in=(4, 9, 20))] == alone
     ahead = play(worker, specs, num_blocks=25, dies_in=(6, 15), lookahead=1, max_batch_size=7)
     assert [one.tokens for one in ahead] == alone
-
-
-def test_another_worker_continues_where_one_stopped(worker: Worker, table: TokenTable) -> None:
-    spec = spec_for(table, JSON, 5)
-    (whole,) = play(worker, [spec])
-    fresh = Worker.load(
-        worker_settings(str(BUILTIN), block_size=4, kv_slots=2048, threads=1), lambda *_: None
-    )
-    (first,) = play(fresh, [spec], dies_in=(7,))
-    assert first.tokens == whole.tokens
 
 
 def test_a_complete_grammar_ends_the_output_despite_ignore_eos(

@@ -44,7 +44,6 @@ def vectors(worker: Worker, prompts: Any = PROMPTS, **fields: Any) -> list[NDArr
     found = []
     for outcome in play(worker, specs, **fields):
         assert outcome.error is None
-        assert outcome.request is not None
         found.append(np.frombuffer(outcome.request.vector, dtype="<f4"))
     return found
 

@@ -39,11 +39,6 @@ def next_message(first: RequestOutcome) -> tuple[int, ...]:
     return (*CHAT, *first.tokens, *range(40, 53))
 
 
-def num_cached(outcome: RequestOutcome) -> int:
-    assert outcome.request is not None
-    return outcome.request.num_cached
-
-
 def end(worker: Worker) -> None:
     """As at the end of the process."""
     worker.parts.kept.close()
@@ -63,7 +58,7 @@ def test_after_a_restart_the_next_message_of_a_chat_finds_its_prefix_on_the_disk
     worker = Worker.load(on_disk, lambda *_: None)
     (found,) = serve(worker, next_message(first))
     end(worker)
-    assert num_cached(found) == (len(CHAT) + 8) // 4 * 4
+    assert found.request.num_cached == (len(CHAT) + 8) // 4 * 4
     assert found.tokens == expected.tokens
 
 
@@ -95,7 +90,7 @@ def test_an_evicted_prefix_comes_back_from_the_host(tmp_path: Path, kind: str) -
         first, *_, last = serve(
             worker, *prompts, num_blocks=num_blocks, max_batch_size=1, saves_on_host=saves_on_host
         )
-        assert num_cached(last) == cached
+        assert last.request.num_cached == cached
         assert first.tokens == last.tokens == alone.tokens
 
 

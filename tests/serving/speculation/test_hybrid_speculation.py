@@ -103,7 +103,6 @@ def test_drafts_are_accepted_and_the_next_turn_starts_behind_the_output(worker: 
     first, second = play(worker, [spec, turn], max_batch_size=1, drafter=drafter)
     assert first.tokens == plain.tokens
     assert drafter.counts.num_drafts > drafter.counts.num_accepted >= 15
-    assert second.request is not None
     assert second.request.num_cached >= (len(prompt) + 29 - 7) // BLOCK_SIZE * BLOCK_SIZE
 
 

@@ -41,7 +41,6 @@ def spec_of(prompt: tuple[int, ...], salt: str) -> RequestSpec:
 async def answer_of(engine: Engine, spec: RequestSpec) -> tuple[Answer, int]:
     """The tokens with their log-probabilities, and how many prompt tokens were cached."""
     outcome = await read_all(engine, spec)
-    assert outcome.request is not None
     return [*zip(outcome.tokens, outcome.logprobs, strict=True)], outcome.request.num_cached
 
 

@@ -71,7 +71,7 @@ async def outcomes_of(
 
 def setbacks(outcomes: list[RequestOutcome], name: str) -> int:
     """How often all requests together were swapped or computed again."""
-    return sum(getattr(one.request.setbacks, name) for one in outcomes if one.request)
+    return sum(getattr(one.request.setbacks, name) for one in outcomes)
 
 
 def values(logprobs: list[TokenLogprobs]) -> list[float]:
