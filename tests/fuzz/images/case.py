@@ -254,7 +254,6 @@ class Case:
     def _compare(self, outcomes: Iterable[RequestOutcome], expected: list[Alone]) -> None:
         for outcome, alone, leave in zip(outcomes, expected, self.leaves, strict=True):
             request = outcome.request
-            assert request is not None
             self.counts["preempted"] += request.setbacks.num_preemptions
             self.counts["swapped"] += request.setbacks.num_swaps
             self.counts["cached tokens"] += request.num_cached
