@@ -122,12 +122,6 @@ def test_a_run_needs_a_plan_of_as_many_rows() -> None:
         run(made, noise(3))
 
 
-def test_a_window_counts_the_token_itself() -> None:
-    made = make(60, 4, window=7)
-    made.attention.plan(Paged(((20, 1),), 4).layout())
-    assert made.last_plan("mixed")["window_left"] == 6
-
-
 @pytest.mark.parametrize("scales", [(1.0, 1.0), (0.5, 2.0)])
 def test_keys_and_values_can_lie_in_eight_bits(scales: tuple[float, float]) -> None:
     made = make(60, 4, kv_dtype=torch.float8_e4m3fn, dtype=torch.bfloat16, scales=scales)

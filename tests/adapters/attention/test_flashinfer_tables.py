@@ -79,16 +79,6 @@ def test_padding_reads_one_token_of_the_spare_page(step: Paged) -> None:
     assert plan["seq_lens"].tolist()[count:] == [1] * (8 - count)
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("length", [1, 15, 16, 17, 127, 128])
-def test_pages_end_where_requests_do(length: int, page_size: int) -> None:
-    step = Paged(((length - 1, 1),), page_size)
-    made = make(step.num_pages, page_size)
-    made.attention.plan(step.layout())
-    made.stand_in.catch_up()
-    assert slots_of(made.last_plan("mixed"), 0, page_size, NAMES) == step.slots(0)
-
-
 def test_sizes_hold_the_largest_step_and_a_graph_a_little_larger() -> None:
     sizes = TableSizes.of(
         StepLimits(max_requests=33, max_tokens=40, max_model_len=100), page_size=16

@@ -7,13 +7,10 @@ import pytest
 from adapters.dialects.choosing import REASONING_MARKS, TOOL_STYLES, choose_dialect
 from adapters.dialects.loading import load_chat_template
 from engine.errors import StartupError
-from engine.grammar import GrammarError
-from engine.step import Grammar
 from gateway.ports import ToolCallGrammar
-from tests.gateway.scripted_model import byte_grammars
+from tests.adapters.dialects.test_call_grammars import JSON_CALLS, allows, grammar_of
 
 BUILTIN = Path(__file__).parents[3] / "adapters" / "builtin"
-COMPILER = byte_grammars()
 
 
 @pytest.mark.parametrize(
@@ -88,41 +85,15 @@ TREE: Mapping[str, Any] = {
     },
 }
 GOOD, BAD = '{"child": {"next": {}}}', '{"child": 1}'
-WRITTEN = {
-    "hermes": '<tool_call>\n{"name": "%s", "arguments": %s}\n</tool_call>',
-    "llama3": '{"name": "%s", "parameters": %s}',
-    "mistral": '[TOOL_CALLS][{"name": "%s", "arguments": %s}]',
-    "mistral-args": "[TOOL_CALLS]%s[ARGS]%s",
-    "harmony": "<|channel|>commentary to=functions.%s <|constrain|>json<|message|>%s",
-    "granite": '<|tool_call|>[{"name": "%s", "arguments": %s}]',
-    "phi4": '<|tool_call|>[{"name": "%s", "arguments": %s}]<|/tool_call|>',
-}
-MARKED = sorted(WRITTEN.keys() - {"llama3", "harmony"})
-
-
-def grammar_of(style: str, calls: ToolCallGrammar) -> Grammar:
-    grammar = choose_dialect("", style).call_grammar(calls)
-    assert grammar is not None
-    return grammar
-
-
-def allows(grammar: Grammar, text: str) -> bool:
-    """Whether the text is a complete output."""
-    matcher = COMPILER.compile(grammar)
-    try:
-        matcher.feed(list(text.encode()))
-        return matcher.mask().accepts
-    except GrammarError:
-        return False
 
 
 @pytest.mark.parametrize("names", [("f",), ("f", "g")])
-@pytest.mark.parametrize("style", sorted(WRITTEN))
+@pytest.mark.parametrize("style", sorted(JSON_CALLS))
 def test_a_required_call_is_the_only_output(style: str, names: tuple[str, ...]) -> None:
     grammar = grammar_of(
         style, ToolCallGrammar(dict.fromkeys(names, TREE), must_call=True, max_calls=1)
     )
-    call = WRITTEN[style]
+    call = JSON_CALLS[style]
     for name in names:
         assert allows(grammar, call % (name, GOOD))
         assert not allows(grammar, call % (name, BAD))
@@ -130,42 +101,18 @@ def test_a_required_call_is_the_only_output(style: str, names: tuple[str, ...]) 
         assert not allows(grammar, text)
 
 
-@pytest.mark.parametrize("style", MARKED)
-def test_parallel_calls_are_allowed_without_a_maximum(style: str) -> None:
-    grammar = grammar_of(style, ToolCallGrammar({"f": TREE}, must_call=True))
-    assert allows(grammar, WRITTEN[style] % ("f", GOOD) * 2)
-
-
-@pytest.mark.parametrize("style", MARKED)
-def test_strict_calls_are_constrained_within_free_text(style: str) -> None:
-    grammar = grammar_of(style, ToolCallGrammar({"f": TREE, "loose": None}))
-    call = WRITTEN[style]
-    for text in ("", "Hello", "So:" + call % ("f", GOOD) + "!", call % ("loose", '{"a": 1}')):
-        assert allows(grammar, text)
-    assert not allows(grammar, "So:" + call % ("f", BAD))
-
-
-@pytest.mark.parametrize("style", sorted(WRITTEN))
-def test_an_answer_schema_is_an_alternative_to_a_call(style: str) -> None:
-    grammar = grammar_of(style, ToolCallGrammar({"f": TREE}, answer=TREE))
-    assert allows(grammar, WRITTEN[style] % ("f", GOOD))
-    assert allows(grammar, GOOD)
-    assert not allows(grammar, "Hello")
-    assert not allows(grammar, BAD)
-
-
-@pytest.mark.parametrize("style", sorted(WRITTEN))
+@pytest.mark.parametrize("style", sorted(JSON_CALLS))
 def test_a_function_without_parameters_takes_none(style: str) -> None:
     grammar = grammar_of(style, ToolCallGrammar({"f": {}}, must_call=True))
-    assert allows(grammar, WRITTEN[style] % ("f", "{}"))
-    assert not allows(grammar, WRITTEN[style] % ("f", '{"a": 1}'))
+    assert allows(grammar, JSON_CALLS[style] % ("f", "{}"))
+    assert not allows(grammar, JSON_CALLS[style] % ("f", '{"a": 1}'))
 
 
-@pytest.mark.parametrize("style", sorted(WRITTEN))
+@pytest.mark.parametrize("style", sorted(JSON_CALLS))
 def test_arguments_cannot_be_filled_with_whitespace(style: str) -> None:
     grammar = grammar_of(style, ToolCallGrammar({"f": TREE}, must_call=True))
-    assert allows(grammar, WRITTEN[style] % ("f", '{\n    "child": {}\n}'))
-    assert not allows(grammar, WRITTEN[style] % ("f", '{"child":\n\n\n\n{}}'))
+    assert allows(grammar, JSON_CALLS[style] % ("f", '{\n    "child": {}\n}'))
+    assert not allows(grammar, JSON_CALLS[style] % ("f", '{"child":\n\n\n\n{}}'))
 
 
 @pytest.mark.parametrize("style", ["llama3", "harmony"])

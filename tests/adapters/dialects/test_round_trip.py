@@ -77,21 +77,6 @@ PHI = """\
 {%- endfor -%}
 {%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif -%}
 """
-SMOL = """\
-{%- if xml_tools or tools %}{{ '<tools>' ~ ((xml_tools or tools) | tojson) }}{% endif -%}
-{%- for m in messages -%}
-{{- '<|im_start|>' ~ m.role ~ '\n' -}}
-{%- if m.role == 'assistant' -%}
-{{- '<think>\n' ~ (m.reasoning_content or '') ~ '\n</think>\n' -}}
-{%- endif -%}
-{{- m.content -}}
-{%- for c in m.tool_calls or [] -%}
-{{- '<tool_call>' ~ (c.function | tojson) ~ '</tool_call>' -}}
-{%- endfor -%}
-{{- '<|im_end|>\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif -%}
-"""
 GEMMA = """\
 {%- macro value(v) -%}
 {%- if v is string -%}{{- '<escape>' ~ v ~ '<escape>' -}}
@@ -195,7 +180,6 @@ TEMPLATES = {
     "thinking": (THINKING, "<|im_end|>"),
     "granite": (GRANITE, "<|end_of_text|>"),
     "phi": (PHI, "<|end|>"),
-    "smol": (SMOL, "<|im_end|>"),
     "gemma": (GEMMA, "<end_of_turn>"),
     "gemma4": (GEMMA_4, "<turn|>"),
     "qwen-xml": (QWEN_XML, "<|im_end|>"),
@@ -244,7 +228,6 @@ CALLS = called(("f", {"a": 'é "quoted" \\ <b>', "n": [1, {}]}), ("g", {}))
         ("granite", {"content": "Yes.", "reasoning_content": "Hm.", "tool_calls": CALLS[:1]}),
         ("phi", {"content": "Hello."}),
         ("phi", {"content": "Let me see.", "tool_calls": CALLS}),
-        ("smol", {"content": "Yes.", "reasoning_content": "Hm.", "tool_calls": CALLS}),
         ("gemma", {"content": "Hello."}),
         ("gemma", {"content": "", "tool_calls": CALLS}),
         ("gemma", {"content": "", "tool_calls": NESTED}),

@@ -12,6 +12,7 @@ from engine.worker.ports import HeadTiles, PreferredFormat, dequantize
 from tests.engine.worker.process.driving import Driver, load_worker
 from tests.models.checkpoints import LLAMA3_ROPE, LONGROPE, YARN
 from tests.models.gguf_files import Gguf
+from tests.models.loras import logits_of
 
 TOKENS = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38]
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16}
@@ -23,6 +24,18 @@ LONG_TENSORS = {
 }
 # Divisors of the frequencies of full attention: those that are not 1 are not rotated.
 PROPORTIONAL = {"rope_freqs.weight": torch.tensor([1.0, 1.0] + [1e30] * 6)}
+
+
+def llama3_divisors() -> Tensor:
+    """Of the frequencies, as llama.cpp computes them from the config."""
+    plain = 1 / 10000.0 ** (torch.arange(0, 8, 2) / 8)
+    low, high = LLAMA3_ROPE["low_freq_factor"], LLAMA3_ROPE["high_freq_factor"]
+    turns = LLAMA3_ROPE["original_max_position_embeddings"] * plain / (2 * torch.pi)
+    share = ((turns - low) / (high - low)).clamp(0, 1)
+    divisors: Tensor = 1 / ((1 - share) / LLAMA3_ROPE["factor"] + share)
+    return divisors
+
+
 PLAIN = (
     *("llama", "llama_multi_query", "llama_tied", "llama_biases", "llama_wide_heads", "mistral"),
     *("qwen2", "qwen2_tied", "qwen3", "qwen3_biases", "gpt2", "gpt2_untied"),
@@ -54,13 +67,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "changes": {"rope_parameters": {"sliding_attention": SLIDING, "full_attention": YARN}},
         "more": {"olmo2.attention.sliding_window_pattern": [True, False, True]},
     },
+    "mistral_window": {"more": {"llama.attention.sliding_window": 7}},
+    "llama_linear_rope": {
+        "more": {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
+    },
+    "llama3_rope": {"extra": {"rope_freqs.weight": llama3_divisors()}},
 }
-
-
-def expected(model: object) -> Tensor:
-    with torch.inference_mode():
-        logits: Tensor = model(torch.tensor([TOKENS])).logits[0, -1]  # type: ignore[operator]
-    return logits
 
 
 def found(path: Path, **settings: str) -> Tensor:
@@ -71,7 +83,7 @@ def found(path: Path, **settings: str) -> Tensor:
 def test_every_family_gives_the_original_logits(tmp_path: Path, variant: str) -> None:
     path = tmp_path / "model.gguf"
     model = Gguf(variant, **VARIANTS[variant]).write(path)
-    assert (found(path) - expected(model)).abs().max() < 1e-4
+    assert (found(path) - logits_of(model, TOKENS)).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize(
@@ -81,7 +93,7 @@ def test_every_tensor_type_is_dequantized_exactly(tmp_path: Path, kind: Kind) ->
     path = tmp_path / "model.gguf"
     sizes = WIDER if kind in (Kind.Q4_K, Kind.Q6_K) else WIDE
     model = Gguf("llama", kind, changes=sizes).write(path)
-    assert (found(path, weights="float32") - expected(model)).abs().max() < 1e-4
+    assert (found(path, weights="float32") - logits_of(model, TOKENS)).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("variant", ["mixtral", "gpt_oss"])
@@ -93,7 +105,7 @@ def test_experts_are_computed_as_stored(tmp_path: Path, variant: str) -> None:
     worker = load_worker(path, attention="cpu", activation_bits="14")
     formats = "mxfp4+q8_0" if variant == "gpt_oss" else "int4+q8_0"
     assert worker.report.weights == f"{formats} (14-bit activations)"
-    logits = expected(model)
+    logits = logits_of(model, TOKENS)
     assert (Driver(worker).logits((0, TOKENS))[0] - logits).abs().max() < 5e-3 * logits.std()
 
 
@@ -104,18 +116,8 @@ def test_the_linears_of_a_mixed_file_are_computed_in_their_own_formats(tmp_path:
     model = Gguf("llama", Kind.Q4_K, kinds=kinds, changes=WIDER).write(path)
     worker = load_worker(path, attention="cpu", activation_bits="14")
     assert worker.report.weights == "int4+q4_k+q6_k (14-bit activations)"
-    logits = expected(model)
+    logits = logits_of(model, TOKENS)
     assert (Driver(worker).logits((0, TOKENS))[0] - logits).abs().max() < 5e-3 * logits.std()
-
-
-def test_q8_0_is_computed_as_stored(tmp_path: Path) -> None:
-    path = tmp_path / "model.gguf"
-    model = Gguf("llama", Kind.Q8_0, changes=WIDE).write(path)
-    worker = load_worker(path, attention="cpu")
-    assert worker.report.weights.startswith("q8_0 (")
-    logits = expected(model)
-    assert (Driver(worker).logits((0, TOKENS))[0] - logits).abs().max() < 0.1 * logits.std()
-    assert load_worker(path, attention="cpu", weights="float32").report.weights == "float32"
 
 
 def test_the_format_that_auto_chooses_for_a_file(tmp_path: Path) -> None:
@@ -145,21 +147,6 @@ def test_a_slice_of_columns_is_stored_only_if_it_has_whole_blocks(tmp_path: Path
         assert torch.equal(dequantize(part), whole[rows, columns])
 
 
-def test_layers_for_multi_token_prediction_have_names_of_their_own(tmp_path: Path) -> None:
-    path = tmp_path / "model.gguf"
-    own = {
-        "attn_q": "layers.0.self_attn.q_proj",
-        "nextn.eh_proj": "fc",
-        "nextn.hnorm": "pre_fc_norm_hidden",
-    }
-    extra = {f"blk.6.{name}.weight": torch.zeros(4, 4) for name in own}
-    more = {"qwen35.block_count": 7, "qwen35.nextn_predict_layers": 1}
-    model = Gguf("qwen3_5", extra=extra, more=more).write(path)
-    names = {name for name in GgufTensors(path).names if name.startswith("mtp.")}
-    assert names == {f"mtp.{name}.weight" for name in own.values()}
-    assert (found(path) - expected(model)).abs().max() < 1e-4
-
-
 @pytest.mark.parametrize("columns", [slice(0, 24), slice(12, 40)])
 def test_columns_of_value_heads_equal_those_of_the_whole_tensor(
     tmp_path: Path, columns: slice
@@ -183,33 +170,9 @@ def test_the_outputs_of_value_heads_are_multiplied_as_stored(tmp_path: Path, kin
     part = slice(0, 32), slice(0, 512)
     stored = GgufTensors(path).read("model.layers.0.linear_attn.out_proj.weight", part)
     assert not isinstance(stored, Tensor)
-    logits, exact = expected(model), {"attention": "cpu", "activation_bits": "14"}
+    logits, exact = logits_of(model, TOKENS), {"attention": "cpu", "activation_bits": "14"}
     assert (found(path, **exact) - logits).abs().max() < 0.02 * logits.std()
     assert (found(path, weights="float32") - logits).abs().max() < 1e-4
-
-
-def test_a_llama_file_with_a_sliding_window_is_a_mistral_model(tmp_path: Path) -> None:
-    path = tmp_path / "model.gguf"
-    model = Gguf("mistral_window", more={"llama.attention.sliding_window": 7}).write(path)
-    assert (found(path) - expected(model)).abs().max() < 1e-4
-
-
-def test_linear_rope_scaling_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "model.gguf"
-    scaling = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
-    model = Gguf("llama_linear_rope", more=scaling).write(path)
-    assert (found(path) - expected(model)).abs().max() < 1e-4
-
-
-def test_the_rope_scaling_of_llama_3_is_read_from_a_tensor(tmp_path: Path) -> None:
-    path = tmp_path / "model.gguf"
-    plain = 1 / 10000.0 ** (torch.arange(0, 8, 2) / 8)
-    low, high = LLAMA3_ROPE["low_freq_factor"], LLAMA3_ROPE["high_freq_factor"]
-    turns = LLAMA3_ROPE["original_max_position_embeddings"] * plain / (2 * torch.pi)
-    share = ((turns - low) / (high - low)).clamp(0, 1)
-    factors = 1 / ((1 - share) / LLAMA3_ROPE["factor"] + share)
-    model = Gguf("llama3_rope", extra={"rope_freqs.weight": factors}).write(path)
-    assert (found(path) - expected(model)).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("rows", [range(32), range(8), range(8, 24), range(3, 13)])

@@ -11,6 +11,7 @@ from adapters.models.checks.checkpoint import check_checkpoint
 from engine.errors import StartupError
 from tests.engine.worker.process.driving import Driver, load_worker
 from tests.models.checkpoints import make_checkpoint, make_model
+from tests.models.loras import logits_of
 
 TOKENS = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38]
 BLOCK = 20  # of outputs and inputs; no size of the model is a multiple of it
@@ -62,25 +63,21 @@ def write(directory: Path, scheme: str, variant: str = "llama") -> Any:
     return model
 
 
-def expected(model: Any) -> Tensor:
-    with torch.inference_mode():
-        logits: Tensor = model(torch.tensor([TOKENS])).logits[0, -1]
-    return logits
-
-
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_logits_are_those_of_the_numbers_in_the_file(tmp_path: Path, scheme: str) -> None:
     model = write(tmp_path, scheme)
     check_checkpoint(tmp_path, 0)
     exact = Driver(load_worker(tmp_path, attention="cpu", weights="float32"))
-    torch.testing.assert_close(exact.logits((0, TOKENS))[0], expected(model), rtol=0, atol=1e-4)
+    torch.testing.assert_close(
+        exact.logits((0, TOKENS))[0], logits_of(model, TOKENS), rtol=0, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize(("weights", "allowed"), [("auto", 0.05), ("int8", 0.2)])
 def test_the_loss_of_other_formats_is_that_of_rounding(
     tmp_path: Path, weights: str, allowed: float
 ) -> None:
-    logits = expected(write(tmp_path, "blocks", "qwen3"))
+    logits = logits_of(write(tmp_path, "blocks", "qwen3"), TOKENS)
     worker = load_worker(tmp_path, attention="cpu", weights=weights)
     assert worker.report.weights.startswith("bfloat16" if weights == "auto" else "int8")
     found = Driver(worker).logits((0, TOKENS))[0]
@@ -91,7 +88,7 @@ def test_fused_tensors_may_be_fp8(tmp_path: Path) -> None:
     model = write(tmp_path, "blocks", "phi3")
     worker = load_worker(tmp_path, attention="cpu", weights="float32")
     torch.testing.assert_close(
-        Driver(worker).logits((0, TOKENS))[0], expected(model), rtol=0, atol=1e-4
+        Driver(worker).logits((0, TOKENS))[0], logits_of(model, TOKENS), rtol=0, atol=1e-4
     )
 
 

@@ -14,27 +14,18 @@ from engine.worker.weights.checkpoint import Checkpoint
 from engine.worker.weights.int4_files import Int4Files
 from tests.engine.worker.process.driving import Driver, load_worker
 from tests.models.checkpoints import make_checkpoint, make_model
+from tests.models.loras import logits_of
 
 TOKENS = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38]
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
 AWQ_OUTPUTS = (0, 2, 4, 6, 1, 3, 5, 7)  # of a word, from the lowest bits on
+WEIGHTS = {
+    "actorder": None, "dynamic": False, "group_size": 64, "num_bits": 4, "strategy": "group",
+    "symmetric": True, "type": "int",
+}  # fmt: skip
+GROUP = {"input_activations": None, "output_activations": None, "targets": ["Linear"]}
 PACK_QUANTIZED: dict[str, Any] = {
-    "config_groups": {
-        "group_0": {
-            "input_activations": None,
-            "output_activations": None,
-            "targets": ["Linear"],
-            "weights": {
-                "actorder": None,
-                "dynamic": False,
-                "group_size": 64,
-                "num_bits": 4,
-                "strategy": "group",
-                "symmetric": True,
-                "type": "int",
-            },
-        }
-    },
+    "config_groups": {"group_0": {**GROUP, "weights": WEIGHTS}},
     "format": "pack-quantized",
     "ignore": ["lm_head"],
     "quant_method": "compressed-tensors",
@@ -163,9 +154,7 @@ def test_logits_are_those_of_the_dequantized_model(
     tmp_path: Path, kind: str, group: int, layout: str
 ) -> None:
     """Its weights are computed in as stored; what is left is the error of the inputs."""
-    model = write(tmp_path, kind, group)
-    with torch.inference_mode():
-        expected = model(torch.tensor([TOKENS])).logits[0, -1]
+    expected = logits_of(write(tmp_path, kind, group), TOKENS)
     worker = load_worker(tmp_path, attention="cpu", activation_bits="14")
     assert worker.report.weights == f"{layout} (14-bit activations)"
     found = Driver(worker).logits((0, TOKENS))[0]
@@ -194,13 +183,11 @@ CHANGES: list[tuple[dict[str, Any], str, object]] = [
     (GPTQ, "dynamic", {"-:.*down.*": {}}),
     (AWQ, "bits", 3),
     (AWQ, "version", "gemv"),
-]
-WEIGHTS: list[tuple[str, object]] = [
-    ("num_bits", 8),
-    ("type", "float"),
-    ("strategy", "tensor"),
-    ("dynamic", True),
-    ("actorder", "group"),
+    (WEIGHTS, "num_bits", 8),
+    (WEIGHTS, "type", "float"),
+    (WEIGHTS, "strategy", "tensor"),
+    (WEIGHTS, "dynamic", True),
+    (WEIGHTS, "actorder", "group"),
 ]
 
 
@@ -208,19 +195,12 @@ WEIGHTS: list[tuple[str, object]] = [
 def test_the_error_for_another_scheme_names_the_field(
     tmp_path: Path, scheme: dict[str, Any], field: str, value: object
 ) -> None:
-    write(tmp_path, scheme={**scheme, field: value})
-    with pytest.raises(StartupError, match=rf"quantization_config.*{field}"):
-        Checkpoint.open(str(tmp_path))
-
-
-@pytest.mark.parametrize(("field", "value"), WEIGHTS)
-def test_the_error_for_other_int4_weights_names_the_field(
-    tmp_path: Path, field: str, value: object
-) -> None:
-    scheme = json.loads(json.dumps(PACK_QUANTIZED))
-    scheme["config_groups"]["group_0"]["weights"][field] = value
-    write(tmp_path, scheme=scheme)
-    with pytest.raises(StartupError, match=rf"quantization_config.*weights.*{field}"):
+    changed, named = {**scheme, field: value}, field
+    if scheme is WEIGHTS:
+        changed = PACK_QUANTIZED | {"config_groups": {"group_0": {**GROUP, "weights": changed}}}
+        named = f"weights.*{field}"
+    write(tmp_path, scheme=changed)
+    with pytest.raises(StartupError, match=f"quantization_config.*{named}"):
         Checkpoint.open(str(tmp_path))
 
 

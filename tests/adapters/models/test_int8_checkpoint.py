@@ -14,37 +14,20 @@ from engine.worker.weights.checkpoint_files import QuantizedFiles
 from engine.worker.weights.formats.int8 import quantize
 from tests.engine.worker.process.driving import Driver, load_worker
 from tests.models.checkpoints import make_checkpoint, make_model
+from tests.models.loras import logits_of
 
 TOKENS = [3, 14, 15, 92, 65, 35, 89, 79, 32, 38]
+BOTH: dict[str, Any] = {  # of inputs and weights
+    "actorder": None, "block_structure": None, "group_size": None, "num_bits": 8,
+    "observer_kwargs": {}, "symmetric": True, "type": "int",
+}  # fmt: skip
 SCHEME: dict[str, Any] = {
     "config_groups": {
         "group_0": {
-            "input_activations": {
-                "actorder": None,
-                "block_structure": None,
-                "dynamic": True,
-                "group_size": None,
-                "num_bits": 8,
-                "observer": None,
-                "observer_kwargs": {},
-                "strategy": "token",
-                "symmetric": True,
-                "type": "int",
-            },
+            "input_activations": BOTH | {"dynamic": True, "observer": None, "strategy": "token"},
             "output_activations": None,
             "targets": ["Linear"],
-            "weights": {
-                "actorder": None,
-                "block_structure": None,
-                "dynamic": False,
-                "group_size": None,
-                "num_bits": 8,
-                "observer": "minmax",
-                "observer_kwargs": {},
-                "strategy": "channel",
-                "symmetric": True,
-                "type": "int",
-            },
+            "weights": BOTH | {"dynamic": False, "observer": "minmax", "strategy": "channel"},
         }
     },
     "format": "int-quantized",
@@ -54,8 +37,6 @@ SCHEME: dict[str, Any] = {
     "quant_method": "compressed-tensors",
     "quantization_status": "compressed",
 }
-
-
 NEEDS_VNNI = pytest.mark.skipif(not HAS_VNNI, reason="8-bit activations need a CPU with VNNI")
 
 
@@ -79,15 +60,9 @@ def write(directory: Path, variant: str = "llama", scheme: object = SCHEME) -> A
     return model
 
 
-def logits(model: Any) -> Tensor:
-    with torch.inference_mode():
-        found: Tensor = model(torch.tensor([TOKENS])).logits[0, -1]
-    return found
-
-
 @pytest.mark.parametrize("variant", ["llama", "qwen2_tied", "qwen3"])
 def test_float32_logits_are_those_of_the_dequantized_model(tmp_path: Path, variant: str) -> None:
-    expected = logits(write(tmp_path, variant))
+    expected = logits_of(write(tmp_path, variant), TOKENS)
     for attention, weights in (("reference", "auto"), ("cpu", "float32")):
         worker = load_worker(tmp_path, attention=attention, weights=weights)
         found = Driver(worker).logits((0, TOKENS))[0]
@@ -100,7 +75,7 @@ LOGIT_ERRORS = {"14": 5e-3, "8": 0.2}
 
 @pytest.mark.parametrize("bits", ["14", pytest.param("8", marks=NEEDS_VNNI)])
 def test_auto_computes_in_int8_only_what_is_stored_in_int8(tmp_path: Path, bits: str) -> None:
-    expected = logits(write(tmp_path))
+    expected = logits_of(write(tmp_path), TOKENS)
     own, all_in_int8 = (
         load_worker(tmp_path, attention="cpu", weights=weights, activation_bits=bits)
         for weights in ("auto", "int8")

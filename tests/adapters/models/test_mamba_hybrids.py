@@ -2,7 +2,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from adapters.models.hybrid.falcon_h1 import FalconH1
@@ -12,7 +11,7 @@ from engine.errors import StartupError
 from engine.worker.ports import MambaShape, Shard
 from engine.worker.weights.checkpoint import Checkpoint
 from engine.worker_settings import Placement
-from tests.engine.worker.process.driving import Driver, load_worker
+from tests.engine.worker.process.driving import load_worker
 from tests.models.checkpoints import make_checkpoint
 
 CONFIG: dict[str, Any] = {
@@ -28,7 +27,6 @@ CONFIG: dict[str, Any] = {
     "mamba_d_state": 16,
     "layer_types": ["mamba", "mamba", "attention"],
 }
-TOKENS = [5, 80, 3, 3, 41, 17, 9, 60, 22, 71, 11]
 
 
 def test_layers_have_their_old_and_new_names() -> None:
@@ -127,18 +125,6 @@ def test_all_parameters_are_counted(tmp_path: Path, variant: str) -> None:
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path))
     report = load_worker(tmp_path).report
     assert report.num_parameters == sum(each.numel() for each in model.parameters())
-
-
-@pytest.mark.parametrize("variant", ["granite_hybrid_moe", "falcon_h1"])
-def test_bits_do_not_depend_on_the_cuts_of_a_prompt(tmp_path: Path, variant: str) -> None:
-    worker = load_worker(make_checkpoint(tmp_path, variant), attention="cpu")
-    whole = Driver(worker, seed=1).logits((0, TOKENS))[0]
-    for cuts in ([1] * len(TOKENS), [4, 1, 6]):
-        driver, at = Driver(worker, seed=2), 0
-        for size in cuts:
-            found = driver.logits((0, TOKENS[at : at + size]), (1, [7, 8, 9][: 1 + at % 3]))
-            at += size
-        assert torch.equal(found[0], whole)
 
 
 def test_ranks_that_cannot_share_the_groups_are_refused(tmp_path: Path) -> None:

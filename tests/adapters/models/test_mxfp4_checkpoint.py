@@ -15,6 +15,7 @@ from engine.worker.weights.formats.mxfp4 import EXPONENTS, mxfp4_weight
 from tests.engine.worker.process.driving import Driver, load_worker
 from tests.engine.worker.process.fleet import fleet
 from tests.models.checkpoints import make_model
+from tests.models.loras import logits_of
 
 SIZES = {"intermediate_size": 64, "hidden_size": 64}
 
@@ -59,12 +60,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 TOKENS = [5, 80, 3, 3, 41, 17, 9, 60, 22, 71, 11]
 
 
-def expected(model: Any) -> Tensor:
-    with torch.inference_mode():
-        logits: Tensor = model(torch.tensor([TOKENS])).logits[0, -1]
-    return logits
-
-
 @pytest.mark.parametrize(
     ("settings", "tolerance"),
     [
@@ -80,7 +75,7 @@ def test_logits_are_those_of_transformers(
     directory, model = checkpoint
     worker = load_worker(directory, **settings)
     found = Driver(worker).logits((0, TOKENS))[0]
-    assert (found - expected(model)).abs().max() < tolerance
+    assert (found - logits_of(model, TOKENS)).abs().max() < tolerance
     is_as_stored = settings["attention"] == "cpu" and "weights" not in settings
     assert worker.report.weights.startswith("mxfp4") == is_as_stored
 
@@ -90,7 +85,7 @@ def test_ranks_split_the_columns_of_experts(checkpoint: tuple[Path, Any], ranks:
     directory, model = checkpoint
     with fleet(directory, 1, ranks, attention="reference") as workers:
         found = Driver(workers).logits((0, TOKENS))[0]
-    assert (found - expected(model)).abs().max() < 1e-4
+    assert (found - logits_of(model, TOKENS)).abs().max() < 1e-4
 
 
 def test_a_weight_is_exactly_its_codes_times_its_scales() -> None:
