@@ -41,6 +41,7 @@ SPECS = {
     "top-p": SampleSpec(replace(PLAIN, top_p=0.6)),
     "top-p of 0": SampleSpec(replace(PLAIN, top_p=0.0)),
     "min-p": SampleSpec(replace(PLAIN, min_p=0.05)),
+    "min-p of 1": SampleSpec(replace(PLAIN, min_p=1.0)),
     "all filters": SampleSpec(
         replace(PLAIN, temperature=0.8, top_k=40, top_p=0.8, min_p=0.01),
     ),

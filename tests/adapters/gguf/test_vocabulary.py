@@ -39,6 +39,13 @@ def pieces_of(tok: tokenizers.Tokenizer) -> dict[str, Any]:
     }
 
 
+def written(folder: Path, tok: tokenizers.Tokenizer | None = None, **fields: Any) -> Path:
+    """A file with the tokenizer."""
+    path = folder / "model.gguf"
+    Gguf("llama", tokenizer=tok, **fields).write(path)
+    return path
+
+
 def same(path: Path, tok: tokenizers.Tokenizer) -> None:
     ours = load_tokenizer(path)
     for text in families.PIECES:
@@ -66,16 +73,12 @@ def test_byte_level_vocabularies_give_the_same_ids(
 ) -> None:
     tok = make()
     more = {} if bos is None else {"tokenizer.ggml.bos_token_id": tok.token_to_id(bos)}
-    path = tmp_path / "model.gguf"
-    Gguf("llama", tokenizer=tok, pre=pre, more=more).write(path)
-    same(path, tok)
+    same(written(tmp_path, tok, pre=pre, more=more), tok)
 
 
 def test_a_sentencepiece_vocabulary_gives_the_same_ids(tmp_path: Path) -> None:
     tok = families.llama_2()
-    path = tmp_path / "model.gguf"
-    Gguf("llama", more=pieces_of(tok)).write(path)
-    same(path, tok)
+    same(written(tmp_path, more=pieces_of(tok)), tok)
 
 
 def test_a_vocabulary_of_gemma_4_has_its_merges(tmp_path: Path) -> None:
@@ -91,22 +94,19 @@ def test_a_vocabulary_of_gemma_4_has_its_merges(tmp_path: Path) -> None:
         "tokenizer.ggml.scores": [-1000.0] * len(data["model"]["vocab"]),
         "tokenizer.ggml.add_space_prefix": False,
     }
-    path = tmp_path / "model.gguf"
-    Gguf("llama", more=more).write(path)
-    same(path, tokenizers.Tokenizer.from_str(json.dumps(data)))
+    same(written(tmp_path, more=more), tokenizers.Tokenizer.from_str(json.dumps(data)))
 
 
 def test_end_tokens_and_chat_template_are_read(tmp_path: Path) -> None:
     tok = families.llama_3()
     ids = {name: tok.token_to_id(f"<|{name}|>") for name in ("begin_of_text", "end_of_text")}
-    path = tmp_path / "model.gguf"
     more = {
         "tokenizer.ggml.bos_token_id": ids["begin_of_text"],
         "tokenizer.ggml.eos_token_id": ids["end_of_text"],
         "tokenizer.chat_template": TEMPLATE,
         "tokenizer.chat_template.tool_use": "{{ tools }}",
     }
-    Gguf("llama", tokenizer=tok, more=more).write(path)
+    path = written(tmp_path, tok, more=more)
     others = [tok.token_to_id(name) for name in ("<|eot_id|>", "<|im_end|>")]
     assert end_token_ids(path) == (ids["end_of_text"], *others)
     template = load_chat_template(path)
@@ -120,9 +120,7 @@ def test_end_tokens_and_chat_template_are_read(tmp_path: Path) -> None:
 def test_chats_of_a_file_without_a_template_are_chatml_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = tmp_path / "model.gguf"
-    Gguf("llama", tokenizer=families.llama_3()).write(path)
-    template = load_chat_template(path)
+    template = load_chat_template(written(tmp_path, families.llama_3()))
     assert template is not None
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
     assert template.render(chat) == (
@@ -136,14 +134,13 @@ def test_chats_of_a_file_without_a_template_are_chatml_with_a_warning(
 
 def test_the_file_determines_whether_bos_is_added(tmp_path: Path) -> None:
     tok = families.llama_3()
-    path = tmp_path / "model.gguf"
     more = {
         "tokenizer.ggml.bos_token_id": tok.token_to_id("<|begin_of_text|>"),
         "tokenizer.ggml.add_bos_token": False,
     }
-    Gguf("llama", tokenizer=tok, more=more).write(path)
     ids = tok.encode("hello", add_special_tokens=False).ids
-    assert load_tokenizer(path).encode("hello", add_special_tokens=True) == ids
+    ours = load_tokenizer(written(tmp_path, tok, more=more))
+    assert ours.encode("hello", add_special_tokens=True) == ids
 
 
 @pytest.mark.parametrize(
@@ -163,7 +160,6 @@ def test_the_file_determines_whether_bos_is_added(tmp_path: Path) -> None:
 def test_the_error_names_the_unsupported_key(
     tmp_path: Path, more: dict[str, Any], named: str
 ) -> None:
-    path = tmp_path / "model.gguf"
-    Gguf("llama", tokenizer=families.llama_3(), more=more).write(path)
+    path = written(tmp_path, families.llama_3(), more=more)
     with pytest.raises(StartupError, match=named):
         load_tokenizer(path)

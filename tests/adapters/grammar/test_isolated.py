@@ -5,6 +5,7 @@ import signal
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -20,12 +21,20 @@ GOOD = Grammar(GrammarKind.REGEX, "[a-z]+")
 MIB = 1 << 20
 
 
+@contextlib.asynccontextmanager
+async def running(seconds: float, **limits: Any) -> AsyncIterator[IsolatedCompiler]:
+    compiler = IsolatedCompiler(LOADER, BUILTIN, seconds=seconds, **limits)
+    try:
+        yield compiler
+    finally:
+        await compiler.close()
+    assert not psutil.Process().children(recursive=True)
+
+
 @pytest.fixture(name="compiler")
 async def _compiler() -> AsyncIterator[IsolatedCompiler]:
-    compiler = IsolatedCompiler(LOADER, BUILTIN, seconds=0.5)
-    yield compiler
-    await compiler.close()
-    assert not psutil.Process().children(recursive=True)
+    async with running(0.5) as compiler:
+        yield compiler
 
 
 async def test_a_good_grammar_has_no_error_and_a_bad_one_says_why(
@@ -53,24 +62,18 @@ async def test_a_grammar_that_takes_too_long_is_killed_and_delays_no_other(
 
 
 async def test_a_short_try_ends_early_and_says_nothing_of_the_grammar() -> None:
-    compiler = IsolatedCompiler(LOADER, BUILTIN, seconds=60.0)
-    try:
+    async with running(60.0) as compiler:
         with pytest.raises(TimeoutError):
             await compiler.check(HOSTILE, 0.1)
         assert await compiler.check(GOOD, 60.0) is None
         (process,) = psutil.Process().children()
         assert not process.children()
-    finally:
-        await compiler.close()
 
 
 async def test_a_grammar_that_needs_too_much_memory_is_rejected() -> None:
-    compiler = IsolatedCompiler(LOADER, BUILTIN, seconds=60.0, num_bytes=32 * MIB)
-    try:
+    async with running(60.0, num_bytes=32 * MIB) as compiler:
         assert await compiler.check(HOSTILE) == "it needs more than 32 MiB to compile"
         assert await compiler.check(GOOD) is None
-    finally:
-        await compiler.close()
 
 
 async def test_many_large_grammars_at_once_are_all_answered(compiler: IsolatedCompiler) -> None:
@@ -94,8 +97,7 @@ async def test_checks_fail_if_the_process_is_lost_and_the_next_one_starts_anothe
 
 
 async def test_a_process_that_does_not_answer_is_replaced() -> None:
-    compiler = IsolatedCompiler(LOADER, BUILTIN, seconds=0.1, answer_seconds=1.0)
-    try:
+    async with running(0.1, answer_seconds=1.0) as compiler:
         for _ in range(5):  # the first start may take longer than the process may
             with contextlib.suppress(Unavailable):
                 await compiler.check(GOOD)
@@ -107,8 +109,6 @@ async def test_a_process_that_does_not_answer_is_replaced() -> None:
         await asyncio.to_thread(process.wait)
         compiler._verdict_seconds = 60.0
         assert await compiler.check(GOOD) is None
-    finally:
-        await compiler.close()
 
 
 async def test_close_ends_a_compilation_in_progress() -> None:

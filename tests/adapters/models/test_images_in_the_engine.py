@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from engine.errors import RowFailed
-from engine.media import EncoderWork, ImagePixels
+from engine.media import ImagePixels
 from engine.request import RequestSpec
 from engine.step import SamplingParams, Step, StepResult
 from engine.worker.cpu.thread_pool import NativeThreadPool
@@ -43,13 +43,9 @@ class Watched:
         return self.worker.report
 
     @property
-    def encodes(self) -> list[EncoderWork]:
-        """The slices of images that were computed."""
-        return [work for step in self.steps for work in step.encodes]
-
-    @property
     def num_slices(self) -> int:
-        return sum(work.stop - work.start for work in self.encodes)
+        """The slices of images that were computed."""
+        return sum(work.stop - work.start for step in self.steps for work in step.encodes)
 
     def put_pixels(self, piece: ImagePixels) -> None:
         self.worker.put_pixels(piece)
@@ -64,7 +60,6 @@ class Watched:
 class Served:
     """A worker with host memory, and the output of each request alone."""
 
-    variant: str
     settings: WorkerSettings
     worker: Worker
     specs: tuple[RequestSpec, ...]
@@ -105,7 +100,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     assert alone[0] != alone[1], "the images decide"
     assert worker.report.encoder is not None
     num_slices = worker.report.encoder.num_slices(first.rows * first.columns)
-    return Served(variant, settings, worker, tuple(specs), alone, first.num_tokens, num_slices)
+    return Served(settings, worker, tuple(specs), alone, first.num_tokens, num_slices)
 
 
 def test_two_images_share_no_kv_and_the_same_image_is_encoded_and_computed_once(

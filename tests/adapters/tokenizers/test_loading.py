@@ -14,18 +14,19 @@ from adapters.tokenizers.patterns import BYTE_LEVEL_PATTERN, split_pattern
 from engine.errors import StartupError
 from tests.adapters.tokenizers import families
 
-PRE = {
-    "type": "Sequence",
-    "pretokenizers": [
-        {
-            "type": "Split",
-            "pattern": {"Regex": families.LLAMA_3},
-            "behavior": "Isolated",
-            "invert": False,
-        },
-        {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
-    ],
-}
+
+def byte_level(*, add_prefix_space: bool = False, use_regex: bool = False) -> dict[str, Any]:
+    flags = {"add_prefix_space": add_prefix_space, "use_regex": use_regex}
+    return {"type": "ByteLevel", "trim_offsets": True, **flags}
+
+
+def sequence(*parts: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "Sequence", "pretokenizers": parts}
+
+
+def split_by(pattern: str) -> dict[str, Any]:
+    split = {"type": "Split", "pattern": {"Regex": pattern}}
+    return sequence(split | {"behavior": "Isolated", "invert": False}, byte_level())
 
 
 def added(**flags: bool) -> dict[str, Any]:
@@ -36,35 +37,12 @@ def added(**flags: bool) -> dict[str, Any]:
 
 
 NOT_FOR_TIKTOKEN: dict[str, dict[str, Any]] = {
-    "prefix space": {
-        "pre_tokenizer": {
-            "type": "ByteLevel",
-            "add_prefix_space": True,
-            "trim_offsets": True,
-            "use_regex": True,
-        }
-    },
-    "no cutting": {
-        "pre_tokenizer": {
-            "type": "ByteLevel",
-            "add_prefix_space": False,
-            "trim_offsets": True,
-            "use_regex": False,
-        }
-    },
+    "prefix space": {"pre_tokenizer": byte_level(add_prefix_space=True, use_regex=True)},
+    "no cutting": {"pre_tokenizer": byte_level()},
     "two cuts": {
-        "pre_tokenizer": {
-            "type": "Sequence",
-            "pretokenizers": [
-                {"type": "Digits", "individual_digits": True},
-                {
-                    "type": "ByteLevel",
-                    "add_prefix_space": False,
-                    "trim_offsets": True,
-                    "use_regex": True,
-                },
-            ],
-        }
+        "pre_tokenizer": sequence(
+            {"type": "Digits", "individual_digits": True}, byte_level(use_regex=True)
+        )
     },
     "lowercase": {"normalizer": {"type": "Lowercase"}},
     "lstrip": added(lstrip=True),
@@ -144,7 +122,7 @@ def test_an_invalid_file_fails_with_a_readable_message(
 
 
 def test_known_expressions_are_accepted_unchanged() -> None:
-    assert split_pattern(PRE) == families.LLAMA_3
+    assert split_pattern(split_by(families.LLAMA_3)) == families.LLAMA_3
     assert split_pattern({"type": "ByteLevel", "add_prefix_space": False}) == BYTE_LEVEL_PATTERN
 
 
@@ -162,8 +140,5 @@ def test_known_expressions_are_accepted_unchanged() -> None:
     ],
 )
 def test_ambiguous_expressions_are_rejected(pattern: str) -> None:
-    split, last = PRE["pretokenizers"]
-    assert isinstance(split, dict)
-    pre = {"type": "Sequence", "pretokenizers": [split | {"pattern": {"Regex": pattern}}, last]}
     with pytest.raises(NotRepresentable, match="expression"):
-        split_pattern(pre)
+        split_pattern(split_by(pattern))
