@@ -196,25 +196,6 @@ async def test_an_error_of_the_progress_bar_ends_the_start() -> None:
         await MultiprocessExecutor(WorkerSettings(model="echo"), ECHO).start(raises)
 
 
-@pytest.mark.parametrize(
-    ("command", "reason"),
-    [
-        (Command.DIE, "closed the connection"),
-        (Command.SEND_GARBAGE, "sent invalid data: a frame of"),
-    ],
-)
-async def test_a_worker_lost_in_a_step_fails_all_in_flight(command: Command, reason: str) -> None:
-    async with started() as executor:
-        answers = [executor.submit(a_step(1, command)), executor.submit(a_step(3, 10))]
-        for answer in answers:
-            with pytest.raises(WorkerLost, match=reason):
-                await answer
-        assert executor.submit(a_step(4, 10)).done()
-        assert not executor.is_alive
-        await executor.restart()
-        assert (await executor.submit(a_step(5, 10))).tokens == (11,)
-
-
 async def test_a_worker_ignores_ctrl_c() -> None:
     async with started() as executor:
         os.kill(executor.pids[0], signal.SIGINT)

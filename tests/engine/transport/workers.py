@@ -28,7 +28,6 @@ class Command(IntEnum):
     LOSE = 901
     DIE = 902
     HANG = 903
-    SEND_GARBAGE = 904
     UNSENDABLE = 905
     ENVIRONMENT = 907
     LORAS = 909
@@ -145,8 +144,6 @@ class EchoWorker(UnconnectedWorker):
                 os.kill(os.getpid(), signal.SIGKILL)
             case Command.HANG:
                 signal.pause()
-            case Command.SEND_GARBAGE:
-                send_garbage()
             case Command.LORAS:
                 tokens = [sum(10**lora_id for lora_id in self.loras)]
             case Command.UNSENDABLE:
