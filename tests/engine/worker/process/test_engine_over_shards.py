@@ -44,8 +44,15 @@ def an_ask(number: int) -> RequestSpec:
     )
 
 
+def answers_alone(driver: Driver) -> list[list[int]]:
+    return [
+        driver.generate(number, an_ask(number).prompt, an_ask(number).max_tokens)
+        for number in range(COUNT)
+    ]
+
+
 async def answers_of(
-    workers: Fleet, lookahead: int, drafter: Drafter | None = None
+    workers: Fleet, *, lookahead: int, drafter: Drafter | None = None
 ) -> list[RequestOutcome]:
     """Serve all requests, which arrive one after the other, more urgent ones later; every third
     is cancelled."""
@@ -71,34 +78,31 @@ async def answers_of(
 
 
 @pytest.mark.parametrize(
-    ("variant", "stages", "ranks", "lookahead", "host_kv_bytes"),
+    ("variant", "stages", "ranks", "host_kv_bytes"),
     [
-        ("llama", 1, 2, 1, 0),
-        ("llama", 2, 2, 1, 1 << 16),
-        ("mistral_window", 1, 1, 1, 1 << 15),
-        ("gemma3", 2, 1, 1, 0),  # two layers with a window, one without
-        ("qwen3_5", 2, 1, 1, 0),
-        ("falcon_h1", 1, 2, 1, 1 << 17),  # KV and states in the same layers
+        ("llama", 1, 2, 0),
+        ("llama", 2, 2, 1 << 16),
+        ("mistral_window", 1, 1, 1 << 15),
+        ("gemma3", 2, 1, 0),  # two layers with a window, one without
+        ("qwen3_5", 2, 1, 0),
+        ("falcon_h1", 1, 2, 1 << 17),  # KV and states in the same layers
     ],
 )
 async def test_answers_are_those_of_each_request_alone(
-    tmp_path: Path, variant: str, stages: int, ranks: int, lookahead: int, host_kv_bytes: int
+    tmp_path: Path, variant: str, stages: int, ranks: int, host_kv_bytes: int
 ) -> None:
     alone = Driver(load_worker(make_checkpoint(tmp_path, variant)))
-    expected = [
-        alone.generate(number, an_ask(number).prompt, an_ask(number).max_tokens)
-        for number in range(COUNT)
-    ]
+    expected = answers_alone(alone)
     with fleet(
         tmp_path,
         stages,
         ranks,
         kv_slots=52 if alone.worker.report.windows != (None,) else 80,
         num_states=4 if alone.worker.report.num_states else 0,
-        lookahead=lookahead,
+        lookahead=1,
         host_kv_memory=host_kv_bytes,
     ) as workers:
-        answers = await answers_of(workers, lookahead)
+        answers = await answers_of(workers, lookahead=1)
     for number, (answer, whole) in enumerate(zip(answers, expected, strict=True)):
         assert answer.tokens == whole[: len(answer.tokens)]
         assert len(answer.tokens) == len(whole) or number % 3 == 0
@@ -109,11 +113,7 @@ async def test_answers_are_those_of_each_request_alone(
 
 @pytest.mark.parametrize(
     ("variant", "stages", "ranks", "lookahead"),
-    [
-        ("llama", 2, 1, 0),
-        ("llama", 2, 2, 1),
-        ("qwen3_5", 2, 1, 1),
-    ],
+    [("llama", 2, 1, 0), ("llama", 2, 2, 1), ("qwen3_5", 2, 1, 1)],
 )
 async def test_drafts_change_no_answer(
     tmp_path: Path,
@@ -124,23 +124,15 @@ async def test_drafts_change_no_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Steps are short here: drafts are free, and stay so.
-    for name, value in {
-        "FIRST_STEPS": 1e9,
-        "MAX_STEPS": 1e9,
-        "DRAFT_SECONDS": 0,
-        "NEWS_SHARE": 0,
-    }.items():
+    free = {"FIRST_STEPS": 1e9, "MAX_STEPS": 1e9, "DRAFT_SECONDS": 0, "NEWS_SHARE": 0}
+    for name, value in free.items():
         monkeypatch.setattr(f"engine.speculation.budget.{name}", value)
-    alone = Driver(load_worker(make_checkpoint(tmp_path, variant)))
-    expected = [
-        alone.generate(number, an_ask(number).prompt, an_ask(number).max_tokens)
-        for number in range(COUNT)
-    ]
+    expected = answers_alone(Driver(load_worker(make_checkpoint(tmp_path, variant))))
     drafter = a_drafter(expected)
     with fleet(
         tmp_path, stages, ranks, kv_slots=120, lookahead=lookahead, host_kv_memory=1 << 16
     ) as workers:
-        answers = await answers_of(workers, lookahead, drafter)
+        answers = await answers_of(workers, lookahead=lookahead, drafter=drafter)
     for answer, whole in zip(answers, expected, strict=True):
         assert answer.tokens == whole[: len(answer.tokens)]
     assert drafter.counts.num_drafts > drafter.counts.num_accepted > 0
