@@ -135,35 +135,6 @@ def test_a_stop_token_of_the_request_comes_when_the_output_is_complete(
         assert re.fullmatch(PATTERN, text_of(table, one)[:-1])
 
 
-def test_penalties_and_bias_act_within_the_grammar(worker: Worker, table: TokenTable) -> None:
-    (comma,) = table.encode(",")
-    sampling = SamplingParams(
-        temperature=1.2, top_p=0.9, presence_penalty=1.0, logit_bias=((comma, 100.0),), seed=4
-    )
-    (one,) = play(worker, [replace(spec_for(table, JSON, 4), sampling=sampling)])
-    if one.finish is FinishReason.STOP:
-        jsonschema.validate(json.loads(text_of(table, one)), SCHEMA)
-    assert text_of(table, one).startswith("{")
-
-
-def test_log_probabilities_are_those_before_the_mask(worker: Worker, table: TokenTable) -> None:
-    spec = spec_for(table, Grammar(GrammarKind.CHOICE, '["zebra"]'), 1, logprobs=3)
-    (one,) = play(worker, [spec])
-    assert len(one.logprobs) == len(one.tokens)
-    assert one.logprobs[0].rank > 1
-    assert one.logprobs[0].logprob < one.logprobs[0].top[0][1]
-
-
-def test_a_grammar_that_the_worker_cannot_use_fails_its_request_only(
-    worker: Worker, table: TokenTable
-) -> None:
-    specs = [spec_for(table, Grammar(GrammarKind.REGEX, "("), 1), spec_for(table, MATCHES, 2)]
-    failed, good = play(worker, specs)
-    assert isinstance(failed.error, NoAllowedToken)
-    assert "grammar: " in str(failed.error)
-    assert good.tokens == play(worker, specs[1:])[0].tokens
-
-
 def test_a_model_without_end_tokens_fails_when_its_grammar_is_complete(
     worker: Worker, table: TokenTable
 ) -> None:

@@ -75,23 +75,6 @@ async def test_a_required_call_comes_at_any_temperature(
                 assert fields["tool_choice"] == "required"
 
 
-async def test_a_strict_tool_and_a_format_give_a_call_or_a_formatted_answer(
-    server_url: str,
-) -> None:
-    strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
-    named = {"type": "json_schema", "json_schema": {"name": "s", "schema": CITY}}
-    body = {"messages": HELLO, "tools": [strict], "response_format": named, "max_tokens": 80}
-    async with aiohttp.ClientSession() as session:
-        bodies = [{**body, "seed": seed, "temperature": 1.3} for seed in range(6)]
-        choices = await asyncio.gather(*(both_ways(session, server_url, b) for b in bodies))
-    for choice in choices:
-        if choice["finish_reason"] == "stop":
-            jsonschema.validate(json.loads(choice["message"]["content"]), CITY)
-        elif choice["finish_reason"] == "tool_calls":
-            for call in calls_of(choice):
-                jsonschema.validate(json.loads(call["arguments"]), CITY)
-
-
 async def test_an_echoed_answer_has_the_same_log_probabilities(
     server_url: str,
 ) -> None:

@@ -21,6 +21,9 @@ PROMPTS: list[Json] = [
     {"prompt": "Tell me a story about a fox", "max_tokens": 60, "temperature": 0},
     {"prompt": "A colour", "max_tokens": 50, "temperature": 1.0, "seed": 2, "guided_json": COLOUR},
     {"prompt": "one two three " * 20, "max_tokens": 30, "temperature": 1.0, "seed": 1},
+    {"prompt": "Hello", "max_tokens": 40, "temperature": 0, "stop": ["the", "is "]},
+    {"prompt": "A king", "max_tokens": 40, "temperature": 0.8, "seed": 5, "min_tokens": 30},
+    {"prompt": "A fox", "max_tokens": 40, "temperature": 0, "presence_penalty": 1.1},
 ]
 
 

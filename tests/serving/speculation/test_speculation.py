@@ -114,15 +114,6 @@ def test_any_drafts_leave_every_output_as_it_is(
     assert results(drafted) == results(plain)
 
 
-def test_right_drafts_save_steps(worker: Worker, table: TokenTable) -> None:
-    spec = RequestSpec(tuple(table.encode("Write a story.")), 40, SamplingParams(seed=1))
-    plain = play(worker, [spec])
-    drafter = a_drafter([one.tokens for one in plain], error_rate=0.0)
-    assert results(play(worker, [spec], drafter=drafter)) == results(plain)
-    assert drafter.counts.num_accepted == drafter.counts.num_drafts
-    assert drafter.counts.num_accepted >= 30
-
-
 @cases(30)
 @given(data=st.data())
 def test_a_draft_model_leaves_every_output_as_it_is(
