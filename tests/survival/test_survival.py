@@ -13,7 +13,6 @@ from engine.control.settings import SchedulerSettings
 from engine.cost.live import LiveCost
 from engine.cost.model import UNMEASURED
 from engine.errors import EngineError, Unavailable, WorkerLost
-from engine.iteration import Iteration, Observer
 from engine.kv.ledger import KVLedger
 from engine.kv_shape import KVShape
 from engine.loop import Engine
@@ -52,23 +51,11 @@ class Served:
                 os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
 
 
-class FirstPlan(Observer):
-    """Calls `then` once, after the first iteration was submitted."""
-
-    then: Callable[[], object] | None = None
-
-    def planned(self, iteration: Iteration, now: float) -> None:
-        if self.then is not None:
-            asyncio.get_running_loop().call_soon(self.then)
-            self.then = None
-
-
 @asynccontextmanager
 async def served(
     directory: Path,
     lookahead: int,
     settings: MultiprocessSettings = WORKER,
-    observer: Observer | None = None,
 ) -> AsyncIterator[Served]:
     """An engine whose pool and KV ledger must be empty at the end."""
     settings = replace(settings, depth=settings.num_stages + lookahead)
@@ -76,13 +63,8 @@ async def served(
     await executor.start(lambda what, done, total: None)
     bounds = SchedulerSettings(max_model_len=MAX_MODEL_LEN, max_batch_size=8, max_batch_tokens=24)
     cost = LiveCost(UNMEASURED)
-    scheduler = IterationScheduler(
-        bounds,
-        KVLedger(KVShape(NUM_BLOCKS, BLOCK_SIZE)),
-        FirstComeFirstServed(),
-        observer,
-        cost,
-    )
+    ledger = KVLedger(KVShape(NUM_BLOCKS, BLOCK_SIZE))
+    scheduler = IterationScheduler(bounds, ledger, FirstComeFirstServed(), cost=cost)
     clock = asyncio.get_running_loop().time
     engine = Engine(scheduler, executor, clock, lookahead=lookahead)
     running = asyncio.create_task(engine.run())
@@ -174,15 +156,6 @@ async def test_any_worker_of_two_stages_and_two_ranks_may_die(
         assert not victims
         assert len(lively.executor.pids) == 4
         assert 1 <= lively.num_restarts <= 3
-
-
-async def test_streams_continue_when_their_worker_dies_in_the_first_prefill(
-    tmp_path: Path, undisturbed: list[list[int]]
-) -> None:
-    async with served(tmp_path, 1, observer=(plans := FirstPlan())) as lively:
-        plans.then = lively.kill
-        assert await all_outputs(lively) == undisturbed
-        assert lively.num_restarts == 1
 
 
 async def test_streams_continue_when_the_restarted_worker_dies_while_it_loads(

@@ -273,7 +273,9 @@ def taken(server: Server) -> str:
 def successor(server: Server) -> int:
     """The process id of its one successor."""
     (new,) = [
-        child.pid for child in psutil.Process(server.pid).children() if "serve" in child.cmdline()
+        child.pid
+        for child in psutil.Process(server.pid).children()
+        if "serve" in (child.as_dict(["cmdline"])["cmdline"] or ())  # none of a child that ended
     ]
     return new
 
