@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from adapters.dialects.choosing import TOOL_STYLES, choose_dialect
 from adapters.dialects.dialect import ModelDialect
-from gateway.ports import CallArguments, CallBegin, Piece, ToolChoice
+from gateway.ports import CallArguments, CallBegin, Piece, StreamParser, ToolChoice
 from gateway.schema.rendering import ChoiceEnd, FinishedChoice, finished_choice
 
 TOOLS = ("f", "weather")
@@ -27,15 +27,20 @@ class ParsedMessage(NamedTuple):
     calls: tuple[tuple[str, str], ...] = ()
 
 
+def parser_of(
+    name: str, prompt: str = "", tools: Sequence[str] = TOOLS, max_calls: int | None = None
+) -> StreamParser:
+    wanted = ToolChoice(dict.fromkeys(tools), max_calls=max_calls)
+    parser = DIALECTS[name].parser(prompt, wanted, random.Random(1).getrandbits)
+    assert parser is not None
+    return parser
+
+
 def read(
     name: str, parts: Sequence[str], prompt: str = "", tools: Sequence[str] = TOOLS
 ) -> ParsedMessage:
     """Parse a text that arrives in parts."""
-    parser = DIALECTS[name].parser(
-        prompt, ToolChoice(dict.fromkeys(tools)), random.Random(1).getrandbits
-    )
-    assert parser is not None
-    pieces: list[Piece] = []
+    parser, pieces = parser_of(name, prompt, tools), list[Piece]()
     for part in parts:
         pieces += parser.feed(part)
     pieces += parser.finish()
@@ -217,10 +222,7 @@ def test_text_without_calls_or_reasoning_is_unchanged(name: str, parts: list[str
 
 
 def test_only_text_that_may_be_a_mark_is_withheld() -> None:
-    parser = DIALECTS["hermes"].parser(
-        "", ToolChoice(dict.fromkeys(TOOLS)), random.Random(1).getrandbits
-    )
-    assert parser is not None
+    parser = parser_of("hermes")
     parts = ["Hi", " you", " <b>", " <tool", "_call>", '{"name": "f", "arguments": {"a":', " 1"]
     pieces = [list(parser.feed(part)) for part in parts]
     assert pieces[:5] == [["Hi"], [" you"], [" <b>"], [], []]
@@ -234,13 +236,8 @@ def test_without_tools_a_call_is_content() -> None:
     assert read("hermes", ["<think>a</think> <tool_call>{}"], tools=()) == ParsedMessage(
         "<tool_call>{}", "a"
     )
-    parser = DIALECTS["hermes"].parser("", ToolChoice(), random.Random(1).getrandbits)
-    assert parser is not None
-    assert [*parser.feed("x "), *parser.feed("<think>"), *parser.feed(" ")] == [
-        "x ",
-        "<think>",
-        " ",
-    ]
+    parser, parts = parser_of("hermes", tools=()), ["x ", "<think>", " "]
+    assert [piece for part in parts for piece in parser.feed(part)] == parts
 
 
 def test_reasoning_that_the_prompt_opens_is_recognised_and_can_be_closed() -> None:
@@ -259,11 +256,7 @@ def test_a_model_without_reasoning_and_calls_needs_no_parser() -> None:
 
 
 def test_mistral_call_ids_are_nine_letters_or_digits() -> None:
-    parser = DIALECTS["mistral"].parser(
-        "", ToolChoice(dict.fromkeys(TOOLS)), random.Random(1).getrandbits
-    )
-    assert parser is not None
-    (begin, _) = parser.feed("[TOOL_CALLS]f[ARGS]{")
+    (begin, _) = parser_of("mistral").feed("[TOOL_CALLS]f[ARGS]{")
     assert isinstance(begin, CallBegin)
     assert len(begin.call_id) == 9
     assert begin.call_id.isalnum()
@@ -273,10 +266,7 @@ def test_mistral_call_ids_are_nine_letters_or_digits() -> None:
 def test_a_call_beyond_the_maximum_completes_the_output(size: int) -> None:
     call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
     text = f"a{call}b{call}c"
-    wanted = ToolChoice(dict.fromkeys(TOOLS), max_calls=1)
-    parser = DIALECTS["hermes"].parser("", wanted, random.Random(1).getrandbits)
-    assert parser is not None
-    pieces: list[Piece] = []
+    parser, pieces = parser_of("hermes", max_calls=1), list[Piece]()
     for part in split(text, range(0, len(text), size)):
         pieces += parser.feed(part)
     assert parser.is_complete
