@@ -206,14 +206,6 @@ def test_decodes_have_the_same_bits_replayed_or_not(
     assert torch.equal(decode(), replayed)
 
 
-def test_an_adapter_changes_its_own_rows_only(worker: Worker) -> None:
-    prompt = text(12, 3)
-    base, one, two = (generate(LoraDriver(worker), 0, prompt, lora_id) for lora_id in range(3))
-    assert not torch.allclose(base, one, atol=1e-2)
-    assert not torch.allclose(base, two, atol=1e-2)
-    assert not torch.allclose(one, two, atol=1e-2)
-
-
 def test_logits_of_the_base_are_those_of_a_worker_without_adapters(tmp_path: Path) -> None:
     base = make_checkpoint(tmp_path / "base", "llama")
     plain, adapted = (load_worker(base, attention="cpu") for _ in range(2))
@@ -235,11 +227,6 @@ def test_a_worker_that_can_have_no_adapters_reports_why(tmp_path: Path) -> None:
     loras = Loras(model, TorchOperators(), dict, 64, "not with --batch-invariant")
     report = loras.load(LoraSpec(1, "sql", str(tmp_path)))
     assert report.error == "LoRA adapter 'sql': not with --batch-invariant"
-
-
-def test_rows_of_an_adapter_that_is_not_loaded_fail_the_step(worker: Worker) -> None:
-    with pytest.raises(ValueError, match="LoRA adapter 9 is not loaded"):
-        LoraDriver(worker).mixed((0, text(4, 4), 9))
 
 
 def test_an_unloaded_adapter_is_freed_and_can_be_loaded_again(tmp_path: Path) -> None:

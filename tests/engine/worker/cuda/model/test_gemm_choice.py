@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.worker.cuda.choice_file import ChoiceFile, KernelTrials, file_of
+from engine.worker.cuda.choice_file import ChoiceFile, KernelTrials
 from engine.worker.cuda.kernels.tiling import Tiling
-from engine.worker.cuda.model import gemm_choice
 from engine.worker.cuda.model.gemm_choice import (
     CUBLASLT,
     TILINGS,
@@ -115,10 +114,3 @@ def test_cublaslt_is_measured_for_16_bits_and_used_inside_the_linear_only(
     clock = Clock(CUBLASLT)
     eight.measure(clock.product, clock.seconds, TRIALS)
     assert not eight.uses_cublaslt(64, weight.to(torch.int8)), "its library is cuBLASLt anyway"
-
-
-def test_the_file_is_named_by_the_gpu_and_torch(tmp_path: Path) -> None:
-    assert file_of("", "NVIDIA H200") is None
-    path = file_of(str(tmp_path), "NVIDIA H200", "torch", "2.13.0")
-    assert path == tmp_path / "nvidia-h200-torch-2-13-0.json"
-    assert gemm_choice.FIXED in TILINGS

@@ -82,11 +82,6 @@ def test_a_step_that_fails_while_it_is_launched_leaves_those_around_it_alone(
     assert after.collect().result.tokens[1:] == alone
 
 
-def test_a_token_that_is_not_held_fails_the_step(on_gpu: OnStandIns) -> None:
-    with pytest.raises(ValueError, match="request 9: its last token is not on this worker"):
-        on_gpu.worker.launch(step(1, entry(9, 1, LAST_TOKEN)))
-
-
 def test_a_row_that_was_computed_badly_is_its_own_fault_and_read_late(
     on_gpu: OnStandIns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
