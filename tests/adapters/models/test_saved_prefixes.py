@@ -1,7 +1,9 @@
 """Prefixes in the tiers below the device, for every kind of layer group: windows, recurrent states
 and layers that read the KV of others. What comes back is what was computed."""
 
+import logging
 from pathlib import Path
+from typing import Any
 from unittest.mock import create_autospec
 
 import pytest
@@ -29,6 +31,10 @@ def settings(directory: Path, kind: str) -> WorkerSettings:
     return changed(settings_for(model), block_size=4, kv_slots=2048, num_states=12, threads=1)
 
 
+def disk(directory: Path) -> dict[str, Any]:
+    return {"disk_kv": str(directory / "disk"), "disk_kv_memory": 4 << 20}
+
+
 def serve(worker: Worker, *prompts: tuple[int, ...], **options: object) -> list[RequestOutcome]:
     specs = [RequestSpec(prompt, 9, GREEDY) for prompt in prompts]
     return play(worker, specs, max_batch_tokens=64, **options)  # type: ignore[arg-type]
@@ -51,7 +57,7 @@ def test_after_a_restart_the_next_message_of_a_chat_finds_its_prefix_on_the_disk
     without = settings(tmp_path, kind)
     (first,) = serve(Worker.load(without, lambda *_: None), CHAT)
     (expected,) = serve(Worker.load(without, lambda *_: None), next_message(first))
-    on_disk = changed(without, disk_kv=str(tmp_path / "disk"), disk_kv_memory=4 << 20)
+    on_disk = changed(without, **disk(tmp_path))
     worker = Worker.load(on_disk, lambda *_: None)
     serve(worker, CHAT)
     end(worker)
@@ -62,21 +68,38 @@ def test_after_a_restart_the_next_message_of_a_chat_finds_its_prefix_on_the_disk
     assert found.tokens == expected.tokens
 
 
-def test_files_with_hashes_of_another_version_are_not_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("other", ["version of hashes", "KV dtype"])
+def test_files_of_another_version_or_kv_dtype_are_not_read(
+    tmp_path: Path, other: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    on_disk = changed(
-        settings(tmp_path, "llama"), disk_kv=str(tmp_path / "disk"), disk_kv_memory=4 << 20
-    )
+    caplog.set_level(logging.INFO)
+    on_disk = changed(settings(tmp_path, "llama"), **disk(tmp_path))
     worker = Worker.load(on_disk, lambda *_: None)
     serve(worker, CHAT)
     end(worker)
     again = Worker.load(on_disk, lambda *_: None)
     end(again)
-    monkeypatch.setattr("engine.worker.process.kept_kv.HASH_VERSION", HASH_VERSION + 1)
+    if other == "KV dtype":
+        on_disk = changed(on_disk, kv_cache_dtype="float16")
+    else:
+        monkeypatch.setattr("engine.worker.process.kept_kv.HASH_VERSION", HASH_VERSION + 1)
     later = Worker.load(on_disk, lambda *_: None)
     end(later)
     assert [any(one.report.tiers.disk_hashes) for one in (again, later)] == [True, False]
+    assert "the KV of other models, KV dtypes or versions is not used" in caplog.text
+
+
+def test_what_was_changed_on_the_disk_is_computed_again(tmp_path: Path) -> None:
+    on_disk = changed(settings(tmp_path, "llama"), **disk(tmp_path))
+    worker = Worker.load(on_disk, lambda *_: None)
+    (first,) = serve(worker, CHAT)
+    end(worker)
+    (blocks,) = (tmp_path / "disk").glob("*/blocks")
+    blocks.write_bytes(b"\xff" * blocks.stat().st_size)
+    worker = Worker.load(on_disk, lambda *_: None)
+    assert any(worker.report.tiers.disk_hashes)
+    assert serve(worker, CHAT)[0].tokens == first.tokens
+    end(worker)
 
 
 @pytest.mark.parametrize("kind", KINDS)

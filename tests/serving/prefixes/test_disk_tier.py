@@ -71,23 +71,3 @@ def test_the_next_message_of_a_chat_finds_its_prefix_after_a_restart(
         assert cached(again) >= first["usage"]["prompt_tokens"]
         assert text(again) == expected
         assert cached(chat(url, "Something else. " * 40)) == 0
-
-
-def test_copies_that_were_changed_or_are_of_another_kv_dtype_are_not_used(tmp_path: Path) -> None:
-    with started(tmp_path) as server:
-        expected = text(chat(read_url(server), STORY))
-        server.send_signal(signal.SIGTERM)
-        server.wait(60)
-    (blocks,) = (tmp_path / "kv").glob("*/blocks")
-    with blocks.open("r+b") as file:
-        for at in range(0, 4096 * 1024, 512):
-            file.seek(at)
-            file.write(b"\xff" * 8)
-    with started(tmp_path) as server:
-        again = chat(read_url(server), STORY)
-        assert text(again) == expected
-        server.send_signal(signal.SIGTERM)
-        server.wait(60)
-    with started(tmp_path, "--kv-cache-dtype", "float32") as server:
-        assert cached(chat(read_url(server), STORY)) == 0
-    assert "the KV of other models, KV dtypes or versions is not used" in server.log.read_text()
