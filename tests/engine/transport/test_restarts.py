@@ -28,6 +28,14 @@ async def test_workers_that_die_in_their_trial_step_are_restarted_a_limited_numb
         assert not executor.is_alive
 
 
+async def test_workers_that_complete_steps_are_restarted_without_a_pause() -> None:
+    async with started(replace(ECHO, restart_pause=3600.0)) as executor:
+        for step_id in range(3):
+            assert (await executor.submit(a_step(step_id, 20))).tokens == (21,)
+            await crash(executor)
+            await executor.restart()
+
+
 async def test_workers_killed_while_idle_are_restarted_any_number_of_times() -> None:
     async with started(replace(ECHO, max_restarts=1)) as executor:
         for _ in range(3):
