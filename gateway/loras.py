@@ -8,9 +8,8 @@ it when its last request has ended.
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import NamedTuple
 
 import orjson
@@ -18,7 +17,7 @@ import orjson
 from engine.errors import InvalidRequest, RequestFailed, StartupError, Unavailable, WorkerLost
 from engine.lora import LoraAdapter, LoraReport, LoraSpec
 from engine.ports import LoraLoader
-from gateway.errors import LoraNotFound, ModelNotFound
+from gateway.errors import LoraNotFound
 from gateway.observe.metrics import LoraUsage
 from gateway.schema.decoding import invalid
 
@@ -35,37 +34,8 @@ class ServedLora(NamedTuple):
     created: int
 
 
-class LoraNames:
-    """The served adapters by name. This base serves none and loads none."""
-
-    def __init__(self) -> None:
-        self._served: dict[str, ServedLora] = {}
-
-    @property
-    def served(self) -> Mapping[str, ServedLora]:
-        return MappingProxyType(self._served)
-
-    def find(self, name: str) -> LoraAdapter | None:
-        """The adapter of this name; None for the name of the base model."""
-        served = self._served.get(name)
-        return None if served is None else served.adapter
-
-    def check(self, adapter: LoraAdapter, names: Sequence[str]) -> None:
-        """Raise `ModelNotFound`, which lists `names` too, if the adapter has been unloaded."""
-        if self.find(adapter.name) != adapter:
-            raise ModelNotFound(adapter.name, (*names, *self._served))
-
-    async def load(self, name: str, path: str, now: int, *, replaces: bool) -> None:
-        """Raises `InvalidRequest`: this server loads no adapters."""
-        raise InvalidRequest("This server cannot load LoRA adapters.", "lora_name")
-
-    async def unload(self, name: str) -> None:
-        """Raises `LoraNotFound`: this server has no adapters."""
-        raise LoraNotFound(name)
-
-
-class LoraRegistry(LoraNames):
-    """Loads and unloads adapters in the workers."""
+class LoraRegistry:
+    """Loads and unloads adapters in the workers. `served` has those that requests may name."""
 
     def __init__(
         self,
@@ -76,7 +46,7 @@ class LoraRegistry(LoraNames):
     ) -> None:
         """`base_names` are the names of the base model, which adapters may not have. `on_lost` ends
         the requests of an adapter that restarted workers could not load again."""
-        super().__init__()
+        self.served: dict[str, ServedLora] = {}
         self._loader = loader
         self._usage = usage
         self._base_names = base_names
@@ -114,7 +84,7 @@ class LoraRegistry(LoraNames):
                 raise Unavailable(f"The worker was lost: {error}") from error
             if report.error:
                 raise InvalidRequest(f"{report.error}.", "lora_path")
-            before = self._served.get(name)
+            before = self.served.get(name)
             self._serve(spec, report, now)
             if before is not None:
                 self._drain(before.adapter)
@@ -124,7 +94,7 @@ class LoraRegistry(LoraNames):
         check_name(name)
         if name in self._base_names:
             raise InvalidRequest(f"{name!r} is a name of the base model.", "lora_name")
-        if name in self._served and not replaces:
+        if name in self.served and not replaces:
             raise InvalidRequest(
                 f"The LoRA adapter {name!r} has already been loaded; 'load_inplace' replaces it.",
                 "lora_name",
@@ -142,7 +112,7 @@ class LoraRegistry(LoraNames):
 
         Raises `LoraNotFound`.
         """
-        served = self._served.pop(name, None)
+        served = self.served.pop(name, None)
         if served is None:
             raise LoraNotFound(name)
         await asyncio.shield(self._drain(served.adapter))
@@ -150,7 +120,7 @@ class LoraRegistry(LoraNames):
 
     def _serve(self, spec: LoraSpec, report: LoraReport, now: int) -> None:
         adapter = LoraAdapter(spec.lora_id, spec.name, report.digest)
-        self._served[spec.name] = ServedLora(adapter, spec.path, now)
+        self.served[spec.name] = ServedLora(adapter, spec.path, now)
         if (base := other_base(Path(spec.path), self._base_names)) is not None:
             logger.warning(
                 "the LoRA adapter %r was trained on %s, and this server serves %s",
@@ -174,9 +144,9 @@ class LoraRegistry(LoraNames):
 
     def _lost(self, report: LoraReport) -> None:
         """Restarted workers do not have this adapter: its requests end with an error."""
-        for name, served in list(self._served.items()):
+        for name, served in list(self.served.items()):
             if served.adapter.lora_id == report.lora_id:
-                del self._served[name]
+                del self.served[name]
                 self._drain(served.adapter)
         self._on_lost(report.lora_id, RequestFailed(report.error))
 

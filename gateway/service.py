@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 import msgspec
 from starlette.requests import Request as HttpRequest
 
+from engine.lora import LoraAdapter
 from engine.pooling import PoolingReport
 from engine.ports import Clock
 from engine.replicas.replicas import ServingEngine
@@ -27,7 +28,7 @@ from gateway.errors import ModelNotFound, UnsupportedByModel
 from gateway.groups.group import Group, ServedModel
 from gateway.groups.groups import Groups
 from gateway.images.reader import Sender
-from gateway.loras import LoraNames
+from gateway.loras import LoraRegistry
 from gateway.observe.backpressure import LoopWatch
 from gateway.observe.exposition import Exposition
 from gateway.observe.live import LiveView
@@ -110,7 +111,7 @@ class Service:
         return self.group.serving.timelines
 
     @property
-    def loras(self) -> LoraNames:
+    def loras(self) -> LoraRegistry:
         return self.group.serving.loras
 
     def bound_to(self, group: Group) -> "Service":
@@ -132,8 +133,13 @@ class Service:
 
     def check_model(self, name: str) -> None:
         """Raise `ModelNotFound` unless this is a name of the served model or of a LoRA adapter."""
-        if name not in self.model.names and self.loras.find(name) is None:
+        if name not in self.model.names and name not in self.loras.served:
             raise ModelNotFound(name, self.groups.names)
+
+    def lora_of(self, name: str) -> LoraAdapter | None:
+        """The adapter of this name; None for a name of the served model."""
+        served = self.loras.served.get(name)
+        return None if served is None else served.adapter
 
     def check_generates(self, name: str) -> None:
         """Raise `ModelNotFound` for another model's name, and `UnsupportedByModel` if the model

@@ -12,6 +12,7 @@ from engine.errors import EngineError, InvalidRequest
 from engine.request import Abort, Request, RequestSpec
 from engine.stream import TokenStream, close_streams
 from gateway.access.callers import Caller
+from gateway.errors import ModelNotFound
 from gateway.generation.choice_stream import MANY_TOKENS, ChoiceOptions, ChoiceStream
 from gateway.generation.image_prompt import ImagePrompt
 from gateway.generation.plan import GenerationPlan, request_specs, truncated
@@ -56,8 +57,8 @@ class StreamGroup:
     def open(self, spec: RequestSpec, *, reports_progress: bool = False) -> TokenStream:
         """Add a request to the engine; errors name the field as the request body spells it."""
         service = self._service
-        if spec.lora is not None:  # it may have been unloaded since the request was planned
-            service.loras.check(spec.lora, service.model.names)
+        if (lora := spec.lora) is not None and service.lora_of(lora.name) != lora:
+            raise ModelNotFound(lora.name, service.group.names)  # unloaded since it was planned
         try:
             stream = service.engine.stream(spec, reports_progress=reports_progress).open()
         except InvalidRequest as error:

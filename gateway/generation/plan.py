@@ -183,7 +183,7 @@ def build_plan(
         ignores_eos=request.never_ends(vocabulary),
         truncate_prompt_tokens=request.truncate_prompt_tokens,
         is_stream=bool(request.stream),
-        lora=service.loras.find(request.model),
+        lora=service.lora_of(request.model),
         cache=request.cache_options,
         cache_key=request.prompt_cache_key or "",
     )

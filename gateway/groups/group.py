@@ -21,7 +21,7 @@ from gateway.access.grammar_check import GrammarCheck
 from gateway.groups.leases import Leases
 from gateway.groups.terms import Terms
 from gateway.images.reader import ImageReader
-from gateway.loras import LoraNames
+from gateway.loras import LoraRegistry
 from gateway.observe.live import LiveView
 from gateway.observe.readings import Readings
 from gateway.observe.timelines import Timelines
@@ -67,9 +67,9 @@ class Serving:
     model: ServedModel
     grammars: GrammarCheck
     readings: Readings
+    loras: LoraRegistry
     live: LiveView = field(default_factory=LiveView)
     timelines: Timelines = field(default_factory=Timelines)
-    loras: LoraNames = field(default_factory=LoraNames)
     num_bytes: int = 0
 
 

@@ -85,7 +85,7 @@ def _plan(
         questions=request.read_questions(),
         render=render,
         scheduling=request.scheduling_params,
-        lora=service.loras.find(request.model),
+        lora=service.lora_of(request.model),
     )
 
 

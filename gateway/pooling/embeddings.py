@@ -28,7 +28,7 @@ def plan_embeddings(body: bytes, caller: Caller, service: Service) -> PoolingPla
         scheduling=request.scheduling_params,
         dimensions=request.dimensions,
         truncate_prompt_tokens=request.truncate_prompt_tokens,
-        lora=service.loras.find(request.model),
+        lora=service.lora_of(request.model),
     )
 
 

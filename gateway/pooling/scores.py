@@ -135,7 +135,7 @@ def _plan(
         scheduling=request.scheduling_params,
         truncate_prompt_tokens=request.truncate_prompt_tokens,
         fields=scoring.fields,
-        lora=service.loras.find(request.model),
+        lora=service.lora_of(request.model),
     )
 
 

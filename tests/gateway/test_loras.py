@@ -28,7 +28,7 @@ def test_an_adapter_for_another_base_model_is_served_with_a_warning(
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     registry = LoraRegistry(ScriptedLoader(), LoraUsage(1), NAMES, lambda *_: None)
     registry.start([LoraSpec(1, "mine", str(tmp_path))], [LoraReport(1, digest="0" * 64)], 0)
-    assert registry.find("mine") is not None
+    assert "mine" in registry.served
     warnings = [record.getMessage() for record in caplog.records]
     expected = (
         "the LoRA adapter 'mine' was trained on google/gemma-3-1b-it, and this server serves "
@@ -41,4 +41,4 @@ def test_an_adapter_for_another_base_model_is_served_with_a_warning(
 def test_files_that_cannot_be_read_are_the_workers_to_report(path: str) -> None:
     registry = LoraRegistry(ScriptedLoader(), LoraUsage(1), NAMES, lambda *_: None)
     registry.start([LoraSpec(1, "mine", path)], [LoraReport(1, digest="0" * 64)], 0)
-    assert registry.find("mine") is not None
+    assert "mine" in registry.served

@@ -48,6 +48,7 @@ from gateway.access.keys import Keys
 from gateway.access.quotas import Quotas
 from gateway.groups.group import Group, ServedModel, Serving
 from gateway.groups.groups import Groups
+from gateway.loras import LoraRegistry
 from gateway.observe.backpressure import LoopWatch
 from gateway.observe.exposition import Exposition
 from gateway.observe.live import LiveView
@@ -63,6 +64,7 @@ from gateway.service import Pace, Service
 from gateway.store.store import open_store
 from gateway.store.usage import StoreLimits
 from gateway.web.app import build_app
+from tests.gateway.lora_loader import ScriptedLoader
 
 MODEL = "mock"
 MAX_TOKENS = 1_000_000  # no stream ends by itself
@@ -185,11 +187,13 @@ def build_service(
     )
     timelines.attach(scheduler)
     tokenizer, store = Words(), open_store(None, StoreLimits())
+    engine, usage = Engine(scheduler, Metronome(load.rate), clock), LoraUsage()
     serving = Serving(
-        engine=Engine(scheduler, Metronome(load.rate), clock),
+        engine=engine,
         model=ServedModel(MODEL, 1_700_000_000, "fp", Vocabulary(27, frozenset()), tokenizer, None),
         grammars=GrammarCheck(NoGrammars()),
-        readings=Readings(metrics, scheduler, LoraUsage()),
+        readings=Readings(metrics, scheduler, usage),
+        loras=LoraRegistry(ScriptedLoader(), usage, (MODEL,), engine.fail_lora),
         live=live,
         timelines=timelines,
     )

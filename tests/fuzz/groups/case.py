@@ -33,6 +33,9 @@ from engine.turns import Turn, Turns
 from gateway.groups.group import Deployment, Group, OpenServing, ServedModel, Serving, Status
 from gateway.groups.groups import Groups
 from gateway.groups.terms import ServerTerms, Terms
+from gateway.loras import LoraRegistry
+from gateway.observe.metrics import LoraUsage
+from tests.gateway.lora_loader import ScriptedLoader
 
 GREEDY = SamplingParams(temperature=0.0)
 END_SECONDS = 10_000.0
@@ -185,7 +188,8 @@ class Case:
             nothing = cast("Any", None)
             model = ServedModel(name, 0, "", nothing, nothing, None)
             assert self._groups.loads.num_bytes <= self._memory, "more than the memory's bound"
-            yield Serving(engine, model, nothing, nothing, num_bytes=size)
+            loras = LoraRegistry(ScriptedLoader(), LoraUsage(), (name,), engine.fail_lora)
+            yield Serving(engine, model, nothing, nothing, loras, num_bytes=size)
             assert not self.tally.running[name], "a model with a running request was closed"
             self.tally.moved += engine.moves.num_moved if isinstance(engine, Replicas) else 0
 

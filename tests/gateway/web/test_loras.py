@@ -6,7 +6,10 @@ import orjson
 import pytest
 
 from engine.lora import LoraReport
+from engine.request import RequestSpec
+from engine.step import SamplingParams
 from gateway.errors import ModelNotFound
+from gateway.generation.choices import StreamGroup
 from tests.gateway.lora_loader import LOAD_SECONDS
 from tests.gateway.rig import CHAT, MODEL, STEP, TEXT, Rig, Setting, chat, play, played, text
 
@@ -226,11 +229,12 @@ async def test_metrics_name_the_adapters_of_running_and_waiting_requests(rig: Ri
 @played()
 async def test_a_request_whose_adapter_is_unloaded_before_it_starts_is_rejected(rig: Rig) -> None:
     await load(rig, "sql")
-    adapter = rig.service.loras.find("sql")
+    adapter = rig.service.lora_of("sql")
     assert adapter is not None
     await unload(rig, "sql")
     await load(rig, "sql")
     response = await post(rig, TEXT, text(model="sql"))
     assert response.status == 200
-    with pytest.raises(ModelNotFound, match="does not exist"):
-        rig.service.loras.check(adapter, (MODEL,))
+    spec = RequestSpec((1,), 1, SamplingParams(), lora=adapter)
+    with StreamGroup(rig.service) as group, pytest.raises(ModelNotFound, match="does not exist"):
+        group.open(spec)
