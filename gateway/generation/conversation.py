@@ -27,8 +27,7 @@ from gateway.generation.prompt import (
 from gateway.generation.threads import run_in_thread
 from gateway.groups.group import ServedModel
 from gateway.ports import ChatTemplate, Dialect, PreparedImage, StreamParser, ToolChoice
-from gateway.schema.openai.chat import ChatRequest
-from gateway.schema.openai.messages import parsed_arguments
+from gateway.schema.openai.chat import ChatRequest, parsed_arguments
 from gateway.schema.openai.tools import ToolPlan
 
 TemplateMessage = Mapping[str, Any]  # a message as chat templates see it

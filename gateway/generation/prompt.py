@@ -24,7 +24,7 @@ from gateway.errors import PromptTooLong
 from gateway.generation.threads import check_cancelled, exempt, run_in_thread
 from gateway.ports import EncodesInPieces, EncodesPairs, StreamParser, TokenDecoder, Tokenizer
 from gateway.schema.fields.sampling import MAX_BREAKPOINTS
-from gateway.schema.openai.messages import Message
+from gateway.schema.openai.chat import Message
 
 WORK_SECONDS = 0.002  # CPU time after which a thread rests
 SHARE = 0.2  # the share of a core for all threads that tokenize together

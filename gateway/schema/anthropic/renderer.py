@@ -13,7 +13,7 @@ import orjson
 from engine.errors import ContextTooLong
 from gateway.errors import PromptTooLong, http_error, message_of
 from gateway.ports import CallArguments, CallBegin, Piece, Reasoning
-from gateway.schema.openai.messages import parsed_arguments
+from gateway.schema.openai.chat import parsed_arguments
 from gateway.schema.rendering import (
     ChoiceEnd,
     Delta,

@@ -7,8 +7,7 @@ import msgspec
 
 from engine.errors import InvalidRequest
 from gateway.schema.fields.sampling import Vocabulary, check_ids
-from gateway.schema.openai.chat import ChatRequest
-from gateway.schema.openai.messages import Message
+from gateway.schema.openai.chat import ChatRequest, Message
 from gateway.schema.openai.tools import Tool
 
 _CHAT_FIELDS = (

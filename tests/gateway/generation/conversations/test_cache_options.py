@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gateway.generation.prompt import marks_of
-from gateway.schema.openai.messages import ContentPart, Message
+from gateway.schema.openai.chat import ContentPart, Message
 from tests.gateway.answers import answer_to
 from tests.gateway.rig import CHAT, MODEL, TEXT, USER, Rig, Setting, chat, played, text
 from tests.gateway.scripted_model import ByteTokenizer
