@@ -126,8 +126,7 @@ class ChoiceGroup(StreamGroup):
             len(truncated(plan, prompt, service).ids) for prompt in prompts
         )
         self._check_group(len(prompts))
-        caller, ends = plan.caller, tokenized.marks.message_ends
-        service.timelines.prefixes.note(caller.tenant, caller.request_id, ends)
+        caller = plan.caller
         block_size = service.engine.scheduler.kv.block_size
         specs: list[RequestSpec] = []
         for prompt in prompts:
@@ -138,6 +137,8 @@ class ChoiceGroup(StreamGroup):
         if plan.turn is not None:
             specs = [plan.turn.with_known_hashes(spec, tokenized, block_size) for spec in specs]
         streams = await self.open_all(specs, caller, reports_progress=plan.report.progress)
+        ends = tokenized.marks.message_ends
+        service.timelines.note_messages(caller.request_id, caller.tenant, ends)
         for index, stream in enumerate(streams):
             if index and index % CHOICES_AT_ONCE == 0:
                 await asyncio.sleep(0)

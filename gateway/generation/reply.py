@@ -16,7 +16,7 @@ from gateway.access.callers import Caller
 from gateway.access.retries import Attempt
 from gateway.errors import error_headers, http_error
 from gateway.generation.shared_work import SharedWork
-from gateway.observe.timelines import phase_seconds, slowest
+from gateway.observe.explanation import phase_seconds, slowest
 from gateway.service import Service
 
 T = TypeVar("T")

@@ -1,15 +1,84 @@
-"""Two sentences about a request: the phase that cost it the most time, its cause, and what would
-help; and how far its prompt was known."""
+"""What a timeline says: the phases of a request, and two sentences about it: the phase that cost it
+the most time, its cause, and what would help; and how far its prompt was known."""
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from gateway.observe.prefixes import PrefixReport, Reason
-from gateway.observe.queueing import Cause
-from gateway.observe.timelines import Timeline, Timelines, phase_seconds, slowest
+from gateway.observe.timelines import Cause, Timeline, Timelines
 
 SHORT = 0.05  # seconds; a shorter delay explains nothing
 SMALL = 0.1  # so does a delay that is a smaller share of the time to compute the request
 DELAYS = ("queued", "encoding", "preempted", "paused", "swapped", "restart", "reader")
+
+
+class Span(NamedTuple):
+    """A phase of a request. `start` is seconds after its arrival."""
+
+    phase: str
+    start: float
+    seconds: float
+    tokens: int | None = None
+
+
+def spans_of(timeline: Timeline, now: float) -> list[Span]:
+    """The phases of a request in order. A live request's last phase ends now."""
+    request = timeline.request
+    times, began = request.times, request.times.arrived_at
+    end = now if times.ended_at is None else times.ended_at
+    admitted = end if times.admitted_at is None else times.admitted_at
+    first = end if times.first_token_at is None else times.first_token_at
+    wanted = times.images_wanted_at
+    encoding = admitted if wanted is None else min(wanted, admitted)
+    found = [Span("queued", 0.0, encoding - began)]
+    found.append(Span("encoding", encoding - began, admitted - encoding))
+    found += _phase(timeline, "prefill", admitted, first, sum(size for _, size in timeline.pieces))
+    if times.first_token_at is not None:
+        found += _phase(timeline, "decode", first, end, request.produced)
+    return _joined(span for span in found if span.seconds > 0 or span.phase == "queued")
+
+
+def _phase(timeline: Timeline, name: str, start: float, end: float, tokens: int) -> list[Span]:
+    """A phase, cut where the request was interrupted."""
+    began, found, at = timeline.request.times.arrived_at, list[Span](), start
+    for each in timeline.interruptions:
+        if not start <= each.began < end:
+            continue
+        resumed = end if each.resumed is None else min(each.resumed, end)
+        ended = end if each.ended is None else min(each.ended, end)
+        found.append(Span(name, at - began, each.began - at))
+        found.append(Span(each.kind, each.began - began, resumed - each.began))
+        again = "recomputed" if each.kind in ("preempted", "restart") else name
+        found.append(Span(again, resumed - began, ended - resumed))
+        at = ended
+    found.append(Span(name, at - began, end - at, tokens))
+    return found
+
+
+def _joined(spans: Iterable[Span]) -> list[Span]:
+    """The spans, of which consecutive ones of the same phase are one."""
+    found: list[Span] = []
+    for span in spans:
+        if found and found[-1].phase == span.phase:
+            last = found.pop()
+            tokens = span.tokens if last.tokens is None else last.tokens
+            span = Span(span.phase, last.start, last.seconds + span.seconds, tokens)
+        found.append(span)
+    return found
+
+
+def slowest(timelines: Sequence[Timeline], now: float) -> Timeline:
+    """The choice of a request that took the longest."""
+    return max(timelines, key=lambda each: sum(span.seconds for span in spans_of(each, now)))
+
+
+def phase_seconds(timeline: Timeline, now: float) -> dict[str, float]:
+    """Seconds by phase, in order of the phases' first occurrence."""
+    seconds: dict[str, float] = {}
+    for span in spans_of(timeline, now):
+        seconds[span.phase] = seconds.get(span.phase, 0.0) + span.seconds
+    return seconds
 
 
 def explain(choices: Sequence[Timeline], label: str, timelines: Timelines, now: float) -> str:
@@ -21,16 +90,14 @@ def explain(choices: Sequence[Timeline], label: str, timelines: Timelines, now: 
 
 
 def report_of(timeline: Timeline, timelines: Timelines) -> PrefixReport | None:
-    """What was known of a request's prompt."""
-    if timeline.request.state.is_terminal:
-        return timeline.prefix
-    return timelines.prefixes.report(timeline.request)
-
-
-def prefix_json(timeline: Timeline, timelines: Timelines) -> dict[str, object] | None:
-    """The same as a timeline has it."""
-    report = report_of(timeline, timelines)
-    return None if report is None else report.as_json()
+    """What was known of a request's prompt, and the first message that was not."""
+    request, ends = timeline.request, timeline.message_ends
+    has_ended = request.state.is_terminal
+    report = timeline.prefix if has_ended else timelines.prefixes.report(request)
+    if report is None:
+        return None
+    place = bisect_right(ends, report.num_known)
+    return report._replace(message=place if place < len(ends) else None)
 
 
 def _about(prefix: PrefixReport) -> str:

@@ -18,8 +18,8 @@ from engine.policy import POLICIES, levels_of, name_of
 from engine.replicas.replicas import ServingEngine
 from engine.request import Request, State
 from engine.step import StepEntry
-from gateway.observe.queueing import lacks
 from gateway.observe.readings import Readings
+from gateway.observe.timelines import lacks
 
 KEEP_ITERATIONS = 256
 MAX_REQUESTS = 200  # requests in a snapshot

@@ -5,9 +5,7 @@ cached. So of a request's prompt it is known how far it is that of an earlier re
 *relative*, and whether all of that was found in the cache.
 """
 
-from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Sequence
 from enum import StrEnum
 from hashlib import blake2b
 from typing import NamedTuple
@@ -16,8 +14,7 @@ from engine.control.scheduler import IterationScheduler
 from engine.request import Request
 
 MAX_BLOCKS = 1 << 16  # blocks whose names are remembered, about 10 MiB
-MAX_NOTES = 1024  # requests whose messages' ends are known
-MAX_MESSAGES = 4096  # in a request with more, messages are not named
+MAX_ORIGINS = 1024  # first blocks whose salt and adapter are remembered
 
 
 class Reason(StrEnum):
@@ -37,7 +34,7 @@ class PrefixReport(NamedTuple):
 
     The first `num_known` tokens are those of the request `relative` (its id, "" if it was another
     caller's), of which `num_cached` were in the cache. `message` is the number of the first message
-    that ends behind them; None if it is not known.
+    that ends behind them; None if it is not known, as in a report that no one has read yet.
     """
 
     reason: Reason
@@ -71,7 +68,6 @@ class PrefixHistory:
         self._block_size = 0  # until it is attached; then nothing is known
         self._seen: OrderedDict[bytes, tuple[str, str]] = OrderedDict()  # tenant and label
         self._origins: OrderedDict[bytes, _Origin] = OrderedDict()  # by the tokens of first blocks
-        self._message_ends: OrderedDict[tuple[str, str], Sequence[int]] = OrderedDict()
         # The last prompt, by its owner and its last full block, and what was known of it.
         self._last: tuple[tuple[tuple[str, str], bytes] | None, PrefixReport | None] = (None, None)
 
@@ -79,13 +75,6 @@ class PrefixHistory:
         """Explain the requests of this scheduler."""
         if scheduler.settings.reuses_prefixes:
             self._block_size = scheduler.kv.block_size
-
-    def note(self, tenant: str, label: str, message_ends: Sequence[int]) -> None:
-        """The messages of a request end behind so many tokens of its prompt."""
-        if 0 < len(message_ends) <= MAX_MESSAGES:
-            self._message_ends[tenant, label] = message_ends
-            if len(self._message_ends) > MAX_NOTES:
-                self._message_ends.popitem(last=False)
 
     def ended(self, request: Request) -> PrefixReport | None:
         """What was known of a request, which is known from now on. Choices of one response have the
@@ -116,14 +105,11 @@ class PrefixHistory:
         num_blocks = next(unknown, len(hashes))
         num_known, num_cached = num_blocks * size, request.num_cached
         tenant, label = seen[hashes[num_blocks - 1]] if num_blocks else ("", "")
-        ends = self._message_ends.get((spec.tenant, spec.label), ())
-        place = bisect_right(ends, num_known)
         return PrefixReport(
             self._reason(request, num_blocks),
             num_known,
             num_cached,
             label if tenant == spec.tenant else "",
-            place if place < len(ends) else None,
         )
 
     def _reason(self, request: Request, num_blocks: int) -> Reason:
@@ -156,7 +142,7 @@ class PrefixHistory:
         if first:
             return
         self._origins[_first_tokens(request, size)] = _Origin(spec.salt, spec.lora_digest)
-        if len(self._origins) > MAX_NOTES:
+        if len(self._origins) > MAX_ORIGINS:
             self._origins.popitem(last=False)
 
 

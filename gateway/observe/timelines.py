@@ -1,22 +1,29 @@
-"""Timelines: the phases of each request, recorded by an observer of the engine.
+"""Timelines: what happened to each request, recorded by an observer of the engine.
+
+`QueueWatch` knows for how long the queue has been blocked by which shortage: after each plan the
+oldest waiting request shows what ended the plan, and the time until the next plan is added to that
+cause. So the difference between two readings says why a request waited in between, however many
+requests wait.
 
 Live requests and the last `KEEP` ended ones are kept, the latter without their tokens. An
 iteration costs one test per row; all else happens at arrivals, admissions, preemptions and ends.
-`gateway.observe.explanation` says in one sentence what cost a request the most time.
+`gateway.observe.explanation` divides a timeline into phases, and says what cost the most time.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from itertools import islice
 from typing import NamedTuple, Protocol
 
+from engine.control.admission import Admission
 from engine.control.scheduler import IterationScheduler
 from engine.iteration import Iteration, Observer
 from engine.request import CACHED, FoundPrefix, Request, Samples, State
 from engine.step import BlockMove, Direction, RequestId
 from gateway.observe.prefixes import PrefixHistory, PrefixReport
-from gateway.observe.queueing import Cause, Pressure, QueueWatch
 
 KEEP = 1000  # ended requests
 MIN_BEGIN = 6  # characters of a shortened label
@@ -24,15 +31,87 @@ LABELS = 4096  # labels for which the times that a client did not read are known
 PAUSE = 0.05  # seconds without an iteration after which a request that holds KV counts as paused
 MAX_INTERRUPTIONS = 256  # interruptions of a request; later ones are not recorded
 MAX_READER_WAITS = 64  # waits of one label; later ones are added to the last
+MAX_MESSAGES = 4096  # with more in a request, the ends of messages are not kept
+MAX_SEARCH = 1024  # live requests among which a waiting one is looked for
 
 
-class Span(NamedTuple):
-    """A phase of a request. `start` is seconds after its arrival."""
+class Cause(StrEnum):
+    """What a waiting request lacks."""
 
-    phase: str
-    start: float
-    seconds: float
-    tokens: int | None = None
+    KV = "KV"
+    SEAT = "a seat"
+    TOKENS = "tokens of a step"
+    WORKER = "the worker's restart"
+    STEP = "the step in flight"  # it arrived while a step ran
+
+
+WAITING, STEP = State.WAITING, Cause.STEP  # bound once (see engine.pool)
+
+
+class Pressure(NamedTuple):
+    """The load while requests waited."""
+
+    num_waiting: int
+    num_running: int
+    kv_share: float  # the share of the blocks that are held, 0 to 1
+
+
+class QueueWatch:
+    """Seconds for which requests waited, by cause."""
+
+    def __init__(self, scheduler: IterationScheduler) -> None:
+        self._scheduler = scheduler
+        self._seconds = dict.fromkeys(Cause, 0.0)
+        self._cause = Cause.STEP
+        self._since = 0.0
+        self.pressure = Pressure(0, 0, 0.0)  # after the last plan that left requests waiting
+
+    def seconds(self, now: float) -> dict[Cause, float]:
+        """Seconds by cause since the start of the server."""
+        self._seconds[self._cause] += now - self._since
+        self._since = now
+        return dict(self._seconds)
+
+    def planned(self, num_requests: int, now: float) -> None:
+        """A plan put `num_requests` requests into an iteration; 0 if none could be planned."""
+        self._begin(self._blocked_by(num_requests), now)
+
+    def worker_lost(self, now: float) -> None:
+        """Until the next plan, requests wait for the new worker."""
+        self._begin(Cause.WORKER, now)
+
+    def _begin(self, cause: Cause, now: float) -> None:
+        if cause is not self._cause:
+            self._seconds[self._cause] += now - self._since
+            self._cause, self._since = cause, now
+
+    def _blocked_by(self, num_requests: int) -> Cause:
+        scheduler = self._scheduler
+        pool = scheduler.pool
+        num_waiting = pool.count(WAITING)
+        if not num_waiting:
+            return STEP
+        held = scheduler.kv_counts.device.held / scheduler.kv.shape.num_blocks
+        self.pressure = Pressure(num_waiting, pool.num_admitted, held)
+        oldest = next((each for each in islice(pool, MAX_SEARCH) if each.state is WAITING), None)
+        return Cause.TOKENS if oldest is None else lacks(oldest, scheduler, num_requests)
+
+
+def lacks(request: Request, scheduler: IterationScheduler, num_requests: int) -> Cause:
+    """What a waiting request lacks, given that the last iteration had `num_requests` requests.
+
+    Changes nothing: blocks that the request may share count only once the scheduler found them.
+    """
+    kv = scheduler.kv
+    grows = scheduler.settings.admission is Admission.GROW
+    slots = request.num_tokens if grows else request.spec.max_slots
+    headroom = scheduler.pool.num_admitted * len(kv.groups) if grows else 0
+    found = request.block_hashes[: request.found.num_matched]
+    if kv.missing(request, slots, found).blocks + headroom > 0:
+        return Cause.KV
+    if num_requests >= scheduler.settings.max_batch_size:
+        return Cause.SEAT
+    return Cause.TOKENS
 
 
 class Wait(NamedTuple):
@@ -66,6 +145,7 @@ class Timeline:
     interruptions: list[Interruption] = field(default_factory=list)
     num_restarts: int = 0  # restarts of the worker while it was live
     prefix: PrefixReport | None = None  # set once the request has ended
+    message_ends: Sequence[int] = ()  # tokens of the prompt up to the end of each message
 
     @property
     def is_interrupted(self) -> bool:
@@ -112,49 +192,6 @@ class Timeline:
         if len(self.interruptions) < MAX_INTERRUPTIONS and (since is None or since <= last):
             pause = Interruption("paused", last, self.request.produced, now, now)
             self.interruptions.append(pause)
-
-    def spans(self, now: float) -> list[Span]:
-        """Its phases in order. A live request's last phase ends now."""
-        times, began = self.request.times, self.request.times.arrived_at
-        end = now if times.ended_at is None else times.ended_at
-        admitted = end if times.admitted_at is None else times.admitted_at
-        first = end if times.first_token_at is None else times.first_token_at
-        wanted = times.images_wanted_at
-        encoding = admitted if wanted is None else min(wanted, admitted)
-        found = [Span("queued", 0.0, encoding - began)]
-        found.append(Span("encoding", encoding - began, admitted - encoding))
-        found += self._phase("prefill", admitted, first, sum(size for _, size in self.pieces))
-        if times.first_token_at is not None:
-            found += self._phase("decode", first, end, self.request.produced)
-        return _joined(span for span in found if span.seconds > 0 or span.phase == "queued")
-
-    def _phase(self, name: str, start: float, end: float, tokens: int) -> list[Span]:
-        """A phase, cut where the request was interrupted."""
-        began, found, at = self.request.times.arrived_at, [], start
-        for each in self.interruptions:
-            if not start <= each.began < end:
-                continue
-            resumed = end if each.resumed is None else min(each.resumed, end)
-            ended = end if each.ended is None else min(each.ended, end)
-            found.append(Span(name, at - began, each.began - at))
-            found.append(Span(each.kind, each.began - began, resumed - each.began))
-            again = "recomputed" if each.kind in ("preempted", "restart") else name
-            found.append(Span(again, resumed - began, ended - resumed))
-            at = ended
-        found.append(Span(name, at - began, end - at, tokens))
-        return found
-
-
-def _joined(spans: Iterable[Span]) -> list[Span]:
-    """The spans, of which consecutive ones of the same phase are one."""
-    found: list[Span] = []
-    for span in spans:
-        if found and found[-1].phase == span.phase:
-            last = found.pop()
-            tokens = span.tokens if last.tokens is None else last.tokens
-            span = Span(span.phase, last.start, last.seconds + span.seconds, tokens)
-        found.append(span)
-    return found
 
 
 class TimelineListener(Protocol):
@@ -247,6 +284,12 @@ class Timelines(Observer):
         own = [each for each in found if each.request.spec.tenant == tenant]
         return sorted(own, key=lambda each: each.request.request_id)
 
+    def note_messages(self, label: str, tenant: str, ends: Sequence[int]) -> None:
+        """The messages of a request that has arrived end behind so many tokens of its prompt."""
+        if len(ends) <= MAX_MESSAGES:
+            for each in self.find(label, tenant):
+                each.message_ends = each.message_ends or ends
+
     def arrived(self, request: Request, now: float) -> None:
         found = Timeline(request, self.queue, self.queue.seconds(now))
         self._live[request.request_id] = found
@@ -338,16 +381,3 @@ def _without_tokens(request: Request) -> Request:
     kept.block_hashes, kept.prompt_logprobs = [], []
     kept.found, kept.samples = FoundPrefix(), Samples()
     return kept
-
-
-def slowest(timelines: Sequence[Timeline], now: float) -> Timeline:
-    """The choice of a request that took the longest."""
-    return max(timelines, key=lambda each: sum(span.seconds for span in each.spans(now)))
-
-
-def phase_seconds(timeline: Timeline, now: float) -> dict[str, float]:
-    """Seconds by phase, in order of the phases' first occurrence."""
-    seconds: dict[str, float] = {}
-    for span in timeline.spans(now):
-        seconds[span.phase] = seconds.get(span.phase, 0.0) + span.seconds
-    return seconds

@@ -17,8 +17,9 @@ from typing import Any, TypeVar
 
 from engine.errors import StartupError
 from engine.ports import Clock
+from gateway.observe.explanation import phase_seconds, spans_of
 from gateway.observe.metrics import Metrics
-from gateway.observe.timelines import Timeline, Wait, phase_seconds
+from gateway.observe.timelines import Timeline, Wait
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +94,7 @@ class Traces:
         found = attributes(timeline, self._model)
         children = [
             (span.phase, at(times.arrived_at + span.start), span.seconds)
-            for span in timeline.spans(ended)
+            for span in spans_of(timeline, ended)
             if span.seconds > 0
         ]
         label = request.spec.label

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.errors import InvalidRequest
 from gateway.errors import RequestNotFound
-from gateway.observe.explanation import explain, prefix_json
+from gateway.observe.explanation import explain, report_of, spans_of
 from gateway.observe.timelines import KEEP
 from gateway.service import caller_of, service_of
 
@@ -60,10 +60,10 @@ async def timeline(http: "HttpRequest") -> dict[str, Any]:
             "prompt_tokens": each.request.prompt_len,
             "cached_tokens": each.request.num_cached,
             "completion_tokens": each.request.produced,
-            "prefix": prefix_json(each, serving.timelines),
+            "prefix": (prefix := report_of(each, serving.timelines)) and prefix.as_json(),
             "prefill_pieces": len(each.pieces),
             "worker_restarts": each.num_restarts,
-            "spans": [span._asdict() for span in each.spans(now)],
+            "spans": [span._asdict() for span in spans_of(each, now)],
         }
         for index, each in enumerate(timelines)
     ]

@@ -16,7 +16,7 @@ from engine.media import EncoderReport, EncoderWork, Media
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.request import Abort, Request, RequestSpec
 from engine.step import SampleSpec, SamplingParams, StepResult
-from gateway.observe.explanation import explain
+from gateway.observe.explanation import explain, spans_of
 from gateway.observe.timelines import Timelines
 from tests.blank import blank
 
@@ -230,7 +230,7 @@ def test_the_time_waited_for_the_encoder_is_a_phase_of_its_own() -> None:
     while rig.step() is not None:
         pass
     (timeline,) = rig.timelines.find("picture", "")
-    phases = [span.phase for span in timeline.spans(rig.now)]
+    phases = [span.phase for span in spans_of(timeline, rig.now)]
     assert phases[:3] == ["queued", "encoding", "prefill"]
     assert "for the image encoder" in explain([timeline], "", rig.timelines, rig.now)
 

@@ -25,7 +25,7 @@ PACKAGES = ("gateway", "engine")
 HARNESS = "engine/simulated/"  # instead of a worker process and the clock
 FORMS = (ChatRequest, GenerationPlan, RequestSpec, Request, StepEntry)
 FIRST_STOP = "gateway/web/route.py"  # what called it ran before the body was there
-MAX_MODULES = 55
+MAX_MODULES = 51
 MAX_STOPS = 12
 MAX_FORMS = 5
 
