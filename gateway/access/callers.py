@@ -27,26 +27,16 @@ _OBJECT = re.compile(rb'\{\s*"')
 class Caller:
     """The identity of one HTTP request. `arrived_at` is in seconds of the service's clock.
 
-    `tenant` is the name of its API key, "" on a server without keys; `weight` is the key's share
-    under the policy `fair`, `urgent` the lowest priority value its requests may have (None: any),
-    `itl_goal` their ITL goal in seconds (None: the server's).
-    `cache_domain` names the requests that share cached prefixes; None: all of the server.
-    `is_admin`: the key may use `/admin` and cancel requests of other keys. `limits` are the
-    response headers about the key's rate limits. `dialect` renders the errors and headers of the
-    path's API. `record` is the request's entry in the request log. `reports` are headers of the
-    response that say how the request was understood. `turn` is that of a message of a WebSocket:
-    what its connection knows of the conversation (`gateway.generation.turn`). `network` is the
-    address, or the network of an IPv6 one.
+    `limits` are the response headers about the rate limits of its API key. `dialect` renders the
+    errors and headers of the path's API. `record` is the request's entry in the request log.
+    `reports` are headers of the response that say how the request was understood. `turn` is that of
+    a message of a WebSocket: what its connection knows of the conversation
+    (`gateway.generation.turn`). `network` is the address, or the network of an IPv6 one.
     """
 
     request_id: str
     arrived_at: float
-    tenant: str = ""
-    weight: float = 1.0
-    urgent: int | None = None
-    itl_goal: float | None = None
-    cache_domain: str | None = None
-    is_admin: bool = False
+    key: Key = Key("", ())  # noqa: RUF009 # frozen; that of a server without keys
     limits: Mapping[str, str] = field(default_factory=dict)
     dialect: ApiDialect = OPENAI
     unknown_fields: UnknownFields = field(default_factory=UnknownFields, compare=False)
@@ -56,25 +46,21 @@ class Caller:
     network: str = ""
 
     @property
+    def tenant(self) -> str:
+        """The name of its API key, "" on a server without keys."""
+        return self.key.name
+
+    @property
     def client(self) -> str:
         """The caller that takes turns with others: the API key, or on a server without keys its
         network."""
         return self.tenant or self.network
 
     def authenticated(self, key: Key) -> "Caller":
-        """The same request with the name and the rights of its API key."""
-        allowance = key.allowance
+        """The same request with its API key."""
         if self.record is not None:
             self.record.key = key.name
-        return replace(
-            self,
-            tenant=key.name,
-            weight=allowance.weight,
-            urgent=allowance.priority,
-            itl_goal=allowance.itl_goal,
-            cache_domain=key.cache_domain,
-            is_admin=key.is_admin,
-        )
+        return replace(self, key=key)
 
     def note(self, error_code: str) -> None:
         """The request log's reason of this request."""
@@ -84,7 +70,7 @@ class Caller:
     def salt(self, cache_salt: str) -> str:
         """The engine's salt for a request with this `cache_salt`: no two pairs of domain and
         `cache_salt` have the same."""
-        domain = self.cache_domain
+        domain = self.key.cache_domain
         return cache_salt if domain is None else f"{len(domain)}:{domain}{cache_salt}"
 
     def headers(self, now: float) -> dict[str, str]:

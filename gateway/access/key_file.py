@@ -62,7 +62,8 @@ class KeyDefaults:
 class Key:
     """A named key and its limits. On a server without keys, `name` is "" for all requests.
 
-    `cache_domain`: keys with the same one share cached prefixes. `is_admin`: may use `/admin`.
+    `cache_domain`: keys with the same one share cached prefixes; None: all of the server does.
+    `is_admin`: may use `/admin` and cancel requests of other keys.
     """
 
     name: str

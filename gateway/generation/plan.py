@@ -293,8 +293,8 @@ def caller_fields(requested: SchedulingParams, caller: Caller) -> dict[str, Any]
         "label": caller.request_id,
         "tenant": caller.tenant,
         "client": caller.client,
-        "weight": caller.weight,
-        "itl_goal": caller.itl_goal,
+        "weight": caller.key.allowance.weight,
+        "itl_goal": caller.key.allowance.itl_goal,
         **_scheduling(requested, caller)._asdict(),
     }
 
@@ -303,7 +303,7 @@ def _scheduling(requested: SchedulingParams, caller: Caller) -> SchedulingParams
     """The scheduling parameters, with the salt of the API key's cache domain and within the
     priorities that the key allows (lower is first)."""
     scheduling = requested._replace(salt=caller.salt(requested.salt))
-    most_urgent, priority = caller.urgent, scheduling.priority
+    most_urgent, priority = caller.key.allowance.priority, scheduling.priority
     if most_urgent is None or priority >= most_urgent:
         return scheduling
     if priority:

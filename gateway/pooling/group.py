@@ -22,7 +22,7 @@ from gateway.generation.choices import (
 )
 from gateway.generation.plan import GenerationPlan, caller_fields, check_fits
 from gateway.generation.prompt import Prompt
-from gateway.generation.reply import Reply
+from gateway.generation.reply import Reply, Work
 from gateway.pooling.decisions import DecisionPlan, TokenizedQuestion, tokenize_decision
 from gateway.pooling.plan import GREEDY, PooledInputs, PoolingPlan, pooling_specs, tokenize_inputs
 from gateway.pooling.scores import Node, answer_of
@@ -131,15 +131,20 @@ class DecisionGroup(StreamGroup):
 
     async def _finish(self, stream: TokenStream) -> Request:
         """The ended request of a stream, whose tokens are counted."""
-        while (await stream.next()).finish is None:
-            pass
-        request, spec, usage = stream.request, stream.spec, self.usage
+        request, spec, usage = await finished(stream), stream.spec, self.usage
         self.usage = Usage(
             usage.prompt_tokens + spec.own_len,
             cached_tokens=usage.cached_tokens + request.own_cached,
             written_tokens=usage.written_tokens + num_written(request, self._service),
         )
         return request
+
+
+async def finished(stream: TokenStream) -> Request:
+    """The request of a stream, once it has ended."""
+    while (await stream.next()).finish is None:
+        pass
+    return stream.request
 
 
 def _scores(request: Request) -> tuple[float, ...]:
@@ -186,17 +191,10 @@ class PoolingGroup(StreamGroup):
 
     async def pooled(self) -> PooledInputs:
         """Wait for all vectors; the first error ends the other requests."""
-        streams = [*self._streams]
-        await in_parallel(streams, _finish)
-        requests = [stream.request for stream in streams]
+        requests = await in_parallel([*self._streams], finished)
         return PooledInputs(
             [request.vector for request in requests], sum(r.prompt_len for r in requests)
         )
-
-
-async def _finish(stream: TokenStream) -> None:
-    while (await stream.next()).finish is None:
-        pass
 
 
 async def pooled_body(plan: PoolingPlan, group: PoolingGroup) -> bytes:
@@ -209,21 +207,25 @@ async def pooled_body(plan: PoolingPlan, group: PoolingGroup) -> bytes:
     return plan.render(pooled)
 
 
+def begun(plan: Plan, service: Service) -> tuple[StreamGroup, Work]:
+    """The group of a plan, and what runs it and returns the response body."""
+    group: StreamGroup
+    if isinstance(plan, DecisionPlan):
+        group = DecisionGroup(plan, service)
+        return group, partial(decision_body, plan, group)
+    if isinstance(plan, PoolingPlan):
+        group = PoolingGroup(plan, service)
+        return group, partial(pooled_body, plan, group)
+    group = ChoiceGroup(plan, service)
+    return group, partial(generate_body, plan, group)
+
+
 async def body_of(plan: Plan, service: Service) -> bytes:
     """The response body of any plan, outside of an HTTP request."""
-    if isinstance(plan, DecisionPlan):
-        return await decision_body(plan, DecisionGroup(plan, service))
-    if isinstance(plan, PoolingPlan):
-        return await pooled_body(plan, PoolingGroup(plan, service))
-    return await generate_body(plan, ChoiceGroup(plan, service))
+    return await begun(plan, service)[1]()
 
 
 def respond(plan: PoolingPlan | DecisionPlan, service: Service) -> ASGIApp:
     """The ASGI response of a plan; the requests end as soon as the client disconnects."""
-    if isinstance(plan, DecisionPlan):
-        decisions = DecisionGroup(plan, service)
-        end = partial(decisions.close, Abort.CLIENT_GONE)
-        return Reply(plan.caller, partial(decision_body, plan, decisions), end, service)
-    group = PoolingGroup(plan, service)
-    abandon = partial(group.close, Abort.CLIENT_GONE)
-    return Reply(plan.caller, partial(pooled_body, plan, group), abandon, service)
+    group, work = begun(plan, service)
+    return Reply(plan.caller, work, partial(group.close, Abort.CLIENT_GONE), service)

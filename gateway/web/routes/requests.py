@@ -4,23 +4,21 @@ The id is the `x-request-id` of the request's response.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
 
 from engine.errors import InvalidRequest
 from gateway.errors import RequestNotFound
+from gateway.groups.group import Serving
 from gateway.observe.explanation import explain, report_of, spans_of
 from gateway.observe.timelines import KEEP
 from gateway.service import caller_of, service_of
 
-if TYPE_CHECKING:
-    from starlette.requests import Request as HttpRequest
-
-    from gateway.groups.group import Serving
-
 MAX_NAMED = 4  # ids that an error lists
 
 
-async def cancel(http: "HttpRequest") -> dict[str, Any]:
+async def cancel(http: HttpRequest) -> dict[str, Any]:
     """End all choices of the request at once; its response ends with a `RequestCancelled` error.
 
     Raises `RequestNotFound` unless it runs or waits and belongs to the caller's API key; an admin
@@ -28,7 +26,7 @@ async def cancel(http: "HttpRequest") -> dict[str, Any]:
     """
     service, caller = service_of(http), caller_of(http)
     request_id = http.path_params["request_id"]
-    num_choices = service.groups.cancel(request_id, None if caller.is_admin else caller.tenant)
+    num_choices = service.groups.cancel(request_id, None if caller.key.is_admin else caller.tenant)
     if not num_choices:
         raise RequestNotFound(request_id)
     return {
@@ -39,7 +37,7 @@ async def cancel(http: "HttpRequest") -> dict[str, Any]:
     }
 
 
-async def timeline(http: "HttpRequest") -> dict[str, Any]:
+async def timeline(http: HttpRequest) -> dict[str, Any]:
     """The phases of the request's choices, and one sentence about what cost it the most time.
 
     The id may be shortened to its first characters. Seconds are relative to a choice's arrival.
@@ -79,7 +77,7 @@ async def timeline(http: "HttpRequest") -> dict[str, Any]:
     }
 
 
-def _found(given: str, loaded: Sequence["Serving"], tenant: str) -> tuple["Serving", str]:
+def _found(given: str, loaded: Sequence[Serving], tenant: str) -> tuple[Serving, str]:
     """The model that has or had the request whose id begins with `given`, and its whole id."""
     ids = {
         request_id: serving

@@ -7,6 +7,7 @@ from engine.errors import InvalidRequest, Overloaded, Unavailable
 from engine.step import Grammar, GrammarKind
 from gateway.access.callers import Caller
 from gateway.access.grammar_check import SEATS, GrammarCheck, GrammarLimits
+from gateway.access.key_file import Key
 from tests.gateway.scripted_model import CheckedOnLoop
 
 REGEX = GrammarKind.REGEX
@@ -188,4 +189,4 @@ def test_supported_grammars_are_accepted(grammar: Grammar) -> None:
 
 def test_callers_of_a_server_without_keys_take_turns_by_their_addresses() -> None:
     assert Caller("r", 0.0, network="192.0.2.1").client == "192.0.2.1"
-    assert Caller("r", 0.0, tenant="alice", network="192.0.2.1").client == "alice"
+    assert Caller("r", 0.0, key=Key("alice", ()), network="192.0.2.1").client == "alice"

@@ -3,25 +3,22 @@
 
 from contextlib import suppress
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from engine.errors import Unavailable
+from engine.loop import Engine
 from engine.request import State
 from gateway.errors import StoreOutOfSpace
+from gateway.groups.group import Serving
 from gateway.observe.exposition import CONTENT_TYPE
 from gateway.service import caller_of, service_of
 from gateway.version import podway_version
 
-if TYPE_CHECKING:
-    from starlette.requests import Request as HttpRequest
 
-    from engine.loop import Engine
-    from gateway.groups.group import Serving
-
-
-async def loads(http: "HttpRequest") -> dict[str, Any]:
+async def loads(http: HttpRequest) -> dict[str, Any]:
     """Requests and KV slots, with one entry for each replica of each model that is loaded."""
     service = service_of(http)
     loaded = service.groups.loaded
@@ -43,7 +40,7 @@ async def loads(http: "HttpRequest") -> dict[str, Any]:
     }
 
 
-def _load(rank: int, serving: "Serving", engine: "Engine") -> dict[str, Any]:
+def _load(rank: int, serving: Serving, engine: Engine) -> dict[str, Any]:
     """The load of a replica; its `cache_hit_rate` is that of all replicas of the model."""
     scheduler = engine.scheduler
     pool, shape, settings = scheduler.pool, scheduler.kv.shape, scheduler.settings
@@ -66,7 +63,7 @@ def _load(rank: int, serving: "Serving", engine: "Engine") -> dict[str, Any]:
     }
 
 
-async def health(http: "HttpRequest") -> dict[str, str]:
+async def health(http: HttpRequest) -> dict[str, str]:
     """Liveness: raises `Unavailable` if the workers are lost for good, so the server must end."""
     failure = service_of(http).groups.failure
     if failure is not None:
@@ -74,12 +71,12 @@ async def health(http: "HttpRequest") -> dict[str, str]:
     return {"status": "ok"}
 
 
-async def version(http: "HttpRequest") -> dict[str, str]:
+async def version(http: HttpRequest) -> dict[str, str]:
     """The version, in vLLM's format."""
     return {"version": podway_version()}
 
 
-async def ready(http: "HttpRequest") -> dict[str, str]:
+async def ready(http: HttpRequest) -> dict[str, str]:
     """Readiness: raises `Unavailable` if requests wait and no iteration has finished lately."""
     service = service_of(http)
     error = service.groups.rejection()
@@ -93,8 +90,8 @@ async def ready(http: "HttpRequest") -> dict[str, str]:
     return {"status": "ready", "store": store}
 
 
-async def metrics(http: "HttpRequest") -> Response:
+async def metrics(http: HttpRequest) -> Response:
     """All metrics in the Prometheus text format. Requests of other API keys are for admin keys."""
     service, caller = service_of(http), caller_of(http)
-    page = await service.exposition.render(None if caller.is_admin else caller.tenant)
+    page = await service.exposition.render(None if caller.key.is_admin else caller.tenant)
     return Response(page, media_type=CONTENT_TYPE)
