@@ -10,7 +10,9 @@ socket and TLS are left to the other server.
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
+
+from starlette.types import ASGIApp
 
 from gateway.serve.assemble import (
     build_models,
@@ -21,25 +23,21 @@ from gateway.serve.assemble import (
 )
 from gateway.serve.load import OnProgress, served_name
 from gateway.serve.tls import load_credentials
+from gateway.service import Service
 from gateway.settings.checks import check_settings
-
-if TYPE_CHECKING:
-    from starlette.types import ASGIApp
-
-    from gateway.service import Service
-    from gateway.settings.settings import Settings
+from gateway.settings.settings import Settings
 
 
 class EmbeddedServer(NamedTuple):
     """A running app, and the service that its routes use."""
 
-    app: "ASGIApp"
-    service: "Service"
+    app: ASGIApp
+    service: Service
 
 
 @asynccontextmanager
 async def embedded(
-    settings: "Settings", progress: OnProgress = lambda what, done, total: None
+    settings: Settings, progress: OnProgress = lambda what, done, total: None
 ) -> AsyncIterator[EmbeddedServer]:
     """Load the models and run their engines inside the block.
 

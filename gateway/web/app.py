@@ -4,12 +4,13 @@ Routes raise errors; the table in `gateway.errors` gives each its status and JSO
 """
 
 import asyncio
-from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
+from starlette.types import ASGIApp
 
 from engine.errors import EngineError
 from gateway.errors import MethodNotAllowed, PathNotFound
@@ -21,14 +22,10 @@ from gateway.web.openapi import documents
 from gateway.web.routes.operations.page import LiveStates
 from gateway.web.table import ROUTES
 
-if TYPE_CHECKING:
-    from starlette.requests import Request as HttpRequest
-    from starlette.types import ASGIApp
-
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for a client that disconnected; not delivered
 
 
-def build_app(service: Service) -> "ASGIApp":
+def build_app(service: Service) -> ASGIApp:
     """The app over a service. It starts and stops nothing."""
     app = Starlette(
         routes=ROUTES.endpoints,
@@ -49,11 +46,11 @@ def build_app(service: Service) -> "ASGIApp":
     return IdentifyCaller(app, service, ROUTES)
 
 
-async def _error(http: "HttpRequest", error: Exception) -> Response:
+async def _error(http: HttpRequest, error: Exception) -> Response:
     return error_response(error, caller_of(http), service_of(http).clock)
 
 
-async def _routing_error(http: "HttpRequest", error: Exception) -> Response:
+async def _routing_error(http: HttpRequest, error: Exception) -> Response:
     """Starlette's own errors: no such path, no such method."""
     assert isinstance(error, HTTPException), "registered for this class"
     if error.status_code == 405:
@@ -65,6 +62,6 @@ async def _routing_error(http: "HttpRequest", error: Exception) -> Response:
     return await _error(http, PathNotFound(f"No endpoint at {path[:200]}.{hint}"))
 
 
-async def _disconnected(http: "HttpRequest", error: Exception) -> Response:
+async def _disconnected(http: HttpRequest, error: Exception) -> Response:
     """The client disconnected before its request had a response."""
     return Response(status_code=CLIENT_CLOSED_REQUEST)

@@ -8,32 +8,27 @@ events there directly, because middleware reads the status line and the last mes
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.errors import EngineError
+from engine.ports import Clock
 from gateway.access.callers import Caller, header_of, valid_request_id
 from gateway.access.intake import Intake
 from gateway.access.key_file import Key
 from gateway.access.keys import is_basic
 from gateway.access.networks import network_of
+from gateway.access.retries import Attempt
 from gateway.access.seats import ClientTurns
 from gateway.errors import Forbidden, InvalidApiKey, Superseded, http_error
 from gateway.generation.reply import error_response
 from gateway.generation.threads import thread_meter
 from gateway.observe.request_log import RequestRecord, trace_id_of
 from gateway.schema.decoding import HEADER, UnknownFields
+from gateway.service import Service
 from gateway.store.database import store_meter
-from gateway.web.route import Access
-
-if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
-    from engine.ports import Clock
-    from gateway.access.retries import Attempt
-    from gateway.service import Service
-    from gateway.web.route import Route, RouteTable
+from gateway.web.route import Access, Route, RouteTable
 
 CANCELS = "/cancel"  # the end of the paths of cancellations
 EXPOSED = (
@@ -55,7 +50,7 @@ EXPOSED = (
 class IdentifyCaller:
     """The outermost app: gives every HTTP request an id and a `Caller`."""
 
-    def __init__(self, app: "ASGIApp", service: "Service", routes: "RouteTable") -> None:
+    def __init__(self, app: ASGIApp, service: Service, routes: RouteTable) -> None:
         self._service = service
         self._routes = routes
         intake = partial(
@@ -80,7 +75,7 @@ class IdentifyCaller:
                 expose_headers=EXPOSED,
             )
 
-    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -88,7 +83,7 @@ class IdentifyCaller:
         scope["podway.send"] = send
         is_answered = False
 
-        async def send_and_note(message: "Message") -> None:
+        async def send_and_note(message: Message) -> None:
             nonlocal is_answered
             if message["type"] == "http.response.start":
                 record.status = message["status"]
@@ -115,11 +110,11 @@ class IdentifyCaller:
             if not is_answered and (record.num_running or record.prompt_tokens):
                 intake.abandoned(client)
 
-    def _intake_of(self, scope: "Scope", record: RequestRecord) -> Intake:
+    def _intake_of(self, scope: Scope, record: RequestRecord) -> Intake:
         is_urgent = record.is_probe or scope["path"].endswith(CANCELS)
         return self._urgent_intake if is_urgent else self._intake
 
-    def _identify(self, scope: "Scope") -> RequestRecord:
+    def _identify(self, scope: Scope) -> RequestRecord:
         """Set the scope's `Route`, if any, and `Caller`; returns its entry in the request log."""
         service, now = self._service, self._service.clock()
         given_id = header_of(scope, b"x-request-id")
@@ -153,7 +148,7 @@ class ThreadWork:
     client: str
 
     @property
-    def cpu_clock(self) -> "Clock":
+    def cpu_clock(self) -> Clock:
         return self.intake.cpu_clock
 
     async def begin(self, *, is_new: bool) -> None:
@@ -177,11 +172,11 @@ class ThreadWork:
 class AccessControl:
     """Checks the API key and its limits, and lets a retry supersede the earlier attempt."""
 
-    def __init__(self, app: "ASGIApp", service: "Service") -> None:
+    def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app = app
         self._service = service
 
-    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         route: Route | None = scope.get("podway.route")
         if scope["type"] != "http" or (route is not None and route.access is Access.OPEN):
             await self._app(scope, receive, send)
@@ -212,12 +207,12 @@ class AccessControl:
         finally:
             service.quotas.leave(key)
 
-    def _key_of(self, scope: "Scope") -> Key:
+    def _key_of(self, scope: Scope) -> Key:
         """The request's API key. Raises `InvalidApiKey`."""
         authorization = header_of(scope, b"authorization")
         return self._service.keys.key_of(authorization, header_of(scope, b"x-api-key"))
 
-    def _check_rights(self, scope: "Scope", route: "Route | None", key: Key) -> None:
+    def _check_rights(self, scope: Scope, route: Route | None, key: Key) -> None:
         """Raises `Forbidden`."""
         service = self._service
         if service.keys.is_open or is_basic(header_of(scope, b"authorization")):
@@ -231,7 +226,7 @@ class AccessControl:
                     f"The API key {key.name!r} may not use {path}; it needs an admin key."
                 )
 
-    async def _serve(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve a request. If a newer attempt with its idempotency key supersedes it, it ends with
         an error."""
         attempt = self._service.retries.begin(scope, receive)
@@ -245,9 +240,7 @@ class AccessControl:
             if attempt.is_superseded:
                 await self._end_superseded(attempt, response, scope)
 
-    async def _end_superseded(
-        self, attempt: "Attempt", response: "_Progress", scope: "Scope"
-    ) -> None:
+    async def _end_superseded(self, attempt: Attempt, response: "_Progress", scope: Scope) -> None:
         """End the response that the app left open; its connection may still be alive."""
         caller: Caller = scope["podway.caller"]
         error = Superseded()
@@ -265,13 +258,13 @@ class AccessControl:
 class _Progress:
     """How far a response has been sent. Events of a stream do not pass through here."""
 
-    def __init__(self, send: "Send") -> None:
+    def __init__(self, send: Send) -> None:
         self.has_started = False
         self.is_complete = False
         self.is_stream = False
         self._send = send
 
-    async def send(self, message: "Message") -> None:
+    async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.has_started = True
             media_type = dict(message["headers"]).get(b"content-type", b"")

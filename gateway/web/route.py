@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
 from inspect import isawaitable, iscoroutinefunction
-from typing import TYPE_CHECKING, Any, TypeVar, Union
+from typing import Any, TypeVar
 
 import msgspec
 import orjson
@@ -17,8 +17,9 @@ import starlette.routing
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from gateway.access.callers import ReadRequest, read_body
+from gateway.access.callers import Caller, ReadRequest, read_body
 from gateway.errors import PathNotFound
 from gateway.generation import event_stream, held_streams
 from gateway.generation.plan import GenerationPlan
@@ -26,20 +27,14 @@ from gateway.generation.reply import json_response, unless_disconnected
 from gateway.generation.stream_journal import Origin
 from gateway.generation.threads import MAX_BYTES_ON_LOOP, read_body_with
 from gateway.pooling import group
+from gateway.pooling.group import Plan
 from gateway.schema.dialect import OPENAI, ApiDialect
-from gateway.service import caller_of, model_named, service_of
-
-if TYPE_CHECKING:
-    from starlette.types import ASGIApp, Receive, Scope, Send
-
-    from gateway.access.callers import Caller
-    from gateway.pooling.group import Plan
-    from gateway.service import Service
+from gateway.service import Service, caller_of, model_named, service_of
 
 T = TypeVar("T")
 Json = dict[str, Any]
-Endpoint = Callable[[HttpRequest], Awaitable[Union["ASGIApp", Json, bytes]]]  # bytes of JSON
-Planner = Callable[[bytes, "Caller", "Service"], Union["Plan", Awaitable["Plan"]]]
+Endpoint = Callable[[HttpRequest], Awaitable[ASGIApp | Json | bytes]]  # bytes of JSON
+Planner = Callable[[bytes, Caller, Service], Plan | Awaitable[Plan]]
 
 JSON = "application/json"
 EVENTS = "text/event-stream"
@@ -87,14 +82,14 @@ class Route:
     is_of_model: bool = False  # its body or its query names a model, which must be loaded
     form: tuple[str, ...] = ()  # parts of a multipart body, all required; `file` is a file
 
-    async def respond(self, http: "HttpRequest") -> "ASGIApp":
+    async def respond(self, http: HttpRequest) -> ASGIApp:
         """The response to a request of this route. Raises what its endpoint or its plan does."""
         service = service_of(http)
         if service.groups.are_fixed or not (self.is_of_model or self.plan is not None):
             return await self.respond_with(service, http)
         return OfModel(self, http)
 
-    async def respond_with(self, service: "Service", http: "HttpRequest") -> "ASGIApp":
+    async def respond_with(self, service: Service, http: HttpRequest) -> ASGIApp:
         """The response of the service, whose model is loaded."""
         if self.endpoint is not None:
             return _response(await self.endpoint(http), caller_of(http), service)
@@ -105,22 +100,21 @@ class Route:
         )
         if is_resumable and (response := held_streams.resumed(scope, caller, service)):
             return response
-        if not is_resumable and BACKGROUND not in body:
+        may_be_held = is_resumable or BACKGROUND in body
+        if not may_be_held:
             plan = await self.plan_of(body, caller, service)
-            if not isinstance(plan, GenerationPlan):
-                return group.respond(plan, service)
-            if plan.background is None:
-                return event_stream.respond(plan, service)
-        origin = Origin.new(self.path, body, service)
-        plan = await self.plan_of(body, caller, origin.service)
-        origin.planned()
-        if not isinstance(plan, GenerationPlan):
-            return group.respond(plan, service)
-        if is_resumable or plan.background is not None:
-            return held_streams.respond(plan, service, scope, origin)
-        return event_stream.respond(plan, service)
+            may_be_held = isinstance(plan, GenerationPlan) and plan.background is not None
+        if may_be_held:
+            origin = Origin.new(self.path, body, service)
+            plan = await self.plan_of(body, caller, origin.service)
+            origin.planned()
+            if isinstance(plan, GenerationPlan) and (is_resumable or plan.background is not None):
+                return held_streams.respond(plan, service, scope, origin)
+        if isinstance(plan, GenerationPlan):
+            return event_stream.respond(plan, service)
+        return group.respond(plan, service)
 
-    async def plan_of(self, body: bytes, caller: "Caller", service: "Service") -> "Plan":
+    async def plan_of(self, body: bytes, caller: Caller, service: Service) -> Plan:
         """The plan of a request body. Raises `InvalidRequest` for what cannot be served."""
         assert self.plan is not None, "a route has an endpoint or a plan"
         if iscoroutinefunction(self.plan) or len(body) <= MAX_BYTES_ON_LOOP:
@@ -134,11 +128,11 @@ class OfModel:
     """The response to a request that names one of several models: it waits until that is loaded,
     which then stays so until the response has ended."""
 
-    def __init__(self, route: Route, http: "HttpRequest") -> None:
+    def __init__(self, route: Route, http: HttpRequest) -> None:
         self._route = route
         self._http = http
 
-    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Respond. Raises `ModelNotFound`, and `Unavailable` if the model cannot be loaded."""
         service, http = service_of(self._http), self._http
         name = http.query_params.get("model")
@@ -207,7 +201,7 @@ class RouteTable:
         )
 
 
-def _response(result: "ASGIApp | Json | bytes", caller: "Caller", service: "Service") -> "ASGIApp":
+def _response(result: ASGIApp | Json | bytes, caller: Caller, service: Service) -> ASGIApp:
     """What an endpoint returned as a response, with the headers that every response carries."""
     if isinstance(result, dict):
         result = orjson.dumps(result)
@@ -220,11 +214,11 @@ def _response(result: "ASGIApp | Json | bytes", caller: "Caller", service: "Serv
 
 def _dispatcher(
     methods: dict[str, Route],
-) -> "Callable[[HttpRequest], Awaitable[ASGIApp]]":
+) -> Callable[[HttpRequest], Awaitable[ASGIApp]]:
     """The endpoint of a path with a different route for each method. It serves only the route whose
     access was checked."""
 
-    async def dispatch(http: "HttpRequest") -> "ASGIApp":
+    async def dispatch(http: HttpRequest) -> ASGIApp:
         route = methods["GET" if http.method == "HEAD" else http.method]
         checked: Route | None = http.scope["podway.route"]
         if checked is not route:

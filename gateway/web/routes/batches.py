@@ -1,7 +1,9 @@
 """`/v1/batches`: create, list, retrieve and cancel batches of requests in a file."""
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
 
 from engine.errors import InvalidRequest
 from gateway.errors import FileNotFound
@@ -10,20 +12,14 @@ from gateway.schema.openai.batches import WINDOWS, BatchRequest, batch_json
 from gateway.schema.paging import list_json, read_page
 from gateway.service import caller_of, service_of
 from gateway.store.batch_records import BatchRecord
-from gateway.web.route import decoded_body
-
-if TYPE_CHECKING:
-    from starlette.requests import Request as HttpRequest
-
-    from gateway.web.route import RouteTable
-
+from gateway.web.route import RouteTable, decoded_body
 
 Json = dict[str, Any]
 DEFAULT_LISTED, MAX_LISTED = 20, 100
 KEPT_SECONDS = 30 * 86_400  # after its creation, a batch is deleted
 
 
-async def create_batch(http: "HttpRequest") -> Json:
+async def create_batch(http: HttpRequest) -> Json:
     """Queue a batch over an uploaded file; raises `InvalidRequest`."""
     service, caller = service_of(http), caller_of(http)
     routes: RouteTable = http.app.state.routes
@@ -47,7 +43,7 @@ async def create_batch(http: "HttpRequest") -> Json:
     return batch_json(record)
 
 
-async def list_batches(http: "HttpRequest") -> Json:
+async def list_batches(http: HttpRequest) -> Json:
     """A page of the caller's batches, newest first."""
     service, caller = service_of(http), caller_of(http)
     page = read_page(http.query_params, default=DEFAULT_LISTED, most=MAX_LISTED)
@@ -61,14 +57,14 @@ async def list_batches(http: "HttpRequest") -> Json:
     return list_json(items, has_more=len(records) > page.limit)
 
 
-async def retrieve_batch(http: "HttpRequest") -> Json:
+async def retrieve_batch(http: HttpRequest) -> Json:
     """The batch's status and counts; raises `BatchNotFound`."""
     service, caller = service_of(http), caller_of(http)
     batch_id = http.path_params["batch_id"]
     return batch_json(await service.store.batch_queue.batches.find(batch_id, caller.tenant))
 
 
-async def cancel_batch(http: "HttpRequest") -> Json:
+async def cancel_batch(http: HttpRequest) -> Json:
     """Cancel the batch and keep its finished lines; raises `BatchNotFound`."""
     service, caller = service_of(http), caller_of(http)
     batch_id = http.path_params["batch_id"]
@@ -76,7 +72,7 @@ async def cancel_batch(http: "HttpRequest") -> Json:
     return batch_json(await service.store.batch_queue.cancel(batch_id, caller.tenant, now))
 
 
-async def _check_file(http: "HttpRequest", request: BatchRequest) -> None:
+async def _check_file(http: HttpRequest, request: BatchRequest) -> None:
     service, caller = service_of(http), caller_of(http)
     file_id = request.input_file_id
     try:

@@ -1,24 +1,21 @@
 """`POST /v1/chat/completions` and `…/render`."""
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from starlette.requests import Request as HttpRequest
+
+from gateway.access.callers import Caller
 from gateway.generation.conversation import render_prompt
 from gateway.generation.image_prompt import ImageOrigin
 from gateway.generation.plan import GenerationPlan, plan_chat
 from gateway.schema.openai.chat import decode_chat
 from gateway.schema.openai.renderers import ChatRenderer, token_formatter
-from gateway.service import caller_of, service_of
+from gateway.service import Service, caller_of, service_of
 from gateway.web.route import decoded_body
 
-if TYPE_CHECKING:
-    from starlette.requests import Request as HttpRequest
 
-    from gateway.access.callers import Caller
-    from gateway.service import Service
-
-
-def plan_chat_completion(body: bytes, caller: "Caller", service: "Service") -> GenerationPlan:
+def plan_chat_completion(body: bytes, caller: Caller, service: Service) -> GenerationPlan:
     """The plan of a request body; raises `InvalidRequest` for what cannot be served."""
     request = decode_chat(body, caller.unknown_fields)
     service.check_generates(request.model)
@@ -33,7 +30,7 @@ def plan_chat_completion(body: bytes, caller: "Caller", service: "Service") -> G
     return plan_chat(request, renderer, caller, service)
 
 
-async def render_chat(http: "HttpRequest") -> dict[str, Any]:
+async def render_chat(http: HttpRequest) -> dict[str, Any]:
     """The prompt of a chat request as text and ids; nothing is generated."""
     service, caller = service_of(http), caller_of(http)
     request = await decoded_body(http, partial(decode_chat, unknown=caller.unknown_fields))

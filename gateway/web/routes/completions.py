@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
+from gateway.access.callers import Caller
 from gateway.generation.infill import Gap, OtherFile, infill_of
 from gateway.generation.plan import (
     GenerationPlan,
@@ -18,13 +18,10 @@ from gateway.schema.openai.completions import DEFAULT_MAX_TOKENS, CompletionRequ
 from gateway.schema.openai.infill import InfillRenderer, InfillRequest
 from gateway.schema.openai.renderers import CompletionRenderer, token_formatter
 from gateway.schema.rendering import ResponseRenderer
-
-if TYPE_CHECKING:
-    from gateway.access.callers import Caller
-    from gateway.service import Service
+from gateway.service import Service
 
 
-def plan_infill(body: bytes, caller: "Caller", service: "Service") -> GenerationPlan:
+def plan_infill(body: bytes, caller: Caller, service: Service) -> GenerationPlan:
     """The plan of a request body; raises `InvalidRequest` for what cannot be served."""
     request = decode(InfillRequest, body, caller.unknown_fields)
     completion = request.as_completion(service.model.name)
@@ -40,7 +37,7 @@ def plan_infill(body: bytes, caller: "Caller", service: "Service") -> Generation
     )
 
 
-def plan_completion(body: bytes, caller: "Caller", service: "Service") -> GenerationPlan:
+def plan_completion(body: bytes, caller: Caller, service: Service) -> GenerationPlan:
     """The plan of a request body; raises `InvalidRequest` for what cannot be served."""
     _check_size(body, service)
     request = decode_checked(CompletionRequest, body, caller.unknown_fields)
@@ -55,7 +52,7 @@ def plan_completion(body: bytes, caller: "Caller", service: "Service") -> Genera
 
 
 def planned(
-    request: CompletionRequest, renderer: ResponseRenderer, caller: "Caller", service: "Service"
+    request: CompletionRequest, renderer: ResponseRenderer, caller: Caller, service: Service
 ) -> GenerationPlan:
     """The plan of a checked request, without its suffix."""
     prompts = request.prompts(service.model.vocabulary)
@@ -67,7 +64,7 @@ def planned(
 
 
 def filling(
-    plan: GenerationPlan, request: CompletionRequest, gap: Gap, service: "Service"
+    plan: GenerationPlan, request: CompletionRequest, gap: Gap, service: Service
 ) -> GenerationPlan:
     """The plan whose output fills a gap behind the prompts. Raises `InvalidRequest` if the model
     cannot."""
@@ -81,7 +78,7 @@ def filling(
     )
 
 
-def _check_size(body: bytes, service: "Service") -> None:
+def _check_size(body: bytes, service: Service) -> None:
     """Raise `ContextTooLong` for a prompt of far too many token ids, before they are decoded."""
     if body.count(b",") < service.engine.scheduler.settings.max_model_len:
         return

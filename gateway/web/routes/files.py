@@ -4,10 +4,11 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import count
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from starlette.datastructures import UploadFile
 from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.requests import Request as HttpRequest
 from starlette.responses import StreamingResponse
 
 from engine.errors import InvalidRequest
@@ -22,12 +23,7 @@ from gateway.schema.openai.batches import (
 )
 from gateway.schema.paging import list_json, read_page
 from gateway.service import caller_of, service_of
-from gateway.store.files import FileRecord
-
-if TYPE_CHECKING:
-    from starlette.requests import Request as HttpRequest
-
-    from gateway.store.files import Files
+from gateway.store.files import FileRecord, Files
 
 _FORM_BYTES = 64 << 10  # for the other parts of the form
 _MAX_FIELDS = 16
@@ -44,7 +40,7 @@ class Upload(NamedTuple):
 
 
 @asynccontextmanager
-async def read_upload(http: "HttpRequest", max_bytes: int, seconds: float) -> AsyncIterator[Upload]:
+async def read_upload(http: HttpRequest, max_bytes: int, seconds: float) -> AsyncIterator[Upload]:
     """The parsed form; its file is deleted when the block ends.
 
     The form must arrive within `seconds`, plus one second per MiB of `max_bytes`. Raises
@@ -81,7 +77,7 @@ async def read_upload(http: "HttpRequest", max_bytes: int, seconds: float) -> As
         await form.close()
 
 
-async def _bounded(http: "HttpRequest", max_bytes: int) -> AsyncGenerator[bytes, None]:
+async def _bounded(http: HttpRequest, max_bytes: int) -> AsyncGenerator[bytes, None]:
     size = 0
     async for piece in http.stream():
         size += len(piece)
@@ -90,7 +86,7 @@ async def _bounded(http: "HttpRequest", max_bytes: int) -> AsyncGenerator[bytes,
         yield piece
 
 
-async def create_file(http: "HttpRequest") -> Json:
+async def create_file(http: HttpRequest) -> Json:
     """Store the file of a form. Raises `InvalidRequest` for an invalid form, and before it is
     received `StoreFull` or `StoreOutOfSpace`."""
     service, caller = service_of(http), caller_of(http)
@@ -113,7 +109,7 @@ async def create_file(http: "HttpRequest") -> Json:
     return file_json(record)
 
 
-async def list_files(http: "HttpRequest") -> Json:
+async def list_files(http: HttpRequest) -> Json:
     """A page of the caller's files, newest first by default."""
     service, caller = service_of(http), caller_of(http)
     page = read_page(http.query_params, default=MAX_LISTED, most=MAX_LISTED)
@@ -128,12 +124,12 @@ async def list_files(http: "HttpRequest") -> Json:
     return list_json(items, has_more=len(records) > page.limit)
 
 
-async def retrieve_file(http: "HttpRequest") -> Json:
+async def retrieve_file(http: HttpRequest) -> Json:
     """The metadata of a file; raises `FileNotFound`."""
     return file_json(await _find(http))
 
 
-async def delete_file(http: "HttpRequest") -> Json:
+async def delete_file(http: HttpRequest) -> Json:
     """Delete a file; raises `FileNotFound`."""
     service, caller = service_of(http), caller_of(http)
     file_id = http.path_params["file_id"]
@@ -141,7 +137,7 @@ async def delete_file(http: "HttpRequest") -> Json:
     return {"id": file_id, "object": "file", "deleted": True}
 
 
-async def retrieve_content(http: "HttpRequest") -> StreamingResponse:
+async def retrieve_content(http: HttpRequest) -> StreamingResponse:
     """The content of a file; raises `FileNotFound`."""
     record, files = await _find(http), service_of(http).store.files
     if record.num_bytes and await files.piece(record.id, 0) is None:
@@ -150,13 +146,13 @@ async def retrieve_content(http: "HttpRequest") -> StreamingResponse:
     return StreamingResponse(_pieces(record, files), 200, headers, "application/octet-stream")
 
 
-async def _find(http: "HttpRequest") -> FileRecord:
+async def _find(http: HttpRequest) -> FileRecord:
     service, caller = service_of(http), caller_of(http)
     file_id = http.path_params["file_id"]
     return await service.store.files.find(file_id, caller.tenant, service.unix_now())
 
 
-async def _pieces(record: FileRecord, files: "Files") -> "AsyncIterator[bytes]":
+async def _pieces(record: FileRecord, files: Files) -> AsyncIterator[bytes]:
     """The content, piece by piece."""
     for number in count():
         if (piece := await files.piece(record.id, number)) is None:

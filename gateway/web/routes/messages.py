@@ -1,30 +1,23 @@
 """`POST /v1/messages` and `…/count_tokens`: Anthropic's API, which coding agents use."""
 
+from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
-from gateway.access.callers import read_body
+from starlette.requests import Request as HttpRequest
+
+from gateway.access.callers import Caller, read_body
 from gateway.generation.conversation import render_prompt
 from gateway.generation.image_prompt import ImageOrigin
-from gateway.generation.plan import plan_chat
+from gateway.generation.plan import GenerationPlan, plan_chat
 from gateway.generation.threads import read_body_with
 from gateway.schema.anthropic.renderer import MessagesRenderer
 from gateway.schema.anthropic.request import NAMES, decode_anthropic
 from gateway.schema.field_names import renamed_fields
-from gateway.service import caller_of, service_of
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from starlette.requests import Request as HttpRequest
-
-    from gateway.access.callers import Caller
-    from gateway.generation.plan import GenerationPlan
-    from gateway.schema.openai.chat import ChatRequest
-    from gateway.service import Service
+from gateway.schema.openai.chat import ChatRequest
+from gateway.service import Service, caller_of, service_of
 
 
-def plan_message(body: bytes, caller: "Caller", service: "Service") -> "GenerationPlan":
+def plan_message(body: bytes, caller: Caller, service: Service) -> GenerationPlan:
     """The plan of a request body; raises `InvalidRequest` for what cannot be served."""
     request = decode_anthropic(body, caller.unknown_fields)
     service.check_generates(request.model)
@@ -41,7 +34,7 @@ def plan_message(body: bytes, caller: "Caller", service: "Service") -> "Generati
         )
 
 
-async def count_tokens(http: "HttpRequest") -> dict[str, int]:
+async def count_tokens(http: HttpRequest) -> dict[str, int]:
     """The number of tokens of a prompt; nothing is generated."""
     service, caller = service_of(http), caller_of(http)
     body = await read_body(http, service.limits)
@@ -53,9 +46,7 @@ async def count_tokens(http: "HttpRequest") -> dict[str, int]:
     return {"input_tokens": len(rendered.ids)}
 
 
-def _counted(
-    body: bytes, caller: "Caller", service: "Service"
-) -> "tuple[ChatRequest, Sequence[str]]":
+def _counted(body: bytes, caller: Caller, service: Service) -> tuple[ChatRequest, Sequence[str]]:
     """The chat request whose prompt is counted, and the paths of its images."""
     request = decode_anthropic(body, caller.unknown_fields, is_count_only=True)
     service.check_generates(request.model)

@@ -2,36 +2,31 @@
 `/models/load`, `/models/unload` and `/models/sse` are llama.cpp's."""
 
 import asyncio
+from collections.abc import AsyncIterator
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import orjson
+from starlette.requests import Request as HttpRequest
 from starlette.responses import StreamingResponse
 
 from gateway.errors import UnsupportedByModel
 from gateway.generation.event_stream import EVENT_HEADERS
+from gateway.groups.group import Group
 from gateway.groups.groups import Change
 from gateway.schema.decoding import decode
 from gateway.schema.rendering import END, PING
-from gateway.service import service_of
+from gateway.service import Service, service_of
 from gateway.web.route import decoded_body
 
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
 
-    from starlette.requests import Request as HttpRequest
-
-    from gateway.groups.group import Group
-    from gateway.service import Service
-
-
-async def model_events(http: "HttpRequest") -> StreamingResponse:
+async def model_events(http: HttpRequest) -> StreamingResponse:
     """Server-sent events until the client leaves or the server shuts down."""
     return StreamingResponse(_events(service_of(http)), headers=EVENT_HEADERS)
 
 
-async def _events(service: "Service") -> "AsyncIterator[bytes]":
+async def _events(service: Service) -> AsyncIterator[bytes]:
     """`model_status` for each model, then `status_change` for each change; a ping if there is none
     for a while."""
     with service.groups.changes.watch() as changes:
@@ -60,20 +55,20 @@ class ModelAction(msgspec.Struct, forbid_unknown_fields=True):
     model: str
 
 
-async def list_models(http: "HttpRequest") -> dict[str, Any]:
+async def list_models(http: HttpRequest) -> dict[str, Any]:
     """The models of the server, once per name, and their LoRA adapters."""
     groups = service_of(http).groups
     data = [_model(group, name) for group in groups for name in group.names]
     return {"object": "list", "data": data}
 
 
-async def retrieve_model(http: "HttpRequest") -> dict[str, Any]:
+async def retrieve_model(http: HttpRequest) -> dict[str, Any]:
     """A served model or a LoRA adapter; raises `ModelNotFound` for any other name."""
     name = http.path_params["model"]
     return _model(service_of(http).groups.find(name), name)
 
 
-async def load_model(http: "HttpRequest") -> dict[str, Any]:
+async def load_model(http: HttpRequest) -> dict[str, Any]:
     """Begin to load a model, if it is not loaded; `/v1/models` says when it is. Raises
     `ModelNotFound`."""
     service = service_of(http)
@@ -84,7 +79,7 @@ async def load_model(http: "HttpRequest") -> dict[str, Any]:
     return {"success": True}
 
 
-async def unload_model(http: "HttpRequest") -> dict[str, Any]:
+async def unload_model(http: HttpRequest) -> dict[str, Any]:
     """Unload a model once its running requests have ended; a later request loads it again. Raises
     `ModelNotFound`, and `UnsupportedByModel` if it is the only one."""
     service = service_of(http)
@@ -100,7 +95,7 @@ async def unload_model(http: "HttpRequest") -> dict[str, Any]:
     return {"success": True}
 
 
-def _model(group: "Group", name: str) -> dict[str, Any]:
+def _model(group: Group, name: str) -> dict[str, Any]:
     """The fields are vLLM's: the `root` of an adapter is its directory, and its `parent` the base
     model; and llama.cpp's `status`. What is known only of a loaded model is null otherwise."""
     fields = {"id": name, "object": "model", "owned_by": "podway", "status": _status(group)}
@@ -123,6 +118,6 @@ def _model(group: "Group", name: str) -> dict[str, Any]:
     }
 
 
-def _status(group: "Group") -> dict[str, Any]:
+def _status(group: Group) -> dict[str, Any]:
     status: dict[str, Any] = {"value": group.status.value}
     return status | {"error": group.error} if group.error else status

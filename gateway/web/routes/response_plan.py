@@ -4,17 +4,19 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import orjson
+from starlette.requests import Request as HttpRequest
 
 from engine.errors import InvalidRequest
-from gateway.access.callers import read_body
+from gateway.access.callers import Caller, read_body
 from gateway.errors import ConversationNotFound, PreviousResponseNotFound, ResponseNotFound
 from gateway.generation.continuation import OtherBeginningError, settings_of
 from gateway.generation.conversation import render_prompt
 from gateway.generation.image_prompt import ImageOrigin
 from gateway.generation.plan import Background, GenerationPlan, plan_chat
+from gateway.generation.prompt import TokenizedPrompts
 from gateway.generation.threads import in_thread_if, read_body_with
 from gateway.generation.turn import Turn
 from gateway.schema.field_names import renamed_fields
@@ -32,17 +34,10 @@ from gateway.schema.responses.request import (
 )
 from gateway.schema.responses.tools import ToolSet, read_tools
 from gateway.schema.responses.window import Window
-from gateway.service import caller_of, service_of
+from gateway.service import Service, caller_of, service_of
 from gateway.store.responses import Key
 from gateway.store.running import RunningResponse
 from gateway.web.routes.response_truncation import is_long_conversation, tokenize_truncated
-
-if TYPE_CHECKING:
-    from starlette.requests import Request as HttpRequest
-
-    from gateway.access.callers import Caller
-    from gateway.generation.prompt import TokenizedPrompts
-    from gateway.service import Service
 
 Json = dict[str, Any]
 Complete = Callable[[], Awaitable[None]]
@@ -50,7 +45,7 @@ Complete = Callable[[], Awaitable[None]]
 NOTHING: Item = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": ""}]}
 
 
-async def plan_response(body: bytes, caller: "Caller", service: "Service") -> GenerationPlan:
+async def plan_response(body: bytes, caller: Caller, service: Service) -> GenerationPlan:
     """The plan of a request body, or of a message of a WebSocket if the caller has a turn.
 
     Raises `InvalidRequest` for what cannot be served.
@@ -101,7 +96,7 @@ async def _compared(
     earlier_id: str,
     instructions: str | None,
     items: list[Item],
-    service: "Service",
+    service: Service,
 ) -> GenerationPlan:
     """The plan of a response whose prompt is compared with that of an earlier one."""
     renderer = plan.renderer
@@ -120,7 +115,7 @@ async def _compared(
 
     diagnosis = await in_thread_if(is_long_conversation(items, b""), compare)
 
-    async def tokenize() -> "TokenizedPrompts":
+    async def tokenize() -> TokenizedPrompts:
         tokenized = await plan.tokenize()
         diagnosis.note(tokenized.marks.message_ends)
         return tokenized
@@ -129,7 +124,7 @@ async def _compared(
     return replace(plan, tokenize=tokenize)
 
 
-def _turn_of(caller: "Caller") -> Turn | None:
+def _turn_of(caller: Caller) -> Turn | None:
     return caller.turn if isinstance(caller.turn, Turn) else None
 
 
@@ -154,7 +149,7 @@ class _Parts(NamedTuple):
     items: list[Item]
 
 
-def _read(body: bytes, caller: "Caller", service: "Service") -> _Parts:
+def _read(body: bytes, caller: Caller, service: Service) -> _Parts:
     is_message = caller.turn is not None
     request = decode_response(body, caller.unknown_fields, is_message=is_message)
     service.check_generates(request.model)
@@ -166,7 +161,7 @@ def _read(body: bytes, caller: "Caller", service: "Service") -> _Parts:
 
 
 def _planned(
-    parts: _Parts, caller: "Caller", service: "Service", window: Window | None = None
+    parts: _Parts, caller: Caller, service: Service, window: Window | None = None
 ) -> GenerationPlan:
     request, tools, items = parts
     turn = _turn_of(caller)
@@ -197,9 +192,7 @@ def _planned(
     return replace(plan, prompt_field="input")
 
 
-async def _tokenize_turn(
-    plan: GenerationPlan, parts: _Parts, service: "Service"
-) -> "TokenizedPrompts":
+async def _tokenize_turn(plan: GenerationPlan, parts: _Parts, service: Service) -> TokenizedPrompts:
     """The prompt of the plan, which has a window of a conversation; if it does not show the prompt
     of the whole conversation, that is rendered."""
     try:
@@ -218,7 +211,7 @@ async def _tokenize_turn(
     return await planned.tokenize()
 
 
-async def count_input_tokens(http: "HttpRequest") -> Json:
+async def count_input_tokens(http: HttpRequest) -> Json:
     """The number of tokens of a request's prompt; nothing is generated."""
     service, caller = service_of(http), caller_of(http)
     body = await read_body(http, service.limits)
@@ -233,9 +226,7 @@ async def count_input_tokens(http: "HttpRequest") -> Json:
     return {"object": "response.input_tokens", "input_tokens": len(rendered.ids)}
 
 
-async def _earlier_items(
-    request: ResponseRequest, caller: "Caller", service: "Service"
-) -> list[Item]:
+async def _earlier_items(request: ResponseRequest, caller: Caller, service: Service) -> list[Item]:
     """The items of the conversation up to and including the response that the request continues."""
     if (conversation := request.conversation_id) is not None:
         key = Key(conversation, caller.tenant, service.unix_now())
@@ -257,8 +248,8 @@ async def _hold(
     turn: Turn,
     renderer: ResponsesRenderer,
     items: list[Item],
-    caller: "Caller",
-    service: "Service",
+    caller: Caller,
+    service: Service,
 ) -> None:
     """Let the connection's next messages continue the response."""
     make = partial(turn.to_hold, items, renderer.output.items, service.model)
@@ -270,8 +261,8 @@ async def _append(
     conversation: str,
     items: list[Item],
     renderer: ResponsesRenderer,
-    caller: "Caller",
-    service: "Service",
+    caller: Caller,
+    service: Service,
 ) -> None:
     """Add the input and the output of a response to its conversation, unless that was deleted."""
     key = Key(conversation, caller.tenant, service.unix_now())
@@ -281,7 +272,7 @@ async def _append(
 
 
 async def _store(
-    renderer: ResponsesRenderer, items: list[Item], caller: "Caller", service: "Service"
+    renderer: ResponsesRenderer, items: list[Item], caller: Caller, service: Service
 ) -> None:
     key = Key(renderer.response_id, caller.tenant, service.unix_now())
     await service.store.responses.put(key, renderer.snapshot(), items)

@@ -16,9 +16,11 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import orjson
+from starlette.requests import Request as HttpRequest
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.errors import EngineError, InvalidRequest
 from gateway.access.callers import count_values
@@ -30,10 +32,6 @@ from gateway.schema.responses import socket
 from gateway.schema.responses.socket import Message, Steer
 from gateway.service import caller_of, service_of
 from gateway.web.routes.socket_exchange import SocketExchange
-
-if TYPE_CHECKING:
-    from starlette.requests import Request as HttpRequest
-    from starlette.types import ASGIApp, Receive, Scope, Send
 
 Json = dict[str, Any]
 MAX_LANES = 16  # responses at once on one connection
@@ -57,7 +55,7 @@ class TextSocket(Protocol):
     def close(self, code: int, reason: str = "") -> None: ...
 
 
-async def connect(http: "HttpRequest") -> "ASGIApp":
+async def connect(http: HttpRequest) -> ASGIApp:
     """The ASGI app that serves the connection; raises `UpgradeRequired` for any other request."""
     if "podway.upgrade" not in http.scope:
         raise UpgradeRequired(
@@ -85,7 +83,7 @@ class ResponseSocket:
     """The responses of one connection."""
 
     def __init__(
-        self, websocket: TextSocket, http: "HttpRequest", conversations: HeldConversations
+        self, websocket: TextSocket, http: HttpRequest, conversations: HeldConversations
     ) -> None:
         self._socket = websocket
         self._caller = caller_of(http)
@@ -99,7 +97,7 @@ class ResponseSocket:
         self._ended = asyncio.Event()
         self._is_taking = False  # a message, which is in no lane yet
 
-    async def serve(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+    async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve the connection until it ends, which ends its responses."""
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -150,7 +148,7 @@ class ResponseSocket:
     def _new_turn(self, message: Message) -> Turn:
         return Turn(self._conversations, generates=message.generate is not False)
 
-    async def _run(self, lane: "deque[_Create]", stream_id: str | None) -> None:
+    async def _run(self, lane: deque[_Create], stream_id: str | None) -> None:
         """Run the messages of a lane in order."""
         try:
             while lane and not self._ended.is_set():
@@ -166,7 +164,7 @@ class ResponseSocket:
         if not self._lanes and not self._is_taking:
             self._socket.rest()
 
-    async def _respond(self, lane: "deque[_Create]") -> None:
+    async def _respond(self, lane: deque[_Create]) -> None:
         """Run the first message of a lane; then, if it was steered, the response after it."""
         create = lane[0]
         parent = create.message.previous_response_id or ""

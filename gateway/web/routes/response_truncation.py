@@ -2,17 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 from engine.errors import ContextTooLong
 from gateway.generation.plan import GenerationPlan, plan_chat
+from gateway.generation.prompt import TokenizedPrompts
 from gateway.generation.threads import MAX_BYTES_ON_LOOP, in_thread_if
+from gateway.schema.openai.chat import ChatRequest
 from gateway.schema.responses.items import Item
-
-if TYPE_CHECKING:
-    from gateway.generation.prompt import TokenizedPrompts
-    from gateway.schema.openai.chat import ChatRequest
-    from gateway.service import Service
+from gateway.service import Service
 
 MAX_ITEMS_ON_LOOP = 64
 
@@ -23,12 +20,12 @@ def is_long_conversation(items: Sequence[Item], body: bytes) -> bool:
 
 
 async def tokenize_truncated(
-    as_chat: "Callable[[list[Item]], ChatRequest]",
+    as_chat: Callable[[list[Item]], ChatRequest],
     items: list[Item],
     fields: Sequence[str],
     plan: GenerationPlan,
-    service: "Service",
-) -> "TokenizedPrompts":
+    service: Service,
+) -> TokenizedPrompts:
     """The prompt without the oldest items, as few of them as needed (binary search)."""
     is_long = is_long_conversation(items, b"")
     starts = await in_thread_if(is_long, partial(_starts, items))
@@ -37,12 +34,12 @@ async def tokenize_truncated(
         chat = as_chat(_suffix(items, start))
         return plan_chat(chat, plan.renderer, plan.caller, service, image_fields=fields)
 
-    async def tokenize(number: int) -> "TokenizedPrompts":
+    async def tokenize(number: int) -> TokenizedPrompts:
         make = partial(plan_from, starts[number])
         cut = await in_thread_if(is_long, make)
         return await cut.tokenize()
 
-    def fits(tokenized: "TokenizedPrompts") -> bool:
+    def fits(tokenized: TokenizedPrompts) -> bool:
         return _fits(plan.limits.max_tokens, len(tokenized.prompts[0]), service)
 
     best = whole = await plan.tokenize()
@@ -70,7 +67,7 @@ def _suffix(items: Sequence[Item], start: int) -> list[Item]:
     return [*system, *items[start:]]
 
 
-def _fits(max_tokens: int | None, prompt_len: int, service: "Service") -> bool:
+def _fits(max_tokens: int | None, prompt_len: int, service: Service) -> bool:
     try:
         service.engine.check_fits(prompt_len, max_tokens or 1)
     except ContextTooLong:

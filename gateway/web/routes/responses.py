@@ -1,29 +1,25 @@
 """`/v1/responses`: the stored ones, those in progress and their events."""
 
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import orjson
+from starlette.requests import Request as HttpRequest
+from starlette.types import ASGIApp
 
 from engine.errors import InvalidRequest
+from gateway.access.callers import Caller
 from gateway.errors import ResponseNotFound, StreamNotFound
 from gateway.generation.held_streams import event_number, held_stream
 from gateway.schema.paging import list_json, read_page
-from gateway.service import caller_of, service_of
+from gateway.service import Service, caller_of, service_of
 from gateway.store.responses import Key, Responses
-
-if TYPE_CHECKING:
-    from starlette.requests import Request as HttpRequest
-    from starlette.types import ASGIApp
-
-    from gateway.access.callers import Caller
-    from gateway.service import Service
 
 Json = dict[str, Any]
 DEFAULT_LISTED, MAX_LISTED = 20, 100
 
 
-async def compact_response(http: "HttpRequest") -> Json:
+async def compact_response(http: HttpRequest) -> Json:
     """Rejected: only OpenAI's models make the opaque items that replace a conversation."""
     raise InvalidRequest(
         "Compaction is not supported. Send fewer items, or set 'truncation' to 'auto', which "
@@ -31,7 +27,7 @@ async def compact_response(http: "HttpRequest") -> Json:
     )
 
 
-async def retrieve_response(http: "HttpRequest") -> "ASGIApp | Json":
+async def retrieve_response(http: HttpRequest) -> ASGIApp | Json:
     """A stored response, or one in the background as it is now; with `stream`, its events after
     number `starting_after`. Raises `ResponseNotFound`."""
     service, caller = service_of(http), caller_of(http)
@@ -47,7 +43,7 @@ async def retrieve_response(http: "HttpRequest") -> "ASGIApp | Json":
     return await _find(http)
 
 
-async def _events(http: "HttpRequest") -> "ASGIApp":
+async def _events(http: HttpRequest) -> ASGIApp:
     """The events of a response in the background."""
     service, caller = service_of(http), caller_of(http)
     text = http.query_params.get("starting_after")
@@ -64,7 +60,7 @@ async def _events(http: "HttpRequest") -> "ASGIApp":
     return stream.response(caller, after)
 
 
-async def delete_response(http: "HttpRequest") -> Json:
+async def delete_response(http: HttpRequest) -> Json:
     """Delete a stored response; raises `ResponseNotFound`."""
     service, caller = service_of(http), caller_of(http)
     key = _key(http)
@@ -76,7 +72,7 @@ async def delete_response(http: "HttpRequest") -> Json:
     return {"id": key.id, "object": "response", "deleted": True}
 
 
-async def _end_background(response_id: str, caller: "Caller", service: "Service") -> bool:
+async def _end_background(response_id: str, caller: Caller, service: Service) -> bool:
     """End a response in the background, and forget its events; False if there is none."""
     try:
         stream = held_stream(response_id, caller, service)
@@ -87,7 +83,7 @@ async def _end_background(response_id: str, caller: "Caller", service: "Service"
     return True
 
 
-async def cancel_response(http: "HttpRequest") -> Json:
+async def cancel_response(http: HttpRequest) -> Json:
     """End a response in progress.
 
     Raises `ResponseNotFound`, or `InvalidRequest` for a response that has ended.
@@ -104,12 +100,12 @@ async def cancel_response(http: "HttpRequest") -> Json:
     return running.snapshot("cancelled")
 
 
-async def list_input_items(http: "HttpRequest") -> Json:
+async def list_input_items(http: HttpRequest) -> Json:
     """A page of the items of the prompt, newest first by default."""
     return await page_of(http, service_of(http).store.responses, _key(http))
 
 
-async def page_of(http: "HttpRequest", stored: Responses, key: Key) -> Json:
+async def page_of(http: HttpRequest, stored: Responses, key: Key) -> Json:
     """The page that the query asks for of the items of that object, newest first by default."""
     page = read_page(http.query_params, default=DEFAULT_LISTED, most=MAX_LISTED)
     items = await stored.page(key, page.after, page.limit + 1, ascending=page.is_ascending)
@@ -118,10 +114,10 @@ async def page_of(http: "HttpRequest", stored: Responses, key: Key) -> Json:
     return listed | {"data": [orjson.Fragment(item) for _, item in shown]}
 
 
-async def _find(http: "HttpRequest") -> Json:
+async def _find(http: HttpRequest) -> Json:
     return await service_of(http).store.responses.find(_key(http))
 
 
-def _key(http: "HttpRequest") -> Key:
+def _key(http: HttpRequest) -> Key:
     service, found = service_of(http), http.path_params["response_id"]
     return Key(found, caller_of(http).tenant, service.unix_now())

@@ -1,22 +1,21 @@
 """`/v1/stream` and `/v1/streams`: streams that were begun with the header `x-conversation-id`."""
 
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from starlette.requests import Request as HttpRequest
+from starlette.types import ASGIApp
 
 from engine.errors import InvalidRequest
 from gateway.generation.held_stream import EndedStream, HeldResponse
 from gateway.generation.held_streams import FormerServer, event_number, held_stream, last_event
 from gateway.service import caller_of, service_of
 
-if TYPE_CHECKING:
-    from starlette.requests import Request as HttpRequest
-    from starlette.types import ASGIApp
-
 Json = dict[str, Any]
 MAX_LISTED = 500
 
 
-async def read_stream(http: "HttpRequest") -> "ASGIApp":
+async def read_stream(http: HttpRequest) -> ASGIApp:
     """The events after the one that `last-event-id` names, or from the byte `from` on. Raises
     `StreamNotFound`."""
     service, caller = service_of(http), caller_of(http)
@@ -29,7 +28,7 @@ async def read_stream(http: "HttpRequest") -> "ASGIApp":
     return HeldResponse(stream, service, caller, offset=event_number(start, "from"))
 
 
-async def list_streams(http: "HttpRequest") -> Json:
+async def list_streams(http: HttpRequest) -> Json:
     """The caller's newest streams, or the one that the query `conversation_id` names. Those that
     run in a former server are older than all others. Raises `Unavailable`."""
     former: FormerServer | None = http.scope.get("podway.former")
@@ -44,7 +43,7 @@ async def list_streams(http: "HttpRequest") -> Json:
     return {"object": "list", "data": [*older, *data][-MAX_LISTED:]}
 
 
-async def delete_stream(http: "HttpRequest") -> Json:
+async def delete_stream(http: HttpRequest) -> Json:
     """End a stream, if it still runs, and forget its events. Raises `StreamNotFound`."""
     service, caller = service_of(http), caller_of(http)
     name = http.path_params["name"]

@@ -1,10 +1,12 @@
 """`POST /tokenize` and `POST /detokenize`: text to ids and back, without generating anything."""
 
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import orjson
 from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
 
 from gateway.access.callers import read_body
 from gateway.generation.conversation import render_prompt
@@ -12,25 +14,19 @@ from gateway.generation.image_prompt import ImageOrigin
 from gateway.generation.prompt import fits_on_loop, token_ids, tokenize_prompts
 from gateway.generation.reply import unless_disconnected
 from gateway.generation.threads import read_body_with, run_in_thread
+from gateway.ports import Tokenizer
 from gateway.schema.decoding import decode, decode_checked
+from gateway.schema.openai.chat import ChatRequest
 from gateway.schema.openai.tokens import DetokenizeRequest, TokenizeRequest
 from gateway.service import Service, caller_of, service_of
 from gateway.web.route import decoded_body
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from starlette.requests import Request as HttpRequest
-
-    from gateway.ports import Tokenizer
-    from gateway.schema.openai.chat import ChatRequest
 
 T = TypeVar("T")
 IDS_AT_ONCE = 16_384  # rendered as JSON in 0.1 ms
 IDS_PER_PART = 8  # decoding 8 ids takes about as long as encoding one short text
 
 
-async def tokenize(http: "HttpRequest") -> bytes:
+async def tokenize(http: HttpRequest) -> bytes:
     """The ids of a prompt or of a conversation; raises `InvalidRequest`."""
     service, caller = service_of(http), caller_of(http)
     raw = await read_body(http, service.limits)
@@ -52,7 +48,7 @@ async def tokenize(http: "HttpRequest") -> bytes:
     return await _off_loop(ids, lambda: _body(ids, max_model_len, tokenizer))
 
 
-async def detokenize(http: "HttpRequest") -> dict[str, str]:
+async def detokenize(http: HttpRequest) -> dict[str, str]:
     """The text of ids, control tokens included; raises `InvalidRequest`."""
     service = service_of(http)
 
@@ -69,8 +65,8 @@ async def detokenize(http: "HttpRequest") -> dict[str, str]:
 
 
 async def _ids(
-    request: TokenizeRequest, chat: "ChatRequest | None", origin: ImageOrigin, service: Service
-) -> "Sequence[int]":
+    request: TokenizeRequest, chat: ChatRequest | None, origin: ImageOrigin, service: Service
+) -> Sequence[int]:
     tokenizer = service.model.tokenizer
     if chat is not None:
         rendered = await render_prompt(service.model, chat, origin)
@@ -83,19 +79,19 @@ async def _ids(
         text = request.prompt or ""
     is_special = bool(request.add_special_tokens)
 
-    def tokenize() -> "Sequence[int]":
+    def tokenize() -> Sequence[int]:
         return token_ids(tokenizer, text, "prompt", add_special_tokens=is_special)
 
     return tokenize() if fits_on_loop([text], 1) else await run_in_thread(tokenize)
 
 
-async def _off_loop(ids: "Sequence[int]", decode: "Callable[[], T]") -> T:
+async def _off_loop(ids: Sequence[int], decode: Callable[[], T]) -> T:
     """The result of `decode`, which runs in a thread if there are many ids."""
     num_parts = len(ids) // IDS_PER_PART
     return decode() if fits_on_loop((), num_parts) else await run_in_thread(decode)
 
 
-def _body(ids: "Sequence[int]", max_model_len: int, tokenizer: "Tokenizer | None") -> bytes:
+def _body(ids: Sequence[int], max_model_len: int, tokenizer: Tokenizer | None) -> bytes:
     """The response to `/tokenize`; it has the tokens' texts if there is a tokenizer.
 
     It is rendered part by part, since another thread gets the interpreter's lock only between.
@@ -111,11 +107,11 @@ def _body(ids: "Sequence[int]", max_model_len: int, tokenizer: "Tokenizer | None
     return head + b",".join(tokens) + b'],"token_strs":' + strs + b"}"
 
 
-def _token_text(tokenizer: "Tokenizer", token_id: int) -> str:
+def _token_text(tokenizer: Tokenizer, token_id: int) -> str:
     return tokenizer.token_bytes(token_id).decode(errors="replace")
 
 
-def _text(tokenizer: "Tokenizer", ids: "Sequence[int]") -> str:
+def _text(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
     """Decoded as outputs are, but with control tokens."""
     feed, special = tokenizer.decoder().feed, tokenizer.special_ids
     text = bytearray()

@@ -15,9 +15,10 @@ from collections.abc import Mapping
 from functools import partial
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import msgspec
+from starlette.requests import Request as HttpRequest
 from starlette.responses import PlainTextResponse, Response
 
 from engine.errors import InvalidRequest, Overloaded
@@ -28,16 +29,13 @@ from gateway.schema.decoding import check_allowed, decode
 from gateway.service import Service, service_of
 from gateway.web.route import decoded_body
 
-if TYPE_CHECKING:
-    from starlette.requests import Request as HttpRequest
-
 MAX_SECONDS = 60.0
 NICE = 10
 logger = logging.getLogger(__name__)
 OPTIONS = {option.name: option for option in options_of("policies", PolicySettings())}
 
 
-async def simulate(http: "HttpRequest") -> Response:
+async def simulate(http: HttpRequest) -> Response:
     """The events of the simulated run.
 
     Raises `InvalidRequest` for an unknown policy, for a body that is no recording and for a
@@ -106,7 +104,7 @@ class UnloadLoraRequest(msgspec.Struct, forbid_unknown_fields=True):
     lora_int_id: int | None = None
 
 
-async def load_lora(http: "HttpRequest") -> "Response":
+async def load_lora(http: HttpRequest) -> Response:
     """Load an adapter; its name is a model name when this returns. Raises `InvalidRequest`."""
     service = service_of(http)
     request = await decoded_body(http, partial(decode, LoadLoraRequest))
@@ -119,7 +117,7 @@ async def load_lora(http: "HttpRequest") -> "Response":
     return _success(f"LoRA adapter '{request.lora_name}' added successfully.")
 
 
-async def unload_lora(http: "HttpRequest") -> "Response":
+async def unload_lora(http: HttpRequest) -> Response:
     """Unload an adapter: its name is unknown at once; this returns when its last request has ended
     and its memory is free. Raises `LoraNotFound`."""
     service = service_of(http)
@@ -128,7 +126,7 @@ async def unload_lora(http: "HttpRequest") -> "Response":
     return _success(f"LoRA adapter '{request.lora_name}' removed successfully.")
 
 
-def _success(message: str) -> "Response":
+def _success(message: str) -> Response:
     return PlainTextResponse(f"Success: {message}")
 
 
@@ -164,7 +162,7 @@ def changes_of(choice: _Named) -> dict[str, object]:
     return changes
 
 
-async def policy(http: "HttpRequest") -> dict[str, Any]:
+async def policy(http: HttpRequest) -> dict[str, Any]:
     """The current policy with its settings, the admission mode and the policies to choose from.
 
     Raises `InvalidRequest` for a POST with an unknown policy or a setting that is out of range.

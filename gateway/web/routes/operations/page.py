@@ -4,12 +4,14 @@
 import asyncio
 import gzip
 import re
+from collections.abc import AsyncIterator, Iterator
 from functools import cache, partial
 from importlib import resources
+from importlib.resources.abc import Traversable
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING
 
 import orjson
+from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 
 from engine.errors import Unavailable
@@ -18,16 +20,8 @@ from gateway.generation.event_stream import EVENT_HEADERS
 from gateway.groups.group import Group
 from gateway.observe.readings import Ticked
 from gateway.schema.rendering import END
-from gateway.service import service_of
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
-    from importlib.resources.abc import Traversable
-
-    from starlette.requests import Request as HttpRequest
-
-    from gateway.service import Service
-    from gateway.web.openapi import Documents
+from gateway.service import Service, service_of
+from gateway.web.openapi import Documents
 
 DOCS_POLICY = "default-src 'none'; style-src 'unsafe-inline'"  # no scripts, no external resources
 POLICY = (
@@ -58,20 +52,20 @@ In a browser this address is a chat and a live view of the engine. API reference
 """
 
 
-async def openapi(http: "HttpRequest") -> bytes:
+async def openapi(http: HttpRequest) -> bytes:
     """The OpenAPI document, made from the app's routes when the server started."""
     documents: Documents = http.app.state.documents
     return documents.json
 
 
-async def docs(http: "HttpRequest") -> Response:
+async def docs(http: HttpRequest) -> Response:
     """The OpenAPI document as a page."""
     documents: Documents = http.app.state.documents
     headers = {"content-security-policy": DOCS_POLICY}
     return Response(documents.page, headers=headers, media_type="text/html")
 
 
-async def index(http: "HttpRequest") -> Response:
+async def index(http: HttpRequest) -> Response:
     """The page for browsers; a short text for clients that do not accept HTML, such as curl."""
     service = service_of(http)
     if "text/html" not in http.headers.get("accept", ""):
@@ -80,12 +74,12 @@ async def index(http: "HttpRequest") -> Response:
     return await _file_response(http, "index.html")
 
 
-async def file(http: "HttpRequest") -> Response:
+async def file(http: HttpRequest) -> Response:
     """A file of the page."""
     return await _file_response(http, http.path_params["name"])
 
 
-async def _file_response(http: "HttpRequest", name: str) -> Response:
+async def _file_response(http: HttpRequest, name: str) -> Response:
     service = service_of(http)
     files = await asyncio.to_thread(_files) if service.has_page else {}
     if name not in files:
@@ -105,7 +99,7 @@ def _files() -> dict[str, tuple[bytes, bytes]]:
     return {name: (content, gzip.compress(content, mtime=0)) for name, content in files}
 
 
-def _files_below(folder: "Traversable", prefix: str) -> "Iterator[tuple[str, bytes]]":
+def _files_below(folder: Traversable, prefix: str) -> Iterator[tuple[str, bytes]]:
     for each in folder.iterdir():
         if each.is_dir():
             yield from _files_below(each, f"{prefix}{each.name}/")
@@ -113,7 +107,7 @@ def _files_below(folder: "Traversable", prefix: str) -> "Iterator[tuple[str, byt
             yield prefix + each.name, each.read_bytes()
 
 
-async def live(http: "HttpRequest") -> StreamingResponse:
+async def live(http: HttpRequest) -> StreamingResponse:
     """Server-sent events with the engine's state, at most ten a second, until the client leaves.
     Of several models, the one that the query's `model` names, or the first that is loaded. Raises
     `Unavailable` if it is not loaded."""
@@ -131,7 +125,7 @@ async def live(http: "HttpRequest") -> StreamingResponse:
 class LiveStates:
     """The states of all engines as JSON, each made at most once per tick for all readers."""
 
-    def __init__(self, service: "Service") -> None:
+    def __init__(self, service: Service) -> None:
         self._service = service
         self._states: dict[Group, Ticked[bytes]] = {}
 
@@ -142,12 +136,12 @@ class LiveStates:
             self._states[group] = Ticked(make, self._service.clock)
         return self._states[group]
 
-    def _make(self, service: "Service") -> bytes:
+    def _make(self, service: Service) -> bytes:
         lag, now = service.watch.last_lag, service.clock()
         return orjson.dumps(service.live.snapshot(service.engine, service.readings, lag, now))
 
 
-async def _live(service: "Service", states: Ticked[bytes]) -> "AsyncIterator[bytes]":
+async def _live(service: Service, states: Ticked[bytes]) -> AsyncIterator[bytes]:
     """One snapshot per tick. It ends when the server begins to shut down, and when the model is
     unloaded."""
     view = service.live
