@@ -13,29 +13,26 @@ STREAMED_OR_NOT = pytest.mark.parametrize("stream", [True, False])
 
 
 @STREAMED_OR_NOT
-def test_a_retry_takes_over_what_is_in_flight(
-    stream: bool, caplog: pytest.LogCaptureFixture
+@played(LONG)
+async def test_a_retry_takes_over_what_is_in_flight(
+    rig: Rig, stream: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-
-    async def scene(rig: Rig) -> None:
-        body = chat(stream=stream)
-        async with rig.client.post(CHAT, body, KEYED | {"x-request-id": "one"}) as earlier:
-            await asyncio.sleep(3.5 * STEP)
-            async with rig.client.post(CHAT, body, KEYED | {"x-request-id": "two"}) as later:
-                await asyncio.sleep(2 * STEP)
-                assert len(rig.engine.scheduler.pool) == 1
-                await check_superseded(earlier, stream)
-                if stream:
-                    events = [event async for event in later.events()]
-                    answer = "".join(content_of(event) for event in events)
-                    assert events[-1] == "DONE"
-                else:
-                    answer = (await later.json())["choices"][0]["message"]["content"]
-            assert later.status == 200
-            assert answer == LONG.texts[0]
-
-    rig = play(scene, LONG)
+    body = chat(stream=stream)
+    async with rig.client.post(CHAT, body, KEYED | {"x-request-id": "one"}) as earlier:
+        await asyncio.sleep(3.5 * STEP)
+        async with rig.client.post(CHAT, body, KEYED | {"x-request-id": "two"}) as later:
+            await asyncio.sleep(2 * STEP)
+            assert len(rig.engine.scheduler.pool) == 1
+            await check_superseded(earlier, stream)
+            if stream:
+                events = [event async for event in later.events()]
+                answer = "".join(content_of(event) for event in events)
+                assert events[-1] == "DONE"
+            else:
+                answer = (await later.json())["choices"][0]["message"]["content"]
+        assert later.status == 200
+        assert answer == LONG.texts[0]
     assert [request.abort for request in rig.ended] == [None]
     assert "one superseded by two: same idempotency-key" in caplog.messages
 
@@ -45,21 +42,19 @@ def content_of(event: Any) -> str:
 
 
 @STREAMED_OR_NOT
-def test_the_last_client_that_leaves_ends_what_was_taken_over(stream: bool) -> None:
-    async def scene(rig: Rig) -> None:
-        body = chat(stream=stream)
-        async with rig.client.post(CHAT, body, KEYED) as earlier:
-            await asyncio.sleep(2.5 * STEP)
-            async with rig.client.post(CHAT, body, KEYED) as later:
-                await check_superseded(earlier, stream)
-                await asyncio.sleep(STEP)
-                assert len(rig.engine.scheduler.pool) == 1
-                later.disconnect()
-                await later.ended()
-        await asyncio.sleep(STEP)
-        assert not rig.engine.scheduler.pool
-
-    rig = play(scene, LONG)
+@played(LONG)
+async def test_the_last_client_that_leaves_ends_what_was_taken_over(rig: Rig, stream: bool) -> None:
+    body = chat(stream=stream)
+    async with rig.client.post(CHAT, body, KEYED) as earlier:
+        await asyncio.sleep(2.5 * STEP)
+        async with rig.client.post(CHAT, body, KEYED) as later:
+            await check_superseded(earlier, stream)
+            await asyncio.sleep(STEP)
+            assert len(rig.engine.scheduler.pool) == 1
+            later.disconnect()
+            await later.ended()
+    await asyncio.sleep(STEP)
+    assert not rig.engine.scheduler.pool
     assert [request.abort for request in rig.ended] == [Abort.CLIENT_GONE]
     assert rig.metrics.requests.cancel_to_free.sum <= 1
 
@@ -88,17 +83,14 @@ async def check_superseded(earlier: Any, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("count", ["0", "1", "2", "nonsense"])
-def test_an_equal_request_without_idempotency_key_ends_no_other(count: str) -> None:
+@played(LONG)
+async def test_an_equal_request_without_idempotency_key_ends_no_other(rig: Rig, count: str) -> None:
     """Two users behind one proxy may send the same body, and one of them may be a retry."""
-
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(CHAT, chat()) as one:
-            await asyncio.sleep(2 * STEP)
-            async with rig.client.post(CHAT, chat(), {"x-stainless-retry-count": count}) as other:
-                assert await other.start() == 200
-                assert await one.start() == 200
-
-    rig = play(scene, LONG)
+    async with rig.client.post(CHAT, chat()) as one:
+        await asyncio.sleep(2 * STEP)
+        async with rig.client.post(CHAT, chat(), {"x-stainless-retry-count": count}) as other:
+            assert await other.start() == 200
+            assert await one.start() == 200
     assert {request.outcome for request in rig.ended} == {"finished"}
 
 

@@ -11,7 +11,7 @@ from engine.request import Abort
 from gateway.schema.anthropic.request import decode_anthropic
 from gateway.schema.decoding import UnknownFields
 from tests.gateway.answers import answer_to
-from tests.gateway.rig import MODEL, STEP, USER, Rig, Setting, play, played
+from tests.gateway.rig import MODEL, STEP, USER, Rig, Setting, played
 
 PATH = "/v1/messages"
 COUNT = f"{PATH}/count_tokens"
@@ -209,13 +209,11 @@ async def test_a_format_constrains_the_text(rig: Rig) -> None:
     assert rig.ended[0].spec.grammar is not None
 
 
-def test_count_tokens_generates_nothing() -> None:
-    async def scene(rig: Rig) -> None:
-        body = {"model": MODEL, "messages": USER, "system": "Be brief."}
-        result = (await rig.client.post(COUNT, body)).json
-        assert result == {"input_tokens": len("system:Be brief.\nuser:hi\n")}
-
-    rig = play(scene)
+@played()
+async def test_count_tokens_generates_nothing(rig: Rig) -> None:
+    body = {"model": MODEL, "messages": USER, "system": "Be brief."}
+    result = (await rig.client.post(COUNT, body)).json
+    assert result == {"input_tokens": len("system:Be brief.\nuser:hi\n")}
     assert not rig.ended
 
 
@@ -300,13 +298,11 @@ async def test_a_failing_stream_ends_with_an_error_event(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_disconnect_ends_the_request(stream: bool) -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(PATH, ask(stream=stream)):
-            await asyncio.sleep(3.5 * STEP)
-        await asyncio.sleep(STEP)
-
-    rig = play(scene, Setting(texts=(LONG,)))
+@played(Setting(texts=(LONG,)))
+async def test_a_disconnect_ends_the_request(rig: Rig, stream: bool) -> None:
+    async with rig.client.post(PATH, ask(stream=stream)):
+        await asyncio.sleep(3.5 * STEP)
+    await asyncio.sleep(STEP)
     assert [request.abort for request in rig.ended] == [Abort.CLIENT_GONE]
 
 

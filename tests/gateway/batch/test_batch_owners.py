@@ -68,18 +68,16 @@ def test_lines_wait_until_their_key_has_tokens(tmp_path: Path) -> None:
     play(scene, Setting(key_file=path))
 
 
-def test_a_line_can_be_cancelled_by_its_request_id() -> None:
-    async def scene(rig: Rig) -> None:
-        batch_id = await started(rig, chat_lines(2))
-        await asyncio.sleep(3 * STEP)
-        assert (await rig.client.post(f"/v1/requests/{batch_id}_2/cancel", b"")).status == 200
-        batch = await ended(rig, batch_id)
-        (error,) = await lines_of(rig, batch["error_file_id"])
-        assert error["custom_id"] == "line-1"
-        assert error["response"]["request_id"] == f"{batch_id}_2"
-        assert error["response"]["body"]["error"]["code"] == "request_cancelled"
-
-    rig = play(scene)
+@played()
+async def test_a_line_can_be_cancelled_by_its_request_id(rig: Rig) -> None:
+    batch_id = await started(rig, chat_lines(2))
+    await asyncio.sleep(3 * STEP)
+    assert (await rig.client.post(f"/v1/requests/{batch_id}_2/cancel", b"")).status == 200
+    batch = await ended(rig, batch_id)
+    (error,) = await lines_of(rig, batch["error_file_id"])
+    assert error["custom_id"] == "line-1"
+    assert error["response"]["request_id"] == f"{batch_id}_2"
+    assert error["response"]["body"]["error"]["code"] == "request_cancelled"
     assert rig.ended[0].abort is Abort.EXPLICIT
 
 

@@ -27,7 +27,8 @@ async def create(rig: Rig, **fields: Any) -> Any:
         return exchange, await exchange.json()
 
 
-def test_a_batch_runs_to_its_end_and_answers_every_line() -> None:
+@played()
+async def test_a_batch_runs_to_its_end_and_answers_every_line(rig: Rig) -> None:
     content = b"\n\n".join(
         [
             a_line("good", chat()),
@@ -38,40 +39,36 @@ def test_a_batch_runs_to_its_end_and_answers_every_line() -> None:
             a_line("many", chat(n=2)),
         ]
     )
-
-    async def scene(rig: Rig) -> None:
-        batch_id = await started(rig, content, metadata={"for": "me"})
-        batch = await ended(rig, batch_id)
-        assert batch["status"] == "completed"
-        assert batch["request_counts"] == {"total": 6, "completed": 3, "failed": 3}
-        assert batch["metadata"] == {"for": "me"}
-        assert batch["created_at"] <= batch["in_progress_at"] <= batch["finalizing_at"]
-        assert batch["finalizing_at"] <= batch["completed_at"] < batch["expires_at"] == EPOCH + DAY
-        output = await lines_of(rig, batch["output_file_id"])
-        assert [line["custom_id"] for line in output] == ["good", "short", "many"]
-        good, short, many = (line["response"] for line in output)
-        assert all(line["error"] is None for line in output)
-        assert good["status_code"] == 200
-        assert good["body"]["object"] == "chat.completion"
-        assert good["body"]["choices"][0]["message"]["content"] == "Hello!"
-        assert short["body"]["choices"][0]["finish_reason"] == "length"
-        assert len(many["body"]["choices"]) == 2
-        assert len({line["id"] for line in output}) == 3
-        usage = [answer["body"]["usage"] for answer in (good, short, many)]
-        assert batch["usage"]["output_tokens"] == sum(u["completion_tokens"] for u in usage)
-        assert batch["usage"]["input_tokens"] == sum(u["prompt_tokens"] for u in usage)
-        errors = await lines_of(rig, batch["error_file_id"])
-        assert [(e["custom_id"], e["response"]["status_code"]) for e in errors] == [
-            ("wrong", 400),
-            ("other", 404),
-            ("stream", 400),
-        ]
-        params = [e["response"]["body"]["error"]["param"] for e in errors]
-        assert params == ["temperature", "model", "stream"]
-        async with rig.client.get(f"/v1/files/{batch['output_file_id']}") as exchange:
-            assert (await exchange.json())["purpose"] == "batch_output"
-
-    rig = play(scene)
+    batch_id = await started(rig, content, metadata={"for": "me"})
+    batch = await ended(rig, batch_id)
+    assert batch["status"] == "completed"
+    assert batch["request_counts"] == {"total": 6, "completed": 3, "failed": 3}
+    assert batch["metadata"] == {"for": "me"}
+    assert batch["created_at"] <= batch["in_progress_at"] <= batch["finalizing_at"]
+    assert batch["finalizing_at"] <= batch["completed_at"] < batch["expires_at"] == EPOCH + DAY
+    output = await lines_of(rig, batch["output_file_id"])
+    assert [line["custom_id"] for line in output] == ["good", "short", "many"]
+    good, short, many = (line["response"] for line in output)
+    assert all(line["error"] is None for line in output)
+    assert good["status_code"] == 200
+    assert good["body"]["object"] == "chat.completion"
+    assert good["body"]["choices"][0]["message"]["content"] == "Hello!"
+    assert short["body"]["choices"][0]["finish_reason"] == "length"
+    assert len(many["body"]["choices"]) == 2
+    assert len({line["id"] for line in output}) == 3
+    usage = [answer["body"]["usage"] for answer in (good, short, many)]
+    assert batch["usage"]["output_tokens"] == sum(u["completion_tokens"] for u in usage)
+    assert batch["usage"]["input_tokens"] == sum(u["prompt_tokens"] for u in usage)
+    errors = await lines_of(rig, batch["error_file_id"])
+    assert [(e["custom_id"], e["response"]["status_code"]) for e in errors] == [
+        ("wrong", 400),
+        ("other", 404),
+        ("stream", 400),
+    ]
+    params = [e["response"]["body"]["error"]["param"] for e in errors]
+    assert params == ["temperature", "model", "stream"]
+    async with rig.client.get(f"/v1/files/{batch['output_file_id']}") as exchange:
+        assert (await exchange.json())["purpose"] == "batch_output"
     assert all(request.spec.is_background for request in rig.ended)
 
 
@@ -84,19 +81,17 @@ async def test_a_batch_of_text_completions_runs_too(rig: Rig) -> None:
     assert [c["text"] for c in line["response"]["body"]["choices"]] == ["Hel", "Hel"]
 
 
-def test_a_batch_of_embeddings_runs_in_the_background_too() -> None:
-    async def scene(rig: Rig) -> None:
-        path = "/v1/embeddings"
-        body = {"model": MODEL, "input": ["ab", "xyz"]}
-        content = b"\n".join([a_line("one", body, url=path), a_line("two", {}, url=path)])
-        batch_id = await started(rig, content, endpoint=path)
-        batch = await ended(rig, batch_id)
-        assert batch["request_counts"] == {"total": 2, "completed": 1, "failed": 1}
-        assert batch["usage"]["input_tokens"] == 5
-        (line,) = await lines_of(rig, batch["output_file_id"])
-        assert [row["embedding"][0] for row in line["response"]["body"]["data"]] == [2, 3]
-
-    rig = play(scene, Setting(pooling=PoolingReport("embed", "last", 4)))
+@played(Setting(pooling=PoolingReport("embed", "last", 4)))
+async def test_a_batch_of_embeddings_runs_in_the_background_too(rig: Rig) -> None:
+    path = "/v1/embeddings"
+    body = {"model": MODEL, "input": ["ab", "xyz"]}
+    content = b"\n".join([a_line("one", body, url=path), a_line("two", {}, url=path)])
+    batch_id = await started(rig, content, endpoint=path)
+    batch = await ended(rig, batch_id)
+    assert batch["request_counts"] == {"total": 2, "completed": 1, "failed": 1}
+    assert batch["usage"]["input_tokens"] == 5
+    (line,) = await lines_of(rig, batch["output_file_id"])
+    assert [row["embedding"][0] for row in line["response"]["body"]["data"]] == [2, 3]
     assert all(request.spec.is_background for request in rig.ended)
 
 
@@ -146,21 +141,17 @@ async def test_a_long_batch_does_not_block_a_short_one(rig: Rig) -> None:
     await ended(rig, long)
 
 
-def test_lines_that_find_the_queue_full_are_retried() -> None:
+@played(Setting(texts=(LONG,), num_blocks=40, admission=Admission.RESERVE, max_queue_requests=1))
+async def test_lines_that_find_the_queue_full_are_retried(rig: Rig) -> None:
     """One runs, one waits for its memory, and no more may wait."""
-
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(CHAT, chat(max_tokens=30)) as first:
-            await asyncio.sleep(STEP / 2)
-            async with rig.client.post(CHAT, chat(max_tokens=30)) as second:
-                await asyncio.sleep(STEP)
-                batch_id = await started(rig, chat_lines(3, max_tokens=5))
-                assert await first.start() == await second.start() == 200
-                assert not any(request.spec.is_background for request in rig.ended)
-        assert (await ended(rig, batch_id))["request_counts"]["completed"] == 3
-
-    reserve = Admission.RESERVE
-    play(scene, Setting(texts=(LONG,), num_blocks=40, admission=reserve, max_queue_requests=1))
+    async with rig.client.post(CHAT, chat(max_tokens=30)) as first:
+        await asyncio.sleep(STEP / 2)
+        async with rig.client.post(CHAT, chat(max_tokens=30)) as second:
+            await asyncio.sleep(STEP)
+            batch_id = await started(rig, chat_lines(3, max_tokens=5))
+            assert await first.start() == await second.start() == 200
+            assert not any(request.spec.is_background for request in rig.ended)
+    assert (await ended(rig, batch_id))["request_counts"]["completed"] == 3
 
 
 @pytest.mark.parametrize("after", [0.0, STEP, 10.5 * STEP])
@@ -217,16 +208,16 @@ WRONG_LINES = {
 @pytest.mark.parametrize(
     ("code", "line"), [(code, line) for code, lines in WRONG_LINES.items() for line in lines]
 )
-def test_an_invalid_line_fails_the_batch_with_its_line_number(code: str, line: bytes) -> None:
-    async def scene(rig: Rig) -> None:
-        batch_id = await started(rig, chat_lines(2) + b"\n" + line)
-        batch = await ended(rig, batch_id)
-        assert (batch["status"], batch["failed_at"]) == ("failed", EPOCH)
-        (error,) = batch["errors"]["data"]
-        assert (error["code"], error["line"]) == (code, 3)
-        assert error["message"]
-
-    rig = play(scene, Setting(lines=LineLimits(line_bytes=2000)))
+@played(Setting(lines=LineLimits(line_bytes=2000)))
+async def test_an_invalid_line_fails_the_batch_with_its_line_number(
+    rig: Rig, code: str, line: bytes
+) -> None:
+    batch_id = await started(rig, chat_lines(2) + b"\n" + line)
+    batch = await ended(rig, batch_id)
+    assert (batch["status"], batch["failed_at"]) == ("failed", EPOCH)
+    (error,) = batch["errors"]["data"]
+    assert (error["code"], error["line"]) == (code, 3)
+    assert error["message"]
     assert not rig.ended
 
 

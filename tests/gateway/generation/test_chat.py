@@ -1,3 +1,5 @@
+import asyncio
+
 from engine.request import Abort
 from gateway.schema.fields.sampling import SamplingDefaults
 from tests.gateway.answers import answer_to
@@ -114,14 +116,14 @@ def test_the_usage_of_several_choices_counts_the_prompt_once() -> None:
     }
 
 
-def test_a_stop_string_ends_the_request_and_is_cut_off() -> None:
-    async def scene(rig: Rig) -> None:
-        body = chat(stream=True, stop=["lo!", "xyz"])
-        *chunks, _ = (await rig.client.post(CHAT, body)).events
-        assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == "Hel"
-        assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
-
-    (request,) = play(scene, Setting(texts=("Hello! and much more",))).ended
+@played(Setting(texts=("Hello! and much more",)))
+async def test_a_stop_string_ends_the_request_and_is_cut_off(rig: Rig) -> None:
+    body = chat(stream=True, stop=["lo!", "xyz"])
+    *chunks, _ = (await rig.client.post(CHAT, body)).events
+    assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == "Hel"
+    assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+    await asyncio.sleep(2 * STEP)
+    (request,) = rig.ended
     assert request.outcome == "finished"
     assert request.abort is Abort.STOP_STRING
     assert request.produced == len("Hello!")

@@ -7,7 +7,7 @@ import pytest
 from engine.control.admission import Admission
 from engine.request import Abort, State
 from gateway.service import Pace
-from tests.gateway.rig import CHAT, STEP, TEXT, Rig, Setting, chat, play, played, text
+from tests.gateway.rig import CHAT, STEP, TEXT, Rig, Setting, chat, played, text
 from tests.wire.response_check import data_of
 
 LONG = "a long story " * 10
@@ -17,72 +17,66 @@ MOMENTS = pytest.mark.parametrize("after", [0.0, STEP / 2, STEP, 2.5 * STEP, 7.1
 
 @STREAMED_OR_NOT
 @MOMENTS
-def test_a_disconnect_ends_the_request_at_once(stream: bool, after: float) -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(CHAT, chat(stream=stream)) as exchange:
-            await asyncio.sleep(after)
-            exchange.disconnect()
-            await exchange.ended()
-            assert rig.service.clock() == after
-        await asyncio.sleep(STEP)
-        assert all(request.abort is Abort.CLIENT_GONE for request in rig.ended)
-
-    rig = play(scene, Setting(texts=(LONG,)))
+@played(Setting(texts=(LONG,)))
+async def test_a_disconnect_ends_the_request_at_once(rig: Rig, stream: bool, after: float) -> None:
+    async with rig.client.post(CHAT, chat(stream=stream)) as exchange:
+        await asyncio.sleep(after)
+        exchange.disconnect()
+        await exchange.ended()
+        assert rig.service.clock() == after
+    await asyncio.sleep(STEP)
+    assert all(request.abort is Abort.CLIENT_GONE for request in rig.ended)
     assert all(count in (0, 1) for count in rig.metrics.requests.aborts.values())
     assert rig.metrics.requests.cancel_to_free.sum <= 1
 
 
 @STREAMED_OR_NOT
-def test_every_choice_of_a_response_is_cancelled(stream: bool) -> None:
-    async def scene(rig: Rig) -> None:
-        body = text(prompt=["ab", "cd"], n=2, stream=stream, max_tokens=100)
-        async with rig.client.post(TEXT, body):
-            await asyncio.sleep(3.5 * STEP)
-            assert rig.engine.scheduler.pool.count(State.RUNNING) == 4
-        await asyncio.sleep(STEP)
-
-    rig = play(scene, Setting(texts=(LONG,)))
+@played(Setting(texts=(LONG,)))
+async def test_every_choice_of_a_response_is_cancelled(rig: Rig, stream: bool) -> None:
+    body = text(prompt=["ab", "cd"], n=2, stream=stream, max_tokens=100)
+    async with rig.client.post(TEXT, body):
+        await asyncio.sleep(3.5 * STEP)
+        assert rig.engine.scheduler.pool.count(State.RUNNING) == 4
+    await asyncio.sleep(STEP)
     assert [request.abort for request in rig.ended] == [Abort.CLIENT_GONE] * 4
 
 
 @STREAMED_OR_NOT
-def test_a_request_whose_client_disconnects_in_the_queue_never_runs(stream: bool) -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(CHAT, chat(max_tokens=20)) as first:
-            await asyncio.sleep(1.5 * STEP)
-            async with rig.client.post(CHAT, chat(stream=stream, max_tokens=20)):
-                await asyncio.sleep(STEP)
-                assert rig.engine.scheduler.pool.count(State.WAITING) == 1
-            assert rig.engine.scheduler.pool.count(State.WAITING) == 0
-            body = await first.json()
-            assert body["choices"][0]["message"]["content"] == LONG[:20]
-
-    rig = play(scene, Setting(texts=(LONG,), num_blocks=30, admission=Admission.RESERVE))
+@played(Setting(texts=(LONG,), num_blocks=30, admission=Admission.RESERVE))
+async def test_a_request_whose_client_disconnects_in_the_queue_never_runs(
+    rig: Rig, stream: bool
+) -> None:
+    async with rig.client.post(CHAT, chat(max_tokens=20)) as first:
+        await asyncio.sleep(1.5 * STEP)
+        async with rig.client.post(CHAT, chat(stream=stream, max_tokens=20)):
+            await asyncio.sleep(STEP)
+            assert rig.engine.scheduler.pool.count(State.WAITING) == 1
+        assert rig.engine.scheduler.pool.count(State.WAITING) == 0
+        body = await first.json()
+        assert body["choices"][0]["message"]["content"] == LONG[:20]
     assert rig.ended[0].times.admitted_at is None
 
 
 @STREAMED_OR_NOT
-def test_a_disconnect_during_tokenization_adds_no_request(stream: bool) -> None:
-    async def scene(rig: Rig) -> None:
-        started, left = asyncio.Event(), asyncio.Event()
+@played()
+async def test_a_disconnect_during_tokenization_adds_no_request(rig: Rig, stream: bool) -> None:
+    started, left = asyncio.Event(), asyncio.Event()
 
-        async def slowly(*_: object, **__: object) -> Any:
-            started.set()
-            try:
-                await asyncio.Event().wait()
-            except asyncio.CancelledError:
-                left.set()
-                raise
+    async def slowly(*_: object, **__: object) -> Any:
+        started.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            left.set()
+            raise
 
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("gateway.generation.plan.tokenize_chat", slowly)
-            async with rig.client.post(CHAT, chat(stream=stream)) as exchange:
-                await started.wait()
-                exchange.disconnect()
-                await exchange.ended()
-        assert left.is_set()
-
-    rig = play(scene)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("gateway.generation.plan.tokenize_chat", slowly)
+        async with rig.client.post(CHAT, chat(stream=stream)) as exchange:
+            await started.wait()
+            exchange.disconnect()
+            await exchange.ended()
+    assert left.is_set()
     assert rig.ended == []
 
 
@@ -114,16 +108,15 @@ async def test_a_disconnect_in_the_middle_of_the_body_ends_the_exchange(rig: Rig
         await exchange.ended()
 
 
-def test_a_disconnect_while_a_write_is_blocked_ends_the_request() -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(CHAT, chat(stream=True)) as exchange:
-            await exchange.start()
-            exchange.pause()
-            await asyncio.sleep(5 * STEP)
-            exchange.disconnect()
-            await exchange.ended()
-
-    (request,) = play(scene, Setting(texts=(LONG,))).ended
+@played(Setting(texts=(LONG,)))
+async def test_a_disconnect_while_a_write_is_blocked_ends_the_request(rig: Rig) -> None:
+    async with rig.client.post(CHAT, chat(stream=True)) as exchange:
+        await exchange.start()
+        exchange.pause()
+        await asyncio.sleep(5 * STEP)
+        exchange.disconnect()
+        await exchange.ended()
+    (request,) = rig.ended
     assert request.abort is Abort.CLIENT_GONE
 
 
@@ -153,28 +146,30 @@ def content_of(write: bytes) -> str:
     return "".join(pieces)
 
 
-def test_a_stream_whose_writes_stay_blocked_is_ended() -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(CHAT, chat(stream=True)) as exchange:
-            await exchange.start()
-            exchange.pause()
-            await exchange.ended()
-            assert rig.service.clock() == 1 + 3 * 2
-
-    rig = play(scene, Setting(texts=(LONG,), pace=Pace(hold=1, ping=2, stall=5)))
+@played(Setting(texts=(LONG,), pace=Pace(hold=1, ping=2, stall=5)))
+async def test_a_stream_whose_writes_stay_blocked_is_ended(rig: Rig) -> None:
+    async with rig.client.post(CHAT, chat(stream=True)) as exchange:
+        await exchange.start()
+        exchange.pause()
+        await exchange.ended()
+        assert rig.service.clock() == 1 + 3 * 2
     assert rig.ended[0].abort is Abort.SLOW_CLIENT
 
 
-def test_a_silent_stream_is_kept_alive_with_comments() -> None:
-    async def scene(rig: Rig) -> None:
-        async with (
-            rig.client.post(CHAT, chat(max_tokens=20)) as first,
-            rig.client.post(CHAT, chat(stream=True, max_tokens=2)) as second,
-        ):
-            writes = [(rig.service.clock(), chunk) async for chunk in second.chunks()]
-            await first.json()
-        assert writes[:2] == [(3.0, b": ping\n\n"), (5.0, b": ping\n\n")]
-        assert writes[-1][1].endswith(b"[DONE]\n\n")
-
-    pace = Pace(hold=1, ping=2, stall=60)
-    play(scene, Setting(texts=(LONG,), num_blocks=28, admission=Admission.RESERVE, pace=pace))
+@played(
+    Setting(
+        texts=(LONG,),
+        num_blocks=28,
+        admission=Admission.RESERVE,
+        pace=Pace(hold=1, ping=2, stall=60),
+    )
+)
+async def test_a_silent_stream_is_kept_alive_with_comments(rig: Rig) -> None:
+    async with (
+        rig.client.post(CHAT, chat(max_tokens=20)) as first,
+        rig.client.post(CHAT, chat(stream=True, max_tokens=2)) as second,
+    ):
+        writes = [(rig.service.clock(), chunk) async for chunk in second.chunks()]
+        await first.json()
+    assert writes[:2] == [(3.0, b": ping\n\n"), (5.0, b": ping\n\n")]
+    assert writes[-1][1].endswith(b"[DONE]\n\n")

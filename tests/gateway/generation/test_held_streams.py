@@ -7,7 +7,7 @@ from engine.request import Abort
 from gateway.access.key_file import Allowance
 from gateway.service import Pace
 from gateway.store.event_ring import RingLimits
-from tests.gateway.rig import CHAT, MODEL, STEP, USER, Rig, Setting, chat, play, played
+from tests.gateway.rig import CHAT, MODEL, STEP, USER, Rig, Setting, chat, played
 from tests.wire.response_check import data_of, parsed
 
 NAMED = {"x-conversation-id": "talk-1"}
@@ -73,31 +73,28 @@ async def test_the_events_of_every_stream_are_numbered(
     assert numbers_of(stream) == list(range(stream.count(b"data: ")))
 
 
-def test_a_named_stream_goes_on_while_no_one_listens_and_is_read_again() -> None:
-    async def scene(rig: Rig) -> None:
-        seen = await leave_after(rig, 10.5 * STEP)
-        last = numbers_of(seen)[-1]
-        await asyncio.sleep(5 * STEP)
-        assert len(rig.engine.scheduler.pool) == 1
-        rest = await read(rig, "/v1/stream/talk-1", {"last-event-id": str(last)})
-        assert numbers_of(seen) + numbers_of(rest) == list(range(len(STORY) + 3))
-        whole = await read(rig, "/v1/stream/talk-1")
-        assert whole == seen + rest
-        assert whole.endswith(b"data: [DONE]\n\n")
-        assert await read(rig, f"/v1/stream/talk-1?from={len(seen)}") == rest
-
-    rig = play(scene, LONG)
+@played(LONG)
+async def test_a_named_stream_goes_on_while_no_one_listens_and_is_read_again(rig: Rig) -> None:
+    seen = await leave_after(rig, 10.5 * STEP)
+    last = numbers_of(seen)[-1]
+    await asyncio.sleep(5 * STEP)
+    assert len(rig.engine.scheduler.pool) == 1
+    rest = await read(rig, "/v1/stream/talk-1", {"last-event-id": str(last)})
+    assert numbers_of(seen) + numbers_of(rest) == list(range(len(STORY) + 3))
+    whole = await read(rig, "/v1/stream/talk-1")
+    assert whole == seen + rest
+    assert whole.endswith(b"data: [DONE]\n\n")
+    assert await read(rig, f"/v1/stream/talk-1?from={len(seen)}") == rest
     assert [request.abort for request in rig.ended] == [None]
 
 
-def test_a_post_with_the_last_event_goes_on_after_it() -> None:
-    async def scene(rig: Rig) -> None:
-        seen = await leave_after(rig, 6.5 * STEP)
-        headers = NAMED | {"last-event-id": str(numbers_of(seen)[-1])}
-        rest = (await rig.client.post(CHAT, chat(stream=True), headers)).content
-        assert await read(rig, "/v1/stream/talk-1") == seen + rest
-
-    assert len(play(scene, LONG).ended) == 1
+@played(LONG)
+async def test_a_post_with_the_last_event_goes_on_after_it(rig: Rig) -> None:
+    seen = await leave_after(rig, 6.5 * STEP)
+    headers = NAMED | {"last-event-id": str(numbers_of(seen)[-1])}
+    rest = (await rig.client.post(CHAT, chat(stream=True), headers)).content
+    assert await read(rig, "/v1/stream/talk-1") == seen + rest
+    assert len(rig.ended) == 1
 
 
 @played(LONG)
@@ -110,15 +107,15 @@ async def test_several_readers_get_the_same_events(rig: Rig) -> None:
     assert [reader.result() for reader in readers] == [first] * 3
 
 
-def test_a_stream_without_a_name_ends_with_its_client_and_cannot_be_continued() -> None:
-    async def scene(rig: Rig) -> None:
-        await leave_after(rig, 4.5 * STEP, {})
-        await asyncio.sleep(STEP)
-        assert not rig.engine.scheduler.pool
-        async with rig.client.post(CHAT, chat(stream=True), {"last-event-id": "3"}) as exchange:
-            assert (await exchange.json())["error"]["param"] == "last-event-id"
-
-    rig = play(scene, LONG)
+@played(LONG)
+async def test_a_stream_without_a_name_ends_with_its_client_and_cannot_be_continued(
+    rig: Rig,
+) -> None:
+    await leave_after(rig, 4.5 * STEP, {})
+    await asyncio.sleep(STEP)
+    assert not rig.engine.scheduler.pool
+    async with rig.client.post(CHAT, chat(stream=True), {"last-event-id": "3"}) as exchange:
+        assert (await exchange.json())["error"]["param"] == "last-event-id"
     assert [request.abort for request in rig.ended] == [Abort.CLIENT_GONE]
 
 
@@ -148,15 +145,13 @@ async def test_deleting_a_stream_ends_it_and_its_readers(rig: Rig) -> None:
     assert rig.service.store.held.rings.num_bytes == 0
 
 
-def test_a_new_request_of_a_conversation_ends_the_one_before() -> None:
-    async def scene(rig: Rig) -> None:
-        await leave_after(rig, 3.5 * STEP)
-        again = (await rig.client.post(CHAT, chat(stream=True), NAMED)).events
-        assert text_of(again) == "Second."
-        events = numbers_of(await read(rig, "/v1/stream/talk-1"))
-        assert len(events) == len("Second.") + 3
-
-    rig = play(scene, Setting(texts=(STORY, "Second.")))
+@played(Setting(texts=(STORY, "Second.")))
+async def test_a_new_request_of_a_conversation_ends_the_one_before(rig: Rig) -> None:
+    await leave_after(rig, 3.5 * STEP)
+    again = (await rig.client.post(CHAT, chat(stream=True), NAMED)).events
+    assert text_of(again) == "Second."
+    events = numbers_of(await read(rig, "/v1/stream/talk-1"))
+    assert len(events) == len("Second.") + 3
     assert [request.finish is None for request in rig.ended] == [True, False]
 
 

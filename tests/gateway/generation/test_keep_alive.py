@@ -111,13 +111,12 @@ async def test_an_error_after_spaces_is_a_body_of_a_200_and_one_before_has_its_s
     assert (await rig.client.post(CHAT, chat(messages=[]))).status == 400
 
 
-def test_a_client_that_leaves_between_spaces_ends_the_request() -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(CHAT, chat()) as exchange:
-            await exchange.start()
-            await asyncio.sleep(STEP)
-            exchange.disconnect()
-            await exchange.ended()
-
-    rig = play(scene, Setting(texts=("a long story " * 10,), pace=Pace(whole=0.6)))
+@played(Setting(texts=("a long story " * 10,), pace=Pace(whole=0.6)))
+async def test_a_client_that_leaves_between_spaces_ends_the_request(rig: Rig) -> None:
+    async with rig.client.post(CHAT, chat()) as exchange:
+        await exchange.start()
+        await asyncio.sleep(STEP)
+        exchange.disconnect()
+        await exchange.ended()
+    await asyncio.sleep(STEP)
     assert [request.abort for request in rig.ended] == [Abort.CLIENT_GONE]

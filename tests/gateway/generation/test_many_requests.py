@@ -22,47 +22,44 @@ def many(**fields: Any) -> dict[str, Any]:
     return text(prompt=["ab"] * MANY, max_tokens=100, **fields)
 
 
-def test_many_requests_of_a_client_that_leaves_end_a_few_at_a_time() -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(TEXT, many(), key("a")) as exchange:
-            await asyncio.sleep(1.5 * STEP)
-            assert len(rig.engine.scheduler.pool) == MANY
-            exchange.disconnect()
-            counts = [0]
-            while counts[-1] < MANY - QUEUE.max_batch_size:  # those that run end with their step
-                await asyncio.sleep(0)
-                counts.append(len(rig.ended))
-            assert max(after - before for before, after in pairwise(counts)) <= ENDS_AT_ONCE
-            await exchange.ended()
-
-    rig = play(scene, QUEUE)
+@played(QUEUE)
+async def test_many_requests_of_a_client_that_leaves_end_a_few_at_a_time(rig: Rig) -> None:
+    async with rig.client.post(TEXT, many(), key("a")) as exchange:
+        await asyncio.sleep(1.5 * STEP)
+        assert len(rig.engine.scheduler.pool) == MANY
+        exchange.disconnect()
+        counts = [0]
+        while counts[-1] < MANY - QUEUE.max_batch_size:  # those that run end with their step
+            await asyncio.sleep(0)
+            counts.append(len(rig.ended))
+        assert max(after - before for before, after in pairwise(counts)) <= ENDS_AT_ONCE
+        await exchange.ended()
     assert {request.abort for request in rig.ended} == {Abort.CLIENT_GONE}
 
 
-def test_many_requests_that_are_cancelled_by_name_end_a_few_at_a_time() -> None:
-    async def scene(rig: Rig) -> None:
-        headers = key("a") | {"x-request-id": "mine"}
-        async with rig.client.post(TEXT, many(), headers) as exchange:
-            await asyncio.sleep(1.5 * STEP)
-            assert rig.engine.cancel("mine", None) == MANY
-            assert len(rig.ended) + rig.engine.scheduler.pool.count(State.LEAVING) == ENDS_AT_ONCE
-            await exchange.read()
-            assert exchange.status == 499
-
-    rig = play(scene, QUEUE)
+@played(QUEUE)
+async def test_many_requests_that_are_cancelled_by_name_end_a_few_at_a_time(rig: Rig) -> None:
+    headers = key("a") | {"x-request-id": "mine"}
+    async with rig.client.post(TEXT, many(), headers) as exchange:
+        await asyncio.sleep(1.5 * STEP)
+        assert rig.engine.cancel("mine", None) == MANY
+        assert len(rig.ended) + rig.engine.scheduler.pool.count(State.LEAVING) == ENDS_AT_ONCE
+        await exchange.read()
+        assert exchange.status == 499
+    await asyncio.sleep(STEP)
     assert len(rig.ended) == MANY
 
 
-def test_many_requests_whose_deadline_passes_end_a_few_at_a_time() -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(TEXT, many(deadline_ms=300), key("a")) as exchange:
-            await asyncio.sleep(0.299)
-            scheduler = rig.engine.scheduler
-            assert len(scheduler.expire(rig.service.clock() + 1.0)) == ENDS_AT_ONCE
-            await exchange.read()
-            assert exchange.status == 504
-
-    assert len(play(scene, QUEUE).ended) == MANY
+@played(QUEUE)
+async def test_many_requests_whose_deadline_passes_end_a_few_at_a_time(rig: Rig) -> None:
+    async with rig.client.post(TEXT, many(deadline_ms=300), key("a")) as exchange:
+        await asyncio.sleep(0.299)
+        scheduler = rig.engine.scheduler
+        assert len(scheduler.expire(rig.service.clock() + 1.0)) == ENDS_AT_ONCE
+        await exchange.read()
+        assert exchange.status == 504
+    await asyncio.sleep(STEP)
+    assert len(rig.ended) == MANY
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from engine.grammar import GrammarError, Matcher
 from gateway.schema.openai.chat import chat_of
 from tests.gateway.answers import answer_to
-from tests.gateway.rig import CHAT, CONTEXT, TEXT, USER, Rig, chat, play, played, text
+from tests.gateway.rig import CHAT, CONTEXT, TEXT, USER, Rig, chat, played, text
 from tests.gateway.scripted_model import END, byte_grammars
 
 GRAMMARS = byte_grammars()
@@ -44,14 +44,13 @@ def test_only_allowed_tokens_are_allowed() -> None:
 
 
 @pytest.mark.parametrize(("token_ids", "never_ends"), [([72], True), ([72, END], False)])
-def test_an_output_of_allowed_tokens_ends_only_with_an_allowed_end_token(
-    token_ids: list[int], never_ends: bool
+@played()
+async def test_an_output_of_allowed_tokens_ends_only_with_an_allowed_end_token(
+    rig: Rig, token_ids: list[int], never_ends: bool
 ) -> None:
-    async def scene(rig: Rig) -> None:
-        exchange = await rig.client.post(CHAT, chat(allowed_token_ids=token_ids))
-        assert exchange.status == 200
-
-    (request,) = play(scene).ended
+    exchange = await rig.client.post(CHAT, chat(allowed_token_ids=token_ids))
+    assert exchange.status == 200
+    (request,) = rig.ended
     assert (END in request.spec.avoided_ids) == never_ends
     assert END in request.spec.end_ids
 
@@ -90,26 +89,26 @@ def test_sixteen_stop_strings_are_allowed() -> None:
 @pytest.mark.parametrize(
     ("keep", "expected"), [(3, "xyz"), (300, "abcxyz"), (-1, "abcxyz"), (None, "abcxyz")]
 )
-def test_a_prompt_is_truncated_to_its_last_tokens(keep: int | None, expected: str) -> None:
-    async def scene(rig: Rig) -> None:
-        body = text(prompt=["abcxyz"] * 2, truncate_prompt_tokens=keep, n=2)
-        usage = (await rig.client.post(TEXT, body)).json["usage"]
-        assert usage["prompt_tokens"] == 2 * len(expected)
-
-    for request in play(scene).ended:
+@played()
+async def test_a_prompt_is_truncated_to_its_last_tokens(
+    rig: Rig, keep: int | None, expected: str
+) -> None:
+    body = text(prompt=["abcxyz"] * 2, truncate_prompt_tokens=keep, n=2)
+    usage = (await rig.client.post(TEXT, body)).json["usage"]
+    assert usage["prompt_tokens"] == 2 * len(expected)
+    for request in rig.ended:
         assert bytes(request.spec.prompt).decode() == expected
 
 
-def test_a_prompt_is_truncated_to_the_context() -> None:
-    async def scene(rig: Rig) -> None:
-        body = chat(
-            messages=[{"role": "user", "content": "a" * 500}],
-            truncate_prompt_tokens=-1,
-            max_tokens=20,
-        )
-        async with rig.client.post(CHAT, body) as exchange:
-            assert await exchange.start() == 200
-            await exchange.read()
-
-    (request,) = play(scene).ended
+@played()
+async def test_a_prompt_is_truncated_to_the_context(rig: Rig) -> None:
+    body = chat(
+        messages=[{"role": "user", "content": "a" * 500}],
+        truncate_prompt_tokens=-1,
+        max_tokens=20,
+    )
+    async with rig.client.post(CHAT, body) as exchange:
+        assert await exchange.start() == 200
+        await exchange.read()
+    (request,) = rig.ended
     assert len(request.spec.prompt) == CONTEXT - 20

@@ -30,25 +30,23 @@ EVERYTHING: dict[str, Any] = {
         ({"priority": 0, "service_tier": "priority"}, 0, "priority"),
     ],
 )
-def test_service_tiers_are_priorities_and_are_echoed(
-    fields: dict[str, Any], priority: int, tier: str
+@played()
+async def test_service_tiers_are_priorities_and_are_echoed(
+    rig: Rig, fields: dict[str, Any], priority: int, tier: str
 ) -> None:
-    async def scene(rig: Rig) -> None:
-        assert (await rig.client.post(CHAT, chat(**fields))).json["service_tier"] == tier
-        *chunks, _ = (await rig.client.post(CHAT, chat(stream=True, **fields))).events
-        assert {chunk["service_tier"] for chunk in chunks} == {tier}
-
-    assert {request.spec.priority for request in play(scene).ended} == {priority}
+    assert (await rig.client.post(CHAT, chat(**fields))).json["service_tier"] == tier
+    *chunks, _ = (await rig.client.post(CHAT, chat(stream=True, **fields))).events
+    assert {chunk["service_tier"] for chunk in chunks} == {tier}
+    assert {request.spec.priority for request in rig.ended} == {priority}
 
 
-def test_the_priority_policy_orders_requests_by_tier() -> None:
-    async def scene(rig: Rig) -> None:
-        async def ask(tier: str) -> None:
-            await rig.client.post(CHAT, chat(service_tier=tier))
+@played(Setting(policy="priority", max_batch_size=1))
+async def test_the_priority_policy_orders_requests_by_tier(rig: Rig) -> None:
+    async def ask(tier: str) -> None:
+        await rig.client.post(CHAT, chat(service_tier=tier))
 
-        await asyncio.gather(*map(ask, ("flex", "default", "priority")))
-
-    ended = play(scene, Setting(policy="priority", max_batch_size=1)).ended
+    await asyncio.gather(*map(ask, ("flex", "default", "priority")))
+    ended = rig.ended
     assert [request.spec.priority for request in ended] == [-10, 0, 10]
 
 
@@ -64,48 +62,45 @@ def test_every_policy_accepts_every_field(policy: str, path: str, body: dict[str
     assert (ask.priority, ask.salt, ask.ttft_deadline, ask.deadline) == (3, "s", 5.0, 60.0)
 
 
-def test_the_tenant_name_does_not_reveal_the_api_key() -> None:
-    async def scene(rig: Rig) -> None:
-        for key in ("secret-1", "secret-2", "secret-1"):
-            bearer = {"authorization": f"Bearer {key}"}
-            await rig.client.post(CHAT, chat(), bearer)
-
-    ended = play(scene, Setting(keys=("secret-1", "secret-2"))).ended
+@played(Setting(keys=("secret-1", "secret-2")))
+async def test_the_tenant_name_does_not_reveal_the_api_key(rig: Rig) -> None:
+    for key in ("secret-1", "secret-2", "secret-1"):
+        bearer = {"authorization": f"Bearer {key}"}
+        await rig.client.post(CHAT, chat(), bearer)
+    ended = rig.ended
     first, second, third = (request.spec.tenant for request in ended)
     assert first == third != second
     assert len(first) == len(second) == 16
     assert "secret" not in first + second
 
 
-def test_without_keys_all_requests_have_one_tenant() -> None:
-    async def scene(rig: Rig) -> None:
-        bearer = {"authorization": "Bearer anything"}
-        await rig.client.post(CHAT, chat(), bearer)
-
-    assert [request.spec.tenant for request in play(scene).ended] == [""]
+@played()
+async def test_without_keys_all_requests_have_one_tenant(rig: Rig) -> None:
+    bearer = {"authorization": "Bearer anything"}
+    await rig.client.post(CHAT, chat(), bearer)
+    assert [request.spec.tenant for request in rig.ended] == [""]
 
 
 @STREAMED_OR_NOT
-def test_a_deadline_before_the_first_token_is_a_504(stream: bool) -> None:
-    async def scene(rig: Rig) -> None:
-        body = chat(stream=stream, deadline_ms=STEP * 500)
-        async with rig.client.post(CHAT, body) as exchange:
-            error = (await exchange.json())["error"]
-        assert exchange.status == 504
-        assert (error["type"], error["code"]) == ("server_error", "deadline_exceeded")
-        assert error["message"] == "The request's deadline of 0.125 s passed after 0 output tokens."
-
-    rig = play(scene)
+@played()
+async def test_a_deadline_before_the_first_token_is_a_504(rig: Rig, stream: bool) -> None:
+    body = chat(stream=stream, deadline_ms=STEP * 500)
+    async with rig.client.post(CHAT, body) as exchange:
+        error = (await exchange.json())["error"]
+    assert exchange.status == 504
+    assert (error["type"], error["code"]) == ("server_error", "deadline_exceeded")
+    assert error["message"] == "The request's deadline of 0.125 s passed after 0 output tokens."
+    await asyncio.sleep(STEP)
     assert rig.metrics.requests.outcomes["expired"] == 1
 
 
-def test_a_deadline_during_generation_ends_a_whole_response_with_a_504() -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(CHAT, chat(n=3, deadline_ms=STEP * 2500)) as exchange:
-            assert (await exchange.json())["error"]["code"] == "deadline_exceeded"
-        assert exchange.status == 504
-
-    assert play(scene).metrics.requests.outcomes["expired"] == 3
+@played()
+async def test_a_deadline_during_generation_ends_a_whole_response_with_a_504(rig: Rig) -> None:
+    async with rig.client.post(CHAT, chat(n=3, deadline_ms=STEP * 2500)) as exchange:
+        assert (await exchange.json())["error"]["code"] == "deadline_exceeded"
+    assert exchange.status == 504
+    await asyncio.sleep(STEP)
+    assert rig.metrics.requests.outcomes["expired"] == 3
 
 
 @played()

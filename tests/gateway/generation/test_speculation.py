@@ -6,7 +6,7 @@ import pytest
 
 from engine.request import Abort
 from engine.speculation.settings import SpeculationSettings
-from tests.gateway.rig import CHAT, STEP, Rig, Setting, chat, play
+from tests.gateway.rig import CHAT, STEP, Rig, Setting, chat, play, played
 
 WORDS = "one two three four five one two three four five one two three four six"
 NGRAM = SpeculationSettings("ngram", 5)
@@ -81,15 +81,13 @@ def test_the_metrics_count_drafts() -> None:
     assert counts.by_position == sorted(counts.by_position, reverse=True)
 
 
-def test_a_request_with_drafts_in_flight_is_free_after_one_iteration() -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(CHAT, chat(stream=True)) as exchange:
-            events = exchange.events()
+@played(Setting(texts=(WORDS,), speculation=NGRAM))
+async def test_a_request_with_drafts_in_flight_is_free_after_one_iteration(rig: Rig) -> None:
+    async with rig.client.post(CHAT, chat(stream=True)) as exchange:
+        events = exchange.events()
+        await anext(events)
+        (request,) = rig.engine.scheduler.pool
+        while request.num_planned <= request.num_tokens:
             await anext(events)
-            (request,) = rig.engine.scheduler.pool
-            while request.num_planned <= request.num_tokens:
-                await anext(events)
-            rig.engine.scheduler.cancel(request, Abort.EXPLICIT, STEP)
-
-    rig = play(scene, Setting(texts=(WORDS,), speculation=NGRAM))
+        rig.engine.scheduler.cancel(request, Abort.EXPLICIT, STEP)
     assert rig.metrics.requests.cancel_to_free.sum <= 1

@@ -6,7 +6,7 @@ import pytest
 from adapters.dialects.choosing import choose_dialect
 from engine.step import GrammarKind
 from tests.gateway.answers import answer_to
-from tests.gateway.rig import CHAT, USER, Rig, Setting, chat, play, played
+from tests.gateway.rig import CHAT, USER, Rig, Setting, chat, played
 from tests.gateway.serve.assembling import assembled
 
 F = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -114,15 +114,13 @@ async def test_a_strict_tools_arguments_are_constrained(rig: Rig) -> None:
     assert bytes(rig.ended[0].spec.prompt).startswith(b"tools:f,g\n")
 
 
-def test_without_parallel_calls_the_output_ends_after_the_first() -> None:
-    async def scene(rig: Rig) -> None:
-        (choice,) = (await reply_to(rig, tools=[F], parallel_tool_calls=False))["choices"]
-        assert len(choice["message"]["tool_calls"]) == 1
-        assert choice["finish_reason"] == "tool_calls"
-        (choice,) = (await reply_to(rig, tools=[F]))["choices"]
-        assert len(choice["message"]["tool_calls"]) == 2
-
-    rig = play(scene, hermes(CALL + CALL + " and more"))
+@played(hermes(CALL + CALL + " and more"))
+async def test_without_parallel_calls_the_output_ends_after_the_first(rig: Rig) -> None:
+    (choice,) = (await reply_to(rig, tools=[F], parallel_tool_calls=False))["choices"]
+    assert len(choice["message"]["tool_calls"]) == 1
+    assert choice["finish_reason"] == "tool_calls"
+    (choice,) = (await reply_to(rig, tools=[F]))["choices"]
+    assert len(choice["message"]["tool_calls"]) == 2
     assert rig.ended[0].produced < rig.ended[-1].produced
 
 

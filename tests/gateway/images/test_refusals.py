@@ -16,42 +16,41 @@ from tests.gateway.images.requests import (
     seen,
     text,
 )
-from tests.gateway.rig import CHAT, MODEL, Rig, Setting, play, played
+from tests.gateway.rig import CHAT, MODEL, Rig, Setting, played
 from tests.gateway.scripted_model import BAD, LOST, ScriptedDecoder
 
 
-def test_a_body_or_an_image_that_is_too_large_is_refused_as_such() -> None:
-    async def scene(rig: Rig) -> None:
-        error = await error_of(rig, CHAT, ask(image(b"x" * 2000)), 413)
-        assert error["code"] == "request_too_large"
-        error = await error_of(rig, CHAT, ask(image(b"x" * 1100)))
-        assert error["message"].endswith("has more than 0 MiB.")
-        file = (await upload(rig.client, a_form(b"x" * 1100, {"purpose": "vision"}))).json
-        part = {"type": "image_url", "image_url": {"file_id": file["id"]}}
-        assert (await error_of(rig, CHAT, ask(part)))["param"] == "messages[0].content[0].image_url"
-        assert not seen(rig)
+@played(
+    Setting(
+        decoder=ScriptedDecoder(), image_limits=ImageLimits(max_bytes=1000), max_body_bytes=2000
+    )
+)
+async def test_a_body_or_an_image_that_is_too_large_is_refused_as_such(rig: Rig) -> None:
+    error = await error_of(rig, CHAT, ask(image(b"x" * 2000)), 413)
+    assert error["code"] == "request_too_large"
+    error = await error_of(rig, CHAT, ask(image(b"x" * 1100)))
+    assert error["message"].endswith("has more than 0 MiB.")
+    file = (await upload(rig.client, a_form(b"x" * 1100, {"purpose": "vision"}))).json
+    part = {"type": "image_url", "image_url": {"file_id": file["id"]}}
+    assert (await error_of(rig, CHAT, ask(part)))["param"] == "messages[0].content[0].image_url"
+    assert not seen(rig)
 
-    limits = ImageLimits(max_bytes=1000)
-    play(scene, Setting(decoder=ScriptedDecoder(), image_limits=limits, max_body_bytes=2000))
 
-
-def test_uploaded_files_are_images_for_their_owner_only() -> None:
-    async def scene(rig: Rig) -> None:
-        keys = {"authorization": "Bearer one"}, {"authorization": "Bearer two"}
-        file = (await upload(rig.client, a_form(RED, {"purpose": "vision"}), keys[0])).json
-        part = {"type": "image_url", "image_url": {"file_id": file["id"]}}
-        item = {"type": "input_image", "file_id": file["id"]}
-        bodies = [
-            (CHAT, ask(part)),
-            (RESPONSES, {"model": MODEL, "input": [{"role": "user", "content": [item]}]}),
-        ]
-        for path, body in bodies:
-            await answer_of(rig, path, body, keys[0])
-            error = await error_of(rig, path, body, 404, keys[1])
-            fields = ("messages[0].content[0].image_url", "input[0].content[0]")
-            assert error["param"] in fields
-
-    rig = play(scene, Setting(decoder=ScriptedDecoder(), keys=("a=one", "b=two")))
+@played(Setting(decoder=ScriptedDecoder(), keys=("a=one", "b=two")))
+async def test_uploaded_files_are_images_for_their_owner_only(rig: Rig) -> None:
+    keys = {"authorization": "Bearer one"}, {"authorization": "Bearer two"}
+    file = (await upload(rig.client, a_form(RED, {"purpose": "vision"}), keys[0])).json
+    part = {"type": "image_url", "image_url": {"file_id": file["id"]}}
+    item = {"type": "input_image", "file_id": file["id"]}
+    bodies = [
+        (CHAT, ask(part)),
+        (RESPONSES, {"model": MODEL, "input": [{"role": "user", "content": [item]}]}),
+    ]
+    for path, body in bodies:
+        await answer_of(rig, path, body, keys[0])
+        error = await error_of(rig, path, body, 404, keys[1])
+        fields = ("messages[0].content[0].image_url", "input[0].content[0]")
+        assert error["param"] in fields
     assert seen(rig)[0][0] == RED
 
 
@@ -153,11 +152,9 @@ async def test_a_template_without_images_is_named_instead_of_dropping_them(rig: 
     assert "template writes 0 of the 1 images" in error["message"]
 
 
-def test_another_prefix_domain_does_not_find_what_was_decoded() -> None:
-    async def scene(rig: Rig) -> None:
-        for key in ("one", "two", "one"):
-            headers = {"authorization": f"Bearer {key}"}
-            await answer_of(rig, CHAT, ask(image(RED)), headers)
-
-    rig = play(scene, Setting(decoder=ScriptedDecoder(), keys=("a=one", "b=two")))
+@played(Setting(decoder=ScriptedDecoder(), keys=("a=one", "b=two")))
+async def test_another_prefix_domain_does_not_find_what_was_decoded(rig: Rig) -> None:
+    for key in ("one", "two", "one"):
+        headers = {"authorization": f"Bearer {key}"}
+        await answer_of(rig, CHAT, ask(image(RED)), headers)
     assert len(seen(rig)) == 2

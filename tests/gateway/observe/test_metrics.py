@@ -20,11 +20,10 @@ def test_a_histogram_counts_into_cumulative_buckets() -> None:
     assert histogram.sum == 16.5
 
 
-def test_gaps_are_counted_once_per_token_in_any_batch() -> None:
-    async def scene(rig: Rig) -> None:
-        await rig.client.post(CHAT, chat(n=3, max_tokens=4))
-
-    metrics = play(scene, Setting(texts=("abcdefgh",))).metrics
+@played(Setting(texts=("abcdefgh",)))
+async def test_gaps_are_counted_once_per_token_in_any_batch(rig: Rig) -> None:
+    await rig.client.post(CHAT, chat(n=3, max_tokens=4))
+    metrics = rig.metrics
     assert metrics.inter_token.buckets()[-1] == ("+Inf", 3 * 3)
     assert metrics.inter_token.sum == 9 * STEP
     assert metrics.time_to_first_token.sum == (1 + 2 + 2) * STEP  # two reuse the first's prompt
@@ -37,13 +36,13 @@ def test_gaps_are_counted_once_per_token_in_any_batch() -> None:
     assert metrics.requests.max_generation_tokens.sum == 4
 
 
-def test_aborts_are_counted_by_reason() -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(CHAT, chat()):
-            await asyncio.sleep(1.5 * STEP)
-        await rig.client.post(CHAT, chat(stop="l"))
-
-    metrics = play(scene).metrics
+@played()
+async def test_aborts_are_counted_by_reason(rig: Rig) -> None:
+    async with rig.client.post(CHAT, chat()):
+        await asyncio.sleep(1.5 * STEP)
+    await rig.client.post(CHAT, chat(stop="l"))
+    await asyncio.sleep(2 * STEP)
+    metrics = rig.metrics
     assert metrics.requests.aborts[Abort.CLIENT_GONE] == 1
     assert metrics.requests.aborts[Abort.STOP_STRING] == 1
     assert metrics.requests.outcomes["finished"] == 1

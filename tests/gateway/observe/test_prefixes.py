@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gateway.observe.prefixes import PrefixHistory
-from tests.gateway.rig import CHAT, STEP, Rig, Setting, chat, play, played
+from tests.gateway.rig import CHAT, STEP, Rig, Setting, chat, played
 
 SYSTEM = {"role": "system", "content": "Be brief and friendly."}
 KEYS = Setting(keys=("k1", "k2"), isolates_prefixes=False)
@@ -111,20 +111,17 @@ async def test_without_a_prefix_cache_nothing_is_said(rig: Rig) -> None:
     assert "prompt begins" not in sentence
 
 
-def test_only_so_much_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+@played()
+async def test_only_so_much_is_remembered(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gateway.observe.prefixes.MAX_BLOCKS", 50)
     monkeypatch.setattr("gateway.observe.prefixes.MAX_ORIGINS", 2)
     histories: list[PrefixHistory] = []
-
-    async def scene(rig: Rig) -> None:
-        explained = Explained(rig)
-        for number in range(5):
-            await explained(user(f"{number}" * 30))
-        histories.append(rig.service.timelines.prefixes)
-        prefix, _ = await explained(user("0" * 30))
-        assert prefix["reason"] in ("new", "diverged")
-
-    play(scene)
+    explained = Explained(rig)
+    for number in range(5):
+        await explained(user(f"{number}" * 30))
+    histories.append(rig.service.timelines.prefixes)
+    prefix, _ = await explained(user("0" * 30))
+    assert prefix["reason"] in ("new", "diverged")
     (history,) = histories
     assert len(history._seen) <= 50
     assert len(history._origins) <= 2

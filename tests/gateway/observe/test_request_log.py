@@ -11,7 +11,7 @@ from engine.json_log import JsonFormatter
 from gateway.access.key_file import Allowance
 from gateway.observe.request_log import RequestLog, RequestRecord, as_text
 from tests.gateway.forms import chat_lines, ended, started
-from tests.gateway.rig import CHAT, STEP, TEXT, Rig, Setting, chat, play, text
+from tests.gateway.rig import CHAT, STEP, TEXT, Rig, Setting, chat, play, played, text
 
 LOGGER = "gateway.observe.request_log"
 LONG = "a long story " * 5
@@ -37,14 +37,12 @@ def picked(fields: dict[str, Any], *names: str) -> list[Any]:
     return [fields[name] for name in names]
 
 
-def test_a_request_that_ended_is_one_line(
-    lines: list[dict[str, Any]], caplog: pytest.LogCaptureFixture
+@played(Setting(keys=("alice=k",)))
+async def test_a_request_that_ended_is_one_line(
+    rig: Rig, lines: list[dict[str, Any]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def scene(rig: Rig) -> None:
-        headers = {"x-request-id": "mine", "x-api-key": "k"}
-        await rig.client.post(CHAT, chat(), headers)
-
-    play(scene, Setting(keys=("alice=k",)))
+    headers = {"x-request-id": "mine", "x-api-key": "k"}
+    await rig.client.post(CHAT, chat(), headers)
     assert len(lines) == 1
     (message,) = [record.getMessage() for record in caplog.records if record.name == LOGGER]
     assert message == (
@@ -54,42 +52,39 @@ def test_a_request_that_ended_is_one_line(
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_disconnects_is_logged_with_its_tokens(
-    lines: list[dict[str, Any]], stream: bool
+@played(Setting(texts=(LONG,)))
+async def test_a_client_that_disconnects_is_logged_with_its_tokens(
+    rig: Rig, lines: list[dict[str, Any]], stream: bool
 ) -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(CHAT, chat(stream=stream)) as exchange:
-            await asyncio.sleep(4.5 * STEP)
-            exchange.disconnect()
-            await exchange.ended()
-
-    play(scene, Setting(texts=(LONG,)))
+    async with rig.client.post(CHAT, chat(stream=stream)) as exchange:
+        await asyncio.sleep(4.5 * STEP)
+        exchange.disconnect()
+        await exchange.ended()
+    await asyncio.sleep(STEP)
     (line,) = lines
     assert picked(line, "status", "reason") == [200 if stream else 499, "client_gone"]
     assert line["output_tokens"] > 0
 
 
-def test_all_choices_are_one_line(lines: list[dict[str, Any]]) -> None:
-    async def scene(rig: Rig) -> None:
-        await rig.client.post(TEXT, text(n=3))
-
-    play(scene)
+@played()
+async def test_all_choices_are_one_line(rig: Rig, lines: list[dict[str, Any]]) -> None:
+    await rig.client.post(TEXT, text(n=3))
     (line,) = lines
     assert line["output_tokens"] == 3 * 7
 
 
-def test_rejected_requests_have_their_error_code_as_reason(lines: list[dict[str, Any]]) -> None:
-    async def scene(rig: Rig) -> None:
-        for path, key, body in (
-            (CHAT, "no", chat()),
-            (CHAT, "k", chat(temperature=-1)),
-            (CHAT, "k", chat()),
-            ("/v1/nothing", "k", {}),
-            ("/admin/policy", "k", {}),
-        ):
-            await rig.client.post(path, body, {"x-api-key": key})
-
-    play(scene, Setting(keys=("alice=k",), allowance=Allowance(requests_per_minute=1)))
+@played(Setting(keys=("alice=k",), allowance=Allowance(requests_per_minute=1)))
+async def test_rejected_requests_have_their_error_code_as_reason(
+    rig: Rig, lines: list[dict[str, Any]]
+) -> None:
+    for path, key, body in (
+        (CHAT, "no", chat()),
+        (CHAT, "k", chat(temperature=-1)),
+        (CHAT, "k", chat()),
+        ("/v1/nothing", "k", {}),
+        ("/admin/policy", "k", {}),
+    ):
+        await rig.client.post(path, body, {"x-api-key": key})
     assert [picked(line, "key", "status", "reason") for line in lines] == [
         ["", 401, "invalid_api_key"],
         ["alice", 400, "invalid_request_error"],
@@ -99,25 +94,23 @@ def test_rejected_requests_have_their_error_code_as_reason(lines: list[dict[str,
     ]
 
 
-def test_a_superseded_stream_and_the_one_that_goes_on_say_so(lines: list[dict[str, Any]]) -> None:
-    async def scene(rig: Rig) -> None:
-        headers = {"idempotency-key": "x"}
-        async with rig.client.post(CHAT, chat(stream=True), headers) as earlier:
-            await asyncio.sleep(3 * STEP)
-            async with rig.client.post(CHAT, chat(stream=True), headers) as later:
-                await later.read()
-                await earlier.read()
-
-    play(scene, Setting(texts=(LONG,)))
+@played(Setting(texts=(LONG,)))
+async def test_a_superseded_stream_and_the_one_that_goes_on_say_so(
+    rig: Rig, lines: list[dict[str, Any]]
+) -> None:
+    headers = {"idempotency-key": "x"}
+    async with rig.client.post(CHAT, chat(stream=True), headers) as earlier:
+        await asyncio.sleep(3 * STEP)
+        async with rig.client.post(CHAT, chat(stream=True), headers) as later:
+            await later.read()
+            await earlier.read()
     assert [line["reason"] for line in lines] == ["superseded", "resumed"]
     assert lines[0]["output_tokens"] > lines[1]["output_tokens"] == 0
 
 
-def test_lines_of_a_batch_are_logged(lines: list[dict[str, Any]]) -> None:
-    async def scene(rig: Rig) -> None:
-        await ended(rig, await started(rig, chat_lines(2)))
-
-    play(scene)
+@played()
+async def test_lines_of_a_batch_are_logged(rig: Rig, lines: list[dict[str, Any]]) -> None:
+    await ended(rig, await started(rig, chat_lines(2)))
     batch = [line for line in lines if line["method"] == "BATCH"]
     assert [picked(line, "path", "status", "reason", "output_tokens") for line in batch] == [
         [CHAT, 200, "stop", 7]
@@ -136,32 +129,29 @@ def test_probes_that_succeed_are_not_logged(lines: list[dict[str, Any]]) -> None
     assert [line["path"] for line in lines] == ["/metrics", "/metrics"]
 
 
-def test_requests_with_the_same_id_are_two_lines(lines: list[dict[str, Any]]) -> None:
-    async def scene(rig: Rig) -> None:
-        headers = {"x-request-id": "same"}
-        async with rig.client.post(CHAT, chat(), headers) as one:
-            await rig.client.post(CHAT, chat(), headers)
-            await one.read()
-
-    rig = play(scene)
+@played()
+async def test_requests_with_the_same_id_are_two_lines(
+    rig: Rig, lines: list[dict[str, Any]]
+) -> None:
+    headers = {"x-request-id": "same"}
+    async with rig.client.post(CHAT, chat(), headers) as one:
+        await rig.client.post(CHAT, chat(), headers)
+        await one.read()
     assert [line["id"] for line in lines] == ["same", "same"]
     assert sum(line["output_tokens"] for line in lines) == 14
     assert not rig.service.request_log._running
 
 
-def test_metrics_count_requests_by_route_and_by_key() -> None:
+@played(Setting(keys=("alice=k",), admin_keys=("root=a",)))
+async def test_metrics_count_requests_by_route_and_by_key(rig: Rig) -> None:
     pages: list[str] = []
-
-    async def scene(rig: Rig) -> None:
-        key = {"x-api-key": "k"}
-        for path, headers in ((CHAT, key), (CHAT, {}), ("/v1/x\"'\n", key), ("/v1/files/a", key)):
-            method = "GET" if "files" in path else "POST"
-            body = json.dumps(chat()).encode()
-            await rig.client.send(method, path, [body], headers)
-        await rig.client.send("BREW", "/v1/models", headers=key)
-        pages.append((await rig.client.get("/metrics", {"x-api-key": "a"})).content.decode())
-
-    play(scene, Setting(keys=("alice=k",), admin_keys=("root=a",)))
+    key = {"x-api-key": "k"}
+    for path, headers in ((CHAT, key), (CHAT, {}), ("/v1/x\"'\n", key), ("/v1/files/a", key)):
+        method = "GET" if "files" in path else "POST"
+        body = json.dumps(chat()).encode()
+        await rig.client.send(method, path, [body], headers)
+    await rig.client.send("BREW", "/v1/models", headers=key)
+    pages.append((await rig.client.get("/metrics", {"x-api-key": "a"})).content.decode())
     counts = dict(re.findall(r"^podway_((?:http|key)_[^ ]*) ([0-9.]+)$", pages[0], re.M))
     assert counts == {
         f'http_requests_total{{method="POST",path="{CHAT}",status="200"}}': "1.0",
@@ -182,14 +172,11 @@ def test_metrics_count_requests_by_route_and_by_key() -> None:
         assert f"\n{name} " in pages[0]
 
 
-def test_vllms_histograms_of_a_request_are_filled() -> None:
+@played()
+async def test_vllms_histograms_of_a_request_are_filled(rig: Rig) -> None:
     pages: list[str] = []
-
-    async def scene(rig: Rig) -> None:
-        await rig.client.post(CHAT, chat())
-        pages.append((await rig.client.get("/metrics")).content.decode())
-
-    play(scene)
+    await rig.client.post(CHAT, chat())
+    pages.append((await rig.client.get("/metrics")).content.decode())
     sums = dict(re.findall(r"^vllm:(request_\w+)_sum\{[^}]*\} ([0-9.]+)$", pages[0], re.M))
     assert sums["request_prompt_tokens"] == "8.0"
     assert sums["request_generation_tokens"] == "7.0"
@@ -197,14 +184,13 @@ def test_vllms_histograms_of_a_request_are_filled() -> None:
     assert sums["request_decode_time_seconds"] == "1.5"
 
 
-def test_the_trace_id_of_a_router_is_in_the_line(lines: list[dict[str, Any]]) -> None:
+@played()
+async def test_the_trace_id_of_a_router_is_in_the_line(
+    rig: Rig, lines: list[dict[str, Any]]
+) -> None:
     trace = "4bf92f3577b34da6a3ce929d0e0e4736"
-
-    async def scene(rig: Rig) -> None:
-        for value in (f"00-{trace}-00f067aa0ba902b7-01", f"00-{'0' * 32}-00f067aa0ba902b7-01", "x"):
-            await rig.client.get("/v1/models", {"traceparent": value})
-
-    play(scene)
+    for value in (f"00-{trace}-00f067aa0ba902b7-01", f"00-{'0' * 32}-00f067aa0ba902b7-01", "x"):
+        await rig.client.get("/v1/models", {"traceparent": value})
     assert [line.get("trace_id") for line in lines] == [trace, None, None]
 
 

@@ -14,7 +14,7 @@ from gateway.observe import traces
 from gateway.observe.metrics import Metrics
 from gateway.observe.timelines import Wait
 from gateway.observe.traces import Traces
-from tests.gateway.rig import STEP, TEXT, Rig, Setting, play, text
+from tests.gateway.rig import STEP, TEXT, Rig, Setting, play, played, text
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -112,46 +112,41 @@ def test_the_callers_trace_is_continued(collector: Collector) -> None:
 
 
 @pytest.mark.parametrize("is_late", [False, True])
-def test_times_in_which_the_client_did_not_read_are_children(
-    collector: Collector, is_late: bool
+@played()
+async def test_times_in_which_the_client_did_not_read_are_children(
+    rig: Rig, collector: Collector, is_late: bool
 ) -> None:
-    async def scene(rig: Rig) -> None:
-        exporter = Traces(collector.url, "model", rig.service.clock, Metrics())
-        rig.service.timelines.report_to(exporter)
-        wait = Wait(began=0.5, seconds=2.0)
-        if not is_late:
-            rig.service.timelines.reader_waits.add("slow", wait)
-        await rig.client.post(TEXT, text(), {"x-request-id": "slow"})
-        if is_late:  # the response went on after the engine's last token
-            rig.service.timelines.reader_waits.add("slow", wait)
-        exporter.close()
-
-    play(scene)
+    exporter = Traces(collector.url, "model", rig.service.clock, Metrics())
+    rig.service.timelines.report_to(exporter)
+    wait = Wait(began=0.5, seconds=2.0)
+    if not is_late:
+        rig.service.timelines.reader_waits.add("slow", wait)
+    await rig.client.post(TEXT, text(), {"x-request-id": "slow"})
+    if is_late:  # the response went on after the engine's last token
+        rig.service.timelines.reader_waits.add("slow", wait)
+    exporter.close()
     (server,) = [span for span in collector.spans if span.kind == 2]
     (reader,) = [span for span in collector.spans if span.name == "reader"]
     assert reader.parent_span_id == server.span_id
     assert reader.end_time_unix_nano - reader.start_time_unix_nano == 2_000_000_000
 
 
-def test_a_slow_collector_costs_traces_and_nothing_else(
-    collector: Collector, monkeypatch: pytest.MonkeyPatch
+@played()
+async def test_a_slow_collector_costs_traces_and_nothing_else(
+    rig: Rig, collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(traces, "MAX_QUEUE", 2)
     monkeypatch.setattr(traces, "MAX_BATCH", 1)
-
-    async def scene(rig: Rig) -> None:
-        metrics = Metrics()
-        exporter = Traces(collector.url, "model", rig.service.clock, metrics)
-        rig.service.timelines.report_to(exporter)
-        collector.gate.clear()
-        for _ in range(10):
-            exchange = await rig.client.post(TEXT, text(prompt="a", max_tokens=1))
-            assert exchange.status == 200
-        assert metrics.num_dropped_traces >= 7  # 2 wait, at most 1 is being exported
-        collector.gate.set()
-        exporter.close()
-
-    play(scene)
+    metrics = Metrics()
+    exporter = Traces(collector.url, "model", rig.service.clock, metrics)
+    rig.service.timelines.report_to(exporter)
+    collector.gate.clear()
+    for _ in range(10):
+        exchange = await rig.client.post(TEXT, text(prompt="a", max_tokens=1))
+        assert exchange.status == 200
+    assert metrics.num_dropped_traces >= 7  # 2 wait, at most 1 is being exported
+    collector.gate.set()
+    exporter.close()
 
 
 def test_without_the_packages_the_start_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

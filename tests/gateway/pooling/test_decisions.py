@@ -15,7 +15,7 @@ from openai.types import Decision
 from engine.pooling import PoolingReport
 from engine.step import Fault, Step, StepResult
 from tests.gateway.answers import answer_to
-from tests.gateway.rig import CONTEXT, MODEL, STEP, Rig, Setting, play, played
+from tests.gateway.rig import CONTEXT, MODEL, STEP, Rig, Setting, played
 from tests.gateway.scripted_model import END, ScoringExecutor
 
 PATH, SYSTEM_ONE = "/v1/decisions", "/v1/systemone"
@@ -254,14 +254,12 @@ def test_a_question_whose_logits_are_not_finite_is_refused_and_others_are_answer
     assert (answered["type"], answered["choice"]) == ("choice", "x")
 
 
-def test_questions_end_with_their_client() -> None:
-    async def scene(rig: Rig) -> None:
-        fields = {"model": MODEL, "input": "hi", "questions": [PICK] * 300}
-        async with rig.client.post(PATH, fields):
-            await asyncio.sleep(2.5 * STEP)
-        await asyncio.sleep(2 * STEP)
-        assert not rig.engine.scheduler.pool
-
-    rig = play(scene, Setting(context=CONTEXT, max_batch_size=4))
+@played(Setting(context=CONTEXT, max_batch_size=4))
+async def test_questions_end_with_their_client(rig: Rig) -> None:
+    fields = {"model": MODEL, "input": "hi", "questions": [PICK] * 300}
+    async with rig.client.post(PATH, fields):
+        await asyncio.sleep(2.5 * STEP)
+    await asyncio.sleep(2 * STEP)
+    assert not rig.engine.scheduler.pool
     assert rig.metrics.requests.outcomes["cancelled"] > 0
     assert END not in rig.ended[0].spec.prompt

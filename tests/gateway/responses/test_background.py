@@ -6,7 +6,7 @@ import pytest
 
 from engine.control.admission import Admission
 from engine.request import Abort
-from tests.gateway.rig import MODEL, STEP, Rig, Setting, play, played
+from tests.gateway.rig import MODEL, STEP, Rig, Setting, played
 
 PATH = "/v1/responses"
 STORY = "a long story " * 5
@@ -50,18 +50,18 @@ def text_of(response: Any) -> str:
 
 
 @STREAMED_OR_NOT
-def test_a_response_in_the_background_goes_on_and_can_be_polled(stream: bool) -> None:
-    async def scene(rig: Rig) -> None:
-        response = await begun(rig, stream=stream)
-        assert (response["status"], response["background"]) == ("queued", True)
-        await asyncio.sleep(5.5 * STEP)
-        status, now = await got(rig, response["id"])
-        assert (status, now["status"]) == (200, "in_progress")
-        await asyncio.sleep(len(STORY) * STEP)
-        _, done = await got(rig, response["id"])
-        assert (done["status"], text_of(done)) == ("completed", STORY)
-
-    rig = play(scene, LONG)
+@played(LONG)
+async def test_a_response_in_the_background_goes_on_and_can_be_polled(
+    rig: Rig, stream: bool
+) -> None:
+    response = await begun(rig, stream=stream)
+    assert (response["status"], response["background"]) == ("queued", True)
+    await asyncio.sleep(5.5 * STEP)
+    status, now = await got(rig, response["id"])
+    assert (status, now["status"]) == (200, "in_progress")
+    await asyncio.sleep(len(STORY) * STEP)
+    _, done = await got(rig, response["id"])
+    assert (done["status"], text_of(done)) == ("completed", STORY)
     assert [request.abort for request in rig.ended] == [None]
 
 
@@ -95,21 +95,19 @@ async def test_it_is_queued_until_the_engine_begins_with_it(rig: Rig) -> None:
     assert (await got(rig, second["id"]))[1]["status"] == "incomplete"
 
 
-def test_it_can_be_cancelled_and_cancelled_again() -> None:
-    async def scene(rig: Rig) -> None:
-        response = await begun(rig)
-        await asyncio.sleep(5.5 * STEP)
-        cancelled = (await posted(rig, f"{response['id']}/cancel"))[1]
-        assert cancelled["status"] == "cancelled"
-        assert [item["status"] for item in cancelled["output"]] == ["incomplete"]
-        await asyncio.sleep(STEP)
-        status, again = await posted(rig, f"{response['id']}/cancel")
-        assert (status, again["status"]) == (200, "cancelled")
-        assert (await got(rig, response["id"]))[1]["status"] == "cancelled"
-        *_, last = await events_after(rig, response["id"])
-        assert last["response"]["status"] == "cancelled"
-
-    rig = play(scene, LONG)
+@played(LONG)
+async def test_it_can_be_cancelled_and_cancelled_again(rig: Rig) -> None:
+    response = await begun(rig)
+    await asyncio.sleep(5.5 * STEP)
+    cancelled = (await posted(rig, f"{response['id']}/cancel"))[1]
+    assert cancelled["status"] == "cancelled"
+    assert [item["status"] for item in cancelled["output"]] == ["incomplete"]
+    await asyncio.sleep(STEP)
+    status, again = await posted(rig, f"{response['id']}/cancel")
+    assert (status, again["status"]) == (200, "cancelled")
+    assert (await got(rig, response["id"]))[1]["status"] == "cancelled"
+    *_, last = await events_after(rig, response["id"])
+    assert last["response"]["status"] == "cancelled"
     assert [request.abort for request in rig.ended] == [Abort.EXPLICIT]
 
 

@@ -52,24 +52,23 @@ async def events_of(rig: Rig, **fields: Any) -> list[Any]:
     return (await rig.client.post(PATH, body)).events
 
 
-def test_codex_is_served_and_tools_of_a_server_are_ignored() -> None:
-    async def scene(rig: Rig) -> None:
-        fields: dict[str, Any] = {
-            "tools": CODEX,
-            "tool_choice": "auto",
-            "parallel_tool_calls": False,
-            "store": False,
-            "include": ["reasoning.encrypted_content"],
-            "prompt_cache_key": "k",
-            "client_metadata": {"x-codex-installation-id": "1"},
-        }
-        status, body, headers = await posted(rig, **fields)
-        assert status == 200, body
-        assert headers[IGNORED] == "client_metadata, tools[].web_search, tools[].local_shell"
-        assert [tool["type"] for tool in body["tools"]] == ["function", "custom", "namespace"]
-        await events_of(rig, **fields)
-
-    for request in play(scene, setting()).ended:
+@played(setting())
+async def test_codex_is_served_and_tools_of_a_server_are_ignored(rig: Rig) -> None:
+    fields: dict[str, Any] = {
+        "tools": CODEX,
+        "tool_choice": "auto",
+        "parallel_tool_calls": False,
+        "store": False,
+        "include": ["reasoning.encrypted_content"],
+        "prompt_cache_key": "k",
+        "client_metadata": {"x-codex-installation-id": "1"},
+    }
+    status, body, headers = await posted(rig, **fields)
+    assert status == 200, body
+    assert headers[IGNORED] == "client_metadata, tools[].web_search, tools[].local_shell"
+    assert [tool["type"] for tool in body["tools"]] == ["function", "custom", "namespace"]
+    await events_of(rig, **fields)
+    for request in rig.ended:
         prompt = bytes(request.spec.prompt).decode()
         assert prompt.startswith("tools:exec_command,apply_patch,mcp__github__search\n")
 
@@ -143,22 +142,21 @@ async def test_the_error_names_an_invalid_tool(rig: Rig, tools: list[Any], param
     assert (status, body["error"]["param"]) == (400, param)
 
 
-def test_input_tokens_are_counted_without_generating() -> None:
-    async def scene(rig: Rig) -> None:
-        status, body, _ = await posted(rig, instructions="Be brief.")
-        assert status == 200
-        fields = {"instructions": "Be brief.", "tools": [ADD]}
-        status, counted, _ = await posted(rig, "/v1/responses/input_tokens", **fields)
-        num_tokens = len("tools:add\n") + body["usage"]["input_tokens"]
-        assert (status, counted) == (
-            200,
-            {"object": "response.input_tokens", "input_tokens": num_tokens},
-        )
-        more = {"previous_response_id": body["id"]}
-        _, counted, _ = await posted(rig, "/v1/responses/input_tokens", **more)
-        assert counted["input_tokens"] == len("user:hi\nassistant:Hello!\nuser:hi\n")
-
-    assert len(play(scene, setting()).ended) == 1
+@played(setting())
+async def test_input_tokens_are_counted_without_generating(rig: Rig) -> None:
+    status, body, _ = await posted(rig, instructions="Be brief.")
+    assert status == 200
+    fields = {"instructions": "Be brief.", "tools": [ADD]}
+    status, counted, _ = await posted(rig, "/v1/responses/input_tokens", **fields)
+    num_tokens = len("tools:add\n") + body["usage"]["input_tokens"]
+    assert (status, counted) == (
+        200,
+        {"object": "response.input_tokens", "input_tokens": num_tokens},
+    )
+    more = {"previous_response_id": body["id"]}
+    _, counted, _ = await posted(rig, "/v1/responses/input_tokens", **more)
+    assert counted["input_tokens"] == len("user:hi\nassistant:Hello!\nuser:hi\n")
+    assert len(rig.ended) == 1
 
 
 @pytest.mark.parametrize(

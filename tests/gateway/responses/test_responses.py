@@ -6,7 +6,7 @@ import pytest
 from adapters.dialects.choosing import choose_dialect
 from engine.request import Abort
 from tests.gateway.forms import a_line, ended, lines_of, started
-from tests.gateway.rig import EPOCH, MODEL, STEP, Rig, Setting, play, played
+from tests.gateway.rig import EPOCH, MODEL, STEP, Rig, Setting, played
 
 PATH = "/v1/responses"
 HERMES = choose_dialect("", "hermes", "think")
@@ -177,7 +177,8 @@ async def test_previous_response_id_continues_the_conversation(rig: Rig) -> None
     ]
 
 
-def test_items_are_converted_back_to_their_messages() -> None:
+@played()
+async def test_items_are_converted_back_to_their_messages(rig: Rig) -> None:
     items = [
         {"role": "developer", "content": "Rules."},
         {"role": "user", "content": [{"type": "input_text", "text": "a"}]},
@@ -200,14 +201,10 @@ def test_items_are_converted_back_to_their_messages() -> None:
         {"role": "assistant", "content": "c"},
         {"role": "assistant", "content": "d"},
     ]
-
-    async def scene(rig: Rig) -> None:
-        await created(rig, input=items)
-        assert prompts(rig) == [
-            "developer:Rules.\nuser:a\nassistant:b\ntool:1\ntool:2\nassistant:c\nassistant:d\n"
-        ]
-
-    play(scene)
+    await created(rig, input=items)
+    assert prompts(rig) == [
+        "developer:Rules.\nuser:a\nassistant:b\ntool:1\ntool:2\nassistant:c\nassistant:d\n"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -222,20 +219,17 @@ async def test_tool_choice_works_as_in_chat(rig: Rig, choice: Any, must_call: bo
     assert (rig.ended[0].spec.grammar is not None) == must_call
 
 
-def test_a_format_constrains_the_text() -> None:
+@played(Setting(texts=("{}",)))
+async def test_a_format_constrains_the_text(rig: Rig) -> None:
     schema = {"type": "object", "properties": {}, "additionalProperties": False}
-
-    async def scene(rig: Rig) -> None:
-        form = {"type": "json_schema", "name": "it", "schema": schema, "strict": True}
-        result = await created(rig, text={"format": form})
-        assert result["text"]["format"] == form
-        await created(rig, text={"format": {"type": "json_object"}})
-        await created(rig, text={"format": {"type": "text"}})
-        kinds = [request.spec.grammar and request.spec.grammar.kind.value for request in rig.ended]
-        assert None not in kinds[:2]
-        assert kinds[2] is None
-
-    play(scene, Setting(texts=("{}",)))
+    form = {"type": "json_schema", "name": "it", "schema": schema, "strict": True}
+    result = await created(rig, text={"format": form})
+    assert result["text"]["format"] == form
+    await created(rig, text={"format": {"type": "json_object"}})
+    await created(rig, text={"format": {"type": "text"}})
+    kinds = [request.spec.grammar and request.spec.grammar.kind.value for request in rig.ended]
+    assert None not in kinds[:2]
+    assert kinds[2] is None
 
 
 @played()
@@ -257,31 +251,27 @@ LONG = "a long story " * 10
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_disconnect_ends_the_request_and_stores_nothing(stream: bool) -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(PATH, ask(stream=stream)):
-            await asyncio.sleep(3.5 * STEP)
-        await asyncio.sleep(STEP)
-
-    rig = play(scene, Setting(texts=(LONG,)))
+@played(Setting(texts=(LONG,)))
+async def test_a_disconnect_ends_the_request_and_stores_nothing(rig: Rig, stream: bool) -> None:
+    async with rig.client.post(PATH, ask(stream=stream)):
+        await asyncio.sleep(3.5 * STEP)
+    await asyncio.sleep(STEP)
     assert [request.abort for request in rig.ended] == [Abort.CLIENT_GONE]
 
 
-def test_a_running_response_is_cancelled_by_its_id() -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(PATH, ask(stream=True)) as exchange:
-            events = exchange.events()
-            response_id = (await anext(events))["response"]["id"]
-            cancelling = await rig.client.post(f"{PATH}/{response_id}/cancel", b"")
-            assert (cancelling.status, cancelling.json["status"]) == (200, "cancelled")
-            *_, last = [event async for event in events]
-        assert last["type"] == "response.failed"
-        assert last["response"]["status"] == "cancelled"
-        done = await created(rig, max_output_tokens=1)
-        assert (await rig.client.post(f"{PATH}/{done['id']}/cancel", b"")).status == 400
-        assert (await rig.client.post(f"{PATH}/{response_id}/cancel", b"")).status == 404
-
-    rig = play(scene, Setting(texts=(LONG,)))
+@played(Setting(texts=(LONG,)))
+async def test_a_running_response_is_cancelled_by_its_id(rig: Rig) -> None:
+    async with rig.client.post(PATH, ask(stream=True)) as exchange:
+        events = exchange.events()
+        response_id = (await anext(events))["response"]["id"]
+        cancelling = await rig.client.post(f"{PATH}/{response_id}/cancel", b"")
+        assert (cancelling.status, cancelling.json["status"]) == (200, "cancelled")
+        *_, last = [event async for event in events]
+    assert last["type"] == "response.failed"
+    assert last["response"]["status"] == "cancelled"
+    done = await created(rig, max_output_tokens=1)
+    assert (await rig.client.post(f"{PATH}/{done['id']}/cancel", b"")).status == 400
+    assert (await rig.client.post(f"{PATH}/{response_id}/cancel", b"")).status == 404
     assert rig.ended[0].abort is Abort.EXPLICIT
 
 
@@ -296,25 +286,22 @@ async def test_a_failing_stream_ends_with_an_error_event(rig: Rig) -> None:
     assert last["response"]["error"]["code"] == "server_error"
 
 
-def test_truncation_auto_drops_the_oldest_items() -> None:
+@played()
+async def test_truncation_auto_drops_the_oldest_items(rig: Rig) -> None:
     items = [
         {"role": "system", "content": "Rules."},
         *({"role": "user", "content": f"{i}" * 20} for i in range(10)),
     ]
-
-    async def scene(rig: Rig) -> None:
-        exchange = await rig.client.post(PATH, ask(input=items))
-        assert (exchange.status, exchange.json["error"]["param"]) == (400, "input")
-        result = await created(rig, input=items, truncation="auto", max_output_tokens=20)
-        assert result["truncation"] == "auto"
-        (prompt,) = prompts(rig)
-        assert prompt.startswith("system:Rules.\nuser:4")
-        assert prompt.endswith("user:" + "9" * 20 + "\n")
-        assert 180 - 26 < len(prompt) <= 180
-        body = ask(input="x" * 300, truncation="auto")
-        assert (await rig.client.post(PATH, body)).status == 400
-
-    play(scene)
+    exchange = await rig.client.post(PATH, ask(input=items))
+    assert (exchange.status, exchange.json["error"]["param"]) == (400, "input")
+    result = await created(rig, input=items, truncation="auto", max_output_tokens=20)
+    assert result["truncation"] == "auto"
+    (prompt,) = prompts(rig)
+    assert prompt.startswith("system:Rules.\nuser:4")
+    assert prompt.endswith("user:" + "9" * 20 + "\n")
+    assert 180 - 26 < len(prompt) <= 180
+    body = ask(input="x" * 300, truncation="auto")
+    assert (await rig.client.post(PATH, body)).status == 400
 
 
 @played()

@@ -8,7 +8,7 @@ from engine.errors import InvalidRequest
 from gateway.schema.responses.tool_format import MAX_PATTERN, input_pattern
 from tests.gateway.generation.test_output_limits import accepts
 from tests.gateway.responses.test_response_tools import HERMES, call, posted
-from tests.gateway.rig import Rig, Setting, play, played
+from tests.gateway.rig import Rig, Setting, played
 from tests.gateway.scripted_model import byte_grammars
 
 # The format of Codex CLI's tool `apply_patch`.
@@ -114,16 +114,14 @@ def test_text_is_not_constrained(form: dict[str, Any] | None) -> None:
 @pytest.mark.parametrize(
     ("patch", "is_allowed"), [(GOOD_PATCH, True), (GOOD_PATCH.replace("+one", "one"), False)]
 )
-def test_calls_of_a_custom_tool_are_constrained_to_its_grammar(
-    patch: str, is_allowed: bool
+@played(Setting(texts=("Hello!",), dialect=HERMES))
+async def test_calls_of_a_custom_tool_are_constrained_to_its_grammar(
+    rig: Rig, patch: str, is_allowed: bool
 ) -> None:
     tool = {"type": "custom", "name": "apply_patch", "format": lark(APPLY_PATCH)}
-
-    async def scene(rig: Rig) -> None:
-        status, body, _ = await posted(rig, tools=[tool])
-        assert status == 200, body
-
-    (request,) = play(scene, Setting(texts=("Hello!",), dialect=HERMES)).ended
+    status, body, _ = await posted(rig, tools=[tool])
+    assert status == 200, body
+    (request,) = rig.ended
     assert request.spec.grammar is not None
     matcher = byte_grammars().compile(request.spec.grammar)
     output = call("apply_patch", {"input": "@"})

@@ -90,19 +90,17 @@ def test_a_queue_that_one_key_has_filled_takes_a_request_of_another() -> None:
 
 
 @STREAMED_OR_NOT
-def test_choices_that_do_not_all_fit_are_all_rejected(stream: bool) -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(CHAT, chat(max_tokens=20)) as first:
+@played(Setting(num_blocks=28, admission=Admission.RESERVE, max_queue_requests=3))
+async def test_choices_that_do_not_all_fit_are_all_rejected(rig: Rig, stream: bool) -> None:
+    async with rig.client.post(CHAT, chat(max_tokens=20)) as first:
+        await asyncio.sleep(STEP / 2)
+        async with rig.client.post(CHAT, chat(stream=stream, n=2)) as waits:
             await asyncio.sleep(STEP / 2)
-            async with rig.client.post(CHAT, chat(stream=stream, n=2)) as waits:
-                await asyncio.sleep(STEP / 2)
-                exchange = await rig.client.post(CHAT, chat(stream=stream, n=2))
-                assert exchange.status == 503
-                assert len(rig.ended) == 1
-                await first.json()
-                await waits.read()
-
-    rig = play(scene, Setting(num_blocks=28, admission=Admission.RESERVE, max_queue_requests=3))
+            exchange = await rig.client.post(CHAT, chat(stream=stream, n=2))
+            assert exchange.status == 503
+            assert len(rig.ended) == 1
+            await first.json()
+            await waits.read()
     assert [request.outcome for request in rig.ended].count("cancelled") == 1
 
 
@@ -111,18 +109,16 @@ def test_choices_that_do_not_all_fit_are_all_rejected(stream: bool) -> None:
     ("fields", "param"),
     [({"n": 4}, "n"), ({"prompt": ["a"] * 4}, "prompt"), ({"prompt": ["a" * 8] * 2}, "prompt")],
 )
-def test_choices_beyond_the_queues_limits_are_a_400_that_names_the_field(
-    stream: bool, fields: dict[str, object], param: str
+@played(Setting(max_queue_requests=3, max_queue_tokens=15))
+async def test_choices_beyond_the_queues_limits_are_a_400_that_names_the_field(
+    rig: Rig, stream: bool, fields: dict[str, object], param: str
 ) -> None:
-    async def scene(rig: Rig) -> None:
-        exchange = await rig.client.post(TEXT, text(stream=stream, **fields))
-        error = exchange.json["error"]
-        assert (exchange.status, error["param"]) == (400, param)
-        assert "the queue holds" in error["message"]
-        exchange = await rig.client.post(TEXT, text(prompt="a" * 40, stream=stream))
-        assert exchange.status == 200, "one of any length may wait alone"
-
-    rig = play(scene, Setting(max_queue_requests=3, max_queue_tokens=15))
+    exchange = await rig.client.post(TEXT, text(stream=stream, **fields))
+    error = exchange.json["error"]
+    assert (exchange.status, error["param"]) == (400, param)
+    assert "the queue holds" in error["message"]
+    exchange = await rig.client.post(TEXT, text(prompt="a" * 40, stream=stream))
+    assert exchange.status == 200, "one of any length may wait alone"
     assert len(rig.ended) == 1
 
 

@@ -11,7 +11,7 @@ from engine.step import SamplingParams
 from gateway.errors import ModelNotFound
 from gateway.generation.choices import StreamGroup
 from tests.gateway.lora_loader import LOAD_SECONDS
-from tests.gateway.rig import CHAT, MODEL, STEP, TEXT, Rig, Setting, chat, play, played, text
+from tests.gateway.rig import CHAT, MODEL, STEP, TEXT, Rig, Setting, chat, played, text
 
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 PROMPT = "a prompt of many blocks"  # of one token each
@@ -53,27 +53,25 @@ async def unload(rig: Rig, name: str) -> Answer:
     return await post(rig, UNLOAD, {"lora_name": name})
 
 
-def test_a_loaded_adapter_is_a_model_in_every_api() -> None:
-    async def scene(rig: Rig) -> None:
-        assert await load(rig, "sql") == "Success: LoRA adapter 'sql' added successfully."
-        listed = (await get(rig, "/v1/models")).json["data"]
-        assert [(m["id"], m["root"], m["parent"]) for m in listed] == [
-            (MODEL, MODEL, None),
-            ("sql", "/loras/one", MODEL),
-        ]
-        assert (await get(rig, "/v1/models/sql")).json == listed[1]
-        for path, body in (
-            (CHAT, chat(model="sql")),
-            (TEXT, text(model="sql")),
-            ("/v1/responses", {"model": "sql", "input": "hi"}),
-            ("/v1/messages", {**chat(model="sql"), "max_tokens": 8}),
-        ):
-            answer = (await post(rig, path, body)).json
-            assert answer["model"] == "sql", path
-        assert (await post(rig, "/tokenize", text(model="sql"))).status == 200
-        assert (await post(rig, TEXT, text())).status == 200
-
-    rig = play(scene, Setting(texts=["yes"] * 5))
+@played(Setting(texts=["yes"] * 5))
+async def test_a_loaded_adapter_is_a_model_in_every_api(rig: Rig) -> None:
+    assert await load(rig, "sql") == "Success: LoRA adapter 'sql' added successfully."
+    listed = (await get(rig, "/v1/models")).json["data"]
+    assert [(m["id"], m["root"], m["parent"]) for m in listed] == [
+        (MODEL, MODEL, None),
+        ("sql", "/loras/one", MODEL),
+    ]
+    assert (await get(rig, "/v1/models/sql")).json == listed[1]
+    for path, body in (
+        (CHAT, chat(model="sql")),
+        (TEXT, text(model="sql")),
+        ("/v1/responses", {"model": "sql", "input": "hi"}),
+        ("/v1/messages", {**chat(model="sql"), "max_tokens": 8}),
+    ):
+        answer = (await post(rig, path, body)).json
+        assert answer["model"] == "sql", path
+    assert (await post(rig, "/tokenize", text(model="sql"))).status == 200
+    assert (await post(rig, TEXT, text())).status == 200
     assert [r.spec.lora and r.spec.lora.name for r in rig.ended] == ["sql"] * 4 + [None]
 
 
@@ -117,19 +115,17 @@ async def test_unloading_waits_for_running_requests_and_rejects_new_ones_at_once
     assert (again.status, again.error) == (404, "The LoRA adapter 'sql' is not loaded.")
 
 
-def test_requests_of_a_replaced_adapter_end_with_it() -> None:
-    async def scene(rig: Rig) -> None:
-        await load(rig, "sql")
-        running = asyncio.create_task(post(rig, TEXT, text(model="sql")))
-        await asyncio.sleep(STEP)
-        await load(rig, "sql", "/loras/two", load_inplace=True)
-        assert set(rig.loader.loaded) == {1, 2}
-        assert (await post(rig, TEXT, text(model="sql"))).status == 200
-        assert (await running).status == 200
-        await asyncio.sleep(0)
-        assert set(rig.loader.loaded) == {2}
-
-    rig = play(scene, Setting(texts=["a long answer", "yes"]))
+@played(Setting(texts=["a long answer", "yes"]))
+async def test_requests_of_a_replaced_adapter_end_with_it(rig: Rig) -> None:
+    await load(rig, "sql")
+    running = asyncio.create_task(post(rig, TEXT, text(model="sql")))
+    await asyncio.sleep(STEP)
+    await load(rig, "sql", "/loras/two", load_inplace=True)
+    assert set(rig.loader.loaded) == {1, 2}
+    assert (await post(rig, TEXT, text(model="sql"))).status == 200
+    assert (await running).status == 200
+    await asyncio.sleep(0)
+    assert set(rig.loader.loaded) == {2}
     assert [r.spec.lora and r.spec.lora.lora_id for r in rig.ended] == [2, 1]
 
 

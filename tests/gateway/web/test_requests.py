@@ -4,7 +4,7 @@ import pytest
 
 from engine.request import Abort
 from tests.gateway.answers import answer_to
-from tests.gateway.rig import CHAT, STEP, TEXT, Rig, Setting, chat, play, played, text
+from tests.gateway.rig import CHAT, STEP, TEXT, Rig, Setting, chat, played, text
 
 LONG = "a long story " * 10
 NAME = {"x-request-id": "mine/1"}
@@ -15,50 +15,46 @@ def key(name: str) -> dict[str, str]:
     return {"authorization": f"Bearer {name}"}
 
 
-def test_a_cancelled_stream_ends_with_an_error_event() -> None:
-    async def scene(rig: Rig) -> None:
-        async with rig.client.post(CHAT, chat(stream=True), NAME) as exchange:
-            await asyncio.sleep(3.5 * STEP)
-            async with rig.client.post(CANCEL, b"") as cancelling:
-                result = await cancelling.json()
-            *chunks, last = [event async for event in exchange.events()]
-        assert (cancelling.status, result["id"], result["cancelled"]) == (200, "mine/1", True)
-        assert result["num_choices"] == 1
-        assert "".join(c["choices"][0]["delta"]["content"] for c in chunks) == LONG[:3]
-        assert last["error"]["code"] == "request_cancelled"
-        assert rig.service.clock() == 3.5 * STEP
-
-    rig = play(scene, Setting(texts=(LONG,)))
+@played(Setting(texts=(LONG,)))
+async def test_a_cancelled_stream_ends_with_an_error_event(rig: Rig) -> None:
+    async with rig.client.post(CHAT, chat(stream=True), NAME) as exchange:
+        await asyncio.sleep(3.5 * STEP)
+        async with rig.client.post(CANCEL, b"") as cancelling:
+            result = await cancelling.json()
+        *chunks, last = [event async for event in exchange.events()]
+    assert (cancelling.status, result["id"], result["cancelled"]) == (200, "mine/1", True)
+    assert result["num_choices"] == 1
+    assert "".join(c["choices"][0]["delta"]["content"] for c in chunks) == LONG[:3]
+    assert last["error"]["code"] == "request_cancelled"
+    assert rig.service.clock() == 3.5 * STEP
+    await asyncio.sleep(STEP)
     assert [request.abort for request in rig.ended] == [Abort.EXPLICIT]
     assert rig.metrics.requests.cancel_to_free.sum <= 1
 
 
-def test_every_choice_of_a_whole_response_is_cancelled() -> None:
-    async def scene(rig: Rig) -> None:
-        body = text(prompt=["ab", "cd"], n=2, max_tokens=100)
-        async with rig.client.post(TEXT, body, NAME) as exchange:
-            await asyncio.sleep(3.5 * STEP)
-            assert (await rig.client.post(CANCEL, b"")).json["num_choices"] == 4
-            reply = await exchange.json()
-        assert exchange.status == 499
-        assert reply["error"]["code"] == "request_cancelled"
-
-    rig = play(scene, Setting(texts=(LONG,)))
+@played(Setting(texts=(LONG,)))
+async def test_every_choice_of_a_whole_response_is_cancelled(rig: Rig) -> None:
+    body = text(prompt=["ab", "cd"], n=2, max_tokens=100)
+    async with rig.client.post(TEXT, body, NAME) as exchange:
+        await asyncio.sleep(3.5 * STEP)
+        assert (await rig.client.post(CANCEL, b"")).json["num_choices"] == 4
+        reply = await exchange.json()
+    assert exchange.status == 499
+    assert reply["error"]["code"] == "request_cancelled"
+    await asyncio.sleep(STEP)
     assert [request.abort for request in rig.ended] == [Abort.EXPLICIT] * 4
 
 
-def test_a_queued_request_is_cancelled_before_it_runs() -> None:
-    async def scene(rig: Rig) -> None:
-        async with (
-            rig.client.post(CHAT, chat(max_tokens=20)) as first,
-            rig.client.post(CHAT, chat(), NAME) as second,
-        ):
-            await asyncio.sleep(STEP)
-            assert (await rig.client.post(CANCEL, b"")).status == 200
-            assert await second.start() == 499
-            assert await first.start() == 200
-
-    rig = play(scene, Setting(texts=(LONG,), max_batch_size=1))
+@played(Setting(texts=(LONG,), max_batch_size=1))
+async def test_a_queued_request_is_cancelled_before_it_runs(rig: Rig) -> None:
+    async with (
+        rig.client.post(CHAT, chat(max_tokens=20)) as first,
+        rig.client.post(CHAT, chat(), NAME) as second,
+    ):
+        await asyncio.sleep(STEP)
+        assert (await rig.client.post(CANCEL, b"")).status == 200
+        assert await second.start() == 499
+        assert await first.start() == 200
     assert rig.ended[0].times.admitted_at is None
 
 

@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from gateway.schema.openai.chat import MAX_MESSAGES
-from tests.gateway.rig import CHAT, CONTEXT, MODEL, USER, Rig, chat, play, played
+from tests.gateway.rig import CHAT, CONTEXT, MODEL, USER, Rig, chat, played
 from tests.gateway.scripted_model import END
 
 RENDER = f"{CHAT}/render"
@@ -34,16 +34,14 @@ async def test_tokenize_returns_token_strings_if_requested(rig: Rig) -> None:
     assert result["token_strs"] == ["a", "\ufffd", "\ufffd"]
 
 
-def test_tokenize_renders_messages() -> None:
-    async def scene(rig: Rig) -> None:
-        result = await posted(rig, "/tokenize", {"messages": USER})
-        assert bytes(result["tokens"]) == b"user:hi\n"
-        rendered = await posted(rig, RENDER, chat(max_tokens=5))
-        assert rendered["token_ids"] == result["tokens"]
-        assert rendered["prompt"] == "user:hi\n"
-        assert rendered["count"] == result["count"] == 8
-
-    rig = play(scene)
+@played()
+async def test_tokenize_renders_messages(rig: Rig) -> None:
+    result = await posted(rig, "/tokenize", {"messages": USER})
+    assert bytes(result["tokens"]) == b"user:hi\n"
+    rendered = await posted(rig, RENDER, chat(max_tokens=5))
+    assert rendered["token_ids"] == result["tokens"]
+    assert rendered["prompt"] == "user:hi\n"
+    assert rendered["count"] == result["count"] == 8
     assert not rig.ended
 
 

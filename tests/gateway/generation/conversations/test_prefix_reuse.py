@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from tests.gateway.rig import CHAT, MODEL, TEXT, Rig, Setting, chat, play, played, text
+from tests.gateway.rig import CHAT, MODEL, TEXT, Rig, Setting, chat, played, text
 
 OFF = Setting(prefix_cache=False)
 STREAMED_OR_NOT = pytest.mark.parametrize("stream", [True, False])
@@ -49,12 +49,11 @@ async def test_a_second_turn_reuses_the_first_turns_output(rig: Rig) -> None:
     assert await cached(rig, TEXT, turn) == len("Q: hi\nA: Hello!")
 
 
-def test_without_the_cache_nothing_is_cached() -> None:
-    async def scene(rig: Rig) -> None:
-        assert await cached(rig, CHAT, chat()) == 0
-        assert await cached(rig, CHAT, chat()) == 0
-
-    assert play(scene, OFF).metrics.num_cached_tokens == 0
+@played(OFF)
+async def test_without_the_cache_nothing_is_cached(rig: Rig) -> None:
+    assert await cached(rig, CHAT, chat()) == 0
+    assert await cached(rig, CHAT, chat()) == 0
+    assert rig.metrics.num_cached_tokens == 0
 
 
 @played()
