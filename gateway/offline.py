@@ -15,7 +15,6 @@ import asyncio
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -27,13 +26,10 @@ from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedC
 from engine.errors import Unavailable
 from gateway.access.callers import Caller
 from gateway.pooling.group import body_of
-from gateway.serve.assemble import build_models, build_service, load_at_start
-from gateway.serve.tls import load_credentials
+from gateway.serve.embedded import embedded
 from gateway.service import Service
-from gateway.settings.checks import check_settings
+from gateway.settings.server import IN_MEMORY
 from gateway.settings.settings import Settings, load
-from gateway.store.store import open_store
-from gateway.store.usage import StoreLimits
 from gateway.web.table import ROUTES
 
 Message = Mapping[str, Any]
@@ -72,7 +68,8 @@ class Podway:
         defaults = {"max_queue_requests": NO_LIMIT, "max_queue_tokens": NO_LIMIT}
         defaults["prefill_slowdown"] = "0"  # no bound: throughput counts, not the ITL
         given = {name: value if value is True else str(value) for name, value in settings.items()}
-        self._settings = load({**defaults, **given, "model": model})
+        own = {"model": model, "store": IN_MEMORY, "drain_seconds": "0"}
+        self._settings = load({**defaults, **given, **own})
         self._progress = progress
         self._started: Future[Service] = Future()
         self._stop = asyncio.Event()
@@ -173,19 +170,9 @@ class Podway:
                 self._started.set_exception(error)
 
     async def _serve(self, settings: Settings) -> None:
-        check_settings(settings)
-        async with AsyncExitStack() as stack:
-            models = build_models(settings, stack)
-            await load_at_start(models.groups)
-            store = open_store(None, StoreLimits())
-            stack.callback(store.close)
-            service = build_service(settings, models, load_credentials(settings), store)
-            async with asyncio.TaskGroup() as group:
-                running = group.create_task(models.groups.run())
-                self._started.set_result(service)
-                await self._stop.wait()
-                await models.groups.drain(0)
-                running.cancel()
+        async with embedded(settings) as server:
+            self._started.set_result(server.service)
+            await self._stop.wait()
 
 
 def _read(body: Mapping[str, Any]) -> list[Generation]:
