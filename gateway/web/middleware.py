@@ -6,6 +6,7 @@
 events there directly, because middleware reads the status line and the last message only.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -81,16 +82,7 @@ class IdentifyCaller:
             return
         record = self._identify(scope)
         scope["podway.send"] = send
-        is_answered = False
-
-        async def send_and_note(message: Message) -> None:
-            nonlocal is_answered
-            if message["type"] == "http.response.start":
-                record.status = message["status"]
-            else:
-                is_answered = is_answered or not message.get("more_body", False)
-            await send(message)
-
+        progress = scope["podway.progress"] = _Progress(send, record)
         intake, client = self._intake_of(scope, record), scope["podway.caller"].network
         thread_meter.set(ThreadWork(intake, self._turns, client))
         store_meter.set(partial(intake.charge_piece, client=client))
@@ -99,15 +91,15 @@ class IdentifyCaller:
             scope["podway.turn_of_loop"] = partial(intake.next_turn, client)
         try:
             await intake.enter(client)
-            work = self._app(scope, intake.gated(receive, client), send_and_note)
+            work = self._app(scope, intake.gated(receive, client), progress.send)
             await intake.metered(work, record, client)
         finally:
-            for name in ("podway.send", "podway.upgrade"):  # they refer back to the scope
+            for name in ("podway.send", "podway.progress", "podway.upgrade"):  # they refer back
                 scope.pop(name, None)
             if rejection := scope.get("podway.rejection"):  # by the connection
                 record.status, record.reason = rejection
             self._service.request_log.close(record)
-            if not is_answered and (record.num_running or record.prompt_tokens):
+            if not progress.is_complete and (record.num_running or record.prompt_tokens):
                 intake.abandoned(client)
 
     def _intake_of(self, scope: Scope, record: RequestRecord) -> Intake:
@@ -233,42 +225,47 @@ class AccessControl:
         if attempt is None:
             await self._app(scope, receive, send)
             return
-        response = _Progress(send)
         scope["podway.attempt"] = attempt
         with attempt:
-            await self._app(scope, attempt.receive, response.send)
+            await self._app(scope, attempt.receive, send)
             if attempt.is_superseded:
-                await self._end_superseded(attempt, response, scope)
+                await self._end_superseded(attempt, scope, send)
 
-    async def _end_superseded(self, attempt: Attempt, response: "_Progress", scope: Scope) -> None:
+    async def _end_superseded(self, attempt: Attempt, scope: Scope, send: Send) -> None:
         """End the response that the app left open; its connection may still be alive."""
         caller: Caller = scope["podway.caller"]
+        response: _Progress = scope["podway.progress"]
         error = Superseded()
         caller.note(http_error(error).code)
         if not response.has_started:
             whole = error_response(error, caller, self._service.clock)
-            await whole(scope, attempt.receive, response.send)
+            await whole(scope, attempt.receive, send)
         elif not response.is_complete:
             dialect, request_id = caller.dialect, caller.request_id
             render = dialect.error_event if response.is_stream else dialect.error_body
             rest = render(error, request_id)
-            await response.send({"type": "http.response.body", "body": rest, "more_body": False})
+            await send({"type": "http.response.body", "body": rest, "more_body": False})
 
 
 class _Progress:
     """How far a response has been sent. Events of a stream do not pass through here."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, record: RequestRecord) -> None:
         self.has_started = False
         self.is_complete = False
-        self.is_stream = False
+        self._headers: Sequence[tuple[bytes, bytes]] = ()
         self._send = send
+        self._record = record
+
+    @property
+    def is_stream(self) -> bool:
+        return dict(self._headers).get(b"content-type", b"").startswith(b"text/event-stream")
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.has_started = True
-            media_type = dict(message["headers"]).get(b"content-type", b"")
-            self.is_stream = media_type.startswith(b"text/event-stream")
+            self._headers = message["headers"]
+            self._record.status = message["status"]
         else:
-            self.is_complete = not message.get("more_body", False)
+            self.is_complete = self.is_complete or not message.get("more_body", False)
         await self._send(message)
