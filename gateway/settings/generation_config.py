@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from typing import Any
 
 from engine.errors import InvalidRequest, StartupError
 from gateway.schema.decoding import check_minimum, check_range
@@ -11,8 +12,8 @@ FLAG = "--override-generation-config"
 FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
-def check_override(value: object) -> str:
-    """The value of the flag as JSON text; in a settings file it may be a table.
+def table_of(value: object, example: str) -> dict[str, Any]:
+    """A JSON object as text, or a table of a settings file.
 
     Raises `ValueError` with the rest of a line that begins with the flag.
     """
@@ -21,7 +22,16 @@ def check_override(value: object) -> str:
     except json.JSONDecodeError as error:
         raise ValueError(f"must be a JSON object: {error}") from None
     if not isinstance(given, dict):
-        raise ValueError('must be a JSON object such as {"temperature": 0.6}')
+        raise ValueError(f"must be a JSON object such as {example}")
+    return given
+
+
+def check_override(value: object) -> str:
+    """The value of the flag as JSON text; in a settings file it may be a table.
+
+    Raises `ValueError` with the rest of a line that begins with the flag.
+    """
+    given = table_of(value, '{"temperature": 0.6}')
     if unknown := [name for name in given if name not in FIELDS]:
         raise ValueError(f"has no field {unknown[0]!r}; it has {', '.join(FIELDS)}")
     try:

@@ -1,7 +1,6 @@
 """Settings of what is served, the model, its texts, LoRA adapters, and drafts of its tokens, and of
 how it is run."""
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +8,7 @@ from pathlib import Path
 from engine.policy import POLICIES
 from engine.setting import advanced, setting
 from engine.speculation.settings import SpeculationSettings
-from gateway.settings.generation_config import check_override
+from gateway.settings.generation_config import check_override, table_of
 
 BUILTIN_MODEL = "builtin"
 HOST = re.compile(r"([a-z0-9]([a-z0-9-]*[a-z0-9])?\.)*[a-z]([a-z0-9-]*[a-z0-9])?", re.IGNORECASE)
@@ -23,12 +22,7 @@ def speculation_settings(value: object) -> SpeculationSettings | None:
     """
     if value == "":
         return None
-    try:
-        given = json.loads(value) if isinstance(value, str) else value
-    except json.JSONDecodeError as error:
-        raise ValueError(f"must be a JSON object: {error}") from None
-    if not isinstance(given, dict):
-        raise ValueError('must be a JSON object such as {"method": "ngram"}')
+    given = table_of(value, '{"method": "ngram"}')
     try:
         return SpeculationSettings.parse(given)
     except ValueError as error:
