@@ -12,7 +12,7 @@ the same events. Pings are part of the ring, without a number.
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -223,6 +223,18 @@ class HeldStream(EndedStream):
             if self.ring.end == end:
                 ping = plan.renderer.ping if self.group is None else self.group.ping
                 self.ring.append_comment(ping)
+
+
+def held_under(
+    names: Sequence[str], plan: GenerationPlan, service: Service, entry: JournalEntry | None
+) -> HeldStream:
+    """Generate a plan's events into a new ring, which is found by these names. Without names the
+    stream is not kept."""
+    held = service.store.held
+    ring = held.open(plan.caller.tenant, names)
+    stream = HeldStream(plan, service, ring, held.ended, is_kept=bool(names), entry=entry)
+    held.add(stream, names)
+    return stream
 
 
 class HeldResponse:

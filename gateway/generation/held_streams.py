@@ -14,7 +14,13 @@ from engine.request import Abort
 from gateway.access.callers import Caller, header_of, valid_request_id
 from gateway.access.retries import Attempt
 from gateway.generation.choices import ChoiceGroup, generate_body
-from gateway.generation.held_stream import AcceptedResponse, EndedStream, HeldResponse, HeldStream
+from gateway.generation.held_stream import (
+    AcceptedResponse,
+    EndedStream,
+    HeldResponse,
+    HeldStream,
+    held_under,
+)
 from gateway.generation.plan import GenerationPlan
 from gateway.generation.reply import Reply, SharedReply
 from gateway.generation.stream_journal import JournalEntry, Origin
@@ -80,15 +86,10 @@ def begin(
 ) -> HeldStream:
     """Generate a plan's events. Without names, the stream ends when no attempt waits for it. One
     with names is in the journal; several choices have no order in which they could run again."""
-    held, journal = service.store.held, service.store.journal
-    ring = held.open(plan.caller.tenant, names)
     entry = None
-    if names and journal.is_on and plan.num_candidates == 1:
+    if names and service.store.journal.is_on and plan.num_candidates == 1:
         entry = JournalEntry(origin.service, origin.record(plan, names))
-    own = origin.service
-    stream = HeldStream(plan, own, ring, held.ended, is_kept=bool(names), entry=entry)
-    held.add(stream, names)
-    return stream
+    return held_under(names, plan, origin.service, entry)
 
 
 def respond(plan: GenerationPlan, service: Service, scope: Scope, origin: Origin) -> ASGIApp:

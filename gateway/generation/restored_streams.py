@@ -10,7 +10,7 @@ from typing import Any
 from engine.errors import EngineError, InvalidRequest
 from gateway.access.callers import Caller
 from gateway.errors import ModelNotFound, StoreFailed
-from gateway.generation.held_stream import EndedStream, HeldStream
+from gateway.generation.held_stream import EndedStream, held_under
 from gateway.generation.plan import GenerationPlan
 from gateway.generation.stream_journal import JournalEntry, Origin
 from gateway.service import Service, model_named
@@ -101,15 +101,8 @@ async def _run_again(
             raise InvalidRequest("the model is another one now")
         origin = Origin.again(record, serving)
         plan = await planner(record.body, caller, origin.service)
-        _begin(record, plan, origin)
+        origin.planned()
+        assert isinstance(plan, GenerationPlan), "only such plans are journalled"
+        entry = JournalEntry(origin.service, record, is_known=True)
+        held_under(record.names, plan, origin.service, entry)
         await asyncio.sleep(0)  # the stream has begun, and keeps the model loaded
-
-
-def _begin(record: StreamRecord, plan: object, origin: Origin) -> None:
-    origin.planned()
-    assert isinstance(plan, GenerationPlan), "only such plans are journalled"
-    entry = JournalEntry(origin.service, record, is_known=True)
-    held = origin.service.store.held
-    ring = held.open(record.tenant, record.names)
-    stream = HeldStream(plan, origin.service, ring, held.ended, is_kept=True, entry=entry)
-    held.add(stream, record.names)

@@ -109,10 +109,6 @@ class Responses:
 
         return await self._read(key, read)
 
-    async def check_room(self) -> None:
-        """Raises `StoreOutOfSpace` if no response can be stored now."""
-        await self._database.check_writable()
-
     async def delete(self, key: Key) -> None:
         """Delete it with its items."""
 

@@ -1,6 +1,6 @@
 """The plan of `POST /v1/responses`, and of a message of its WebSocket: what the model reads."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -73,22 +73,21 @@ async def plan_response(body: bytes, caller: Caller, service: Service) -> Genera
     running = RunningResponse(
         *(renderer.response_id, caller.request_id, caller.tenant, renderer.snapshot, continued)
     )
-    plan = replace(plan, listed=partial(service.running.register, running))
-    if request.is_stored:
-        await service.store.responses.check_room()
-        store = partial(_store, renderer, items, caller, service)
-        plan = replace(plan, on_complete=store)
-        if request.background:
-            plan = replace(plan, background=_background(renderer, store))
-    if conversation is not None:
-        await service.store.conversations.check_room()
-        append = partial(_append, conversation, new, renderer, caller, service)
-        plan = replace(plan, on_complete=partial(_in_order, append, plan.on_complete))
+    last: list[Complete] = []
     if turn is not None:
         turn.renderer = renderer
-        keep = partial(_hold, turn, renderer, items, caller, service)
-        plan = replace(plan, on_complete=partial(_in_order, keep, plan.on_complete))
-    return plan
+        last.append(partial(_hold, turn, renderer, items, service))
+    if conversation is not None:
+        last.append(partial(_append, conversation, new, renderer, caller, service))
+    background = None
+    if request.is_stored or conversation is not None:
+        await service.store.database.check_writable()
+    if request.is_stored:
+        store = partial(_store, renderer, items, caller, service)
+        last.append(store)
+        background = _background(renderer, store) if request.background else None
+    listed = partial(service.running.register, running)
+    return replace(plan, listed=listed, on_complete=partial(_in_order, last), background=background)
 
 
 async def _compared(
@@ -128,10 +127,9 @@ def _turn_of(caller: Caller) -> Turn | None:
     return caller.turn if isinstance(caller.turn, Turn) else None
 
 
-async def _in_order(first: Complete, second: Complete | None) -> None:
-    await first()
-    if second is not None:
-        await second()
+async def _in_order(last: Sequence[Complete]) -> None:
+    for each in last:
+        await each()
 
 
 def _background(renderer: ResponsesRenderer, store: Callable[[], Awaitable[None]]) -> Background:
@@ -245,11 +243,7 @@ async def _earlier_items(request: ResponseRequest, caller: Caller, service: Serv
 
 
 async def _hold(
-    turn: Turn,
-    renderer: ResponsesRenderer,
-    items: list[Item],
-    caller: Caller,
-    service: Service,
+    turn: Turn, renderer: ResponsesRenderer, items: list[Item], service: Service
 ) -> None:
     """Let the connection's next messages continue the response."""
     make = partial(turn.to_hold, items, renderer.output.items, service.model)
