@@ -4,13 +4,10 @@ Responses and Messages requests are converted to chat requests; an error that na
 changed to name the field that the caller used.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TypeVar
 
 from engine.errors import InvalidRequest
-
-T = TypeVar("T")
 
 
 @contextmanager
@@ -24,12 +21,6 @@ def renamed_fields(names: Mapping[str, str]) -> Iterator[None]:
             error.args = (str(error).replace(f"'{error.param}", f"'{param}"),)
             error.param = param
         raise
-
-
-def with_renamed_fields(make: Callable[[], T], names: Mapping[str, str]) -> T:
-    """The result of `make`; its errors name the fields as the caller spelled them."""
-    with renamed_fields(names):
-        return make()
 
 
 def _renamed(param: str, names: Mapping[str, str]) -> str:

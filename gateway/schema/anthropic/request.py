@@ -5,7 +5,6 @@ tools marks none, since shared prefixes are found without it. The longest `ttl` 
 minutes by default, is that of the prompt's cached blocks.
 """
 
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -24,7 +23,7 @@ from gateway.schema.decoding import (
     missing,
     reject_unless,
 )
-from gateway.schema.field_names import with_renamed_fields
+from gateway.schema.field_names import renamed_fields
 from gateway.schema.fields.sampling import ANTHROPIC_TTLS, TTLS
 from gateway.schema.openai.chat import ChatRequest, chat_of
 
@@ -180,7 +179,8 @@ class AnthropicRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
             schema = {"name": "output", "schema": config.format.schema, "strict": True}
             body["response_format"] = {"type": "json_schema", "json_schema": schema}
         given = {name: value for name, value in body.items() if value is not None}
-        return with_renamed_fields(partial(chat_of, given), NAMES)
+        with renamed_fields(NAMES):
+            return chat_of(given)
 
     @property
     def removes_context(self) -> bool:

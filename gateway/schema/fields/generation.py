@@ -156,19 +156,22 @@ class OutputRequest(SamplingRequest, kw_only=True, forbid_unknown_fields=True):
 
 def _constraints_in(fields: Any, path: str, prefix: str) -> Iterator[OutputConstraint]:
     """The constraints among the four fields that `structured_outputs` and `guided_*` share."""
-    schema = getattr(fields, prefix + "json")
-    if schema is not None:
-        yield OutputConstraint(_schema(schema), f"{path}{prefix}json")
-    regex = getattr(fields, prefix + "regex")
-    if regex is not None:
-        yield OutputConstraint(Grammar(GrammarKind.REGEX, regex), f"{path}{prefix}regex")
-    choice = getattr(fields, prefix + "choice")
-    if choice is not None:
-        yield OutputConstraint(_choice(choice, f"{path}{prefix}choice"), f"{path}{prefix}choice")
-    grammar = getattr(fields, prefix + "grammar")
-    if grammar is not None:
-        kind = GrammarKind.EBNF if "::=" in grammar else GrammarKind.LARK
-        yield OutputConstraint(Grammar(kind, grammar), f"{path}{prefix}grammar")
+    for name in ("json", "regex", "choice", "grammar"):
+        value = getattr(fields, prefix + name)
+        if value is not None:
+            param = f"{path}{prefix}{name}"
+            yield OutputConstraint(_grammar(name, value, param), param)
+
+
+def _grammar(name: str, value: Any, param: str) -> Grammar:
+    match name:
+        case "json":
+            return _schema(value)
+        case "choice":
+            return _choice(value, param)
+        case "regex":
+            return Grammar(GrammarKind.REGEX, value)
+    return Grammar(GrammarKind.EBNF if "::=" in value else GrammarKind.LARK, value)
 
 
 def _check_bad_words(words: Sequence[str]) -> None:

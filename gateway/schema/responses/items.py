@@ -146,24 +146,17 @@ class InputItem(msgspec.Struct, forbid_unknown_fields=True):
                     "type": "message", "id": item_id, "status": status, "role": role,
                     "content": parts,
                 }  # fmt: skip
-            case "function_call":
+            case "function_call" | "custom_tool_call":
+                is_custom = self.type == "custom_tool_call"
+                given = "input" if is_custom else "arguments"
                 return {
-                    "type": "function_call",
+                    "type": self.type,
                     "id": item_id,
                     "call_id": self._required("call_id", path),
                     "name": self._required("name", path),
-                    **self._namespace_field,
-                    "arguments": self._required("arguments", path),
-                    "status": status,
-                }
-            case "custom_tool_call":
-                return {
-                    "type": "custom_tool_call",
-                    "id": item_id,
-                    "call_id": self._required("call_id", path),
-                    "name": self._required("name", path),
-                    **self._namespace_field,
-                    "input": self._required("input", path),
+                    **({} if self.namespace is None else {"namespace": self.namespace}),
+                    given: self._required(given, path),
+                    **({} if is_custom else {"status": status}),
                 }
             case "function_call_output" | "custom_tool_call_output":
                 parts = self._parts("output", path, is_output=False)
@@ -194,10 +187,6 @@ class InputItem(msgspec.Struct, forbid_unknown_fields=True):
             names = ("stdout", "stderr", "outcome")
             output = [{name: getattr(part, name) for name in names} for part in self.output]
         return {"output": checked_output(OUTPUTS[self.type], output, path)}
-
-    @property
-    def _namespace_field(self) -> Item:
-        return {} if self.namespace is None else {"namespace": self.namespace}
 
     def _required(self, name: str, path: str) -> str:
         value: str | None = getattr(self, name)

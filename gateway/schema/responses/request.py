@@ -1,7 +1,6 @@
 """`POST /v1/responses`: the request, and its conversion to a chat request."""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -15,7 +14,7 @@ from gateway.schema.decoding import (
     missing,
     reject_unless,
 )
-from gateway.schema.field_names import with_renamed_fields
+from gateway.schema.field_names import renamed_fields
 from gateway.schema.fields.sampling import SamplingDefaults, SharedRequest
 from gateway.schema.openai.batches import check_metadata
 from gateway.schema.openai.chat import ChatRequest, chat_of
@@ -197,7 +196,8 @@ class ResponseRequest(SharedRequest, kw_only=True, forbid_unknown_fields=True):
                 name: getattr(options, name) for name in ("mode", "ttl", "prewarm")
             }
         given = {name: value for name, value in body.items() if value is not None}
-        return with_renamed_fields(partial(chat_of, given), NAMES)
+        with renamed_fields(NAMES):
+            return chat_of(given)
 
 
 class ResponseCreate(ResponseRequest, kw_only=True, forbid_unknown_fields=True):
