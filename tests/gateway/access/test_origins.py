@@ -7,7 +7,7 @@ import pytest
 from gateway.access.origins import OriginPolicy
 from gateway.errors import Forbidden
 from tests.gateway.forms import a_form
-from tests.gateway.rig import CHAT, Rig, Setting, chat, play, played
+from tests.gateway.rig import CHAT, Rig, Setting, play, played
 
 LOCAL = {"host": "127.0.0.1:8000"}
 PAGE = {"origin": "https://evil.example"}
@@ -145,13 +145,6 @@ async def test_a_key_that_the_browser_remembers_does_not_serve_other_sites_pages
     assert await status_of(rig, CHAT, LOCAL | basic) == 400
     assert await status_of(rig, CHAT, LOCAL | basic | PAGE) == 403
     assert await status_of(rig, CHAT, LOCAL | PAGE | {"x-api-key": "k1"}) == 400
-
-
-@played()
-async def test_a_chat_needs_no_host_header(rig: Rig) -> None:
-    async with rig.client.post(CHAT, chat()) as exchange:
-        assert await exchange.start() == 200
-        await exchange.read()
 
 
 @pytest.mark.parametrize("host", ["[::1]anything", "[::1]x:80"])

@@ -211,14 +211,6 @@ def test_an_empty_list_in_a_file_is_no_value(bare: Path) -> None:
     assert (settings.access.api_key, settings.http.cors_origin) == ((), ())
 
 
-def test_a_switch_overrides_the_environment(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("PODWAY_PREFIX_CACHE", "false")
-    assert load({}).scheduler.reuses_prefixes is False
-    assert load({"prefix_cache": True}).scheduler.reuses_prefixes is True
-
-
 @pytest.mark.parametrize(
     ("variable", "nearest"),
     [

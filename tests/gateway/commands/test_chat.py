@@ -86,13 +86,6 @@ def test_an_error_in_the_stream_is_shown_after_the_text(
     assert (code, out, err) == (1, "Hello!", "\nthe worker is gone\n")
 
 
-def test_an_unreachable_server_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, _, err = talk(monkeypatch, capsys, "Hi\n", "http://127.0.0.1:9")
-    assert (code, err) == (1, "cannot reach http://127.0.0.1:9: Connection refused\n")
-
-
 def test_an_answer_cannot_move_the_cursor(
     peer: Peer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

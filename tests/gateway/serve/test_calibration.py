@@ -104,16 +104,11 @@ def test_measure_measures_again_and_none_does_not_measure(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "content",
     [
-        b"",
-        b"\xff\xfe rubbish",
-        b"[]",
-        b"{}",
         json.dumps({"facts": FACTS}).encode(),
         json.dumps({"facts": FACTS, "cost": {"curve": [[1, -1], [2, 1]]}}).encode(),
-        json.dumps({"facts": {"model": "another"}, "cost": {}}).encode(),
     ],
 )
-def test_a_cost_file_that_is_corrupt_or_for_another_model_is_ignored_with_one_line(
+def test_a_saved_cost_that_is_none_is_ignored_with_one_line(
     content: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = cost_file(FACTS, tmp_path)

@@ -117,15 +117,6 @@ async def test_an_unknown_policy_is_rejected_and_changes_nothing(
     assert rig.engine.scheduler.policy is before
 
 
-@played(Setting(admin_keys=("k",)))
-async def test_with_keys_the_policy_needs_a_key(rig: Rig) -> None:
-    for payload in (None, {"policy": "mlfq"}):
-        assert (await ask(rig, payload))[0] == 401
-        assert (await ask(rig, payload, {"authorization": "Bearer no"}))[0] == 401
-    assert (await ask(rig, headers={"authorization": "Bearer k"}))[1]["policy"] == "fcfs"
-    assert (await ask(rig, {"policy": "mlfq"}, {"authorization": "Bearer k"}))[0] == 200
-
-
 @pytest.mark.parametrize("num_blocks", [1000, 150])
 def test_switching_through_all_policies_changes_no_text_of_32_streams(num_blocks: int) -> None:
     """Each policy follows each other one, an iteration apart; with 150 slots memory is short."""
