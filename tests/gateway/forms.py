@@ -56,16 +56,16 @@ async def started(
     """The id of a new batch over that content."""
     file_id = await uploaded(rig, content, headers)
     body = {"input_file_id": file_id, "endpoint": CHAT, "completion_window": "24h", **fields}
-    async with rig.client.post("/v1/batches", body, headers) as exchange:
-        result = await exchange.json()
+    exchange = await rig.client.post("/v1/batches", body, headers)
+    result = exchange.json
     assert exchange.status == 200, result
     assert result["status"] == "validating"
     return str(result["id"])
 
 
 async def batch_of(rig: Rig, batch_id: str) -> dict[str, Any]:
-    async with rig.client.get(f"/v1/batches/{batch_id}") as exchange:
-        result: dict[str, Any] = await exchange.json()
+    exchange = await rig.client.get(f"/v1/batches/{batch_id}")
+    result: dict[str, Any] = exchange.json
     assert exchange.status == 200, result
     return result
 
@@ -82,8 +82,8 @@ async def ended(rig: Rig, batch_id: str, every: float = 1.0) -> dict[str, Any]:
 
 async def lines_of(rig: Rig, file_id: str) -> Sequence[dict[str, Any]]:
     """The lines of an output file, parsed."""
-    async with rig.client.get(f"/v1/files/{file_id}/content") as exchange:
-        content = await exchange.read()
+    exchange = await rig.client.get(f"/v1/files/{file_id}/content")
+    content = exchange.content
     assert exchange.status == 200, content
     assert exchange.headers["content-length"] == str(len(content))
     return [orjson.loads(line) for line in content.splitlines()]

@@ -318,6 +318,11 @@ def chat(**fields: Any) -> dict[str, Any]:
     return {"model": MODEL, "messages": USER, **fields}
 
 
+def key(name: str) -> dict[str, str]:
+    """The header of a client with this API key."""
+    return {"authorization": f"Bearer {name}"}
+
+
 def text(**fields: Any) -> dict[str, Any]:
     """A text completion request's body."""
     return {"model": MODEL, "prompt": "ab", **fields}

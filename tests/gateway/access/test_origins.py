@@ -60,8 +60,8 @@ async def test_an_upload_of_another_sites_page_is_rejected_with_the_flag_that_al
     rig: Rig,
 ) -> None:
     headers = {"content-type": "multipart/form-data; boundary=b", **LOCAL, **PAGE}
-    async with rig.client.send("POST", "/v1/files", [a_form(b"{}")], headers) as exchange:
-        error = (await exchange.json())["error"]
+    exchange = await rig.client.send("POST", "/v1/files", [a_form(b"{}")], headers)
+    error = exchange.json["error"]
     assert (exchange.status, error["code"]) == (403, "permission_denied")
     assert "https://evil.example" in error["message"]
     assert "--cors-origin" in error["message"]

@@ -13,8 +13,8 @@ KEYS = ("alice=k1", "bob=k2")
 async def cached_tokens(rig: Rig, key: str, **fields: object) -> int:
     """What the response says of a prompt's cached tokens."""
     headers = {"x-api-key": key}
-    async with rig.client.post(TEXT, text(prompt=PROMPT, max_tokens=1, **fields), headers) as reply:
-        usage = (await reply.json())["usage"]
+    reply = await rig.client.post(TEXT, text(prompt=PROMPT, max_tokens=1, **fields), headers)
+    usage = reply.json["usage"]
     return int(usage["prompt_tokens_details"]["cached_tokens"])
 
 

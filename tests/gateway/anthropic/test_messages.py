@@ -27,8 +27,8 @@ def ask(**fields: Any) -> dict[str, Any]:
 
 
 async def created(rig: Rig, **fields: Any) -> Any:
-    async with rig.client.post(PATH, ask(**fields)) as exchange:
-        result = await exchange.json()
+    exchange = await rig.client.post(PATH, ask(**fields))
+    result = exchange.json
     assert exchange.status == 200, result
     Message.model_validate(result, strict=True)
     return result
@@ -279,11 +279,11 @@ async def test_every_error_has_anthropics_type(rig: Rig) -> None:
         ("POST", f"{PATH}/batches", {"x-api-key": "a"}, 404, "not_found_error"),
         ("GET", PATH, {"x-api-key": "a"}, 405, "invalid_request_error"),
     ]:
-        async with rig.client.send(method, path, [b"{}"], headers) as exchange:
-            result = await exchange.json()
+        exchange = await rig.client.send(method, path, [b"{}"], headers)
+        result = exchange.json
         assert (exchange.status, result["error"]["type"]) == (status, kind)
-    async with rig.client.post(PATH, ask(model="claude"), {"x-api-key": "a"}) as exchange:
-        assert (await exchange.json())["error"]["type"] == "not_found_error"
+    exchange = await rig.client.post(PATH, ask(model="claude"), {"x-api-key": "a"})
+    assert exchange.json["error"]["type"] == "not_found_error"
 
 
 @played(Setting(texts=(LONG,)))

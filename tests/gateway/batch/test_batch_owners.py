@@ -16,11 +16,7 @@ from tests.gateway.forms import (
     started,
     uploaded,
 )
-from tests.gateway.rig import CHAT, STEP, Rig, Setting, chat, play, played
-
-
-def key(name: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {name}"}
+from tests.gateway.rig import CHAT, STEP, Rig, Setting, chat, key, play, played
 
 
 @played(Setting(keys=("a", "b")))
@@ -55,8 +51,8 @@ def test_lines_wait_until_their_key_has_tokens(tmp_path: Path) -> None:
         counts: dict[str, int] = {}
         for name, batch_id, seconds in (("b", batch_ids[1], 60), ("a", batch_ids[0], 900)):
             await asyncio.sleep(seconds)
-            async with rig.client.get(f"/v1/batches/{batch_id}", key(name)) as exchange:
-                counts[name] = (await exchange.json())["request_counts"]["completed"]
+            exchange = await rig.client.get(f"/v1/batches/{batch_id}", key(name))
+            counts[name] = exchange.json["request_counts"]["completed"]
         assert counts == {"b": 40, "a": 40}
         lines = [request for request in rig.ended if request.spec.tenant == "a"]
         tokens = sum(request.prompt_len + request.produced for request in lines)

@@ -67,8 +67,8 @@ async def test_a_batch_runs_to_its_end_and_answers_every_line(rig: Rig) -> None:
     ]
     params = [e["response"]["body"]["error"]["param"] for e in errors]
     assert params == ["temperature", "model", "stream"]
-    async with rig.client.get(f"/v1/files/{batch['output_file_id']}") as exchange:
-        assert (await exchange.json())["purpose"] == "batch_output"
+    exchange = await rig.client.get(f"/v1/files/{batch['output_file_id']}")
+    assert exchange.json["purpose"] == "batch_output"
     assert all(request.spec.is_background for request in rig.ended)
 
 
@@ -159,8 +159,8 @@ async def test_lines_that_find_the_queue_full_are_retried(rig: Rig) -> None:
 async def test_a_cancelled_batch_keeps_what_is_answered(rig: Rig, after: float) -> None:
     batch_id = await started(rig, chat_lines(20))
     await asyncio.sleep(after)
-    async with rig.client.post(f"/v1/batches/{batch_id}/cancel", b"") as exchange:
-        assert (await exchange.json())["status"] == "cancelling"
+    exchange = await rig.client.post(f"/v1/batches/{batch_id}/cancel", b"")
+    assert exchange.json["status"] == "cancelling"
     batch = await ended(rig, batch_id, every=STEP)
     assert batch["status"] == "cancelled"
     assert batch["cancelling_at"] <= batch["cancelled_at"]

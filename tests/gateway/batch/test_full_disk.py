@@ -43,9 +43,9 @@ async def statuses(rig: Rig, file_id: str) -> tuple[int, int, int, str]:
     """Of an upload, of a response to be stored and of a file's content; the store's state."""
     uploaded = (await upload(rig.client, a_form(b"x" * (1 << 19)))).status
     generated = (await rig.client.post("/v1/responses", {"model": MODEL, "input": "hi"})).status
-    async with rig.client.get(f"/v1/files/{file_id}/content") as exchange:
-        assert (await exchange.read() == CONTENT) == (exchange.status == 200)
-        read = exchange.status
+    exchange = await rig.client.get(f"/v1/files/{file_id}/content")
+    assert (exchange.content == CONTENT) == (exchange.status == 200)
+    read = exchange.status
     return uploaded, generated, read, (await rig.client.get("/ready")).json["store"]
 
 

@@ -7,16 +7,12 @@ from engine.request import Abort
 from gateway.access.key_file import Allowance
 from gateway.service import Pace
 from gateway.store.event_ring import RingLimits
-from tests.gateway.rig import CHAT, MODEL, STEP, USER, Rig, Setting, chat, played
+from tests.gateway.rig import CHAT, MODEL, STEP, USER, Rig, Setting, chat, key, played
 from tests.wire.response_check import data_of, parsed
 
 NAMED = {"x-conversation-id": "talk-1"}
 STORY = "a long story " * 5
 LONG = Setting(texts=(STORY,))
-
-
-def key(name: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {name}"}
 
 
 def text_of(events: list[Any]) -> str:
@@ -50,8 +46,8 @@ async def read(rig: Rig, path: str, headers: dict[str, str] | None = None) -> by
 
 
 async def error_of(rig: Rig, path: str, headers: dict[str, str] | None = None) -> tuple[int, Any]:
-    async with rig.client.get(path, headers) as exchange:
-        return await exchange.start(), (await exchange.json())["error"]
+    exchange = await rig.client.get(path, headers)
+    return exchange.status, exchange.json["error"]
 
 
 @pytest.mark.parametrize(
@@ -114,8 +110,8 @@ async def test_a_stream_without_a_name_ends_with_its_client_and_cannot_be_contin
     await leave_after(rig, 4.5 * STEP, {})
     await asyncio.sleep(STEP)
     assert not rig.engine.scheduler.pool
-    async with rig.client.post(CHAT, chat(stream=True), {"last-event-id": "3"}) as exchange:
-        assert (await exchange.json())["error"]["param"] == "last-event-id"
+    exchange = await rig.client.post(CHAT, chat(stream=True), {"last-event-id": "3"})
+    assert exchange.json["error"]["param"] == "last-event-id"
     assert [request.abort for request in rig.ended] == [Abort.CLIENT_GONE]
 
 
@@ -204,9 +200,9 @@ async def test_an_ended_stream_is_forgotten_after_its_time(rig: Rig) -> None:
 @played()
 async def test_a_held_stream_that_is_rejected_answers_with_its_status(rig: Rig) -> None:
     body = chat(stream=True, messages=[{"role": "user", "content": "x" * 500}])
-    async with rig.client.post(CHAT, body, NAMED) as exchange:
-        assert await exchange.start() == 400
-        assert (await exchange.json())["error"]["code"] == "context_length_exceeded"
+    exchange = await rig.client.post(CHAT, body, NAMED)
+    assert exchange.status == 400
+    assert exchange.json["error"]["code"] == "context_length_exceeded"
     assert (await error_of(rig, "/v1/stream/talk-1"))[0] == 404
     assert rig.service.store.held.rings.num_bytes == 0
 
@@ -215,9 +211,9 @@ async def test_a_held_stream_that_is_rejected_answers_with_its_status(rig: Rig) 
 @played()
 async def test_an_invalid_conversation_id_is_a_400(rig: Rig, name: str) -> None:
     headers = {"x-conversation-id": name}
-    async with rig.client.post(CHAT, chat(stream=True), headers) as exchange:
-        assert (await exchange.json())["error"]["param"] == "x-conversation-id"
-        assert exchange.status == 400
+    exchange = await rig.client.post(CHAT, chat(stream=True), headers)
+    assert exchange.json["error"]["param"] == "x-conversation-id"
+    assert exchange.status == 400
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from tests.gateway.serve.assembling import assembled
 
 
 async def reply_to(rig: Rig, path: str, body: dict[str, Any]) -> Any:
-    async with rig.client.post(path, body) as exchange:
-        reply = await exchange.json()
+    exchange = await rig.client.post(path, body)
+    reply = exchange.json
     assert exchange.status == 200, reply
     return reply
 

@@ -7,15 +7,11 @@ import pytest
 from engine.request import ENDS_AT_ONCE, Abort, State
 from gateway.generation.choices import SPECS_AT_ONCE
 from gateway.web.middleware import ThreadWork
-from tests.gateway.rig import CHAT, STEP, TEXT, Rig, Setting, chat, play, played, text
+from tests.gateway.rig import CHAT, STEP, TEXT, Rig, Setting, chat, key, play, played, text
 
 LONG = "a long story " * 10
 MANY = 4 * ENDS_AT_ONCE
 QUEUE = Setting(texts=(LONG,), max_queue_requests=MANY, keys=("a", "b"))
-
-
-def key(name: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {name}"}
 
 
 def many(**fields: Any) -> dict[str, Any]:
@@ -68,9 +64,9 @@ async def test_what_a_full_queue_has_no_room_for_is_not_built(rig: Rig, stream: 
     async with rig.client.post(TEXT, many(), key("a")):
         await asyncio.sleep(0.5 * STEP)
         before = rig.engine.scheduler.arrivals.queue.next_request_id
-        async with rig.client.post(TEXT, many(stream=stream), key("a")) as second:
-            assert (await second.json())["error"]["code"] == "overloaded"
-            assert second.status == 503
+        second = await rig.client.post(TEXT, many(stream=stream), key("a"))
+        assert second.json["error"]["code"] == "overloaded"
+        assert second.status == 503
         assert rig.engine.scheduler.arrivals.queue.next_request_id == before
         async with rig.client.post(CHAT, chat(max_tokens=1), key("b")) as other:
             await asyncio.sleep(0)

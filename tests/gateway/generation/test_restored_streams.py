@@ -43,9 +43,9 @@ def play_until_killed(scene: Scene, of: Setting) -> None:
 
 
 async def read(rig: Rig, path: str, headers: dict[str, str] | None = None) -> bytes:
-    async with rig.client.get(path, headers) as exchange:
-        assert await exchange.start() == 200
-        return await exchange.read()
+    exchange = await rig.client.get(path, headers)
+    assert exchange.status == 200
+    return exchange.content
 
 
 async def begin(rig: Rig, path: str, body: dict[str, Any], seconds: float) -> tuple[str, bytes]:
@@ -126,8 +126,8 @@ def test_a_response_that_was_stored_before_the_kill_is_stored_once(
 
     async def killed(rig: Rig) -> None:
         if in_conversation:
-            async with rig.client.post("/v1/conversations", {}) as exchange:
-                body["conversation"] = json.loads(await exchange.read())["id"]
+            exchange = await rig.client.post("/v1/conversations", {})
+            body["conversation"] = json.loads(exchange.content)["id"]
 
         async def never(*args: object) -> None:
             await asyncio.Event().wait()
@@ -255,8 +255,8 @@ def test_a_restored_stream_belongs_to_its_key_and_waits_for_room(tmp_path: Path)
     async def first(rig: Rig) -> None:
         body = {"model": MODEL, "input": "hi", "background": True}
         for key in ("a", "b", "a"):
-            async with rig.client.post("/v1/responses", body, {"x-api-key": key}) as exchange:
-                places[(await exchange.json())["id"]] = key
+            exchange = await rig.client.post("/v1/responses", body, {"x-api-key": key})
+            places[exchange.json["id"]] = key
 
     async def restored(rig: Rig) -> None:
         await asyncio.sleep(4 * LENGTH)

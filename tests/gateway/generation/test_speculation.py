@@ -14,8 +14,8 @@ SUFFIX = SpeculationSettings("suffix", 5)
 
 
 async def answer(rig: Rig, body: dict[str, Any]) -> dict[str, Any]:
-    async with rig.client.post(CHAT, body) as exchange:
-        reply = await exchange.json()
+    exchange = await rig.client.post(CHAT, body)
+    reply = exchange.json
     assert exchange.status == 200, reply
     return {key: value for key, value in reply.items() if key not in ("id", "created")}
 

@@ -22,8 +22,8 @@ def hermes(*texts: str) -> Setting:
 
 async def reply_to(rig: Rig, **fields: Any) -> Any:
     """The whole reply, after the stream of the same request was found to say the same."""
-    async with rig.client.post(CHAT, chat(**fields)) as exchange:
-        reply = await exchange.json()
+    exchange = await rig.client.post(CHAT, chat(**fields))
+    reply = exchange.json
     assert exchange.status == 200, reply
     *chunks, _ = (await rig.client.post(CHAT, chat(stream=True, **fields))).events
     for choice in reply["choices"]:
@@ -139,8 +139,8 @@ async def test_a_legacy_call_and_its_result_are_rendered_as_tool_messages(rig: R
         {"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}},
         {"role": "function", "name": "f", "content": "9"},
     ]
-    async with rig.client.post(CHAT, chat(messages=messages)) as exchange:
-        assert exchange.status == 200 or await exchange.json()
+    exchange = await rig.client.post(CHAT, chat(messages=messages))
+    assert exchange.status == 200 or exchange.json
     assert bytes(rig.ended[0].spec.prompt) == b"user:hi\nassistant:\ntool:9\n"
 
 

@@ -197,8 +197,8 @@ def test_tokens_are_those_of_the_named_model(path: str) -> None:
 @played(Model("a"), Model("b", Terms(autoload=False)))
 async def test_models_are_loaded_and_unloaded_by_their_name(fleet: Fleet) -> None:
     async def act(path: str) -> int:
-        async with fleet.client.post(path, {"model": "b"}) as exchange:
-            assert await exchange.json() == {"success": True}
+        exchange = await fleet.client.post(path, {"model": "b"})
+        assert exchange.json == {"success": True}
         return exchange.status
 
     await act("/models/load")
@@ -291,8 +291,8 @@ async def test_a_model_without_autoload_waits_for_an_operator(fleet: Fleet) -> N
 
 @plays(play_one)
 async def test_the_only_model_is_not_unloaded_by_name(rig: Rig) -> None:
-    async with rig.client.post("/models/unload", {"model": MODEL}) as exchange:
-        assert (await exchange.json())["error"]["code"] == "unsupported_model"
+    exchange = await rig.client.post("/models/unload", {"model": MODEL})
+    assert exchange.json["error"]["code"] == "unsupported_model"
 
 
 @played(Model("a"), Model("b"))

@@ -35,12 +35,11 @@ async def begin(fleet: Fleet, name: str, num_chunks: int) -> bytes:
 async def again(fleet: Fleet, name: str) -> bytes:
     """All events of the stream, once its model is loaded for it."""
     while True:
-        async with fleet.client.get(f"/v1/stream/{name}") as exchange:
-            if await exchange.start() == 200:
-                return await exchange.read()
-            assert exchange.status == 503
-            assert float(exchange.headers["retry-after"]) >= 1
-            await exchange.read()
+        exchange = await fleet.client.get(f"/v1/stream/{name}")
+        if exchange.status == 200:
+            return exchange.content
+        assert exchange.status == 503
+        assert float(exchange.headers["retry-after"]) >= 1
         await asyncio.sleep(STEP)
 
 

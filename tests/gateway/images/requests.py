@@ -45,18 +45,18 @@ def ids(*pieces: str | int) -> tuple[int, ...]:
 async def answer_of(
     rig: Rig, path: str, body: Json, headers: Mapping[str, str] | None = None
 ) -> Json:
-    async with rig.client.post(path, body, headers) as exchange:
-        answer: Json = await exchange.json()
-        assert exchange.status == 200, answer
+    exchange = await rig.client.post(path, body, headers)
+    answer: Json = exchange.json
+    assert exchange.status == 200, answer
     return answer
 
 
 async def error_of(
     rig: Rig, path: str, body: Json, status: int = 400, headers: Mapping[str, str] | None = None
 ) -> Json:
-    async with rig.client.post(path, body, headers) as exchange:
-        error: Json = (await exchange.json())["error"]
-        assert exchange.status == status, error
+    exchange = await rig.client.post(path, body, headers)
+    error: Json = exchange.json["error"]
+    assert exchange.status == status, error
     for word in ("0x", "/usr", "PIL", "Traceback", "object at"):
         assert word not in error["message"]
     return error

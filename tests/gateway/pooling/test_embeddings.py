@@ -120,8 +120,8 @@ def test_errors_name_the_field(
 
 @played(EMBEDS)
 async def test_a_model_for_embeddings_rejects_chat_and_names_its_endpoints(rig: Rig) -> None:
-    async with rig.client.post(CHAT, chat()) as exchange:
-        error = (await exchange.json())["error"]
+    exchange = await rig.client.post(CHAT, chat())
+    error = exchange.json["error"]
     assert (exchange.status, error["code"]) == (400, "unsupported_model")
     assert "/v1/embeddings" in error["message"]
     assert (await rig.client.get("/v1/models")).json["data"][0]["task"] == "embed"

@@ -7,12 +7,10 @@ from typing import Any
 
 import orjson
 
-from adapters.dialects.choosing import choose_dialect
+from tests.gateway.responses.asking import PATH
 from tests.gateway.rig import MODEL, Rig
 from tests.gateway.scripted_model import END, ByteTokenizer, PlainTemplate
 
-PATH = "/v1/responses"
-HERMES = choose_dialect("", "hermes", "think")
 TOOL = {"type": "function", "name": "add", "parameters": {"type": "object", "properties": {}}}
 CALL = '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>'
 

@@ -6,9 +6,9 @@ import pytest
 
 from engine.control.admission import Admission
 from engine.request import Abort
+from tests.gateway.responses.asking import PATH, got
 from tests.gateway.rig import MODEL, STEP, Rig, Setting, played
 
-PATH = "/v1/responses"
 STORY = "a long story " * 5
 LONG = Setting(texts=(STORY,))
 STREAMED_OR_NOT = pytest.mark.parametrize("stream", [True, False])
@@ -28,21 +28,16 @@ async def begun(rig: Rig, **fields: Any) -> Any:
             return event["response"]
 
 
-async def got(rig: Rig, path: str, headers: dict[str, str] | None = None) -> tuple[int, Any]:
-    async with rig.client.get(f"{PATH}/{path}", headers) as exchange:
-        return await exchange.start(), await exchange.json()
-
-
 async def posted(rig: Rig, path: str) -> tuple[int, Any]:
-    async with rig.client.post(f"{PATH}/{path}", {}) as exchange:
-        return await exchange.start(), await exchange.json()
+    exchange = await rig.client.post(f"{PATH}/{path}", {})
+    return exchange.status, exchange.json
 
 
 async def events_after(rig: Rig, response_id: str, number: int | None = None) -> list[Any]:
     place = "" if number is None else f"&starting_after={number}"
-    async with rig.client.get(f"{PATH}/{response_id}?stream=true{place}") as exchange:
-        assert await exchange.start() == 200
-        return [event async for event in exchange.events()]
+    exchange = await rig.client.get(f"{PATH}/{response_id}?stream=true{place}")
+    assert exchange.status == 200
+    return exchange.events
 
 
 def text_of(response: Any) -> str:
@@ -136,9 +131,9 @@ async def test_another_key_finds_no_trace_of_it(rig: Rig) -> None:
 
 @played()
 async def test_it_answers_with_the_status_of_its_rejection(rig: Rig) -> None:
-    async with rig.client.post(PATH, ask(input="x" * 500)) as exchange:
-        assert await exchange.start() == 400
-        assert (await exchange.json())["error"]["code"] == "context_length_exceeded"
+    exchange = await rig.client.post(PATH, ask(input="x" * 500))
+    assert exchange.status == 400
+    assert exchange.json["error"]["code"] == "context_length_exceeded"
     assert rig.service.store.held.rings.num_bytes == 0
 
 

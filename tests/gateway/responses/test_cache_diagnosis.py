@@ -7,9 +7,9 @@ from typing import Any
 
 from gateway.schema.rendering import Usage
 from gateway.schema.responses.diagnosis import CacheDiagnosis
+from tests.gateway.responses.asking import PATH
 from tests.gateway.rig import MODEL, Rig, Setting, play, played
 
-PATH = "/v1/responses"
 TWICE = Setting(texts=("Hello!", "Bye!"))
 
 

@@ -234,14 +234,13 @@ def test_conversations_are_there_after_a_restart(tmp_path: Path) -> None:
 @played()
 async def test_invalid_bodies_name_the_field(rig: Rig, path: str, body: Any, param: str) -> None:
     made = (await rig.client.post(PATH, {})).json
-    async with rig.client.post(PATH + path.format(made["id"]), body) as exchange:
-        assert await exchange.start() == 400
-        assert (await exchange.json())["error"]["param"].startswith(param)
+    exchange = await rig.client.post(PATH + path.format(made["id"]), body)
+    assert exchange.status == 400
+    assert exchange.json["error"]["param"].startswith(param)
 
 
 @played()
 async def test_a_response_of_a_conversation_has_openais_shape(rig: Rig) -> None:
     made = (await rig.client.post(PATH, {})).json
     body = {"model": MODEL, "input": "x", "conversation": made["id"]}
-    async with rig.client.post("/v1/responses", body) as exchange:
-        assert (await exchange.json())["conversation"] == {"id": made["id"]}
+    assert (await rig.client.post("/v1/responses", body)).json["conversation"] == {"id": made["id"]}

@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 
 from tests.gateway.answers import answer_to
-from tests.gateway.responses.test_responses import HERMES, PATH, ask
+from tests.gateway.responses.asking import HERMES, PATH, ask
 from tests.gateway.rig import MODEL, Rig, Setting, played
 
 

@@ -9,8 +9,8 @@ from gateway.access.key_file import Allowance
 from gateway.generation.held import MAX_HELD, HeldConversations, HeldResponses, held_response
 from gateway.generation.threads import read_body_with
 from gateway.schema.responses.socket import Message
+from tests.gateway.responses.asking import PATH
 from tests.gateway.responses.sockets import (
-    PATH,
     CountsCharacters,
     EndsMessages,
     connected,
@@ -114,9 +114,7 @@ async def test_a_stored_response_can_be_continued_over_http(rig: Rig) -> None:
     async with connected(rig) as client:
         first = await client.response(input="hi")
     body = {"model": MODEL, "input": "more", "previous_response_id": first["id"]}
-    async with rig.client.post(PATH, body) as exchange:
-        assert await exchange.start() == 200
-        await exchange.read()
+    assert (await rig.client.post(PATH, body)).status == 200
     assert prompts(rig)[-1] == "user:hi\nassistant:Hello!\nuser:more\n"
 
 
@@ -242,10 +240,10 @@ def test_the_handshake_is_checked_as_a_request_is(
 
 @played()
 async def test_a_request_that_asks_for_no_upgrade_is_told_to(rig: Rig) -> None:
-    async with rig.client.get(PATH) as exchange:
-        assert await exchange.start() == 426
-        assert exchange.headers["upgrade"] == "websocket"
-        assert "POST" in (await exchange.json())["error"]["message"]
+    exchange = await rig.client.get(PATH)
+    assert exchange.status == 426
+    assert exchange.headers["upgrade"] == "websocket"
+    assert "POST" in exchange.json["error"]["message"]
 
 
 @played()

@@ -3,12 +3,10 @@ from typing import Any
 
 import pytest
 
-from adapters.dialects.choosing import choose_dialect
 from gateway.schema.responses.client_tools import call_fields
+from tests.gateway.responses.asking import HERMES, PATH
 from tests.gateway.rig import MODEL, Rig, Setting, play, played
 
-PATH = "/v1/responses"
-HERMES = choose_dialect("", "hermes", "think")
 IGNORED = "x-podway-ignored-fields"
 ADD = {"type": "function", "name": "add", "parameters": {"type": "object"}}
 PATCH = {

@@ -3,13 +3,11 @@ from typing import Any
 
 import pytest
 
-from adapters.dialects.choosing import choose_dialect
 from engine.request import Abort
 from tests.gateway.forms import a_line, ended, lines_of, started
-from tests.gateway.rig import EPOCH, MODEL, STEP, Rig, Setting, played
+from tests.gateway.responses.asking import HERMES, PATH, ask, created, got
+from tests.gateway.rig import EPOCH, STEP, Rig, Setting, played
 
-PATH = "/v1/responses"
-HERMES = choose_dialect("", "hermes", "think")
 TOOL = {
     "type": "function",
     "name": "add",
@@ -29,26 +27,10 @@ OPEN_RESPONSES = (  # of Open Responses' ResponseResource, which requires all of
 )  # fmt: skip
 
 
-def ask(**fields: Any) -> dict[str, Any]:
-    return {"model": MODEL, "input": "hi", **fields}
-
-
-async def created(rig: Rig, headers: dict[str, str] | None = None, **fields: Any) -> Any:
-    async with rig.client.post(PATH, ask(**fields), headers) as exchange:
-        result = await exchange.json()
-    assert exchange.status == 200, result
-    return result
-
-
 async def streamed(rig: Rig, **fields: Any) -> list[Any]:
     events = (await rig.client.post(PATH, ask(stream=True, **fields))).events
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     return events
-
-
-async def got(rig: Rig, path: str, headers: dict[str, str] | None = None) -> tuple[int, Any]:
-    async with rig.client.get(f"{PATH}/{path}", headers) as exchange:
-        return await exchange.start(), await exchange.json()
 
 
 def prompts(rig: Rig) -> list[str]:

@@ -3,7 +3,8 @@ from typing import Any
 
 import pytest
 
-from tests.gateway.responses.sockets import CALL, HERMES, TOOL, connected, prompts, text_of
+from tests.gateway.responses.asking import HERMES
+from tests.gateway.responses.sockets import CALL, TOOL, connected, prompts, text_of
 from tests.gateway.rig import STEP, Rig, Setting, played
 
 

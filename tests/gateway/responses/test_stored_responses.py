@@ -3,29 +3,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from gateway.store.responses import ResponseLimits
-from tests.gateway.rig import MODEL, Rig, Setting, play, played
-
-PATH = "/v1/responses"
-
-
-def ask(**fields: Any) -> dict[str, Any]:
-    return {"model": MODEL, "input": "hi", **fields}
-
-
-def key(name: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {name}"}
-
-
-async def created(rig: Rig, headers: dict[str, str] | None = None, **fields: Any) -> Any:
-    async with rig.client.post(PATH, ask(**fields), headers) as exchange:
-        result = await exchange.json()
-    assert exchange.status == 200, result
-    return result
-
-
-async def got(rig: Rig, path: str, headers: dict[str, str] | None = None) -> tuple[int, Any]:
-    async with rig.client.get(f"{PATH}/{path}", headers) as exchange:
-        return await exchange.start(), await exchange.json()
+from tests.gateway.responses.asking import PATH, ask, created, got
+from tests.gateway.rig import Rig, Setting, key, play, played
 
 
 @played()
@@ -46,10 +25,10 @@ async def test_another_key_cannot_access_it(rig: Rig) -> None:
     for path in ("", "/input_items"):
         assert (await got(rig, f"{kept['id']}{path}", key("b")))[0] == 404
     body = ask(previous_response_id=kept["id"])
-    async with rig.client.post(PATH, body, key("b")) as exchange:
-        assert await exchange.start() == 400
-        error = (await exchange.json())["error"]
-        assert error["code"] == "previous_response_not_found"
+    exchange = await rig.client.post(PATH, body, key("b"))
+    assert exchange.status == 400
+    error = exchange.json["error"]
+    assert error["code"] == "previous_response_not_found"
     assert (await rig.client.send("DELETE", f"{PATH}/{kept['id']}", headers=key("b"))).status == 404
     assert (await got(rig, kept["id"], key("a")))[0] == 200
 

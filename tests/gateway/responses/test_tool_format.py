@@ -7,7 +7,8 @@ import pytest
 from engine.errors import InvalidRequest
 from gateway.schema.responses.tool_format import MAX_PATTERN, input_pattern
 from tests.gateway.generation.test_output_limits import accepts
-from tests.gateway.responses.test_response_tools import HERMES, call, posted
+from tests.gateway.responses.asking import HERMES
+from tests.gateway.responses.test_response_tools import call, posted
 from tests.gateway.rig import Rig, Setting, played
 from tests.gateway.scripted_model import byte_grammars
 

@@ -158,15 +158,9 @@ class Answer(NamedTuple):
 async def answer(rig: Rig, path: str, body: Mapping[str, Any]) -> Answer:
     """The answer to a request, without what differs between any two."""
     num_ended = len(rig.ended)
-    result: Any
-    async with rig.client.post(path, {"model": MODEL, **body}) as exchange:
-        if body.get("stream"):
-            await exchange.start()
-            is_whole = exchange.status == 200
-            result = [event async for event in exchange.events()] if is_whole else None
-            result = result if is_whole else await exchange.json()
-        else:
-            result = await exchange.json()
+    exchange = await rig.client.post(path, {"model": MODEL, **body})
+    is_stream = body.get("stream") and exchange.status == 200
+    result: Any = exchange.events if is_stream else exchange.json
     await asyncio.sleep(1)  # until its engine requests have ended
     specs = [
         asdict(replace(each.spec, label="", sampling=replace(each.spec.sampling, seed=0)))

@@ -8,13 +8,9 @@ from gateway.store.files import PIECE_BYTES
 from gateway.store.usage import StoreLimits
 from tests.gateway.answers import answer_to
 from tests.gateway.forms import BOUNDARY, FORM, a_form, upload, uploaded
-from tests.gateway.rig import EPOCH, Rig, Setting, play, played
+from tests.gateway.rig import EPOCH, Rig, Setting, key, play, played
 
 SMALL = StoreLimits(file_bytes=3 * PIECE_BYTES, tenant_bytes=5 * PIECE_BYTES)
-
-
-def key(name: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {name}"}
 
 
 async def listed(rig: Rig, query: str = "", headers: dict[str, str] | None = None) -> Any:

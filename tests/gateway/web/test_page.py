@@ -14,13 +14,13 @@ RECORDING = Path(__file__).parents[2] / "replays" / "fcfs_grow.jsonl"
 
 @played()
 async def test_browsers_get_the_page_and_other_clients_a_short_text(rig: Rig) -> None:
-    async with rig.client.get("/", HTML) as exchange:
-        assert b"<title>Podway</title>" in await exchange.read()
+    exchange = await rig.client.get("/", HTML)
+    assert b"<title>Podway</title>" in exchange.content
     policy = exchange.headers["content-security-policy"]
     assert "unsafe" not in policy
     assert policy.startswith("default-src 'none'")
-    async with rig.client.get("/", {"accept": "*/*"}) as exchange:
-        assert b"curl -N " in await exchange.read()
+    exchange = await rig.client.get("/", {"accept": "*/*"})
+    assert b"curl -N " in exchange.content
     assert exchange.headers["content-type"].startswith("text/plain")
 
 
@@ -29,8 +29,8 @@ async def test_browsers_get_the_page_and_other_clients_a_short_text(rig: Rig) ->
 )
 @played(Setting(keys=("secret",)))
 async def test_files_of_the_page_need_no_key(rig: Rig, name: str) -> None:
-    async with rig.client.get(f"/page/{name}") as exchange:
-        assert await exchange.read()
+    exchange = await rig.client.get(f"/page/{name}")
+    assert exchange.content
     assert exchange.status == 200
     assert exchange.headers["x-content-type-options"] == "nosniff"
 
@@ -43,8 +43,8 @@ async def test_files_of_the_page_need_no_key(rig: Rig, name: str) -> None:
 async def test_files_are_compressed_for_clients_that_accept_it(
     rig: Rig, accepted: str, is_compressed: bool
 ) -> None:
-    async with rig.client.get("/page/app.js", {"accept-encoding": accepted}) as exchange:
-        content = await exchange.read()
+    exchange = await rig.client.get("/page/app.js", {"accept-encoding": accepted})
+    content = exchange.content
     assert exchange.headers.get("content-encoding") == ("gzip" if is_compressed else None)
     assert exchange.headers["vary"] == "accept-encoding"
     assert b"KeyDialog" in (gzip.decompress(content) if is_compressed else content)
@@ -186,6 +186,6 @@ async def test_the_live_view_shows_the_itl_goal_and_the_error_of_the_cost_model(
 async def test_a_body_that_is_no_recording_is_rejected_without_a_simulation(
     rig: Rig, recording: bytes
 ) -> None:
-    async with rig.client.post("/admin/simulate", recording) as exchange:
-        assert await exchange.start() == 400
-        assert (await exchange.json())["error"]["param"] == "recording"
+    exchange = await rig.client.post("/admin/simulate", recording)
+    assert exchange.status == 400
+    assert exchange.json["error"]["param"] == "recording"

@@ -4,23 +4,19 @@ import pytest
 
 from engine.request import Abort
 from tests.gateway.answers import answer_to
-from tests.gateway.rig import CHAT, STEP, TEXT, Rig, Setting, chat, played, text
+from tests.gateway.rig import CHAT, STEP, TEXT, Rig, Setting, chat, key, played, text
 
 LONG = "a long story " * 10
 NAME = {"x-request-id": "mine/1"}
 CANCEL = "/v1/requests/mine/1/cancel"
 
 
-def key(name: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {name}"}
-
-
 @played(Setting(texts=(LONG,)))
 async def test_a_cancelled_stream_ends_with_an_error_event(rig: Rig) -> None:
     async with rig.client.post(CHAT, chat(stream=True), NAME) as exchange:
         await asyncio.sleep(3.5 * STEP)
-        async with rig.client.post(CANCEL, b"") as cancelling:
-            result = await cancelling.json()
+        cancelling = await rig.client.post(CANCEL, b"")
+        result = cancelling.json
         *chunks, last = [event async for event in exchange.events()]
     assert (cancelling.status, result["id"], result["cancelled"]) == (200, "mine/1", True)
     assert result["num_choices"] == 1

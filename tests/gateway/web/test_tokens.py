@@ -99,7 +99,7 @@ async def test_the_error_names_text_with_an_unpaired_surrogate(rig: Rig) -> None
 @played(run=asyncio.run)
 async def test_more_messages_than_allowed_are_rejected_before_each_is_checked(rig: Rig) -> None:
     wrong = {"role": "wrong", "content": "x"}
-    async with rig.client.post(CHAT, chat(messages=[wrong] * (MAX_MESSAGES + 1))) as exchange:
-        error = (await exchange.json())["error"]
+    exchange = await rig.client.post(CHAT, chat(messages=[wrong] * (MAX_MESSAGES + 1)))
+    error = exchange.json["error"]
     assert (exchange.status, error["param"]) == (400, "messages")
     assert "expected at most 16384 messages, but got 16385" in error["message"]

@@ -124,8 +124,8 @@ async def test_prewarming_computes_the_prompt_in_the_background_and_no_output(
     rig: Rig, stream: bool
 ) -> None:
     warm = chat(prompt_cache_options={"prewarm": True}, stream=stream)
-    async with rig.client.post(CHAT, warm) as exchange:
-        body = (await exchange.read()).decode()
+    exchange = await rig.client.post(CHAT, warm)
+    body = exchange.content.decode()
     assert exchange.status == 200
     assert '"content":""' in body
     assert '"finish_reason":"stop"' in body

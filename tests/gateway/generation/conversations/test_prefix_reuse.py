@@ -14,11 +14,11 @@ async def usage(rig: Rig, path: str, body: dict[str, Any]) -> Any:
     """The usage of an answer, streamed if the body says so."""
     if body.get("stream"):
         body = body | {"stream_options": {"include_usage": True}}
-    async with rig.client.post(path, body) as exchange:
-        if not body.get("stream"):
-            return (await exchange.json())["usage"]
-        *_, last, _ = [event async for event in exchange.events()]
-        return last["usage"]
+    exchange = await rig.client.post(path, body)
+    if not body.get("stream"):
+        return exchange.json["usage"]
+    *_, last, _ = exchange.events
+    return last["usage"]
 
 
 async def cached(rig: Rig, path: str, body: dict[str, Any]) -> Any:

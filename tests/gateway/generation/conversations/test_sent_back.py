@@ -22,8 +22,8 @@ def setting(output: str) -> Setting:
 
 
 async def posted(rig: Rig, path: str, **fields: Any) -> Any:
-    async with rig.client.post(path, {"model": MODEL, **fields}) as exchange:
-        body = await exchange.json()
+    exchange = await rig.client.post(path, {"model": MODEL, **fields})
+    body = exchange.json
     assert exchange.status == 200, body
     return body
 

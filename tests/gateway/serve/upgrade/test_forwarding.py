@@ -89,9 +89,9 @@ def play_two(scene: Scene, **fields: object) -> None:
 async def begin(client: Client, name: str) -> bytes:
     """A stream of that name, read to its end."""
     body = {"model": MODEL, "messages": USER, "stream": True}
-    async with client.post(CHAT, body, {"x-conversation-id": name}) as exchange:
-        assert await exchange.start() == 200
-        return await exchange.read()
+    exchange = await client.post(CHAT, body, {"x-conversation-id": name})
+    assert exchange.status == 200
+    return exchange.content
 
 
 @pytest.mark.parametrize("name", ["talk", "a/b", "a#b", "a+b=@c:d", "talk/cancel"])
@@ -100,13 +100,13 @@ async def test_a_stream_of_the_former_server_is_read_and_deleted_through_the_new
     two: Two, name: str
 ) -> None:
     whole = await begin(two.former.client, name)
-    async with two.client.get(f"/v1/stream/{name}") as exchange:
-        assert await exchange.start() == 200
-        assert exchange.headers["content-type"] == "text/event-stream; charset=utf-8"
-        assert await exchange.read() == whole
+    exchange = await two.client.get(f"/v1/stream/{name}")
+    assert exchange.status == 200
+    assert exchange.headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert exchange.content == whole
     headers = {"x-conversation-id": name, "last-event-id": "1"}
-    async with two.client.post(CHAT, {"model": MODEL, "messages": USER}, headers) as exchange:
-        assert whole.endswith(await exchange.read())
+    exchange = await two.client.post(CHAT, {"model": MODEL, "messages": USER}, headers)
+    assert whole.endswith(exchange.content)
     assert (await two.client.send("DELETE", f"/v1/stream/{name}")).json["deleted"]
     assert not two.former.service.store.held.named("default")
     assert (await two.client.get(f"/v1/stream/{name}")).status == 404
@@ -114,8 +114,8 @@ async def test_a_stream_of_the_former_server_is_read_and_deleted_through_the_new
 
 async def listed(client: Client, query: str = "") -> dict[str, int]:
     """The bytes of the streams that are listed, by name."""
-    async with client.get(f"/v1/streams{query}") as exchange:
-        return {each["id"]: each["num_bytes"] for each in (await exchange.json())["data"]}
+    exchange = await client.get(f"/v1/streams{query}")
+    return {each["id"]: each["num_bytes"] for each in exchange.json["data"]}
 
 
 @pytest.mark.parametrize(("host", "status"), [(None, 200), ("localhost", 200), ("podway", 403)])
@@ -156,8 +156,7 @@ async def test_a_conversation_that_goes_on_in_the_new_server_ends_its_stream_in_
     talk = {"x-conversation-id": "a/b"}
     async with two.former.client.post(CHAT, chat(stream=True), talk) as old:
         assert await old.start() == 200
-        async with two.client.post(CHAT, chat(stream=True, n=0), talk) as exchange:
-            assert await exchange.start() == 400
+        assert (await two.client.post(CHAT, chat(stream=True, n=0), talk)).status == 400
         assert list(await listed(two.former.client)) == ["a/b"]
         await begin(two.client, "a/b")
         *_, last = [event async for event in old.events()]
@@ -219,8 +218,8 @@ async def test_a_request_whose_idempotency_key_is_not_in_flight_runs_in_the_new_
     two: Two,
 ) -> None:
     await two.former.client.post(CHAT, chat(), RETRY)
-    async with two.client.post(CHAT, chat(), RETRY) as exchange:
-        assert (await exchange.json())["choices"][0]["message"]["content"] == "New."
+    exchange = await two.client.post(CHAT, chat(), RETRY)
+    assert exchange.json["choices"][0]["message"]["content"] == "New."
 
 
 def test_a_former_server_that_hangs_keeps_no_new_request_waiting(
