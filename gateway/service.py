@@ -18,11 +18,11 @@ from engine.lora import LoraAdapter
 from engine.pooling import PoolingReport
 from engine.ports import Clock
 from engine.replicas.replicas import ServingEngine
-from gateway.access.callers import BodyLimits, Caller
+from gateway.access.bodies import BodyLimits
+from gateway.access.callers import Caller, Quotas
 from gateway.access.grammar_check import GrammarCheck
 from gateway.access.keys import Keys
 from gateway.access.origins import OriginPolicy
-from gateway.access.quotas import Quotas
 from gateway.access.retries import Retries
 from gateway.errors import ModelNotFound, UnsupportedByModel
 from gateway.groups.group import Group, ServedModel

@@ -1,26 +1,32 @@
-"""Callers: the identity of each HTTP request, and the limits on its body."""
+"""Callers: the identity of each HTTP request, and the rate limits of API keys on requests, tokens
+and concurrent requests.
 
-import asyncio
+Token buckets: a bucket holds at most one minute's limit and refills steadily. A request takes one
+from its key's request bucket on arrival. Tokens are charged when their number is known: the prompt
+when the engine accepts the request, the output when it ends. The token bucket may become negative;
+then the key's requests are rejected until it has refilled. So no request is rejected for tokens
+that it might use.
+"""
+
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from math import ceil
 
-from starlette.requests import Request as HttpRequest
-from starlette.types import Receive, Scope
+from starlette.types import Scope
 
-from gateway.access.key_file import Key
-from gateway.errors import BodyTooLarge, BodyTooSlow, TooManyValues, WrongMediaType
+from engine.iteration import Observer
+from engine.request import Request
+from gateway.access.key_file import Allowance, Key
+from gateway.errors import TooManyAtOnce, TooManyRequests, TooManyTokens
 from gateway.observe.request_log import RequestRecord
 from gateway.schema.decoding import UnknownFields
 from gateway.schema.dialect import OPENAI, ApiDialect
 
 _VALID_ID = re.compile(r"[A-Za-z0-9._:/+=@#-]{1,128}")
 OPENAI_VERSION = "2020-10-01"
-MAX_COMMAS = 1 << 18  # commas in a JSON body
-MAX_OBJECTS = 20_000  # with fields: the messages that a chat may have, and more
-MAX_ESCAPES = 1 << 20  # backslashes, each of which escapes a character of a text
-PIECE_BYTES = 64 << 10  # values are counted in pieces of this size
-_OBJECT = re.compile(rb'\{\s*"')
+AT_ONCE_RETRY_SECONDS = 1.0  # a guess: when a running request ends is unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,106 +104,144 @@ def valid_request_id(offered: str | None) -> str | None:
     return offered if offered is not None and _VALID_ID.fullmatch(offered) else None
 
 
-@dataclass(frozen=True, slots=True)
-class BodyLimits:
-    """Maximum size of a request body, and the timeout for receiving it.
+@dataclass(slots=True)
+class _Bucket:
+    """`level` at time `at` (seconds of the service's clock); negative while tokens are owed."""
 
-    The others bound what a JSON body contains, since decoding it blocks the event loop, also in a
-    thread: about 50 ns for each value (of which there are no more than commas, those in texts
-    too), 500 ns for an object with fields and 5 to 12 ns for an escape in a text.
-    """
+    level: float
+    at: float
 
-    max_bytes: int = 16 << 20
-    seconds: float = 60.0
-    max_commas: int = MAX_COMMAS
-    max_objects: int = MAX_OBJECTS
-    max_escapes: int = MAX_ESCAPES
+    def refill(self, per_minute: int, now: float) -> None:
+        self.level = min(per_minute, self.level + (now - self.at) * per_minute / 60)
+        self.at = now
 
-
-class ValueCount:
-    """Counts what a JSON text contains, piece by piece."""
-
-    def __init__(self, limits: BodyLimits) -> None:
-        self._limits = limits
-        self._commas = self._objects = self._escapes = 0
-
-    def add(self, piece: bytes) -> None:
-        """Raises `TooManyValues`. A piece of 64 KiB takes up to 3 ms."""
-        self._commas += piece.count(b",")
-        self._objects += len(_OBJECT.findall(piece))
-        self._escapes += piece.count(b"\\")
-        for name, count, most in (
-            ("commas", self._commas, self._limits.max_commas),
-            ("objects", self._objects, self._limits.max_objects),
-            ("backslashes", self._escapes, self._limits.max_escapes),
-        ):
-            if count > most:
-                raise TooManyValues(name, most)
+    def seconds_to(self, level: float, per_minute: int) -> float:
+        return max(0.0, (level - self.level) * 60 / per_minute)
 
 
-def count_values(text: bytes, limits: BodyLimits) -> None:
-    """Raises `TooManyValues` for a whole text; a thread that counts lets others run meanwhile."""
-    values = ValueCount(limits)
-    for at in range(0, len(text), PIECE_BYTES):
-        values.add(text[at : at + PIECE_BYTES])
+@dataclass(slots=True, eq=False)
+class _Account:
+    """The buckets of a key; `line_tokens` is that of its batch lines. `allowance` is that of its
+    latest request."""
+
+    allowance: Allowance
+    requests: _Bucket
+    tokens: _Bucket
+    line_tokens: _Bucket
+    num_running: int = 0
 
 
-class ReadRequest(HttpRequest):
-    """A request whose body has been read by `read_body`."""
+@dataclass(slots=True)
+class Quotas(Observer):
+    """The accounts of all keys. As an observer of the engine it learns the tokens used."""
 
-    def __init__(self, scope: Scope, receive: Receive, body: bytes) -> None:
-        super().__init__(scope, receive)
-        self.read = body
+    _accounts: dict[str, _Account] = field(default_factory=dict)
+    _unattended: Counter[str] = field(default_factory=Counter)  # running without a connection
+
+    def enter(self, key: Key, now: float) -> Mapping[str, str]:
+        """Count a request; returns the response headers about the key's limits.
+
+        Raises `TooManyAtOnce`, `TooManyRequests` or `TooManyTokens`. After success the caller must
+        call `leave` once.
+        """
+        allowance = key.allowance
+        account = self._account(key, now)
+        self._check(account, key)
+        if allowance.requests_per_minute:
+            account.requests.level -= 1
+        account.num_running += 1
+        return _headers(account)
+
+    def leave(self, key: Key) -> None:
+        """The request has ended."""
+        self._accounts[key.name].num_running -= 1
+
+    def add_running(self, name: str, num_running: int) -> None:
+        """A key has so many more (or fewer) running requests that no connection waits for."""
+        self._unattended[name] += num_running
+
+    def arrived(self, request: Request, now: float) -> None:
+        """Charge the prompt, without what another request of the response is charged for."""
+        self._charge(request, request.spec.own_len, now)
+
+    def ended(self, request: Request, now: float) -> None:
+        """Charge the output."""
+        self._charge(request, request.produced, now)
+
+    def line_delay(self, key: Key, now: float) -> float:
+        """Seconds until a batch line of this key may run."""
+        limit = key.allowance.tokens_per_minute
+        return self._account(key, now).line_tokens.seconds_to(1, limit) if limit else 0.0
+
+    def _charge(self, request: Request, num_tokens: int, now: float) -> None:
+        """Lines of batches have a bucket of their own, so that they do not stop other requests."""
+        account = self._accounts.get(request.spec.tenant)
+        if account is not None and (limit := account.allowance.tokens_per_minute):
+            bucket = account.line_tokens if request.spec.is_background else account.tokens
+            bucket.refill(limit, now)
+            bucket.level -= num_tokens
+
+    def _account(self, key: Key, now: float) -> _Account:
+        allowance = key.allowance
+        account = self._accounts.get(key.name)
+        if account is None:
+            account = self._accounts[key.name] = _Account(
+                allowance,
+                _Bucket(allowance.requests_per_minute, now),
+                _Bucket(allowance.tokens_per_minute, now),
+                _Bucket(allowance.tokens_per_minute, now),
+            )
+        account.allowance = allowance
+        account.requests.refill(allowance.requests_per_minute, now)
+        account.tokens.refill(allowance.tokens_per_minute, now)
+        account.line_tokens.refill(allowance.tokens_per_minute, now)
+        return account
+
+    def _check(self, account: _Account, key: Key) -> None:
+        allowance = key.allowance
+        headers = _headers(account)
+        num_running = account.num_running + self._unattended[key.name]
+        if allowance.max_concurrent and num_running >= allowance.max_concurrent:
+            raise TooManyAtOnce(
+                f"Rate limit reached: {num_running} requests of this key are running, "
+                f"and at most {allowance.max_concurrent} may run at once.",
+                AT_ONCE_RETRY_SECONDS,
+                headers,
+            )
+        if (limit := allowance.requests_per_minute) and account.requests.level < 1:
+            wait = account.requests.seconds_to(1, limit)
+            raise TooManyRequests(_reached("requests", limit, wait), wait, headers)
+        if (limit := allowance.tokens_per_minute) and account.tokens.level < 1:
+            wait = account.tokens.seconds_to(1, limit)
+            raise TooManyTokens(_reached("tokens", limit, wait), wait, headers)
 
 
-async def read_body(
-    http: HttpRequest, limits: BodyLimits, media_type: str | None = "application/json"
-) -> bytes:
-    """The whole body, which must be of `media_type` if one is given.
-
-    Raises `WrongMediaType`, `BodyTooLarge` (from `Content-Length`, if there is one),
-    `TooManyValues` or `BodyTooSlow`.
-    """
-    if isinstance(http, ReadRequest):
-        return http.read
-    if media_type is not None:
-        _check_media_type(http)
-    _check_length(http.headers.get("content-length"), limits.max_bytes)
-    try:
-        async with asyncio.timeout(limits.seconds):
-            return await _receive(http, limits, counts_values=media_type is not None)
-    except TimeoutError:
-        raise BodyTooSlow(limits.seconds) from None
+def _reached(what: str, limit: int, wait: float) -> str:
+    return (
+        f"Rate limit reached on {what} per minute: limit {limit}. "
+        f"Please try again in {duration(wait)}."
+    )
 
 
-async def _receive(http: HttpRequest, limits: BodyLimits, *, counts_values: bool) -> bytes:
-    pieces: list[bytes] = []
-    size, values = 0, ValueCount(limits)
-    async for piece in http.stream():
-        size += len(piece)
-        if size > limits.max_bytes:
-            raise BodyTooLarge(limits.max_bytes)
-        if counts_values:
-            values.add(piece)
-        pieces.append(piece)
-    return b"".join(pieces)
+def _headers(account: _Account) -> dict[str, str]:
+    """OpenAI's rate limit headers, for the limits that are set."""
+    headers: dict[str, str] = {}
+    limits = (
+        ("requests", account.allowance.requests_per_minute, account.requests),
+        ("tokens", account.allowance.tokens_per_minute, account.tokens),
+    )
+    for what, limit, bucket in limits:
+        if limit:
+            headers[f"x-ratelimit-limit-{what}"] = str(limit)
+            headers[f"x-ratelimit-remaining-{what}"] = str(max(0, int(bucket.level)))
+            headers[f"x-ratelimit-reset-{what}"] = duration(bucket.seconds_to(limit, limit))
+    return headers
 
 
-def _check_media_type(http: HttpRequest) -> None:
-    encoding = http.headers.get("content-encoding", "identity").strip().lower()
-    if encoding != "identity":
-        raise WrongMediaType(f"Content-Encoding {encoding!r} is not supported; send plain JSON.")
-    media_type = http.headers.get("content-type")
-    if media_type is None:
-        return
-    essence, _, parameters = media_type.partition(";")
-    charset = parameters.strip().lower().removeprefix("charset=").strip('"')
-    if essence.strip().lower() != "application/json" or charset not in ("", "utf-8", "utf8"):
-        raise WrongMediaType(
-            f"Content-Type {media_type[:100]!r} is not supported; send 'application/json'."
-        )
-
-
-def _check_length(declared: str | None, max_bytes: int) -> None:
-    if declared is not None and declared.isdecimal() and int(declared[:20]) > max_bytes:
-        raise BodyTooLarge(max_bytes)
+def duration(seconds: float) -> str:
+    """A duration in the form of OpenAI's headers: `17ms`, `1.5s`, `6m0s`."""
+    milliseconds = ceil(seconds * 1000 - 1e-6)
+    if milliseconds < 1000:
+        return f"{milliseconds}ms"
+    minutes, rest = divmod(milliseconds, 60_000)
+    return f"{minutes}m{rest / 1000:g}s" if minutes else f"{rest / 1000:g}s"

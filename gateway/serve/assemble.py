@@ -27,7 +27,7 @@ from engine.errors import StartupError
 from engine.transport.process import LocalLauncher
 from engine.transport.process_memory import available_bytes
 from engine.turns import Turns
-from gateway.access.callers import MAX_COMMAS, MAX_ESCAPES, MAX_OBJECTS, BodyLimits
+from gateway.access.bodies import MAX_COMMAS, MAX_ESCAPES, MAX_OBJECTS, BodyLimits
 from gateway.access.origins import OriginPolicy, is_loopback
 from gateway.batch.lines import LineLimits
 from gateway.batch.runner import BatchRunner

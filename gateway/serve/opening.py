@@ -26,8 +26,8 @@ from engine.step import HASH_BYTES, PageKind
 from engine.transport.process import LocalLauncher
 from engine.turns import Turn, Turns
 from engine.worker_settings import WorkerReport
+from gateway.access.callers import Quotas
 from gateway.access.grammar_check import GrammarCheck
-from gateway.access.quotas import Quotas
 from gateway.generation.prompt import PacedTokenizer
 from gateway.groups.group import ServedModel, Serving
 from gateway.loras import LoraRegistry

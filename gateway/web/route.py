@@ -19,7 +19,8 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from gateway.access.callers import Caller, ReadRequest, read_body
+from gateway.access.bodies import ReadRequest, read_body
+from gateway.access.callers import Caller
 from gateway.errors import PathNotFound
 from gateway.generation import event_stream, held_streams
 from gateway.generation.plan import GenerationPlan

@@ -30,12 +30,12 @@ from engine.request import Request
 from engine.simulated.virtual_loop import run_virtual
 from engine.speculation.drafter import Drafter
 from engine.speculation.settings import SpeculationSettings
-from gateway.access.callers import BodyLimits
+from gateway.access.bodies import BodyLimits
+from gateway.access.callers import Quotas
 from gateway.access.grammar_check import GrammarCheck
 from gateway.access.key_file import Allowance, KeyDefaults
 from gateway.access.keys import Keys
 from gateway.access.origins import OriginPolicy
-from gateway.access.quotas import Quotas
 from gateway.batch.lines import LineLimits
 from gateway.batch.runner import BatchRunner
 from gateway.generation.restored_streams import restore_streams

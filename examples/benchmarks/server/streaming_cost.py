@@ -42,10 +42,10 @@ from engine.kv_shape import KVShape
 from engine.loop import Engine
 from engine.policy.fcfs import FirstComeFirstServed
 from engine.step import Grammar, Step, StepEntry, StepResult
-from gateway.access.callers import BodyLimits
+from gateway.access.bodies import BodyLimits
+from gateway.access.callers import Quotas
 from gateway.access.grammar_check import GrammarCheck
 from gateway.access.keys import Keys
-from gateway.access.quotas import Quotas
 from gateway.groups.group import Group, ServedModel, Serving
 from gateway.groups.groups import Groups
 from gateway.loras import LoraRegistry

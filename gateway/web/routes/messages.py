@@ -5,7 +5,8 @@ from functools import partial
 
 from starlette.requests import Request as HttpRequest
 
-from gateway.access.callers import Caller, read_body
+from gateway.access.bodies import read_body
+from gateway.access.callers import Caller
 from gateway.generation.conversation import render_prompt
 from gateway.generation.image_prompt import ImageOrigin
 from gateway.generation.plan import GenerationPlan, plan_chat

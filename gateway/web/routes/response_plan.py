@@ -10,7 +10,8 @@ import orjson
 from starlette.requests import Request as HttpRequest
 
 from engine.errors import InvalidRequest
-from gateway.access.callers import Caller, read_body
+from gateway.access.bodies import read_body
+from gateway.access.callers import Caller
 from gateway.errors import ConversationNotFound, PreviousResponseNotFound, ResponseNotFound
 from gateway.generation.continuation import OtherBeginningError, settings_of
 from gateway.generation.conversation import render_prompt

@@ -23,7 +23,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.errors import EngineError, InvalidRequest
-from gateway.access.callers import count_values
+from gateway.access.bodies import count_values
 from gateway.errors import TooManyMessages, UpgradeRequired, http_error, message_of
 from gateway.generation.held import HeldConversations
 from gateway.generation.threads import read_body_with

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from gateway.access.callers import PIECE_BYTES
+from gateway.access.bodies import PIECE_BYTES
 
 if TYPE_CHECKING:
     from starlette.types import Message as AsgiMessage

@@ -8,7 +8,7 @@ import orjson
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 
-from gateway.access.callers import read_body
+from gateway.access.bodies import read_body
 from gateway.generation.conversation import render_prompt
 from gateway.generation.image_prompt import ImageOrigin
 from gateway.generation.prompt import fits_on_loop, token_ids, tokenize_prompts

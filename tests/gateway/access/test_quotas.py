@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
+from gateway.access.callers import Quotas, duration
 from gateway.access.key_file import Allowance, Key
-from gateway.access.quotas import Quotas, duration
 from gateway.errors import RateLimited, TooManyAtOnce, TooManyRequests
 from tests.gateway.rig import CHAT, STEP, TEXT, Rig, Setting, chat, play, played, text
 

@@ -23,7 +23,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from engine.errors import InvalidRequest, Overloaded
 from engine.policy import POLICIES, PolicySettings, build, name_of, settings_of
-from gateway.access.callers import read_body
+from gateway.access.bodies import read_body
 from gateway.options import options_of, with_values
 from gateway.schema.decoding import check_allowed, decode
 from gateway.service import Service, service_of

@@ -4,7 +4,7 @@ from typing import cast
 import pytest
 from starlette.requests import Request as HttpRequest
 
-from gateway.access.callers import BodyLimits, read_body
+from gateway.access.bodies import BodyLimits, read_body
 from gateway.errors import BodyTooLarge, TooManyValues
 
 LIMITS = BodyLimits(max_bytes=40, max_commas=5, max_objects=2, max_escapes=3)
