@@ -6,7 +6,7 @@ same tree. The API dialects (`gateway.schema.dialect`) render the JSON bodies.
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from engine.errors import (
     ContextTooLong,
@@ -111,32 +111,30 @@ class RequestNotFound(InvalidRequest):
         super().__init__(f"You have no running request with the id {request_id[:128]!r}{ended}.")
 
 
-class FileNotFound(InvalidRequest):
-    """The caller has no such file."""
+class NotFound(InvalidRequest):
+    """The caller has nothing of this kind with that id, or it has expired."""
 
-    def __init__(self, file_id: str, param: str | None = None) -> None:
-        super().__init__(f"You have no file with the id {file_id[:128]!r}.", param)
+    message: ClassVar[str]
+    param_of_id: ClassVar[str | None] = None  # unless another is given
 
-
-class BatchNotFound(InvalidRequest):
-    """The caller has no such batch."""
-
-    def __init__(self, batch_id: str, param: str | None = None) -> None:
-        super().__init__(f"You have no batch with the id {batch_id[:128]!r}.", param)
+    def __init__(self, given: str, param: str | None = None) -> None:
+        super().__init__(self.message.format(given[:128]), param or self.param_of_id)
 
 
-class ResponseNotFound(InvalidRequest):
-    """The caller has no such response, or it has expired."""
-
-    def __init__(self, response_id: str, param: str | None = None) -> None:
-        super().__init__(f"You have no stored response with the id {response_id[:128]!r}.", param)
+class FileNotFound(NotFound):
+    message = "You have no file with the id {!r}."
 
 
-class StreamNotFound(InvalidRequest):
-    """The caller has no stream of that name whose events are held."""
+class BatchNotFound(NotFound):
+    message = "You have no batch with the id {!r}."
 
-    def __init__(self, name: str) -> None:
-        super().__init__(f"You have no stream with the id {name[:128]!r} whose events are held.")
+
+class ResponseNotFound(NotFound):
+    message = "You have no stored response with the id {!r}."
+
+
+class StreamNotFound(NotFound):
+    message = "You have no stream with the id {!r} whose events are held."
 
 
 class EventsEvicted(InvalidRequest):
@@ -152,24 +150,17 @@ class EventsEvicted(InvalidRequest):
 class PreviousResponseNotFound(ResponseNotFound):
     """The response that a request continues is unknown. Clients send the whole input then."""
 
-    def __init__(self, response_id: str) -> None:
-        super().__init__(response_id, "previous_response_id")
+    param_of_id = "previous_response_id"
 
 
 class ConversationNotFound(ResponseNotFound):
-    """The caller has no such conversation, or it has expired."""
-
-    def __init__(self, conversation_id: str) -> None:
-        super().__init__(conversation_id, "conversation")
-        self.args = (f"Conversation with id {conversation_id[:128]!r} not found.",)
+    message = "Conversation with id {!r} not found."
+    param_of_id = "conversation"
 
 
 class ItemNotFound(ResponseNotFound):
-    """The conversation has no item with this id."""
-
-    def __init__(self, item_id: str) -> None:
-        super().__init__(item_id, "item_id")
-        self.args = (f"The conversation has no item {item_id[:128]!r}.",)
+    message = "The conversation has no item {!r}."
+    param_of_id = "item_id"
 
 
 class ConversationLocked(InvalidRequest):
@@ -240,11 +231,7 @@ class RateLimited(EngineError):
 
 
 class TooManyRequests(RateLimited):
-    """The limit of requests per minute."""
-
-
-class TooManyAtOnce(RateLimited):
-    """The limit of concurrent requests."""
+    """The limit of requests per minute, or at once."""
 
 
 class TooManyTokens(RateLimited):
@@ -311,7 +298,6 @@ TABLE: dict[type[EngineError], HttpError] = {
     Superseded: HttpError(409, _INVALID, "superseded", retry=False),
     TooManyBatches: HttpError(429, "requests", "batch_limit_exceeded", retry=False),
     TooManyRequests: HttpError(429, "requests", "rate_limit_exceeded", retry=True),
-    TooManyAtOnce: HttpError(429, "requests", "rate_limit_exceeded", retry=True),
     TooManyMessages: HttpError(429, "requests", "too_many_messages", retry=True),
     TooManyTokens: HttpError(429, "tokens", "rate_limit_exceeded", retry=True),
     Overloaded: HttpError(503, "server_error", "overloaded", retry=True),

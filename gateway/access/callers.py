@@ -19,7 +19,7 @@ from starlette.types import Scope
 from engine.iteration import Observer
 from engine.request import Request
 from gateway.access.key_file import Allowance, Key
-from gateway.errors import TooManyAtOnce, TooManyRequests, TooManyTokens
+from gateway.errors import TooManyRequests, TooManyTokens
 from gateway.observe.request_log import RequestRecord
 from gateway.schema.decoding import UnknownFields
 from gateway.schema.dialect import OPENAI, ApiDialect
@@ -141,8 +141,7 @@ class Quotas(Observer):
     def enter(self, key: Key, now: float) -> Mapping[str, str]:
         """Count a request; returns the response headers about the key's limits.
 
-        Raises `TooManyAtOnce`, `TooManyRequests` or `TooManyTokens`. After success the caller must
-        call `leave` once.
+        Raises `TooManyRequests` or `TooManyTokens`. After success `leave` must be called once.
         """
         allowance = key.allowance
         account = self._account(key, now)
@@ -202,7 +201,7 @@ class Quotas(Observer):
         headers = _headers(account)
         num_running = account.num_running + self._unattended[key.name]
         if allowance.max_concurrent and num_running >= allowance.max_concurrent:
-            raise TooManyAtOnce(
+            raise TooManyRequests(
                 f"Rate limit reached: {num_running} requests of this key are running, "
                 f"and at most {allowance.max_concurrent} may run at once.",
                 AT_ONCE_RETRY_SECONDS,

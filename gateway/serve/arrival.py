@@ -47,11 +47,24 @@ class Timer:
         then()
 
 
+class SharedRate:
+    """What all connections of a server together may take per second of something."""
+
+    def __init__(self, per_second: float) -> None:
+        self._per_second = per_second
+        self._free_at = 0.0
+
+    def delay(self, taken: float, now: float) -> float:
+        """How long a connection must rest that has taken so much."""
+        self._free_at = max(now, self._free_at) + taken / self._per_second
+        return self._free_at - now
+
+
 class ParsingMeter:
     """The time that connections take whose data is costly to parse, such as chunks of one byte."""
 
     def __init__(self) -> None:
-        self._free_at = 0.0
+        self._rate = SharedRate(PARSING_SHARE)
 
     def parse(
         self,
@@ -66,17 +79,12 @@ class ParsingMeter:
         for at in range(0, len(data), SLICE_BYTES):
             seconds = clock() - began
             if seconds > PARSING_SECONDS:
-                return data[at:], self._delay(seconds, clock())
+                return data[at:], self._rate.delay(seconds, clock())
             if not has_room():
                 return data[at:], None
             if not feed(data[at : at + SLICE_BYTES]):
                 break
         return b"", None
-
-    def _delay(self, seconds: float, now: float) -> float:
-        """How long a connection must rest that has parsed for so many seconds."""
-        self._free_at = max(now, self._free_at) + seconds / PARSING_SHARE
-        return self._free_at - now
 
 
 class Rejection(Exception):  # it ends the parsing of a request, as its error response

@@ -40,10 +40,10 @@ from gateway.observe.metrics import Metrics
 from gateway.observe.readings import ServerReadings
 from gateway.observe.request_log import RequestLog
 from gateway.observe.traces import Traces
-from gateway.serve.arrival import ParsingMeter
+from gateway.serve.arrival import ParsingMeter, SharedRate
 from gateway.serve.connection import ConnectionBounds, Retirement
 from gateway.serve.cores import count_replicas
-from gateway.serve.linger import LingerRate
+from gateway.serve.linger import BYTES_PER_SECOND
 from gateway.serve.load import OnProgress, lora_specs, served_name
 from gateway.serve.load_times import LoadTime
 from gateway.serve.memory import default_memory, parts_of, weight_bytes
@@ -358,7 +358,7 @@ def build_server(settings: Settings, service: Service, credentials: Credentials)
         settings.http.max_address_connections or share,
         frozenset(route.path.encode() for route in ROUTES.routes if route.is_probe),
         Retirement(),
-        LingerRate(),
+        SharedRate(BYTES_PER_SECOND),
     )
     limits = LineLimits(line_bytes=settings.http.max_body_bytes)
     batch_size = settings.scheduler.max_batch_size

@@ -14,8 +14,8 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from gateway.observe.request_log import RequestLog, RequestRecord
-from gateway.serve.arrival import Arrival, ParsingMeter, Rejection, Timer, check_framing
-from gateway.serve.linger import Linger, LingerRate
+from gateway.serve.arrival import Arrival, ParsingMeter, Rejection, SharedRate, Timer, check_framing
+from gateway.serve.linger import BYTES_PER_SECOND, Linger
 from gateway.serve.places import Place
 
 MAX_PIPELINED = 16  # requests that wait for the responses before theirs
@@ -41,7 +41,7 @@ class ConnectionBounds(NamedTuple):
     max_per_network: int = 1 << 20
     probes: frozenset[bytes] = frozenset()
     retirement: Retirement = Retirement()  # a server has its own
-    linger_rate: LingerRate | None = None  # shared likewise
+    linger_rate: SharedRate | None = None  # shared likewise
 
 
 class Connection(HttpToolsProtocol):
@@ -61,7 +61,7 @@ class Connection(HttpToolsProtocol):
         self._place = place
         self._bounds = bounds or ConnectionBounds()
         self._meter = self._bounds.meter or ParsingMeter()
-        self._linger_rate = self._bounds.linger_rate or LingerRate()
+        self._linger_rate = self._bounds.linger_rate or SharedRate(BYTES_PER_SECOND)
         self._began_at = log.clock()  # the current request
         self._stall = Timer()
         self._running: RequestResponseCycle | None = None  # the request whose response comes next

@@ -9,7 +9,7 @@ import asyncio
 import weakref
 from typing import TYPE_CHECKING, NamedTuple
 
-from gateway.serve.arrival import Arrival, Timer
+from gateway.serve.arrival import Arrival, SharedRate, Timer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,18 +20,6 @@ if TYPE_CHECKING:
 LINGER_SECONDS = 10.0
 MAX_LINGER_BYTES = 128 << 20  # one connection may send so much more
 BYTES_PER_SECOND = 64 << 20  # all connections together
-
-
-class LingerRate:
-    """What all connections of a server throw away together."""
-
-    def __init__(self) -> None:
-        self._free_at = 0.0
-
-    def delay(self, num_bytes: int, now: float) -> float:
-        """How long a connection must rest that has thrown so many bytes away."""
-        self._free_at = max(now, self._free_at) + num_bytes / BYTES_PER_SECOND
-        return self._free_at - now
 
 
 class CycleTransport(NamedTuple):
@@ -50,7 +38,7 @@ class Linger:
         transport: asyncio.Transport,
         flow: "FlowControl",
         arrival: Arrival,
-        rate: LingerRate,
+        rate: SharedRate,
     ) -> None:
         self._transport = transport
         self._flow = flow

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
+from gateway.serve.arrival import SharedRate
 from gateway.serve.connection import ConnectionBounds
-from gateway.serve.linger import BYTES_PER_SECOND, LINGER_SECONDS, MAX_LINGER_BYTES, LingerRate
+from gateway.serve.linger import BYTES_PER_SECOND, LINGER_SECONDS, MAX_LINGER_BYTES
 from gateway.serve.places import Places
 from tests.gateway.rig import Setting
 from tests.gateway.scenes import in_virtual_time
@@ -72,7 +73,7 @@ async def test_connections_share_a_rate_at_which_bytes_are_thrown_away() -> None
         def resume_reading(self) -> None:
             self.is_reading = True
 
-    bounds = ConnectionBounds(linger_rate=LingerRate())
+    bounds = ConnectionBounds(linger_rate=SharedRate(BYTES_PER_SECOND))
     clients = [connect(bounds, app=refuses, peer=Pausing()) for _ in range(3)]
     for connection, _ in clients:
         connection.data_received(HEAD)
