@@ -4,7 +4,8 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from importlib.util import find_spec
 from math import inf
@@ -14,6 +15,7 @@ from typing import Any, NoReturn, TypeVar
 from engine.setting import duration
 
 N = TypeVar("N")
+T = TypeVar("T")
 PLOTS = (".png", ".pdf", ".svg")
 _NOUNS = {"int": "a whole number", "float": "a number"}
 _INVALID_NUMBER = re.compile(r"invalid (?P<kind>int|float) value: (?P<given>'.*')")
@@ -75,50 +77,26 @@ def did_you_mean(given: str, names: Collection[str]) -> str:
     return f"; did you mean {nearest[0]}?" if nearest else ""
 
 
-def positive(text: str) -> int:
-    """A whole number, at least 1."""
-    return _whole(text, 1)
+def flag_type(
+    read: Callable[[str], T], expected: str, allows: Callable[[T], bool] = lambda _: True
+) -> Callable[[str], T]:
+    """The type of a flag: what `read` makes of its text, if that is no ValueError and allowed."""
+
+    def parse(text: str) -> T:
+        with suppress(ValueError):
+            if allows(value := read(text)):
+                return value
+        raise argparse.ArgumentTypeError(f"must be {expected}, not {text!r}")
+
+    return parse
 
 
-def natural(text: str) -> int:
-    """A whole number, at least 0."""
-    return _whole(text, 0)
-
-
-def _whole(text: str, minimum: int) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        number = minimum - 1
-    if number < minimum:
-        raise argparse.ArgumentTypeError(
-            f"must be a whole number, at least {minimum}, not {text!r}"
-        )
-    return number
-
-
-def above_zero(text: str) -> float:
-    """A finite number above 0."""
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0.0 < number < inf:
-        raise argparse.ArgumentTypeError(f"must be a number above 0, not {text!r}")
-    return number
-
-
-def seconds(text: str) -> float:
-    """A duration such as `50ms`, above 0; for argparse."""
-    try:
-        number = duration(text)
-    except ValueError:
-        number = 0.0
-    if not 0.0 < number < inf:
-        raise argparse.ArgumentTypeError(
-            f"must be a duration above 0 such as 50ms or 0.05s, not {text!r}"
-        )
-    return number
+positive = flag_type(int, "a whole number, at least 1", lambda number: number >= 1)
+natural = flag_type(int, "a whole number, at least 0", lambda number: number >= 0)
+above_zero = flag_type(float, "a number above 0", lambda number: 0.0 < number < inf)
+seconds = flag_type(
+    duration, "a duration above 0 such as 50ms or 0.05s", lambda number: 0.0 < number < inf
+)
 
 
 def output_file(text: str) -> Path:

@@ -36,6 +36,7 @@ from gateway.settings.flags import (
     Parser,
     ShowDefaults,
     above_zero,
+    flag_type,
     json_object,
     natural,
     output_file,
@@ -125,12 +126,7 @@ def _add_requests(parser: Parser) -> None:
     add("--new-connections", action="store_true", help="open a connection for every request")
 
 
-def _length_range(text: str) -> LengthRange:
-    try:
-        return LengthRange.parse(text)
-    except ValueError:
-        message = f"must be a length such as 128 or a range such as 32..512, not {text!r}"
-        raise argparse.ArgumentTypeError(message) from None
+_length_range = flag_type(LengthRange.parse, "a length such as 128 or a range such as 32..512")
 
 
 def _add_results(parser: Parser) -> None:

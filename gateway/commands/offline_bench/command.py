@@ -43,7 +43,14 @@ from gateway.commands.offline_bench.roofline import (
 from gateway.commands.offline_bench.steps import Bench, Timing
 from gateway.options import add_flags, options_of, with_flags
 from gateway.serve.terminal import LoadingBars
-from gateway.settings.flags import Parser, ShowDefaults, above_zero, output_file, positive
+from gateway.settings.flags import (
+    Parser,
+    ShowDefaults,
+    above_zero,
+    flag_type,
+    output_file,
+    positive,
+)
 
 KERNEL_OPTIONS = options_of("", Kernels(), "dtype", "weights", "device", "attention", "threads")
 KV_OPTIONS = options_of("", KVSettings(), "kv_cache_dtype", "block_size")
@@ -59,12 +66,10 @@ class PrefillCase(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "PrefillCase":
-        """Parse `512` (one prompt) or `8x512`. Raises `argparse.ArgumentTypeError`."""
+        """Parse `512` (one prompt) or `8x512`. Raises `ValueError`."""
         found = re.fullmatch(r"(?:([1-9]\d*)x)?([1-9]\d*)", text)
         if found is None:
-            raise argparse.ArgumentTypeError(
-                f"must be a length such as 512, or 8x512 for 8 prompts in a step, not {text!r}"
-            )
+            raise ValueError(f"{text!r} is no prefill")
         return cls(int(found[1] or 1), int(found[2]))
 
 
@@ -114,8 +119,11 @@ def _numbers(text: str) -> list[int]:
     return [positive(part) for part in text.split(",")]
 
 
+_prefill = flag_type(PrefillCase.parse, "a length such as 512, or 8x512 for 8 prompts in a step")
+
+
 def _prompts(text: str) -> list[PrefillCase]:
-    return [PrefillCase.parse(part) for part in text.split(",")]
+    return [_prefill(part) for part in text.split(",")]
 
 
 def main(argv: list[str]) -> int:

@@ -30,7 +30,7 @@ from gateway.commands.simulate.setups import (
     arrivals_of,
     setups,
 )
-from gateway.settings.flags import Parser, ShowDefaults, output_file, plot_file
+from gateway.settings.flags import Parser, ShowDefaults, flag_type, output_file, plot_file
 
 _LATENCIES = (  # measure, title, unit
     ("ttft", "TTFT\nms", 1e3),
@@ -87,14 +87,7 @@ def _slo(text: str) -> SLO:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _share(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0.0 < number <= 1.0:
-        raise argparse.ArgumentTypeError(f"must be a number above 0, at most 1, not {text!r}")
-    return number
+_share = flag_type(float, "a number above 0, at most 1", lambda number: 0.0 < number <= 1.0)
 
 
 def run(args: argparse.Namespace) -> int:
