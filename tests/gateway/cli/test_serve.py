@@ -113,7 +113,7 @@ def test_a_port_in_use_is_rejected_in_a_line_of_the_log(tmp_path: Path) -> None:
     assert failed.returncode == 1
     lines = [json.loads(line) for line in failed.stderr.splitlines()]
     assert lines[-1]["level"] == "critical"
-    assert str(port) in lines[-1]["message"]
+    assert f"cannot listen on 127.0.0.1:{port}" in lines[-1]["message"]
     assert failed.stdout == ""
 
 

@@ -13,6 +13,10 @@ F = {"type": "function", "function": {"name": "f", "parameters": {"type": "objec
 G = {"type": "function", "function": {"name": "g", "description": "Goes."}}
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 ALLOWED = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [F]}}
+NAMED_FORMAT = {
+    "type": "json_schema",
+    "json_schema": {"name": "s", "schema": {"type": "object"}},
+}
 HERMES = choose_dialect("", "hermes", "think")
 
 
@@ -73,6 +77,7 @@ async def test_a_call_of_a_tool_that_may_not_be_called_is_content(rig: Rig) -> N
         (choice,) = (await reply_to(rig, **fields))["choices"]
         assert choice["message"]["content"] == CALL
         assert "tool_calls" not in choice["message"]
+    assert bytes(rig.ended[-1].spec.prompt).startswith(b"tools:f,g\n"), "whichever are allowed"
 
 
 @pytest.mark.parametrize(
@@ -96,13 +101,6 @@ def test_a_required_call_is_constrained_to_the_tools(
     assert (tags["at_least"], tags["has_text"]) == (1, False)
     is_one = "functions" in fields or fields["tool_choice"] not in ("required", ALLOWED)
     assert tags["at_most"] == (1 if is_one else None)
-
-
-@played(hermes())
-async def test_the_prompt_lists_all_tools_whichever_are_allowed(rig: Rig) -> None:
-    choice = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [G]}}
-    await reply_to(rig, tools=[F, G], tool_choice=choice)
-    assert bytes(rig.ended[0].spec.prompt).startswith(b"tools:f,g\n")
 
 
 @played(hermes())
@@ -157,18 +155,11 @@ async def test_reasoning_is_separate_and_counted(rig: Rig) -> None:
     assert usage["completion_tokens"] == len("<think>Hm.</think>\n\nYes.") + 1
 
 
-@played(hermes("{}"))
-async def test_response_format_constrains_the_output(rig: Rig) -> None:
-    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
-    named = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
-    await reply_to(rig, response_format=named)
-    assert told_grammar(rig) == (GrammarKind.JSON_SCHEMA, schema)
-
-
 @pytest.mark.parametrize(
     ("fields", "kind", "text"),
     [
         ({"response_format": {"type": "json_object"}}, GrammarKind.JSON_OBJECT, ""),
+        ({"response_format": NAMED_FORMAT}, GrammarKind.JSON_SCHEMA, '{"type":"object"}'),
         ({"guided_json": '{"type": "object"}'}, GrammarKind.JSON_SCHEMA, '{"type": "object"}'),
         ({"guided_regex": "[0-9]+"}, GrammarKind.REGEX, "[0-9]+"),
         ({"structured_outputs": {"choice": ["a", "b"]}}, GrammarKind.CHOICE, '["a","b"]'),

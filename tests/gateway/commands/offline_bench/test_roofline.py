@@ -9,7 +9,6 @@ from engine.errors import StartupError
 from engine.worker_settings import WorkerReport
 from gateway.commands.offline_bench.roofline import (
     Limit,
-    LowerBound,
     WeightSizes,
     Work,
     attention_rate,
@@ -116,8 +115,3 @@ def test_a_window_bounds_the_attended_tokens() -> None:
 def test_a_missing_field_is_named_in_the_error() -> None:
     with pytest.raises(StartupError, match="hidden_size is None, expected a positive integer"):
         WeightSizes.of({"vocab_size": 3})
-
-
-def test_the_larger_of_the_two_is_the_lower_bound() -> None:
-    assert LowerBound(1.0, 2.0).seconds == 2.0
-    assert LowerBound(1.0, 2.0).bound == "compute"
