@@ -1,8 +1,6 @@
-"""How much costly work runs at once: for all clients and for each (`Seats`), or one thing at a time
-for each client (`ClientTurns`)."""
+"""How much costly work runs at once, for all clients and for each."""
 
 import asyncio
-from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from weakref import WeakValueDictionary
@@ -37,38 +35,3 @@ class Seats:
         finally:
             for seat in held:
                 seat.release()
-
-
-class ClientTurns:
-    """Each client does one thing at a time, in order of arrival."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # clients that have a turn
-
-    def __len__(self) -> int:
-        """Clients that have a turn."""
-        return len(self._waiting)
-
-    async def take(self, client: str) -> None:
-        """Wait for a turn of this client, which must be given back."""
-        if client not in self._waiting:
-            self._waiting[client] = deque()
-            return
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting[client].append(turn)
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():
-                self.give_back(client)
-            raise
-
-    def give_back(self, client: str) -> None:
-        """The client's turn has ended: the next of its tasks may continue."""
-        queue = self._waiting[client]
-        while queue:
-            turn = queue.popleft()
-            if not turn.done():  # its task was not cancelled
-                turn.set_result(None)
-                return
-        del self._waiting[client]

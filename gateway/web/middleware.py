@@ -6,9 +6,11 @@
 events there directly, because middleware reads the status line and the last message only.
 """
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from weakref import WeakValueDictionary
 
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -21,7 +23,6 @@ from gateway.access.key_file import Key
 from gateway.access.keys import is_basic
 from gateway.access.networks import network_of
 from gateway.access.retries import Attempt
-from gateway.access.seats import ClientTurns
 from gateway.errors import Forbidden, InvalidApiKey, Superseded, http_error
 from gateway.generation.reply import error_response
 from gateway.generation.threads import thread_meter
@@ -65,7 +66,7 @@ class IdentifyCaller:
         self._intake = intake()
         # Probes and cancellations wait for those of their own client only.
         self._urgent_intake = intake(max_debt=0.0)
-        self._turns = ClientTurns()
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._app: ASGIApp = AccessControl(app, service)
         if service.origins.cors_origins:
             self._app = CORSMiddleware(
@@ -84,7 +85,8 @@ class IdentifyCaller:
         scope["podway.send"] = send
         progress = scope["podway.progress"] = _Progress(send, record)
         intake, client = self._intake_of(scope, record), scope["podway.caller"].network
-        thread_meter.set(ThreadWork(intake, self._turns, client))
+        turn = self._turns.setdefault(client, asyncio.Lock())
+        thread_meter.set(ThreadWork(intake, turn, client))
         store_meter.set(partial(intake.charge_piece, client=client))
         if "podway.upgrade" in scope:
             scope["podway.app"] = self  # serves each message of the WebSocket as a request
@@ -133,10 +135,11 @@ class IdentifyCaller:
 
 @dataclass(frozen=True, slots=True)
 class ThreadWork:
-    """What one request does in threads: a `ThreadMeter`."""
+    """What one request does in threads: a `ThreadMeter`. `turn` is its client's, which does one
+    thing at a time."""
 
     intake: Intake
-    turns: ClientTurns
+    turn: asyncio.Lock
     client: str
 
     @property
@@ -144,18 +147,18 @@ class ThreadWork:
         return self.intake.cpu_clock
 
     async def begin(self, *, is_new: bool) -> None:
-        await self.turns.take(self.client)
+        await self.turn.acquire()
         try:
             if is_new:
                 await self.intake.enter(self.client)
         except BaseException:
-            self.turns.give_back(self.client)
+            self.turn.release()
             raise
 
     def end(self, seconds: float, *, in_one_piece: bool) -> None:
         charge = self.intake.charge_piece if in_one_piece else self.intake.charge
         charge(seconds, self.client)
-        self.turns.give_back(self.client)
+        self.turn.release()
 
     async def pause(self) -> None:
         await self.intake.next_turn(self.client)

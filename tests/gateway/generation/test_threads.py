@@ -2,11 +2,11 @@ import asyncio
 import gc
 import itertools
 import threading
+from collections import defaultdict
 
 import pytest
 
 from gateway.access.intake import LONG_PIECE_FACTOR, PIECE_SECONDS, Intake
-from gateway.access.seats import ClientTurns
 from gateway.generation.threads import (
     MAX_BYTES_ON_LOOP,
     check_cancelled,
@@ -27,10 +27,10 @@ class Clients:
         # Each reading of a thread's CPU time is 10 ms after the one before.
         readings = itertools.count(0.0, 0.01)
         self.intake = Intake(lambda: 0.0, lambda: next(readings), lambda: True)
-        self.turns = ClientTurns()
+        self.turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     def become(self, client: str) -> None:
-        thread_meter.set(ThreadWork(self.intake, self.turns, client))
+        thread_meter.set(ThreadWork(self.intake, self.turns[client], client))
 
     def debt(self, client: str) -> float:
         return self.intake._debts.of(client)
@@ -50,8 +50,8 @@ class Blocked:
 
 async def ended(clients: Clients, client: str) -> None:
     """Wait for the end of the client's work."""
-    await clients.turns.take(client)
-    clients.turns.give_back(client)
+    async with clients.turns[client]:
+        pass
 
 
 async def as_client(clients: Clients, client: str, work: Blocked) -> None:
@@ -95,7 +95,8 @@ async def test_work_whose_client_left_is_charged_and_keeps_its_turn_until_it_end
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert (len(clients.turns), clients.debt("a")) == (1, 0.0)
+    assert clients.turns["a"].locked()
+    assert clients.debt("a") == 0.0
     work.may_continue.set()
     await ended(clients, "a")
     in_one_piece = PIECE_SECONDS + (0.01 - PIECE_SECONDS) * LONG_PIECE_FACTOR
