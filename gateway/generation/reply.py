@@ -54,19 +54,13 @@ class Reply:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the body; if the client disconnects first, end the requests and send nothing."""
+        work, abandon = self._work, self._abandon
         attempt: Attempt | None = scope.get("podway.attempt")
-        if attempt is None:
-            await self._answer(self._work, self._abandon, scope, receive, send)
-            return
-        if attempt.shared is None:
-            attempt.share(SharedReply(self, SharedWork(self._work, self._abandon)))
-        assert isinstance(attempt.shared, SharedReply), "a retry has the same body"
-        result = attempt.shared.work.result
-        await self._answer(result, lambda: None, scope, receive, send)
-
-    async def _answer(
-        self, work: Work, abandon: Callable[[], None], scope: Scope, receive: Receive, send: Send
-    ) -> None:
+        if attempt is not None:
+            if attempt.shared is None:
+                attempt.share(SharedReply(work, abandon, self._service))
+            assert isinstance(attempt.shared, SharedReply), "a retry has the same body"
+            work, abandon = attempt.shared.result, _nothing
         spaces = _Spaces(self._caller, self._service, send)
         body = await unless_disconnected(receive, partial(spaces.before, work), abandon)
         if body is None:
@@ -85,10 +79,6 @@ class Reply:
         timelines = self._service.timelines.find(caller.request_id, caller.tenant)
         phases = phase_seconds(slowest(timelines, now), now)
         return {f"x-podway-{name}-ms": f"{seconds * 1e3:.1f}" for name, seconds in phases.items()}
-
-    def for_caller(self, caller: Caller) -> "Reply":
-        """The same for another connection."""
-        return Reply(caller, self._work, self._abandon, self._service)
 
 
 class _Spaces:
@@ -132,21 +122,20 @@ class _Spaces:
             await self._send({"type": "http.response.body", "body": b" ", "more_body": True})
 
 
-class SharedReply:
-    """A reply in flight, which retries can take over."""
+class SharedReply(SharedWork[bytes]):
+    """The work of a reply in flight, which retries can take over."""
 
-    def __init__(self, reply: Reply, work: SharedWork[bytes]) -> None:
-        self.work = work
-        self._reply = reply
-
-    def hold(self) -> None:
-        self.work.hold()
-
-    def release(self) -> None:
-        self.work.release()
+    def __init__(self, work: Work, abandon: Callable[[], None], service: Service) -> None:
+        super().__init__(work, abandon)
+        self._service = service
 
     def response(self, caller: Caller, after: int = -1) -> ASGIApp:
-        return self._reply.for_caller(caller)
+        """The reply for another connection."""
+        return Reply(caller, self.result, _nothing, self._service)
+
+
+def _nothing() -> None:
+    """The work ends with the last attempt that holds it."""
 
 
 async def unless_disconnected(
