@@ -32,7 +32,7 @@ from gateway.access.origins import OriginPolicy, is_loopback
 from gateway.batch.lines import LineLimits
 from gateway.batch.runner import BatchRunner
 from gateway.generation.restored_streams import restore_streams
-from gateway.groups.group import Deployment, Group
+from gateway.groups.group import UNMEASURED_LOAD_SECONDS, Deployment, Group
 from gateway.groups.groups import Groups
 from gateway.observe.backpressure import LoopWatch
 from gateway.observe.exposition import Exposition
@@ -45,11 +45,11 @@ from gateway.serve.connection import ConnectionBounds, Retirement
 from gateway.serve.cores import count_replicas
 from gateway.serve.linger import BYTES_PER_SECOND
 from gateway.serve.load import OnProgress, lora_specs, served_name
-from gateway.serve.load_times import LoadTime
 from gateway.serve.memory import default_memory, parts_of, weight_bytes
 from gateway.serve.opening import ModelOpener, SharedObservers
 from gateway.serve.places import MIN_PER_NETWORK
 from gateway.serve.process import raise_file_limit
+from gateway.serve.saved import load_time_file
 from gateway.serve.server import Server, Signals, bind, unless_stopped
 from gateway.serve.tls import Credentials, load_credentials
 from gateway.serve.upgrade.channel import Predecessor
@@ -269,8 +269,11 @@ def group_of(opener: ModelOpener, num_bytes: int) -> Group:
     deployment = deployment_of(settings, num_bytes)
     if not num_bytes and settings.terms.idle_unload is None:  # it is loaded once
         return Group(deployment, opener.open, clock)
-    load_time = LoadTime(settings)
-    return Group(deployment, opener.open, clock, load_time.seconds, load_time.save)
+    file = load_time_file(settings)
+    seconds = file.load(float)
+    if seconds is None:
+        seconds = UNMEASURED_LOAD_SECONDS
+    return Group(deployment, opener.open, clock, seconds, file.save)
 
 
 def check_names(groups: Groups) -> None:

@@ -8,6 +8,7 @@ with a warning.
 import hashlib
 import json
 import logging
+import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any, TypeVar
 from platformdirs import user_cache_path
 
 from engine.files import replace_file
+from gateway.settings.settings import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -90,3 +92,14 @@ class SavedFile:
 def _digest(value: object) -> str:
     """The SHA-256 of a value, whatever the order of its fields."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def load_time_file(settings: Settings) -> SavedFile:
+    """The seconds that the last load of a model took on this machine, for forecasts of the next."""
+    facts: dict[str, object] = {
+        "model": settings.model.source,
+        "machine": platform.node(),
+        "weights": [settings.kernels.weights, settings.kernels.dtype],
+        "workers": [settings.workers.num_stages, settings.workers.num_ranks],
+    }
+    return SavedFile.of(facts, "load_time", settings.schedule.cache_dir)

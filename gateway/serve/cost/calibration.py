@@ -1,8 +1,7 @@
-"""Calibration: the cost model of iterations on this machine, saved or measured at the start.
+"""Calibration: the cost model of iterations on this machine, saved or measured at the start: by
+single steps, and by a trial run of requests through scheduler and event loop.
 
 A cost file belongs to one model, machine and configuration (`gateway.serve.saved`).
-
-The trial run: requests through scheduler and event loop before the server is ready.
 
 The profiler's steps follow each other at once, with one context for all rows. While serving, every
 request has KV blocks of its own, and between two steps the worker waits until the event loop has
@@ -41,6 +40,9 @@ from engine.worker_settings import WorkerReport
 from gateway.serve.saved import SavedFile, model_facts
 from gateway.version import podway_version
 
+logger = logging.getLogger(__name__)
+PROFILE_SECONDS = 2.0  # maximum, but at least two steps are measured
+TRIAL_SECONDS = 1.0
 LONGEST_PROMPT, LONGEST_OUTPUT = 512, 32  # tokens
 MAX_REQUESTS = 1000
 _GREEDY = SamplingParams(temperature=0.0)
@@ -134,12 +136,6 @@ def _header(executor: StepExecutor, limits: ProbeLimits, cost: CostModel) -> Rec
         depth=executor.depth,
         cost=cost,
     )
-
-
-logger = logging.getLogger(__name__)
-
-PROFILE_SECONDS = 2.0  # maximum, but at least two steps are measured
-TRIAL_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,13 @@
 """Saved files: used for the same facts only, replaced as a whole, ignored if they are corrupt."""
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from gateway.serve.saved import SavedFile, model_facts
+from gateway.serve.saved import SavedFile, load_time_file, model_facts
+from gateway.settings.settings import load
 
 
 def parse(value: object) -> int:
@@ -63,3 +65,11 @@ def test_a_checkpoint_is_identified_by_its_config_and_the_sizes_of_its_weights(
     after = model_facts(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     assert before != after != model_facts(tmp_path)
+
+
+def test_the_seconds_of_a_load_are_known_for_the_same_weights(tmp_path: Path) -> None:
+    settings = load({"cache_dir": str(tmp_path), "model": "builtin"})
+    load_time_file(settings).save(3.5)
+    assert load_time_file(settings).load(float) == 3.5
+    other = replace(settings, kernels=replace(settings.kernels, weights="int8"))
+    assert load_time_file(other).load(float) is None
