@@ -3,9 +3,8 @@
 import asyncio
 from collections.abc import Container, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Self
 
-from engine.kv_store import SharedStore, open_store
+from engine.kv_store import SharedStore
 from gateway.observe.metrics import Metrics
 
 LOOKUP_SECONDS = 0.1  # a request waits so long at most
@@ -20,11 +19,6 @@ class KVLookup:
         self._metrics = metrics
         self._threads = ThreadPoolExecutor(THREADS, "kv-lookup")
         self._num_running = 0
-
-    @classmethod
-    def open(cls, url: str, keys: str, metrics: Metrics) -> Self:
-        """Over a client of its own. Raises `StartupError`."""
-        return cls(open_store(url, keys, lends_memory=False), metrics)
 
     async def find(self, names: Sequence[bytes]) -> Container[bytes]:
         """Counts the outcome: found (at least one name), missing or failed."""

@@ -7,10 +7,9 @@ one from the compute threads) and if steps are short, since a new request waits 
 planned step. Measurements are in `examples/benchmarks/results/lookahead`.
 """
 
-import os
-
 from engine.cost.model import CostModel
 from engine.worker_settings import WorkerReport
+from gateway.serve.cores import cores_of_machine
 from gateway.settings.settings import Settings
 
 SHORT_STEP = 0.02  # seconds of a decode step of one request; the wait saved is a twentieth of it
@@ -32,12 +31,5 @@ def choose_lookahead(
     if report.device.startswith("cuda"):
         return 1
     computing = report.threads * settings.workers.num_ranks * num_replicas
-    loop_has_core = settings.launch.launcher == "local" and computing < _num_cores()
+    loop_has_core = settings.launch.launcher == "local" and computing < len(cores_of_machine())
     return int(loop_has_core and cost.compute(1, 0) < SHORT_STEP)
-
-
-def _num_cores() -> int:
-    """Cores that this process and its workers may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

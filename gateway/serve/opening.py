@@ -17,7 +17,7 @@ from engine.control.scheduler import IterationScheduler
 from engine.cost.live import LiveCost
 from engine.iteration import Observer, ObserverGroup
 from engine.kv_shape import KVShape
-from engine.kv_store import MAX_NAMES
+from engine.kv_store import MAX_NAMES, open_store
 from engine.loop import Engine
 from engine.replicas.replica import QueueDelay, Replica
 from engine.replicas.replicas import Replicas, ServingEngine
@@ -223,7 +223,8 @@ def _kv_lookup(
     keys = loaded.report.tiers.kv_store_keys
     if not keys:
         return None
-    lookup = KVLookup.open(settings.tiers.kv_store, keys, metrics)
+    store = open_store(settings.tiers.kv_store, keys, lends_memory=False)
+    lookup = KVLookup(store, metrics)
     stack.callback(lookup.close)
     return lookup
 

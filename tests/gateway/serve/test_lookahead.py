@@ -12,7 +12,7 @@ from tests.gateway.serve.test_calibration import REPORT
 
 @pytest.fixture(autouse=True)
 def four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lookahead, "_num_cores", lambda: 4)
+    monkeypatch.setattr(lookahead, "cores_of_machine", lambda: range(4))
 
 
 def steps_of(seconds: float) -> CostModel:
